@@ -205,8 +205,11 @@ class Deployer(RedcoNames):
         return self._run.next_key()
 
     def decide(self, value: Any) -> Any:
-        """Returns process 0's value (anything that JSON can hold) in every process, for decisions that depend on a clock or
-        a file, for example. Every process must call it at the same point of the script."""
+        """Returns process 0's value (anything that JSON can hold; a tuple becomes a list) in every process, for decisions
+        that depend on a clock or a file, for example. Every process must call it at the same point of the script.
+
+        Raises TypeError for any other value, such as a NumPy boolean.
+        """
         return self._run.decide(value)
 
     # --- models ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import warnings
 
 import equinox as eqx
@@ -456,6 +457,17 @@ def test_metrics_are_written_to_the_file_and_every_logger(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [{"step": 7, "loss": 0.5, "n": 3.0}, {"step": 8, "loss": 0.25}]
     assert loggers[0].rows == loggers[1].rows == [({"loss": 0.5, "n": 3.0}, 7), ({"loss": 0.25}, 8)]
+
+
+def test_decide_returns_in_one_process_what_it_returns_in_several():
+    deployer = make_deployer()
+    assert deployer.decide({"is_late": True, "at": (1, 2.5, None)}) == {"is_late": True, "at": [1, 2.5, None]}
+    with pytest.raises(TypeError) as raised:
+        deployer.decide(np.float32(1) < 2)
+    assert re.fullmatch(
+        r"`decide`: expected a value that JSON can hold, got bool_?\. Convert it first, as by `bool` or `float`\.",
+        str(raised.value),
+    )
 
 
 def test_metrics_file_is_rewound_once_to_the_resumed_step(tmp_path):
