@@ -427,10 +427,11 @@ def test_invalid_schedule_arguments_raise(kwargs, expected):
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("start_timeout", 0, "`start_timeout`: expected a number above 0, got 0. Pass seconds."),
+        ("start_timeout", 0, "`start_timeout`: expected a finite number above 0, got 0. Pass seconds."),
+        ("start_timeout", math.inf, "`start_timeout`: expected a finite number above 0, got inf. Pass seconds."),
         ("hang_timeout", "60", "`hang_timeout`: expected a number above 0 or None, got '60'. Pass seconds."),
-        ("heartbeat_timeout", float("nan"), "`heartbeat_timeout`: expected a number above 0, got nan. Pass seconds."),
-        ("heartbeat_timeout", None, "`heartbeat_timeout`: expected a number above 0, got None. Pass seconds."),
+        ("heartbeat_timeout", float("nan"), "`heartbeat_timeout`: expected a finite number above 0, got nan. Pass seconds."),
+        ("heartbeat_timeout", None, "`heartbeat_timeout`: expected a finite number above 0, got None. Pass seconds."),
     ],
 )
 def test_invalid_timeouts_raise(name, value, expected):
