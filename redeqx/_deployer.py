@@ -1,6 +1,7 @@
 """The Deployer: the devices, keys, plans, schedules and records of a run."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,10 +126,11 @@ class Deployer(RedcoNames):
         xla_settings: Options | str | None = "auto",
     ):
         check_count(jax_seed, "jax_seed", 0)
-        timeouts = {"heartbeat_timeout": heartbeat_timeout, "start_timeout": start_timeout, "hang_timeout": hang_timeout}
-        for name, seconds in timeouts.items():
-            is_optional, advice = name == "hang_timeout", "Pass seconds."
-            check_number(seconds, name, "a number above 0", lambda seconds: seconds > 0, advice, optional=is_optional)
+        for name, seconds in {"heartbeat_timeout": heartbeat_timeout, "start_timeout": start_timeout}.items():
+            check_number(seconds, name, "a finite number above 0", lambda seconds: 0 < seconds < math.inf, "Pass seconds.")
+        check_number(
+            hang_timeout, "hang_timeout", "a number above 0", lambda seconds: seconds > 0, "Pass seconds.", optional=True
+        )
         check_compilation_cache(compilation_cache)
         check_xla_settings(xla_settings)
         folder = None
@@ -205,8 +207,11 @@ class Deployer(RedcoNames):
         return self._run.next_key()
 
     def decide(self, value: Any) -> Any:
-        """Returns process 0's value (anything that JSON can hold) in every process, for decisions that depend on a clock or
-        a file, for example. Every process must call it at the same point of the script."""
+        """Returns process 0's value (anything that JSON can hold; a tuple becomes a list) in every process, for decisions
+        that depend on a clock or a file, for example. Every process must call it at the same point of the script.
+
+        Raises TypeError for any other value, such as a NumPy boolean.
+        """
         return self._run.decide(value)
 
     # --- models ------------------------------------------------------------------------------------------------------

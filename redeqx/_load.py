@@ -38,16 +38,16 @@ def load(
         an object store: `s3://bucket/run`, `gs://bucket/run` (extra `stores`).
     - `like`: a model of the same structure, with arrays or shapes (`eqx.filter_eval_shape`). Floating tensors are cast to
         its dtypes. Leaves that are not arrays are kept.
-    - `deployer`: the model is placed on its mesh, by its plan; by default each array is placed like that of `like`, or on
-        the first device.
+    - `deployer`: the model is placed on its mesh; without one, on the mesh of `plan`, or else each array like that of
+        `like`, or on the first device.
     - `plan`: how the model is split; `deployer.plan(like)` by default.
     - `kind`: the tree of the checkpoint: `"model"`; `"model_state"`, with the state of the layers as `like`; or a model that
         a callback keeps, such as `"ema"`.
 
     In a dry run it returns shapes and reads nothing.
 
-    Raises ValueError if there is no such checkpoint, it is damaged, or it belongs to another model: the error names the
-    tensors that differ. Raises OSError if an object store does not answer.
+    Raises ValueError if there is no such checkpoint, it is damaged, or it or the plan belongs to another model: the error
+    names the tensors that differ. Raises OSError if an object store does not answer.
     """
     if kind == "model":
         check_model(like)
@@ -55,10 +55,11 @@ def load(
         check_alive(like, "like")
     if deployer is not None and deployer.is_dry_run:
         return as_shapes(like)
-    shardings = None
     if deployer is not None:
-        plan = plan or deployer.plan(like)
-        shardings = plan.sharding
+        plan = deployer.plan(like) if plan is None else plan.on(deployer.mesh)
+    if plan is not None:
+        plan.check(like)
+    shardings = None if plan is None else plan.sharding
     path = location(path)
     if path.is_file():
         return load_tree(path, like, shardings, kind)

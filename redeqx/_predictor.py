@@ -146,6 +146,10 @@ class Predictor(RedcoNames):
             raise TypeError(
                 f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
             )
+        if model is not None:
+            check_model(model)
+        elif self._source is None:
+            self._require_model(model)
         if key is not None and not (isinstance(key, jax.Array | np.ndarray) and (is_key(key) or key.ndim)):
             raise TypeError(f"`key`: expected a PRNG key, got {key!r}. Pass `jax.random.key(0)`, say.")
         agree_on_examples(self._deployer._run.peers, "predict", n, size.examples)
@@ -232,8 +236,9 @@ class Predictor(RedcoNames):
 
     def _unbatch(self, n_rows: int, outputs: PyTree) -> list[Any]:
         listed = self._output_fn(jax.tree.map(lambda x: np.asarray(x)[:n_rows], outputs))
-        if not isinstance(listed, Sequence) or isinstance(listed, str) or len(listed) != n_rows:
-            found = f"{len(listed)} entries" if hasattr(listed, "__len__") else type(listed).__name__
+        is_list = isinstance(listed, Sequence) and not isinstance(listed, str)
+        if not is_list or len(listed) != n_rows:
+            found = f"{len(listed)} entries" if is_list else type(listed).__name__
             raise ValueError(
                 f"`output_fn`: expected a list of {n_rows} entries, one for each example, got {found}. "
                 "Return a list with an entry for each row of the batch."
@@ -242,8 +247,6 @@ class Predictor(RedcoNames):
 
     def _resolve(self, model: PyTree | None) -> tuple[PyTree, PyTree, Plan]:
         """Returns the placed model and state to run, and their plan."""
-        if model is not None:
-            check_model(model)
         if self._source is not None:
             own, state, plan = self._source()
             return (own if model is None else place(model, plan)), state, plan

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import warnings
 
 import equinox as eqx
@@ -426,10 +427,11 @@ def test_invalid_schedule_arguments_raise(kwargs, expected):
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("start_timeout", 0, "`start_timeout`: expected a number above 0, got 0. Pass seconds."),
+        ("start_timeout", 0, "`start_timeout`: expected a finite number above 0, got 0. Pass seconds."),
+        ("start_timeout", math.inf, "`start_timeout`: expected a finite number above 0, got inf. Pass seconds."),
         ("hang_timeout", "60", "`hang_timeout`: expected a number above 0 or None, got '60'. Pass seconds."),
-        ("heartbeat_timeout", float("nan"), "`heartbeat_timeout`: expected a number above 0, got nan. Pass seconds."),
-        ("heartbeat_timeout", None, "`heartbeat_timeout`: expected a number above 0, got None. Pass seconds."),
+        ("heartbeat_timeout", float("nan"), "`heartbeat_timeout`: expected a finite number above 0, got nan. Pass seconds."),
+        ("heartbeat_timeout", None, "`heartbeat_timeout`: expected a finite number above 0, got None. Pass seconds."),
     ],
 )
 def test_invalid_timeouts_raise(name, value, expected):
@@ -456,6 +458,17 @@ def test_metrics_are_written_to_the_file_and_every_logger(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [{"step": 7, "loss": 0.5, "n": 3.0}, {"step": 8, "loss": 0.25}]
     assert loggers[0].rows == loggers[1].rows == [({"loss": 0.5, "n": 3.0}, 7), ({"loss": 0.25}, 8)]
+
+
+def test_decide_returns_in_one_process_what_it_returns_in_several():
+    deployer = make_deployer()
+    assert deployer.decide({"is_late": True, "at": (1, 2.5, None)}) == {"is_late": True, "at": [1, 2.5, None]}
+    with pytest.raises(TypeError) as raised:
+        deployer.decide(np.float32(1) < 2)
+    assert re.fullmatch(
+        r"`decide`: expected a value that JSON can hold, got bool_?\. Convert it first, as by `bool` or `float`\.",
+        str(raised.value),
+    )
 
 
 def test_metrics_file_is_rewound_once_to_the_resumed_step(tmp_path):

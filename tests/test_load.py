@@ -69,6 +69,20 @@ def test_deployer_places_leaves_by_its_plan(run, shards):
     assert replicated.layers[0].weight.sharding.is_fully_replicated
 
 
+def test_plan_of_another_mesh(run):
+    """The specs are the plan's, and the mesh is the deployer's, or without one the plan's."""
+    workdir, _ = run
+    like = make_model(jax.random.key(1))
+    plan = redeqx.Deployer(verbose=False, n_model_shards=4).plan(like)
+    deployer = redeqx.Deployer(verbose=False, n_model_shards=2)
+    for given, mesh in ((deployer, deployer.mesh), (None, plan.mesh)):
+        model = redeqx.load(workdir, like, given, plan=plan)
+        assert model.layers[0].weight.sharding == jax.sharding.NamedSharding(mesh, plan["layers.0.weight"].spec)
+    other = eqx.nn.MLP(4, 4, 16, 1, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"`plan`: expected the plan of this model, whose `layers\.0\.weight` has shape"):
+        redeqx.load(workdir, other, deployer, plan=plan)
+
+
 def test_missing_index_is_rebuilt(run, tmp_path):
     workdir, trainer = run
     shutil.copytree(workdir, tmp_path / "run")

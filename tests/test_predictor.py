@@ -257,6 +257,10 @@ def test_iterate_checks_its_arguments_immediately():
         predictor.iterate(make_examples(4), 2, key=5)
     with pytest.raises(TypeError, match=r"`examples`: expected"):
         predictor.iterate(iter(make_examples(4)), 2)
+    with pytest.raises(TypeError, match=r"`model`: expected an Equinox module, got the function"):
+        predictor.iterate(make_examples(4), 2, model=apply)
+    with pytest.raises(ValueError, match=r"`model`: expected a model, got None\. Pass it"):
+        redeqx.Predictor(make_deployer(), collate_fn=stack, pred_fn=apply).iterate(make_examples(4), 2)
     assert list(predictor.iterate([], 2)) == []
 
 
@@ -361,8 +365,8 @@ def predict_error(error, n=5, model=None, examples=None, per_device_batch_size=4
     [
         (lambda y: list(y)[:3], "3 entries"),
         (lambda y: [], "0 entries"),
-        (lambda y: "four", "4 entries"),
-        (lambda y: y, "4 entries"),
+        (lambda y: "four", "str"),
+        (lambda y: y, "ndarray"),
         (lambda y: None, "NoneType"),
     ],
 )

@@ -78,9 +78,13 @@ def start(
         return Peers()
     place = find_place(n_processes, host0_address, host0_port, process_id, n_local_devices)
     if _peers is not None:
-        if place is not None and (place.n, place.index) != (_peers.n, _peers.index):
+        if place is not None and place.n != _peers.n:
             raise ValueError(
                 f"`n_processes`: expected {_peers.n}, as this process began with, got {place.n}. Use one number."
+            )
+        if place is not None and place.index != _peers.index:
+            raise ValueError(
+                f"`process_id`: expected {_peers.index}, as this process began with, got {place.index}. Use one number."
             )
         return _peers
     if place is None:
@@ -195,7 +199,9 @@ def _env_number(name: str) -> int:
 
 def _make_place(n: int, index: int, host: str, port: int, bind: str, local: tuple[int, ...] | None) -> Place | None:
     check_count(n, "n_processes", advice="Pass the number of processes.")
-    if not 0 <= index < n:
+    check_count(index, "process_id", 0, advice="Number the processes from 0.")
+    check_count(port, "host0_port", 0, advice="Pass a port of process 0's host.")
+    if index >= n:
         raise ValueError(f"`process_id`: expected 0 to {n - 1}, got {index}. Number the processes from 0.")
     if not 0 < port < 2**16:
         raise ValueError(f"`host0_port`: expected 1 to 65535, got {port}. Pass a port of process 0's host.")

@@ -119,12 +119,17 @@ def _print(sources: Mapping[IO[bytes], tuple[bytes, Any]]) -> None:
                     selector.unregister(source)
                     source.close()
                     lines += filter(None, [unfinished[source]])
-                text = b"".join(prefix + line + b"\n" for line in lines).decode(errors="replace")
+                text = b"".join(prefix + line + b"\n" for line in lines)
                 try:
-                    target.write(text)
+                    target.write(_printable(text, getattr(target, "encoding", None) or "utf-8"))
                     target.flush()
                 except OSError:  # the reader, such as `tee`, is gone; the processes continue
                     discard(target)
+
+
+def _printable(text: bytes, encoding: str) -> str:
+    """Decodes output of a process, whose streams have the encoding of this one's, and replaces what it cannot express."""
+    return text.decode(encoding, "replace").encode(encoding, "replace").decode(encoding)
 
 
 def _free_port() -> int:

@@ -138,13 +138,17 @@ class Peers:
                 value = act()
             except OSError as raised:
                 error = raised
-        contribution = [value, None if error is None else [error.errno, error.strerror or str(error), str(error.filename)]]
-        found = self.gather(topic, contribution)
+        problem = None
+        if error is not None:
+            problem = [error.errno, error.strerror or str(error), None if error.filename is None else str(error.filename)]
+        found = self.gather(topic, [value, problem])
         if error is not None and self.n == 1:
             raise error
         for index, (_, problem) in enumerate(found):
             if problem is not None:
-                raise OSError(problem[0], f"{problem[1]} (process {index})", problem[2]) from error
+                number, text, file = problem
+                text = f"{text} (process {index})"
+                raise (OSError(text) if number is None else OSError(number, text, file)) from error
         return [value for value, _ in found]
 
     def agree(self, what: str, values: Mapping[str, Any], advice: str = _SAME_SCRIPT) -> None:

@@ -196,7 +196,7 @@ def _other_token(host: str) -> str:
 def _listening(host: str, port: int, bind: str) -> socket.socket:
     """Return a socket that listens on `port` of the address `bind`; `""` for all addresses. `host` is for errors.
 
-    Raises ValueError if the port is in use or the address is not this host's.
+    Raises ValueError if the port is in use or not allowed, or the address is not this host's.
     """
     try:
         found = socket.getaddrinfo(bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -216,6 +216,11 @@ def _listening(host: str, port: int, bind: str) -> socket.socket:
         if error.errno == errno.EADDRINUSE or "in use" in str(error):
             raise ValueError(
                 f"`host0_port`: expected a free port, got {port}, which another program holds. Pass another everywhere."
+            ) from error
+        if error.errno == errno.EACCES:
+            raise ValueError(
+                f"`host0_port`: expected a port that this user may listen on, got {port} ({error.strerror}). "
+                "Pass one above 1023 everywhere."
             ) from error
         raise ValueError(
             f"`host0_address`: expected an address of process 0's own host, got {host!r} ({error.strerror}). "

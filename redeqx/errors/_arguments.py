@@ -106,8 +106,8 @@ _LAYERS = {"Module", "Layer", "Transformed", "TransformedWithState"}
 
 
 def check_model(model: Any, name: str = "model") -> None:
-    """Raise TypeError if a model is a function, a class, a module of another library, or a PyTree without arrays;
-    ValueError if its arrays have been deleted."""
+    """Raise TypeError if a model is a function, a class, a module of another library, or another single object that is no
+    array; ValueError if its arrays have been deleted."""
     expected = f"`{name}`: expected an Equinox module, got"
     if isinstance(model, type):
         raise TypeError(f"{expected} the class {model.__name__}. Make one: `{model.__name__}(..., key=key)`.")

@@ -45,11 +45,14 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
         given = variable
     if given is False or given is None or (given is True and platform == "cpu"):
         return None if before is None else f"{before}, as JAX is set"
-    if given is True:
-        if before is not None:
-            return f"{before}, as JAX is set"
-        given = own = _user_cache() / "redeqx" / "xla"
-    folder = Path(given).expanduser().absolute()
+    if given is True and before is not None:
+        return f"{before}, as JAX is set"
+    try:
+        if given is True:
+            given = own = _user_cache() / "redeqx" / "xla"
+        folder = Path(given).expanduser().absolute()
+    except RuntimeError:  # the account has no home folder, as in some containers
+        return f"off: expected a home folder for `{'~/.cache' if given is True else given}`, got none"
     if (problem := _unwritable(folder)) is not None:
         return f"off: `{folder}` cannot be written ({problem})"
     if given is own:
@@ -108,8 +111,8 @@ def _unwritable(folder: Path) -> str | None:
         probe = folder / f".redeqx-{os.getpid()}"
         probe.touch()
         probe.unlink()
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home
-        return getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        return error.strerror or str(error)
     return None
 
 

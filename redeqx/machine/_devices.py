@@ -87,7 +87,9 @@ def this_machine() -> Machine:
 def of_devices(name: str, devices: Any) -> Machine:
     """Returns a machine of existing devices, with the memory that they report."""
     devices = tuple(devices)
-    stats = devices[0].memory_stats() if devices[0].platform != "cpu" else None
+    # Only a device of this process reports its memory.
+    own = next((device for device in devices if device.process_index == jax.process_index()), devices[0])
+    stats = own.memory_stats() if own.platform != "cpu" else None
     memory = stats.get("bytes_limit") if stats else _host_memory() // len(devices)
     return Machine(name, devices, memory, chip_of_kind(devices[0].device_kind))
 

@@ -85,12 +85,12 @@ def xla_settings(mesh: Mesh, given: Options | str | None) -> XlaSettings:
         environment = os.environ.get(_ENVIRONMENT.get(platform, ""), "")
         own = SETTINGS.get(platform, {}) if mesh.size > 1 else {}
         given = {name: value for name, value in own.items() if not re.search(rf"--{name}\b", environment)}
-    return _accepted(device, tuple(given.items()))
+    return _accepted(device, tuple((name, type(value), value) for name, value in given.items()))
 
 
 @cache
-def _accepted(device: Any, given: tuple[tuple[str, Any], ...]) -> XlaSettings:
-    options = dict(given)
+def _accepted(device: Any, given: tuple[tuple[str, type, Any], ...]) -> XlaSettings:
+    options = {name: value for name, _, value in given}  # the type tells True from 1, which are equal keys of the cache
     if not options or _refusal(device, options) is None:
         return XlaSettings(options)
     refusals = {name: _refusal(device, {name: value}) for name, value in options.items()}

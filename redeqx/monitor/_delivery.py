@@ -65,13 +65,13 @@ class Delivery:
     # --- called by the run --------------------------------------------------------------------------------------------
 
     def row(self, row: Row) -> None:
-        """Delivers metrics, unless the tracker has them from an earlier process."""
+        """Delivers metrics, unless the tracker has them from before a rewind."""
         self._newest = (row.step, self._newest[1] + 1 if row.step == self._newest[0] else 1)
         if self._newest > self._skip_until:
             self._enqueue(row, self._newest, ROW_SIZE)
 
     def medium(self, medium: Medium) -> None:
-        """Delivers an image or a text, unless the tracker has it from an earlier process."""
+        """Delivers an image or a text, unless the tracker has it from before a rewind."""
         step, names = self._skip_media_until
         if medium.step > step or (medium.step == step and medium.name not in names):
             self._enqueue(medium, NO_ROWS, len(medium.data))
@@ -86,18 +86,31 @@ class Delivery:
         self._enqueue(dict(values), NO_ROWS, ROW_SIZE)
 
     def rewind(self, step: int, rows: Iterable[Row]) -> None:
-        """Continues after `step`, up to which an earlier process recorded these rows. Delivers those that the tracker lacks.
+        """Continues after `step`, up to which these rows were recorded. Delivers those that the tracker lacks.
 
         Rewinding to the start begins a new run of the tracker.
         """
         self.close()
         if step <= 0 and not self._is_new:
             self._run_id, self._sent, self._sent_media, self._is_new = *_UNKNOWN, True
-            self._skip_media_until = NO_MEDIA
-        self._purge_step, self._skip_until, self._newest = step + 1, self._sent, NO_ROWS
-        if not self._kind.purges:  # a tracker that purges has the earlier rows
-            for row in rows:
-                self.row(row)
+        self._purge_step, self._newest = step + 1, NO_ROWS
+        self._skip_until, self._skip_media_until = self._rewind_queue(step)
+        if self._kind.purges:  # it has the earlier records, and none of the later ones
+            self._skip_until, self._skip_media_until = NO_ROWS, NO_MEDIA
+            return
+        for row in rows:
+            self.row(row)
+
+    def _rewind_queue(self, step: int) -> tuple[Mark, MediaMark]:
+        """Drops what is queued after `step`; returns the marks of what is delivered or still queued."""
+        with self._lock:
+            kept = [each for each in self._pending if not isinstance(each[0], Row | Medium) or each[0].step <= step]
+            self._pending, self._size = deque(kept), sum(size for *_, size in kept)
+        sent, sent_media = self._sent, self._sent_media
+        for item, mark, _ in kept:
+            sent = max(sent, mark)
+            sent_media = _with_medium(sent_media, item) if isinstance(item, Medium) else sent_media
+        return sent, sent_media
 
     def close(self) -> None:
         """Delivers the queue and ends the tracker's run; warns if that takes too long. Later records continue the run."""
@@ -170,9 +183,7 @@ class Delivery:
                 self._save_state()
             elif isinstance(item, Medium):
                 self._tracker.medium(item)
-                step, names = self._sent_media
-                if item.step >= step:
-                    self._sent_media = (item.step, (names if item.step == step else frozenset()) | {item.name})
+                self._sent_media = _with_medium(self._sent_media, item)
                 self._save_state()
             else:
                 self._tracker.config(item)
@@ -213,6 +224,14 @@ class Delivery:
 
 
 _UNKNOWN = (None, NO_ROWS, NO_MEDIA)
+
+
+def _with_medium(mark: MediaMark, medium: Medium) -> MediaMark:
+    """Returns the mark after an image or a text."""
+    step, names = mark
+    if medium.step < step:
+        return mark
+    return medium.step, (names if medium.step == step else frozenset()) | {medium.name}
 
 
 def _load_state(file: Path | None) -> tuple[str | None, Mark, MediaMark]:

@@ -227,7 +227,7 @@ class ProgressLine:
         fields += [_field(SHORT_NAMES.get(name, name), _number_text(name, x)) for name, x in self._metrics.items()]
         fields += self._speed_fields()
         seconds = self._meter.seconds_per_step
-        if self._step == self.n_steps:
+        if self.n_steps is not None and self._step >= self.n_steps:  # a loop of the user's own may exceed its total
             fields.append(_field(_duration(now - self._began), "in all", dim_first=False))
         elif self.n_steps is not None and seconds is not None:
             fields.append(_field(_duration((self.n_steps - self._step) * seconds), "left", dim_first=False))
@@ -257,7 +257,7 @@ class ProgressLine:
         fields = self._fields()
         if self.n_steps:
             full, empty = "━─" if self._console._terminal.encoding.startswith("utf") else "#-"
-            n_full = BAR_WIDTH * self._step // self.n_steps
+            n_full = min(BAR_WIDTH * self._step // self.n_steps, BAR_WIDTH)
             fields.insert(0, Text.assemble((full * n_full, "cyan"), (empty * (BAR_WIDTH - n_full), "dim")))
         if self._activity:
             elapsed = _duration(time.perf_counter() - self._activity_began)

@@ -13,6 +13,7 @@ import numpy as np
 # How far floats may be outside of 0 to 1: the rounding error of bfloat16.
 _ROUNDED = 1 / 256
 _COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # PNG's color type by number of channels
+_MAX_NAME = 200  # bytes; file systems allow 255, with the step and the suffix
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -74,6 +75,10 @@ def check_name(name: str) -> None:
         raise TypeError(f"`name`: expected a string, got {type(name).__name__}. Pass the name first.")
     if not re.search(r"\w", name):
         raise ValueError(f"`name`: expected letters or digits, which name a file, got {name!r}. Pass a name.")
+    if (n_bytes := len(name.encode(errors="replace"))) > _MAX_NAME:
+        raise ValueError(
+            f"`name`: expected at most {_MAX_NAME} bytes, which name a file, got {n_bytes}: {name[:40]!r}... Shorten it."
+        )
 
 
 def check_image(image: Any) -> Any:

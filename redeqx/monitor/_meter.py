@@ -89,7 +89,8 @@ class Meter:
     def seconds_per_step(self) -> float | None:
         """The mean time of a step; None before the second step."""
         sums = self._sums
-        return sums["seconds"] / sums["steps"] if sums.get("seconds", 0) > 0 else None
+        # A step that is reported again adds time, but no step.
+        return sums["seconds"] / sums["steps"] if sums.get("seconds", 0) > 0 and sums["steps"] > 0 else None
 
     def rates(self) -> dict[str, float]:
         """Returns the known rates of the newest steps by name.

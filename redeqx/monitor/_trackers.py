@@ -92,11 +92,15 @@ class TensorBoard:
         from tensorboardX import SummaryWriter
 
         assert opening.folder is not None, "checked"
-        self.run_id, self.where = "", str(opening.folder / "tensorboard")
-        self._writer = SummaryWriter(self.where, purge_step=opening.purge_step)
+        folder = opening.folder / "tensorboard"
+        self.run_id, self.where = "", str(folder)
+        # A file is named by the second: one opened within the same second would replace the previous one.
+        suffix = f".{len(list(folder.glob('*'))):04}"
+        self._writer = SummaryWriter(self.where, purge_step=opening.purge_step, filename_suffix=suffix)
 
     def config(self, values: Mapping[str, str]) -> None:
-        table = "".join(f"|{name}|{value.replace('|', chr(92) + '|')}|\n" for name, value in values.items())
+        cells = {name: value.replace("|", "\\|").replace("\n", "<br>") for name, value in values.items()}
+        table = "".join(f"|{name}|{cell}|\n" for name, cell in cells.items())
         self._writer.add_text("config", f"|name|value|\n|-|-|\n{table}", 0)
         self._writer.flush()
 

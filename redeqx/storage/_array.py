@@ -123,8 +123,13 @@ def fetch(views: Sequence[Any], dtype: Any = None) -> list[np.ndarray]:
     outs = [np.empty(view.shape, view.dtype if dtype is None else dtype) for view in views]
     pieces = [piece for view, out in zip(views, outs, strict=True) for piece in _pieces(view._addresses, out, view._base)]
     with ThreadPoolExecutor(_objects.CONCURRENT, "redeqx-read") as pool:
-        for read in [pool.submit(_read, views[0].path, group) for group in _groups(pieces)]:
-            read.result()
+        reads = [pool.submit(_read, views[0].path, group) for group in _groups(pieces)]
+        try:
+            for read in reads:
+                read.result()
+        except BaseException:  # the other requests would each be retried for minutes
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return outs
 
 

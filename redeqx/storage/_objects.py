@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -148,9 +148,16 @@ def delete(scheme: str, bucket: str, keys: Sequence[str]) -> None:
     """Deletes objects. Missing ones count as deleted."""
     import obstore
 
-    with _translate_errors(scheme, bucket, keys[0] if keys else ""):
-        if keys:
-            _retry(lambda: obstore.delete(_open(scheme, bucket), keys))
+    if not keys:
+        return
+    with _translate_errors(scheme, bucket, keys[0]):
+        store = _open(scheme, bucket)
+        try:
+            _retry(lambda: obstore.delete(store, keys))
+        except FileNotFoundError:  # Google's store reports a missing object, and then some others may not be deleted
+            for key in keys:
+                with suppress(FileNotFoundError):
+                    _retry(lambda key=key: obstore.delete(store, key))
 
 
 def _retry(act: Callable[[], T], also: type[Exception] | tuple[()] = ()) -> T:

@@ -55,10 +55,14 @@ def _upload(folder: Path, to: StorePath, uploaded: dict[str, tuple[int, int]], b
     with busy:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
-            if path.is_file() and uploaded.get(name) != (version := _version(path)):
+            try:
+                if not path.is_file() or uploaded.get(name) == (version := _version(path)):
+                    continue
                 content = path.read_bytes()
-                (to / name).upload(partial(iter, [content]), len(content))
-                uploaded[name] = version
+            except FileNotFoundError:  # renamed or deleted in the meantime, by the thread of a tracker
+                continue
+            (to / name).upload(partial(iter, [content]), len(content))
+            uploaded[name] = version
 
 
 def _end(folder: Path, to: StorePath, uploaded: dict[str, tuple[int, int]], busy: threading.Lock) -> None:

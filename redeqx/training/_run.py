@@ -1,5 +1,6 @@
 """A run: the devices, processes, folder and console that all models of one script share."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,17 @@ class Run:
         return np.array([self.seed, self.n_keys]).astype(stream_dtype())
 
     def decide(self, value: Any) -> Any:
-        """Returns process 0's value (any JSON) in every process; each process must call it."""
+        """Returns process 0's value (any JSON) in every process; each process must call it.
+
+        Raises TypeError for a value that JSON cannot hold, also in the only process of a run.
+        """
+        try:
+            value = json.loads(json.dumps(value))  # as the others receive it: a tuple is a list
+        except TypeError:
+            raise TypeError(
+                f"`decide`: expected a value that JSON can hold, got {type(value).__name__}. Convert it first, as by `bool` "
+                "or `float`."
+            ) from None
         return value if self.peers.n == 1 else self.peers.gather("decide", value)[0]
 
     def need_values(self, what: str) -> None:

@@ -10,6 +10,7 @@ import jax
 import pytest
 from jax._src.clusters import ClusterEnv, K8sCluster
 
+from redeqx.distributed import Peers, _cluster
 from redeqx.distributed._cluster import PORT, Place, _check_unused, _interface, find_place, start
 
 
@@ -90,6 +91,10 @@ def test_arguments_override_the_launcher(monkeypatch):
             {"n_processes": 2, "host0_address": "localhost", "process_id": 2},
             "`process_id`: expected 0 to 1, got 2. Number the processes from 0.",
         ),
+        (
+            {"n_processes": 2, "host0_address": "localhost", "process_id": -1},
+            "`process_id`: expected at least 0, got -1. Number the processes from 0.",
+        ),
         *(
             (
                 {"n_processes": 2, "host0_address": "localhost", "process_id": 1, "host0_port": port},
@@ -101,6 +106,34 @@ def test_arguments_override_the_launcher(monkeypatch):
 )
 def test_missing_or_invalid_arguments_are_named(arguments, expected):
     assert error_message(**arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"process_id": "1"}, "`process_id`: expected an integer, got '1'. Pass a whole number."),
+        ({"process_id": 0.5}, "`process_id`: expected an integer, got 0.5. Pass a whole number."),
+        ({"process_id": 1, "host0_port": "80"}, "`host0_port`: expected an integer, got '80'. Pass a whole number."),
+    ],
+)
+def test_numbers_of_another_type_are_named(arguments, expected):
+    with pytest.raises(TypeError) as raised:
+        find_place(n_processes=2, host0_address="localhost", **arguments)
+    assert str(raised.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("n", "index", "expected"),
+    [
+        (3, 0, "`n_processes`: expected 2, as this process began with, got 3. Use one number."),
+        (2, 1, "`process_id`: expected 0, as this process began with, got 1. Use one number."),
+    ],
+)
+def test_second_start_must_name_the_same_place(monkeypatch, n, index, expected):
+    monkeypatch.setattr(_cluster, "_peers", Peers(2, 0))
+    with pytest.raises(ValueError) as raised:
+        start(n, "localhost", None, index, None)
+    assert str(raised.value) == expected
 
 
 def test_unknown_host_is_reported():

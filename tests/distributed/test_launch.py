@@ -53,6 +53,25 @@ def test_invalid_utf8_is_replaced(capfd):
     assert capfd.readouterr().out == "[0] a\N{REPLACEMENT CHARACTER}b\n"
 
 
+@pytest.mark.parametrize("encoding, shown", [("latin-1", b"\xe9\xff"), ("ascii", b"??")])
+def test_output_that_the_terminal_cannot_show_does_not_stop_the_others(tmp_path, encoding, shown):
+    (tmp_path / "run.py").write_text(
+        r"""
+import sys
+sys.stdout.buffer.write(b"\xe9\xff\n")
+sys.stdout.flush()
+for i in range(20_000):  # more than a pipe holds
+    print("line", i)
+"""
+    )
+    command = [sys.executable, "-m", "redeqx", "launch", "--processes", "1", "run.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == b"[0] " + shown and lines[-1] == b"[0] line 19999"
+
+
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_exit_code_of_the_failed_process_is_kept(culprit):
     """Not the code of a process that left because of it, even if that one left first."""

@@ -4,6 +4,7 @@ Each process is a thread in these tests: what would end the process ends its thr
 """
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -204,6 +205,25 @@ def test_coordinator_names_the_process_that_did_not_contribute(cluster):
     assert str(found[1]) == "`x 1`: expected every process within 0.3 s, got none from another process."
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(28, "No space left on device", "/run/x"), "[Errno 28] No space left on device (process 1): '/run/x'"),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device (process 1)"),  # as of `os.pwrite`
+        (TimeoutError("timed out"), "timed out (process 1)"),
+    ],
+)
+def test_error_of_one_process_is_raised_in_all(cluster, error, expected):
+    def act(peers):
+        if peers.index == 1:
+            raise error
+        return peers.index
+
+    peers = cluster.connect(2)
+    found = run_in_threads(*(partial(each.together, "act", partial(act, each)) for each in peers))
+    assert common_message(found, OSError) == expected
+
+
 def test_differing_field_is_named_in_all_processes(cluster):
     peers = cluster.connect(3)
     values = {"seed": 0, "size": (2, 3), "rule": max}  # values that JSON cannot hold are compared by their text
@@ -370,6 +390,22 @@ def test_occupied_port_is_reported(cluster):
             meet(cluster.process(2, 0), port)
     assert str(caught.value) == (
         f"`host0_port`: expected a free port, got {port}, which another program holds. Pass another everywhere."
+    )
+
+
+def test_privileged_port_is_reported(cluster, monkeypatch):
+    def refuse(address):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    class Socket(socket.socket):
+        bind = staticmethod(refuse)
+
+    monkeypatch.setattr(socket, "socket", Socket)
+    with pytest.raises(ValueError) as caught:
+        meet(cluster.process(2, 0), 80)
+    assert str(caught.value) == (
+        "`host0_port`: expected a port that this user may listen on, got 80 (Permission denied). "
+        "Pass one above 1023 everywhere."
     )
 
 

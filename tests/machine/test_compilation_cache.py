@@ -102,6 +102,18 @@ def test_unwritable_folder_switches_the_cache_off_with_a_message(default_folder,
     assert jax_cache_folder() is None
 
 
+def test_missing_home_folder_switches_the_cache_off_with_a_message(default_folder, monkeypatch):
+    def no_home(*args):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    assert start_cache(True, "gpu") == "off: expected a home folder for `~/.cache`, got none"
+    assert start_cache("~/own", "cpu") == "off: expected a home folder for `~/own`, got none"
+    assert jax_cache_folder() is None
+
+
 def test_invalid_folder_is_an_error_before_any_side_effect(tmp_path):
     with pytest.raises(TypeError) as raised:
         redeqx.Deployer(workdir=tmp_path / "run", compilation_cache=5)

@@ -1,14 +1,17 @@
 """The mesh: its shapes, errors for sizes that do not divide, and simulated devices."""
 
+import functools
 import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
+from redeqx.machine import of_devices
 from redeqx.machine._mesh import make_mesh, n_batch_shards, replicated, split_rows
 
 
@@ -77,6 +80,24 @@ def run_python(code, **env):
     return subprocess.run(
         [sys.executable, "-c", code], env={**clean, **env}, capture_output=True, text=True, timeout=100, check=True
     ).stdout.strip()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_memory_is_that_of_a_device_of_this_process(monkeypatch, index):
+    """JAX raises an error for devices of other processes."""
+    monkeypatch.setattr(jax, "process_index", lambda: index)
+
+    def memory_stats(of):
+        assert of == index
+        return {"bytes_limit": 100 + of}
+
+    devices = [
+        SimpleNamespace(
+            platform="gpu", device_kind="a GPU", process_index=of, memory_stats=functools.partial(memory_stats, of)
+        )
+        for of in (0, 1)
+    ]
+    assert of_devices("this", devices).memory == 100 + index
 
 
 def test_simulate_devices():

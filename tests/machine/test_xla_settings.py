@@ -81,6 +81,13 @@ def fit_and_output(capsys, **kwargs):
     return trainer, capsys.readouterr().out
 
 
+def test_answer_for_one_type_is_not_reused_for_another():
+    """`True` and `1` are equal, but XLA accepts only one of them."""
+    name = "xla_backend_optimization_level"
+    assert name in xla_settings(make_mesh(), {name: True}).dropped
+    assert xla_settings(make_mesh(), {name: 1}) == XlaSettings({name: 1})
+
+
 def test_settings_apply_to_compiled_steps_and_are_printed(capsys, tmp_path):
     """XLA dumps only the programs that are compiled with the option."""
     given = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True, "xla_foo": 1}

@@ -14,7 +14,7 @@ import pytest
 
 import redeqx
 from redeqx.monitor._console import Console
-from redeqx.monitor._live import _duration
+from redeqx.monitor._live import BAR_WIDTH, _duration
 
 METRICS = {"loss": 2.34512, "learning_rate": 3e-4, "grad_norm": 1.2345}
 
@@ -266,6 +266,19 @@ def test_tensorboard_purges_once(tmp_path):
     assert scalars(tmp_path / "tensorboard") == [(1, "loss", 1.0), (2, "loss", 2.0)]
 
 
+def test_tensorboard_keeps_what_was_written_within_the_same_second(tmp_path):
+    pytest.importorskip("tensorboardX")
+    console = Console(tmp_path, run_tensorboard=True)
+    console.metrics({"parameters": 9.0}, 0)  # before a fit
+    console.records.rewind(0)
+    for step in (1, 2, 3):
+        console.metrics({"loss": 1.0}, step)
+    console.records.rewind(1)
+    console.metrics({"loss": 2.0}, 2)
+    console.records.close()
+    assert scalars(tmp_path / "tensorboard") == [(0, "parameters", 9.0), (1, "loss", 1.0), (2, "loss", 2.0)]
+
+
 def test_tensorboard_missing_or_without_a_workdir(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"`run_tensorboard`: expected a `workdir` to write to, got None\. Pass"):
         Console(None, run_tensorboard=True)
@@ -449,6 +462,15 @@ def test_compiling_and_pauses_are_excluded_from_rates(clock):
                     clock.now += 60
             progress.update(step, metrics={}, n_examples=2)
     assert out.getvalue().splitlines()[-1] == "step 10/100  4 examples/s  0:45 left"
+
+
+def test_loop_longer_than_its_total_has_a_full_bar_and_no_time_left():
+    console = Console(None, file=io.StringIO(), terminal=True)
+    with console.progress(n_steps=4) as line:
+        for step in range(1, 10):
+            line.update(step, metrics={}, n_examples=8)
+        bar, *_, last = [field.plain for field in line._live_fields()]
+    assert len(bar) == BAR_WIDTH and last.endswith(" in all")
 
 
 def test_time_left_if_updates_cover_several_steps(clock):

@@ -105,6 +105,8 @@ def test_file_names_are_derived_from_names(tmp_path):
         ValueError, match=r"`name`: expected letters or digits, which name a file, got '\.\./'\. Pass a name"
     ):
         console.records.text("../", "x", 1)
+    with pytest.raises(ValueError, match=r"`name`: expected at most 200 bytes, which name a file, got 202: 'üüü.*'\.\.\."):
+        console.records.text(101 * "ü", "x", 1)
 
 
 def test_matplotlib_figure(tmp_path):
@@ -134,7 +136,7 @@ def test_tensorboard_receives_images_and_texts(tmp_path):
 
     console = Console(tmp_path, loggers=["tensorboard"], verbose=False)
     image = np.random.default_rng(0).integers(0, 256, (4, 6, 3), dtype=np.uint8)
-    console.records.begin({"mesh": "data=8 | model=1"}, lambda: "the plan")
+    console.records.begin({"mesh": "data=8 | model=1", "prompt": "two\nlines"}, lambda: "the plan")
     console.records.image("samples", image, 5)
     console.records.text("words", "<b>\n*x*", 6)
     console.records.close()
@@ -150,7 +152,7 @@ def test_tensorboard_receives_images_and_texts(tmp_path):
     np.testing.assert_array_equal(pixels(value.image.encoded_image_string), image)
     texts = {tag: value.tensor.string_val[0].decode() for tag, (_, value) in found.items() if tag != "samples"}
     assert texts == {
-        "config/text_summary": "|name|value|\n|-|-|\n|mesh|data=8 \\| model=1|\n",
+        "config/text_summary": "|name|value|\n|-|-|\n|mesh|data=8 \\| model=1|\n|prompt|two<br>lines|\n",
         "plan/text_summary": "    the plan",
         "words/text_summary": "    <b>\n    *x*",
     }

@@ -49,6 +49,17 @@ def test_rates_of_equal_steps(clock):
     assert meter.seconds_per_step == pytest.approx(2)
 
 
+def test_step_reported_twice_counts_once(clock):
+    meter = Meter()
+    for n_steps in (1, 0):
+        clock.now += 2
+        meter.step(n_steps, 8, None, None)
+    assert meter.seconds_per_step is None
+    clock.now += 2
+    meter.step(1, 8, None, None)
+    assert meter.seconds_per_step == pytest.approx(4, rel=0.2)  # the newest step has the largest weight
+
+
 def test_unknown_quantities_have_no_rate(clock):
     meter = Meter()
     for _ in range(3):

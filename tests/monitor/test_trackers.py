@@ -1,5 +1,6 @@
 """Trackers by name: what they receive, also after a resume, after failures, and at the end of a script."""
 
+import contextlib
 import html
 import json
 import os
@@ -185,6 +186,34 @@ def test_resumed_run_delivers_what_the_tracker_missed(tmp_path, fake):
     again.records.close()
     rows = [(1, {"loss": 0.5}), (2, {"loss": 1.0}), (3, {"rate": 7.0, "loss": 1.5})]
     assert fake.runs == {"run 0": ["begun", *rows, "closed"]}
+
+
+@pytest.mark.parametrize("n_fails", [0, 2])
+@pytest.mark.parametrize("purges", [False, True])
+def test_rewind_in_the_same_process_repeats_only_what_was_purged(tmp_path, fake, monkeypatch, purges, n_fails):
+    """With `n_fails` the earlier records are still queued at the rewind."""
+    monkeypatch.setattr(fake, "purges", purges)
+    monkeypatch.setattr(_delivery, "FIRST_RETRY", 60.0)
+    fake.fails += [ConnectionError("no network")] * n_fails
+    console = Console(tmp_path, loggers=["fake"], verbose=False)
+    console.records.rewind(0)
+    with pytest.warns(UserWarning) if n_fails else contextlib.nullcontext():
+        record(console, 1, 2)
+        console.records.text("words", "of 2", 2)
+        record(console, 3, 4)
+        console.records.text("words", "of 4", 4)
+        if n_fails:
+            wait_for(lambda: len(fake.fails) < n_fails)
+        console.records.rewind(2)
+    record(console, 3, 4)
+    console.records.text("words", "of 4", 4)
+    record(console, 5)
+    console.records.close()
+    (seen,) = fake.runs.values()
+    is_repeated = purges and not n_fails
+    assert steps(seen) == ([1, 2, 3, 4, 3, 4, 5] if is_repeated else [1, 2, 3, 4, 5])
+    media = [each[0] for each in seen if isinstance(each, tuple) and isinstance(each[1], str)]
+    assert media == ([2, 4, 4] if is_repeated else [2, 4])
 
 
 def test_restarted_run_begins_a_new_tracker_run(tmp_path, fake):

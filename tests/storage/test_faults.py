@@ -15,7 +15,7 @@ import pytest
 
 from redeqx.checkpoint._manager import Checkpoints
 from redeqx.errors import DamagedError
-from redeqx.storage import StoreError, location
+from redeqx.storage import StoreError, StorePath, _objects, location
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "saving_to_a_store.py"
 TREE = {"w": np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1), "b": np.ones(5, np.int32)}  # two multipart parts
@@ -91,6 +91,22 @@ def test_refusal_is_reported_immediately(bucket, server):
     with pytest.raises(StoreError, match=r"expected the store to answer, got: .*403.*Check the address, the credentials"):
         checkpoints.newest()
     assert time.monotonic() - began < 5
+
+
+def test_missing_objects_count_as_deleted_in_every_store(monkeypatch, tmp_path):
+    """S3 ignores them; Google's store stops with an error, as this one does."""
+    from obstore.store import LocalStore
+
+    monkeypatch.setattr(_objects, "_open", lambda scheme, bucket: LocalStore(tmp_path))
+    folder = StorePath("gs", "bucket", "run")
+    for name in "abc":
+        (folder / name).write_bytes(b"content")
+    folder.delete(["none", "a", "b"])
+    assert list(folder.sizes()) == ["c"]
+    (folder / "none").unlink()
+    (folder / "c").unlink()
+    assert not folder.exists()
+    folder.delete([])
 
 
 @pytest.mark.parametrize("change", ["flipped", "short", "missing"])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from redeqx import models
 from redeqx.checkpoint import load_tree, write_tensors
 from redeqx.cli import main
 from redeqx.machine import make_mesh
-from redeqx.storage import StoredArray, _array, _objects, fetch, location
+from redeqx.storage import StoredArray, StoreError, StorePath, _array, _objects, fetch, location
 
 
 @pytest.fixture
@@ -60,6 +61,21 @@ def test_views_match_numpy(bucket, small_requests, dtype):
         assert found.dtype == np.float64 and np.array_equal(found, VIEWS[name](values)), name
     with pytest.raises(ValueError, match=r"expected a view of its tensors, got a copy\. Read it first: `np\.asarray`"):
         whole[[3, 1]]
+
+
+def test_failed_request_is_reported_before_the_others_are_sent(monkeypatch):
+    monkeypatch.setattr(_array, "_SPAN", 256)
+    requests = []
+
+    def fail(scheme, bucket, key, start=0, stop=None):
+        requests.append(start)
+        time.sleep(0.02)
+        raise StoreError("expected the store to answer")
+
+    monkeypatch.setattr(_objects, "read", fail)
+    with pytest.raises(StoreError, match="expected the store to answer"):
+        fetch([StoredArray.of(StorePath("s3", "bucket", "x"), 256 * 200)])
+    assert len(requests) < 100
 
 
 @pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P(None, ("data", "model")), P()])

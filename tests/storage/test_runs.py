@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.storage import location
+from redeqx.storage import _staging, location
 
 DATA = np.random.default_rng(0).normal(size=(22, 6)).astype(np.float32)
 
@@ -155,6 +155,23 @@ def test_metrics_of_a_step_are_uploaded_before_its_manifest(bucket, server):
     assert any(path.endswith("/metrics.jsonl") for path in puts[:manifest])
     lines = location(f"{bucket}/run/metrics.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_file_that_a_tracker_renames_does_not_end_an_upload(bucket, monkeypatch):
+    staging = _staging.Staging(location(f"{bucket}/run"))
+    version = _staging._version
+
+    def rename_first(path):
+        if path.suffix == ".tmp":
+            path.rename(path.with_suffix(".json"))
+        return version(path)
+
+    monkeypatch.setattr(_staging, "_version", rename_first)
+    (staging.folder / "metrics.jsonl").write_text("a line\n")
+    (staging.folder / "a_tracker.tmp").write_text("{}")
+    staging.upload()
+    staging.upload()
+    assert staging.to.sizes() == {"a_tracker.json": 2, "metrics.jsonl": 7}
 
 
 TRAIN = """
