@@ -38,13 +38,17 @@ requires_gpu_compiler = pytest.mark.skipif(
 )
 
 
+def gpu(kind, memory_stats):
+    return SimpleNamespace(platform="gpu", process_index=0, device_kind=kind, memory_stats=memory_stats)
+
+
 def test_present_devices_have_the_figures_of_their_kind():
     chips = [*TPUS.values(), *(gpu.chip for gpu in GPUS.values())]
     for chip in chips:
-        device = SimpleNamespace(platform="gpu", device_kind=chip.kind, memory_stats=lambda: {"bytes_limit": 123})
+        device = gpu(chip.kind, lambda: {"bytes_limit": 123})
         machine = of_devices("this", [device] * 2)
         assert (machine.chip, machine.memory, len(machine.devices)) == (chip, 123, 2)
-    assert of_devices("this", [SimpleNamespace(platform="gpu", device_kind="new", memory_stats=dict)]).chip is None
+    assert of_devices("this", [gpu("new", dict)]).chip is None
 
 
 def remat(config):
