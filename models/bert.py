@@ -324,8 +324,8 @@ class Bert(Pretrained):
     def read_config(cls, folder: Path) -> BertConfig:
         """Reads the config of a folder. It has a pooler if the folder has the pooler's weights: `config.json` has no such
         key."""
-        names = ("pooler.dense.weight", "bert.pooler.dense.weight")
-        return replace(super().read_config(folder), has_pooler=is_on_disk(folder, cls.weights_name, *names))
+        config, names = super().read_config(folder), ("pooler.dense.weight", "bert.pooler.dense.weight")
+        return replace(config, has_pooler=is_on_disk(folder, cls.weights_name, *names, default=config.has_pooler))
 
     @staticmethod
     def weight_map(config: BertConfig) -> WeightMap:

@@ -292,8 +292,8 @@ class VisionEncoderDecoder(Pretrained):
     def read_config(cls, folder: Path) -> VisionEncoderDecoderConfig:
         """Returns the config of a folder. Its encoder has a pooler if the folder has the pooler's weights; the captioner
         does not use it."""
-        config = super().read_config(folder)
-        has_pooler = is_on_disk(folder, cls.weights_name, "encoder.pooler.dense.weight")
+        config, name = super().read_config(folder), "encoder.pooler.dense.weight"
+        has_pooler = is_on_disk(folder, cls.weights_name, name, default=config.encoder.has_pooler)
         return replace(config, encoder=replace(config.encoder, has_pooler=has_pooler))
 
     @staticmethod
