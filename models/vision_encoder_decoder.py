@@ -275,8 +275,6 @@ class VisionEncoderDecoder(Pretrained):
 
         - `ids`, `mask`: as `decoder_ids` and `decoder_mask` of a call, but with padding on the left only, so that the last
             id is a token.
-
-        Raises ValueError if there are more ids than positions.
         """
         return self.decoder.decode(ids, cache, mask=mask)
 
