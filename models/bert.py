@@ -301,8 +301,9 @@ class Bert(Pretrained):
         check_length("ids", seq, self.config.n_positions)
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("embedding"):
-            # A type out of range gives NaN, as a token id does.
-            types = self.token_types[0] if token_types is None else self.token_types.at[token_types].get(mode="fill")
+            types = self.token_types[0]
+            if token_types is not None:  # a type out of range gives NaN, as a token id does
+                types = self.token_types.at[token_types].get(mode="fill", wrap_negative_indices=False)
             x = embed(self.embedding, ids) + types + self.positions[:seq]
             x = self.dropout(norm(self.norm, x), key=dropout_key)
         return self.stack(x, None if mask is None else mask[None], key=stack_key)
@@ -323,8 +324,8 @@ class Bert(Pretrained):
     def read_config(cls, folder: Path) -> BertConfig:
         """Reads the config of a folder. It has a pooler if the folder has the pooler's weights: `config.json` has no such
         key."""
-        names = ("pooler.dense.weight", "bert.pooler.dense.weight")
-        return replace(super().read_config(folder), has_pooler=is_on_disk(folder, cls.weights_name, *names))
+        config, names = super().read_config(folder), ("pooler.dense.weight", "bert.pooler.dense.weight")
+        return replace(config, has_pooler=is_on_disk(folder, cls.weights_name, *names, default=config.has_pooler))
 
     @staticmethod
     def weight_map(config: BertConfig) -> WeightMap:

@@ -323,12 +323,7 @@ class GPT2(Decoder, Pretrained):
         """Returns the input of `logits`: the residual stream after all blocks and the final norm. See `__call__` for the
         arguments."""
         check_length("ids", ids.shape[0], self.config.n_positions)
-        if (memory is not None) != self.config.has_cross_attention:
-            wanted, got = "one" if memory is None else "None", "None" if memory is None else memory.shape
-            raise ValueError(
-                f"`memory`: expected {wanted} with `has_cross_attention`={self.config.has_cross_attention}, got {got}. "
-                "Change one of the two."
-            )
+        self._check_memory(memory)
         return self._run(ids, mask, None, key, memory, memory_mask)[0]
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
@@ -348,13 +343,23 @@ class GPT2(Decoder, Pretrained):
 
         - `memory`, `memory_mask`: as for a call. The memory's keys and values are computed here, once.
 
-        Raises ValueError if `length` exceeds the number of positions.
+        Raises ValueError if `length` exceeds the number of positions, and for a memory without cross-attentions or the
+        reverse.
         """
+        self._check_memory(memory)
         pairs = None
         if memory is not None:
             pairs = self.stack.map(lambda block: block.project_memory(memory))
         cache = super().init_cache(length)
         return eqx.tree_at(lambda c: (c.memory, c.memory_mask), cache, (pairs, memory_mask), is_leaf=lambda x: x is None)
+
+    def _check_memory(self, memory: Float[Array, "memory d"] | None) -> None:
+        if (memory is not None) != self.config.has_cross_attention:
+            wanted, got = "one" if memory is None else "None", "None" if memory is None else memory.shape
+            raise ValueError(
+                f"`memory`: expected {wanted} with `has_cross_attention`={self.config.has_cross_attention}, got {got}. "
+                "Change one of the two."
+            )
 
     def _run(self, ids, mask, cache, key, memory=None, memory_mask=None) -> tuple[Float[Array, "seq d"], Any]:
         (seq,) = ids.shape

@@ -511,7 +511,8 @@ class T5(EncoderDecoder, Pretrained):
         has one.
         """
         config = super().read_config(folder)
-        return replace(config, is_tied=is_tied_on_disk(folder, cls.weights_name, "lm_head.weight", "shared.weight"))
+        names = "lm_head.weight", "shared.weight"
+        return replace(config, is_tied=is_tied_on_disk(folder, cls.weights_name, *names, default=config.is_tied))
 
     @staticmethod
     def weight_map(config: T5Config) -> WeightMap:

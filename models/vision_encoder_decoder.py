@@ -275,8 +275,6 @@ class VisionEncoderDecoder(Pretrained):
 
         - `ids`, `mask`: as `decoder_ids` and `decoder_mask` of a call, but with padding on the left only, so that the last
             id is a token.
-
-        Raises ValueError if there are more ids than positions.
         """
         return self.decoder.decode(ids, cache, mask=mask)
 
@@ -292,8 +290,8 @@ class VisionEncoderDecoder(Pretrained):
     def read_config(cls, folder: Path) -> VisionEncoderDecoderConfig:
         """Returns the config of a folder. Its encoder has a pooler if the folder has the pooler's weights; the captioner
         does not use it."""
-        config = super().read_config(folder)
-        has_pooler = is_on_disk(folder, cls.weights_name, "encoder.pooler.dense.weight")
+        config, name = super().read_config(folder), "encoder.pooler.dense.weight"
+        has_pooler = is_on_disk(folder, cls.weights_name, name, default=config.encoder.has_pooler)
         return replace(config, encoder=replace(config.encoder, has_pooler=has_pooler))
 
     @staticmethod

@@ -281,8 +281,8 @@ class ViT(Pretrained):
     def read_config(cls, folder: Path) -> ViTConfig:
         """Reads the config of a folder. It has a pooler if the folder has the pooler's weights: `config.json` has no such
         key."""
-        has_pooler = is_on_disk(folder, cls.weights_name, "pooler.dense.weight")
-        return replace(super().read_config(folder), has_pooler=has_pooler)
+        config, name = super().read_config(folder), "pooler.dense.weight"
+        return replace(config, has_pooler=is_on_disk(folder, cls.weights_name, name, default=config.has_pooler))
 
     @staticmethod
     def weight_map(config: ViTConfig) -> WeightMap:

@@ -24,7 +24,7 @@ import optax
 
 import redeqx
 
-from .._images import digits, draw_grid, read_classes
+from .._images import digits, draw_grid, read_classes, split
 from .judge import judge
 
 
@@ -110,10 +110,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 
 def main(args: Args) -> dict[str, float]:
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
-    if args.data is None:
-        train, _, test = digits()
-    else:
-        train = test = read_classes(args.data, size=args.image_size)[0]
+    train, _, test = digits() if args.data is None else split(read_classes(args.data, size=args.image_size)[0])
     pair = Pair(train[0][0].shape, args.latent_size, args.width, key=deployer.next_key())
     trainer = redeqx.Trainer(
         deployer, model=pair, optimizer=make_optimizer(args), collate_fn=collate_fn,
@@ -123,7 +120,8 @@ def main(args: Args) -> dict[str, float]:
         trainer.load_ckpt(args.pretrained, load_opt_states=False)
     trainer.fit(train, batch_size=args.batch_size, n_epochs=args.n_epochs, drop_remainder=True)
     predictor = trainer.get_default_predictor(pred_fn)
-    drawn = predictor.predict(train[: args.n_samples], batch_size=args.batch_size)
+    rows = [train[i % len(train)] for i in range(args.n_samples)]
+    drawn = predictor.predict(rows, batch_size=args.batch_size)
     draw_grid(args.workdir / "drawings.png", drawn[:64], [""] * 64, heading="drawn by the generator")
     scores = judge(np.stack(drawn), train, test)
     deployer.log_info(str(scores), title=str(args.workdir / "drawings.png"))

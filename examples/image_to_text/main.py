@@ -183,7 +183,8 @@ def main(args: Args) -> dict[str, float]:
     scores = {f"test_{name}": value for name, value in score(test, outputs, decode=decode).items()}
     draw(args.workdir / "captions.png", test, [decode(ids) for ids in outputs])
     folder = save_pretrained(trainer.model, model.config, args.workdir / "model")
-    tokenizer.save(str(folder / "tokenizer.json"))
+    if args.pretrained is None:  # a loaded model's tokenizer files are saved with it
+        tokenizer.save(str(folder / "tokenizer.json"))
 
     table = "\n".join(f"{name:12}{value:.4f}" for name, value in scores.items())
     deployer.log_info(table, title=f"{len(test)} images that training has not seen")

@@ -12,7 +12,7 @@ import numpy as np
 
 from examples._texts import embedding_rows, load_tokenizer, read_table, standard_library
 
-PROMPT = 32  # number of held-out tokens that a sample continues
+PROMPT = 32  # maximum number of held-out tokens that a sample continues
 
 Pairs = list[tuple[str, str]]  # prompts and their responses
 
@@ -144,10 +144,11 @@ def cut_pairs(pairs: Pairs, vocabulary: Vocabulary, seq_len: int) -> np.ndarray:
 
 
 def prompt_of(example: np.ndarray) -> list[int]:
-    """Returns the start of a sample: the prompt of an instruction, or the first tokens of a text."""
+    """Returns the start of a sample: the prompt of an instruction, or the first tokens of a text, at most half of the row,
+    because a model of such rows may have no more positions."""
     ids, labels = example
     n = int(np.argmax(labels >= 0)) + 1
-    return ids[: PROMPT if n == 1 else n].tolist()
+    return ids[: min(PROMPT, len(ids) // 2) if n == 1 else n].tolist()
 
 
 def pad_left(prompts: list[list[int]]) -> dict[str, np.ndarray]:

@@ -14,7 +14,6 @@ full fine-tuning and 3e-3 and 5e-3 for LoRA.
 """
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,8 +120,6 @@ def tune(args: Args, name: str, base: Path, parts: tuple[Labelled, ...]) -> dict
 
     model = lora.merge(trainer.model) if name == "lora" else trainer.model
     folder = saved = save_pretrained(model, config, workdir / "model")
-    for file in base.glob("*token*.json"):
-        shutil.copy(file, folder)
     if name == "lora":
         saved = lora.save_adapter(trainer.model, workdir / "adapter", base=str(base))
     merged, _ = from_pretrained(folder, deployer=deployer)

@@ -23,15 +23,23 @@ def captioned_digits() -> tuple[Captioned, Captioned, Captioned]:
 
 
 def captioned_folder(folder: Path, size: int, n_channels: int) -> tuple[Captioned, Captioned, Captioned]:
-    """Splits a folder's images: 70 % for training, 10 % for validation, 20 % for testing, deterministically."""
-    examples = read_captions(folder, size, n_channels)
-    if len(examples) < 10:
+    """Splits a folder's images: 70 % for training, 10 % for validation, 20 % for testing, deterministically. All captions of
+    an image are in the same part."""
+    of_images: dict[bytes, Captioned] = {}
+    for image, caption in read_captions(folder, size, n_channels):
+        of_images.setdefault(image.tobytes(), []).append((image, caption))
+    if len(of_images) < 10:
         raise ValueError(
-            f"`{folder}`: expected 10 images, for training, validation and testing, got {len(examples)}. Add some."
+            f"`{folder}`: expected at least 10 images that differ, got {len(of_images)}. Add more, with their captions."
         )
-    shuffled = [examples[i] for i in np.random.default_rng(0).permutation(len(examples))]
-    n = len(examples) // 10
-    return shuffled[3 * n :], shuffled[2 * n : 3 * n], shuffled[: 2 * n]
+    groups = list(of_images.values())
+    shuffled = [groups[i] for i in np.random.default_rng(0).permutation(len(groups))]
+    n = len(groups) // 10
+    train, validation, test = (
+        [example for group in part for example in group]
+        for part in (shuffled[3 * n :], shuffled[2 * n : 3 * n], shuffled[: 2 * n])
+    )
+    return train, validation, test
 
 
 def whole_batches(examples: Captioned, batch_size: int) -> Captioned:

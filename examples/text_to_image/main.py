@@ -155,9 +155,9 @@ def main(args: Args) -> dict[str, float]:
     if pipeline is None:
         folder = save_pretrained(vae, vae.config, args.workdir / "vae/model")
         vae, _ = VAE.from_pretrained(folder, deployer=deployer, scaling_factor=1 / float(latents[0].std()))
-        text = CLIPTextConfig(
-            args.vocab_size, args.max_tokens, args.text_size, 4 * args.text_size, n_layers=2, n_heads=4,
-            bos_token_id=BOS, eos_token_id=EOS, pad_token_id=EOS,
+        text = CLIPTextConfig(  # a tokenizer has at least the bytes, even with a smaller `--vocab-size`
+            max(args.vocab_size, tokenizer.get_vocab_size()), args.max_tokens, args.text_size, 4 * args.text_size,
+            n_layers=2, n_heads=4, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=EOS,
         )  # fmt: skip
         pipeline = Pipeline.make(vae, text, args.unet_channels, latents[0].shape[-1], deployer)
     scale = pipeline.vae.config.scaling_factor

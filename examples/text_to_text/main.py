@@ -178,9 +178,10 @@ def main(args: Args) -> dict[str, float]:
 
     trainer.load_ckpt("argmax_rouge2", load_opt_states=False)
     folder = save_pretrained(trainer.model, model.config, args.workdir / "model")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": tokenizer.id_to_token(pad)}  # for transformers
-    (folder / "tokenizer_config.json").write_text(json.dumps(kind), "utf-8")
+    if args.pretrained is None:  # a loaded model's tokenizer files are saved with it
+        tokenizer.save(str(folder / "tokenizer.json"))
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": tokenizer.id_to_token(pad)}  # for transformers
+        (folder / "tokenizer_config.json").write_text(json.dumps(kind), "utf-8")
     scores = report(deployer, (train, validation, test), predictor.predict(test, batch_size=eval_size))
     deployer.log_metrics(scores, trainer.step)
     return scores

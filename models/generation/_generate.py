@@ -107,9 +107,9 @@ def generate(
     - `ignore`: keys of `generation_config.json` that are not implemented here, and that are to be ignored.
     - `key`: for sampling.
 
-    Raises ValueError for counts below 1, for more tokens than the model has positions, for sampling without a key, for
-    arguments that contradict each other, and for options of the folder that are not implemented. Raises TypeError for a
-    model that cannot generate.
+    Raises ValueError for inputs without a row or a token, for counts below 1, for more tokens than the model has positions,
+    for sampling without a key, for arguments that contradict each other, and for options of the folder that are not
+    implemented. Raises TypeError for a model that cannot generate.
     """
     if not (hasattr(model, "decode") and hasattr(model, "init_cache")):
         raise TypeError(
@@ -119,10 +119,11 @@ def generate(
     config = getattr(model, "config", None)
     is_encoder_decoder = hasattr(model, "encode")
     ids = jnp.asarray(inputs)
-    if not is_encoder_decoder and (ids.ndim != 2 or ids.shape[1] < 1 or not jnp.issubdtype(ids.dtype, jnp.integer)):
+    is_prompt = ids.ndim == 2 and jnp.issubdtype(ids.dtype, jnp.integer)
+    if ids.ndim < 2 or ids.size == 0 or not (is_prompt or is_encoder_decoder):
+        wanted = "a batch of inputs of the encoder" if is_encoder_decoder else "token ids of shape (batch, prompt)"
         raise ValueError(
-            f"`inputs`: expected token ids of shape (batch, prompt), got {ids.dtype} {ids.shape}. "
-            "Pass at least one token each."
+            f"`inputs`: expected {wanted}, got {ids.dtype} {ids.shape}. Pass at least one row, and one token each."
         )
     mask = np.asarray(mask) if isinstance(mask, list | tuple) else mask
     if mask is not None and mask.shape != ids.shape:

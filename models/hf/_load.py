@@ -238,20 +238,32 @@ def _match(
     return found
 
 
-def is_tied_on_disk(folder: Location, stem: str, copy: str, original: str) -> bool:
+def is_tied_on_disk(folder: Location, stem: str, copy: str, original: str, *, default: bool) -> bool:
     """Returns whether a tensor of a folder is absent or equal to another. For models whose config does not say whether it is
-    tied."""
+    tied.
+
+    **Arguments:**
+
+    - `default`: the result for a folder without tensors, as in a dry run.
+    """
     source = weights_of(folder, stem)
-    if source is None or not {copy, original} <= set(source.names()):
+    if source is None:
+        return default
+    if not {copy, original} <= set(source.names()):
         return True
     a, b = source.view(copy), source.view(original)
     return a.shape == b.shape and _equal(a, b)
 
 
-def is_on_disk(folder: Location, stem: str, *names: str) -> bool:
-    """Returns whether a folder has a tensor with one of these names. For models whose config does not say so."""
+def is_on_disk(folder: Location, stem: str, *names: str, default: bool) -> bool:
+    """Returns whether a folder has a tensor with one of these names. For models whose config does not say so.
+
+    **Arguments:**
+
+    - `default`: the result for a folder without tensors, as in a dry run.
+    """
     source = weights_of(folder, stem)
-    return source is not None and not set(names).isdisjoint(source.names())
+    return default if source is None else not set(names).isdisjoint(source.names())
 
 
 def _equal(a: Any, b: Any, rows: int = 1024) -> bool:

@@ -29,9 +29,10 @@ def norm(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Float[Array, "seq d"]) -> 
 def embed(layer: eqx.nn.Embedding, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
     """Returns the rows of `layer.weight` at `ids`.
 
-    An id outside the vocabulary gives NaN, which a training run detects. JAX's own indexing would use the last row.
+    An id outside the vocabulary gives NaN, which a training run detects. JAX's own indexing would use another row: the last
+    one, or for a negative id one counted from the end.
     """
-    return layer.weight.at[ids].get(mode="fill")
+    return layer.weight.at[ids].get(mode="fill", wrap_negative_indices=False)
 
 
 def normal_linear(in_size: int, out_size: int, *, std: float, use_bias: bool = True, key: PRNGKeyArray) -> eqx.nn.Linear:

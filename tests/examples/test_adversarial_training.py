@@ -1,13 +1,16 @@
 """Two models and two optimizers in one run: the update schedule, and the separation of their gradients."""
 
+from unittest import mock
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 from examples.adversarial_training.judge import judge
-from examples.adversarial_training.main import Args, Pair, collate_fn, fixed, loss_fn, make_optimizer
+from examples.adversarial_training.main import Args, Pair, collate_fn, fixed, loss_fn, main, make_optimizer
 from tests.examples._run import run_example
 
 TINY = ("--n-epochs", 3, "--batch-size", 128, "--width", 32, "--n-critic-steps", 2, "--n-samples", 64)
@@ -67,6 +70,20 @@ def test_judge_distinguishes_real_images_from_a_repeated_one():
     real = judge(np.stack([image for image, _ in images]), images, images)
     assert real["test_distance"] == 0 and real["test_rarest_share"] == 0.5 == real["test_even_share"]
     assert judge(np.stack([images[0][0]] * 4), images, images)["test_rarest_share"] == 0
+
+
+@pytest.mark.sweep
+def test_folder_of_images_is_judged_by_images_outside_training(tmp_path):
+    rng = np.random.default_rng(0)
+    for i in range(20):
+        (tmp_path / "data" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(256, size=(8, 8), dtype=np.uint8)).save(tmp_path / "data" / "ab"[i % 2] / f"{i}.png")
+    sizes = {"image_size": 8, "width": 8, "batch_size": 8, "n_epochs": 1, "n_samples": 32}
+    with mock.patch("examples.adversarial_training.main.judge", side_effect=judge) as judged:
+        scores = main(Args(data=tmp_path / "data", workdir=tmp_path / "run", **sizes))
+    drawn, train, test = judged.call_args.args
+    assert (len(drawn), len(train), len(test)) == (32, 14, 4)  # more drawings than training images
+    assert scores["test_real_distance"] > 0
 
 
 @pytest.mark.sweep

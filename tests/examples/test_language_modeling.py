@@ -271,6 +271,15 @@ def test_sample_depends_only_on_its_prompt():
     assert not np.array_equal(out, sample({**batch, "ids": other % 64}))
 
 
+@pytest.mark.parametrize(("seq_len", "length"), [(128, 32), (32, 16)])
+def test_sample_leaves_room_in_short_rows(seq_len, length):
+    (row, *_) = cut(range(1, 2 * seq_len), seq_len)
+    prompt = prompt_of(row)
+    assert prompt == list(range(1, 1 + length))
+    model = GPT2(GPT2Config(2 * seq_len, seq_len, 8, 1, 1).without_dropout(), key=jax.random.key(0))
+    assert pred_fn(model, pad_left([prompt]), jax.random.key(0)).shape == (1, min(96, seq_len - length))
+
+
 # --- instructions and published models ----------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -34,11 +35,11 @@ SCHEDULE = DDIM(
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """A folder of captioned images: squares, dark or bright."""
+    """A folder of captioned images that differ: squares, dark or bright."""
     folder = tmp_path_factory.mktemp("images")
     lines = []
     for i in range(20):
-        Image.new("L", (12, 12), (40, 220)[i % 2]).save(folder / f"{i}.png")
+        Image.new("L", (12, 12), (40 + i, 220 - i)[i % 2]).save(folder / f"{i}.png")
         lines.append(json.dumps({"file_name": f"{i}.png", "text": ("dark", "light")[i % 2]}))
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
     return folder
@@ -218,6 +219,32 @@ def test_digits_have_every_phrase_and_parts_are_disjoint(images):
     assert whole_batches(list("abcde"), 4) == list("abcdeabc") and whole_batches(list("abcd"), 4) == list("abcd")
 
 
+@pytest.mark.sweep
+def test_text_encoder_has_all_ids_of_a_small_tokenizer(tmp_path):
+    vae = RandomInitializer().init(lambda: VAE(VAEConfig(1, 1, 4, (8,), norm_groups=8), key=jax.random.key(0)))
+    part = [(np.full((1, 8, 8), i / 8, np.float32), "the digit one") for i in range(8)]
+    with (
+        mock.patch("examples.text_to_image.main.captioned_digits", return_value=(part, part, part)),
+        mock.patch("examples.text_to_image.main.train_vae", return_value=vae),
+        mock.patch.object(Pipeline, "make", side_effect=InterruptedError) as make,
+        pytest.raises(InterruptedError),
+    ):
+        main(Args(workdir=tmp_path, vocab_size=100, max_tokens=24, batch_size=8))
+    assert make.call_args.args[1].vocab_size == 259  # all bytes, and three special tokens
+
+
+def test_captions_of_one_image_stay_in_one_part(images, tmp_path):
+    shutil.copytree(images, tmp_path / "images")
+    table = tmp_path / "images/metadata.jsonl"
+    rows = [json.loads(line) for line in table.read_text("utf-8").splitlines()]
+    again = [{**row, "text": f"a {row['text']} square"} for row in rows]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows + again), "utf-8")
+    parts = captioned_folder(tmp_path / "images", 8, 1)
+    of_parts = [{image.tobytes() for image, _ in part} for part in parts]
+    assert [len(part) for part in parts] == [28, 4, 8] and [len(found) for found in of_parts] == [14, 2, 4]
+    assert len(set.union(*of_parts)) == 20
+
+
 def test_captions_are_padded_with_the_end_token():
     tokenizer = learn_tokenizer(["a three", "the digit three"], 300)
     ids = encode_captions(tokenizer, ["a three", ""], 8)
@@ -239,7 +266,7 @@ def test_folders_without_images_are_refused(tmp_path, images):
     with pytest.raises(ValueError, match=r"row 1: expected the file '0.png' next to it, got none"):
         main(Args(data=tmp_path, workdir=tmp_path / "run"))
     shutil.copy(images / "0.png", tmp_path)
-    with pytest.raises(ValueError, match=rf"`{re.escape(str(tmp_path))}`: expected 10 images, .* got 1\."):
+    with pytest.raises(ValueError, match=rf"`{re.escape(str(tmp_path))}`: expected at least 10 images that differ, got 1\."):
         main(Args(data=tmp_path, workdir=tmp_path / "run"))
 
 

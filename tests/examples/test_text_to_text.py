@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from functools import partial
 
 import pytest
@@ -79,6 +80,20 @@ def test_saved_folder_generates_the_same_outputs(finished):
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sweep
+def test_pretrained_folder_keeps_its_tokenizer_files(data, finished, tmp_path):
+    shutil.copytree(finished[0] / "model", tmp_path / "base")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "</s>"}
+    (tmp_path / "base/tokenizer_config.json").write_text(json.dumps(config))
+    fewer = {"n_source": 8, "n_target": 8, "n_beams": 1, "n_train": 16, "n_validation": 8, "n_test": 8, "n_epochs": 1}
+    columns = {"source_column": "code", "target_column": "text", "learning_rate": 1e-3}
+    args = Args(data=data, pretrained=tmp_path / "base", workdir=tmp_path / "run", **fewer, **columns)
+    for _ in range(2):  # a second run saves over the first one's folder
+        main(args)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (tmp_path / "run/model" / name).read_bytes() == (tmp_path / "base" / name).read_bytes()
 
 
 def test_code_is_split_into_words():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from redeqx.models import generate
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from tests.models.families._case import is_shape, random_model
 
@@ -209,6 +210,20 @@ def test_an_id_outside_the_vocabulary_gives_nan():
 def test_rejects_more_tokens_than_positions():
     with pytest.raises(ValueError, match=r"`ids`: expected at most `n_positions`=24 tokens, got 25\. Cut the example"):
         make_model()(jnp.zeros(25, int), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("call", [lambda model: model(IDS), lambda model: generate(model, IDS[None], max_new_tokens=2)])
+def test_rejects_cross_attention_without_a_memory(call):
+    model = eqx.nn.inference_mode(make_model(dataclasses.replace(CONFIG, has_cross_attention=True)))
+    with pytest.raises(ValueError, match=r"`memory`: expected one with `has_cross_attention`=True, got None\. Change one"):
+        call(model)
+
+
+@pytest.mark.parametrize("call", [lambda model, x: model(IDS, memory=x), lambda model, x: model.init_cache(4, x)])
+def test_rejects_a_memory_without_cross_attention(call):
+    model = eqx.nn.inference_mode(make_model())
+    with pytest.raises(ValueError, match=r"`memory`: expected None with `has_cross_attention`=False, got \(5, 32\)\."):
+        call(model, jnp.zeros((5, 32)))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import equinox as eqx
 import jax
@@ -13,6 +14,7 @@ import redeqx
 from redeqx.models import from_pretrained, generate
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.nn._attention import Cache
+from redeqx.models.t5 import T5, T5Config
 from tests.models.families import _generation
 from tests.models.families._case import fill, read_golden
 
@@ -306,5 +308,11 @@ def test_bad_arguments(options, message):
 def test_bad_prompts_and_models():
     with pytest.raises(ValueError, match=r"`inputs`: expected token ids of shape \(batch, prompt\), got int32 \(3,\)"):
         generate(MODEL, jnp.zeros(3, jnp.int32), max_new_tokens=1)
+    t5 = eqx.filter_eval_shape(T5, T5Config(8, 4, 2, 4, 1, 1, 2), key=jax.random.key(0))
+    for model, what in ((MODEL, "token ids"), (t5, "a batch of inputs of the encoder")):
+        for shape in ((0, 3), (2, 0), (3,)):
+            message = rf"`inputs`: expected {what}.*, got int32 {re.escape(str(shape))}\. Pass at least one row"
+            with pytest.raises(ValueError, match=message):
+                generate(model, jnp.zeros(shape, jnp.int32), max_new_tokens=1)
     with pytest.raises(TypeError, match=r"`model`: expected one with `init_cache` and `decode`, got MLP"):
         generate(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)), IDS, max_new_tokens=1)

@@ -18,10 +18,12 @@ from safetensors.numpy import load_file, save_file
 
 import redeqx
 from redeqx.models import Decoder, EncoderDecoder, from_pretrained, lora, save_pretrained
-from redeqx.models.bert import Bert
+from redeqx.models.bert import Bert, BertConfig
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.hf._weight_map import WeightMap
-from redeqx.models.t5 import T5
+from redeqx.models.t5 import T5, T5Config
+from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
+from redeqx.models.vit import ViT, ViTConfig
 
 CONFIG = GPT2Config(40, 12, d_model=16, n_layers=3, n_heads=2)
 MODEL = eqx.filter_jit(GPT2)(CONFIG, key=jax.random.key(0))
@@ -284,6 +286,36 @@ def test_loading_holds_at_most_the_largest_tensor(tmp_path):
     largest = 4 * 768 * 4 * 768  # bytes of an MLP's matrix; a stack of twelve has 113 MB
     assert n_file > 300e6 and held > 2 * n_file * 0.9
     assert peak - before < held + 4 * largest
+
+
+T5_CONFIG = T5Config(16, 8, 4, 8, 1, 1, 2, mlp="gated-gelu", is_scaled=False)
+VIT_CONFIG = ViTConfig(8, 4, 3, 8, 8, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [
+        (T5, T5_CONFIG),
+        (T5, dataclasses.replace(T5_CONFIG, is_tied=False)),
+        (Bert, BertConfig(16, 8, 2, 8, 8, 1, 2)),
+        (ViT, VIT_CONFIG),
+        (
+            VisionEncoderDecoder,
+            VisionEncoderDecoderConfig(VIT_CONFIG, GPT2Config(16, 8, 8, 1, 2, has_cross_attention=True), 0, 1, 2, 0),
+        ),
+    ],
+    ids=["tied", "untied", "bert", "vit", "captioner"],
+)
+def test_without_tensors_the_config_says_what_else_only_they_show(cls, config, tmp_path):
+    """Heads and poolers, in a dry run of a folder that has only its config."""
+    model = eqx.filter_jit(cls)(config, key=jax.random.key(0))
+    save_pretrained(model, config, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with redeqx.described("cpu:8"):
+        found, read = from_pretrained(tmp_path)
+    assert read == config
+    shapes, arrays = eqx.filter(found, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)), eqx.filter(model, eqx.is_array)
+    assert [leaf.shape for leaf in jax.tree.leaves(shapes)] == [leaf.shape for leaf in jax.tree.leaves(arrays)]
 
 
 # --- bad folders ----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def test_norm_and_embed_apply_the_layers_row_by_row():
     x = embed(table, ids)
     np.testing.assert_array_equal(x, jax.vmap(table)(ids))
     np.testing.assert_allclose(norm(layer, x), jax.vmap(layer)(x))
-    assert np.isnan(embed(table, jnp.array([7]))).all()
+    assert np.isnan(embed(table, jnp.array([7, -1, -100]))).all()  # -1 is not the last row
 
 
 def test_normal_layers_have_the_given_standard_deviation():
