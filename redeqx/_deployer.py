@@ -60,8 +60,9 @@ class Deployer(RedcoNames):
     - `n_processes`, `host0_address`, `host0_port`, `process_id`: for a run over several hosts: the number of processes, the
         address and port of process 0, and this process's index. Leave them out under SLURM, Open MPI, Kubernetes (JobSet),
         on Cloud TPU and with `python -m redeqx launch`, where they are detected.
-    - `n_local_devices`: the number of this host's GPUs that this process uses; by default all, or one if the launcher starts
-        one task per GPU.
+    - `n_local_devices`: the number of this host's GPUs that this process uses; by default all, but under SLURM and
+        Open MPI one, the one with the task's number on the host. Pass the number if a task uses several, and 1 if a task
+        sees only its own.
     - `heartbeat_timeout`: seconds without a message after which another process counts as lost, and this one exits; 30 by
         default.
     - `start_timeout`: seconds within which all processes must start; 300 by default.
