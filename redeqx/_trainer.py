@@ -97,10 +97,11 @@ class Trainer(RedcoNames, Generic[ModelT]):
         GPUs and TPUs, memory traffic; `"full"`, the whole body, which saves most memory for a third more computation;
         `"offload"`, as `"full"`, with the inputs of each iteration in host memory, for models that do not fit otherwise.
         `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own stay as they are.
-    - `memory`: `"auto"` compiles the first step with `remat`. Until it fits into device memory, it tries the next levels of
-        `remat` and, where the loss draws no random numbers, micro-batches in smaller parts. It prints what it chose, and
-        why. The choice is not saved. Values and gradients differ by rounding, so a run that resumes on another device may
-        too. By default, on CPUs and with a `grad_fn`, nothing is chosen.
+    - `memory`: `"auto"` compiles the first step with `remat`. Until it fits into device memory, it tries loops that are not
+        unrolled, the next levels of `remat` and, where the loss draws no random numbers, micro-batches in smaller parts;
+        then the same with the optimizer state in host memory. It prints what it chose, and why. The choice is not saved.
+        Values and gradients differ by rounding, so a run that resumes on another device may too. By default, on CPUs and
+        with a `grad_fn`, nothing is chosen.
     - `unroll`: whether loops of `loss_fn` over a few small layers are unrolled on GPUs, where copying what their backward
         pass reads would take long compared with their matmuls. It costs compile time, 3 to 5 times for 12 layers.
     - `stack_blocks`: whether equal blocks that `loss_fn` computes one after the other, as from a Python list, are computed
