@@ -440,8 +440,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         **Arguments:**
 
-        - `name`: a name in the index (`"last"`, `"argmax_accuracy"`), a checkpoint's name, or a path, which needs no
-            workdir.
+        - `name`: a name in the index (`"last"`, `"argmax_accuracy"`), a checkpoint's name, or the path of a
+            checkpoint's folder (`"runs/x/ckpts/step_00000400"`), which needs no workdir.
         - `load_opt_states`: whether to load the optimizer state and the step too; otherwise only the model.
 
         The next `fit` continues from the loaded checkpoint; if this trainer has not run a fit before, with all its epochs.
@@ -532,8 +532,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
             resumed.
 
         Raises ValueError or TypeError for invalid arguments, before any work; ValueError for a run that was begun with
-        another batch size or other examples; ValueError for a loss that is not finite, naming the step. The model is then
-        unusable: `load_ckpt()` restores the last good one.
+        another seed, batch size or number of examples; ValueError for a loss that is not finite, naming the step. The model
+        is then unusable: `load_ckpt()` restores the last good one.
 
         In a dry run, compiles the step for the first batch and raises SystemExit with the report.
         """
