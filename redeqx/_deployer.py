@@ -61,8 +61,9 @@ class Deployer(RedcoNames):
     - `n_processes`, `host0_address`, `host0_port`, `process_id`: for a run over several hosts: the number of processes, the
         address and port of process 0, and this process's index. Leave them out under SLURM, Open MPI, Kubernetes (JobSet),
         on Cloud TPU and with `python -m redeqx launch`, where they are detected.
-    - `n_local_devices`: the number of this host's GPUs that this process uses; by default all, or one if the launcher starts
-        one task per GPU.
+    - `n_local_devices`: the number of this host's GPUs that this process uses; by default all, but under SLURM and
+        Open MPI one, the one with the task's number on the host. Pass the number if a task uses several, and 1 if a task
+        sees only its own.
     - `heartbeat_timeout`: seconds without a message after which another process counts as lost, and this one exits; 30 by
         default.
     - `start_timeout`: seconds within which all processes must start; 300 by default.
@@ -82,7 +83,9 @@ class Deployer(RedcoNames):
         and never end training: metrics that could not be sent are kept, and sent when the tracker works again.
 
     Each step's metrics are recorded in `workdir/metrics.jsonl`, which a rerun of a `fit` reproduces byte for byte (as does a
-    loop of `update` that begins with `resume`), in TensorBoard and by the loggers. From the second step on, at most once a
+    loop of `update` that begins with `resume`), in TensorBoard and by the loggers. They are `loss`; `grad_norm`, the norm of
+    the gradient that the optimizer receives; `learning_rate`, with `Trainer(lr_schedule_fn=)`; and those of `Loss.metrics`.
+    Metrics of evaluations have the prefix `eval_` there. From the second step on, at most once a
     second, the speed of the newest steps is recorded too, in `workdir/speed.jsonl` instead of `metrics.jsonl`:
 
     - `examples_per_second`; `tokens_per_second`, if the batch has an integer array `[rows, seq]`: its elements, including

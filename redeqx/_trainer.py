@@ -97,10 +97,11 @@ class Trainer(RedcoNames, Generic[ModelT]):
         GPUs and TPUs, memory traffic; `"full"`, the whole body, which saves most memory for a third more computation;
         `"offload"`, as `"full"`, with the inputs of each iteration in host memory, for models that do not fit otherwise.
         `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own stay as they are.
-    - `memory`: `"auto"` compiles the first step with `remat`. Until it fits into device memory, it tries the next levels of
-        `remat` and, where the loss draws no random numbers, micro-batches in smaller parts. It prints what it chose, and
-        why. The choice is not saved. Values and gradients differ by rounding, so a run that resumes on another device may
-        too. By default, on CPUs and with a `grad_fn`, nothing is chosen.
+    - `memory`: `"auto"` compiles the first step with `remat`. Until it fits into device memory, it tries loops that are not
+        unrolled, the next levels of `remat` and, where the loss draws no random numbers, micro-batches in smaller parts;
+        then the same with the optimizer state in host memory. It prints what it chose, and why. The choice is not saved.
+        Values and gradients differ by rounding, so a run that resumes on another device may too. By default, on CPUs and
+        with a `grad_fn`, nothing is chosen.
     - `unroll`: whether loops of `loss_fn` over a few small layers are unrolled on GPUs, where copying what their backward
         pass reads would take long compared with their matmuls. It costs compile time, 3 to 5 times for 12 layers.
     - `stack_blocks`: whether equal blocks that `loss_fn` computes one after the other, as from a Python list, are computed
@@ -439,8 +440,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         **Arguments:**
 
-        - `name`: a name in the index (`"last"`, `"argmax_accuracy"`), a checkpoint's name, or a path, which needs no
-            workdir.
+        - `name`: a name in the index (`"last"`, `"argmax_accuracy"`), a checkpoint's name, or the path of a
+            checkpoint's folder (`"runs/x/ckpts/step_00000400"`), which needs no workdir.
         - `load_opt_states`: whether to load the optimizer state and the step too; otherwise only the model.
 
         The next `fit` continues from the loaded checkpoint; if this trainer has not run a fit before, with all its epochs.
@@ -531,8 +532,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
             resumed.
 
         Raises ValueError or TypeError for invalid arguments, before any work; ValueError for a run that was begun with
-        another batch size or other examples; ValueError for a loss that is not finite, naming the step. The model is then
-        unusable: `load_ckpt()` restores the last good one.
+        another seed, batch size or number of examples; ValueError for a loss that is not finite, naming the step. The model
+        is then unusable: `load_ckpt()` restores the last good one.
 
         In a dry run, compiles the step for the first batch and raises SystemExit with the report.
         """

@@ -303,7 +303,7 @@ def check_readable_again(given: Any, name: str, n_epochs: int) -> None:
         return
     if isinstance(kind.__iter__, types.FunctionType) or iter(given) is not given:
         return
-    what = f"`{given.__name__}`, a generator" if isinstance(given, types.GeneratorType) else f"a {kind.__name__}"
+    what = f"`{given.__name__}`, a generator" if isinstance(given, types.GeneratorType) else _brief(given)
     raise ValueError(
         f"`{name}`: expected examples that can be read {n_epochs} times, once per epoch, got {what}, which can be read once."
         " Pass a list, or a function of the epoch that returns a new one: `lambda epoch: ...`."

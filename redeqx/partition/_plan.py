@@ -123,11 +123,14 @@ class Plan:
         return sum(leaf.n_bytes // leaf.n_shards for leaf in self.leaves.values())
 
     def summary(self) -> str:
-        """Returns one line with the numbers of leaves that each axis splits and of replicated leaves."""
+        """Returns one line with the numbers of leaves that each axis splits and of replicated leaves. A spec may name an
+        axis of size 1, which splits nothing."""
         axes = [{axis for entry in leaf.spec for axis in axes_of(entry)} for leaf in self.leaves.values()]
+        if self.mesh.size == 1:
+            return f"{len(axes)} leaves on one device"
         counts = {axis: sum(axis in used for used in axes) for axis in (MODEL, FSDP) if self.mesh.shape[axis] > 1}
-        split = ", ".join(f"{n} split over {axis}" for axis, n in counts.items()) or "one shard"
-        return f"{len(axes)} leaves: {split}, {sum(not used for used in axes)} replicated"
+        split = "".join(f"{n} split over {axis}, " for axis, n in counts.items())
+        return f"{len(axes)} leaves: {split}{sum(used.isdisjoint(counts) for used in axes)} replicated"
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Returns the table's rows: (path, shape, spec, reason). Leaves that differ only in a list index share a row."""

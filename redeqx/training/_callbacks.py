@@ -32,14 +32,14 @@ class Callback:
     `trainer.deployer.decide`.
 
     ```python
-    class Histogram(redeqx.Callback):
+    class Norm(redeqx.Callback):
         every = 100
 
         def on_step(self, trainer, metrics):
             norm = float(optax.tree.norm(eqx.filter(trainer.model, eqx.is_array)))
             trainer.deployer.log_metrics({"norm": norm}, trainer.step)
 
-    trainer.fit(examples, batch_size=32, callbacks=[Histogram()])
+    trainer.fit(examples, batch_size=32, callbacks=[Norm()])
     ```
 
     **Attributes:**

@@ -32,7 +32,8 @@ class Loss(eqx.Module):
 
     - `total`: a scalar, the sum over the rows (or tokens) of a micro-batch.
     - `weight`: a scalar, the number of these rows (or tokens). It is not differentiated.
-    - `metrics`: further sums by name, reported divided by `weight`; or pairs `(total, weight)` with their own weight.
+    - `metrics`: further sums by name, reported divided by `weight`; or pairs `(total, weight)` with their own weight. The
+        names `step`, `epoch`, `loss`, `grad_norm` and `learning_rate` are taken.
     """
 
     total: Any

@@ -617,7 +617,14 @@ scale                         scalar    ·            replicated: no known layer
 mesh data=2 x fsdp=2 x model=2: 34,817 parameters, 136.0 KiB, 36.0 KiB a device"""
     )
     assert plan.summary() == "7 leaves: 6 split over model, 4 split over fsdp, 1 replicated"
-    assert plan_of(model, 1, 1).summary() == "6 leaves: one shard, 0 replicated"
+
+
+def test_summary_counts_leaves_that_only_axes_of_size_1_split_as_replicated():
+    model = [shapes(eqx.nn.MLP, 8, 8, 1024, depth=1)]
+    assert plan_of(model, 1, 1).summary() == "4 leaves: 4 replicated"  # data parallelism: every device holds all
+    assert plan_of(model, 1, 2).summary() == "4 leaves: 2 split over fsdp, 2 replicated"  # biases of 1024 and 8 numbers
+    one = plan_of(model, 1, 1).on(make_mesh(1, 1, jax.devices()[:1]))
+    assert one.summary() == "4 leaves on one device"
 
 
 def test_warnings_end_the_explanation():

@@ -188,6 +188,10 @@ MESSAGES = {
     "a map for two epochs": (
         "ValueError", f"`train_examples`: expected examples that can be read 2 times, once per epoch, got a map, {ONCE}",
     ),
+    "an iterator for two epochs": (
+        "ValueError",
+        f"`train_examples`: expected examples that can be read 2 times, once per epoch, got an iterator, {ONCE}",
+    ),
     "a generator function": (
         "TypeError", f"`train_examples`: expected a function of `(epoch)`, got one of `()`. {THESE}",
     ),

@@ -214,6 +214,7 @@ MISTAKES = {
     "columns": lambda: fit(examples=(np.ones((8, 4)), np.ones(8))),
     "a generator for two epochs": lambda: fit(examples=numbers(), n_epochs=2),
     "a map for two epochs": lambda: fit(examples=map(tuple, EXAMPLES), n_epochs=2),
+    "an iterator for two epochs": lambda: fit(examples=iter(np.ones((8, 4))), n_epochs=2),
     "a generator function": lambda: fit(examples=numbers),
     "no such checkpoint": lambda: trainer(FOLDER).load_ckpt("/nowhere/step_00000004"),
     "no checkpoint in there": lambda: trainer(FOLDER).load_ckpt(FOLDER),
