@@ -286,6 +286,11 @@ class CheckpointFolder:
         file = checked_entry(path / f"{kind}.safetensors")
         file = file if file.is_file() else checked_entry(path / f"{kind}{INDEX}")
         if not file.is_file():
-            expected = ", ".join(sorted({re.split(r"[-.]", other.name)[0] for other in path.glob("*.safetensors")}))
-            raise ValueError(f"`{path}`: expected one of {expected}, got {kind!r}. Save it, or load without it.")
+            kinds = ", ".join(sorted({re.split(r"[-.]", other.name)[0] for other in path.glob("*.safetensors")}))
+            if kind == "optimizer":
+                raise ValueError(
+                    f"`{path}`: expected the optimizer's state, got {kinds} alone, as `save_opt_states=False` saves it. "
+                    "Load the model without it: `load_ckpt(..., load_opt_states=False)`."
+                )
+            raise ValueError(f"`{path}`: expected one of {kinds}, got {kind!r}. Save it, or load without it.")
         return file

@@ -568,9 +568,12 @@ def test_checkpoint_without_optimizer_loads_as_a_model(tmp_path):
     trainer = make_trainer(tmp_path)
     path = trainer.save_ckpt(save_opt_states=False)
     assert message(ValueError, trainer.load_ckpt) == (
-        f"`{path}`: expected one of model, got 'optimizer'. Save it, or load without it."
+        f"`{path}`: expected the optimizer's state, got model alone, as `save_opt_states=False` saves it. "
+        "Load the model without it: `load_ckpt(..., load_opt_states=False)`."
     )
     trainer.load_ckpt(load_opt_states=False)
+    with pytest.raises(ValueError, match=r"expected one of model, got 'ema'\. Save it, or load without it"):
+        redeqx.load(path, trainer.model, kind="ema")
 
 
 def test_existing_checkpoints_are_refused_without_resume(workdir):
