@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._tree import is_array_like, named_leaves
-from ..machine import MODEL, split_heads
+from ..machine import MODEL, axes_of, split_heads
 from ..partition import Plan
 from ..tracing import Rule, transformed
 from ..transforms import (
@@ -32,7 +32,10 @@ from ._precision import AS_GIVEN, Precision
 
 def stacking_key(plan: Plan, name: str) -> Any:
     """Returns what weights must share to be stacked: their sharding in storage, and in compute."""
-    return plan.sharding(name).spec, plan.spec_in_use(name)
+    specs = plan.sharding(name).spec, plan.spec_in_use(name)
+    # An axis of size 1 splits nothing: on it, a column and a row are alike.
+    sizes = plan.mesh.shape
+    return tuple(tuple(tuple(a for a in axes_of(entry) if sizes[a] > 1) for entry in spec) for spec in specs)
 
 
 def plan_rules(

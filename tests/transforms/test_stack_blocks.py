@@ -385,3 +385,34 @@ def test_training_on_meshes_equals_unstacked_training(n_model, n_fsdp, options):
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     for a, b in zip(leaves, wanted_leaves, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+class Residual(eqx.Module):
+    layers: list[eqx.nn.Linear]
+
+    def __init__(self, n, key):
+        self.layers = [eqx.nn.Linear(8, 8, key=each) for each in jax.random.split(key, n)]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jax.nn.relu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(("n_model", "stacked"), [(1, True), (2, False)])
+def test_alternating_splits_separate_blocks_only_where_the_axis_splits(n_model, stacked, capsys):
+    model = Residual(4, jax.random.key(0))
+    specs = {"layers.0.weight": ("model", None), "layers.1.weight": (None, "model")}
+    overrides = {f"layers.{i}.weight": specs[f"layers.{i % 2}.weight"] for i in range(4)}
+    deployer = redeqx.Deployer(n_model_shards=n_model)
+    trainer = redeqx.Trainer(
+        deployer,
+        model=model,
+        plan=deployer.plan(model, overrides=overrides),
+        optimizer=optax.sgd(0.1),
+        collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2),
+        stack_blocks=True,
+    )
+    trainer.update(np.ones((16, 8), np.float32))
+    assert ("4 equal blocks as one" in capsys.readouterr().out) is stacked
