@@ -33,7 +33,8 @@ def attempt(act: Callable[[], object], seconds: float = PATIENCE) -> None:
 
 def say(text: str) -> None:
     """Print a line to standard error. Does not block if nobody reads it."""
-    attempt(lambda: print(text, file=sys.stderr, flush=True))
+    # One write: an unbuffered stream would take the newline in a second one, after what another thread writes meanwhile.
+    attempt(lambda: print(f"{text}\n", end="", file=sys.stderr, flush=True))
 
 
 def exit_now(code: int) -> NoReturn:

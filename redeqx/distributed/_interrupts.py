@@ -175,7 +175,6 @@ class Watch:
         self._last: float | None = None  # the time of the last step; None while none is expected
         self._n_loops = 0  # training loops, one inside another
         self._left: threading.Event | None = None  # tells the watching thread that the loop was left
-        self._ending = threading.Lock()
         peers.on("stuck", lambda index, seconds: self._report(seconds))
 
     @contextmanager
@@ -226,7 +225,7 @@ class Watch:
                 self._report(self._seconds)
 
     def _report(self, seconds: float) -> None:
-        if not self._ending.acquire(blocking=False):
+        if not self._peers.claim_end():
             return
         # In a thread: the calling thread receives the others' contributions.
         threading.Thread(target=self._end, args=(seconds,), name="redeqx-stuck", daemon=True).start()

@@ -50,7 +50,7 @@ class Peers:
         self._difference_found: str | None = None  # the error message of a comparison that failed
         self._left: set[int] = set()  # the processes that have ended, announced or not
         self._failed: int | None = None  # the failed process that reports the reason for all
-        self._is_leaving = False  # this process is about to leave, and prints the reason
+        self._is_leaving = False  # this process is about to leave, and a thread of it prints the reason
         self._is_forked = False
         self._change = threading.Condition()
         self._handlers: dict[str, Callable[[int, Any], None]] = {}
@@ -304,14 +304,21 @@ class Peers:
             self._end(f"process {index} of {self.n} is gone: {why}")
 
     def _end(self, why: str) -> None:
-        """Leave, and make all others leave. If several threads call this, the first one prints the reason."""
-        with self._change:
-            if self._is_leaving:
-                return
-            self._is_leaving = True
+        """Leave, and make all others leave."""
+        if not self.claim_end():
+            return
         for i in self._links:
             self._send(i, "lost", why)
         leave(why, self.committed)
+
+    def claim_end(self) -> bool:
+        """Return whether the caller is the first to end this process: it then prints the reason, and calls `leave`.
+
+        From then on a closed connection is no reason: the others may be leaving for the same one.
+        """
+        with self._change:
+            is_first, self._is_leaving = not self._is_leaving, True
+        return is_first
 
     def fail(self) -> bool:
         """Announce that an exception ends this process, and wait until the others have left.

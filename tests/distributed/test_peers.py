@@ -18,7 +18,8 @@ from functools import partial
 
 import pytest
 
-from redeqx.distributed import _peers, _rendezvous
+from redeqx.distributed import _interrupts, _peers, _rendezvous
+from redeqx.distributed._interrupts import Watch
 from redeqx.distributed._links import Link, PeerError
 from redeqx.distributed._peers import Peers
 
@@ -46,8 +47,9 @@ class Cluster:
         return peers
 
     def leave(self):
-        """Replaces `os._exit` in a receiver thread: closes the process's connections and ends the thread."""
-        peers = threading.current_thread()._target.__self__
+        """Replaces `os._exit` in a thread of a process: closes the process's connections and ends the thread."""
+        owner = threading.current_thread()._target.__self__
+        peers = getattr(owner, "_peers", owner)  # of a `Watch`
         self.left.put(peers.index)
         kill(peers)
         sys.exit()
@@ -56,7 +58,7 @@ class Cluster:
         return sorted(self.left.get(timeout=LIMIT) for _ in range(n))
 
     def end(self):
-        names = ("redeqx-peer-", "redeqx-farewell")
+        names = ("redeqx-peer-", "redeqx-farewell", "redeqx-watch", "redeqx-stuck")
         listening = [thread for thread in threading.enumerate() if thread.name.startswith(names)]
         for peers in self.all:
             with peers._change:
@@ -613,6 +615,31 @@ def test_closed_connection_ends_the_other_processes(cluster, capsys, culprit):
         f"redeqx: process {culprit} of 3 is gone: its connection was closed; {safe}. Leaving with exit code 75: run it "
         "again to go on."
         for safe in ("no step was committed yet", "the last committed step is 8")
+    ]
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_processes_that_leave_a_stuck_run_give_the_same_reason(cluster, capsys, monkeypatch, last):
+    """The one that leaves last, as its stacks take longer, does not report that the other one is gone."""
+    peers = cluster.connect(2)
+
+    def stacks():
+        watch = threading.current_thread()._target.__self__
+        if watch._peers.index == last:
+            wait_until(lambda: 1 - last in peers[last]._left)
+        return f"the stacks of {watch._peers.index}"
+
+    monkeypatch.setattr(_interrupts, "stacks", stacks)
+    watches = [Watch(each, 0.2) for each in peers]
+    with watches[0].on(), watches[1].on():
+        watches[1].beat(7)
+        watches[0].beat(8)
+        assert cluster.wait_for_exits(2) == [0, 1]
+    why = "redeqx: no step for 0.2 s: process 1 of 2 is behind, after step 7"
+    assert last_lines(capsys, 6) == [
+        *(f"{why}. What each thread of process {i} is at:" for i in (0, 1)),
+        *[f"{why}; no step was committed yet. Leaving with exit code 75: run it again to go on."] * 2,
+        *(f"the stacks of {i}" for i in (0, 1)),
     ]
 
 
