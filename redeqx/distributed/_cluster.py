@@ -297,7 +297,7 @@ def _report_ends(peers: Peers) -> None:
     hook = sys.excepthook
 
     def failing(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        if os.getpid() != pid or peers.fail():  # a forked child fails alone
+        if os.getpid() != pid or peers.fail(in_runtime=_is_of_runtime(error)):  # a forked child fails alone
             attempt(lambda: hook(kind, error, frames), seconds=_HOOK)
             attempt(run_exit_callbacks, seconds=_HOOK)
         exit_now(1)  # at a normal exit JAX would wait for processes that are gone
@@ -305,6 +305,13 @@ def _report_ends(peers: Peers) -> None:
     pid = os.getpid()
     sys.excepthook = failing
     atexit.register(peers.close)
+
+
+def _is_of_runtime(error: BaseException | None) -> bool:
+    """Return whether JAX's runtime raised this exception, or one that it comes from."""
+    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _detach_child(peers: Peers, relay: Relay) -> None:

@@ -50,6 +50,7 @@ class Peers:
         self._difference_found: str | None = None  # the error message of a comparison that failed
         self._left: set[int] = set()  # the processes that have ended, announced or not
         self._failed: int | None = None  # the failed process that reports the reason for all
+        self._silent: set[int] | None = None  # at the coordinator: those that have not answered it; None before it asks
         self._is_leaving = False  # this process is about to leave, and a thread of it prints the reason
         self._is_forked = False
         self._change = threading.Condition()
@@ -271,14 +272,20 @@ class Peers:
             self._handle(*value)
         elif kind == "message":
             self._handle(*value)
+        elif kind == "ask":
+            self._send(0, "answer")
+        elif kind == "answer":
+            self._hear_from(index)
         elif kind == "bye":
             with self._change:
                 self._left.add(index)
                 self._change.notify_all()
             if self.index == 0:
+                self._hear_from(index)
                 self._end_if_missing()
         elif kind == "fails":
-            self._handle_failure(index)
+            # In a thread: this one receives the answer of the process that fails.
+            threading.Thread(target=self._handle_failure, args=(index, value), name="redeqx-farewell", daemon=True).start()
         elif kind == "failed":
             with self._change:
                 self._failed = value
@@ -320,26 +327,33 @@ class Peers:
             is_first, self._is_leaving = not self._is_leaving, True
         return is_first
 
-    def fail(self) -> bool:
+    def fail(self, *, in_runtime: bool = False) -> bool:
         """Announce that an exception ends this process, and wait until the others have left.
+
+        **Arguments:**
+
+        - `in_runtime`: whether JAX's runtime raised the exception. So does a collective if a process is gone, maybe before
+            this channel notices it. Then that process is the reason: this call does not return, as `_end` ends the run.
 
         Returns True if this process prints the traceback: if several fail at once, only one does.
         """
         if self.n == 1:
             return True
         if self.index == 0:
-            self._handle_failure(0)
+            self._handle_failure(0, in_runtime)
         else:
-            self._send(0, "fails")
+            self._send(0, "fails", in_runtime)
         with self._change:
-            self._change.wait_for(lambda: self._failed is not None, timeout=2)
+            self._change.wait_for(lambda: self._failed is not None, timeout=2 + self.heartbeat * in_runtime)
             reports = self._failed in (self.index, None)
         if reports or self.index == 0:
             self._wait_for_ends()
         return reports
 
-    def _handle_failure(self, index: int) -> None:
+    def _handle_failure(self, index: int, in_runtime: bool) -> None:
         """At the coordinator: tell all that a process failed. The first one to fail reports for all."""
+        if in_runtime:
+            self._wait_for_answers()
         with self._change:
             if self._failed is not None:
                 return
@@ -348,11 +362,26 @@ class Peers:
         for i in self._links:
             self._send(i, "failed", index)
         if index != 0:
-            threading.Thread(target=self._leave_after_others, name="redeqx-farewell", daemon=True).start()
+            self._wait_for_ends()
+            _exit()
 
-    def _leave_after_others(self) -> None:
-        self._wait_for_ends()
-        _exit()
+    def _wait_for_answers(self) -> None:
+        """At the coordinator: wait until each process that runs has answered. If one is gone, `_end` ends the run."""
+        asked: set[int] = set()
+        with self._change:
+            if self._silent is None:  # otherwise they have been asked, as several processes fail
+                asked = set(self._links) - self._left
+                self._silent = set(asked)
+        for i in asked:
+            self._send(i, "ask")
+        with self._change:
+            self._change.wait_for(lambda: not self._silent, timeout=self.heartbeat)
+
+    def _hear_from(self, index: int) -> None:
+        with self._change:
+            if self._silent is not None:
+                self._silent.discard(index)
+                self._change.notify_all()
 
     def _wait_for_ends(self) -> None:
         """Wait until the others have left, except for the one that reports. The coordinator leaves last."""

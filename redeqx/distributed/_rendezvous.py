@@ -23,7 +23,7 @@ from ._links import Link, PeerError
 START = 300.0  # seconds within which all processes must connect
 TOKEN = "REDEQX_TOKEN"  # environment variable: a secret that all processes of a run share
 _LATE_ARRIVALS = 1.0  # seconds after an error in which other processes may still connect, to receive it
-_GREETING = "redeqx peers 2"
+_GREETING = "redeqx peers 3"
 _GREETING_TIMEOUT = 5.0  # seconds within which a connection must send its greeting
 _LATE = 5.0  # seconds after its own timeout that a joining process waits for the coordinator to report first
 _MAX_GREETING = 2**12  # bytes

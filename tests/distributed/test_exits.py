@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from redeqx.distributed import _cluster, _exits
@@ -101,6 +102,50 @@ def test_excepthook_exits_with_unusable_streams(stream, codes, monkeypatch):
             sys.excepthook(RuntimeError, RuntimeError("the loader is broken"), None)
     finally:
         _cluster.atexit.unregister(peers.close)
+    assert codes == [1]
+
+
+def raised(act):
+    try:
+        act()
+    except Exception as error:
+        return error
+
+
+def runtime_error():
+    raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer")
+
+
+def error_of_it(cause):
+    try:
+        runtime_error()
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError("the step failed") from (error if cause else None)
+
+
+@pytest.mark.parametrize(
+    ("act", "in_runtime"),
+    [
+        (runtime_error, True),
+        (lambda: error_of_it(cause=True), True),
+        (lambda: error_of_it(cause=False), True),
+        (lambda: [][0], False),
+    ],
+)
+def test_excepthook_tells_errors_of_the_runtime_apart(codes, monkeypatch, act, in_runtime):
+    """A collective raises one if another process is gone, and the user's code may raise its own from it."""
+    found = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, frames: None)
+    peers = Peers()
+    monkeypatch.setattr(peers, "fail", lambda *, in_runtime: found.append(in_runtime))
+    _cluster._report_ends(peers)
+    try:
+        error = raised(act)
+        with pytest.raises(ExitCalled):
+            sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        _cluster.atexit.unregister(peers.close)
+    assert found == [in_runtime]
     assert codes == [1]
 
 

@@ -34,6 +34,7 @@ class Cluster:
     def __init__(self):
         self.all = []
         self.left = queue.Queue()
+        self.ended = []  # processes that have left, whose other threads go on here
 
     def process(self, n, index, heartbeat=30.0):
         self.all.append(Peers(n, index, heartbeat))
@@ -50,8 +51,10 @@ class Cluster:
         """Replaces `os._exit` in a thread of a process: closes the process's connections and ends the thread."""
         owner = threading.current_thread()._target.__self__
         peers = getattr(owner, "_peers", owner)  # of a `Watch`
-        self.left.put(peers.index)
-        kill(peers)
+        if peers not in self.ended:
+            self.ended.append(peers)
+            self.left.put(peers.index)
+            kill(peers)
         sys.exit()
 
     def wait_for_exits(self, n):
@@ -433,7 +436,7 @@ def test_unknown_host_is_reported(cluster, index):
 def test_unrelated_connections_do_not_disturb_the_start(cluster):
     port = free_port()
     coordinator, other = cluster.process(2, 0), cluster.process(2, 1)
-    greeting = json.dumps(["redeqx peers 2", None]).encode()
+    greeting = json.dumps(["redeqx peers 3", None]).encode()
     messages = [
         b"",
         b"\x16\x03\x01\xff\xfe\n",
@@ -444,9 +447,9 @@ def test_unrelated_connections_do_not_disturb_the_start(cluster):
         greeting + b"\n",
         b'["',
         b"[1]\n",
-        b'["redeqx peers 2", 5]\n',
-        b'["redeqx peers 2", [true, 2, "host1", ""]]\n',
-        b'["redeqx peers 2", [1, 2, "host1", "not the token"]]\n',
+        b'["redeqx peers 3", 5]\n',
+        b'["redeqx peers 3", [true, 2, "host1", ""]]\n',
+        b'["redeqx peers 3", [1, 2, "host1", "not the token"]]\n',
         b"[" * 4000 + b"\n",
         b"x" * 10000,
     ]
@@ -516,7 +519,7 @@ def test_restarted_process_may_connect_again(cluster):
     """As a restarted pod does."""
     port = free_port()
     peers = [cluster.process(3, i) for i in range(3)]
-    greeting = json.dumps(["redeqx peers 2", [1, 3, "host1", ""]]).encode() + b"\n"
+    greeting = json.dumps(["redeqx peers 3", [1, 3, "host1", ""]]).encode() + b"\n"
 
     def again():
         with open_connection(port) as first:
@@ -650,7 +653,7 @@ def test_silent_process_is_abandoned_after_the_heartbeat_timeout(cluster, capsys
 
     def frozen():
         connection = open_connection(port)
-        connection.sendall(json.dumps(["redeqx peers 2", [1, 2, "host1", ""]]).encode() + b"\n")
+        connection.sendall(json.dumps(["redeqx peers 3", [1, 2, "host1", ""]]).encode() + b"\n")
         return connection
 
     with run_in_threads(frozen, partial(meet, coordinator, port))[0]:
@@ -670,10 +673,13 @@ def test_heartbeats_keep_idle_processes_alive(cluster):
     assert run_in_threads(*(partial(each.gather, "x", each.index) for each in peers)) == [[0, 1]] * 2
 
 
+@pytest.mark.parametrize("in_runtime", [False, True])
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_failing_process_reports_after_the_others_left_silently(cluster, capsys, culprit):
+def test_failing_process_reports_after_the_others_left_silently(cluster, capsys, culprit, in_runtime):
     peers = cluster.connect(3)
-    assert run_in_threads(peers[culprit].fail) == [True]
+    began = time.monotonic()
+    assert run_in_threads(partial(peers[culprit].fail, in_runtime=in_runtime)) == [True]
+    assert time.monotonic() - began < peers[culprit].heartbeat / 2  # all answer at once
     assert cluster.left.qsize() == 2
     left = [cluster.left.get(), cluster.left.get()]
     assert sorted(left) == sorted({0, 1, 2} - {culprit})
@@ -683,9 +689,48 @@ def test_failing_process_reports_after_the_others_left_silently(cluster, capsys,
     kill(peers[culprit])
 
 
-def test_only_one_of_two_failing_processes_reports(cluster):
+@pytest.mark.parametrize("failing", [[0], [1], [0, 1]])
+def test_process_that_is_gone_is_the_reason_if_collectives_fail_first(cluster, capsys, monkeypatch, failing):
+    """Even if the coordinator hears of the failure before it notices that a process is gone."""
+    peers = cluster.connect(3, heartbeat=1.0)
+    asked, send = threading.Event(), peers[2]._send
+
+    def silent(to, kind, *value):
+        asked.set() if kind == "answer" else send(to, kind, *value)
+
+    monkeypatch.setattr(peers[2], "_send", silent)
+    results = []
+    # They do not return before the end of their processes; in this test their threads go on.
+    threads = [threading.Thread(target=lambda i=i: results.append(peers[i].fail(in_runtime=True))) for i in failing]
+    for thread in threads:
+        thread.start()
+    assert asked.wait(LIMIT)
+    assert results == []
+    kill(peers[2])
+    assert cluster.wait_for_exits(2) == [0, 1]
+    reason = "redeqx: process 2 of 3 is gone: its connection was closed; no step was committed yet."
+    assert last_lines(capsys, 2) == [f"{reason} Leaving with exit code 75: run it again to go on."] * 2
+    for thread in threads:
+        thread.join(LIMIT)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_failing_process_waits_for_no_answer_of_one_that_has_ended(cluster, culprit):
     peers = cluster.connect(3)
-    results = run_in_threads(*(each.fail for each in peers[:2]))
+    peers[2].close()
+    wait_until(lambda: 2 in peers[0]._left)
+    kill(peers[2])
+    began = time.monotonic()
+    assert run_in_threads(partial(peers[culprit].fail, in_runtime=True)) == [True]
+    assert time.monotonic() - began < peers[culprit].heartbeat / 2
+    assert cluster.wait_for_exits(1) == [1 - culprit]
+    kill(peers[culprit])
+
+
+@pytest.mark.parametrize("in_runtime", [False, True])
+def test_only_one_of_two_failing_processes_reports(cluster, in_runtime):
+    peers = cluster.connect(3)
+    results = run_in_threads(*(partial(each.fail, in_runtime=in_runtime) for each in peers[:2]))
     assert sorted(results) == [False, True]
     reporter = results.index(True)
     kill(peers[reporter])
