@@ -42,6 +42,7 @@ from .machine import (
 from .monitor import RECORDS, Console, ProgressLine, Tracker
 from .partition import Overrides, Plan
 from .storage import Location, Staging, StorePath, location
+from .tracing import leak
 from .training import Parts, Run, lr_schedule, plan_model, trace_loss
 
 
@@ -269,9 +270,16 @@ class Deployer(RedcoNames):
         - `make_model`: makes the model, without arguments: `lambda: Model(key=key)`. It is called twice, once only for the
             shapes, so create keys outside of it.
         - `plan`: how the leaves are split; by default the plan in the order of the fields.
+
+        Raises ValueError if the model keeps an array outside of its leaves, in the closure of a function or a static field.
         """
         check_function(make_model, "make_model", [])
         shapes = eqx.filter_eval_shape(make_model)
+        if (path := leak(shapes)) is not None:
+            raise ValueError(
+                f"`make_model`: expected arrays only in the model's leaves, got one in `{path}`: a function's closure or a "
+                "static field cannot keep values of a traced function. Call it yourself instead: `model = make_model()`."
+            )
         if self.is_dry_run:
             return as_shapes(shapes)
         if plan is not None:

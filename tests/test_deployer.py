@@ -8,6 +8,7 @@ import warnings
 
 import equinox as eqx
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -173,6 +174,33 @@ def test_init_with_a_deployer_key_is_identical_on_every_mesh():
         return np.asarray(deployer.init(lambda: eqx.nn.Linear(4, 4, key=deployer.next_key())).weight)
 
     np.testing.assert_array_equal(weights(), weights(n_model_shards=2, n_fsdp_shards=2))
+
+
+def test_init_names_the_function_that_keeps_an_array():
+    """As flowjax does: a layer keeps a function that another one's initial weights are in."""
+
+    def make():
+        initial, unravel = jax.flatten_util.ravel_pytree(
+            eqx.filter(eqx.nn.Linear(4, 4, key=jax.random.key(0)), eqx.is_array)
+        )
+        return [eqx.nn.Linear(4, 20, key=jax.random.key(1)), lambda values: unravel(values + initial)]
+
+    deployer = make_deployer()
+    with pytest.raises(ValueError) as caught:
+        deployer.init(make)
+    assert str(caught.value) == (
+        "`make_model`: expected arrays only in the model's leaves, got one in `1.initial`: a function's closure or a "
+        "static field cannot keep values of a traced function. Call it yourself instead: `model = make_model()`."
+    )
+    model = make()  # the advice
+    trainer = redeqx.Trainer(
+        deployer,
+        model=model,
+        optimizer=optax.sgd(0.1),
+        collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(lambda x: model[1](model[0](x)).weight)(batch) ** 2),
+    )
+    assert trainer.update(list(np.ones((8, 4), np.float32)))["loss"] > 0
 
 
 # --- plans --------------------------------------------------------------------------------------------------------------

@@ -158,6 +158,12 @@ class Plan:
         lines.insert(1, "-" * max(map(len, lines)))
         return "\n".join([*lines, self._totals(), *(f"warning: {warning}" for warning in self.warnings)])
 
+    def __str__(self) -> str:
+        return self.explain()
+
+    def __repr__(self) -> str:
+        return f"Plan({self.summary()})"
+
     def _repr_html_(self) -> str:
         """Returns the plan as an HTML table, for notebooks."""
         page = HtmlPage()

@@ -34,6 +34,7 @@ from ._interpret import (
     plain as plain,
     transformed as transformed,
 )
+from ._leaks import leak as leak
 from ._trace import Trace as Trace
 from ._unknown import or_as_written as or_as_written
 from ._views import repeats as repeats, view as view

@@ -616,7 +616,9 @@ mlps.*.layers.1.weight  (2x)  8 x 1024  fsdp, model  row: its input arrives spli
 scale                         scalar    ·            replicated: no known layer
 mesh data=2 x fsdp=2 x model=2: 34,817 parameters, 136.0 KiB, 36.0 KiB a device"""
     )
+    assert str(plan) == plan.explain()
     assert plan.summary() == "7 leaves: 6 split over model, 4 split over fsdp, 1 replicated"
+    assert repr(plan) == "Plan(7 leaves: 6 split over model, 4 split over fsdp, 1 replicated)"
 
 
 def test_summary_counts_leaves_that_only_axes_of_size_1_split_as_replicated():
