@@ -22,7 +22,7 @@ import jax
 
 from ..errors import check_count
 from ._exits import attempt, exit_now, run_exit_callbacks
-from ._peers import HEARTBEAT, Peers
+from ._peers import FAILURE, HEARTBEAT, Peers
 from ._relay import Relay
 from ._rendezvous import START
 
@@ -300,7 +300,7 @@ def _report_ends(peers: Peers) -> None:
         if os.getpid() != pid or peers.fail(in_runtime=_is_of_runtime(error)):  # a forked child fails alone
             attempt(lambda: hook(kind, error, frames), seconds=_HOOK)
             attempt(run_exit_callbacks, seconds=_HOOK)
-        exit_now(1)  # at a normal exit JAX would wait for processes that are gone
+        exit_now(FAILURE)  # at a normal exit JAX would wait for processes that are gone
 
     pid = os.getpid()
     sys.excepthook = failing

@@ -244,4 +244,4 @@ class Watch:
             who = "no process is behind another" if len(behind) == self._peers.n else who
             why = f"no step for {seconds:g} s: {who}, after step {min(reached)[0]}"
         say(f"redeqx: {why}. What each thread of process {self._peers.index} is at:\n{stacks()}")
-        leave(why, self._peers.committed)
+        leave(why, EXIT_CODE, self._peers.committed)

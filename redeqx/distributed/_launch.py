@@ -37,7 +37,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
     """Run a command as `n` processes of one run; returns 0, or the exit code of a process that failed.
 
-    Code 75, of a process that left because another one failed, is returned only if no process has another code. If one
+    Code 75, of a process that left because another one is gone, is returned only if no process has another code. If one
     fails, the others have ten seconds to exit and are then killed. SIGTERM, SIGINT and SIGUSR1 are forwarded. On Linux the
     processes are killed when this process ends, however it ends.
 

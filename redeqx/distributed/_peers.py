@@ -20,6 +20,8 @@ from ._links import Link, PeerError
 from ._rendezvous import START, meet
 
 EXIT_CODE = 75  # EX_TEMPFAIL: schedulers are configured to requeue on it
+# After an error of the script, which a rerun would repeat. `srun` returns the highest code of its tasks: none may be 75.
+FAILURE = 1
 HEARTBEAT = 30.0  # seconds of silence after which a peer counts as gone
 _LEAVE_TIMEOUT = 4.0  # seconds to wait for the others to leave when one fails
 
@@ -122,7 +124,9 @@ class Peers:
         with self._change:
             missing = [i for i in sorted(self._left) if any(i not in each for each in self._contributed.values())]
         if missing and self._failed is None:
-            self._end(f"process {missing[0]} of {self.n} has come to the end of its script, while others wait for it")
+            self._end(
+                f"process {missing[0]} of {self.n} has come to the end of its script, while others wait for it", FAILURE
+            )
 
     def together(self, topic: str, act: Callable[[], Any], *, alone: bool = False) -> list[Any]:
         """Call `act` in every process; returns the results (JSON) in the order of the processes.
@@ -291,9 +295,10 @@ class Peers:
                 self._failed = value
                 self._change.notify_all()
             if value != self.index:
-                _exit()
+                _exit(FAILURE)
         elif kind == "lost":
-            leave(value, self.committed)
+            why, code = value
+            leave(why, code, self.committed)
 
     def _handle(self, index: int, topic: str, value: Any) -> None:
         if topic in self._handlers:
@@ -308,15 +313,15 @@ class Peers:
             self._left.add(index)
             self._change.notify_all()
         if not expected:
-            self._end(f"process {index} of {self.n} is gone: {why}")
+            self._end(f"process {index} of {self.n} is gone: {why}", EXIT_CODE)
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, code: int) -> None:
         """Leave, and make all others leave."""
         if not self.claim_end():
             return
         for i in self._links:
-            self._send(i, "lost", why)
-        leave(why, self.committed)
+            self._send(i, "lost", [why, code])
+        leave(why, code, self.committed)
 
     def claim_end(self) -> bool:
         """Return whether the caller is the first to end this process: it then prints the reason, and calls `leave`.
@@ -363,7 +368,7 @@ class Peers:
             self._send(i, "failed", index)
         if index != 0:
             self._wait_for_ends()
-            _exit()
+            _exit(FAILURE)
 
     def _wait_for_answers(self) -> None:
         """At the coordinator: wait until each process that runs has answered. If one is gone, `_end` ends the run."""
@@ -426,13 +431,14 @@ def _difference(what: str, values_of: Mapping[int, Mapping[str, Any]], advice: s
     return None
 
 
-def leave(why: str, committed: int | None) -> NoReturn:
-    """End this process at once, from any thread, with code 75. The last line names the step that is safe on disk."""
+def leave(why: str, code: int, committed: int | None) -> NoReturn:
+    """End this process at once, from any thread. The last line names the step that is safe on disk."""
     safe = "no step was committed yet" if committed is None else f"the last committed step is {committed}"
-    say(f"redeqx: {why}; {safe}. Leaving with exit code {EXIT_CODE}: run it again to go on.")
-    _exit()
+    advice = ": run it again to go on" if code == EXIT_CODE else ""
+    say(f"redeqx: {why}; {safe}. Leaving with exit code {code}{advice}.")
+    _exit(code)
 
 
-def _exit() -> NoReturn:
+def _exit(code: int) -> NoReturn:
     # Not `sys.exit`: the main thread may be in a collective that never ends, and JAX waits at exit for missing processes.
-    exit_now(EXIT_CODE)
+    exit_now(code)

@@ -80,7 +80,7 @@ def wait_until(holds):
 
 def test_leave_exits_with_unusable_streams(stream, codes):
     with pytest.raises(ExitCalled):
-        leave("process 1 of 2 is gone", 7)
+        leave("process 1 of 2 is gone", 75, 7)
     assert codes == [75]
 
 

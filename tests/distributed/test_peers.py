@@ -34,6 +34,7 @@ class Cluster:
     def __init__(self):
         self.all = []
         self.left = queue.Queue()
+        self.codes = {}
         self.ended = []  # processes that have left, whose other threads go on here
 
     def process(self, n, index, heartbeat=30.0):
@@ -47,12 +48,13 @@ class Cluster:
         assert run_in_threads(*(partial(meet, each, port) for each in peers)) == [None] * n
         return peers
 
-    def leave(self):
+    def leave(self, code):
         """Replaces `os._exit` in a thread of a process: closes the process's connections and ends the thread."""
         owner = threading.current_thread()._target.__self__
         peers = getattr(owner, "_peers", owner)  # of a `Watch`
         if peers not in self.ended:
             self.ended.append(peers)
+            self.codes[peers.index] = code
             self.left.put(peers.index)
             kill(peers)
         sys.exit()
@@ -614,6 +616,7 @@ def test_closed_connection_ends_the_other_processes(cluster, capsys, culprit):
     kill(peers[culprit])
     others = sorted({0, 1, 2} - {culprit})
     assert cluster.wait_for_exits(2) == others
+    assert set(cluster.codes.values()) == {75}
     assert last_lines(capsys, 2) == [
         f"redeqx: process {culprit} of 3 is gone: its connection was closed; {safe}. Leaving with exit code 75: run it "
         "again to go on."
@@ -685,8 +688,22 @@ def test_failing_process_reports_after_the_others_left_silently(cluster, capsys,
     assert sorted(left) == sorted({0, 1, 2} - {culprit})
     if culprit != 0:
         assert left == [2, 0]  # the coordinator forwards the failure and leaves last
+    assert set(cluster.codes.values()) == {1}  # not 75: a rerun would fail again
     assert last_lines(capsys, 0) == []
     kill(peers[culprit])
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_script_that_ends_early_ends_the_run_with_code_1(cluster, capsys, culprit):
+    """A scheduler that requeues on 75 would start it again and again."""
+    peers = cluster.connect(3)
+    for i in {0, 1, 2} - {culprit}:
+        peers[i].contribute("x", i)
+    peers[culprit].close()
+    assert cluster.wait_for_exits(3) == [0, 1, 2]  # the culprit too, if it still waits for the others at its exit
+    assert set(cluster.codes.values()) == {1}
+    reason = f"redeqx: process {culprit} of 3 has come to the end of its script, while others wait for it"
+    assert last_lines(capsys, 3) == [f"{reason}; no step was committed yet. Leaving with exit code 1."] * 3
 
 
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1]])
@@ -765,8 +782,9 @@ def test_orderly_end_prints_nothing(cluster, capsys):
     assert last_lines(capsys, 0) == []
 
 
+@pytest.mark.parametrize(("code", "advice"), [(75, ": run it again to go on."), (1, ".")])
 @pytest.mark.parametrize(("committed", "safe"), [(None, "no step was committed yet"), (12, "the last committed step is 12")])
-def test_leave_prints_the_last_committed_step_and_exits(monkeypatch, capsys, committed, safe):
+def test_leave_prints_the_last_committed_step_and_exits(monkeypatch, capsys, committed, safe, code, advice):
     class Exit(Exception):
         pass
 
@@ -774,8 +792,6 @@ def test_leave_prints_the_last_committed_step_and_exits(monkeypatch, capsys, com
         raise Exit(code)
 
     monkeypatch.setattr(os, "_exit", exit)
-    with pytest.raises(Exit, match="75"):
-        _peers.leave("the disk is gone", committed)
-    assert capsys.readouterr().err == (
-        f"redeqx: the disk is gone; {safe}. Leaving with exit code 75: run it again to go on.\n"
-    )
+    with pytest.raises(Exit, match=rf"^{code}$"):
+        _peers.leave("the disk is gone", code, committed)
+    assert capsys.readouterr().err == f"redeqx: the disk is gone; {safe}. Leaving with exit code {code}{advice}\n"
