@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import redeqx
+from redeqx.cli import main
 
 
 def make_model(key):
@@ -156,3 +157,73 @@ def test_damaged_tensor_raises(run, tmp_path):
     file.write_bytes(data)
     with pytest.raises(ValueError, match=r"model\.safetensors.*crc32"):
         redeqx.load(tmp_path / "step_00000004", make_model(jax.random.key(0)))
+
+
+class WithTable(eqx.Module):
+    weight: jax.Array
+    table: np.ndarray  # int64 and complex128, as NumPy makes them
+    phases: np.ndarray
+
+    def __init__(self):
+        self.weight, self.table, self.phases = jnp.ones(3), np.arange(2**30, 2**30 + 6), np.exp(1j * np.arange(3))
+
+    def __call__(self, x):
+        return x @ self.weight + self.table[0] * 1e-9 + jnp.real(self.phases[0])
+
+
+def test_numpy_tables_among_the_leaves_are_read_back(tmp_path):
+    deployer = redeqx.Deployer(workdir=tmp_path, verbose=False)
+    trainer = redeqx.Trainer(
+        deployer, model=WithTable(), optimizer=optax.sgd(1e-2), collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: jnp.mean(model(batch) ** 2),
+    )  # fmt: skip
+    trainer.fit([np.ones(3, np.float32)] * 16, batch_size=8, n_epochs=1)
+    assert trainer.model.table.dtype == np.int32  # JAX holds 32 bits
+    for given in (None, deployer):
+        model = redeqx.load(tmp_path, WithTable(), given)
+        assert model.table.dtype == np.int64 and model.phases.dtype == np.complex128
+        assert model.table.tolist() == WithTable().table.tolist()
+        assert np.array_equal(model.phases, trainer.model.phases)
+        assert np.array_equal(model.weight, trainer.model.weight)
+    predictor = redeqx.Predictor.load(
+        tmp_path, deployer, like=WithTable(), collate_fn=np.stack, pred_fn=lambda model, batch, key: model(batch)
+    )
+    expected = np.asarray(trainer.model(jnp.ones((1, 3))))
+    np.testing.assert_allclose(predictor.predict([np.ones(3, np.float32)], batch_size=1), expected, rtol=1e-6)
+
+
+def test_integers_are_never_narrowed(tmp_path):
+    save_file({"table": np.array([2**40])}, tmp_path / "wide.safetensors")
+    with pytest.raises(ValueError, match=r"`table`: expected int32 \(1,\), got int64 \(1,\)\."):
+        redeqx.load(tmp_path / "wide.safetensors", {"table": np.zeros(1, np.int32)})
+    save_file({"table": np.array([5], np.int32)}, tmp_path / "signed.safetensors")
+    with pytest.raises(ValueError, match=r"`table`: expected uint64 \(1,\), got int32 \(1,\)\."):
+        redeqx.load(tmp_path / "signed.safetensors", {"table": np.zeros(1, np.uint64)})
+
+
+def test_names_of_the_index_may_have_slashes(tmp_path, capsys):
+    deployer = redeqx.Deployer(workdir=tmp_path, verbose=False)
+    trainer = redeqx.Trainer(
+        deployer, model=make_model(deployer.next_key()), optimizer=optax.sgd(1e-2), collate_fn=np.stack, loss_fn=loss_fn
+    )
+    examples = list(np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32))
+    trainer.fit(
+        examples, batch_size=16, n_epochs=2, eval_examples=examples,
+        eval_metric_fn=lambda examples, outputs: {"val/f1/macro": 1 - trainer.step / 100},
+        eval_predictor=trainer.get_default_predictor(lambda model, batch, key: jax.vmap(model)(batch)),
+        save_argmax_ckpt_by_metrics=["val/f1/macro"],
+    )  # fmt: skip
+    like = eqx.filter_eval_shape(make_model, jax.random.key(0))
+    path = tmp_path / "ckpts" / "argmax_val/f1/macro"
+    best = redeqx.load(tmp_path / "ckpts" / "step_00000002", like)
+    assert not same_arrays(best, trainer.model)
+    for each in (path, tmp_path / "argmax_val/f1/macro"):
+        assert same_arrays(redeqx.load(each, like), best)
+    assert main(["inspect", str(path)]) == 0
+    assert "step_00000002" in capsys.readouterr().out
+    assert main(["convert", str(path), str(tmp_path / "best.safetensors")]) == 0
+    assert same_arrays(redeqx.load(tmp_path / "best.safetensors", like), best)
+    with pytest.raises(ValueError, match="argmax_val/f1/micro`: expected a safetensors file, a checkpoint"):
+        redeqx.load(tmp_path / "ckpts" / "argmax_val/f1/micro", like)
+    trainer.load_ckpt("argmax_val/f1/macro")
+    assert same_arrays(trainer.model, best)

@@ -23,6 +23,12 @@ def find_checkpoint(path: Location, peers: Peers) -> tuple[CheckpointFolder, Loc
         checkpoints = CheckpointFolder(of, peers)
         if checkpoints.exist():
             return checkpoints, checkpoints.resolve(name)
+    name, above = path.name, path.parent
+    while above != above.parent:  # a name with slashes, after that of a metric
+        name, above = f"{above.name}/{name}", above.parent
+        checkpoints = CheckpointFolder(above if above.name == _FOLDER else above / _FOLDER, peers)
+        if checkpoints.exist() and name in checkpoints.index():
+            return checkpoints, checkpoints.resolve(name)
     found = "a folder without one" if path.is_dir() else "nothing there"
     raise ValueError(
         f"`{path}`: expected a safetensors file, a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds some, or "

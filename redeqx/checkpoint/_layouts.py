@@ -19,7 +19,7 @@ from ..distributed import Peers
 from ..storage import Location
 from ._manifest import write_json
 from ._reader import INDEX
-from ._safetensors import Writer, file_size, tensors_size, write_tensors
+from ._safetensors import Writer, file_size, incomplete, tensors_size, write_tensors
 from ._shards import gathered, own_blocks, owners
 
 _SLOT = 16  # bytes per process in the probe file
@@ -124,10 +124,10 @@ class InPlace(Layout):
         for name, file in self._files.items():
             file.create(folder / name)
 
-    def write(self, folder: Any) -> dict[str, int]:
+    def write(self, folder: Any) -> dict[str, Any]:
         return {name: file.write(folder / name, self._blocks[name]) for name, file in self._files.items()}
 
-    def finish(self, folder: Any, written: Sequence[Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    def finish(self, folder: Any, written: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
         return {name: file.finish(folder / name, [each[name] for each in written]) for name, file in self._files.items()}
 
 
@@ -157,6 +157,10 @@ class FilePerProcess(Layout):
         del folder
 
     def write(self, folder: Location) -> dict[str, dict[str, int]]:
+        for kind, owners_of in self._owners.items():
+            mine = [name for name, owner in owners_of.items() if owner == self._index]
+            if lacking := [name for name in mine if name not in self._mine[kind]]:
+                raise incomplete(folder, f"`{lacking[0]}` in process {self._index}", f"{len(self._mine[kind])} other arrays")
         return {
             (file := self._file(kind, self._index)): write_tensors(folder / file, self._mine[kind], dtype)
             for kind, (_, dtype) in self._trees.items()
@@ -166,6 +170,9 @@ class FilePerProcess(Layout):
     def finish(self, folder: Location, written: Sequence[Mapping[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
         sums = {file: each for by_file in written for file, each in by_file.items()}
         for kind, (leaves, dtype) in self._trees.items():
+            files = [self._file(kind, index) for index in self._writers(kind)]
+            if lacking := [file for file in files if file not in sums]:
+                raise incomplete(folder / lacking[0], "the file of another process", f"files of {len(written)} process(es)")
             if len(self._writers(kind)) == 1:
                 continue
             where = {name: self._file(kind, owner) for name, owner in sorted(self._owners[kind].items())}

@@ -28,7 +28,7 @@ from ._folder import CheckpointFolder, order
 from ._layouts import Capabilities, FilePerProcess, InPlace, Layout
 from ._manifest import RESERVED
 from ._medium import medium_of
-from ._safetensors import array_leaves, check_arrays, file_size
+from ._safetensors import INCOMPLETE, array_leaves, check_arrays, file_size
 
 
 @dataclass(frozen=True)
@@ -213,6 +213,8 @@ class Checkpoints(CheckpointFolder):
                 "save committed", lambda: medium.write_index({**save.index, **dict.fromkeys(save.tags, save.name)})
             )
         except OSError as error:
+            if error.errno == INCOMPLETE:  # more room would not help
+                raise OSError(INCOMPLETE, error.strerror, str(self.folder / save.name)) from error
             medium.check_exists()
             raise medium.failure(error, save.name, save.layout.size, save.free) from error
         finally:

@@ -151,9 +151,17 @@ def _mismatches(source: TensorReader, wanted: Mapping[str, Any]) -> list[str]:
     for name, leaf in wanted.items():
         if name in there:
             (shape, dtype), found = stored(leaf), there[name]
-            if shape != found.shape or (dtype != found.dtype and not (is_float(dtype) and is_float(found.dtype))):
+            if shape != found.shape or not _fits(found.dtype, dtype):
                 lines.append(f"`{name}`: expected {dtype} {shape}, got {found.dtype} {found.shape}.")
     return lines
+
+
+def _fits(found: np.dtype, wanted: Any) -> bool:
+    """Returns whether a tensor can be cast to the wanted dtype: between floats, and to a wider dtype of the same kind, since
+    a Trainer keeps a NumPy array of int64 with 32 bits."""
+    if found == wanted or (is_float(found) and is_float(wanted)):
+        return True
+    return found.kind in "iuc" and found.kind == np.dtype(wanted).kind and np.can_cast(found, wanted, "safe")
 
 
 def load_tree(
@@ -170,12 +178,12 @@ def load_tree(
     - `path`: as for `TensorReader`.
     - `template`: a PyTree whose array leaves give names, shapes and dtypes: JAX arrays, typed PRNG keys,
         `jax.ShapeDtypeStruct`s, or numpy arrays, which stay numpy arrays. A floating tensor is cast to the template's
-        floating dtype. Other leaves are returned unchanged.
+        floating dtype, an integer or complex one to a wider dtype of its kind. Other leaves are returned unchanged.
     - `shardings`: maps a leaf's name to its sharding; by default the leaf's own, if it has one.
     - `what`: the name of the template in errors.
     - `verify`: called with the file and name of each tensor, just before the tensor is read.
 
-    Raises ValueError with the names of tensors that are missing, extra, of another shape or of another kind of dtype.
+    Raises ValueError with the names of tensors that are missing, extra, of another shape or of a dtype that does not fit.
     """
     source = TensorReader(path)
     check_tree(source, template, what)

@@ -8,6 +8,7 @@ in memory and never fsyncs. The writers here compute every offset before the fir
 and several processes can each write their own shards in place.
 """
 
+import errno
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from .._tree import is_array_like, is_key, named_leaves, nearest
 from ..errors import brief, brief_name, damaged, is_size, parse_json
 from ..storage import Location, StoredArray, StorePath, fetch
 from ._crc32 import Crc32, crc32_of
-from ._shards import Block, own_blocks
+from ._shards import Block, whole
 
 # Every dtype of safetensors that NumPy supports, except the packed ones of 4 and 6 bits.
 DTYPES: dict[str, np.dtype] = {
@@ -58,6 +59,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 CHUNK = 2**24  # bytes per write: bounds the extra memory of casts and checksums
 _LARGE = 2**20  # from this many bytes on, another thread writes
 _WRITERS = 3  # threads: two write and one flushes; more are no faster
+INCOMPLETE = errno.ENODATA
 _MAX_HEADER = 10**8  # bytes; the limit of the safetensors library
 _MAX_DIMS = 64  # NumPy's limit
 
@@ -85,8 +87,12 @@ def to_host(leaf: Any) -> np.ndarray:
     """Returns the complete leaf in host memory, C-contiguous. A JAX array must be fully addressable."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf, order="C")
-    (block,) = own_blocks({"": leaf})[""]
-    return block.values()
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        raise ValueError(
+            f"`array`: expected one that this process holds whole, got parts of {leaf.dtype} {leaf.shape}. Gather it first: "
+            "`jax.experimental.multihost_utils.process_allgather(model, tiled=True)`."
+        )
+    return whole(leaf)
 
 
 # --- one file -------------------------------------------------------------------------------------------------------
@@ -191,15 +197,17 @@ class Writer:
         finally:
             os.close(fd)
 
-    def write(self, path: Path, blocks: Mapping[str, Sequence[Block]]) -> int:
-        """Writes blocks by tensor name, and calls fsync; returns their contribution to the file's crc32."""
-        contribution = 0
+    def write(self, path: Path, blocks: Mapping[str, Sequence[Block]]) -> tuple[int, list[int]]:
+        """Writes blocks by tensor name, and calls fsync; returns their contribution to the file's crc32, and how many items
+        of each tensor were written."""
+        contribution, n_items = 0, []
         fd = os.open(path, os.O_WRONLY)
         try:
             # Threads write and flush while this one casts the next bytes and updates the checksum.
             with ThreadPoolExecutor(_WRITERS, "redeqx-write") as pool:
                 flush = pool.submit(_flush, fd)
                 for name, tensor in self._tensors.items():
+                    n_items.append(sum(math.prod(block.shape) for block in blocks.get(name, ())))
                     for block in blocks.get(name, ()):
                         contribution ^= self._write_block(fd, tensor, block, pool)
                         if flush.done():
@@ -209,7 +217,7 @@ class Writer:
             os.fsync(fd)
         finally:
             os.close(fd)
-        return contribution
+        return contribution, n_items
 
     def _write_block(self, fd: int, tensor: _Tensor, block: Block, pool: ThreadPoolExecutor) -> int:
         crc32, begin = Crc32(), len(self._header) + tensor.start
@@ -230,13 +238,19 @@ class Writer:
             future.result()
         return crc32.contribution(self.size)
 
-    def finish(self, path: Path, contributions: Sequence[int]) -> dict[str, int]:
+    def finish(self, path: Path, written: Sequence[tuple[int, Sequence[int]]]) -> dict[str, int]:
         """Writes the header, and calls fsync; returns the file's `{"size": bytes, "crc32": checksum}`.
 
         **Arguments:**
 
-        - `contributions`: the result of each process's `write`.
+        - `written`: the result of each process's `write`.
+
+        Raises OSError if they did not write every item of every tensor.
         """
+        for i, (name, tensor) in enumerate(self._tensors.items()):
+            expected, found = math.prod(tensor.shape), sum(n_items[i] for _, n_items in written)
+            if found != expected:
+                raise incomplete(path, f"all {expected} numbers of `{name}`", f"{found} from {len(written)} process(es)")
         crc32 = Crc32()
         crc32.add(self._header, 0)
         fd = os.open(path, os.O_WRONLY)
@@ -247,7 +261,16 @@ class Writer:
             os.fsync(fd)
         finally:
             os.close(fd)
-        return {"size": self.size, "crc32": crc32_of([crc32.contribution(self.size), *contributions], self.size)}
+        return {
+            "size": self.size,
+            "crc32": crc32_of([crc32.contribution(self.size), *(each for each, _ in written)], self.size),
+        }
+
+
+def incomplete(path: Location, rule: str, got: str) -> OSError:
+    """Returns the error, of errno `INCOMPLETE`, for a save in which some process did not take part."""
+    why = f"expected {rule}, got {got}: JAX has {jax.process_count()}, and some hold the rest"
+    return OSError(INCOMPLETE, f"{why}. Let redeqx start all of them: `Deployer(n_processes=, host0_address=)`", str(path))
 
 
 def write_tensors(

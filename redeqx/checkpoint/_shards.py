@@ -125,13 +125,23 @@ def gathered(leaf: Any, owner: int) -> np.ndarray | None:
         stored = jax.jit(lambda x: x, out_shardings=NamedSharding(stored.sharding.mesh, P()))(stored)
     if owner != jax.process_index():
         return None
+    (_, values) = _held(stored).copied().shards[0]
+    return values
+
+
+def whole(leaf: jax.Array) -> np.ndarray:
+    """Returns an array of which this process holds every part, in host memory and C order."""
+    return _held(as_stored(leaf)).values()
+
+
+def _held(stored: jax.Array) -> Block:
+    """Returns the block that this process's shards fill together."""
     parts = {
         tuple(part.indices(size)[0] for part, size in zip(shard.index, stored.shape, strict=True)): shard.data
         for shard in stored.addressable_shards
     }
     (block,) = _merge_shards(list(parts.items()))
-    (_, values) = block.copied().shards[0]
-    return values
+    return block
 
 
 def _n_bytes(leaf: Any) -> int:
