@@ -14,7 +14,7 @@ from jax.tree_util import GetAttrKey
 from jaxtyping import PyTree
 
 from .._tree import is_array_like, map_named, nearest, render
-from ..partition import KINDS, Kind, Plan, kinds_of
+from ..partition import KINDS, Kind, Plan, current_kinds, kinds_of
 
 _DECAYING = ("matrix", "head", "embedding", "convolution")
 _DEFAULT = "default"  # the group of all other kinds
@@ -59,10 +59,13 @@ def of_kind(*names: str, plan: Plan | None = None) -> Callable[[PyTree], PyTree[
 
 
 def decay_mask(params: PyTree, plan: Plan | None = None) -> PyTree[bool]:
-    """Returns the mask of the leaves that should have weight decay: matrices, heads, embeddings and convolutions.
+    """Returns the mask of the leaves that should have weight decay: matrices (those of adapters and recurrent cells too),
+    heads, embeddings and convolutions.
 
-    Pass it as `optax.adamw(learning_rate, mask=decay_mask)`. The number of dims does not decide, because the biases of
-    scanned layers also have two. Without a plan, arrays of other modules decay if their field is called `weight`.
+    Pass it as `optax.adamw(learning_rate, mask=decay_mask)`. A Trainer lets what the loss computes with a leaf decide, which
+    covers arrays outside of layers; its header says how many leaves decay. The number of dims does not decide, because the
+    biases of scanned layers also have two. Outside of a Trainer and without a plan, arrays of other modules decay if their
+    field is called `weight`.
 
     **Arguments:**
 
@@ -70,11 +73,12 @@ def decay_mask(params: PyTree, plan: Plan | None = None) -> PyTree[bool]:
 
     Raises ValueError if the plan belongs to another model.
     """
-    found = kinds_by_name(params, plan)
+    of_loss = current_kinds() if plan is None else {}
+    found = {**kinds_by_name(params, plan), **of_loss}
 
     def decays(path: tuple[Any, ...], leaf: Any) -> bool:
         kind = found.get(render(path))
-        if plan is None and kind is not None and kind.name == "other":
+        if plan is None and render(path) not in of_loss and kind is not None and kind.name == "other":
             return bool(path) and isinstance(path[-1], GetAttrKey) and path[-1].name == "weight"
         return kind is not None and kind.name in _DECAYING
 

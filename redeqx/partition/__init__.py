@@ -6,7 +6,13 @@ first, then `_rules.py`.
 """
 
 from ._dataflow import parts_taken as parts_taken
-from ._kinds import KINDS as KINDS, Kind as Kind, kinds_of as kinds_of
+from ._kinds import (
+    KINDS as KINDS,
+    Kind as Kind,
+    current_kinds as current_kinds,
+    kinds_of as kinds_of,
+    using_kinds as using_kinds,
+)
 from ._layers import register_attention as register_attention
 from ._plan import (
     LeafPlan as LeafPlan,

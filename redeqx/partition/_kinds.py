@@ -5,7 +5,9 @@ computes with each leaf. They are the same on every mesh. Optimizers treat kinds
 decide how leaves are split.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +30,9 @@ class Kind:
 
     **Arguments:**
 
-    - `name`: one of `"matrix"` (the weight of a fully connected layer or of an attention's projection), `"head"` (a matrix
-        that computes the model's outputs), `"embedding"`, `"convolution"`, `"bias"` (of one of these layers), `"norm"` (any
-        leaf of a normalisation), `"other"`.
+    - `name`: one of `"matrix"` (the weight of a fully connected layer, of an attention's projection, of a recurrent cell or
+        of an adapter), `"head"` (a matrix that computes the model's outputs), `"embedding"`, `"convolution"`, `"bias"` (of
+        one of these layers), `"norm"` (any leaf of a normalisation), `"other"`.
     - `outputs`, `inputs`: for a matrix or a head, the dims of the layer's outputs, and of its inputs, which the product
         contracts. All other dims stack matrices: layers of a scan, experts, vmapped heads.
     """
@@ -41,6 +43,24 @@ class Kind:
 
 
 OTHER = Kind("other")
+_CELLS = (eqx.nn.GRUCell, eqx.nn.LSTMCell)
+_current: ContextVar[Mapping[str, Kind] | None] = ContextVar("kinds", default=None)
+
+
+@contextmanager
+def using_kinds(kinds: Mapping[str, Kind]) -> Iterator[None]:
+    """A context in which `current_kinds` returns these kinds: an optimizer's mask is a function of the parameters alone, and
+    cannot know what the loss computes with them."""
+    token = _current.set(kinds)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_kinds() -> Mapping[str, Kind]:
+    """Returns the kinds by name that `using_kinds` has set; empty outside of it."""
+    return _current.get() or {}
 
 
 def kinds_of(model: PyTree, trace: Trace | None = None) -> dict[str, Kind]:
@@ -58,23 +78,28 @@ def kinds_of(model: PyTree, trace: Trace | None = None) -> dict[str, Kind]:
     kinds = {name: OTHER for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     linears: dict[str, eqx.nn.Linear] = {}
     widths: set[int] = set()
-    for path, node in jtu.tree_flatten_with_path(model, is_leaf=lambda node: isinstance(node, _LAYERS))[0]:
-        if not isinstance(node, _LAYERS):
+    is_layer = lambda node: isinstance(node, (*_LAYERS, *_CELLS))  # noqa: E731
+    for path, node in jtu.tree_flatten_with_path(model, is_leaf=is_layer)[0]:
+        if not is_layer(node):
             continue
         if isinstance(node, eqx.nn.Linear):
             linears[_within(render(path), "weight")] = node
         if isinstance(node, eqx.nn.Embedding):
             widths.add(node.embedding_size)
         own = {_within(render(path), leaf): leaf for leaf in ("weight", "bias")}
-        known = {name: _by_type(node, leaf) for name, leaf in own.items()}
+        if isinstance(node, _CELLS):
+            known = {_within(render(path), leaf): _of_cell(leaf, array) for leaf, array in named_leaves(node).items()}
+        else:
+            known = {name: _by_type(node, leaf) for name, leaf in own.items()}
+        for leaf, dims in getattr(node, "follows_weight", {}).items():
+            array = getattr(node, leaf)
+            n_stacked = array.ndim - 2 if is_array_like(array) else 0
+            known[_within(render(path), leaf)] = Kind("matrix", (n_stacked,), (n_stacked + 1,)) if len(dims) == 2 else OTHER
         if isinstance(node, NORMS):
             known = {_within(render(path), leaf): Kind("norm") for leaf in named_leaves(node)}
         kinds |= {name: kind for name, kind in known.items() if name in kinds}
     if trace is not None:
-        found = _by_loss(trace)
-        for name in kinds.keys() & found.keys():
-            if kinds[name].name == "other" or (kinds[name].name == "matrix" and found[name].name in ("head", "embedding")):
-                kinds[name] = found[name]
+        kinds = of_loss(kinds, trace)
     elif linears:
         (*_, (name, last)) = linears.items()
         is_unstacked = is_array_like(last.weight) and _n_stacked(last) == 0
@@ -93,6 +118,20 @@ def _by_type(layer: Any, leaf: str) -> Kind:
         return Kind("embedding")
     n = max(_n_stacked(layer), 0)
     return Kind("matrix", (n,), (n + 1,))
+
+
+def _of_cell(leaf: str, array: Any) -> Kind:
+    """Returns the kind of a leaf of a recurrent cell."""
+    return Kind("bias") if leaf.startswith("bias") else Kind("matrix", (array.ndim - 2,), (array.ndim - 1,))
+
+
+def of_loss(kinds: Mapping[str, Kind], trace: Trace) -> dict[str, Kind]:
+    """Returns kinds that follow from layer types, completed by what a traced loss computes with the leaves."""
+    kinds, found = dict(kinds), _by_loss(trace)
+    for name in kinds.keys() & found.keys():
+        if kinds[name].name == "other" or (kinds[name].name == "matrix" and found[name].name in ("head", "embedding")):
+            kinds[name] = found[name]
+    return kinds
 
 
 def _by_loss(trace: Trace) -> Mapping[str, Kind]:

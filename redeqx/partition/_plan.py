@@ -26,7 +26,7 @@ from ..tracing import Trace, product_flops
 from . import _rules
 from ._dataflow import Order, order, products
 from ._draw import Picture, draw
-from ._kinds import OTHER, Kind, kinds_of
+from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
 
 # The fsdp axis does not split leaves with fewer elements: the latency of gathering one would outweigh the memory saved.
@@ -78,6 +78,11 @@ class Plan:
         if name not in self.leaves:
             raise KeyError(f"`{name}`: expected a leaf of the plan.{nearest(name, self.leaves)}")
         return self.leaves[name]
+
+    @property
+    def kinds_of_loss(self) -> dict[str, Kind]:
+        """The kinds of the leaves, by name; empty if no loss was traced."""
+        return {} if self.repeats is None else {name: leaf.kind for name, leaf in self.leaves.items()}
 
     def sharding(self, name: str) -> NamedSharding:
         """Returns the sharding in which a leaf is stored between steps."""
@@ -364,11 +369,18 @@ def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dic
     return {line: repeated / flops for line, (flops, repeated) in works.items() if flops and line and line not in unknown}
 
 
-def mark_read(plan: Plan, trace: Trace) -> Plan:
-    """Adds to a plan a note on each leaf that a traced loss does not read, and `Plan.repeats`."""
+def mark_read(plan: Plan, trace: Trace, *, with_kinds: bool = False) -> Plan:
+    """Adds to a plan a note on each leaf that a traced loss does not read, and `Plan.repeats`.
+
+    **Arguments:**
+
+    - `with_kinds`: whether to complete the kinds too, for a plan that was made without a loss.
+    """
     reads, note = trace.reads(), "; the loss does not read it"
+    kinds = {name: leaf.kind for name, leaf in plan.leaves.items()}
+    kinds = of_loss(kinds, trace) if with_kinds else kinds
     marked = {
-        name: replace(leaf, is_read=reads[name], reason=leaf.reason + ("" if reads[name] else note))
+        name: replace(leaf, is_read=reads[name], kind=kinds[name], reason=leaf.reason + ("" if reads[name] else note))
         for name, leaf in plan.leaves.items()
     }
     dims = {name: plan.model_dim(name) for name in plan.leaves}

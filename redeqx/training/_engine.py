@@ -183,6 +183,7 @@ class Engine:
         plan = self.recipe.plan_on(self.run.mesh, self.trees[0], trace)
         before = {} if self.plan is None else self.plan.leaves
         is_same = all(plan.leaves[name].spec == leaf.spec for name, leaf in before.items())
+        has_kinds = self.plan is None or plan.kinds_of_loss == self.plan.kinds_of_loss  # masks depend on them
         self.plan, self._is_planned = plan, batch is not None
         if self._train_state is None:
             program = None if first is None else self._compile_ahead(plan, first)
@@ -196,10 +197,11 @@ class Engine:
             run.console.header(rows)
             run.console.records.begin(rows, plan.explain)
             return
+        if not is_same or not has_kinds:
+            self._train_state.move(self.recipe.program(plan, *self.trees), is_new=self.step == 0)
         if not is_same:
-            self._train_state.move(self.recipe.program(plan, *self.trees))
             self.run.console.info(f"plan: {plan.summary()}; now in the order of the loss")
-        for name, text in loss_rows(self.recipe, plan, trace).items():  # the header was printed without a loss
+        for name, text in loss_rows(self.recipe, plan, self.state, trace).items():  # the header was printed without a loss
             self.run.console.info(f"{name}: {text}")
 
     def place_for(self, batch: Batch, *, is_update: bool = False) -> None:

@@ -10,6 +10,7 @@ from ..monitor import size_text
 from ..partition import Plan
 from ..tracing import Trace, equations
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
+from ._decay import decaying
 from ._functions import stacking_key
 from ._precision import AS_GIVEN
 from ._program import shard_bytes
@@ -42,10 +43,20 @@ def header_rows(
         "bytes per device": f"{size_text(weights)} parameters, {size_text(opt)} optimizer state{where}",
         **_precision_rows(recipe, mesh, trace, precision),
         "plan": plan.summary(),
-        **loss_rows(recipe, plan, trace),
+        **loss_rows(recipe, plan, state, trace),
         **{name: text for name, text in compiler.items() if text},
         "workdir": str(run.workdir) if run.workdir else "none: nothing is recorded",
     }
+
+
+def _decay_rows(recipe: Recipe, plan: Plan, state: TrainState) -> dict[str, str]:
+    """Describes how much of the model has weight decay."""
+    decays = decaying(recipe.optimizer, plan, recipe.parts.trained_tree(state.trained), state.opt_tree)
+    if decays is None:
+        return {}
+    sizes = [x.size for x, does in zip(state.trained, decays, strict=True) if does]
+    of_all = f"{len(sizes)} of {len(decays)} trained leaves, {sum(sizes):,} parameters"
+    return {"weight decay": of_all if sizes else "none"}
 
 
 def _precision_rows(recipe: Recipe, mesh: Mesh, trace: Trace | None, text: str) -> dict[str, str]:
@@ -73,9 +84,15 @@ def _wide_products_note(recipe: Recipe, trace: Trace) -> str:
     return f"; {wide} of {every} products with weights in a wider dtype, as their inputs are" if wide else ""
 
 
-def loss_rows(recipe: Recipe, plan: Plan, trace: Trace | None) -> dict[str, str]:
-    """Describes how the loss computes its attention and its loops. Empty without a trace."""
-    return {} if trace is None else {**_attention_rows(recipe, plan.mesh, trace), **_loop_rows(recipe, plan, trace)}
+def loss_rows(recipe: Recipe, plan: Plan, state: TrainState, trace: Trace | None) -> dict[str, str]:
+    """Describes which leaves decay, and how the loss computes its attention and its loops. Empty without a trace."""
+    if trace is None:
+        return {}
+    return {
+        **_decay_rows(recipe, plan, state),
+        **_attention_rows(recipe, plan.mesh, trace),
+        **_loop_rows(recipe, plan, trace),
+    }
 
 
 def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:

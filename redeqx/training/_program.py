@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 
 from .._tree import is_key, named_leaves
 from ..machine import Options, in_host, replicated
-from ..partition import Plan, shardings_like
+from ..partition import Plan, shardings_like, using_kinds
 from ..tracing import as_fun
 from ._functions import Functions
 from ._parts import Parts
@@ -101,7 +101,8 @@ def make_program(
     trained, frozen = placed_shapes(parts, model, plan)
 
     def init(trained: Sequence[Array]) -> PyTree:
-        return optimizer.init(parts.trained_tree(trained))
+        with using_kinds(plan.kinds_of_loss):
+            return optimizer.init(parts.trained_tree(trained))
 
     traced, opt_tree = jax.make_jaxpr(init, return_shape=True)(trained)
     opt_state = jax.tree.leaves(jax.tree.map(placed, opt_tree, shardings_like(opt_tree, plan)))

@@ -86,7 +86,7 @@ class Recipe:
         else:
             self.plan.check(model)
             plan = self.plan.on(mesh)
-            plan = plan if trace is None else mark_read(plan, trace)
+            plan = plan if trace is None else mark_read(plan, trace, with_kinds=plan.repeats is None)
         if self.grad_fn is None and all(plan[name].is_read is False for name in self.parts.names[0]):
             raise ValueError(
                 "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of "

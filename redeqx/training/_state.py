@@ -51,8 +51,22 @@ class TrainState:
         steps = put(np.zeros(2, np.int32), replicate)
         return cls(parts, program, trained, frozen, program.init_opt_state(trained), layers, steps, put(stream, replicate))
 
-    def move(self, program: Program) -> None:
-        """Switches to another program of the same model, and moves the arrays to its shardings, one after the other."""
+    def move(self, program: Program, *, is_new: bool = False) -> None:
+        """Switches to another program of the same model, and moves the arrays to its shardings, one after the other.
+
+        **Arguments:**
+
+        - `is_new`: whether no step was taken yet, so that the optimizer state may be made again.
+
+        Raises ValueError if the program's optimizer state has another structure.
+        """
+        if program.opt_treedef != self.program.opt_treedef:
+            if not is_new:
+                raise ValueError(
+                    "`optimizer`: expected the same state whether masks know the loss or only the types of layers, got two "
+                    "structures. Pass the plan: `functools.partial(decay_mask, plan=deployer.plan(model, loss_fn, batch))`."
+                )
+            self.opt_state = program.init_opt_state(self.trained)
         for arrays, shapes in (
             (self.trained, program.trained),
             (self.frozen, program.frozen),

@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 from .._tree import is_array_like, named_leaves
 from ..errors import is_ours
 from ..machine import Options, is_in_host, n_batch_shards, replicated, split_rows
-from ..partition import Plan
+from ..partition import Plan, using_kinds
 from ..tracing import transformed
 from ._functions import Functions, plan_rules
 from ._loss import n_rows
@@ -178,7 +178,8 @@ def make_train_step(
         grad_tree, opt_tree = parts.trained_tree(grads), jax.tree.unflatten(opt_treedef, opt_state)
         loss_extra = {"value": values["loss"], "value_fn": loss_of, "grad_fn": lambda tree, *_: jax.grad(loss_of)(tree)}
         extra = {**loss_extra, "grad": grad_tree, "plan": functions.plan} if takes_extra else {}
-        updates, opt_tree = _update(optimizer, grad_tree, opt_tree, tree, extra)
+        with using_kinds(functions.plan.kinds_of_loss):
+            updates, opt_tree = update_with(optimizer, grad_tree, opt_tree, tree, extra)
         after = (jax.tree.leaves(precision.updated(tree, updates, rounding_key)), jax.tree.leaves(opt_tree), state)
         if skip_nonfinite:
             is_finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
@@ -194,7 +195,7 @@ def make_train_step(
     return jitted, names
 
 
-def _update(
+def update_with(
     optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
     """Returns the optimizer's updates and new state; drops entries of `extra` that it does not accept."""
