@@ -193,6 +193,14 @@ def test_numpy_tables_among_the_leaves_are_read_back(tmp_path):
 
 
 def test_integers_are_never_narrowed(tmp_path):
+    model = eqx.tree_at(lambda model: model.table, WithTable(), np.array([2**40 + 1, 5]))
+    wide = r"`model` leaf `table`: expected integers that int32 holds, got up to 1099511627777\. Enable JAX's 64-bit mode"
+    with pytest.raises(ValueError, match=wide):
+        redeqx.Deployer(verbose=False).plan(model)
+    with pytest.raises(ValueError, match=wide):
+        redeqx.Predictor(
+            redeqx.Deployer(verbose=False), model=model, collate_fn=np.stack, pred_fn=lambda model, batch, key: model(batch)
+        )
     save_file({"table": np.array([2**40])}, tmp_path / "wide.safetensors")
     with pytest.raises(ValueError, match=r"`table`: expected int32 \(1,\), got int64 \(1,\)\."):
         redeqx.load(tmp_path / "wide.safetensors", {"table": np.zeros(1, np.int32)})

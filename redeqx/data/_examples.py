@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._tree import render
-from ..errors import ExampleNote, check_examples_kind, check_function
+from ..errors import ExampleNote, check_examples_kind, check_function, check_integers
 from ._prefetch import Prefetch
 from ._rows import BatchSize, Group, cut_rows, local_rows, place_batch
 from ._streams import Stream, checksum
@@ -101,16 +101,8 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
             f"`collate_fn` output `{name}`: expected {n_rows} rows, one for each example, got shape {array.shape}. "
             "The leading dim is the batch."
         )
-    narrow = np.dtype(jax.dtypes.canonicalize_dtype(array.dtype))
-    if narrow != array.dtype and array.dtype.kind in "iu" and array.size:
-        info = np.iinfo(narrow)
-        if array.min() < info.min or array.max() > info.max:
-            found = f"up to {array.max()}" if array.max() > info.max else f"down to {array.min()}"
-            raise ValueError(
-                f"`collate_fn` output `{name}`: expected integers that {narrow} holds, got {found}. "
-                "Enable JAX's 64-bit mode (`jax_enable_x64`), or use smaller numbers."
-            )
-    return np.asarray(array, narrow)
+    check_integers(array, f"`collate_fn` output `{name}`")
+    return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def n_tokens(batch: PyTree[np.ndarray]) -> int | None:

@@ -13,6 +13,7 @@ from ._arguments import (
     check_examples_kind as check_examples_kind,
     check_folder as check_folder,
     check_function as check_function,
+    check_integers as check_integers,
     check_model as check_model,
     check_model_function as check_model_function,
     check_number as check_number,

@@ -107,7 +107,7 @@ _LAYERS = {"Module", "Layer", "Transformed", "TransformedWithState"}
 
 def check_model(model: Any, name: str = "model") -> None:
     """Raise TypeError if a model is a function, a class, a module of another library, or another single object that is no
-    array; ValueError if its arrays have been deleted."""
+    array; ValueError if its arrays have been deleted, or hold integers that devices would wrap around."""
     expected = f"`{name}`: expected an Equinox module, got"
     if isinstance(model, type):
         raise TypeError(f"{expected} the class {model.__name__}. Make one: `{model.__name__}(..., key=key)`.")
@@ -127,6 +127,24 @@ def check_model(model: Any, name: str = "model") -> None:
             advice = "Pass an `eqx.Module`, or another PyTree of arrays"
         raise TypeError(f"{expected} {_brief(model)}. {advice}.")
     check_alive(model, name)
+    for path, leaf in named_leaves(model).items():
+        if isinstance(leaf, np.ndarray):
+            check_integers(leaf, f"`{name}` leaf `{path}`")
+
+
+def check_integers(array: np.ndarray, where: str) -> None:
+    """Raise ValueError for integers that do not fit into the narrower dtype which JAX stores on devices: it would wrap them
+    around without an error."""
+    narrow = np.dtype(jax.dtypes.canonicalize_dtype(array.dtype))
+    if narrow == array.dtype or array.dtype.kind not in "iu" or not array.size:
+        return
+    info, least, most = np.iinfo(narrow), array.min(), array.max()
+    if least < info.min or most > info.max:
+        found = f"up to {most}" if most > info.max else f"down to {least}"
+        raise ValueError(
+            f"{where}: expected integers that {narrow} holds, got {found}. Enable JAX's 64-bit mode (`jax_enable_x64`), or "
+            "use smaller numbers."
+        )
 
 
 def check_alive(tree: Any, name: str) -> None:
