@@ -9,7 +9,7 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,13 @@ class Plan:
         return Path(path)
 
 
-def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, trace: Trace | None = None) -> Plan:
+def make_plan(
+    model: PyTree,
+    mesh: Mesh,
+    overrides: Overrides | None = None,
+    trace: Trace | None = None,
+    trained: Collection[str] | None = None,
+) -> Plan:
     """Makes the plan of a model, from the dataflow of a traced loss, or else from a traversal of its layers in field order.
 
     With a trace, the traversal ("by field order" in reasons) still decides the leaves that the loss does not read. If the
@@ -231,6 +237,7 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
     - `overrides`: specs by path or by glob over paths (`"blocks.*.weight"`). Early patterns win. A spec has one mesh axis or
         None for each dim. None instead of a spec replicates the leaf.
     - `trace`: of a loss of this model.
+    - `trained`: the names of the trained leaves; None if they are not known.
 
     Raises ValueError if an override matches no leaf, has more entries than the leaf has dims, names an unknown axis or one
     axis twice, or does not divide a dim evenly.
@@ -255,24 +262,40 @@ def make_plan(model: PyTree, mesh: Mesh, overrides: Overrides | None = None, tra
         if not isinstance(leaves[name], jax.ShapeDtypeStruct):  # the same shape object may stand for several arrays
             decides.setdefault(id(leaves[name]), name)
     planned: dict[str, LeafPlan] = {}
-    warnings = []
+    twins: dict[str, str] = {}  # trained leaves with the array of another trained leaf
     for name, leaf in leaves.items():
         shape, twin = tuple(leaf.shape), decides.get(id(leaf), name)
         split, n_stacked = splits.get(twin, unknown), stacked.get(twin, 0)
         if twin != name:
             split = _rules.tie(split, twin)
-            warnings.append(
-                f"`{name}`: the same array as `{twin}`, but two leaves of the tree: training will let them drift apart. "
-                "Tie them with `eqx.nn.Shared`."
-            )
+            if trained is None or (name in trained and twin in trained):  # a frozen one is a copy, as of a reference model
+                twins[name] = twin
         spec, reason = chosen[name] if name in chosen else _spec(shape, n_stacked, split, mesh)
         is_stored = twin in stored and name not in chosen
         n_shards = _n_shards(spec, mesh)
         planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, n_shards, kind=kinds[name], is_stored_split=is_stored)
+    warnings = _about_twins(twins, trained is not None)
     if mesh.shape[MODEL] * mesh.shape[FSDP] > 1:
         replicated_leaves = {name: leaf for name, leaf in planned.items() if leaf.n_shards == 1 and name not in chosen}
         warnings += _why_replicated(replicated_leaves, sum(math.prod(leaf.shape) for leaf in planned.values()))
     return Plan(mesh, planned, tuple(warnings))
+
+
+def _about_twins(twins: Mapping[str, str], are_trained: bool) -> list[str]:
+    """Returns a warning about leaves of one array that training lets drift apart, if there are any.
+
+    **Arguments:**
+
+    - `twins`: maps each of these leaves to the other one of its array.
+    - `are_trained`: whether they are known to be trained.
+    """
+    if not twins:
+        return []
+    name, twin = next(iter(twins.items()))
+    more = f" (and {len(twins) - 1} more)" if len(twins) > 1 else ""
+    when = "training will let them drift apart" if are_trained else "if both are trained, they will drift apart"
+    advice = "Tie them with `eqx.nn.Shared`, or freeze one as a reference by `trainable=`."
+    return [f"`{name}`: the same array as `{twin}`, but two leaves of the tree{more}: {when}. {advice}"]
 
 
 def _why_replicated(leaves: Mapping[str, LeafPlan], total: int) -> list[str]:
@@ -391,15 +414,20 @@ def place(model: PyTree, plan: Plan) -> PyTree:
     """Puts every array of a model on the plan's mesh, sharded by the plan's specs.
 
     Arrays that already have their sharding (from `deployer.init`) are not copied. All others are, so that a step that
-    donates its arguments never deletes an array of the caller.
+    donates its arguments never deletes an array of the caller; and so is the second leaf of one array, because a step may
+    donate the first.
     """
+    kept: set[int] = set()
 
     def put(path: tuple[Any, ...], leaf: Any) -> Any:
         if not is_array_like(leaf):
             return leaf
         sharding = plan.sharding(render(path))
-        if isinstance(leaf, jax.Array) and leaf.sharding == sharding and not leaf.weak_type:
-            return leaf
+        is_placed = isinstance(leaf, jax.Array) and leaf.sharding == sharding and not leaf.weak_type
+        if is_placed:
+            is_second = id(leaf) in kept
+            kept.add(id(leaf))
+            return leaf.copy() if is_second else leaf
         # Copied first: for PRNG keys, and for arrays that are already on one of the mesh's devices, `device_put` may return
         # the caller's own buffer in spite of `may_alias=False`.
         if not sharding.is_fully_addressable:

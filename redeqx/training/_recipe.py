@@ -1,6 +1,6 @@
 """The recipe: the arguments of a Trainer, and the plan and program that follow from them on any mesh. It holds no arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,15 @@ from ._precision import AS_GIVEN, Precision
 from ._program import Program, make_program
 
 
-def plan_model(model: PyTree, mesh: Mesh, trace: Trace | None = None, overrides: Overrides | None = None) -> Plan:
+def plan_model(
+    model: PyTree,
+    mesh: Mesh,
+    trace: Trace | None = None,
+    overrides: Overrides | None = None,
+    trained: Collection[str] | None = None,
+) -> Plan:
     """Returns the plan of a model on a mesh, in the order of its traced loss if there is one; issues the plan's warnings."""
-    plan = make_plan(model, mesh, overrides, trace)
+    plan = make_plan(model, mesh, overrides, trace, trained)
     for message in plan.warnings:
         warn(message)
     return plan if trace is None else mark_read(plan, trace)
@@ -82,7 +88,7 @@ class Recipe:
     def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None) -> Plan:
         """Returns the model's plan on a mesh; with a trace, in the order of the loss."""
         if self.plan is None:
-            plan = plan_model(model, mesh, trace)
+            plan = plan_model(model, mesh, trace, trained=self.parts.names[0])
         else:
             self.plan.check(model)
             plan = self.plan.on(mesh)

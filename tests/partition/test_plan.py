@@ -415,8 +415,17 @@ def test_array_at_two_leaves_gets_one_split_and_a_warning():
     assert specs(plan) == {"embedding.weight": COLUMN, "head.weight": COLUMN, "head.bias": P(M)}
     assert plan["head.weight"].reason == "tied: the same array as `embedding.weight`"
     assert plan.warnings == (
-        "`head.weight`: the same array as `embedding.weight`, but two leaves of the tree: training will let them drift "
-        "apart. Tie them with `eqx.nn.Shared`.",
+        "`head.weight`: the same array as `embedding.weight`, but two leaves of the tree: if both are trained, they will "
+        "drift apart. Tie them with `eqx.nn.Shared`, or freeze one as a reference by `trainable=`.",
+    )
+
+
+def test_leaves_with_the_arrays_of_others_are_one_warning():
+    layer = zeros(linear(D, 64))
+    plan = plan_of({"policy": layer, "ref": layer})
+    assert plan.warnings == (
+        "`ref.weight`: the same array as `policy.weight`, but two leaves of the tree (and 1 more): if both are "
+        "trained, they will drift apart. Tie them with `eqx.nn.Shared`, or freeze one as a reference by `trainable=`.",
     )
 
 

@@ -357,6 +357,36 @@ def test_frozen_leaves_are_bitwise_unchanged(kind, shards):
     assert state_names == [f"0.{moment}.layers.{i}.weight" for moment in ("mu", "nu") for i in (0, 1)]
 
 
+@pytest.mark.parametrize("made_on_the_mesh", [True, False])
+@pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
+def test_frozen_reference_may_have_the_arrays_of_the_trained_model(made_on_the_mesh, shards):
+    """As in DPO: no warning, and a step that donates the policy's arrays leaves the reference's."""
+    make = lambda: eqx.nn.MLP(4, 4, 32, 2, key=jax.random.key(0))  # noqa: E731
+    deployer = make_deployer(*shards)
+    policy = deployer.init(make) if made_on_the_mesh else make()
+    model = {"ref": policy, "policy": policy}
+    trainable = {"ref": jax.tree.map(lambda _: False, policy), "policy": jax.tree.map(eqx.is_inexact_array, policy)}
+
+    def loss_fn(model, batch, key):
+        return -jax.nn.log_sigmoid((jax.vmap(model["policy"])(batch) - jax.vmap(model["ref"])(batch)).sum(-1)).mean()
+
+    examples = list(np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32))
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn, trainable=trainable
+    )
+    losses = [trainer.update(examples)["loss"] for _ in range(3)]
+    expected, batch = {"ref": make(), "policy": make()}, np.stack(examples)
+    for loss in losses:
+        value, grads = eqx.filter_value_and_grad(lambda policy: loss_fn({**expected, "policy": policy}, batch, None))(
+            expected["policy"]
+        )
+        np.testing.assert_allclose(loss, value, rtol=1e-5)
+        step = jax.tree.map(lambda g: -0.1 * g, grads)
+        expected["policy"] = eqx.apply_updates(expected["policy"], step)
+    for new, old in zip(jax.tree.leaves(to_numpy(trainer.model["ref"])), jax.tree.leaves(to_numpy(make())), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
 def test_leaf_unused_by_the_loss_keeps_its_value():
     class Model(eqx.Module):
         used: eqx.nn.Linear
