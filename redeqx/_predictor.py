@@ -28,7 +28,7 @@ from .errors import (
 from .machine import n_batch_shards, put, replicated, split_rows, xla_settings
 from .partition import Plan, place
 from .storage import Location
-from .training import Parts, Program, agree_on_examples, make_predict_step, placed, placed_shapes
+from .training import Parts, Program, agree_on_examples, effective_specs, make_predict_step, placed, placed_shapes
 
 
 class Predictor(RedcoNames):
@@ -269,7 +269,9 @@ class Predictor(RedcoNames):
     def _get_step(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Parts, Callable[..., Any]]:
         """Returns the compiled step, rebuilt if the model differs in more than its arrays."""
         arrays, static = eqx.partition(model, is_array_like)
-        structure = jax.tree.structure(arrays), jax.tree.leaves(static), plan.leaves
+        # Neither the reasons, which the first update replaces by those of the loss, nor axes of size 1.
+        splits = [(name, effective_specs(plan, name)) for name in plan.leaves]
+        structure = jax.tree.structure(arrays), jax.tree.leaves(static), plan.mesh, splits
         if self._step is None or self._step[0] != structure:
             check_model_function(self._pred_fn, "pred_fn", has_state=state is not None)
             parts = Parts.of(model)

@@ -30,10 +30,10 @@ from ._parts import Parts
 from ._precision import AS_GIVEN, Precision
 
 
-def stacking_key(plan: Plan, name: str) -> Any:
-    """Returns what weights must share to be stacked: their sharding in storage, and in compute."""
+def effective_specs(plan: Plan, name: str) -> Any:
+    """Returns a leaf's specs in storage and in compute, without axes of size 1. These split nothing: on them, a column and a
+    row are alike. Weights with equal ones can be stacked."""
     specs = plan.sharding(name).spec, plan.spec_in_use(name)
-    # An axis of size 1 splits nothing: on it, a column and a row are alike.
     sizes = plan.mesh.shape
     return tuple(tuple(tuple(a for a in axes_of(entry) if sizes[a] > 1) for entry in spec) for spec in specs)
 
@@ -97,7 +97,7 @@ class Functions:
             rules.append(WeightProducts(n_weights, in_fp8, summed_in, emulated=is_cpu))
         first: list[Rule] = []
         if self.stack_blocks and is_loss:
-            first.append(StackBlocks([stacking_key(self.plan, name) for names in self.parts.names for name in names]))
+            first.append(StackBlocks([effective_specs(self.plan, name) for names in self.parts.names for name in names]))
         first += [] if self.change is None else [self.change]
         if is_trained:  # without a backward pass nothing is kept or recomputed
             rules.append(PickByComparison())

@@ -11,7 +11,7 @@ from ..partition import Plan
 from ..tracing import Trace, equations
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
 from ._decay import decaying
-from ._functions import stacking_key
+from ._functions import effective_specs
 from ._precision import AS_GIVEN
 from ._program import shard_bytes
 from ._recipe import Recipe
@@ -99,7 +99,7 @@ def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
     """Describes equal blocks that are computed as one loop, and unrolled loops."""
     mesh, closed, notes = plan.mesh, trace.closed, []
     if recipe.stacks_on(mesh) and recipe.grad_fn is None:
-        stacking = StackBlocks([stacking_key(plan, name) for name in trace.names])
+        stacking = StackBlocks([effective_specs(plan, name) for name in trace.names])
         for n, line in stacking.found(closed):
             notes.append(f"{n} equal blocks as one (from {shortened(line) or 'an unknown line'})")
         closed = stacking.rewritten(closed)

@@ -20,7 +20,7 @@ from ..tracing import as_fun
 from ._functions import Functions
 from ._parts import Parts
 from ._run import stream_dtype
-from ._step import Layout, make_eval_step, make_train_step
+from ._step import Layout, make_eval_step, make_train_step, strong
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,10 @@ def make_program(
     opt_state = jax.tree.leaves(jax.tree.map(placed, opt_tree, shardings_like(opt_tree, plan)))
     if offload_opt_state:  # scalars stay: copying them would take longer than using them
         opt_state = [placed(leaf, in_host(leaf.sharding)) if leaf.ndim else leaf for leaf in opt_state]
+
+    def init_opt_state(trained: list[Array]) -> list[Array]:
+        return [strong(leaf) for leaf in as_fun(traced)(*trained)]
+
     opt_treedef, state_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
     states = [placed(leaf, replicate) for leaf in jax.tree.leaves(state)]
     layout = Layout(*([leaf.sharding for leaf in leaves] for leaves in (trained, opt_state, states)))
@@ -125,7 +129,7 @@ def make_program(
         stream=placed(jax.ShapeDtypeStruct((2,), stream_dtype()), replicate),
         opt_treedef=opt_treedef,
         state_treedef=state_treedef,
-        init_opt_state=jax.jit(lambda trained: as_fun(traced)(*trained), out_shardings=layout.opt_state),
+        init_opt_state=jax.jit(init_opt_state, out_shardings=layout.opt_state),
         train_step=train_step,
         metric_names=metric_names,
         eval_step=eval_step,

@@ -180,7 +180,8 @@ def make_train_step(
         extra = {**loss_extra, "grad": grad_tree, "plan": functions.plan} if takes_extra else {}
         with using_kinds(functions.plan.kinds_of_loss):
             updates, opt_tree = update_with(optimizer, grad_tree, opt_tree, tree, extra)
-        after = (jax.tree.leaves(precision.updated(tree, updates, rounding_key)), jax.tree.leaves(opt_tree), state)
+        opt_leaves = [strong(leaf) for leaf in jax.tree.leaves(opt_tree)]
+        after = (jax.tree.leaves(precision.updated(tree, updates, rounding_key)), opt_leaves, state)
         if skip_nonfinite:
             is_finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
             after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)
@@ -210,6 +211,12 @@ def update_with(
             if refused is None or refused[1] not in extra or not is_call:
                 raise
             extra = {name: value for name, value in extra.items() if name != refused[1]}
+
+
+def strong(x: Array) -> Array:
+    """Returns an array of an optimizer state without its weak type. A checkpoint has none, and a state that loses it on the
+    way would compile the step again, and be computed in another dtype after a resume."""
+    return jnp.asarray(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 def _in_memory(space: Any, arrays: Sequence[Array], shardings: Sequence[NamedSharding]) -> list[Array]:
