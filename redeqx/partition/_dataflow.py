@@ -158,8 +158,8 @@ def uses(trace: Trace) -> tuple[Sequence[Use], Sequence[int]]:
     return tuple(run.uses.values()), tuple(run.looked_up)
 
 
-def parts_taken(traced: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[Any, int]:
-    """Returns the values of a closed jaxpr that are split along a dim and then sliced into equal parts of it, with the dim.
+def parts_taken(traced: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[int, tuple[Any, int]]:
+    """Returns the equations of a closed jaxpr that take equal parts of a split dim, by id: the equation and the dim.
 
     **Arguments:**
 
@@ -198,7 +198,7 @@ def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
             return _reduce(run, eqn, ins)
         if _is_elementwise(eqn):
             return run.combine(eqn, ins)
-    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:
         # An unknown form of the primitive, such as that of another version of JAX: replicate its values instead of failing.
         run.errors[id(eqn)] = f"{name}: {type(error).__name__}"
     return run.give_up(eqn, ins)
@@ -549,11 +549,11 @@ def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 def _divided(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     """Follows each part of a `jnp.split` like a slice."""
     outs = []
-    for var in eqn.outvars:
+    for i, var in enumerate(eqn.outvars):
         before, after = eqn.invars[0].aval.shape, var.aval.shape
         source = [dim if size == before[dim] else None for dim, size in enumerate(after)]
         parts = {dim: dim for dim, src in enumerate(source) if src is None and after[dim] % run.n == 0 and after[dim]}
-        outs.append(run.apply_view(eqn.replace(outvars=[var]), ins[0], source, parts))
+        outs.append(run.apply_view(eqn, ins[0], source, parts, i))
     return outs
 
 

@@ -141,7 +141,7 @@ class Pass:
     - `errors`: the primitive and the error of each equation of an unknown form, by the equation's id.
     - `uses`: the products of data with a view of a leaf, by the leaf and the equation's id.
     - `looked_up`: leaves whose rows data selects.
-    - `resharded`: values that are split along a dim and then sliced into equal parts of that dim, with the dim.
+    - `resharded`: equations that take equal parts of a split dim of their operand, by id, with the dim.
     """
 
     names: Sequence[str]
@@ -158,7 +158,7 @@ class Pass:
     follows: Mapping[int, tuple[int, Sequence[int | None]]] = field(default_factory=dict)
     uses: dict[tuple[int, int], "Use"] = field(default_factory=dict)
     looked_up: set[int] = field(default_factory=set)
-    resharded: dict[Any, int] = field(default_factory=dict)
+    resharded: dict[int, tuple[Any, int]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
     calls: tuple[Any, ...] = ()
@@ -322,8 +322,10 @@ class Pass:
             self.reduced.add(atom)
             self.add_collective("all-reduce", atom.aval)
 
-    def apply_view(self, eqn: Any, flow: Flow, source: Sequence[int | None], parts: Mapping[int, int]) -> Flow:
-        """Returns the flow of an equation's output that is a view of its operand.
+    def apply_view(
+        self, eqn: Any, flow: Flow, source: Sequence[int | None], parts: Mapping[int, int], output: int = 0
+    ) -> Flow:
+        """Returns the flow of output `output` of an equation, which is a view of its operand.
 
         **Arguments:**
 
@@ -331,9 +333,10 @@ class Pass:
         - `parts`: maps each dim of the output that is an equal part of a dim of the operand to that dim.
         """
         dim, cause = self.split(flow)
-        aval = eqn.outvars[0].aval
+        aval = eqn.outvars[output].aval
         repeated = eqn.primitive.name == "broadcast_in_dim"
-        if flow.views and len(eqn.invars[0].aval.shape) == 1 and aval.shape and aval.shape[0] % self.n == 0:
+        is_vector = flow.views and len(eqn.invars[0].aval.shape) == 1
+        if is_vector and 0 not in source and aval.shape and aval.shape[0] % self.n == 0:
             source = [0, *source[1:]]  # parts of a vector, maybe in another order
         new = [i for i, d in enumerate(source) if repeated and (d is None or eqn.invars[0].aval.shape[d] != aval.shape[i])]
         if dim is not None and dim not in source:
@@ -343,7 +346,7 @@ class Pass:
             if flow.data:
                 self.add_collective("reshard", aval)
                 self.reconsider(cause)
-                self.resharded[eqn.invars[0]] = dim
+                self.resharded[id(eqn)] = eqn, dim
             return replace(flow.through(source, new), dim=out, cause=cause, views=())
         return flow.through(source, new)
 

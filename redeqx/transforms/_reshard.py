@@ -40,8 +40,8 @@ class Reshard(Rule):
 
     def of(self, closed: Any) -> Rule | None:
         n_shards = self.mesh.shape[MODEL]
-        dims = parts_taken(closed, self.splits, n_shards) if n_shards > 1 else {}
-        return _ReshardOf(dims, self.mesh) if dims else None
+        taken = parts_taken(closed, self.splits, n_shards) if n_shards > 1 else {}
+        return _ReshardOf(taken, self.mesh) if taken else None
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class _ReshardOf(Rule):
 
     **Arguments:**
 
-    - `dims`: the values whose parts are taken, with the split dim of each.
+    - `taken`: the equations that take parts, by id: the equation, and the split dim of its operand.
     """
 
-    dims: Mapping[Any, int]
+    taken: Mapping[int, tuple[Any, int]]
     mesh: Mesh
     _resharded: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = field(default_factory=dict)
 
@@ -70,9 +70,11 @@ class _ReshardOf(Rule):
         return [jax.lax.index_in_dim(parts, i, dim, keepdims=False) for i in which]
 
     def _taken(self, eqn: Any) -> "tuple[int, _Taken] | None":
-        dim = self.dims.get(eqn.invars[0]) if eqn.primitive.name in _TAKES else None
-        taken = None if dim is None else _TAKES[eqn.primitive.name](eqn, dim)
-        return None if dim is None or taken is None else (dim, taken)
+        if id(eqn) not in self.taken or eqn.primitive.name not in _TAKES:
+            return None
+        _, dim = self.taken[id(eqn)]
+        taken = _TAKES[eqn.primitive.name](eqn, dim)
+        return None if taken is None else (dim, taken)
 
     def _parts(self, x: jax.Array, dim: int, n_parts: int) -> jax.Array:
         """Reshards a value once for all slices of it."""
