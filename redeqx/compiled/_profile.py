@@ -86,9 +86,11 @@ def profile_of(trace: Path, text: str, n_steps: int) -> Profile | None:
     **Arguments:**
 
     - `trace`: the profiler's `*.xplane.pb`, of some complete steps.
-    - `text`: the optimised HLO of the step, `compiled.as_text()`.
+    - `text`: the optimised HLO of the step, `compiled.as_text()`; empty if the backend has none.
     - `n_steps`: the number of steps in the trace.
     """
+    if not text:
+        return None
     module = Module.of(text)
     instructions = {each.name: each for lines in module.computations.values() for each in lines}
     name = re.match(r"HloModule ([\w.\-]+)", text)

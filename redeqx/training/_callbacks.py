@@ -256,7 +256,7 @@ class Profile(Callback):
     def _report(self, trainer: Any) -> None:
         traces = (trainer.deployer.local_workdir / "profile").rglob("*.xplane.pb")
         trace = max(traces, key=lambda path: path.stat().st_mtime_ns)
-        found = profile_of(trace, trainer.compiled_step.as_text(), len(self.steps))
+        found = profile_of(trace, trainer.compiled_step.as_text() or "", len(self.steps))
         if found is None:
             trainer.deployer.log_info(f"profile: {trace} has no operation of the train step by name")
             return
