@@ -28,7 +28,17 @@ from .errors import (
 from .machine import n_batch_shards, put, replicated, split_rows, xla_settings
 from .partition import Plan, place
 from .storage import Location
-from .training import Parts, Program, agree_on_examples, effective_specs, make_predict_step, placed, placed_shapes
+from .training import (
+    Parts,
+    Program,
+    agree_on_examples,
+    effective_specs,
+    make_predict_step,
+    placed,
+    placed_shapes,
+    weak_types,
+    with_weak_types,
+)
 
 
 class Predictor(RedcoNames):
@@ -73,7 +83,7 @@ class Predictor(RedcoNames):
         self._deployer = deployer
         self._model = model
         self._collate_fn = collate_fn
-        self._pred_fn = with_batch_note(pred_fn, "pred_fn")
+        self._pred_fn = with_batch_note(with_weak_types(pred_fn, weak_types(model_state)), "pred_fn")
         self._output_fn = output_fn or _rows
         self._model_state = model_state
         self._options = {"compute_dtype": compute_dtype, "fuse_attention": fuse_attention}

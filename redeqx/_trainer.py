@@ -47,7 +47,9 @@ from .training import (
     resume_newest,
     train,
     update,
+    weak_types,
     with_options,
+    with_weak_types,
 )
 
 
@@ -154,7 +156,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         check_alive(model_state, "model_state")
         check_optimizer(optimizer)
         check_function(collate_fn, "collate_fn", ["examples"])
-        has_state = model_state is not None
+        has_state, self._weak = model_state is not None, weak_types(model_state)
         check_model_function(loss_fn, "loss_fn", has_state=has_state)
         if grad_fn is not None:
             check_model_function(grad_fn, "grad_fn", has_state=has_state)
@@ -171,12 +173,12 @@ class Trainer(RedcoNames, Generic[ModelT]):
             model = parts.put(dtypes.stored(trained), frozen)
         recipe = Recipe(
             parts=parts,
-            loss_fn=with_batch_note(loss_fn, "loss_fn"),
+            loss_fn=with_batch_note(with_weak_types(loss_fn, self._weak), "loss_fn"),
             collate_fn=collate_fn,
             workers=Workers(collate_fn, n_collate_workers, collate_in),
             optimizer=dtypes.optimizer(optimizer),
             has_state=has_state,
-            grad_fn=None if grad_fn is None else with_batch_note(grad_fn, "grad_fn"),
+            grad_fn=None if grad_fn is None else with_batch_note(with_weak_types(grad_fn, self._weak), "grad_fn"),
             lr_schedule_fn=lr_schedule_fn,
             precision=dtypes,
             accumulate=accumulate_grad_batches,
@@ -336,7 +338,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         predictor = Predictor(
             self.deployer,
             collate_fn=collate_fn or recipe.collate_fn,
-            pred_fn=pred_fn,
+            pred_fn=with_weak_types(pred_fn, self._weak),
             output_fn=output_fn,
             compute_dtype=recipe.precision.dtype,
             fuse_attention=recipe.fuse_attention,

@@ -15,7 +15,11 @@ from ._callbacks import (
 from ._ema import EMA as EMA
 from ._engine import Engine as Engine
 from ._evaluation import evaluate as evaluate
-from ._functions import effective_specs as effective_specs
+from ._functions import (
+    effective_specs as effective_specs,
+    weak_types as weak_types,
+    with_weak_types as with_weak_types,
+)
 from ._job import Job as Job, Setting as Setting, make_job as make_job
 from ._loop import Fit as Fit
 from ._loss import Loss as Loss, trace_loss as trace_loss

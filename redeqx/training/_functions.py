@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import equinox as eqx
@@ -173,3 +174,29 @@ def _pair(out: Any, where: str, names: str, why: str = "") -> tuple[Any, Any]:
         return out
     found = f"{len(out)} values" if isinstance(out, tuple) else "an array" if eqx.is_array(out) else type(out).__name__
     raise TypeError(f"`{where}`: expected `{names}`{why}, got {found}. Return both.")
+
+
+def weak_types(state: PyTree) -> tuple[bool, ...]:
+    """Returns, for each array of a model's state, whether its type is weak, as that of `jnp.array(0.0)`."""
+    return tuple(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(state))
+
+
+def with_weak_types(fn: Callable[..., Any], weak: Sequence[bool]) -> Callable[..., Any]:
+    """Wraps a function of `(model, state, ...)` so that it receives the weak types with which the state was made.
+
+    `eqx.nn.State.set` requires them of a new value, but arrays lose them when they are placed, carried or loaded.
+    """
+    if not any(weak):
+        return fn
+
+    def weakened(leaf: Array, is_weak: bool) -> Any:
+        if not is_weak:
+            return leaf
+        return jax.lax.convert_element_type_p.bind(leaf, new_dtype=leaf.dtype, weak_type=True, sharding=None)
+
+    @wraps(fn, updated=())
+    def with_types(model: PyTree, state: PyTree, *rest: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(state)
+        return fn(model, jax.tree.unflatten(treedef, map(weakened, leaves, weak)), *rest)
+
+    return with_types
