@@ -9,7 +9,6 @@ from ._hlo import Collective as Collective, Module as Module, collectives as col
 from ._profile import Operation as Operation, Profile as Profile, profile_of as profile_of
 from ._repeated_work import checked as checked
 from ._sources import (
-    line_of as line_of,
     own_line as own_line,
     shortened as shortened,
     split_name as split_name,

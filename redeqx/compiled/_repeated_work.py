@@ -22,9 +22,9 @@ from jaxtyping import PyTree
 
 from ..errors import warn
 from ..machine import n_batch_shards
-from ..tracing import all_inside, n_iterations, product_flops
+from ..tracing import all_inside, line_among, line_of, n_iterations, product_flops
 from ._hlo import Instruction, Module, arrays_of
-from ._sources import frames_of, line_among, line_of, shortened
+from ._sources import frames_of, shortened
 
 MAX_RATIO = 1.5  # of a device's work to its share of the step; larger ratios are reported
 _N_LINES = 5
@@ -191,6 +191,8 @@ def checked(step: Any, args: tuple[Any, ...], plan: Any, groups: PyTree[jax.Arra
     traced = step.trace(*args)
     lowered = traced.lower()
     yield
-    module = Module.of(lowered.compile().as_text() or "")
+    if not (text := lowered.compile().as_text()):  # a backend without HLO text
+        return
+    module = Module.of(text)
     if (more := excess(traced.jaxpr.jaxpr, module, plan.repeats)) is not None:
         warn(message(*more, module.n_devices))

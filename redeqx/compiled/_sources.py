@@ -3,44 +3,19 @@
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import einops
-import equinox
-import jax
-import jaxtyping
 import optax
 
-from ..errors import is_ours
+from ..tracing import line_among
 
-# Libraries whose frames are skipped in the search for a line that the user can change. redeqx's own modules are skipped
-# too (`is_ours`), except the models.
-_LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (jax, equinox, einops, jaxtyping))
 _OPTAX = f"{Path(optax.__file__).parent}{os.sep}"
 # Parts of operation names that name JAX's transformations, not the operation.
 _TRANSFORMATIONS = {
     *("jit", "pjit", "jvp", "transpose", "vmap", "while", "body", "cond", "closed_call", "custom_vjp_call"),
     *("custom_jvp_call", "checkpoint", "remat2", "rematted_computation", "shard_map", "step_fn"),
 }
-
-
-def line_of(eqn: Any) -> str:
-    """Returns the line of code of an equation, `file.py:12`, or an empty string if it is unknown."""
-    traceback = eqn.source_info.traceback
-    return "" if traceback is None else line_among((frame.file_name, frame.line_num) for frame in traceback.frames)
-
-
-def line_among(frames: Iterable[tuple[str, int]]) -> str:
-    """Returns the innermost frame outside libraries."""
-    return next((f"{name}:{line}" for name, line in frames if _is_code(name)), "")
-
-
-@cache
-def _is_code(name: str) -> bool:
-    return not name.startswith((*_LIBRARIES, "<")) and not is_ours(name) and Path(name).name != "contextlib.py"
 
 
 def frames_of(source: Sequence[str]) -> list[tuple[str, int]]:

@@ -19,10 +19,9 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._tree import PyTree, is_array_like, merged, named_leaves, nearest, render, without_indices
-from ..compiled import line_of
 from ..machine import FSDP, MODEL, axes_of, copied, put as put_on_mesh, replicated
 from ..monitor import HtmlPage, size_text
-from ..tracing import Trace, product_flops
+from ..tracing import Trace, line_of, product_flops
 from . import _rules
 from ._dataflow import Order, order, products
 from ._draw import Picture, draw

@@ -10,6 +10,7 @@ from ._flops import matmul_flops as matmul_flops, product_flops as product_flops
 from ._inline import inlined as inlined
 from ._inner import (
     REMATS as REMATS,
+    ByAtom as ByAtom,
     Inner as Inner,
     Place as Place,
     all_inside as all_inside,
@@ -35,6 +36,7 @@ from ._interpret import (
     transformed as transformed,
 )
 from ._leaks import leak as leak
+from ._lines import line_among as line_among, line_of as line_of
 from ._trace import Trace as Trace
 from ._unknown import or_as_written as or_as_written
 from ._views import repeats as repeats, view as view

@@ -14,7 +14,7 @@ import jax
 from jax.core import Tracer
 from jax.extend import core as jex
 
-from ._inner import Inner, called, insides, run
+from ._inner import ByAtom, Inner, called, insides, run
 
 MAX_KNOWN = 2**22  # elements; larger values are not computed while tracing
 
@@ -56,11 +56,11 @@ class Body:
 
     @cached_property
     def _producers(self) -> Mapping[Any, Any]:
-        return {var: eqn for eqn in self.eqns for var in eqn.outvars}
+        return ByAtom((var, eqn) for eqn in self.eqns for var in eqn.outvars)
 
     @cached_property
     def _readers(self) -> Mapping[Any, list[Any]]:
-        readers: dict[Any, list[Any]] = {}
+        readers = ByAtom()
         for eqn in self.eqns:
             for atom in {id(atom): atom for atom in eqn.invars if not isinstance(atom, jex.Literal)}.values():
                 readers.setdefault(atom, []).append(eqn)
@@ -71,7 +71,7 @@ class Body:
 
     def producer(self, atom: Any) -> Any | None:
         """Returns the equation that computes an atom, or None for inputs, constants and literals."""
-        return None if isinstance(atom, jex.Literal) else self._producers.get(atom)
+        return self._producers.get(atom)
 
     def readers(self, var: Any) -> Sequence[Any]:
         """Returns the equations that read a value. The jaxpr's outputs count as a reader None."""

@@ -28,6 +28,21 @@ _SHARD: Kind = "shard"
 Role = Literal["call", "body", "condition", "branch", "manual"]
 
 
+class ByAtom(dict[Any, Any]):
+    """A dict by the variables of a jaxpr, to be asked for any atom: it has no literals, which JAX does not hash."""
+
+    def __contains__(self, atom: Any) -> bool:
+        return not isinstance(atom, jex.Literal) and super().__contains__(atom)
+
+    def __getitem__(self, atom: Any) -> Any:
+        if isinstance(atom, jex.Literal):
+            raise KeyError(atom)
+        return super().__getitem__(atom)
+
+    def get(self, atom: Any, default: Any = None) -> Any:
+        return default if isinstance(atom, jex.Literal) else super().get(atom, default)
+
+
 @dataclass(frozen=True)
 class Inner:
     """One jaxpr inside an equation.

@@ -11,12 +11,15 @@ are found before the evaluation, and a group is computed in the place of its las
 
 `Tag.enter` defines how tags pass into the jaxprs inside equations. Such a jaxpr is traced again only if a tag enters it or a
 rule claims an equation in it.
+
+A rule that fails changes nothing: its equation is computed by the rules after it, or as it is written, and a warning names
+the rule and the line (`or_as_written`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 from jax.extend import core as jex
@@ -24,7 +27,10 @@ from jax.extend import core as jex
 from ._body import Body
 from ._inline import has_jits, inlined
 from ._inner import Place, as_fun, insides, is_replaceable, place_of, run, shapes_in, value_of, with_insides
+from ._lines import line_of
 from ._unknown import or_as_written
+
+T = TypeVar("T")
 
 
 class Tag:
@@ -91,6 +97,7 @@ class Rule:
     """Replaces the computation of some equations of a traced function. Values and gradients stay the same."""
 
     follows: ClassVar[type[Tag] | None] = None  # the type of this rule's own tags
+    corrects: ClassVar[bool] = False  # whether the numbers are wrong without it: then its errors are raised
 
     def rewritten(self, closed: Any) -> Any:
         """Returns a closed jaxpr with the same inputs, to compute instead of the traced one. Called before all else."""
@@ -147,15 +154,16 @@ def transformed(fn: Callable[..., Any], rules: Sequence[Rule]) -> Callable[..., 
 def interpret(closed: Any, args: Sequence[Any], rules: Sequence[Rule]) -> list[Any]:
     """Returns the outputs of a closed jaxpr, computed under rules."""
     for rule in rules:
-        closed = or_as_written(partial(rule.rewritten, closed), closed, f"`{type(rule).__name__}`")
+        closed = _or_without(rule, partial(rule.rewritten, closed), lambda closed=closed: closed)
     finders = [rule for rule in rules if type(rule).groups is not Rule.groups]
     body = Body(closed, [None] * len(args))
     if finders and has_jits(closed):
         flat = Body(inlined(closed), [None] * len(args))
         body = flat if _Interpreter(tuple(finders)).has_groups(flat) else body
-    active = tuple(rule for rule in (rule.of(body.closed) for rule in rules) if rule is not None)
+    found = (_or_without(rule, partial(rule.of, body.closed), lambda: None) for rule in rules)
+    active = tuple(rule for rule in found if rule is not None)
     for rule in active:
-        args = rule.tag(args)
+        args = _or_without(rule, partial(rule.tag, args), lambda args=args: args)
     interpreter = _Interpreter(active)
     if not interpreter.changes(body) and not any(isinstance(arg, Tagged) for arg in args):
         return as_fun(closed)(*args)  # faster to trace than equation by equation
@@ -183,13 +191,15 @@ class Site:
         group = self._interpreter.groups.get(id(eqn))
         for i, rule in enumerate(self._later):
             if group is not None and group.rule is rule:
-                return list(group.compute(_reader(dict(zip(eqn.invars, map(plain, ins), strict=True)))))
+                values = list(map(plain, ins))
+                return _or_without(rule, partial(_by_group, group, eqn, values), partial(run, eqn, values), eqn)
             is_followed = rule.follows is not None and any(has_tag(value, rule.follows) for value in ins)
             if not is_followed and not self._interpreter.claims(rule, eqn):
                 continue
-            outs = rule(eqn, ins, replace(self, _later=self._later[i + 1 :]))
-            if outs is not None:
-                return list(outs)
+            later = replace(self, _later=self._later[i + 1 :])
+            by_rule = partial(_by_rule, rule, eqn, ins, later)
+            if (outs := _or_without(rule, by_rule, partial(later.rest, eqn, ins), eqn)) is not None:
+                return outs
         if self.enters(eqn):
             return self.enter(eqn, ins)
         return run(eqn, list(map(plain, ins)))
@@ -269,7 +279,7 @@ class _Interpreter:
         key = (id(rule), id(eqn))
         if key not in self._claims:
             self._kept.append(eqn)
-            self._claims[key] = rule.claims(eqn)
+            self._claims[key] = _or_without(rule, partial(rule.claims, eqn), lambda: False, eqn)
         return self._claims[key]
 
     def changes(self, body: Body) -> bool:
@@ -306,7 +316,7 @@ class _Interpreter:
         calls: dict[int, Any] = {}  # by the id of a group's last equation
         members: set[int] = set()
         for rule in self.rules:
-            for group in rule.groups(body):
+            for group in _or_without(rule, lambda rule=rule: list(rule.groups(body)), list):
                 ids = {id(eqn) for eqn in group.eqns}
                 if ids & members or not group.is_closed_in(body):
                     continue
@@ -317,6 +327,36 @@ class _Interpreter:
         if not members:
             return body.eqns
         return [calls.get(id(eqn), eqn) for eqn in body.eqns if id(eqn) not in members or id(eqn) in calls]
+
+
+def _or_without(rule: Rule, attempt: Callable[[], T], otherwise: Callable[[], T], eqn: Any = None) -> T:
+    """Returns the result of one of a rule's methods, or that of `otherwise`, with a warning, if the rule fails."""
+    if rule.corrects:
+        return attempt()
+    line = "" if eqn is None else line_of(eqn)
+    name = type(rule).__name__.removeprefix("_").removesuffix("Of")
+    return or_as_written(attempt, otherwise, f"the rule `{name}`" + (f" at {line}" if line else ""))
+
+
+def _by_rule(rule: Rule, eqn: Any, ins: Sequence[Any], site: Site) -> list[Any] | None:
+    outs = rule(eqn, ins, site)
+    return None if outs is None else _checked(eqn, outs)
+
+
+def _by_group(group: _RuleGroup, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    return _checked(eqn, group.compute(_reader(dict(zip(eqn.invars, values, strict=True)))))
+
+
+def _checked(eqn: Any, outs: Sequence[Any]) -> list[Any]:
+    """Returns the outputs that a rule computed for an equation. Raises TypeError unless they have the equation's types."""
+    if len(outs) != len(eqn.outvars):
+        raise TypeError(f"{len(outs)} outputs instead of {len(eqn.outvars)}")
+    for var, out in zip(eqn.outvars, outs, strict=True):
+        if not isinstance(out, Tagged) and hasattr(var.aval, "shape"):
+            expected, found = ((aval.shape, aval.dtype) for aval in (var.aval, jax.typeof(out)))
+            if expected != found:
+                raise TypeError(f"an output of {found[1]}{list(found[0])} instead of {expected[1]}{list(expected[0])}")
+    return list(outs)
 
 
 def _reader(env: Mapping[Any, Any]) -> Callable[[Any], Any]:

@@ -1,4 +1,4 @@
-"""Runs a search over equations that may fail on an unknown form, such as that of another version of JAX."""
+"""Runs code that may fail on an unknown form of the traced function. What fails is computed as it is written."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -8,18 +8,27 @@ from ..errors import warn
 T = TypeVar("T")
 
 
-def or_as_written(search: Callable[[], T], otherwise: T, what: str) -> T:
-    """Returns the result of a search. If it fails, warns and returns `otherwise`: the function is computed as written.
+def or_as_written(attempt: Callable[[], T], otherwise: Callable[[], T], what: str) -> T:
+    """Returns the result of `attempt`. If it fails, returns that of `otherwise`, and warns.
+
+    If `otherwise` fails too, the fault is the user's function's own, such as an error in a custom derivative: only the error
+    of `otherwise` is raised, without a warning.
 
     **Arguments:**
 
-    - `what`: what the search looks for, for the warning.
+    - `attempt`: a search in a traced function, or a rule.
+    - `otherwise`: computes the function as it is written.
+    - `what`: names the search or the rule, for the warning.
     """
     try:
-        return search()
-    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        warn(
-            f"`loss_fn`: expected a form that the search for {what} knows, got {type(error).__name__} ({error}). "
-            "It is computed as it is written, with the same numbers. Please report it as a bug.",
-        )
-        return otherwise
+        return attempt()
+    except Warning:  # the warning of an inner attempt, where warnings are errors
+        raise
+    except Exception as error:  # any: a rule must not end a run
+        found = f"{type(error).__name__} ({error})"
+    written = otherwise()
+    warn(
+        f"`loss_fn`: expected a form that {what} knows, got {found}. "
+        "It is computed as it is written, with the same numbers. Please report it as a bug.",
+    )
+    return written

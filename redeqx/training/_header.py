@@ -1,5 +1,7 @@
 """The header, printed before the first step: the devices, the model, and how its step is computed."""
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -8,7 +10,7 @@ from ..errors import warn
 from ..machine import split_heads, xla_settings
 from ..monitor import size_text
 from ..partition import Plan
-from ..tracing import Trace, equations
+from ..tracing import Trace, equations, or_as_written
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
 from ._decay import decaying
 from ._functions import effective_specs
@@ -88,11 +90,9 @@ def loss_rows(recipe: Recipe, plan: Plan, state: TrainState, trace: Trace | None
     """Describes which leaves decay, and how the loss computes its attention and its loops. Empty without a trace."""
     if trace is None:
         return {}
-    return {
-        **_decay_rows(recipe, plan, state),
-        **_attention_rows(recipe, plan.mesh, trace),
-        **_loop_rows(recipe, plan, trace),
-    }
+    rows = partial(_attention_rows, recipe, plan.mesh, trace), partial(_loop_rows, recipe, plan, trace)
+    attention, loops = (or_as_written(each, dict, "the description of the loss") for each in rows)
+    return {**_decay_rows(recipe, plan, state), **attention, **loops}
 
 
 def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:

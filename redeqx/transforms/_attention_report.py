@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
 
-from ..compiled import line_of
 from ..kernels import Setting, dense_bytes, kernel_of
-from ..tracing import Body, inlined, insides, n_iterations, or_as_written, view
+from ..tracing import Body, inlined, insides, line_of, n_iterations, or_as_written, view
 from ._fuse_attention import describe, drop_known_mask, find_attentions, match_attention
 from ._scores import Scores, match_softmax, trace_scores
 
@@ -91,7 +90,7 @@ def _is_score_like(eqn: Any) -> bool:
 
 def _why_unfused(body: Body, eqn: Any) -> str | None:
     """Returns why the softmax that an equation computes is not fused; None if it is no softmax between two products."""
-    return or_as_written(partial(_find_reason, body, eqn), None, "a softmax that is not fused")
+    return or_as_written(partial(_find_reason, body, eqn), lambda: None, "the search for a softmax that is not fused")
 
 
 def _find_reason(body: Body, eqn: Any) -> str | None:

@@ -11,7 +11,7 @@ replicated. If the axis does not divide the channels: patches of the input in th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ class FixGroupedConvolutions(Rule):
     """Computes grouped convolutions with correct gradients on a mesh with a model axis."""
 
     mesh: Mesh
+    corrects: ClassVar = True
 
     def claims(self, eqn: Any) -> bool:
         return _is_grouped(eqn)

@@ -22,8 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from ..compiled import line_of
-from ..tracing import Rule, alike, equations, inlined, insides, product_flops, run, same_array, shapes_in, value_of
+from ..tracing import (
+    ByAtom,
+    Rule,
+    alike,
+    equations,
+    inlined,
+    insides,
+    line_of,
+    product_flops,
+    run,
+    same_array,
+    shapes_in,
+    value_of,
+)
 
 MIN_BLOCKS = 4
 _MAX_PERIODS = 64  # to try
@@ -132,8 +144,8 @@ class _Search:
     def __post_init__(self):
         jaxpr = self.closed.jaxpr
         self.eqns = jaxpr.eqns
-        self.producer = {var: (i, out) for i, eqn in enumerate(self.eqns) for out, var in enumerate(eqn.outvars)}
-        self.last_read: dict[Any, int] = {}
+        self.producer = ByAtom((var, (i, out)) for i, eqn in enumerate(self.eqns) for out, var in enumerate(eqn.outvars))
+        self.last_read = ByAtom()
         for i, eqn in enumerate(self.eqns):
             self.last_read.update((atom, i) for atom in eqn.invars if not isinstance(atom, jex.Literal))
         self.last_read.update((atom, len(self.eqns)) for atom in jaxpr.outvars if not isinstance(atom, jex.Literal))
@@ -141,7 +153,7 @@ class _Search:
         ids: dict[Any, int] = {}
         self.forms = np.array([ids.setdefault(self._form(eqn), len(ids)) for eqn in self.eqns], np.int64)
         self.products = [i for i, eqn in enumerate(self.eqns) if _has_product(eqn)]
-        self.consts = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
+        self.consts = ByAtom(zip(jaxpr.constvars, self.closed.consts, strict=True))
         self._alike: dict[tuple[int, int], bool] = {}
 
     def runs(self) -> list[_Blocks]:
@@ -193,9 +205,9 @@ class _Search:
             change[self.last_read.get(var, made) + 1] -= n_bytes
         return np.cumsum(change)
 
-    def _kinds_of_values(self) -> dict[Any, Any]:
+    def _kinds_of_values(self) -> ByAtom:
         """Returns the kind of each weight, and of values that are computed from one weight only."""
-        found: dict[Any, Any] = dict(zip(self.closed.jaxpr.invars, self.kinds, strict=False))
+        found = ByAtom(zip(self.closed.jaxpr.invars, self.kinds, strict=False))
         for eqn in self.eqns:
             operands = {id(atom): atom for atom in eqn.invars if not isinstance(atom, jex.Literal)}.values()
             if len(operands) == 1 and (atom := next(iter(operands))) in found:
@@ -206,7 +218,7 @@ class _Search:
         """Returns a key that corresponding equations of equal blocks share."""
         if eqn.effects:
             return object()
-        kinds = [None if isinstance(atom, jex.Literal) else self.kind_of.get(atom) for atom in eqn.invars]
+        kinds = [self.kind_of.get(atom) for atom in eqn.invars]
         return eqn.primitive.name, tuple(str(atom.aval) for atom in (*eqn.invars, *eqn.outvars)), tuple(kinds)
 
     def _is_alike(self, i: int, j: int) -> bool:
@@ -264,7 +276,7 @@ class _Search:
 
     def _read(self, atom: Any, start: int, period: int, block: int) -> "_Read":
         """Finds where a block's operand is computed."""
-        if isinstance(atom, jex.Literal) or atom not in self.producer or self.producer[atom][0] < start:
+        if atom not in self.producer or self.producer[atom][0] < start:
             return _Read(atom, block)
         made, out = self.producer[atom]
         by, j = divmod(made - start, period)

@@ -1,5 +1,6 @@
 """Rules applied to a traced function: inside all control flow, once per equation, in the order of the rules."""
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -504,3 +505,94 @@ def test_literal_outputs_keep_dtype_and_weak_type(name):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-6)
+
+
+@dataclass(frozen=True)
+class Failing(Rule):
+    """Fails in one of a rule's methods, on each sine."""
+
+    method: str
+
+    def _fail(self, method):
+        if method == self.method:
+            raise NotImplementedError("an unknown form")
+
+    def rewritten(self, closed):
+        self._fail("rewritten")
+        return closed
+
+    def of(self, closed):
+        self._fail("of")
+        return self
+
+    def tag(self, args):
+        self._fail("tag")
+        return args
+
+    def claims(self, eqn):
+        self._fail("claims") if eqn.primitive.name == "sin" else None
+        return eqn.primitive.name == "sin"
+
+    def groups(self, body):
+        self._fail("groups")
+        if self.method == "compute":
+            yield from (Group([eqn], self._compute) for eqn in body.eqns if eqn.primitive.name == "sin")
+
+    def _compute(self, read):
+        self._fail("compute")
+        return []
+
+    def __call__(self, eqn, ins, site):
+        self._fail("call")
+        return {"count": [], "type": [jnp.zeros(7)]}.get(self.method)
+
+
+METHODS = ["rewritten", "of", "tag", "claims", "groups", "compute", "call", "count", "type"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rule_that_fails_leaves_the_function_as_written(method):
+    """The rules after it apply. The warnings name the rule, and the line where there is one."""
+    args, after = (jnp.ones((3, 4, 4)), jnp.ones((2, 4))), Replace("sin", lambda x: 2 * x)
+    with pytest.warns(UserWarning) as caught:
+        found = transformed(nested_sines, [Failing(method), after])(*args)
+    expected = transformed(nested_sines, [] if method == "compute" else [after])(*args)
+    np.testing.assert_allclose(found["out"], expected["out"], rtol=1e-6)
+    named = [
+        re.search(r"a form that the rule `Failing`( at \S*test_interpret.py:\d+)? knows, got", str(each.message))
+        for each in caught
+    ]
+    assert all(named)
+    if method in ("claims", "compute", "call", "count", "type"):
+        assert any(each[1] for each in named if each)
+
+
+def test_rule_that_corrects_numbers_is_not_left_out():
+    class Needed(Failing):
+        corrects = True
+
+    with pytest.raises(NotImplementedError, match="an unknown form"):
+        transformed(jnp.sin, [Needed("call")])(1.0)
+
+
+def test_error_of_the_function_itself_is_raised_without_a_warning():
+    """A custom derivative runs inside the rules, when the function is differentiated."""
+
+    @jax.custom_vjp
+    def fn(x):
+        return x
+
+    def forward(x):
+        raise LookupError("my own")
+
+    fn.defvjp(forward, lambda _, g: (g,))
+
+    class Around(Rule):
+        def claims(self, eqn):
+            return eqn.primitive.name.startswith("custom_vjp")
+
+        def __call__(self, eqn, ins, site):
+            return site.rest(eqn, ins)
+
+    with pytest.raises(LookupError, match="my own"):
+        jax.grad(transformed(fn, [Around()]))(1.0)
