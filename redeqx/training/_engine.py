@@ -18,7 +18,7 @@ from .._version import __version__
 from ..checkpoint import CheckpointFolder, Checkpoints
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
 from ..errors import DamagedError, check_alive
-from ..machine import as_shapes
+from ..machine import as_shapes, put, replicated
 from ..monitor import ProgressLine
 from ..partition import Plan
 from ..storage import AtEnd, Location, location
@@ -441,6 +441,8 @@ class Engine:
             "n_skipped": n_skipped,
             "learning_rate": last_metrics.get("learning_rate"),
             "seed": self.run.seed,
+            "stream": int(self.stream[1]),
+            "n_keys": self.run.n_keys,
             "mesh": dict(self.run.mesh.shape),
             "metrics": dict(metrics),
             "train_metrics": last_metrics,
@@ -518,6 +520,7 @@ class Engine:
     def resume_from(self, path: Location, record: Mapping[str, Any]) -> None:
         """Loads a checkpoint of an earlier run: now, or when the model is placed for the first batch."""
         self.step, self.follows = record["step"], True
+        self.run.n_keys = max(self.run.n_keys, record.get("n_keys", 0))  # a key that was used is not returned again
         self.metrics.forget()
         with self._resuming(path):
             states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path, verify=True)
@@ -528,9 +531,14 @@ class Engine:
                 self._restore()
 
     def _continue_from(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
-        """Restores progress, callback states and last metrics from a checkpoint's record."""
+        """Restores progress, the stream of keys, callback states and last metrics from a checkpoint's record."""
         self.progress, self.callback_states = Progress.of_record(record), states
         self.metrics.last = dict(record.get("train_metrics", {}))
+        if record["seed"] == self.run.seed and record.get("stream") is not None:
+            # The script may have drawn more keys, or fewer, before it made this trainer.
+            self.stream = np.array([self.stream[0], record["stream"]], self.stream.dtype)
+            if self._train_state is not None:
+                self._train_state.stream = put(self.stream, replicated(self.run.mesh))
 
     def _restore(self) -> None:
         """Loads the pending checkpoint, if there is one, within `_restoring`."""

@@ -78,7 +78,7 @@ class Progress:
 
 # What determines the examples of a step and their computation.
 _SETTING = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batches", "sample", "precision")
-_MAX_STEP = 2**31  # the step counter is an int32
+_MAX_STEP = 2**31  # the step counter is an int32, as are the numbers of keys
 
 
 def _is_number(value: Any) -> bool:
@@ -96,12 +96,18 @@ def _are_names(value: Any) -> bool:
     return is_list and len(set(value)) == len(value)
 
 
+def _is_count(value: Any, least: int) -> bool:
+    return is_size(value) and least <= value < _MAX_STEP
+
+
 _SIZE = ("an integer from 0 on", is_size)
 _SIZE_OR_NONE = ("an integer from 1 on, or null", lambda value: value is None or (is_size(value) and value > 0))
 # The entries that a Trainer writes, with their valid values; `data_state` is defined by the user.
 _RECORDED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "step": (f"an integer from 0 to {_MAX_STEP - 1}", lambda value: is_size(value) and value < _MAX_STEP),
+    "step": (f"an integer from 0 to {_MAX_STEP - 1}", lambda value: _is_count(value, 0)),
     "seed": ("an integer", lambda value: type(value) is int),
+    "stream": (f"an integer from 1 to {_MAX_STEP - 1}, or null", lambda value: value is None or _is_count(value, 1)),
+    "n_keys": (f"an integer from 0 to {_MAX_STEP - 1}", lambda value: _is_count(value, 0)),
     **dict.fromkeys(("fit", "epoch", "examples"), _SIZE),
     "data_state": ("any JSON", lambda value: True),
     **dict.fromkeys(("train_size", "batch_size", "accumulate_grad_batches"), _SIZE_OR_NONE),
@@ -117,8 +123,9 @@ _RECORDED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 # Entries that earlier releases did not write, with their default values.
 _DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("batch_size", "accumulate_grad_batches", "drop_remainder", "sample", "precision", "learning_rate")),
-    **dict.fromkeys(("n_skipped", "n_examples", "first_step"), 0),
+    **dict.fromkeys(("batch_size", "accumulate_grad_batches", "drop_remainder", "sample")),
+    **dict.fromkeys(("precision", "learning_rate", "stream")),
+    **dict.fromkeys(("n_skipped", "n_examples", "first_step", "n_keys"), 0),
     **{name: {} for name in ("metrics", "train_metrics", "callbacks")},
     "averages": [],
 }

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import redeqx
+from redeqx.checkpoint import _manifest
 
 N, BATCH = 22, 8  # three steps an epoch, the last one with six examples
 DATA = np.random.default_rng(0).normal(size=(N, 6)).astype(np.float32)
@@ -221,3 +222,74 @@ def test_a_checkpoint_of_a_custom_loop_records_its_metrics(tmp_path):
     again = make_trainer(tmp_path)
     again.load_ckpt("argmax_return")
     assert_same_bits(arrays(again), chosen)
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------------
+
+
+def with_more_keys(workdir, n):
+    """A trainer of a script that draws more keys before it, as a cell of a notebook that runs twice."""
+    deployer = redeqx.Deployer(5, 2, 2, workdir=workdir, verbose=False)
+    for _ in range(n):
+        deployer.next_key()
+    optimizer = optax.adam(1e-2)
+    return redeqx.Trainer(deployer, model=Model(jax.random.key(1)), optimizer=optimizer, collate_fn=np.stack, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("first", ["fit", "resume"])
+def test_keys_drawn_before_the_trainer_do_not_change_the_dropout_of_a_resumed_run(first, uninterrupted, tmp_path):
+    with pytest.raises(Killed):
+        fit(make_trainer(tmp_path), DATA, KillAt(5))
+    trainer = with_more_keys(tmp_path, 3)
+    if first == "resume":
+        assert trainer.resume() == 4
+    fit(trainer)
+    assert_same_bits(arrays(trainer), uninterrupted[0])
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_keys_drawn_before_the_trainer_do_not_change_the_dropout_after_a_loaded_checkpoint(is_placed, tmp_path):
+    fit(make_trainer(tmp_path))
+    results = []
+    for n_more in (0, 3):
+        trainer = with_more_keys(tmp_path, n_more)
+        if is_placed:
+            trainer.eval_loss(DATA, batch_size=8)
+        trainer.load_ckpt()
+        trainer.train(DATA, batch_size=8)
+        results.append(arrays(trainer))
+    assert_same_bits(*results)
+
+
+def test_a_loop_that_draws_keys_continues_with_the_next_ones(tmp_path):
+    def run(n_steps, trainer):
+        drawn = []
+        for _ in range(trainer.resume(), n_steps):
+            key = trainer.deployer.next_key()
+            drawn.append(jax.random.key_data(key).tolist())
+            trainer.update(DATA[jax.random.permutation(key, N)[:8]])
+        trainer.save_ckpt()
+        return drawn
+
+    whole = make_trainer(tmp_path / "whole")
+    drawn = run(4, whole)
+    first = run(2, make_trainer(tmp_path / "parts"))
+    again = make_trainer(tmp_path / "parts")
+    assert first + run(4, again) == drawn
+    assert_same_bits(arrays(again), arrays(whole))
+    more = with_more_keys(tmp_path / "parts", 9)  # more than the run had drawn: none is returned twice
+    more.resume()
+    assert more.deployer._run.n_keys == 10
+
+
+def test_a_checkpoint_without_keys_is_resumed_with_those_of_the_script(uninterrupted, tmp_path):
+    with pytest.raises(Killed):
+        fit(make_trainer(tmp_path), DATA, KillAt(5))
+    path = tmp_path / "ckpts/step_00000004/trainer.json"
+    record = json.loads(path.read_text())
+    assert (record.pop("stream"), record.pop("n_keys")) == (1, 1)
+    del record["crc32"]
+    path.write_text(json.dumps({**record, "crc32": _manifest._crc32_of_manifest(record)}))
+    trainer = make_trainer(tmp_path)
+    fit(trainer)
+    assert_same_bits(arrays(trainer), uninterrupted[0])
