@@ -207,8 +207,8 @@ class Deployer(RedcoNames):
         return self._run.is_dry_run
 
     def next_key(self) -> PRNGKeyArray:
-        """Returns the next key of the run: with the same seed, the n-th call returns the same key in every run. A resumed run
-        continues after the keys that the run had drawn when its checkpoint was saved."""
+        """Returns the next key of the run: with the same seed, the n-th call returns the same key in every run. A resumed
+        run continues after the keys that it had drawn when its checkpoint was saved."""
         return self._run.next_key()
 
     def decide(self, value: Any) -> Any:

@@ -233,7 +233,9 @@ def with_more_keys(workdir, n):
     for _ in range(n):
         deployer.next_key()
     optimizer = optax.adam(1e-2)
-    return redeqx.Trainer(deployer, model=Model(jax.random.key(1)), optimizer=optimizer, collate_fn=np.stack, loss_fn=loss_fn)
+    return redeqx.Trainer(
+        deployer, model=Model(jax.random.key(1)), optimizer=optimizer, collate_fn=np.stack, loss_fn=loss_fn
+    )
 
 
 @pytest.mark.parametrize("first", ["fit", "resume"])
