@@ -8,11 +8,14 @@ import jax
 import numpy as np
 
 from ..data import Batch
+from ..errors import warn
 from ..monitor import Console, ProgressLine, Work
 from ._progress import Progress
 
 Explain = Callable[[Batch], str]
 
+UNMOVED = "share of updates that rounding loses"  # computed by the step for 16-bit parameters; checked, not recorded
+_MOST_UNMOVED = 0.5  # warn above this share
 LAG = 2  # this many newest steps stay unread, so that the device has one queued while the host reads
 
 
@@ -38,6 +41,13 @@ class Update:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics; waits for the device."""
+        return {name: value for name, value in self._values().items() if name != UNMOVED}
+
+    def unmoved(self) -> float:
+        """Returns the share of updates that are lost to rounding; waits for the device."""
+        return self._values().get(UNMOVED, 0.0)
+
+    def _values(self) -> dict[str, float]:
         return dict(zip(self.names, np.asarray(self.vector).tolist(), strict=True))
 
 
@@ -67,6 +77,7 @@ class Metrics:
         self._console = console
         self._skips, self._max_skipped = skips, max_skipped
         self._n_skipped_in_a_row = 0
+        self._has_warned = False  # of parameters that do not move
         self._unread: deque[Update] = deque()
 
     def add(self, update: Update, line: ProgressLine, progress: Progress, explain: Explain) -> None:
@@ -119,6 +130,14 @@ class Metrics:
             progress.n_skipped += 1
             text = f"skipped, as `{name}` is {metrics[name]}; {progress.n_skipped} so far"
             self._console.info(f"step {update.step}: {text}")
+        elif not self._has_warned and update.unmoved() > _MOST_UNMOVED:
+            self._has_warned = True
+            warn(
+                f"`model`: expected 16-bit parameters that updates change, got {update.unmoved():.0%} of the updates of "
+                f"step {update.step} lost: each is less than half of its parameter's last digit. Pass "
+                "`precision=redeqx.Precision(parameters='bfloat16')`, which keeps float32 copies of them, add "
+                "`rounding='stochastic'` to need none, or store them in float32: `precision='bfloat16'`."
+            )
         self.last = metrics
         epoch = None if update.epoch is None else update.epoch + 1
         line.update(

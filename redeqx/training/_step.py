@@ -21,6 +21,7 @@ from ..partition import Plan, using_kinds
 from ..tracing import transformed
 from ._functions import Functions, plan_rules
 from ._loss import n_rows
+from ._metrics import UNMOVED
 from ._parts import Parts
 from ._precision import widened
 from ._run import stream_key
@@ -182,6 +183,9 @@ def make_train_step(
             updates, opt_tree = update_with(optimizer, grad_tree, opt_tree, tree, extra)
         opt_leaves = [strong(leaf) for leaf in jax.tree.leaves(opt_tree)]
         after = (jax.tree.leaves(precision.updated(tree, updates, rounding_key)), opt_leaves, state)
+        if not precision.rounds and any(map(_is_narrow, trained)):
+            values[UNMOVED] = _share_unmoved(trained, jax.tree.leaves(updates), after[0]).astype(total.dtype)
+            names[:] = values
         if skip_nonfinite:
             is_finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
             after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)
@@ -194,6 +198,21 @@ def make_train_step(
     donated = (0, 1, 2, 3)
     jitted = jax.jit(step_fn, donate_argnums=donated, out_shardings=shardings, compiler_options=dict(options or {}))
     return jitted, names
+
+
+def _is_narrow(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+
+
+def _share_unmoved(before: Sequence[Array], updates: Sequence[Array], after: Sequence[Array]) -> Array:
+    """Returns which share of the updates of 16-bit parameters is lost: not zero, but rounded away."""
+    n_lost, n = jnp.float32(0), jnp.float32(0)
+    for old, update, new in zip(before, updates, after, strict=True):
+        if _is_narrow(old):
+            is_update = update != 0
+            n_lost += jnp.sum(is_update & (new == old), dtype=jnp.float32)
+            n += jnp.sum(is_update, dtype=jnp.float32)
+    return n_lost / jnp.maximum(n, 1)
 
 
 def update_with(

@@ -1,6 +1,7 @@
 """Precision: the dtypes in which a step computes, stores, sums and rounds, for models written without regard to it."""
 
 import re
+from contextlib import nullcontext
 
 import equinox as eqx
 import jax
@@ -348,8 +349,11 @@ def test_small_updates_are_kept(rounding, expect_change):
     precision = None if rounding is None else redeqx.Precision(**HALF, rounding=rounding)
     model = [jnp.ones(1024, jnp.float32 if rounding else jnp.bfloat16)]
     trainer = make_trainer(model=model, loss_fn=constant_gradient_loss, optimizer=optax.sgd(1e-3), precision=precision)
-    for _ in range(64):
-        trainer.update(make_examples(8))
+    with nullcontext() if rounding else pytest.warns(UserWarning, match="got 100% of the updates of step 1 lost") as warned:
+        for _ in range(64):
+            metrics = trainer.update(make_examples(8))
+    assert warned is None or len(warned) == 1
+    assert metrics.keys() == {"loss", "grad_norm"}
     found = np.asarray(trainer.model[0], np.float32)
     assert trainer.model[0].dtype == jnp.bfloat16
     np.testing.assert_allclose(found.mean(), 1 - 0.064 if expect_change else 1.0, atol=2e-3)
@@ -357,6 +361,33 @@ def test_small_updates_are_kept(rounding, expect_change):
         master = trainer.opt_state.master[0]
         np.testing.assert_allclose(master, 1 - 0.064, rtol=1e-5)
         assert np.array_equal(found, np.asarray(master.astype(jnp.bfloat16), np.float32))
+
+
+@pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
+def test_lost_updates_of_16_bit_parameters_are_warned_about(shards):
+    """An update of zero is not lost: a rate of 0, or a row of a table that the batch does not use."""
+
+    def loss(model, batch, key):
+        return jnp.sum(model["used"].astype(jnp.float32)) + 0 * jnp.sum(model["idle"].astype(jnp.float32))
+
+    def update(rate, dtype, n_steps):
+        model = {"used": jnp.ones((64, 32), dtype), "idle": jnp.ones((512, 32), dtype), "wide": jnp.ones(4)}
+        trainer = make_trainer(shards, model=model, loss_fn=loss, optimizer=optax.sgd(rate))
+        for _ in range(n_steps):
+            trainer.update(make_examples(8))
+        return trainer
+
+    update(1e-2, jnp.bfloat16, 2)
+    update(1e-3, jnp.float32, 2)
+    warmed_up = lambda step: jnp.where(step < 2, 0.0, 1e-3)  # noqa: E731
+    update(warmed_up, jnp.bfloat16, 2)
+    with pytest.warns(UserWarning) as warned:
+        update(warmed_up, jnp.bfloat16, 4)
+    assert [str(warning.message) for warning in warned] == [
+        "`model`: expected 16-bit parameters that updates change, got 100% of the updates of step 3 lost: each is less than "
+        "half of its parameter's last digit. Pass `precision=redeqx.Precision(parameters='bfloat16')`, which keeps float32 "
+        "copies of them, add `rounding='stochastic'` to need none, or store them in float32: `precision='bfloat16'`."
+    ]
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "master"])
