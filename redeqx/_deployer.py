@@ -1,6 +1,5 @@
 """The Deployer: the devices, keys, plans, schedules and records of a run."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from .errors import (
     check_model,
     check_model_function,
     check_number,
+    make_folder,
     with_batch_note,
 )
 from .machine import (
@@ -39,7 +39,7 @@ from .machine import (
     peak_memory,
     start_cache,
 )
-from .monitor import RECORDS, Console, ProgressLine, Tracker
+from .monitor import RECORDS, Console, ProgressLine, Tracker, to_json
 from .partition import Overrides, Plan
 from .storage import Location, Staging, StorePath, location
 from .tracing import leak
@@ -160,7 +160,7 @@ class Deployer(RedcoNames):
             if isinstance(folder, StorePath) and is_main:
                 staging = Staging(folder, RECORDS)
             elif isinstance(folder, Path) and is_main:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder, "workdir")
             console = Console(
                 staging.folder if staging is not None else folder if isinstance(folder, Path) else None,
                 verbose=verbose,
@@ -434,6 +434,9 @@ class Deployer(RedcoNames):
     def save_outputs(self, outputs: Sequence[Any], name: str = "outputs.jsonl") -> Location:
         """Writes one JSON line per output to `workdir/outputs/NAME` and returns its path. Arrays become nested lists.
 
+        NaN and the infinities, which JSON lacks, become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, as in
+        `metrics.jsonl`; `float` reads them.
+
         Raises ValueError without a workdir, TypeError for values that JSON cannot hold.
         """
         if self.workdir is None:
@@ -444,7 +447,7 @@ class Deployer(RedcoNames):
                 return np.asarray(value).tolist()
             raise TypeError(f"`outputs`: expected values that JSON can hold, got {type(value).__name__}. Convert it first.")
 
-        lines = "".join(json.dumps(output, default=plain) + "\n" for output in outputs)
+        lines = "".join(to_json(output, default=plain) + "\n" for output in outputs)
         path = self.workdir / "outputs" / name
         if self.is_dry_run or self._run.peers.index:
             return path

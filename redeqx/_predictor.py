@@ -18,6 +18,7 @@ from .errors import (
     REDCO_PREDICTOR,
     REDCO_PREDICTOR_ARGUMENTS,
     RedcoNames,
+    check_deployer,
     check_examples_kind,
     check_function,
     check_model,
@@ -74,6 +75,7 @@ class Predictor(RedcoNames):
         plan: Plan | None = None,
         fuse_attention: bool = True,
     ):
+        check_deployer(deployer, Deployer)
         if model is not None:
             check_model(model)
             check_model_function(pred_fn, "pred_fn", has_state=model_state is not None)

@@ -20,6 +20,7 @@ from .errors import (
     check_alive,
     check_choice,
     check_count,
+    check_deployer,
     check_function,
     check_model,
     check_model_function,
@@ -47,6 +48,7 @@ from .training import (
     resume_newest,
     train,
     update,
+    warn_of_large_batch,
     weak_types,
     with_options,
     with_weak_types,
@@ -145,6 +147,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         stack_blocks: bool | None = None,
         offload_opt_state: bool = False,
     ):
+        check_deployer(deployer, Deployer)
         check_choice(on_nonfinite, "on_nonfinite", ("raise", "skip"))
         check_choice(remat, "remat", ("auto", *REMATS))
         check_choice(memory, "memory", ("auto", None))
@@ -254,6 +257,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
         agree_on_examples(self._engine.run.peers, "train", size_of(examples), size.examples)
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(self._job(steps, size), run.machine, **run.options))
+        if not drop_remainder:
+            warn_of_large_batch(size_of(examples), size, per_device_batch_size)
         return train(self._engine, steps, size)
 
     @filter_traceback

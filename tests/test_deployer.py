@@ -535,6 +535,18 @@ def test_outputs_are_saved_as_json_lines(tmp_path):
     assert deployer.save_outputs([], "other/none.jsonl").read_text() == ""
 
 
+def test_outputs_that_are_not_finite_are_saved_as_valid_json(tmp_path):
+    outputs = [np.nan, {"NaN": [np.float32(np.inf), 1.5, 2]}, jnp.array([[-jnp.inf, 0.1]], jnp.float32), "Infinity"]
+    text = make_deployer(workdir=tmp_path).save_outputs(outputs).read_text()
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    read = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    assert read == ["NaN", {"NaN": ["Infinity", 1.5, 2]}, [["-Infinity", float(np.float32(0.1))]], "Infinity"]
+    assert np.isnan(float(read[0])) and float(read[2][0][0]) == -np.inf
+
+
 def test_unsavable_outputs_raise(tmp_path):
     deployer = make_deployer(workdir=tmp_path)
     path = deployer.save_outputs(["earlier"])

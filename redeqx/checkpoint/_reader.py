@@ -124,9 +124,14 @@ def check_tree(source: TensorReader, template: PyTree, what: str = "model") -> N
     lines = _mismatches(source, array_leaves(template))
     if lines:
         differing = "\n  - ".join(listed(lines))
+        advice = f"Build the {what} that was saved, or load the checkpoint of this one."
+        if what == "optimizer":
+            advice = (
+                "Pass the `optimizer` and the `trainable` with which it was saved, or load the model alone: "
+                "`load_ckpt(..., load_opt_states=False)`."
+            )
         raise ValueError(
-            f"`{source.path}`: expected the tensors of this {what}, got {len(lines)} that differ:\n  - {differing}\n"
-            f"Build the {what} that was saved, or load the checkpoint of this one."
+            f"`{source.path}`: expected the tensors of this {what}, got {len(lines)} that differ:\n  - {differing}\n{advice}"
         )
 
 

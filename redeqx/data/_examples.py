@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._tree import render
-from ..errors import ExampleNote, check_examples_kind, check_function, check_integers
+from ..errors import check_examples_kind, check_function, check_integers, example_note
 from ._prefetch import Prefetch
 from ._rows import BatchSize, Group, cut_rows, local_rows, place_batch
 from ._streams import Stream, checksum
@@ -37,7 +37,7 @@ def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = N
     """
     items = []
     for i in map(int, indices):
-        with ExampleNote("Raised in reading example", [i if places is None else places[i]]):
+        with example_note("Raised in reading example", [i if places is None else places[i]]):
             items.append(examples[i])
     return items
 
@@ -54,8 +54,29 @@ def collate(collate_fn: Callable[[list], PyTree], examples: list, places: Sequen
     Raises TypeError for a leaf that is not an array of numbers, ValueError for another number of rows and for integers that
     do not fit into 32 bits.
     """
-    with ExampleNote("`collate_fn` was called with examples", range(len(examples)) if places is None else places):
-        return _checked_batch(collate_fn(examples), len(examples))
+    with example_note("`collate_fn` was called with examples", range(len(examples)) if places is None else places):
+        try:
+            return _checked_batch(collate_fn(examples), len(examples))
+        except Exception as error:
+            if (shapes := _as_ready_batch(examples)) is not None:
+                error.add_note(_READY_BATCH.format(shapes))
+            raise
+
+
+_READY_BATCH = (
+    "Each example has arrays that share their leading dim: {}. If these are ready batches, pass their rows as the examples, "
+    "and stack these in `collate_fn`: redeqx shuffles and batches by itself."
+)
+
+
+def _as_ready_batch(examples: list) -> str | None:
+    """Returns the shapes of the first example's arrays if they could be the columns of a batch; None otherwise."""
+    first = examples[0] if examples else ()
+    columns = first.values() if isinstance(first, Mapping) else first if isinstance(first, tuple | list) else ()
+    shapes: list[tuple[int, ...]] = [tuple(getattr(column, "shape", None) or ()) for column in columns]
+    if len(shapes) < 2 or not all(shapes) or len({shape[0] for shape in shapes}) > 1 or max(map(len, shapes)) < 2:
+        return None
+    return ", ".join(map(str, shapes))
 
 
 def _checked_batch(batch: PyTree, n_rows: int) -> PyTree[np.ndarray]:
@@ -92,10 +113,7 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
         )
     array = np.asarray(leaf)
     if not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)):
-        raise TypeError(
-            f"`collate_fn` output `{name}`: expected numbers, got an array of dtype {array.dtype} and shape {array.shape}. "
-            "Rows of different lengths make such arrays: pad them; tokenize text."
-        )
+        raise TypeError(f"`collate_fn` output `{name}`: expected numbers, got {_describe_objects(array)}.")
     if array.ndim == 0 or len(array) != n_rows:
         raise ValueError(
             f"`collate_fn` output `{name}`: expected {n_rows} rows, one for each example, got shape {array.shape}. "
@@ -103,6 +121,21 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
         )
     check_integers(array, f"`collate_fn` output `{name}`")
     return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+
+
+def _describe_objects(array: np.ndarray) -> str:
+    """Returns what an array without numbers holds, and the next step."""
+    objects = array.ravel().tolist()
+    nones = [i for i, x in enumerate(objects) if x is None]
+    lengths = sorted({len(x) for x in objects if hasattr(x, "__len__")})
+    if nones:
+        return f"None in {len(nones)} of {len(objects)} entries, the first is entry {nones[0]}. Replace them by numbers"
+    if any(isinstance(x, str | bytes) for x in objects):
+        return f"text, in an array of shape {array.shape}. Tokenize it, or leave it out"
+    if len(lengths) > 1:
+        return f"rows of {lengths[0]} to {lengths[-1]} items. Pad them to one length"
+    kinds = sorted({type(x).__name__ for x in objects})
+    return f"an array of dtype {array.dtype} that holds: {', '.join(kinds)}. Return arrays of numbers"
 
 
 def n_tokens(batch: PyTree[np.ndarray]) -> int | None:

@@ -10,6 +10,7 @@ from ._arguments import (
     check_alive as check_alive,
     check_choice as check_choice,
     check_count as check_count,
+    check_deployer as check_deployer,
     check_examples_kind as check_examples_kind,
     check_folder as check_folder,
     check_function as check_function,
@@ -20,6 +21,7 @@ from ._arguments import (
     check_optimizer as check_optimizer,
     check_predictor as check_predictor,
     check_readable_again as check_readable_again,
+    make_folder as make_folder,
 )
 from ._frames import is_ours as is_ours, warn as warn
 from ._redco import (
@@ -29,6 +31,7 @@ from ._redco import (
     REDCO_TRAINER as REDCO_TRAINER,
     REDCO_TRAINER_ARGUMENTS as REDCO_TRAINER_ARGUMENTS,
     RedcoNames as RedcoNames,
+    check_names as check_names,
 )
 from ._untrusted import (
     DamagedError as DamagedError,
@@ -42,9 +45,10 @@ from ._untrusted import (
     unreadable as unreadable,
 )
 from ._user_code import (
-    ExampleNote as ExampleNote,
     FilteredTraceback as FilteredTraceback,
+    Note as Note,
     RemoteTraceback as RemoteTraceback,
+    example_note as example_note,
     filter_traceback as filter_traceback,
     with_batch_note as with_batch_note,
 )

@@ -8,7 +8,8 @@ functions run.
 import inspect
 import operator
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from numbers import Real
@@ -88,14 +89,36 @@ def check_folder(path: Any, name: str) -> None:
 
     An object store's address is not checked.
     """
+    if path == "":
+        raise ValueError(f"`{name}`: expected a path or None, got ''. Pass '.' for the current folder.")
     if not isinstance(path, str | Path):
         raise TypeError(f"`{name}`: expected a path or None, got {_brief(path)}. Pass a string or a `pathlib.Path`.")
     if isinstance(path, str) and "://" in path:
         return
     for part in (Path(path), *Path(path).parents):
-        if part.exists() and not part.is_dir():
+        with _creating(path, name):
+            is_file = part.exists() and not part.is_dir()
+        if is_file:
             which = "which is a file" if part == Path(path) else f"where `{part}` is a file"
             raise ValueError(f"`{name}`: expected a folder, got `{path}`, {which}. Move the file, or choose another folder.")
+
+
+def make_folder(path: Path, name: str) -> None:
+    """Create a folder and its parents. Raise an OSError of the same kind, with the name of the argument, if that fails."""
+    with _creating(path, name):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _creating(path: Any, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError for a null character
+        reason = getattr(error, "strerror", None) or str(error)
+        raise type(error)(
+            f"`{name}`: expected a folder that can be created, got {_brief(str(path))}: {reason}. "
+            "Choose a folder in which you may write."
+        ) from None
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -207,15 +230,19 @@ def check_function(fn: Any, name: str, parameters: Sequence[str], why: str = "")
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return  # a function that is not written in Python may have no signature
+    names = [p.name for p in signature.parameters.values()]
+    swapped = [found for p, found in zip(parameters, names, strict=False) if p != found and found in parameters]
     try:
         signature.bind(*parameters)
-        return
+        if not swapped:
+            return
     except TypeError:
-        pass
-    names = [p.name for p in signature.parameters.values()]
+        swapped = []
     missing = [p for p in parameters if p not in names]
     needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in _VARIADIC]
-    if not parameters:
+    if swapped:
+        advice = "They are passed by position: put them into this order"
+    elif not parameters:
         advice = "Bind them: `lambda: ...`"
     elif len(needed) < len(parameters) and missing == ["key"]:
         advice = "Add the parameter `key`, which dropout and sampling draw from; it may stay unused"
@@ -238,6 +265,12 @@ def check_model_function(fn: Any, name: str, *, has_state: bool) -> None:
     """Call `check_function` for a `loss_fn`, a `grad_fn` or a `pred_fn`."""
     state, why = (["state"], ", as `model_state` was given") if has_state else ([], "")
     check_function(fn, name, ["model", *state, "batch", "key"], why)
+
+
+def check_deployer(deployer: Any, cls: type) -> None:
+    """Raise TypeError if `deployer` is not of this class."""
+    if not isinstance(deployer, cls):
+        raise TypeError(f"`deployer`: expected a Deployer, got {_brief(deployer)}. Pass `redeqx.Deployer()`.")
 
 
 def check_predictor(predictor: Any) -> None:
@@ -301,12 +334,22 @@ def check_examples_kind(given: Any, name: str) -> None:
     if isinstance(given, Mapping) and given and all(hasattr(split, "column_names") for split in given.values()):
         split = next(iter(given))
         raise TypeError(f"{expected} a {type(given).__name__} of {', '.join(map(str, given))}. Pass one: `[{split!r}]`.")
+    if isinstance(given, dict) and given and all(getattr(column, "shape", ()) for column in given.values()):
+        shapes = {tuple(column.shape) for column in given.values()}
+        if len({shape[0] for shape in shapes}) == 1:
+            raise TypeError(
+                f"{expected} a {type(given).__name__} of {len(given)} arrays, each with one row per example. "
+                "Pass `[dict(zip(columns, row)) for row in zip(*columns.values())]`."
+            )
     if isinstance(given, tuple | list) and 2 <= len(given) <= 4 and all(getattr(x, "shape", ()) for x in given):
         shapes = [tuple(x.shape) for x in given]
-        if len({shape[0] for shape in shapes}) == 1 and len({len(shape) for shape in shapes}) > 1:
+        # In a list, arrays of one shape and kind are examples. A tuple is what functions return that load columns.
+        differs = len({len(shape) for shape in shapes}) > 1 or len({np.dtype(x.dtype).kind for x in given}) > 1
+        or_examples = "" if differs else ", or `list(arrays)` if each is one example"
+        if len({shape[0] for shape in shapes}) == 1 and (differs or isinstance(given, tuple)):
             raise TypeError(
                 f"{expected} a {type(given).__name__} of {len(shapes)} arrays of shapes {', '.join(map(str, shapes))}, each "
-                "with one row per example. Pass `list(zip(*arrays))`."
+                f"with one row per example. Pass `list(zip(*arrays))`{or_examples}."
             )
 
 

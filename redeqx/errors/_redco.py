@@ -1,12 +1,67 @@
-"""Redco's names: using one as an attribute or an argument raises an error with the name in redeqx."""
+"""Names that the facades do not have, Redco's above all: using one as an attribute or an argument raises an error with the
+name in redeqx. So does assigning to an attribute that only reports."""
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .._tree import nearest
 from ._user_code import filter_traceback
+
+
+def check_names(
+    signature: inspect.Signature,
+    of: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    redco: Mapping[str, str] | None = None,
+) -> None:
+    """Raises TypeError for arguments that a signature does not take.
+
+    **Arguments:**
+
+    - `of`: the name of the class or method.
+    - `redco`: maps names of Redco to what takes their place.
+    """
+    names = {name: p for name, p in signature.parameters.items() if name != "self"}
+    for name in (name for name in kwargs if name not in names):
+        expected = f"`{of}({name}=)`: expected an argument of redeqx, got "
+        if redco and name in redco:
+            raise TypeError(f"{expected}one of Redco. {redco[name]}")
+        raise TypeError(f"{expected}an unknown one.{_OTHERS.get(name, '') or nearest(name, names)}")
+    positional = [name for name, p in names.items() if p.kind is not p.KEYWORD_ONLY]
+    if len(args) > len(positional):
+        allowed = ", ".join(f"`{name}`" for name in positional)
+        by_name = ", ".join(f"{name}=..." for name in list(names)[len(positional) : len(args)])
+        raise TypeError(
+            f"`{of}`: expected only {allowed} without a name, got {len(args)} such arguments. "
+            f"Name the others: `{of}({', '.join(positional)}, {by_name})`."
+        )
+    given = {*positional[: len(args)], *kwargs}
+    missing = [name for name, p in names.items() if p.default is p.empty and name not in given]
+    if missing:
+        listed = ", ".join(f"`{name}`" for name in missing)
+        raise TypeError(f"`{of}({missing[0]}=)`: expected this argument, got none. Pass {listed}.")
+
+
+# Other libraries' names of arguments.
+_OTHERS = {
+    name: f" Did you mean {of}?"
+    for names, of in {
+        "epochs num_epochs max_epochs num_train_epochs": "`n_epochs`",
+        "steps num_steps n_steps": "`max_steps`",
+        "per_device_train_batch_size train_batch_size": "`per_device_batch_size` or `batch_size`",
+        "validation_data val_examples eval_dataset": "`eval_examples`",
+        "train_dataset": "`train_examples`",
+        "metrics compute_metrics metric_fn": "`eval_metric_fn`, with an `eval_predictor`",
+        "gradient_accumulation_steps accumulate_steps": "`accumulate_grad_batches`",
+        "seed": "`jax_seed`",
+        "opt optim": "`optimizer`",
+        "output_dir save_dir ckpt_dir": "`workdir`",
+    }.items()
+    for name in names.split()
+}
 
 
 class RedcoNames:
@@ -22,19 +77,26 @@ class RedcoNames:
             if "_redco_arguments" not in cls.__dict__:  # a user's subclass has its own arguments
                 return
             init, known = cls.__init__, cls._redco_arguments
-            names = inspect.signature(init).parameters
+            signature = inspect.signature(init)
 
             @filter_traceback
             @functools.wraps(init)
             def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-                for name in (name for name in kwargs if name not in names):
-                    expected = f"`{cls.__name__}({name}=)`: expected an argument of redeqx, got "
-                    if name in known:
-                        raise TypeError(f"{expected}one of Redco. {known[name]}")
-                    raise TypeError(f"{expected}an unknown one.{nearest(name, names)}")
+                check_names(signature, cls.__name__, args, kwargs, known)
                 init(self, *args, **kwargs)
+                if type(self) is cls:  # a user's subclass may have attributes of its own
+                    self.__dict__["_arguments"] = frozenset(signature.parameters)
 
             cls.__init__ = checked
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            is_argument, of = name in self.__dict__.get("_arguments", ()), getattr(type(self), name, None)
+            if is_argument or (isinstance(of, property) and of.fset is None):
+                cls = type(self).__name__
+                advice = f"Create another {cls} with `{name}=`" if is_argument else "The arguments and training determine it"
+                message = f"`{cls}.{name}`: expected to be read only, got an assignment. {advice}."
+                raise AttributeError(message, name=name, obj=self)
+            object.__setattr__(self, name, value)
 
         def __getattr__(self, name: str) -> Any:
             if (advice := self._redco_attributes.get(name)) is not None:

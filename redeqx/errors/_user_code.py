@@ -47,25 +47,35 @@ def _describe_batch(batch: Any) -> str:
     )
 
 
-class ExampleNote:
-    """A context manager that adds a note with the examples' indices to errors.
+class Note:
+    """A context manager that adds a note to errors.
 
     **Arguments:**
 
-    - `what`: the beginning of the note.
-    - `places`: the examples' indices, or their positions in an iterable.
+    - `text`: the note, or its beginning.
+    - `rest`: returns the rest of it. It is called only for an error.
     """
 
-    def __init__(self, what: str, places: Sequence[int]):
-        self._what, self._places = what, places
+    def __init__(self, text: str, rest: Callable[[], str] = str):
+        self._text, self._rest = text, rest
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: types.TracebackType | None) -> None:
         if isinstance(error, Exception):
-            numbers = listed([str(i) for i in self._places], 16)
-            _note(error, self._what, lambda: f" {', '.join(numbers)}, counted from 0.")
+            _note(error, self._text, self._rest)
+
+
+def example_note(what: str, places: Sequence[int]) -> Note:
+    """Returns a context manager that adds a note with the examples' numbers to errors.
+
+    **Arguments:**
+
+    - `what`: the beginning of the note.
+    - `places`: the examples' indices, or their positions in an iterable.
+    """
+    return Note(what, lambda: f" {', '.join(listed([str(i) for i in places], 16))}, counted from 0.")
 
 
 def _note(error: Exception, begin: str, rest: Callable[[], str]) -> None:

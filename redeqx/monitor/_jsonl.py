@@ -4,9 +4,9 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ..errors import warn
 from ..storage import fsync_folder
@@ -29,8 +29,7 @@ class JsonLines:
         if self._file is None:
             self._file = _open_to_append(self._path)
             weakref.finalize(self, self._file.close)  # avoids a ResourceWarning if `close` is not called
-        line = {name: value if math.isfinite(value) else _non_finite(value) for name, value in numbers.items()}
-        self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
+        self._file.write(to_json({"step": step, **numbers}) + "\n")
         self._file.flush()
 
     def rewind(self, step: int) -> None:
@@ -74,8 +73,27 @@ class JsonLines:
             self._file = None
 
 
-def _non_finite(value: float) -> str:
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> str:
+    """Returns a value as one line of JSON, in which NaN and the infinities are strings that `float` accepts.
+
+    **Arguments:**
+
+    - `default`: as for `json.dumps`.
+    """
+    text = json.dumps(value, default=default)
+    if "NaN" in text or "Infinity" in text:
+        text = json.dumps(_without_nonfinite(json.loads(text)), allow_nan=False)
+    return text
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nonfinite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nonfinite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def _step_of(line: str) -> int | None:

@@ -26,7 +26,13 @@ from ._loss import Loss as Loss, trace_loss as trace_loss
 from ._memory import REMATS as REMATS
 from ._options import FitOptions as FitOptions, with_options as with_options
 from ._parts import Parts as Parts
-from ._passes import as_one_step as as_one_step, in_order as in_order, train as train, update as update
+from ._passes import (
+    as_one_step as as_one_step,
+    in_order as in_order,
+    train as train,
+    update as update,
+    warn_of_large_batch as warn_of_large_batch,
+)
 from ._precision import Precision as Precision
 from ._program import (
     Program as Program,

@@ -387,13 +387,19 @@ class Engine:
         args = self.state.train_args(batch.groups, batch.n_micro_batches)
         return self.state.program.train_step.lower(*args).compile()
 
-    def _explain_nonfinite(self, batch: Batch) -> str:
-        """Names the last good checkpoint, and what in a batch makes its loss not finite."""
+    def _explain_nonfinite(self, update: Update) -> str:
+        """Names the last good checkpoint, and what makes the loss of an update not finite."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
         index = {} if self.checkpoints is None else self.checkpoints.index()
         last = f"The last good checkpoint is {index['last']}." if "last" in index else "Nothing was saved yet."
-        return f"{last} {explain_nonfinite(batch.rows, batch.places, lambda: self.recipe.trace(*self.trees, batch.rows))}"
+        if not update.has_weight:
+            return (
+                f"{last} The sum of `Loss.weight` over the update is 0, as if every row or token were masked: leave such "
+                "examples out, or pass a larger batch size."
+            )
+        rows, places = update.batch.rows, update.batch.places
+        return f"{last} {explain_nonfinite(rows, places, lambda: self.recipe.trace(*self.trees, rows))}"
 
     def predictor_source(self) -> tuple[PyTree, PyTree, Plan]:
         """Returns the model, the state of its layers and the plan that a Predictor of this trainer uses."""

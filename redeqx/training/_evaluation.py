@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from ..checkpoint import array_leaves
 from ..data import BatchSize, Slice
-from ..errors import check_model
+from ..errors import check_model, warn
 from ..partition import place
 from ._engine import Engine
 from ._metrics import LAG
@@ -58,9 +58,14 @@ def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyT
                 finish_oldest()
         while pending:
             finish_oldest()
-    pairs = np.asarray(sums).reshape(-1, 2)
+    pairs, names = np.asarray(sums).reshape(-1, 2), engine.state.program.eval_names
+    if pairs[names.index("loss"), 1] == 0:
+        warn(
+            "`Loss.weight`: expected a sum above 0 over the evaluated examples, got 0, as if every row or token were "
+            "masked. Their loss is NaN: evaluate other examples."
+        )
     with np.errstate(invalid="ignore", divide="ignore"):
-        return dict(zip(engine.state.program.eval_names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
+        return dict(zip(names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
 
 
 def _check_alike(engine: Engine, model: PyTree) -> None:

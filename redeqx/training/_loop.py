@@ -22,7 +22,7 @@ from ..data import (
     size_of,
     slices,
 )
-from ..errors import as_metrics
+from ..errors import Note, as_metrics
 from ..monitor import ProgressLine
 from ._callbacks import Callbacks
 from ._ema import attach
@@ -30,7 +30,7 @@ from ._engine import DamagedCheckpoint, Engine
 from ._evaluation import evaluate
 from ._job import Job, make_job
 from ._options import FitOptions
-from ._passes import in_order, updates
+from ._passes import in_order, updates, warn_of_large_batch
 from ._progress import Position
 from ._resume import check_setting, resume_newest
 from ._schedules import warn_of_zero_rate
@@ -281,6 +281,8 @@ class Fit:
             engine.run.peers.agree("train_examples", {f"the size of epoch {epoch}": n}, "Pass the same in every process.")
         if start is first:
             self._check_setting(start, n, sample_of(examples))
+            if not options.drop_remainder:
+                warn_of_large_batch(n, self.size, options.per_device_batch_size)
         elif differs_by_epoch(options.train_examples):
             engine.progress.setting |= {"train_size": n, "sample": sample_of(examples)}
         line.n_steps = self._last_step
@@ -301,7 +303,9 @@ class Fit:
                     return
                 if options.eval_examples is not None and options.eval_sanity_check:
                     # On one batch, so that an error shows before training and not after an epoch.
-                    self._compute_metrics(self._first_evaluated(), line)
+                    some, n_all = self._first_evaluated(), size_of(options.eval_examples)
+                    with nullcontext() if len(some) == n_all else Note(_SANITY_CHECK.format(len(some), n_all)):
+                        self._compute_metrics(some, line)
                     if engine.run.peers.n == 1 and self._is_over():  # stopped by an `eval_metric_fn`
                         return
             with closing(updates(engine, upcoming, line, start.fit, epoch)) as steps_taken:
@@ -438,6 +442,12 @@ class Fit:
             if "last" in index:
                 rows["last"] = str(engine.checkpoints.resolve("last"))
         engine.run.console.header(rows, title="done")
+
+
+_SANITY_CHECK = (
+    "Raised by the check before training, which evaluates the first {} of {} examples, so that mistakes show early. If a "
+    "metric needs more of them, pass `eval_sanity_check=False`."
+)
 
 
 def _is_due(count: int, every: int | None) -> bool:

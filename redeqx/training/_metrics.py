@@ -12,8 +12,6 @@ from ..errors import warn
 from ..monitor import Console, ProgressLine, Work
 from ._progress import Progress
 
-Explain = Callable[[Batch], str]
-
 UNMOVED = "share of updates that rounding loses"  # computed by the step for 16-bit parameters; checked, not recorded
 _MOST_UNMOVED = 0.5  # warn above this share
 LAG = 2  # this many newest steps stay unread, so that the device has one queued while the host reads
@@ -27,7 +25,7 @@ class Update:
 
     - `step`: the engine's step after it.
     - `epoch`: in a fit, the epoch, from 0; None outside a fit.
-    - `names`, `vector`: the names of the metrics, and their values.
+    - `names`, `vector`: the names of the metrics; their values, and then the weight of the loss.
     - `batch`: without its arrays on devices, so that their memory can be freed.
     - `work`: its work on one device.
     """
@@ -47,8 +45,16 @@ class Update:
         """Returns the share of updates that are lost to rounding; waits for the device."""
         return self._values().get(UNMOVED, 0.0)
 
+    @property
+    def has_weight(self) -> bool:
+        """Whether the weight that divided the loss is not 0. Waits for the device."""
+        return bool(np.asarray(self.vector)[-1])
+
     def _values(self) -> dict[str, float]:
-        return dict(zip(self.names, np.asarray(self.vector).tolist(), strict=True))
+        return dict(zip(self.names, np.asarray(self.vector)[:-1].tolist(), strict=True))
+
+
+Explain = Callable[[Update], str]
 
 
 def _first_nonfinite(metrics: dict[str, float]) -> str | None:
@@ -68,8 +74,8 @@ class Metrics:
 
     - `last`: the metrics of the newest update that has been read.
 
-    Methods raise ValueError for an update that is not finite, unless it may be skipped. Their argument `explain` maps the
-    batch of such an update to the reason and the next step, as sentences that end an error.
+    Methods raise ValueError for an update that is not finite, unless it may be skipped. Their argument `explain` maps
+    such an update to the reason and the next step, as sentences that end an error.
     """
 
     def __init__(self, console: Console, skips: bool, max_skipped: int):
@@ -155,6 +161,5 @@ class Metrics:
         what = "the loss" if name == "loss" else "the gradient's norm"
         often = f" for {self._n_skipped_in_a_row} steps one after the other" if self._skips else ""
         return ValueError(
-            f"`{name}` at step {update.step}: expected {what} to be finite, got {metrics[name]}{often}. "
-            f"{explain(update.batch)}"
+            f"`{name}` at step {update.step}: expected {what} to be finite, got {metrics[name]}{often}. {explain(update)}"
         )

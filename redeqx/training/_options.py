@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..data import check_examples, size_of
-from ..errors import FilteredTraceback, check_count, check_function, check_predictor, check_readable_again
+from ..errors import FilteredTraceback, check_count, check_function, check_names, check_predictor, check_readable_again
 from ..storage import Location
 from ._callbacks import Callbacks
 
@@ -125,10 +125,7 @@ def with_options(
         @functools.wraps(method)
         def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> Result:
             with FilteredTraceback():
-                try:
-                    signature.bind(self, *args, **kwargs)
-                except TypeError as error:
-                    raise TypeError(f"{method.__name__}() {error}") from None
+                check_names(signature, method.__name__, args, kwargs)
                 return method(self, options(*args, **kwargs))
 
         called.__signature__ = signature  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from contextlib import closing, nullcontext
 from typing import Any
 
 from ..data import Batch, BatchSize, Prefetch, Slice, check_examples, is_function, size_of, slices
+from ..errors import warn
 from ..monitor import ProgressLine
 from ._engine import Engine
 from ._progress import Position
@@ -19,6 +20,24 @@ def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> It
     if is_function(examples):
         raise TypeError("`examples`: expected examples, got a function, which only `fit` calls, with an epoch. Call it.")
     return slices(examples, size.examples, drop_remainder=drop_remainder, name="examples")
+
+
+def warn_of_large_batch(n: int | None, size: BatchSize, per_device: int | None) -> None:
+    """Warns if there are fewer examples than one update takes.
+
+    **Arguments:**
+
+    - `n`: the number of examples; None if unknown.
+    - `per_device`: the rows per device, if these were given instead of the examples per update.
+    """
+    # The smallest number of rows per device that takes all examples is meant, although it may take more.
+    step = 1 if per_device is None else size.examples // per_device
+    if n is not None and n <= size.examples - step:
+        name = "batch_size" if per_device is None else "per_device_batch_size"
+        warn(
+            f"`{name}`: expected at most {n} examples per update, all that there are, got {size.examples}. Each pass is one "
+            f"update of {n}. Pass `batch_size={n}` if this is meant, or less for more updates."
+        )
 
 
 def updates(

@@ -119,8 +119,8 @@ def make_train_step(
     steps, vector)`, where `steps` counts the steps taken and, of those, the skipped ones, and `n_first` is as for
     `_accumulate`.
 
-    All arguments but the frozen arrays, the stream, the batch and `n_first` are donated. The vector holds the metrics, in
-    one transfer per step; the list has their names once the step has been traced.
+    All arguments but the frozen arrays, the stream, the batch and `n_first` are donated. The vector holds the metrics,
+    and then the weight of the loss, in one transfer per step; the list has the metrics' names once the step has been traced.
 
     **Arguments:**
 
@@ -191,7 +191,7 @@ def make_train_step(
             after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)
             n_skipped = n_skipped + jnp.where(is_finite, 0, 1).astype(n_skipped.dtype)
         after = (after[0], _in_memory(jax.memory.Space.Host, after[1], layout.opt_state), after[2])
-        return *after, jnp.stack([step + 1, n_skipped]), jnp.stack(list(values.values()))
+        return *after, jnp.stack([step + 1, n_skipped]), jnp.stack([*values.values(), weight])
 
     replicate = replicated(mesh)
     shardings = (layout.trained, layout.opt_state, layout.state, replicate, replicate)

@@ -167,27 +167,37 @@ def test_collate_converts_to_jax_dtypes(output, dtype):
         (
             {"ids": np.array([[1, 2], [3], [4, 5, 6]], dtype=object)},
             TypeError,
-            "`collate_fn` output `ids`: expected numbers, got an array of dtype object and shape (3,). "
-            "Rows of different lengths make such arrays: pad them; tokenize text.",
+            "`collate_fn` output `ids`: expected numbers, got rows of 1 to 3 items. Pad them to one length.",
+        ),
+        (
+            {"y": np.array([0.5, None, 1], dtype=object)},
+            TypeError,
+            "`collate_fn` output `y`: expected numbers, got None in 1 of 3 entries, the first is entry 1. "
+            "Replace them by numbers.",
+        ),
+        (
+            {"y": np.array([{}, {}, {}])},
+            TypeError,
+            "`collate_fn` output `y`: expected numbers, got an array of dtype object that holds: dict. "
+            "Return arrays of numbers.",
         ),
         (
             {"text": np.array(["a", "b", "c"])},
             TypeError,
-            "`collate_fn` output `text`: expected numbers, got an array of dtype <U1 and shape (3,). "
-            "Rows of different lengths make such arrays: pad them; tokenize text.",
+            "`collate_fn` output `text`: expected numbers, got text, in an array of shape (3,). "
+            "Tokenize it, or leave it out.",
         ),
         (
             {"when": np.zeros(3, "datetime64[s]")},
             TypeError,
-            "`collate_fn` output `when`: expected numbers, got an array of dtype datetime64[s] and shape (3,). "
-            "Rows of different lengths make such arrays: pad them; tokenize text.",
+            "`collate_fn` output `when`: expected numbers, got an array of dtype datetime64[s] that holds: datetime. "
+            "Return arrays of numbers.",
         ),
         (
             {"row": np.zeros(3, [("a", np.int32), ("b", np.int32)])},
             TypeError,
             "`collate_fn` output `row`: expected numbers, got an array of dtype "
-            "[('a', '<i4'), ('b', '<i4')] and shape (3,). "
-            "Rows of different lengths make such arrays: pad them; tokenize text.",
+            "[('a', '<i4'), ('b', '<i4')] that holds: tuple. Return arrays of numbers.",
         ),
         (
             {"temperature": 0.5},

@@ -161,8 +161,8 @@ def test_exhausted_examples_leave_the_checkpoint_of_the_previous_epoch(tmp_path)
         (
             lambda rows: {"text": np.array(["a"] * len(rows))},
             TypeError,
-            "`collate_fn` output `text`: expected numbers, got an array of dtype <U1 and shape (4,). "
-            "Rows of different lengths make such arrays: pad them; tokenize text.",
+            "`collate_fn` output `text`: expected numbers, got text, in an array of shape (4,). "
+            "Tokenize it, or leave it out.",
         ),
         (
             lambda rows: {"x": np.zeros((len(rows) - 1, 4))},
@@ -554,9 +554,17 @@ def test_checkpoint_of_another_model_is_not_loaded(kind, workdir):
 def test_checkpoint_of_another_optimizer_loads_without_its_state(workdir):
     path = workdir / "ckpts" / "step_00000004"
     trainer = make_trainer(workdir, optimizer=optax.sgd(0.1))
-    assert message(ValueError, trainer.load_ckpt).startswith(
-        f"`{path / 'optimizer.safetensors'}`: expected the tensors of this optimizer, got "
+    differs = f"`{path / 'optimizer.safetensors'}`: expected the tensors of this optimizer, got "
+    advice = (
+        "Pass the `optimizer` and the `trainable` with which it was saved, or load the model alone: "
+        "`load_ckpt(..., load_opt_states=False)`."
     )
+    found = message(ValueError, trainer.load_ckpt)
+    assert found.startswith(differs) and found.endswith(f"\n{advice}")
+    found = message(
+        ValueError, make_trainer(workdir, trainable=lambda leaf: eqx.is_array(leaf) and leaf.ndim == 2).fit, EXAMPLES, 4, 3
+    )
+    assert differs in found and found.endswith(f"\n{advice} For a new run choose another workdir.")
     trainer.load_ckpt(load_opt_states=False)
     assert trainer.step == 0
     same = make_trainer(workdir)

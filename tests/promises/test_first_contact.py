@@ -43,6 +43,20 @@ DELETED = (
     "A training step deletes the arrays that it updates: take `trainer.model` after the last step, or keep a copy: "
     "`jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainer.model)`."
 )
+READY = (
+    "Each example has arrays that share their leading dim: (2, 4), (2,). If these are ready batches, pass their rows as the "
+    "examples, and stack these in `collate_fn`: redeqx shuffles and batches by itself."
+)
+ORDER = "They are passed by position: put them into this order."
+ASSIGNED = "expected to be read only, got an assignment."
+MASKED = (
+    "`loss` at step 1: expected the loss to be finite, got nan. Nothing was saved yet. The sum of `Loss.weight` over the "
+    "update is 0, as if every row or token were masked: leave such examples out, or pass a larger batch size."
+)
+TOO_LARGE = (
+    "expected at most 8 examples per update, all that there are, got {}. Each pass is one update of 8. "
+    "Pass `batch_size=8` if this is meant, or less for more updates."
+)
 CHECKPOINT = "Pass a folder `step_...` of a workdir's `ckpts`, or a name such as `last`."
 
 # The error of each mistake. `TMP` stands for its folder.
@@ -181,6 +195,87 @@ MESSAGES = {
         f"`train_examples`: {ITEMS} a tuple of 2 arrays of shapes (8, 4), (8,), each with one row per example. "
         "Pass `list(zip(*arrays))`.",
     ),
+    "columns of one shape": (
+        "TypeError",
+        f"`train_examples`: {ITEMS} a tuple of 2 arrays of shapes (8, 4), (8, 4), each with one row per example. "
+        "Pass `list(zip(*arrays))`, or `list(arrays)` if each is one example.",
+    ),
+    "columns of one shape and two kinds": (
+        "TypeError",
+        f"`train_examples`: {ITEMS} a list of 2 arrays of shapes (8, 4), (8, 4), each with one row per example. "
+        "Pass `list(zip(*arrays))`.",
+    ),
+    "columns by name": (
+        "TypeError",
+        f"`train_examples`: {ITEMS} a dict of 2 arrays, each with one row per example. "
+        "Pass `[dict(zip(columns, row)) for row in zip(*columns.values())]`.",
+    ),
+    "a column of None": (
+        "TypeError",
+        "`collate_fn` output `y`: expected numbers, got None in 4 of 4 entries, the first is entry 0. "
+        "Replace them by numbers.",
+    ),
+    "ready batches": (
+        "TypeError", "`collate_fn` output `value`: expected an array of 4 rows, got a list of 4. Return `np.array(...)`.",
+    ),
+    "an iterable of ready batches": (
+        "TypeError",
+        "`collate_fn` output `value`: expected numbers, got an array of dtype object that holds: dict. "
+        "Return arrays of numbers.",
+    ),
+    "every row masked": ("ValueError", MASKED),
+    "every row masked, in a loop": ("ValueError", MASKED),
+    "every evaluated row masked": (
+        "UserWarning",
+        "`Loss.weight`: expected a sum above 0 over the evaluated examples, got 0, as if every row or token were masked. "
+        "Their loss is NaN: evaluate other examples.",
+    ),
+    "epochs of other libraries": (
+        "TypeError", "`fit(epochs=)`: expected an argument of redeqx, got an unknown one. Did you mean `n_epochs`?",
+    ),
+    "a misspelt option of fit": (
+        "TypeError", "`fit(bath_size=)`: expected an argument of redeqx, got an unknown one. Did you mean `batch_size`?",
+    ),
+    "positional options of fit": (
+        "TypeError",
+        "`fit`: expected only `train_examples`, `per_device_batch_size`, `n_epochs` without a name, got 4 such arguments. "
+        "Name the others: `fit(train_examples, per_device_batch_size, n_epochs, max_steps=...)`.",
+    ),
+    "fit without examples": (
+        "TypeError", "`fit(train_examples=)`: expected this argument, got none. Pass `train_examples`.",
+    ),
+    "a positional model": (
+        "TypeError",
+        "`Trainer`: expected only `deployer` without a name, got 5 such arguments. "
+        "Name the others: `Trainer(deployer, model=..., optimizer=..., collate_fn=..., loss_fn=...)`.",
+    ),
+    "no collate_fn": ("TypeError", "`Predictor(collate_fn=)`: expected this argument, got none. Pass `collate_fn`."),
+    "a model for a deployer": ("TypeError", "`deployer`: expected a Deployer, got a Linear. Pass `redeqx.Deployer()`."),
+    "swapped arguments of loss_fn": ("TypeError", f"`loss_fn`: {OF_THREE} `(batch, model, key)`. {ORDER}"),
+    "swapped arguments of metric_fn": (
+        "TypeError",
+        f"`eval_metric_fn`: expected a function of `(examples, outputs)`, got one of `(outputs, examples)`. {ORDER}",
+    ),
+    "assigning a model": ("AttributeError", f"`Trainer.model`: {ASSIGNED} Create another Trainer with `model=`."),
+    "assigning an optimizer": (
+        "AttributeError", f"`Trainer.optimizer`: {ASSIGNED} Create another Trainer with `optimizer=`.",
+    ),
+    "assigning a step": ("AttributeError", f"`Trainer.step`: {ASSIGNED} The arguments and training determine it."),
+    "workdir of no name": (
+        "ValueError", "`workdir`: expected a path or None, got ''. Pass '.' for the current folder.",
+    ),
+    "workdir that cannot be made": (
+        "FileNotFoundError",
+        "`workdir`: expected a folder that can be created, got '/proc/run': No such file or directory. "
+        "Choose a folder in which you may write.",
+    ),
+    "workdir with a long name": (
+        "OSError",
+        f"`workdir`: expected a folder that can be created, got '{'a' * 60}...': File name too long. "
+        "Choose a folder in which you may write.",
+    ),
+    "more examples per update than there are": ("UserWarning", f"`per_device_batch_size`: {TOO_LARGE.format(128)}"),
+    "more examples per update, in a pass": ("UserWarning", f"`batch_size`: {TOO_LARGE.format(64)}"),
     "a generator for two epochs": (
         "ValueError",
         f"`train_examples`: expected examples that can be read 2 times, once per epoch, got `numbers`, a generator, {ONCE}",
@@ -255,6 +350,11 @@ NOTES = {
         "TypeError", "tuple indices must be integers or slices, not str",
         "`collate_fn` was called with examples 0, 1, 2, 3, counted from 0.", ["<lambda>", "collate_wrongly"],
     ),
+    "a metric of all classes": (
+        "KeyError", "-4",
+        "Raised by the check before training, which evaluates the first 4 of 8 examples, so that mistakes show early. If a "
+        "metric needs more of them, pass `eval_sanity_check=False`.", ["fit", "<lambda>"],
+    ),
     "reading raises": (
         "OSError", "no such picture", "Raised in reading example 5, counted from 0.", ["fit", "__getitem__"],
     ),
@@ -292,6 +392,11 @@ def test_the_error_is_raised_near_the_users_line(name, outcomes):
     ours = [function for file, function in outcomes[name]["frames"] if is_ours(file)]
     assert len(ours) <= 4
     assert [is_ours(file) for file, _ in outcomes[name]["frames"][-len(ours) :]] == [True] * len(ours)
+
+
+@pytest.mark.parametrize("name", ["ready batches", "an iterable of ready batches"])
+def test_examples_that_are_batches_get_a_note(name, outcomes):
+    assert READY in outcomes[name]["notes"]
 
 
 @pytest.mark.parametrize("name", SAVED)

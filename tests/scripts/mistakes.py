@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from functools import cache, partial
 from pathlib import Path
 
@@ -140,6 +141,13 @@ def vocabulary_loss(model, batch, key):
     return cross_entropy(jax.vmap(model)(batch["x"]), batch["y"])
 
 
+def masked_loss(weight):
+    def masked(model, batch, key):
+        return redeqx.Loss(weight * loss_fn(model, batch, key), jnp.asarray(weight))
+
+    return masked
+
+
 MISTAKES = {
     "a function for a model": lambda: trainer(model=pred_fn),
     "a function for a predictor's model": lambda: predictor(model=lambda x: x),
@@ -212,6 +220,39 @@ MISTAKES = {
     ),
     "splits": lambda: fit(examples=type("DatasetDict", (dict,), {})(train=Rows(column_names=["x"]))),
     "columns": lambda: fit(examples=(np.ones((8, 4)), np.ones(8))),
+    "columns of one shape": lambda: fit(examples=(np.ones((8, 4)), np.ones((8, 4)))),
+    "columns of one shape and two kinds": lambda: fit(examples=[np.ones((8, 4)), np.ones((8, 4), np.int32)]),
+    "columns by name": lambda: fit(examples={"x": np.ones((8, 4)), "y": np.ones(8)}),
+    "ready batches": lambda: fit(examples=[collate_fn(EXAMPLES[i : i + 2]) for i in (0, 2, 4, 6)], collate_fn=list),
+    "an iterable of ready batches": lambda: trainer(collate_fn=np.array).train(
+        (collate_fn(EXAMPLES[i : i + 2]) for i in (0, 2, 4, 6)), 2
+    ),
+    "a column of None": lambda: fit(examples=[(x, None) for x, _ in EXAMPLES]),
+    "every row masked": lambda: fit(loss_fn=masked_loss(0.0)),
+    "every row masked, in a loop": lambda: trainer(loss_fn=masked_loss(0.0)).update(EXAMPLES),
+    "a metric of all classes": lambda: fit(metric_fn=lambda examples, outputs: {"f1": {0: 1.0}[len(examples) - 8]}),
+    "epochs of other libraries": lambda: trainer().fit(EXAMPLES, 2, epochs=3),
+    "a misspelt option of fit": lambda: trainer().fit(EXAMPLES, bath_size=2),
+    "positional options of fit": lambda: trainer().fit(EXAMPLES, 2, 1, EXAMPLES),
+    "fit without examples": lambda: trainer().fit(),
+    "a positional model": lambda: redeqx.Trainer(
+        redeqx.Deployer(verbose=False), linear(), optax.sgd(0.1), collate_fn, loss_fn
+    ),
+    "no collate_fn": lambda: redeqx.Predictor(redeqx.Deployer(verbose=False), model=linear(), pred_fn=pred_fn),
+    "a model for a deployer": lambda: redeqx.Trainer(
+        linear(), model=linear(), optimizer=optax.sgd(0.1), collate_fn=collate_fn, loss_fn=loss_fn
+    ),
+    "swapped arguments of loss_fn": lambda: trainer(loss_fn=lambda batch, model, key: loss_fn(model, batch, key)),
+    "swapped arguments of metric_fn": lambda: fit(metric_fn=lambda outputs, examples: {}),
+    "assigning a model": lambda: setattr(trainer(), "model", linear()),
+    "assigning an optimizer": lambda: setattr(trainer(), "optimizer", optax.sgd(0.1)),
+    "assigning a step": lambda: setattr(trainer(), "step", 3),
+    "workdir of no name": lambda: redeqx.Deployer(workdir=""),
+    "workdir that cannot be made": lambda: redeqx.Deployer(workdir="/proc/run", verbose=False),
+    "workdir with a long name": lambda: redeqx.Deployer(workdir="a" * 300, verbose=False),
+    "more examples per update than there are": lambda: fit(rows=64),
+    "more examples per update, in a pass": lambda: trainer().train(EXAMPLES, batch_size=64),
+    "every evaluated row masked": lambda: trainer(loss_fn=masked_loss(0.0)).eval_loss(EXAMPLES, 2),
     "a generator for two epochs": lambda: fit(examples=numbers(), n_epochs=2),
     "a map for two epochs": lambda: fit(examples=map(tuple, EXAMPLES), n_epochs=2),
     "an iterator for two epochs": lambda: fit(examples=iter(np.ones((8, 4))), n_epochs=2),
@@ -220,7 +261,7 @@ MISTAKES = {
     "no checkpoint in there": lambda: trainer(FOLDER).load_ckpt(FOLDER),
     "NaN in the batch": lambda: fit(examples=[*EXAMPLES[:6], (np.full(4, np.nan, np.float32), 0), EXAMPLES[0]]),
     "labels out of range": lambda: fit(examples=labels(0, 8)),
-    "labels from 1": lambda: trainer().train(labels(1, 4), 2),
+    "labels from 1": lambda: trainer().train(labels(1, 4), batch_size=3),
     "labels beyond the vocabulary": lambda: fit(examples=labels(0, 8), loss_fn=vocabulary_loss),
     "a batch that is fine": lambda: fit(loss_fn=lambda model, batch, key: jnp.nan * loss_fn(model, batch, key)),
     "a model from before a step": lambda: predictor(model=stale_model()[1]),
@@ -260,6 +301,7 @@ FINE = {
 
 
 def main(names):
+    warnings.simplefilter("error", UserWarning)
     for name, mistake in {**MISTAKES, **FINE}.items():
         if names and name not in names:
             continue

@@ -584,11 +584,14 @@ INVALID_ARGUMENTS = {
         ValueError,
     ),
     "`max_steps`: expected at least 1 or None, got 0.": (lambda: fit(make_trainer(), max_steps=0), ValueError),
-    "fit() got an unexpected keyword argument 'callback'": (
+    "`fit(callback=)`: expected an argument of redeqx, got an unknown one. Did you mean `callbacks`?": (
         lambda: make_trainer().fit(DATA, 1, callback=[]),
         TypeError,
     ),
-    "fit() too many positional arguments": (lambda: make_trainer().fit(DATA, 1, 1, DATA), TypeError),
+    "`fit`: expected only `train_examples`, `per_device_batch_size`, `n_epochs` without a name, got 4 such arguments.": (
+        lambda: make_trainer().fit(DATA, 1, 1, DATA),
+        TypeError,
+    ),
     "`examples`: expected `len()` and integer items, got": (lambda: make_trainer().update(iter(DATA)), TypeError),
 }
 
