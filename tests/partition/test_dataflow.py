@@ -293,6 +293,33 @@ def test_stacked_scan_outputs_are_not_split_along_the_iteration_dim():
     assert dims(model, loss, zeros(8, D)) == {"up": 2, "head": 0}
 
 
+def cumulative(name):
+    return lambda y, dim: getattr(jax.lax, name)(y, axis=dim % y.ndim)
+
+
+ALONG = {
+    **{name: cumulative(name) for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
+    "sort": jnp.sort,
+    "sort of several": lambda y, dim: jax.lax.sort((y, 2 * y), dim, num_keys=1)[1],
+}
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_cumulative_operations_gather_a_value_that_is_split_along_their_dim(name):
+    """Its later entries need the earlier ones of other devices. Along another dim the split stays."""
+    model = {"up": zeros(D, F), "down": zeros(F, D)}
+
+    def order_of(dim):
+        loss = lambda model, x: (ALONG[name](x @ model["up"], dim) @ model["down"]).sum()  # noqa: E731
+        return order(Trace.of(loss, model, jax.ShapeDtypeStruct((16, D), jnp.float32)), 4)
+
+    across, along = order_of(0), order_of(-1)
+    assert {name: split.dim for name, split in across.splits.items()} == {"up": 1, "down": 0}
+    assert {name: split.dim for name, split in along.splits.items()} == {"up": 1, "down": 1}
+    assert along.splits["down"].reason == "column: its input arrives replicated"
+    assert along.cost > across.cost
+
+
 def test_embedding_with_indivisible_rows_is_replicated():
     splits = splits_of({"table": zeros(50257, D)}, lambda model, ids: model["table"][ids].sum(), jnp.zeros((8, 4), int))
     assert splits["table"].dim is None

@@ -19,7 +19,7 @@ from redeqx.compiled import _hlo as hlo
 from redeqx.machine._mesh import make_mesh, split_rows
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.partition._plan import make_plan
-from redeqx.tracing import transformed
+from redeqx.tracing import equations, transformed
 from redeqx.transforms import GatherAtUse, Shardings
 
 MESHES = {"fsdp=8": (1, 8), "data=2, fsdp=2, model=2": (2, 2)}  # n_model_shards, n_fsdp_shards
@@ -359,6 +359,25 @@ def test_values_and_gradients_equal_the_unsharded_ones(name, mesh_name):
         np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol * scale)
 
     jax.tree.map(compare, got, unsharded_values_and_gradients(name))
+
+
+def test_stack_of_transposed_weights_has_their_transposed_shardings():
+    """At the stack, in storage and in compute: a stack with the stored order of dims would be resharded in each step."""
+    mesh = make_mesh(2, 2)
+    one = shardings_for((4 * D, D), mesh)  # over model, fsdp
+    weights = [jax.ShapeDtypeStruct((4 * D, D), jnp.float32)] * LAYERS
+
+    def loss(weights, x):
+        return (x @ jnp.stack([w.T for w in weights], axis=1)[:, 1]).sum()
+
+    traced = jax.make_jaxpr(gather_at_use(loss, [one] * LAYERS))(weights, jax.ShapeDtypeStruct((BATCH, D), jnp.float32))
+    constraints = [eqn for eqn in equations(traced) if eqn.primitive.name == "sharding_constraint"]
+    of_stack, of_slice = (
+        {eqn.params["sharding"].spec for eqn in constraints if eqn.outvars[0].aval.shape == (D, n, 4 * D)}
+        for n in (LAYERS, 1)
+    )
+    assert of_stack == {P("fsdp", None, "model")}
+    assert of_slice == {P("fsdp", None, "model"), P(None, None, "model")}
 
 
 # --- the batch stays split --------------------------------------------------------------------------------------------
