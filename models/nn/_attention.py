@@ -73,7 +73,8 @@ class Cache(eqx.Module):
     ) -> tuple["Cache", Float[Array, "groups length size"], Float[Array, "groups length size"]]:
         """Writes the current tokens' keys and values for the next layer. Returns the cache, and all keys and values of that
         layer."""
-        start = (self.layer, 0, self.index, 0)
+        zero = jnp.zeros_like(self.layer)  # of the same dtype as the counters: in 64-bit mode a Python 0 is an int64
+        start = (self.layer, zero, self.index, zero)
         all_keys = jax.lax.dynamic_update_slice(self.keys, keys[None].astype(self.keys.dtype), start)
         all_values = jax.lax.dynamic_update_slice(self.values, values[None].astype(self.values.dtype), start)
         cache = eqx.tree_at(lambda c: (c.keys, c.values, c.layer), self, (all_keys, all_values, self.layer + 1))
