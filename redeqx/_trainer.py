@@ -203,7 +203,9 @@ class Trainer(RedcoNames, Generic[ModelT]):
     @property
     def model(self) -> ModelT:
         """The current model. The next step deletes its arrays: save it, or copy what you want to keep."""
-        return self._engine.current[0]
+        model = self._engine.current[0]
+        self._engine.note_origins()
+        return model
 
     @property
     def model_state(self) -> PyTree | None:

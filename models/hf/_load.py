@@ -6,7 +6,9 @@ A family's weight map (`_weight_map.py`) defines which tensor holds which leaves
 import fnmatch
 import functools
 import math
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from redeqx import Deployer, Plan
+from redeqx._origins import set_origin
 from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest
 from redeqx.checkpoint import INDEX, TensorReader
 from redeqx.errors import brief_name
@@ -75,9 +78,9 @@ def load(
         if not is_array_like(leaf):
             return leaf
         sharding = SingleDeviceSharding(jax.devices()[0]) if plan is None else plan.sharding(name)
-        if name in stacked:
-            return _read_stack(held[name], leaf, sharding)
-        return _read(held[name][0], leaf, sharding)
+        array = _read_stack(held[name], leaf, sharding) if name in stacked else _read(held[name][0], leaf, sharding)
+        set_origin(array, os.path.abspath(folder) if isinstance(folder, Path) else str(folder))
+        return array
 
     return map_named(read, shapes)
 

@@ -4,9 +4,10 @@ This module owns `adapter_config.json`, the names of transformers' modules, and 
 and the adapters of one or several layers here. What an adapter computes is in `_adapters`.
 """
 
+import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 
-from redeqx._tree import ModelT, PyTree, listed, nearest
+from redeqx._origins import CHANGED, origin_of, set_origin
+from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
 from redeqx.checkpoint import TensorReader, write_tensors
 from redeqx.errors import brief, check_alive
 
@@ -34,7 +36,6 @@ _REFUSED = (
     "kasa_config",
     "layer_replication",
     "lora_bias",
-    "modules_to_save",
     "monteclora_config",
     "target_parameters",
     "trainable_token_indices",
@@ -136,13 +137,17 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
     concatenated and `B` is block-diagonal. Layers of the module without an adapter get zeros. The adapters of any other
     model get its own paths, for `load_adapter`.
 
+    Leaves that were trained in addition to the adapters (`trainable(also=)`) are saved too, in their modules, which PEFT's
+    config lists as `modules_to_save`. A Trainer knows them: pass `trainer.model`, or the model that an average keeps.
+
     **Arguments:**
 
     - `model`: a model with adapters.
     - `folder`: created if it does not exist. An adapter in it is replaced.
     - `base`: the name or folder of the base model, for `base_model_name_or_path`.
 
-    Raises ValueError for a model without adapters, and for adapters on layers that the base does not have.
+    Raises ValueError for a model without adapters, for adapters on layers that the base does not have, and for leaves that
+    were trained in a module with an adapter, which PEFT's format cannot hold.
     """
     check_alive(model, "model")
     adapters, folder = adapters_of(model), Path(folder)
@@ -164,6 +169,8 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
             f"`{min(lost)}`: expected a layer that folders of {type(model).__name__} hold as a matrix, got an adapter on "
             "another. Save it with `Trainer.save_ckpt`, or `lora.merge` the model and save that."
         )
+    changed = _changed(model, adapters)
+    modules_to_save = _add_changed(model, changed, {name for module in saved for name in module.names}, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     # transformers refuses a file without this metadata, which names the framework that wrote it.
     replace_file(folder / f"{WEIGHTS}.safetensors", lambda path: write_tensors(path, tensors, metadata={"format": "pt"}))
@@ -183,9 +190,67 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
         "fan_in_fan_out": any(module.is_transposed for module in saved),
         "lora_dropout": 0.0,
         "bias": "none",
+        **({"modules_to_save": modules_to_save} if modules_to_save else {}),
     }
     replace_json(folder / CONFIG, fields)
     return folder
+
+
+def _changed(model: PyTree, adapters: Mapping[str, LoraLinear]) -> list[str]:
+    """Returns the paths of leaves that are no adapters and differ from the base, because they were trained."""
+    own = {leaf_path(path, leaf) for path in adapters for leaf in ("lora_a", "lora_b")}
+    return [name for name, leaf in named_leaves(model).items() if origin_of(leaf) == CHANGED and name not in own]
+
+
+def _add_changed(
+    model: PyTree, changed: Sequence[str], adapted: Collection[str], tensors: dict[str, np.ndarray]
+) -> list[str]:
+    """Adds the modules with changed leaves to an adapter's tensors. Returns the modules' names.
+
+    Raises ValueError for a leaf that no module without an adapter holds.
+    """
+    leaves, modules = named_leaves(model), set[str]()
+    if not isinstance(model, Pretrained):
+        for name in changed:
+            tensors[_PREFIX + name] = np.asarray(leaves[name])
+            modules.add(name.rpartition(".")[0] or name)
+        return sorted(modules)
+    weight_map = type(model).weight_map(model.config)
+    wanted = {_module_of(tensor.disk) for tensor in weight_map.tensors if not set(changed).isdisjoint(tensor.leaves)}
+    known = {leaf for tensor in weight_map.tensors if _module_of(tensor.disk) in wanted for leaf in tensor.leaves}
+    whole: dict[str, np.ndarray] = {}
+    for tensor in weight_map.tensors:
+        if _module_of(tensor.disk) in wanted:
+            arrays = [np.asarray(leaves[leaf]) for leaf in tensor.leaves]
+            for i, name in enumerate(_in_memory(weight_map, tensor)):
+                whole[name] = tensor.save(*(arrays if tensor.n_layers is None else [array[i] for array in arrays]))
+    # Another module of transformers that shares a tensor would keep the base's: PEFT copies a module that it saves.
+    whole |= {copy: whole[name] for copy, name in _copies(weight_map).items() if name in whole}
+    tensors |= {_PREFIX + name: array for name, array in whole.items()}
+    modules = {_module_of(name) for name in whole}
+    lost = sorted(set(changed) - known) or sorted(modules & set(adapted))
+    if lost:
+        raise ValueError(
+            f"`{lost[0]}`: expected trained leaves in modules without an adapter, as folders of {type(model).__name__} hold "
+            "them, got another one. Save it with `Trainer.save_ckpt`, or `lora.merge` the model and save that."
+        )
+    return sorted(modules)
+
+
+def _module_of(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
+
+
+def _in_memory(weight_map: WeightMap, tensor: StoredTensor) -> list[str]:
+    """Returns the names that a stored tensor has in transformers' modules, one for each layer."""
+    name = f"{weight_map.in_memory(_module_of(tensor.disk))}.{tensor.disk.rpartition('.')[2]}"
+    return [name] if tensor.n_layers is None else [name.format(i) for i in range(tensor.n_layers)]
+
+
+def _copies(weight_map: WeightMap) -> dict[str, str]:
+    """Maps the names of tied tensors in transformers' modules to that of the one that is stored."""
+    renamed = lambda disk: f"{weight_map.in_memory(_module_of(disk))}.{disk.rpartition('.')[2]}"  # noqa: E731
+    return {renamed(copy): renamed(original) for copy, original in weight_map.copies.items()}
 
 
 def _combine(parts: Sequence[tuple[Any, LoraLinear]], n_out: int) -> tuple[np.ndarray, np.ndarray, float]:
@@ -246,10 +311,13 @@ def load_adapter(model: ModelT, folder: str | Path) -> ModelT:
     Raises ValueError for a folder without an adapter, for an adapter of a kind that is not implemented or of another base,
     and for layers that already have an adapter.
     """
-    folder, linears = Path(folder), linears_of(model)
+    folder = Path(folder)
     keys = _read_config(folder / CONFIG)
+    source = TensorReader.find(folder, WEIGHTS)
+    model, whole = _with_whole_modules(model, source, keys)
+    linears = linears_of(model)
     layers: dict[str, eqx.nn.Linear] = {}
-    for module, adapters in _match(model, linears, TensorReader.find(folder, WEIGHTS), keys).items():
+    for module, adapters in _match(model, linears, source, keys, whole).items():
         a, b, scale = _stacked(module, adapters)
         for rows, path in zip(module.rows, module.paths, strict=True):
             part, used = b[..., rows, :], slice(None)
@@ -266,8 +334,84 @@ _Adapter = tuple[np.ndarray, np.ndarray, float]  # A, B and scale of one module
 _Found = dict[_Module, dict[int, _Adapter]]  # by the layer's index; 0 for a single module
 
 
-def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: TensorReader, keys: ConfigReader) -> _Found:
+def _with_whole_modules(model: ModelT, source: TensorReader, keys: ConfigReader) -> tuple[ModelT, set[str]]:
+    """Returns the model with the modules that a folder holds as a whole (`modules_to_save`), and the names of their tensors.
+
+    Raises ValueError for tensors that do not match the model.
+    """
+    listed_modules = keys.get("modules_to_save", None) or []
+    if not isinstance(listed_modules, list) or not all(isinstance(name, str) for name in listed_modules):
+        raise ValueError(f"`{keys.path}`: `modules_to_save`: expected names, got {brief(listed_modules)}. Correct the file.")
+    if not listed_modules:
+        return model, set()
+    places, copies = _places(model)
+    leaves, new, whole, problems = named_leaves(model), {}, set[str](), []
+    for key in source.names():
+        name = key.removeprefix(_PREFIX)
+        is_listed = any((_module_of(name) or name).endswith(module) for module in listed_modules)  # as PEFT compares
+        if not is_listed or not key.startswith(_PREFIX) or _TENSOR.fullmatch(key) is not None:
+            continue
+        whole.add(key)
+        tensor = np.asarray(source.view(key))
+        if name in copies:
+            original = _PREFIX + copies[name]
+            if original not in source.names() or not np.array_equal(tensor, np.asarray(source.view(original))):
+                problems.append(f"`{key}`: expected the values of `{original}`, to which this model ties it, got others.")
+            continue
+        if name not in places:
+            problems.append(f"`{key}`: expected the name of a tensor of this model.{nearest(name, places)}")
+            continue
+        stored, i = places[name]
+        expected = [leaves[leaf].shape if i is None else leaves[leaf].shape[1:] for leaf in stored.leaves]
+        parts = stored.load(tensor) if tensor.size == sum(map(math.prod, expected)) else ()
+        if [part.shape for part in parts] != expected:
+            problems.append(f"`{key}`: expected {expected[0]}, got {tensor.shape}.")
+            continue
+        problems += [
+            f"`{_PREFIX}{copy}`: expected too, as this model ties it to `{key}`, got none."
+            for copy, original in copies.items()
+            if original == name and _PREFIX + copy not in source.names()
+        ]
+        for leaf, part in zip(stored.leaves, parts, strict=True):
+            array = new.get(leaf, leaves[leaf])
+            new[leaf] = jnp.asarray(array).at[... if i is None else i].set(jnp.asarray(part, array.dtype))
+    for module in listed_modules:
+        if not any((_module_of(key) or key).endswith(module) for key in whole):
+            problems.append(f"`{module}`: expected its tensors, got none.")
+    if problems:
+        listing = "\n  - ".join(["", *listed(problems)])
+        raise ValueError(
+            f"`{source.path}`: expected the tensors of `modules_to_save`, as `{keys.path}` lists them, got {len(problems)} "
+            f"that do not match:{listing}\nLoad it over the model that it was trained on."
+        )
+    for array in new.values():
+        set_origin(array, CHANGED)
+    return map_named(lambda name, leaf: new.get(name, leaf), model), whole
+
+
+def _places(model: PyTree) -> tuple[dict[str, tuple[StoredTensor, int | None]], dict[str, str]]:
+    """Returns the tensors of a model's modules by their names in PEFT, each with the layer's index, and those that are tied
+    to another tensor."""
+    if not isinstance(model, Pretrained):
+        names = [name for name, leaf in named_leaves(model).items() if is_array_like(leaf)]
+        return {name: (StoredTensor(name, (name,)), None) for name in names}, {}
+    weight_map = type(model).weight_map(model.config)
+    places = {
+        name: (tensor, None if tensor.n_layers is None else i)
+        for tensor in weight_map.tensors
+        for i, name in enumerate(_in_memory(weight_map, tensor))
+    }
+    return places, _copies(weight_map)
+
+
+def _match(
+    model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: TensorReader, keys: ConfigReader, whole: Collection[str]
+) -> _Found:
     """Returns a folder's adapters by module, after a check that all of them match the model.
+
+    **Arguments:**
+
+    - `whole`: the names of tensors that are no adapters.
 
     Raises ValueError that lists those that do not match.
     """
@@ -275,6 +419,8 @@ def _match(model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: TensorRe
     problems: list[str] = []
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for key in source.names():
+        if key in whole:
+            continue
         tensor = source.view(key)
         if (match := _TENSOR.fullmatch(key)) is not None:
             pairs.setdefault(match["module"], {})[match["which"]] = tensor

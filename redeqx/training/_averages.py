@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._origins import CHANGED, set_origin
 from .._tree import PyTree
 from ..machine import is_in_host
 from ._precision import widened
@@ -133,4 +134,6 @@ def _like(average: Any, x: Any) -> Any:
     if not isinstance(x, jax.Array) or average is x:
         return average
     average = jax.device_put(average, x.sharding) if is_in_host(average.sharding) else average
-    return average.astype(x.dtype) if average.dtype != x.dtype else average
+    average = average.astype(x.dtype) if average.dtype != x.dtype else average
+    set_origin(average, CHANGED)
+    return average

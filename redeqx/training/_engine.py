@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from .._origins import CHANGED, origin_of, set_origin
 from .._version import __version__
 from ..checkpoint import CheckpointFolder, Checkpoints
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
@@ -102,6 +103,8 @@ class Engine:
         self.stream = run.next_stream()
         self.given: tuple[PyTree, PyTree] | None = (model, model_state)
         self._train_state: TrainState | None = None  # set once the model is placed
+        frozen = zip(recipe.parts.names[1], map(origin_of, recipe.parts.take(model)[1]), strict=True)
+        self._origins = {name: origin for name, origin in frozen if origin is not None}
         self._is_planned = False  # from the loss of a batch, not only from the order of the fields
         self._pending: _Pending | None = None
         self._averages_aside: dict[str, PyTree] = {}  # loaded, not used by a fit yet; until the next step
@@ -148,6 +151,16 @@ class Engine:
         if self._pending is not None:
             self.place()
         return self.trees
+
+    def note_origins(self) -> None:
+        """Notes which of the model's arrays training changes, and where the others come from."""
+        if self._train_state is None:
+            return
+        for array in self.state.trained:
+            set_origin(array, CHANGED)
+        for name, array in zip(self.recipe.parts.names[1], self.state.frozen, strict=True):
+            if name in self._origins:
+                set_origin(array, self._origins[name])
 
     @property
     def precision(self) -> str:

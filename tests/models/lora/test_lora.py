@@ -618,7 +618,6 @@ def edit(folder, **changes):
         ("init_lora_weights", "pissa_niter_4", "one that does not change the base"),
         ("use_dora", True, "none"),
         ("lora_bias", True, "none"),
-        ("modules_to_save", ["lm_head"], "none"),
         ("target_parameters", ["mlp.up"], "none"),
         ("layer_replication", [[0, 2]], "none"),
         ("trainable_token_indices", [3], "none"),
@@ -792,3 +791,105 @@ def test_adapters_that_a_folder_cannot_store_are_refused(gpt2, tmp_path):
         "Save it with `Trainer.save_ckpt`, or `lora.merge` the model and save that."
     )
     assert not list(tmp_path.iterdir())
+
+
+# --- leaves that are trained beside the adapters ------------------------------------------------------------------------
+
+
+def trained_with(model, also, loss, n_steps=2):
+    """Returns the model after a few steps on its adapters and on the leaves that `also` matches."""
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(0, 2, verbose=False), model=model, trainable=lora.trainable(model, also=also),
+        optimizer=optax.adam(0.05), collate_fn=np.stack, loss_fn=loss,
+    )  # fmt: skip
+    for _ in range(n_steps):
+        trainer.update(list(np.random.default_rng(0).integers(0, 48, (8, 6)).astype(np.int32)))
+    return trainer.model
+
+
+def language_loss(model, batch, key):
+    return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(batch), jnp.roll(batch, 1, 1)).mean()
+
+
+@pytest.mark.parametrize(
+    ("also", "is_tied", "modules"),
+    [
+        (("norm.*",), True, ["transformer.ln_f"]),
+        (("embedding.weight",), True, ["lm_head", "transformer.wte"]),
+        (("head.weight",), False, ["lm_head"]),
+        (("stack.blocks.mlp_norm.weight",), True, ["transformer.h.0.ln_2", "transformer.h.1.ln_2"]),
+        (("stack.blocks.mlp.up.*",), True, ["transformer.h.0.mlp.c_fc", "transformer.h.1.mlp.c_fc"]),
+        ((), True, None),
+    ],
+)
+def test_leaves_trained_beside_the_adapters_are_saved_in_their_modules(tmp_path, also, is_tied, modules):
+    base = GPT2(dataclasses.replace(CONFIG, is_tied=is_tied), key=KEY)
+    model = trained_with(lora.add(base, rank=2, where="*.query", key=KEY), also, language_loss)
+    folder = lora.save_adapter(model, tmp_path)
+    config, tensors = read(folder)
+    assert config.get("modules_to_save") == modules
+    whole = {name.removeprefix("base_model.model.").rpartition(".")[0] for name in tensors if "lora_" not in name}
+    assert sorted(whole) == (modules or [])
+    assert_same(lora.load_adapter(base, folder), model)
+    # An adapter that is trained further still differs from the base in these leaves.
+    again = trained_with(lora.load_adapter(base, folder), (), language_loss)
+    assert_same(lora.load_adapter(base, lora.save_adapter(again, tmp_path / "again")), again)
+
+
+def test_leaves_trained_in_a_users_model_are_saved(tmp_path, residual):
+    def loss(model, batch, key):
+        return jax.vmap(model)(batch[..., None] * X[0]).mean()
+
+    model = trained_with(lora.add(residual, rank=2, where="*.query_proj", key=KEY), ("head.*", "stacked.bias"), loss)
+    folder = lora.save_adapter(model, tmp_path)
+    assert read(folder)[0]["modules_to_save"] == ["head", "stacked"]
+    assert_same(lora.load_adapter(residual, folder), model)
+
+
+def test_averages_of_leaves_beside_the_adapters_are_saved(tmp_path):
+    base, ema = GPT2(CONFIG, key=KEY), redeqx.EMA(0.5)
+    model = lora.add(base, rank=2, where="*.query", key=KEY)
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(verbose=False), model=model, trainable=lora.trainable(model, also="norm.*"),
+        optimizer=optax.adam(0.05), collate_fn=np.stack, loss_fn=language_loss,
+    )  # fmt: skip
+    trainer.fit(list(np.random.default_rng(0).integers(0, 48, (16, 6)).astype(np.int32)), batch_size=8, callbacks=[ema])
+    assert_same(lora.load_adapter(base, lora.save_adapter(ema.model, tmp_path)), ema.model)
+
+
+def test_a_trained_bias_of_an_adapted_layer_is_refused(tmp_path):
+    model = lora.add(GPT2(CONFIG, key=KEY), rank=2, where="*.query", key=KEY)
+    model = trained_with(model, "*.query.bias", language_loss)
+    assert message(lora.save_adapter, model, tmp_path) == (
+        "`transformer.h.0.attn.c_attn`: expected trained leaves in modules without an adapter, as folders of GPT2 hold "
+        "them, got another one. Save it with `Trainer.save_ckpt`, or `lora.merge` the model and save that."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda config, tensors: tensors.pop("base_model.model.lm_head.weight"), "as this model ties it to"),
+        (lambda config, tensors: tensors["base_model.model.lm_head.weight"].fill(0), "this model ties it, got others"),
+        (lambda config, tensors: config["modules_to_save"].append("score"), "`score`: expected its tensors, got none."),
+        (lambda config, tensors: config.update(modules_to_save="score"), "`modules_to_save`: expected names, got 'score'."),
+        (
+            lambda config, tensors: tensors.update({"base_model.model.lm_head.bias": np.zeros(48, np.float32)}),
+            "`base_model.model.lm_head.bias`: expected the name of a tensor of this model.",
+        ),
+        (
+            lambda config, tensors: tensors.update({"base_model.model.transformer.wte.weight": np.zeros((3, 32), "f4")}),
+            "`base_model.model.transformer.wte.weight`: expected (48, 32), got (3, 32).",
+        ),
+    ],
+)
+def test_modules_that_do_not_fit_the_base_are_refused(tmp_path, change, problem):
+    base = GPT2(CONFIG, key=KEY)
+    model = trained_with(lora.add(base, rank=2, where="*.query", key=KEY), "embedding.weight", language_loss)
+    folder = lora.save_adapter(model, tmp_path)
+    config, tensors = read(folder)
+    tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
+    change(config, tensors)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert problem in message(lora.load_adapter, base, folder)

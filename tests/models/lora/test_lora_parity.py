@@ -13,7 +13,9 @@ pytest.importorskip("peft")
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 
+import redeqx
 from redeqx._tree import named_leaves
 from redeqx.models import from_pretrained, lora
 from tests.models.families._case import assert_equal, call_rows, collect, outputs, torch_folder
@@ -44,6 +46,10 @@ LOADED = {
     "clip": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "text_projection"]},
     "llama": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
     "vit-classes": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "fc2", "classifier"]},
+    "gpt2-norms": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "modules_to_save": ["ln_f", "ln_1"]},
+    "gpt2-untied-head": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "modules_to_save": ["lm_head", "wte"]},
+    "llama-norms": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["norm", "lm_head"]},
+    "vit-classes-head": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["classifier"]},
 }
 # Globs of layers, each with the rank and alpha of its adapters.
 SAVED = {
@@ -62,7 +68,7 @@ SAVED = {
 
 
 def case_of(name):
-    return CASES.get(name) or CASES[name.split("-")[0]]
+    return CASES.get(name) or CASES.get(name.rpartition("-")[0]) or CASES[name.split("-")[0]]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +90,7 @@ def torch_model(case, folder):
 
 
 def adapted_torch(module, keys):
-    """Returns the module with PEFT's adapters, with random values in all entries."""
+    """Returns the module with PEFT's adapters, with random values in all entries, and in modules that are trained whole."""
     import peft
     import torch
 
@@ -94,6 +100,8 @@ def adapted_torch(module, keys):
         for name, parameter in module.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, SIZE * parameter.shape[1] ** -0.5, generator=generator)
+            if "modules_to_save" in name:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return module
 
 
@@ -159,6 +167,24 @@ def test_peft_loads_what_was_saved(name, folder_of, tmp_path, recwarn):
     expected = torch_outputs(case, module)
     assert np.abs(expected - outputs(case, base)).max() > 0.1
     assert_equal(case, outputs(case, model), expected, atol=1e-5)
+
+
+def test_peft_loads_a_trained_embedding_that_is_tied_to_the_head(folder_of, tmp_path):
+    case = CASES["gpt2"]
+    base, _ = from_pretrained(folder_of(case))
+    model = adapted(base, SAVED["gpt2"])
+    noise = np.random.default_rng(2).normal(size=base.embedding.weight.shape).astype(np.float32)
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(verbose=False), model=model, trainable=lora.trainable(model, also="embedding.weight"),
+        optimizer=optax.sgd(0.1), collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: (model.embedding.weight * noise).sum() + 0 * batch.sum(),
+    )  # fmt: skip
+    trainer.update([np.zeros(1, np.float32)] * len(jax.devices()))
+    lora.save_adapter(trainer.model, tmp_path)
+    expected = torch_outputs(case, peft_model(case, folder_of(case), tmp_path))
+    assert np.abs(expected - outputs(case, model)).max() > 0.1
+    assert_equal(case, outputs(case, trainer.model), expected, atol=1e-5)
+    assert_equal(case, outputs(case, lora.load_adapter(base, tmp_path)), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gpt2-untied", "llama"])
