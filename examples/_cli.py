@@ -1,12 +1,23 @@
 """The command line of an example: parses flags from its `Args`, sets up devices, and calls its `main`."""
 
+import dataclasses
 import inspect
+import re
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import tyro
 
 import redeqx
+
+# With other values of these flags a run continues where it stopped. Any other flag makes another run.
+CONTINUES = {
+    "n_epochs", "n_model_shards", "n_fsdp_shards", "simulate_devices", "per_device_batch_size", "accumulate_grad_batches",
+    "eval_every_n_steps", "save_every_n_steps", "n_beams", "length_penalty", "n_samples", "guidance", "n_denoising_steps",
+    "n_test", "n_test_tasks", "centralised_epochs", "epsilons",
+}  # fmt: skip
 
 
 def start(main: Callable[[Any], Any]) -> None:
@@ -21,4 +32,25 @@ def start(main: Callable[[Any], Any]) -> None:
     args = tyro.cli(get_type_hints(main)["args"], prog=f"python -m {name}", description=module.__doc__)
     # This has no effect on a machine with an accelerator, where all of its devices are used.
     redeqx.simulate_devices(args.simulate_devices)
-    main(args)
+    main(with_own_workdir(args))
+
+
+def with_own_workdir(args: Any) -> Any:
+    """Returns the arguments with a `workdir` named by the flags that make another run, such as
+    `workdir/classification_regression-task=diabetes`, so that none resumes another's. One that was passed is kept."""
+    fields = {field.name: field for field in dataclasses.fields(args)}
+    if args.workdir != fields["workdir"].default:
+        return args
+    values = {name: getattr(args, name) for name in fields if name != "workdir" and name not in CONTINUES}
+    parts = [f"-{name}={_short(value)}" for name, value in values.items() if value != fields[name].default]
+    suffix = "".join(parts)
+    if len(suffix) > 120:
+        suffix = f"-{zlib.crc32(suffix.encode()):08x}"
+    return dataclasses.replace(args, workdir=args.workdir.with_name(args.workdir.name + suffix))
+
+
+def _short(value: Any) -> str:
+    """Returns a value as a part of a file name. Two paths have different ones."""
+    if isinstance(value, Path):
+        return f"{_short(value.name)}.{zlib.crc32(str(value.absolute()).encode()):08x}"
+    return re.sub(r"[^\w.,+-]+", "_", str(value))

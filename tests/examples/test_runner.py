@@ -10,6 +10,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 import pytest
 
 from examples.__main__ import RUNS, Args, Run, execute, main, read_scores
+from examples._cli import CONTINUES, with_own_workdir
 from tests.examples._run import ROOT
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/main.py"))
@@ -23,15 +24,49 @@ def test_every_example_is_registered():
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_takes_the_common_flags_and_documents_its_command(name):
-    module = importlib.import_module(f"examples.{name}.main")
-    assert f"python -m examples.{name}" in module.__doc__
-    hint = get_type_hints(module.main)["args"]
-    hint = get_args(hint)[0] if get_origin(hint) not in (Union, types.UnionType, None) else hint  # an Annotated union
-    choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for choice in choices:
+    assert f"python -m examples.{name}" in importlib.import_module(f"examples.{name}.main").__doc__
+    for choice in variants(name):
         fields = {field.name for field in dataclasses.fields(choice)}
         assert fields >= COMMON
         assert fields & {"data", "env"}  # the user's own data or environment
+
+
+def variants(name):
+    """The argument classes of an example: several for subcommands."""
+    hint = get_type_hints(importlib.import_module(f"examples.{name}.main").main)["args"]
+    hint = get_args(hint)[0] if get_origin(hint) not in (Union, types.UnionType, None) else hint  # an Annotated union
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def other_value(value):
+    """A value that differs from a default, without a meaning."""
+    return value + 1 if isinstance(value, int | float) else Path("a") if value is None else f"{value}2"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_flag_that_makes_another_run_makes_another_workdir(name):
+    for cls in variants(name):
+        default = with_own_workdir(cls())
+        assert default.workdir == cls().workdir
+        others = {
+            field.name: with_own_workdir(dataclasses.replace(cls(), **{field.name: other_value(field.default)})).workdir
+            for field in dataclasses.fields(cls)
+            if field.name not in CONTINUES | {"workdir"}
+        }
+        assert len({default.workdir, *others.values()}) == len(others) + 1
+        assert all(path.parent == default.workdir.parent and len(path.name) < 200 for path in others.values())
+        # The same run, with more epochs, on another mesh, or in a folder that the user chose.
+        for same in ({"n_model_shards": 2, "n_fsdp_shards": 2}, {"n_epochs": 99}):
+            if set(same) <= {field.name for field in dataclasses.fields(cls)}:
+                assert with_own_workdir(cls(**same)).workdir == default.workdir
+        assert with_own_workdir(cls(workdir=Path("mine"), seed=3)).workdir == Path("mine")
+
+
+def test_workdirs_are_named_by_flags():
+    args = variants("classification_regression")[0]
+    assert with_own_workdir(args(task="diabetes")).workdir == Path("workdir/classification_regression-task=diabetes")
+    one, other = (with_own_workdir(args(task="cola", data=Path(folder, "data"))).workdir for folder in ("a", "b"))
+    assert one != other and one.name.startswith("classification_regression-task=cola-data=data.")
 
 
 def test_run_is_scored_by_its_last_recorded_scores(tmp_path):
