@@ -41,7 +41,7 @@ from .machine import (
 )
 from .monitor import RECORDS, Console, ProgressLine, Tracker, to_json
 from .partition import Overrides, Plan
-from .storage import Location, Staging, StorePath, location
+from .storage import Location, Staging, StorePath, location, make_subfolder, write_file
 from .tracing import leak
 from .training import Parts, Run, lr_schedule, plan_model, trace_loss
 
@@ -57,7 +57,8 @@ class Deployer(RedcoNames):
         remaining devices are used for data parallelism.
     - `workdir`: the folder of the run: metrics, checkpoints, outputs; or a path in an object store, `"s3://bucket/run"` or
         `"gs://bucket/run"` (extra `stores`). Checkpoints are written to a store as they are saved; metrics and the like with
-        each checkpoint and at the end. None records nothing.
+        each checkpoint and at the end. None records nothing. A relative path counts from the current folder at this call,
+        `~` is the home folder. The folder and its parents may be links, but nothing in it may be one.
     - `verbose`: whether to print.
     - `n_processes`, `host0_address`, `host0_port`, `process_id`: for a run over several hosts: the number of processes, the
         address and port of process 0, and this process's index. Leave them out under SLURM, Open MPI, Kubernetes (JobSet),
@@ -454,8 +455,8 @@ class Deployer(RedcoNames):
         if isinstance(path, StorePath):
             path.write_bytes(lines.encode())
             return path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(lines, "utf-8")
+        make_subfolder(path.parent, self.workdir)  # pyright: ignore[reportArgumentType]
+        write_file(path, lines.encode())
         return path
 
 

@@ -8,7 +8,6 @@ Dims: shape = shape of a sample, any. Timesteps count from 0, which has the leas
 `1 - beta`.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from redeqx.storage import disk_path
+
 from .._kinds import COUNT, RATE, Kind
-from ..hf import ConfigReader, Field, FolderConfig, Only, read_config
+from ..hf import ConfigReader, Field, FolderConfig, Only, read_config, replace_json
 from ..nn import check_choice, check_sizes
 from ._blocks import diffusers
 
@@ -107,15 +108,15 @@ class Scheduler(FolderConfig):
 
         Raises ValueError, with the file, the key and a remedy, for what is not implemented.
         """
-        folder = Path(folder)
+        folder = disk_path(folder)
         return cls.from_hf(ConfigReader(read_config(folder, CONFIG), folder / CONFIG))
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Writes `scheduler_config.json`, which `diffusers` loads. Returns the folder, which is created if it does not
         exist."""
-        folder = Path(folder)
+        folder = disk_path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(json.dumps({**self.extra, **self.to_hf()}, indent=2) + "\n", "utf-8")
+        replace_json(folder / CONFIG, {**self.extra, **self.to_hf()})
         return folder
 
     # --- noise --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from ._config import (
 from ._files import (
     CONFIG as CONFIG,
     read_config as read_config,
-    replace_file as replace_file,
     replace_json as replace_json,
     type_key as type_key,
 )

@@ -4,16 +4,15 @@
 """
 
 import json
-import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from redeqx.checkpoint import TensorReader
-from redeqx.errors import load_json
+from redeqx.errors import brief_name, load_json
 from redeqx.machine import dry
-from redeqx.storage import Location
+from redeqx.storage import Location, make_subfolder, write_file
 
 from ..generation import GENERATION, Generation
 
@@ -36,6 +35,7 @@ _COMPANIONS = (
     "additional_chat_templates/*.jinja",
     "*processor_config.json",
 )
+_MAX_COMPANION = 10**8  # bytes; the largest tokenizers have a third of it
 
 
 def type_key(fields: Mapping[str, Any]) -> str:
@@ -69,14 +69,43 @@ def read_config(folder: Location, file: str = CONFIG) -> dict[str, Any]:
 def read_generation(folder: Location) -> Generation | None:
     if not (folder / GENERATION).exists():
         return None
-    return Generation(read_config(folder, GENERATION), folder / GENERATION)
+    path, fields = folder / GENERATION, read_config(folder, GENERATION)
+    if isinstance(path, Path) and not _belongs(path, path.parent):  # saving the model must not copy another JSON file
+        fields = {key: value for key, value in fields.items() if key in Generation.known()}
+    return Generation(fields, path)
 
 
 def companions(folder: Location) -> dict[str, bytes]:
     """Returns the files of a folder that belong to its model, other than weights and config, by name."""
+    found: dict[str, bytes] = {}
+    for name, path in _companion_paths(folder).items():
+        if (size := path.stat().st_size) > _MAX_COMPANION:
+            got = f"{size} bytes, more than {_MAX_COMPANION}"
+        elif isinstance(path, Path) and isinstance(folder, Path) and not _belongs(path, folder):
+            got = f"a link to {brief_name(str(path.resolve()))}"
+        else:
+            found[name] = path.read_bytes()
+            continue
+        warnings.warn(
+            f"`{folder}`: `{brief_name(name)}`: expected a file of this folder, got {got}. It is left out when the model is "
+            "saved: copy it yourself, if it belongs to the model.",
+            stacklevel=3,
+        )
+    return found
+
+
+def _companion_paths(folder: Location) -> dict[str, Location]:
     root: Any = folder
     paths = sorted({path for pattern in _COMPANIONS for path in root.glob(pattern) if path.is_file()})
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+    return {path.relative_to(root).as_posix(): path for path in paths}
+
+
+def _belongs(path: Path, folder: Path) -> bool:
+    """Returns whether a file is in a folder, and no link to a file elsewhere; `blobs` of the Hub's cache count as in it."""
+    roots = [folder.resolve()]
+    if roots[0].parent.name == "snapshots":
+        roots.append(roots[0].parents[1] / "blobs")
+    return any(path.resolve().is_relative_to(root) for root in roots)
 
 
 def weights_of(folder: Location, stem: str) -> TensorReader | None:
@@ -90,8 +119,9 @@ def weights_of(folder: Location, stem: str) -> TensorReader | None:
 def write_companions(folder: Path, files: Mapping[str, bytes]) -> None:
     """Writes the files that a model was loaded with, unless the folder has its own: the files of two tokenizers must not
     be mixed."""
-    there = companions(folder)
-    if differing := [name for name, content in there.items() if files.get(name) != content]:
+    there = _companion_paths(folder)
+    same = {name for name, path in there.items() if name in files and path.stat().st_size == len(files[name])}
+    if differing := [name for name, path in there.items() if name not in same or path.read_bytes() != files[name]]:
         if files:
             warnings.warn(
                 f"`{folder / differing[0]}`: kept, and no file added, because the folder that the model was loaded "
@@ -101,19 +131,9 @@ def write_companions(folder: Path, files: Mapping[str, bytes]) -> None:
         return
     for name, content in files.items():
         path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda beside, content=content: beside.write_bytes(content))
-
-
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Writes a temporary file next to the target and renames it, so that a reader sees the old file or the new one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+        make_subfolder(path.parent, folder)
+        write_file(path, content)
 
 
 def replace_json(path: Path, fields: Mapping[str, Any]) -> None:
-    replace_file(path, lambda beside: beside.write_text(json.dumps(fields, indent=2) + "\n", "utf-8"))
+    write_file(path, (json.dumps(fields, indent=2) + "\n").encode())

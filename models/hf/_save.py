@@ -16,9 +16,10 @@ from redeqx._tree import is_array_like, listed, named_leaves, nearest
 from redeqx.checkpoint import INDEX, to_host, write_tensors
 from redeqx.errors import check_alive
 from redeqx.machine import dry
+from redeqx.storage import disk_path, replacing
 
 from ..generation import GENERATION
-from ._files import CONFIG, replace_file, replace_json, write_companions
+from ._files import CONFIG, replace_json, write_companions
 from ._pretrained import Pretrained
 from ._weight_map import StoredTensor, WeightMap
 
@@ -136,7 +137,7 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
         )
     check_alive(model, "model")
     limit = _bytes(max_shard_size)
-    cls, folder = type(model), Path(folder)
+    cls, folder = type(model), disk_path(folder)
     if dry() is not None:
         return folder
     tensors = to_disk(model, cls.weight_map(config))
@@ -151,7 +152,8 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
     files = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
     for file, shard in zip(files, shards, strict=True):
         # transformers refuses a file without this metadata, which names the framework that wrote it.
-        replace_file(folder / file, lambda path, shard=shard: write_tensors(path, shard, metadata={"format": "pt"}))
+        with replacing(folder / file) as path:
+            write_tensors(path, shard, metadata={"format": "pt"})
     index = folder / f"{stem}{INDEX}"
     if n > 1:
         size = sum(tensor.n_bytes for tensor in tensors.values())

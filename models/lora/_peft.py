@@ -20,9 +20,10 @@ from redeqx._origins import CHANGED, origin_of, set_origin
 from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
 from redeqx.checkpoint import TensorReader, write_tensors
 from redeqx.errors import brief, check_alive
+from redeqx.storage import disk_path, replacing
 
 from .._kinds import INTEGER, NUMBER
-from ..hf import ConfigReader, Pretrained, StoredTensor, WeightMap, read_config, replace_file, replace_json
+from ..hf import ConfigReader, Pretrained, StoredTensor, WeightMap, read_config, replace_json
 from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, leaf_path, linears_of, replace_layers
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
@@ -150,7 +151,7 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
     were trained in a module with an adapter, which PEFT's format cannot hold.
     """
     check_alive(model, "model")
-    adapters, folder = adapters_of(model), Path(folder)
+    adapters, folder = adapters_of(model), disk_path(folder)
     tensors: dict[str, np.ndarray] = {}
     saved: dict[_Module, tuple[int, int | float]] = {}  # rank and alpha
     for module in _modules(model, linears_of(model)):
@@ -173,7 +174,8 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
     modules_to_save = _add_changed(model, changed, {name for module in saved for name in module.names}, tensors)
     folder.mkdir(parents=True, exist_ok=True)
     # transformers refuses a file without this metadata, which names the framework that wrote it.
-    replace_file(folder / f"{WEIGHTS}.safetensors", lambda path: write_tensors(path, tensors, metadata={"format": "pt"}))
+    with replacing(folder / f"{WEIGHTS}.safetensors") as path:
+        write_tensors(path, tensors, metadata={"format": "pt"})
     (rank, alpha), _ = Counter(saved.values()).most_common(1)[0]
     # The longest first, because PEFT applies a pattern to any module whose path ends with it.
     patterns = {_pattern(module): saved[module] for module in sorted(saved, key=lambda module: -len(module.name))}
@@ -311,7 +313,7 @@ def load_adapter(model: ModelT, folder: str | Path) -> ModelT:
     Raises ValueError for a folder without an adapter, for an adapter of a kind that is not implemented or of another base,
     and for layers that already have an adapter.
     """
-    folder = Path(folder)
+    folder = disk_path(folder)
     keys = _read_config(folder / CONFIG)
     source = TensorReader.find(folder, WEIGHTS)
     model, whole = _with_whole_modules(model, source, keys)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from ..distributed import Peers
-from ..storage import Location
+from ..storage import Location, open_old, read_file, write_new
 from ._manifest import write_json
 from ._reader import INDEX
 from ._safetensors import Writer, file_size, incomplete, tensors_size, write_tensors
@@ -45,7 +45,7 @@ def probe(path: Path, peers: Peers) -> Capabilities:
     Raises OSError if it cannot be written at all.
     """
     try:
-        peers.together("probe made", lambda: path.write_bytes(bytes(_SLOT * peers.n)), alone=True)
+        peers.together("probe made", lambda: write_new(path, bytes(_SLOT * peers.n)), alone=True)
         return _marked(path, peers)
     finally:
         if peers.index == 0:
@@ -57,7 +57,7 @@ def _marked(path: Path, peers: Peers) -> Capabilities:
     is_shared = all(peers.gather("probe seen", path.exists()))
     if is_shared:
         with contextlib.suppress(OSError):  # its mark is then missing
-            fd = os.open(path, os.O_WRONLY)
+            fd = open_old(path, os.O_WRONLY)
             try:
                 os.pwrite(fd, _mark(peers.index), peers.index * _SLOT)
                 os.fsync(fd)
@@ -65,7 +65,7 @@ def _marked(path: Path, peers: Peers) -> Capabilities:
                 os.close(fd)
     peers.gather("probe marked")
     marks = b"".join(map(_mark, range(peers.n)))
-    in_place = is_shared and peers.index == 0 and path.read_bytes() == marks
+    in_place = is_shared and peers.index == 0 and read_file(path) == marks
     return Capabilities(is_shared, peers.gather("probe read", in_place)[0])
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import brief_name
-from ..storage import Location
+from ..storage import Location, remove_foreign
 
 BEAT = 5.0  # seconds between two touches
 STALE = 30.0  # seconds without a touch after which an owner on another machine counts as gone
@@ -85,6 +85,8 @@ class Lock:
 
     def _take_over(self) -> None:
         """Removes the lock of a process that has ended. Raises LockedError if it has not."""
+        with contextlib.suppress(OSError):
+            remove_foreign(self.path)  # a lock is a file
         found = _read(self.path)
         read = lambda: _read(self.path)  # noqa: E731
         if found is None or not is_abandoned(found, read, self._me, self._folder, self.path, self._log, STALE):
@@ -189,7 +191,7 @@ def _beat(fd: int, ended: threading.Event) -> None:
 def _read(path: Path) -> tuple[dict[str, Any], int] | None:
     """Returns the owner in a lock, and its last touch by the file server's clock; None if there is no lock."""
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening it makes NFS ask its server
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening it makes NFS ask its server
     except OSError:
         return None
     touched, owner = 0, {}

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from ..distributed import Peers
 from ..errors import DamagedError, brief, damaged, is_plain, is_size, load_json, unreadable
-from ..storage import Location, StoreError, StorePath, exists
+from ..storage import Location, StoreError, StorePath, exists, open_new, write_new
 from ._crc32 import crc32_of, crc32_of_range
 from ._safetensors import CHUNK
 
@@ -40,10 +40,7 @@ def write_json(path: Location, value: Any) -> dict[str, int]:
     if isinstance(path, StorePath):
         path.write_bytes(text)
     else:
-        with open(path, "wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(path, text)
     return {"size": len(text), "crc32": zlib.crc32(text)}
 
 
@@ -290,7 +287,7 @@ def _copy(file: Path, size: int, peers: Peers, having: Sequence[int]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as files:
         source = files.enter_context(open(file, "rb")) if peers.index == having[0] else None
-        copy = files.enter_context(open(beside, "wb")) if lacks else None
+        copy = files.enter_context(os.fdopen(open_new(beside), "wb")) if lacks else None
         for start in range(0, size, CHUNK):
             n = min(CHUNK, size - start)
             chunk = np.zeros(CHUNK // 4, np.uint32)  # all of one size, so that only one program is compiled

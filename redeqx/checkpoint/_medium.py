@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed import Peers
-from ..storage import Location, StorePath, fsync_folder
+from ..storage import Location, StorePath, fsync_folder, make_subfolder, replacing
 from ._folder import INDEX_FILE, order
 from ._layouts import Capabilities, probe
 from ._manifest import MANIFEST, TMP, write_json, write_manifest
@@ -98,7 +98,7 @@ class Disk(Medium):
             raise OSError(errno.ENOENT, why, str(workdir))
 
     def create(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_subfolder(self.folder, self.folder.parent)
         fsync_folder(self.folder.parent)
 
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
@@ -142,9 +142,8 @@ class Disk(Medium):
         fsync_folder(self.folder)
 
     def write_index(self, index: Mapping[str, str]) -> None:
-        new_index = self.folder / f"{TMP}{INDEX_FILE}"
-        write_json(new_index, index)
-        os.replace(new_index, self.folder / INDEX_FILE)
+        with replacing(self.folder / INDEX_FILE) as beside:
+            write_json(beside, index)
         fsync_folder(self.folder)
 
     def sweep(self) -> None:

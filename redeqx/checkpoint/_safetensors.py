@@ -28,7 +28,7 @@ from jaxtyping import PyTree
 
 from .._tree import is_array_like, is_key, named_leaves, nearest
 from ..errors import brief, brief_name, damaged, is_size, parse_json
-from ..storage import Location, StoredArray, StorePath, fetch
+from ..storage import Location, StoredArray, StorePath, fetch, open_new, open_old
 from ._crc32 import Crc32, crc32_of
 from ._shards import Block, whole
 
@@ -190,7 +190,7 @@ class Writer:
 
     def create(self, path: Path) -> None:
         """Creates the file with its full size."""
-        fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
+        fd = open_new(path)
         try:
             if hasattr(os, "posix_fallocate"):  # not on macOS
                 os.posix_fallocate(fd, 0, self.size)  # raises if the disk is full, before any work
@@ -201,7 +201,7 @@ class Writer:
         """Writes blocks by tensor name, and calls fsync; returns their contribution to the file's crc32, and how many items
         of each tensor were written."""
         contribution, n_items = 0, []
-        fd = os.open(path, os.O_WRONLY)
+        fd = open_old(path, os.O_WRONLY)
         try:
             # Threads write and flush while this one casts the next bytes and updates the checksum.
             with ThreadPoolExecutor(_WRITERS, "redeqx-write") as pool:
@@ -253,7 +253,7 @@ class Writer:
                 raise incomplete(path, f"all {expected} numbers of `{name}`", f"{found} from {len(written)} process(es)")
         crc32 = Crc32()
         crc32.add(self._header, 0)
-        fd = os.open(path, os.O_WRONLY)
+        fd = open_old(path, os.O_WRONLY)
         try:
             _pwrite(fd, memoryview(self._header)[8:], 8)
             # The header's length is written last: until then it is 0, and every reader refuses the file.
@@ -306,7 +306,7 @@ def write_tensors(
     if isinstance(path, StorePath):
         path.upload(content, size)
         return {"size": size, "crc32": crc32}
-    with open(path, "wb") as file:
+    with os.fdopen(open_new(path), "wb") as file:
         for chunk in content():
             file.write(chunk)
         file.flush()

@@ -6,6 +6,7 @@ Owns the checks before the work, and the atomic write. `redeqx.models` owns the 
 
 import argparse
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from .._tree import is_array_like, map_named
 from ..checkpoint import CheckpointFolder, TensorReader, file_size, write_tensors
 from ..machine import described
 from ..monitor import Console, size_text
-from ..storage import Location, StorePath
+from ..storage import Location, StorePath, disk_path
 from ._inspect import Contents, inspect_path
 from ._paths import as_location
 
@@ -61,7 +62,9 @@ def add(commands: Any) -> None:
         "was made from; it need not contain weights",
     )
     parser.add_argument("--kind", help="which file of a checkpoint: `model` by default, or a callback's, such as `ema`")
-    parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="a PEFT adapter folder to merge into the weights")
+    parser.add_argument(
+        "--adapter", type=disk_path, metavar="FOLDER", help="a PEFT adapter folder to merge into the weights"
+    )
     parser.add_argument("--alpha", type=float, help="the `alpha` of `lora.add`, if the weights of SRC contain adapters")
     parser.set_defaults(run=_run)
 
@@ -104,7 +107,7 @@ def _select_source(found: Contents, kind: str | None) -> Location:
 def _write_atomically(to: Path, write: Callable[[Path], Any]) -> None:
     """Writes to a temporary path in the same folder, then renames it to `to`, which must not exist."""
     to.parent.mkdir(parents=True, exist_ok=True)
-    temporary = to.with_name(f".{to.name}.{os.getpid()}")
+    temporary = to.with_name(f".tmp_{secrets.token_hex(8)}")
     try:
         write(temporary)
         os.rename(temporary, to)

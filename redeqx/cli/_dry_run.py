@@ -15,6 +15,7 @@ import jax
 from ..dry_run import DryRunDone
 from ..machine import GPUS, TPUS, Machine, describe, dry_for, simulate_devices
 from ..monitor import Console
+from ..storage import disk_path
 from ._scripts import add_script, check_script
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -55,7 +56,7 @@ def add(commands: Any) -> None:
         help="the compiler's optimization level: UNKNOWN is that of a run; for TPUs the default is O2, which gives the same "
         "memory in half the time; O1 takes seconds and gives less memory (for a run set jax_optimization_level to O1)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
+    parser.add_argument("--json", type=disk_path, metavar="FILE", help="also write the report to this file")
     parser.add_argument(
         "--fit",
         action="store_true",

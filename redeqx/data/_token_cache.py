@@ -28,7 +28,7 @@ from jaxtyping import Int
 from ..checkpoint import Lock, LockedError, write_json
 from ..errors import brief, check_function, is_size, load_json
 from ..monitor import Console
-from ..storage import fsync_folder
+from ..storage import disk_path, fsync_folder, open_new, open_old, replacing
 from ._examples import check_examples, is_function, size_of
 from ._streams import checksum
 from ._tokens import TokenRows
@@ -54,7 +54,7 @@ class TokenCache(Sequence[Any]):
     """
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+        self.folder = disk_path(folder)
         self.manifest = _read(self.folder)
         for name, sums in self.manifest["files"].items():
             path = self.folder / name
@@ -118,7 +118,7 @@ def token_cache(
     Raises ValueError for a cache of other texts or another tokenizer, for a folder that is something else, and for texts
     without any token; TypeError if `tokenize` returns anything but integers.
     """
-    folder = Path(folder)
+    folder = disk_path(folder)
     check_function(tokenize, "tokenize", ["text"])
     if is_function(texts):
         raise TypeError("`texts`: expected texts, got a function. Call it.")
@@ -256,6 +256,9 @@ class _Writer:
         self._dtype, self._crc32 = "uint16", {"tokens": 0, "ends": 0}
         self._saved_at = time.monotonic()
         self._files: dict[str, Any] = {}
+        for path in (folder, folder / PROGRESS):
+            if path.is_symlink():
+                path.unlink()
         try:
             progress = load_json(folder / PROGRESS)
             if progress["made_of"] != made_of:
@@ -280,7 +283,7 @@ class _Writer:
         if any(size and path.stat().st_size < size for path, size in sizes.items()):
             raise ValueError("files that are shorter than recorded")
         for of, path in (("tokens", tokens), ("ends", ends)):
-            self._files[of] = open(path, "ab")  # noqa: SIM115 (closed by `close`)
+            self._files[of] = os.fdopen(open_old(path, os.O_WRONLY | os.O_APPEND) if sizes[path] else open_new(path), "ab")
             self._files[of].truncate(sizes[path])
 
     def add(self, tokens: Int[np.ndarray, " n_tokens"], lengths: Int[np.ndarray, " n_documents"]) -> None:
@@ -302,7 +305,7 @@ class _Writer:
         """Writes the tokens so far as uint32."""
         self._files["tokens"].close()
         narrow, self._dtype, self._crc32["tokens"] = self._folder / _tokens_file(self._dtype), "uint32", 0
-        self._files["tokens"] = open(self._folder / _tokens_file(self._dtype), "wb")  # noqa: SIM115
+        self._files["tokens"] = os.fdopen(open_new(self._folder / _tokens_file(self._dtype)), "wb")
         with open(narrow, "rb") as file:
             while data := file.read(_CHUNK):
                 self._write("tokens", np.frombuffer(data, "<u2").astype("<u4").tobytes())
@@ -318,8 +321,8 @@ class _Writer:
         """Records what has been written so far, once it is on disk."""
         self._sync()
         counts = {"n_documents": self.n_documents, "n_tokens": self.n_tokens, "dtype": self._dtype, "crc32": self._crc32}
-        write_json(self._folder / f"{PROGRESS}.new", {"made_of": self._made_of, **counts})
-        os.replace(self._folder / f"{PROGRESS}.new", self._folder / PROGRESS)
+        with replacing(self._folder / PROGRESS) as beside:
+            write_json(beside, {"made_of": self._made_of, **counts})
         self._saved_at = time.monotonic()
 
     def finish(self, folder: Path) -> None:

@@ -19,6 +19,7 @@ from ..data import cut_rows
 from ..machine import USABLE, Machine, n_batch_shards
 from ..monitor import Console, HtmlPage, size_text
 from ..partition import Plan
+from ..storage import disk_path
 from ..training import Setting
 from ._figures import COLLECTIVES, FLOPS, MODEL_FLOPS, MOVED, TEMPORARIES, Estimate, Step, attempt, estimate
 from ._search import CompiledSetting, fastest
@@ -249,7 +250,7 @@ class DryRun:
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json` to a file."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", "utf-8")
+        disk_path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", "utf-8")
 
     def _head(self) -> dict[str, str]:
         machine, setting, mesh = self.machine, self.setting, self.plan.mesh

@@ -7,6 +7,7 @@ functions run.
 
 import inspect
 import operator
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,9 +96,14 @@ def check_folder(path: Any, name: str) -> None:
         raise TypeError(f"`{name}`: expected a path or None, got {_brief(path)}. Pass a string or a `pathlib.Path`.")
     if isinstance(path, str) and "://" in path:
         return
-    for part in (Path(path), *Path(path).parents):
+    for part in (Path(os.path.expanduser(path)), *Path(os.path.expanduser(path)).parents):
         with _creating(path, name):
-            is_file = part.exists() and not part.is_dir()
+            is_file, is_dangling = part.exists() and not part.is_dir(), part.is_symlink() and not part.exists()
+        if is_dangling:
+            raise ValueError(
+                f"`{name}`: expected a folder, got `{path}`, where `{part}` is a link to {os.readlink(part)!r}, which is "
+                "not there. Mount or create that, or remove the link."
+            )
         if is_file:
             which = "which is a file" if part == Path(path) else f"where `{part}` is a file"
             raise ValueError(f"`{name}`: expected a folder, got `{path}`, {which}. Move the file, or choose another folder.")

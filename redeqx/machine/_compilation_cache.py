@@ -109,7 +109,7 @@ def _unwritable(folder: Path) -> str | None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, since others who can write here could run code
         probe = folder / f".redeqx-{os.getpid()}"
-        probe.touch()
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # never through a link
         probe.unlink()
     except OSError as error:
         return error.strerror or str(error)

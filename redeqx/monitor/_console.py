@@ -3,9 +3,11 @@
 It takes strings and Python numbers, and knows nothing of devices, meshes, models or the meaning of a metric.
 """
 
+import atexit
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -24,12 +26,70 @@ MIN_VALUE_WIDTH = 32
 
 
 class Terminal(RichConsole):
-    """A stream to print to. When its reader is gone it drops the output, so that a run survives the `tee` or `ssh` that
-    showed it."""
+    """A stream to print to, whose failures do not end a run: a reader that is gone (the `tee` or `ssh` that showed it), a
+    full disk, letters that its encoding lacks."""
 
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        discard(self.file)
+    @property
+    def file(self) -> Any:
+        return _Lasting(super().file)
+
+    @file.setter
+    def file(self, new_file: Any) -> None:
+        self._file = new_file
+
+
+_refused: set[int] = set()  # the descriptors of streams that refused output, each said once
+
+
+class _Lasting:
+    """A text stream that drops what cannot be written, and says so once on standard error."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._dropping():
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                encoding = self._stream.encoding or "ascii"
+                self._stream.write(text.encode(encoding, "replace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropping():
+            self._stream.flush()
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            discard(self._stream)
+        except OSError as error:
+            fd = self._stream.fileno()
+            if fd in _refused:
+                return
+            _refused.add(fd)
+            atexit.register(_discard_if_refused, self._stream)
+            with suppress(OSError, ValueError):
+                print(
+                    f"`{getattr(self._stream, 'name', 'stdout')}`: expected to print, got {error.strerror or error}. "
+                    "Training goes on; what cannot be printed is lost.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def _discard_if_refused(stream: Any) -> None:
+    """Drops what is left in a stream's buffer if it still cannot be written: Python would end with exit code 120."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        discard(stream)
 
 
 class Console:
@@ -148,10 +208,7 @@ class Console:
     def _print(self, renderable: Any) -> None:
         if self._prints:
             # The terminal wraps text; the layout of a table or rule depends on the width.
-            try:
-                self._terminal.print(renderable, soft_wrap=isinstance(renderable, Text))
-            except BrokenPipeError:  # rich before 13.8 does not call `on_broken_pipe`
-                self._terminal.on_broken_pipe()
+            self._terminal.print(renderable, soft_wrap=isinstance(renderable, Text))
 
     def metrics(
         self, values: Mapping[str, SupportsFloat], step: int, *, speed: Mapping[str, SupportsFloat] | None = None

@@ -5,7 +5,6 @@ continues the tracker's run: steps that are repeated are not delivered twice, an
 """
 
 import json
-import os
 import sys
 import threading
 import warnings
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed import at_end
+from ..storage import make_subfolder, read_file, write_file
 from ._media import Medium
 from ._trackers import TRACKERS, NamedTracker, Opening, Row
 
@@ -201,11 +201,10 @@ class Delivery:
     def _save_state(self) -> None:
         if self._file is not None:
             with suppress(OSError):  # checkpoints report a full disk
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                temporary = self._file.with_suffix(".tmp")
+                make_subfolder(self._file.parent, self._file.parents[1])
                 media = self._sent_media[0], sorted(self._sent_media[1])
-                temporary.write_text(json.dumps({"run_id": self._run_id, "sent": self._sent, "media": media}), "utf-8")
-                os.replace(temporary, self._file)
+                state = {"run_id": self._run_id, "sent": self._sent, "media": media}
+                write_file(self._file, json.dumps(state).encode())
 
     def _warn(self, got: str) -> None:
         """Warns once, from any thread. If warnings are errors, prints it instead: a tracker must not end a run."""
@@ -237,7 +236,7 @@ def _with_medium(mark: MediaMark, medium: Medium) -> MediaMark:
 def _load_state(file: Path | None) -> tuple[str | None, Mark, MediaMark]:
     """Returns the id of the tracker's run that an earlier process began, and its marks: of rows, and of images and texts."""
     try:
-        state = {} if file is None else json.loads(file.read_text("utf-8"))
+        state = {} if file is None else json.loads(read_file(file))
         (step, n), (at, names) = state["sent"], state["media"]
         return str(state["run_id"]), (int(step), int(n)), (int(at), frozenset(map(str, names)))
     except (OSError, ValueError, KeyError, TypeError):

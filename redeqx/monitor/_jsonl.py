@@ -5,64 +5,93 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import warn
-from ..storage import fsync_folder
+from ..errors import brief, warn
+from ..storage import fsync_folder, open_new, open_old, read_file, remove_foreign, write_file
+
+_ROOM = 2**26  # bytes of lines that wait for a full disk; above this the oldest are dropped
 
 
 class JsonLines:
     """Appends lines such as `{"step": 3, "loss": 2.5}` to a file.
 
     Numbers read back to the same bits. NaN and the infinities, which JSON lacks, are the strings `"NaN"`, `"Infinity"` and
-    `"-Infinity"`, which `float` accepts. Each line is flushed to the operating system at once, so a killed process loses at
-    most the line it was writing.
+    `"-Infinity"`, which `float` accepts. Each line is given to the operating system at once, so a killed process loses at
+    most the line it was writing. Lines that a full disk refuses are kept, and written as soon as there is room.
     """
 
     def __init__(self, path: Path):
         self._path = path
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
+        self._size = 0  # bytes of complete lines in the file
+        self._waiting = b""  # lines that are not in the file yet
+        self._has_warned = False
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Appends a line; the first one creates the file."""
+        """Appends a line; the first one creates the file. If the disk refuses it, warns once, and goes on."""
+        self._waiting += f"{to_json({'step': step, **numbers})}\n".encode()
+        if len(self._waiting) > _ROOM:
+            self._waiting = self._waiting.split(b"\n", 1)[1]
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warn(
+                    f"`{self._path}`: expected to record, got {error.strerror or error}. Training goes on; what is missing "
+                    "is kept, and written when there is room."
+                )
+
+    def _write_waiting(self) -> None:
         if self._file is None:
-            self._file = _open_to_append(self._path)
+            self._file = self._opened()
             weakref.finalize(self, self._file.close)  # avoids a ResourceWarning if `close` is not called
-        self._file.write(to_json({"step": step, **numbers}) + "\n")
-        self._file.flush()
+        fd, data, n = self._file.fileno(), self._waiting, 0
+        try:
+            while n < len(data):
+                n += os.pwrite(fd, data[n:], self._size + n)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(fd, self._size)  # no part of a line
+            raise
+        self._size += n
+        self._waiting = b""
 
     def rewind(self, step: int) -> None:
         """Deletes the lines after `step`.
 
-        The new file replaces the old one atomically. An incomplete last line is dropped; any other line that cannot be read
-        is dropped with a warning.
+        An incomplete last line is dropped; any other line that cannot be read is dropped with a warning.
         """
         self.close()
-        if not self._path.exists():
-            return
-        *lines, _torn = self._path.read_text("utf-8", errors="replace").split("\n")
+        self._waiting = b""
+        text = self._text()
+        *lines, _torn = text.split(b"\n")
         kept = []
         for number, line in enumerate(lines, start=1):
             line_step = _step_of(line)
             if line_step is None:
                 warn(
-                    f"`{self._path}`: expected JSON with a `step` in line {number}, got {line[:80]!r}. It is left out.",
+                    f"`{self._path}`: expected JSON with a `step` in line {number}, got "
+                    f"{brief(line[:80].decode('utf-8', 'replace'))}. It is left out.",
                 )
             elif line_step <= step:
-                kept.append(line + "\n")
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
+                kept.append(line + b"\n")
+        if (content := b"".join(kept)) == text:
+            return
+        if text.startswith(content):  # needs no room on a full disk
+            with os.fdopen(open_old(self._path, os.O_WRONLY), "wb") as file:
+                file.truncate(len(content))
+                os.fsync(file.fileno())
+        else:
+            write_file(self._path, content)
         fsync_folder(self._path.parent)
 
     def read(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yields the step and the numbers of each readable line."""
-        text = self._path.read_text("utf-8", errors="replace") if self._path.exists() else ""
-        for line in text.splitlines():
+        for line in self._text().splitlines():
             if (step := _step_of(line)) is not None:
                 yield step, {name: float(value) for name, value in json.loads(line).items() if name != "step"}
 
@@ -71,6 +100,20 @@ class JsonLines:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _opened(self) -> IO[bytes]:
+        """Opens the file, after removing an incomplete last line, left by a kill, which a new line would continue."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._size = self._text().rfind(b"\n") + 1
+        file = os.fdopen(open_old(self._path, os.O_RDWR) if self._path.exists() else open_new(self._path), "wb")
+        file.truncate(self._size)
+        return file
+
+    def _text(self) -> bytes:
+        """Returns the content of the file. Warns about a link or a pipe in its place, and removes it."""
+        if (found := remove_foreign(self._path)) is not None:
+            warn(f"`{self._path}`: expected a file that an earlier run wrote, got {found}. It is removed, and a file begun.")
+        return read_file(self._path) if self._path.exists() else b""
 
 
 def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> str:
@@ -96,21 +139,10 @@ def _without_nonfinite(value: Any) -> Any:
     return value
 
 
-def _step_of(line: str) -> int | None:
+def _step_of(line: bytes) -> int | None:
     """Returns the step of a line, or `None` if the line cannot be read."""
     try:
         step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return step if isinstance(step, int) else None
-
-
-def _open_to_append(path: Path) -> IO[str]:
-    """Opens the file for appending. Removes an incomplete last line, left by a kill, which a new line would continue."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.truncate(path, whole)
-    return open(path, "a", encoding="utf-8", newline="\n")

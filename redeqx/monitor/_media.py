@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ..storage import make_subfolder, write_file
+
 # How far floats may be outside of 0 to 1: the rounding error of bfloat16.
 _ROUNDED = 1 / 256
 _COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # PNG's color type by number of channels
@@ -55,15 +57,15 @@ class Medium:
 
     def write(self, folder: Path) -> Path:
         """Writes the file into a folder, which is created; returns the file's path."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_subfolder(folder, folder.parent)
         path = folder / self.filename
-        path.write_bytes(self.data)
+        write_file(path, self.data)
         return path
 
 
 def rewind_media(folder: Path, step: int) -> None:
     """Deletes the files of images and texts after `step`."""
-    for path in folder.glob("step_*"):
+    for path in [] if folder.is_symlink() else folder.glob("step_*"):
         found = re.match(r"step_(\d{8,})_.*\.(png|txt)$", path.name)
         if found is not None and int(found[1]) > step:
             path.unlink()

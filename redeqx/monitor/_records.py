@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from ..errors import warn
 from ._delivery import Delivery
 from ._jsonl import JsonLines
 from ._media import Medium, check_image, check_name, png, rewind_media
@@ -46,6 +47,7 @@ class Records:
         self._deliveries = [Delivery(name, workdir, _weak_method(say)) for name in named] if is_main else []
         weakref.finalize(self, _request_close, self._deliveries).atexit = False
         self._step = 0  # the step of the newest metrics
+        self._has_warned = False  # of a medium that cannot be written
 
     def metrics(self, values: Mapping[str, SupportsFloat], step: int, speed: Mapping[str, SupportsFloat]) -> None:
         """Records metrics of one step; arguments and errors as for `Console.metrics`."""
@@ -119,7 +121,14 @@ class Records:
 
     def _medium(self, medium: Medium) -> None:
         if self._workdir is not None:
-            medium.write(self._workdir / "media")
+            try:
+                medium.write(self._workdir / "media")
+            except OSError as error:
+                if not self._has_warned:
+                    self._has_warned = True
+                    warn(
+                        f"`{self._workdir / 'media'}`: expected to record, got {error.strerror or error}. Training goes on."
+                    )
         for delivery in self._deliveries:
             delivery.medium(medium)
 

@@ -6,6 +6,7 @@ in a thread.
 
 import importlib.util
 import os
+import secrets
 import tempfile
 import time
 import uuid
@@ -15,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
+from ..storage import make_subfolder
 from ._media import Medium
 
 PROJECT = "redeqx"  # if the environment names none
@@ -93,9 +95,10 @@ class TensorBoard:
 
         assert opening.folder is not None, "checked"
         folder = opening.folder / "tensorboard"
+        make_subfolder(folder, opening.folder)
         self.run_id, self.where = "", str(folder)
         # A file is named by the second: one opened within the same second would replace the previous one.
-        suffix = f".{len(list(folder.glob('*'))):04}"
+        suffix = f".{len(list(folder.glob('*'))):04}.{secrets.token_hex(4)}"  # nobody else can guess it and plant a link
         self._writer = SummaryWriter(self.where, purge_step=opening.purge_step, filename_suffix=suffix)
 
     def config(self, values: Mapping[str, str]) -> None:
@@ -136,6 +139,8 @@ class WandB:
 
         if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False):
             raise RuntimeError("no API key is configured: run `wandb login`, or set WANDB_MODE=offline")
+        if opening.folder is not None:
+            make_subfolder(opening.folder / "wandb", opening.folder)
         # A separate run, in addition to any that the script has. The console is not captured: wandb would copy each redraw.
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from .._tree import PyTree, is_array_like, merged, named_leaves, nearest, render, without_indices
 from ..machine import FSDP, MODEL, axes_of, copied, put as put_on_mesh, replicated
 from ..monitor import HtmlPage, size_text
+from ..storage import disk_path
 from ..tracing import Trace, line_of, product_flops
 from . import _rules
 from ._dataflow import Order, order, products
@@ -213,8 +214,9 @@ class Plan:
             pictures.append(Picture(layer, own, shape, tuple(axes), "" if why == "replicated" and any(axes) else why))
         if not pictures:
             raise ValueError(f"`where`: expected a path of the model, got {where!r}.{nearest(where, self.leaves)}")
-        draw(pictures, Path(path), title=self._totals())
-        return Path(path)
+        path = disk_path(path)
+        draw(pictures, path, title=self._totals())
+        return path
 
 
 def make_plan(

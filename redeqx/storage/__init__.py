@@ -1,10 +1,22 @@
 """Object stores: paths in S3 and Google Cloud Storage, for code that reads and writes folders on a disk as well.
 
-Owns the requests (through `obstore`, an optional package), their retries and errors, arrays that are read in ranges, and the
-local folder from which small files are uploaded. Does not know checkpoints or runs. Open `_path.py` first.
+Owns the requests (through `obstore`, an optional package), their retries and errors, arrays that are read in ranges, the
+local folder from which small files are uploaded, and on a disk, files that are never written through a link. Does not know
+checkpoints or runs. Open `_path.py` first.
 """
 
 from ._array import StoredArray as StoredArray, View as View, fetch as fetch
+from ._disk import (
+    disk_path as disk_path,
+    make_subfolder as make_subfolder,
+    open_new as open_new,
+    open_old as open_old,
+    read_file as read_file,
+    remove_foreign as remove_foreign,
+    replacing as replacing,
+    write_file as write_file,
+    write_new as write_new,
+)
 from ._end import AtEnd as AtEnd
 from ._objects import StoreError as StoreError
 from ._path import (

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from ..errors import brief_name
 from . import _objects
+from ._disk import disk_path
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)(?:/(.*))?", re.DOTALL)
 
@@ -156,7 +157,7 @@ Location: TypeAlias = Path | StorePath
 
 
 def location(path: "str | Path | StorePath", name: str = "path") -> Location:
-    """Returns a path, on a disk or in an object store.
+    """Returns a path, on a disk (as `disk_path`) or in an object store.
 
     **Arguments:**
 
@@ -174,7 +175,7 @@ def location(path: "str | Path | StorePath", name: str = "path") -> Location:
         )
     match = _ADDRESS.fullmatch(path) if isinstance(path, str) else None
     if match is None:
-        return Path(path)
+        return disk_path(path)
     scheme, bucket, key = match[1].lower(), match[2], (match[3] or "").strip("/")
     if scheme not in _objects.SCHEMES:
         known = ", ".join(f"{each}://" for each in _objects.SCHEMES)

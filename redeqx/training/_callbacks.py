@@ -19,7 +19,7 @@ from .._tree import PyTree
 from ..checkpoint import CheckpointFolder, Checkpoints
 from ..compiled import profile_of
 from ..errors import check_choice, check_count, check_number
-from ..storage import Location
+from ..storage import Location, make_subfolder, write_file
 
 
 class Callback:
@@ -250,7 +250,9 @@ class Profile(Callback):
 
     def _start(self, trainer: Any) -> None:
         if jax.process_index() == 0:
-            jax.profiler.start_trace(str(trainer.deployer.local_workdir / "profile"))
+            workdir = trainer.deployer.local_workdir
+            make_subfolder(workdir / "profile" / "plugins" / "profile", workdir)  # JAX makes a folder for each trace in it
+            jax.profiler.start_trace(str(workdir / "profile"))
             self._is_tracing = True
 
     def _report(self, trainer: Any) -> None:
@@ -261,7 +263,7 @@ class Profile(Callback):
             trainer.deployer.log_info(f"profile: {trace} has no operation of the train step by name")
             return
         text = found.text()
-        trace.with_name("profile.txt").write_text(text + "\n", "utf-8")
+        write_file(trace.with_name("profile.txt"), f"{text}\n".encode())
         title = f"profile of steps {self.steps[0]} to {self.steps[-1]}: {trace.parent}"
         trainer.deployer.log_info(text, title=title)
 

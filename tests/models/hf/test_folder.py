@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -154,6 +155,58 @@ def test_tokenizers_and_templates_are_written_back(folder, tmp_path):
     ]
     assert (tmp_path / "own" / "tokenizer.json").read_text() == "mine"
     save_pretrained(MODEL, CONFIG, tmp_path / "own")  # a config without a folder has no files
+
+
+def test_companions_that_are_links_out_of_the_folder_are_left_out(folder, tmp_path):
+    (tmp_path / "secret").write_text("a private key")
+    (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "private.jinja").write_text("a private text")
+    (folder / "additional_chat_templates").symlink_to(tmp_path / "templates")
+    (folder / "merges.txt").write_text("a b")
+    (folder / "vocab.txt").symlink_to("merges.txt")  # within the folder
+    os.mkfifo(folder / "vocab.json")  # would block
+    (tmp_path / "tokens.json").write_text('{"top_k": 3, "password": "12345"}')
+    (folder / "generation_config.json").symlink_to(tmp_path / "tokens.json")
+    with pytest.warns(UserWarning, match="is left out when the model is saved") as warned:
+        _, config = from_pretrained(folder)
+    assert [str(each.message).split("`")[3] for each in warned] == [
+        "additional_chat_templates/private.jinja",
+        "tokenizer.json",
+    ]
+    assert f"expected a file of this folder, got a link to {tmp_path / 'secret'}. It" in str(warned[1].message)
+    save_pretrained(MODEL, config, tmp_path / "again")
+    found = {path.name: path.read_text() for path in (tmp_path / "again").rglob("*.txt")}
+    assert found == {"merges.txt": "a b", "vocab.txt": "a b"}
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == [
+        "config.json", "generation_config.json", "merges.txt", "model.safetensors", "vocab.txt"
+    ]  # fmt: skip
+    generation = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert generation["top_k"] == 3 and "password" not in generation
+
+
+def test_companions_in_the_cache_of_the_hub_are_kept(folder, tmp_path):
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "0ab1", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    for path in folder.iterdir():
+        path.rename(blobs / f"hash-{path.name}")
+        (snapshot / path.name).symlink_to(f"../../blobs/hash-{path.name}")
+    _, config = from_pretrained(snapshot)
+    save_pretrained(MODEL, config, tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_huge_companion_is_not_read(folder, tmp_path):
+    with open(folder / "tokenizer.json", "wb") as file:
+        file.truncate(3 * 2**30)  # sparse
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.warns(
+        UserWarning, match="`tokenizer.json`: expected a file of this folder, got 3221225472 bytes, more than"
+    ):
+        from_pretrained(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
 
 
 def test_names_in_memory_are_those_on_disk_except_for_some_families():

@@ -1,0 +1,107 @@
+"""Files on a disk whose folder others may write into, such as a run's on a shared scratch: never through a link.
+
+The folder that a user names, and its parents, may be links. Everything below it was created by this library, which creates
+no links: one that is there was planted, and writing through it would overwrite a file elsewhere, with this user's rights.
+"""
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_MOST_TRIES = 100
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def disk_path(path: str | Path) -> Path:
+    """Returns a user's path on a disk: absolute, since a script may change its current folder; `~` is the home folder."""
+    return Path(os.path.expanduser(path)).absolute()
+
+
+def open_new(path: Path) -> int:
+    """Creates an empty file in place of anything of that name, and returns its descriptor, open for writing."""
+    for _ in range(_MOST_TRIES):
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
+        except FileExistsError:
+            path.unlink(missing_ok=True)
+    raise FileExistsError(f"`{path}`: expected to create it, got another file at each attempt. Look who writes there.")
+
+
+def open_old(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Opens an existing file. Raises OSError for a link, a pipe, a folder and a device."""
+    fd = os.open(path, flags | _NO_LINK | os.O_NONBLOCK)  # a pipe would block
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(f"`{path}`: expected a file, got {_kind(path)}. Remove it.")
+    return fd
+
+
+def read_file(path: Path) -> bytes:
+    """Returns the bytes of a file; raises as `open_old`."""
+    with os.fdopen(open_old(path), "rb") as file:
+        return file.read()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a path beside another, which becomes it at the end: a reader sees the old file or the new one. If the context
+    raises, the old one stays."""
+    beside = path.with_name(f".tmp_{secrets.token_hex(8)}")
+    try:
+        yield beside
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a file, in place of anything of that name, and calls fsync."""
+    with os.fdopen(open_new(path), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """As `write_new`, but a reader sees the old file or the new one."""
+    with replacing(path) as beside:
+        write_new(beside, data)
+
+
+def make_subfolder(folder: Path, root: Path) -> None:
+    """Creates a folder below `root`, which may be a link. Raises OSError if a part below `root` is one."""
+    root.mkdir(parents=True, exist_ok=True)
+    for part in folder.relative_to(root).parts:
+        root /= part
+        try:
+            root.mkdir()
+        except OSError:  # also of a full disk, where the folder exists
+            if root.is_symlink() or root.is_file():
+                raise OSError(
+                    f"`{root}`: expected a folder, got {_kind(root)}. Remove it; to write elsewhere, pass that path as the "
+                    "run's folder, or make that a link."
+                ) from None
+            if not root.is_dir():
+                raise
+
+
+def remove_foreign(path: Path) -> str | None:
+    """Removes a link, a pipe or a device from the place of a file; returns what it was, None if it was a file or nothing."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(mode):
+        return None
+    found = _kind(path)
+    path.unlink()  # fails for a folder
+    return found
+
+
+def _kind(path: Path) -> str:
+    if path.is_symlink():
+        return f"a link to {os.readlink(path)!r}"
+    return "a folder" if path.is_dir() else "a file" if path.is_file() else "a pipe, a socket or a device"
