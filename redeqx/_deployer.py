@@ -86,9 +86,9 @@ class Deployer(RedcoNames):
 
     Each step's metrics are recorded in `workdir/metrics.jsonl`, which a rerun of a `fit` reproduces byte for byte (as does a
     loop of `update` that begins with `resume`), in TensorBoard and by the loggers. They are `loss`; `grad_norm`, the norm of
-    the gradient that the optimizer receives; `learning_rate`, with `Trainer(lr_schedule_fn=)`; and those of `Loss.metrics`.
-    Metrics of evaluations have the prefix `eval_` there. From the second step on, at most once a
-    second, the speed of the newest steps is recorded too, in `workdir/speed.jsonl` instead of `metrics.jsonl`:
+    the gradient that the optimizer receives; `learning_rate`, with `Trainer(lr_schedule_fn=)` or `optax.inject_hyperparams`;
+    and those of `Loss.metrics`. Metrics of evaluations have the prefix `eval_` there. From the second step on, at most once
+    a second, the speed of the newest steps is recorded too, in `workdir/speed.jsonl` instead of `metrics.jsonl`:
 
     - `examples_per_second`; `tokens_per_second`, if the batch has an integer array `[rows, seq]`: its elements, including
         padding. Compilation, evaluation and saving do not count.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from types import MappingProxyType
 from typing import Any, Generic
 
 import equinox as eqx
@@ -43,6 +44,7 @@ from .training import (
     agree_on_examples,
     as_one_step,
     evaluate,
+    hyperparam_values,
     in_order,
     make_job,
     resume_newest,
@@ -214,8 +216,41 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
     @property
     def opt_state(self) -> PyTree:
-        """The current optimizer state; in a dry run its shapes."""
+        """The current optimizer state; in a dry run its shapes. A value written into a dict of hyperparameters, as in
+        `trainer.opt_state.hyperparams["learning_rate"] = 1e-4`, is set as by `set_hyperparams`; other changes have no
+        effect."""
         return self._engine.opt_state
+
+    @property
+    def hyperparams(self) -> Mapping[str, Any]:
+        """The hyperparameters of `optax.inject_hyperparams` by name, read-only; waits for the device. Those with a schedule
+        are of the newest update."""
+        self._engine.run.returns_zeros("hyperparams")
+        return MappingProxyType(hyperparam_values(self._engine.opt_state))
+
+    @filter_traceback
+    def set_hyperparams(self, **values: Any) -> None:
+        """Sets hyperparameters of `optax.inject_hyperparams`, from the next update on.
+
+        ```python
+        optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)
+        trainer.set_hyperparams(learning_rate=0.5 * trainer.hyperparams["learning_rate"])
+        ```
+
+        Call it in a callback, or between the updates of a loop of your own, with several processes in each of them: the
+        values of process 0 are used. What is set before the first update belongs to the script, like the optimizer; what is
+        set later is saved, and a resumed run keeps it. Of the other hyperparameters, a resumed run takes those that the
+        script has changed, and prints them.
+
+        **Arguments:**
+
+        - `values`: numbers by name: `learning_rate=1e-4`. Where several have the same name, the whole name in the
+            optimizer's state: `**{"inner_states.body.inner_state.hyperparams.learning_rate": 1e-4}`.
+
+        Raises ValueError for an unknown name, with the nearest one, for a hyperparameter with a schedule, and for NaN;
+        TypeError for anything but a number.
+        """
+        self._engine.set_hyperparams(values)
 
     @property
     def plan(self) -> Plan | None:
@@ -480,6 +515,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             raise ValueError("`resume`: expected before the first update, got called inside `fit`. It resumes by itself.")
         if not self.deployer.is_dry_run:
             resume_newest(engine, reads_twice=False)
+            engine.hyperparams.is_running = True
             engine.run.forget_records()  # of later steps, if this process has taken any
             engine.run.begin_records(engine.step)
         return engine.step

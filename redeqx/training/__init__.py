@@ -20,6 +20,7 @@ from ._functions import (
     weak_types as weak_types,
     with_weak_types as with_weak_types,
 )
+from ._hyperparams import hyperparam_values as hyperparam_values
 from ._job import Job as Job, Setting as Setting, make_job as make_job
 from ._loop import Fit as Fit
 from ._loss import Loss as Loss, trace_loss as trace_loss

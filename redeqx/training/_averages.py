@@ -116,6 +116,11 @@ def averages_in(state: PyTree) -> dict[str, PyTree]:
     return _unwrap(state)[0]
 
 
+def without_averages(state: PyTree) -> PyTree:
+    """Returns the optimizer state inside its averages."""
+    return _unwrap(state)[1]
+
+
 def as_model(average: PyTree, model: PyTree) -> PyTree:
     """Returns an averaged model, with the dtypes and memory kinds of the trained one."""
     return jax.tree.map(_like, eqx.combine(cast(PyTree, average), model), model)

@@ -28,6 +28,7 @@ from ._averages import as_model, average_names, averages_in, with_averages, with
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._calls import Calls
 from ._header import header_rows, loss_rows
+from ._hyperparams import Hyperparams, find
 from ._loss import n_rows
 from ._memory import Choice, choices, describe_choice, first_that_fits, least_memory, memory_of
 from ._metrics import Metrics, Update
@@ -50,6 +51,7 @@ class _Pending(NamedTuple):
 
     path: Location
     averages: Sequence[str]  # the names of those in it
+    hyperparams: Mapping[str, Any] | None  # as for `Hyperparams.match`
 
 
 class Engine:
@@ -75,6 +77,7 @@ class Engine:
     - `callbacks`: the callbacks of the running fit; None outside a fit.
     - `callback_states`: the callbacks' states of the fit that was resumed, interrupted or ended last.
     - `stop_requested`: whether the fit is to stop after this step.
+    - `hyperparams`: the hyperparameters in the optimizer's state.
     - `is_updating`: whether updates are in progress.
     - `update_line`: measures the updates of a user's own loop, from one to the next.
     - `stream`: from which each step derives its key (`Run.next_stream`).
@@ -97,6 +100,7 @@ class Engine:
         self.callbacks: Callbacks | None = None
         self.callback_states: dict[str, dict[str, Any]] = {}
         self.stop_requested = False
+        self.hyperparams = Hyperparams()
         self.is_updating = False
         self.update_line = run.console.progress(title="update")
         self.warned: set[Location] = set()
@@ -173,7 +177,20 @@ class Engine:
         if self.run.is_dry_run:
             return as_shapes(self.recipe.opt_shapes(self.current[0]))
         self.place()
-        return self.state.opt_tree
+        self.hyperparams.take_written(self.state, self.run.peers)
+        return self.hyperparams.show(self.state.opt_tree)
+
+    def set_hyperparams(self, values: Mapping[str, Any]) -> None:
+        """Sets hyperparameters in the optimizer's state, for the next update."""
+        if self.run.is_dry_run:
+            shapes = self.recipe.opt_shapes(self.trees[0])
+            for name in values:
+                find(shapes, name)
+            return
+        self.place()
+        self.hyperparams.is_running |= self.callbacks is not None
+        self.hyperparams.take_written(self.state, self.run.peers)
+        self.hyperparams.set(self.state, values, self.run.peers)
 
     def place(self, batch: PyTree | None = None, first: Batch | None = None) -> None:
         """Makes the plan and the program, places the model, and creates or restores the optimizer state.
@@ -200,10 +217,15 @@ class Engine:
         self.plan, self._is_planned = plan, batch is not None
         if self._train_state is None:
             program = None if first is None else self._compile_ahead(plan, first)
-            with nullcontext() if self._pending is None else self._restoring(self._pending):
+            pending = self._pending
+            with nullcontext() if pending is None else self._restoring(pending):
                 self._train_state = self._make_state(program or self.recipe.program(plan, *self.trees))
                 self.given = None
                 self._restore()
+            if pending is None:
+                self.hyperparams.begin(self.state)
+            else:
+                self._match_hyperparams(pending.hyperparams)
             agree_on_opt_state(self.run.peers, self.state.opt_tree)
             run, state = self.run, self.state
             rows = header_rows(run, self.recipe, plan, state, trace, self.precision)
@@ -320,6 +342,8 @@ class Engine:
         if self.checkpoints is not None:
             self.checkpoints.check()
         self.place_for(batch, is_update=True)
+        self.hyperparams.is_running = True
+        self.hyperparams.take_written(self.state, self.run.peers)
         # Read late, the steps around a compilation would count in the rates without their time.
         if compiles := not self.calls.has_called(self.state.program.train_step, batch.signature):
             self.flush(line)
@@ -451,6 +475,7 @@ class Engine:
         if self.run.is_dry_run:
             return self.need_checkpoints().folder / f"step_{self.step:08d}"  # writes nothing
         self.place()
+        self.hyperparams.take_written(self.state, self.run.peers)
         # The metrics of the newest updates may be unread, for example if a tracker saves.
         last_metrics, n_skipped = self.metrics.newest_unread(self.progress.n_skipped, self._explain_nonfinite)
         record = {
@@ -466,6 +491,7 @@ class Engine:
             "metrics": dict(metrics),
             "train_metrics": last_metrics,
             "averages": average_names(self.recipe.optimizer),
+            "hyperparams": self.hyperparams.record,
         }
         checkpoints = self.need_checkpoints()
         trees = self.state.trees(opt_state=save_opt_states)
@@ -520,11 +546,13 @@ class Engine:
                 self._pending = pending
                 with self._restoring(pending):
                     self._restore()
+                self._match_hyperparams(pending.hyperparams)
             raise
         self.metrics.forget()
         if opt_states:
             self.step = record["step"]
             self._continue_from(record, states)
+            self._match_hyperparams(record.get("hyperparams"))
         else:  # master copies and averages of the old parameters would bring these back at the next step
             train_state = self._train_state
             trained = train_state.parts.trained_tree(train_state.trained)
@@ -544,10 +572,11 @@ class Engine:
         with self._resuming(path):
             states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path, verify=True)
         self._continue_from(record, states)
-        self._pending = _Pending(path, self._averages_of_record(record))
+        pending = self._pending = _Pending(path, self._averages_of_record(record), record.get("hyperparams"))
         if self._train_state is not None:
-            with self._restoring(self._pending):
+            with self._restoring(pending):
                 self._restore()
+            self._match_hyperparams(pending.hyperparams)
 
     def _continue_from(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
         """Restores progress, the stream of keys, callback states and last metrics from a checkpoint's record."""
@@ -558,6 +587,10 @@ class Engine:
             self.stream = np.array([self.stream[0], record["stream"]], self.stream.dtype)
             if self._train_state is not None:
                 self._train_state.stream = put(self.stream, replicated(self.run.mesh))
+
+    def _match_hyperparams(self, saved: Mapping[str, Any] | None) -> None:
+        """Decides between the hyperparameters of a loaded state and those of the script."""
+        self.hyperparams.match(self.state, saved, self.run.console.info)
 
     def _restore(self) -> None:
         """Loads the pending checkpoint, if there is one, within `_restoring`."""

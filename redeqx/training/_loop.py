@@ -291,7 +291,8 @@ class Fit:
             later = (options.epochs - epoch - 1) * n_slices(n, self.size.examples, options.drop_remainder)
             n_steps = engine.step + left + later
             line.n_steps = n_steps if line.n_steps is None else min(n_steps, line.n_steps)
-        if start is first and line.n_steps is not None and (schedule := engine.recipe.lr_schedule_fn) is not None:
+        schedule = engine.recipe.checked_schedule(engine.trees[0]) if start is first else None
+        if line.n_steps is not None and schedule is not None:
             warn_of_zero_rate(schedule, line.n_steps - engine.progress.n_skipped)
         with closing(engine.batches(self.steps(epoch, start, examples), self.size, checks_end=n is None)) as upcoming:
             if start is first:

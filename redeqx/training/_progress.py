@@ -96,6 +96,17 @@ def _are_names(value: Any) -> bool:
     return is_list and len(set(value)) == len(value)
 
 
+def _are_hyperparams(value: Any) -> bool:
+    """Returns whether a value has the format of `Hyperparams.record`."""
+    return (
+        isinstance(value, dict)
+        and isinstance(given := value.get("given"), dict)
+        and all(isinstance(text, str) for text in given.values())
+        and isinstance(names := value.get("set"), list)
+        and all(isinstance(name, str) for name in names)
+    )
+
+
 def _is_count(value: Any, least: int) -> bool:
     return is_size(value) and least <= value < _MAX_STEP
 
@@ -120,11 +131,12 @@ _RECORDED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("metrics", "train_metrics"), ("an object", lambda value: isinstance(value, dict))),
     "callbacks": ("values and arrays for each", is_states),
     "averages": ("a list of names", _are_names),
+    "hyperparams": ("values and names", lambda value: value is None or _are_hyperparams(value)),
 }
 # Entries that earlier releases did not write, with their default values.
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("batch_size", "accumulate_grad_batches", "drop_remainder", "sample")),
-    **dict.fromkeys(("precision", "learning_rate", "stream")),
+    **dict.fromkeys(("precision", "learning_rate", "stream", "hyperparams")),
     **dict.fromkeys(("n_skipped", "n_examples", "first_step", "n_keys"), 0),
     **{name: {} for name in ("metrics", "train_metrics", "callbacks")},
     "averages": [],

@@ -18,6 +18,7 @@ from ..tracing import Rule, Trace
 from ..transforms import KeepEverything, UnrollLoops
 from ._functions import Functions
 from ._loss import as_sums, trace_loss
+from ._opt_states import follows_schedule
 from ._parts import Parts
 from ._precision import AS_GIVEN, Precision
 from ._program import Program, make_program
@@ -168,6 +169,11 @@ class Recipe:
                 "and labels have that structure; an optimizer whose parameters are something else cannot be used."
             )
             raise
+
+    def checked_schedule(self, model: PyTree) -> Callable[[Any], Any] | None:
+        """Returns `lr_schedule_fn` if the learning rate of each step is its value there, as far as the optimizer shows."""
+        schedule = self.lr_schedule_fn
+        return schedule if schedule is not None and follows_schedule(self.opt_shapes(model)) else None
 
     def metric_names(self, model: PyTree, state: PyTree, examples: list[Any]) -> list[str]:
         """Returns the names of an evaluation's metrics, without computing them."""

@@ -83,7 +83,7 @@ def check_setting(engine: Engine, now: Mapping[str, Any]) -> None:
 
     Raises ValueError if the steps would have other examples.
     """
-    progress, schedule = engine.progress, engine.recipe.lr_schedule_fn
+    progress, schedule = engine.progress, engine.recipe.checked_schedule(engine.trees[0])
     otherwise = "pass `resume=False`" if engine.checkpoints is None else "choose another workdir"
     differs = {
         name: (was, now[name]) for name, was in progress.setting.items() if now.get(name) is not None and now[name] != was

@@ -22,6 +22,7 @@ from ..tracing import transformed
 from ._functions import Functions, plan_rules
 from ._loss import n_rows
 from ._metrics import UNMOVED
+from ._opt_states import injected_rate, n_updates
 from ._parts import Parts
 from ._precision import widened
 from ._run import stream_key
@@ -169,18 +170,22 @@ def make_train_step(
         as_params = widened(trained) if precision.rounds else trained
         grads = [g.astype(x.dtype) for g, x in zip(grads, as_params, strict=True)]
         values = {"loss": total / weight, "grad_norm": jnp.sqrt(jnp.sum(jnp.stack(squares)))}
-        if lr_schedule_fn is not None:
-            # A skipped step does not advance the optimizer's own count.
-            values["learning_rate"] = jnp.asarray(lr_schedule_fn(step - n_skipped), total.dtype)
-        # Sorted, as a scan sorts them: every program of a run must agree on the order.
-        values.update({name: metric / over for name, (metric, over) in sorted(metrics.items())})
-        names[:] = values
         tree = parts.trained_tree(trained)
         grad_tree, opt_tree = parts.trained_tree(grads), jax.tree.unflatten(opt_treedef, opt_state)
+        n_before = n_updates(opt_tree)
         loss_extra = {"value": values["loss"], "value_fn": loss_of, "grad_fn": lambda tree, *_: jax.grad(loss_of)(tree)}
         extra = {**loss_extra, "grad": grad_tree, "plan": functions.plan} if takes_extra else {}
         with using_kinds(functions.plan.kinds_of_loss):
             updates, opt_tree = update_with(optimizer, grad_tree, opt_tree, tree, extra)
+        rate = injected_rate(opt_tree)
+        if rate is None and lr_schedule_fn is not None:
+            # A skipped step does not advance the optimizer's own count.
+            rate = lr_schedule_fn(step - n_skipped if n_before is None else n_before)
+        if rate is not None:
+            values["learning_rate"] = jnp.asarray(rate, total.dtype)
+        # Sorted, as a scan sorts them: every program of a run must agree on the order.
+        values.update({name: metric / over for name, (metric, over) in sorted(metrics.items())})
+        names[:] = values
         opt_leaves = [strong(leaf) for leaf in jax.tree.leaves(opt_tree)]
         after = (jax.tree.leaves(precision.updated(tree, updates, rounding_key)), opt_leaves, state)
         if not precision.rounds and any(map(_is_narrow, trained)):

@@ -97,6 +97,24 @@ def test_the_error_names_different_numbers_of_examples(tmp_path, body, expected)
     assert code == 1 and expected in " ".join(out.split()), out
 
 
+def test_hyperparameters_are_those_of_process_0(tmp_path):
+    code, out = run(
+        tmp_path,
+        """
+        trainer = make_trainer(deployer, optimizer=optax.inject_hyperparams(optax.sgd)(0.5))
+        trainer.update(DATA[:8])
+        trainer.set_hyperparams(learning_rate=(0.25, 0.125)[index])
+        print(f"process {index}: {trainer.update(DATA[:8])['learning_rate']}", flush=True)
+        trainer.opt_state.hyperparams["learning_rate"] = 1.0
+        trainer.update(DATA[:8])
+        """,
+    )
+    said = " ".join(out.split())
+    assert code == 1 and all(f"process {i}: 0.25" in said for i in (0, 1)), out
+    assert "`hyperparams.learning_rate` to be 0.25, as in process 0, got 0.125 in process 1" in said
+    assert "`trainer.opt_state`: expected no change with several processes, got one of hyperparams.learning_rate." in said
+
+
 def test_steps_of_different_trainers_are_not_compared(tmp_path):
     """The first trainer has prepared steps that it never takes."""
     code, out = run(
