@@ -34,6 +34,7 @@ from .machine import (
     as_shapes,
     check_compilation_cache,
     check_xla_settings,
+    compiler_environment,
     dry,
     make_mesh,
     peak_memory,
@@ -69,8 +70,9 @@ class Deployer(RedcoNames):
     - `heartbeat_timeout`: seconds without a message after which another process counts as lost, and this one exits; 30 by
         default.
     - `start_timeout`: seconds within which all processes must start; 300 by default.
-    - `hang_timeout`: seconds without a finished training step, not counting compilation, after which the run ends and prints
-        which process is behind and the stack of each thread; 1,800 by default, None never ends it.
+    - `hang_timeout`: seconds without progress, not counting compilation, after which the run ends and prints which process
+        is behind and the stack of each thread; 1,800 by default, None never ends it. A step, a batch of an evaluation, and a
+        call of `eval_metric_fn` are progress.
     - `compilation_cache`: True keeps compiled programs for the next run, in JAX's folder if `JAX_COMPILATION_CACHE_DIR` or
         `jax.config` sets one, else in `~/.cache/redeqx/xla` (`XDG_CACHE_HOME`), up to the 16 GiB used last. A folder keeps
         them there, also on CPUs, for which True does nothing, as their machine code does not run on every other CPU. False
@@ -463,6 +465,6 @@ class Deployer(RedcoNames):
 def _agree(peers: Peers, given: dict[str, Any]) -> None:
     """Checks that arguments, versions and devices are equal in all processes."""
     if peers.n > 1:
-        versions = {"the version of redeqx": __version__, "the version of jax": jax.__version__}
+        versions = {"the version of redeqx": __version__, "the version of jax": jax.__version__, **compiler_environment()}
         devices = {"devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"}
         peers.agree("Deployer", {**given, **versions, **devices})

@@ -137,7 +137,8 @@ class Predictor(RedcoNames):
         Raises ValueError if `output_fn` does not return one entry per example.
         """
         batches = self.iterate(examples, per_device_batch_size, model, batch_size=batch_size, key=key)
-        return [row for batch in batches for row in batch]
+        with self._deployer._run.watch.on():
+            return [row for batch in batches for row in batch]
 
     @filter_traceback
     def iterate(
@@ -197,6 +198,7 @@ class Predictor(RedcoNames):
         with closing(Prefetch(prepare())) as batches:
             for i, (n_rows, batch) in enumerate(batches):
                 outputs = self._call(step, (trained, frozen, state_leaves, batch, key, np.uint32(i)))
+                self._deployer._run.watch.beat()
                 jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
                 pending.append((n_rows, outputs))
                 if len(pending) > 1:  # the device computes one batch while the previous one is returned
@@ -241,7 +243,8 @@ class Predictor(RedcoNames):
         signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args[3]))
         if signature in self._compiled:
             return step(*args)
-        with self._deployer._run.console.progress(title="predict") as progress, progress.compiling("predict step"):
+        run = self._deployer._run
+        with run.watch.paused(), run.console.progress(title="predict") as line, line.compiling("predict step"):
             outputs = step(*args)
         self._compiled.add(signature)
         return outputs

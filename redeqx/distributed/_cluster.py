@@ -27,6 +27,7 @@ from ._relay import Relay
 from ._rendezvous import START
 
 PORT = 55527  # process 0's default port; JAX's own detection uses the same on Kubernetes
+_NEVER = 10**8  # seconds
 _HOOK = 30.0  # seconds that an exception hook may take, for example one that reports to a service
 WORKER = "redeqx-collate"  # the name of a worker process that collates
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -105,8 +106,9 @@ def start(
             cluster_detection_method="deactivate",
             coordinator_bind_address=place.coordinator or f"{bind}:{place.port}",
             initialization_timeout=int(timeout),
-            # Our heartbeat expires first: JAX's ends the process without saying which step is safe.
-            heartbeat_timeout_seconds=int(2 * heartbeat) + 10,
+            # Only our heartbeat ends a run. JAX's does not say which step is safe, and reads the wall clock: a step of some
+            # seconds aborted all processes. (One back to before the start of the run still does.)
+            heartbeat_timeout_seconds=_NEVER,
         )
     if threading.current_thread() is threading.main_thread():
         # JAX installs a handler that only records the signal. Restore the previous one, which applies outside of `fit`.

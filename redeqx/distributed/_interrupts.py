@@ -1,6 +1,6 @@
 """Ends a run early: at a scheduler's signal, at Ctrl-C, and when the run hangs.
 
-`Preemption` makes all processes stop after the same step, to save it. `Watch` detects that no step finishes any more:
+`Preemption` makes all processes stop after the same step, to save it. `Watch` detects that nothing proceeds any more:
 nothing else does if a process is alive but stuck.
 """
 
@@ -20,7 +20,7 @@ from ._signals import handled, woken
 
 # Kubernetes, spot machines and SLURM send SIGTERM; SLURM's `--signal=USR1@120` sends SIGUSR1, which Windows lacks.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-HANG = 1800.0  # seconds without a step after which a run counts as stuck
+HANG = 1800.0  # seconds without progress after which a run counts as stuck
 _INTERRUPTED = 130  # the exit code that shells report after Ctrl-C: 128 + SIGINT
 _STOPPING = b"\nredeqx: Ctrl-C: stopping after this step, to save it; a second one leaves at once\n"
 
@@ -167,19 +167,19 @@ class Watch:
 
     **Arguments:**
 
-    - `seconds`: the time without a step after which the run ends; None for no limit.
+    - `seconds`: the time without progress after which the run ends; None for no limit.
     """
 
     def __init__(self, peers: Peers, seconds: float | None = HANG):
         self._peers, self._seconds = peers, seconds
-        self._last: float | None = None  # the time of the last step; None while none is expected
-        self._n_loops = 0  # training loops, one inside another
+        self._last: float | None = None  # the time of the last progress; None while none is expected
+        self._n_loops = 0  # loops over steps or batches, one inside another
         self._left: threading.Event | None = None  # tells the watching thread that the loop was left
         peers.on("stuck", lambda index, seconds: self._report(seconds))
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Return a context in which steps are expected, from the first `beat` on."""
+        """Return a context in which progress is expected, from the first `beat` on: a step, or a batch of an evaluation."""
         self._n_loops += 1
         try:
             yield
@@ -201,14 +201,9 @@ class Watch:
             self._left = threading.Event()
             threading.Thread(target=self._watch_steps, args=(self._left,), name="redeqx-watch", daemon=True).start()
 
-    def beat_on(self) -> None:
-        """Call `beat` if progress is expected at the moment."""
-        if self._last is not None:
-            self.beat()
-
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context for work that may take any time: compilation, a user's metrics."""
+        """Return a context for work that may take any time, such as compilation."""
         was_on, self._last = self._last is not None, None
         try:
             yield
@@ -237,11 +232,11 @@ class Watch:
             at = [self._peers.step or 0, self._peers.n_contributed]
             reached: list[Any] = self._peers.gather("stuck at", at, timeout=5.0)
         except PeerError as error:
-            why = f"no step for {seconds:g} s ({error})"
+            why = f"no progress for {seconds:g} s ({error})"
         else:
             behind = [i for i, at in enumerate(reached) if at == min(reached)]
             who = f"process {', '.join(map(str, behind))} of {self._peers.n} is behind"
             who = "no process is behind another" if len(behind) == self._peers.n else who
-            why = f"no step for {seconds:g} s: {who}, after step {min(reached)[0]}"
+            why = f"no progress for {seconds:g} s: {who}, after step {min(reached)[0]}"
         say(f"redeqx: {why}. What each thread of process {self._peers.index} is at:\n{stacks()}")
         leave(why, EXIT_CODE, self._peers.committed)

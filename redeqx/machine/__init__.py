@@ -50,5 +50,6 @@ from ._xla_settings import (
     Options as Options,
     XlaSettings as XlaSettings,
     check_xla_settings as check_xla_settings,
+    compiler_environment as compiler_environment,
     xla_settings as xla_settings,
 )

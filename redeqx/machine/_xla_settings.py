@@ -10,10 +10,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.backend import get_backend
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from ._compilation_cache import uncached_where_described
@@ -46,6 +48,17 @@ SETTINGS: dict[str, dict[str, bool | int]] = {
     },
 }
 _ENVIRONMENT = {"gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"}
+# Flags that change no program: where files are, and how many devices are simulated.
+_NEUTRAL = re.compile("dump|cache|autotune_results|vmodule|log_level|host_platform_device_count")
+
+
+def compiler_environment() -> dict[str, Any]:
+    """Returns what decides how this process compiles a given program, by name: the compiler's version, and the environment's
+    flags. Processes in which they differ round differently, so that values that should be equal drift apart."""
+    texts = {name: os.environ.get(name, "").split() for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")}
+    kept = {name: sorted(flag for flag in text if not _NEUTRAL.search(flag)) for name, text in texts.items()}
+    flags = {name: " ".join(text) or "unset" for name, text in kept.items()}
+    return {"the version of jaxlib": version("jaxlib"), "the platform": get_backend().platform_version, **flags}
 
 
 @dataclass(frozen=True)

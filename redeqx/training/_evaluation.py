@@ -43,7 +43,8 @@ def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyT
         sums, n_done = sums + np.asarray(vector, np.float64), n_done + 1
         line.update(n_done, metrics={}, n_examples=n_examples, n_tokens=n_tokens)
 
-    with run.console.progress(title="evaluate", unit="batch") as line, closing(engine.batches(steps, size)) as upcoming:
+    progress = run.console.progress(title="evaluate", unit="batch")
+    with run.watch.on(), progress as line, closing(engine.batches(steps, size)) as upcoming:
         for i, batch in enumerate(upcoming):
             engine.place_for(batch)
             state = engine.state
@@ -51,7 +52,7 @@ def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyT
                 weights = recipe.parts.take(place(model, state.program.plan))
             args = state.eval_args(i, batch.groups, weights)
             vector = engine.calls.evaluate(state.program.eval_step, args, batch, line)
-            run.watch.beat_on()
+            run.watch.beat()
             vector.copy_to_host_async()
             pending.append((vector, batch.n_examples, batch.n_tokens))
             if len(pending) > LAG:

@@ -340,13 +340,12 @@ class Fit:
                     found = evaluate(engine, in_order(examples, self.eval_size), self.eval_size, model)
                     metrics.update({f"{name}_{metric}": value for metric, value in found.items()})
             if options.eval_predictor is not None:
-                with engine.run.watch.paused():
-                    rows = self.eval_size.micro_batch
-                    outputs = options.eval_predictor.predict(examples, batch_size=rows, model=engine.current[0])
-                    if options.eval_metric_fn is not None:
-                        metrics.update(as_metrics(options.eval_metric_fn(examples, outputs), taken=list(metrics)))
-            with engine.run.watch.paused():  # other processes' `eval_metric_fn` may take any time
-                metrics = engine.run.peers.decide("eval_metric_fn", metrics)
+                rows = self.eval_size.micro_batch
+                outputs = options.eval_predictor.predict(examples, batch_size=rows, model=engine.current[0])
+                if options.eval_metric_fn is not None:
+                    engine.run.watch.beat()
+                    metrics.update(as_metrics(options.eval_metric_fn(examples, outputs), taken=list(metrics)))
+            metrics = engine.run.peers.decide("eval_metric_fn", metrics)
         missing = sorted({name for name, _ in options.tracked.values()} - set(metrics))
         if missing:
             raise ValueError(

@@ -207,6 +207,6 @@ def test_watch_is_active_only_while_steps_are_expected(codes):
             watch.beat(1)
         assert watch._last is not None
     watch.beat(2)
-    watch.beat_on()
+    watch.beat()
     time.sleep(0.5)
     assert codes == []

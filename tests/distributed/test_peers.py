@@ -641,7 +641,7 @@ def test_processes_that_leave_a_stuck_run_give_the_same_reason(cluster, capsys, 
         watches[1].beat(7)
         watches[0].beat(8)
         assert cluster.wait_for_exits(2) == [0, 1]
-    why = "redeqx: no step for 0.2 s: process 1 of 2 is behind, after step 7"
+    why = "redeqx: no progress for 0.2 s: process 1 of 2 is behind, after step 7"
     assert last_lines(capsys, 6) == [
         *(f"{why}. What each thread of process {i} is at:" for i in (0, 1)),
         *[f"{why}; no step was committed yet. Leaving with exit code 75: run it again to go on."] * 2,

@@ -1,10 +1,14 @@
 """Programs and values that must agree in all processes are compared, and differences are reported."""
 
 import contextlib
+import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -157,3 +161,54 @@ def test_process_0_decides_and_warns(trio):
         len(run_in_threads([partial(peers.decide, "eval_metric_fn", each) for peers, each in zip(trio, alike, strict=True)]))
         == 3
     )
+
+
+# --- processes that are one run ------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys
+fault, index = sys.argv[1], os.environ["REDEQX_PROCESS_ID"]
+if fault == "flags" and index == "1":
+    os.environ["XLA_FLAGS"] = "--xla_cpu_enable_fast_math=true --xla_dump_to=/tmp/unused"
+import jax, jax.numpy as jnp, numpy as np, optax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+import redeqx
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+deployer = redeqx.Deployer(n_model_shards=2, hang_timeout=60)
+weight = np.arange(8, dtype=np.float32).reshape(4, 2)
+if fault == "shards" and index == "1":
+    weight[3, 1] += 1e-6  # only in this process's copy of the second shard
+split = NamedSharding(deployer.mesh, P("model", None))
+model = {"weight": jax.make_array_from_callback((4, 2), split, lambda at: weight[at])}
+trainer = redeqx.Trainer(
+    deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack,
+    loss_fn=lambda model, batch, key: jnp.mean((batch @ model["weight"]) ** 2),
+)
+trainer.fit([np.ones(4, np.float32)] * 16, batch_size=8, n_epochs=1)
+print("trained", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("none", "trained"),
+        ("shards", "ValueError: `model`: expected `weight(slice(2, 4, None), slice(None, None, None))` to have the same"),
+        (
+            "flags",
+            "ValueError: `Deployer`: expected `XLA_FLAGS` to be unset, as in process 0, got --xla_cpu_enable_fast_math=true",
+        ),
+    ],
+)
+def test_processes_with_other_shards_or_flags_are_refused(tmp_path, fault, expected):
+    """Each process holds both shards of the weight, and computes with one half of the rows."""
+    (tmp_path / "run.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "NPROC": "16", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "redeqx", "launch", "--processes", "2", str(tmp_path / "run.py"), fault]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    output = run.stdout + run.stderr
+    assert expected in output, output
+    assert ("trained" in output) == (run.returncode == 0) == (fault == "none")
+    assert "unused" not in output  # where files are does not matter

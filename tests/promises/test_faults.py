@@ -1,6 +1,8 @@
 """After a fault in a run of two processes, both exit in time and report the reason; the last checkpoint is complete."""
 
 import re
+import shutil
+import subprocess
 from collections import Counter
 
 import numpy as np
@@ -44,12 +46,51 @@ def test_the_others_leave_after_the_heartbeat_when_a_peer_is_frozen(tmp_path):
     assert "[0] redeqx: process 1 of 2 is gone: no message from it for 3 s; the last committed step is " in run.lines[-1]
 
 
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+static int (*read_clock)(clockid_t, struct timespec *);
+static volatile long long *step;
+__attribute__((constructor)) static void begin(void) {
+  read_clock = dlsym(RTLD_NEXT, "clock_gettime");
+  int file = open(getenv("CLOCK_STEP"), O_RDONLY);
+  if (file >= 0) step = mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
+}
+int clock_gettime(clockid_t which, struct timespec *at) {
+  int failed = read_clock(which, at);
+  if (!failed && which == CLOCK_REALTIME && step) at->tv_sec += *step;
+  return failed;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="builds a small library")
+@pytest.mark.sweep
+def test_a_step_of_the_wall_clock_ends_nothing(tmp_path, monkeypatch):
+    """As NTP makes one when a host wakes up; JAX's own heartbeats take it for a lost process."""
+    source, library, step = (tmp_path / name for name in ("clock.c", "clock.so", "step"))
+    source.write_text(CLOCK)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True, timeout=60)
+    step.write_bytes(bytes(8))
+    monkeypatch.setenv("CLOCK_STEP", str(step))
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    run = train(tmp_path / "run", "--fault", "clock", "--heartbeat", 3)
+    assert run.code == 0, run.text
+    assert "fault clock" in run.text and run.result["metrics"]
+
+
 @pytest.mark.sweep
 def test_a_peer_that_hangs_is_named(tmp_path):
     run = train(tmp_path, "--fault", "hang", *QUICK)
     assert run.code == 75
     for i in (0, 1):
-        (line,) = [line for line in run.lines if line.startswith(f"[{i}] redeqx: no step for 4 s: ") and "exit code" in line]
+        (line,) = [
+            line for line in run.lines if line.startswith(f"[{i}] redeqx: no progress for 4 s: ") and "exit code" in line
+        ]
         assert f"process 1 of 2 is behind, after step {last_complete_step(tmp_path)}; the last committed step is " in line
     stacks = [line for line in run.lines if line.startswith("[1] ")]
     assert any("in hangs" in line for line in stacks), run.text  # the thread's stack

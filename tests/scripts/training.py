@@ -154,8 +154,17 @@ def vanishes():
     args.workdir.rename(args.workdir.with_name("gone"))
 
 
+def steps_clock():
+    """Steps the wall clock of all processes, which a library preloaded by the test reads from a file."""
+    report_fault("clock")
+    for seconds in (20, 5):  # forward, and back by 15
+        Path(os.environ["CLOCK_STEP"]).write_bytes(seconds.to_bytes(8, "little"))
+        time.sleep(4)  # the runtime compares heartbeats meanwhile
+
+
 FAULTS = {
     "vanished": vanishes,
+    "clock": steps_clock,
     "raise": fails,
     "kill": kills,
     "hang": hangs,
