@@ -179,6 +179,59 @@ def test_ctrl_c_in_a_notebook_saves_and_the_trainer_continues(tmp_path, monkeypa
     np.testing.assert_array_equal(trainer.model.weight, whole.model.weight)
 
 
+def test_rerun_after_ctrl_c_continues_after_the_step_it_names(tmp_path, monkeypatch):
+    """In a new process, that is: from the files alone, which hold what a resume needs even if the fit's others do not."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    options = {"save_opt_states": False, "save_float_dtype": "bfloat16", "save_end": False}
+    stopped = make_trainer(5, press_ctrl_c, tmp_path / "stopped")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        stopped.fit(list(range(160)), 1, 1, **options)
+    again = make_trainer(21, lambda: None, tmp_path / "stopped")
+    again.resume()
+    assert str(caught.value) == f"step {again.step} is saved"
+    assert again.step == stopped.step
+    np.testing.assert_array_equal(again.model.weight, stopped.model.weight)
+    whole = make_trainer(21, lambda: None)
+    again, seen = make_trainer(21, lambda: None, tmp_path / "stopped"), Steps()
+    again.fit(list(range(160)), 1, 1, callbacks=[seen], **options)
+    assert seen.steps == list(range(stopped.step + 1, 21))
+    fit_all(whole)
+    np.testing.assert_array_equal(again.model.weight, whole.model.weight)
+
+
+class Steps(redeqx.Callback):
+    def __init__(self):
+        self.steps = []
+
+    def on_step(self, trainer, metrics):
+        self.steps.append(trainer.step)
+
+
+@pytest.mark.parametrize("pressed", [0, 1])
+def test_ctrl_c_in_one_process_ends_all_as_interrupted_after_the_same_step(pair, monkeypatch, pressed):
+    """Not as preempted, which a scheduler would requeue."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    preemptions, collective = [Preemption(each) for each in pair], threading.Barrier(2)
+
+    def stopped(index):
+        preemption = preemptions[index]
+        with preemption.listening():
+            for step in range(1, N_STEPS + 1):
+                if (index, step) == (pressed, 3):
+                    preemption._interrupt()
+                collective.wait(LIMIT)
+                if preemption.is_due(step):
+                    try:
+                        preemption.end(step, lambda line: None)
+                    except BaseException as error:
+                        return type(error), str(error)
+        return None
+
+    found = run_in_threads([partial(stopped, index) for index in (0, 1)])
+    assert found[0] == found[1]
+    assert found[0] in [(KeyboardInterrupt, f"step {step} is saved") for step in (4, 5, 6)]
+
+
 def test_ctrl_c_without_a_workdir_interrupts_immediately_without_thread_frames():
     trainer = make_trainer(5, lambda: (press_ctrl_c(), time.sleep(0.5)))
     with pytest.raises(KeyboardInterrupt) as caught:

@@ -80,6 +80,20 @@ def test_each_step_and_micro_batch_draws_new_numbers(n_left):
     np.testing.assert_allclose(draws[0:12:2], draws[1:12:2], rtol=1e-5)  # the rows of a micro-batch share a draw
 
 
+@pytest.mark.parametrize("n_rows", [33, 36, 37])
+def test_rows_that_do_not_divide_over_the_devices_draw_numbers_of_their_own(n_rows):
+    """32 rows in two micro-batches, then the rest in micro-batches of at most two rows, which each device computes."""
+    counts = Counts()
+    deployer = redeqx.Deployer(verbose=False, loggers=[counts])
+    options = {"model": Slots(jnp.zeros(n_rows)), "optimizer": optax.sgd(1.0), "collate_fn": np.array, "loss_fn": loss_fn}
+    trainer = redeqx.Trainer(deployer, accumulate_grad_batches=3, **options)
+    trainer.train(list(range(n_rows)), 2)
+    draws = drawn(trainer, counts)
+    assert_none_twice(draws, 16)
+    assert_none_twice(draws[32:])
+    assert not {round(draw, 5) for draw in draws[:32]} & {round(draw, 5) for draw in draws[32:]}
+
+
 def test_passes_and_epochs_draw_new_numbers():
     trainer, counts = make_trainer(24)
     trainer.train(list(range(6)), ROWS)

@@ -134,6 +134,27 @@ def test_n_skipped_survives_a_resume(tmp_path):
     assert bits(resumed) == bits(uninterrupted)
 
 
+def test_save_by_a_tracker_counts_skipped_steps_whose_metrics_are_unread(tmp_path):
+    """Metrics are read two steps late: the tracker hears of step 2 when step 4 is queued, and step 3 was skipped."""
+
+    class Saver:
+        def log(self, metrics, step):
+            if step == 2:
+                saved.append((trainer.step, trainer.save_ckpt()))
+
+    saved = []
+    deployer = redeqx.Deployer(0, workdir=tmp_path, verbose=False, loggers=[Saver()])
+    model = eqx.nn.MLP(4, 2, 16, 1, key=jax.random.key(1))
+    options = {"model": model, "optimizer": optax.adam(1e-2), "collate_fn": collate_fn, "loss_fn": loss_fn}
+    trainer = redeqx.Trainer(deployer, on_nonfinite="skip", **options)
+    trainer.train([*range(8, 24), *[NAN_EXAMPLE] * 8, *range(24, 40)], 1)
+    ((step, path),) = saved
+    assert (step, json.loads((path / "trainer.json").read_text())["n_skipped"]) == (4, 1)
+    assert trainer.n_skipped == 1
+    trainer.load_ckpt(path.name)
+    assert (trainer.step, trainer.n_skipped) == (4, 1)
+
+
 def test_too_many_consecutive_skips_raise():
     trainer = make_trainer(max_skipped=2)
     with pytest.raises(

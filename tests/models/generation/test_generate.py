@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -123,6 +124,20 @@ def test_the_text_may_end_right_after_the_minimum():
     given = {"max_new_tokens": 6, "min_new_tokens": 3, "eos_token_id": 0, "pad_token_id": 2}
     found = generate(Table(jnp.log(jnp.asarray(p, jnp.float32))), np.ones((1, 1), int), **given)
     assert found.tolist() == [[1, 1, 1, 0, 2, 2]]
+
+
+@pytest.mark.parametrize("n_beams", [1, 2])
+def test_forced_tokens_replace_the_first_and_the_last(n_beams):
+    """The first only if the prompt is a single token, as in transformers."""
+
+    class Forced(Table):
+        config = SimpleNamespace(forced_bos_token_id=1, forced_eos_token_id=2)
+
+    p = np.tile([0.7, 0.1, 0.1, 0.1], (8, 1))
+    model, options = Forced(jnp.log(jnp.asarray(p, jnp.float32))), {"max_new_tokens": 4, "n_beams": n_beams}
+    assert generate(model, np.ones((1, 1), int), **options).tolist() == [[1, 0, 0, 2]]
+    assert generate(model, np.ones((2, 3), int), **options).tolist() == [[0, 0, 0, 2]] * 2
+    assert generate(model, np.ones((1, 1), int), **{**options, "max_new_tokens": 1}).tolist() == [[2]]
 
 
 def test_early_stopping_never_continues_while_a_longer_text_can_win():

@@ -220,7 +220,6 @@ def test_options_of_a_captioners_decoder_are_the_defaults():
     assert VisionEncoderDecoderConfig.from_hf(ConfigReader({**config.extra, **config.to_hf()})).decoder == config.decoder
 
 
-@pytest.mark.sweep
 def test_forced_tokens_are_read_only_from_the_generation_config(folder):
     generation = Generation({"forced_eos_token_id": 4})
     keys = {"model_type": "t5"}
