@@ -1,13 +1,18 @@
 """`load`: reads a model from a checkpoint or a safetensors file, without a Trainer."""
 
+import equinox as eqx
+
 from ._deployer import Deployer
-from ._tree import ModelT
-from .checkpoint import find_checkpoint, load_tree
+from ._origins import CHANGED, set_origin
+from ._tree import ModelT, map_named, named_leaves
+from .checkpoint import Base, find_checkpoint, load_tree
 from .distributed import Peers
 from .errors import check_alive, check_model, filter_traceback
 from .machine import as_shapes
-from .partition import Plan
+from .partition import Plan, place
 from .storage import Location, location
+
+_WITHOUT_BASE = ("model_state", "optimizer", "callbacks")  # the trees of a checkpoint that are no model
 
 
 @filter_traceback
@@ -37,7 +42,8 @@ def load(
         workdir, or its `ckpts`, for the newest checkpoint; or `ckpts/` and a name of the workdir's index. Each may be in
         an object store: `s3://bucket/run`, `gs://bucket/run` (extra `stores`).
     - `like`: a model of the same structure, with arrays or shapes (`eqx.filter_eval_shape`). Floating tensors are cast to
-        its dtypes. Leaves that are not arrays are kept.
+        its dtypes. Leaves that are not arrays are kept. A checkpoint of adapters does not hold the frozen weights of
+        a folder: `like` must have their values then, which are compared with the saved checksums.
     - `deployer`: the model is placed on its mesh; without one, on the mesh of `plan`, or else each array like that of
         `like`, or on the first device.
     - `plan`: how the model is split; `deployer.plan(like)` by default.
@@ -64,4 +70,20 @@ def load(
     if path.is_file():
         return load_tree(path, like, shardings, kind)
     checkpoints, found = find_checkpoint(path, Peers() if deployer is None else deployer._run.peers)
-    return checkpoints.load(found, kind, like, shardings, verify=True)
+    record = checkpoints.record(found, tensors=False)
+    base = Base.of_record(found, record)
+    if base is None or kind in _WITHOUT_BASE:
+        loaded = checkpoints.load(found, kind, like, shardings, verify=True)
+    else:
+        held, of_base = (
+            base.without(like),
+            {name: like_ for name, like_ in named_leaves(like).items() if name in base.checksums},
+        )
+        checkpoints.match_base(found, base, of_base)
+        loaded = checkpoints.load(found, kind, held, shardings, verify=True)
+        kept = map_named(lambda name, leaf: leaf if name in of_base else None, like)
+        loaded = eqx.combine(loaded, kept if plan is None else place(kept, plan))
+    for name, leaf in named_leaves(loaded).items():
+        if name in record.get("trained", ()):
+            set_origin(leaf, CHANGED)
+    return loaded

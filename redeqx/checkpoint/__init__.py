@@ -4,6 +4,7 @@ Owns the format, the manifest, writing by one or several processes, reading of s
 know steps, losses or optimizers. Open `_folder.py` first, which reads, then `_manager.py`, which writes.
 """
 
+from ._base import Base as Base, is_worth_naming as is_worth_naming
 from ._find import find_checkpoint as find_checkpoint
 from ._folder import CheckpointFolder as CheckpointFolder
 from ._lock import Lock as Lock, LockedError as LockedError

@@ -15,7 +15,7 @@ In an object store a checkpoint exists if its manifest does: this is written las
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from .._tree import listed, nearest
 from ..distributed import Peers
 from ..errors import DamagedError, brief, brief_name, warn
 from ..storage import Location, StoreError, StorePath, exists, location
+from ._base import Base
 from ._manifest import (
     MANIFEST,
     TENSORS,
@@ -235,6 +236,10 @@ class CheckpointFolder:
                 check_tree(TensorReader(self._file(path, kind)), template, kind)
 
             run_everywhere(self._peers, f"check {kind}", path / f"{kind}{TENSORS}", check)
+
+    def match_base(self, path: Location, base: Base, leaves: Mapping[str, Any]) -> None:
+        """Raises, in all processes, the errors of `Base.check`."""
+        run_everywhere(self._peers, "check base", path / MANIFEST, lambda: base.check(path, leaves))
 
     def load(
         self,

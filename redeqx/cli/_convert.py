@@ -9,6 +9,8 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 
 from .. import load
 from .._tree import is_array_like, map_named
-from ..checkpoint import CheckpointFolder, TensorReader, file_size, write_tensors
+from ..checkpoint import Base, CheckpointFolder, TensorReader, file_size, write_tensors
 from ..machine import described
 from ..monitor import Console, size_text
 from ..storage import Location, StorePath, disk_path
@@ -138,6 +140,12 @@ def _file_writer(args: argparse.Namespace, found: Contents, path: Location) -> C
                 f"`--{option}`: expected a folder as DST, got the file {args.to}. Leave it out, or write "
                 f"`{args.to.with_suffix('')}`."
             )
+    if found.manifest is not None and (base := Base.of_record(found.path, found.manifest.record)) is not None:
+        folder = next(iter(base.folders))
+        raise ValueError(
+            f"`{args.source}`: expected a checkpoint that holds the whole model, got trained leaves alone, whose base is "
+            f"`{folder}`. Write a folder: `redeqx convert {args.source} {args.to.with_suffix('')} --config {folder}`."
+        )
     reader = TensorReader(path)
     views = {name: reader.view(name) for name in reader.names()}
     _check_disk(args.to, file_size(views, args.dtype))
@@ -156,6 +164,9 @@ def _folder_writer(args: argparse.Namespace, found: Contents, path: Location) ->
     is_folder = found.manifest is None and (found.path / "config.json").is_file()
     adapters = _adapters(path)
     merges = bool(adapters) or args.adapter is not None
+    base = None if found.manifest is None else Base.of_record(found.path, found.manifest.record)
+    if base is not None and args.config is None:
+        args.config = Path(next(iter(base.folders)))
     _check_options(args, is_folder, adapters)
     # If adapters are merged and the dtype changes, weights are summed in float32 and rounded once.
     dtype = "float32" if merges and args.dtype is not None else args.dtype
@@ -164,11 +175,12 @@ def _folder_writer(args: argparse.Namespace, found: Contents, path: Location) ->
     if is_folder:
         model, config = from_pretrained(found.path, dtype=dtype)
     else:
-        with described("this"):
-            like, config = from_pretrained(args.config)
+        with described("this") if base is None else nullcontext():  # shapes, unless the base's values are needed
+            like, config = from_pretrained(args.config, dtype=None if base is None else base.dtype)
         for rank in sorted(set(adapters.values())):
             where = [name for name, own in adapters.items() if own == rank]
-            like = eqx.filter_eval_shape(lora.add, like, rank=rank, alpha=args.alpha, where=where, key=jax.random.key(0))
+            added = partial(lora.add, rank=rank, alpha=args.alpha, where=where, key=jax.random.key(0))
+            like = added(like) if base is not None else eqx.filter_eval_shape(added, like)
         model = load(
             path if found.manifest is None else found.path, _with_dtypes(like, path, dtype), kind=args.kind or "model"
         )
@@ -176,7 +188,7 @@ def _folder_writer(args: argparse.Namespace, found: Contents, path: Location) ->
         model = lora.load_adapter(model, args.adapter)
     if merges:
         model = lora.merge(model)
-    if merges and args.dtype is not None:
+    if (merges or base is not None) and args.dtype is not None:
         model = jax.tree.map(lambda x: np.asarray(x).astype(args.dtype) if eqx.is_inexact_array(x) else x, model)
     return lambda to: save_pretrained(model, config, to)
 

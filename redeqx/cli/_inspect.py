@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._tree import listed, nearest
-from ..checkpoint import INDEX, MANIFEST, CheckpointFolder, Manifest, TensorReader, find_checkpoint, read_manifest
+from ..checkpoint import INDEX, MANIFEST, Base, CheckpointFolder, Manifest, TensorReader, find_checkpoint, read_manifest
 from ..distributed import Peers
 from ..errors import DamagedError, brief, brief_name, load_json
 from ..monitor import Console, size_text
@@ -319,6 +319,9 @@ def _summary(found: Contents, is_checked: bool) -> dict[str, str]:
         mesh = record.get("mesh")
         on = " x ".join(f"{axis}={n}" for axis, n in mesh.items()) if isinstance(mesh, dict) else "an unknown mesh"
         rows["saved by"] = brief_name(f"redeqx {record.get('redeqx', 'of an unknown version')} on {on}")
+        if (base := Base.of_record(found.path, record)) is not None:
+            n_of = "; ".join(f"{len(leaves):,} leaves of {brief_name(folder)}" for folder, leaves in base.folders.items())
+            rows["base"] = f"{n_of}, which are not in these files"
     for key, value in found.config.items():
         rows[key.lstrip("_")] = brief_name(", ".join(map(str, value)) if isinstance(value, list) else str(value))
     sizes = sorted(found.files.items(), key=lambda item: item[0].removesuffix(".json"))

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from .._origins import CHANGED, origin_of, set_origin
 from .._version import __version__
-from ..checkpoint import CheckpointFolder, Checkpoints
+from ..checkpoint import Base, CheckpointFolder, Checkpoints, is_worth_naming
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
 from ..errors import DamagedError, check_alive
 from ..machine import as_shapes, put, replicated
@@ -52,6 +52,7 @@ class _Pending(NamedTuple):
     path: Location
     averages: Sequence[str]  # the names of those in it
     hyperparams: Mapping[str, Any] | None  # as for `Hyperparams.match`
+    base: Base | None  # the leaves that it does not hold
 
 
 class Engine:
@@ -109,6 +110,7 @@ class Engine:
         self._train_state: TrainState | None = None  # set once the model is placed
         frozen = zip(recipe.parts.names[1], map(origin_of, recipe.parts.take(model)[1]), strict=True)
         self._origins = {name: origin for name, origin in frozen if origin is not None}
+        self._base: Base | None = None  # of the checkpoints that are saved, or of the loaded one
         self._is_planned = False  # from the loss of a batch, not only from the order of the fields
         self._pending: _Pending | None = None
         self._averages_aside: dict[str, PyTree] = {}  # loaded, not used by a fit yet; until the next step
@@ -268,8 +270,11 @@ class Engine:
         model, state = self.trees
         if self._pending is None:
             return TrainState.of(self.recipe.parts, program, model, state, self.stream)
-        train_state = TrainState.to_load(self.recipe.parts, program, model, self.stream)
-        train_state.match(self.need_checkpoints(), self._pending.path, opt_state=True)  # before the given values are freed
+        base = self._pending.base
+        train_state = TrainState.to_load(self.recipe.parts, program, model, self.stream, base)
+        train_state.match(
+            self.need_checkpoints(), self._pending.path, base, opt_state=True
+        )  # before the given values are freed
         return train_state
 
     def _agree(self) -> None:
@@ -495,6 +500,8 @@ class Engine:
         }
         checkpoints = self.need_checkpoints()
         trees = self.state.trees(opt_state=save_opt_states)
+        if self.state.frozen:
+            record["trained"] = list(self.recipe.parts.names[0])
         states = self.callback_states if self.callbacks is None else self.callbacks.states()
         record["callbacks"] = states_to_record(states)
         if arrays := arrays_of(states):
@@ -504,11 +511,31 @@ class Engine:
             if name not in models:
                 models[name] = as_model(average, self.state.model)
         trees |= models
+        if (base := self._find_base()) is not None:
+            record["base"] = base.to_record()
+            trees |= {kind: base.without(trees[kind]) for kind in ("model", *models)}
         path = checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
         self.progress.saved = (self.step, self.progress.position)
         if self.callbacks is not None:
             self.callbacks.call_on_save(path, checkpoints)
         return path
+
+    def _find_base(self) -> Base | None:
+        """Returns the frozen leaves that a checkpoint need not hold, since a known folder does; None if there are none."""
+        leaves, frozen = self.state.leaves, self.recipe.parts.names[1]
+        origins = {name: self._origins[name] for name in frozen if self._origins.get(name, CHANGED) != CHANGED}
+        if not is_worth_naming(origins, leaves):
+            return None
+        if self._base is None or self._base.origins != origins:
+            self._base = Base.of(origins, leaves)
+            n, folders = len(leaves) - len(origins), ", ".join(self._base.folders)
+            self.run.console.info(f"checkpoints hold {n} leaves; the other {len(origins)} are those of {folders}")
+        return self._base
+
+    def _note_base(self, base: Base | None) -> None:
+        """Notes where frozen leaves come from, after a checkpoint with this base was loaded: all others were in it."""
+        changed = {name: origin for name, origin in self._origins.items() if origin == CHANGED}
+        self._origins, self._base = {**changed, **({} if base is None else base.origins)}, base
 
     def load(self, name: str | Location, *, opt_states: bool) -> None:
         """Loads a checkpoint. Its files are verified before any current value is freed.
@@ -539,7 +566,9 @@ class Engine:
         states = states_of_record(record.get("callbacks", {}), checkpoints, path, verify=False) if opt_states else {}
         try:
             with self._using_averages(self._averages_of_record(record) if opt_states else None):
-                self._train_state.load(checkpoints, path, steps if opt_states else None)
+                base = Base.of_record(path, record)
+                self._train_state.load(checkpoints, path, steps if opt_states else None, base)
+                self._note_base(base)
         except ValueError:
             # Such as another model's checkpoint: the pending one stays valid.
             if pending is not None and self._train_state.is_loaded:
@@ -572,7 +601,8 @@ class Engine:
         with self._resuming(path):
             states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path, verify=True)
         self._continue_from(record, states)
-        pending = self._pending = _Pending(path, self._averages_of_record(record), record.get("hyperparams"))
+        base = Base.of_record(path, record)
+        pending = self._pending = _Pending(path, self._averages_of_record(record), record.get("hyperparams"), base)
         if self._train_state is not None:
             with self._restoring(pending):
                 self._restore()
@@ -597,7 +627,9 @@ class Engine:
         pending, self._pending = self._pending, None
         if pending is not None:
             assert self._train_state is not None
-            self._train_state.load(self.need_checkpoints(), pending.path, (self.step, self.progress.n_skipped), verify=True)
+            steps = (self.step, self.progress.n_skipped)
+            self._train_state.load(self.need_checkpoints(), pending.path, steps, pending.base, verify=True)
+            self._note_base(pending.base)
 
     @contextmanager
     def _restoring(self, pending: _Pending) -> Iterator[None]:

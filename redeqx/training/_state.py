@@ -1,6 +1,6 @@
 """The training state: the arrays carried from step to step, on their mesh, and how they are saved and loaded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from .._tree import named_leaves
-from ..checkpoint import CheckpointFolder
+from .._tree import map_named, named_leaves
+from ..checkpoint import Base, CheckpointFolder
 from ..machine import copied, put, replicated
 from ..partition import place
 from ..storage import Location
@@ -77,10 +77,14 @@ class TrainState:
         self.program = program
 
     @classmethod
-    def to_load(cls, parts: Parts, program: Program, model: PyTree, stream: np.ndarray) -> "TrainState":
+    def to_load(cls, parts: Parts, program: Program, model: PyTree, stream: np.ndarray, base: Base | None) -> "TrainState":
         """Returns a state of shapes for `load` to fill; arrays that already have the right sharding stay until `load` frees
-        them."""
+        them. The leaves of the checkpoint's base are those of the model."""
         replicate = replicated(program.plan.mesh)
+        if base is not None:
+            names = base.checksums
+            placed = named_leaves(place(map_named(lambda name, x: x if name in names else None, model), program.plan))
+            model = map_named(lambda name, x: placed.get(name, x), model)
         given = parts.take(model)
         trained, frozen = (
             [leaf if isinstance(leaf, jax.Array) and leaf.sharding == shape.sharding else shape for leaf, shape in pairs]
@@ -124,18 +128,31 @@ class TrainState:
         self.trained, self.opt_state, self.layers, self.steps, vector = outs
         return vector
 
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """The arrays of the model, by name."""
+        return dict(zip((*self.parts.names[0], *self.parts.names[1]), (*self.trained, *self.frozen), strict=True))
+
     def trees(self, *, opt_state: bool) -> dict[str, PyTree]:
         """Returns the trees of a checkpoint, by kind."""
         model_state = {"model_state": self.model_state} if self.layers else {}
         return {"model": self.model, **model_state, **({"optimizer": self.opt_tree} if opt_state else {})}
 
-    def match(self, checkpoints: CheckpointFolder, path: Location, *, opt_state: bool) -> None:
-        """Raises ValueError if a checkpoint belongs to another model or optimizer; reads headers only, no tensors."""
-        for kind, (template, _) in self._templates(opt_state).items():
+    def match(self, checkpoints: CheckpointFolder, path: Location, base: Base | None, *, opt_state: bool) -> None:
+        """Raises ValueError if a checkpoint belongs to another model, base or optimizer; reads headers only, no tensors."""
+        for kind, (template, _) in self._templates(opt_state, base).items():
             checkpoints.match(path, kind, template)
+        if base is not None:
+            checkpoints.match_base(path, base, self.leaves)
 
     def load(
-        self, checkpoints: CheckpointFolder, path: Location, steps: tuple[int, int] | None, *, verify: bool = False
+        self,
+        checkpoints: CheckpointFolder,
+        path: Location,
+        steps: tuple[int, int] | None,
+        base: Base | None,
+        *,
+        verify: bool = False,
     ) -> None:
         """Loads the values of a checkpoint, each device its own slices. The current arrays are freed first, so that no
         device holds two states.
@@ -143,28 +160,33 @@ class TrainState:
         **Arguments:**
 
         - `steps`: the checkpoint's numbers of taken and skipped steps, to load with the optimizer state; None keeps both.
+        - `base`: the leaves that the checkpoint does not hold, which stay as they are.
         - `verify`: as for `Checkpoints.load`.
 
         Raises ValueError if the checkpoint belongs to another model or optimizer; the state is then unchanged. Raises
         DamagedError if a tensor was damaged; the values are then lost, and `is_loaded` is False.
         """
         opt_state = steps is not None
-        self.match(checkpoints, path, opt_state=opt_state)
-        self._free(opt_state)
+        self.match(checkpoints, path, base, opt_state=opt_state)
+        kept = {} if base is None else {name: x for name, x in self.leaves.items() if name in base.checksums}
+        self._free(opt_state, kept)
         trees = {
             kind: checkpoints.load(path, kind, template, shardings, verify=verify)
-            for kind, (template, shardings) in self._templates(opt_state).items()
+            for kind, (template, shardings) in self._templates(opt_state, base).items()
         }
-        self.trained, self.frozen = self.parts.take(trees["model"])
+        leaves = {**named_leaves(trees["model"]), **kept}
+        self.trained, self.frozen = ([leaves[name] for name in names] for names in self.parts.names)
         self.opt_state = jax.tree.leaves(trees["optimizer"]) if opt_state else self.opt_state
         self.layers = jax.tree.leaves(trees["model_state"]) if self.layers else self.layers
         if steps is not None:
             self.steps = put(np.asarray(steps, np.int32), replicated(self.program.plan.mesh))
         self.is_loaded = True
 
-    def _templates(self, opt_state: bool) -> dict[str, tuple[PyTree, Callable[[str], NamedSharding]]]:
+    def _templates(self, opt_state: bool, base: Base | None) -> dict[str, tuple[PyTree, Callable[[str], NamedSharding]]]:
         """Returns what `load` reads, by kind: arrays or shapes by name, and the sharding of each."""
         trees = self.trees(opt_state=opt_state)
+        if base is not None:
+            trees["model"] = base.without(trees["model"])
         plan, replicate = self.program.plan, replicated(self.program.plan.mesh)
         shardings = {"model": plan.sharding, "model_state": lambda _: replicate}
         if opt_state:
@@ -172,12 +194,13 @@ class TrainState:
             shardings["optimizer"] = dict(by_name).__getitem__
         return {kind: (tree, shardings[kind]) for kind, tree in trees.items()}
 
-    def _free(self, opt_state: bool) -> None:
-        """Replaces the arrays that `load` reads by their shapes."""
+    def _free(self, opt_state: bool, kept: Mapping[str, Any]) -> None:
+        """Replaces the arrays that `load` reads by their shapes, except for the `kept` ones."""
         program, self.is_loaded = self.program, False
         # Deleted even if referenced elsewhere, as a step does: the caller's reference must not keep a second model alive.
         # Frozen arrays are not deleted, nor does a step delete them, since another model may share them.
-        for array in [*self.trained, *self.layers, *(self.opt_state if opt_state else [])]:
+        trained = [x for name, x in zip(self.parts.names[0], self.trained, strict=True) if name not in kept]
+        for array in [*trained, *self.layers, *(self.opt_state if opt_state else [])]:
             if isinstance(array, jax.Array):
                 array.delete()
         self.trained, self.frozen, self.layers = map(list, (program.trained, program.frozen, program.state))
