@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from ..errors import warn
-from ._exits import exit_now, say
+from ._exits import PATIENCE, attempt, exit_now, run_exit_callbacks, say
 from ._links import Link, PeerError
 from ._rendezvous import START, meet
 
@@ -344,6 +344,8 @@ class Peers:
         """
         if self.n == 1:
             return True
+        if self._is_leaving:  # for another reason: a thread ends this process
+            time.sleep(2 * PATIENCE)
         if self.index == 0:
             self._handle_failure(0, in_runtime)
         else:
@@ -436,6 +438,7 @@ def leave(why: str, code: int, committed: int | None) -> NoReturn:
     safe = "no step was committed yet" if committed is None else f"the last committed step is {committed}"
     advice = ": run it again to go on" if code == EXIT_CODE else ""
     say(f"redeqx: {why}; {safe}. Leaving with exit code {code}{advice}.")
+    attempt(run_exit_callbacks)  # trackers get their last records
     _exit(code)
 
 

@@ -57,9 +57,11 @@ class Delivery:
         self._purge_step: int | None = None
         self._pending: deque[tuple[Any, Mark, int]] = deque()
         self._size, self._lock = 0, threading.Lock()
+        self._delivered = NO_ROWS  # the mark of the newest row that the tracker has; a kill may lose it (`holds_newest`)
         self._tracker: NamedTracker | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
+        self._forget: Callable[[], None] | None = None  # unregisters `close` from the end of the process
         self._has_failed = self._has_warned = self._is_stuck = False
 
     # --- called by the run --------------------------------------------------------------------------------------------
@@ -82,15 +84,18 @@ class Delivery:
             self._enqueue(medium, NO_ROWS, len(medium.data))
 
     def config(self, values: Mapping[str, str]) -> None:
-        """Delivers the configuration of a run, by name."""
-        self._enqueue(dict(values), NO_ROWS, ROW_SIZE)
+        """Delivers the configuration of a run, by name; before other records, with the first of them.
+
+        A fit that follows may continue an earlier run of the tracker, or delete records of it.
+        """
+        self._enqueue(dict(values), NO_ROWS, ROW_SIZE, starts=False)
 
     def rewind(self, step: int, rows: Iterable[Row]) -> None:
         """Continues after `step`, up to which these rows were recorded. Delivers those that the tracker lacks.
 
         Rewinding to the start begins a new run of the tracker.
         """
-        self.close()
+        self._end()
         if step <= 0 and not self._is_new:
             self._run_id, self._sent, self._sent_media, self._is_new = *_UNKNOWN, True
         self._purge_step, self._newest = step + 1, NO_ROWS
@@ -114,6 +119,16 @@ class Delivery:
 
     def close(self) -> None:
         """Delivers the queue and ends the tracker's run; warns if that takes too long. Later records continue the run."""
+        if self._pending and not self._is_stuck:
+            try:
+                self._start()
+            except RuntimeError:  # no thread can start while the interpreter shuts down
+                self._thread = None
+                self._closing.set()
+                self._run()
+        self._end()
+
+    def _end(self) -> None:
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -129,7 +144,7 @@ class Delivery:
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, item: Any, mark: Mark, size: int) -> None:
+    def _enqueue(self, item: Any, mark: Mark, size: int, *, starts: bool = True) -> None:
         if self._is_stuck:
             return
         with self._lock:
@@ -137,13 +152,24 @@ class Delivery:
             self._size += size
             while self._size > ROOM:
                 self._size -= self._pending.popleft()[2]
+        if self._forget is None:
+            self._register()
+        if starts:
+            self._start()
+
+    def _register(self) -> None:
+        """Has `close` called at the end of the process; before what was registered earlier, such as by the package."""
+        if self._forget is not None:
+            self._forget()
+        self._forget = at_end(self.close)
+
+    def _start(self) -> None:
         if self._thread is None:
             self._closing.clear()
             self._thread = threading.Thread(target=self._run, name=f"redeqx-{self._name}", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
-        forget = at_end(self.close)
         wait, is_closing = 0.0, False
         while not is_closing:
             is_closing = self._closing.wait(wait)
@@ -158,7 +184,11 @@ class Delivery:
         if tracker is not None:  # even if the last delivery failed: otherwise the tracker shows a run that never ends
             with self._warning():
                 tracker.close(_is_failing())
-        forget()
+                self._sent = max(self._sent, self._delivered)
+                self._save_state()
+        forget, self._forget = self._forget, None
+        if forget is not None:
+            forget()
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
@@ -172,14 +202,18 @@ class Delivery:
         if self._tracker is None:
             self._tracker = tracker = self._kind(Opening(self._workdir, self._run_id, self._purge_step))
             self._purge_step = None  # purge only once
+            self._register()
             self._run_id = tracker.run_id
             self._save_state()
             self._say(f"{self._name}: {tracker.where}")
         while waiting := self._next_batch():
-            item, mark, _ = waiting[-1]
+            item = waiting[-1][0]
             if isinstance(item, Row):
                 self._tracker.rows([row for row, _, _ in waiting])
-                self._sent = max(self._sent, mark)
+                before = [self._delivered, *(mark for _, mark, _ in waiting)]
+                self._delivered = max(before)
+                kept = [mark for mark in before if mark[0] < item.step or not self._kind.holds_newest]
+                self._sent = max([self._sent, *kept])
                 self._save_state()
             elif isinstance(item, Medium):
                 self._tracker.medium(item)

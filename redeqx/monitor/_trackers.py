@@ -70,6 +70,7 @@ class NamedTracker(Protocol):
 
     - `package`: the package to import. `install`: the requirement that provides it, for `pip install`.
     - `purges`: whether it deletes records of repeated steps. For the others, repeated records are not delivered.
+    - `holds_newest`: whether it keeps the rows of the newest step in memory until the next step, so that a kill loses them.
     - `run_id`: the id by which a later process continues the run.
     - `where`: the address or folder that shows the run.
     """
@@ -77,6 +78,7 @@ class NamedTracker(Protocol):
     package: str
     install: str
     purges: bool
+    holds_newest: bool
     run_id: str
     where: str
 
@@ -88,7 +90,7 @@ class NamedTracker(Protocol):
 
 
 class TensorBoard:
-    package, install, purges = "tensorboardX", "redeqx[tensorboard]", True
+    package, install, purges, holds_newest = "tensorboardX", "redeqx[tensorboard]", True, False
 
     def __init__(self, opening: Opening) -> None:
         from tensorboardX import SummaryWriter
@@ -132,7 +134,7 @@ class TensorBoard:
 
 
 class WandB:
-    package, install, purges = "wandb", "redeqx[wandb]", False
+    package, install, purges, holds_newest = "wandb", "redeqx[wandb]", False, True
 
     def __init__(self, opening: Opening) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -142,6 +144,10 @@ class WandB:
         if opening.folder is not None:
             make_subfolder(opening.folder / "wandb", opening.folder)
         # A separate run, in addition to any that the script has. The console is not captured: wandb would copy each redraw.
+        # Offline, its file is flushed every 15 s by default, which a kill would lose.
+        settings = wandb.Settings(silent=True, console="off")
+        if hasattr(settings, "x_transaction_log_flush_interval"):
+            settings.x_transaction_log_flush_interval = 1.0
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             name=os.environ.get("WANDB_NAME") or opening.title,
@@ -149,7 +155,7 @@ class WandB:
             resume=None if opening.run_id is None else "allow",
             dir=opening.folder,
             reinit="create_new",
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=settings,
         )
         self.run_id = self._run.id
         self.where = (None if self._run.offline else self._run.url) or str(Path(self._run.dir).parent)
@@ -175,7 +181,7 @@ class WandB:
 
 
 class MLflow:
-    package, install, purges = "mlflow", "redeqx[mlflow]", False
+    package, install, purges, holds_newest = "mlflow", "redeqx[mlflow]", False, False
 
     def __init__(self, opening: Opening) -> None:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
@@ -220,7 +226,7 @@ _MLFLOW_PARAM, _MLFLOW_BATCH = 6000, 1000  # maximum characters of a value, and 
 
 
 class Trackio:
-    package, install, purges = "trackio", "redeqx[trackio]", False
+    package, install, purges, holds_newest = "trackio", "redeqx[trackio]", False, False
 
     def __init__(self, opening: Opening) -> None:
         import trackio  # pyright: ignore[reportMissingImports]

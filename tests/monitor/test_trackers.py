@@ -21,7 +21,7 @@ from redeqx.monitor import Console, _delivery, _trackers
 class Fake:
     """A tracker that keeps, for each run id, a list of what it received."""
 
-    package, install, purges = "json", "redeqx[fake]", False
+    package, install, purges, holds_newest = "json", "redeqx[fake]", False, False
     runs: ClassVar[dict[str, list]] = {}
     fails: ClassVar[list[Exception]] = []  # raised by the next calls
     blocks: threading.Event | None = None
@@ -216,6 +216,48 @@ def test_rewind_in_the_same_process_repeats_only_what_was_purged(tmp_path, fake,
     assert media == ([2, 4, 4] if is_repeated else [2, 4])
 
 
+def test_rows_that_a_kill_may_lose_are_delivered_again(tmp_path, fake, monkeypatch):
+    """wandb keeps the rows of the newest step in memory until the next step."""
+    monkeypatch.setattr(fake, "holds_newest", True)
+    killed = Console(tmp_path, loggers=["fake"], verbose=False)
+    killed.records.rewind(0)
+    record(killed, 1, 2)
+    wait_for(lambda: fake.runs and steps(fake.runs["run 0"]) == [1, 2])
+    record(killed, 3, 3)
+    wait_for(lambda: steps(fake.runs["run 0"]) == [1, 2, 3, 3])
+    state = tmp_path / "trackers" / "fake.json"
+    wait_for(lambda: json.loads(state.read_text())["sent"] == [2, 1])
+    resumed = Console(tmp_path, loggers=["fake"], verbose=False)
+    resumed.records.rewind(3)
+    resumed.records.close()
+    (seen,) = fake.runs.values()
+    assert steps(seen) == [1, 2, 3, 3, 3, 3]
+    assert json.loads(state.read_text())["sent"] == [3, 2]  # closed, and so complete
+
+
+def test_a_configuration_before_a_fit_opens_no_run_of_its_own(tmp_path, fake):
+    console = Console(tmp_path, loggers=["fake"], verbose=False)
+    console.records.config({"seed": 1})
+    time.sleep(0.1)
+    console.records.rewind(0)
+    console.records.begin({"mesh": "data=8"}, lambda: "whole")
+    record(console, 1)
+    console.records.close()
+    assert fake.runs == {
+        "run 0": [
+            "begun",
+            {"seed": "1"},
+            {"mesh": "data=8"},
+            (0, "step_00000000_plan.txt"),
+            (1, {"rate": 7.0, "loss": 0.5}),
+            "closed",
+        ]
+    }
+    console.records.config({"seed": 2})
+    console.records.close()
+    assert fake.runs["run 0"][-3:] == ["continued", {"seed": "2"}, "closed"]
+
+
 def test_restarted_run_begins_a_new_tracker_run(tmp_path, fake):
     for _ in range(2):
         console = Console(tmp_path, loggers=["fake"], verbose=False)
@@ -341,11 +383,54 @@ def test_run_is_closed_at_the_end_of_a_script(last, output, code):
     assert (run.stdout, run.returncode) == (output, code), run.stderr
 
 
+TENSORBOARD = """
+import os, sys, threading
+from pathlib import Path
+from redeqx.monitor import Console
+console = Console(Path("run"), loggers=["tensorboard"], verbose=False)
+console.records.config({"seed": 1})
+console.records.rewind(0)
+console.records.begin({"mesh": "data=8"}, lambda: "whole")
+for step in range(1, 40):
+    console.metrics({"loss": step / 2}, step)
+if sys.argv[1] == "raise":
+    raise ValueError("boom")
+if sys.argv[1] == "leave":  # as a thread does if a process is gone
+    from redeqx.distributed._peers import leave
+    threading.Thread(target=leave, args=("process 1 of 2 is gone", 75, 7)).start()
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1), ("leave", 75)])
+def test_tensorboard_has_all_records_of_a_short_run(tmp_path, how, code):
+    """tensorboardX closes its writer at exit, before what was registered earlier; records after that are lost in silence."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", TENSORBOARD, how]
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == code, run.stderr
+    (file,) = (tmp_path / "run" / "tensorboard").glob("*")  # one, although the configuration came first
+    assert tensorboard_losses(file) == [(step, step / 2) for step in range(1, 40)]
+
+
+def tensorboard_losses(file: Path) -> list[tuple[int, float]]:
+    """The losses in a file of events: each record is its length, a crc, an event and a crc."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data, at, losses = file.read_bytes(), 0, []
+    while at < len(data):
+        (n,) = struct.unpack("<Q", data[at : at + 8])
+        event = Event.FromString(data[at + 12 : at + 12 + n])
+        losses += [(event.step, value.simple_value) for value in event.summary.value if value.tag == "loss"]
+        at += n + 16
+    return losses
+
+
 # The real packages
 
 
 REAL = """
-import os, sys
+import os, sys, time
 import numpy as np
 import redeqx
 from redeqx.monitor import _delivery
@@ -358,6 +443,9 @@ for step in range(begin + 1, end + 1):
     deployer.log_metrics({"loss": step / 2}, step)
     deployer.log_image("samples", np.full((4, 6, 3), step / 10))
     deployer.log_text("words", f"<b>|{step}|</b>")
+if how == "cut":  # by a kill soon after the end
+    time.sleep(30 if name == "trackio" else 15)
+    os._exit(9)
 deployer._run.console.records.close()
 if how == "kill":
     os._exit(9)
@@ -369,7 +457,11 @@ if how == "raise":
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_real_package_killed_and_resumed(name, tmp_path):
+@pytest.mark.parametrize(
+    "runs",
+    [((0, 4, "kill", 9), (2, 5, "raise", 1), (5, 6, "end", 0)), ((0, 4, "cut", 9), (4, 5, "kill", 9), (5, 6, "end", 0))],
+)
+def test_real_package_killed_and_resumed(name, runs, tmp_path):
     pytest.importorskip(name)
     env = {
         **os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "WANDB_MODE": "offline", "WANDB_SILENT": "true",
@@ -377,7 +469,7 @@ def test_real_package_killed_and_resumed(name, tmp_path):
         "TRACKIO_DIR": str(tmp_path / "trackio"),
     }  # fmt: skip
     (tmp_path / "train.py").write_text(REAL)
-    for begin, end, how, code in ((0, 4, "kill", 9), (2, 5, "raise", 1), (5, 6, "end", 0)):
+    for begin, end, how, code in runs:
         command = [sys.executable, "train.py", name, str(begin), str(end), how]
         run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False)
         assert run.returncode == code, run.stdout + run.stderr
