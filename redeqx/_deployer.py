@@ -62,8 +62,9 @@ class Deployer(RedcoNames):
         `~` is the home folder. The folder and its parents may be links, but nothing in it may be one.
     - `verbose`: whether to print.
     - `n_processes`, `host0_address`, `host0_port`, `process_id`: for a run over several hosts: the number of processes, the
-        address and port of process 0, and this process's index. Leave them out under SLURM, Open MPI, Kubernetes (JobSet),
-        on Cloud TPU and with `python -m redeqx launch`, where they are detected.
+        address and port of process 0, and this process's index. Leave them out under the launchers that the page
+        "Clusters and pods" lists, such as SLURM and `python -m redeqx launch`, where they are detected, and after
+        `jax.distributed.initialize`: the Deployer then joins the processes that run.
     - `n_local_devices`: the number of this host's GPUs that this process uses; by default all, but under SLURM and
         Open MPI one, the one with the task's number on the host. Pass the number if a task uses several, and 1 if a task
         sees only its own.

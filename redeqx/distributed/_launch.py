@@ -8,7 +8,6 @@ import os
 import secrets
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from ._exits import discard
+from ._launchers import free_port
 from ._peers import EXIT_CODE
 from ._rendezvous import TOKEN
 
@@ -45,7 +45,7 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
 
     - `port`: the port of process 0; a free one by default.
     """
-    environment = {**os.environ, "REDEQX_PROCESSES": str(n), "REDEQX_HOST0": f"127.0.0.1:{port or _free_port()}"}
+    environment = {**os.environ, "REDEQX_PROCESSES": str(n), "REDEQX_HOST0": f"127.0.0.1:{port or free_port('127.0.0.1')}"}
     environment.setdefault("NPROC", "16")  # with fewer threads than devices XLA's collectives deadlock
     environment.setdefault(TOKEN, secrets.token_hex(16))
     environment["PYTHONUNBUFFERED"] = "1"
@@ -130,9 +130,3 @@ def _print(sources: Mapping[IO[bytes], tuple[bytes, Any]]) -> None:
 def _printable(text: bytes, encoding: str) -> str:
     """Decodes output of a process, whose streams have the encoding of this one's, and replaces what it cannot express."""
     return text.decode(encoding, "replace").encode(encoding, "replace").decode(encoding)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

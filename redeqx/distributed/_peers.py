@@ -227,9 +227,9 @@ class Peers:
         """Return the number of gatherings that this process has contributed to."""
         return self._n_calls.total()
 
-    def meet(self, host: str, port: int, *, bind: str, timeout: float = START) -> None:
+    def meet(self, host: str, port: int, *, bind: str, timeout: float = START, token: str = "", source: str = "") -> None:
         """Connect to all processes by `_rendezvous.meet`, and receive their messages from then on."""
-        self._links = meet(self.n, self.index, host, port, bind=bind, timeout=timeout)
+        self._links = meet(self.n, self.index, host, port, bind=bind, timeout=timeout, token=token, source=source)
         for i, link in self._links.items():
             link.limit(self.heartbeat)
             threading.Thread(target=self._listen, args=(i, link), name=f"redeqx-peer-{i}", daemon=True).start()

@@ -4,8 +4,8 @@ The connections form a star: process 0, the coordinator, accepts one from each o
 coordinator's address and this process's index; `_peers` sends messages over the connections later.
 
 Any host that reaches the port can connect. A connection is accepted only if it sends a short greeting within a few seconds,
-during which others are served too; any other connection is closed. With a token in the environment (`launch` sets one) the
-greeting must contain it; without one, anybody who knows this format can join the run.
+during which others are served too; any other connection is closed. If the processes share a token (`REDEQX_TOKEN`, or one
+that their launcher lets them derive), the greeting must contain it; without one, anybody who knows this format can join.
 """
 
 import contextlib
@@ -32,7 +32,9 @@ _MAX_START = 2**16  # bytes of the coordinator's reply
 _MAX_PENDING = 64  # connections without a greeting, in addition to one for each process
 
 
-def meet(n: int, index: int, host: str, port: int, *, bind: str, timeout: float) -> dict[int, Link]:
+def meet(
+    n: int, index: int, host: str, port: int, *, bind: str, timeout: float, token: str = "", source: str = ""
+) -> dict[int, Link]:
     """Wait for all processes; returns the connections of this one, by the index of the other end.
 
     **Arguments:**
@@ -41,17 +43,19 @@ def meet(n: int, index: int, host: str, port: int, *, bind: str, timeout: float)
     - `host`, `port`: the address of process 0.
     - `bind`: the address that process 0 listens on; `""` for all of its addresses.
     - `timeout`: seconds.
+    - `token`: the secret that all processes share, unless the environment has another; `""` for none.
+    - `source`: the launcher that gave these numbers, for errors; `""` for arguments.
 
     Raises ValueError, the same in every process, if an index is used twice or out of range, the port is in use or the host
     unknown; PeerError, with their indices, if some processes do not connect in time.
     """
-    token = os.environ.get(TOKEN, "")
+    token = os.environ.get(TOKEN) or token
     if index == 0:
-        return _wait_for_all(n, host, port, bind, token, timeout)
-    return {0: _join(n, index, host, port, token, timeout)}
+        return _wait_for_all(n, host, port, bind, token, timeout, source)
+    return {0: _join(n, index, host, port, token, timeout, source)}
 
 
-def _wait_for_all(n: int, host: str, port: int, bind: str, token: str, timeout: float) -> dict[int, Link]:
+def _wait_for_all(n: int, host: str, port: int, bind: str, token: str, timeout: float, source: str) -> dict[int, Link]:
     """The rendezvous at process 0."""
     with _listening(host, port, bind) as listener, selectors.DefaultSelector() as selector:
         arrivals = _Arrivals(n, token, listener, selector)
@@ -62,7 +66,7 @@ def _wait_for_all(n: int, host: str, port: int, bind: str, token: str, timeout: 
             problem = PeerError(
                 f"`n_processes`: expected {n} processes at {host}:{port} within {timeout:g} s, got none of "
                 f"number {', '.join(map(str, missing))}; here besides 0: {here}. Look at what those print, and "
-                "whether they reach this port."
+                f"whether they reach this port.{_stale(source)}"
             )
         if problem is not None:  # processes that connect now receive it too
             arrivals.wait(time.monotonic() + _LATE_ARRIVALS, has_failed=True)
@@ -189,8 +193,13 @@ class _Arrivals:
 def _other_token(host: str) -> str:
     return (
         f"`{TOKEN}`: expected the value of process 0 in the environment, got another at {host}. "
-        "Set the same everywhere, or none."
+        "Set the same in every process."
     )
+
+
+def _stale(source: str) -> str:
+    """Return what to do if a launcher's variables are not those of this process, as in a shell inside a job."""
+    return f" If {source} did not start this process, set REDEQX_PROCESSES=1 to run it alone." if source else ""
 
 
 def _listening(host: str, port: int, bind: str) -> socket.socket:
@@ -229,7 +238,7 @@ def _listening(host: str, port: int, bind: str) -> socket.socket:
     return listener
 
 
-def _join(n: int, index: int, host: str, port: int, token: str, timeout: float) -> Link:
+def _join(n: int, index: int, host: str, port: int, token: str, timeout: float, source: str) -> Link:
     """The rendezvous at the other processes."""
     until = time.monotonic() + timeout
     why = ""
@@ -262,5 +271,5 @@ def _join(n: int, index: int, host: str, port: int, token: str, timeout: float) 
         raise PeerError(str(problem[-1]) if isinstance(problem, list) and problem else str(problem))
     raise PeerError(
         f"`host0_address`: expected process 0 at {host}:{port} within {timeout:g} s, got no answer ({why}). "
-        "Look at what it prints, and whether this host reaches that port."
+        f"Look at what it prints, and whether this host reaches that port.{_stale(source)}"
     )

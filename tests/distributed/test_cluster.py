@@ -5,26 +5,40 @@ import re
 import socket
 import subprocess
 import sys
+import types
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
 from jax._src.clusters import ClusterEnv, K8sCluster
 
-from redeqx.distributed import Peers, _cluster
-from redeqx.distributed._cluster import PORT, Place, _check_unused, _interface, find_place, start
+from redeqx.distributed import Peers, _cluster, _launchers, _secrets
+from redeqx.distributed._cluster import _check_unused, start
+from redeqx.distributed._launchers import PORT, Place, _interface, find_place
+
+LAUNCHERS = ("REDEQX_", "SLURM_", "OMPI_", "PMI", "SKYPILOT_", "IRIS_", "TORCHELASTIC_", "KUBERNETES_", "MASTER_", "LOCAL_")
+LAUNCHERS += ("RANK", "WORLD_SIZE", "JAX_COORDINATOR", "JAX_PROCESS", "JAX_NUM_PROCESSES", "JOB_COMPLETION")
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    """Hides any launcher that started the tests."""
+def no_launcher(monkeypatch, tmp_path):
+    """Hides any launcher that started the tests, and the secret of the user."""
     for name in list(os.environ):
-        if name.startswith(("REDEQX_", "SLURM_", "OMPI_", "KUBERNETES_", "JAX_COORDINATOR")):
+        if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
 
 
 def setenv(monkeypatch, **environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+
+
+def found(**arguments):
+    """The place that the environment gives, without its token and source."""
+    place = find_place(**arguments)
+    return place and replace(place, token="", source="")
 
 
 def error_message(**arguments):
@@ -150,8 +164,8 @@ OURS = {"REDEQX_PROCESSES": "2", "REDEQX_PROCESS_ID": "1", "REDEQX_HOST0": "127.
 
 def test_redeqx_launcher_is_detected(monkeypatch):
     setenv(monkeypatch, **OURS)
-    assert find_place() == Place(2, 1, "127.0.0.1", 1234, "127.0.0.1", None)
-    assert find_place(n_local_devices=1) == Place(2, 1, "127.0.0.1", 1234, "127.0.0.1", (0,))
+    assert found() == Place(2, 1, "127.0.0.1", 1234, "127.0.0.1", None)
+    assert found(n_local_devices=1) == Place(2, 1, "127.0.0.1", 1234, "127.0.0.1", (0,))
 
 
 def test_redeqx_launcher_with_one_process(monkeypatch):
@@ -161,7 +175,7 @@ def test_redeqx_launcher_with_one_process(monkeypatch):
 
 def test_ipv6_brackets_are_removed(monkeypatch):
     setenv(monkeypatch, **{**OURS, "REDEQX_HOST0": "[::1]:1234"})
-    assert find_place() == Place(2, 1, "::1", 1234, "::1", None)
+    assert found() == Place(2, 1, "::1", 1234, "::1", None)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -206,8 +220,8 @@ SLURM = {
 def test_slurm_task_is_detected(monkeypatch):
     """One device per task, a port derived from the job id, and the first node's address to listen on."""
     setenv(monkeypatch, **SLURM)
-    assert find_place() == Place(4, 3, "localhost", 5000 % 4096 + 61440, "localhost", (1,))
-    assert find_place(n_local_devices=2) == Place(4, 3, "localhost", 5000 % 4096 + 61440, "localhost", (0, 1))
+    assert found() == Place(4, 3, "localhost", 5000 % 4096 + 61440, "localhost", (1,))
+    assert found(n_local_devices=2) == Place(4, 3, "localhost", 5000 % 4096 + 61440, "localhost", (0, 1))
 
 
 def test_single_slurm_task_is_alone(monkeypatch):
@@ -227,8 +241,8 @@ def test_missing_srun_is_reported(monkeypatch, name):
     setenv(monkeypatch, **SLURM)
     monkeypatch.delenv(name)
     assert error_message() == (
-        f"`{name}`: expected in the environment of one of SLURM_NTASKS=4 tasks, got none. Start the script with "
-        "`srun python ...`, which starts every task; or pass `n_processes=1` to run this one alone."
+        f"`{name}`: expected in the environment of a process that SLURM started, got none. Start the script with "
+        "`srun python ...`, which starts every task, or set REDEQX_PROCESSES=1 to run this process alone."
     )
 
 
@@ -240,7 +254,7 @@ def test_open_mpi_rank_is_detected(monkeypatch):
         OMPI_COMM_WORLD_RANK="1",
         OMPI_COMM_WORLD_LOCAL_RANK="0",
     )
-    assert find_place() == Place(2, 1, "127.0.0.1", 20 + 61440, "127.0.0.1", (0,))
+    assert found() == Place(2, 1, "127.0.0.1", 20 + 61440, "127.0.0.1", (0,))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +276,7 @@ def test_process_0_binds_to_a_named_address_of_its_own(monkeypatch, host, addres
 @pytest.mark.parametrize(("given_bind", "bind"), [("127.0.0.1:77", "127.0.0.1"), ("[::]:77", ""), ("0.0.0.0:77", "")])
 def test_environment_sets_the_bind_address(monkeypatch, given_bind, bind):
     setenv(monkeypatch, **{**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, JAX_COORDINATOR_BIND_ADDRESS=given_bind)
-    assert find_place() == Place(4, 0, "localhost", 5000 % 4096 + 61440, bind, (0,), given_bind)
+    assert found() == Place(4, 0, "localhost", 5000 % 4096 + 61440, bind, (0,), given_bind)
 
 
 def in_kubernetes(monkeypatch, n_pods, **environment):
@@ -288,6 +302,289 @@ def test_pod_of_a_larger_job_does_not_run_alone(monkeypatch, n_pods, environment
     in_kubernetes(monkeypatch, n_pods, **environment)
     with pytest.raises(KeyError, match="job-name"):
         find_place()
+
+
+# --- the table of launchers ------------------------------------------------------------------------------------------
+
+KUBEFLOW = {
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "3",
+    "JAX_COORDINATOR_ADDRESS": "127.0.0.1",
+    "JAX_COORDINATOR_PORT": "6666",
+}
+IRIS = {
+    "IRIS_NUM_TASKS": "2",
+    "JAX_PROCESS_COUNT": "2",
+    "JAX_PROCESS_INDEX": "1",
+    "JAX_COORDINATOR_ADDRESS": "127.0.0.1:8476",
+}
+TORCHRUN = {
+    "WORLD_SIZE": "4",
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPI_4 = {**MPI, "OMPI_MCA_orte_hnp_uri": f"{20 * 4096}.0;tcp://127.0.0.1,10.0.0.1:34911"}
+MPI_5 = {**MPI, "PMIX_NAMESPACE": "prterun-localhost-4116@1"}
+MPICH = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234"}
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "4",
+    "SKYPILOT_NODE_RANK": "3",
+    "SKYPILOT_NODE_IPS": "127.0.0.1\n10.0.0.2\n10.0.0.3\n10.0.0.4",
+}
+HIGH = 2**16 - 2**12  # the first of the ports that are derived from a job's number
+STEP = {**SLURM, "SLURM_STEP_NUM_TASKS": "4"}
+
+TABLE = {
+    "Kubeflow": (KUBEFLOW, Place(4, 3, "127.0.0.1", 6666, "127.0.0.1")),
+    "Iris": (IRIS, Place(2, 1, "127.0.0.1", 8476, "127.0.0.1")),
+    # torchrun's store listens on the master's port itself
+    "torchrun": (TORCHRUN, Place(4, 3, "127.0.0.1", HIGH + 29500 % 4096, "127.0.0.1", (1,))),
+    "torchrun, one process a host": (
+        {**TORCHRUN, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        Place(4, 3, "127.0.0.1", HIGH + 29500 % 4096, "127.0.0.1"),
+    ),
+    "torchrun, whose port is the derived one": (
+        {**TORCHRUN, "MASTER_PORT": str(HIGH + 7)},
+        Place(4, 3, "127.0.0.1", HIGH + 8, "127.0.0.1", (1,)),
+    ),
+    "Open MPI 4": (MPI_4, Place(4, 3, "127.0.0.1", HIGH + 20, "127.0.0.1", (1,))),
+    "Open MPI 5": (MPI_5, Place(4, 3, "localhost", HIGH + 20, "localhost", (1,))),
+    "MPICH": (MPICH, Place(4, 3, "127.0.0.1", 1234, "127.0.0.1", (1,))),
+    "SkyPilot": (SKYPILOT, Place(4, 3, "127.0.0.1", PORT, "127.0.0.1")),
+    "SLURM": (STEP, Place(4, 3, "localhost", HIGH + 5000 % 4096, "localhost", (1,))),
+    "SLURM, with an address for JAX": (
+        {**STEP, "JAX_COORDINATOR_ADDRESS": "127.0.0.1:99"},
+        Place(4, 3, "127.0.0.1", 99, "127.0.0.1", (1,)),
+    ),
+    # The innermost launcher counts.
+    "torchrun in a SLURM job": ({**STEP, **TORCHRUN}, Place(4, 3, "127.0.0.1", HIGH + 29500 % 4096, "127.0.0.1", (1,))),
+    "torchrun in SkyPilot": ({**SKYPILOT, **TORCHRUN}, Place(4, 3, "127.0.0.1", HIGH + 29500 % 4096, "127.0.0.1", (1,))),
+    # What says little about this process does not hide what says all.
+    "SLURM, and torch's variables for the whole job": (
+        {**STEP, "WORLD_SIZE": "4", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "29500"},
+        Place(4, 3, "localhost", HIGH + 5000 % 4096, "localhost", (1,)),
+    ),
+    "SLURM, and one process of torchrun": (
+        {**STEP, **TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"},
+        Place(4, 3, "localhost", HIGH + 5000 % 4096, "localhost", (1,)),
+    ),
+    "srun --mpi=pmi2": ({**STEP, "PMI_SIZE": "4", "PMI_RANK": "3"}, Place(4, 3, "localhost", HIGH + 904, "localhost", (1,))),
+}
+
+
+@pytest.mark.parametrize(("environment", "expected"), TABLE.values(), ids=TABLE)
+def test_launcher_gives_the_place(monkeypatch, environment, expected):
+    setenv(monkeypatch, **environment)
+    assert found() == expected
+
+
+ALONE = {
+    "Kubeflow": {**KUBEFLOW, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
+    "Iris": {"IRIS_NUM_TASKS": "1"},
+    "torchrun": {**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    "variables of other programs": {"RANK": "0", "MASTER_ADDR": "localhost", "WORLD_SIZE": "large"},
+    "Open MPI": {**MPI_5, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+    "MPICH": {"PMI_SIZE": "1", "PMI_RANK": "0"},
+    "SkyPilot": {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"},
+    "a notebook's SLURM job": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "1"},
+    "an ssh session, which has the job's id only": {"SLURM_JOB_ID": "7"},
+    "a shell in a SLURM job, by request": {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "REDEQX_PROCESSES": "1"},
+}
+
+
+@pytest.mark.parametrize("environment", ALONE.values(), ids=ALONE)
+def test_single_process_of_a_launcher_is_alone(monkeypatch, environment):
+    setenv(monkeypatch, **environment)
+    assert find_place() is None
+
+
+def without(environment, *names):
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+INCOMPLETE = {
+    "Kubeflow, no index": (without(KUBEFLOW, "JAX_PROCESS_ID"), "`JAX_PROCESS_ID`"),
+    "Kubeflow, no number": (without(KUBEFLOW, "JAX_NUM_PROCESSES"), "`JAX_NUM_PROCESSES`"),
+    "Kubeflow, no address": (without(KUBEFLOW, "JAX_COORDINATOR_ADDRESS"), "`JAX_COORDINATOR_ADDRESS`"),
+    "an address alone": ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "`JAX_NUM_PROCESSES`"),
+    "Iris": ({"IRIS_NUM_TASKS": "2"}, "`JAX_COORDINATOR_ADDRESS`"),
+    "torch, no index": (without(TORCHRUN, "RANK"), "`RANK`"),
+    "torch, no number": (without(TORCHRUN, "WORLD_SIZE"), "`WORLD_SIZE`"),
+    "torch, no address": (without(TORCHRUN, "MASTER_ADDR"), "`MASTER_ADDR`"),
+    "torch, no port": (without(TORCHRUN, "MASTER_PORT"), "`MASTER_PORT`"),
+    "Open MPI 5, another namespace": ({**MPI_5, "PMIX_NAMESPACE": "12"}, "`PMIX_NAMESPACE`"),
+    "Open MPI, no index": (without(MPI_4, "OMPI_COMM_WORLD_RANK"), "`OMPI_COMM_WORLD_RANK`"),
+    "MPICH": (without(MPICH, "JAX_COORDINATOR_ADDRESS"), "`JAX_COORDINATOR_ADDRESS`"),
+    "SkyPilot, no addresses": (without(SKYPILOT, "SKYPILOT_NODE_IPS"), "`SKYPILOT_NODE_IPS`"),
+    "SkyPilot, no index": (without(SKYPILOT, "SKYPILOT_NODE_RANK"), "`SKYPILOT_NODE_RANK`"),
+    "a batch script on the first of several nodes": (
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"},
+        "`SLURM_STEP_NODELIST`",
+    ),
+    "salloc's own step": ({**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, "`SLURM_STEP_NUM_TASKS`"),
+}
+
+
+@pytest.mark.parametrize(("environment", "name"), INCOMPLETE.values(), ids=INCOMPLETE)
+def test_incomplete_variables_are_refused_with_the_remedy(monkeypatch, environment, name):
+    """A process of several never trains alone. Its user may still ask for that."""
+    setenv(monkeypatch, **environment)
+    message = error_message()
+    assert message.startswith(f"{name}: expected "), message
+    assert message.endswith(", or set REDEQX_PROCESSES=1 to run this process alone."), message
+    assert find_place(n_processes=1) is None
+    monkeypatch.setenv("REDEQX_PROCESSES", "1")
+    assert find_place() is None
+
+
+def test_ray_workers_without_jax_are_refused(monkeypatch):
+    """Ray Train sets no variables, and starts JAX for GPUs and TPUs only."""
+    setenv(monkeypatch)
+    train = types.ModuleType("ray.train")
+    train.get_context = lambda: types.SimpleNamespace(get_world_size=lambda: 2)
+    monkeypatch.setitem(sys.modules, "ray.train", train)
+    assert error_message() == (
+        "`Deployer`: expected JAX to run in all 2 workers of Ray Train, which starts it for GPUs and TPUs, got none. Call "
+        "`jax.distributed.initialize(address, n, index)` before the Deployer, which then joins these processes, or set "
+        "REDEQX_PROCESSES=1 to run this process alone."
+    )
+    train.get_context = lambda: types.SimpleNamespace(get_world_size=lambda: 1)
+    assert find_place() is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[003-015],other", "node003"),
+        ("gpu-a[1,007-015]-b", "gpu-a1"),
+        ("rack1node[2,3],x", "rack1node2"),
+    ],
+)
+def test_first_slurm_node_is_process_0(monkeypatch, nodes, host):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [])
+    setenv(monkeypatch, **{**STEP, "SLURM_STEP_NODELIST": nodes})
+    assert found().host == host
+
+
+def test_pod_of_an_indexed_job_without_jax_k8s_is_refused(monkeypatch):
+    """JAX only warns that the package is missing: each pod would train alone."""
+    monkeypatch.setattr(ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: (None, None, None, None))
+    setenv(monkeypatch, KUBERNETES_SERVICE_HOST="10.0.0.1", JOB_COMPLETION_INDEX="0")
+    assert error_message() == (
+        "`REDEQX_PROCESSES`: expected in the environment of a process that Kubernetes started, got none. Install "
+        "`jax[k8s]`, or set REDEQX_PROCESSES, REDEQX_PROCESS_ID and REDEQX_HOST0, as `redeqx launch --on jobset` does, or "
+        "set REDEQX_PROCESSES=1 to run this process alone."
+    )
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def test_processes_of_a_job_share_a_token_that_strangers_do_not_know(monkeypatch, tmp_path):
+    setenv(monkeypatch, **STEP, SLURM_STEP_NUM_NODES="1", SLURM_STEP_ID="0")
+    token = find_place().token
+    setenv(monkeypatch, SLURM_PROCID="2")
+    assert find_place().token == token and len(token) == 64
+    monkeypatch.setenv("SLURM_JOB_ID", "5001")
+    assert find_place().token not in (token, "")
+    secret = tmp_path / ".config/redeqx/secret"
+    assert secret.stat().st_mode & 0o777 == 0o600 and [*secret.parent.iterdir()] == [secret]
+    monkeypatch.setenv("HOME", str(tmp_path / "other"))
+    monkeypatch.setenv("SLURM_JOB_ID", "5000")
+    assert find_place().token not in (token, "")  # another user's
+
+
+def test_no_token_where_processes_cannot_share_a_secret(monkeypatch, tmp_path):
+    setenv(monkeypatch, **STEP, SLURM_STEP_NUM_NODES="2")
+    assert find_place().token == ""  # the home folder is on a local disk
+    monkeypatch.setattr(_secrets, "_file_system", lambda _: "nfs4")
+    token = find_place().token
+    assert len(token) == 64
+    (tmp_path / ".config/redeqx/secret").chmod(0o644)
+    assert find_place().token == ""  # others can read it
+
+
+def test_open_mpi_4_has_a_random_key(monkeypatch):
+    setenv(monkeypatch, **MPI_4, OMPI_MCA_orte_precondition_transports="b4bd9d14621141f0-a74f14eb56b5a6f2")
+    assert find_place().token == "b4bd9d14621141f0-a74f14eb56b5a6f2"
+
+
+def test_file_system_is_that_of_the_innermost_mount():
+    assert _secrets._file_system("/proc/self") == "proc"
+
+
+# --- JAX started by the script ---------------------------------------------------------------------------------------
+
+OWN = """
+import os, sys, jax
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+jax.random.key(0)  # JAX's devices are in use
+import redeqx
+deployer = redeqx.Deployer(verbose=False, **eval(sys.argv[3]))
+print(jax.process_count(), deployer.mesh.size, deployer.decide(int(sys.argv[2])))
+"""
+
+
+def run_own(tmp_path, arguments="{}"):
+    """The exit codes and outputs of two processes that have called `jax.distributed.initialize` themselves."""
+    (tmp_path / "own.py").write_text(OWN)
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "NPROC": "16",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    port = str(_launchers.free_port("127.0.0.1"))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "own.py", port, str(i), arguments],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        ended = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, out.splitlines()[-1:], err) for process, (out, err) in zip(processes, ended, strict=True)]
+
+
+def test_running_processes_of_jax_are_joined(tmp_path):
+    for code, out, err in run_own(tmp_path):
+        assert code == 0, err
+        assert out == ["2 2 0"]  # the last is process 0's value, by redeqx's own channel
+
+
+def test_arguments_must_agree_with_the_running_processes(tmp_path):
+    for code, _, err in run_own(tmp_path, "{'n_processes': 1}"):
+        assert code != 0
+        assert (
+            "`n_processes`: expected 2, as JAX runs with since `jax.distributed.initialize`, got 1. Use one number." in err
+        )
+
+
+def test_devices_of_other_processes_are_refused(monkeypatch):
+    """For example on a pod of TPUs whose launcher says nothing: each process would save its part as the whole."""
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(RuntimeError) as raised:
+        start(None, None, None, None, None)
+    assert str(raised.value) == (
+        "`Deployer`: expected devices of 1 processes, as its arguments or the launcher say, got those of 4. Pass "
+        "`n_processes`, `host0_address` and `process_id`, or call `jax.distributed.initialize` before it."
+    )
 
 
 def test_jax_already_in_use_is_reported():

@@ -556,8 +556,8 @@ def test_wrong_token_is_reported_only_to_the_process_that_has_it(cluster, monkey
     assert found[0] is None
     assert found[2] is None
     assert str(found[1]) == (
-        "`REDEQX_TOKEN`: expected the value of process 0 in the environment, got another at host1. Set the same everywhere, "
-        "or none."
+        "`REDEQX_TOKEN`: expected the value of process 0 in the environment, got another at host1. Set the same in "
+        "every process."
     )
     assert type(found[1]) is ValueError
 
