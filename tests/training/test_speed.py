@@ -151,6 +151,26 @@ def test_evaluation_rate_is_that_of_computed_batches(clock, monkeypatch, capsys)
     assert "evaluate  batch 5  8 examples/s" in lines[-1]
 
 
+def test_fused_attention_counts_without_its_recomputed_scores(clock, monkeypatch, tmp_path):
+    """In the meter and in the dry run: how a kernel computes attention does not change the model's FLOPs."""
+    monkeypatch.setattr(_work, "chip_of_kind", lambda kind: RATES)
+    n, d = 16, 8
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(0, workdir=tmp_path, verbose=False),
+        model=jnp.eye(d),
+        optimizer=optax.sgd(0.1),
+        collate_fn=np.stack,
+        loss_fn=lambda w, x, key: jnp.square(jax.vmap(lambda x: jax.nn.softmax(x @ w @ x.T) @ (x @ w))(x)).mean(),
+    )
+    rows = [np.ones((n, d), np.float32)] * 24
+    # Two projections of data, whose backward pass has one product each, and the two products of attention.
+    expected = 8 * (2 * 2 * (2 * n * d * d) + 2 * 3 * (2 * n * n * d))
+    run = trainer.dry_run(rows, batch_size=8, search=False)
+    trainer.fit(rows, batch_size=8, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
+    line = json.loads((tmp_path / "speed.jsonl").read_text().splitlines()[-1])
+    assert (dict(run.model_flops), line["model_flops_per_second"] * 8 * 2) == ({"float32": expected}, expected)
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [{}, {"remat": True}, {"shards": (1, 8)}, {"accumulate_grad_batches": 2}],
