@@ -69,24 +69,31 @@ class CheckpointFolder:
         # Whether this process sees what the others write; on a disk this is unknown before a save.
         self._sees_all = self._peers.n == 1 or isinstance(folder, StorePath)
         self._damaged: dict[str, DamagedError] = {}  # by checkpoint name
+        self._has_warned = False  # of a damaged index
 
     def index(self) -> dict[str, str]:
         """Returns the name of the checkpoint for each tag (`"last"`, ...).
 
-        If the file is missing, or names no last checkpoint, the index is rebuilt from the checkpoints' manifests.
+        If the file is missing, damaged or names no last checkpoint, the index is rebuilt from the checkpoints' manifests,
+        and the next save writes it. Warns of a damaged one, once.
         """
-        index = self._written_index()
+        index, problem = self._written_index()
+        if problem is not None and not self._has_warned:
+            self._has_warned = True
+            warn(f"{problem} It is rebuilt from the checkpoints that are complete.")
         return index if "last" in index else {**self._lost_index(), **index}
 
-    def _written_index(self) -> dict[str, str]:
+    def _written_index(self) -> tuple[dict[str, str], str | None]:
+        """Returns the index, which is empty if the file is missing or damaged, and in the latter case the reason."""
         path = self.folder / INDEX_FILE
-        index = read_json(checked_entry(path)) if exists(path) else {}
+        try:
+            index = read_json(checked_entry(path)) if exists(path) else {}
+        except DamagedError as error:
+            return {}, str(error).partition(" The file is damaged")[0]
         for tag, name in index.items():
             if not (isinstance(name, str) and _NAME.fullmatch(name)):
-                raise ValueError(
-                    f"`{path}`: expected the name of a checkpoint for {brief(tag)}, got {brief(name)}. Correct it."
-                )
-        return index
+                return {}, f"`{path}`: expected the name of a checkpoint for {brief(tag)}, got {brief(name)}."
+        return index, None
 
     def names(self) -> list[str]:
         """Returns the names of the existing checkpoints, oldest first."""
@@ -127,22 +134,22 @@ class CheckpointFolder:
         """
 
         def found() -> list[str]:
-            last, names = self._written_index().get("last"), self.names()
+            last, names = self._written_index()[0].get("last"), self.names()
             if last is not None:
                 checked_entry(self.folder / last)
                 names = [*(name for name in names if order(name) < order(last)), last]
             return [name for name in reversed(names) if name == last or not is_outside_link(self.folder / name)]
 
         everywhere = run_everywhere(
-            self._peers, "newest", self.folder / INDEX_FILE, lambda: [self._written_index().get("last"), found()]
+            self._peers, "newest", self.folder / INDEX_FILE, lambda: [self._written_index()[0].get("last"), found()]
         )
         last, names = max(everywhere, key=lambda each: order(each[1][0]) if each[1] else (-1, 0))
         if names and last is None:
-            why = "no such file" if not exists(self.folder / INDEX_FILE) else "none of that name"
-            warn(
-                f"`{self.folder / INDEX_FILE}`: expected the name of the `last` checkpoint, got {why}. "
-                f"The newest one that is complete is taken.",
-            )
+            file, problem = self.folder / INDEX_FILE, self._written_index()[1]
+            self._has_warned |= problem is not None
+            why = "none of that name" if exists(file) else "no such file"
+            problem = problem or f"`{file}`: expected the name of the `last` checkpoint, got {why}."
+            warn(f"{problem} The newest one that is complete is taken.")
         return [self.folder / name for name in names]
 
     def resolve(self, which: str | Location) -> Location:

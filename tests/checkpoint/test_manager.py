@@ -554,13 +554,34 @@ def test_flipped_bytes_in_the_manifest_are_detected(saved):
         assert same, content[: i + 1]  # whitespace does not matter
 
 
-def test_damaged_index_is_named(saved):
-    (saved.folder / "index.json").write_text('{"last": 3}')
-    with pytest.raises(ValueError, match=r"index.json`: expected the name of a checkpoint for 'last', got 3"):
-        saved.index()
-    (saved.folder / "index.json").write_text("{")
-    with pytest.raises(ValueError, match=r"index.json`: expected JSON, got Expecting property name"):
-        saved.save(300, small_state(300), {})
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b'{"last": 3}', "expected the name of a checkpoint for 'last', got 3"),
+        (
+            b'{"last": "step_00000100", "argmax_score": "../../x"}',
+            "expected the name of a checkpoint for 'argmax_score', got",
+        ),
+        (b"{", "expected JSON, got Expecting property name"),
+        (b"", "expected JSON, got Expecting value"),
+        (bytes(90), "expected JSON, got Expecting value"),
+        (b"[]", r"expected a JSON object, got \[\]"),
+        (b'{"last": "step_00000100", "last": "step_00000100"}', "expected JSON, got a name that occurs twice"),
+    ],
+)
+def test_damaged_index_is_rebuilt_like_a_lost_one(saved, content, message):
+    index = saved.folder / "index.json"
+    before = json.loads(index.read_text())
+    for again in (saved, Checkpoints(saved.folder)):
+        index.write_bytes(content)
+        with pytest.warns(
+            UserWarning, match=rf"index.json`: {message}.*\. It is rebuilt from the checkpoints that are complete"
+        ):
+            assert again.index() == before
+        assert again.index() == before  # and says it only once
+    path = again.save(300, small_state(300), {})
+    assert json.loads(index.read_text()) == {**before, "last": path.name}
+    assert Checkpoints(saved.folder).resolve("last") == path
 
 
 def test_loading_an_unsaved_tree_raises(saved):
