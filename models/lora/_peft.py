@@ -25,6 +25,7 @@ from redeqx.storage import disk_path, replacing
 from .._kinds import INTEGER, NUMBER
 from ..hf import ConfigReader, Pretrained, StoredTensor, WeightMap, read_config, replace_json
 from ._adapters import LoraLinear, adapters_of, at_least_float32, check_plain, leaf_path, linears_of, replace_layers
+from ._patterns import by_pattern, check_patterns
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 _PREFIX = "base_model.model."
@@ -439,8 +440,8 @@ def _match(
             problems.append(f"`{_PREFIX}{name}`: expected the name of a linear layer of this model.{near}")
             continue
         module, i = known[current]
-        rank = _by_pattern(keys.get("rank_pattern", {}), name, keys.get("r", 8))
-        alpha = _by_pattern(keys.get("alpha_pattern", {}), name, keys.get("lora_alpha", 8.0, NUMBER))
+        rank = by_pattern(keys.get("rank_pattern", {}), name, keys.get("r", 8))
+        alpha = by_pattern(keys.get("alpha_pattern", {}), name, keys.get("lora_alpha", 8.0, NUMBER))
         shapes = {"A": (*module.stacked, rank, module.n_in), "B": (*module.stacked, module.n_out, rank)}
         wrong = [which for which, shape in shapes.items() if which not in pair or pair[which].shape != shape]
         for which in wrong:
@@ -507,18 +508,16 @@ def _read_config(path: Path) -> ConfigReader:
         ("r", "rank_pattern", 8, INTEGER, "a number from 1 to 2**31"),
         ("lora_alpha", "alpha_pattern", 8.0, NUMBER, "a finite number"),
     ):
-        by_pattern = keys.get(patterns, {})
-        for value in (keys.get(key, default, kind), *by_pattern.values()):
+        values = keys.get(patterns, {})
+        for value in (keys.get(key, default, kind), *values.values()):
             is_number = isinstance(value, int | float) and abs(value) <= 2**31
             if not is_number or (key == "r" and (not isinstance(value, int) or value < 1)):
                 raise ValueError(f"`{path}`: `{key}`: expected {rule}, got {brief(value)}. Correct the file.")
-        for pattern in by_pattern:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(
-                    f"`{path}`: `{patterns}`: expected regular expressions, got {brief(pattern)} ({error}). Correct it."
-                ) from error
+        if (pattern := check_patterns(values)) is not None:
+            raise ValueError(
+                f"`{path}`: `{patterns}`: expected names of modules, with repeats (`.*`, `\\d+`) and choices (`[ab]`, "
+                f"`(a|b)`) that are not nested, got {brief(pattern)}. Write it so."
+            )
     return keys
 
 
@@ -534,8 +533,3 @@ def _current(model: PyTree, module: str) -> str:
     if not isinstance(model, Pretrained):
         return module
     return type(model).weight_map(model.config).current(f"{module}.weight").removesuffix(".weight")
-
-
-def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Returns the value for a module: that of the first pattern that matches the end of its name, else the default."""
-    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), default)

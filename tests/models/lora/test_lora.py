@@ -1,8 +1,11 @@
 """Adapters on users' models and on ours: the function, training, meshes, folders. `test_lora_parity.py` compares with
 `peft`."""
 
+import contextlib
 import dataclasses
 import json
+import re
+import time
 
 import equinox as eqx
 import jax
@@ -764,6 +767,35 @@ def test_a_config_with_any_value_gives_a_short_error_or_loads(change, gpt2, fold
         lora.load_adapter(gpt2, folder)
     except (ValueError, TypeError) as error:
         assert str(folder) in str(error) and len(str(error)) < 1000
+
+
+PATTERNS = [
+    "c_fc", r"mlp\.c_fc", "mlp.c_fc", r"h\.\d+\.mlp\.c_fc", r"^h.0.mlp.c_fc$", r"^transformer.h.1.*", "(c_fc|c_attn)", ".*",
+    "c_fc|c_proj", r"transformer\.h\.[12]\..*", r"c_[^a]+", r"h\.\d{2,}.*", r"\w{4}", "fc", "c_fc.", "(?:c_)?fc",
+    r"mlp\.(|x)c_fc", "h.1.*?c", "h.1.*?c_fc",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_match_as_regular_expressions_do_in_peft(pattern, gpt2, folder):
+    names = [f"transformer.h.{i}.mlp.{name}" for i in (0, 1) for name in ("c_fc", "c_proj")]
+    matched = [name for name in names if re.match(rf"(.*\.)?({pattern})$", name)]
+    edit(folder, rank_pattern={pattern: 3})  # the tensors have rank 2
+    text = message(lora.load_adapter, gpt2, folder) if matched else str(lora.load_adapter(gpt2, folder))
+    assert [name for name in names if f"{name}.lora_A" in text] == matched
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a+)+$", "(a|aa)+x", "(a*)*b", ".*" * 50 + "x", "(c_fc|c_fc)" * 70 + "x", "(|a){0,999999999}x", "a{1000000000}"],
+)
+def test_patterns_of_a_foreign_adapter_cannot_hang(pattern, gpt2, folder):
+    before = time.monotonic()
+    for key in ("rank_pattern", "alpha_pattern"):
+        edit(folder, **{key: {pattern: 2}})
+        with contextlib.suppress(ValueError):
+            lora.load_adapter(gpt2, folder)
+    assert time.monotonic() - before < 20
 
 
 @pytest.mark.parametrize("content", ["[" * 10**5, '{"a":' * 10**5, "\xff", '"\\ud800"', "nul", "9" * 10**5])
