@@ -355,6 +355,12 @@ class Callbacks:
         """Returns the models of all callbacks, by name."""
         return {name: model for callback in self.each for name, model in callback.models(self.trainer).items()}
 
+    @property
+    def have_models(self) -> bool:
+        """Whether a callback returns models of its own: not an average that the optimizer keeps for it."""
+        wraps = self.overriding("wrap_optimizer")
+        return any(callback not in wraps for callback in self.overriding("models"))
+
     def states(self) -> dict[str, dict[str, Any]]:
         """Returns the state of each callback that has one, by its class and its position among those of its class."""
         states = {key: callback.state() for key, callback in self._keyed().items()}

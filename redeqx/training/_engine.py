@@ -33,6 +33,7 @@ from ._loss import n_rows
 from ._memory import Choice, choices, describe_choice, first_that_fits, least_memory, memory_of
 from ._metrics import Metrics, Update
 from ._nonfinite import explain_nonfinite
+from ._optimizer_checks import warn_of_optimizer
 from ._precision import with_new_masters
 from ._program import Program, shard_bytes
 from ._progress import Position, Progress, check_record
@@ -233,6 +234,8 @@ class Engine:
             rows = header_rows(run, self.recipe, plan, state, trace, self.precision)
             run.console.header(rows)
             run.console.records.begin(rows, plan.explain)
+            has_models = self.callbacks is not None and self.callbacks.have_models
+            warn_of_optimizer(self.recipe, plan, state, has_models=has_models)
             return
         if not is_same or not has_kinds:
             self._train_state.move(self.recipe.program(plan, *self.trees), is_new=self.step == 0)

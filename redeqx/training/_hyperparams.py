@@ -27,14 +27,19 @@ def _short(names: Mapping[str, Any]) -> dict[str, str]:
     return {name: end if last.count(end) == 1 else name for name, end in zip(names, last, strict=True)}
 
 
+def _plain(value: Any) -> Any:
+    """Returns an array as a number, or lists of numbers. Of complex parameters, optax makes complex hyperparameters."""
+    return np.real(np.asarray(value)).tolist()
+
+
 def _text(value: Any) -> str:
-    return str(np.asarray(value).tolist())  # in JSON as a text, since it may be infinite
+    return str(_plain(value))  # in JSON as a text, since it may be infinite
 
 
 def hyperparam_values(opt_tree: PyTree) -> dict[str, Any]:
     """Returns all hyperparameters in an optimizer state, by name; 0 for shapes."""
     found = {**hyperparams(opt_tree, scheduled=False), **hyperparams(opt_tree, scheduled=True)}
-    values = (0.0 if isinstance(value, jax.ShapeDtypeStruct) else np.asarray(value).tolist() for value in found.values())
+    values = (0.0 if isinstance(value, jax.ShapeDtypeStruct) else _plain(value) for value in found.values())
     return dict(zip(_short(found).values(), values, strict=True))
 
 
@@ -75,7 +80,7 @@ class Hyperparams:
         for name, value in values.items():
             full = find(state.opt_tree, name)
             checked[full] = _checked(name, value, known[full])
-        decided = peers.decide("set_hyperparams", {name: value.tolist() for name, value in checked.items()})
+        decided = peers.decide("set_hyperparams", {name: _plain(value) for name, value in checked.items()})
         for name, value in decided.items():
             value = np.asarray(value, known[name].dtype)
             _put(state, name, value)
@@ -215,4 +220,4 @@ def _made(state: TrainState, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _rounded(value: np.ndarray) -> str:
-    return f"{value.item():.6g}" if not value.ndim else brief(value.tolist())
+    return f"{_plain(value):.6g}" if not value.ndim else brief(_plain(value))

@@ -46,7 +46,8 @@ def hyperparams(opt_tree: PyTree, *, scheduled: bool) -> dict[str, Any]:
 def injected_rate(opt_tree: PyTree) -> Any:
     """Returns the learning rate in an optimizer state, also one that a schedule has computed; None without exactly one."""
     rates = [node.hyperparams[_RATE] for _, node in injected(opt_tree) if _RATE in node.hyperparams]
-    return rates[0] if len(rates) == 1 and not jnp.ndim(rates[0]) else None
+    # Of complex parameters, optax makes complex hyperparameters.
+    return jnp.real(rates[0]) if len(rates) == 1 and not jnp.ndim(rates[0]) else None
 
 
 def n_updates(opt_tree: PyTree) -> Any:

@@ -1,0 +1,90 @@
+"""Warnings about optimizers whose results are easily misread: weights that are not to be evaluated, and complex ones."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._tree import PyTree, listed
+from ..errors import warn
+from ..partition import Plan, using_kinds
+from ._recipe import Recipe
+from ._state import TrainState
+from ._step import update_with
+
+_MOST_STEPS = 8  # in which an optimizer must have moved a weight: a warm-up may begin with a rate of 0
+_GUIDE = "guide `Choose an optimizer`"
+
+
+def warn_of_optimizer(recipe: Recipe, plan: Plan, state: TrainState, *, has_models: bool) -> None:
+    """Warns if the trained weights are not those to evaluate, or if complex ones climb.
+
+    **Arguments:**
+
+    - `has_models`: whether the callbacks of the running fit return models of their own to evaluate and to save.
+    """
+    if not has_models:
+        for message in _evaluated_elsewhere(state.opt_tree):
+            warn(message)
+    pairs = zip(recipe.parts.names[0], state.trained, strict=True)
+    complexes = [f"`{name}`" for name, leaf in pairs if jnp.iscomplexobj(leaf)]
+    if complexes and recipe.grad_fn is None and _climbs(recipe, plan, state):
+        warn(
+            f"`optimizer`: expected updates that descend, got ones that climb along the imaginary part of "
+            f"{', '.join(listed(complexes, 3))}: `jax.grad` returns the conjugate of the direction of ascent. Conjugate it: "
+            "`optax.chain(optax.stateless(lambda grads, params: jax.tree.map(jnp.conj, grads)), optimizer)`."
+        )
+
+
+def _evaluated_elsewhere(opt_tree: PyTree) -> Iterator[str]:
+    """Yields a message for each optimizer in this state after whose steps the weights are not those to evaluate."""
+    kinds = (optax.contrib.ScheduleFreeState, optax.contrib.SAMState, optax.LookaheadState)
+    is_one = lambda node: isinstance(node, kinds)  # noqa: E731
+    found = [node for node in jax.tree.leaves(opt_tree, is_leaf=is_one) if is_one(node)]
+    expected = "`optimizer`: expected the trained weights to be those to evaluate, got"
+    if any(isinstance(node, optax.contrib.ScheduleFreeState) for node in found):
+        yield (
+            f"{expected} `optax.contrib.schedule_free`: evaluations, best checkpoints, saved weights and predictions are of "
+            "the weights where it takes gradients. Evaluate and save `optax.contrib.schedule_free_eval_params` by a "
+            f"callback's `models`: {_GUIDE}."
+        )
+    if any(isinstance(node, optax.contrib.SAMState) and node.cache is not None for node in found):
+        yield (
+            f"{expected} `optax.contrib.sam`: between its updates they are perturbed, also where they are evaluated and "
+            "saved. Pass `opaque_mode=True`, with which each step is an update."
+        )
+    if any(isinstance(node, optax.LookaheadState) for node in found):
+        yield f"{expected} `optax.lookahead`, which trains pairs. Use the callback `redeqx.EMA`."
+
+
+def _climbs(recipe: Recipe, plan: Plan, state: TrainState) -> bool:
+    """Returns whether the optimizer's first updates for an imaginary gradient of complex leaves increase the loss, or cannot
+    be computed. Each leaf has one element here."""
+
+    def small(leaf: Any, value: complex) -> jax.Array:
+        return jnp.full((1,) * leaf.ndim, value if jnp.iscomplexobj(leaf) else 0, leaf.dtype)
+
+    optimizer, parts = recipe.optimizer, recipe.parts
+    params = parts.trained_tree([small(leaf, 0) for leaf in state.trained])
+    grads = parts.trained_tree([small(leaf, 1j) for leaf in state.trained])
+
+    def loss(params: PyTree, *_: Any, **__: Any) -> Any:
+        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)
+        return sum(jnp.sum(jnp.real(g * x)) for g, x in pairs)
+
+    extra: dict[str, Any] = {"value_fn": loss, "grad_fn": lambda *_, **__: grads, "grad": grads, "plan": plan}
+    has_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    try:
+        with using_kinds(plan.kinds_of_loss):
+            opt_state = optimizer.init(params)
+            for _ in range(_MOST_STEPS):
+                given = {**extra, "value": loss(params)} if has_extra else {}
+                updates, opt_state = update_with(optimizer, grads, opt_state, params, given)
+                if change := np.asarray(loss(updates)).item():
+                    return change > 0
+    except Exception:  # the step calls it with its own arguments, and reports errors
+        return True
+    return True
