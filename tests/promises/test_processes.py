@@ -1,6 +1,7 @@
 """Scripts whose processes pass, predict or train different data, and runs with two deployers."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -159,6 +160,26 @@ def test_a_signal_reaches_the_fit_of_the_first_of_two_deployers(tmp_path):
     assert process.returncode == 75 and "[0] preempted: step" in out, out
     assert time.monotonic() - began < 45
     assert (tmp_path / "a" / "ckpts" / "ckpts.json").exists() or list((tmp_path / "a" / "ckpts").glob("step_*"))
+
+
+def test_save_every_reads_the_clock_of_process_0(tmp_path):
+    """A process that saves alone, or not with the others, would wait for ever."""
+    body = f"""
+    deployer = redeqx.Deployer(workdir={str(tmp_path / "run")!r}, verbose=False, hang_timeout=60)
+    trainer = make_trainer(deployer)
+    for minutes in ((1e-9, 1e9), (1e9, 1e-9)):  # as the clocks of both processes may differ
+        saved = []
+        class Saved(redeqx.Callback):
+            def on_save(self, trainer, path):
+                saved.append(trainer.step)
+        callbacks = [redeqx.SaveEvery(minutes[index], every=2), Saved()]
+        trainer.fit(DATA, batch_size=8, save_end=False, callbacks=callbacks)
+        print(f"process {{index}} saved {{saved}}", flush=True)
+    """
+    code, out = run(tmp_path, body)
+    assert code == 0, out
+    for i in (0, 1):
+        assert re.findall(rf"process {i} saved (.*)", out) == ["[2, 4, 6, 8]", "[]"], out
 
 
 def test_a_deployer_outside_of_the_main_guard_works_with_worker_processes(tmp_path):
