@@ -77,7 +77,7 @@ def load(
     def read(name: str, leaf: Any) -> Any:
         if not is_array_like(leaf):
             return leaf
-        sharding = SingleDeviceSharding(jax.devices()[0]) if plan is None else plan.sharding(name)
+        sharding = SingleDeviceSharding(jax.local_devices()[0]) if plan is None else plan.sharding(name)
         array = _read_stack(held[name], leaf, sharding) if name in stacked else _read(held[name][0], leaf, sharding)
         set_origin(array, os.path.abspath(folder) if isinstance(folder, Path) else str(folder))
         return array
