@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 PATIENCE = 2.0  # seconds that printing the last lines may take
 STAY = 5.0  # seconds that other threads may run after the main thread has ended
+CLEANUP = 10.0  # seconds that exit handlers may take after that: schedulers kill 30 s after their signal, with another code
 
 
 def attempt(act: Callable[[], object], seconds: float = PATIENCE) -> None:
@@ -55,7 +56,8 @@ def discard(stream: Any) -> None:
 
 
 def end_in_time(code: int) -> None:
-    """After the main thread ends, give other threads `STAY` seconds, then end the process with that code."""
+    """After the main thread ends, give threads `STAY` seconds and exit handlers `CLEANUP` seconds, then end the process
+    with that code."""
     threading.Thread(target=_end_in_time, args=(code,), name="redeqx-exit", daemon=True).start()
 
 
@@ -69,6 +71,9 @@ def _end_in_time(code: int) -> None:
     if names := [thread.name for thread in others if thread.is_alive()]:
         say(f"redeqx: thread {', '.join(names)} still runs {STAY:g} s after the end. Leaving with exit code {code}.")
         exit_now(code)
+    time.sleep(CLEANUP)  # such as a tracker without an answer
+    say(f"redeqx: exit handlers still run after {CLEANUP:g} s. Leaving with exit code {code}.")
+    exit_now(code)
 
 
 _exit_callbacks: list[Callable[[], object]] = []
@@ -89,9 +94,12 @@ def at_end(act: Callable[[], object]) -> Callable[[], None]:
 
 
 def run_exit_callbacks() -> None:
-    """Call the functions registered by `at_end`, before an exit that skips `atexit`."""
-    for act in [*_exit_callbacks]:
-        act()
+    """Call the functions registered by `at_end`, before an exit that skips `atexit`: all at once, as one may hang."""
+    threads = [threading.Thread(target=act, name="redeqx-end", daemon=True) for act in _exit_callbacks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def keep_quiet(error: BaseException) -> None:

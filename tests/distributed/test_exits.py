@@ -196,6 +196,39 @@ sys.exit(75)
     assert ended.stderr == "redeqx: thread uploads still runs 0.3 s after the end. Leaving with exit code 75.\n"
 
 
+def test_exit_handler_that_hangs_does_not_prevent_the_exit(tmp_path):
+    """Such as that of a tracker whose server is down; a scheduler would kill the process, and not requeue it."""
+    script = tmp_path / "ends.py"
+    script.write_text("""
+import sys, time
+from redeqx.distributed import _exits, at_end
+
+_exits.CLEANUP = 0.3
+at_end(lambda: time.sleep(60))
+_exits.end_in_time(75)
+sys.exit(75)
+""")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert ended.returncode == 75
+    assert ended.stderr == "redeqx: exit handlers still run after 0.3 s. Leaving with exit code 75.\n"
+
+
+def test_exit_handler_that_hangs_does_not_delay_the_others(codes):
+    called, over = threading.Event(), threading.Event()
+    forget = [_exits.at_end(over.wait), _exits.at_end(called.set)]
+    try:
+        with pytest.raises(ExitCalled):
+            leave("process 1 of 2 is gone", 75, 7)
+        assert called.is_set()
+    finally:
+        over.set()
+        for each in forget:
+            each()
+
+
 # --- the watch -------------------------------------------------------------------------------------------------------
 
 
