@@ -243,6 +243,7 @@ class Trackio:
     def rows(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._run.log(dict(row.numbers), step=row.step)
+        self._store()
 
     def medium(self, medium: Medium) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
@@ -252,6 +253,14 @@ class Trackio:
         else:
             with tempfile.TemporaryDirectory() as folder:
                 self._run.log({medium.name: trackio.Image(str(medium.write(Path(folder))))}, step=medium.step)
+        self._store()
+
+    def _store(self) -> None:
+        """Stores what was logged, as a thread of trackio does twice a second: a kill would lose it. Nothing public does."""
+        run = self._run
+        if getattr(run, "_is_local", False) and hasattr(run, "_flush_queues_inline"):  # trackio 0.43
+            with run._client_lock:
+                run._flush_queues_inline()
 
     def close(self, failed: bool) -> None:
         self._run.finish()

@@ -4,6 +4,7 @@ import contextlib
 import html
 import json
 import os
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -530,8 +531,6 @@ def read_mlflow(folder: Path, run_id: str) -> tuple[list, list, dict, str]:
 
 def read_trackio(folder: Path, run_id: str) -> tuple[list, list, dict, str]:
     """The same values from its database, all of one run."""
-    import sqlite3
-
     database = sqlite3.connect(next((folder / "trackio").glob("*.db")))
     rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
     configs = [json.loads(x) for (x,) in database.execute("select config from configs where run_name = ?", (run_id,))]
@@ -541,3 +540,32 @@ def read_trackio(folder: Path, run_id: str) -> tuple[list, list, dict, str]:
     plan = next(m["plan"] for _, m in found if "plan" in m)
     losses = [(s, m["loss"]) for s, m in found if "loss" in m]
     return losses, [s for s, m in found if "samples" in m], configs[-1], str(plan)
+
+
+KILLED = """
+import json, os, time
+from pathlib import Path
+from redeqx.monitor import Console
+
+console, state = Console(Path.cwd(), loggers=["trackio"], verbose=False), Path("trackers/trackio.json")
+for step in range(30):
+    console.metrics({"loss": step / 2}, step)
+    while step in (0, 29) and not (state.exists() and json.loads(state.read_text())["sent"][0] == step):
+        time.sleep(0.002)
+os._exit(9)
+"""
+
+
+@pytest.mark.sweep
+def test_trackio_has_after_a_kill_what_counts_as_delivered(tmp_path):
+    """A resumed run does not deliver it again."""
+    pytest.importorskip("trackio")
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TRACKIO_DIR": str(tmp_path / "trackio")}
+    command = [sys.executable, "-c", KILLED]
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 9, run.stdout + run.stderr
+    run_id = json.loads((tmp_path / "trackers" / "trackio.json").read_text())["run_id"]
+    database = sqlite3.connect(next((tmp_path / "trackio").glob("*.db")))
+    rows = database.execute("select step, metrics from metrics where run_name = ? order by step", (run_id,)).fetchall()
+    database.close()
+    assert [(step, json.loads(metrics)["loss"]) for step, metrics in rows] == [(step, step / 2) for step in range(30)]
