@@ -44,6 +44,7 @@ benchmarks: $(VENV)/.bench
 	$(BIN)/python tests/benchmarks/collectives.py
 	$(BIN)/python tests/benchmarks/plans.py
 	$(BIN)/python tests/benchmarks/optimizers.py
+	NPROC=16 $(BIN)/python tests/benchmarks/rounding.py
 	$(BIN)/python tests/benchmarks/checkpoint.py
 	$(BIN)/python -m redeqx launch --processes 2 tests/benchmarks/checkpoint.py
 	$(BIN)/python tests/benchmarks/soak.py

@@ -101,3 +101,18 @@ def test_every_public_name_is_in_the_reference(package):
         assert set(listed) == {"Site", *taught.split(", ")} <= names
         return
     assert sorted(listed) == sorted(names - {"lora"})
+
+
+def test_every_family_is_in_the_reference():
+    """Each module of models/ with a configuration, by its public class and its config."""
+    sources = {path.stem: path.read_text("utf-8") for path in (DOCS.parent / "models").glob("[a-z]*.py")}
+    configs = {
+        (name, config) for name, text in sources.items() for config in re.findall(r"^class (\w+Config)\b", text, re.M)
+    }
+    listed = re.findall(r"^::: redeqx\.models\.(\w+)\.(\w+)$", PAGES["api.md"], re.MULTILINE)
+    assert {name for name, _ in configs} >= {"gpt2", "llama", "t5", "clip", "unet"}
+    assert configs <= set(listed)
+    for module, name in listed:
+        if module not in ("lora",):
+            assert hasattr(importlib.import_module(f"redeqx.models.{module}"), name)
+            assert (module, name.removesuffix("Config")) in listed or not name.endswith("Config")
