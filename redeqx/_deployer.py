@@ -15,7 +15,7 @@ from jaxtyping import PRNGKeyArray
 from ._tree import ModelT, PyTree, is_array_like, named_leaves
 from ._version import __version__
 from .data import BatchSize, n_slices
-from .distributed import HANG, HEARTBEAT, START, Peers, Preemption, Watch, agree_on_program, start
+from .distributed import HANG, HEARTBEAT, START, Peers, Preemption, Watch, agree_on_program, crowding, start
 from .errors import (
     REDCO_DEPLOYER,
     FilteredTraceback,
@@ -173,6 +173,8 @@ class Deployer(RedcoNames):
                 is_main=is_main,
                 peak_memory=lambda: peak_memory(mesh.local_devices),
             )
+            if mesh.devices.flat[0].platform == "cpu" and (advice := crowding(mesh.size)) is not None:
+                console.info(advice)
         watch, preemption = Watch(peers, hang_timeout), Preemption(peers)
         is_dry_run = described is not None
         cache = None if is_dry_run else start_cache(compilation_cache, mesh.devices.flat[0].platform)

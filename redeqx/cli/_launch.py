@@ -1,10 +1,14 @@
-"""`redeqx launch`: runs a script as several processes of one run, on this machine."""
+"""`redeqx launch`: runs a script as several processes of one run, on this machine, or prints the file that submits it."""
 
 import argparse
+import re
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from ..distributed import launch
+from ._job_files import SUBMIT, job_file
 from ._scripts import add_script, check_script
 
 
@@ -12,21 +16,62 @@ def add(commands: Any) -> None:
     """Adds the command to the parser."""
     parser = commands.add_parser(
         "launch",
-        help="run a script as several processes on this machine",
+        help="run a script as several processes on this machine, or print the file that submits it to a cluster",
         description="Start a script several times on this machine, as the processes of one run. Their output is prefixed "
-        "with their index. If one fails, the others end, and its exit code is returned.",
+        "with their index. If one fails, the others end, and its exit code is returned. With --on, print the file that "
+        "submits the script to a cluster instead.",
     )
-    parser.add_argument("--processes", type=int, required=True, metavar="N", help="the number of processes")
+    parser.add_argument("--processes", type=int, metavar="N", help="the number of processes")
     parser.add_argument("--port", type=int, help="the port of process 0; a free one by default")
+    parser.add_argument("--on", choices=tuple(SUBMIT), help="print the file for this cluster, and start nothing")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="with --on: the number of hosts; 1 by default")
+    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="with --on: the GPUs of a host; 8 by default")
+    parser.add_argument(
+        "--topology",
+        help="with --on: also compile the script for these devices, as `redeqx dry-run` does, and begin with its verdict "
+        "(gpu:h100-80gb:4x8); the exit code is 3 if it does not fit",
+    )
     add_script(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.on is not None:
+        return _print_file(args)
+    if args.processes is None:
+        raise ValueError("`--processes`: expected the number of processes, or `--on` and a cluster, got none. Pass one.")
     if args.processes < 1:
         raise ValueError(f"`--processes`: expected at least 1, got {args.processes}. Pass the number.")
     check_script(args)
-    script = ["-m", args.script] if args.is_module else [args.script]
     if args.port is not None and not 0 < args.port < 2**16:
         raise ValueError(f"`--port`: expected 1 to 65535, got {args.port}. Leave it out for a free one.")
-    return launch(args.processes, [sys.executable, *script, *args.args], args.port)
+    return launch(args.processes, [sys.executable, *_script(args)], args.port)
+
+
+def _script(args: argparse.Namespace) -> list[str]:
+    return [*(["-m"] if args.is_module else []), args.script, *args.args]
+
+
+def _print_file(args: argparse.Namespace) -> int:
+    for name in ("processes", "port"):
+        if (value := getattr(args, name)) is not None:
+            raise ValueError(f"`--{name}`: expected without `--on`, got {value}. Pass `--nodes` and `--gpus`.")
+    for name in ("nodes", "gpus"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"`--{name}`: expected at least 1, got {getattr(args, name)}. Pass the number.")
+    code, verdict = 0, ""
+    if args.topology is not None:
+        command = [sys.executable, "-m", "redeqx", "dry-run", "--topology", args.topology, "--no-search", *_script(args)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        code = done.returncode
+        if code not in (0, 3):
+            return code
+        found = re.search(r"^\s*verdict\s+(.*)$", done.stdout, re.MULTILINE)
+        verdict = f"redeqx dry-run --topology {args.topology}: {'fits' if code == 0 else 'does not fit'}"
+        verdict += f": {found.group(1).strip()}" if found else ""
+    stem = args.script.rpartition(".")[2] if args.is_module else Path(args.script).stem
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "train"  # Kubernetes takes these characters only
+    text = job_file(args.on, ["python", *_script(args)], name, args.nodes, args.gpus, args.topology or "", verdict)
+    print(text, end="")
+    print(f"# Submit it with: {SUBMIT[args.on]}")
+    return code

@@ -1,13 +1,13 @@
 """The processes of a run: how they start, find each other, notice a failure, and end.
 
 Owns cluster detection, the rendezvous, a message channel that is independent of JAX's collectives, signals, the watchdog
-and the local launcher. Knows nothing of models or files. Open `_cluster.py` first.
+and the local launcher. Knows nothing of models or files. Open `_cluster.py` first, then the table in `_launchers.py`.
 """
 
 from ._cluster import WORKER as WORKER, start as start
 from ._exits import at_end as at_end, discard as discard
 from ._interrupts import HANG as HANG, Preempted as Preempted, Preemption as Preemption, Watch as Watch
-from ._launch import launch as launch
+from ._launch import crowding as crowding, launch as launch
 from ._links import PeerError as PeerError
 from ._peers import HEARTBEAT as HEARTBEAT, Peers as Peers
 from ._rendezvous import START as START

@@ -88,6 +88,17 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
     return code
 
 
+def crowding(n_devices: int) -> str | None:
+    """Return advice if the processes that `launch` started simulate more devices than this machine has cores."""
+    if not os.environ.get("REDEQX_HOST0", "").startswith("127.0.0.1:") or n_devices <= (cores := os.cpu_count() or 1):
+        return None
+    n = int(os.environ.get("REDEQX_PROCESSES", "1"))
+    return (
+        f"{n_devices} simulated devices of {n} processes share {cores} cores, which makes each step many times slower. For "
+        f"fewer, call `redeqx.simulate_devices({max(cores // n, 1)})` at the start of the script."
+    )
+
+
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     until = float("inf")
     while None in (codes := [process.poll() for process in processes]) and time.monotonic() < until:

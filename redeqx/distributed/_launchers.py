@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from ._secrets import job_token
 PORT = 55527  # process 0's default port; JAX's own detection uses the same on Kubernetes
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _PROCESSES, _PROCESS_ID, _HOST0 = "REDEQX_PROCESSES", "REDEQX_PROCESS_ID", "REDEQX_HOST0"
+_LOOK_UP = 2.0  # seconds between two look-ups of a name
 _ALONE = f"set {_PROCESSES}=1 to run this process alone"
 
 
@@ -99,14 +101,18 @@ def _checked(place: Place) -> Place | None:
         raise ValueError(f"`process_id`: expected 0 to {place.n - 1}, got {place.index}. Number the processes from 0.")
     if not 0 < place.port < 2**16:
         raise ValueError(f"`host0_port`: expected 1 to 65535, got {place.port}. Pass a port of process 0's host.")
-    try:
-        socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise ValueError(
-            f"`host0_address`: expected a host that this one can find, got {place.host!r} ({error.strerror}). "
-            "Pass its address."
-        ) from error
-    return None if place.n == 1 else place
+    until = time.monotonic() + (START if place.source and "KUBERNETES_SERVICE_HOST" in os.environ else 0)
+    while True:
+        try:
+            socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+            return None if place.n == 1 else place
+        except socket.gaierror as error:
+            if time.monotonic() >= until:  # Kubernetes knows the name of a pod only once that has started
+                raise ValueError(
+                    f"`host0_address`: expected a host that this one can find, got {place.host!r} ({error.strerror}). "
+                    "Pass its address."
+                ) from error
+        time.sleep(_LOOK_UP)
 
 
 # --- the table ---------------------------------------------------------------------------------------------------------

@@ -473,6 +473,20 @@ def test_first_slurm_node_is_process_0(monkeypatch, nodes, host):
     assert found().host == host
 
 
+def test_pod_waits_until_kubernetes_knows_the_name_of_process_0(monkeypatch):
+    answers = iter([socket.gaierror(-2, "Name or service not known")] * 2)
+
+    def look_up(*_, **__):
+        if (error := next(answers, None)) is not None:
+            raise error
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(_launchers, "_LOOK_UP", 0.01)
+    setenv(monkeypatch, KUBERNETES_SERVICE_HOST="10.0.0.1", **{**OURS, "REDEQX_HOST0": "train-worker-0-0.train:55527"})
+    assert found() == Place(2, 1, "train-worker-0-0.train", 55527, "train-worker-0-0.train")
+
+
 def test_pod_of_an_indexed_job_without_jax_k8s_is_refused(monkeypatch):
     """JAX only warns that the package is missing: each pod would train alone."""
     monkeypatch.setattr(ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: (None, None, None, None))

@@ -184,3 +184,16 @@ def test_command_line_launches_a_script(tmp_path):
     assert [run.returncode for run in runs] == [4, 1]
     assert nothing == ""
     assert why == "`missing.py`: expected a script, got no such file. For a module write `-m missing.py`.\n"
+
+
+def test_more_simulated_devices_than_cores_are_reported(tmp_path):
+    """Once, by process 0."""
+    (tmp_path / "script.py").write_text(
+        "import os, redeqx\nos.cpu_count = lambda: 2\nredeqx.simulate_devices(2)\nredeqx.Deployer()\n"
+    )
+    launcher = start_launcher("--processes", "2", str(tmp_path / "script.py"))
+    out, err = launcher.communicate(timeout=100)
+    assert launcher.returncode == 0, err
+    words = " ".join(line.removeprefix("[0]") for line in out.splitlines())
+    assert " ".join(words.split()).count("4 simulated devices of 2 processes share 2 cores") == 1
+    assert "`redeqx.simulate_devices(1)`" in words

@@ -1,0 +1,133 @@
+"""`redeqx launch --on`: the files that submit a script, word for word."""
+
+import json
+import re
+import subprocess
+
+import pytest
+
+from tests.cli.commands import error_of, output_of
+
+SLURM = r"""#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=4 --ntasks-per-node=8 --gpus-per-node=8
+#SBATCH --signal=USR1@120 --requeue --open-mode=append
+# One task a GPU. Two minutes before the time limit all of them save the same step, and exit with 75.
+export REDEQX_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')  # only the tasks of this job join the run
+srun python train.py --name 'a b'
+code=$?
+[ $code -eq 75 ] && scontrol requeue $SLURM_JOB_ID
+exit $code
+# Submit it with: sbatch job.sh
+"""
+
+JOBSET = """apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: train
+spec:
+  replicatedJobs:
+  - name: worker
+    template:
+      spec:
+        completions: 4
+        parallelism: 4
+        completionMode: Indexed
+        backoffLimit: 3
+        podFailurePolicy:
+          rules:
+          - {action: Ignore, onPodConditions: [{type: DisruptionTarget}]}  # the node was taken away
+          - {action: Ignore, onExitCodes: {operator: In, values: [75]}}  # preempted: start again
+          - {action: FailJob, onExitCodes: {operator: In, values: [1]}}  # an error: do not
+        template:
+          spec:
+            restartPolicy: Never
+            terminationGracePeriodSeconds: 120
+            containers:
+            - name: train
+              image: IMAGE
+              command: ['python', 'train.py', '--name', 'a b']
+              env:
+              - {name: REDEQX_PROCESSES, value: "4"}
+              - {name: REDEQX_HOST0, value: "train-worker-0-0.train:55527"}
+              - name: REDEQX_PROCESS_ID
+                valueFrom: {fieldRef: {fieldPath: "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+              - name: REDEQX_TOKEN
+                valueFrom: {fieldRef: {fieldPath: "metadata.labels['batch.kubernetes.io/controller-uid']"}}
+              resources:
+                limits: {nvidia.com/gpu: 8}
+# Submit it with: kubectl apply -f job.yaml
+"""
+
+SKYPILOT = """name: train
+num_nodes: 4
+resources:
+  accelerators: KIND:8
+  job_recovery:
+    recover_on_exit_codes: [75]  # preempted: start again
+workdir: .
+setup: pip install redeqx
+run: 'python train.py --name ''a b'''
+# Submit it with: sky jobs launch job.yaml
+"""
+
+
+@pytest.mark.parametrize(("on", "expected"), {"slurm": SLURM, "jobset": JOBSET, "skypilot": SKYPILOT}.items())
+def test_file_to_submit(capsys, on, expected):
+    """The script need not be on this machine."""
+    shown = output_of(capsys, "launch", "--on", on, "--nodes", "4", "--gpus", "8", "train.py", "--name", "a b")
+    assert shown == expected
+
+
+@pytest.mark.parametrize(("code", "runs"), [(0, []), (75, ["requeue 7"]), (1, []), (137, [])])
+def test_slurm_file_requeues_after_code_75_only(capsys, tmp_path, code, runs):
+    text = output_of(capsys, "launch", "--on", "slurm", "train.py")
+    for name, body in (("srun", f"exit {code}"), ("scontrol", f'echo "$@" >> {tmp_path}/requeued')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", text], env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}, timeout=20, check=False
+    )
+    assert done.returncode == code
+    requeued = tmp_path / "requeued"
+    assert (requeued.read_text().splitlines() if requeued.exists() else []) == runs
+
+
+TRAIN = """
+import equinox as eqx, jax, numpy as np, optax, redeqx
+deployer = redeqx.Deployer()
+model = deployer.init(lambda: eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0)))
+loss_fn = lambda model, batch, key: (jax.vmap(model)(batch) ** 2).mean()
+trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn)
+trainer.fit(np.zeros((8, 4), "float32"), batch_size=8)
+"""
+
+
+def test_verdict_of_the_dry_run_is_the_first_comment(capfd, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = ("launch", "--on", "slurm", "--topology", "cpu:8", tmp_path / "train.py")
+    lines = output_of(capfd, *command).splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert re.fullmatch(r"# redeqx dry-run --topology cpu:8: fits: .* a device.*", lines[1]), lines[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "`--processes`: expected the number of processes, or `--on` and a cluster, got none. Pass one."),
+        (
+            ["--on", "slurm", "--processes", "2"],
+            "`--processes`: expected without `--on`, got 2. Pass `--nodes` and `--gpus`.",
+        ),
+        (["--on", "slurm", "--nodes", "0"], "`--nodes`: expected at least 1, got 0. Pass the number."),
+        (["--on", "jobset", "--gpus", "-1"], "`--gpus`: expected at least 1, got -1. Pass the number."),
+    ],
+)
+def test_invalid_arguments_are_named(capsys, arguments, expected):
+    assert error_of(capsys, "launch", *arguments, "train.py") == expected
+
+
+def test_names_fit_kubernetes(capsys):
+    shown = output_of(capsys, "launch", "--on", "jobset", "runs/My_Model.v2.py")
+    assert "  name: my-model-v2\n" in shown and "my-model-v2-worker-0-0.my-model-v2:55527" in shown
+    assert json.loads(re.search(r"command: (.*)", shown).group(1).replace("'", '"')) == ["python", "runs/My_Model.v2.py"]
