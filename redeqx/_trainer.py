@@ -315,9 +315,13 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         Only `fit` saves by itself when a scheduler's signal or Ctrl-C ends it.
 
+        Trainers that take turns, as in a GAN, need a deployer each, with a workdir of its own, if their steps are recorded.
+
         **Arguments:**
 
         - `examples`: anything with `len()` and integer items. Each new number of examples compiles another program.
+
+        Raises ValueError for trainers of one workdir that take turns.
         """
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(self._job(*as_one_step(self._engine, examples)), run.machine, **run.options))

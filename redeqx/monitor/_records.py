@@ -30,6 +30,10 @@ class Records:
     - `is_main`: whether this process records.
     - `say`: prints a line; a bound method, held by a weak reference.
 
+    **Attributes:**
+
+    - `has_trackers`: whether there are trackers by name, also in other processes than the main one.
+
     Raises the errors of `check_loggers`.
     """
 
@@ -42,6 +46,7 @@ class Records:
         say: Callable[[str], None],
     ):
         named, self._objects = check_loggers(loggers, workdir, run_tensorboard)
+        self.has_trackers = bool(named)
         self._workdir, self._is_main = workdir, is_main
         self._files = {} if workdir is None else {kind: JsonLines(workdir / name) for kind, name in _APPENDED.items()}
         self._deliveries = [Delivery(name, workdir, _weak_method(say)) for name in named] if is_main else []

@@ -349,6 +349,7 @@ class Engine:
         self.run.peers.check()
         if self.checkpoints is not None:
             self.checkpoints.check()
+        self.run.claim_records(self)
         self.place_for(batch, is_update=True)
         self.hyperparams.is_running = True
         self.hyperparams.take_written(self.state, self.run.peers)

@@ -1,6 +1,8 @@
 """A run: the devices, processes, folder and console that all models of one script share."""
 
 import json
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,10 @@ class Run:
     n_passes: int = 0  # over examples, by all engines; numbers the comparisons between processes
     records_begun: bool = False
 
+    def __post_init__(self) -> None:
+        self._recorder: Callable[[], Any] = lambda: None
+        self._former_recorders: weakref.WeakSet[Any] = weakref.WeakSet()
+
     @property
     def n_batch_shards(self) -> int:
         """The number of parts that the rows of a batch are split into: the data axis times the fsdp axis."""
@@ -121,6 +127,24 @@ class Run:
             run.zeros.add(what)
             self.console.info(f"dry run: `{what}` comes before the first `fit`, where nothing has a value: it returns zeros")
         return self.is_dry_run
+
+    def claim_records(self, engine: Any) -> None:
+        """Lets an engine record its steps from now on; another one may follow it.
+
+        Raises ValueError if engines take turns, as in a GAN: their steps have the same numbers, and their metrics the same
+        names.
+        """
+        before = self._recorder()
+        if before is engine or (self.workdir is None and not self.console.records.has_trackers):
+            return
+        if engine in self._former_recorders:
+            raise ValueError(
+                "`Trainer`: expected that one trainer of a deployer records after the other, got two in turn: nothing would "
+                "tell their steps apart. Give each a deployer with a workdir of its own: `Deployer(workdir='runs/critic')`."
+            )
+        if before is not None:
+            self._former_recorders.add(before)
+        self._recorder = weakref.ref(engine)
 
     def begin_records(self, step: int) -> None:
         """Deletes an earlier process's records in the workdir after `step`. Only the first call has an effect."""

@@ -471,3 +471,51 @@ def test_the_count_of_skipped_steps_continues_after_a_resume(tmp_path):
     again = make_trainer(tmp_path, **kwargs)
     again.load_ckpt()
     assert again.train(DATA[:8], batch_size=8)["learning_rate"] == pytest.approx(0.9)
+
+
+# --- two trainers of one deployer ---------------------------------------------------------------------------------------
+
+
+def make_two(deployer):
+    options = {"optimizer": optax.sgd(0.1), "collate_fn": collate_fn, "loss_fn": loss_fn}
+    return [redeqx.Trainer(deployer, model=Reversed(jax.random.key(i)), **options) for i in range(2)]
+
+
+def test_trainers_that_take_turns_do_not_mix_their_records(tmp_path):
+    deployer = redeqx.Deployer(3, workdir=tmp_path, verbose=False)
+    actor, critic = make_two(deployer)
+    actor.update(DATA[:8])
+    critic.update(DATA[:8])
+    before = bits(actor.model)
+    with pytest.raises(ValueError, match="`Trainer`: expected that one trainer of a deployer records after the other"):
+        actor.update(DATA[:8])
+    assert actor.step == 1 and bits(actor.model) == before  # before the step is computed
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("workdirs", [(None, None), ("actor", "critic")])
+def test_trainers_take_turns_with_workdirs_of_their_own_or_without_records(workdirs, tmp_path):
+    if workdirs == (None, None):
+        actor, critic = make_two(redeqx.Deployer(3, verbose=False))
+    else:
+        deployers = [redeqx.Deployer(3, workdir=tmp_path / name, verbose=False) for name in workdirs]
+        actor, critic = make_two(deployers[0])[0], make_two(deployers[1])[1]
+    for _ in range(3):
+        actor.update(DATA[:8])
+        critic.update(DATA[:8])
+    assert (actor.step, critic.step) == (3, 3)
+    for name, trainer in zip(workdirs, (actor, critic), strict=True):
+        if name is not None:
+            assert trainer.save_ckpt().parent.parent == tmp_path / name
+            rows = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+            assert [json.loads(row)["step"] for row in rows] == [1, 2, 3]
+
+
+def test_trainers_one_after_the_other_record_in_one_workdir(tmp_path):
+    pretrained, tuned = make_two(redeqx.Deployer(3, workdir=tmp_path, verbose=False))
+    pretrained.train(DATA, batch_size=8)
+    fit(tuned, 1)  # the one that saves
+    tuned.train(DATA, batch_size=8)
+    rows = [json.loads(row)["step"] for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[:3] == [1, 2, 3] and tuned.step == 6
+    pretrained.eval_loss(DATA, batch_size=8)  # records nothing
