@@ -22,6 +22,7 @@ from .errors import (
     check_choice,
     check_count,
     check_deployer,
+    check_float_dtype,
     check_function,
     check_model,
     check_model_function,
@@ -474,6 +475,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         Raises ValueError without a workdir, OSError if the disk is full; earlier checkpoints stay valid.
         """
+        check_float_dtype(save_float_dtype, "save_float_dtype", "Pass None to save what the model has.")
         return self._engine.save(
             [name],
             metrics=metrics or {},

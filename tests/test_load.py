@@ -235,3 +235,24 @@ def test_names_of_the_index_may_have_slashes(tmp_path, capsys):
         redeqx.load(tmp_path / "ckpts" / "argmax_val/f1/micro", like)
     trainer.load_ckpt("argmax_val/f1/macro")
     assert same_arrays(trainer.model, best)
+
+
+@pytest.mark.parametrize(
+    "dtype, error, message",
+    [
+        ("nonsense", TypeError, "expected a floating dtype or None, got 'nonsense'"),
+        ("float8_e4m3fn", ValueError, "expected a floating dtype of 16 bits or more, got float8_e4m3fn"),
+        ("int32", ValueError, "expected a floating dtype, got int32"),
+    ],
+)
+def test_dtypes_to_save_are_checked_before_training(tmp_path, dtype, error, message):
+    deployer = redeqx.Deployer(workdir=tmp_path, verbose=False)
+    trainer = redeqx.Trainer(
+        deployer, model=make_model(deployer.next_key()), optimizer=optax.sgd(1e-2), collate_fn=np.stack, loss_fn=loss_fn
+    )
+    with pytest.raises(error, match=f"`save_float_dtype`: {message}"):
+        trainer.fit([np.ones(4, np.float32)] * 8, batch_size=8, n_epochs=1, save_float_dtype=dtype)
+    assert trainer.step == 0
+    with pytest.raises(error, match=f"`save_float_dtype`: {message}"):
+        trainer.save_ckpt(save_float_dtype=dtype)
+    assert not (tmp_path / "ckpts").exists()

@@ -55,7 +55,7 @@ def read_config(folder: Location, file: str = CONFIG) -> dict[str, Any]:
             f"the folder that holds `{file}`; a model of the Hub has to be downloaded first."
         )
     if not path.is_file():
-        there = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "an empty folder"
+        there = ", ".join(brief_name(entry.name) for entry in sorted(folder.iterdir())[:8]) or "an empty folder"
         raise ValueError(f"`{path}`: expected a file, got {there}. Pass the folder that holds `{file}`.")
     try:
         fields = load_json(path, unique=False)  # as transformers reads it

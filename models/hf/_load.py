@@ -20,7 +20,7 @@ from redeqx import Deployer, Plan
 from redeqx._origins import set_origin
 from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest
 from redeqx.checkpoint import INDEX, TensorReader
-from redeqx.errors import brief_name
+from redeqx.errors import brief_name, check_float_dtype
 from redeqx.machine import as_shapes, dry
 from redeqx.storage import Location, View, fetch
 
@@ -47,8 +47,12 @@ def load(
     - `stem`: the start of the weight files' names.
     - `dtype`, `deployer`, `plan`: as for `from_pretrained`.
     """
-    if dtype is not None and not jnp.issubdtype(dtype := jnp.dtype(dtype), jnp.floating):
-        raise ValueError(f"`dtype`: expected a floating dtype, got {dtype}. Pass None to keep the file's.")
+    check_float_dtype(dtype, "dtype", "Pass None to keep the file's.")
+    dtype = None if dtype is None else jnp.dtype(dtype)
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"`dtype`: expected a dtype of JAX's 32-bit mode, got {dtype}. Set `jax_enable_x64`, or pass another."
+        )
     if plan is not None and deployer is None:
         raise ValueError("`deployer`: expected one with `plan`, got None. Pass the deployer that made the plan.")
     wanted = {name: leaf for name, leaf in named_leaves(shapes).items() if is_array_like(leaf)}

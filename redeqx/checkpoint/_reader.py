@@ -53,7 +53,9 @@ class TensorReader:
             return cls(single)
         if index.is_file():
             return cls(index)
-        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5"))
+        pickles = sorted(
+            brief_name(p.name) for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
+        )
         found = ", ".join(pickles) if pickles else "none"
         remedy = (
             "Convert it with its own library (`save_pretrained` writes safetensors): pickled weights can run any code, "

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
+from ..errors import printable
 from . import _convert, _dry_run, _inspect, _launch
 
 COMMANDS = (_dry_run, _launch, _inspect, _convert)
@@ -28,5 +29,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(argv)  # may raise, since it checks paths
         return args.run(args)
     except (ValueError, ImportError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error)), file=sys.stderr)
         return 1

@@ -12,6 +12,7 @@ from ._arguments import (
     check_count as check_count,
     check_deployer as check_deployer,
     check_examples_kind as check_examples_kind,
+    check_float_dtype as check_float_dtype,
     check_folder as check_folder,
     check_function as check_function,
     check_integers as check_integers,
@@ -42,6 +43,7 @@ from ._untrusted import (
     is_size as is_size,
     load_json as load_json,
     parse_json as parse_json,
+    printable as printable,
     unreadable as unreadable,
 )
 from ._user_code import (

@@ -19,6 +19,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
@@ -83,6 +84,25 @@ def alternatives(choices: Sequence[Any]) -> str:
     """Return the choices in words: 'a', 'b' or None."""
     *most, last = [repr(choice) for choice in choices]
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def check_float_dtype(value: Any, name: str, advice: str) -> None:
+    """Raise ValueError if `value` is no floating dtype of 16 bits or more, TypeError if it is no dtype. None is allowed.
+
+    **Arguments:**
+
+    - `advice`: the next step.
+    """
+    if value is None:
+        return
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"`{name}`: expected a floating dtype or None, got {_brief(value)}. Pass 'bfloat16'.") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`{name}`: expected a floating dtype, got {dtype}. {advice}")
+    if dtype.itemsize < 2:  # no model computes with them, or keeps its values
+        raise ValueError(f"`{name}`: expected a floating dtype of 16 bits or more, got {dtype}. {advice}")
 
 
 def check_folder(path: Any, name: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import reprlib
+import unicodedata
 from typing import Any
 
 _MAX_JSON = 10**8  # bytes of a file
@@ -19,6 +20,14 @@ def brief(value: Any) -> str:
 def brief_name(name: str) -> str:
     """Return a name from a file, shortened for a message, with line breaks escaped."""
     return brief(name)[1:-1]
+
+
+def printable(text: str) -> str:
+    """Return a text whose control and direction characters are escaped, except line breaks: a terminal would obey them."""
+    unsafe = {
+        letter for letter in set(text) if letter != "\n" and unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    }
+    return text.translate({ord(letter): repr(letter)[1:-1] for letter in unsafe}) if unsafe else text
 
 
 def is_plain(name: Any) -> bool:

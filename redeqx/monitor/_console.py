@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..distributed import discard
+from ..errors import printable
 from ._live import ProgressLine, is_terminal
 from ._records import Records
 from ._trackers import Tracker
@@ -156,6 +157,7 @@ class Console:
         is_narrow = terminal.is_terminal and terminal.width < width + 4 + MIN_VALUE_WIDTH
         indent = 4 if is_narrow else width + 4
         for name, value in rows.items():
+            value = printable(value)  # a folder of somebody else may have control characters in its names and texts
             beside = f"  {name:<{0 if is_narrow else width}}  "
             is_below = is_narrow and len(beside) + len(value) > terminal.width
             lines = [self._fold(" " * indent + line, indent) for line in value.split("\n")]
@@ -165,7 +167,7 @@ class Console:
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Prints a table: wrapped to the width of a terminal, one line per row elsewhere, and never cut."""
-        cells = [[str(cell) for cell in row] for row in rows]
+        cells = [[printable(str(cell)) for cell in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
         self._title(title)
         if self._terminal.is_terminal:
@@ -202,7 +204,7 @@ class Console:
         )
 
     def _title(self, title: str) -> None:
-        bold = Text(title, style="bold")
+        bold = Text(printable(title), style="bold")
         self._print(Rule(bold, align="left", style="cyan") if self._terminal.is_terminal else bold)
 
     def _print(self, renderable: Any) -> None:

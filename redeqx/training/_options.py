@@ -7,7 +7,15 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..data import check_examples, size_of
-from ..errors import FilteredTraceback, check_count, check_function, check_names, check_predictor, check_readable_again
+from ..errors import (
+    FilteredTraceback,
+    check_count,
+    check_float_dtype,
+    check_function,
+    check_names,
+    check_predictor,
+    check_readable_again,
+)
 from ..storage import Location
 from ._callbacks import Callbacks
 
@@ -78,6 +86,7 @@ class FitOptions:
     def check(self, workdir: Location | None) -> None:
         """Raises ValueError or TypeError for invalid arguments."""
         check_count(self.keep_last, "keep_last")
+        check_float_dtype(self.save_float_dtype, "save_float_dtype", "Pass None to save what the model has.")
         for name in ("n_epochs", "max_steps", "eval_every_n_steps", "save_every_n_steps", "save_ckpt_every_k_epochs"):
             check_count(getattr(self, name), name, optional=True)
         for name in ("save_argmin_ckpt_by_metrics", "save_argmax_ckpt_by_metrics"):

@@ -222,6 +222,16 @@ def test_dtypes(folder, tmp_path):
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     again, _ = from_pretrained(tmp_path / "half")  # keeps the file's dtype
     assert_same(again, half)
+    for given in ("float8_e4m3fn", jnp.float8_e5m2, "float4_e2m1fn"):
+        with pytest.raises(ValueError, match=r"`dtype`: expected a floating dtype of 16 bits or more, got float(8|4)_e"):
+            from_pretrained(folder, dtype=given)
+    for given in ("nonsense", 3, object()):
+        with pytest.raises(TypeError, match=r"`dtype`: expected a floating dtype or None, got .*\. Pass 'bfloat16'\."):
+            from_pretrained(folder, dtype=given)
+    with pytest.raises(
+        ValueError, match=r"`dtype`: expected a dtype of JAX's 32-bit mode, got float64\. Set `jax_enable_x64`"
+    ):
+        from_pretrained(folder, dtype="float64")
     with pytest.raises(ValueError, match=r"`dtype`: expected a floating dtype, got int32"):
         from_pretrained(folder, dtype=jnp.int32)
 
