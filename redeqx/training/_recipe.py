@@ -188,5 +188,6 @@ class Recipe:
     def _loss(self, model: PyTree, state: PyTree, batch: PyTree, key: Any, inference: bool = False) -> Any:
         """Calls `loss_fn`; drops the new state of the layers."""
         model = self.parts.put(*self.parts.take(model), inference=inference, compute_dtype=self.precision.dtype)
+        state = jax.tree.map(lambda x: x, state)  # a copy: `state.set` makes the object that it is called on unusable
         out = self.loss_fn(model, *([state] if self.has_state else []), batch, key)
         return out[0] if self.has_state and isinstance(out, tuple) else out

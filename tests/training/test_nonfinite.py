@@ -155,6 +155,27 @@ def test_save_by_a_tracker_counts_skipped_steps_whose_metrics_are_unread(tmp_pat
     assert (trainer.step, trainer.n_skipped) == (4, 1)
 
 
+class Counting(eqx.Module):
+    index: eqx.nn.StateIndex
+    weight: jax.Array
+
+    def __init__(self):
+        self.index, self.weight = eqx.nn.StateIndex(jnp.zeros((), jnp.int32)), jnp.ones(())
+
+
+def test_skipped_step_leaves_the_model_state_unchanged():
+    def counting_loss(model, state, batch, key):
+        state = state.set(model.index, state.get(model.index) + 1)
+        return jnp.square(model.weight * batch).mean(), state
+
+    model, state = eqx.nn.make_with_state(Counting)()
+    trainer = make_trainer(model=model, model_state=state, loss_fn=counting_loss)
+    for numbers in (range(8, 16), [NAN_EXAMPLE] * 8, range(16, 24)):
+        trainer.train(list(numbers), batch_size=8)
+    assert trainer.n_skipped == 1
+    assert int(trainer.model_state.get(trainer.model.index)) == 2
+
+
 def test_too_many_consecutive_skips_raise():
     trainer = make_trainer(max_skipped=2)
     with pytest.raises(
