@@ -635,6 +635,21 @@ def test_disk_full_during_a_save(saved, monkeypatch, call):
     assert verify_checkpoint(saved, saved.save(300, small_state(300), {"step": 300})) == 300
 
 
+def test_error_of_a_background_save_is_raised_once(tmp_path):
+    def fails(path):
+        raise OSError("unplugged")
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"model": {"x": np.zeros(3)}}, {}, then=fails)
+    with pytest.raises(OSError, match="unplugged"):
+        checkpoints.wait()
+    checkpoints.check()
+    checkpoints.save(2, {"model": {"x": np.zeros(3)}}, {}, then=fails)
+    checkpoints._thread.join()
+    with pytest.raises(OSError, match="unplugged"):  # at the next step, which does not wait
+        checkpoints.check()
+
+
 def test_failed_large_write_is_reported(saved, monkeypatch):
     """Worker threads write large tensors; their errors must reach the caller."""
     real = os.pwrite

@@ -202,6 +202,8 @@ def test_drop_remainder_drops_incomplete_batches():
     assert trainer._engine.state.program.train_step._cache_size() == 1
     trainer.train(iter(DATA), batch_size=16, drop_remainder=True)
     assert trainer.step == 6
+    trainer.train(DATA[:32], batch_size=16, drop_remainder=True)
+    assert trainer.step == 8  # nothing to drop
     expected = "expected at least 64 examples"
     assert message(ValueError, trainer.train, DATA, batch_size=64, drop_remainder=True) == (
         f"`examples`: {expected}, a batch of them, as `drop_remainder=True`, got 40. "

@@ -181,6 +181,21 @@ def test_stream_resumes_from_its_state(batch_size):
         assert [x.examples for x in itertools.islice(rest, 11 - i)] == [x.examples for x in all_steps[i + 1 :]]
 
 
+class Lines:
+    """An iterable without a state, such as a text file."""
+
+    def __iter__(self):
+        return (f"line {i}" for i in range(5))
+
+
+def test_stream_of_sources_without_a_state_resumes_at_its_position():
+    sources = {"lines": (Lines(), 0.6), "list": (list(range(7)), 0.4)}
+    whole, resumed = iter(MixtureStream(sources)), iter(MixtureStream(sources))
+    list(itertools.islice(whole, 12))
+    resumed.set_state(whole.get_state())
+    assert list(itertools.islice(resumed, 12)) == list(itertools.islice(whole, 12))
+
+
 def test_exhausted_source_raises():
     stream = iter(MixtureStream({"once": (iter(range(3)), 1), "list": ([0], 1)}))
     with pytest.raises(ValueError) as raised:

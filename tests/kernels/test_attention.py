@@ -224,6 +224,12 @@ def test_dropout_is_the_same_in_the_forward_and_backward_pass():
     np.testing.assert_allclose(backward, jnp.vdot(weights, forward), rtol=1e-3)
 
 
+def test_each_query_of_each_block_drops_other_keys():
+    q, k, v = jnp.zeros((1, 600, 1, 8)), jnp.zeros((1, 64, 1, 8)), jnp.eye(64)[None, :, None]
+    kept = np.asarray(redeqx.attention(q, k, v, dropout=0.5, key=jax.random.key(0)))[0, :, 0] > 0  # [queries, keys]
+    assert len(np.unique(kept, axis=0)) == 600
+
+
 def test_dropout_differs_by_example():
     q, k, v = (jnp.broadcast_to(x[:1], x.shape) for x in qkv())
     keys = jax.random.split(jax.random.key(0), BATCH)

@@ -173,6 +173,16 @@ def test_small_decays_of_the_second_moment_are_not_lost():
     assert float(state[0].nu["w"].astype(jnp.float32).mean()) == pytest.approx(1e-3 * 0.999**300, rel=0.01)
 
 
+@pytest.mark.parametrize("form", ["8bit", "bfloat16"])
+def test_each_leaf_is_rounded_by_other_numbers(form):
+    """Equal leaves with equal gradients would otherwise be rounded alike, and their errors would add."""
+    gradient = jax.random.normal(jax.random.key(0), (64, 128))
+    optimizer, params = adamw(1e-3, moments=form), [jnp.zeros((64, 128))] * 2
+    _, state = optimizer.update([gradient, gradient], optimizer.init(params), params)
+    for moment in (state[0].mu, state[0].nu):
+        assert not np.array_equal(*moment)
+
+
 def test_unknown_format_is_an_error():
     with pytest.raises(ValueError) as raised:
         adamw(1e-3, moments="8bits")

@@ -89,6 +89,7 @@ def test_rows_that_do_not_divide_over_the_devices_draw_numbers_of_their_own(n_ro
     trainer = redeqx.Trainer(deployer, accumulate_grad_batches=3, **options)
     trainer.train(list(range(n_rows)), 2)
     draws = drawn(trainer, counts)
+    assert len(draws) == n_rows  # none is dropped
     assert_none_twice(draws, 16)
     assert_none_twice(draws[32:])
     assert not {round(draw, 5) for draw in draws[:32]} & {round(draw, 5) for draw in draws[32:]}

@@ -198,7 +198,6 @@ class StreamIterator:
         self.next = state["next"]
 
 
-@pytest.mark.sweep
 def test_a_stream_with_state_resumes_at_its_position(tmp_path):
     whole = make_trainer(tmp_path / "whole")
     fit(whole, Stream([]))

@@ -361,6 +361,18 @@ def test_ema_resumes_exactly(step, tmp_path):
     assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
 
 
+def test_average_of_bfloat16_weights_is_kept_in_float32():
+    """In bfloat16 a decay of 0.999 is 1: the average would stay where it began."""
+    ema, deployer = redeqx.EMA(0.999), redeqx.Deployer(verbose=False)
+    trainer = redeqx.Trainer(
+        deployer, model={"w": jax.numpy.ones(8, jax.numpy.bfloat16)}, optimizer=optax.sgd(1.0), collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: (model["w"].astype(np.float32) ** 2).sum() / 2 + 0 * batch.sum(),
+    )  # fmt: skip
+    trainer.fit(DATA, batch_size=8, max_steps=20, callbacks=[ema])
+    assert not np.any(trainer.model["w"])  # from the first step on
+    np.testing.assert_allclose(np.asarray(ema.model["w"], np.float32), 0.999**20, rtol=2**-8)
+
+
 def test_ema_starts_from_trained_weights_and_continues_in_the_next_fit():
     trainer, ema, models = make_trainer(), redeqx.EMA(0.5), RecordModels()
     trainer.train(DATA, batch_size=8)

@@ -168,6 +168,16 @@ def test_every_epoch_of_every_fit_has_its_own_order():
     assert epochs_of(log, 5) == found
 
 
+def test_every_second_epoch_is_saved_by_its_number_and_examples_are_counted(tmp_path):
+    """Three steps an epoch: the last has the remainder."""
+    trainer, _ = make_trainer(tmp_path)
+    trainer.fit(list(range(N)), batch_size=8, n_epochs=5, save_ckpt_every_k_epochs=2)
+    index = json.loads((tmp_path / "ckpts/index.json").read_text())
+    records = {tag: json.loads((tmp_path / "ckpts" / name / "trainer.json").read_text()) for tag, name in index.items()}
+    assert {tag: record["step"] for tag, record in records.items()} == {"epoch_2": 6, "epoch_4": 12, "last": 15}
+    assert {tag: record["n_examples"] for tag, record in records.items()} == {"epoch_2": 40, "epoch_4": 80, "last": 100}
+
+
 def test_second_fit_can_use_other_examples(tmp_path):
     """The number of examples can differ, also in a run that is resumed during the second fit."""
 

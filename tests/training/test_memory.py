@@ -112,6 +112,24 @@ def test_splits_micro_batches_without_changing_results(set_device_memory, accumu
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_all_parts_of_a_smaller_step_count():
+    """The last step has one micro-batch of the two, and runs in the same program."""
+
+    def train_in(n_parts):
+        trainer = redeqx.Trainer(
+            redeqx.Deployer(0, 2, 2, verbose=False), model=eqx.nn.Linear(32, 32, key=jax.random.key(0)),
+            optimizer=optax.sgd(0.1), collate_fn=np.stack, accumulate_grad_batches=2,
+            loss_fn=lambda model, batch, key: jnp.square(jax.vmap(model)(batch) - 1).mean(),
+        )  # fmt: skip
+        trainer._engine.recipe = dataclasses.replace(trainer._engine.recipe, n_parts=n_parts)
+        trainer.train([*EXAMPLES, *EXAMPLES[:128]], batch_size=256)
+        return trainer.step, np.asarray(trainer.model.weight)
+
+    (n_steps, whole), (_, split) = train_in(1), train_in(2)
+    assert n_steps == 2
+    np.testing.assert_allclose(split, whole, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.sweep
 def test_does_not_split_micro_batches_of_a_random_loss(set_device_memory):
     set_device_memory(1000)

@@ -421,6 +421,22 @@ def test_optimizer_state_stays_in_float32(rounding):
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.model)} == {jnp.dtype("bfloat16")}
 
 
+def test_each_step_and_leaf_is_rounded_by_other_numbers():
+    """With the same numbers in each step, seven in eight weights would never move and the others always."""
+    precision = redeqx.Precision(**HALF, rounding="stochastic")
+    model, eighth = [jnp.ones((16, 32)), jnp.ones((16, 32))], 2.0**-10  # of the distance of bfloat16 numbers above 1
+
+    def constant_gradients(model, batch, key):
+        return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in model) + 0 * jnp.sum(batch["x"])
+
+    trainer = make_trainer(model=model, loss_fn=constant_gradients, optimizer=optax.sgd(-eighth), precision=precision)
+    for _ in range(32):
+        trainer.update(make_examples(8))
+    first, second = (np.asarray(leaf, np.float32) for leaf in trainer.model)
+    assert np.mean(first > 1) > 0.9 and np.mean(second > 1) > 0.9
+    assert not np.array_equal(first, second)
+
+
 def test_stochastic_rounding_does_not_depend_on_the_mesh():
     """For bitwise equal updates; random bits depend on the step and the leaf."""
     found = []

@@ -279,6 +279,20 @@ def test_reduce_on_plateau_lowers_the_learning_rate():
     assert scale == float(state.scale)
 
 
+def test_value_fn_is_the_loss_of_the_whole_step():
+    """Of its micro-batches and its remainder: here an update is the value at the current weights."""
+
+    def update(updates, state, params=None, *, value_fn, **extra):
+        value = value_fn(params)
+        return jax.tree.map(lambda x: jax.numpy.full_like(x, value), updates), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    trainer = make_trainer(optimizer=optimizer, accumulate_grad_batches=2)
+    before = np.asarray(trainer.model.layers[0].weight)
+    loss = trainer.update(DATA[:13])["loss"]
+    np.testing.assert_allclose(trainer.model.layers[0].weight - before, loss, rtol=1e-5)
+
+
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.sweep), 2])
 @pytest.mark.sweep
 def test_lbfgs_line_search_matches_optax(accumulate):

@@ -118,12 +118,51 @@ class Table(eqx.Module):
         return self.log_probs[cache.index + len(ids) - 1], cache.end(len(ids))
 
 
+class Chain(Table):
+    """A model whose next token is the one after the last, modulo 4."""
+
+    def decode(self, ids, cache, *, mask=None):
+        return -jnp.abs(jnp.arange(4.0) - (ids[-1] + 1) % 4), cache.end(len(ids))
+
+
+def test_each_row_is_padded_after_its_own_end():
+    found = generate(Chain(jnp.zeros(())), np.array([[0], [2], [1]]), max_new_tokens=5, eos_token_id=3, pad_token_id=9)
+    assert found.tolist() == [[1, 2, 3, 9, 9], [3, 9, 9, 9, 9], [2, 3, 9, 9, 9]]
+
+
+def test_beams_continue_with_the_cache_of_the_beam_that_they_extend():
+    """With as many beams as texts without their last token, the search is exhaustive."""
+    config = GPT2Config(4, 8, d_model=8, n_layers=1, n_heads=2, init_std=1.0, eos_token_id=None).without_dropout()
+    model = eqx.filter_jit(GPT2)(config, key=jax.random.key(3))
+    texts = np.array([[1, 2, *tail] for tail in itertools.product(range(4), repeat=3)])
+    log_probs = np.asarray(jax.nn.log_softmax(jax.jit(jax.vmap(lambda ids: model(ids)))(texts)))
+    scores = sum(log_probs[np.arange(64), 1 + i, texts[:, 2 + i]] for i in range(3))
+    found = generate(model, texts[:1, :2], max_new_tokens=3, n_beams=16, n_return=8)
+    np.testing.assert_array_equal(found[0], texts[np.argsort(-scores), 2:][:8])
+
+
 def test_the_text_may_end_right_after_the_minimum():
     """As in transformers, the minimum counts tokens without the end."""
     p = np.tile([0.7, 0.2, 0.1], (6, 1))
     given = {"max_new_tokens": 6, "min_new_tokens": 3, "eos_token_id": 0, "pad_token_id": 2}
     found = generate(Table(jnp.log(jnp.asarray(p, jnp.float32))), np.ones((1, 1), int), **given)
     assert found.tolist() == [[1, 1, 1, 0, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": 0.5}, np.square([0.5, 0.3, 0.15, 0.05])),
+        ({"top_k": 2}, [0.5, 0.3, 0, 0]),
+        ({"top_p": 0.85, "temperature": 2.0}, np.sqrt([0.5, 0.3, 0.15, 0])),  # 0.38, 0.29, 0.21 and 0.12 before the cut
+    ],
+)
+def test_samples_of_a_known_distribution(options, expected):
+    model = Table(jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]])))
+    found = generate(model, np.ones((4000, 1), int), max_new_tokens=1, sample=True, key=jax.random.key(0), **options)
+    share = np.bincount(np.asarray(found)[:, 0], minlength=4) / 4000
+    np.testing.assert_allclose(share, expected / np.sum(expected), atol=0.03)
+    assert np.all(share[np.equal(expected, 0)] == 0)
 
 
 @pytest.mark.parametrize("n_beams", [1, 2])

@@ -187,6 +187,15 @@ def test_add_works_on_abstract_models_and_under_jit(residual):
     assert made.layers[0].lora_b.sharding.spec == P("model", None)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_adapters_of_16_bit_weights_are_float32(dtype):
+    """Small updates would be rounded away. Outputs and merged weights keep the 16 bits."""
+    layer = eqx.nn.Linear(8, 4, dtype=dtype, key=KEY)
+    adapted = lora.add([layer], rank=2, where="*", key=KEY)[0]
+    assert adapted.lora_a.dtype == adapted.lora_b.dtype == jnp.float32
+    assert adapted(jnp.ones(8, dtype)).dtype == lora.merge([adapted])[0].weight.dtype == dtype
+
+
 @pytest.mark.parametrize("base", [jnp.float32, jnp.bfloat16])
 @pytest.mark.sweep
 def test_dtypes(base, gpt2):
