@@ -27,7 +27,6 @@ from jax.extend import core as jex
 from ._body import Body
 from ._inline import has_jits, inlined
 from ._inner import Place, as_fun, insides, is_replaceable, place_of, run, shapes_in, value_of, with_insides
-from ._lines import line_of
 from ._unknown import or_as_written
 
 T = TypeVar("T")
@@ -223,7 +222,9 @@ class Site:
         for i, value in enumerate(ins):
             if isinstance(value, Tagged):
                 place = place_of(eqn, i)
-                values[i], tags[i] = (plain(value), None) if place is None else value.tag.enter(value.value, place)
+                outside = lambda value=value: (plain(value), None)  # noqa: E731
+                into = outside if place is None else partial(value.tag.enter, value.value, place)
+                values[i], tags[i] = or_as_written(into, outside, f"the tag `{type(value.tag).__name__}`", eqn)
         rules, around = self._later if by_rest else self._rules, (*self.around, eqn.primitive.name)
         around = (*around, "checkpoint") if remat else around
         new_insides, is_changed = [], False
@@ -333,9 +334,8 @@ def _or_without(rule: Rule, attempt: Callable[[], T], otherwise: Callable[[], T]
     """Returns the result of one of a rule's methods, or that of `otherwise`, with a warning, if the rule fails."""
     if rule.corrects:
         return attempt()
-    line = "" if eqn is None else line_of(eqn)
     name = type(rule).__name__.removeprefix("_").removesuffix("Of")
-    return or_as_written(attempt, otherwise, f"the rule `{name}`" + (f" at {line}" if line else ""))
+    return or_as_written(attempt, otherwise, f"the rule `{name}`", eqn)
 
 
 def _by_rule(rule: Rule, eqn: Any, ins: Sequence[Any], site: Site) -> list[Any] | None:

@@ -1,14 +1,15 @@
 """Runs code that may fail on an unknown form of the traced function. What fails is computed as it is written."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import warn
+from ._lines import line_of
 
 T = TypeVar("T")
 
 
-def or_as_written(attempt: Callable[[], T], otherwise: Callable[[], T], what: str) -> T:
+def or_as_written(attempt: Callable[[], T], otherwise: Callable[[], T], what: str, eqn: Any = None) -> T:
     """Returns the result of `attempt`. If it fails, returns that of `otherwise`, and warns.
 
     If `otherwise` fails too, the fault is the user's function's own, such as an error in a custom derivative: only the error
@@ -19,6 +20,7 @@ def or_as_written(attempt: Callable[[], T], otherwise: Callable[[], T], what: st
     - `attempt`: a search in a traced function, or a rule.
     - `otherwise`: computes the function as it is written.
     - `what`: names the search or the rule, for the warning.
+    - `eqn`: the equation at hand, whose line the warning names; None for none.
     """
     try:
         return attempt()
@@ -27,8 +29,10 @@ def or_as_written(attempt: Callable[[], T], otherwise: Callable[[], T], what: st
     except Exception as error:  # any: a rule must not end a run
         found = f"{type(error).__name__} ({error})"
     written = otherwise()
+    line = "" if eqn is None else line_of(eqn)  # only now: it searches a traceback
+    where = f" at {line}" if line else ""
     warn(
-        f"`loss_fn`: expected a form that {what} knows, got {found}. "
+        f"`loss_fn`: expected a form that {what}{where} knows, got {found}. "
         "It is computed as it is written, with the same numbers. Please report it as a bug.",
     )
     return written

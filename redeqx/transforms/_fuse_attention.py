@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ..kernels import Setting, attend
-from ..tracing import Body, Group, Rule, Site, line_of, or_as_written, plain, run
+from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run
 from ._bands import Affine, Inequalities, find_band, inequalities
 from ._scores import SIZE, Operand, Scores, trace_scores, trace_weights
 
@@ -208,7 +208,7 @@ def match_attention(body: Body, product: Any) -> _Attention | str | None:
 
     Returns None if there is none, and the reason if there is one that kernels do not compute.
     """
-    return or_as_written(partial(_match, body, product), lambda: None, f"the search for attention at {line_of(product)}")
+    return or_as_written(partial(_match, body, product), lambda: None, "the search for attention", product)
 
 
 class _NotFusable(Exception):

@@ -567,6 +567,23 @@ def test_rule_that_fails_leaves_the_function_as_written(method):
         assert any(each[1] for each in named if each)
 
 
+def test_tag_that_cannot_enter_a_loop_stays_outside():
+    class Stuck(Tag):
+        def enter(self, value, place):
+            raise KeyError("an unknown place")
+
+    class Stick(Rule):
+        follows: ClassVar = Stuck
+
+        def tag(self, args):
+            return [Tagged(args[0], Stuck()), *args[1:]]
+
+    args = jnp.ones((3, 4, 4)), jnp.ones((2, 4))
+    with pytest.warns(UserWarning, match="a form that the tag `Stuck` at .*test_interpret.py:.* knows, got KeyError"):
+        found = transformed(nested_sines, [Stick()])(*args)
+    np.testing.assert_allclose(found["out"], nested_sines(*args)["out"], rtol=1e-6)
+
+
 def test_rule_that_corrects_numbers_is_not_left_out():
     class Needed(Failing):
         corrects = True
