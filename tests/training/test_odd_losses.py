@@ -10,6 +10,8 @@ import pytest
 import redeqx
 
 ROWS, RATE = 16, 0.1
+# `jax.grad` returns the conjugate of the direction of ascent.
+DESCENT = optax.chain(optax.stateless(lambda grads, params: jax.tree.map(jnp.conj, grads)), optax.sgd(RATE))
 X = np.random.default_rng(0).normal(size=(ROWS, 8, 16)).astype(np.float32)  # rows, positions, features
 
 
@@ -223,9 +225,7 @@ MESHES = [(1, 1), (2, 1), (2, 2), (4, 2), (8, 1)]
 def trained(model, loss_fn, mesh, **options):
     n_model, n_fsdp = mesh
     deployer = redeqx.Deployer(n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False)
-    trainer = redeqx.Trainer(
-        deployer, model=model, optimizer=optax.sgd(RATE), collate_fn=np.stack, loss_fn=loss_fn, **options
-    )
+    trainer = redeqx.Trainer(deployer, model=model, optimizer=DESCENT, collate_fn=np.stack, loss_fn=loss_fn, **options)
     trainer.fit(list(X), batch_size=ROWS, n_epochs=1)
     return trainer.model
 
@@ -233,7 +233,7 @@ def trained(model, loss_fn, mesh, **options):
 def by_hand(model, loss_fn):
     params, static = eqx.partition(model, eqx.is_inexact_array)
     grads = jax.jit(jax.grad(lambda p: loss_fn(eqx.combine(p, static), X, jax.random.key(0))))(params)
-    return eqx.combine(jax.tree.map(lambda p, g: p - RATE * g, params, grads), static)
+    return eqx.combine(jax.tree.map(lambda p, g: p - RATE * jnp.conj(g), params, grads), static)
 
 
 def check(name, mesh, **options):

@@ -584,7 +584,7 @@ def test_the_header_row_is_printed_with_the_first_step_after_a_prediction(capsys
     run = trainer(1, 1)
     run.get_default_predictor(lambda model, batch, key: batch[:, 0]).predict(EXAMPLES[:8], batch_size=8)
     assert "attention" not in capsys.readouterr().out
-    run.train(EXAMPLES[:8], 8)
+    run.train(EXAMPLES[:8], 1)
     assert capsys.readouterr().out.count("attention: 1 fused (causal, in blocks of queries)") == 1
 
 
