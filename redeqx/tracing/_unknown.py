@@ -30,9 +30,9 @@ def or_as_written(attempt: Callable[[], T], otherwise: Callable[[], T], what: st
         found = f"{type(error).__name__} ({error})"
     written = otherwise()
     line = "" if eqn is None else line_of(eqn)  # only now: it searches a traceback
-    where = f" at {line}" if line else ""
+    what = f"{what} at {line}" if line else what
     warn(
-        f"`loss_fn`: expected a form that {what}{where} knows, got {found}. "
+        f"`loss_fn`: expected a form that {what} knows, got {found}. "
         "It is computed as it is written, with the same numbers. Please report it as a bug.",
     )
     return written
