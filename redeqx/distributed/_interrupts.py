@@ -67,7 +67,7 @@ class Preemption:
     def _interrupt(self) -> None:
         """Handle Ctrl-C. In a notebook the second one ends the fit at once, and the kernel keeps running."""
         if _is_interactive():
-            if self._noticed:
+            if self._is_interrupt:  # also while the step of the first one is saved
                 raise KeyboardInterrupt
             _print_stopping()
         self._is_interrupt = True
@@ -98,9 +98,10 @@ class Preemption:
                 yield
             # Ctrl-C came after the last step. (A scheduler's signal would stop the next fit.)
             if self._is_interrupt and self._noticed:
-                self._is_interrupt = self._noticed = False
                 raise KeyboardInterrupt
         finally:
+            if self._is_interrupt:  # it has ended this fit, however that was: the next one in a notebook starts afresh
+                self._is_interrupt = self._noticed = False
             with self._change:
                 self._is_on = False
                 if self._gathering is None and self._peers.n > 1:
@@ -133,7 +134,7 @@ class Preemption:
 
     def end(self, step: int, log: Callable[[str], None]) -> NoReturn:
         """End the script after that step is saved: with exit code 75, or by KeyboardInterrupt, which a notebook survives."""
-        is_interrupt, self._is_interrupt = self._is_interrupt, False
+        is_interrupt = self._is_interrupt
         why = "stopped by Ctrl-C" if is_interrupt else "preempted"
         what = "`fit`" if _is_interactive() else "the script"
         log(f"{why}: step {step} is saved; run {what} again to go on from it")
