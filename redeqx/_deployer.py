@@ -178,6 +178,8 @@ class Deployer(RedcoNames):
         watch, preemption = Watch(peers, hang_timeout), Preemption(peers)
         is_dry_run = described is not None
         cache = None if is_dry_run else start_cache(compilation_cache, mesh.devices.flat[0].platform)
+        if folder is not None and not is_dry_run:
+            preemption.guard()
         self._run = Run(mesh, peers, console, watch, preemption, folder, jax_seed, is_dry_run, xla_settings, cache, staging)
 
     @property

@@ -244,7 +244,8 @@ class Predictor(RedcoNames):
         if signature in self._compiled:
             return step(*args)
         run = self._deployer._run
-        with run.watch.paused(), run.console.progress(title="predict") as line, line.compiling("predict step"):
+        line = run.console.progress(title="predict")
+        with run.preemption.held(), run.watch.paused(), line, line.compiling("predict step"):
             outputs = step(*args)
         self._compiled.add(signature)
         return outputs

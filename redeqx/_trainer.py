@@ -314,7 +314,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
                 trainer.save_ckpt()
         ```
 
-        Only `fit` saves by itself when a scheduler's signal or Ctrl-C ends it.
+        A scheduler's signal saves the newest update of a loop that has called `resume` or `save_ckpt`, and ends the script
+        with exit code 75. Ctrl-C saves only in `fit`.
 
         Trainers that take turns, as in a GAN, need a deployer each, with a workdir of its own, if their steps are recorded.
 

@@ -1,7 +1,7 @@
 """Ends a run early: at a scheduler's signal, at Ctrl-C, and when the run hangs.
 
-`Preemption` makes all processes stop after the same step, to save it. `Watch` detects that nothing proceeds any more:
-nothing else does if a process is alive but stuck.
+`Preemption` makes all processes stop after the same step, to save it, and ends a script that is preempted outside of a fit.
+`Watch` detects that nothing proceeds any more: nothing else does if a process is alive but stuck.
 """
 
 import os
@@ -9,20 +9,31 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-from ._exits import end_in_time, keep_quiet, say, stacks
+from ._exits import attempt, end_in_time, exit_now, keep_quiet, run_exit_callbacks, say, stacks
 from ._links import PeerError
 from ._peers import EXIT_CODE, Peers, leave
-from ._signals import handled, woken
+from ._signals import handle_always, handled, woken
 
 # Kubernetes, spot machines and SLURM send SIGTERM; SLURM's `--signal=USR1@120` sends SIGUSR1, which Windows lacks.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 HANG = 1800.0  # seconds without progress after which a run counts as stuck
+_GRACE = 20.0  # seconds within which several processes reach the end of an update; schedulers kill after 30
 _INTERRUPTED = 130  # the exit code that shells report after Ctrl-C: 128 + SIGINT
 _STOPPING = b"\nredeqx: Ctrl-C: stopping after this step, to save it; a second one leaves at once\n"
+
+
+class Keeper(Protocol):
+    """Saves what a resumed run needs; both methods are called in the main thread, between two updates."""
+
+    def is_unsaved(self) -> bool: ...
+    def save_to_resume(self) -> int:
+        """Save the newest step, and return it."""
+        ...
 
 
 class Preempted(SystemExit):
@@ -39,15 +50,25 @@ class Preemption:
     Every process calls `is_due` after each step. The first one that received a signal broadcasts it. All then contribute
     their step, and stop one step after the furthest. A thread contributes for a process whose main thread may be waiting
     in a collective.
+
+    Outside of a fit, a scheduler's signal ends the script too, once `guard` was called: after saving what is not saved yet,
+    which several processes can do only after the same update.
     """
 
     def __init__(self, peers: Peers):
         self._peers = peers
-        self._noticed = False  # a signal was received; stays True until this process stops
-        self._is_interrupt = False  # the signal was Ctrl-C
+        self._is_signalled = False  # by a scheduler; stays True until this process stops
+        self._n_interrupts = 0  # Ctrl-C, in this fit
+        self._is_guarded = self._is_in_fit = False
+        self._n_held = 0
+        self._keepers: list[weakref.ref[Keeper]] = []  # in the same order in all processes
         self._change = threading.Lock()
         self._begin(is_on=False)
         self._register()
+
+    @property
+    def _is_noticed(self) -> bool:
+        return self._is_signalled or self._n_interrupts > 0
 
     def _register(self) -> None:
         """Handle the message that another process was preempted, in place of any earlier `Preemption`."""
@@ -62,20 +83,20 @@ class Preemption:
         self._steps: list[int | None] | None = None  # the steps of all processes; None for one whose fit has ended
 
     def _notice(self) -> None:
-        self._noticed = True  # do nothing else: the main thread may hold any lock
+        self._is_signalled = True  # do nothing else: the main thread may hold any lock
 
     def _interrupt(self) -> None:
         """Handle Ctrl-C. In a notebook the second one ends the fit at once, and the kernel keeps running."""
         if _is_interactive():
-            if self._is_interrupt:  # also while the step of the first one is saved
+            if self._n_interrupts:
                 raise KeyboardInterrupt
             _print_stopping()
-        self._is_interrupt = True
-        self._notice()
+        self._n_interrupts += 1
 
     def _handle(self, is_interrupt: bool = False) -> None:
-        self._is_interrupt |= is_interrupt
-        self._noticed = self._is_broadcast = True
+        self._is_signalled |= not is_interrupt
+        self._n_interrupts += is_interrupt
+        self._is_broadcast = True
         self._contribute_step()
 
     def _contribute_step(self) -> None:
@@ -93,36 +114,37 @@ class Preemption:
         with self._change:
             self._begin(is_on=True)
         self._register()  # another deployer of this run may have been made since
+        self._is_in_fit, is_late = True, False
         try:
             with handled(acts), nullcontext() if _is_interactive() else _second_exits():
                 yield
-            # Ctrl-C came after the last step. (A scheduler's signal would stop the next fit.)
-            if self._is_interrupt and self._noticed:
-                raise KeyboardInterrupt
+            is_late = self._n_interrupts > 0  # Ctrl-C came after the last step
         finally:
-            if self._is_interrupt:  # it has ended this fit, however that was: the next one in a notebook starts afresh
-                self._is_interrupt = self._noticed = False
+            # Ctrl-C ends this fit only. (A scheduler's signal after the last step ends the script, or stops the next fit.)
+            self._is_in_fit, self._n_interrupts = False, 0
             with self._change:
                 self._is_on = False
                 if self._gathering is None and self._peers.n > 1:
                     with suppress(PeerError):  # raised in a forked child
                         self._peers.contribute("preempted at", None)  # this process takes no more steps
+        if is_late:
+            raise KeyboardInterrupt
 
     def is_due(self, step: int) -> bool:
         """Return whether the run stops after this step, the same in every process. Each process calls it after each step."""
         with self._change:
             self._step = step
-        if not self._noticed:
+        if not self._is_noticed:
             return False
         if self._peers.n > 1 and not self._is_common_step(step):
             return False
-        self._noticed = False
+        self._is_signalled = False
         return True
 
     def _is_common_step(self, step: int) -> bool:
         if not self._is_broadcast:
             self._is_broadcast = True
-            self._peers.broadcast("preempted", self._is_interrupt)
+            self._peers.broadcast("preempted", self._n_interrupts > 0)
         self._contribute_step()
         if step == self._contributed:
             return False
@@ -134,10 +156,12 @@ class Preemption:
 
     def end(self, step: int, log: Callable[[str], None]) -> NoReturn:
         """End the script after that step is saved: with exit code 75, or by KeyboardInterrupt, which a notebook survives."""
-        is_interrupt = self._is_interrupt
+        is_interrupt, self._n_interrupts = self._n_interrupts > 0, 0
         why = "stopped by Ctrl-C" if is_interrupt else "preempted"
         what = "`fit`" if _is_interactive() else "the script"
         log(f"{why}: step {step} is saved; run {what} again to go on from it")
+        if self._is_guarded and threading.current_thread() is not threading.main_thread():
+            self._exit()  # an exception would end this thread alone
         if not _is_interactive():
             end_in_time(_INTERRUPTED if is_interrupt else EXIT_CODE)
         if not is_interrupt:
@@ -146,6 +170,98 @@ class Preemption:
         if not _is_interactive():
             keep_quiet(error)
         raise error
+
+    # --- outside of a fit --------------------------------------------------------------------------------------------
+
+    def guard(self) -> None:
+        """From now on, a scheduler's signal outside of a fit ends the script with exit code 75, after saving.
+
+        A signal that the script handles itself is left to it. Python calls handlers in the main thread, and lets only that
+        thread install them.
+        """
+        if not _is_interactive():
+            self._is_guarded = True
+            _guarded.append(weakref.ref(self))
+            handle_always(dict.fromkeys(SIGNALS, _act_outside))
+
+    def keep(self, keeper: Keeper) -> None:
+        """Have `keeper` save before the end of the script; held by a weak reference."""
+        self._keepers.append(weakref.ref(keeper))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Return a context in which a signal waits for its end: what would be saved changes, or is being saved."""
+        self._n_held += 1
+        try:
+            yield
+        finally:
+            self._n_held -= 1
+        if self._is_signalled and self._is_guarded and not self._is_in_fit:
+            self._signal_outside()
+
+    def is_due_outside(self, step: int) -> bool:
+        """`is_due` after an update outside of a fit; False within one."""
+        if not self._is_guarded or self._is_in_fit:
+            return False
+        if not self._is_on:
+            with self._change:
+                self._begin(is_on=True)
+            self._register()
+        return self.is_due(step)
+
+    def end_outside(self) -> NoReturn:
+        """End the script with exit code 75, after what is not saved yet was saved. All processes call it after the same
+        update, or there is nothing to save."""
+        self._is_signalled = False
+        for keeper in self._unsaved():
+            try:
+                say(f"redeqx: preempted: step {keeper.save_to_resume()} is saved")
+            except Exception as error:  # this process ends in any case
+                say(f"redeqx: preempted: the newest step could not be saved: {error}")
+        if self._peers.n > 1:
+            self._peers.end(_OUTSIDE, EXIT_CODE)
+        say(f"redeqx: {_OUTSIDE}. Leaving with exit code {EXIT_CODE}: run it again to go on.")
+        end_in_time(EXIT_CODE)
+        raise SystemExit(EXIT_CODE)
+
+    def _signal_outside(self) -> None:
+        self._is_signalled = True
+        if self._n_held:  # then at the end of `held`
+            return
+        if self._peers.n == 1 or not self._unsaved():
+            self.end_outside()
+        # Else the processes save after their next update, if one comes.
+        threading.Thread(target=self._leave_late, name="redeqx-preempted", daemon=True).start()
+
+    def _unsaved(self) -> list[Keeper]:
+        runs = [run for ref in _guarded if (run := ref()) is not None]
+        keepers = [keeper for run in runs for ref in run._keepers if (keeper := ref()) is not None]
+        return [keeper for keeper in keepers if keeper.is_unsaved()]
+
+    def _leave_late(self) -> None:
+        time.sleep(_GRACE)
+        self._peers.end(_OUTSIDE, EXIT_CODE)
+
+    def _exit(self) -> NoReturn:
+        self._peers.close()
+        attempt(run_exit_callbacks)
+        exit_now(EXIT_CODE)
+
+
+_OUTSIDE = "preempted outside of `fit`"
+_guarded: "list[weakref.ref[Preemption]]" = []
+
+
+def _act_outside() -> None:
+    """Handle a scheduler's signal while no fit runs in the main thread."""
+    runs = [run for ref in _guarded if (run := ref()) is not None]
+    if fits := [run for run in runs if run._is_in_fit]:  # in another thread, which ends the process
+        for run in fits:
+            run._notice()
+    elif runs:
+        next((run for run in runs if run._n_held), runs[0])._signal_outside()
+    else:  # the run is gone, and its script goes on
+        raise SystemExit(EXIT_CODE)
 
 
 def _is_interactive() -> bool:

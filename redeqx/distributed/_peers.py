@@ -124,7 +124,7 @@ class Peers:
         with self._change:
             missing = [i for i in sorted(self._left) if any(i not in each for each in self._contributed.values())]
         if missing and self._failed is None:
-            self._end(
+            self.end(
                 f"process {missing[0]} of {self.n} has come to the end of its script, while others wait for it", FAILURE
             )
 
@@ -313,10 +313,10 @@ class Peers:
             self._left.add(index)
             self._change.notify_all()
         if not expected:
-            self._end(f"process {index} of {self.n} is gone: {why}", EXIT_CODE)
+            self.end(f"process {index} of {self.n} is gone: {why}", EXIT_CODE)
 
-    def _end(self, why: str, code: int) -> None:
-        """Leave, and make all others leave."""
+    def end(self, why: str, code: int) -> None:
+        """Leave, and make all others leave; from any thread."""
         if not self.claim_end():
             return
         for i in self._links:
@@ -338,7 +338,7 @@ class Peers:
         **Arguments:**
 
         - `in_runtime`: whether JAX's runtime raised the exception. So does a collective if a process is gone, maybe before
-            this channel notices it. Then that process is the reason: this call does not return, as `_end` ends the run.
+            this channel notices it. Then that process is the reason: this call does not return, as `end` ends the run.
 
         Returns True if this process prints the traceback: if several fail at once, only one does.
         """
@@ -373,7 +373,7 @@ class Peers:
             _exit(FAILURE)
 
     def _wait_for_answers(self) -> None:
-        """At the coordinator: wait until each process that runs has answered. If one is gone, `_end` ends the run."""
+        """At the coordinator: wait until each process that runs has answered. If one is gone, `end` ends the run."""
         asked: set[int] = set()
         with self._change:
             if self._silent is None:  # otherwise they have been asked, as several processes fail

@@ -40,6 +40,22 @@ def handled(handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
             _restore(_replaced.pop())
 
 
+def handle_always(handlers: Mapping[int, Callable[[], None]]) -> None:
+    """Install handlers for the rest of the process, for signals that have their default effect; forked children keep that.
+
+    In another thread than the main one it changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    # None: not installed by Python, such as JAX's, which only records the signal.
+    own = {number: act for number, act in handlers.items() if signal.getsignal(number) in (signal.SIG_DFL, None)}
+    if own:
+        _register()
+        _replaced.insert(0, dict.fromkeys(own, signal.SIG_DFL))
+        for number, act in own.items():
+            signal.signal(number, lambda _number, _frame, act=act: act())
+
+
 @contextmanager
 def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
     """Return a context in which a thread calls `act(n)` at the n-th signal of this number.

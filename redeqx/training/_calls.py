@@ -139,7 +139,8 @@ class Calls:
         run = self._run
         began = None if ahead is None else ahead.began
         text = f"{name} for another batch shape" if self._programs(name, step) else name
-        with run.watch.paused(), line.compiling(text, began) as notes, check or nullcontext(), cache_use() as cached:
+        held = run.preemption.held()  # a save computes nothing while a function is traced
+        with held, run.watch.paused(), line.compiling(text, began) as notes, check or nullcontext(), cache_use() as cached:
             if run.peers.n > 1:  # the call below reuses the lowering
                 agree_on_program(run.peers, name, step.lower(*args))
             yield

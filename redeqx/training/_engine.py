@@ -69,6 +69,7 @@ class Engine:
     **Attributes:**
 
     - `step`: the number of updates so far.
+    - `kept_step`: the step of the newest save, or of the checkpoint that was loaded.
     - `plan`: how the model is split; None until something was computed.
     - `progress`: the position in the fits.
     - `n_fits`: the number of finished fits.
@@ -91,7 +92,7 @@ class Engine:
     def __init__(self, run: Run, recipe: Recipe, model: PyTree, model_state: PyTree, max_skipped: int):
         self.run = run
         self.recipe = recipe
-        self.step = 0
+        self.step = self.kept_step = 0
         self.plan = recipe.plan
         self.progress = Progress()
         self.n_fits = 0
@@ -106,6 +107,7 @@ class Engine:
         self.is_updating = False
         self.update_line = run.console.progress(title="update")
         self.warned: set[Location] = set()
+        self._keep_last = 2  # as in the newest save
         self.stream = run.next_stream()
         self.given: tuple[PyTree, PyTree] | None = (model, model_state)
         self._train_state: TrainState | None = None  # set once the model is placed
@@ -123,6 +125,7 @@ class Engine:
             self.checkpoints = Checkpoints(
                 run.workdir / "ckpts", run.peers, run.console.info, run=run, before_commit=run.upload
             )
+            run.preemption.keep(self)
 
     # --- the model on the mesh -------------------------------------------------------------------------------------------
 
@@ -326,17 +329,18 @@ class Engine:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Raises ValueError for an update inside another one."""
+        """A context in which a scheduler's signal waits. Raises ValueError for an update inside another one."""
         if self.is_updating:
             raise ValueError(
                 "`fit`, `train`: expected to be called one after the other, got one inside the other. "
                 "Call it after the first has ended."
             )
         self.is_updating = True
-        try:
-            yield
-        finally:
-            self.is_updating = False
+        with self.run.preemption.held():
+            try:
+                yield
+            finally:
+                self.is_updating = False
 
     def update(self, batch: Batch, line: ProgressLine, position: Position | None = None) -> None:
         """Queues one update. The device may still be computing it afterwards, and the newest metrics may be unread: `flush`
@@ -518,8 +522,9 @@ class Engine:
         if (base := self._find_base()) is not None:
             record["base"] = base.to_record()
             trees |= {kind: base.without(trees[kind]) for kind in ("model", *models)}
-        path = checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
-        self.progress.saved = (self.step, self.progress.position)
+        with self.run.preemption.held():
+            path = checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
+            self.progress.saved, self.kept_step, self._keep_last = (self.step, self.progress.position), self.step, keep_last
         if self.callbacks is not None:
             self.callbacks.call_on_save(path, checkpoints)
         return path
@@ -540,6 +545,23 @@ class Engine:
         """Notes where frozen leaves come from, after a checkpoint with this base was loaded: all others were in it."""
         changed = {name: origin for name, origin in self._origins.items() if origin == CHANGED}
         self._origins, self._base = {**changed, **({} if base is None else base.origins)}, base
+
+    def is_unsaved(self) -> bool:
+        """Whether updates were made since the newest save, by a fit or by a loop that resumes or saves."""
+        resumes = self.follows is not None or self.progress.saved is not None
+        return resumes and self.step != self.kept_step and self._train_state is not None and self._train_state.is_loaded
+
+    def save_to_resume(self) -> int:
+        """Saves the newest step with all that resuming needs, and waits until it is on disk; returns the step."""
+        self.save([], metrics={}, keep_last=self._keep_last, save_opt_states=True, save_float_dtype=None)
+        self.need_checkpoints().wait()
+        return self.step
+
+    def end_if_preempted(self, line: ProgressLine) -> None:
+        """Outside of a fit, after an update: saves it and ends the script if the run is preempted."""
+        if self.checkpoints is not None and self.run.preemption.is_due_outside(self.step):
+            self.flush(line)
+            self.run.preemption.end_outside()
 
     def load(self, name: str | Location, *, opt_states: bool) -> None:
         """Loads a checkpoint. Its files are verified before any current value is freed.
@@ -583,7 +605,7 @@ class Engine:
             raise
         self.metrics.forget()
         if opt_states:
-            self.step = record["step"]
+            self.step = self.kept_step = record["step"]
             self._continue_from(record, states)
             self._match_hyperparams(record.get("hyperparams"))
         else:  # master copies and averages of the old parameters would bring these back at the next step
@@ -600,6 +622,7 @@ class Engine:
     def resume_from(self, path: Location, record: Mapping[str, Any]) -> None:
         """Loads a checkpoint of an earlier run: now, or when the model is placed for the first batch."""
         self.step, self.follows = record["step"], True
+        self.kept_step = self.step
         self.run.n_keys = max(self.run.n_keys, record.get("n_keys", 0))  # a key that was used is not returned again
         self.metrics.forget()
         with self._resuming(path):

@@ -67,7 +67,7 @@ def train(engine: Engine, steps: Iterator[Slice], size: BatchSize) -> dict[str, 
     with run.watch.on(), run.console.progress(first_step=engine.step, title="train") as line:
         with closing(engine.batches(steps, size)) as upcoming:
             for _ in updates(engine, upcoming, line):
-                pass
+                engine.end_if_preempted(line)
         engine.flush(line)
     return dict(engine.metrics.last)
 
@@ -94,4 +94,5 @@ def update(engine: Engine, examples: Any) -> dict[str, float]:
     with shown, engine.updating(), watched, closing(engine.batches(steps, size)) as upcoming:
         engine.update(next(upcoming), line)
         engine.flush(line)
+        engine.end_if_preempted(line)
     return dict(engine.metrics.last)

@@ -232,6 +232,56 @@ def test_ctrl_c_in_one_process_ends_all_as_interrupted_after_the_same_step(pair,
     assert found[0] in [(KeyboardInterrupt, f"step {step} is saved") for step in (4, 5, 6)]
 
 
+class PressesInSave(redeqx.Callback):
+    """Presses Ctrl-C while the first checkpoint is saved."""
+
+    def __init__(self):
+        self.n = 0
+
+    def state(self):
+        self.n += 1
+        if self.n == 1:
+            press_ctrl_c()
+        return {"n": 0}
+
+    def restore(self, state):
+        del state
+
+
+def press_twice():
+    press_ctrl_c()
+    time.sleep(0.3)
+    press_ctrl_c()
+    time.sleep(0.3)
+
+
+@pytest.mark.parametrize("where", ["save", "step", "evaluation"])
+def test_a_second_ctrl_c_in_a_notebook_ends_one_fit_and_not_the_next(tmp_path, monkeypatch, where):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    trainer = make_trainer(5, {"save": press_ctrl_c, "step": press_twice, "evaluation": lambda: None}[where], tmp_path)
+    metrics, callbacks = [], [PressesInSave()] if where == "save" else []
+
+    def metric_fn(examples, outputs):
+        metrics.append(trainer.step)
+        if where == "evaluation" and len(metrics) == 1:
+            press_twice()
+        return {"score": 1.0}
+
+    def fit():
+        predictor = trainer.get_default_predictor(lambda model, batch, key: batch)
+        trainer.fit(
+            list(range(160)), 1, 1, callbacks=callbacks, eval_examples=[1], eval_sanity_check=False, eval_loss=False,
+            eval_predictor=predictor, eval_metric_fn=metric_fn, eval_every_n_steps=7,
+        )  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt):
+        fit()
+    assert trainer.step < 20
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    fit()
+    assert trainer.step == 20 and metrics[-1] == 20
+
+
 def test_ctrl_c_without_a_workdir_interrupts_immediately_without_thread_frames():
     trainer = make_trainer(5, lambda: (press_ctrl_c(), time.sleep(0.5)))
     with pytest.raises(KeyboardInterrupt) as caught:

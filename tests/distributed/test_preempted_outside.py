@@ -1,0 +1,147 @@
+"""A scheduler's signal outside of a fit ends the script with exit code 75, after saving what a rerun needs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT = 120.0  # seconds; each run takes about ten
+SCRIPT = """
+import multiprocessing, os, signal, sys, threading, time
+os.environ.setdefault("NPROC", "16")
+import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+import redeqx
+
+where, number = sys.argv[1], getattr(signal, sys.argv[2])
+deployer = redeqx.Deployer(workdir="run", verbose=False, n_model_shards=2)
+is_first = jax.process_index() == 0
+trainer = redeqx.Trainer(
+    deployer, model=eqx.nn.Linear(3, 2, key=jax.random.key(0)), optimizer=optax.adam(0.1), collate_fn=np.stack,
+    loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2),
+)
+rows = [np.ones(3, np.float32)] * 16
+
+def send():
+    if is_first:
+        os.kill(os.getpid(), number)
+
+class Sends(list):
+    def __getitem__(self, i):
+        send()
+        return rows[0]
+
+if where == "data":
+    send()
+    time.sleep(30)
+if where == "loop":
+    for step in range(trainer.resume(), 10):
+        trainer.update(rows)
+        if trainer.step == 4:
+            send()
+if where == "inside":
+    for step in range(trainer.resume(), 10):
+        trainer.update(Sends(rows) if trainer.step == 4 else rows)
+if where == "bare":
+    for step in range(10):
+        trainer.update(rows)
+        if trainer.step == 4:
+            send()
+if where == "evaluation":
+    trainer.fit(rows, batch_size=8, n_epochs=2)
+    trainer.eval_loss(Sends(rows), batch_size=8)
+    time.sleep(30)
+if where == "thread":
+    fit = threading.Thread(target=lambda: trainer.fit(rows * 400, batch_size=8, n_epochs=2))
+    fit.start()
+    while trainer.step < 5:
+        time.sleep(0.01)
+    send()
+    fit.join()
+    time.sleep(30)
+if where == "child":
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    child.terminate()
+    child.join(20)
+    print("child", child.exitcode)
+if where == "own":
+    signal.signal(number, lambda *_: print("own"))
+    send()
+    redeqx.Deployer(workdir="other", verbose=False)
+    send()
+print("ended at", trainer.step)
+"""
+
+
+def run(folder, *arguments, n=1):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "NPROC": "16", "XLA_FLAGS": ""}
+    (folder / "script.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "redeqx", "launch", "--processes", str(n)] if n > 1 else [sys.executable]
+    return subprocess.run(
+        [*launch, "script.py", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT,
+        check=False,
+    )  # fmt: skip
+
+
+def saved(folder):
+    return sorted(path.name for path in (folder / "run").glob("ckpts/step_*"))
+
+
+@pytest.mark.parametrize(
+    ("where", "number", "step"),
+    [
+        ("loop", "SIGTERM", 4),
+        ("data", "SIGUSR1", None),
+        *(pytest.param(*each, marks=pytest.mark.sweep) for each in [
+            ("inside", "SIGTERM", 5), ("bare", "SIGTERM", None), ("evaluation", "SIGTERM", 4), ("data", "SIGTERM", None),
+        ]),
+    ],
+)  # fmt: skip
+def test_a_signal_outside_of_a_fit_saves_and_ends_with_75(tmp_path, where, number, step):
+    ended = run(tmp_path, where, number)
+    assert ended.returncode == 75, ended.stderr
+    assert "ended at" not in ended.stdout
+    assert "redeqx: preempted outside of `fit`. Leaving with exit code 75: run it again to go on.\n" in ended.stderr
+    assert saved(tmp_path) == ([] if step is None else [f"step_{step:08d}"])
+    if where in ("loop", "inside"):
+        assert f"redeqx: preempted: step {step} is saved\n" in ended.stderr
+        again = run(tmp_path, "inside", number)  # continues after the step at which a signal is sent
+        assert (again.returncode, again.stdout) == ((0, "ended at 10\n") if step == 5 else (75, "")), again.stderr
+
+
+@pytest.mark.sweep
+def test_a_fit_in_another_thread_saves_and_ends_the_process(tmp_path):
+    ended = run(tmp_path, "thread", "SIGTERM")
+    assert ended.returncode == 75, ended.stderr
+    (name,) = saved(tmp_path)
+    assert 5 <= int(name[5:]) < 400
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("where", ["data", "loop", "inside"])
+def test_all_processes_end_with_75(tmp_path, where):
+    """Only the first gets the signal. Of a loop, all save the same update."""
+    ended = run(tmp_path, where, "SIGTERM", n=2)
+    assert ended.returncode == 75, ended.stdout + ended.stderr
+    output = ended.stdout + ended.stderr
+    assert "ended at" not in output
+    if where == "data":
+        assert saved(tmp_path) == []
+        return
+    (name,) = saved(tmp_path)
+    assert 5 <= int(name[5:]) <= 7
+    assert len(re.findall(f"preempted: step {int(name[5:])} is saved", output)) == 2, output
+    again = run(tmp_path, "loop", "SIGTERM")
+    assert (again.returncode, again.stdout) == (0, "ended at 10\n"), again.stderr
+
+
+def test_signals_of_children_and_of_the_script_stay_theirs(tmp_path):
+    ended = run(tmp_path, "child", "SIGTERM")
+    assert (ended.returncode, ended.stdout) == (0, "child -15\nended at 0\n"), ended.stderr
+    ended = run(tmp_path, "own", "SIGTERM")
+    assert (ended.returncode, ended.stdout) == (0, "own\nown\nended at 0\n"), ended.stderr
