@@ -421,6 +421,17 @@ def test_optimizer_state_stays_in_float32(rounding):
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.model)} == {jnp.dtype("bfloat16")}
 
 
+def test_weight_decay_acts_on_the_float32_copies():
+    def no_gradient(model, batch, key):
+        return 0 * jnp.sum(model[0].astype(jnp.float32)) + 0 * jnp.sum(batch["x"])
+
+    optimizer, precision = optax.adamw(2.0**-7, weight_decay=2.0**-3), redeqx.Precision(**HALF, rounding="master")
+    trainer = make_trainer(model=[jnp.ones((4, 4))], loss_fn=no_gradient, optimizer=optimizer, precision=precision)
+    for _ in range(8):
+        trainer.update(make_examples(8))
+    np.testing.assert_allclose(trainer.opt_state.master[0], (1 - 2.0**-10) ** 8, rtol=4e-7)
+
+
 def test_each_step_and_leaf_is_rounded_by_other_numbers():
     """With the same numbers in each step, seven in eight weights would never move and the others always."""
     precision = redeqx.Precision(**HALF, rounding="stochastic")
