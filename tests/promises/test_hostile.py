@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 import tracemalloc
+import warnings
 from contextlib import contextmanager
 
 import equinox as eqx
@@ -663,7 +664,9 @@ def test_mutated_json(saved, file):
                 except RecursionError:
                     continue
             try:
-                record, values = loaded(saved, "last" if file == "index.json" else folder)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "(?s).* It is rebuilt from the checkpoints", UserWarning)
+                    record, values = loaded(saved, "last" if file == "index.json" else folder)
             except ValueError as error:
                 check_message(saved.folder, str(error))
                 continue
@@ -677,7 +680,7 @@ def test_mutated_json(saved, file):
                 held = json.loads(path.read_text())
                 same = {key: value for key, value in held.items() if key not in _record.RESERVED}
                 assert brief_json(record) == brief_json(same) and values == [2.0] * 3
-    assert 0 < n_read < 160, n_read
+    assert n_read == 240 if file == "index.json" else 0 < n_read < 160, n_read  # an index is rebuilt
 
 
 def as_dict(value):
