@@ -12,8 +12,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
+from ..errors import warn
 from ._exits import attempt, end_in_time, exit_now, keep_quiet, run_exit_callbacks, say, stacks
 from ._links import PeerError
 from ._peers import EXIT_CODE, Peers, leave
@@ -23,6 +25,7 @@ from ._signals import handle_always, handled, woken
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 HANG = 1800.0  # seconds without progress after which a run counts as stuck
 _GRACE = 20.0  # seconds within which several processes reach the end of an update; schedulers kill after 30
+_PATIENCE = 10.0  # seconds that a call which keeps Python from handling a signal may take
 _INTERRUPTED = 130  # the exit code that shells report after Ctrl-C: 128 + SIGINT
 _STOPPING = b"\nredeqx: Ctrl-C: stopping after this step, to save it; a second one leaves at once\n"
 
@@ -176,13 +179,19 @@ class Preemption:
     def guard(self) -> None:
         """From now on, a scheduler's signal outside of a fit ends the script with exit code 75, after saving.
 
-        A signal that the script handles itself is left to it. Python calls handlers in the main thread, and lets only that
-        thread install them.
+        A signal that the script handles itself is left to it. Warns in another thread than the main one, in which Python
+        calls handlers.
         """
-        if not _is_interactive():
+        if _is_interactive():
+            return
+        if handle_always(SIGNALS, _act_outside, partial(_leave_at_once, self._peers), _PATIENCE):
             self._is_guarded = True
             _guarded.append(weakref.ref(self))
-            handle_always(dict.fromkeys(SIGNALS, _act_outside))
+        elif not _guarded:
+            warn(
+                "`Deployer`: expected in the main thread, which handles signals, got another one: SIGTERM ends the process "
+                "without saving. Make a Deployer in the main thread first."
+            )
 
     def keep(self, keeper: Keeper) -> None:
         """Have `keeper` save before the end of the script; held by a weak reference."""
@@ -240,7 +249,7 @@ class Preemption:
 
     def _leave_late(self) -> None:
         time.sleep(_GRACE)
-        self._peers.end(_OUTSIDE, EXIT_CODE)
+        _leave_at_once(self._peers)
 
     def _exit(self) -> NoReturn:
         self._peers.close()
@@ -250,6 +259,10 @@ class Preemption:
 
 _OUTSIDE = "preempted outside of `fit`"
 _guarded: "list[weakref.ref[Preemption]]" = []
+
+
+def _leave_at_once(peers: Peers) -> None:
+    peers.end(_OUTSIDE, EXIT_CODE)
 
 
 def _act_outside() -> None:

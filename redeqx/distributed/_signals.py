@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,20 +40,46 @@ def handled(handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
             _restore(_replaced.pop())
 
 
-def handle_always(handlers: Mapping[int, Callable[[], None]]) -> None:
-    """Install handlers for the rest of the process, for signals that have their default effect; forked children keep that.
+def handle_always(numbers: Sequence[int], act: Callable[[], None], late: Callable[[], None], seconds: float) -> bool:
+    """Install a handler for the rest of the process, for signals that have their default effect; forked children keep that.
 
-    In another thread than the main one it changes nothing.
+    **Arguments:**
+
+    - `late`: called by a thread if the main thread has not called `act` within `seconds`: a call into a library that takes
+        long keeps Python from handling signals. Not if the script has its own file descriptor for signals.
+
+    Returns whether this was possible: only the main thread may install handlers.
     """
     if threading.current_thread() is not threading.main_thread():
-        return
+        return False
     # None: not installed by Python, such as JAX's, which only records the signal.
-    own = {number: act for number, act in handlers.items() if signal.getsignal(number) in (signal.SIG_DFL, None)}
-    if own:
-        _register()
-        _replaced.insert(0, dict.fromkeys(own, signal.SIG_DFL))
-        for number, act in own.items():
-            signal.signal(number, lambda _number, _frame, act=act: act())
+    own = [number for number in numbers if signal.getsignal(number) in (signal.SIG_DFL, None)]
+    if not own:
+        return True
+    has_acted = threading.Event()
+
+    def handle(_number: int, _frame: Any) -> None:
+        has_acted.set()
+        act()
+
+    def wait(_n: int) -> None:
+        if not has_acted.wait(seconds):
+            late()
+        has_acted.clear()
+
+    _register()
+    _replaced.insert(0, dict.fromkeys(own, signal.SIG_DFL))
+    for number in own:
+        signal.signal(number, handle)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        return True
+    _wakeup.insert(0, before)
+    threading.Thread(target=_count, args=(reader, own, wait), name="redeqx-signals", daemon=True).start()
+    return True
 
 
 @contextmanager
@@ -72,7 +98,7 @@ def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
     with writer:
         writer.setblocking(False)
         _wakeup.append(signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False))
-        threading.Thread(target=_count, args=(reader, number, act), name="redeqx-signals", daemon=True).start()
+        threading.Thread(target=_count, args=(reader, [number], act), name="redeqx-signals", daemon=True).start()
         try:
             yield
         finally:
@@ -81,12 +107,12 @@ def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
                 writer.shutdown(socket.SHUT_RDWR)  # ends the thread, even if a forked child has a copy
 
 
-def _count(reader: socket.socket, number: int, act: Callable[[int], None]) -> None:
+def _count(reader: socket.socket, numbers: Sequence[int], act: Callable[[int], None]) -> None:
     n, last = 0, -_DEBOUNCE
     with reader:
         while received := reader.recv(64):
             now = time.monotonic()
-            if number in received and now - last >= _DEBOUNCE:
+            if not set(numbers).isdisjoint(received) and now - last >= _DEBOUNCE:
                 n, last = n + 1, now
                 act(n)
 

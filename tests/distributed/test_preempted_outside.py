@@ -4,13 +4,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 LIMIT = 120.0  # seconds; each run takes about ten
 SCRIPT = """
-import multiprocessing, os, signal, sys, threading, time
+import ctypes, multiprocessing, os, signal, sys, threading, time, warnings
 os.environ.setdefault("NPROC", "16")
 import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
 jax.config.update("jax_platforms", "cpu")
@@ -18,7 +19,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 import redeqx
 
 where, number = sys.argv[1], getattr(signal, sys.argv[2])
-deployer = redeqx.Deployer(workdir="run", verbose=False, n_model_shards=2)
+deployer = redeqx.Deployer(workdir=None if where == "worker" else "run", verbose=False, n_model_shards=2)
 is_first = jax.process_index() == 0
 trainer = redeqx.Trainer(
     deployer, model=eqx.nn.Linear(3, 2, key=jax.random.key(0)), optimizer=optax.adam(0.1), collate_fn=np.stack,
@@ -69,6 +70,19 @@ if where == "child":
     child.terminate()
     child.join(20)
     print("child", child.exitcode)
+if where == "call":  # into a library, in which Python handles no signal
+    threading.Timer(0.5, send).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [number])  # another thread receives it: it would end the sleep
+    ctypes.CDLL(None).sleep(60)
+if where == "worker":
+    def make():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            redeqx.Deployer(workdir="elsewhere", verbose=False)
+        print(*(each.message for each in caught))
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
 if where == "own":
     signal.signal(number, lambda *_: print("own"))
     send()
@@ -145,3 +159,19 @@ def test_signals_of_children_and_of_the_script_stay_theirs(tmp_path):
     assert (ended.returncode, ended.stdout) == (0, "child -15\nended at 0\n"), ended.stderr
     ended = run(tmp_path, "own", "SIGTERM")
     assert (ended.returncode, ended.stdout) == (0, "own\nown\nended at 0\n"), ended.stderr
+
+
+@pytest.mark.sweep
+def test_a_call_that_keeps_python_from_handling_signals_does_not_delay_the_end(tmp_path):
+    began = time.monotonic()
+    ended = run(tmp_path, "call", "SIGTERM")
+    assert ended.returncode == 75, ended.stderr
+    assert time.monotonic() - began < 10 + 25
+
+
+def test_a_deployer_outside_of_the_main_thread_says_what_a_signal_does(tmp_path):
+    ended = run(tmp_path, "worker", "SIGTERM")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(
+        "`Deployer`: expected in the main thread, which handles signals, got another one: SIGTERM "
+    )
