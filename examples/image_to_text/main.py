@@ -151,8 +151,6 @@ def main(args: Args) -> dict[str, float]:
     else:
         model, tokenizer = load(args.pretrained, deployer)
         train, validation, test = read_data(args, model.config.encoder)
-    deployer.log_info(deployer.plan(model).explain(), title="plan")
-
     eos = model.config.eos_token_id
     assert isinstance(eos, int)  # checked in `load`
     first = train(0)
@@ -163,10 +161,12 @@ def main(args: Args) -> dict[str, float]:
         schedule_type="cosine", warmup_ratio=0.05,
     )  # fmt: skip
     adamw = optax.adamw(lr, b2=0.98, weight_decay=args.weight_decay, mask=weight_decay_mask)
+    collate = partial(collate_fn, tokenizer=tokenizer, eos=eos, n_tokens=n_tokens)
+    batch = collate([first[i] for i in range(min(args.batch_size, len(first)))])
+    deployer.log_info(deployer.plan(model, loss_fn, batch).explain(), title="plan")
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), adamw), loss_fn=loss_fn,
-        collate_fn=partial(collate_fn, tokenizer=tokenizer, eos=eos, n_tokens=n_tokens),
-        lr_schedule_fn=lr,
+        collate_fn=collate, lr_schedule_fn=lr,
     )  # fmt: skip
 
     def decode(ids: np.ndarray) -> str:

@@ -153,7 +153,8 @@ def main(args: Args) -> dict[str, float]:
     if args.lora_rank is not None:
         model = lora.add(model, rank=args.lora_rank, where="*.attention.*", key=deployer.next_key())
         trainable = {"trainable": lora.trainable(model)}
-    deployer.log_info(deployer.plan(model).explain(), title="plan")
+    loss = loss_fn if args.pretrained is None else chunked_loss_fn
+    deployer.log_info(deployer.plan(model, loss, collate_fn(train[: args.batch_size])).explain(), title="plan")
 
     lr = deployer.get_lr_schedule_fn(
         len(train), batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=args.learning_rate,
@@ -164,8 +165,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer = muon(lr, weight_decay=0.1, rest=optimizer)
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), optimizer), collate_fn=collate_fn,
-        loss_fn=loss_fn if args.pretrained is None else chunked_loss_fn, lr_schedule_fn=lr,
-        accumulate_grad_batches=n_micro, **trainable,
+        loss_fn=loss, lr_schedule_fn=lr, accumulate_grad_batches=n_micro, **trainable,
     )  # fmt: skip
     trainer.fit(
         train, batch_size=args.batch_size, n_epochs=args.n_epochs, eval_examples=held_out,
