@@ -57,7 +57,9 @@ class Delivery:
         self._purge_step: int | None = None
         self._pending: deque[tuple[Any, Mark, int]] = deque()
         self._size, self._lock = 0, threading.Lock()
-        self._delivered = NO_ROWS  # the mark of the newest row that the tracker has; a kill may lose it (`holds_newest`)
+        # The marks of the newest row that the tracker has, and of the newest one of earlier steps. A kill may lose those after
+        # `_sent`, which the next process delivers again.
+        self._delivered = self._before_newest = NO_ROWS
         self._tracker: NamedTracker | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -184,8 +186,7 @@ class Delivery:
         if tracker is not None:  # even if the last delivery failed: otherwise the tracker shows a run that never ends
             with self._warning():
                 tracker.close(_is_failing())
-                self._sent = max(self._sent, self._delivered)
-                self._save_state()
+                self._mark_as_sent(self._delivered)
         forget, self._forget = self._forget, None
         if forget is not None:
             forget()
@@ -198,7 +199,14 @@ class Delivery:
         except Exception as error:
             self._warn(f"to record, got {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
+    def _mark_as_sent(self, mark: Mark) -> None:
+        if mark > self._sent:
+            self._sent = mark
+            self._save_state()
+
     def _deliver(self) -> None:
+        # What was delivered before is safe by now.
+        self._mark_as_sent(self._before_newest if self._kind.keeps == "after the step" else self._delivered)
         if self._tracker is None:
             self._tracker = tracker = self._kind(Opening(self._workdir, self._run_id, self._purge_step))
             self._purge_step = None  # purge only once
@@ -210,11 +218,12 @@ class Delivery:
             item = waiting[-1][0]
             if isinstance(item, Row):
                 self._tracker.rows([row for row, _, _ in waiting])
-                before = [self._delivered, *(mark for _, mark, _ in waiting)]
-                self._delivered = max(before)
-                kept = [mark for mark in before if mark[0] < item.step or not self._kind.holds_newest]
-                self._sent = max([self._sent, *kept])
-                self._save_state()
+                for _, mark, _ in waiting:
+                    if mark[0] > self._delivered[0]:
+                        self._before_newest = self._delivered
+                    self._delivered = max(self._delivered, mark)
+                if self._kind.keeps == "at once":
+                    self._mark_as_sent(self._delivered)
             elif isinstance(item, Medium):
                 self._tracker.medium(item)
                 self._sent_media = _with_medium(self._sent_media, item)

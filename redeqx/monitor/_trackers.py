@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat, runtime_checkable
+from typing import Any, Literal, Protocol, SupportsFloat, runtime_checkable
 
 from ..storage import make_subfolder
 from ._media import Medium
@@ -63,6 +63,9 @@ class Opening:
         return None if self.folder is None else self.folder.resolve().name
 
 
+Keeps = Literal["at once", "soon", "after the step"]
+
+
 class NamedTracker(Protocol):
     """A run of a tracker, opened by `__init__(opening)`.
 
@@ -70,7 +73,8 @@ class NamedTracker(Protocol):
 
     - `package`: the package to import. `install`: the requirement that provides it, for `pip install`.
     - `purges`: whether it deletes records of repeated steps. For the others, repeated records are not delivered.
-    - `holds_newest`: whether it keeps the rows of the newest step in memory until the next step, so that a kill loses them.
+    - `keeps`: when its rows are safe from a kill: `"at once"`, `"soon"` (within half a second), or `"after the step"`: it
+        keeps those of the newest step in memory.
     - `run_id`: the id by which a later process continues the run.
     - `where`: the address or folder that shows the run.
     """
@@ -78,7 +82,7 @@ class NamedTracker(Protocol):
     package: str
     install: str
     purges: bool
-    holds_newest: bool
+    keeps: Keeps
     run_id: str
     where: str
 
@@ -90,7 +94,8 @@ class NamedTracker(Protocol):
 
 
 class TensorBoard:
-    package, install, purges, holds_newest = "tensorboardX", "redeqx[tensorboard]", True, False
+    package, install, purges = "tensorboardX", "redeqx[tensorboard]", True
+    keeps: Keeps = "at once"
 
     def __init__(self, opening: Opening) -> None:
         from tensorboardX import SummaryWriter
@@ -134,7 +139,8 @@ class TensorBoard:
 
 
 class WandB:
-    package, install, purges, holds_newest = "wandb", "redeqx[wandb]", False, True
+    package, install, purges = "wandb", "redeqx[wandb]", False
+    keeps: Keeps = "after the step"
 
     def __init__(self, opening: Opening) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -147,7 +153,7 @@ class WandB:
         # Offline, its file is flushed every 15 s by default, which a kill would lose.
         settings = wandb.Settings(silent=True, console="off")
         if hasattr(settings, "x_transaction_log_flush_interval"):
-            settings.x_transaction_log_flush_interval = 1.0
+            settings.x_transaction_log_flush_interval = 0.5
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             name=os.environ.get("WANDB_NAME") or opening.title,
@@ -181,7 +187,8 @@ class WandB:
 
 
 class MLflow:
-    package, install, purges, holds_newest = "mlflow", "redeqx[mlflow]", False, False
+    package, install, purges = "mlflow", "redeqx[mlflow]", False
+    keeps: Keeps = "at once"
 
     def __init__(self, opening: Opening) -> None:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
@@ -226,7 +233,8 @@ _MLFLOW_PARAM, _MLFLOW_BATCH = 6000, 1000  # maximum characters of a value, and 
 
 
 class Trackio:
-    package, install, purges, holds_newest = "trackio", "redeqx[trackio]", False, False
+    package, install, purges = "trackio", "redeqx[trackio]", False
+    keeps: Keeps = "soon"
 
     def __init__(self, opening: Opening) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
@@ -243,7 +251,6 @@ class Trackio:
     def rows(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._run.log(dict(row.numbers), step=row.step)
-        self._store()
 
     def medium(self, medium: Medium) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
@@ -253,14 +260,6 @@ class Trackio:
         else:
             with tempfile.TemporaryDirectory() as folder:
                 self._run.log({medium.name: trackio.Image(str(medium.write(Path(folder))))}, step=medium.step)
-        self._store()
-
-    def _store(self) -> None:
-        """Stores what was logged, as a thread of trackio does twice a second: a kill would lose it. Nothing public does."""
-        run = self._run
-        if getattr(run, "_is_local", False) and hasattr(run, "_flush_queues_inline"):  # trackio 0.43
-            with run._client_lock:
-                run._flush_queues_inline()
 
     def close(self, failed: bool) -> None:
         self._run.finish()

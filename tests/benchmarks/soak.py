@@ -20,7 +20,7 @@ import numpy as np
 
 from redeqx.checkpoint._manager import Checkpoints
 from redeqx.checkpoint._safetensors import TensorFile
-from redeqx.distributed._launch import _free_port
+from redeqx.distributed._launchers import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "training.py"
@@ -29,7 +29,7 @@ LIMIT = 300.0
 
 def start(workdir, epochs):
     """Starts the two processes, without the launcher, so that a fault can hit only one of them."""
-    port = _free_port()
+    port = free_port("127.0.0.1")
     command = [sys.executable, str(SCRIPT), "--workdir", str(workdir), "--devices", "2", "--epochs", str(epochs)]
     command += ["--save-every", "2", "--heartbeat", "3", "--start", "20"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NPROC": "16", "REDEQX_PROCESSES": "2"}

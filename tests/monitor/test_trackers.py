@@ -22,7 +22,7 @@ from redeqx.monitor import Console, _delivery, _trackers
 class Fake:
     """A tracker that keeps, for each run id, a list of what it received."""
 
-    package, install, purges, holds_newest = "json", "redeqx[fake]", False, False
+    package, install, purges, keeps = "json", "redeqx[fake]", False, "at once"
     runs: ClassVar[dict[str, list]] = {}
     fails: ClassVar[list[Exception]] = []  # raised by the next calls
     blocks: threading.Event | None = None
@@ -219,7 +219,7 @@ def test_rewind_in_the_same_process_repeats_only_what_was_purged(tmp_path, fake,
 
 def test_rows_that_a_kill_may_lose_are_delivered_again(tmp_path, fake, monkeypatch):
     """wandb keeps the rows of the newest step in memory until the next step."""
-    monkeypatch.setattr(fake, "holds_newest", True)
+    monkeypatch.setattr(fake, "keeps", "after the step")
     killed = Console(tmp_path, loggers=["fake"], verbose=False)
     killed.records.rewind(0)
     record(killed, 1, 2)
@@ -234,6 +234,20 @@ def test_rows_that_a_kill_may_lose_are_delivered_again(tmp_path, fake, monkeypat
     (seen,) = fake.runs.values()
     assert steps(seen) == [1, 2, 3, 3, 3, 3]
     assert json.loads(state.read_text())["sent"] == [3, 2]  # closed, and so complete
+
+
+@pytest.mark.parametrize("keeps", ["at once", "soon", "after the step"])
+def test_rows_count_as_sent_when_a_kill_no_longer_loses_them(tmp_path, fake, monkeypatch, keeps):
+    monkeypatch.setattr(fake, "keeps", keeps)
+    monkeypatch.setattr(_delivery, "GAP", 0.3)
+    console, state = Console(tmp_path, loggers=["fake"], verbose=False), tmp_path / "trackers" / "fake.json"
+    record(console, 1, 2)
+    wait_for(lambda: fake.runs and steps(fake.runs["run 0"]) == [1, 2])
+    time.sleep(0.05)
+    assert json.loads(state.read_text())["sent"] == ([2, 1] if keeps == "at once" else [-1, 0])
+    wait_for(lambda: json.loads(state.read_text())["sent"] == ([1, 1] if keeps == "after the step" else [2, 1]))
+    console.records.close()
+    assert json.loads(state.read_text())["sent"] == [2, 1]
 
 
 def test_a_configuration_before_a_fit_opens_no_run_of_its_own(tmp_path, fake):
