@@ -57,8 +57,8 @@ class Delivery:
         self._purge_step: int | None = None
         self._pending: deque[tuple[Any, Mark, int]] = deque()
         self._size, self._lock = 0, threading.Lock()
-        # The marks of the newest row that the tracker has, and of the newest one of earlier steps. A kill may lose those after
-        # `_sent`, which the next process delivers again.
+        # The marks of the newest row that the tracker has, and of the newest one of earlier steps. A kill may lose those
+        # after `_sent`, which the next process delivers again.
         self._delivered = self._before_newest = NO_ROWS
         self._tracker: NamedTracker | None = None
         self._thread: threading.Thread | None = None
