@@ -108,6 +108,33 @@ def test_loop_traffic_is_multiplied_by_the_trip_count():
     assert bytes_moved(parsed) == 8 * (iteration + condition) + (4 + 8 * KIB) + (8 * KIB + KIB + 4)
 
 
+BRANCHES = """%less (a: f32[256]) -> f32[256] {
+  %a = f32[256]{0} parameter(0)
+  ROOT %x = f32[256]{0} dot(%a, %a)
+}
+%more (b: f32[256]) -> f32[256] {
+  %b = f32[256]{0} parameter(0)
+  %y = f32[1024]{0} dot(%b, %b)
+  ROOT %z = f32[256]{0} dot(%y, %b)
+}
+"""
+
+
+@pytest.mark.parametrize("branches", ["%less, %more", "%more, %less"])
+def test_traffic_of_a_conditional_is_that_of_its_largest_branch(branches):
+    entry = f"""  %p = f32[256]{{0}} parameter(0)
+  %i0 = s32[] parameter(1)
+  ROOT %c = f32[256]{{0}} conditional(%i0, %p, %p), branch_computations={{{branches}}}"""
+    assert bytes_moved(module(entry, BRANCHES)) == (KIB + KIB + 4 * KIB) + (4 * KIB + KIB + KIB)
+
+
+def test_numbers_of_4_bits_fill_whole_bytes():
+    entry = """  %p = s8[3]{0} parameter(0)
+  %a = s4[3]{0} convert(%p)
+  ROOT %b = s8[3]{0} convert(%a)"""
+    assert bytes_moved(module(entry)) == (3 + 2) + (2 + 3)
+
+
 FUSED = """%fused (a: f32[8,256], i: s32[]) -> f32[256] {{
   %a = f32[8,256]{{1,0}} parameter(0)
   %i = s32[] parameter(1)

@@ -23,7 +23,7 @@ from redeqx.compiled import Buffer
 from redeqx.dry_run import _forecast
 from redeqx.dry_run._figures import Step
 from redeqx.dry_run._forecast import DryRunDone, _offloaded
-from redeqx.machine import _devices
+from redeqx.machine import Chip, _devices
 from redeqx.machine._chips import GPUS, TPUS
 from redeqx.machine._devices import describe, dry, of_devices
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
@@ -131,6 +131,25 @@ def test_remainder_rows_are_computed_by_each_batch_shard():
     assert flops[1] / flops[0] == pytest.approx(2.0, rel=0.01)  # 2 rows, each computed 8 times, compared with 8 rows
     assert flops[2] / flops[0] == pytest.approx(5.0, rel=0.01)
     assert [sum(run.model_flops.values()) / sum(full.model_flops.values()) for run in (two, twelve)] == [0.25, 1.5]
+
+
+def test_estimate_of_collectives_between_hosts_and_of_copies_to_the_host():
+    run = make_trainer(make_deployer(2, 2)).dry_run(examples(), 2)
+    moved = {True: 0, False: 0}  # bytes within a host of the first or last four devices, and between the two hosts
+    for each in run.steps["train"].collectives:
+        moved[len({i // 4 for i in each.group}) == 1] += each.moved
+    assert min(moved.values()) > 0
+    hosts = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=i // 4) for i in range(8)]), size=8)
+    train = dataclasses.replace(run.steps["train"], host_bytes=7 * 2**40)
+
+    def estimate(network):
+        chip = Chip("any", 0, bfloat16=1e30, float32=1e30, bandwidth=1e30, link=2.0, network=network, host=2.0**40)
+        machine = dataclasses.replace(run.machine, chip=chip)
+        return dataclasses.replace(run, machine=machine, plan=SimpleNamespace(mesh=hosts), steps={"train": train}).estimate
+
+    assert estimate(0.5).communication == pytest.approx(moved[True] / 2 + moved[False] / 0.5)
+    assert estimate(None).communication == pytest.approx(sum(moved.values()) / 2)  # the link also connects hosts
+    assert estimate(0.5).host == 7 and estimate(0.5).serial == pytest.approx(estimate(0.5).communication + 7)
 
 
 def test_the_report_names_layers_axes_and_lines():

@@ -539,6 +539,15 @@ def test_fsdp_never_splits_stacked_dims():
     assert plan["mlp.activation"].reason.endswith("; no free dim for 8 fsdp shards")
 
 
+def test_an_array_beside_layers_of_different_stacks_is_stacked_like_the_least_stacked():
+    def block(key):
+        experts = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(jax.random.split(key, 4))
+        return {"experts": experts, "out": eqx.nn.Linear(16, 16, key=key), "router": jnp.zeros((512, 9))}
+
+    model = {"blocks": eqx.filter_eval_shape(eqx.filter_vmap(block), jax.random.split(KEY, 8))}
+    assert plan_of(model, 1, 8)["blocks.router"].spec == P(None, F, None)  # blocks are stacked once, experts twice
+
+
 # --- overrides ----------------------------------------------------------------------------------------------------------
 
 

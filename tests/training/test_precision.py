@@ -307,6 +307,17 @@ def test_fp8_scales_are_powers_of_two_and_keep_infinities():
     assert not np.isfinite(float(with_infinity))
 
 
+def test_fp8_gradients_keep_a_range_of_26_powers_of_two():
+    """e5m2 represents all of them, while e4m3 would round those below 2**-18 of the largest to zero."""
+    eye, scales = jnp.eye(16), 2.0 ** -jnp.floor(1.75 * jnp.arange(16.0))[:, None]
+
+    def loss(first, weight, last, x):
+        return jnp.sum(x @ first @ weight @ last * scales)
+
+    found = transformed_grads(loss, [eye, eye, eye, eye], fp8=True)
+    np.testing.assert_array_equal(found[1], jnp.broadcast_to(scales, (16, 16)))  # the product of `weight` is in fp8
+
+
 SHARDS = [(2, 2), (1, 8)]
 
 
