@@ -222,6 +222,7 @@ class Preemption:
         """End the script with exit code 75, after what is not saved yet was saved. All processes call it after the same
         update, or there is nothing to save."""
         self._is_signalled = False
+        self._n_held += 1  # a second signal must not end the save
         for keeper in self._unsaved():
             try:
                 say(f"redeqx: preempted: step {keeper.save_to_resume()} is saved")
@@ -249,7 +250,8 @@ class Preemption:
 
     def _leave_late(self) -> None:
         time.sleep(_GRACE)
-        _leave_at_once(self._peers)
+        if self._is_signalled and not self._is_in_fit:  # else the processes save the same step, or a fit ends by itself
+            _leave_at_once(self._peers)
 
     def _exit(self) -> NoReturn:
         self._peers.close()

@@ -36,6 +36,14 @@ class Sends(list):
         send()
         return rows[0]
 
+if where in ("slow", "twice"):  # a save that takes longer than processes wait for each other
+    redeqx.distributed._interrupts._GRACE, fsync = 2.0, os.fsync
+    def slow(fd, waits=[4.0], is_twice=where == "twice"):
+        if waits and is_twice:
+            threading.Timer(1.0, send).start()
+        time.sleep(waits.pop() if waits else 0)
+        fsync(fd)
+    os.fsync, where = slow, "loop"
 if where == "data":
     send()
     time.sleep(30)
@@ -126,6 +134,17 @@ def test_a_signal_outside_of_a_fit_saves_and_ends_with_75(tmp_path, where, numbe
         assert f"redeqx: preempted: step {step} is saved\n" in ended.stderr
         again = run(tmp_path, "inside", number)  # continues after the step at which a signal is sent
         assert (again.returncode, again.stdout) == ((0, "ended at 10\n") if step == 5 else (75, "")), again.stderr
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("where", "n"), [("twice", 1), ("slow", 2)])
+def test_nothing_ends_the_script_before_its_save_is_complete(tmp_path, where, n):
+    """Neither a second signal, nor the limit within which several processes reach the same update."""
+    ended = run(tmp_path, where, "SIGTERM", n=n)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 75, output
+    (name,) = saved(tmp_path)
+    assert f"redeqx: preempted: step {int(name[5:])} is saved\n" in output
 
 
 @pytest.mark.sweep
