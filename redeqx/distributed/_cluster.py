@@ -51,19 +51,17 @@ def start(
     global _peers
     if multiprocessing.current_process().name == WORKER:  # a worker imports the script, but does not belong to the run
         return Peers()
-    if _peers is None and jax.distributed.is_initialized():
+    if _peers is not None:
+        _check_same(_peers, n_processes, process_id, "as this process began with")
+        return _peers
+    if jax.distributed.is_initialized():
         place = _running_place(host0_port, timeout)
         _check_same(place, n_processes, process_id, "as JAX runs with since `jax.distributed.initialize`")
     else:
-        found = find_place(n_processes, host0_address, host0_port, process_id, n_local_devices)
-        if _peers is not None:
-            if found is not None:
-                _check_same(_peers, found.n, found.index, "as this process began with")
-            return _peers
-        if found is None:
+        place = find_place(n_processes, host0_address, host0_port, process_id, n_local_devices)
+        if place is None:
             _check_span(1)
             return Peers()
-        place = found
         _check_unused()
     peers = Peers(place.n, place.index, heartbeat)
     relay = None

@@ -538,10 +538,12 @@ def test_file_system_is_that_of_the_innermost_mount():
 
 OWN = """
 import os, sys, jax
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+os.environ["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{sys.argv[1]}"
+jax.distributed.initialize(num_processes=2, process_id=int(sys.argv[2]))
 jax.random.key(0)  # JAX's devices are in use
 import redeqx
-deployer = redeqx.Deployer(verbose=False, **eval(sys.argv[3]))
+redeqx.Deployer(verbose=False, **eval(sys.argv[3]))
+deployer = redeqx.Deployer(verbose=False)  # the environment alone does not tell the number of processes
 print(jax.process_count(), deployer.mesh.size, deployer.decide(int(sys.argv[2])))
 """
 
