@@ -73,10 +73,13 @@ def handle_always(numbers: Sequence[int], act: Callable[[], None], late: Callabl
         signal.signal(number, handle)
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    before = signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     if before != -1:
         signal.set_wakeup_fd(before)
+        reader.close()
+        writer.close()
         return True
+    writer.detach()  # open for the rest of the process
     _wakeup.insert(0, before)
     threading.Thread(target=_count, args=(reader, own, wait), name="redeqx-signals", daemon=True).start()
     return True
