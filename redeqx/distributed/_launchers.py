@@ -236,7 +236,7 @@ def _torchrun() -> Place | None:
         _number("RANK"),
         os.environ["MASTER_ADDR"],
         port,
-        local=None if n_here == 1 else os.environ.get("LOCAL_RANK"),
+        local="" if n_here == 1 else "LOCAL_RANK",
         token=job_token(f"torchrun {run_id} {port}", is_one_host=str(n_here) == n),
     )
 
@@ -249,7 +249,7 @@ def _open_mpi() -> Place | None:
     for name in names:
         if name not in os.environ:
             raise _Missing(name)
-    n, index, local = _number(names[0]), _number(names[1]), os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK")
+    n, index = _number(names[0]), _number(names[1])
     is_one_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(n)
     uri, key = (os.environ.get(f"OMPI_MCA_orte_{name}") for name in ("hnp_uri", "precondition_transports"))
     namespace = os.environ.get("PMIX_NAMESPACE", "")
@@ -267,7 +267,7 @@ def _open_mpi() -> Place | None:
         raise _Missing("PMIX_NAMESPACE")
     # `key` is a random number of the job, for networks of Open MPI 4.
     token = key or job_token(f"mpirun {namespace}", is_one_host=is_one_host)
-    return _place(n, index, host, port, local=local, token=token)
+    return _place(n, index, host, port, local="OMPI_COMM_WORLD_LOCAL_RANK", token=token)
 
 
 def _mpich() -> Place | None:
@@ -277,7 +277,7 @@ def _mpich() -> Place | None:
         return None
     if not os.environ.get("JAX_COORDINATOR_ADDRESS"):
         raise _Missing("JAX_COORDINATOR_ADDRESS")
-    return _place(int(n), _number("PMI_RANK"), "", PORT, local=os.environ.get("MPI_LOCALRANKID"))
+    return _place(int(n), _number("PMI_RANK"), "", PORT, local="MPI_LOCALRANKID")
 
 
 def _skypilot() -> Place | None:
@@ -308,7 +308,7 @@ def _slurm() -> Place | None:
     job, step = os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_STEP_ID", "")
     token = job_token(f"slurm {job} {step}", is_one_host=os.environ.get("SLURM_STEP_NUM_NODES") == "1")
     port = _port(_number("SLURM_JOB_ID"))
-    return _place(int(in_step or n), _number("SLURM_PROCID"), host, port, local=os.environ["SLURM_LOCALID"], token=token)
+    return _place(int(in_step or n), _number("SLURM_PROCID"), host, port, local="SLURM_LOCALID", token=token)
 
 
 def _jax_detection() -> Place | None:
@@ -375,10 +375,13 @@ LAUNCHERS = (
 )
 
 
-def _place(
-    n: int, index: int, host: str, port: int, *, local: str | None = None, token: str = "", keep: bool = False
-) -> Place:
-    """Return a launcher's place. JAX's own variables replace the address, unless `keep`: JAX has considered them."""
+def _place(n: int, index: int, host: str, port: int, *, local: str = "", token: str = "", keep: bool = False) -> Place:
+    """Return a launcher's place. JAX's own variables replace the address, unless `keep`: JAX has considered them.
+
+    **Arguments:**
+
+    - `local`: the variable with the index of the device that is this process's.
+    """
     given, coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", ""), os.environ.get(_BIND, "")
     if given and not keep:
         host, _, own_port = given.rpartition(":") if re.search(r"(^[^:]*|\]):\d+$", given) else (given, "", "")
@@ -386,7 +389,8 @@ def _place(
     if os.environ.get("JAX_COORDINATOR_PORT") and not keep:
         port = _number("JAX_COORDINATOR_PORT")
     bind = _host_of(coordinator) if coordinator else _interface(host) if index == 0 else host
-    return Place(n, index, host, port, bind, None if local is None else (_number(local),), coordinator, token)
+    devices = (_number(local),) if os.environ.get(local) else None
+    return Place(n, index, host, port, bind, devices, coordinator, token)
 
 
 def _given(*names: str) -> str | None:
@@ -394,12 +398,10 @@ def _given(*names: str) -> str | None:
 
 
 def _number(name: str) -> int:
-    """Return the number in a variable, or the number itself."""
-    text = name if name.isdecimal() else os.environ[name]
     try:
-        return int(text)
+        return int(os.environ[name])
     except ValueError:
-        raise ValueError(f"`{name}`: expected a number in the environment, got {text!r}. Set it.") from None
+        raise ValueError(f"`{name}`: expected a number in the environment, got {os.environ[name]!r}. Set it.") from None
 
 
 def _port(number: int, *, avoid: int = 0) -> int:

@@ -442,6 +442,14 @@ def test_incomplete_variables_are_refused_with_the_remedy(monkeypatch, environme
     assert find_place() is None
 
 
+@pytest.mark.parametrize(
+    ("environment", "name"), [(TORCHRUN, "LOCAL_RANK"), (STEP, "SLURM_LOCALID"), (SKYPILOT, "SKYPILOT_NODE_RANK")]
+)
+def test_variable_that_is_no_number_is_named(monkeypatch, environment, name):
+    setenv(monkeypatch, **{**environment, "LOCAL_WORLD_SIZE": "2", name: "first"})
+    assert error_message() == f"`{name}`: expected a number in the environment, got 'first'. Set it."
+
+
 def test_ray_workers_without_jax_are_refused(monkeypatch):
     """Ray Train sets no variables, and starts JAX for GPUs and TPUs only."""
     setenv(monkeypatch)
