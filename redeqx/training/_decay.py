@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.extend import core as jex
 
@@ -102,7 +103,7 @@ def _outputs_of(eqn: Any, ins: Sequence[_Taint]) -> list[_Taint]:
         return [(0, _union(ins)[1])]
     if name in ("mul", "div"):
         tainted = [taint for taint in ins if any(taint)]
-        is_zero = any(isinstance(atom, jex.Literal) and not jnp.any(atom.val) for atom in eqn.invars)
+        is_zero = any(isinstance(atom, jex.Literal) and not np.any(atom.val) for atom in eqn.invars)
         return [(0, tainted[0][0] | tainted[0][1]) if len(tainted) == 1 and not is_zero else _NONE]
     return [_NONE] * n_outs
 

@@ -90,9 +90,15 @@ def loss_rows(recipe: Recipe, plan: Plan, state: TrainState, trace: Trace | None
     """Describes which leaves decay, and how the loss computes its attention and its loops. Empty without a trace."""
     if trace is None:
         return {}
-    rows = partial(_attention_rows, recipe, plan.mesh, trace), partial(_loop_rows, recipe, plan, trace)
-    attention, loops = (or_as_written(each, dict, "the description of the loss") for each in rows)
-    return {**_decay_rows(recipe, plan, state), **attention, **loops}
+    parts = (
+        partial(_decay_rows, recipe, plan, state),
+        partial(_attention_rows, recipe, plan.mesh, trace),
+        partial(_loop_rows, recipe, plan, trace),
+    )
+    rows: dict[str, str] = {}
+    for part in parts:
+        rows |= or_as_written(part, dict, "the header's description")
+    return rows
 
 
 def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
