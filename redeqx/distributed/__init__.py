@@ -6,9 +6,10 @@ and the local launcher. Knows nothing of models or files. Open `_cluster.py` fir
 
 from ._cluster import WORKER as WORKER, start as start
 from ._exits import at_end as at_end, discard as discard
-from ._interrupts import HANG as HANG, Preempted as Preempted, Preemption as Preemption, Watch as Watch
+from ._interrupts import Preempted as Preempted, Preemption as Preemption
 from ._launch import crowding as crowding, launch as launch
 from ._links import PeerError as PeerError
 from ._peers import HEARTBEAT as HEARTBEAT, Peers as Peers
 from ._rendezvous import START as START
 from ._replicas import agree_on_program as agree_on_program, agree_on_values as agree_on_values
+from ._watch import HANG as HANG, Watch as Watch

@@ -17,8 +17,9 @@ from types import TracebackType
 
 import jax
 
+from ._addresses import free_port, reachable
 from ._exits import attempt, exit_now, run_exit_callbacks
-from ._launchers import Place, find_place, free_port, reachable
+from ._launchers import Place, find_place
 from ._links import PeerError
 from ._peers import FAILURE, HEARTBEAT, Peers
 from ._relay import Relay

@@ -1,7 +1,6 @@
-"""Ends a run early: at a scheduler's signal, at Ctrl-C, and when the run hangs.
+"""Ends a run early, at a scheduler's signal and at Ctrl-C.
 
-`Preemption` makes all processes stop after the same step, to save it, and ends a script that is preempted outside of a fit.
-`Watch` detects that nothing proceeds any more: nothing else does if a process is alive but stuck.
+All processes stop after the same step, to save it. A script that is preempted outside of a fit ends too.
 """
 
 import os
@@ -13,17 +12,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from ..errors import warn
-from ._exits import attempt, end_in_time, exit_now, keep_quiet, run_exit_callbacks, say, stacks
+from ._exits import attempt, end_in_time, exit_now, keep_quiet, run_exit_callbacks, say
 from ._links import PeerError
-from ._peers import EXIT_CODE, Peers, leave
+from ._peers import EXIT_CODE, Peers
 from ._signals import handle_always, handled, woken
 
 # Kubernetes, spot machines and SLURM send SIGTERM; SLURM's `--signal=USR1@120` sends SIGUSR1, which Windows lacks.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-HANG = 1800.0  # seconds without progress after which a run counts as stuck
 _GRACE = 20.0  # seconds within which several processes reach the end of an update; schedulers kill after 30
 _PATIENCE = 10.0  # seconds that a call which keeps Python from handling a signal may take
 _INTERRUPTED = 130  # the exit code that shells report after Ctrl-C: 128 + SIGINT
@@ -292,83 +290,3 @@ def _second_exits() -> AbstractContextManager[None]:
     """Return a context in which the first Ctrl-C prints a message, and the second ends the process, wherever the main
     thread is."""
     return woken(signal.SIGINT, lambda n: _print_stopping() if n == 1 else os._exit(_INTERRUPTED))
-
-
-class Watch:
-    """Ends a run that hangs; prints the stack of every thread, and which process is behind.
-
-    **Arguments:**
-
-    - `seconds`: the time without progress after which the run ends; None for no limit.
-    """
-
-    def __init__(self, peers: Peers, seconds: float | None = HANG):
-        self._peers, self._seconds = peers, seconds
-        self._last: float | None = None  # the time of the last progress; None while none is expected
-        self._n_loops = 0  # loops over steps or batches, one inside another
-        self._left: threading.Event | None = None  # tells the watching thread that the loop was left
-        peers.on("stuck", lambda index, seconds: self._report(seconds))
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Return a context in which progress is expected, from the first `beat` on: a step, or a batch of an evaluation."""
-        self._n_loops += 1
-        try:
-            yield
-        finally:
-            self._n_loops -= 1
-            if not self._n_loops:
-                self._last = None
-                if self._left is not None:
-                    self._left.set()
-                    self._left = None
-
-    def beat(self, step: int | None = None) -> None:
-        """Record progress, and the step that was finished if one is given; more progress is expected."""
-        self._peers.step = self._peers.step if step is None else step
-        if not self._n_loops:
-            return
-        self._last = time.monotonic()
-        if self._left is None and self._seconds is not None:
-            self._left = threading.Event()
-            threading.Thread(target=self._watch_steps, args=(self._left,), name="redeqx-watch", daemon=True).start()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Return a context for work that may take any time, such as compilation."""
-        was_on, self._last = self._last is not None, None
-        try:
-            yield
-        finally:
-            if was_on:
-                self.beat()
-
-    def _watch_steps(self, left: threading.Event) -> None:
-        assert self._seconds is not None
-        while not left.wait(min(1.0, self._seconds / 4)):
-            last = self._last
-            if last is not None and time.monotonic() - last > self._seconds:
-                self._peers.broadcast("stuck", self._seconds)
-                self._report(self._seconds)
-
-    def _report(self, seconds: float) -> None:
-        if not self._peers.claim_end():
-            return
-        # In a thread: the calling thread receives the others' contributions.
-        threading.Thread(target=self._end, args=(seconds,), name="redeqx-stuck", daemon=True).start()
-
-    def _end(self, seconds: float) -> None:
-        try:
-            # The number of gatherings tells processes at the same step apart: one that has not entered a gathering is behind
-            # those that wait in it.
-            at = [self._peers.step or 0, self._peers.n_contributed]
-            reached: list[Any] = self._peers.gather("stuck at", at, timeout=5.0)
-        except PeerError as error:
-            why = f"no progress for {seconds:g} s ({error})"
-        else:
-            behind = [i for i, at in enumerate(reached) if at == min(reached)]
-            who = f"process {', '.join(map(str, behind))} of {self._peers.n} is behind"
-            who = "no process is behind another" if len(behind) == self._peers.n else who
-            why = f"no progress for {seconds:g} s: {who}, after step {min(reached)[0]}"
-        say(f"redeqx: {why}. What each thread of process {self._peers.index} is at:\n{stacks()}")
-        leave(why, EXIT_CODE, self._peers.committed)

@@ -15,8 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+from ._addresses import free_port
 from ._exits import discard
-from ._launchers import free_port
 from ._peers import EXIT_CODE
 from ._rendezvous import TOKEN
 

@@ -5,7 +5,6 @@ that started several processes decides. One that is recognised but has not said 
 that trains alone.
 """
 
-import ipaddress
 import os
 import re
 import socket
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..errors import check_count
+from ._addresses import interface
 from ._rendezvous import START
 from ._secrets import job_token
 
@@ -177,7 +177,7 @@ def _redeqx() -> Place | None:
         raise ValueError(f"`{_HOST0}`: expected `host:port` in the environment, got {os.environ[_HOST0]!r}. Set it.")
     host, n, index = host.strip("[]"), _number(_PROCESSES), _number(_PROCESS_ID)
     # A launcher of pods gives process 0 a name that may not be an address of its own.
-    return Place(n, index, host, int(port), _interface(host) if index == 0 else host)
+    return Place(n, index, host, int(port), interface(host) if index == 0 else host)
 
 
 def _jax() -> Place | None:
@@ -388,7 +388,7 @@ def _place(n: int, index: int, host: str, port: int, *, local: str = "", token: 
         host, port = host.strip("[]"), int(own_port) if own_port else port
     if os.environ.get("JAX_COORDINATOR_PORT") and not keep:
         port = _number("JAX_COORDINATOR_PORT")
-    bind = _host_of(coordinator) if coordinator else _interface(host) if index == 0 else host
+    bind = _host_of(coordinator) if coordinator else interface(host) if index == 0 else host
     devices = (_number(local),) if os.environ.get(local) else None
     return Place(n, index, host, port, bind, devices, coordinator, token)
 
@@ -414,44 +414,3 @@ def _host_of(address: str) -> str:
     """Return the host of `host:port`, to listen on; `""` for all addresses."""
     host = address.rpartition(":")[0].strip("[]")
     return "" if host in ("0.0.0.0", "::") else host
-
-
-def _interface(host: str) -> str:
-    """Return the address that process 0 listens on, given the name or address that its launcher has for it.
-
-    This is the same one if it belongs to this host and other hosts can reach it; otherwise `""`, all addresses.
-    """
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except socket.gaierror:
-        return host  # the rendezvous raises the error, in all processes
-    for family, kind, protocol, _, address in found:
-        # On Debian a host resolves its own name to 127.0.1.1; other hosts resolve it to another address.
-        if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
-            return ""
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.bind(address)
-            except OSError:  # another machine's address, such as a service in front of this host
-                return ""
-    return host
-
-
-def reachable(host: str) -> tuple[str, str]:
-    """Return the address at which other processes reach this one, and the one to listen on, given JAX's coordinator's."""
-    if host and (bind := _interface(host)):
-        return host, bind
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing: finds the interface towards the coordinator
-            own = probe.getsockname()[0]
-        except OSError:
-            return socket.gethostname(), ""
-    return (host, "") if ipaddress.ip_address(own).is_loopback else (own, own)
-
-
-def free_port(host: str) -> int:
-    """Return a port of this host that nobody listens on."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        free.bind((host, 0))
-        return free.getsockname()[1]

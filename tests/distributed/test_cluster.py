@@ -14,8 +14,9 @@ import pytest
 from jax._src.clusters import ClusterEnv, K8sCluster
 
 from redeqx.distributed import Peers, _cluster, _launchers, _secrets
+from redeqx.distributed._addresses import free_port, interface
 from redeqx.distributed._cluster import _check_unused, start
-from redeqx.distributed._launchers import PORT, Place, _interface, find_place
+from redeqx.distributed._launchers import PORT, Place, find_place
 
 LAUNCHERS = ("REDEQX_", "SLURM_", "OMPI_", "PMI", "SKYPILOT_", "IRIS_", "TORCHELASTIC_", "KUBERNETES_", "MASTER_", "LOCAL_")
 LAUNCHERS += ("RANK", "WORLD_SIZE", "JAX_COORDINATOR", "JAX_PROCESS", "JAX_NUM_PROCESSES", "JOB_COMPLETION")
@@ -270,7 +271,7 @@ def test_open_mpi_rank_is_detected(monkeypatch):
 def test_process_0_binds_to_a_named_address_of_its_own(monkeypatch, host, addresses, expected):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    assert _interface(host) == expected
+    assert interface(host) == expected
 
 
 @pytest.mark.parametrize(("given_bind", "bind"), [("127.0.0.1:77", "127.0.0.1"), ("[::]:77", ""), ("0.0.0.0:77", "")])
@@ -566,7 +567,7 @@ def run_own(tmp_path, arguments="{}"):
         "NPROC": "16",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
-    port = str(_launchers.free_port("127.0.0.1"))
+    port = str(free_port("127.0.0.1"))
     processes = [
         subprocess.Popen(
             [sys.executable, "own.py", port, str(i), arguments],

@@ -10,9 +10,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from redeqx.distributed import _cluster, _exits
+from redeqx.distributed import Watch, _cluster, _exits
 from redeqx.distributed._exits import attempt, keep_quiet, stacks
-from redeqx.distributed._interrupts import Watch
 from redeqx.distributed._peers import Peers, leave
 
 LIMIT = 30.0

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.distributed._interrupts import Preemption, Watch
+from redeqx.distributed import Preemption, Watch
 from redeqx.distributed._peers import Peers
 
 LIMIT = 30.0

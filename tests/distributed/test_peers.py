@@ -18,8 +18,7 @@ from functools import partial
 
 import pytest
 
-from redeqx.distributed import _interrupts, _peers, _rendezvous
-from redeqx.distributed._interrupts import Watch
+from redeqx.distributed import Watch, _peers, _rendezvous, _watch
 from redeqx.distributed._links import Link, PeerError
 from redeqx.distributed._peers import Peers
 
@@ -635,7 +634,7 @@ def test_processes_that_leave_a_stuck_run_give_the_same_reason(cluster, capsys, 
             wait_until(lambda: 1 - last in peers[last]._left)
         return f"the stacks of {watch._peers.index}"
 
-    monkeypatch.setattr(_interrupts, "stacks", stacks)
+    monkeypatch.setattr(_watch, "stacks", stacks)
     watches = [Watch(each, 0.2) for each in peers]
     with watches[0].on(), watches[1].on():
         watches[1].beat(7)

@@ -1,0 +1,45 @@
+"""Addresses and ports of this host: where process 0 listens, and where the others reach it."""
+
+import ipaddress
+import socket
+
+
+def interface(host: str) -> str:
+    """Return the address that process 0 listens on, given the name or address that its launcher has for it.
+
+    This is the same one if it belongs to this host and other hosts can reach it; otherwise `""`, all addresses.
+    """
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return host  # the rendezvous raises the error, in all processes
+    for family, kind, protocol, _, address in found:
+        # On Debian a host resolves its own name to 127.0.1.1; other hosts resolve it to another address.
+        if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
+            return ""
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:  # another machine's address, such as a service in front of this host
+                return ""
+    return host
+
+
+def reachable(host: str) -> tuple[str, str]:
+    """Return the address at which other processes reach this one, and the one to listen on, given JAX's coordinator's."""
+    if host and (bind := interface(host)):
+        return host, bind
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing: finds the interface towards the coordinator
+            own = probe.getsockname()[0]
+        except OSError:
+            return socket.gethostname(), ""
+    return (host, "") if ipaddress.ip_address(own).is_loopback else (own, own)
+
+
+def free_port(host: str) -> int:
+    """Return a port of this host that nobody listens on."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        free.bind((host, 0))
+        return free.getsockname()[1]
