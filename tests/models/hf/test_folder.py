@@ -252,6 +252,18 @@ def test_narrow_floats_are_cast_only_on_request(folder):
     np.testing.assert_allclose(model.embedding.weight, MODEL.embedding.weight, rtol=1e-2)
 
 
+def test_stacked_layers_have_the_widest_dtype_of_theirs(folder):
+    def narrow(tensors):
+        name = "transformer.h.0.mlp.c_fc.weight"
+        tensors[name] = tensors[name].astype(np.float16)
+
+    edit_tensors(folder, narrow)
+    found, expected = (model.stack.blocks.mlp.up.weight for model in (from_pretrained(folder)[0], MODEL))
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found[1:], expected[1:])
+    np.testing.assert_array_equal(found[0], expected[0].astype(jnp.float16))
+
+
 def test_8_bit_floats_are_cast_only_on_request(tmp_path):
     model = eqx.tree_at(lambda m: m.embedding.weight, MODEL, MODEL.embedding.weight.astype(jnp.float8_e4m3fn))
     save_pretrained(model, CONFIG, tmp_path)
@@ -514,6 +526,19 @@ def test_a_tied_tensor_that_differs(folder):
     edit_config(folder, tie_word_embeddings=False)
     model, config = from_pretrained(folder)
     assert not config.is_tied and not np.array_equal(model.head.weight, model.embedding.weight)
+
+
+def test_a_tied_tensor_that_differs_in_its_last_row(tmp_path):
+    config = dataclasses.replace(CONFIG, vocab_size=1500)
+    folder = save_pretrained(GPT2(config, key=jax.random.key(0)), config, tmp_path / "large")
+
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].copy()
+        tensors["lm_head.weight"][-1] += 1
+
+    edit_tensors(folder, change)
+    with pytest.raises(ValueError, match=r"`lm_head\.weight`: expected the same values as `transformer\.wte\.weight`"):
+        from_pretrained(folder)
 
 
 def test_pickled_weights(folder):
