@@ -66,11 +66,11 @@ def test_folder_in_another_dtype_keeps_its_tokenizer(base, tmp_path, capsys):
     }
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_peft_adapter_is_merged_and_rounded_once(base, adapted, tmp_path, dtype, capsys):
+@pytest.mark.parametrize(("dtype", "is_narrow"), [(None, False), ("bfloat16", False), ("bfloat16", True)])
+def test_peft_adapter_is_merged_and_rounded_once(base, adapted, tmp_path, dtype, is_narrow, capsys):
     lora.save_adapter(adapted, tmp_path / "adapter")
     options = [] if dtype is None else ["--dtype", dtype]
-    if dtype is not None:
+    if is_narrow:
         output_of(capsys, "convert", base, tmp_path / "narrow", *options)
         base = tmp_path / "narrow"
     output_of(capsys, "convert", base, tmp_path / "to", "--adapter", tmp_path / "adapter", *options)

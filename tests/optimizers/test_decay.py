@@ -83,12 +83,23 @@ def test_adapters_decay(capsys):
     assert {name for name, decays in mask.items() if decays} == adapters
 
 
+def pulled_to_the_start(rate):
+    """An optimizer whose state has a copy of the parameters, to which it pulls them: not towards zero."""
+
+    def update(grads, start, params=None):
+        return jax.tree.map(lambda grad, param, at: -rate * (grad + (param - at)), grads, params, start), start
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.copy, params), update)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [
         (optax.adamw(**ADAMW), None),
         (optax.adam(1e-2), set()),
         (optax.adamw(1e-2, weight_decay=0.0), set()),
+        (optax.stateless_with_tree_map(lambda grad, param: -1e-2 * (grad + 0.0 * param)), set()),
+        (pulled_to_the_start(1e-2), set()),
         (optax.lamb(**ADAMW, mask=decay_mask), WEIGHTS),
         (adamw(**ADAMW, moments="8bit", mask=decay_mask), WEIGHTS),
         (muon(**ADAMW), WEIGHTS),
@@ -96,7 +107,7 @@ def test_adapters_decay(capsys):
         (optax.masked(optax.adamw(**ADAMW), decay_mask), WEIGHTS),
         (groups({"matrix": optax.adamw(**ADAMW)}, default=optax.sgd(1e-3)), {"cell.weight_ih", "cell.weight_hh"}),
     ],
-    ids=["all", "adam", "zero", "lamb", "8bit", "muon", "multi", "masked", "groups"],
+    ids=["all", "adam", "zero", "times zero", "to a copy", "lamb", "8bit", "muon", "multi", "masked", "groups"],
 )  # fmt: skip
 def test_the_header_counts_what_decays_under_any_optimizer(capsys, optimizer, expected):
     names, row = shrunk(capsys, Recurrent(), optimizer)

@@ -99,9 +99,9 @@ def test_a_checkpoint_of_an_earlier_release_takes_the_script_s(tmp_path):
     assert trainer.resume() == 1 and moved(trainer) == 0.25
 
 
-def halving():
+def halving(learning_rate=1.0):
     """An optimizer that halves the learning rate in its own state."""
-    inner = sgd(1.0)
+    inner = sgd(learning_rate)
 
     def update(grads, state, params=None):
         updates, state = inner.update(grads, state, params)
@@ -117,6 +117,17 @@ def test_what_an_optimizer_has_computed_is_kept_if_the_script_is_the_same(tmp_pa
     first.save_ckpt()
     again = make_trainer(halving(), tmp_path)
     assert again.resume() == 2 and moved(again) == 0.25
+
+
+def test_it_is_compared_with_the_script_of_the_previous_resume(tmp_path):
+    first = make_trainer(halving(), tmp_path)
+    first.update(DATA)
+    first.save_ckpt()
+    changed = make_trainer(halving(2.0), tmp_path)
+    assert changed.resume() == 1 and moved(changed) == 2.0
+    changed.save_ckpt()
+    again = make_trainer(halving(2.0), tmp_path)
+    assert again.resume() == 2 and moved(again) == 1.0  # what the optimizer has computed since
 
 
 # --- set during the run -------------------------------------------------------------------------------------------------
@@ -163,6 +174,16 @@ def test_a_callback_s_values_are_resumed_also_against_a_changed_script(rate, tmp
     assert (tmp_path / "parts/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
     said = "`learning_rate`: 0.0625, as set during the run, and not 4 as in this script."
     assert (said in " ".join(capsys.readouterr().out.split())) == (rate == 4.0)
+
+
+def test_a_value_that_was_set_outlasts_several_resumes(tmp_path):
+    for rate in (1.0, 4.0, 8.0):  # the script changes before each
+        trainer = make_trainer(rate, tmp_path)
+        if not trainer.resume():
+            trainer.update(DATA)
+            trainer.set_hyperparams(learning_rate=0.5)
+        assert moved(trainer) == 0.5
+        trainer.save_ckpt()
 
 
 def test_a_value_set_before_the_run_belongs_to_the_script(tmp_path):
