@@ -358,6 +358,10 @@ TABLE = {
     "MPICH": (MPICH, Place(4, 3, "127.0.0.1", 1234, "127.0.0.1", (1,))),
     "SkyPilot": (SKYPILOT, Place(4, 3, "127.0.0.1", PORT, "127.0.0.1")),
     "SLURM": (STEP, Place(4, 3, "localhost", HIGH + 5000 % 4096, "localhost", (1,))),
+    "srun --ntasks=4 in a SLURM job of 8": (
+        {**STEP, "SLURM_NTASKS": "8"},
+        Place(4, 3, "localhost", HIGH + 5000 % 4096, "localhost", (1,)),
+    ),
     "SLURM, with an address for JAX": (
         {**STEP, "JAX_COORDINATOR_ADDRESS": "127.0.0.1:99"},
         Place(4, 3, "127.0.0.1", 99, "127.0.0.1", (1,)),

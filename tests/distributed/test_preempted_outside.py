@@ -19,6 +19,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 import redeqx
 
 where, number = sys.argv[1], getattr(signal, sys.argv[2])
+first = redeqx.Deployer(workdir="first", verbose=False) if where == "second" else None
 deployer = redeqx.Deployer(workdir=None if where == "worker" else "run", verbose=False, n_model_shards=2)
 is_first = jax.process_index() == 0
 trainer = redeqx.Trainer(
@@ -52,7 +53,7 @@ if where == "loop":
         trainer.update(rows)
         if trainer.step == 4:
             send()
-if where == "inside":
+if where in ("inside", "second"):
     for step in range(trainer.resume(), 10):
         trainer.update(Sends(rows) if trainer.step == 4 else rows)
 if where == "bare":
@@ -63,6 +64,23 @@ if where == "bare":
 if where == "evaluation":
     trainer.fit(rows, batch_size=8, n_epochs=2)
     trainer.eval_loss(Sends(rows), batch_size=8)
+    time.sleep(30)
+if where == "saving":
+    fsync = os.fsync
+    def send_then_sync(file):
+        send()
+        fsync(file)
+    os.fsync = send_then_sync
+    trainer.update(rows)
+    trainer.save_ckpt()
+    time.sleep(30)
+if where == "failing":
+    def fail(file):
+        raise RuntimeError("no disk")
+    trainer.resume()
+    trainer.update(rows)
+    os.fsync = fail
+    send()
     time.sleep(30)
 if where == "thread":
     fit = threading.Thread(target=lambda: trainer.fit(rows * 400, batch_size=8, n_epochs=2))
@@ -119,6 +137,9 @@ def saved(folder):
     [
         ("loop", "SIGTERM", 4),
         ("data", "SIGUSR1", None),
+        ("saving", "SIGTERM", 1),
+        ("failing", "SIGTERM", None),
+        ("second", "SIGTERM", 5),  # within an update of the second of two deployers
         *(pytest.param(*each, marks=pytest.mark.sweep) for each in [
             ("inside", "SIGTERM", 5), ("bare", "SIGTERM", None), ("evaluation", "SIGTERM", 4), ("data", "SIGTERM", None),
         ]),
@@ -130,10 +151,14 @@ def test_a_signal_outside_of_a_fit_saves_and_ends_with_75(tmp_path, where, numbe
     assert "ended at" not in ended.stdout
     assert "redeqx: preempted outside of `fit`. Leaving with exit code 75: run it again to go on.\n" in ended.stderr
     assert saved(tmp_path) == ([] if step is None else [f"step_{step:08d}"])
+    if where == "failing":
+        assert "redeqx: preempted: the newest step could not be saved: no disk\n" in ended.stderr
     if where in ("loop", "inside"):
         assert f"redeqx: preempted: step {step} is saved\n" in ended.stderr
         again = run(tmp_path, "inside", number)  # continues after the step at which a signal is sent
         assert (again.returncode, again.stdout) == ((0, "ended at 10\n") if step == 5 else (75, "")), again.stderr
+        if step == 4:
+            assert saved(tmp_path)[-1] == "step_00000005"  # the update within which the signal came
 
 
 @pytest.mark.sweep

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 import redeqx
 from redeqx.__main__ import main
 from redeqx._tree import named_leaves
+from redeqx.checkpoint import Base
 from redeqx.models import from_pretrained, lora, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 
@@ -118,6 +119,16 @@ def test_leaves_trained_beside_the_adapters_reach_an_adapter_from_a_checkpoint(t
     assert_same(lora.load_adapter(from_pretrained(base)[0], folder), trainer.model)
 
 
+def test_leaves_that_an_earlier_run_trained_reach_the_adapter_after_a_resume(tmp_path, base):
+    first = train(adapted(base), tmp_path / "first", trainable=lambda model: lora.trainable(model, also="norm.*"))
+    folder = lora.save_adapter(first.model, tmp_path / "first_adapter")
+    for max_steps in (2, 4):  # norms are frozen now
+        trainer = train(lora.load_adapter(from_pretrained(base)[0], folder), tmp_path / "second", max_steps=max_steps)
+    assert trainer.step == 4
+    found = lora.load_adapter(from_pretrained(base)[0], lora.save_adapter(trainer.model, tmp_path / "second_adapter"))
+    assert_same(found, trainer.model)
+
+
 def changed_base(base):
     model, config = from_pretrained(base)
     weight = model.stack.blocks.mlp.up.weight
@@ -147,6 +158,14 @@ def test_another_base_is_refused(tmp_path, base):
     text = message(train, adapted(base), tmp_path / "run", max_steps=6)
     assert text.startswith("`workdir`: expected a run that this trainer can continue, got ")
     assert "got others in `stack.blocks.mlp.up.weight`" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_values_in_another_order_are_another_base(dtype):
+    x = jnp.arange(24, dtype=dtype).reshape(2, 3, 4)
+    orders = [x, x[::-1], x[:, ::-1], x[:, :, ::-1], x[::-1, ::-1]]
+    sums = {Base.of({"weight": "folder"}, {"weight": each}).checksums["weight"] for each in orders}
+    assert len(sums) == len(orders)
 
 
 def test_it_holds_everything_where_the_base_is_unknown_or_small(tmp_path, base):
