@@ -43,6 +43,23 @@ def hyperparams(opt_tree: PyTree, *, scheduled: bool) -> dict[str, Any]:
     }
 
 
+def check_schedules(opt_tree: PyTree) -> None:
+    """Raises ValueError if `optax.inject_hyperparams` took a mask for a schedule: it calls every function with the number of
+    updates, and what a mask returns for a number would hold for all leaves.
+
+    **Arguments:**
+
+    - `opt_tree`: an optimizer state, as shapes.
+    """
+    for name, value in hyperparams(opt_tree, scheduled=True).items():
+        if isinstance(value, jax.ShapeDtypeStruct) and value.dtype == jnp.bool_:
+            name = name.rpartition(".")[2]
+            raise ValueError(
+                f"`optimizer`: expected `optax.inject_hyperparams` to call schedules, got `{name}`, a function that returns "
+                f"a boolean for the number of updates. Pass `optax.inject_hyperparams(..., static_args={name!r})`."
+            )
+
+
 def injected_rate(opt_tree: PyTree) -> Any:
     """Returns the learning rate in an optimizer state, also one that a schedule has computed; None without exactly one."""
     rates = [node.hyperparams[_RATE] for _, node in injected(opt_tree) if _RATE in node.hyperparams]

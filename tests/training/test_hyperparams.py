@@ -249,6 +249,23 @@ def test_hyperparameters_of_the_same_name_are_set_by_the_whole_one():
     np.testing.assert_array_equal(trainer.model.other, -0.25)
 
 
+def test_a_mask_that_optax_takes_for_a_schedule_is_refused():
+    def decayed(learning_rate, mask):
+        return optax.chain(optax.add_decayed_weights(0.5, mask), optax.sgd(learning_rate))
+
+    def mask(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: "weight" in jax.tree_util.keystr(path), params)
+
+    trainer = make_trainer(optax.inject_hyperparams(decayed)(1.0, mask=mask))
+    with pytest.raises(ValueError, match=r"got `mask`, a function .* static_args='mask'"):
+        trainer.update(DATA)
+    trainer = make_trainer(optax.inject_hyperparams(decayed, static_args="mask")(1.0, mask=mask))
+    for _ in range(2):
+        trainer.update(DATA)
+    np.testing.assert_array_equal(trainer.model.weight, -1.5)  # -1, then -(1 + 0.5 * -1)
+    np.testing.assert_array_equal(trainer.model.other, -2)
+
+
 # --- the logged learning rate -------------------------------------------------------------------------------------------
 
 
