@@ -14,7 +14,7 @@ import optax
 from jax.extend import core as jex
 
 from .._tree import PyTree
-from ..partition import Plan, using_kinds
+from ..partition import Plan
 from ..tracing import insides
 from ._precision import MasterState, widened
 from ._step import update_with
@@ -40,10 +40,8 @@ def decaying(optimizer: optax.GradientTransformation, plan: Plan, params: PyTree
     one = jax.ShapeDtypeStruct((), jnp.float32)
 
     def update(params: PyTree, state: PyTree, grads: PyTree, value: Any) -> PyTree:
-        extra = {"value": value, "value_fn": lambda *_: value, "grad_fn": lambda *_: grads, "grad": grads, "plan": plan}
-        extra = extra if isinstance(optimizer, optax.GradientTransformationExtraArgs) else {}
-        with using_kinds(plan.kinds_of_loss):
-            return update_with(optimizer, grads, state, params, extra)[0]
+        extra = {"value": value, "value_fn": lambda *_: value, "grad_fn": lambda *_: grads}
+        return update_with(optimizer, plan, grads, state, params, **extra)[0]
 
     has_masters = any(isinstance(node, MasterState) for node in jax.tree.leaves(state, is_leaf=_is_master))
     try:

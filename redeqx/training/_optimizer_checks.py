@@ -75,16 +75,14 @@ def _climbs(recipe: Recipe, plan: Plan, state: TrainState) -> bool:
         pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)
         return sum(jnp.sum(jnp.real(g * x)) for g, x in pairs)
 
-    extra: dict[str, Any] = {"value_fn": loss, "grad_fn": lambda *_, **__: grads, "grad": grads, "plan": plan}
-    has_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    extra: dict[str, Any] = {"value_fn": loss, "grad_fn": lambda *_, **__: grads}
     try:
         with using_kinds(plan.kinds_of_loss):
             opt_state = optimizer.init(params)
-            for _ in range(_MOST_STEPS):
-                given = {**extra, "value": loss(params)} if has_extra else {}
-                updates, opt_state = update_with(optimizer, grads, opt_state, params, given)
-                if change := np.asarray(loss(updates)).item():
-                    return change > 0
+        for _ in range(_MOST_STEPS):
+            updates, opt_state = update_with(optimizer, plan, grads, opt_state, params, value=loss(params), **extra)
+            if change := np.asarray(loss(updates)).item():
+                return change > 0
     except Exception:  # the step calls it with its own arguments, and reports errors
         return True
     return True

@@ -131,7 +131,6 @@ def make_train_step(
     """
     parts, mesh, precision = functions.parts, functions.plan.mesh, functions.precision
     # For optimizers that use the value of the loss, search along a line, or depend on the plan.
-    takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
     names: list[str] = []
 
     def step_fn(trained, opt_state, state, steps, frozen, stream, groups, n_first):
@@ -174,9 +173,7 @@ def make_train_step(
         grad_tree, opt_tree = parts.trained_tree(grads), jax.tree.unflatten(opt_treedef, opt_state)
         n_before = n_updates(opt_tree)
         loss_extra = {"value": values["loss"], "value_fn": loss_of, "grad_fn": lambda tree, *_: jax.grad(loss_of)(tree)}
-        extra = {**loss_extra, "grad": grad_tree, "plan": functions.plan} if takes_extra else {}
-        with using_kinds(functions.plan.kinds_of_loss):
-            updates, opt_tree = update_with(optimizer, grad_tree, opt_tree, tree, extra)
+        updates, opt_tree = update_with(optimizer, functions.plan, grad_tree, opt_tree, tree, **loss_extra)
         rate = injected_rate(opt_tree)
         if rate is None and lr_schedule_fn is not None:
             # A skipped step does not advance the optimizer's own count.
@@ -221,12 +218,16 @@ def _share_unmoved(before: Sequence[Array], updates: Sequence[Array], after: Seq
 
 
 def update_with(
-    optimizer: optax.GradientTransformation, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]
+    optimizer: optax.GradientTransformation, plan: Plan, grads: PyTree, state: PyTree, params: PyTree, **extra: Any
 ) -> tuple[PyTree, PyTree]:
-    """Returns the optimizer's updates and new state; drops entries of `extra` that it does not accept."""
+    """Returns the optimizer's updates and new state, with the kinds of the plan's loss for its masks. It receives those of
+    `extra`, `grad` and `plan` that it accepts."""
+    takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    extra = {**extra, "grad": grads, "plan": plan} if takes_extra else {}
     while True:
         try:
-            return optimizer.update(grads, state, params, **extra)
+            with using_kinds(plan.kinds_of_loss):
+                return optimizer.update(grads, state, params, **extra)
         except TypeError as error:
             refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             *_, (caller, _) = walk_tb(error.__traceback__)
