@@ -71,17 +71,14 @@ def load(
         return load_tree(path, like, shardings, kind)
     checkpoints, found = find_checkpoint(path, Peers() if deployer is None else deployer._run.peers)
     record = checkpoints.record(found, tensors=False)
-    base = Base.of_record(found, record)
-    if base is None or kind in _WITHOUT_BASE:
+    base = None if kind in _WITHOUT_BASE else Base.of_record(found, record)
+    if base is None:
         loaded = checkpoints.load(found, kind, like, shardings, verify=True)
     else:
-        held, of_base = (
-            base.without(like),
-            {name: like_ for name, like_ in named_leaves(like).items() if name in base.checksums},
-        )
-        checkpoints.match_base(found, base, of_base)
-        loaded = checkpoints.load(found, kind, held, shardings, verify=True)
-        kept = map_named(lambda name, leaf: leaf if name in of_base else None, like)
+        names = base.checksums
+        checkpoints.match_base(found, base, named_leaves(like))
+        loaded = checkpoints.load(found, kind, base.without(like), shardings, verify=True)
+        kept = map_named(lambda name, leaf: leaf if name in names else None, like)
         loaded = eqx.combine(loaded, kept if plan is None else place(kept, plan))
     for name, leaf in named_leaves(loaded).items():
         if name in record.get("trained", ()):
