@@ -187,7 +187,12 @@ class CheckpointFolder:
                 f"`{which}`: expected the folder of a checkpoint, got one that {got}. "
                 "Pass a folder `step_...` of a workdir's `ckpts`, or a name such as `last`."
             )
-        known = [*map(brief_name, index), *names]
+        if name != which:
+            raise ValueError(
+                f"`{self.folder}`: expected the checkpoint `{brief_name(name)}`, which the index names as {which!r}, got no "
+                "such folder. Put it back, or pass another."
+            )
+        known = [*(brief_name(tag) for tag, name in index.items() if name in names), *names]
         expected = f"one of {', '.join(listed(known, _MAX_KNOWN))}" if known else "a checkpoint, of which there are none yet"
         raise ValueError(
             f"`{self.folder}`: expected {expected}, or the path of a checkpoint, got {str(which)!r}."

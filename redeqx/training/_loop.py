@@ -434,13 +434,15 @@ class Fit:
         rows = {"steps": f"{engine.step:,}"}
         rows.update({f"eval {name}": f"{value:.6g}" for name, value in self.metrics.items()})
         if engine.checkpoints is not None:
-            index = engine.checkpoints.index()
+            folder, index, names = engine.checkpoints.folder, engine.checkpoints.index(), engine.checkpoints.names()
+            # Somebody may have removed a checkpoint since: that ends no run.
+            paths = {tag: f"{folder / name}{'' if name in names else ', which was removed'}" for tag, name in index.items()}
             for tag in self.options.tracked:
-                if tag in engine.progress.best and tag in index:
+                if tag in engine.progress.best and tag in paths:
                     best = engine.progress.best[tag]
-                    rows[tag] = f"{best['value']:.6g} at step {best['step']}: {engine.checkpoints.resolve(tag)}"
-            if "last" in index:
-                rows["last"] = str(engine.checkpoints.resolve("last"))
+                    rows[tag] = f"{best['value']:.6g} at step {best['step']}: {paths[tag]}"
+            if "last" in paths:
+                rows["last"] = paths["last"]
         engine.run.console.header(rows, title="done")
 
 

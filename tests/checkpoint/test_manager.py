@@ -452,8 +452,10 @@ def test_checkpoint_is_found_by_tag_name_or_path(saved, tmp_path):
     with pytest.raises(ValueError, match=r"expected a checkpoint, of which there are none yet, or the path"):
         elsewhere.resolve("last")
     shutil.rmtree(last)
-    with pytest.raises(ValueError, match=r"or the path of a checkpoint, got 'last'"):
+    with pytest.raises(ValueError, match=r"expected the checkpoint `step_00000200`, which the index names as 'last'"):
         saved.resolve("last")
+    with pytest.raises(ValueError, match=r"expected one of argmin_loss, step_00000100, or the path"):
+        saved.resolve("best")
 
 
 def test_pruning_keeps_tagged_and_newest(tmp_path):

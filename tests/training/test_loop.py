@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 
 import equinox as eqx
@@ -68,7 +69,7 @@ def make_trainer(workdir=None, *, kill_at=None, loggers=(), verbose=False):
 
 
 def run(workdir, scores, *, kill_at=None):
-    """Fit one epoch of one step per score; the evaluation after step `i` returns `scores[i - 1]`."""
+    """Fit one epoch of one step per score; the evaluation after step `i` returns `scores[i - 1]`. Return the trainer."""
     trainer, _ = make_trainer(workdir, kill_at=kill_at)
     predictor = trainer.get_default_predictor(lambda model, batch, key: batch + model.weight)
 
@@ -91,6 +92,7 @@ def run(workdir, scores, *, kill_at=None):
             save_last_ckpt=True,
             keep_last=1,
         )
+    return trainer
 
 
 def best_checkpoints(workdir):
@@ -136,6 +138,17 @@ def test_best_checkpoint_survives_a_resume(tmp_path, kill_at):
     run(tmp_path, scores, kill_at=kill_at)
     run(tmp_path, scores)
     assert best_checkpoints(tmp_path) == {"argmax_score": (2, 2, 0.9), "argmin_score": (3, 3, 0.2)}
+
+
+def test_a_removed_best_checkpoint_does_not_end_a_resumed_run(tmp_path):
+    scores = [0.5, 0.9, 0.2, 0.8]
+    run(tmp_path, scores, kill_at=4)
+    index = json.loads((tmp_path / "ckpts" / "index.json").read_text())
+    shutil.rmtree(tmp_path / "ckpts" / index["argmax_score"])
+    trainer = run(tmp_path, scores)
+    assert trainer.step == 4
+    with pytest.raises(ValueError, match=r"which the index names as 'argmax_score', got no such folder"):
+        trainer.load_ckpt("argmax_score")
 
 
 # --- the order of examples --------------------------------------------------------------------------------------------
