@@ -6,6 +6,7 @@ It takes strings and Python numbers, and knows nothing of devices, meshes, model
 import atexit
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,7 +40,7 @@ class Terminal(RichConsole):
         self._file = new_file
 
 
-_refused: set[int] = set()  # the descriptors of streams that refused output, each said once
+_refused: weakref.WeakSet[Any] = weakref.WeakSet()  # the streams that refused output, each said once
 
 
 class _Lasting:
@@ -71,10 +72,9 @@ class _Lasting:
         except BrokenPipeError:
             discard(self._stream)
         except OSError as error:
-            fd = self._stream.fileno()
-            if fd in _refused:
+            if self._stream in _refused:
                 return
-            _refused.add(fd)
+            _refused.add(self._stream)
             atexit.register(_discard_if_refused, self._stream)
             with suppress(OSError, ValueError):
                 print(

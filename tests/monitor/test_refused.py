@@ -1,5 +1,7 @@
 """Output that cannot be printed or recorded: a run goes on, and says once what is missing."""
 
+import errno
+import io
 import json
 import os
 import resource
@@ -98,3 +100,14 @@ def test_media_that_a_full_disk_refuses_do_not_end_a_run(tmp_path):
         console.records.text("note", "hello", 2)
     console.records.text("note", "hello", 3)
     assert [path.name for path in (tmp_path / "media").iterdir()] == ["step_00000003_note.txt"]
+
+
+def test_stream_without_a_descriptor_that_fails_does_not_end_a_run(monkeypatch, capsys):
+    class Full(io.TextIOBase):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    for _ in range(2):
+        Console(None).info("step 1")
+    assert capsys.readouterr().err.count("expected to print, got No space left on device. Training goes on") == 1
