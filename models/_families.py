@@ -5,6 +5,8 @@ from typing import Any
 import equinox as eqx
 
 from redeqx import Deployer, Plan
+from redeqx.errors import brief, check_deployer, with_names
+from redeqx.partition import check_plan
 from redeqx.storage import Location, location
 
 from .bart import Bart
@@ -44,6 +46,7 @@ MODELS: tuple[type[Pretrained], ...] = (
 )
 
 
+@with_names
 def from_pretrained(
     folder: str | Location,
     *,
@@ -75,6 +78,11 @@ def from_pretrained(
     does not implement, tensors that are missing, unknown or of another shape, and for pickles.
     """
     folder = location(folder, "folder")
+    if deployer is not None:
+        check_deployer(deployer, Deployer)
+    check_plan(plan)
+    if not isinstance(kind, type):
+        raise TypeError(f"`kind`: expected a class of models, got {brief(kind)}. Pass `redeqx.models.Decoder`, say.")
     cls = _model_class(read_config(folder), folder / CONFIG, kind)
     return cls.from_pretrained(folder, dtype=dtype, deployer=deployer, plan=plan, **changes)
 

@@ -1,7 +1,7 @@
 """The Deployer: the devices, keys, plans, schedules and records of a run."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ from .errors import (
     FilteredTraceback,
     RedcoNames,
     check_count,
+    check_float_dtype,
     check_folder,
     check_function,
     check_model,
     check_model_function,
     check_number,
+    filter_traceback,
     make_folder,
     with_batch_note,
+    with_names,
 )
 from .machine import (
     Options,
@@ -229,6 +232,7 @@ class Deployer(RedcoNames):
 
     # --- models ------------------------------------------------------------------------------------------------------
 
+    @filter_traceback
     def plan(
         self,
         model: PyTree,
@@ -255,6 +259,11 @@ class Deployer(RedcoNames):
         large leaf that no axis splits.
         """
         check_model(model)
+        check_float_dtype(compute_dtype, "compute_dtype", "Pass None to compute in the model's.")
+        if isinstance(loss_fn, Mapping):
+            raise TypeError(
+                "`loss_fn`: expected a function of `(model, batch, key)`, got a dict. Specs have a name: `overrides=...`."
+            )
         if (loss_fn is None) != (batch is None):
             missing = "batch" if batch is None else "loss_fn"
             raise ValueError(f"`{missing}`: expected both `loss_fn` and `batch`, or neither, got None. Pass both.")
@@ -271,6 +280,7 @@ class Deployer(RedcoNames):
             trace = trace_loss(cast_fn, model, batch)
         return plan_model(model, self.mesh, trace, overrides)
 
+    @with_names
     def init(self, make_model: Callable[[], ModelT], plan: Plan | None = None) -> ModelT:
         """Returns the model of `make_model()`, where each device creates only its own shards; in a dry run, its shapes.
 
@@ -308,6 +318,7 @@ class Deployer(RedcoNames):
 
     # --- batches and schedules ---------------------------------------------------------------------------------------
 
+    @with_names
     def get_per_device_batch_size(self, global_batch_size: int, accumulate_grad_batches: int = 1) -> int:
         """Returns the rows of a micro-batch at one position of the data and fsdp axes, for updates of `global_batch_size`
         examples: with it, the same script takes the same updates on any mesh.
@@ -324,6 +335,7 @@ class Deployer(RedcoNames):
             )
         return global_batch_size // n_parts
 
+    @with_names
     def get_accumulate_grad_batches(self, global_batch_size: int, per_device_batch_size: int) -> int:
         """Returns the number of micro-batches in an update of `global_batch_size` examples.
 
@@ -339,6 +351,7 @@ class Deployer(RedcoNames):
             )
         return global_batch_size // micro
 
+    @with_names
     def get_lr_schedule_fn(
         self,
         train_size: int,
@@ -375,25 +388,34 @@ class Deployer(RedcoNames):
             check_count(size, name)
         update = BatchSize.of(self.mesh, per_device_batch_size, batch_size, accumulate_grad_batches).examples
         n_steps = n_epochs * n_slices(train_size, update, drop_remainder)
+        if n_steps < 1:
+            raise ValueError(
+                f"`train_size`: expected the {update} examples of an update with `drop_remainder`, got {train_size}. Pass a "
+                "smaller batch size, or keep the remainder."
+            )
         return lr_schedule(
             n_steps, learning_rate, schedule_type, warmup_ratio, warmup_steps, init_learning_rate, end_learning_rate
         )
 
     # --- printed and recorded ----------------------------------------------------------------------------------------
 
+    @with_names
     def log_info(self, message: str, *, title: str | None = None) -> None:
         """Prints a message, once for the whole run."""
         self._run.console.info(message, title=title)
 
+    @with_names
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         """Records numbers by name at a step: `metrics.jsonl`, TensorBoard, the loggers."""
         self._run.console.metrics(metrics, step)
 
+    @with_names
     def log_config(self, config: dict[str, Any]) -> None:
         """Records the configuration of a run in the trackers by name: hyperparameters, versions, arguments. The header
         (devices, mesh, plan) is recorded automatically."""
         self._run.console.records.config(config)
 
+    @with_names
     def log_image(self, name: str, image: Any, step: int | None = None) -> None:
         """Records an image: as `workdir/media/step_00000100_NAME.png`, and in each tracker that supports images.
 
@@ -417,10 +439,12 @@ class Deployer(RedcoNames):
         """
         self._run.console.records.image(name, image, step)
 
+    @with_names
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
         """Records a text, as `log_image` does an image, in `workdir/media/step_00000100_NAME.txt`."""
         self._run.console.records.text(name, text, step)
 
+    @with_names
     def progress(
         self, *, n_epochs: int | None = None, n_steps: int | None = None, first_step: int = 0, title: str = ""
     ) -> ProgressLine:

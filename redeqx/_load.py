@@ -7,9 +7,9 @@ from ._origins import CHANGED, set_origin
 from ._tree import ModelT, map_named, named_leaves
 from .checkpoint import Base, find_checkpoint, load_tree
 from .distributed import Peers
-from .errors import check_alive, check_model, filter_traceback
+from .errors import check_alive, check_deployer, check_model, filter_traceback
 from .machine import as_shapes
-from .partition import Plan, place
+from .partition import Plan, check_plan, place
 from .storage import Location, location
 
 _WITHOUT_BASE = ("model_state", "optimizer", "callbacks")  # the trees of a checkpoint that are no model
@@ -56,9 +56,13 @@ def load(
     names the tensors that differ. Raises OSError if an object store does not answer.
     """
     if kind == "model":
-        check_model(like)
+        check_model(like, "like")
     else:
         check_alive(like, "like")
+    if deployer is not None:
+        check_deployer(deployer, Deployer)
+    check_plan(plan)
+    path = location(path)
     if deployer is not None and deployer.is_dry_run:
         return as_shapes(like)
     if deployer is not None:
@@ -66,7 +70,6 @@ def load(
     if plan is not None:
         plan.check(like)
     shardings = None if plan is None else plan.sharding
-    path = location(path)
     if path.is_file():
         return load_tree(path, like, shardings, kind)
     checkpoints, found = find_checkpoint(path, Peers() if deployer is None else deployer._run.peers)

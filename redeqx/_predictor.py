@@ -12,7 +12,7 @@ from jaxtyping import PRNGKeyArray
 
 from ._deployer import Deployer
 from ._load import load
-from ._tree import PyTree, is_array_like, is_key
+from ._tree import PyTree, is_array_like
 from .data import BatchSize, Group, Prefetch, collate, local_rows, pad_rows, place_rows, read, size_of
 from .errors import (
     REDCO_PREDICTOR,
@@ -20,14 +20,16 @@ from .errors import (
     RedcoNames,
     check_deployer,
     check_examples_kind,
+    check_float_dtype,
     check_function,
+    check_key,
     check_model,
     check_model_function,
     filter_traceback,
     with_batch_note,
 )
 from .machine import n_batch_shards, put, replicated, split_rows, xla_settings
-from .partition import Plan, place
+from .partition import Plan, check_plan, place
 from .storage import Location
 from .training import (
     Parts,
@@ -82,6 +84,8 @@ class Predictor(RedcoNames):
         check_function(collate_fn, "collate_fn", ["examples"])
         if output_fn is not None:
             check_function(output_fn, "output_fn", ["outputs"])
+        check_float_dtype(compute_dtype, "compute_dtype", "Pass None to compute in the model's.")
+        check_plan(plan)
         self._deployer = deployer
         self._model = model
         self._collate_fn = collate_fn
@@ -99,6 +103,7 @@ class Predictor(RedcoNames):
         self._source: Callable[[], tuple[PyTree, PyTree, Plan]] | None = None
 
     @classmethod
+    @filter_traceback
     def load(
         cls, path: str | Location, deployer: Deployer, *, like: PyTree, plan: Plan | None = None, **options: Any
     ) -> "Predictor":
@@ -109,7 +114,11 @@ class Predictor(RedcoNames):
         - `path`, `like`: as for `redeqx.load`.
         - `plan`, `options`: as for `Predictor`.
         """
-        plan = plan or deployer.plan(like)
+        check_deployer(deployer, Deployer)
+        check_model(like, "like")
+        if "model" in options:
+            raise TypeError("`load(model=)`: expected the model as `like` alone, got both. Leave `model` out.")
+        plan = deployer.plan(like) if plan is None else plan
         return cls(deployer, model=load(path, like, deployer, plan=plan), plan=plan, **options)
 
     @filter_traceback
@@ -163,8 +172,8 @@ class Predictor(RedcoNames):
             check_model(model)
         elif self._source is None:
             self._require_model(model)
-        if key is not None and not (isinstance(key, jax.Array | np.ndarray) and (is_key(key) or key.ndim)):
-            raise TypeError(f"`key`: expected a PRNG key, got {key!r}. Pass `jax.random.key(0)`, say.")
+        if key is not None:
+            check_key(key)
         agree_on_examples(self._deployer._run.peers, "predict", n, size.examples)
         if n == 0:
             return iter(())

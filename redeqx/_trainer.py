@@ -31,7 +31,7 @@ from .errors import (
     with_batch_note,
 )
 from .machine import describe, dry, of_devices
-from .partition import Plan
+from .partition import Plan, check_plan
 from .storage import Location
 from .training import (
     REMATS,
@@ -61,8 +61,10 @@ from .training import (
 class Trainer(RedcoNames, Generic[ModelT]):
     """Trains an Equinox model on the deployer's mesh.
 
-    Results do not depend on the mesh, on micro-batches or on a restart. The arrays of `model` are copied to the mesh when
-    the first batch arrives; arrays made by `deployer.init` are used without a copy, and deleted by the first update.
+    Results do not depend on the mesh, on micro-batches or on a restart, except for rounding and for random numbers that the
+    loss draws: those also depend on the number of micro-batches, and on devices for rows that do not divide over them. The
+    arrays of `model` are copied to the mesh when the first batch arrives; arrays made by `deployer.init` are used without a
+    copy, and deleted by the first update.
 
     **Arguments:**
 
@@ -168,6 +170,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             check_model_function(grad_fn, "grad_fn", has_state=has_state)
         if lr_schedule_fn is not None:
             check_function(lr_schedule_fn, "lr_schedule_fn", ["step"])
+        check_plan(plan)
         parts = Parts.of(model, trainable)
         if not parts.names[0]:
             raise ValueError(
@@ -270,6 +273,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
     def batch_size(self, per_device_batch_size: int) -> int:
         """Returns the examples per step: rows per device x batch shards x micro-batches."""
+        check_count(per_device_batch_size, "per_device_batch_size")
         return per_device_batch_size * self.deployer.n_batch_shards * self._engine.recipe.accumulate
 
     # --- single passes -----------------------------------------------------------------------------------------------
@@ -329,6 +333,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             raise DryRunDone(dry_run(self._job(*as_one_step(self._engine, examples)), run.machine, **run.options))
         return update(self._engine, examples)
 
+    @filter_traceback
     def eval_loss(
         self,
         examples: Any,
@@ -367,6 +372,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         agree_on_examples(self._engine.run.peers, "eval_loss", size_of(examples), size.examples)
         return evaluate(self._engine, in_order(examples, size), size, model)
 
+    @filter_traceback
     def get_default_predictor(
         self,
         pred_fn: Callable[..., PyTree],
@@ -455,6 +461,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
+    @filter_traceback
     def save_ckpt(
         self,
         name: str = "last",

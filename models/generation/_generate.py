@@ -6,6 +6,7 @@ tokens. A model provides three methods: `encode` (encoder-decoders only), `init_
 Dims: batch, prompt = tokens given, beams, new = tokens generated, vocab.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from redeqx.errors import brief, check_choice, check_count, check_key, check_number, filter_traceback
 
 from ..nn import Cache
 from ._config import Generation
@@ -56,6 +60,7 @@ class _Rules:
         return scores
 
 
+@filter_traceback
 def generate(
     model: Any,
     inputs: Array | np.ndarray,
@@ -118,6 +123,8 @@ def generate(
         )
     config = getattr(model, "config", None)
     is_encoder_decoder = hasattr(model, "encode")
+    if isinstance(inputs, str) or (not hasattr(inputs, "shape") and np.asarray(inputs).dtype.kind not in "biuf"):
+        raise TypeError(f"`inputs`: expected an array of token ids, got {brief(inputs)}. Pass what the tokenizer returns.")
     ids = jnp.asarray(inputs)
     is_prompt = ids.ndim == 2 and jnp.issubdtype(ids.dtype, jnp.integer)
     if ids.ndim < 2 or ids.size == 0 or not (is_prompt or is_encoder_decoder):
@@ -133,6 +140,11 @@ def generate(
         raise ValueError(
             f"`mask`: expected a token at the end of each prompt, got padding there in row {row}. Pad prompts on the left."
         )
+    if not is_encoder_decoder:
+        _check_ids(inputs, mask, getattr(config, "vocab_size", None))
+    for name, token in {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}.items():
+        if token is not None and not np.issubdtype(np.asarray(token).dtype, np.integer):
+            raise TypeError(f"`{name}`: expected a token id, got {brief(token)}. Pass that of the tokenizer.")
     given = {
         "max_new_tokens": max_new_tokens,
         "min_new_tokens": min_new_tokens,
@@ -172,13 +184,32 @@ def generate(
     return tokens[:, 0] if options["n_return"] is None else tokens
 
 
+def _check_ids(inputs: Any, mask: Any, vocab_size: int | None) -> None:
+    """Raises ValueError for tokens outside of the vocabulary, which are not padding. Under jit they are not known."""
+    if vocab_size is None or isinstance(inputs, Tracer) or isinstance(mask, Tracer):
+        return
+    if not getattr(inputs, "is_fully_addressable", True) or not getattr(mask, "is_fully_addressable", True):
+        return
+    ids = np.asarray(inputs)
+    wrong = ((ids < 0) | (ids >= vocab_size)) & (True if mask is None else np.asarray(mask, bool))
+    if wrong.any():
+        raise ValueError(
+            f"`inputs`: expected token ids from 0 to {vocab_size - 1}, the vocabulary of the model, got {ids[wrong][0]} in "
+            f"row {int(np.argwhere(wrong)[0][0])}. Pass the tokenizer of this model's folder, and a `mask` for padding."
+        )
+
+
 def _check(options: Mapping[str, Any], n_given: int, n_positions: int | None, key: PRNGKeyArray | None) -> None:
     """Raises ValueError for options that are out of range or contradict each other."""
     for name in ("max_new_tokens", "n_beams", "n_return"):
-        if options[name] is not None and options[name] < 1:
-            raise ValueError(f"`{name}`: expected at least 1, got {options[name]}. Pass a positive number.")
+        if options[name] is not None:
+            check_count(options[name], name)
     if options["max_new_tokens"] is None:
         raise ValueError("`max_new_tokens`: expected the number of tokens to generate, got None. Pass a positive number.")
+    check_choice(options["sample"], "sample", (True, False))
+    check_number(
+        options["length_penalty"], "length_penalty", "a finite number", math.isfinite, "Pass 1.0 for the mean of a sequence."
+    )
     new, n_beams, n_return = options["max_new_tokens"], options["n_beams"], options["n_return"]
     if not 0 <= options["min_new_tokens"] <= new:
         raise ValueError(
@@ -212,14 +243,14 @@ def _check_sampling(
         raise ValueError("`key`: expected a key to sample with, got None. Pass the `key` of `pred_fn`.")
     if n_beams > 1:
         raise ValueError(f"`n_beams`: expected 1 with `sample=True`, got {n_beams}. Choose one of the two.")
-    if temperature <= 0:
-        raise ValueError(
-            f"`temperature`: expected more than 0, got {temperature}. Pass `sample=False` for the likeliest token."
-        )
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"`top_k`: expected at least 1, got {top_k}. Pass the size of the vocabulary for all tokens.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"`top_p`: expected a share in (0, 1], got {top_p}. Pass 1.0 for all tokens.")
+    check_number(
+        temperature, "temperature", "more than 0", lambda value: value > 0, "Pass `sample=False` for the likeliest token."
+    )
+    if top_k is not None:
+        check_count(top_k, "top_k", advice="Pass the size of the vocabulary for all tokens.")
+    if top_p is not None:
+        check_number(top_p, "top_p", "a share in (0, 1]", lambda value: 0 < value <= 1, "Pass 1.0 for all tokens.")
+    check_key(key)
 
 
 @eqx.filter_jit

@@ -14,7 +14,7 @@ import numpy as np
 
 from redeqx._tree import is_array_like, listed, named_leaves, nearest
 from redeqx.checkpoint import INDEX, to_host, write_tensors
-from redeqx.errors import check_alive
+from redeqx.errors import check_alive, check_folder, with_names
 from redeqx.machine import dry
 from redeqx.storage import disk_path, replacing
 
@@ -109,6 +109,7 @@ def to_disk(model: Any, weight_map: WeightMap) -> dict[str, _Saved]:
     return tensors
 
 
+@with_names
 def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
     """Writes a model and its config as a folder that `transformers` or `diffusers` loads. Returns the folder's path.
 
@@ -137,7 +138,14 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
         )
     check_alive(model, "model")
     limit = _bytes(max_shard_size)
-    cls, folder = type(model), disk_path(folder)
+    cls, folder = type(model), disk_path(folder, "folder")
+    check_folder(folder, "folder")
+    if type(config) is not type(getattr(model, "config", config)):
+        found = f"the class {config.__name__}" if isinstance(config, type) else type(config).__name__
+        raise TypeError(
+            f"`config`: expected that of the model, a {type(model.config).__name__}, got {found}. Pass what "
+            "`from_pretrained` returned, or what the model was made of."
+        )
     if dry() is not None:
         return folder
     tensors = to_disk(model, cls.weight_map(config))

@@ -6,6 +6,7 @@ Dims: in, out = features of a linear layer, rank = rank of its adapter, layers =
 """
 
 import fnmatch
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
+from redeqx.errors import brief, check_count, check_function, check_key, check_number, with_names
 
 Where = str | Sequence[str] | Callable[[str, eqx.nn.Linear], bool]
 
@@ -63,6 +65,7 @@ class LoraLinear(eqx.nn.Linear):
         return out[..., 0] if self.out_features == "scalar" else out
 
 
+@with_names
 def add(model: ModelT, *, rank: int, alpha: int | float | None = None, where: Where, key: PRNGKeyArray) -> ModelT:
     """Adds an adapter to each linear layer that `where` selects. The outputs are the same until the adapters are trained.
 
@@ -80,8 +83,16 @@ def add(model: ModelT, *, rank: int, alpha: int | float | None = None, where: Wh
 
     Raises ValueError for a rank below 1, if no layer is selected, and if a selected layer already has an adapter.
     """
-    if rank < 1:
-        raise ValueError(f"`rank`: expected at least 1, got {rank}. Pass a positive rank.")
+    check_count(rank, "rank", advice="Pass a positive rank.")
+    check_number(
+        alpha,
+        "alpha",
+        "a finite number above 0",
+        lambda alpha: 0 < alpha < math.inf,
+        "Pass `rank` or twice of it.",
+        optional=True,
+    )
+    check_key(key)
     picked = _select(linears_of(model), where)
     keys = jax.random.split(key, len(picked))
 
@@ -95,6 +106,7 @@ def add(model: ModelT, *, rank: int, alpha: int | float | None = None, where: Wh
     return replace_layers(model, {path: draw(layer, key) for (path, layer), key in zip(picked.items(), keys, strict=True)})
 
 
+@with_names
 def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
     """Returns a mask for `Trainer(trainable=...)`: True for the adapters' leaves, and for those that `also` matches.
 
@@ -107,7 +119,7 @@ def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
     adapters = adapters_of(model)
     chosen = {leaf_path(path, leaf) for path in adapters for leaf in ("lora_a", "lora_b")}
     leaves = [name for name, leaf in named_leaves(model).items() if is_array_like(leaf) and _is_inexact(leaf)]
-    for pattern in [also] if isinstance(also, str) else also:
+    for pattern in _globs(also, "also", 'Write `"head.*"`, say', optional=True):
         found = fnmatch.filter(leaves, pattern)
         if not found:
             raise ValueError(f"`also`: expected a path of the model, got {pattern!r}.{nearest(pattern, leaves)}")
@@ -174,12 +186,13 @@ def _with_weight(layer: eqx.nn.Linear, weight: Array) -> eqx.nn.Linear:
 def _select(linears: Mapping[str, eqx.nn.Linear], where: Where) -> dict[str, eqx.nn.Linear]:
     """Returns the layers that `where` selects. Raises ValueError if one of them already has an adapter."""
     if callable(where):
+        check_function(where, "where", ["path", "layer"])
         paths = {path for path, layer in linears.items() if where(path, layer)}
         if not paths:
             raise ValueError(f"`where`: expected a function that selects linear layers, got none. {_listed(linears)}")
     else:
         paths = set()
-        for pattern in [where] if isinstance(where, str) else where:
+        for pattern in _globs(where, "where", 'Write `"*.attention.query"`, say'):
             found = fnmatch.filter(linears, pattern)
             if not found:
                 near = nearest(pattern, linears)
@@ -188,6 +201,16 @@ def _select(linears: Mapping[str, eqx.nn.Linear], where: Where) -> dict[str, eqx
     picked = {path: layer for path, layer in linears.items() if path in paths}
     check_plain(picked)
     return picked
+
+
+def _globs(given: Any, name: str, advice: str, *, optional: bool = False) -> list[str]:
+    """Returns one or more globs as a list. Raises TypeError for anything else, ValueError for none."""
+    globs: list[Any] = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence | set) else [None]
+    if not all(isinstance(glob, str) for glob in globs):
+        raise TypeError(f"`{name}`: expected globs over paths, got {brief(given)}. {advice}.")
+    if not globs and not optional:
+        raise ValueError(f"`{name}`: expected at least one glob, got none. {advice}.")
+    return globs
 
 
 def check_plain(layers: Mapping[str, eqx.nn.Linear]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from redeqx._origins import CHANGED, origin_of, set_origin
 from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
 from redeqx.checkpoint import TensorReader, write_tensors
-from redeqx.errors import brief, check_alive
+from redeqx.errors import brief, check_alive, check_folder, with_names
 from redeqx.storage import disk_path, replacing
 
 from .._kinds import INTEGER, NUMBER
@@ -131,6 +131,7 @@ def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx
     return None
 
 
+@with_names
 def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) -> Path:
     """Saves adapters as a folder that `peft.PeftModel.from_pretrained` loads over the same base. Returns the folder's path.
 
@@ -152,7 +153,10 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
     were trained in a module with an adapter, which PEFT's format cannot hold.
     """
     check_alive(model, "model")
-    adapters, folder = adapters_of(model), disk_path(folder)
+    adapters, folder = adapters_of(model), disk_path(folder, "folder")
+    check_folder(folder, "folder")
+    if base is not None and not isinstance(base, str | Path):
+        raise TypeError(f"`base`: expected a name or a folder, got {brief(base)}. Pass what the base was loaded from.")
     tensors: dict[str, np.ndarray] = {}
     saved: dict[_Module, tuple[int, int | float]] = {}  # rank and alpha
     for module in _modules(model, linears_of(model)):
@@ -182,7 +186,7 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
     patterns = {_pattern(module): saved[module] for module in sorted(saved, key=lambda module: -len(module.name))}
     fields = {
         "peft_type": "LORA",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": None if base is None else str(base),
         "task_type": None,
         "inference_mode": True,
         "r": rank,
@@ -298,6 +302,7 @@ def _targets(model: PyTree, saved: Mapping[_Module, Any]) -> list[str]:
     return sorted(last if {name for name in known if name.rpartition(".")[2] in last} == adapted else adapted)
 
 
+@with_names
 def load_adapter(model: ModelT, folder: str | Path) -> ModelT:
     """Loads the adapters of a folder that PEFT or `save_adapter` wrote into a model.
 
@@ -314,7 +319,7 @@ def load_adapter(model: ModelT, folder: str | Path) -> ModelT:
     Raises ValueError for a folder without an adapter, for an adapter of a kind that is not implemented or of another base,
     and for layers that already have an adapter.
     """
-    folder = disk_path(folder)
+    folder = disk_path(folder, "folder")
     keys = _read_config(folder / CONFIG)
     source = TensorReader.find(folder, WEIGHTS)
     model, whole = _with_whole_modules(model, source, keys)

@@ -5,7 +5,6 @@ No tensor is read. Owns the table and the JSON; `checkpoint` owns the formats, a
 
 import argparse
 import fnmatch
-import json
 import math
 import re
 from collections import Counter
@@ -17,7 +16,7 @@ from .._tree import listed, nearest
 from ..checkpoint import INDEX, MANIFEST, Base, CheckpointFolder, Manifest, TensorReader, find_checkpoint, read_manifest
 from ..distributed import Peers
 from ..errors import DamagedError, brief, brief_name, load_json
-from ..monitor import Console, size_text
+from ..monitor import Console, size_text, to_json
 from ..storage import Location
 from ._paths import as_location
 
@@ -111,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
         trees = _filter_names(trees, args.match)
     console = Console(None)
     if args.json:
-        console.info(json.dumps(_as_json(found, trees, args.check)))
+        console.info(to_json(_as_json(found, trees, args.check)))
     else:
         _show(console, found, trees, n_all, args.check)
     return 0
@@ -334,8 +333,14 @@ def _summary(found: Contents, is_checked: bool) -> dict[str, str]:
 def _metrics(metrics: Any) -> str:
     if not isinstance(metrics, dict):
         return ""
-    shown = {name: f"{value:.4g}" if isinstance(value, float) else brief(value) for name, value in metrics.items()}
+    shown = {name: _number(value) for name, value in metrics.items()}
     return ", ".join(f"{brief_name(name)} {value}" for name, value in shown.items())
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, str):  # NaN or an infinity
+        return brief_name(value)
+    return f"{value:.4g}" if isinstance(value, float) else brief(value)
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, SupportsIndex, overload
 
 import numpy as np
 
-from ..errors import check_count
+from ..errors import check_count, with_names
 from ._examples import check_examples, examples_of, size_of
 from ._streams import Stream
 
@@ -39,6 +39,7 @@ class Mixture(Sequence[Any]):
     are not positive, and for a size in which a source has no share. Uses 20 bytes per example of an epoch.
     """
 
+    @with_names
     def __init__(self, sources: Mapping[str, tuple[Any, float]], *, size: int | None = None, seed: int = 0):
         self._sources, weights = _checked(sources, "Mixture")
         check_count(size, "size", optional=True)
@@ -107,6 +108,7 @@ class MixtureStream:
     for a pass without examples.
     """
 
+    @with_names
     def __init__(self, sources: Mapping[str, tuple[Any, float]], *, seed: int = 0):
         self._sources, self._weights = _checked(sources, "MixtureStream")
         check_count(seed, "seed", 0)

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Int
 
 from ..checkpoint import Lock, LockedError, write_json
-from ..errors import brief, check_function, is_size, load_json
+from ..errors import brief, check_folder, check_function, is_size, load_json, with_names
 from ..monitor import Console
 from ..storage import disk_path, fsync_folder, open_new, open_old, replacing
 from ._examples import check_examples, is_function, size_of
@@ -54,7 +54,7 @@ class TokenCache(Sequence[Any]):
     """
 
     def __init__(self, folder: str | Path):
-        self.folder = disk_path(folder)
+        self.folder = disk_path(folder, "folder")
         self.manifest = _read(self.folder)
         for name, sums in self.manifest["files"].items():
             path = self.folder / name
@@ -90,6 +90,7 @@ class TokenCache(Sequence[Any]):
                 raise _damaged(self.folder / name, f"crc32 {sums['crc32']}", str(crc32))
 
 
+@with_names
 def token_cache(
     folder: str | Path,
     texts: Iterable[Any],
@@ -118,7 +119,10 @@ def token_cache(
     Raises ValueError for a cache of other texts or another tokenizer, for a folder that is something else, and for texts
     without any token; TypeError if `tokenize` returns anything but integers.
     """
-    folder = disk_path(folder)
+    folder = disk_path(folder, "folder")
+    check_folder(folder, "folder")
+    if not isinstance(made_of, str):
+        raise TypeError(f"`made_of`: expected a text, got {brief(made_of)}. Pass a string, such as 'wiki 2026-01, llama 3'.")
     check_function(tokenize, "tokenize", ["text"])
     if is_function(texts):
         raise TypeError("`texts`: expected texts, got a function. Call it.")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Integer
 
-from ..errors import check_count
+from ..errors import check_count, with_names
 
 
 class TokenRows(Sequence[Any]):
@@ -31,6 +31,7 @@ class TokenRows(Sequence[Any]):
     stride that would leave tokens out.
     """
 
+    @with_names
     def __init__(
         self,
         tokens: Integer[np.ndarray, " n_tokens"],
@@ -52,6 +53,8 @@ class TokenRows(Sequence[Any]):
             raise ValueError(
                 f"`stride`: expected at most `length`, {length}, got {stride}, which leaves tokens out. Pass a smaller one."
             )
+        if ends is not None:
+            _check_ends(ends, len(tokens))
         if len(tokens) < self._length:
             raise ValueError(f"`tokens`: expected at least a row of {length}, got {len(tokens)}. Pass a smaller `length`.")
         self._n = 1 - (self._length - len(tokens)) // self._stride
@@ -72,3 +75,18 @@ class TokenRows(Sequence[Any]):
         cuts = np.unique(self._ends[first:last])  # an empty document ends where the previous one does
         lengths = np.diff(cuts - start, prepend=0, append=self._length)
         return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
+
+
+def _check_ends(ends: Any, n_tokens: int) -> None:
+    """Raises TypeError if the ends are no flat array of integers, ValueError if they do not ascend to at most `n_tokens`."""
+    if not isinstance(ends, np.ndarray) or ends.ndim != 1 or ends.dtype.kind not in "iu":
+        found = f"{ends.dtype}{list(ends.shape)}" if isinstance(ends, np.ndarray) else type(ends).__name__
+        raise TypeError(
+            f"`ends`: expected a flat array of integers, got {found}. Pass `np.cumsum(lengths)` of the documents' lengths."
+        )
+    if len(ends) and not (ends[0] >= 0 and ends[-1] <= n_tokens and (ends[1:] >= ends[:-1]).all()):
+        raise ValueError(
+            f"`ends`: expected numbers that ascend from 0 to the {n_tokens} tokens, got {ends.min()} to {ends.max()}"
+            f"{'' if (ends[1:] >= ends[:-1]).all() else ' in another order'}. Pass where each document ends, in tokens from "
+            "the start."
+        )

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from ..compiled import Buffer, own_line, split_name, words_of
 from ..data import cut_rows
 from ..machine import USABLE, Machine, n_batch_shards
-from ..monitor import Console, HtmlPage, size_text
+from ..monitor import Console, HtmlPage, size_text, to_json
 from ..partition import Plan
 from ..storage import disk_path
 from ..training import Setting
@@ -250,7 +250,7 @@ class DryRun:
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json` to a file."""
-        disk_path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", "utf-8")
+        disk_path(path).write_text(json.dumps(json.loads(to_json(self.to_json())), indent=1) + "\n", "utf-8")
 
     def _head(self) -> dict[str, str]:
         machine, setting, mesh = self.machine, self.setting, self.plan.mesh

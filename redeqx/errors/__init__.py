@@ -16,15 +16,18 @@ from ._arguments import (
     check_folder as check_folder,
     check_function as check_function,
     check_integers as check_integers,
+    check_key as check_key,
     check_model as check_model,
     check_model_function as check_model_function,
     check_number as check_number,
     check_optimizer as check_optimizer,
+    check_path as check_path,
     check_predictor as check_predictor,
     check_readable_again as check_readable_again,
     make_folder as make_folder,
 )
 from ._frames import is_ours as is_ours, warn as warn
+from ._names import check_names as check_names, with_names as with_names
 from ._redco import (
     REDCO_DEPLOYER as REDCO_DEPLOYER,
     REDCO_PREDICTOR as REDCO_PREDICTOR,
@@ -32,7 +35,6 @@ from ._redco import (
     REDCO_TRAINER as REDCO_TRAINER,
     REDCO_TRAINER_ARGUMENTS as REDCO_TRAINER_ARGUMENTS,
     RedcoNames as RedcoNames,
-    check_names as check_names,
 )
 from ._untrusted import (
     DamagedError as DamagedError,

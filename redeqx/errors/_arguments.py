@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._tree import listed, named_leaves
+from .._tree import is_key, listed, named_leaves
 
 # --- numbers and paths -----------------------------------------------------------------------------------------------
 
@@ -68,6 +68,8 @@ def check_number(
         return
     is_number = isinstance(value, Real) or getattr(value, "shape", None) == ()
     is_number &= not isinstance(value, bool)
+    if isinstance(value, Tracer) and is_number:
+        return  # as of `optax.inject_hyperparams`; its value is unknown
     if not is_number or not holds(value):
         kind = ValueError if is_number else TypeError
         raise kind(f"`{name}`: expected {expected}{' or None' if optional else ''}, got {_brief(value)}. {advice}")
@@ -105,15 +107,21 @@ def check_float_dtype(value: Any, name: str, advice: str) -> None:
         raise ValueError(f"`{name}`: expected a floating dtype of 16 bits or more, got {dtype}. {advice}")
 
 
-def check_folder(path: Any, name: str) -> None:
+def check_path(path: Any, name: str, *, optional: bool = False) -> None:
+    """Raise TypeError if `path` is no path, ValueError if it is an empty one."""
+    expected = f"`{name}`: expected a path{' or None' if optional else ''}, got"
+    if path == "":
+        raise ValueError(f"{expected} ''. Pass '.' for the current folder.")
+    if not isinstance(path, str | Path):
+        raise TypeError(f"{expected} {_brief(path)}. Pass a string or a `pathlib.Path`.")
+
+
+def check_folder(path: Any, name: str, *, optional: bool = True) -> None:
     """Raise ValueError if a part of the path is a file, so that the folder cannot exist; TypeError if it is not a path.
 
     An object store's address is not checked.
     """
-    if path == "":
-        raise ValueError(f"`{name}`: expected a path or None, got ''. Pass '.' for the current folder.")
-    if not isinstance(path, str | Path):
-        raise TypeError(f"`{name}`: expected a path or None, got {_brief(path)}. Pass a string or a `pathlib.Path`.")
+    check_path(path, name, optional=optional)
     if isinstance(path, str) and "://" in path:
         return
     for part in (Path(os.path.expanduser(path)), *Path(os.path.expanduser(path)).parents):
@@ -218,7 +226,16 @@ def _library(value: Any) -> str | None:
     return None
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_key(key: Any, name: str = "key") -> None:
+    """Raise TypeError if this is not one PRNG key, typed or of integers."""
+    is_array = isinstance(key, jax.Array | np.ndarray)
+    if is_array and (key.ndim == 0 if is_key(key) else key.ndim == 1 and jnp.issubdtype(key.dtype, jnp.unsignedinteger)):
+        return
+    found = f"an array of {key.dtype}{list(key.shape)}" if is_array else _brief(key)
+    raise TypeError(f"`{name}`: expected a PRNG key, got {found}. Pass `jax.random.key(0)`, say.")
+
+
+def check_optimizer(optimizer: Any, argument: str = "optimizer") -> None:
     """Raise TypeError if this is not an optax transformation, for example `optax.adam` itself or a PyTorch optimizer."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
@@ -235,7 +252,7 @@ def check_optimizer(optimizer: Any) -> None:
         got, advice = _brief(optimizer), "Chain them: `optax.chain(...)`"
     else:
         got, advice = _brief(optimizer), "Pass, for example, `optax.adamw(learning_rate)`"
-    raise TypeError(f"`optimizer`: expected an optax transformation, got {got}. {advice}.")
+    raise TypeError(f"`{argument}`: expected an optax transformation, got {got}. {advice}.")
 
 
 # --- functions -------------------------------------------------------------------------------------------------------

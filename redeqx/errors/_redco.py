@@ -3,65 +3,11 @@ name in redeqx. So does assigning to an attribute that only reports."""
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .._tree import nearest
+from ._names import check_names
 from ._user_code import filter_traceback
-
-
-def check_names(
-    signature: inspect.Signature,
-    of: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    redco: Mapping[str, str] | None = None,
-) -> None:
-    """Raises TypeError for arguments that a signature does not take.
-
-    **Arguments:**
-
-    - `of`: the name of the class or method.
-    - `redco`: maps names of Redco to what takes their place.
-    """
-    names = {name: p for name, p in signature.parameters.items() if name != "self"}
-    for name in (name for name in kwargs if name not in names):
-        expected = f"`{of}({name}=)`: expected an argument of redeqx, got "
-        if redco and name in redco:
-            raise TypeError(f"{expected}one of Redco. {redco[name]}")
-        raise TypeError(f"{expected}an unknown one.{_OTHERS.get(name, '') or nearest(name, names)}")
-    positional = [name for name, p in names.items() if p.kind is not p.KEYWORD_ONLY]
-    if len(args) > len(positional):
-        allowed = ", ".join(f"`{name}`" for name in positional)
-        by_name = ", ".join(f"{name}=..." for name in list(names)[len(positional) : len(args)])
-        raise TypeError(
-            f"`{of}`: expected only {allowed} without a name, got {len(args)} such arguments. "
-            f"Name the others: `{of}({', '.join(positional)}, {by_name})`."
-        )
-    given = {*positional[: len(args)], *kwargs}
-    missing = [name for name, p in names.items() if p.default is p.empty and name not in given]
-    if missing:
-        listed = ", ".join(f"`{name}`" for name in missing)
-        raise TypeError(f"`{of}({missing[0]}=)`: expected this argument, got none. Pass {listed}.")
-
-
-# Other libraries' names of arguments.
-_OTHERS = {
-    name: f" Did you mean {of}?"
-    for names, of in {
-        "epochs num_epochs max_epochs num_train_epochs": "`n_epochs`",
-        "steps num_steps n_steps": "`max_steps`",
-        "per_device_train_batch_size train_batch_size": "`per_device_batch_size` or `batch_size`",
-        "validation_data val_examples eval_dataset": "`eval_examples`",
-        "train_dataset": "`train_examples`",
-        "metrics compute_metrics metric_fn": "`eval_metric_fn`, with an `eval_predictor`",
-        "gradient_accumulation_steps accumulate_steps": "`accumulate_grad_batches`",
-        "seed": "`jax_seed`",
-        "opt optim": "`optimizer`",
-        "output_dir save_dir ckpt_dir": "`workdir`",
-    }.items()
-    for name in names.split()
-}
 
 
 class RedcoNames:

@@ -16,6 +16,7 @@ import jax
 
 from .._tree import is_array_like, listed, named_leaves
 from ._frames import is_ours
+from ._names import with_names
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -127,12 +128,13 @@ class FilteredTraceback:
 
 
 def filter_traceback(fn: Callable[P, Result]) -> Callable[P, Result]:
-    """Wrap a method in a `FilteredTraceback` context."""
+    """Wrap a public method in a `FilteredTraceback` context, and in `with_names`."""
+    named = with_names(fn)
 
     @functools.wraps(fn)
     def called(*args: P.args, **kwargs: P.kwargs) -> Result:
         with FilteredTraceback():
-            return fn(*args, **kwargs)
+            return named(*args, **kwargs)
 
     return called
 

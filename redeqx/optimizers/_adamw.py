@@ -16,6 +16,8 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from .._tree import nearest
+from ..errors import filter_traceback
+from ._checks import check_at_least_0, check_decay_rate, check_rate, check_weight_decay
 from ._groups import decay_mask
 from ._moments import FORMATS, noises, read, write, zeros
 
@@ -30,6 +32,7 @@ class AdamState(NamedTuple):
     nu_scales: PyTree[Array | None]
 
 
+@filter_traceback
 def adamw(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -66,6 +69,14 @@ def adamw(
         raise ValueError(
             f"`moments`: expected {named}, got {moments!r}.{nearest(str(moments), FORMATS)} For float32 use `optax.adamw`."
         )
+    check_rate(learning_rate)
+    check_decay_rate(b1, "b1")
+    check_decay_rate(b2, "b2")
+    check_at_least_0(eps, "eps", "1e-8 is usual.")
+    check_weight_decay(weight_decay)
+    if isinstance(mask, str):
+        advice = f"Pass `redeqx.optimizers.of_kind({mask!r})`, say"
+        raise TypeError(f"`mask`: expected a function of the parameters or a PyTree of booleans, got {mask!r}. {advice}.")
     return optax.chain(
         _scale_by_adam(moments, b1, b2, eps),
         optax.add_decayed_weights(weight_decay, mask),

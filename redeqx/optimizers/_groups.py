@@ -14,7 +14,8 @@ from jax.tree_util import GetAttrKey
 from jaxtyping import PyTree
 
 from .._tree import is_array_like, map_named, nearest, render
-from ..partition import KINDS, Kind, Plan, current_kinds, kinds_of
+from ..errors import check_optimizer, with_names
+from ..partition import KINDS, Kind, Plan, check_plan, current_kinds, kinds_of
 
 _DECAYING = ("matrix", "head", "embedding", "convolution")
 _DEFAULT = "default"  # the group of all other kinds
@@ -85,6 +86,7 @@ def decay_mask(params: PyTree, plan: Plan | None = None) -> PyTree[bool]:
     return jtu.tree_map_with_path(decays, params)
 
 
+@with_names
 def groups(
     transforms: Mapping[str, optax.GradientTransformation],
     default: optax.GradientTransformation,
@@ -105,8 +107,17 @@ def groups(
 
     Raises ValueError for an unknown kind.
     """
-    for name in transforms:
+    if not isinstance(transforms, Mapping):
+        found = "an optimizer" if hasattr(transforms, "update") else type(transforms).__name__
+        raise TypeError(
+            f"`transforms`: expected a dict of an optimizer for each kind, got {found}. "
+            'Write `groups({"embedding": optax.adam(1e-2)}, default=optax.adamw(1e-3))`.'
+        )
+    for name, transform in transforms.items():
         _check_kind(name)
+        check_optimizer(transform, f"transforms[{name!r}]")
+    check_optimizer(default, "default")
+    check_plan(plan)
 
     def labels(params: PyTree) -> PyTree[str]:
         return jax.tree.map(lambda kind: kind if kind in transforms else _DEFAULT, kinds(params, plan))
@@ -119,6 +130,7 @@ def kinds_by_name(params: PyTree, plan: Plan | None) -> dict[str, Kind]:
 
     Raises ValueError if the plan lacks a leaf.
     """
+    check_plan(plan)
     if plan is None:
         return kinds_of(params)
     names = [render(path) for path, leaf in jtu.tree_flatten_with_path(params)[0] if is_array_like(leaf)]
@@ -131,6 +143,7 @@ def kinds_by_name(params: PyTree, plan: Plan | None) -> dict[str, Kind]:
     return {name: plan[name].kind for name in names}
 
 
-def _check_kind(name: str) -> None:
+def _check_kind(name: Any) -> None:
     if name not in KINDS:
-        raise ValueError(f"`{name}`: expected a kind of leaf.{nearest(name, KINDS)} Pass one of {', '.join(KINDS)}.")
+        near = nearest(name, KINDS) if isinstance(name, str) else ""
+        raise ValueError(f"`{name}`: expected a kind of leaf.{near} Pass one of {', '.join(KINDS)}.")

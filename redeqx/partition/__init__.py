@@ -18,6 +18,7 @@ from ._plan import (
     LeafPlan as LeafPlan,
     Overrides as Overrides,
     Plan as Plan,
+    check_plan as check_plan,
     make_plan as make_plan,
     mark_read as mark_read,
     place as place,

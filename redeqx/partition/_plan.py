@@ -473,7 +473,16 @@ def _are_blocks(shape: Sequence[int], full: Sequence[int]) -> bool:
 def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Mesh) -> dict[str, tuple[P, str]]:
     """Returns the spec and reason of each leaf that an override matches. Raises ValueError for an invalid override."""
     chosen: dict[str, tuple[P, str]] = {}
+    if not isinstance(overrides, Mapping):
+        raise TypeError(
+            f"`overrides`: expected a dict of specs by path or glob, got {type(overrides).__name__}. "
+            'Write `{"head.weight": ("model", None)}`.'
+        )
     for pattern, given in overrides.items():
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"`overrides[{pattern!r}]`: expected a path or a glob, got {type(pattern).__name__}. Pass a string."
+            )
         matched = fnmatch.filter(leaves, pattern)
         if not matched:
             raise ValueError(f"`overrides[{pattern!r}]`: expected a path of the model.{nearest(pattern, leaves)}")
@@ -482,7 +491,15 @@ def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Me
                 f"`overrides[{pattern!r}]`: expected a mesh axis or None for each dim, got {given!r}. "
                 f"Write `({given!r}, None)` to split the first of two dims."
             )
-        spec = P() if given is None else P(*given)
+        entries = given if isinstance(given, tuple | list | P) else () if given is None else (given,)
+        wrong = [axis for entry in entries for axis in (entry if isinstance(entry, tuple | list) else (entry,))]
+        wrong = [axis for axis in wrong if axis is not None and not isinstance(axis, str)]
+        if wrong:
+            raise TypeError(
+                f"`overrides[{pattern!r}]`: expected a mesh axis or None for each dim, got {wrong[0]!r}. "
+                "Write `('model', None)` to split the first of two dims, None to replicate the leaf."
+            )
+        spec = P(*entries)
         for name in matched:
             if name in chosen:
                 continue
@@ -515,3 +532,10 @@ def _check_spec(where: str, spec: P, name: str, shape: tuple[int, ...], mesh: Me
                 f"{where}: expected dim {dim} of `{name}` to divide over {n} shards, got "
                 f"{shape}. Choose another dim, or None."
             )
+
+
+def check_plan(plan: Any) -> None:
+    """Raises TypeError if this is no plan; None is allowed."""
+    if plan is not None and not isinstance(plan, Plan):
+        found = plan if isinstance(plan, str | float | int) else type(plan).__name__
+        raise TypeError(f"`plan`: expected a Plan or None, got {found!r}. Pass `deployer.plan(model)`.")

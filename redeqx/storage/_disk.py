@@ -5,18 +5,30 @@ no links: one that is there was planted, and writing through it would overwrite 
 """
 
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..errors import brief_name, check_path
+
 _MOST_TRIES = 100
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def disk_path(path: str | Path) -> Path:
-    """Returns a user's path on a disk: absolute, since a script may change its current folder; `~` is the home folder."""
+def disk_path(path: str | Path, name: str = "path") -> Path:
+    """Returns a user's path on a disk: absolute, since a script may change its current folder; `~` is the home folder.
+
+    Raises TypeError for anything else than a path, ValueError for an empty one and for an address.
+    """
+    check_path(path, name)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        raise ValueError(
+            f"`{name}`: expected a path on a disk, got {brief_name(str(path))}, an address. Pass a folder, and copy "
+            "its files from there or to there."
+        )
     return Path(os.path.expanduser(path)).absolute()
 
 

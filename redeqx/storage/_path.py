@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
-from ..errors import brief_name
+from ..errors import brief_name, check_path
 from . import _objects
 from ._disk import disk_path
 
@@ -168,6 +168,7 @@ def location(path: "str | Path | StorePath", name: str = "path") -> Location:
     """
     if isinstance(path, StorePath):
         return path
+    check_path(path, name)
     if re.match(r"(s3|gs):/[^/]", os.fspath(path)):
         raise ValueError(
             f"`{name}`: expected the address of an object store as a string, got {path!r}, with one slash: `Path` removes "
@@ -175,7 +176,7 @@ def location(path: "str | Path | StorePath", name: str = "path") -> Location:
         )
     match = _ADDRESS.fullmatch(path) if isinstance(path, str) else None
     if match is None:
-        return disk_path(path)
+        return disk_path(path, name)
     scheme, bucket, key = match[1].lower(), match[2], (match[3] or "").strip("/")
     if scheme not in _objects.SCHEMES:
         known = ", ".join(f"{each}://" for each in _objects.SCHEMES)

@@ -3,6 +3,7 @@
 `Callback` is the interface; `EarlyStopping`, `SaveEvery` and `Profile` use nothing else. `EMA` is in `_ema.py`.
 """
 
+import inspect
 import math
 import time
 from collections import Counter
@@ -15,10 +16,10 @@ import jax
 import numpy as np
 import optax
 
-from .._tree import PyTree
+from .._tree import PyTree, nearest
 from ..checkpoint import CheckpointFolder, Checkpoints
 from ..compiled import profile_of
-from ..errors import check_choice, check_count, check_number
+from ..errors import check_choice, check_count, check_function, check_number, warn, with_names
 from ..storage import Location, make_subfolder, write_file
 
 
@@ -127,6 +128,7 @@ class EarlyStopping(Callback):
     best: float | None
     n_worse: int
 
+    @with_names
     def __init__(self, metric: str, patience: int, mode: str = "min", min_delta: int | float = 0.0):
         check_count(patience, "patience")
         check_choice(mode, "mode", ("min", "max"))
@@ -189,6 +191,7 @@ class SaveEvery(Callback):
     every: int
     keep_last: int
 
+    @with_names
     def __init__(self, minutes: int | float, *, every: int = 10, keep_last: int = 2):
         advice = "Pass the minutes between two checkpoints."
         check_number(minutes, "minutes", "a number above 0", lambda minutes: minutes > 0, advice)
@@ -225,6 +228,7 @@ class Profile(Callback):
     Raises ValueError for an empty range or anything but a range, and without a workdir.
     """
 
+    @with_names
     def __init__(self, steps: range):
         if not isinstance(steps, range) or not steps or steps.step != 1 or steps.start < 1:
             raise ValueError(
@@ -281,6 +285,9 @@ def _need_workdir(trainer: Any, name: str) -> None:
 # --- the callbacks of a fit ------------------------------------------------------------------------------------------
 
 
+_METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
 @dataclass
 class Callbacks:
     """The callbacks of one fit, and the trainer that is passed to them."""
@@ -303,6 +310,16 @@ class Callbacks:
                 )
             if callback.every is not Callback.every:
                 check_count(callback.every, f"callbacks[{i}].every")
+            for method in _METHODS:
+                if getattr(type(callback), method) is not getattr(Callback, method):
+                    _, *parameters = inspect.signature(getattr(Callback, method)).parameters
+                    check_function(getattr(callback, method), f"callbacks[{i}].{method}", parameters)
+            for name in dir(type(callback)):
+                if name.startswith("on_") and name not in _METHODS and nearest(name, _METHODS):
+                    warn(
+                        f"`callbacks[{i}].{name}`: expected one of {', '.join(_METHODS)}, got a method that a fit never "
+                        f"calls.{nearest(name, _METHODS)}"
+                    )
 
     def overriding(self, method: str) -> list[Callback]:
         """Returns the callbacks that override a method."""

@@ -36,7 +36,7 @@ from ._nonfinite import explain_nonfinite
 from ._optimizer_checks import warn_of_optimizer
 from ._precision import with_new_masters
 from ._program import Program, shard_bytes
-from ._progress import Position, Progress, check_record
+from ._progress import Position, Progress, check_record, numbers_of_record, plain_numbers
 from ._recipe import Recipe
 from ._run import Run
 from ._state import TrainState
@@ -496,13 +496,13 @@ class Engine:
             "step": self.step,
             **self.progress.to_record(),
             "n_skipped": n_skipped,
-            "learning_rate": last_metrics.get("learning_rate"),
+            "learning_rate": plain_numbers(last_metrics.get("learning_rate")),
             "seed": self.run.seed,
             "stream": int(self.stream[1]),
             "n_keys": self.run.n_keys,
             "mesh": dict(self.run.mesh.shape),
-            "metrics": dict(metrics),
-            "train_metrics": last_metrics,
+            "metrics": plain_numbers(dict(metrics)),
+            "train_metrics": plain_numbers(last_metrics),
             "averages": average_names(self.recipe.optimizer),
             "hyperparams": self.hyperparams.record,
         }
@@ -638,7 +638,7 @@ class Engine:
     def _continue_from(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
         """Restores progress, the stream of keys, callback states and last metrics from a checkpoint's record."""
         self.progress, self.callback_states = Progress.of_record(record), states
-        self.metrics.last = dict(record.get("train_metrics", {}))
+        self.metrics.last = numbers_of_record(record.get("train_metrics", {}))
         if record["seed"] == self.run.seed and record.get("stream") is not None:
             # The script may have drawn more keys, or fewer, before it made this trainer.
             self.stream = np.array([self.stream[0], record["stream"]], self.stream.dtype)

@@ -82,3 +82,17 @@ def follows_schedule(opt_tree: PyTree) -> bool:
     """Returns whether `lr_schedule_fn` of the step is the learning rate, as far as the optimizer's state shows."""
     is_set = any(name.endswith(f".{_RATE}") for name in hyperparams(opt_tree, scheduled=False))
     return n_updates(opt_tree) is None and not is_set
+
+
+def check_opt_tree(opt_tree: PyTree, model: PyTree) -> None:
+    """Raises ValueError for the state of `optax.lookahead` for a model that is not the pair which it trains."""
+    states = [node for node in jax.tree.leaves(opt_tree, is_leaf=_is_lookahead) if _is_lookahead(node)]
+    if states and not isinstance(model, optax.LookaheadParams):
+        raise ValueError(
+            "`optimizer`: expected one of the model's parameters, got `optax.lookahead`, which trains pairs of a fast and a "
+            "slow copy. Leave it out, and average the weights by the callback `redeqx.EMA`."
+        )
+
+
+def _is_lookahead(node: Any) -> bool:
+    return isinstance(node, optax.LookaheadState)

@@ -18,7 +18,7 @@ from ..machine import Options, in_host, replicated
 from ..partition import Plan, shardings_like, using_kinds
 from ..tracing import as_fun
 from ._functions import Functions
-from ._opt_states import check_schedules
+from ._opt_states import check_opt_tree, check_schedules
 from ._parts import Parts
 from ._run import stream_dtype
 from ._step import Layout, make_eval_step, make_train_step, strong
@@ -107,6 +107,7 @@ def make_program(
 
     traced, opt_tree = jax.make_jaxpr(init, return_shape=True)(trained)
     check_schedules(opt_tree)
+    check_opt_tree(opt_tree, model)
     opt_state = jax.tree.leaves(jax.tree.map(placed, opt_tree, shardings_like(opt_tree, plan)))
     if offload_opt_state:  # scalars stay: copying them would take longer than using them
         opt_state = [placed(leaf, in_host(leaf.sharding)) if leaf.ndim else leaf for leaf in opt_state]

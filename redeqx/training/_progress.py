@@ -3,12 +3,14 @@
 These few numbers suffice for a killed and resumed run to end with the same bits as an uninterrupted one.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..checkpoint import MANIFEST
 from ..errors import brief, damaged, is_size
+from ..monitor import to_json
 from ..storage import Location
 from ._callbacks import is_states
 
@@ -57,7 +59,7 @@ class Progress:
         """Returns the entries for `trainer.json`."""
         setting = {name: self.setting.get(name) for name in _SETTING}
         counts = {name: getattr(self, name) for name in ("n_skipped", "n_examples", "first_step")}
-        return {**asdict(self.position), **setting, "best": self.best, **counts}
+        return {**asdict(self.position), **setting, "best": plain_numbers(self.best), **counts}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Progress":
@@ -66,14 +68,34 @@ class Progress:
         return cls(
             position,
             {name: record[name] for name in _SETTING if record.get(name) is not None},
-            record["best"],
+            numbers_of_record(record["best"]),
             record.get("n_skipped", 0),
-            record.get("metrics", {}),
-            record.get("learning_rate"),
+            numbers_of_record(record.get("metrics", {})),
+            numbers_of_record(record.get("learning_rate")),
             (record["step"], position),
             record.get("n_examples", 0),
             record.get("first_step", 0),
         )
+
+
+# Numbers for which JSON has no literal, as `to_json` writes them.
+_NONFINITE = ("NaN", "Infinity", "-Infinity")
+
+
+def plain_numbers(value: Any) -> Any:
+    """Returns numbers, alone or in dicts, for `trainer.json`: NaN and the infinities as strings that `float` accepts, as
+    other programs refuse JSON with anything else in their place."""
+    try:
+        return json.loads(to_json(value, default=float))
+    except (TypeError, ValueError):
+        raise TypeError(f"`metrics`: expected numbers by name, got {brief(value)}. Convert them by `float`.") from None
+
+
+def numbers_of_record(value: Any) -> Any:
+    """Returns what `plain_numbers` was given."""
+    if isinstance(value, dict):
+        return {name: numbers_of_record(item) for name, item in value.items()}
+    return float(value) if value in _NONFINITE else value
 
 
 # What determines the examples of a step and their computation.
@@ -82,7 +104,7 @@ _MAX_STEP = 2**31  # the step counter is an int32, as are the numbers of keys
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)  # bool is a subclass of int
+    return type(value) in (int, float) or value in _NONFINITE  # bool is a subclass of int
 
 
 def _is_best(value: Any) -> bool:

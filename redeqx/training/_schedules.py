@@ -23,6 +23,8 @@ def lr_schedule(
     advice = "Pass that of the updates after the warm-up."
     check_number(learning_rate, "learning_rate", "a number", math.isfinite, advice)
     assert learning_rate is not None
+    check_number(init_learning_rate, "init_learning_rate", "a number", math.isfinite, "Pass that of the first update.")
+    check_number(end_learning_rate, "end_learning_rate", "a number", math.isfinite, "Pass that of the last update.")
     check_number(warmup_ratio, "warmup_ratio", "a number", math.isfinite, "Pass a share of all updates.")
     check_count(warmup_steps, "warmup_steps", 0, optional=True)
     n_warmup = round(warmup_ratio * n_steps) if warmup_steps is None else warmup_steps

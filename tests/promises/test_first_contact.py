@@ -307,6 +307,276 @@ MESSAGES = {
     "labels beyond the vocabulary": (
         "ValueError", f"{NAN} {RANGE} 2 to 6, for some of which the loss is nan. {CLASSES}",
     ),
+    "a misspelt option of train": (
+        "TypeError",
+        "`train(bath_size=)`: expected an argument of redeqx, got an unknown one. Did you mean `batch_size`?",
+    ),
+    "epochs of train": (
+        "TypeError",
+        "`train(n_epochs=)`: expected an argument of redeqx, got an unknown one. It takes `examples`, "
+        "`per_device_batch_size`, `batch_size`, `drop_remainder`.",
+    ),
+    "a positional option of train": (
+        "TypeError",
+        "`train`: expected only `examples`, `per_device_batch_size` without a name, got 3 such arguments. "
+        "Name the others: `train(examples, per_device_batch_size, batch_size=...)`.",
+    ),
+    "train without examples": (
+        "TypeError",
+        "`train(examples=)`: expected this argument, got none. Pass `examples`.",
+    ),
+    "a misspelt option of predict": (
+        "TypeError",
+        "`predict(bath_size=)`: expected an argument of redeqx, got an unknown one. Did you mean "
+        "`batch_size`?",
+    ),
+    "a positional hyperparameter": (
+        "TypeError",
+        "`set_hyperparams`: expected each argument with its name, got 1 without one. Name them: "
+        "`set_hyperparams(name=...)`.",
+    ),
+    "a deployer for a path": (
+        "TypeError",
+        "`path`: expected a path, got a Deployer. Pass a string or a `pathlib.Path`.",
+    ),
+    "swapped arguments of load": (
+        "TypeError",
+        "`like`: expected an Equinox module, got a PosixPath. Load it first: `model, config = "
+        "redeqx.models.from_pretrained(...)`.",
+    ),
+    "a plan for a deployer": (
+        "TypeError",
+        "`deployer`: expected a Deployer, got a Plan. Pass `redeqx.Deployer()`.",
+    ),
+    "a deployer for a plan": (
+        "TypeError",
+        "`plan`: expected a Plan or None, got 'Deployer'. Pass `deployer.plan(model)`.",
+    ),
+    "load without like": (
+        "TypeError",
+        "`load(like=)`: expected this argument, got none. Pass `like`.",
+    ),
+    "a predictor of a model and a like": (
+        "TypeError",
+        "`load(model=)`: expected the model as `like` alone, got both. Leave `model` out.",
+    ),
+    "swapped arguments of Predictor.load": (
+        "TypeError",
+        "`deployer`: expected a Deployer, got a PosixPath. Pass `redeqx.Deployer()`.",
+    ),
+    "names of PEFT": (
+        "TypeError",
+        "`add(r=)`: expected an argument of redeqx, got an unknown one. Did you mean `rank`?",
+    ),
+    "a rank of text": (
+        "TypeError",
+        "`rank`: expected an integer, got '8'. Pass a whole number.",
+    ),
+    "alpha of 0": (
+        "ValueError",
+        "`alpha`: expected a finite number above 0 or None, got 0. Pass `rank` or twice of it.",
+    ),
+    "a seed for a key": (
+        "TypeError",
+        "`key`: expected a PRNG key, got 0. Pass `jax.random.key(0)`, say.",
+    ),
+    "no layers": (
+        "ValueError",
+        '`where`: expected at least one glob, got none. Write `"*.attention.query"`, say.',
+    ),
+    "a function of the path alone": (
+        "TypeError",
+        "`where`: expected a function of `(path, layer)`, got one of `(path)`. Give it these parameters; "
+        "bind others with `functools.partial`.",
+    ),
+    "an adapter in a file": (
+        "ValueError",
+        "`folder`: expected a folder, got `TMP/file`, which is a file. Move the file, or choose another "
+        "folder.",
+    ),
+    "swapped arguments of load_adapter": (
+        "TypeError",
+        "`folder`: expected a path, got a GPT2. Pass a string or a `pathlib.Path`.",
+    ),
+    "a folder of no name": (
+        "ValueError",
+        "`folder`: expected a path, got ''. Pass '.' for the current folder.",
+    ),
+    "a folder that is a file": (
+        "ValueError",
+        "`folder`: expected a folder, got `TMP/file`, which is a file. Move the file, or choose another "
+        "folder.",
+    ),
+    "a folder in a store": (
+        "ValueError",
+        "`folder`: expected a path on a disk, got s3://bucket/gpt2, an address. Pass a folder, and copy its "
+        "files from there or to there.",
+    ),
+    "a dict for a config": (
+        "TypeError",
+        "`config`: expected that of the model, a GPT2Config, got dict. Pass what `from_pretrained` returned, "
+        "or what the model was made of.",
+    ),
+    "None for a folder": (
+        "TypeError",
+        "`folder`: expected a path, got None. Pass a string or a `pathlib.Path`.",
+    ),
+    "a positional deployer": (
+        "TypeError",
+        "`from_pretrained`: expected only `folder` without a name, got 2 such arguments. Name the others: "
+        "`from_pretrained(folder, dtype=...)`.",
+    ),
+    "names of transformers": (
+        "TypeError",
+        "`generate(do_sample=)`: expected an argument of redeqx, got an unknown one. Did you mean `sample`?",
+    ),
+    "a text for a prompt": (
+        "TypeError",
+        "`inputs`: expected an array of token ids, got 'Hello'. Pass what the tokenizer returns.",
+    ),
+    "tokens of another vocabulary": (
+        "ValueError",
+        "`inputs`: expected token ids from 0 to 15, the vocabulary of the model, got 51 in row 0. Pass the "
+        "tokenizer of this model's folder, and a `mask` for padding.",
+    ),
+    "2.0 new tokens": (
+        "TypeError",
+        "`max_new_tokens`: expected an integer, got 2.0. Pass 2.",
+    ),
+    "an end that is text": (
+        "TypeError",
+        "`eos_token_id`: expected a token id, got '</s>'. Pass that of the tokenizer.",
+    ),
+    "a rate of text": (
+        "TypeError",
+        "`learning_rate`: expected a finite number of at least 0, got '1e-3'. Pass a number, or a schedule "
+        "such as `optax.cosine_decay_schedule`.",
+    ),
+    "no rate": (
+        "TypeError",
+        "`learning_rate`: expected a finite number of at least 0, got None. Pass a number, or a schedule "
+        "such as `optax.cosine_decay_schedule`.",
+    ),
+    "a negative rate": (
+        "ValueError",
+        "`learning_rate`: expected a finite number of at least 0, got -0.001. Pass a number, or a schedule "
+        "such as `optax.cosine_decay_schedule`.",
+    ),
+    "a decay for a plan": (
+        "TypeError",
+        "`plan`: expected a Plan or None, got 0.1. Pass `deployer.plan(model)`.",
+    ),
+    "betas of PyTorch": (
+        "TypeError",
+        "`adamw(betas=)`: expected an argument of redeqx, got an unknown one. It takes `learning_rate`, "
+        "`moments`, `b1`, `b2`, `eps`, `weight_decay`, `mask`.",
+    ),
+    "a beta of 1": (
+        "ValueError",
+        "`b1`: expected a number from 0 to below 1, got 1.0. Published values are 0.9 to 0.999.",
+    ),
+    "a kind for a mask": (
+        "TypeError",
+        "`mask`: expected a function of the parameters or a PyTree of booleans, got 'matrix'. Pass "
+        "`redeqx.optimizers.of_kind('matrix')`, say.",
+    ),
+    "rates for groups": (
+        "TypeError",
+        "`transforms['bias']`: expected an optax transformation, got 0.001. Pass, for example, "
+        "`optax.adamw(learning_rate)`.",
+    ),
+    "swapped arguments of groups": (
+        "TypeError",
+        "`transforms`: expected a dict of an optimizer for each kind, got an optimizer. Write "
+        '`groups({"embedding": optax.adam(1e-2)}, default=optax.adamw(1e-3))`.',
+    ),
+    "a default of text": (
+        "TypeError",
+        "`default`: expected an optax transformation, got 'adamw'. Pass, for example, "
+        "`optax.adamw(learning_rate)`.",
+    ),
+    "ends in another order": (
+        "ValueError",
+        "`ends`: expected numbers that ascend from 0 to the 100 tokens, got 10 to 100 in another order. Pass "
+        "where each document ends, in tokens from the start.",
+    ),
+    "a mask for ends": (
+        "TypeError",
+        "`ends`: expected a flat array of integers, got bool[100]. Pass `np.cumsum(lengths)` of the "
+        "documents' lengths.",
+    ),
+    "a cache in a file": (
+        "ValueError",
+        "`folder`: expected a folder, got `TMP/file`, which is a file. Move the file, or choose another "
+        "folder.",
+    ),
+    "swapped arguments of token_cache": (
+        "TypeError",
+        "`folder`: expected a path, got a list of str. Pass a string or a `pathlib.Path`.",
+    ),
+    "workers of datasets": (
+        "TypeError",
+        "`token_cache(num_proc=)`: expected an argument of redeqx, got an unknown one. Did you mean "
+        "`n_workers`?",
+    ),
+    "a positional size": (
+        "TypeError",
+        "`Mixture`: expected only `sources` without a name, got 2 such arguments. Name the others: "
+        "`Mixture(sources, size=...)`.",
+    ),
+    "overrides in a list": (
+        "TypeError",
+        '`overrides`: expected a dict of specs by path or glob, got list. Write `{"head.weight": ("model", '
+        "None)}`.",
+    ),
+    "a dim for an override": (
+        "TypeError",
+        "`overrides['weight']`: expected a mesh axis or None for each dim, got 0. Write `('model', None)` to "
+        "split the first of two dims, None to replicate the leaf.",
+    ),
+    "dims for an override": (
+        "TypeError",
+        "`overrides['weight']`: expected a mesh axis or None for each dim, got 0. Write `('model', None)` to "
+        "split the first of two dims, None to replicate the leaf.",
+    ),
+    "positional overrides": (
+        "TypeError",
+        "`loss_fn`: expected a function of `(model, batch, key)`, got a dict. Specs have a name: "
+        "`overrides=...`.",
+    ),
+    "a rate of NaN at the end": (
+        "ValueError",
+        "`end_learning_rate`: expected a number, got nan. Pass that of the last update.",
+    ),
+    "a first rate of text": (
+        "TypeError",
+        "`init_learning_rate`: expected a number, got '0'. Pass that of the first update.",
+    ),
+    "a schedule over nothing": (
+        "ValueError",
+        "`train_size`: expected the 8 examples of an update with `drop_remainder`, got 3. Pass a smaller "
+        "batch size, or keep the remainder.",
+    ),
+    "lr": (
+        "TypeError",
+        "`get_lr_schedule_fn(lr=)`: expected an argument of redeqx, got an unknown one. Did you mean "
+        "`learning_rate`?",
+    ),
+    "a misspelt method of a callback": (
+        "UserWarning",
+        "`callbacks[0].on_steps`: expected one of on_fit_start, on_step, on_eval, on_epoch_end, on_save, "
+        "on_fit_end, got a method that a fit never calls. Did you mean `on_step`?",
+    ),
+    "a method of a callback without metrics": (
+        "TypeError",
+        "`callbacks[0].on_step`: expected a function of `(trainer, metrics)`, got one of `(trainer)`. Give "
+        "it these parameters; bind others with `functools.partial`.",
+    ),
+    "Lightning's EarlyStopping": (
+        "TypeError",
+        "`EarlyStopping(monitor=)`: expected an argument of redeqx, got an unknown one. Did you mean "
+        "`metric`?",
+    ),
     "a batch that is fine": (
         "ValueError", f"{NAN} finite. Lower the learning rate, clip gradients, or look at that step's examples.",
     ),

@@ -223,6 +223,37 @@ def test_a_checkpoint_of_a_custom_loop_records_its_metrics(tmp_path):
     assert_same_bits(arrays(again), chosen)
 
 
+def test_what_is_not_finite_is_recorded_as_json(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.train(DATA, 2)
+    path = trainer.save_ckpt(metrics={"return": float("nan"), "gap": float("-inf"), "steps": np.float32(0.5)})
+
+    def refuse(literal):
+        raise AssertionError(literal)
+
+    record = json.loads((path / "trainer.json").read_text(), parse_constant=refuse)
+    assert record["metrics"] == {"return": "NaN", "gap": "-Infinity", "steps": 0.5}
+    make_trainer(tmp_path).load_ckpt()
+    with pytest.raises(TypeError, match=r"`metrics`: expected numbers by name, got .*\. Convert them by `float`\."):
+        trainer.save_ckpt(metrics={"return": np.ones(3)})
+
+
+def test_a_metric_of_infinity_is_compared_as_a_number_after_a_restart(tmp_path):
+    values = [float("inf"), 2.0]
+    for n_epochs in (1, 2):
+        trainer = make_trainer(tmp_path)
+        predictor = trainer.get_default_predictor(lambda model, batch, key: batch)
+        trainer.fit(
+            DATA, 2, n_epochs, eval_examples=DATA, eval_predictor=predictor, eval_sanity_check=False,
+            eval_metric_fn=lambda examples, outputs: {"gap": values.pop(0)}, save_argmax_ckpt_by_metrics=["gap"],
+        )  # fmt: skip
+    index = json.loads((tmp_path / "ckpts" / "index.json").read_text())
+    assert not values and "argmax_gap" in str(index)
+    records = [json.loads(path.read_text()) for path in (tmp_path / "ckpts").glob("step_*/trainer.json")]
+    assert [record["metrics"]["gap"] for record in records if "argmax_gap" in record["tags"]] == ["Infinity"]
+    assert redeqx.load(tmp_path / "ckpts" / "argmax_gap", trainer.model) is not None
+
+
 # --- keys ---------------------------------------------------------------------------------------------------------------
 
 

@@ -23,8 +23,10 @@ import numpy as np
 import optax
 
 import redeqx
-from redeqx.models import cross_entropy, lora, save_pretrained
+from redeqx.data import Mixture, TokenRows, token_cache
+from redeqx.models import cross_entropy, from_pretrained, generate, lora, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.optimizers import adamw, groups, muon
 
 redeqx.simulate_devices(2)
 KEY = jax.random.key(0)
@@ -127,6 +129,45 @@ def save_stale(save):
 
 def collate_wrongly(examples):
     return {"x": np.stack([example["x"] for example in examples])}
+
+
+CONFIG = GPT2Config(16, 8, 8, 1, 2)
+PROMPTS = np.ones((2, 3), np.int32)
+
+
+@cache
+def gpt2():
+    return GPT2(CONFIG, key=KEY)
+
+
+@cache
+def run():
+    """The workdir of a finished run."""
+    trainer(FOLDER / "run").fit(EXAMPLES, 2, 1)
+    return FOLDER / "run"
+
+
+def plan(overrides):
+    return redeqx.Deployer(verbose=False).plan(linear(), overrides=overrides)
+
+
+def schedule(**kwargs):
+    defaults = {"train_size": 100, "per_device_batch_size": 4, "learning_rate": 1e-3}
+    return redeqx.Deployer(verbose=False).get_lr_schedule_fn(**{**defaults, **kwargs})
+
+
+def tokenized(folder, texts=("ab", "c"), **kwargs):
+    return token_cache(folder, list(texts), lambda text: [ord(letter) for letter in text], verbose=False, **kwargs)
+
+
+class Misspelt(redeqx.Callback):
+    def on_steps(self, trainer, metrics):
+        raise AssertionError
+
+
+class Short(redeqx.Callback):
+    def on_step(self, trainer):
+        raise AssertionError
 
 
 def numbers():
@@ -274,6 +315,69 @@ MISTAKES = {
     "collate_fn raises": lambda: fit(collate_fn=collate_wrongly),
     "collate_fn raises in predict": lambda: predictor(collate_fn=collate_wrongly).predict(EXAMPLES, 2),
     "reading raises": lambda: fit(examples=Broken()),
+    "a misspelt option of train": lambda: trainer().train(EXAMPLES, bath_size=2),
+    "epochs of train": lambda: trainer().train(EXAMPLES, 2, n_epochs=3),
+    "a positional option of train": lambda: trainer().train(EXAMPLES, 2, 4),
+    "train without examples": lambda: trainer().train(),
+    "a misspelt option of predict": lambda: predictor().predict(EXAMPLES, bath_size=2),
+    "a positional hyperparameter": lambda: trainer().set_hyperparams({"learning_rate": 0.1}),
+    "a deployer for a path": lambda: redeqx.load(redeqx.Deployer(verbose=False), linear()),
+    "swapped arguments of load": lambda: redeqx.load(linear(), run()),
+    "a plan for a deployer": lambda: redeqx.load(run(), linear(), redeqx.Deployer(verbose=False).plan(linear())),
+    "a deployer for a plan": lambda: redeqx.load(run(), linear(), plan=redeqx.Deployer(verbose=False)),
+    "load without like": lambda: redeqx.load(run()),
+    "a predictor of a model and a like": lambda: redeqx.Predictor.load(
+        run(), redeqx.Deployer(verbose=False), like=linear(), model=linear(), collate_fn=collate_fn, pred_fn=pred_fn
+    ),
+    "swapped arguments of Predictor.load": lambda: redeqx.Predictor.load(
+        redeqx.Deployer(verbose=False), run(), like=linear(), collate_fn=collate_fn, pred_fn=pred_fn
+    ),
+    "names of PEFT": lambda: lora.add(gpt2(), r=8, where="*.query", key=KEY),
+    "a rank of text": lambda: lora.add(gpt2(), rank="8", where="*.query", key=KEY),
+    "alpha of 0": lambda: lora.add(gpt2(), rank=8, alpha=0, where="*.query", key=KEY),
+    "a seed for a key": lambda: lora.add(gpt2(), rank=8, where="*.query", key=0),
+    "no layers": lambda: lora.add(gpt2(), rank=8, where=[], key=KEY),
+    "a function of the path alone": lambda: lora.add(gpt2(), rank=8, where=lambda path: True, key=KEY),
+    "an adapter in a file": lambda: lora.save_adapter(lora.add(gpt2(), rank=8, where="*.query", key=KEY), FOLDER / "file"),
+    "swapped arguments of load_adapter": lambda: lora.load_adapter(FOLDER, gpt2()),
+    "a folder of no name": lambda: save_pretrained(gpt2(), CONFIG, ""),
+    "a folder that is a file": lambda: save_pretrained(gpt2(), CONFIG, FOLDER / "file"),
+    "a folder in a store": lambda: save_pretrained(gpt2(), CONFIG, "s3://bucket/gpt2"),
+    "a dict for a config": lambda: save_pretrained(gpt2(), {"n_layers": 1}, FOLDER / "gpt2"),
+    "None for a folder": lambda: from_pretrained(None),
+    "a positional deployer": lambda: from_pretrained("gpt2", redeqx.Deployer(verbose=False)),
+    "names of transformers": lambda: generate(gpt2(), PROMPTS, max_new_tokens=2, do_sample=True),
+    "a text for a prompt": lambda: generate(gpt2(), "Hello", max_new_tokens=2),
+    "tokens of another vocabulary": lambda: generate(gpt2(), PROMPTS + 50, max_new_tokens=2),
+    "2.0 new tokens": lambda: generate(gpt2(), PROMPTS, max_new_tokens=2.0),
+    "an end that is text": lambda: generate(gpt2(), PROMPTS, max_new_tokens=2, eos_token_id="</s>"),
+    "a rate of text": lambda: muon("1e-3"),
+    "no rate": lambda: adamw(None),
+    "a negative rate": lambda: muon(-1e-3),
+    "a decay for a plan": lambda: muon(1e-3, 0.1),
+    "betas of PyTorch": lambda: adamw(1e-3, betas=(0.9, 0.99)),
+    "a beta of 1": lambda: adamw(1e-3, b1=1.0),
+    "a kind for a mask": lambda: adamw(1e-3, mask="matrix"),
+    "rates for groups": lambda: groups({"bias": 1e-3}, optax.adam(1e-3)),
+    "swapped arguments of groups": lambda: groups(optax.adam(1e-3), {"bias": optax.adam(1e-3)}),
+    "a default of text": lambda: groups({"bias": optax.adam(1e-3)}, "adamw"),
+    "ends in another order": lambda: TokenRows(np.arange(100), 8, ends=np.array([100, 10])),
+    "a mask for ends": lambda: TokenRows(np.arange(100), 8, ends=np.arange(100) % 10 == 0),
+    "a cache in a file": lambda: tokenized(FOLDER / "file"),
+    "swapped arguments of token_cache": lambda: token_cache(["a"], FOLDER / "cache", list),
+    "workers of datasets": lambda: tokenized(FOLDER / "cache", num_proc=2),
+    "a positional size": lambda: Mixture({"a": (EXAMPLES, 1.0)}, 8),
+    "overrides in a list": lambda: plan([("weight", ("model", None))]),
+    "a dim for an override": lambda: plan({"weight": 0}),
+    "dims for an override": lambda: plan({"weight": (0, None)}),
+    "positional overrides": lambda: redeqx.Deployer(verbose=False).plan(linear(), {"weight": None}),
+    "a rate of NaN at the end": lambda: schedule(end_learning_rate=np.nan),
+    "a first rate of text": lambda: schedule(init_learning_rate="0"),
+    "a schedule over nothing": lambda: schedule(train_size=3, drop_remainder=True),
+    "lr": lambda: redeqx.Deployer(verbose=False).get_lr_schedule_fn(100, 4, lr=1e-3),
+    "a misspelt method of a callback": lambda: trainer().fit(EXAMPLES, 2, 1, callbacks=[Misspelt()]),
+    "a method of a callback without metrics": lambda: trainer().fit(EXAMPLES, 2, 1, callbacks=[Short()]),
+    "Lightning's EarlyStopping": lambda: redeqx.EarlyStopping(monitor="loss"),
     "an iterable's example is wrong": lambda: trainer().train(iter([*EXAMPLES, "x"]), 2),
 }
 

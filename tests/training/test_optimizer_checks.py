@@ -36,6 +36,17 @@ def warned(act):
     return [str(warning.message) for warning in caught if "expected" in str(warning.message)]
 
 
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, lambda optimizer: optax.chain(optax.clip(1.0), optimizer)])
+def test_lookahead_is_refused_by_its_name(wrap):
+    trainer = make_trainer(wrap(optax.lookahead(optax.sgd(0.1), 5, 0.5)))
+    with pytest.raises(ValueError) as error:
+        trainer.update(DATA)
+    assert str(error.value) == (
+        "`optimizer`: expected one of the model's parameters, got `optax.lookahead`, which trains pairs of a fast and a "
+        "slow copy. Leave it out, and average the weights by the callback `redeqx.EMA`."
+    )
+
+
 # --- weights to evaluate ------------------------------------------------------------------------------------------------
 
 

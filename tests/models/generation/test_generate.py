@@ -343,6 +343,8 @@ def test_generates_up_to_the_last_position():
             {"sample": True, "key": 0, "temperature": 0.0},
             r"`temperature`: expected more than 0, got 0\.0\. Pass `sample=False`",
         ),
+        ({"sample": True, "key": 0, "temperature": float("nan")}, r"`temperature`: expected more than 0, got nan\."),
+        ({"n_beams": 2, "length_penalty": float("nan")}, r"`length_penalty`: expected a finite number, got nan\."),
         ({"sample": True, "key": 0, "top_k": 0}, r"`top_k`: expected at least 1, got 0"),
         ({"sample": True, "key": 0, "top_p": 1.5}, r"`top_p`: expected a share in \(0, 1\], got 1\.5"),
         (
