@@ -3,11 +3,20 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+
+def free_port():
+    """A port of 127.0.0.1 that nothing listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
 
 SCRIPT = Path(__file__).parent / "scripts" / "training.py"
 LIMIT = 120.0  # seconds; each takes about ten

@@ -7,6 +7,7 @@ checkpoints or runs. Open `_path.py` first.
 
 from ._array import StoredArray as StoredArray, View as View, fetch as fetch
 from ._disk import (
+    check_writable as check_writable,
     disk_path as disk_path,
     make_subfolder as make_subfolder,
     open_new as open_new,

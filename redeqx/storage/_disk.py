@@ -83,6 +83,16 @@ def write_file(path: Path, data: bytes) -> None:
         write_new(beside, data)
 
 
+def check_writable(folder: Path, name: str) -> None:
+    """Raises ValueError if files can surely not be written into a folder, or into the one in which it will be created."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"`{name}`: expected a folder that can be written, got {existing}, which cannot. Change its permissions or "
+            "mount, or pass another one."
+        )
+
+
 def make_subfolder(folder: Path, root: Path) -> None:
     """Creates a folder below `root`, which may be a link. Raises OSError if a part below `root` is one."""
     root.mkdir(parents=True, exist_ok=True)

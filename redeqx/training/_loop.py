@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from ..checkpoint import array_leaves, file_size
@@ -24,6 +25,7 @@ from ..data import (
 )
 from ..errors import Note, as_metrics
 from ..monitor import ProgressLine
+from ..storage import check_writable
 from ._callbacks import Callbacks
 from ._ema import attach
 from ._engine import DamagedCheckpoint, Engine
@@ -68,6 +70,8 @@ class Fit:
         """Trains to the end of the fit; returns the metrics of its last evaluation, or without one, of its last step."""
         options, engine = self.options, self.engine
         engine.run.peers.agree("fit", options.plain)
+        if options.saves and isinstance(engine.run.workdir, Path):
+            check_writable(engine.run.workdir, "workdir")
         engine.warned.clear()
         with nullcontext() if engine.checkpoints is None else engine.checkpoints.writing():
             while True:

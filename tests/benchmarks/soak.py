@@ -20,7 +20,7 @@ import numpy as np
 
 from redeqx.checkpoint._manager import Checkpoints
 from redeqx.checkpoint._safetensors import TensorFile
-from redeqx.distributed._launchers import free_port
+from redeqx.distributed._addresses import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "training.py"

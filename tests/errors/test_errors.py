@@ -1,6 +1,7 @@
 """Invalid input, end to end: each error is raised before any work, with this message, and nothing is lost."""
 
 import json
+import os
 import shutil
 import threading
 
@@ -370,6 +371,23 @@ def test_invalid_arguments_are_refused_before_any_work(kwargs, error, expected, 
     assert message(error, trainer.fit, EXAMPLES, **{"per_device_batch_size": 4, "n_epochs": 1, **kwargs}) == expected
     assert has_done_no_work(trainer)
     assert not (tmp_path / "ckpts").exists()
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"save_every_n_steps": 1},
+        {"save_last_ckpt": True},
+        {"save_ckpt_every_k_epochs": 1},
+        {"save_argmin_ckpt_by_metrics": ["loss"], "eval_examples": EXAMPLES},
+    ],
+)
+def test_saving_needs_a_workdir_that_can_be_written(kwargs, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # as for a read-only mount
+    trainer = make_trainer(tmp_path)
+    expected = f"`workdir`: expected a folder that can be written, got {tmp_path}, which cannot. Change its permissions or "
+    assert message(ValueError, trainer.fit, EXAMPLES, 4, 1, **kwargs).startswith(expected)
+    assert has_done_no_work(trainer)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from redeqx.checkpoint._manager import Checkpoints
 from redeqx.checkpoint._reader import TensorReader
-from redeqx.distributed._launchers import free_port
+from tests._processes import free_port
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "saving.py"
 pytestmark = pytest.mark.timeout(600)
@@ -27,7 +27,7 @@ class Trials:
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, name, kills):
-        self.process.stdin.write(json.dumps([name, free_port("127.0.0.1"), kills]) + "\n")
+        self.process.stdin.write(json.dumps([name, free_port(), kills]) + "\n")
         self.process.stdin.flush()
         found, codes, passed = json.loads(self.process.stdout.readline())
         assert found == name
