@@ -3,6 +3,7 @@
 `_interrupts` decides what a signal means.
 """
 
+import math
 import os
 import signal
 import socket
@@ -46,7 +47,8 @@ def handle_always(numbers: Sequence[int], act: Callable[[], None], late: Callabl
     **Arguments:**
 
     - `late`: called by a thread if the main thread has not called `act` within `seconds`: a call into a library that takes
-        long keeps Python from handling signals. Not if the script has its own file descriptor for signals.
+        long keeps Python from handling signals. Not if the script, or a fit, has another handler by then, nor if the script
+        has its own file descriptor for signals.
 
     Returns whether this was possible: only the main thread may install handlers.
     """
@@ -56,16 +58,22 @@ def handle_always(numbers: Sequence[int], act: Callable[[], None], late: Callabl
     own = [number for number in numbers if signal.getsignal(number) in (signal.SIG_DFL, None)]
     if not own:
         return True
-    has_acted = threading.Event()
+    last = -math.inf  # the time of the last call
 
     def handle(_number: int, _frame: Any) -> None:
-        has_acted.set()
+        nonlocal last
+        last = time.monotonic()
         act()
 
-    def wait(_n: int) -> None:
-        if not has_acted.wait(seconds):
-            late()
-        has_acted.clear()
+    def watch(reader: socket.socket) -> None:
+        with reader:
+            while received := reader.recv(64):
+                began = time.monotonic() - _DEBOUNCE  # the main thread may have been faster
+                while last < began and any(signal.getsignal(number) is handle for number in received):
+                    if time.monotonic() - began > seconds:
+                        late()
+                        return
+                    time.sleep(0.1)
 
     _register()
     _replaced.insert(0, dict.fromkeys(own, signal.SIG_DFL))
@@ -81,7 +89,7 @@ def handle_always(numbers: Sequence[int], act: Callable[[], None], late: Callabl
         return True
     writer.detach()  # open for the rest of the process
     _wakeup.insert(0, before)
-    threading.Thread(target=_count, args=(reader, own, wait), name="redeqx-signals", daemon=True).start()
+    threading.Thread(target=watch, args=(reader,), name="redeqx-signals", daemon=True).start()
     return True
 
 
@@ -101,7 +109,7 @@ def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
     with writer:
         writer.setblocking(False)
         _wakeup.append(signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False))
-        threading.Thread(target=_count, args=(reader, [number], act), name="redeqx-signals", daemon=True).start()
+        threading.Thread(target=_count, args=(reader, number, act), name="redeqx-signals", daemon=True).start()
         try:
             yield
         finally:
@@ -110,12 +118,12 @@ def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
                 writer.shutdown(socket.SHUT_RDWR)  # ends the thread, even if a forked child has a copy
 
 
-def _count(reader: socket.socket, numbers: Sequence[int], act: Callable[[int], None]) -> None:
+def _count(reader: socket.socket, number: int, act: Callable[[int], None]) -> None:
     n, last = 0, -_DEBOUNCE
     with reader:
         while received := reader.recv(64):
             now = time.monotonic()
-            if not set(numbers).isdisjoint(received) and now - last >= _DEBOUNCE:
+            if number in received and now - last >= _DEBOUNCE:
                 n, last = n + 1, now
                 act(n)
 
