@@ -143,7 +143,7 @@ def generate(
     if not is_encoder_decoder:
         _check_ids(inputs, mask, getattr(config, "vocab_size", None))
     for name, token in {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}.items():
-        if token is not None and not np.issubdtype(np.asarray(token).dtype, np.integer):
+        if token is not None and np.size(token) and not np.issubdtype(np.asarray(token).dtype, np.integer):
             raise TypeError(f"`{name}`: expected a token id, got {brief(token)}. Pass that of the tokenizer.")
     given = {
         "max_new_tokens": max_new_tokens,

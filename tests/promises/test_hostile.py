@@ -392,7 +392,8 @@ def test_an_index(saved, content, message):
 
 def test_an_index_that_names_a_missing_checkpoint(saved):
     (saved.folder / "index.json").write_text('{"last": "step_00000007"}')
-    assert "got 'last'" in refusal(saved.folder, saved.resolve, "last")
+    expected = "expected the checkpoint `step_00000007`, which the index names as 'last', got no such folder."
+    assert expected in refusal(saved.folder, saved.resolve, "last")
     assert "got none with a trainer.json" in refusal(saved.folder, saved.record, saved.newest()[0])
 
 

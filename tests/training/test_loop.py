@@ -104,7 +104,11 @@ def best_checkpoints(workdir):
         if tag in index:
             trainer.load_ckpt(tag)
             record = json.loads((workdir / "ckpts" / index[tag] / "trainer.json").read_text())
-            found[tag] = (int(index[tag].split("_")[1]), round(float(trainer.model.weight)), record["metrics"]["score"])
+            found[tag] = (
+                int(index[tag].split("_")[1]),
+                round(float(trainer.model.weight)),
+                float(record["metrics"]["score"]),
+            )
     return found
 
 
