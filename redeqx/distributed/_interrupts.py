@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from typing import NoReturn, Protocol
 
 from ..errors import warn
@@ -23,7 +22,6 @@ from ._signals import handle_always, handled, woken
 # Kubernetes, spot machines and SLURM send SIGTERM; SLURM's `--signal=USR1@120` sends SIGUSR1, which Windows lacks.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 _GRACE = 20.0  # seconds within which several processes reach the end of an update; schedulers kill after 30
-_PATIENCE = 10.0  # seconds that a call which keeps Python from handling a signal may take
 _INTERRUPTED = 130  # the exit code that shells report after Ctrl-C: 128 + SIGINT
 _STOPPING = b"\nredeqx: Ctrl-C: stopping after this step, to save it; a second one leaves at once\n"
 
@@ -182,7 +180,7 @@ class Preemption:
         """
         if _is_interactive():
             return
-        if handle_always(SIGNALS, _act_outside, partial(_leave_at_once, self._peers), _PATIENCE):
+        if handle_always(SIGNALS, _act_outside):
             self._is_guarded = True
             _guarded.append(weakref.ref(self))
         elif not _guarded:
@@ -249,7 +247,7 @@ class Preemption:
     def _leave_late(self) -> None:
         time.sleep(_GRACE)
         if self._is_signalled and not self._is_in_fit:  # else the processes save the same step, or a fit ends by itself
-            _leave_at_once(self._peers)
+            self._peers.end(_OUTSIDE, EXIT_CODE)
 
     def _exit(self) -> NoReturn:
         self._peers.close()
@@ -259,10 +257,6 @@ class Preemption:
 
 _OUTSIDE = "preempted outside of `fit`"
 _guarded: "list[weakref.ref[Preemption]]" = []
-
-
-def _leave_at_once(peers: Peers) -> None:
-    peers.end(_OUTSIDE, EXIT_CODE)
 
 
 def _act_outside() -> None:

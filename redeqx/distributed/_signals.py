@@ -3,7 +3,6 @@
 `_interrupts` decides what a signal means.
 """
 
-import math
 import os
 import signal
 import socket
@@ -41,14 +40,8 @@ def handled(handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
             _restore(_replaced.pop())
 
 
-def handle_always(numbers: Sequence[int], act: Callable[[], None], late: Callable[[], None], seconds: float) -> bool:
+def handle_always(numbers: Sequence[int], act: Callable[[], None]) -> bool:
     """Install a handler for the rest of the process, for signals that have their default effect; forked children keep that.
-
-    **Arguments:**
-
-    - `late`: called by a thread if the main thread has not called `act` within `seconds`: a call into a library that takes
-        long keeps Python from handling signals. Not if the script, or a fit, has another handler by then, nor if the script
-        has its own file descriptor for signals.
 
     Returns whether this was possible: only the main thread may install handlers.
     """
@@ -56,40 +49,11 @@ def handle_always(numbers: Sequence[int], act: Callable[[], None], late: Callabl
         return False
     # None: not installed by Python, such as JAX's, which only records the signal.
     own = [number for number in numbers if signal.getsignal(number) in (signal.SIG_DFL, None)]
-    if not own:
-        return True
-    last = -math.inf  # the time of the last call
-
-    def handle(_number: int, _frame: Any) -> None:
-        nonlocal last
-        last = time.monotonic()
-        act()
-
-    def watch(reader: socket.socket) -> None:
-        with reader:
-            while received := reader.recv(64):
-                began = time.monotonic() - _DEBOUNCE  # the main thread may have been faster
-                while last < began and any(signal.getsignal(number) is handle for number in received):
-                    if time.monotonic() - began > seconds:
-                        late()
-                        return
-                    time.sleep(0.1)
-
-    _register()
-    _replaced.insert(0, dict.fromkeys(own, signal.SIG_DFL))
-    for number in own:
-        signal.signal(number, handle)
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)
-        reader.close()
-        writer.close()
-        return True
-    writer.detach()  # open for the rest of the process
-    _wakeup.insert(0, before)
-    threading.Thread(target=watch, args=(reader,), name="redeqx-signals", daemon=True).start()
+    if own:
+        _register()
+        _replaced.insert(0, dict.fromkeys(own, signal.SIG_DFL))
+        for number in own:
+            signal.signal(number, lambda _number, _frame: act())
     return True
 
 
