@@ -46,7 +46,7 @@ class Records:
         say: Callable[[str], None],
     ):
         named, self._objects = check_loggers(loggers, workdir, run_tensorboard)
-        self.has_trackers = bool(named)
+        self.has_trackers: bool = bool(named)
         self._workdir, self._is_main = workdir, is_main
         self._files = {} if workdir is None else {kind: JsonLines(workdir / name) for kind, name in _APPENDED.items()}
         self._deliveries = [Delivery(name, workdir, _weak_method(say)) for name in named] if is_main else []
