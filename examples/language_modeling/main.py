@@ -154,7 +154,7 @@ def main(args: Args) -> dict[str, float]:
         model = lora.add(model, rank=args.lora_rank, where="*.attention.*", key=deployer.next_key())
         trainable = {"trainable": lora.trainable(model)}
     loss = loss_fn if args.pretrained is None else chunked_loss_fn
-    deployer.log_info(deployer.plan(model, loss, collate_fn(train[: args.batch_size])).explain(), title="plan")
+    deployer.log_info(deployer.plan(model, loss, collate_fn(list(train[: args.batch_size]))).explain(), title="plan")
 
     lr = deployer.get_lr_schedule_fn(
         len(train), batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=args.learning_rate,
