@@ -373,15 +373,15 @@ def test_invalid_arguments_are_refused_before_any_work(kwargs, error, expected, 
     assert not (tmp_path / "ckpts").exists()
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"save_every_n_steps": 1},
-        {"save_last_ckpt": True},
-        {"save_ckpt_every_k_epochs": 1},
-        {"save_argmin_ckpt_by_metrics": ["loss"], "eval_examples": EXAMPLES},
-    ],
-)
+SAVES = [
+    {"save_every_n_steps": 1},
+    {"save_last_ckpt": True},
+    {"save_ckpt_every_k_epochs": 1},
+    {"save_argmin_ckpt_by_metrics": ["loss"], "eval_examples": EXAMPLES},
+]
+
+
+@pytest.mark.parametrize("kwargs", SAVES)
 def test_saving_needs_a_workdir_that_can_be_written(kwargs, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # as for a read-only mount
     trainer = make_trainer(tmp_path)
@@ -390,15 +390,7 @@ def test_saving_needs_a_workdir_that_can_be_written(kwargs, tmp_path, monkeypatc
     assert has_done_no_work(trainer)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"save_every_n_steps": 1},
-        {"save_last_ckpt": True},
-        {"save_ckpt_every_k_epochs": 1},
-        {"save_argmin_ckpt_by_metrics": ["loss"], "eval_examples": EXAMPLES},
-    ],
-)
+@pytest.mark.parametrize("kwargs", SAVES)
 def test_saving_needs_a_workdir(kwargs):
     expected = "`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`."
     trainer = make_trainer()
