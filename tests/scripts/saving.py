@@ -3,7 +3,7 @@
     saving.py FOLDER in_place|apart < TRIALS
 
 Each line of standard input is a trial, `["name", port, [[process, point], ...]]`: a folder of that name under FOLDER, a free
-port, and which processes are killed before which of their system calls (and messages to each other) of the second save,
+port, and which processes are killed before which of their system calls (and messages to each other, and collectives) of the second save,
 counted from 0. With `apart`, each process has a folder of its own. For each trial, one line of standard output: `["name",
 [exit code of 0, of 1], [the calls that each process made]]`.
 
@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 import warnings
 from pathlib import Path
 
@@ -26,6 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from redeqx.checkpoint import _layouts
 from redeqx.checkpoint._manager import Checkpoints
 from redeqx.distributed import _cluster, _peers
 from redeqx.machine._mesh import make_mesh, put
@@ -34,7 +34,7 @@ warnings.filterwarnings("ignore", message="os.fork")
 LIMIT = 20.0
 LAYOUT = sys.argv[2]
 CALLS = [(os, name) for name in ("mkdir", "posix_fallocate", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir")]
-CALLS += [(shutil, "rmtree"), (_peers.Peers, "contribute")]
+CALLS += [(shutil, "rmtree"), (_peers.Peers, "contribute"), (_layouts, "gathered")]
 
 
 def trees(step):
@@ -92,7 +92,8 @@ def run(folder, port, kills):
                 process(index, folder, port, points.get(index))
                 code = 0
             except BaseException:
-                traceback.print_exc()
+                # As at a script's end. A collective raises if the other process is killed, maybe before the channel notices.
+                sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(code)
         children.append(child)
