@@ -6,6 +6,7 @@ blocks into one loop. The package is independent of optimizers, batches and file
 """
 
 from ._attention_report import Attentions as Attentions, attentions as attentions
+from ._draw_by_row import RowNumbers as RowNumbers
 from ._fuse_attention import FuseAttention as FuseAttention
 from ._gather import GRADIENT as GRADIENT, GatherAtUse as GatherAtUse, Shardings as Shardings
 from ._grouped_convolution import FixGroupedConvolutions as FixGroupedConvolutions
