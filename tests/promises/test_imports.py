@@ -18,7 +18,7 @@ LAYERS = (
     ("_origins", "_rounding", "_tree", "_version"),
     ("errors",),
     ("machine", "tracing", "distributed", "kernels", "storage"),
-    ("monitor", "compiled", "checkpoint"),
+    ("monitor", "compiled", "checkpoint", "dims"),
     ("data",),
     ("partition",),
     ("transforms", "optimizers"),

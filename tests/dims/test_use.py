@@ -1,0 +1,27 @@
+"""The text of the verdict about rows."""
+
+import pytest
+
+from redeqx.dims import RowUse
+
+
+@pytest.mark.parametrize(
+    "use, text",
+    [
+        (RowUse("separable", 0), "separable"),
+        (RowUse("separable", 1), "a sum"),
+        (RowUse("separable", 0, group=2), "separable, 2 rows at a time"),
+        (RowUse("after", 0, n_whole=2), "separable after 2 values of the whole batch"),
+        (RowUse("after", 1, n_whole=1), "a sum after 1 value of the whole batch"),
+        (
+            RowUse("mixed", 0, line="train.py:41", why="a reduction over rows"),
+            "mixed at train.py:41 (a reduction over rows)",
+        ),
+        (RowUse("mixed", 0), "mixed"),
+        (RowUse("unknown", 0), "unknown"),
+        (RowUse("unknown", 0, why="a callback"), "unknown: a callback"),
+        (RowUse("unknown", 0, line="train.py:41", why="a callback"), "unknown at train.py:41 (a callback)"),
+    ],
+)
+def test_a_verdict_reads_as_one_line(use, text):
+    assert use.text == text
