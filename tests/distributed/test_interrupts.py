@@ -24,9 +24,9 @@ LIMIT = 30.0
 N_STEPS = 12
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pair():
-    """Two connected processes, each run by a thread."""
+    """Two connected processes, each run by a thread. Each test has its own: a late message of one reaches no other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -91,17 +91,28 @@ def test_single_process_stops_after_the_step_of_its_preemption():
     assert fit(preemption, threading.Barrier(1)) is None  # a later fit starts anew
 
 
-def test_preemption_too_late_for_one_fit_stops_the_next(pair):
+def test_preemption_too_late_for_one_fit_stops_the_next(pair, monkeypatch):
+    """One process is preempted at its last step; the other gets the message between its two fits."""
+    handle, ended, handled = Preemption._handle, threading.Event(), threading.Event()
+
+    def handle_late(self, is_interrupt):
+        ended.wait(LIMIT)
+        handle(self, is_interrupt)
+        handled.set()
+
+    monkeypatch.setattr(Preemption, "_handle", handle_late)
     preemptions = [Preemption(each) for each in pair]
     first, second = threading.Barrier(2), threading.Barrier(2)
 
-    def twice(preemption, preempted_at):
-        return fit(preemption, first, preempted_at), fit(preemption, second)
+    def twice(index):
+        stopped = fit(preemptions[index], first, N_STEPS if index == 0 else None)
+        if index == 1:
+            ended.set()
+            assert handled.wait(LIMIT)
+        return stopped, fit(preemptions[index], second)
 
-    found = run_in_threads([partial(twice, preemptions[0], N_STEPS), partial(twice, preemptions[1], None)])
-    assert found[0] == found[1]
-    assert found[0][0] is None
-    assert 2 <= found[0][1] <= 3
+    # Both know of it when the second fit begins, so one of them contributes its first step, and none a later one.
+    assert run_in_threads([partial(twice, index) for index in (0, 1)]) == [(None, 2)] * 2
 
 
 @pytest.mark.parametrize("preempted", [0, 1])

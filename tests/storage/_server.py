@@ -1,5 +1,6 @@
 """A local S3-compatible server (moto) that can inject faults."""
 
+import io
 import logging
 import threading
 import urllib.request
@@ -39,10 +40,16 @@ class Server:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         if environ.get("QUERY_STRING"):
             path += "?" + environ["QUERY_STRING"]
+        size = environ.get("CONTENT_LENGTH")
+        if size:  # a fault may end the client: what it was sending is stored whole or, as by real stores, not at all
+            content = environ["wsgi.input"].read(int(size))
+            if len(content) < int(size):
+                start_response("400 IncompleteBody", [("Content-Length", "0")])
+                return [b""]
+            environ["wsgi.input"] = io.BytesIO(content)
         self.requests.append((method, path))
         fault = self.fault(method, path)
         if isinstance(fault, int):
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response(f"{fault} Fault", [("Content-Length", "0")])
             return [b""]
         with self._one:

@@ -178,9 +178,17 @@ TRAIN = """
 import hashlib, sys
 import redeqx
 redeqx.simulate_devices(8)
-from tests.storage.test_runs import bits, run
-print("ended with", hashlib.sha256(b"".join(bits(run(sys.argv[1])))).hexdigest())
+from tests.storage.test_runs import Waits, bits, run
+print("ended with", hashlib.sha256(b"".join(bits(run(sys.argv[1], callbacks=[Waits()])))).hexdigest())
 """
+
+
+class Waits(redeqx.Callback):
+    """Lets training go on only after each save, which `on_save` waits for. Else the metrics of step 4 may be uploaded with
+    step 3, and the save of step 4 has none to upload."""
+
+    def on_save(self, trainer, path):
+        pass
 
 
 @pytest.mark.sweep
@@ -206,6 +214,7 @@ def test_run_killed_while_saving_ends_with_the_same_bits(bucket, server, stage):
         is_second = any("step_00000004" in each for each in seen)  # its model is the first request
         if method == "PUT" and path.endswith(f"/{stage}") and is_second and process.poll() is None:
             process.kill()
+            process.wait(60)  # it sends no other request
 
     process = start("killed")
     server.fault = kill
