@@ -1,6 +1,10 @@
 """What the dims of a traced function's values are: which of them are rows, and what the function does with rows.
 
-Open `_use.py` first: `RowUse` is the verdict about a loss, which data, training and the dry run read.
+Owns the table of how primitives relate dims, the inference of names from it, the analysis of how each value depends on rows,
+and the verdict `RowUse`. It is independent of meshes, plans and training. Open `_use.py` first, then `_names.py`.
 """
 
-from ._use import RowUse as RowUse
+from ._atoms import Block as Block, Dim as Dim, Step as Step, Value as Value, flat as flat, steps_of as steps_of
+from ._draws import ByNumber as ByNumber, Factors as Factors, places_of as places_of
+from ._names import Inputs as Inputs, Names as Names
+from ._use import RowUse as RowUse, Whole as Whole, row_use as row_use

@@ -1,42 +1,200 @@
-"""What a loss does with the rows of its batch. Owns the verdict and its text; how it is found is the analysis' matter."""
+"""What a function does with the rows of its batch: the verdict, and what follows from it for a part of the rows."""
 
-from dataclasses import dataclass
-from typing import Literal
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import equinox
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from ..errors import is_ours
+from ..tracing import as_fun, shapes_in
+from ._atoms import Step, steps_of
+from ._draws import ByNumber, Draws, Factors, equations_of, factors_of
+from ._names import Inputs, Names
+from ._rows import FREE, ROW, SUM, Rows
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An equation that is computed on the whole batch: it mixes rows, but depends on no weight.
+
+    **Arguments:**
+
+    - `place`: its place among the equations of the function.
+    - `factors`: those of each dim of each output.
+    """
+
+    place: int
+    factors: tuple[tuple[Factors, ...], ...]
 
 
 @dataclass(frozen=True)
 class RowUse:
-    """What a loss does with the rows of its batch.
+    """What a function does with the rows of its batch.
 
     **Arguments:**
 
-    - `kind`: "separable", the loss is a mean or a sum over rows; "after", it is one once `n_whole` values that depend on
-      data alone were computed on the whole batch; "mixed", what it computes for a row depends on other rows; "unknown",
-      the analysis has no answer. Only "separable" and "after" are proofs.
+    - `kind`: "separable", its outputs are means or sums over rows, or rows; "after", they are once the values of `whole`,
+        which depend on data alone, were computed on the whole batch; "mixed", what it computes for a row depends on other
+        rows; "unknown", the analysis has no answer. Only "separable" and "after" are proofs.
     - `degree`: 0 for a mean over rows, 1 for a sum.
     - `group`: that many consecutive rows belong together: preference pairs, or the samples of a prompt.
-    - `n_whole`: the number of values that are computed on the whole batch.
     - `line`: `file:line` of the first equation that mixes rows, or of what is unknown.
     - `why`: what that equation does, such as "a reduction over rows".
     - `draws`: one sentence with its line for each random draw that cannot follow the rows.
+    - `is_random`: whether anything is drawn.
+    - `primitives`: the names of the function's equations, in order. What follows is for a trace with the same.
+    - `by_number`: the equations to compute from the numbers of the rows.
+    - `whole`: the equations to compute on the whole batch.
+    - `degrees`: for each output d, if it grows with the d-th power of the number of rows; None for an output by row.
     """
 
     kind: Literal["separable", "after", "mixed", "unknown"]
-    degree: int
+    degree: int = 0
     group: int = 1
-    n_whole: int = 0
     line: str = ""
     why: str = ""
     draws: tuple[str, ...] = ()
+    is_random: bool = True
+    primitives: tuple[str, ...] = field(default=(), repr=False)
+    by_number: tuple[ByNumber, ...] = field(default=(), repr=False)
+    whole: tuple[Whole, ...] = field(default=(), repr=False)
+    degrees: tuple[int | None, ...] = field(default=(), repr=False)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether parts of the batch give together what the whole batch gives."""
+        return self.kind in ("separable", "after")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a part of the rows is computed as it is written: it draws nothing for rows, and its outputs are sums."""
+        return self.is_exact and not self.by_number and not self.whole and set(self.degrees) <= {None, 1}
+
+    @property
+    def n_whole(self) -> int:
+        """The number of values that are computed on the whole batch."""
+        return len(self.whole)
 
     @property
     def text(self) -> str:
         """The verdict in one line, such as "separable after 2 values of the whole batch" or "mixed at train.py:41"."""
-        if self.kind in ("mixed", "unknown"):
+        if not self.is_exact:
             where = f" at {self.line}" if self.line else ""
             reason = self.why and (f" ({self.why})" if where or self.kind == "mixed" else f": {self.why}")
             return f"{self.kind}{where}{reason}"
-        said = "separable" if self.degree == 0 else "a sum"
+        said = "a sum over rows" if self.kind == "separable" and self.degree else "separable"
         if self.kind == "after":
             said += f" after {self.n_whole} value{'s' * (self.n_whole != 1)} of the whole batch"
         return said + (f", {self.group} rows at a time" if self.group > 1 else "")
+
+
+def row_use(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTree, *args: PyTree) -> RowUse:
+    """Returns what a function does with the rows of its batch, from its traces at two numbers of rows.
+
+    **Arguments:**
+
+    - `fn`: takes the following; returns arrays.
+    - `weights`, `state`, `batch`, `args`: arrays or their shapes. Dim 0 of each leaf of the batch is rows.
+    """
+    inputs = Inputs(*(len(jax.tree.leaves(tree)) for tree in (weights, state, batch)))
+    n = max(jax.tree.leaves(batch)[0].shape[0], 2)
+    try:
+        ours, theirs = (_traced(fn, weights, state, _with_rows(batch, rows), *args) for rows in (n, 2 * n))
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        return RowUse("unknown", why=f"it cannot be traced for {n} and {2 * n} rows: {first}")
+    names, other = Names(ours, inputs), Names(theirs, inputs)
+    draws = Draws(names)
+    found = {
+        "primitives": tuple(step.name for step in equations_of(names.root)),
+        "is_random": draws.is_random,
+        "draws": tuple(f"{why} ({step.line})" for step, why in draws.refused),
+    }
+    rows = Rows(names, other)
+    if not _is_proof(rows) and len(names.rows) > 1:
+        rows = Rows(names, other, in_groups=True)
+    if not rows.is_comparable:
+        return RowUse("unknown", why="its equations depend on the number of rows", **found)
+    if rows.unnamed is not None:
+        why = "a dim that grows with the rows is not known to be rows"
+        return RowUse("unknown", why=why, line=rows.unnamed.line, **found)
+    if not _is_proof(rows):
+        how, step = rows.first or ("its outputs are no sums", None)
+        unknown = how == "an unknown operation"
+        return RowUse("unknown" if unknown else "mixed", why=how, line=step.line if step is not None else "", **found)
+    if (step := _own_derivative(names)) is not None and not _has_separable_gradient(ours, theirs, inputs):
+        return RowUse("unknown", why="a derivative of its own mixes rows", line=step.line, **found)
+    degrees = tuple(None if state.kind == ROW else state.degree for state in rows.outs)
+    return RowUse(
+        "after" if rows.whole else "separable",
+        degree=(degrees[0] or 1) - 1 if degrees else 0,
+        group=rows.group,
+        by_number=tuple(draws.by_number),
+        whole=_whole(names, rows),
+        degrees=degrees,
+        **found,
+    )
+
+
+def _is_proof(rows: Rows) -> bool:
+    return rows.is_comparable and rows.unnamed is None and rows.kind in (FREE, ROW, SUM)
+
+
+def _traced(fn: Callable[..., Any], *args: PyTree) -> Any:
+    return jax.make_jaxpr(fn)(*args)
+
+
+def _with_rows(batch: PyTree, n: int) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
+
+
+def _whole(names: Names, rows: Rows) -> tuple[Whole, ...]:
+    places = {id(step): place for place, step in enumerate(equations_of(names.root))}
+    steps = [names.root.steps[i] for i in rows.whole]
+    return tuple(Whole(places[id(step)], tuple(factors_of(names, out.dims) for out in step.outs)) for step in steps)
+
+
+# --- derivatives of the user's own --------------------------------------------------------------------------------------
+
+_TRUSTED = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (jax, equinox, optax))
+
+
+def _own_derivative(names: Names) -> Step | None:
+    """Returns the first call of a function with a derivative that the user, or a package that is not known, wrote."""
+    for step in steps_of(names.root):
+        if step.name.startswith("custom_") and step.blocks:
+            jaxpr = step.eqn.params.get("call_jaxpr") or step.eqn.params.get("jaxpr")
+            file = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
+            file = getattr(file, "func_filename", None) or ""
+            if not (file.startswith(_TRUSTED) or is_ours(file)):
+                return step
+    return None
+
+
+def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs) -> bool:
+    """Whether the first output's gradient is a sum over rows as the output is."""
+    names = [Names(_with_gradient(closed, inputs.n_weights), inputs) for closed in (ours, theirs)]
+    rows = Rows(names[0], names[1], with_whole=False)
+    return _is_proof(rows) and len({state.degree for state in rows.outs if state.kind != FREE}) <= 1
+
+
+def _with_gradient(closed: Any, n_weights: int) -> Any:
+    """Returns the closed jaxpr of the first output and its gradient with respect to the floating weights."""
+    shapes, fun = shapes_in(closed), as_fun(closed)
+    of = [i for i in range(n_weights) if jnp.issubdtype(shapes[i].dtype, jnp.inexact)]
+
+    def both(*args: Any) -> Any:
+        def first(weights: Sequence[Any]) -> Any:
+            given = dict(zip(of, weights, strict=True))
+            return fun(*(given.get(i, arg) for i, arg in enumerate(args)))[0]
+
+        return jax.value_and_grad(first)([args[i] for i in of])
+
+    return jax.make_jaxpr(both)(*shapes)

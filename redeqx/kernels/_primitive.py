@@ -99,13 +99,13 @@ def _dense(setting: Setting, *operands: Any) -> list[Any]:
 
 
 def formula(eqn: Any) -> Any:
-    """Returns the attention of an equation as a closed jaxpr of products and a softmax, for analyses of the jaxpr."""
-    return _formula(eqn.params["setting"], tuple(var.aval for var in eqn.invars))
+    """Returns the attention of an equation, or its gradient, as a closed jaxpr of products and a softmax, for analyses."""
+    return _formula(eqn.primitive is gradient_p, eqn.params["setting"], tuple(var.aval for var in eqn.invars))
 
 
 @cache  # equal layers and the trials of a plan share one trace
-def _formula(setting: Setting, avals: tuple[Any, ...]) -> Any:
-    return jax.make_jaxpr(partial(_dense, setting))(*avals)
+def _formula(is_gradient: bool, setting: Setting, avals: tuple[Any, ...]) -> Any:
+    return jax.make_jaxpr(partial(_dense_gradient, setting=setting) if is_gradient else partial(_dense, setting))(*avals)
 
 
 def _dense_fn(setting: Setting, operands: Sequence[Any]) -> Callable[..., Any]:

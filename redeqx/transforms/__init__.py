@@ -1,12 +1,13 @@
 """Rules on the traced step: they replace some equations of a loss, with the same values and gradients.
 
-Each file is one `tracing.Rule`: gathering weights at use, resharding equal parts of a split dim, grouped convolutions, fused
-attention, label picking by comparison, products with weights in fp8, rematerialisation, unrolling loops, and stacking equal
-blocks into one loop. The package is independent of optimizers, batches and files. Open `_gather.py` first.
+Each file is one `tracing.Rule`: draws by the numbers of rows, gathering weights at use, resharding equal parts of a split
+dim, grouped convolutions, fused attention, label picking by comparison, products with weights in fp8, rematerialisation,
+unrolling loops, and stacking equal blocks into one loop. The package is independent of optimizers, batches and files. Open
+`_gather.py` first.
 """
 
 from ._attention_report import Attentions as Attentions, attentions as attentions
-from ._draw_by_row import RowNumbers as RowNumbers
+from ._draw_by_row import RowNumbers as RowNumbers, by_row as by_row, of_whole as of_whole
 from ._fuse_attention import FuseAttention as FuseAttention
 from ._gather import GRADIENT as GRADIENT, GatherAtUse as GatherAtUse, Shardings as Shardings
 from ._grouped_convolution import FixGroupedConvolutions as FixGroupedConvolutions

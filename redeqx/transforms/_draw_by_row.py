@@ -1,8 +1,22 @@
-"""The numbers of a batch's rows, by which random draws belong to rows and not to the batch that computes them."""
+"""Computes a function of some rows of a batch as part of the whole batch.
 
-from typing import NamedTuple
+JAX's default random bits are a function of the key and the flat index of each entry. So a draw over rows takes the flat
+indices that its rows have in the draw of the whole batch, and all parts of a batch use the same key. A split of keys is the
+same, and an `iota` over rows is the rows' numbers. Values that depend on all rows, but on no weight, are computed on the
+whole batch before. `dims.RowUse` says which equations these are.
+"""
 
-from jaxtyping import Array, UInt32
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
+from jaxtyping import Array, PyTree, UInt32
+
+from ..dims import ByNumber, Factors, RowUse, Whole, places_of
+from ..tracing import Rule, Site, inlined as normal, interpret, plain, run
 
 
 class RowNumbers(NamedTuple):
@@ -17,3 +31,187 @@ class RowNumbers(NamedTuple):
 
     numbers: UInt32[Array, " rows"]
     total: UInt32[Array, ""]
+
+
+class _Traced(NamedTuple):
+    closed: Any
+    shapes: PyTree
+    eqns: list[Any] | None  # by their places; None if they are not those that the verdict is about
+
+
+def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> _Traced:
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    closed = normal(closed)
+    eqns = places_of(closed)
+    is_known = tuple(eqn.primitive.name for eqn in eqns) == use.primitives
+    return _Traced(closed, shapes, eqns if is_known and use.is_exact else None)
+
+
+def of_whole(fn: Callable[..., Any], use: RowUse, *args: PyTree) -> list[list[Array]] | None:
+    """Returns the values of `fn(*args)` that its parts need of the whole batch; None if the parts are computed without.
+
+    **Arguments:**
+
+    - `args`: the weights, the state, the whole batch, the key. The values depend on no weight.
+    """
+    if not use.whole:
+        return []
+    traced = _trace(fn, use, args)
+    if traced.eqns is None:
+        return None
+    wanted = {id(traced.eqns[of.place]): i for i, of in enumerate(use.whole)}
+    jaxpr, found = traced.closed.jaxpr, dict[int, list[Array]]()
+    needed, last = set[Any](), []
+    for eqn in reversed(jaxpr.eqns):
+        if id(eqn) in wanted or any(var in needed for var in eqn.outvars):
+            needed.update(atom for atom in eqn.invars if not hasattr(atom, "val"))
+            last.append(eqn)
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
+    for eqn in reversed(last):
+        outs = run(eqn, [atom.val if hasattr(atom, "val") else env[atom] for atom in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+        if id(eqn) in wanted:
+            found[wanted[id(eqn)]] = outs
+    return [found[i] for i in range(len(use.whole))]
+
+
+def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
+    """Returns `(weights, state, batch, key, rows, whole) -> outputs` of a part of the rows of a batch.
+
+    Its first outputs are scaled so that their sums over all parts are those of the whole batch. If the verdict is no proof,
+    each part is a batch of its own, with a key of its own.
+
+    **Arguments:**
+
+    - `fn`: `(weights, state, batch, key) -> outputs`, of which `use` is the verdict.
+    - `rows`: the numbers of the batch's rows.
+    - `whole`: as `of_whole` returns it.
+    """
+
+    def of_part(
+        weights: PyTree, state: PyTree, batch: PyTree, key: Array, rows: RowNumbers, whole: list[list[Array]] | None = None
+    ) -> Any:
+        original = batch
+        if use.is_plain:
+            return fn(weights, state, batch, key)
+        n_copies = 2 if rows.numbers.shape[0] == 1 else 1  # JAX writes other equations for dims of size 1
+        if n_copies > 1:
+            batch, rows = (
+                jax.tree.map(lambda x: jnp.repeat(x, 2, 0), batch),
+                rows._replace(numbers=jnp.repeat(rows.numbers, 2)),
+            )
+        traced, flat = _trace(fn, use, (weights, state, batch, key)), jax.tree.leaves((weights, state, batch, key))
+        if traced.eqns is None or (use.whole and whole is None):
+            return fn(weights, state, original, _own_key(key, rows.numbers[0]) if use.is_random else key)
+        by_place = {id(traced.eqns[made.place]): made for made in use.by_number}
+        of_eqn = {id(traced.eqns[of.place]): (of, values) for of, values in zip(use.whole, whole or (), strict=True)}
+        outs = interpret(traced.closed, flat, [_ByRow(rows, by_place, of_eqn)])
+        share = rows.total.astype(jnp.float32) / rows.numbers.shape[0]
+        scaled = []
+        for out, degree in zip(outs, (*use.degrees, *[1] * len(outs)), strict=False):
+            if degree is None:
+                scaled.append(out[:1] if n_copies > 1 else out)
+            else:
+                scaled.append(out if degree == n_copies == 1 else out * (share ** (degree - 1) / n_copies).astype(out.dtype))
+        return jax.tree.unflatten(jax.tree.structure(traced.shapes), scaled)
+
+    return of_part
+
+
+def _own_key(key: Array, first: Array) -> Array:
+    """Returns the key of a part that is a batch of its own; the first one's is the key itself."""
+    data = [jax.random.key_data(each) for each in (key, jax.random.fold_in(key, first))]
+    return jax.random.wrap_key_data(jnp.where(first == 0, *data), impl=jax.random.key_impl(key))
+
+
+class _ByRow(Rule):
+    """Computes the equations that make the entry of a row from its number, or that were computed on the whole batch."""
+
+    corrects = True
+
+    def __init__(
+        self, rows: RowNumbers, by_number: Mapping[int, ByNumber], whole: Mapping[int, tuple[Whole, Sequence[Array]]]
+    ):
+        self._rows, self._by_number, self._whole = rows, by_number, whole
+
+    def claims(self, eqn: Any) -> bool:
+        return id(eqn) in self._by_number or id(eqn) in self._whole
+
+    def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
+        ins = list(map(plain, ins))
+        if id(eqn) in self._whole:
+            of, values = self._whole[id(eqn)]
+            return [self._own(value, factors) for value, factors in zip(values, of.factors, strict=True)]
+        made, aval = self._by_number[id(eqn)], eqn.outvars[0].aval
+        if eqn.primitive.name == "iota":
+            (_, numbers), dim = self._index(made.factors), eqn.params["dimension"]
+            return [jax.lax.broadcast_in_dim(numbers.astype(aval.dtype), aval.shape, (dim,))]
+        if made.columns:  # this part of the table has only these rows
+            for column, dim in made.columns:
+                own = jax.lax.broadcasted_iota(ins[1].dtype, ins[1].shape[:-1], dim)
+                ins[1] = ins[1].at[..., column].set(own)
+            return site.rest(eqn, ins)
+        draw = _bits if eqn.primitive.name == "random_bits" else _keys
+        return [draw(ins[0], self._index(made.factors), aval)]
+
+    def _own(self, value: Array, factors: Sequence[Factors]) -> Array:
+        """Returns these rows of a value of the whole batch."""
+        for dim, of in enumerate(factors):
+            if of[:1] == (None,):
+                inner = math.prod(size for size in of[1:] if size is not None)
+                n_rows = value.shape[dim] // inner
+                parts = value.reshape(*value.shape[:dim], n_rows, inner, *value.shape[dim + 1 :])
+                parts = jnp.take(parts, self._rows.numbers, dim)
+                value = parts.reshape(*value.shape[:dim], -1, *value.shape[dim + 1 :])
+        return value
+
+    def _index(self, dims: Sequence[Factors]) -> tuple[Array, Array]:
+        """Returns the upper and lower 32 bits of the flat indices in a draw of the whole batch, in the shape of the dims."""
+        factors = [factor for dim in dims for factor in dim]
+        high, low = jnp.uint32(0), jnp.uint32(0)
+        stride = (jnp.uint32(0), jnp.uint32(1))
+        for i, factor in reversed(list(enumerate(factors))):
+            own = self._rows.numbers if factor is None else jnp.arange(factor, dtype=jnp.uint32)
+            own = own.reshape([-1] + [1] * (len(factors) - i - 1))
+            high, low = _add((high, low), _times(stride, own))
+            stride = _times(stride, self._rows.total if factor is None else jnp.uint32(factor))
+        n = self._rows.numbers.shape[0]
+        shape = [math.prod(n if factor is None else factor for factor in dim) for dim in dims]
+        return high.reshape(shape), low.reshape(shape)
+
+
+def _add(one: tuple[Any, Any], two: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Adds numbers of 64 bits, as their upper and lower halves."""
+    low = one[1] + two[1]
+    return one[0] + two[0] + (low < two[1]).astype(jnp.uint32), low
+
+
+def _times(one: tuple[Any, Any], by: Any) -> tuple[Any, Any]:
+    """Multiplies numbers of 64 bits, as their upper and lower halves, by numbers of 32 bits."""
+    high, low = one
+    a, b, c, d = low >> 16, low & 0xFFFF, by >> 16, by & 0xFFFF
+    middle = (b * d >> 16) + (a * d & 0xFFFF) + (b * c & 0xFFFF)
+    return high * by + a * c + (a * d >> 16) + (b * c >> 16) + (middle >> 16), low * by
+
+
+def _halves(key: Array, index: tuple[Array, Array]) -> list[Array]:
+    first, second = jax.random.key_data(key)
+    return threefry2x32_p.bind(first, second, *index)
+
+
+def _bits(key: Array, index: tuple[Array, Array], aval: Any) -> Array:
+    if key.ndim:
+        return jax.vmap(lambda key: _bits(key, index, aval))(key)
+    high, low = _halves(key, index)
+    return (
+        (high.astype(aval.dtype) << 32) | low.astype(aval.dtype)
+        if aval.dtype.itemsize == 8
+        else (high ^ low).astype(aval.dtype)
+    )
+
+
+def _keys(key: Array, index: tuple[Array, Array], aval: Any) -> Array:
+    if key.ndim:
+        return jax.vmap(lambda key: _keys(key, index, aval))(key)
+    return jax.random.wrap_key_data(jnp.stack(_halves(key, index), -1), impl=jax.random.key_impl(key))

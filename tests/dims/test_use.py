@@ -2,17 +2,17 @@
 
 import pytest
 
-from redeqx.dims import RowUse
+from redeqx.dims import RowUse, Whole
 
 
 @pytest.mark.parametrize(
     "use, text",
     [
         (RowUse("separable", 0), "separable"),
-        (RowUse("separable", 1), "a sum"),
+        (RowUse("separable", 1), "a sum over rows"),
         (RowUse("separable", 0, group=2), "separable, 2 rows at a time"),
-        (RowUse("after", 0, n_whole=2), "separable after 2 values of the whole batch"),
-        (RowUse("after", 1, n_whole=1), "a sum after 1 value of the whole batch"),
+        (RowUse("after", 0, whole=(Whole(3, ()), Whole(5, ()))), "separable after 2 values of the whole batch"),
+        (RowUse("after", 1, whole=(Whole(3, ()),)), "separable after 1 value of the whole batch"),
         (
             RowUse("mixed", 0, line="train.py:41", why="a reduction over rows"),
             "mixed at train.py:41 (a reduction over rows)",

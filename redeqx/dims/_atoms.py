@@ -1,0 +1,176 @@
+"""The dims of values: each is a tuple of atoms, and equations relate them.
+
+An *atom* is a dim, or a factor of one. A merged dim has several, in order, most significant first; a dim of size 1 has none.
+Two atoms that turn out to be the same are unified: one then stands for the other. An atom that turns out to be merged from
+others stands for those.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from ..tracing import line_of, scan_counts
+
+
+@dataclass(eq=False)
+class Atom:
+    """A dim, or a factor of one.
+
+    **Arguments:**
+
+    - `size`: the number of its entries.
+    - `to`: the atoms that it was found to be, most significant first; None while it is one of its own.
+    """
+
+    size: int
+    to: "tuple[Atom, ...] | None" = None
+
+
+Dim = tuple[Atom, ...]
+
+
+def flat(dim: Dim) -> Dim:
+    """Returns a dim by its present atoms."""
+    if all(atom.to is None for atom in dim):
+        return dim
+    out: list[Atom] = []
+    for atom in dim:
+        if atom.to is None:
+            out.append(atom)
+        else:
+            atom.to = flat(atom.to)
+            out.extend(atom.to)
+    return tuple(out)
+
+
+def size_of(dim: Dim) -> int:
+    """Returns the number of entries of a dim."""
+    return math.prod(atom.size for atom in dim)
+
+
+def have_common_factors(one: Dim, two: Dim) -> bool:
+    """Whether two dims of equal size can be divided into the same atoms."""
+    ends = set()
+    for dim in (one, two):
+        n = 1
+        for atom in dim:
+            n *= atom.size
+            ends.add(n)
+    in_order = sorted(ends)
+    return 0 not in ends and all(b % a == 0 for a, b in pairwise(in_order))
+
+
+@dataclass(eq=False)
+class Value:
+    """A value at one place of a traced function.
+
+    **Arguments:**
+
+    - `aval`: its shape and dtype.
+    - `dims`: one for each dim of its shape.
+    - `is_polymorphic`: whether it depends on weights and constants only. Each use then has atoms of its own, as a
+        polymorphic type has, so that names do not spread through shared or square weights.
+    - `base`: the polymorphic value that this use reads.
+    - `index_of`: the dim whose index each entry equals, as of an `iota`.
+    - `columns`: the same for each entry of the last dim, as of the indices of a gather.
+    - `is_negative`: whether it is `index < 0`.
+    - `literal`: its value, if the traced function contains it.
+    """
+
+    aval: Any
+    dims: tuple[Dim, ...]
+    is_polymorphic: bool = False
+    base: "Value | None" = None
+    index_of: Dim | None = None
+    columns: tuple[Dim | None, ...] | None = None
+    is_negative: bool = False
+    literal: Any = None
+
+    @property
+    def source(self) -> "Value":
+        """The value itself, also of a use."""
+        return self.base or self
+
+    @property
+    def atoms(self) -> list[Atom]:
+        return [atom for dim in self.dims for atom in flat(dim)]
+
+
+@dataclass(eq=False)
+class Step:
+    """An equation at one place: the same one has another step for each call of the function that contains it.
+
+    **Arguments:**
+
+    - `eqn`, `ins`, `outs`: the equation, its operands and outputs.
+    - `mixes`: pairs of how it combines the entries of a dim, and the dim.
+    - `blocks`: the jaxprs inside.
+    - `scanned`: the dim that a scan loops over.
+    - `own_columns`: for a gather or scatter, the columns of its indices that are the index of each entry itself.
+    - `call`: the call of a library's function that contains the equation: its line is the user's.
+    """
+
+    eqn: Any
+    ins: list[Value]
+    outs: list[Value] = field(default_factory=list)
+    mixes: list[tuple[str, Dim]] = field(default_factory=list)
+    blocks: "list[Block]" = field(default_factory=list)
+    scanned: Dim = ()
+    own_columns: tuple[int, ...] = ()
+    call: Any = None
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def line(self) -> str:
+        """The line of code, `file.py:12`."""
+        return (self.call is not None and line_of(self.call)) or line_of(self.eqn)
+
+
+@dataclass(eq=False)
+class Block:
+    """A jaxpr at one place: its inputs, equations and outputs. Plain jits are inlined."""
+
+    ins: list[Value]
+    steps: list[Step] = field(default_factory=list)
+    outs: list[Value] = field(default_factory=list)
+
+
+def steps_of(block: Block) -> Iterator[Step]:
+    """Yields the steps of a block, also inside loops, branches and calls."""
+    for step in block.steps:
+        yield step
+        for inner in step.blocks:
+            yield from steps_of(inner)
+
+
+def live_steps(block: Block, is_wanted: Sequence[bool] | None = None) -> tuple[list[Step], list[bool]]:
+    """Returns the steps on which a block's wanted outputs depend, also inside loops, and which of its inputs they read."""
+    is_wanted = [True] * len(block.outs) if is_wanted is None else is_wanted
+    needed = {id(value.source) for value, wanted in zip(block.outs, is_wanted, strict=True) if wanted}
+    groups: list[list[Step]] = []
+    for step in reversed(block.steps):
+        is_out = [id(value) in needed for value in step.outs]
+        if not any(is_out) and not step.eqn.effects:
+            continue
+        reads, inner = [True] * len(step.ins), []
+        if step.name == "scan":
+            n_consts, n_carry = scan_counts(step.eqn)
+            while True:  # a carry that one iteration reads is an output of the iteration before
+                inner, reads = live_steps(step.blocks[0], is_out)
+                carry = [a or b for a, b in zip(is_out[:n_carry], reads[n_consts : n_consts + n_carry], strict=True)]
+                if carry == is_out[:n_carry]:
+                    break
+                is_out[:n_carry] = carry
+            reads = [r or (n_consts <= i < n_consts + n_carry and is_out[i - n_consts]) for i, r in enumerate(reads)]
+        elif len(step.blocks) == 1 and len(step.blocks[0].ins) == len(step.ins):
+            inner, reads = live_steps(step.blocks[0], is_out)
+        else:
+            inner = [each for block in step.blocks for each in live_steps(block)[0]]
+        needed |= {id(value.source) for value, is_read in zip(step.ins, reads, strict=True) if is_read}
+        groups.append([step, *inner])
+    return [step for group in reversed(groups) for step in group], [id(value.source) in needed for value in block.ins]

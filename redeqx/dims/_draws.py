@@ -1,0 +1,157 @@
+"""Which equations of a traced function make an entry of a row from the row's number: draws, splits of keys, and numbers of
+rows. And which draws cannot follow the numbers of their rows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ..tracing import REMATS, insides
+from ._atoms import Block, Dim, Step, Value, flat, steps_of
+from ._names import Names
+
+_DRAWS = ("random_bits", "random_split")
+_AT_ONCE = ("random_gamma", "rng_bit_generator", "rng_uniform")  # their lowering splits keys by the shape of the output
+_ENTERED = (*REMATS, "scan", "while", "cond")  # inside these, equations can be replaced
+
+# The factors of a dim, most significant first: their sizes, or None for the rows.
+Factors = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class ByNumber:
+    """An equation that makes the entry of a row from the row's number.
+
+    **Arguments:**
+
+    - `place`: its place among the equations of the function, in the order of `equations_of`.
+    - `factors`: for a draw, those of each dim of the output that is not one of the keys; for an `iota`, those of its dim.
+    - `columns`: for a lookup by the row's own number, the columns of the indices that are this number, and the dim of the
+        indices along which the rows are.
+    """
+
+    place: int
+    factors: tuple[Factors, ...] = ()
+    columns: tuple[tuple[int, int], ...] = ()
+
+
+def equations_of(block: Block) -> Iterator[Step]:
+    """Yields the equations of a function that can be replaced: its own, and those inside loops, branches and remats."""
+    for step in block.steps:
+        yield step
+        if step.name in _ENTERED:
+            for inner in step.blocks:
+                yield from equations_of(inner)
+
+
+def places_of(closed: Any) -> list[Any]:
+    """Returns the equations of a closed jaxpr without plain jits, in the order of `equations_of`."""
+    found: list[Any] = []
+    for eqn in closed.jaxpr.eqns:
+        found.append(eqn)
+        if eqn.primitive.name in _ENTERED:
+            for inner in insides(eqn):
+                found += places_of(inner.closed)
+    return found
+
+
+def factors_of(names: Names, dims: Sequence[Dim]) -> tuple[Factors, ...]:
+    """Returns the factors of dims."""
+    rows = set(names.rows)
+    return tuple(tuple(None if atom in rows else atom.size for atom in flat(dim)) for dim in dims)
+
+
+class Draws:
+    """What a function draws.
+
+    **Attributes:**
+
+    - `by_number`: the equations to compute from the numbers of the rows.
+    - `refused`: pairs of a step that draws for rows but cannot follow their numbers, and why.
+    - `is_random`: whether anything is drawn.
+    """
+
+    def __init__(self, names: Names):
+        self._names = names
+        self.by_number: list[ByNumber] = []
+        self.refused: list[tuple[Step, str]] = []
+        self.is_random = False
+        found, everywhere = list(equations_of(names.root)), list(steps_of(names.root))
+        readers: dict[int, list[Step]] = {}
+        for step in everywhere:
+            for value in step.ins:
+                readers.setdefault(id(value.source), []).append(step)
+        escaping = {id(value.source) for block in _blocks(names.root) for value in (*block.outs,)}
+        places = {id(step): place for place, step in enumerate(found)}
+        for step in everywhere:
+            self.is_random |= step.name in ("random_bits", *_AT_ONCE)
+            made = self._by_number(places.get(id(step), -1), step, readers, escaping)
+            if why := self._why_refused(step, made):
+                self.refused.append((step, why))
+            elif made is not None:
+                self.by_number.append(made)
+
+    def _by_number(self, place: int, step: Step, readers: dict[int, list[Step]], escaping: set[int]) -> ByNumber | None:
+        names = self._names
+        if step.name == "iota":
+            dim = step.outs[0].dims[step.eqn.params["dimension"]]
+            if names.has_rows([dim]) and not _is_own_index_only(step.outs[0], readers, escaping):
+                return ByNumber(place, factors_of(names, [dim]))
+        elif step.name in _DRAWS and names.has_rows(_own(step)):
+            return ByNumber(place, factors_of(names, _own(step)))
+        elif step.own_columns:
+            numbers = step.eqn.params["dimension_numbers"]
+            of = numbers.start_index_map if step.name == "gather" else numbers.scatter_dims_to_operand_dims
+            table, indices = step.ins[:2]
+            dims = {column: flat(table.dims[of[column]]) for column in step.own_columns}
+            along = [flat(dim) for dim in indices.dims]
+            columns = tuple(
+                (column, along.index(dim)) for column, dim in dims.items() if names.has_rows([dim]) and dim in along
+            )
+            return ByNumber(place, columns=columns) if columns else None
+        return None
+
+    def _why_refused(self, step: Step, made: ByNumber | None) -> str:
+        if step.name in _AT_ONCE and self._names.has_rows(_own(step)):
+            return f"`{step.name}` draws for all rows at once"
+        if made is None:
+            return ""
+        if made.place < 0:
+            return "it is inside a custom derivative"
+        is_usual = not step.ins or step.ins[0].aval.dtype.name == "key<fry>"
+        if step.name in _DRAWS and not (is_usual and getattr(jax.config, "jax_threefry_partitionable", False)):
+            return "its key is not one of JAX's default kind"
+        if len(self._names.rows) > 1 and not step.own_columns:
+            return "a reshape divides the rows"
+        return ""
+
+
+def _own(step: Step) -> Sequence[Dim]:
+    """Returns the dims of a draw that are not those of its keys."""
+    return step.outs[0].dims[len(step.ins[0].dims) if step.ins else 0 :]
+
+
+def _is_own_index_only(value: Value, readers: dict[int, list[Step]], escaping: set[int]) -> bool:
+    """Whether the numbers of rows only look up each row's own entry, for which they need not be known."""
+    if id(value) in escaping:
+        return False
+    for step in readers.get(id(value), ()):
+        if step.own_columns and value is step.ins[1].source:
+            continue
+        passes = [out for out in step.outs if out.index_of is not None or out.is_negative or out.columns]
+        is_wrapped = step.name == "add" and all(  # `where(i < 0, i + n, i)`, the index from the end
+            each.name == "select_n" and each.ins[0].is_negative for each in readers.get(id(step.outs[0]), ())
+        )
+        if is_wrapped:
+            continue
+        if not passes or not all(_is_own_index_only(out, readers, escaping) for out in passes):
+            return False
+    return True
+
+
+def _blocks(block: Block) -> Iterator[Block]:
+    yield block
+    for step in block.steps:
+        for inner in step.blocks:
+            yield from _blocks(inner)

@@ -1,0 +1,93 @@
+"""Relates dims: unifies them, and records along which dims an equation combines entries."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ._atoms import Atom, Block, Dim, Step, Value, flat, have_common_factors
+
+
+class Inference(ABC):
+    """What the relations of equations may do.
+
+    **Attributes:**
+
+    - `links`: pairs of dims of the same kind, but not with the same entries: parts, paddings and joins.
+    - `unknown`: how often each primitive was met that no table has.
+    """
+
+    def __init__(self) -> None:
+        self.links: list[tuple[Dim, Dim]] = []
+        self.unknown: Counter[str] = Counter()
+        self._step: Step | None = None  # whose operands are being related
+
+    @abstractmethod
+    def block(self, closed: Any, ins: Sequence[Value]) -> Block:
+        """Returns the block of a closed jaxpr for these inputs."""
+
+    def dim(self, size: int) -> Dim:
+        """Returns a new dim."""
+        return () if size == 1 else (Atom(size),)
+
+    def fresh(self, aval: Any, **kwargs: Any) -> Value:
+        """Returns a value with new dims."""
+        return Value(aval, tuple(map(self.dim, getattr(aval, "shape", ()))), **kwargs)
+
+    def unify(self, one: Dim, two: Dim) -> bool:
+        """Makes two dims of equal size the same, where needed by dividing atoms. Returns False if their factors differ."""
+        a, b = flat(one), flat(two)
+        if a == b:
+            return True
+        if not have_common_factors(a, b):
+            self.mix("conflict", (*a, *b))
+            return False
+        while a and b:
+            x, y = a[0], b[0]
+            if x is y:
+                a, b = a[1:], b[1:]
+            elif x.size == y.size:
+                y.to = (x,)
+                a, b = flat(a)[1:], flat(b)[1:]
+            elif x.size > y.size:
+                x.to = (Atom(y.size), Atom(x.size // y.size))
+                a, b = flat(a), flat(b)
+            else:
+                a, b = b, a
+        return True
+
+    def mix(self, how: str, dim: Dim) -> None:
+        """Records that the present equation combines the entries of a dim."""
+        if dim and self._step is not None:
+            self._step.mixes.append((how, dim))
+
+    def link(self, one: Dim, two: Dim) -> None:
+        self.links.append((one, two))
+
+    def part(self, dim: Dim, size: int, how: str = "part") -> Dim:
+        """Returns a new dim of some entries of another."""
+        new = self.dim(size)
+        self.link(dim, new)
+        self.mix(how, dim)
+        return new
+
+    def mark_own(self, column: int) -> None:
+        """Records that a column of the present equation's indices is the index of each entry itself."""
+        assert self._step is not None
+        self._step.own_columns += (column,)
+
+    def give_up(self, eqn: Any, ins: Sequence[Value]) -> list[tuple[Dim, ...]]:
+        """Returns the dims of the outputs of an equation that no table has: it may mix anything."""
+        self.unknown[eqn.primitive.name] += 1
+        for value in ins:
+            for dim in value.dims:
+                self.mix("unknown", dim)
+        return [self.fresh(var.aval).dims for var in eqn.outvars]
+
+    def use(self, value: Value) -> Value:
+        """Returns a value to read: if it is polymorphic, a use with atoms of its own."""
+        if not value.is_polymorphic or value.base is not None:
+            return value
+        new: dict[Atom, Atom] = {}
+        dims = tuple(tuple(new.setdefault(atom, Atom(atom.size)) for atom in flat(dim)) for dim in value.dims)
+        return Value(value.aval, dims, True, value, literal=value.literal)

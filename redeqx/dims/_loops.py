@@ -1,0 +1,93 @@
+"""How loops, branches and calls relate the dims of their operands and outputs. Bodies are walked once; carries are unified
+afterwards."""
+
+from collections.abc import Callable, Sequence
+
+from ..kernels import formula
+from ..tracing import REMATS, insides, scan_counts
+from ._atoms import Step, Value
+from ._inference import Inference
+
+
+def _called(names: Inference, step: Step) -> list[Value]:
+    inner = insides(step.eqn)
+    if not inner:
+        return _opaque(names, step)
+    step.blocks = [names.block(inner[0].closed, step.ins)]
+    return list(map(_again, step.blocks[0].outs))
+
+
+def _opaque(names: Inference, step: Step) -> list[Value]:
+    step.ins = list(map(names.use, step.ins))
+    found = names.give_up(step.eqn, step.ins)
+    return [Value(var.aval, dims) for var, dims in zip(step.eqn.outvars, found, strict=True)]
+
+
+def _attention(names: Inference, step: Step) -> list[Value]:
+    """The library's own primitive and its gradient are followed like the products that they compute."""
+    step.blocks = [names.block(formula(step.eqn), step.ins)]
+    return list(map(_again, step.blocks[0].outs))
+
+
+def _scan(names: Inference, step: Step) -> list[Value]:
+    n_consts, n_carry = scan_counts(step.eqn)
+    consts, initial, xs = step.ins[:n_consts], step.ins[n_consts : n_consts + n_carry], step.ins[n_consts + n_carry :]
+    xs, initial = list(map(names.use, xs)), list(map(names.use, initial))
+    step.ins = [*consts, *initial, *xs]
+    step.scanned = xs[0].dims[0] if xs else names.dim(step.eqn.params["length"])
+    for value in xs[1:]:
+        names.unify(step.scanned, value.dims[0])
+    inner = insides(step.eqn)[0].closed
+    avals = [var.aval for var in inner.jaxpr.invars[n_consts + n_carry :]]
+    slices = [Value(aval, value.dims[1:], value.is_polymorphic) for aval, value in zip(avals, xs, strict=True)]
+    carry = [Value(value.aval, value.dims) for value in initial]
+    step.blocks = [names.block(inner, [*consts, *carry, *slices])]
+    outs = step.blocks[0].outs
+    _unify(names, carry, outs)
+    names.mix("scan", step.scanned)
+    avals = [var.aval for var in step.eqn.outvars[n_carry:]]
+    stacked = zip(avals, map(names.use, outs[n_carry:]), strict=True)
+    return [*map(_again, carry), *(Value(aval, (step.scanned, *value.dims)) for aval, value in stacked)]
+
+
+def _while(names: Inference, step: Step) -> list[Value]:
+    condition, body = insides(step.eqn)
+    n_cond, n_body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
+    of_cond, of_body, initial = step.ins[:n_cond], step.ins[n_cond : n_cond + n_body], step.ins[n_cond + n_body :]
+    carry = [Value(value.aval, names.use(value).dims) for value in initial]
+    step.blocks = [names.block(condition.closed, [*of_cond, *carry]), names.block(body.closed, [*of_body, *carry])]
+    _unify(names, carry, step.blocks[1].outs)
+    return list(map(_again, carry))
+
+
+def _cond(names: Inference, step: Step) -> list[Value]:
+    step.blocks = [names.block(branch.closed, step.ins[1:]) for branch in insides(step.eqn)]
+    outs = [Value(value.aval, names.use(value).dims) for value in step.blocks[0].outs]
+    for other in step.blocks[1:]:
+        _unify(names, outs, other.outs)
+    return outs
+
+
+def _again(value: Value) -> Value:
+    """Returns the value as the output of an equation."""
+    return Value(value.aval, value.dims, value.is_polymorphic, index_of=value.index_of)
+
+
+def _unify(names: Inference, carry: Sequence[Value], outs: Sequence[Value]) -> None:
+    for value, out in zip(carry, outs, strict=False):
+        for one, two in zip(value.dims, names.use(out).dims, strict=True):
+            names.unify(one, two)
+
+
+_OPAQUE = ("shard_map", "custom_linear_solve", "custom_lin")
+
+
+LOOPS: dict[str, Callable[[Inference, Step], list[Value]]] = {
+    "attention": _attention,
+    "attention_gradient": _attention,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", *REMATS), _called),
+    **dict.fromkeys(_OPAQUE, _opaque),
+}

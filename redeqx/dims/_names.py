@@ -1,0 +1,134 @@
+"""Names the dims of every value of a traced function: which of them are the rows of its batch.
+
+Equations unify the atoms of their operands and outputs, by the tables in `_relations` and `_loops`, in both directions: a
+draw is named by its use. A size is never a reason to unify two dims; sizes are used only for the arithmetic of reshapes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex
+
+from ..tracing import insides
+from ._atoms import Block, Dim, Step, Value, flat, size_of
+from ._inference import Inference
+from ._loops import LOOPS
+from ._relations import follow_indices, relation_of
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the inputs of a traced function are, in their order.
+
+    **Arguments:**
+
+    - `n_weights`, `n_state`, `n_batch`: how many of the first inputs are weights, then a state of the model, then leaves of
+        the batch, whose dim 0 is rows. The others, such as a key, may be anything.
+    """
+
+    n_weights: int
+    n_state: int
+    n_batch: int
+
+    @property
+    def batch(self) -> slice:
+        """The leaves of the batch among the inputs."""
+        first = self.n_weights + self.n_state
+        return slice(first, first + self.n_batch)
+
+
+class Names(Inference):
+    """The dims of all values of a traced function, by their atoms.
+
+    **Arguments:**
+
+    - `closed`: its closed jaxpr.
+    - `inputs`: what its inputs are.
+
+    **Attributes:**
+
+    - `root`: the block of the function.
+    """
+
+    def __init__(self, closed: Any, inputs: Inputs):
+        super().__init__()
+        self.inputs = inputs
+        first = inputs.batch.start
+        ins = [self.fresh(var.aval, is_polymorphic=i < first) for i, var in enumerate(closed.jaxpr.invars)]
+        self._rows: Dim = ()
+        for value in ins[inputs.batch]:
+            if value.dims and value.dims[0]:
+                self._rows = self._rows or value.dims[0]
+                self.unify(self._rows, value.dims[0])
+        self.root = self.block(closed, ins)
+
+    @property
+    def rows(self) -> Dim:
+        """The rows of the batch; several atoms if a reshape divides them."""
+        return flat(self._rows)
+
+    def has_rows(self, dims: Sequence[Dim]) -> bool:
+        """Whether one of these dims has an atom of the rows."""
+        rows = set(self.rows)
+        return any(not rows.isdisjoint(flat(dim)) for dim in dims)
+
+    # --- blocks and equations --------------------------------------------------------------------------------------------
+
+    def block(self, closed: Any, ins: Sequence[Value]) -> Block:
+        """Returns the block of a closed jaxpr for these inputs."""
+        block = Block(list(ins))
+        block.outs = self._into(block.steps, closed, block.ins, self._step and self._step.call)
+        return block
+
+    def _into(self, steps: list[Step], closed: Any, ins: Sequence[Value], call: Any) -> list[Value]:
+        """Appends the steps of a jaxpr; returns its outputs. Plain calls are inlined."""
+        constants = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        env = {var: self.fresh(var.aval, is_polymorphic=True, literal=value) for var, value in constants}
+        env.update(zip(closed.jaxpr.invars, ins, strict=True))
+
+        def read(atom: Any) -> Value:
+            if isinstance(atom, jex.Literal):
+                return self.fresh(atom.aval, is_polymorphic=True, literal=atom.val)
+            return env[atom]
+
+        for eqn in closed.jaxpr.eqns:
+            operands = list(map(read, eqn.invars))
+            if eqn.primitive.name in _PLAIN_CALLS and insides(eqn):
+                results = self._into(steps, insides(eqn)[0].closed, operands, call or _of_library(eqn))
+            else:
+                step = Step(eqn, operands, call=call)
+                self._relate(step)
+                results = step.outs
+                steps.append(step)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return list(map(read, closed.jaxpr.outvars))
+
+    def _relate(self, step: Step) -> None:
+        outer, self._step = self._step, step
+        try:
+            if step.name in LOOPS:
+                step.outs = LOOPS[step.name](self, step)
+                return
+            step.ins = list(map(self.use, step.ins))
+            found = relation_of(step.eqn)(self, step.eqn, step.ins)
+            is_of_weights = bool(step.ins) and all(value.is_polymorphic for value in step.ins)
+            is_of_weights &= any(value.literal is None for value in step.ins)
+            step.outs = [
+                Value(var.aval, tuple(dims), is_of_weights) for var, dims in zip(step.eqn.outvars, found, strict=True)
+            ]
+            for out in step.outs:
+                assert [size_of(flat(dim)) for dim in out.dims] == [*getattr(out.aval, "shape", ())], step.eqn
+            follow_indices(step.eqn, step.ins, step.outs)
+        finally:
+            self._step = outer
+
+
+_PLAIN_CALLS = ("jit", "closed_call", "core_call")
+
+
+def _of_library(eqn: Any) -> Any:
+    """Returns the call if it is one of a library's own jitted function, such as `jnp.where`: its equations carry the line of
+    the function's first call in the process."""
+    file = insides(eqn)[0].closed.jaxpr.debug_info.func_filename or "site-packages"
+    return eqn if "site-packages" in file else None

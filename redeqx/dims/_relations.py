@@ -1,0 +1,471 @@
+"""How equations relate the dims of their operands and outputs: one table, by primitive.
+
+A relation takes the names, the equation and its operands, unifies atoms, records along which dims entries are combined
+(`Names.mix`), and returns the dims of each output.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ._atoms import Dim, Value, flat, have_common_factors, size_of
+from ._inference import Inference
+
+Dims = Sequence[Dim]
+Outs = Sequence[Dims]
+Relation = Callable[[Inference, Any, Sequence[Value]], Outs]
+
+
+def relation_of(eqn: Any) -> Relation:
+    """Returns how an equation without inner jaxprs relates dims."""
+    found = _TABLE.get(eqn.primitive.name)
+    return found or (_elementwise if _is_elementwise(eqn) else lambda names, eqn, ins: names.give_up(eqn, ins))
+
+
+# --- elementwise, and views ---------------------------------------------------------------------------------------------
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    """Whether an equation of a primitive without an entry has operands and outputs of one shape."""
+    if not eqn.outvars or eqn.effects or eqn.primitive.name in ("pure_callback", "io_callback", "ffi_call", "pallas_call"):
+        return False
+    shape: Any = getattr(eqn.outvars[0].aval, "shape", None)
+    return all(getattr(var.aval, "shape", None) == shape for var in eqn.outvars) and all(
+        not own or (len(own) == len(shape) and all(n in (1, full) for n, full in zip(own, shape, strict=True)))
+        for own in (atom.aval.shape for atom in eqn.invars)
+    )
+
+
+def _elementwise(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    shape = eqn.outvars[0].aval.shape
+    dims: list[Dim] = [()] * len(shape)
+    for value in ins:
+        if len(value.dims) != len(shape):
+            continue
+        for i, dim in enumerate(value.dims):
+            if value.aval.shape[i] == shape[i] and dim:
+                if dims[i]:
+                    names.unify(dims[i], dim)
+                else:
+                    dims[i] = dim
+    return [dims] * len(eqn.outvars)
+
+
+def _same(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    del names, eqn
+    return [value.dims for value in ins]
+
+
+def _broadcast(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    shape, to = eqn.params["shape"], [int(i) for i in eqn.params["broadcast_dimensions"]]
+    old = {i: ins[0].dims[k] for k, i in enumerate(to) if ins[0].aval.shape[k] == shape[i]}
+    return [[old[i] if i in old else names.dim(size) for i, size in enumerate(shape)]]
+
+
+def _transpose(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    del names
+    return [[ins[0].dims[i] for i in eqn.params["permutation"]]]
+
+
+def _squeeze(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    del names
+    removed = {i % len(ins[0].dims) for i in eqn.params["dimensions"]}
+    return [[dim for i, dim in enumerate(ins[0].dims) if i not in removed]]
+
+
+def _reshape(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """Regroups the atoms. An atom is divided where a dim ends inside it."""
+    old, new = list(ins[0].dims), list(map(names.dim, eqn.outvars[0].aval.shape))
+    if 0 in eqn.outvars[0].aval.shape:
+        return [new]
+    found: list[Dim] = []
+    while old or new:  # one run of dims after the other, of equal sizes
+        a, b = old[:1], new[:1]
+        while (sizes := [size_of(_merged(run)) for run in (a, b)])[0] != sizes[1]:
+            run, source = (a, old) if sizes[0] < sizes[1] else (b, new)
+            run.append(source[len(run)])
+        old, new = old[len(a) :], new[len(b) :]
+        found.extend(b)
+        if have_common_factors(_merged(a), _merged(b)):
+            names.unify(_merged(a), _merged(b))
+            continue
+        for one in a:  # the new dims cut across the old ones
+            names.mix("conflict", one)
+            for two in b:
+                names.link(one, two)
+    return [list(map(flat, found))]
+
+
+def _merged(dims: Dims) -> Dim:
+    return tuple(atom for dim in dims for atom in flat(dim))
+
+
+def _tile(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """A repeated dim is its copies, then the dim."""
+    return [[(*names.dim(n), *dim) for n, dim in zip(eqn.params["reps"], ins[0].dims, strict=True)]]
+
+
+# --- parts and joins ----------------------------------------------------------------------------------------------------
+
+
+def _slice(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    shape, start = eqn.outvars[0].aval.shape, eqn.params["start_indices"]
+    strides = eqn.params["strides"] or [1] * len(shape)
+    return [[_part(names, dim, start[i], shape[i], strides[i]) for i, dim in enumerate(ins[0].dims)]]
+
+
+def _part(names: Inference, dim: Dim, start: int, size: int, stride: int = 1) -> Dim:
+    """Returns the dim of a slice. Complete entries of a stack (see `_concatenate`) keep their dims."""
+    atoms = flat(dim)
+    total = size_of(atoms)
+    if size == total or not size:
+        return dim if size else names.dim(0)
+    if stride > 1 and total % stride == 0 and size == total // stride:  # one entry of each group
+        outer, group = names.dim(size), names.dim(stride)
+        if names.unify(dim, (*outer, *group)):
+            names.mix("part", group)
+            return outer
+    inner = total // atoms[0].size
+    if stride == 1 and len(atoms) > 1 and start % inner == 0 and size % inner == 0:
+        return (*names.part(atoms[:1], size // inner), *atoms[1:])
+    return names.part(dim, size)
+
+
+def _split(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    axis, outs, start = eqn.params["axis"], [], 0
+    for size in eqn.params["sizes"]:
+        outs.append([_part(names, dim, start, size) if i == axis else dim for i, dim in enumerate(ins[0].dims)])
+        start += size
+    return outs
+
+
+def _dynamic_slice(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    old, new = ins[0].aval.shape, eqn.outvars[0].aval.shape
+    return [[dim if new[i] == old[i] else names.part(dim, new[i], "pick") for i, dim in enumerate(ins[0].dims)]]
+
+
+def _dynamic_update_slice(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    del eqn
+    for i, (dim, update) in enumerate(zip(ins[0].dims, ins[1].dims, strict=True)):
+        if ins[0].aval.shape[i] == ins[1].aval.shape[i]:
+            names.unify(dim, update)
+        else:
+            names.link(dim, update)
+            names.mix("pick", dim)
+    return [ins[0].dims]
+
+
+def _pad(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    shape, config = eqn.outvars[0].aval.shape, eqn.params["padding_config"]
+    return [[names.part(dim, shape[i]) if any(config[i]) else dim for i, dim in enumerate(ins[0].dims)]]
+
+
+def _concatenate(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    axis, shape = eqn.params["dimension"], eqn.outvars[0].aval.shape
+    dims: list[Dim] = []
+    for i in range(len(shape)):
+        own = [value.dims[i] for value in ins]
+        if i != axis:
+            own = [dim for dim in own if dim] or [()]
+            for other in own[1:]:
+                names.unify(own[0], other)
+            dims.append(own[0])
+        elif own[0] and all(flat(dim) == flat(own[0]) for dim in own):  # several values of one dim: a stack of them
+            stack = names.dim(len(ins))
+            names.link(stack, own[0])
+            dims.append((*stack, *own[0]))
+        else:
+            new = names.dim(shape[i])
+            for dim in own:
+                names.link(dim, new)
+                names.mix("join", dim)
+            dims.append(new)
+    return [dims]
+
+
+def _unstack(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    axis = eqn.params["axis"]
+    names.mix("part", ins[0].dims[axis])
+    return [[dim for i, dim in enumerate(ins[0].dims) if i != axis]] * len(eqn.outvars)
+
+
+def _stack(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    dims, axis = list(_unified(names, ins)), eqn.params["axis"]
+    return [[*dims[:axis], names.dim(len(ins)), *dims[axis:]]]
+
+
+def _unified(names: Inference, ins: Sequence[Value]) -> tuple[Dim, ...]:
+    """Returns the dims that operands of one shape have in common."""
+    for other in ins[1:]:
+        if len(other.dims) == len(ins[0].dims):
+            for one, two in zip(ins[0].dims, other.dims, strict=True):
+                names.unify(one, two)
+    return ins[0].dims
+
+
+# --- reductions, and orders ---------------------------------------------------------------------------------------------
+
+
+def _reduce(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    how = "sum" if eqn.primitive.name == "reduce_sum" else "reduce"
+    axes = eqn.params.get("axes", eqn.params.get("dimensions"))
+    dims = _unified(names, ins[: max(1, len(eqn.outvars))])
+    for i in axes:
+        names.mix(how, dims[i])
+    return [[dim for i, dim in enumerate(dims) if i not in axes]] * len(eqn.outvars)
+
+
+def _reduce_named(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """A collective over a named axis of `vmap`, which became a dim of each operand."""
+    axes, how = eqn.params["axes"], "sum" if eqn.primitive.name == "psum" else "reduce"
+    if not all(isinstance(i, int | np.integer) for i in axes):
+        return names.give_up(eqn, ins)
+    for value in ins:
+        for i in axes:
+            names.mix(how, value.dims[i])
+    return [[dim for i, dim in enumerate(value.dims) if i not in axes] for value in ins]
+
+
+def _along(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    axis = eqn.params.get("axis", eqn.params.get("dimension"))
+    dims = _unified(names, ins)
+    names.mix("order", dims[axis])
+    return [dims] * len(eqn.outvars)
+
+
+def _reverse(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    for i in eqn.params["dimensions"]:
+        names.mix("order", ins[0].dims[i])
+    return [ins[0].dims]
+
+
+def _top_k(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    axis = eqn.params.get("axis", -1) % len(ins[0].dims)
+    names.mix("order", ins[0].dims[axis])
+    new = names.dim(eqn.outvars[0].aval.shape[axis])
+    return [[new if i == axis else dim for i, dim in enumerate(ins[0].dims)]] * 2
+
+
+def _window(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    shape, window = eqn.outvars[0].aval.shape, eqn.params["window_dimensions"]
+    dims = [
+        dim if window[i] == 1 and dim and size_of(dim) == shape[i] else names.part(dim, shape[i], "window")
+        for i, dim in enumerate(ins[0].dims)
+    ]
+    return [dims] * len(eqn.outvars)
+
+
+def _fft(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    first, shape = len(ins[0].dims) - len(eqn.params["fft_lengths"]), eqn.outvars[0].aval.shape
+    return [[dim if i < first else names.part(dim, shape[i], "fft") for i, dim in enumerate(ins[0].dims)]]
+
+
+def _linear_algebra(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """Decompositions and solves: all dims before the last two are a batch."""
+    batch = [value.dims[:-2] for value in ins if len(value.dims) >= 2]
+    for other in batch[1:]:
+        for one, two in zip(batch[0], other, strict=False):
+            names.unify(one, two)
+    for value in ins:
+        for dim in value.dims[-2:]:
+            names.mix("reduce", dim)
+    n = len(batch[0])
+    return [[*batch[0], *map(names.dim, var.aval.shape[n:])] for var in eqn.outvars]
+
+
+# --- products -----------------------------------------------------------------------------------------------------------
+
+
+def _dot(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    contracted, batch = eqn.params["dimension_numbers"]
+    for pairs in (contracted, batch):
+        for a, b in zip(*pairs, strict=True):
+            names.unify(ins[0].dims[a], ins[1].dims[b])
+    for a in contracted[0]:
+        names.mix("sum", ins[0].dims[a])
+    free = [
+        [dim for i, dim in enumerate(value.dims) if i not in (*summed, *batched)]
+        for value, summed, batched in zip(ins, contracted, batch, strict=True)
+    ]
+    return [[*(ins[0].dims[i] for i in batch[0]), *free[0], *free[1]]]
+
+
+def _ragged_dot(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (lc, rc), (lb, rb) = numbers.dot_dimension_numbers
+    for a, b in (*zip(lc, rc, strict=True), *zip(lb, rb, strict=True)):
+        names.unify(ins[0].dims[a], ins[1].dims[b])
+    for i in numbers.lhs_ragged_dimensions:
+        names.mix("order", ins[0].dims[i])
+    if len(numbers.rhs_group_dimensions) != 1:
+        return names.give_up(eqn, ins)
+    left = [dim for i, dim in enumerate(ins[0].dims) if i not in (*lc, *lb)]
+    right = [dim for i, dim in enumerate(ins[1].dims) if i not in (*rc, *rb, *numbers.rhs_group_dimensions)]
+    return [[*(ins[0].dims[i] for i in lb), *left, *right]]
+
+
+def _convolution(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    numbers, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
+    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    dims: list[Dim] = [()] * len(shape)
+    x, kernel, x_shape = ins[0].dims, ins[1].dims, ins[0].aval.shape
+    if (n := eqn.params["batch_group_count"]) > 1:  # the group is the first factor of rows and of output channels
+        group, rows = names.dim(n), names.dim(x_shape[lhs[0]] // n)
+        names.unify(x[lhs[0]], (*group, *rows))
+        names.unify(kernel[rhs[0]], (*group, *names.dim(shape[out[1]] // n)))
+        x = tuple(rows if i == lhs[0] else dim for i, dim in enumerate(x))
+    dims[out[0]], dims[out[1]] = x[lhs[0]], kernel[rhs[0]]
+    if (n := eqn.params["feature_group_count"]) == 1:
+        names.unify(x[lhs[1]], kernel[rhs[1]])
+        names.mix("sum", x[lhs[1]])
+    else:  # the group is the first factor of both kinds of channels
+        group, channels = names.dim(n), names.dim(x_shape[lhs[1]] // n)
+        names.unify(x[lhs[1]], (*group, *channels))
+        names.unify(kernel[rhs[0]], (*group, *names.dim(shape[out[1]] // n)))
+        names.unify(channels, kernel[rhs[1]])
+        names.mix("sum", channels)
+    for k, (i, j, o) in enumerate(zip(lhs[2:], rhs[2:], out[2:], strict=True)):
+        is_pointwise = ins[1].aval.shape[j] == 1 == eqn.params["window_strides"][k] and not any(eqn.params["padding"][k])
+        dims[o] = x[i] if is_pointwise and x_shape[i] == shape[o] else names.part(x[i], shape[o], "window")
+        names.mix("kernel", kernel[j])
+    return [dims]
+
+
+# --- lookups ------------------------------------------------------------------------------------------------------------
+
+
+def _gather(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    numbers, sizes, (table, indices) = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], ins
+    batching = dict(zip(map(int, numbers.operand_batching_dims), map(int, numbers.start_indices_batching_dims), strict=True))
+    for i, j in batching.items():
+        names.unify(table.dims[i], indices.dims[j])
+    window = [i for i in range(len(table.dims)) if i not in (*numbers.collapsed_slice_dims, *batching)]
+    dims: list[Dim] = [()] * len(eqn.outvars[0].aval.shape)
+    for j, place in enumerate(i for i in range(len(dims)) if i not in numbers.offset_dims):
+        dims[place] = indices.dims[j]
+    for i, place in zip(window, numbers.offset_dims, strict=True):
+        is_all = sizes[i] == table.aval.shape[i]
+        dims[place] = table.dims[i] if is_all else names.part(table.dims[i], sizes[i], "pick")
+    _select(names, numbers.start_index_map, table, indices, numbers.collapsed_slice_dims, "pick")
+    return [dims]
+
+
+def _scatter(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    numbers, (table, indices, update) = eqn.params["dimension_numbers"], ins
+    batching = dict(
+        zip(map(int, numbers.operand_batching_dims), map(int, numbers.scatter_indices_batching_dims), strict=True)
+    )
+    for i, j in batching.items():
+        names.unify(table.dims[i], indices.dims[j])
+    window = [i for i in range(len(table.dims)) if i not in (*numbers.inserted_window_dims, *batching)]
+    places = [i for i in range(len(update.dims)) if i not in numbers.update_window_dims]
+    for j, place in enumerate(places):
+        names.unify(indices.dims[j], update.dims[place])
+    for i, place in zip(window, numbers.update_window_dims, strict=True):
+        if update.aval.shape[place] == table.aval.shape[i]:
+            names.unify(update.dims[place], table.dims[i])
+        else:
+            names.link(update.dims[place], table.dims[i])
+            names.mix("pick", table.dims[i])
+    _select(names, numbers.scatter_dims_to_operand_dims, table, indices, numbers.inserted_window_dims, "into")
+    kept = set(table.atoms)
+    how = "sum" if eqn.primitive.name in ("scatter-add", "scatter_add", "scatter-sub") else "reduce"
+    for place in places:
+        names.mix(how, tuple(atom for atom in flat(update.dims[place]) if atom not in kept))
+    return [table.dims]
+
+
+def _select(names: Inference, index_map: Any, table: Value, indices: Value, dims: Sequence[int], how: str) -> None:
+    """Relates the dims at which indices select one entry: it is each entry's own if the index is the entry's number."""
+    for i in dims:
+        column = list(index_map).index(i) if i in index_map else None
+        own = None if column is None else indices.columns[column] if indices.columns else indices.index_of
+        if column is not None and own and table.dims[i] and size_of(own) == table.aval.shape[i]:
+            names.unify(own, table.dims[i])
+            names.mark_own(column)
+        else:
+            names.mix(how, table.dims[i])
+
+
+def follow_indices(eqn: Any, ins: Sequence[Value], outs: Sequence[Value]) -> None:
+    """Follows values that equal the index along a dim, which `x[jnp.arange(n), labels]` needs."""
+    name = eqn.primitive.name
+    if len(outs) != 1:
+        return
+    (out,) = outs
+    if name == "iota":
+        out.index_of = out.dims[eqn.params["dimension"]]
+    elif name in ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy", "transpose", "clamp"):
+        source = ins[1] if name == "clamp" else ins[0]
+        if source.index_of is not None and set(flat(source.index_of)) <= set(out.atoms):
+            out.index_of = source.index_of
+    elif name == "lt" and ins[0].index_of is not None:
+        out.is_negative = ins[1].literal is not None and np.ndim(ins[1].literal) == 0 and ins[1].literal <= 0
+    elif name == "select_n" and ins[0].is_negative:
+        out.index_of = ins[1].index_of
+    elif name == "concatenate" and eqn.params["dimension"] == len(out.dims) - 1:
+        is_by_column = all(value.aval.shape[-1] == 1 for value in ins)
+        out.columns = tuple(value.index_of for value in ins) if is_by_column else None
+
+
+# --- draws --------------------------------------------------------------------------------------------------------------
+
+
+def _new(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    del ins
+    return [names.fresh(eqn.outvars[0].aval).dims]
+
+
+def _draw(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """The dims of the keys, then new ones, whose use names them."""
+    keys = ins[0].dims if ins else ()
+    return [[*keys, *map(names.dim, var.aval.shape[len(keys) :])] for var in eqn.outvars]
+
+
+def _wrap(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    del names
+    return [ins[0].dims[: len(eqn.outvars[0].aval.shape)]]
+
+
+_TABLE: dict[str, Relation] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "optimization_barrier": _same,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _tile,
+    "slice": _slice,
+    "split": _split,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "pad": _pad,
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
+    "gather": _gather,
+    "rev": _reverse,
+    "top_k": _top_k,
+    "fft": _fft,
+    "iota": _new,
+    "random_bits": _draw,
+    "random_split": _draw,
+    "random_seed": _draw,
+    "random_unwrap": _draw,
+    "random_wrap": _wrap,
+    "random_fold_in": _elementwise,
+    "random_gamma": _elementwise,
+    "threefry2x32": _elementwise,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"), _along),
+    **dict.fromkeys(("psum", "pmax", "pmin"), _reduce_named),
+    **dict.fromkeys((f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor")), _reduce),
+    **dict.fromkeys(("argmax", "argmin"), _reduce),
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"), _window),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-max", "scatter-min"), _scatter),
+    **dict.fromkeys(
+        ("cholesky", "lu", "qr", "eigh", "svd", "triangular_solve", "householder_product", "geqrf"), _linear_algebra
+    ),
+}
