@@ -39,6 +39,7 @@ from .training import (
     make_predict_step,
     placed,
     placed_shapes,
+    row_span,
     weak_types,
     with_weak_types,
 )
@@ -139,9 +140,9 @@ class Predictor(RedcoNames):
         - `per_device_batch_size`, `batch_size`: rows at one position of the data and fsdp axes, or examples over all
             devices; pass one of the two.
         - `model`: replaces the Predictor's own, with the same structure.
-        - `key`: the key that `pred_fn` receives, with the index of the batch folded in. By default it comes from the
-            deployer's seed and is the same at every call: pass a new key where calls must differ (samples, a policy's
-            actions).
+        - `key`: the key that `pred_fn` receives, with the number of the batch's first row folded in. By default it comes
+            from the deployer's seed and is the same at every call: pass a new key where calls must differ (samples, a
+            policy's actions).
 
         Raises ValueError if `output_fn` does not return one entry per example.
         """
@@ -194,19 +195,19 @@ class Predictor(RedcoNames):
         mesh = self._deployer.mesh
         here = local_rows([Group(1, rows)], mesh)  # of a padded batch
 
-        def prepare() -> Iterator[tuple[int, PyTree]]:
+        def prepare() -> Iterator[tuple[int, int, PyTree]]:
             for start in range(0, n, at_once):
                 n_rows = min(at_once, n - start)
                 places = [start + i for i in sorted({min(int(i), n_rows - 1) for i in here})]
                 batch = collate(self._collate_fn, read(examples, places), places)
-                yield n_rows, place_rows(pad_rows(batch, len(here)), np.arange(rows), split_rows(mesh), here)
+                yield start, n_rows, place_rows(pad_rows(batch, len(here)), np.arange(rows), split_rows(mesh), here)
 
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
         key = put(key, replicated(mesh))
         pending: deque[tuple[int, PyTree]] = deque()
         with closing(Prefetch(prepare())) as batches:
-            for i, (n_rows, batch) in enumerate(batches):
-                outputs = self._call(step, (trained, frozen, state_leaves, batch, key, np.uint32(i)))
+            for start, n_rows, batch in batches:
+                outputs = self._call(step, (trained, frozen, state_leaves, batch, key, row_span(start, n)))
                 self._deployer._run.watch.beat()
                 jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
                 pending.append((n_rows, outputs))
@@ -228,7 +229,7 @@ class Predictor(RedcoNames):
         parts, step = self._get_step(model, state, plan)
         batch = pad_rows(collate(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
-        shapes = jax.eval_shape(step, *parts.take(model), jax.tree.leaves(state), batch, key, np.uint32(0))
+        shapes = jax.eval_shape(step, *parts.take(model), jax.tree.leaves(state), batch, key, row_span(0, n))
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         for start in range(0, n, at_once):
             yield self._unbatch(min(at_once, n - start), zeros)
@@ -243,9 +244,9 @@ class Predictor(RedcoNames):
         parts = Parts.of(model)
         treedef = program.state_treedef if program.state else None
         step = self._make_step(parts, program.plan, treedef, named=True)
-        key, i = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), np.uint32)
-        key = placed(key, replicated(mesh))
-        return step.trace(*placed_shapes(parts, model, program.plan), program.state, batch, key, i)
+        key = placed(jax.eval_shape(lambda: jax.random.key(0)), replicated(mesh))
+        span = jax.ShapeDtypeStruct((2,), np.uint32)
+        return step.trace(*placed_shapes(parts, model, program.plan), program.state, batch, key, span)
 
     def _call(self, step: Callable[..., Any], args: tuple[Any, ...]) -> PyTree:
         """Calls the jitted step; shows when it has to compile first."""

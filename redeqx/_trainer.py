@@ -370,7 +370,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         check_examples(examples, "examples")
         size = size.evenly(size_of(examples), self.deployer.mesh.size)
         agree_on_examples(self._engine.run.peers, "eval_loss", size_of(examples), size.examples)
-        return evaluate(self._engine, in_order(examples, size), size, model)
+        return evaluate(self._engine, examples, size, model)
 
     @filter_traceback
     def get_default_predictor(

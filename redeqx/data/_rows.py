@@ -109,9 +109,8 @@ def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group,
     the few rows that do not. Every device computes the latter, in micro-batches with at most as many rows as it has of a
     full one. A remainder that is no larger than this is not split further: the loss is compiled once for each group.
 
-    No row is dropped or counted twice. The split, and with it the keys of the micro-batches, does not depend on the mesh's
-    shape. (XLA can also shard uneven rows, but then computes a wrong gradient of an embedding: by 3 % for 11 rows on 8 CPU
-    devices, jaxlib 0.10.2.)
+    No row is dropped or counted twice. The split does not depend on the mesh's shape. (XLA can also shard uneven rows, but
+    then computes a wrong gradient of an embedding: by 3 % for 11 rows on 8 CPU devices, jaxlib 0.10.2.)
     """
     n_full, rest = divmod(n_rows, micro_batch_size)
     rows_a_device = max(micro_batch_size // n_devices, 1)

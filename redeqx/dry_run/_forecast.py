@@ -261,9 +261,9 @@ def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> d
     n_first = jax.ShapeDtypeStruct((), "int32")
     traced = {"train": program.train_step.trace(*program.train_shapes(groups, n_first))}
     if not only_train and job.eval_batch is not None:
-        i = jax.ShapeDtypeStruct((), "uint32")
+        span = jax.ShapeDtypeStruct((2,), "uint32")
         groups = _groups(job.eval_batch, job.eval_per_device_batch_size * n_batch_shards(mesh), mesh)
-        args = (program.trained, program.frozen, program.state, program.stream, i, groups)
+        args = (program.trained, program.frozen, program.state, program.stream, span, groups)
         traced["eval"] = program.eval_step.trace(*args)
     if not only_train and job.trace_predict is not None:
         traced["predict"] = job.trace_predict(program)

@@ -47,4 +47,4 @@ from ._recipe import Recipe as Recipe, plan_model as plan_model
 from ._resume import resume_newest as resume_newest
 from ._run import Run as Run
 from ._schedules import lr_schedule as lr_schedule
-from ._step import make_predict_step as make_predict_step
+from ._step import make_predict_step as make_predict_step, row_span as row_span

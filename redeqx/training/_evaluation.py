@@ -1,7 +1,6 @@
 """Evaluation: the loss and its metrics over all examples, as sums over batches that are divided once."""
 
 from collections import deque
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -10,31 +9,33 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..checkpoint import array_leaves
-from ..data import BatchSize, Slice
+from ..data import BatchSize, size_of
 from ..errors import check_model, warn
 from ..partition import place
 from ._engine import Engine
 from ._metrics import LAG
+from ._passes import in_order
+from ._step import row_span
 
 
-def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyTree | None = None) -> dict[str, float]:
+def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | None = None) -> dict[str, float]:
     """Computes `{"loss": ...}` and every metric of `Loss.metrics` over all examples.
 
     **Arguments:**
 
-    - `steps`, `size`: the examples of each batch, and the batch's sizes.
+    - `size`: the sizes of a batch.
     - `model`: replaces the trained model, with the same structure.
 
     Raises ValueError for a `model` of another structure.
     """
     if model is not None:
         _check_alike(engine, model)
-    run, recipe = engine.run, engine.recipe
+    run, recipe, steps = engine.run, engine.recipe, in_order(examples, size)
     if run.returns_zeros("eval_loss"):
         return dict.fromkeys(recipe.metric_names(*engine.trees, list(next(steps).examples)), 0.0)
     sums: np.ndarray | float = 0.0
     pending: deque[tuple[jax.Array, int, int | None]] = deque()  # not the batches, which take memory
-    n_done = 0
+    n_done = n_rows = 0
     weights: tuple[list[Any], list[Any]] | None = None
 
     def finish_oldest() -> None:
@@ -45,12 +46,13 @@ def evaluate(engine: Engine, steps: Iterator[Slice], size: BatchSize, model: PyT
 
     progress = run.console.progress(title="evaluate", unit="batch")
     with run.watch.on(), progress as line, closing(engine.batches(steps, size)) as upcoming:
-        for i, batch in enumerate(upcoming):
+        for batch in upcoming:
             engine.place_for(batch)
             state = engine.state
             if weights is None and model is not None:
                 weights = recipe.parts.take(place(model, state.program.plan))
-            args = state.eval_args(i, batch.groups, weights)
+            args = state.eval_args(row_span(n_rows, size_of(examples)), batch.groups, weights)
+            n_rows += batch.n_examples
             vector = engine.calls.evaluate(state.program.eval_step, args, batch, line)
             run.watch.beat()
             vector.copy_to_host_async()

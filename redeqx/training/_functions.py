@@ -21,6 +21,7 @@ from ..transforms import (
     PickByComparison,
     RematLoops,
     Reshard,
+    RowNumbers,
     Shardings,
     StackBlocks,
     UnrollLoops,
@@ -104,10 +105,14 @@ class Functions:
             rules.append(PickByComparison())
             first += [] if self.unroll is None else [self.unroll]
             first += [] if self.remat == "none" else [RematLoops(self.remat)]
-        return transformed(fn, [*first, *rules])
+        planned = transformed(fn, [*first, *rules])
+        # Each micro-batch draws its own numbers.
+        return lambda *args: planned(*args[:-2], jax.random.fold_in(args[-2], args[-1].numbers[0]), args[-1])
 
     def loss(self, inference: bool, *, is_only: bool = False) -> Callable[..., Any]:
-        """Returns `(weights, state, batch, key) -> (total, (weight, metrics, state))`; gathers weights at their use.
+        """Returns `(weights, state, batch, key, rows) -> (total, (weight, metrics, state))`; gathers weights at their use.
+
+        The user's function does not see `rows`, the `RowNumbers` of the batch: they are for the rules.
 
         **Arguments:**
 
@@ -115,7 +120,8 @@ class Functions:
             hand-written step: no gradient is multiplied by the number of rows and divided by it again.
         """
 
-        def loss(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
+        def loss(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array, rows: RowNumbers) -> Any:
+            del rows
             model = self._model(weights, inference)
             out = self.loss_fn(model, *([state] if self.has_state else []), batch, key)
             out, state = self._with_state(out, state, "loss_fn")
@@ -125,7 +131,7 @@ class Functions:
         return self._with_rules(loss, is_loss=True, is_trained=not inference)
 
     def gradient(self, *, is_only: bool = False) -> Callable[..., Any]:
-        """Returns `(trained, frozen, state, batch, key) -> (gradients of the total, total, weight, metrics, state)`.
+        """Returns `(trained, frozen, state, batch, key, rows) -> (gradients of the total, total, weight, metrics, state)`.
 
         **Arguments:**
 
@@ -133,9 +139,9 @@ class Functions:
         """
         loss = self.loss(inference=False, is_only=is_only)
 
-        def default(trained: list, frozen: list, state: PyTree, batch: PyTree, key: Array) -> Any:
+        def default(trained: list, frozen: list, *rest: Any) -> Any:
             def of_trained(trained: list) -> Any:
-                return loss([*trained, *frozen], state, batch, key)
+                return loss([*trained, *frozen], *rest)
 
             (total, (weight, metrics, state)), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
             return grads, total, weight, metrics, state
@@ -144,7 +150,8 @@ class Functions:
             return default
         grad_fn = self.grad_fn
 
-        def user(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
+        def user(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array, rows: RowNumbers) -> Any:
+            del rows
             model = self._model(weights, inference=False)
             out = grad_fn(model, *([state] if self.has_state else []), batch, key)
             out, grads = _pair(out, "grad_fn", "(loss, grads)")

@@ -32,7 +32,7 @@ from ._engine import DamagedCheckpoint, Engine
 from ._evaluation import evaluate
 from ._job import Job, make_job
 from ._options import FitOptions
-from ._passes import in_order, updates, warn_of_large_batch
+from ._passes import updates, warn_of_large_batch
 from ._progress import Position
 from ._resume import check_setting, resume_newest
 from ._schedules import warn_of_zero_rate
@@ -339,9 +339,9 @@ class Fit:
         metrics: dict[str, float] = {}
         with line.pause("evaluating"):
             if options.eval_loss:
-                metrics.update(evaluate(engine, in_order(examples, self.eval_size), self.eval_size))
+                metrics.update(evaluate(engine, examples, self.eval_size))
                 for name, model in self.callbacks.models().items():
-                    found = evaluate(engine, in_order(examples, self.eval_size), self.eval_size, model)
+                    found = evaluate(engine, examples, self.eval_size, model)
                     metrics.update({f"{name}_{metric}": value for metric, value in found.items()})
             if options.eval_predictor is not None:
                 rows = self.eval_size.micro_batch

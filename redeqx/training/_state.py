@@ -114,14 +114,17 @@ class TrainState:
         carried = (self.trained, self.opt_state, self.layers, self.steps)
         return (*carried, self.frozen, self.stream, groups, np.int32(n_micro_batches))
 
-    def eval_args(self, i: int, groups: Any, weights: tuple[list[Any], list[Any]] | None = None) -> tuple[Any, ...]:
-        """Returns the arguments of the eval step, for the `i`-th batch of an evaluation.
+    def eval_args(
+        self, span: np.ndarray, groups: Any, weights: tuple[list[Any], list[Any]] | None = None
+    ) -> tuple[Any, ...]:
+        """Returns the arguments of the eval step.
 
         **Arguments:**
 
+        - `span`: the place of the batch in the evaluation, see `row_span`.
         - `weights`: trained and frozen arrays that replace this state's.
         """
-        return (*(weights or (self.trained, self.frozen)), self.layers, self.stream, np.uint32(i), groups)
+        return (*(weights or (self.trained, self.frozen)), self.layers, self.stream, span, groups)
 
     def advance(self, outs: Sequence[Any]) -> Array:
         """Stores the results of a train step; returns its vector of metrics."""

@@ -10,6 +10,7 @@ from typing import Any
 import einops
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
@@ -19,6 +20,7 @@ from ..errors import is_ours
 from ..machine import Options, is_in_host, n_batch_shards, replicated, split_rows
 from ..partition import Plan, using_kinds
 from ..tracing import transformed
+from ..transforms import RowNumbers
 from ._functions import Functions, plan_rules
 from ._loss import n_rows
 from ._metrics import UNMOVED
@@ -27,67 +29,100 @@ from ._parts import Parts
 from ._precision import widened
 from ._run import stream_key
 
+# --- row numbers ---------------------------------------------------------------------------------------------------------
+
+_UNKNOWN = 2**31  # the number of rows of an iterable, which is known only at its end
+
+
+def row_span(before: int, n: int | None) -> np.ndarray:
+    """Returns the place of a batch among the rows of an evaluation or a prediction, uint32 `[2]`: the number of rows before
+    it, and the number of all rows, 2**31 if that is unknown."""
+    return np.array([before, _UNKNOWN if n is None else n]).astype(np.uint32)
+
+
+def number_rows(groups: Sequence[PyTree], n_first: Any = None, before: Any = 0) -> tuple[list[tuple[PyTree, Array]], Array]:
+    """Returns each group with the numbers of its rows, uint32 `[n, rows]`, and the number of the row after the last.
+
+    Rows are numbered in the order of the examples, as if all were one batch.
+
+    **Arguments:**
+
+    - `n_first`: as for `_accumulate`: rows that do not count take no numbers from the groups that follow.
+    - `before`: uint32 `[]`, the number of the first row.
+    """
+    numbered, start = [], jnp.asarray(before, jnp.uint32)
+    for i, group in enumerate(groups):
+        n, rows = jax.tree.leaves(group)[0].shape[:2]
+        numbered.append((group, start + jnp.arange(n * rows, dtype=jnp.uint32).reshape(n, rows)))
+        start += jnp.asarray(n if n_first is None or i else n_first, jnp.uint32) * jnp.uint32(rows)
+    return numbered, start
+
+
 # --- micro-batches -----------------------------------------------------------------------------------------------------
 
 
 def _accumulate(
-    fn: Callable[..., Any], state: PyTree, groups: Sequence[PyTree], key: Array, n_first: Any = None
+    fn: Callable[..., Any], state: PyTree, groups: Sequence[tuple[PyTree, Array]], total: Array, n_first: Any = None
 ) -> tuple[Any, PyTree]:
-    """Sums `fn(state, micro_batch, key) -> (sums, state)` over all micro-batches of all groups; returns the sums and the
-    last state.
-
-    Each micro-batch has its own key, by its index in the step.
+    """Sums `fn(state, batch, rows) -> (sums, state)` over all micro-batches of all groups; returns the sums and the last
+    state.
 
     **Arguments:**
 
+    - `groups`: each with the numbers of its rows.
+    - `total`: uint32 `[]`, that of the micro-batches' `RowNumbers`.
     - `n_first`: int32 `[]`, how many of the first group's micro-batches count; all by default. The results of the others are
         dropped, so that a step with fewer micro-batches uses the same program.
     """
+
+    def of(state: PyTree, micro_batch: tuple[PyTree, Array]) -> Any:
+        batch, numbers = micro_batch
+        return fn(state, batch, RowNumbers(numbers, total))
+
     sums: Any = None
-    start = 0
     for group in groups:
-        n = jax.tree.leaves(group)[0].shape[0]
-        n_counted = n_first if start == 0 else None
-
-        def of(state: PyTree, i: Any, micro_batch: PyTree) -> Any:
-            return fn(state, micro_batch, jax.random.fold_in(key, i))
-
+        n = group[1].shape[0]
+        n_counted = n_first if group is groups[0] else None
         if n == 1:
-            added, state = of(state, start, jax.tree.map(lambda x: x[0], group))
+            added, state = of(state, jax.tree.map(lambda x: x[0], group))
             if len(groups) > 1:  # as in a scan: bfloat16 sums would lose small terms
                 added = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), added)
         else:
 
-            def body(carry: Any, xs: Any, start: int = start, n_counted: Any = n_counted) -> Any:
-                total, state = carry
+            def body(carry: Any, xs: Any, n_counted: Any = n_counted) -> Any:
+                sums, state = carry
                 i, micro_batch = xs
-                added, after = of(state, start + i, micro_batch)
-                new = (jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, added), after)
+                added, after = of(state, micro_batch)
+                new = (jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, added), after)
                 if n_counted is not None:
                     new = jax.tree.map(lambda new, old: jnp.where(i < n_counted, new, old), new, carry)
                 return new, None
 
             first = jax.tree.map(lambda x: x[0], group)
-            shapes = jax.eval_shape(lambda state, first: of(state, 0, first)[0], state, first)
+            shapes = jax.eval_shape(lambda state, first: of(state, first)[0], state, first)
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
             (added, state), _ = jax.lax.scan(body, (zeros, state), (jnp.arange(n), group))
         sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
-        start += n
     return sums, state
 
 
-def _split_micro_batches(groups: Sequence[PyTree], n_first: Any, n_parts: int, mesh: Mesh) -> tuple[list[PyTree], Any]:
+def _split_micro_batches(
+    groups: Sequence[tuple[PyTree, Array]], n_first: Any, n_parts: int, mesh: Mesh
+) -> tuple[list[tuple[PyTree, Array]], Any]:
     """Splits micro-batches into smaller ones, where their rows divide. Each has rows of every device, so no row moves."""
     n_shards = n_batch_shards(mesh)
 
-    def split(x: Array) -> Array:
-        x = einops.rearrange(x, "n (shard part row) ... -> (n part) (shard row) ...", shard=n_shards, part=n_parts)
-        return jax.lax.with_sharding_constraint(x, split_rows(mesh, dim=1))
+    def cut(x: Array) -> Array:
+        return einops.rearrange(x, "n (shard part row) ... -> (n part) (shard row) ...", shard=n_shards, part=n_parts)
 
-    divide = [jax.tree.leaves(group)[0].shape[1] % (n_shards * n_parts) == 0 for group in groups]
+    def split(batch: PyTree, numbers: Array) -> tuple[PyTree, Array]:
+        batch = jax.lax.with_sharding_constraint(jax.tree.map(cut, batch), split_rows(mesh, dim=1))
+        return batch, cut(numbers)  # each device can compute any number: reading one needs no collective
+
+    divide = [numbers.shape[1] % (n_shards * n_parts) == 0 for _, numbers in groups]
     if n_parts == 1 or not divide[0]:
         return list(groups), n_first
-    parts = [jax.tree.map(split, group) if divides else group for group, divides in zip(groups, divide, strict=True)]
+    parts = [split(*group) if divides else group for group, divides in zip(groups, divide, strict=True)]
     return parts, n_first * n_parts
 
 
@@ -136,16 +171,17 @@ def make_train_step(
     def step_fn(trained, opt_state, state, steps, frozen, stream, groups, n_first):
         step, n_skipped = steps
         opt_state = _in_memory(jax.memory.Space.Device, opt_state, layout.opt_state)
+        groups, total_rows = number_rows(groups, n_first)
         groups, n_first = _split_micro_batches(groups, n_first, n_parts, mesh)
-        is_only = [jax.tree.leaves(group)[0].shape[0] for group in groups] == [1]
+        is_only = [numbers.shape[0] for _, numbers in groups] == [1]
         gradient, loss = functions.gradient(is_only=is_only), functions.loss(inference=False, is_only=is_only)
         key = stream_key(stream)
         rounding_key = jax.random.fold_in(jax.random.fold_in(key, _ROUND), step)
         key = jax.random.fold_in(jax.random.fold_in(key, _TRAIN), step)
 
-        def micro_step(state, batch, key):
+        def micro_step(state, batch, rows):
             tree = jax.tree.unflatten(state_treedef, state)
-            grads, total, weight, metrics, tree = gradient(trained, frozen, tree, batch, key)
+            grads, total, weight, metrics, tree = gradient(trained, frozen, tree, batch, key, rows)
             grads = jax.lax.with_sharding_constraint(grads, layout.trained)
             return (grads, total, weight, metrics), _state_leaves(tree, state, state_treedef)
 
@@ -153,16 +189,16 @@ def make_train_step(
             """Returns the loss of this step's batch at other parameters. Line searches forward unknown keywords to it."""
             del plan, grad_fn
 
-            def micro_step(state, batch, key):
+            def micro_step(state, batch, rows):
                 weights = [*jax.tree.leaves(tree), *frozen]
-                total, (weight, _, after) = loss(weights, jax.tree.unflatten(state_treedef, state), batch, key)
+                total, (weight, _, after) = loss(weights, jax.tree.unflatten(state_treedef, state), batch, key, rows)
                 return (total, weight), _state_leaves(after, state, state_treedef)
 
-            (total, weight), _ = _accumulate(micro_step, before[2], groups, key, n_first)
+            (total, weight), _ = _accumulate(micro_step, before[2], groups, total_rows, n_first)
             return total / weight
 
         before = (trained, opt_state, state)
-        (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, key, n_first)
+        (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, total_rows, n_first)
         grads = [g / weight for g in grads]
         # A sum of squares per leaf: `vdot` or raveling would gather every sharded gradient.
         squares = [jnp.sum(g * g) if jnp.isrealobj(g) else jnp.sum(jnp.real(g * jnp.conj(g))) for g in grads]
@@ -262,18 +298,24 @@ def _state_leaves(tree: PyTree, before: Sequence[Array], treedef: Any) -> list[A
 def make_eval_step(
     functions: Functions, state_treedef: Any, options: Options | None = None
 ) -> tuple[Callable[..., Any], list[str]]:
-    """Returns the jitted `(trained, frozen, state, stream, i, groups) -> vector` of sums over the `i`-th batch: total and
-    weight of the loss, then of each metric in the list of names. The model is in inference mode."""
+    """Returns the jitted `(trained, frozen, state, stream, span, groups) -> vector` of sums over a batch: total and weight
+    of the loss, then of each metric in the list of names. The model is in inference mode.
+
+    `span` is the place of the batch in the evaluation, see `row_span`.
+    """
     loss = functions.loss(inference=True)
     names: list[str] = []
 
-    def eval_fn(trained, frozen, state, stream, i, groups):
-        def micro_step(state, batch, key):
-            total, (weight, metrics, _) = loss([*trained, *frozen], jax.tree.unflatten(state_treedef, state), batch, key)
+    def eval_fn(trained, frozen, state, stream, span, groups):
+        before, total_rows = span
+        key = jax.random.fold_in(stream_key(stream), _EVAL)
+
+        def micro_step(state, batch, rows):
+            tree = jax.tree.unflatten(state_treedef, state)
+            total, (weight, metrics, _) = loss([*trained, *frozen], tree, batch, key, rows)
             return {"loss": (total, weight), **metrics}, state
 
-        key = jax.random.fold_in(jax.random.fold_in(stream_key(stream), _EVAL), i)
-        sums, _ = _accumulate(micro_step, state, groups, key)
+        sums, _ = _accumulate(micro_step, state, number_rows(groups, before=before)[0], total_rows)
         names[:] = sorted(sums)  # as a scan sorts them: every program of a run must agree on the order
         return jnp.stack([x for name in names for x in sums[name]])
 
@@ -292,8 +334,8 @@ def make_predict_step(
     fuse_attention: bool = True,
     options: Options | None = None,
 ) -> Callable[..., Any]:
-    """Returns the jitted `(trained, frozen, state, batch, key, i) -> outputs` for the `i`-th batch, with rows split over the
-    batch axes and the model in inference mode.
+    """Returns the jitted `(trained, frozen, state, batch, key, span) -> outputs`, with rows split over the batch axes and
+    the model in inference mode. `span` is the place of the batch in the prediction, see `row_span`.
 
     **Arguments:**
 
@@ -303,7 +345,8 @@ def make_predict_step(
     """
     n_trained = len(parts.names[0])
 
-    def predict(weights, state, batch, key):
+    def predict(weights, state, batch, key, rows):
+        del rows  # for the rules
         model = parts.put(weights[:n_trained], weights[n_trained:], inference=True, compute_dtype=compute_dtype)
         extra = [] if state_treedef is None else [jax.tree.unflatten(state_treedef, state)]
         outputs = pred_fn(model, *extra, batch, key)
@@ -324,8 +367,11 @@ def make_predict_step(
     rules = plan_rules(parts, plan, named=named, convolutions=False, fuse_attention=fuse_attention)
     planned_fn = transformed(predict, rules)
 
-    def predict_fn(trained, frozen, state, batch, key, i):
-        return planned_fn([*trained, *frozen], state, batch, jax.random.fold_in(key, i))
+    def predict_fn(trained, frozen, state, batch, key, span):
+        before, total = span
+        rows = RowNumbers(before + jnp.arange(n_rows(batch), dtype=jnp.uint32), total)
+        key = jax.random.fold_in(key, rows.numbers[0])  # each batch draws its own numbers
+        return planned_fn([*trained, *frozen], state, batch, key, rows)
 
     # With several processes each one gets all rows, since each script uses them.
     outputs = replicated(plan.mesh) if plan.mesh.is_multi_process else split_rows(plan.mesh)

@@ -153,12 +153,13 @@ def test_remainder_of_full_micro_batches_reuses_the_program():
     trainer = make_trainer(accumulate=4, loggers=[losses], loss_fn=noisy)
     trainer.train(DATA, batch_size=32)
     assert trainer._engine.state.program.train_step._cache_size() == 1
-    # By hand: each micro-batch separately, with the key of its index.
+    # By hand: each micro-batch separately, with the key of its first row.
     model, key = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)), stream_key(trainer._engine.stream)
     for step, (start, stop) in enumerate([(0, 32), (32, 40)]):
         step_key = jax.random.fold_in(jax.random.fold_in(key, 0), step)
         parts = [DATA[i : i + 8] for i in range(start, stop, 8)]
-        found = [eqx.filter_value_and_grad(noisy)(model, x, jax.random.fold_in(step_key, i)) for i, x in enumerate(parts)]
+        keys = [jax.random.fold_in(step_key, 8 * i) for i in range(len(parts))]
+        found = [eqx.filter_value_and_grad(noisy)(model, x, key) for x, key in zip(parts, keys, strict=True)]
         np.testing.assert_allclose(losses.seen[step], np.mean([loss for loss, _ in found]), rtol=1e-5)
         grads = jax.tree.map(lambda *g: -0.05 * sum(g) / len(g), *(grads for _, grads in found))
         model = eqx.apply_updates(model, grads)

@@ -17,7 +17,7 @@ from redeqx.training import _functions
 from redeqx.training._functions import plan_rules
 from redeqx.training._loss import as_sums
 from redeqx.training._parts import Parts
-from redeqx.training._step import _accumulate
+from redeqx.training._step import _accumulate, number_rows
 
 
 class Recorder:
@@ -454,8 +454,8 @@ def test_gradients_are_summed_over_micro_batches_in_float32(dtype):
 def test_gradients_of_a_remainder_are_summed_in_float32():
     """256 rows and a remainder of one, with a gradient of 1 each: bfloat16 cannot represent 257. Not compiled, as XLA may
     keep excess precision."""
-    groups = [jnp.ones((1, n), jnp.bfloat16) for n in (256, 1)]
-    sums, _ = _accumulate(lambda state, rows, key: (rows.sum(), state), (), groups, jax.random.key(0))
+    groups, total = number_rows([jnp.ones((1, n), jnp.bfloat16) for n in (256, 1)])
+    sums, _ = _accumulate(lambda state, batch, rows: (batch.sum(), state), (), groups, total)
     assert float(sums) == 257.0
 
 
