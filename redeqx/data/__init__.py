@@ -27,7 +27,6 @@ from ._prefetch import Prefetch as Prefetch
 from ._rows import (
     BatchSize as BatchSize,
     Group as Group,
-    cut_rows as cut_rows,
     group_sharding as group_sharding,
     local_rows as local_rows,
     pad_rows as pad_rows,

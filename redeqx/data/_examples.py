@@ -19,9 +19,10 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._tree import render
+from ..dims import UNKNOWN, RowUse
 from ..errors import check_examples_kind, check_function, check_integers, example_note
 from ._prefetch import Prefetch
-from ._rows import BatchSize, Group, cut_rows, local_rows, place_batch
+from ._rows import BatchSize, Group, local_rows, place_batch
 from ._streams import Stream, checksum
 from ._workers import Workers, drawn_ahead
 
@@ -93,9 +94,12 @@ def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any
 
 def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any], size: BatchSize, mesh: Mesh) -> PyTree:
     """Returns the shapes of the first micro-batch of a step with these examples, as `loss_fn` receives it."""
-    rows = cut_rows(len(examples), size.micro_batch, mesh.size)[0].rows
-    shapes = collated_shapes(collate_fn, examples)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), shapes)
+    return _with_rows(collated_shapes(collate_fn, examples), size.cut(len(examples), UNKNOWN, mesh)[0].rows)
+
+
+def _with_rows(batch: PyTree, n_rows: int) -> PyTree:
+    """Returns the shapes of a batch with another number of rows."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n_rows, *x.shape[1:]), x.dtype), batch)
 
 
 def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
@@ -156,11 +160,13 @@ class Slice:
 
     - `position`: the number of examples of the epoch up to the end of this step.
     - `state`: the state of the `Stream` at the end of this step.
+    - `n_last`: the number of examples of the pass's last step; None if unknown.
     """
 
     examples: Sequence[Any]
     position: int
     state: Any = None
+    n_last: int | None = None
 
     @property
     def places(self) -> Sequence[int]:
@@ -260,9 +266,10 @@ def slices(
                 "Pass a smaller batch size, or keep the remainder."
             )
         order = np.arange(n) if seed is None else np.random.default_rng(seed).permutation(n)
+        n_last = batch_size if drop_remainder else (n - position - 1) % batch_size + 1
         for start in range(position, n - batch_size + 1 if drop_remainder else n, batch_size):
             places = tuple(order[start : start + batch_size].tolist())
-            yield Slice(_Subset(examples, places), start + len(places))
+            yield Slice(_Subset(examples, places), start + len(places), n_last=n_last)
         return
     stream = Stream(examples, position, state, name)
     while taken := list(itertools.islice(stream, batch_size)):
@@ -363,6 +370,7 @@ def batches(
     mesh: Mesh,
     check: Callable[[int, PyTree, int], None] | None = None,
     *,
+    use: RowUse | Callable[[PyTree], RowUse] = UNKNOWN,
     checks_end: bool = False,
 ) -> Prefetch:
     """Returns the batch of each step, prepared ahead by a thread; close it after use, see `Prefetch`.
@@ -374,25 +382,36 @@ def batches(
     - `workers`: call `collate_fn`, for several steps at once; without any, the thread itself calls it.
     - `check`: called by that thread with the number of each step, its collated rows, and the number of its examples in all
         processes.
+    - `use`: what the loss does with rows, on which the micro-batches depend; or a function that finds it, called in the
+        caller's thread with the shapes of all rows of the first step.
     - `checks_end`: whether `check` is also called after the last step, with no rows and 0.
     """
+    known = use if isinstance(use, RowUse) else None
 
     def read_step(i: int, step: Slice) -> "_Step":
-        cut = cut_rows(len(step.examples), size.micro_batch, mesh.size)
+        cut = cut_of(i, step)
         rows = local_rows(cut, mesh)
         examples = read(step.examples, rows, step.places)
         return _Step(i, step, cut, rows, [step.places[row] for row in rows], examples, workers.start(examples))
 
-    def prepared(given: "_Step") -> Batch:
+    def cut_of(i: int, step: Slice) -> tuple[Group, ...]:
+        if i == 0 and step.n_last is not None:  # so that a remainder that cannot be cut is an error now, not after an epoch
+            size.cut(step.n_last, known or UNKNOWN, mesh)
+        return size.cut(len(step.examples), known or UNKNOWN, mesh)
+
+    def collated(given: "_Step") -> PyTree:
         batch = collate(lambda _: given.collated(), given.examples, given.places)
-        n_rows = len(given.step.examples)
         if check is not None:
-            check(given.i, batch, n_rows)
-        # A remainder of full micro-batches runs in the program of a full step.
-        is_full = len(given.cut) == 1 and given.cut[0].rows == size.micro_batch
+            check(given.i, batch, len(given.step.examples))
+        return batch
+
+    def prepared(given: "_Step", batch: PyTree) -> Batch:
+        n_rows, rows = len(given.step.examples), size.micro_batch_for(known or UNKNOWN, mesh)
+        # A remainder of full micro-batches runs in the program of a full step, unless the repeated rows would count.
+        is_full = len(given.cut) == 1 and given.cut[0].rows == rows and (known or UNKNOWN).kind != "after"
         tokens = n_tokens(batch)  # of this process's rows; the rows of other processes have the same length
         return Batch(
-            place_batch(batch, given.cut, mesh, given.rows, size.n_micro_batches if is_full else 0),
+            place_batch(batch, given.cut, mesh, given.rows, size.examples // rows if is_full else 0),
             given.cut[0].n,
             n_rows,
             None if tokens is None else tokens * n_rows // len(given.rows),
@@ -402,17 +421,35 @@ def batches(
             given.places,
         )
 
-    read_steps = drawn_ahead((read_step(i, step) for i, step in enumerate(steps)), workers.n)
-
-    def every() -> Iterator[Batch]:  # with `map`, StopIteration in a collate_fn would end the pass
-        n = 0
-        for given in read_steps:
-            yield prepared(given)
+    def every() -> Iterator[Any]:  # with `map`, StopIteration in a collate_fn would end the pass
+        n, numbered = 0, enumerate(steps)
+        if known is None and (first := next(numbered, None)) is not None:
+            given = read_step(*first)
+            batch = collated(given)
+            yield _with_rows(batch, len(first[1].examples))  # `known` is set before this continues
+            cut = cut_of(*first)
+            if np.array_equal(local_rows(cut, mesh), given.rows):
+                given = given._replace(cut=cut)
+            else:  # this process needs other rows
+                given = read_step(*first)
+                batch = collate(lambda _: given.collated(), given.examples, given.places)
+            yield prepared(given, batch)
+            n += 1
+        for given in drawn_ahead((read_step(i, step) for i, step in numbered), workers.n):
+            yield prepared(given, collated(given))
             n += 1
         if check is not None and checks_end:
             check(n, {}, 0)
 
-    return Prefetch(every())
+    upcoming = Prefetch(every())
+    if not isinstance(use, RowUse):
+
+        def find(shapes: PyTree) -> None:
+            nonlocal known
+            known = use(shapes)
+
+        upcoming.hand_over(find)
+    return upcoming
 
 
 class _Step(NamedTuple):

@@ -61,6 +61,25 @@ class Prefetch(Iterator[Any]):
         self._thread: threading.Thread | None = None
         self._reader = threading.get_ident()
 
+    def hand_over(self, take: Callable[[Any], None]) -> None:
+        """Calls `take` with the first item, in this thread. The other thread prepares the next one only afterwards.
+
+        Nothing is called if there is no item. Closes this if `take` raises.
+        """
+        buffer = self._buffer
+        depth, buffer.depth = buffer.depth, 1
+        if self.peek() is None and not buffer.ready:
+            return
+        try:
+            take(buffer.ready[0])
+        except BaseException:
+            self.close()
+            raise
+        with buffer.change:
+            buffer.depth = depth
+            buffer.ready.popleft()
+            buffer.change.notify_all()
+
     def peek(self) -> Any:
         """Returns the next item, without taking it; None after the last one."""
         self._start()

@@ -3,6 +3,7 @@
 `_examples` owns the contents and the order of rows.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from ..dims import RowUse
 from ..errors import check_count
 from ..machine import MODEL, n_batch_shards, replicated, split_rows
 
@@ -41,6 +43,7 @@ class BatchSize:
     examples: int
     micro_batch: int
     by_examples: bool = False  # whether the user gave `batch_size`
+    asked: int = 1  # micro-batches per update, by `accumulate_grad_batches`
 
     @classmethod
     def of(
@@ -80,16 +83,40 @@ class BatchSize:
         if batch_size is not None:
             check_count(batch_size, f"{prefix}batch_size")
             rows = -(-batch_size // n_micro_batches) // n_devices * n_devices
-            return cls(batch_size, rows or n_devices, by_examples=True)
+            return cls(batch_size, rows or n_devices, by_examples=True, asked=n_micro_batches)
         check_count(per_device_batch_size, f"{prefix}per_device_batch_size")
         assert per_device_batch_size is not None
         rows = per_device_batch_size * (n_devices // mesh.shape[MODEL])
-        return cls(rows * n_micro_batches, rows)
+        return cls(rows * n_micro_batches, rows, asked=n_micro_batches)
 
-    @property
-    def n_micro_batches(self) -> int:
-        """The number of full micro-batches of a full update."""
-        return self.examples // self.micro_batch
+    def micro_batch_for(self, use: RowUse, mesh: Mesh) -> int:
+        """Returns the rows of a full micro-batch for a loss that uses rows in this way.
+
+        A loss that mixes rows gets no more micro-batches than the user asked for. Groups of rows are not divided; if a
+        micro-batch has enough of them, each shard of the batch gets whole groups, else the micro-batch may be larger.
+        """
+        if use.kind == "mixed":
+            return -(-self.examples // self.asked)
+        if use.group == 1:
+            return self.micro_batch
+        n_shards, least = n_batch_shards(mesh), math.lcm(use.group, n_batch_shards(mesh))
+        unit = use.group * n_shards if use.group * n_shards <= self.micro_batch else least
+        return max(self.micro_batch // unit * unit, least)
+
+    def cut(self, n_rows: int, use: RowUse, mesh: Mesh) -> tuple[Group, ...]:
+        """Splits the rows of a step by `cut_rows`, as far as the loss allows.
+
+        Raises ValueError for rows that do not divide into the groups of rows that the loss takes.
+        """
+        if n_rows % use.group:
+            line = f" ({use.line})" if use.line else ""
+            raise ValueError(
+                f"`batch_size`: expected steps of a multiple of {use.group} examples, since `loss_fn` takes {use.group} "
+                f"rows at a time{line}, got a step of {n_rows}, with {self.examples} examples a full step. Choose the batch "
+                f"size and the number of examples as multiples of {use.group}, or drop the remainder."
+            )
+        micro_batch, whole = self.micro_batch_for(use, mesh), use.kind == "mixed"
+        return cut_rows(n_rows, micro_batch, mesh.size, group=use.group, whole=whole)
 
     def evenly(self, n: int | None, n_devices: int) -> "BatchSize":
         """Returns the sizes for an evaluation of `n` examples: the largest micro-batch, at least half of this size, that
@@ -104,20 +131,27 @@ class BatchSize:
         return BatchSize(rows, rows)
 
 
-def cut_rows(n_rows: int, micro_batch_size: int, n_devices: int) -> tuple[Group, ...]:
+def cut_rows(
+    n_rows: int, micro_batch_size: int, n_devices: int, *, group: int = 1, whole: bool = False
+) -> tuple[Group, ...]:
     """Splits the rows of a step into micro-batches: full ones, then the remaining rows that divide over the devices, then
     the few rows that do not. Every device computes the latter, in micro-batches with at most as many rows as it has of a
     full one. A remainder that is no larger than this is not split further: the loss is compiled once for each group.
 
     No row is dropped or counted twice. The split does not depend on the mesh's shape. (XLA can also shard uneven rows, but
     then computes a wrong gradient of an embedding: by 3 % for 11 rows on 8 CPU devices, jaxlib 0.10.2.)
+
+    **Arguments:**
+
+    - `group`: the rows that stay in one micro-batch; it divides the other numbers of rows.
+    - `whole`: whether the remainder is one micro-batch, whether or not it divides.
     """
     n_full, rest = divmod(n_rows, micro_batch_size)
-    rows_a_device = max(micro_batch_size // n_devices, 1)
-    tail = rest if rest <= rows_a_device else rest % n_devices
-    tail = 0 if rest % n_devices == 0 else tail
+    rows_a_device = max(micro_batch_size // n_devices // group, 1) * group
+    tail = rest if rest <= rows_a_device else rest % math.lcm(group, n_devices)
+    tail = 0 if whole or rest % n_devices == 0 else tail
     most = min(rows_a_device, tail)
-    rows = max((size for size in range(1, most + 1) if tail % size == 0), default=1)
+    rows = max((size for size in range(group, most + 1, group) if tail % size == 0), default=group)
     groups = (Group(n_full, micro_batch_size), Group(1, rest - tail), Group(tail // rows, rows))
     return tuple(group for group in groups if group.n and group.rows)
 

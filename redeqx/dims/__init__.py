@@ -7,4 +7,4 @@ and the verdict `RowUse`. It is independent of meshes, plans and training. Open 
 from ._atoms import Block as Block, Dim as Dim, Step as Step, Value as Value, flat as flat, steps_of as steps_of
 from ._draws import ByNumber as ByNumber, Factors as Factors, places_of as places_of
 from ._names import Inputs as Inputs, Names as Names
-from ._use import RowUse as RowUse, Whole as Whole, row_use as row_use
+from ._use import UNKNOWN as UNKNOWN, RowUse as RowUse, Whole as Whole, row_use as row_use

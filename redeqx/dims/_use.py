@@ -95,6 +95,9 @@ class RowUse:
         return said + (f", {self.group} rows at a time" if self.group > 1 else "")
 
 
+UNKNOWN = RowUse("unknown")
+
+
 def row_use(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTree, *args: PyTree) -> RowUse:
     """Returns what a function does with the rows of its batch, from its traces at two numbers of rows.
 

@@ -21,8 +21,9 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..compiled import Module, bytes_moved, collectives, host_bytes, temporaries, workspace_allowance
-from ..data import Group, cut_rows, group_sharding
-from ..machine import Machine, dry, is_in_host, make_mesh, n_batch_shards, uncached_where_described
+from ..data import BatchSize, Group, group_sharding
+from ..dims import RowUse
+from ..machine import Machine, dry, is_in_host, make_mesh, uncached_where_described
 from ..partition import Plan
 from ..tracing import matmul_flops
 from ..training import REMATS, Job, Program, Setting, shard_bytes
@@ -122,6 +123,7 @@ def _search_space(job: Job, run: DryRun) -> SearchSpace:
         machine.chip,
         opt_state=0 if machine.devices[0].platform == "cpu" else opt_state,  # CPU devices have no separate host memory
         unrolls=run.setting.unroll and job.can_remat and _unrolls(job, run),
+        rows=job.rows,
     )
 
 
@@ -173,8 +175,7 @@ def _compiled(
     say: Callable[[str], None] = lambda text: None,
 ) -> DryRun:
     mesh = make_mesh(setting.n_model_shards, setting.n_fsdp_shards, machine.devices)
-    micro_batch_size = setting.per_device_batch_size * n_batch_shards(mesh)
-    rows = _groups(job.batch, micro_batch_size, mesh)[0]
+    rows = _groups(job.batch, setting.size(mesh), job.rows, mesh)[0]
     micro_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report shows the plan with its warnings
@@ -193,7 +194,7 @@ def _compiled(
     resident = sum(held.values())
     if only_train and machine.memory is not None and resident > machine.memory:
         step = Step(needs=resident, compile_seconds=0.0, is_refused=True)
-        return DryRun(machine, setting, plan, held, {"train": step}, {}, {}, in_host=in_host)
+        return DryRun(machine, setting, plan, held, {"train": step}, {}, {}, rows=job.rows, in_host=in_host)
 
     # All steps are traced before the first is compiled, so that errors of the script are raised early.
     traced = _traced(job, program, setting, only_train)
@@ -201,13 +202,12 @@ def _compiled(
     fewer = None
     if not exact:
         fewer = attempt("extrapolation", lambda: _fewer(job, plan, setting, traced, only_train, say), None, failed)
-    run = DryRun(
-        machine, setting, plan, held, {}, {}, {}, in_host=in_host, extrapolated=fewer.what if fewer else "", failed=failed
-    )
+    what = fewer.what if fewer else ""
+    run = DryRun(machine, setting, plan, held, {}, {}, {}, rows=job.rows, in_host=in_host, extrapolated=what, failed=failed)
 
-    copies = {"train": _copies(job.batch, setting.per_device_batch_size, mesh)}
+    copies = {"train": _copies(job.batch, setting.size(mesh), job.rows, mesh)}
     if job.eval_batch is not None:
-        copies["eval"] = _copies(job.eval_batch, job.eval_per_device_batch_size, mesh)
+        copies["eval"] = _copies(job.eval_batch, job.eval_size(mesh), job.rows, mesh)
 
     def compiled(name: str, other_bytes: int) -> Step:
         if fewer is None:
@@ -257,12 +257,12 @@ def _offloaded(step: Step, state: int, other_bytes: int) -> Step:
 def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> dict[str, Any]:
     """Returns the traced steps of a program, by name."""
     mesh = program.plan.mesh
-    groups = _groups(job.batch, setting.per_device_batch_size * n_batch_shards(mesh), mesh)
+    groups = _groups(job.batch, setting.size(mesh), job.rows, mesh)
     n_first = jax.ShapeDtypeStruct((), "int32")
     traced = {"train": program.train_step.trace(*program.train_shapes(groups, n_first))}
     if not only_train and job.eval_batch is not None:
         span = jax.ShapeDtypeStruct((2,), "uint32")
-        groups = _groups(job.eval_batch, job.eval_per_device_batch_size * n_batch_shards(mesh), mesh)
+        groups = _groups(job.eval_batch, job.eval_size(mesh), job.rows, mesh)
         args = (program.trained, program.frozen, program.state, program.stream, span, groups)
         traced["eval"] = program.eval_step.trace(*args)
     if not only_train and job.trace_predict is not None:
@@ -339,13 +339,13 @@ _UNROLLED = (
 )
 
 
-def _copies(batch: PyTree, per_device_batch_size: int, mesh: Mesh) -> float:
+def _copies(batch: PyTree, size: BatchSize, use: RowUse, mesh: Mesh) -> float:
     """Returns the number of batch shards that compute a row of a batch, on average over its rows."""
-    groups = cut_rows(jax.tree.leaves(batch)[0].shape[0], per_device_batch_size * n_batch_shards(mesh), mesh.size)
+    groups = size.cut(jax.tree.leaves(batch)[0].shape[0], use, mesh)
     return sum(group.size * group.n_copies(mesh) for group in groups) / sum(group.size for group in groups)
 
 
-def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, ...]:
+def _groups(batch: PyTree, size: BatchSize, use: RowUse, mesh: Mesh) -> tuple[PyTree, ...]:
     """Returns the shapes of a batch in the layout that a step receives (that of `place_batch`)."""
     n_rows = jax.tree.leaves(batch)[0].shape[0]
 
@@ -355,7 +355,7 @@ def _groups(batch: PyTree, micro_batch_size: int, mesh: Mesh) -> tuple[PyTree, .
             lambda x: jax.ShapeDtypeStruct((group.n, group.rows, *x.shape[1:]), x.dtype, sharding=sharding), batch
         )
 
-    return tuple(map(shapes, cut_rows(n_rows, micro_batch_size, mesh.size)))
+    return tuple(map(shapes, size.cut(n_rows, use, mesh)))
 
 
 # The TPU compiler's two error messages: from before memory assignment, and from a failed assignment.

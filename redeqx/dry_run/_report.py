@@ -15,7 +15,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from ..compiled import Buffer, own_line, split_name, words_of
-from ..data import cut_rows
+from ..dims import UNKNOWN, RowUse
 from ..machine import USABLE, Machine, n_batch_shards
 from ..monitor import Console, HtmlPage, size_text, to_json
 from ..partition import Plan
@@ -36,6 +36,7 @@ class DryRun:
     **Arguments:**
 
     - `held`: bytes on each device that stay in memory during the whole run, by their kind.
+    - `rows`: what the loss does with rows.
     - `in_host`: bytes of the optimizer's state that are in host memory, for each device.
     - `steps`: the `"train"` step, and the `"eval"` and `"predict"` steps of the evaluation.
     - `files`: bytes of each file of a checkpoint.
@@ -55,6 +56,7 @@ class DryRun:
     steps: Mapping[str, Step]
     files: Mapping[str, int]
     model_flops: Mapping[str, int]
+    rows: RowUse = UNKNOWN
     in_host: int = 0
     tried: tuple[CompiledSetting, ...] = ()
     is_searched: bool = False
@@ -260,11 +262,14 @@ class DryRun:
         micro_batch = setting.per_device_batch_size * n_shards
         n_rows = micro_batch * setting.accumulate_grad_batches
         n_examples = setting.batch_size or n_rows
-        batch = f"{setting.per_device_batch_size} rows x {n_shards} batch shards x "
-        batch += f"{setting.accumulate_grad_batches} micro-batches"
-        batch += f" and {n_examples - n_rows} more rows = " if n_examples > n_rows else " = "
+        groups = setting.size(mesh).cut(n_examples, self.rows, mesh)
+        if self.rows.kind == "mixed":
+            batch = " and ".join(f"{group.n} micro-batches of {group.rows} rows" for group in groups) + " = "
+        else:
+            batch = f"{setting.per_device_batch_size} rows x {n_shards} batch shards x "
+            batch += f"{setting.accumulate_grad_batches} micro-batches"
+            batch += f" and {n_examples - n_rows} more rows = " if n_examples > n_rows else " = "
         batch = ("" if n_examples < n_rows else batch) + f"{n_examples} examples a step"
-        groups = cut_rows(n_examples, micro_batch, mesh.size)
         if repeated := sum(group.size for group in groups if group.n_copies(mesh) > 1):
             batch += f"; each batch shard computes all {repeated} rows that do not divide over the {n_shards} shards"
         return {

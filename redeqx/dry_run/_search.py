@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from ..dims import UNKNOWN, RowUse
 from ..machine import GPUS, Chip
 from ..training import REMATS, Setting
 from ._figures import Estimate, matmul_seconds
@@ -60,6 +61,7 @@ class SearchSpace:
     - `state`: bytes of all arrays that stay in memory, not counting copies.
     - `opt_state`: the part of these bytes that belongs to the optimizer's state and can be offloaded to the host.
     - `unrolls`: whether loops over small layers are unrolled if weights are not gathered layer by layer.
+    - `rows`: what the loss does with rows; if it mixes them, other numbers of micro-batches make another update.
     - `memory`: bytes of a device.
     - `chip`: the figures of a device, or None if unknown.
     """
@@ -73,6 +75,7 @@ class SearchSpace:
     chip: Chip | None
     opt_state: int = 0
     unrolls: bool = False
+    rows: RowUse = UNKNOWN
 
     def search(
         self, own: CompiledSetting, measure: Callable[[Setting], CompiledSetting | None], *, to_fastest: bool
@@ -139,11 +142,12 @@ class SearchSpace:
         counts = {own.accumulate_grad_batches, *(2**i for i in range(n_rows.bit_length()))}
         for count in sorted(counts):
             if own.batch_size is not None:  # as in `BatchSize.of`: a multiple of the number of devices
-                micro_batch = -(-own.batch_size // count) // self.n_devices * self.n_devices
-                if micro_batch:
-                    yield count, micro_batch // n_shards
-            elif n_rows % (n_shards * count) == 0:
-                yield count, n_rows // (n_shards * count)
+                rows = -(-own.batch_size // count) // self.n_devices * self.n_devices // n_shards
+            else:
+                rows = 0 if n_rows % (n_shards * count) else n_rows // (n_shards * count)
+            is_same = count == own.accumulate_grad_batches or (self.rows.kind != "mixed" and rows % self.rows.group == 0)
+            if rows and is_same:
+                yield count, rows
 
     def _order(self, setting: Setting) -> tuple[float, int, bool, int]:
         return self.min_seconds(setting), list(self.flops).index(setting.remat), not setting.unroll, setting.n_fsdp_shards

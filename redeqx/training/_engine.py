@@ -18,6 +18,7 @@ from .._origins import CHANGED, origin_of, set_origin
 from .._version import __version__
 from ..checkpoint import Base, CheckpointFolder, Checkpoints, is_worth_naming
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
+from ..dims import UNKNOWN, RowUse
 from ..errors import DamagedError, check_alive
 from ..machine import as_shapes, put, replicated
 from ..monitor import ProgressLine
@@ -240,7 +241,7 @@ class Engine:
             has_models = self.callbacks is not None and self.callbacks.have_models
             warn_of_optimizer(self.recipe, plan, state, has_models=has_models)
             return
-        if not is_same or not has_kinds:
+        if not is_same or not has_kinds or self.recipe.rows != UNKNOWN:
             self._train_state.move(self.recipe.program(plan, *self.trees), is_new=self.step == 0)
         if not is_same:
             self.run.console.info(f"plan: {plan.summary()}; now in the order of the loss")
@@ -325,7 +326,14 @@ class Engine:
         """
         self.run.n_passes += 1
         check = None if self.run.peers.n == 1 else partial(check_rows, self.run.peers, self.run.n_passes)
-        return batches(steps, self.recipe.workers, size, self.run.mesh, check, checks_end=checks_end)
+        use = self.recipe.rows or self._find_row_use
+        return batches(steps, self.recipe.workers, size, self.run.mesh, check, use=use, checks_end=checks_end)
+
+    def _find_row_use(self, batch: PyTree) -> RowUse:
+        """Finds what the loss does with the rows of a batch, given as shapes."""
+        use = self.recipe.row_use(*self.trees, batch)
+        self.recipe = replace(self.recipe, rows=use)
+        return use
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -392,13 +400,13 @@ class Engine:
         remat = recipe.remat_level
         unroll = None if recipe.unroll_on(run.mesh, remat) is None else True
         first = Choice(remat, recipe.n_parts, unroll, recipe.offload_opt_state)
+        use = recipe.rows or UNKNOWN
 
         def order() -> Iterator[Choice]:
             yield first
-            # Smaller parts would change the random numbers of a loss that draws, and the rows that stateful layers see.
-            is_cut = not recipe.has_state and not recipe.trace(*self.trees, batch.micro_batch).reads_last
-            rows = n_rows(batch.micro_batch) // run.n_batch_shards if is_cut else 1
-            yield from choices(first, run.mesh.devices.flat[0].platform, rows)[1:]
+            rows = n_rows(batch.micro_batch) // run.n_batch_shards
+            n_groups = rows // use.group if rows % use.group == 0 and self._may_cut(use, batch) else 1
+            yield from choices(first, run.mesh.devices.flat[0].platform, n_groups)[1:]
 
         def compiled(choice: Choice) -> jax.stages.Compiled:
             if choice != first:
@@ -413,6 +421,12 @@ class Engine:
         if chosen != first or need.total > memory.limit or not self._has_chosen:
             run.console.info(describe_choice(tried, memory))
         self._has_chosen = True
+
+    def _may_cut(self, use: RowUse, batch: Batch) -> bool:
+        """Whether smaller parts of a micro-batch compute the same: stateful layers would see other rows."""
+        if self.recipe.has_state or use.draws or use.kind == "mixed":
+            return False
+        return use.kind != "unknown" or not self.recipe.trace(*self.trees, batch.micro_batch).reads_last
 
     def _use_choice(self, choice: Choice) -> None:
         """Switches to the train step of another choice."""

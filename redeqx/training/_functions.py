@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._tree import is_array_like, named_leaves
+from ..dims import UNKNOWN, RowUse
 from ..machine import MODEL, axes_of, split_heads
 from ..partition import Plan
 from ..tracing import Rule, transformed
@@ -83,6 +84,7 @@ class Functions:
     remat: str = "none"  # for loops without their own; as for `Trainer`, except "auto"
     unroll: UnrollLoops | None = None
     stack_blocks: bool = False  # in the loss
+    rows: RowUse = UNKNOWN  # what the loss does with rows
 
     def _model(self, weights: Sequence[Array], inference: bool) -> PyTree:
         n_trained = len(self.parts.names[0])

@@ -9,7 +9,8 @@ from jaxtyping import PyTree
 
 from .._tree import map_named
 from ..data import BatchSize, Slice, collated_shapes
-from ..machine import FSDP, MODEL
+from ..dims import UNKNOWN, RowUse
+from ..machine import FSDP, MODEL, n_batch_shards
 from ..partition import Plan
 from ..tracing import Rule
 from ._parts import Parts
@@ -29,6 +30,12 @@ class Setting:
     unroll: bool = True
     offload_opt_state: bool = False
     batch_size: int | None = None  # examples per update, if the script sets them instead of rows per device
+
+    def size(self, mesh: Mesh) -> BatchSize:
+        """Returns the sizes of an update's batch."""
+        rows = self.per_device_batch_size * n_batch_shards(mesh)
+        n = self.accumulate_grad_batches
+        return BatchSize(self.batch_size or rows * n, rows, by_examples=self.batch_size is not None, asked=n)
 
     def code(self) -> str:
         """Returns the arguments to write in a script."""
@@ -60,6 +67,7 @@ class Job:
     - `eval_batch`: shapes of the rows of an evaluation's first batch; None without an evaluation.
     - `trace_predict`: maps a program to the traced predict step of the evaluation; None without one.
     - `files`: the bytes of each file of a checkpoint; empty if none is saved.
+    - `rows`: what the loss does with rows.
     """
 
     setting: Setting
@@ -73,6 +81,12 @@ class Job:
     eval_per_device_batch_size: int = 0
     trace_predict: Callable[[Program], Any] | None = None
     files: Mapping[str, int] = field(default_factory=dict)
+    rows: RowUse = UNKNOWN
+
+    def eval_size(self, mesh: Mesh) -> BatchSize:
+        """Returns the sizes of an evaluation's batch."""
+        rows = self.eval_per_device_batch_size * n_batch_shards(mesh)
+        return BatchSize(rows, rows)
 
 
 def make_job(
@@ -88,6 +102,9 @@ def make_job(
     - `n_devices`: devices of the target machine; the mesh's by default.
     """
     rows = size.micro_batch // ((n_devices or mesh.size) // mesh.shape[MODEL])
+    batch = collated_shapes(recipe.collate_fn, step.examples)
+    use = recipe.rows or recipe.row_use(model, state, batch)
+    recipe = replace(recipe, rows=use)
 
     def with_model(fewer: PyTree, names: Mapping[str, str]) -> Job:
         trained = set(recipe.parts.names[0])
@@ -109,10 +126,11 @@ def make_job(
             recipe.offload_opt_state,
             batch_size=size.examples if size.by_examples else None,
         ),
-        batch=collated_shapes(recipe.collate_fn, step.examples),
+        batch=batch,
         make_plan=lambda mesh, micro_batch: recipe.plan_on(mesh, model, recipe.trace(model, state, micro_batch)),
         make_program=make_program,
         model=model,
         with_model=with_model,
         can_remat=recipe.grad_fn is None,
+        rows=use,
     )

@@ -89,7 +89,7 @@ class Need:
         return self.before + self.of_step
 
 
-def choices(first: Choice, platform: str, n_rows: int) -> list[Choice]:
+def choices(first: Choice, platform: str, n_groups: int) -> list[Choice]:
     """Returns this choice and those that need less memory, in the order in which they are tried.
 
     First, unrolled loops are rolled up again. Two parts instead of one cost less than recomputing a whole loop, four about
@@ -97,14 +97,14 @@ def choices(first: Choice, platform: str, n_rows: int) -> list[Choice]:
 
     **Arguments:**
 
-    - `n_rows`: the rows of a micro-batch on a device, which are divided into parts of equal size.
+    - `n_groups`: the groups of rows of a micro-batch on a device, which are divided into parts of equal size.
     """
     if first.unroll:
-        return [first, *choices(replace(first, unroll=False), platform, n_rows)]
+        return [first, *choices(replace(first, unroll=False), platform, n_groups)]
     is_own_host = platform == "cpu"
     levels = REMATS[:-1] if is_own_host else REMATS
     levels = levels[levels.index(first.remat) :] if first.remat in levels else (first.remat,)
-    halvings = [i for i in range(n_rows.bit_length()) if n_rows % (first.n_parts * 2**i) == 0] or [0]
+    halvings = [i for i in range(n_groups.bit_length()) if n_groups % (first.n_parts * 2**i) == 0] or [0]
     by_cost = sorted((1.5 * i + j, j, remat) for i, remat in enumerate(levels) for j in halvings)
     found = [replace(first, remat=remat, n_parts=first.n_parts * 2**j) for _, j, remat in by_cost]
     return found if is_own_host else [*found, *(replace(each, offload_opt_state=True) for each in found)]

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..data import Workers, collated_shapes
+from ..dims import UNKNOWN, RowUse
 from ..errors import warn
 from ..machine import FSDP, Options, chip_of_kind, xla_settings
 from ..partition import Overrides, Plan, make_plan, mark_read
@@ -59,6 +60,7 @@ class Recipe:
     - `stack_blocks`: whether equal blocks are computed as one loop; None decides by the devices.
     - `offload_opt_state`: whether the optimizer state is in host memory between updates.
     - `xla_settings`: for the train and eval steps, as for `Deployer`.
+    - `rows`: what the loss does with rows; None until a batch is known.
     """
 
     parts: Parts
@@ -81,10 +83,15 @@ class Recipe:
     stack_blocks: bool | None = None
     offload_opt_state: bool = False
     xla_settings: Options | str | None = "auto"
+    rows: RowUse | None = None
 
     def trace(self, model: PyTree, state: PyTree, batch: PyTree) -> Trace:
         """Traces the loss for the shapes of a batch."""
         return trace_loss(lambda model, batch, key: self._loss(model, state, batch, key), model, batch)
+
+    def row_use(self, model: PyTree, state: PyTree, batch: PyTree) -> RowUse:
+        """Returns what the loss does with the rows of a batch, for the shapes of all rows of a step."""
+        return UNKNOWN
 
     def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None) -> Plan:
         """Returns the model's plan on a mesh; with a trace, in the order of the loss."""
@@ -125,6 +132,7 @@ class Recipe:
             remat=remat,
             unroll=self.unroll_on(plan.mesh, remat),
             stack_blocks=self.stacks_on(plan.mesh),
+            rows=self.rows or UNKNOWN,
         )
         options = xla_settings(plan.mesh, self.xla_settings).options
         return make_program(

@@ -107,9 +107,14 @@ def _accumulate(
 
 
 def _split_micro_batches(
-    groups: Sequence[tuple[PyTree, Array]], n_first: Any, n_parts: int, mesh: Mesh
+    groups: Sequence[tuple[PyTree, Array]], n_first: Any, n_parts: int, n_together: int, mesh: Mesh
 ) -> tuple[list[tuple[PyTree, Array]], Any]:
-    """Splits micro-batches into smaller ones, where their rows divide. Each has rows of every device, so no row moves."""
+    """Splits micro-batches into smaller ones, where their rows divide. Each has rows of every device, so no row moves.
+
+    **Arguments:**
+
+    - `n_together`: the number of consecutive rows that stay together.
+    """
     n_shards = n_batch_shards(mesh)
 
     def cut(x: Array) -> Array:
@@ -119,7 +124,7 @@ def _split_micro_batches(
         batch = jax.lax.with_sharding_constraint(jax.tree.map(cut, batch), split_rows(mesh, dim=1))
         return batch, cut(numbers)  # each device can compute any number: reading one needs no collective
 
-    divide = [numbers.shape[1] % (n_shards * n_parts) == 0 for _, numbers in groups]
+    divide = [numbers.shape[1] % (n_shards * n_parts * n_together) == 0 for _, numbers in groups]
     if n_parts == 1 or not divide[0]:
         return list(groups), n_first
     parts = [split(*group) if divides else group for group, divides in zip(groups, divide, strict=True)]
@@ -172,7 +177,7 @@ def make_train_step(
         step, n_skipped = steps
         opt_state = _in_memory(jax.memory.Space.Device, opt_state, layout.opt_state)
         groups, total_rows = number_rows(groups, n_first)
-        groups, n_first = _split_micro_batches(groups, n_first, n_parts, mesh)
+        groups, n_first = _split_micro_batches(groups, n_first, n_parts, functions.rows.group, mesh)
         is_only = [numbers.shape[0] for _, numbers in groups] == [1]
         gradient, loss = functions.gradient(is_only=is_only), functions.loss(inference=False, is_only=is_only)
         key = stream_key(stream)

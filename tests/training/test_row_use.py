@@ -1,0 +1,200 @@
+"""What the verdict about rows changes in training: how steps are cut into micro-batches, and what is said."""
+
+import threading
+from contextlib import closing
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.data import BatchSize, Workers, batches, slices
+from redeqx.dims import RowUse
+from redeqx.machine import make_mesh
+from redeqx.training import Recipe
+
+DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
+MIXED = RowUse("mixed", 0, line="train.py:41", why="a reduction over rows")
+PAIRS = RowUse("separable", 0, group=2, line="train.py:7")
+
+
+def contrastive(model, batch, key):
+    """Every row is compared with all others."""
+    x, y = jax.vmap(model)(batch[:, :5]), jax.vmap(model)(batch[:, 1:])
+    return -jax.nn.log_softmax(x @ y.T).diagonal().mean()
+
+
+def preference(model, batch, key):
+    """Consecutive rows are pairs."""
+    first, second = jax.vmap(model)(batch[:, :5])[:, 0].reshape(-1, 2).T
+    return -jax.nn.log_sigmoid(first - second).mean()
+
+
+def make_trainer(loss_fn, *, shards=(1, 1), collate_fn=np.stack, **kwargs):
+    return redeqx.Trainer(
+        redeqx.Deployer(5, *shards, verbose=False),
+        model=eqx.nn.MLP(5, 3, 16, 1, key=jax.random.key(1)),
+        optimizer=optax.sgd(0.1),
+        collate_fn=collate_fn,
+        loss_fn=loss_fn,
+        **kwargs,
+    )
+
+
+@pytest.fixture
+def verdict(monkeypatch):
+    """Sets the verdict about the losses of this test; returns the calls that asked for it."""
+    calls = []
+
+    def set_to(use):
+        def row_use(recipe, model, state, batch):
+            calls.append(((jax.tree.leaves(batch)[0].shape), threading.current_thread()))
+            return use
+
+        monkeypatch.setattr(Recipe, "row_use", row_use)
+        return calls
+
+    return set_to
+
+
+def expected(loss_fn, parts):
+    """Returns the loss and the weights after one update by the plain loss, averaged over parts of the rows."""
+    model = eqx.nn.MLP(5, 3, 16, 1, key=jax.random.key(1))
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def loss(arrays):
+        model = eqx.combine(arrays, static)
+        return sum(len(part) * loss_fn(model, part, None) for part in parts) / sum(map(len, parts))
+
+    value, grads = jax.value_and_grad(loss)(arrays)
+    return value, jax.tree.map(lambda x, g: x - 0.1 * g, arrays, grads)
+
+
+def check_update(trainer, loss_fn, n_rows, parts):
+    value, weights = expected(loss_fn, parts)
+    assert trainer.update(DATA[:n_rows])["loss"] == pytest.approx(float(value), rel=1e-6)
+    for x, y in zip(jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array)), jax.tree.leaves(weights), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+# --- values --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
+@pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("n_rows, accumulate", [(16, 1), (20, 1), (21, 2), (24, 2)])
+def test_rows_that_mix_are_cut_only_as_the_user_asked(n_rows, accumulate, shards, verdict):
+    verdict(MIXED)
+    parts = np.split(DATA[:n_rows], [-(-n_rows // accumulate)]) if accumulate == 2 else [DATA[:n_rows]]
+    check_update(make_trainer(contrastive, shards=shards, accumulate_grad_batches=accumulate), contrastive, n_rows, parts)
+
+
+@pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
+@pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("n_rows", [6, 8, 16, 20, 34])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_rows_of_a_group_stay_together(n_rows, accumulate, shards, verdict):
+    verdict(PAIRS)
+    check_update(
+        make_trainer(preference, shards=shards, accumulate_grad_batches=accumulate), preference, n_rows, [DATA[:n_rows]]
+    )
+
+
+# --- cuts ----------------------------------------------------------------------------------------------------------------
+
+
+def cuts(size, n_rows, use, mesh):
+    return [(group.n, group.rows) for group in size.cut(n_rows, use, mesh)]
+
+
+def test_remainder_of_rows_that_mix_is_one_micro_batch():
+    mesh = make_mesh(1, 1)
+    size = BatchSize.of(mesh, None, 64, 2)
+    assert cuts(size, 64, MIXED, mesh) == [(2, 32)]
+    assert cuts(size, 61, MIXED, mesh) == [(1, 32), (1, 29)]
+    assert cuts(size, 61, RowUse("separable", 0), mesh) == [(1, 32), (1, 24), (5, 1)]
+    assert cuts(BatchSize.of(mesh, None, 20), 20, MIXED, mesh) == [(1, 20)]
+    assert cuts(BatchSize.of(mesh, None, 24, 2), 24, MIXED, mesh) == [(2, 12)]  # not three micro-batches of 8
+    assert cuts(BatchSize.of(mesh, 3, None, 2), 48, MIXED, mesh) == [(2, 24)]
+
+
+@pytest.mark.parametrize("shards", [(1, 1), (2, 1), (2, 2), (1, 8), (8, 1)])
+@pytest.mark.parametrize("group", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("per_device, n_micro_batches", [(1, 1), (2, 1), (3, 2), (8, 1), (16, 2)])
+def test_micro_batches_are_multiples_of_the_group(shards, group, per_device, n_micro_batches):
+    mesh = make_mesh(*shards)
+    use, size = RowUse("separable", 0, group=group), BatchSize.of(mesh, per_device, None, n_micro_batches)
+    n_shards = 8 // shards[0]
+    for n_rows in range(group, 3 * size.micro_batch, group):
+        cut = size.cut(n_rows, use, mesh)
+        assert sum(each.size for each in cut) == n_rows
+        assert all(each.rows % group == 0 for each in cut)
+    if per_device % group == 0:
+        assert cuts(size, size.examples, use, mesh) == [(n_micro_batches, size.micro_batch)]  # as without groups
+    whole = size.micro_batch_for(use, mesh)
+    assert whole % n_shards == 0
+    assert (whole // n_shards) % group == 0 or size.micro_batch < group * n_shards
+
+
+def test_steps_that_do_not_divide_into_groups_are_refused_before_the_first_update(verdict):
+    verdict(PAIRS)
+    trainer = make_trainer(preference)
+    message = (
+        r"`batch_size`: expected steps of a multiple of 2 examples, since `loss_fn` takes 2 rows at a time \(train.py:7\), "
+        "got a step of 7, with 16 examples a full step"
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.train(DATA[:39], batch_size=16)
+    assert trainer.step == 0
+    with pytest.raises(ValueError, match="got a step of 9, with 9 examples a full step"):
+        trainer.update(DATA[:9])
+    trainer.fit(DATA[:39], batch_size=16, n_epochs=1, drop_remainder=True)
+    assert trainer.step == 2
+
+
+# --- before the first batch ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+@pytest.mark.parametrize("as_examples", [list, iter], ids=["list", "iterator"])
+def test_the_verdict_is_asked_once_before_the_first_batch_is_cut(as_examples, n_workers, verdict):
+    calls = verdict(MIXED)
+    collated = []
+
+    def collate_fn(examples):
+        collated.append(len(examples))
+        return np.stack(examples)
+
+    trainer = make_trainer(contrastive, collate_fn=collate_fn, n_collate_workers=n_workers)
+    trainer.train(as_examples(DATA[:40]), batch_size=16)
+    trainer.eval_loss(list(DATA), batch_size=16)
+    assert calls == [((16, 6), threading.main_thread())]
+    assert sorted(collated) == [8] * 6 + [16] * 2  # each step once: 40 examples by 16, and evaluated by 8
+    assert trainer.step == 3
+
+
+def test_a_repeated_micro_batch_would_count_in_values_of_the_whole_batch():
+    mesh, size = make_mesh(1, 1), BatchSize(16, 8, asked=2)
+    shapes = {}
+    for kind in ("separable", "after"):
+        with closing(batches(slices(DATA[:24], 16), Workers(np.stack), size, mesh, use=RowUse(kind, 0))) as upcoming:
+            shapes[kind] = [batch.groups[0].shape[:2] for batch in upcoming]
+    assert shapes == {"separable": [(2, 8), (2, 8)], "after": [(2, 8), (1, 8)]}
+
+
+def test_an_error_of_the_verdict_ends_the_thread_that_reads():
+    def fails(shapes):
+        assert shapes.shape == (16, 6)
+        raise ValueError("no")
+
+    n_before = threading.active_count()
+    with pytest.raises(ValueError, match="no"):
+        batches(slices(DATA[:24], 16), Workers(np.stack), BatchSize(16, 8), make_mesh(1, 1), use=fails)
+    assert threading.active_count() == n_before
+
+
+def test_no_examples_ask_for_no_verdict():
+    with closing(batches(iter(()), Workers(np.stack), BatchSize(16, 8), make_mesh(1, 1), use=None.__eq__)) as upcoming:
+        assert list(upcoming) == []
