@@ -265,38 +265,29 @@ def bytes_moved(module: Module) -> int:
     If a fusion slices or updates an operand, only the slice counts. The body of a loop counts once for each iteration.
     Workspaces of cuBLAS and cuDNN do not count, because it is unknown how much of them a call touches.
     """
-    return _total(module, module.entry, _device_bytes, {})
+    return _total(module, _device_bytes)
 
 
 def host_bytes(module: Module) -> int:
     """Counts the bytes that one device copies to and from host memory in a step. Loop bodies count once per iteration."""
-    return _total(module, module.entry, _copied_bytes, {})
+    return _total(module, _copied_bytes)
 
 
-def _total(
-    module: Module, name: str, count: Callable[[Module, Instruction, Mapping[str, str]], int], memo: dict[str, int]
-) -> int:
-    """Sums `count` over the operations of a computation."""
-    if name in memo:
-        return memo[name]
-    types = {line.name: line.type for line in module.computations[name]}
-    total = 0
-    for line in module.computations[name]:
-        if line.opcode in _NOTHING or line.opcode.endswith("-done"):
-            continue
+def _total(module: Module, count: Callable[[Module, Instruction], int]) -> int:
+    """Sums `count` over the operations of a step."""
+
+    def counted(line: Instruction) -> dict[str, int] | None:
         if line.opcode in ("while", "conditional", "call"):
-            times = (module.trip_count(line) or 1) if line.opcode == "while" else 1
-            called = [_total(module, body, count, memo) for _, body in line.calls() if body in module.computations]
-            total += times * (max(called, default=0) if line.opcode == "conditional" else sum(called))
-            continue
-        total += count(module, line, types)
-    memo[name] = total
-    return total
+            return None
+        is_nothing = line.opcode in _NOTHING or line.opcode.endswith("-done")
+        return {} if is_nothing else {line.opcode: count(module, line)}
+
+    return module.total(counted).total()
 
 
-def _device_bytes(module: Module, line: Instruction, types: Mapping[str, str]) -> int:
+def _device_bytes(module: Module, line: Instruction) -> int:
     """Counts the bytes that one operation reads and writes."""
-    sizes = [_size(types.get(name, "")) for name in line.operands]
+    sizes = list(map(_size, line.operand_types))
     if line.opcode in _SLICES:
         return 2 * _size(line.type)
     if line.opcode in ("dynamic-update-slice", "scatter"):
@@ -307,10 +298,10 @@ def _device_bytes(module: Module, line: Instruction, types: Mapping[str, str]) -
     return sum(_read(module, body, i, size) for i, size in enumerate(sizes)) + _written(module, body, _size(line.type))
 
 
-def _copied_bytes(module: Module, line: Instruction, types: Mapping[str, str]) -> int:
+def _copied_bytes(module: Module, line: Instruction) -> int:
     """Counts the bytes that one operation copies between host and device memory."""
     del module
-    types_text = " ".join([line.type, *(types.get(name, "") for name in line.operands)])
+    types_text = " ".join([line.type, *line.operand_types])
     if _HOST not in types_text or "AllocateBuffer" in line.rest:
         return 0
     # Measured by the arrays on the device: an operation may copy only a slice of an array in host memory.

@@ -11,11 +11,14 @@ the bytes for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter or an a
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
+
+from ..tracing import Entered, fold
 
 _KINDS = (
     "all-reduce",
@@ -146,12 +149,13 @@ def _collectives_in(module: "Module", name: str, times: int, exact: bool, channe
 
 
 class Instruction(NamedTuple):
-    """An instruction, parsed from the line `%name = type opcode(rest`."""
+    """An instruction, parsed from the line `%name = type opcode(rest`. `types` are those of its computation, by name."""
 
     name: str
     type: str
     opcode: str
     rest: str
+    types: Mapping[str, str]
 
     @property
     def operands(self) -> list[str]:
@@ -162,6 +166,11 @@ class Instruction(NamedTuple):
             if depth == 0:
                 return re.findall(r"%([\w.\-]+)", self.rest[:i])
         return []
+
+    @property
+    def operand_types(self) -> list[str]:
+        """The types of the operands; empty strings for unknown ones."""
+        return [self.types.get(name, "") for name in self.operands]
 
     @property
     def op_name(self) -> str:
@@ -195,11 +204,12 @@ class Module:
         """Parses an HLO text. Raises ValueError if it has no entry computation."""
         computations: dict[str, list[Instruction]] = {}
         entry = current = None
+        types: dict[str, str] = {}
         for line in text.splitlines():
             header = _COMPUTATION.match(line)
             if header:
                 current = header.group(2)
-                computations[current] = []
+                computations[current], types = [], {}
                 entry = current if header.group(1) else entry
             elif line.startswith("}"):
                 current = None
@@ -207,7 +217,8 @@ class Module:
                 name, rest = instruction.groups()
                 result, rest = _split_type(rest)
                 opcode, _, rest = rest.strip().partition("(")
-                computations[current].append(Instruction(name, result, opcode, rest))
+                computations[current].append(Instruction(name, result, opcode, rest, types))
+                types[name] = result
         if entry is None:
             raise ValueError("`hlo_text`: expected an ENTRY computation, got none. Pass `compiled.as_text()`.")
         return cls(computations, entry, text.split("\n", 1)[0], _Sources(text))
@@ -219,6 +230,27 @@ class Module:
     def source(self, instruction: Instruction) -> tuple[str, ...]:
         """Returns the Python source lines of an instruction, `file.py:12`, innermost first."""
         return self.sources.of(instruction.rest)
+
+    def total(
+        self, count: Callable[[Instruction], Mapping[Any, float] | None], *, conditions: bool = True, once: bool = False
+    ) -> Counter[Any]:
+        """Returns the sums of numbers, by key, over the instructions of a step.
+
+        **Arguments:**
+
+        - `count`: takes an instruction and returns its numbers, or None to count the computations that it calls.
+        - `conditions`: whether the conditions of loops count.
+        - `once`: whether each loop counts as one iteration.
+        """
+
+        def enter(line: Instruction) -> Entered:
+            called = [
+                each for role, each in line.calls() if each in self.computations and (conditions or role != "condition")
+            ]
+            times = 1 if once or line.opcode != "while" else self.trip_count(line) or 1
+            return Entered(called, times, line.opcode == "conditional")
+
+        return fold(self.entry, count, enter, self.computations.__getitem__)
 
     def trip_count(self, loop: Instruction) -> int | None:
         """Returns the trip count of a while loop, or None if it is unknown.

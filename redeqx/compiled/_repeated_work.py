@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from ..errors import warn
 from ..machine import n_batch_shards
-from ..tracing import all_inside, line_among, line_of, n_iterations, product_flops
+from ..tracing import Entered, entered, fold, line_among, line_of, product_flops
 from ._hlo import Instruction, Module, arrays_of
 from ._sources import frames_of, shortened
 
@@ -31,7 +31,7 @@ _N_LINES = 5
 
 
 class _Count(NamedTuple):
-    """FLOPs by line of code: of all iterations of loops, and of one iteration of each loop."""
+    """FLOPs by line of code: of all iterations of loops (infinite if unknown), and of one iteration of each loop."""
 
     all: Counter[str]
     once: Counter[str]
@@ -48,12 +48,11 @@ def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[f
     - `module`: the program compiled from it, as one device runs it.
     - `repeats`: for each line of the loss with a product, the number of devices on which the plan repeats it.
     """
-    unknown: set[str] = set()  # lines in `while` loops, whose length is not in the trace
-    total, per_device = _of_jaxpr(traced, unknown), _of_module(module)
+    total, per_device = _of_jaxpr(traced), _of_module(module)
     shares: dict[str, float] = {}
     works: dict[str, float] = {}
     for line in repeats.keys() & total.all.keys():
-        is_unknown = line in unknown
+        is_unknown = not math.isfinite(total.all[line])  # in a `while` loop, whose length is not in the trace
         of_trace, of_program = (total.once, per_device.once) if is_unknown else (total.all, per_device.all)
         shares[line] = of_trace[line] * repeats[line] / module.n_devices
         works[line] = of_program[line]
@@ -76,81 +75,34 @@ def message(ratio: float, lines: Iterable[tuple[str, float]], n_devices: int) ->
     )
 
 
-# --- counts of a trace ---------------------------------------------------------------------------------------------------
+# --- counts ------------------------------------------------------------------------------------------------------------
 
 
-def _of_jaxpr(jaxpr: Any, unknown: set[str]) -> _Count:
-    memo: dict[int, _Count] = {}  # by jaxpr: calls of one jitted function share it
+def _of_jaxpr(jaxpr: Any) -> _Count:
+    def count(eqn: Any) -> dict[str, int] | None:
+        flops = product_flops(eqn)
+        return None if flops is None else {line_of(eqn): flops}
 
-    def count_of(jaxpr: Any) -> _Count:
-        if id(jaxpr) in memo:
-            return memo[id(jaxpr)]
-        count = memo[id(jaxpr)] = _Count(Counter(), Counter())
-        for eqn in jaxpr.eqns:
-            if (flops := product_flops(eqn)) is not None:
-                line = line_of(eqn)
-                count.all[line] += flops
-                count.once[line] += flops
-                continue
-            inner = [count_of(found.jaxpr) for found in all_inside(eqn)]
-            if eqn.primitive.name == "cond":
-                inner = _costliest(inner)
-            times = n_iterations(eqn)
-            for other in inner:
-                if eqn.primitive.name == "while":
-                    unknown.update(other.all)
-                _add(count, other, times)
-        return count
+    def enter(eqn: Any) -> Entered:
+        return entered(eqn)._replace(times=math.inf) if eqn.primitive.name == "while" else entered(eqn)
 
-    return count_of(jaxpr)
-
-
-def _costliest(branches: list[_Count]) -> list[_Count]:
-    return sorted(branches, key=lambda count: count.all.total())[-1:]
-
-
-def _add(count: _Count, other: _Count, times: int) -> None:
-    for line, flops in other.all.items():
-        count.all[line] += flops * times
-    count.once.update(other.once)
-
-
-# --- counts of a compiled program --------------------------------------------------------------------------------------
+    return _Count(fold(jaxpr, count, enter), fold(jaxpr, count, lambda eqn: entered(eqn)._replace(times=1)))
 
 
 def _of_module(module: Module) -> _Count:
-    memo: dict[str, _Count] = {}  # by computation
+    def count(line: Instruction) -> dict[str, int] | None:
+        flops = _flops(line)
+        return {line_among(frames_of(module.source(line))): flops} if flops else None
 
-    def count_of(name: str) -> _Count:
-        if name in memo:
-            return memo[name]
-        count = memo[name] = _Count(Counter(), Counter())
-        types = {instruction.name: instruction.type for instruction in module.computations[name]}
-        for instruction in module.computations[name]:
-            flops = _flops(instruction, types)
-            if flops:
-                line = line_among(frames_of(module.source(instruction)))
-                count.all[line] += flops
-                count.once[line] += flops
-                continue
-            called = [(role, inner) for role, inner in instruction.calls() if inner in module.computations]
-            inner = [count_of(inner) for role, inner in called if role != "condition"]
-            if instruction.opcode == "conditional":
-                inner = _costliest(inner)
-            times = (module.trip_count(instruction) or 1) if instruction.opcode == "while" else 1
-            for other in inner:
-                _add(count, other, times)
-        return count
-
-    return count_of(module.entry)
+    return _Count(*(module.total(count, conditions=False, once=once) for once in (False, True)))
 
 
-def _flops(instruction: Instruction, types: Mapping[str, str]) -> int:
+def _flops(instruction: Instruction) -> int:
     """Counts the FLOPs of a matmul or a convolution, also as a call to cuBLAS. Returns 0 for all others."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return 0
     rest = instruction.rest
-    shapes = [arrays_of(types.get(name, "")) for name in instruction.operands[:2]]
+    shapes = list(map(arrays_of, instruction.operand_types[:2]))
     if len(shapes) < 2 or not all(shapes) or not arrays_of(instruction.type):
         return 0
     (_, lhs), (_, rhs) = shapes[0][0], shapes[1][0]

@@ -18,7 +18,7 @@ from jax.extend import core as jex
 from jaxtyping import PyTree
 
 from .._tree import is_array_like, map_named, named_leaves, render
-from ..tracing import matmul_flops
+from ..tracing import BY_WEIGHT, matmul_flops
 from ._figures import Step
 
 _MIN_BLOCKS = 12  # shorter lists are compiled completely
@@ -93,7 +93,7 @@ def content(jaxpr: Any) -> Counter[str]:
     while todo:
         eqns = todo.pop().eqns
         found["equations"] += len(eqns)
-        found["matmuls"] += sum(eqn.primitive.name in ("dot_general", "conv_general_dilated") for eqn in eqns)
+        found["matmuls"] += sum(eqn.primitive.name in BY_WEIGHT for eqn in eqns)
         todo += [getattr(inner, "jaxpr", inner) for eqn in eqns for inner in jex.jaxprs_in_params(eqn.params)]
     return found
 

@@ -1,12 +1,13 @@
 """Traced functions: analyses of jaxprs, and an interpreter that applies rules to them.
 
-Owns the trace of a loss, the tables of inner jaxprs and of views, constant folding, FLOP counts, the uses of weights, and
-the interpreter. It is independent of meshes, plans and training. Open `_interpret.py` first, then `_inner.py`.
+Owns the trace of a loss, the tables of inner jaxprs and of views, constant folding, the two engines of analysis, the table
+of products, the uses of weights, and the interpreter. It is independent of meshes, plans and training. Open `_interpret.py`
+first, then `_inner.py`; for an analysis `_flow.py` or `_fold.py`.
 """
 
 from ._alike import alike as alike, same_array as same_array
 from ._body import Body as Body, Known as Known
-from ._flops import matmul_flops as matmul_flops, product_flops as product_flops
+from ._fold import Entered as Entered, entered as entered, fold as fold
 from ._inline import inlined as inlined
 from ._inner import (
     REMATS as REMATS,
@@ -37,6 +38,12 @@ from ._interpret import (
 )
 from ._leaks import leak as leak
 from ._lines import line_among as line_among, line_of as line_of
+from ._products import (
+    BY_WEIGHT as BY_WEIGHT,
+    PRODUCTS as PRODUCTS,
+    matmul_flops as matmul_flops,
+    product_flops as product_flops,
+)
 from ._trace import Trace as Trace
 from ._unknown import or_as_written as or_as_written
 from ._views import repeats as repeats, view as view

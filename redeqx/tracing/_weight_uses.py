@@ -14,11 +14,12 @@ from typing import Any
 from jax.extend import core as jex
 
 from ._inner import insides, scan_counts
+from ._products import BY_WEIGHT
 
 # The dependencies of a value are a bit set: one bit for parameters, one for data, and one for each product with a weight.
 _WEIGHTS, _DATA = 1, 2
 _BOTH = _WEIGHTS | _DATA
-_PRODUCTS = ("dot_general", "conv_general_dilated")
+
 SPREAD = ("add", "sub", "mul", "div")  # these broadcast dims of size 1, as of a bias
 
 
@@ -86,7 +87,7 @@ class WeightUses:
         if eqn.primitive.name == "optimization_barrier":  # output i is operand i
             return ins
         union = _union(ins)
-        if eqn.primitive.name in (*_PRODUCTS, *SPREAD, "gather", "broadcast_in_dim"):
+        if eqn.primitive.name in (*BY_WEIGHT, *SPREAD, "gather", "broadcast_in_dim"):
             union |= self._note(eqn, ins)
         return [union] * len(eqn.outvars)
 
@@ -94,7 +95,7 @@ class WeightUses:
         """Records an equation that may use a weight. Returns its bit if it is a product with a weight, else 0."""
         use = self._uses.setdefault(id(eqn), _Use(eqn, 4 << len(self._uses)))
         sides = [i for i, bits in enumerate(ins) if bits & _BOTH == _WEIGHTS]
-        is_product = eqn.primitive.name in _PRODUCTS
+        is_product = eqn.primitive.name in BY_WEIGHT
         if eqn.primitive.name in ("gather", "broadcast_in_dim"):
             is_use = 0 in sides
         else:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ..tracing import REMATS, Rule, Site, scan_counts
+from ..tracing import PRODUCTS, REMATS, Rule, Site, scan_counts
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _carries(eqn: Any) -> range:
 
 
 # `pallas_call` covers the kernels of other libraries; primitives of their own have unknown names.
-_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "attention", "pallas_call"}
+_PRODUCTS = {*PRODUCTS, "pallas_call"}
 
 
 def is_product(primitive: Any, *args: Any, **params: Any) -> bool:

@@ -18,7 +18,7 @@ all-reduce of one number if the operand is split. Cost of wide gradients: twice 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..tracing import SPREAD, Rule, Site, WeightUses, all_inside, n_iterations, plain, repeats, run
+from ..tracing import BY_WEIGHT, SPREAD, Rule, Site, WeightUses, entered, fold, plain, repeats, run
 from ._gather import gather_without_derivative
 
 _E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -138,7 +138,7 @@ def fp8_products(closed: Any, n_weights: int) -> tuple[int, int]:
     - `n_weights`: as for `WeightProducts`.
     """
     uses = WeightUses(closed, n_weights)
-    return _count(closed.jaxpr, uses, ("dot_general",), lambda eqn: _is_for_fp8(eqn, uses))
+    return _count(closed, uses, ("dot_general",), lambda eqn: _is_for_fp8(eqn, uses))
 
 
 def wide_products(closed: Any, n_weights: int, dtype: Any) -> tuple[int, int]:
@@ -155,23 +155,21 @@ def wide_products(closed: Any, n_weights: int, dtype: Any) -> tuple[int, int]:
     def is_wide(eqn: Any) -> bool:
         return any(jnp.issubdtype(x.aval.dtype, jnp.floating) and jnp.finfo(x.aval.dtype).bits > bits for x in eqn.invars)
 
-    return _count(closed.jaxpr, WeightUses(closed, n_weights), ("dot_general", "conv_general_dilated"), is_wide)
+    return _count(closed, WeightUses(closed, n_weights), BY_WEIGHT, is_wide)
 
 
-def _count(jaxpr: Any, uses: WeightUses, names: Sequence[str], predicate: Callable[[Any], bool]) -> tuple[int, int]:
+def _count(closed: Any, uses: WeightUses, names: Collection[str], predicate: Callable[[Any], bool]) -> tuple[int, int]:
     """Counts the equations of these primitives that use a weight and satisfy the predicate, and all that use a weight.
 
     The body of a loop counts once for each iteration.
     """
-    found, total = 0, 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in names and uses.side(eqn) is not None:
-            found, total = found + predicate(eqn), total + 1
-        times = n_iterations(eqn)
-        for inner in all_inside(eqn):
-            more = _count(inner.jaxpr, uses, names, predicate)
-            found, total = found + times * more[0], total + times * more[1]
-    return found, total
+
+    def count(eqn: Any) -> dict[str, int] | None:
+        is_use = eqn.primitive.name in names and uses.side(eqn) is not None
+        return {"found": predicate(eqn), "all": 1} if is_use else None
+
+    counted = fold(closed.jaxpr, count, lambda eqn: entered(eqn)._replace(is_choice=False))
+    return counted["found"], counted["all"]
 
 
 # --- the products ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,72 @@
+"""What a product is: one table of the primitives that multiply and sum, with their FLOPs. A multiply-add is two FLOPs."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ._fold import fold
+
+
+def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True) -> Counter[str]:
+    """Counts the FLOPs of a jaxpr's products, by the dtype of their inputs.
+
+    A loop of unknown length counts as one iteration, and a `cond` as its costliest branch.
+
+    **Arguments:**
+
+    - `with_recomputation`: whether to count the attention scores that an attention's gradient recomputes.
+    """
+
+    def count(eqn: Any) -> dict[str, int] | None:
+        flops = product_flops(eqn, with_recomputation=with_recomputation)
+        return None if flops is None else {str(eqn.invars[0].aval.dtype): flops}
+
+    return fold(jaxpr, count)
+
+
+def product_flops(eqn: Any, *, with_recomputation: bool = True) -> int | None:
+    """Counts the FLOPs of an equation that is a product. Returns None for any other."""
+    if eqn.primitive.name not in PRODUCTS:
+        return None
+    is_less = eqn.primitive.name == "attention_gradient" and not with_recomputation
+    return PRODUCTS[eqn.primitive.name](eqn) - (_of_attention(eqn, 1, 0) if is_less else 0)
+
+
+def _of_dot(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+
+
+def _of_ragged_dot(eqn: Any) -> int:
+    """Each row is multiplied with the matrix of its group alone."""
+    numbers, (lhs, rhs) = eqn.params["ragged_dot_dimension_numbers"], (var.aval.shape for var in eqn.invars[:2])
+    (_, contracted), (_, batched) = numbers.dot_dimension_numbers
+    others = {*contracted, *batched, *numbers.rhs_group_dimensions}
+    return 2 * math.prod(lhs) * math.prod(size for dim, size in enumerate(rhs) if dim not in others)
+
+
+def _of_convolution(eqn: Any) -> int:
+    kernel = eqn.invars[1].aval.shape
+    terms = math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]]  # for each output feature
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * terms
+
+
+def _of_attention(eqn: Any, with_keys: int, with_values: int) -> int:
+    """Counts the products whose inner dim is the size of a key, and those where it is that of a value.
+
+    Keys that a causal mask excludes count too, as in a model without fused attention.
+    """
+    q, k, v = (var.aval.shape for var in eqn.invars[:3])
+    return 2 * math.prod(q[:-1]) * k[-3] * (with_keys * q[-1] + with_values * v[-1])
+
+
+# Products of two operands, either of which may be a weight.
+BY_WEIGHT: dict[str, Callable[[Any], int]] = {"dot_general": _of_dot, "conv_general_dilated": _of_convolution}
+PRODUCTS: dict[str, Callable[[Any], int]] = {
+    **BY_WEIGHT,
+    "ragged_dot_general": _of_ragged_dot,
+    "attention": partial(_of_attention, with_keys=1, with_values=1),
+    "attention_gradient": partial(_of_attention, with_keys=3, with_values=2),
+}
