@@ -7,6 +7,7 @@ first, then `_inner.py`; for an analysis `_flow.py` or `_fold.py`.
 
 from ._alike import alike as alike, same_array as same_array
 from ._body import Body as Body, Known as Known
+from ._flow import flow as flow, union as union
 from ._fold import Entered as Entered, entered as entered, fold as fold
 from ._inline import inlined as inlined
 from ._inner import (

@@ -5,7 +5,7 @@ also inside a jit, a branch or a loop that takes it as an operand. Values are co
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,9 +14,11 @@ import jax
 from jax.core import Tracer
 from jax.extend import core as jex
 
+from ._flow import flow
 from ._inner import ByAtom, Inner, called, insides, run
 
 MAX_KNOWN = 2**22  # elements; larger values are not computed while tracing
+_Sources = frozenset[str] | None
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,6 @@ class Body:
     inputs: Sequence[Any] = ()
     around: "Body | None" = None
     _inner: dict[tuple[int, int], tuple[Any, "Body"]] = field(default_factory=dict, repr=False)
-    _sources: dict[Any, frozenset[str] | None] | None = field(default=None, repr=False)
     _values: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -96,14 +97,9 @@ class Body:
 
     # --- known values --------------------------------------------------------------------------------------------------
 
-    def sources(self, atom: Any) -> frozenset[str] | None:
+    def sources(self, atom: Any) -> _Sources:
         """Returns the sources of a value that can be computed while tracing (empty for a constant), or None for others."""
-        if isinstance(atom, jex.Literal):
-            return frozenset()
-        if self._sources is None:
-            self._find_sources()
-        assert self._sources is not None
-        return self._sources.get(atom)
+        return self._sources(atom)
 
     def is_constant(self, atom: Any) -> bool:
         """Whether a value depends on no input of the traced function."""
@@ -146,25 +142,28 @@ class Body:
         assert self.around is not None
         return self.around.value(known)
 
-    def _find_sources(self) -> None:
-        """Finds the sources of all values, in the order of the equations: a call's body needs those of its operands."""
-        jaxpr = self.closed.jaxpr
-        found = self._sources = dict[Any, frozenset[str] | None]()
-        for var, const in zip(jaxpr.constvars, self.closed.consts, strict=True):
-            found[var] = None if isinstance(const, Tracer) else frozenset()
-        for var, known in zip(jaxpr.invars, self.inputs, strict=False):
-            if isinstance(known, Known):
-                found[var] = known.sources
-            elif known is not None:
-                assert self.around is not None
-                found[var] = self.around.sources(known)
-        for eqn in self.eqns:
-            if called(eqn) is not None:
-                inner = self.inside(eqn)
-                found.update(zip(eqn.outvars, map(inner.sources, inner.closed.jaxpr.outvars), strict=True))
-                continue
-            ins = [self.sources(atom) for atom in eqn.invars]
-            size = max((math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), default=0)
-            if eqn.effects or size > MAX_KNOWN or any(sources is None for sources in ins):
-                continue
-            found.update(dict.fromkeys(eqn.outvars, frozenset().union(*(sources for sources in ins if sources))))
+    @cached_property
+    def _sources(self) -> Callable[[Any], _Sources]:
+        of_inputs = list(map(self._sources_of_input, self.inputs))
+        of_inputs += [None] * (len(self.closed.jaxpr.invars) - len(self.inputs))
+        of_constant = lambda const: None if isinstance(const, Tracer) else frozenset()  # noqa: E731
+        return flow(self.closed, of_inputs, _sources_of, _union, constant=of_constant)
+
+    def _sources_of_input(self, known: Any) -> _Sources:
+        if known is None or isinstance(known, Known):
+            return known and known.sources
+        assert self.around is not None
+        return self.around.sources(known)
+
+
+def _sources_of(eqn: Any, ins: Sequence[_Sources]) -> list[_Sources] | None:
+    """Returns the sources of an equation's outputs. Only calls are entered: loops and branches are computed whole."""
+    if called(eqn) is not None:
+        return None
+    size = max((math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), default=0)
+    return [None if eqn.effects or size > MAX_KNOWN else _union(ins)] * len(eqn.outvars)
+
+
+def _union(sources: Sequence[_Sources]) -> _Sources:
+    known = [each for each in sources if each is not None]
+    return frozenset().union(*known) if len(known) == len(sources) else None

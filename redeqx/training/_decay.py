@@ -15,7 +15,7 @@ from jax.extend import core as jex
 
 from .._tree import PyTree
 from ..partition import Plan
-from ..tracing import insides
+from ..tracing import flow, insides
 from ._precision import MasterState, widened
 from ._step import update_with
 
@@ -58,8 +58,8 @@ def decaying(optimizer: optax.GradientTransformation, plan: Plan, params: PyTree
         return _Bits(_NONE)
 
     of_states = [leaf.taint for leaf in jax.tree.leaves(jax.tree.map(of_state, state, is_leaf=_is_master))]
-    outs = _outputs(traced, [*bits, *of_states, *[_NONE] * (n + 1)])
-    return [bool(multiples >> i & 1) for i, (_, multiples) in enumerate(outs)]
+    found = flow(traced, [*bits, *of_states, *[_NONE] * (n + 1)], _outputs_of, _union)
+    return [bool(found(atom)[1] >> i & 1) for i, atom in enumerate(traced.jaxpr.outvars)]
 
 
 class _Bits:
@@ -73,26 +73,11 @@ def _is_master(node: Any) -> bool:
     return isinstance(node, MasterState)
 
 
-def _outputs(closed: Any, inputs: Sequence[_Taint]) -> list[_Taint]:
-    """Returns which leaves each output of a jaxpr contains."""
-    env: dict[Any, _Taint] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> _Taint:
-        return _NONE if isinstance(atom, jex.Literal) else env.get(atom, _NONE)
-
-    for eqn in closed.jaxpr.eqns:
-        ins = [read(atom) for atom in eqn.invars]
-        if any(raw | multiples for raw, multiples in ins):
-            env.update(zip(eqn.outvars, _outputs_of(eqn, ins), strict=True))
-    return [read(atom) for atom in closed.jaxpr.outvars]
-
-
-def _outputs_of(eqn: Any, ins: Sequence[_Taint]) -> list[_Taint]:
+def _outputs_of(eqn: Any, ins: Sequence[_Taint]) -> list[_Taint] | None:
+    """Returns which leaves each output of an equation contains; None to enter an equation with inner jaxprs."""
     name, n_outs = eqn.primitive.name, len(eqn.outvars)
-    inner = [inside for inside in insides(eqn) if inside.role != "condition"]
-    if inner and name not in ("scan", "while"):
-        each = [_outputs(inside.closed, [ins[i] for i in inside.operands]) for inside in inner]
-        return [_union(outs) for outs in zip(*each, strict=True)]
+    if insides(eqn) and name not in ("scan", "while"):
+        return None
     if name in _KEPT:
         return list(ins) if len(ins) == n_outs else [_union(ins)] * n_outs
     if name in _SUMS:
