@@ -6,10 +6,12 @@ parameters, and the dataflow of a plan.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import core as jex
 
 REMATS = ("remat2", "checkpoint", "remat")
@@ -111,30 +113,90 @@ def is_replaceable(eqn: Any) -> bool:
 def with_insides(eqn: Any, values: Sequence[Any], new_insides: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Returns the equation with its inner jaxprs replaced, and its operands.
 
-    A remat holds an open jaxpr, so the constants of its new closed jaxpr become operands.
+    Some constants of the new jaxprs become operands: values of an enclosing trace, because JAX differentiates and batches
+    operands only, and all constants of a remat, because it holds an open jaxpr.
 
     **Arguments:**
 
     - `new_insides`: the new closed jaxprs, in the order of `insides`.
     """
-    params = dict(eqn.params)
-    for inner in insides(eqn):
-        if isinstance(params[inner.param], tuple | list):
-            params[inner.param] = type(params[inner.param])()
-    invars, values = list(eqn.invars), list(values)
-    for inner, new in zip(insides(eqn), new_insides, strict=True):
-        if isinstance(params[inner.param], tuple | list):
-            params[inner.param] = (*params[inner.param], new)
-        elif hasattr(params[inner.param], "consts"):
-            params[inner.param] = new
-        else:
-            jaxpr = new.jaxpr
-            if new.consts:
-                inputs = [*jaxpr.constvars, *jaxpr.invars]
-                jaxpr = jex.Jaxpr((), inputs, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, _unnamed(eqn))
-                invars, values = [*new.jaxpr.constvars, *invars], [*new.consts, *values]
-            params[inner.param] = jaxpr
+    found, params = insides(eqn), dict(eqn.params)
+    is_open = any(isinstance(params[inner.param], jex.Jaxpr) for inner in found)
+    added = [
+        {var: const for var, const in _constants(new) if is_open or isinstance(const, Tracer)} for new in new_insides
+    ]  # by the variable inside
+    if eqn.primitive.name == "cond":  # all branches have the same inputs
+        added = [{var: const for of_branch in added for var, const in of_branch.items()}] * len(added)
+    new_insides = [_taking(new, list(more), eqn) for new, more in zip(new_insides, added, strict=True)]
+    by_param: dict[str, list[Any]] = {}
+    for inner, new in zip(found, new_insides, strict=True):
+        by_param.setdefault(inner.param, []).append(new.jaxpr if is_open else new)
+    for param, news in by_param.items():
+        params[param] = tuple(news) if isinstance(params[param], tuple | list) else news[0]
+    operands = list(zip(eqn.invars, values, strict=True))
+    if any(added):
+        params, operands = _with_more_operands(eqn.primitive.name, params, operands, [list(more.items()) for more in added])
+    invars, values = ([pair[i] for pair in operands] for i in (0, 1))
     return eqn.replace(params=params, invars=invars), values
+
+
+def _constants(closed: Any) -> list[tuple[Any, Any]]:
+    return list(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+
+def _taking(closed: Any, added: Sequence[Any], eqn: Any) -> Any:
+    """Returns a closed jaxpr with further inputs, before the others. Those that were constants are none any more."""
+    if not added:
+        return closed
+    kept = [(var, const) for var, const in _constants(closed) if var not in added]
+    jaxpr = closed.jaxpr.replace(
+        constvars=[var for var, _ in kept], invars=[*added, *closed.jaxpr.invars], debug_info=_unnamed(eqn)
+    )
+    return jex.ClosedJaxpr(jaxpr, [const for _, const in kept])
+
+
+_Operands = list[tuple[Any, Any]]  # variables and values
+
+
+def _with_more_operands(
+    name: str, params: dict[str, Any], operands: _Operands, added: Sequence[_Operands]
+) -> tuple[dict[str, Any], _Operands]:
+    """Returns the parameters and operands of an equation of primitive `name` with further operands for each inner jaxpr.
+
+    The new operands arrive at the first inputs of their jaxprs, the same in all iterations.
+    """
+    (first, *_), n = added, len(added[0])
+    if name == "cond":
+        return params, [operands[0], *first, *operands[1:]]
+    if name == "while":
+        n_cond, counts = params["cond_nconsts"], ("cond_nconsts", "body_nconsts")
+        grown = {count: params[count] + len(more) for count, more in zip(counts, added, strict=True)}
+        return params | grown, [*first, *operands[:n_cond], *added[1], *operands[n_cond:]]
+    of_jit, of_scan = _one_operand()
+    if name == "scan" and "ft_in" in params:  # jax 0.11
+        pack, (one, _, _) = type(of_scan["ft_in"]), of_scan["ft_in"].unpack()
+        consts, *others = params["ft_in"].unpack()
+        params = params | {"ft_in": pack(pack(*[one] * n, consts), *others)}
+    elif name == "scan":
+        params = params | {"num_consts": params["num_consts"] + n}
+    elif name == "jit":
+        by_operand = ("in_shardings", "in_layouts", "donated_invars")
+        params = params | {param: (*of_jit[param] * n, *params[param]) for param in by_operand}
+    elif isinstance(params.get("prevent_cse"), tuple):
+        params = params | {"prevent_cse": (*[False] * n, *params["prevent_cse"])}
+    return params, [*first, *operands]
+
+
+@cache
+def _one_operand() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the parameters of a plain jit with one operand and of a scan with one constant."""
+
+    def loop(x: Any) -> Any:
+        return jax.lax.scan(lambda carry, _: (carry + x, None), x, length=1)[0]
+
+    (of_jit,) = jax.make_jaxpr(jax.jit(loop))(1.0).jaxpr.eqns
+    (of_scan,) = of_jit.params["jaxpr"].jaxpr.eqns
+    return of_jit.params, of_scan.params
 
 
 def called(eqn: Any) -> Any | None:

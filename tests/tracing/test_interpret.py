@@ -319,6 +319,72 @@ def test_rule_may_close_over_arrays():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), got, expected)
 
 
+@dataclass(frozen=True)
+class AddValue(Rule):
+    """Adds a value to each sine."""
+
+    value: Any
+
+    def claims(self, eqn):
+        return eqn.primitive.name == "sin"
+
+    def __call__(self, eqn, ins, site):
+        return [out + self.value for out in site.rest(eqn, ins)]
+
+
+def over_rows(fn):
+    return lambda x: jax.lax.scan(lambda x, row: (fn(x) * row, fn(row)), x, jnp.arange(1.0, 4.0))
+
+
+def repeated(fn):
+    return lambda x: jax.lax.scan(lambda x, _: (fn(x), None), x, length=3)[0]
+
+
+def either(fn):
+    """A branch that reads a value twice, and one that reads none."""
+    return lambda x: jax.lax.cond(x > 0.2, lambda x: x * fn(fn(2 * x)), jnp.cos, x)
+
+
+def until_large(fn):
+    """A while loop that calls the function in its condition too."""
+    step, is_small = lambda c: (c[0] + 1, fn(c[1])), lambda c: c[0] * fn(c[0]) < 4
+    return lambda x: jax.lax.while_loop(is_small, step, (0.0, x))[1]
+
+
+# For a function `fn` of a number: functions that call it inside loops, branches and calls.
+CALLERS = {
+    "jit": lambda fn: jax.jit(lambda x: x * fn(x)),
+    "scan": over_rows,
+    "scan in scan": lambda fn: repeated(lambda x: over_rows(fn)(x)[0]),
+    "remat": lambda fn: jax.checkpoint(lambda x: fn(fn(x))),
+    "remat with prevent_cse per operand": lambda fn: jax.checkpoint(lambda x: fn(x), prevent_cse=(True,)),
+    "remat in scan": lambda fn: repeated(jax.checkpoint(fn)),
+    "cond in scan": lambda fn: repeated(either(fn)),
+    "scan in cond in jit": lambda fn: jax.jit(lambda x: jax.lax.cond(x > 0, over_rows(fn), over_rows(jnp.cos), x)),
+    "while": until_large,
+}
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_rule_may_close_over_values_of_the_enclosing_trace(name):
+    def by_hand(x, v):
+        return sum(out.sum() for out in jax.tree.leaves(CALLERS[name](lambda x: jnp.sin(x) + v * v)(x)))
+
+    def by_rule(x, v):
+        return sum(out.sum() for out in jax.tree.leaves(transformed(CALLERS[name](jnp.sin), [AddValue(v * v)])(x)))
+
+    def values(fn):
+        derivatives = jax.jvp(fn, (x, v), (1.0, 2.0)) if name == "while" else jax.value_and_grad(fn, (0, 1))(x, v)
+        return derivatives, jax.vmap(fn)(jnp.array([x, -x]), jnp.array([v, 3 * v])), jax.vmap(fn, (None, 0))(x, jnp.ones(2))
+
+    def in_a_loop(fn):
+        return jax.lax.scan(lambda x, v: (fn(x, v), fn(x, v)), x, jnp.linspace(0.0, 1.0, 3))
+
+    x, v = 0.3, 1.2
+    for of in (values, jax.jit(values, static_argnums=0), in_a_loop):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), of(by_rule), of(by_hand))
+
+
 # --- constants ------------------------------------------------------------------------------------------------------------
 
 
