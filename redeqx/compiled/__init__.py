@@ -8,10 +8,5 @@ from ._buffers import Buffer as Buffer, bytes_moved as bytes_moved, host_bytes a
 from ._hlo import Collective as Collective, Module as Module, collectives as collectives
 from ._profile import Operation as Operation, Profile as Profile, profile_of as profile_of
 from ._repeated_work import checked as checked
-from ._sources import (
-    own_line as own_line,
-    shortened as shortened,
-    split_name as split_name,
-    words_of as words_of,
-)
+from ._sources import own_line as own_line, split_name as split_name, words_of as words_of
 from ._workspaces import workspace_allowance as workspace_allowance

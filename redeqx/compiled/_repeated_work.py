@@ -22,9 +22,9 @@ from jaxtyping import PyTree
 
 from ..errors import warn
 from ..machine import n_batch_shards
-from ..tracing import Entered, entered, fold, line_among, line_of, product_flops
+from ..tracing import Entered, entered, fold, line_among, line_of, product_flops, shortened
 from ._hlo import Instruction, Module, arrays_of
-from ._sources import frames_of, shortened
+from ._sources import frames_of
 
 MAX_RATIO = 1.5  # of a device's work to its share of the step; larger ratios are reported
 _N_LINES = 5

@@ -2,13 +2,12 @@
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import optax
 
-from ..tracing import line_among
+from ..tracing import line_among, shortened
 
 _OPTAX = f"{Path(optax.__file__).parent}{os.sep}"
 # Parts of operation names that name JAX's transformations, not the operation.
@@ -32,28 +31,6 @@ def own_line(source: Sequence[str]) -> str:
     """
     line = line_among(frame for frame in frames_of(source) if not frame[0].startswith(_OPTAX))
     return shortened(line or next(iter(source), ""))
-
-
-def shortened(line: str) -> str:
-    """Makes a line's file relative to the import path or the current folder: `redeqx/models/opt.py:318`.
-
-    A line in a cell of a notebook is named by the cell: `In[2]:5`.
-    """
-    file, _, number = line.rpartition(":")
-    if (cell := _cell_of(file)) is not None:
-        return f"{cell}:{number}"
-    folders = (path for path in (*sys.path, os.getcwd()) if path and line.startswith(path + os.sep))
-    folder = max(folders, key=len, default="")
-    return line.removeprefix(folder + os.sep) if folder else line
-
-
-def _cell_of(file: str) -> str | None:
-    """Returns the name of the notebook cell that a file holds, or None for any other file."""
-    try:
-        _, cell = sys.modules["IPython"].get_ipython().compile.format_code_name(file)
-    except (KeyError, AttributeError, TypeError):  # no IPython, an old one, or no cell
-        return None
-    return cell
 
 
 def split_name(op_name: str) -> list[str]:

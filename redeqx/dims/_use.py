@@ -13,7 +13,7 @@ import optax
 from jaxtyping import PyTree
 
 from ..errors import is_ours
-from ..tracing import as_fun, shapes_in
+from ..tracing import as_fun, shapes_in, shortened
 from ._atoms import Step, steps_of
 from ._draws import ByNumber, Draws, Factors, equations_of, factors_of
 from ._names import Inputs, Names
@@ -118,7 +118,7 @@ def row_use(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTre
     found = {
         "primitives": tuple(step.name for step in equations_of(names.root)),
         "is_random": draws.is_random,
-        "draws": tuple(f"{why} ({step.line})" for step, why in draws.refused),
+        "draws": tuple(f"{why} ({shortened(step.line)})" for step, why in draws.refused),
     }
     rows = Rows(names, other)
     if not _is_proof(rows) and len(names.rows) > 1:
@@ -127,13 +127,13 @@ def row_use(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTre
         return RowUse("unknown", why="its equations depend on the number of rows", **found)
     if rows.unnamed is not None:
         why = "a dim that grows with the rows is not known to be rows"
-        return RowUse("unknown", why=why, line=rows.unnamed.line, **found)
+        return RowUse("unknown", why=why, line=shortened(rows.unnamed.line), **found)
     if not _is_proof(rows):
         how, step = rows.first or ("its outputs are no sums", None)
-        unknown = how == "an unknown operation"
-        return RowUse("unknown" if unknown else "mixed", why=how, line=step.line if step is not None else "", **found)
+        line = "" if step is None else shortened(step.line)
+        return RowUse("unknown" if how == "an unknown operation" else "mixed", why=how, line=line, **found)
     if (step := _own_derivative(names)) is not None and not _has_separable_gradient(ours, theirs, inputs):
-        return RowUse("unknown", why="a derivative of its own mixes rows", line=step.line, **found)
+        return RowUse("unknown", why="a derivative of its own mixes rows", line=shortened(step.line), **found)
     degrees = tuple(None if state.kind == ROW else state.degree for state in rows.outs)
     return RowUse(
         "after" if rows.whole else "separable",

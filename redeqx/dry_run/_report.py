@@ -214,6 +214,7 @@ class DryRun:
             "needs": self.needs,
             "mesh": dict(self.plan.mesh.shape),
             "setting": asdict(self.setting),
+            "rows": self.rows.text,
             "held": dict(self.held),
             "in_host": self.in_host,
             "steps": steps,
@@ -276,6 +277,7 @@ class DryRun:
             "devices": f"{mesh.size} x {machine.devices[0].device_kind}, {memory}{hosts}",
             "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
             "batch": batch,
+            **({} if self.rows == UNKNOWN else {"rows": self.rows.text}),
             "parameters": f"{self.plan.n_parameters:,}; {self.plan.summary()}",
             "compiled": ", ".join(f"{name} step {step.compile_seconds:.1f} s" for name, step in self.steps.items()),
         }

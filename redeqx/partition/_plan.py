@@ -73,6 +73,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     # For each line of the loss with a matmul, the number of devices that repeat its work; None if no loss was traced.
     repeats: Mapping[str, float] | None = None
+    row_use: str = ""  # what the loss does with rows; empty if unknown
 
     def __getitem__(self, name: str) -> LeafPlan:
         if name not in self.leaves:
@@ -156,12 +157,14 @@ class Plan:
         return [(merged(names), merged([self[name].reason for name in names]), names) for names in found.values()]
 
     def explain(self) -> str:
-        """Returns the plan as a table of path, shape, mesh axis of each dim and reason, followed by totals and warnings."""
+        """Returns the plan as a table of path, shape, mesh axis of each dim and reason, followed by totals, what the loss
+        does with rows, and warnings."""
         table = [("leaf", "shape", "split", "reason"), *self.rows()]
         widths = [max(len(row[i]) for row in table) for i in range(3)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in table]
         lines.insert(1, "-" * max(map(len, lines)))
-        return "\n".join([*lines, self._totals(), *(f"warning: {warning}" for warning in self.warnings)])
+        foot = [f"rows: {self.row_use}"] if self.row_use else []
+        return "\n".join([*lines, self._totals(), *foot, *(f"warning: {warning}" for warning in self.warnings)])
 
     def __str__(self) -> str:
         return self.explain()
@@ -177,7 +180,8 @@ class Plan:
 
     def add_to(self, page: HtmlPage) -> None:
         """Adds the table and the warnings to a page."""
-        page.table(f"plan on {self._totals()}", ("leaf", "shape", "split", "reason"), self.rows())
+        rows = f"; rows: {self.row_use}" if self.row_use else ""
+        page.table(f"plan on {self._totals()}{rows}", ("leaf", "shape", "split", "reason"), self.rows())
         page.warnings(self.warnings)
 
     def _totals(self) -> str:

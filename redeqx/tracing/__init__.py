@@ -38,7 +38,7 @@ from ._interpret import (
     transformed as transformed,
 )
 from ._leaks import leak as leak
-from ._lines import line_among as line_among, line_of as line_of
+from ._lines import line_among as line_among, line_of as line_of, shortened as shortened
 from ._products import (
     BY_WEIGHT as BY_WEIGHT,
     PRODUCTS as PRODUCTS,

@@ -1,6 +1,7 @@
 """The line of the user's code that an equation comes from."""
 
 import os
+import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,28 @@ def line_of(eqn: Any) -> str:
 def line_among(frames: Iterable[tuple[str, int]]) -> str:
     """Returns the innermost frame outside libraries."""
     return next((f"{name}:{line}" for name, line in frames if _is_code(name)), "")
+
+
+def shortened(line: str) -> str:
+    """Makes a line's file relative to the import path or the current folder: `redeqx/models/opt.py:318`.
+
+    A line in a cell of a notebook is named by the cell: `In[2]:5`.
+    """
+    file, _, number = line.rpartition(":")
+    if (cell := _cell_of(file)) is not None:
+        return f"{cell}:{number}"
+    folders = (path for path in (*sys.path, os.getcwd()) if path and line.startswith(path + os.sep))
+    folder = max(folders, key=len, default="")
+    return line.removeprefix(folder + os.sep) if folder else line
+
+
+def _cell_of(file: str) -> str | None:
+    """Returns the name of the notebook cell that a file holds, or None for any other file."""
+    try:
+        _, cell = sys.modules["IPython"].get_ipython().compile.format_code_name(file)
+    except (KeyError, AttributeError, TypeError):  # no IPython, an old one, or no cell
+        return None
+    return cell
 
 
 @cache

@@ -19,7 +19,7 @@ from .._version import __version__
 from ..checkpoint import Base, CheckpointFolder, Checkpoints, is_worth_naming
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
 from ..dims import UNKNOWN, RowUse
-from ..errors import DamagedError, check_alive
+from ..errors import DamagedError, check_alive, warn
 from ..machine import as_shapes, put, replicated
 from ..monitor import ProgressLine
 from ..partition import Plan
@@ -326,13 +326,20 @@ class Engine:
         """
         self.run.n_passes += 1
         check = None if self.run.peers.n == 1 else partial(check_rows, self.run.peers, self.run.n_passes)
-        use = self.recipe.rows or self._find_row_use
+        use = self.recipe.rows or partial(self._find_row_use, size)
         return batches(steps, self.recipe.workers, size, self.run.mesh, check, use=use, checks_end=checks_end)
 
-    def _find_row_use(self, batch: PyTree) -> RowUse:
-        """Finds what the loss does with the rows of a batch, given as shapes."""
+    def _find_row_use(self, size: BatchSize, batch: PyTree) -> RowUse:
+        """Finds what the loss does with the rows of a batch, given as shapes; warns of micro-batches that do not divide."""
         use = self.recipe.row_use(*self.trees, batch)
         self.recipe = replace(self.recipe, rows=use)
+        n_shards, rows = self.run.n_batch_shards, size.micro_batch_for(use, self.run.mesh)
+        if use.kind == "mixed" and rows % n_shards and n_rows(batch) == size.examples:
+            warn(
+                f"`batch_size`: expected micro-batches of a multiple of {n_shards} rows, so that each device computes its "
+                f"share, got {rows}. The loss mixes rows{f' at {use.line}' if use.line else ''}, so they are not cut, and "
+                f"every device computes all of them. Choose a multiple of {n_shards * self.recipe.accumulate}."
+            )
         return use
 
     @contextmanager

@@ -5,12 +5,12 @@ from functools import partial
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..compiled import shortened
+from ..dims import UNKNOWN
 from ..errors import warn
 from ..machine import split_heads, xla_settings
 from ..monitor import size_text
 from ..partition import Plan
-from ..tracing import Trace, equations, or_as_written
+from ..tracing import Trace, equations, or_as_written, shortened
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
 from ._decay import decaying
 from ._functions import effective_specs
@@ -87,10 +87,11 @@ def _wide_products_note(recipe: Recipe, trace: Trace) -> str:
 
 
 def loss_rows(recipe: Recipe, plan: Plan, state: TrainState, trace: Trace | None) -> dict[str, str]:
-    """Describes which leaves decay, and how the loss computes its attention and its loops. Empty without a trace."""
+    """Describes which leaves decay, and how the loss computes its rows, attention and loops. Empty without a trace."""
     if trace is None:
         return {}
     parts = (
+        partial(_use_rows, recipe, trace),
         partial(_decay_rows, recipe, plan, state),
         partial(_attention_rows, recipe, plan.mesh, trace),
         partial(_loop_rows, recipe, plan, trace),
@@ -99,6 +100,19 @@ def loss_rows(recipe: Recipe, plan: Plan, state: TrainState, trace: Trace | None
     for part in parts:
         rows |= or_as_written(part, dict, "the header's description")
     return rows
+
+
+def _use_rows(recipe: Recipe, trace: Trace) -> dict[str, str]:
+    """Describes what the loss does with rows, and which draws do not follow them."""
+    use = recipe.rows
+    if use is None or use == UNKNOWN:
+        return {}
+    text = use.text
+    if use.kind == "mixed" and recipe.accumulate > 1:
+        n_rows = trace.closed.in_avals[len(trace.leaves)].shape[0]
+        text += f", so each of the {recipe.accumulate} micro-batches, of {n_rows} rows, is a batch of its own"
+    draws = "; ".join(use.draws)
+    return {"rows": text} | ({"draws": f"differ with the number of micro-batches: {draws}"} if draws else {})
 
 
 def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:

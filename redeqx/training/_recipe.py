@@ -1,7 +1,7 @@
 """The recipe: the arguments of a Trainer, and the plan and program that follow from them on any mesh. It holds no arrays."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -106,7 +106,7 @@ class Recipe:
                 "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of "
                 f"{len(self.parts.names[0])}. Use the model that `loss_fn` is given, not one from outside."
             )
-        return plan
+        return plan if self.rows in (None, UNKNOWN) else replace(plan, row_use=self.rows.text)
 
     def program(
         self, plan: Plan, model: PyTree, state: PyTree, *, named: bool = False, change: Rule | None = None

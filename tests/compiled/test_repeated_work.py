@@ -16,7 +16,7 @@ import pytest
 import redeqx
 from redeqx.compiled import _repeated_work as _work
 from redeqx.compiled._hlo import Module
-from redeqx.compiled._sources import shortened
+from redeqx.tracing import shortened
 
 ROWS, T, D, F, EXPERTS = 16, 8, 16, 64, 4
 LINES = {}

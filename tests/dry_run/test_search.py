@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import redeqx
+from redeqx.dims import RowUse
 from redeqx.dry_run._forecast import DryRunDone, dry_run
 from redeqx.dry_run._search import CompiledSetting, SearchSpace, fastest
 from redeqx.machine._chips import TPUS
@@ -69,6 +70,22 @@ def bytes_needed(of, activations=4 * GIB):
 
 
 # --- the settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [None, 64])
+@pytest.mark.parametrize(
+    "use, cuts",
+    [
+        (RowUse("separable"), {(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)}),
+        (RowUse("separable", group=4), {(1, 16), (2, 8), (4, 4)}),
+        (RowUse("mixed"), {(2, 8)}),
+    ],
+)
+def test_rows_are_cut_only_as_the_loss_allows(use, cuts, batch_size):
+    own = dataclasses.replace(OWN, per_device_batch_size=8, accumulate_grad_batches=2, batch_size=batch_size)
+    settings = space(own=own, rows=use).settings()
+    found = {(s.accumulate_grad_batches, s.per_device_batch_size) for s in settings if s.n_model_shards == 1}
+    assert found == cuts
 
 
 def test_every_setting_keeps_the_number_of_examples_per_step():

@@ -1,5 +1,6 @@
 """What the verdict about rows changes in training: how steps are cut into micro-batches, and what is said."""
 
+import dataclasses
 import threading
 from contextlib import closing
 
@@ -13,7 +14,8 @@ import redeqx
 from redeqx.data import BatchSize, Workers, batches, slices
 from redeqx.dims import RowUse
 from redeqx.machine import make_mesh
-from redeqx.training import Recipe
+from redeqx.training import Recipe, _engine
+from redeqx.training._memory import Memory
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 MIXED = RowUse("mixed", 0, line="train.py:41", why="a reduction over rows")
@@ -32,9 +34,9 @@ def preference(model, batch, key):
     return -jax.nn.log_sigmoid(first - second).mean()
 
 
-def make_trainer(loss_fn, *, shards=(1, 1), collate_fn=np.stack, **kwargs):
+def make_trainer(loss_fn, *, shards=(1, 1), collate_fn=np.stack, verbose=False, **kwargs):
     return redeqx.Trainer(
-        redeqx.Deployer(5, *shards, verbose=False),
+        redeqx.Deployer(5, *shards, verbose=verbose),
         model=eqx.nn.MLP(5, 3, 16, 1, key=jax.random.key(1)),
         optimizer=optax.sgd(0.1),
         collate_fn=collate_fn,
@@ -198,3 +200,107 @@ def test_an_error_of_the_verdict_ends_the_thread_that_reads():
 def test_no_examples_ask_for_no_verdict():
     with closing(batches(iter(()), Workers(np.stack), BatchSize(16, 8), make_mesh(1, 1), use=None.__eq__)) as upcoming:
         assert list(upcoming) == []
+
+
+# --- what is said --------------------------------------------------------------------------------------------------------
+
+
+def header_of(capsys, loss_fn, n_rows=16, **kwargs):
+    """Returns what an update prints in its header, and the plan."""
+    trainer = make_trainer(loss_fn, verbose=True, **kwargs)
+    trainer.update(DATA[:n_rows])
+    return " ".join(capsys.readouterr().out.split()), trainer.plan.explain()
+
+
+def test_the_header_and_the_plan_say_what_the_loss_does_with_rows(capsys, verdict):
+    verdict(PAIRS)
+    header, plan = header_of(capsys, preference)
+    assert "rows separable, 2 rows at a time " in header
+    assert plan.splitlines()[-1] == "rows: separable, 2 rows at a time"
+
+
+def test_the_header_names_micro_batches_that_are_batches_of_their_own(capsys, verdict):
+    verdict(MIXED)
+    header, plan = header_of(capsys, contrastive, accumulate_grad_batches=2)
+    assert (
+        "rows mixed at train.py:41 (a reduction over rows), so each of the 2 micro-batches, of 8 rows, is a batch of its own"
+    ) in header
+    assert plan.splitlines()[-1] == "rows: mixed at train.py:41 (a reduction over rows)"
+
+
+def test_draws_that_cannot_follow_rows_are_said_once(capsys, verdict):
+    verdict(RowUse("separable", draws=("it is inside a custom derivative (train.py:9)",)))
+    header, _ = header_of(capsys, preference)
+    said = "draws differ with the number of micro-batches: it is inside a custom derivative (train.py:9)"
+    assert header.count("inside a custom derivative") == 1 and said in header
+
+
+def test_nothing_is_said_of_an_unknown_use(capsys, verdict):
+    verdict(RowUse("unknown"))
+    header, plan = header_of(capsys, preference)
+    assert "rows" not in header and "rows:" not in plan
+
+
+def test_micro_batches_that_cannot_be_cut_and_do_not_divide_give_a_warning(verdict):
+    verdict(MIXED)
+    message = (
+        "`batch_size`: expected micro-batches of a multiple of 8 rows, so that each device computes its share, got 10. "
+        "The loss mixes rows at train.py:41, so they are not cut, and every device computes all of them. "
+        "Choose a multiple of 16."
+    )
+    with pytest.warns(UserWarning) as caught:
+        make_trainer(contrastive, accumulate_grad_batches=2).update(DATA[:20])
+    assert [str(each.message) for each in caught] == [message]
+
+
+# --- dry runs and the search for memory ----------------------------------------------------------------------------------
+
+
+def test_a_dry_run_cuts_rows_as_the_run_does(verdict):
+    verdict(MIXED)
+    run = make_trainer(contrastive).dry_run(list(DATA), batch_size=20)
+    report = " ".join(str(run).split())
+    assert (
+        "batch 1 micro-batches of 20 rows = 20 examples a step; each batch shard computes all 20 rows that do not divide "
+        "over the 8 shards"
+    ) in report
+    assert report.count(f"rows {MIXED.text}") == 1 and report.count(f"rows: {MIXED.text}") == 1
+    assert run.to_json()["rows"] == MIXED.text
+
+
+@pytest.mark.parametrize(
+    "use, n_groups",
+    [
+        (MIXED, 1),
+        (PAIRS, 2),
+        (RowUse("separable"), 4),
+        (RowUse("after"), 4),
+        (RowUse("separable", draws=("its key is not one of JAX's default kind (train.py:9)",)), 1),
+        (RowUse("unknown"), 1),
+    ],
+)
+def test_memory_auto_cuts_only_rows_that_may_be_cut(use, n_groups, verdict, monkeypatch):
+    """The loss draws, and a device has 4 rows of a micro-batch."""
+
+    def draws(model, batch, key):
+        return preference(model, batch + jax.random.normal(key, batch.shape), key)
+
+    verdict(use)
+    given = []
+    monkeypatch.setattr(_engine, "memory_of", lambda mesh: Memory(1))
+    monkeypatch.setattr(_engine, "choices", lambda first, platform, n: given.append(n) or [first])
+    make_trainer(draws, memory="auto").update(DATA[:32])
+    assert given == [n_groups]
+
+
+@pytest.mark.parametrize("n_parts", [2, 4])
+def test_parts_of_micro_batches_keep_groups_together(n_parts, verdict):
+    """A remainder of 16 rows, two a device, is not cut into 2 parts: pairs would be divided."""
+    verdict(PAIRS)
+    trainer = make_trainer(preference)
+    trainer._engine.recipe = dataclasses.replace(trainer._engine.recipe, n_parts=n_parts)
+    trainer.train(DATA[:40], batch_size=32)
+    expected_trainer = make_trainer(preference)
+    expected_trainer.train(DATA[:40], batch_size=32)
+    for x, y in zip(*(jax.tree.leaves(eqx.filter(t.model, eqx.is_array)) for t in (trainer, expected_trainer)), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
