@@ -10,8 +10,9 @@ Source: FlashAttention (arXiv:2205.14135). Cost: each product is inspected while
 recomputes the weights instead of reading them.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,9 +22,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ..kernels import Setting, attend
-from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run
+from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run, view
 from ._bands import Affine, Inequalities, find_band, inequalities
-from ._scores import SIZE, Operand, Scores, trace_scores, trace_weights
+from ._scores import SIZE, Operand, Scores, match_softmax, trace_scores, trace_weights
 
 MIN_QUERIES = 16  # with fewer, as when decoding one token at a time, the weights are small and fusing does not pay off
 
@@ -40,7 +41,8 @@ class FuseAttention(Rule):
     split: NamedSharding | None = None
 
     def groups(self, body: Body) -> Iterable[Group]:
-        return [replace(found, setting=self._with_split(found.setting)).group(body) for found in find_attentions(body)]
+        found = [each for _, each in find_attentions(body) if isinstance(each, _Attention)]
+        return [replace(each, setting=self._with_split(each.setting)).group(body) for each in found]
 
     def claims(self, eqn: Any) -> bool:
         if eqn.primitive.name != "attention":
@@ -197,40 +199,61 @@ def describe(setting: Setting) -> str:
 _OPERAND_WORDS = {"mask": "a mask", "bias": "a bias", "lengths": "lengths", "query_segments": "segments", "key": "dropout"}
 
 
-def find_attentions(body: Body) -> list[_Attention]:
-    """Finds the attentions of a body, including those whose intermediate values are used elsewhere."""
-    found = (match_attention(body, eqn) for eqn in body.eqns if eqn.primitive.name == "dot_general")
-    return [attention for attention in found if isinstance(attention, _Attention)]
-
-
-def match_attention(body: Body, product: Any) -> _Attention | str | None:
-    """Matches the attention whose product with the values is the equation `product`.
-
-    Returns None if there is none, and the reason if there is one that kernels do not compute.
-    """
-    return or_as_written(partial(_match, body, product), lambda: None, "the search for attention", product)
+def find_attentions(body: Body) -> Iterator[tuple[Any, _Attention | str]]:
+    """Yields each softmax between two products: its equation, and the attention, or the reason why it is not fused."""
+    for eqn in body.eqns:
+        attempt = partial(_match, body, eqn)
+        if (found := or_as_written(attempt, lambda: None, "the search for attention", eqn)) is not None:
+            yield eqn, found
 
 
 class _NotFusable(Exception):
     """Raised if a softmax between two products is not fused; the message is the reason."""
 
 
-def _match(body: Body, product: Any) -> _Attention | str | None:
-    reason = None
-    for side in (0, 1):
-        found = trace_weights(body, product.invars[side])
-        if found is None:
-            continue
-        eqns, softmax, dims = found  # dims: for each dim of the product's operand, that of the softmax
-        source, members, axis = softmax
-        scores = Scores()
-        if not trace_scores(body, source, tuple(range(len(source.aval.shape))), scores):
+# Primitives that apply dropout or a mask to weights, and primitives that change scores, as a softcap does.
+_DROPOUT = {"mul", "select_n", "div"}
+_SCORE_CHANGES = {"tanh", "mul", "div", "max", "min", "clamp", "logistic", "erf", "exp", "neg", "select_n", "stop_gradient"}
+
+
+def _match(body: Body, eqn: Any) -> _Attention | str | None:
+    """Returns None if the equation is no softmax between two products."""
+    softmax = match_softmax(body, eqn)
+    if softmax is None:
+        return None
+    (source, members, axis), scores = softmax, Scores()
+    is_of_product = trace_scores(body, source, tuple(range(source.aval.ndim)), scores)
+    readers = [reader for reader in body.readers(eqn.outvars[0]) if reader is not None]
+    products = [product for reader in readers if (product := _following_product(body, reader)) is not None]
+    if not is_of_product:
+        is_changed = bool(products) and scores.stopped_at in _SCORE_CHANGES
+        return f"`{scores.stopped_at}` between the scores and their softmax" if is_changed else None
+    if not products:
+        is_masked = not _DROPOUT.isdisjoint(reader.primitive.name for reader in readers)
+        between = f"`{readers[0].primitive.name}` between the weights and the values" if is_masked else None
+        return between and f"{between}, such as dropout or a mask"
+    reason = f"`{readers[0].primitive.name}` between the weights and the values"
+    for product, side in itertools.product(products, (0, 1)):
+        weights = trace_weights(body, product.invars[side], eqn)
+        if weights is None:
             continue
         try:
-            return _build(body, [*eqns, *members], product, side, dims, source.aval.shape, axis, scores)
+            found = _build(body, [*weights[0], *members], product, side, weights[1], source.aval.shape, axis, scores)
         except _NotFusable as error:
-            reason = str(error)
+            return str(error)
+        if found.group(body).is_closed_in(body):
+            return found
+        reason = "its scores or weights are also used elsewhere"
     return reason
+
+
+def _following_product(body: Body, eqn: Any) -> Any | None:
+    """Follows an equation forward through views with one reader; returns the product at their end, or None."""
+    while eqn is not None and eqn.primitive.name != "dot_general":
+        if view(eqn) is None or len(readers := body.readers(eqn.outvars[0])) != 1:
+            return None
+        eqn = readers[0]
+    return eqn
 
 
 # --- the roles of dims and operands -----------------------------------------------------------------------------------

@@ -82,17 +82,16 @@ class Scores:
 # --- the softmax ------------------------------------------------------------------------------------------------------
 
 
-def trace_weights(body: Body, atom: Any) -> tuple[list[Any], tuple[Any, list[Any], int], tuple[int, ...]] | None:
-    """Traces an operand of a product back to a softmax.
+def trace_weights(body: Body, atom: Any, softmax: Any) -> tuple[list[Any], tuple[int, ...]] | None:
+    """Traces an operand of a product back to the equation of a softmax.
 
-    Returns the equations in between, the softmax as `match_softmax` returns it, and for each dim of the operand the dim of
-    the softmax; None if there is no softmax.
+    Returns the equations in between, and for each dim of the operand the dim of the softmax; None if it is another operand.
     """
     eqns: list[Any] = []
     mapping = tuple(range(len(atom.aval.shape)))  # for each dim of the operand, the dim of the value traced so far
     while (eqn := body.producer(atom)) is not None:
-        if (softmax := match_softmax(body, eqn)) is not None:
-            return eqns, softmax, mapping
+        if eqn is softmax:
+            return eqns, mapping
         dims = view(eqn)
         if dims is None or repeats(eqn) or not _preserves_values(eqn):
             return None
