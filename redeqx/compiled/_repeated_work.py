@@ -109,14 +109,10 @@ def _flops(instruction: Instruction) -> int:
     n_out = math.prod(arrays_of(instruction.type)[0][1])
     # In XLA's own syntax, and in the settings of a call to cuBLAS.
     if contracted := re.search(r'lhs_contracting_(?:dims=\{|dimensions":\[)([\d,"]*)', rest):
-        return 2 * n_out * _product(lhs, (int(dim) for dim in re.findall(r"\d+", contracted.group(1))))
+        return 2 * n_out * math.prod(lhs[int(dim)] for dim in re.findall(r"\d+", contracted.group(1)))
     if labels := re.search(r"dim_labels=\w+_(\w+)->", rest):
         return 2 * n_out * math.prod(rhs) // rhs[labels.group(1).index("o")]
     return 0
-
-
-def _product(shape: tuple[int, ...], dims: Iterable[int]) -> int:
-    return math.prod(shape[dim] for dim in dims)
 
 
 # --- the check of a run ------------------------------------------------------------------------------------------------

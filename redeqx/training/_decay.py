@@ -5,6 +5,7 @@ ratios, do not count, nor does the difference to a copy in the optimizer state, 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,17 +16,14 @@ from jax.extend import core as jex
 
 from .._tree import PyTree
 from ..partition import Plan
-from ..tracing import flow, insides
+from ..tracing import flow, insides, union
 from ._precision import MasterState, widened
 from ._step import update_with
 
 _KEPT = (
-    "broadcast_in_dim", "convert_element_type", "copy", "neg", "optimization_barrier", "reshape", "sharding_constraint",
-    "squeeze", "transpose",
+    "add", "add_any", "broadcast_in_dim", "convert_element_type", "copy", "max", "min", "neg", "optimization_barrier",
+    "reshape", "select_n", "sharding_constraint", "squeeze", "transpose",
 )  # fmt: skip
-_SUMS = ("add", "add_any", "select_n", "max", "min")
-_Taint = tuple[int, int]  # a bit for each leaf: those that the value contains as they are, and multiples of them
-_NONE: _Taint = (0, 0)
 
 
 def decaying(optimizer: optax.GradientTransformation, plan: Plan, params: PyTree, state: PyTree) -> list[bool] | None:
@@ -49,50 +47,32 @@ def decaying(optimizer: optax.GradientTransformation, plan: Plan, params: PyTree
     except Exception:  # the training step calls it with its own arguments, and reports errors; a description ends no run
         return None
     n = len(jax.tree.leaves(params))
-    bits = [(1 << i, 0) for i in range(n)]
+    leaves = [1 << i for i in range(n)]  # a value's bits: the leaves that it contains as they are, then multiples of them
 
     def of_state(node: Any) -> PyTree:
-        if _is_master(node):  # its copies stand for the leaves
-            masters = jax.tree.unflatten(jax.tree.structure(node.master), [_Bits(bit) for bit in bits])
-            return MasterState(jax.tree.map(lambda _: _Bits(_NONE), node.inner), masters)
-        return _Bits(_NONE)
+        if not _is_master(node):
+            return 0
+        masters = jax.tree.unflatten(jax.tree.structure(node.master), leaves)  # its copies stand for the leaves
+        return MasterState(jax.tree.map(lambda _: 0, node.inner), masters)
 
-    of_states = [leaf.taint for leaf in jax.tree.leaves(jax.tree.map(of_state, state, is_leaf=_is_master))]
-    found = flow(traced, [*bits, *of_states, *[_NONE] * (n + 1)], _outputs_of, _union)
-    return [bool(found(atom)[1] >> i & 1) for i, atom in enumerate(traced.jaxpr.outvars)]
-
-
-class _Bits:
-    """A taint as a leaf of a tree."""
-
-    def __init__(self, taint: _Taint):
-        self.taint = taint
+    of_states = jax.tree.leaves(jax.tree.map(of_state, state, is_leaf=_is_master))
+    bits = flow(traced, [*leaves, *of_states, *[0] * (n + 1)], partial(_contained, n), union)
+    return [bool(bits(atom) >> n + i & 1) for i, atom in enumerate(traced.jaxpr.outvars)]
 
 
 def _is_master(node: Any) -> bool:
     return isinstance(node, MasterState)
 
 
-def _outputs_of(eqn: Any, ins: Sequence[_Taint]) -> list[_Taint] | None:
-    """Returns which leaves each output of an equation contains; None to enter an equation with inner jaxprs."""
-    name, n_outs = eqn.primitive.name, len(eqn.outvars)
-    if insides(eqn) and name not in ("scan", "while"):
+def _contained(n: int, eqn: Any, ins: Sequence[int]) -> Sequence[int] | None:
+    """Returns the bits of an equation's outputs, or None for those of all operands, or to enter it."""
+    name = eqn.primitive.name
+    if name in _KEPT or (insides(eqn) and name not in ("scan", "while")):
         return None
-    if name in _KEPT:
-        return list(ins) if len(ins) == n_outs else [_union(ins)] * n_outs
-    if name in _SUMS:
-        return [_union(ins)]
     if name == "sub":  # a leaf minus a copy of it is no multiple of it
-        return [(0, _union(ins)[1])]
-    if name in ("mul", "div"):
-        tainted = [taint for taint in ins if any(taint)]
-        is_zero = any(isinstance(atom, jex.Literal) and not np.any(atom.val) for atom in eqn.invars)
-        return [(0, tainted[0][0] | tainted[0][1]) if len(tainted) == 1 and not is_zero else _NONE]
-    return [_NONE] * n_outs
-
-
-def _union(taints: Sequence[_Taint]) -> _Taint:
-    raw = multiples = 0
-    for each in taints:
-        raw, multiples = raw | each[0], multiples | each[1]
-    return raw, multiples
+        return [union(ins) >> n << n]
+    nonzero = [bits for bits in ins if bits]
+    is_zero = any(isinstance(atom, jex.Literal) and not np.any(atom.val) for atom in eqn.invars)
+    if name in ("mul", "div") and len(nonzero) == 1 and not is_zero:
+        return [(nonzero[0] | nonzero[0] >> n) % (1 << n) << n]
+    return [0] * len(eqn.outvars)
