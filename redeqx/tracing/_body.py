@@ -48,7 +48,7 @@ class Body:
     closed: Any
     inputs: Sequence[Any] = ()
     around: "Body | None" = None
-    _inner: dict[tuple[int, int], tuple[Any, "Body"]] = field(default_factory=dict, repr=False)
+    _inner: dict[tuple[Any, int], "Body"] = field(default_factory=dict, repr=False)
     _values: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -80,12 +80,11 @@ class Body:
 
     def inside(self, eqn: Any, index: int = 0) -> "Body":
         """Returns the body of jaxpr `index` inside an equation, in the order of `insides`."""
-        key = (id(eqn), index)
-        if key not in self._inner:
+        if (eqn, index) not in self._inner:
             inner: Inner = insides(eqn)[index]
             atoms = [eqn.invars[i] if kind == "same" else None for i, kind in zip(inner.operands, inner.kinds, strict=True)]
-            self._inner[key] = (eqn, Body(inner.closed, atoms, self))  # keeps `eqn` alive: its id is the key
-        return self._inner[key][1]
+            self._inner[eqn, index] = Body(inner.closed, atoms, self)
+        return self._inner[eqn, index]
 
     def given(self, atom: Any) -> "tuple[Body, Any] | None":
         """Returns the enclosing body and the atom there that an input stands for, or None if the atom is no such input."""
@@ -111,16 +110,16 @@ class Body:
             return atom.val
         if self.sources(atom) is None:
             return None
-        needed: set[int] = set()
+        needed: set[Any] = set()
         todo = [atom]
         while todo:  # no recursion: a chain of equations may exceed Python's recursion limit
             eqn = self._producers.get(todo.pop())
-            if eqn is not None and id(eqn) not in needed and not all(var in self._values for var in eqn.outvars):
-                needed.add(id(eqn))
+            if eqn is not None and eqn not in needed and not all(var in self._values for var in eqn.outvars):
+                needed.add(eqn)
                 if called(eqn) is None:  # the body of a call requests the operands that it needs
                     todo += [operand for operand in eqn.invars if not isinstance(operand, jex.Literal)]
         for eqn in self.eqns:
-            if id(eqn) in needed:
+            if eqn in needed:
                 self._values.update(zip(eqn.outvars, self._outputs(eqn), strict=True))
         return self._values[atom] if atom in self._values else self._input(atom)
 

@@ -21,7 +21,6 @@ SPREAD = ("add", "sub", "mul", "div")  # these broadcast dims of size 1, as of a
 
 @dataclass
 class _Use:
-    eqn: Any  # keeps the equation alive, so that its id stays unique
     bit: int
     sides: set[int | None] = field(default_factory=set)  # the operand that is a weight, in each call; None for no weight
     is_fed: bool = False  # whether its other operand depends on parameters
@@ -38,7 +37,7 @@ class WeightUses:
 
     closed: Any
     n_weights: int
-    _uses: dict[int, _Use] = field(default_factory=dict)
+    _uses: dict[Any, _Use] = field(default_factory=dict)
     _followed: int = 0  # the bits of products on whose output another product depends
 
     def __post_init__(self) -> None:
@@ -48,21 +47,21 @@ class WeightUses:
 
     def side(self, eqn: Any) -> int | None:
         """Returns which operand of a product, gather, broadcast or sum is a weight, or None if not the same in all calls."""
-        use = self._uses.get(id(eqn))
+        use = self._uses.get(eqn)
         return next(iter(use.sides)) if use is not None and len(use.sides) == 1 else None
 
     def is_between(self, eqn: Any) -> bool:
         """Whether a product is neither first nor last."""
-        use = self._uses.get(id(eqn))
+        use = self._uses.get(eqn)
         return use is not None and use.is_fed and bool(self._followed & use.bit)
 
     def is_last(self, eqn: Any) -> bool:
         """Whether an equation is a product with a weight that no other such product depends on: it computes the logits."""
-        use = self._uses.get(id(eqn))
+        use = self._uses.get(eqn)
         return use is not None and self.side(eqn) is not None and not self._followed & use.bit
 
     def _use(self, eqn: Any) -> _Use:
-        return self._uses.setdefault(id(eqn), _Use(eqn, 4 << len(self._uses)))
+        return self._uses.setdefault(eqn, _Use(4 << len(self._uses)))
 
     def _outputs(self, eqn: Any, ins: Sequence[int]) -> list[int] | None:
         """Returns the dependencies of a product with a weight, with its own bit, or None for any other equation."""

@@ -48,7 +48,7 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
             found.dense[origin] = max(found.dense.get(origin, 0), n_bytes)
 
     def visit(body: Body, times: int) -> None:
-        fused_ids: set[int] = set()
+        fused: set[Any] = set()
         score_like, has_unfused = list[Any](), False
         for eqn, attention in find_attentions(body):
             if isinstance(attention, str):
@@ -57,12 +57,12 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
                 record_dense(f"the weights at {line}", weights.size * weights.dtype.itemsize, Setting(1.0, split=split))
             else:
                 record_fused(*attention.operands(), line_of(attention.out[0]), times)
-                fused_ids |= {id(eqn) for eqn in attention.eqns}
+                fused.update(attention.eqns)
         for eqn in body.eqns:
             if eqn.primitive.name == "attention":
                 setting, kept = drop_known_mask(body, eqn)
                 record_fused(setting, [eqn.invars[i].aval for i in kept], line_of(eqn), times)
-            if id(eqn) not in fused_ids:
+            if eqn not in fused:
                 if _is_score_like(eqn):
                     score_like.append(eqn)
                 inner_times = times * n_iterations(eqn)

@@ -94,9 +94,9 @@ class _Attention:
 
     def group(self, body: Body) -> Group:
         """Returns the equations as a group, which is computed at once."""
-        ids = {id(eqn) for eqn in self.eqns}
+        own = set(self.eqns)
         reads = [operand.atom for operand, _ in (*self.masks, *self.biases)]
-        return Group([eqn for eqn in body.eqns if id(eqn) in ids], self.compute, reads)
+        return Group([eqn for eqn in body.eqns if eqn in own], self.compute, reads)
 
     def operands(self) -> tuple[Setting, list[Any]]:
         """Returns the setting, and the shapes of queries, keys, values and the operands in `setting.names`."""
