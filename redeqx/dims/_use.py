@@ -120,7 +120,9 @@ def row_use(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTre
         "is_random": draws.is_random,
         "draws": tuple(f"{why} ({shortened(step.line)})" for step, why in draws.refused),
     }
-    rows = Rows(names, other)
+    rows = Rows(names, other, with_whole=False)  # nothing is computed before if it need not be: a token count is a sum
+    if not _is_proof(rows):
+        rows = Rows(names, other)
     if not _is_proof(rows) and len(names.rows) > 1:
         rows = Rows(names, other, in_groups=True)
     if not rows.is_comparable:

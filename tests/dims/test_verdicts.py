@@ -1,0 +1,130 @@
+"""The verdict about each loss of `losses.py`, against numbers: the loss and its gradient, whole and cut into parts."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import redeqx
+from redeqx.dims import row_use
+from redeqx.transforms import RowNumbers, by_row, of_whole
+from tests.dims.losses import CASES, batch_of, weights
+
+ROWS = 16
+KEY = jax.random.key(7)
+
+
+def sums_of(name):
+    """Returns `(weights, state, batch, key) -> (total, weight)` of a loss, whose quotient it is."""
+
+    def fn(weights, state, batch, key):
+        loss = CASES[name].loss_fn(weights, batch, key)
+        if isinstance(loss, redeqx.Loss):
+            return loss.total, jnp.asarray(loss.weight, jnp.float32)
+        return loss * len(batch["x"]), jnp.float32(len(batch["x"]))
+
+    return fn
+
+
+@cache
+def verdict(name):
+    return row_use(sums_of(name), weights(), (), batch_of(ROWS), KEY)
+
+
+@cache
+def undivided(name):
+    fn = jax.jit(jax.value_and_grad(lambda weights, batch: sums_of(name)(weights, (), batch, KEY), has_aux=True))
+    (total, weight), grads = fn(weights(), batch_of(ROWS))
+    return total / weight, jax.tree.map(lambda x: x / weight, grads)
+
+
+def cuts(group):
+    """Yields the rows of each part: consecutive ones, and every other group as they are split over devices."""
+    yield np.split(np.arange(ROWS), [12])
+    yield np.arange(ROWS).reshape(-1, 2, group).swapaxes(0, 1).reshape(2, -1)
+
+
+def in_parts(fn, parts):
+    """Returns the sums over parts of `fn(weights, batch, numbers) -> (total, weight)`, and of the gradient of the total."""
+    of_part = jax.jit(jax.value_and_grad(fn, has_aux=True))
+    found = []
+    for rows in parts:
+        batch = jax.tree.map(lambda x, rows=rows: x[rows], batch_of(ROWS))
+        found.append(of_part(weights(), batch, jnp.asarray(rows, jnp.uint32)))
+    return jax.tree.map(lambda *x: sum(x), *found)
+
+
+def error(name, loss, grads):
+    """Returns the error of a loss or of its gradient, whichever is larger, relative to their size."""
+    expected, expected_grads = undivided(name)
+    pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True))
+    off = np.sqrt(sum(np.sum(np.square(x - y, dtype=np.float64)) for x, y in pairs))
+    size = np.sqrt(sum(np.sum(np.square(y, dtype=np.float64)) for _, y in pairs))
+    return max(abs(loss - expected) / max(abs(expected), 1.0), off / size)
+
+
+def error_of_the_verdict(name, parts):
+    """Returns the error of parts that are computed as the verdict says."""
+    fn, use = sums_of(name), verdict(name)
+    whole = jax.jit(lambda: of_whole(fn, use, weights(), (), batch_of(ROWS), KEY))()
+
+    def of_part(weights, batch, numbers):
+        return by_row(fn, use)(weights, (), batch, KEY, RowNumbers(numbers, jnp.uint32(ROWS)), whole)
+
+    (total, weight), grads = in_parts(of_part, parts)
+    return error(name, total / weight, jax.tree.map(lambda x: x / weight, grads))
+
+
+def error_as_written(name, parts):
+    """Returns the error if the parts are batches of their own: of their mean by rows or of their sum, whichever is less."""
+
+    def of_part(weights, batch, numbers):
+        total, weight = sums_of(name)(weights, (), batch, KEY)
+        return total, weight
+
+    (total, weight), grads = in_parts(of_part, parts)
+    mean = error(name, total / weight, jax.tree.map(lambda x: x / weight, grads))
+
+    def of_sum(weights, batch, numbers):
+        total, weight = sums_of(name)(weights, (), batch, KEY)
+        return total / weight, weight
+
+    (total, _), grads = in_parts(of_sum, parts)
+    return min(mean, error(name, total, grads))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_verdict_about_a_loss(name):
+    case, use = CASES[name], verdict(name)
+    assert use.kind == case.kind, use.text
+    if use.is_exact:
+        assert use.group == case.group and not use.draws
+        assert use.degree == case.degree or use.kind == "after"  # the rest may be a mean or a sum
+
+
+QUICK = (
+    "a_sum_of_rows",
+    "masked_by_mean_where",
+    "mixup_with_the_reversed_batch",
+    "grpo_groups",
+    "the_longest_mask",
+    "by_map_of_some_rows_at_a_time",
+)
+EXACT = [name for name, case in CASES.items() if case.kind in ("separable", "after")]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.sweep) for name in EXACT])
+def test_what_is_called_exact_is_exact(name):
+    """Loss and gradient of two parts are those of the whole batch."""
+    for parts in cuts(CASES[name].group):
+        assert error_of_the_verdict(name, parts) < 1e-6
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [name for name in CASES if name not in EXACT])
+def test_what_is_called_mixed_is_mixed(name):
+    """Parts give another loss or gradient, unless the verdict is more cautious than it need be."""
+    errors = [error_as_written(name, parts) for parts in cuts(CASES[name].group)]
+    assert (max(errors) < 1e-5) == CASES[name].is_cautious, errors
