@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._tree import render
+from .._tree import named_leaves, render
 from ..dims import UNKNOWN, RowUse
 from ..errors import check_examples_kind, check_function, check_integers, example_note
 from ._prefetch import Prefetch
@@ -85,6 +85,26 @@ def _checked_batch(batch: PyTree, n_rows: int) -> PyTree[np.ndarray]:
     if not leaves:
         raise TypeError(f"`collate_fn`: expected a PyTree of arrays, got {batch!r}. Return a dict of numpy arrays.")
     return jax.tree.unflatten(treedef, [_checked(render(path), leaf, n_rows) for path, leaf in leaves])
+
+
+def _check_leading_dims(batch: PyTree[np.ndarray], n_rows: int, collate_one: Callable[[], PyTree]) -> None:
+    """Raises ValueError for a leaf whose leading dim has as many entries as there are rows, but is another dim.
+
+    This is seen by the leaf of one example alone, which is collated only if another dim has as many entries too.
+    """
+    doubtful = {name: leaf.shape for name, leaf in named_leaves(batch).items() if n_rows > 1 and n_rows in leaf.shape[1:]}
+    if not doubtful:
+        return
+    try:
+        one = {name: np.shape(leaf) for name, leaf in named_leaves(collate_one()).items() if name in doubtful}
+    except Exception:  # such as a `collate_fn` that needs pairs of examples
+        return
+    for name, shape in one.items():
+        if shape and shape[0] != 1:
+            raise ValueError(
+                f"`collate_fn` output `{name}`: expected rows in dim 0, one for each example, got shape {doubtful[name]} "
+                f"for {n_rows} examples and {shape} for one. The leading dim is the batch: transpose it."
+            )
 
 
 def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any]) -> PyTree:
@@ -426,6 +446,7 @@ def batches(
         if known is None and (first := next(numbered, None)) is not None:
             given = read_step(*first)
             batch = collated(given)
+            _check_leading_dims(batch, len(given.examples), lambda: workers.start(given.examples[:1])())
             yield _with_rows(batch, len(first[1].examples))  # `known` is set before this continues
             cut = cut_of(*first)
             if np.array_equal(local_rows(cut, mesh), given.rows):

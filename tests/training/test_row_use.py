@@ -6,6 +6,7 @@ from contextlib import closing
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -200,6 +201,45 @@ def test_an_error_of_the_verdict_ends_the_thread_that_reads():
 def test_no_examples_ask_for_no_verdict():
     with closing(batches(iter(()), Workers(np.stack), BatchSize(16, 8), make_mesh(1, 1), use=None.__eq__)) as upcoming:
         assert list(upcoming) == []
+
+
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_a_leaf_whose_rows_are_not_its_first_dim_is_refused(n_workers):
+    """A batch of 8 sequences of 8 numbers, transposed for a loss that loops over time first."""
+
+    def collate_fn(examples):
+        return {
+            "x": np.stack([row[:2] for row in examples]),
+            "times": np.stack([np.tile(row[:1], 8) for row in examples], 1),
+        }
+
+    def loss_fn(model, batch, key):
+        return jnp.square(batch["times"].T * model.layers[0].weight.sum()).mean()
+
+    trainer = make_trainer(loss_fn, collate_fn=collate_fn, n_collate_workers=n_workers)
+    message = (
+        r"`collate_fn` output `times`: expected rows in dim 0, one for each example, got shape \(8, 8\) for 8 examples and "
+        r"\(8, 1\) for one. The leading dim is the batch: transpose it."
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.update(DATA[:8])
+
+
+def test_square_rows_are_no_transposed_batch():
+    """The first dim is the rows, and `collate_fn` may refuse to collate one example alone."""
+
+    def collate_fn(examples):
+        if len(examples) % 2:
+            raise ValueError("pairs only")
+        return np.stack([np.tile(row[:5], (8, 1)) for row in examples])
+
+    def loss_fn(model, batch, key):
+        return jnp.square(jax.vmap(jax.vmap(model))(batch)).mean()
+
+    make_trainer(loss_fn, collate_fn=collate_fn).update(DATA[:8])
+    make_trainer(loss_fn, collate_fn=lambda examples: np.stack([np.tile(row[:5], (8, 1)) for row in examples])).update(
+        DATA[:8]
+    )
 
 
 # --- what is said --------------------------------------------------------------------------------------------------------
