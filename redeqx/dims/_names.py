@@ -45,13 +45,14 @@ class Names(Inference):
 
     - `closed`: its closed jaxpr.
     - `inputs`: what its inputs are.
+    - `returns_rows`: whether dim 0 of each output is rows.
 
     **Attributes:**
 
     - `root`: the block of the function.
     """
 
-    def __init__(self, closed: Any, inputs: Inputs):
+    def __init__(self, closed: Any, inputs: Inputs, *, returns_rows: bool = False):
         super().__init__()
         self.inputs = inputs
         first = inputs.batch.start
@@ -62,6 +63,9 @@ class Names(Inference):
                 self._rows = self._rows or value.dims[0]
                 self.unify(self._rows, value.dims[0])
         self.root = self.block(closed, ins)
+        for value in self.root.outs if returns_rows else ():
+            if not value.is_polymorphic:
+                self.unify(self._rows, value.dims[0])
 
     @property
     def rows(self) -> Dim:

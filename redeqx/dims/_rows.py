@@ -70,7 +70,8 @@ class Rows:
 
     - `names`, `other`: the names of a function for two numbers of rows.
     - `in_groups`: whether rows that a reshape divides into groups of constant size may be mixed within a group.
-    - `with_whole`: whether values that mix rows, but depend on no weight, may be computed on the whole batch before.
+    - `with_whole`: whether values that mix rows, but depend on no weight, are computed on the whole batch before, where that
+        makes the function a sum over rows.
 
     **Attributes:**
 
@@ -83,9 +84,7 @@ class Rows:
     """
 
     def __init__(self, names: Names, other: Names, *, in_groups: bool = False, with_whole: bool = True):
-        self.names, self.group, self.whole, self._with_whole = names, 1, list[int](), with_whole
-        self._states: dict[int, State] = {}
-        self._found: dict[int, tuple[str, Step]] = {}  # by the id of the step
+        self.names, self.group, self.whole = names, 1, set[int]()
         self._degrees: dict[int, int | None] = {}  # of literals that depend on the number of rows
         self._rows = set(names.rows)
         self.unnamed: Step | None = None
@@ -95,12 +94,29 @@ class Rows:
             if varies == sorted(varies, reverse=True):  # the outer factors
                 n = sum(varies)
                 self._rows, self.group = set(names.rows[:n]), size_of(names.rows[n:])
-        batch = names.inputs.batch
+        self._made = {id(value): i for i, step in enumerate(names.root.steps) for value in step.outs}
+        self._run()
+        while with_whole and self.is_comparable and not self.is_sum and not self._wanted <= self.whole:
+            self.whole |= self._wanted
+            self._run()
+        self.whole = self.whole if self.is_sum else set()
+
+    def _run(self) -> None:
+        """Finds the states of all values, if the steps in `whole` are computed on the whole batch."""
+        self._states: dict[int, State] = {}
+        self._found: dict[int, tuple[str, Step]] = {}  # by the id of the step
+        self._wanted: set[int] = set()  # steps of the root which depend on data alone, and because of which rows are mixed
+        batch = self.names.inputs.batch
         ins = [
-            State(ROW if batch.start <= i < batch.stop and value.dims else FREE, i < names.inputs.n_weights)
-            for i, value in enumerate(names.root.ins)
+            State(ROW if batch.start <= i < batch.stop and value.dims else FREE, i < self.names.inputs.n_weights)
+            for i, value in enumerate(self.names.root.ins)
         ]
-        self.outs = self._follow(names.root, ins)
+        self.outs = self._follow(self.names.root, ins)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether each output is a sum over rows, is by row, or depends on no row."""
+        return self.is_comparable and self.unnamed is None and self.kind in (FREE, ROW, SUM)
 
     @property
     def kind(self) -> Kind:
@@ -170,29 +186,26 @@ class Rows:
         """Returns the states of a block's outputs, for those of its inputs."""
         self._states.update(zip(map(id, block.ins), ins, strict=True))
         for i, step in enumerate(block.steps):
-            found = dict(self._found)
             outs = self._of_step(step)
-            if block is self.names.root and self._is_whole(step, outs):
-                self._found = found  # mixed only here, before the micro-batches
-                self.whole.append(i)
-                outs = [State(ROW if any(self._present(v).values()) else FREE, is_whole=True) for v in step.outs]
+            if block is self.names.root and not any(state.is_trained for state in outs):
+                if i in self.whole:
+                    self._found.pop(id(step), None)
+                    outs = [State(ROW if self._present(value) else FREE, is_whole=True) for value in step.outs]
+                elif self._is_by_number(step) or (id(step) in self._found and any(s.kind not in (FREE, ROW) for s in outs)):
+                    self._want(i)
             self._states.update(zip(map(id, step.outs), outs, strict=True))
         return list(map(self.of, block.outs))
 
-    def _is_whole(self, step: Step, outs: Sequence[State]) -> bool:
-        """Whether a step of the root is computed on the whole batch: it mixes rows, or uses the number of rows with a value
-        of the whole batch. It depends on no weight, and its outputs have at most one dim of rows."""
-        ins = list(map(self.of, step.ins))
-        is_mixing = any(state.kind not in (FREE, ROW) for state in outs)
-        is_by_number = any(s.is_whole for s in ins) and any(id(v.source) in self._degrees for v in step.ins)
-        return (
-            self._with_whole
-            and self.is_comparable
-            and (is_mixing or is_by_number)
-            and not any(state.is_trained or state.kind not in (FREE, ROW) for state in ins if state != State(MIXED))
-            and all(max(self._present(value).values(), default=0) <= 1 for value in step.outs)
-            and self._has_rows_first(step)
-        )
+    def _is_by_number(self, step: Step) -> bool:
+        """Whether a step uses the number of rows with a value of the whole batch."""
+        is_whole = any(self.of(value).is_whole for value in step.ins)
+        return is_whole and any(id(value.source) in self._degrees for value in step.ins)
+
+    def _want(self, i: int) -> None:
+        """Notes that a step of the root is to be computed on the whole batch, if a part can take its own rows of it."""
+        step = self.names.root.steps[i]
+        if all(max(self._present(value).values(), default=0) <= 1 for value in step.outs) and self._has_rows_first(step):
+            self._wanted.add(i)
 
     def _has_rows_first(self, step: Step) -> bool:
         """Whether the rows are the first factor of each dim that has them, as the part of a micro-batch is taken of it."""
@@ -284,6 +297,10 @@ class Rows:
 
     def _note(self, how: str, step: Step, kind: Kind) -> Kind:
         self._found.setdefault(id(step), (how, step))
+        for value in step.ins:
+            state = self.of(value)
+            if state.kind not in (FREE, ROW) and not state.is_trained and id(value.source) in self._made:
+                self._want(self._made[id(value.source)])
         return kind
 
     # --- loops and branches ----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..tracing import as_fun, shapes_in, shortened
 from ._atoms import Step, steps_of
 from ._draws import ByNumber, Draws, Factors, equations_of, factors_of
 from ._names import Inputs, Names
-from ._rows import FREE, ROW, SUM, Rows
+from ._rows import FREE, ROW, Rows
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class RowUse:
     @property
     def is_plain(self) -> bool:
         """Whether a part of the rows is computed as it is written: it draws nothing for rows, and its outputs are sums."""
-        return self.is_exact and not self.by_number and not self.whole and set(self.degrees) <= {None, 1}
+        needs_numbers = self.by_number or self.whole or self.draws
+        return self.is_exact and not needs_numbers and set(self.degrees) <= {None, 1}
 
     @property
     def n_whole(self) -> int:
@@ -98,13 +99,16 @@ class RowUse:
 UNKNOWN = RowUse("unknown")
 
 
-def row_use(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTree, *args: PyTree) -> RowUse:
+def row_use(
+    fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTree, *args: PyTree, returns_rows: bool = False
+) -> RowUse:
     """Returns what a function does with the rows of its batch, from its traces at two numbers of rows.
 
     **Arguments:**
 
     - `fn`: takes the following; returns arrays.
     - `weights`, `state`, `batch`, `args`: arrays or their shapes. Dim 0 of each leaf of the batch is rows.
+    - `returns_rows`: whether dim 0 of each output is rows.
     """
     inputs = Inputs(*(len(jax.tree.leaves(tree)) for tree in (weights, state, batch)))
     n = max(jax.tree.leaves(batch)[0].shape[0], 2)
@@ -113,24 +117,22 @@ def row_use(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTre
     except Exception as error:
         first = str(error).partition("\n")[0]
         return RowUse("unknown", why=f"it cannot be traced for {n} and {2 * n} rows: {first}")
-    names, other = Names(ours, inputs), Names(theirs, inputs)
+    names, other = (Names(closed, inputs, returns_rows=returns_rows) for closed in (ours, theirs))
     draws = Draws(names)
     found = {
         "primitives": tuple(step.name for step in equations_of(names.root)),
         "is_random": draws.is_random,
         "draws": tuple(f"{why} ({shortened(step.line)})" for step, why in draws.refused),
     }
-    rows = Rows(names, other, with_whole=False)  # nothing is computed before if it need not be: a token count is a sum
-    if not _is_proof(rows):
-        rows = Rows(names, other)
-    if not _is_proof(rows) and len(names.rows) > 1:
+    rows = Rows(names, other)
+    if not rows.is_sum and len(names.rows) > 1:
         rows = Rows(names, other, in_groups=True)
     if not rows.is_comparable:
         return RowUse("unknown", why="its equations depend on the number of rows", **found)
     if rows.unnamed is not None:
         why = "a dim that grows with the rows is not known to be rows"
         return RowUse("unknown", why=why, line=shortened(rows.unnamed.line), **found)
-    if not _is_proof(rows):
+    if not rows.is_sum:
         how, step = rows.first or ("its outputs are no sums", None)
         line = "" if step is None else shortened(step.line)
         return RowUse("unknown" if how == "an unknown operation" else "mixed", why=how, line=line, **found)
@@ -148,10 +150,6 @@ def row_use(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTre
     )
 
 
-def _is_proof(rows: Rows) -> bool:
-    return rows.is_comparable and rows.unnamed is None and rows.kind in (FREE, ROW, SUM)
-
-
 def _traced(fn: Callable[..., Any], *args: PyTree) -> Any:
     return jax.make_jaxpr(fn)(*args)
 
@@ -162,7 +160,7 @@ def _with_rows(batch: PyTree, n: int) -> PyTree:
 
 def _whole(names: Names, rows: Rows) -> tuple[Whole, ...]:
     places = {id(step): place for place, step in enumerate(equations_of(names.root))}
-    steps = [names.root.steps[i] for i in rows.whole]
+    steps = [names.root.steps[i] for i in sorted(rows.whole)]
     return tuple(Whole(places[id(step)], tuple(factors_of(names, out.dims) for out in step.outs)) for step in steps)
 
 
@@ -187,7 +185,7 @@ def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs) -> bool:
     """Whether the first output's gradient is a sum over rows as the output is."""
     names = [Names(_with_gradient(closed, inputs.n_weights), inputs) for closed in (ours, theirs)]
     rows = Rows(names[0], names[1], with_whole=False)
-    return _is_proof(rows) and len({state.degree for state in rows.outs if state.kind != FREE}) <= 1
+    return rows.is_sum and len({state.degree for state in rows.outs if state.kind != FREE}) <= 1
 
 
 def _with_gradient(closed: Any, n_weights: int) -> Any:

@@ -1,7 +1,7 @@
 """Wraps the user's loss, gradient and prediction functions as functions of flat lists of arrays, under the plan's rules."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._tree import is_array_like, named_leaves
-from ..dims import UNKNOWN, RowUse
+from ..dims import RowUse, row_use
 from ..machine import MODEL, axes_of, split_heads
 from ..partition import Plan
 from ..tracing import Rule, transformed
@@ -22,11 +22,12 @@ from ..transforms import (
     PickByComparison,
     RematLoops,
     Reshard,
-    RowNumbers,
     Shardings,
     StackBlocks,
     UnrollLoops,
     WeightProducts,
+    by_row,
+    of_whole,
 )
 from ._loss import as_sums, n_rows
 from ._parts import Parts
@@ -69,28 +70,118 @@ def plan_rules(
 
 
 @dataclass(frozen=True)
-class Functions:
-    """The user's functions, for a model in parts."""
+class Sums:
+    """The user's loss, or loss and gradients, as sums over the rows of a batch, for a model in parts.
+
+    They are functions `(weights, state, batch, key) -> (sums, state)` of the trained and then the frozen arrays.
+    """
 
     parts: Parts
-    plan: Plan
     loss_fn: Callable[..., Any]
     has_state: bool = False
     precision: Precision = AS_GIVEN
     grad_fn: Callable[..., Any] | None = None
+
+    def loss(self, *, inference: bool, is_only: bool = False) -> Callable[..., Any]:
+        """Returns the function with the sums `(total, weight, metrics)`.
+
+        **Arguments:**
+
+        - `is_only`: whether the batch is the only micro-batch of a step. A mean then has weight 1, as in a
+            hand-written step: no gradient is multiplied by the number of rows and divided by it again.
+        """
+
+        def loss(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
+            out, state = self._call(self.loss_fn, "loss_fn", weights, state, batch, key, inference=inference)
+            return as_sums(out, 1 if is_only else n_rows(batch)), state
+
+        return loss
+
+    def gradient(self, *, is_only: bool = False) -> Callable[..., Any]:
+        """Returns the function of `grad_fn`, with the sums `(total, weight, metrics, gradients of the trained arrays)`.
+
+        **Arguments:**
+
+        - `is_only`: as for `loss`.
+        """
+        assert self.grad_fn is not None
+        grad_fn = self.grad_fn
+
+        def gradient(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
+            out, state = self._call(grad_fn, "grad_fn", weights, state, batch, key, inference=False)
+            out, grads = _pair(out, "grad_fn", "(loss, grads)")
+            total, weight, metrics = as_sums(out, 1 if is_only else n_rows(batch), "grad_fn")
+            leaves = {name: leaf for name, leaf in named_leaves(grads).items() if is_array_like(leaf)}
+            picked = []
+            for name, param in zip(self.parts.names[0], weights, strict=False):
+                if name not in leaves or leaves[name].shape != param.shape:
+                    found = leaves[name].shape if name in leaves else "none"
+                    raise ValueError(
+                        f"`grad_fn` gradient `{name}`: expected shape {param.shape}, got {found}. "
+                        "Return a gradient for every trainable leaf, in the model's structure."
+                    )
+                picked.append(leaves[name] * weight)
+            return (total, weight, metrics, picked), state
+
+        return gradient
+
+    def row_use(self, weights: Sequence[Any], state: PyTree, batch: PyTree, key: Any, *, inference: bool = False) -> RowUse:
+        """Returns what the function does with the rows of a batch.
+
+        **Arguments:**
+
+        - `weights`, `state`, `batch`, `key`: arrays or their shapes.
+        """
+        by_user = self.grad_fn is not None and not inference
+        fn = self.gradient() if by_user else self.loss(inference=inference)
+        return row_use(lambda *args: fn(*args)[0], weights, state, batch, key)
+
+    def _call(
+        self,
+        fn: Callable[..., Any],
+        where: str,
+        weights: Sequence[Array],
+        state: PyTree,
+        batch: PyTree,
+        key: Array,
+        *,
+        inference: bool,
+    ) -> tuple[Any, PyTree]:
+        n, dtype = len(self.parts.names[0]), self.precision.dtype
+        model = self.parts.put(weights[:n], weights[n:], inference=inference, compute_dtype=dtype)
+        if not self.has_state:
+            return fn(model, batch, key), state
+        state = jax.tree.map(lambda x: x, state)  # a copy: `state.set` makes the object that it is called on unusable
+        return _pair(fn(model, state, batch, key), where, "(loss, state)", ", as `model_state` was given")
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The user's functions under a plan, for parts of the rows of a batch.
+
+    **Arguments:**
+
+    - `rows`: what the loss does with rows; None if that is found while it is traced.
+    """
+
+    sums: Sums
+    plan: Plan
+    rows: RowUse | None = None
     named: bool = False  # as for `plan_rules`
     change: Rule | None = None  # an additional rule, applied before those of the plan
     fuse_attention: bool = True
     remat: str = "none"  # for loops without their own; as for `Trainer`, except "auto"
     unroll: UnrollLoops | None = None
     stack_blocks: bool = False  # in the loss
-    rows: RowUse = UNKNOWN  # what the loss does with rows
+    _of_evaluation: list[RowUse] = field(default_factory=list)  # what the loss does with rows, once that is known
 
-    def _model(self, weights: Sequence[Array], inference: bool) -> PyTree:
-        n_trained = len(self.parts.names[0])
-        return self.parts.put(
-            weights[:n_trained], weights[n_trained:], inference=inference, compute_dtype=self.precision.dtype
-        )
+    @property
+    def parts(self) -> Parts:
+        return self.sums.parts
+
+    @property
+    def precision(self) -> Precision:
+        return self.sums.precision
 
     def _with_rules(self, fn: Callable[..., Any], *, is_loss: bool = False, is_trained: bool = False) -> Callable[..., Any]:
         rules = plan_rules(self.parts, self.plan, named=self.named, fuse_attention=self.fuse_attention)
@@ -107,75 +198,74 @@ class Functions:
             rules.append(PickByComparison())
             first += [] if self.unroll is None else [self.unroll]
             first += [] if self.remat == "none" else [RematLoops(self.remat)]
-        planned = transformed(fn, [*first, *rules])
-        # Each micro-batch draws its own numbers.
-        return lambda *args: planned(*args[:-2], jax.random.fold_in(args[-2], args[-1].numbers[0]), args[-1])
+        return transformed(fn, [*first, *rules])
 
-    def loss(self, inference: bool, *, is_only: bool = False) -> Callable[..., Any]:
-        """Returns `(weights, state, batch, key, rows) -> (total, (weight, metrics, state))`; gathers weights at their use.
+    def _use(self, args: Sequence[PyTree], *, inference: bool) -> RowUse:
+        if not inference:
+            return self.rows or self.sums.row_use(*args)
+        if not self._of_evaluation:
+            self._of_evaluation.append(self.sums.row_use(*args, inference=True))
+        return self._of_evaluation[0]
 
-        The user's function does not see `rows`, the `RowNumbers` of the batch: they are for the rules.
+    def whole(self, *args: PyTree, inference: bool) -> list[list[Array]] | None:
+        """Returns the values of the whole batch that its parts need; None if these are computed without.
 
         **Arguments:**
 
-        - `is_only`: whether the batch is the only micro-batch of a step. A mean then has weight 1, as in a
-            hand-written step: no gradient is multiplied by the number of rows and divided by it again.
+        - `args`: the weights, the state, the whole batch, the key, and the `RowNumbers` of all rows.
         """
+        by_user = self.sums.grad_fn is not None and not inference
+        fn = self.sums.gradient() if by_user else self.sums.loss(inference=inference)
+        return of_whole(fn, self._use(args[:4], inference=inference), *args)
 
-        def loss(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array, rows: RowNumbers) -> Any:
-            del rows
-            model = self._model(weights, inference)
-            out = self.loss_fn(model, *([state] if self.has_state else []), batch, key)
-            out, state = self._with_state(out, state, "loss_fn")
-            total, weight, metrics = as_sums(out, 1 if is_only else n_rows(batch))
-            return total, (weight, metrics, state)
+    def loss(self, *, inference: bool, is_only: bool = False) -> Callable[..., Any]:
+        """Returns `(weights, state, batch, key, rows, whole) -> ((total, weight, metrics), state)`; gathers weights at their
+        use.
 
-        return self._with_rules(loss, is_loss=True, is_trained=not inference)
+        **Arguments:**
+
+        - `is_only`: whether the batch is the only micro-batch of a step, as for `Sums.loss`.
+        - `rows`, `whole`: the `RowNumbers` of the batch, and the values of the whole batch that it needs.
+        """
+        return self._of_part(self.sums.loss(inference=inference, is_only=is_only), inference=inference, is_only=is_only)
 
     def gradient(self, *, is_only: bool = False) -> Callable[..., Any]:
-        """Returns `(trained, frozen, state, batch, key, rows) -> (gradients of the total, total, weight, metrics, state)`.
+        """Returns `(trained, frozen, state, batch, key, rows, whole) -> ((total, weight, metrics, gradients), state)`, with
+        the gradients of the total.
 
         **Arguments:**
 
-        - `is_only`: as for `loss`.
+        - `is_only`, `rows`, `whole`: as for `loss`.
         """
+        if self.sums.grad_fn is not None:
+            by_user = self._of_part(self.sums.gradient(is_only=is_only), is_only=is_only, is_loss=False)
+            return lambda trained, frozen, *rest: by_user([*trained, *frozen], *rest)
         loss = self.loss(inference=False, is_only=is_only)
 
-        def default(trained: list, frozen: list, *rest: Any) -> Any:
+        def gradient(trained: list, frozen: list, *rest: Any) -> Any:
             def of_trained(trained: list) -> Any:
-                return loss([*trained, *frozen], *rest)
+                ((total, weight, metrics), state) = loss([*trained, *frozen], *rest)
+                return total, (weight, metrics, state)
 
             (total, (weight, metrics, state)), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
-            return grads, total, weight, metrics, state
+            return (total, weight, metrics, grads), state
 
-        if self.grad_fn is None:
-            return default
-        grad_fn = self.grad_fn
+        return gradient
 
-        def user(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array, rows: RowNumbers) -> Any:
-            del rows
-            model = self._model(weights, inference=False)
-            out = grad_fn(model, *([state] if self.has_state else []), batch, key)
-            out, grads = _pair(out, "grad_fn", "(loss, grads)")
-            out, state = self._with_state(out, state, "grad_fn")
-            total, weight, metrics = as_sums(out, 1 if is_only else n_rows(batch), "grad_fn")
-            leaves = {name: leaf for name, leaf in named_leaves(grads).items() if is_array_like(leaf)}
-            picked = []
-            for name, param in zip(self.parts.names[0], weights, strict=False):
-                if name not in leaves or leaves[name].shape != param.shape:
-                    found = leaves[name].shape if name in leaves else "none"
-                    raise ValueError(
-                        f"`grad_fn` gradient `{name}`: expected shape {param.shape}, got {found}. "
-                        "Return a gradient for every trainable leaf, in the model's structure."
-                    )
-                picked.append(leaves[name] * weight)
-            return picked, total, weight, metrics, state
+    def _of_part(
+        self, fn: Callable[..., Any], *, inference: bool = False, is_only: bool, is_loss: bool = True
+    ) -> Callable[..., Any]:
+        if is_only:  # its rows are those of the whole batch
 
-        planned_fn = self._with_rules(user)
-        return lambda trained, frozen, *rest: planned_fn([*trained, *frozen], *rest)
+            def of_part(*args: Any) -> Any:
+                return fn(*args[:4])
 
-    def _with_state(self, out: Any, state: PyTree, where: str) -> tuple[Any, PyTree]:
-        return _pair(out, where, "(loss, state)", ", as `model_state` was given") if self.has_state else (out, state)
+        else:
+
+            def of_part(*args: Any) -> Any:
+                return by_row(fn, self._use(args[:4], inference=inference))(*args)
+
+        return self._with_rules(of_part, is_loss=is_loss, is_trained=is_loss and not inference)
 
 
 def _pair(out: Any, where: str, names: str, why: str = "") -> tuple[Any, Any]:

@@ -17,8 +17,7 @@ from ..machine import FSDP, Options, chip_of_kind, xla_settings
 from ..partition import Overrides, Plan, make_plan, mark_read
 from ..tracing import Rule, Trace
 from ..transforms import KeepEverything, UnrollLoops
-from ._functions import Functions
-from ._loss import as_sums, trace_loss
+from ._functions import Functions, Sums
 from ._opt_states import follows_schedule
 from ._parts import Parts
 from ._precision import AS_GIVEN, Precision
@@ -87,11 +86,13 @@ class Recipe:
 
     def trace(self, model: PyTree, state: PyTree, batch: PyTree) -> Trace:
         """Traces the loss for the shapes of a batch."""
-        return trace_loss(lambda model, batch, key: self._loss(model, state, batch, key), model, batch)
+        loss = self._loss(state, inference=False)
+        return Trace.of(lambda *args: loss(*args)[0], model, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
     def row_use(self, model: PyTree, state: PyTree, batch: PyTree) -> RowUse:
-        """Returns what the loss does with the rows of a batch, for the shapes of all rows of a step."""
-        return UNKNOWN
+        """Returns what the loss does with the rows of a batch, for its shapes."""
+        trained, frozen = self.parts.take(model)
+        return self.sums.row_use([*trained, *frozen], state, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
     def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None) -> Plan:
         """Returns the model's plan on a mesh; with a trace, in the order of the loss."""
@@ -120,19 +121,15 @@ class Recipe:
         self.precision.check(plan.mesh)
         remat = "none" if isinstance(change, KeepEverything) else self.remat_level
         functions = Functions(
-            self.parts,
+            self.sums,
             plan,
-            self.loss_fn,
-            has_state=self.has_state,
-            precision=self.precision,
-            grad_fn=self.grad_fn,
             named=named,
             change=change,
             fuse_attention=self.fuse_attention,
             remat=remat,
             unroll=self.unroll_on(plan.mesh, remat),
             stack_blocks=self.stacks_on(plan.mesh),
-            rows=self.rows or UNKNOWN,
+            rows=self.rows,
         )
         options = xla_settings(plan.mesh, self.xla_settings).options
         return make_program(
@@ -186,16 +183,22 @@ class Recipe:
     def metric_names(self, model: PyTree, state: PyTree, examples: list[Any]) -> list[str]:
         """Returns the names of an evaluation's metrics, without computing them."""
 
-        def metrics(model: PyTree, state: PyTree, batch: PyTree, key: Any) -> dict[str, Any]:
-            return as_sums(self._loss(model, state, batch, key, inference=True), len(examples))[2]
-
         batch = collated_shapes(self.collate_fn, examples)
-        found = eqx.filter_eval_shape(metrics, model, state, batch, jax.random.key(0))
-        return sorted(["loss", *found])
+        loss = self._loss(state, inference=True)
+        _, _, metrics = eqx.filter_eval_shape(loss, model, batch, jax.random.key(0))
+        return sorted(["loss", *metrics])
 
-    def _loss(self, model: PyTree, state: PyTree, batch: PyTree, key: Any, inference: bool = False) -> Any:
-        """Calls `loss_fn`; drops the new state of the layers."""
-        model = self.parts.put(*self.parts.take(model), inference=inference, compute_dtype=self.precision.dtype)
-        state = jax.tree.map(lambda x: x, state)  # a copy: `state.set` makes the object that it is called on unusable
-        out = self.loss_fn(model, *([state] if self.has_state else []), batch, key)
-        return out[0] if self.has_state and isinstance(out, tuple) else out
+    @property
+    def sums(self) -> Sums:
+        """The user's functions as sums over rows."""
+        return Sums(self.parts, self.loss_fn, self.has_state, self.precision, self.grad_fn)
+
+    def _loss(self, state: PyTree, *, inference: bool) -> Callable[..., Any]:
+        """Returns `(model, batch, key) -> (total, weight, metrics)`."""
+        loss = self.sums.loss(inference=inference)
+
+        def of_model(model: PyTree, batch: PyTree, key: Any) -> Any:
+            trained, frozen = self.parts.take(model)
+            return loss([*trained, *frozen], state, batch, key)[0]
+
+        return of_model

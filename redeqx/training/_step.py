@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
@@ -16,11 +17,12 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._tree import is_array_like, named_leaves
+from ..dims import row_use
 from ..errors import is_ours
 from ..machine import Options, is_in_host, n_batch_shards, replicated, split_rows
 from ..partition import Plan, using_kinds
 from ..tracing import transformed
-from ..transforms import RowNumbers
+from ..transforms import RowNumbers, by_row
 from ._functions import Functions, plan_rules
 from ._loss import n_rows
 from ._metrics import UNMOVED
@@ -40,8 +42,11 @@ def row_span(before: int, n: int | None) -> np.ndarray:
     return np.array([before, _UNKNOWN if n is None else n]).astype(np.uint32)
 
 
-def number_rows(groups: Sequence[PyTree], n_first: Any = None, before: Any = 0) -> tuple[list[tuple[PyTree, Array]], Array]:
-    """Returns each group with the numbers of its rows, uint32 `[n, rows]`, and the number of the row after the last.
+def number_rows(
+    groups: Sequence[PyTree], n_first: Any = None, before: Any = 0, total: Any = None
+) -> tuple[list[tuple[PyTree, Array]], Callable[[Array], RowNumbers]]:
+    """Returns each group with the numbers of its rows, uint32 `[n, rows]`, and a function that returns the `RowNumbers` for
+    some of them.
 
     Rows are numbered in the order of the examples, as if all were one batch.
 
@@ -49,35 +54,53 @@ def number_rows(groups: Sequence[PyTree], n_first: Any = None, before: Any = 0) 
 
     - `n_first`: as for `_accumulate`: rows that do not count take no numbers from the groups that follow.
     - `before`: uint32 `[]`, the number of the first row.
+    - `total`: uint32 `[]`, the number of all rows of the evaluation; of the batch by default.
     """
-    numbered, start = [], jnp.asarray(before, jnp.uint32)
+    first = start = jnp.asarray(before, jnp.uint32)
+    numbered = []
     for i, group in enumerate(groups):
         n, rows = jax.tree.leaves(group)[0].shape[:2]
         numbered.append((group, start + jnp.arange(n * rows, dtype=jnp.uint32).reshape(n, rows)))
         start += jnp.asarray(n if n_first is None or i else n_first, jnp.uint32) * jnp.uint32(rows)
-    return numbered, start
+    size = start - first
+    return numbered, partial(RowNumbers, total=size if total is None else total, first=first, size=size)
+
+
+def whole_batch(groups: Sequence[PyTree], mesh: Mesh) -> PyTree:
+    """Returns the rows of all groups as one batch."""
+
+    def join(*parts: Array) -> Array:
+        rows = [einops.rearrange(x, "n row ... -> (n row) ...") for x in parts]
+        joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+        divides = joined.shape[0] % n_batch_shards(mesh) == 0
+        return jax.lax.with_sharding_constraint(joined, split_rows(mesh)) if divides else joined
+
+    return jax.tree.map(join, *groups)
 
 
 # --- micro-batches -----------------------------------------------------------------------------------------------------
 
 
 def _accumulate(
-    fn: Callable[..., Any], state: PyTree, groups: Sequence[tuple[PyTree, Array]], total: Array, n_first: Any = None
+    fn: Callable[..., Any],
+    state: PyTree,
+    groups: Sequence[tuple[PyTree, Array]],
+    rows_of: Callable[[Array], RowNumbers],
+    n_first: Any = None,
 ) -> tuple[Any, PyTree]:
     """Sums `fn(state, batch, rows) -> (sums, state)` over all micro-batches of all groups; returns the sums and the last
     state.
 
     **Arguments:**
 
-    - `groups`: each with the numbers of its rows.
-    - `total`: uint32 `[]`, that of the micro-batches' `RowNumbers`.
+    - `groups`, `rows_of`: as `number_rows` returns them.
     - `n_first`: int32 `[]`, how many of the first group's micro-batches count; all by default. The results of the others are
         dropped, so that a step with fewer micro-batches uses the same program.
     """
 
     def of(state: PyTree, micro_batch: tuple[PyTree, Array]) -> Any:
         batch, numbers = micro_batch
-        return fn(state, batch, RowNumbers(numbers, total))
+        return fn(state, batch, rows_of(numbers))
 
     sums: Any = None
     for group in groups:
@@ -176,17 +199,23 @@ def make_train_step(
     def step_fn(trained, opt_state, state, steps, frozen, stream, groups, n_first):
         step, n_skipped = steps
         opt_state = _in_memory(jax.memory.Space.Device, opt_state, layout.opt_state)
-        groups, total_rows = number_rows(groups, n_first)
-        groups, n_first = _split_micro_batches(groups, n_first, n_parts, functions.rows.group, mesh)
+        undivided, (groups, rows_of) = groups, number_rows(groups, n_first)
+        group = 1 if functions.rows is None else functions.rows.group
+        groups, n_first = _split_micro_batches(groups, n_first, n_parts, group, mesh)
         is_only = [numbers.shape[0] for _, numbers in groups] == [1]
         gradient, loss = functions.gradient(is_only=is_only), functions.loss(inference=False, is_only=is_only)
         key = stream_key(stream)
         rounding_key = jax.random.fold_in(jax.random.fold_in(key, _ROUND), step)
         key = jax.random.fold_in(jax.random.fold_in(key, _TRAIN), step)
+        whole = None
+        if not is_only:
+            tree, batch = jax.tree.unflatten(state_treedef, state), whole_batch(undivided, mesh)
+            every = rows_of(jnp.arange(n_rows(batch), dtype=jnp.uint32))
+            whole = functions.whole([*trained, *frozen], tree, batch, key, every, inference=False)
 
         def micro_step(state, batch, rows):
             tree = jax.tree.unflatten(state_treedef, state)
-            grads, total, weight, metrics, tree = gradient(trained, frozen, tree, batch, key, rows)
+            (total, weight, metrics, grads), tree = gradient(trained, frozen, tree, batch, key, rows, whole)
             grads = jax.lax.with_sharding_constraint(grads, layout.trained)
             return (grads, total, weight, metrics), _state_leaves(tree, state, state_treedef)
 
@@ -194,16 +223,18 @@ def make_train_step(
             """Returns the loss of this step's batch at other parameters. Line searches forward unknown keywords to it."""
             del plan, grad_fn
 
+            weights = [*jax.tree.leaves(tree), *frozen]
+
             def micro_step(state, batch, rows):
-                weights = [*jax.tree.leaves(tree), *frozen]
-                total, (weight, _, after) = loss(weights, jax.tree.unflatten(state_treedef, state), batch, key, rows)
+                tree = jax.tree.unflatten(state_treedef, state)
+                (total, weight, _), after = loss(weights, tree, batch, key, rows, whole)
                 return (total, weight), _state_leaves(after, state, state_treedef)
 
-            (total, weight), _ = _accumulate(micro_step, before[2], groups, total_rows, n_first)
+            (total, weight), _ = _accumulate(micro_step, before[2], groups, rows_of, n_first)
             return total / weight
 
         before = (trained, opt_state, state)
-        (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, total_rows, n_first)
+        (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, rows_of, n_first)
         grads = [g / weight for g in grads]
         # A sum of squares per leaf: `vdot` or raveling would gather every sharded gradient.
         squares = [jnp.sum(g * g) if jnp.isrealobj(g) else jnp.sum(jnp.real(g * jnp.conj(g))) for g in grads]
@@ -315,12 +346,18 @@ def make_eval_step(
         before, total_rows = span
         key = jax.random.fold_in(stream_key(stream), _EVAL)
 
+        numbered, rows_of = number_rows(groups, before=before, total=total_rows)
+        weights, tree = [*trained, *frozen], jax.tree.unflatten(state_treedef, state)
+        batch = whole_batch(groups, functions.plan.mesh)
+        every = rows_of(before + jnp.arange(n_rows(batch), dtype=jnp.uint32))
+        whole = functions.whole(weights, tree, batch, key, every, inference=True)
+
         def micro_step(state, batch, rows):
             tree = jax.tree.unflatten(state_treedef, state)
-            total, (weight, metrics, _) = loss([*trained, *frozen], tree, batch, key, rows)
+            (total, weight, metrics), _ = loss(weights, tree, batch, key, rows, whole)
             return {"loss": (total, weight), **metrics}, state
 
-        sums, _ = _accumulate(micro_step, state, number_rows(groups, before=before)[0], total_rows)
+        sums, _ = _accumulate(micro_step, state, numbered, rows_of)
         names[:] = sorted(sums)  # as a scan sorts them: every program of a run must agree on the order
         return jnp.stack([x for name in names for x in sums[name]])
 
@@ -350,8 +387,7 @@ def make_predict_step(
     """
     n_trained = len(parts.names[0])
 
-    def predict(weights, state, batch, key, rows):
-        del rows  # for the rules
+    def predict(weights, state, batch, key):
         model = parts.put(weights[:n_trained], weights[n_trained:], inference=True, compute_dtype=compute_dtype)
         extra = [] if state_treedef is None else [jax.tree.unflatten(state_treedef, state)]
         outputs = pred_fn(model, *extra, batch, key)
@@ -370,12 +406,15 @@ def make_predict_step(
         return outputs
 
     rules = plan_rules(parts, plan, named=named, convolutions=False, fuse_attention=fuse_attention)
-    planned_fn = transformed(predict, rules)
+
+    def of_part(*args):
+        return by_row(predict, row_use(predict, *args[:4], returns_rows=True))(*args)
+
+    planned_fn = transformed(of_part, rules)
 
     def predict_fn(trained, frozen, state, batch, key, span):
-        before, total = span
-        rows = RowNumbers(before + jnp.arange(n_rows(batch), dtype=jnp.uint32), total)
-        key = jax.random.fold_in(key, rows.numbers[0])  # each batch draws its own numbers
+        (before, total), n = span, n_rows(batch)
+        rows = RowNumbers(before + jnp.arange(n, dtype=jnp.uint32), total, before, jnp.uint32(n))
         return planned_fn([*trained, *frozen], state, batch, key, rows)
 
     # With several processes each one gets all rows, since each script uses them.

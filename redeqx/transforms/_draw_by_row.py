@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, PyTree, UInt32
 
 from ..dims import ByNumber, Factors, RowUse, Whole, places_of
-from ..tracing import Rule, Site, inlined as normal, interpret, plain, run
+from ..tracing import Rule, Site, inlined as normal, interpret, plain
+
+_UNNAMED = jex.DebugInfo("redeqx", "of_whole", None, None)
 
 
 class RowNumbers(NamedTuple):
@@ -27,10 +30,14 @@ class RowNumbers(NamedTuple):
     - `numbers`: uint32 `[rows]`, the number of each row: in a step, its place in the whole update; in an evaluation or a
         prediction, its place in the whole call.
     - `total`: uint32 `[]`, how many rows the update or the call has.
+    - `first`, `size`: uint32 `[]`, the number of the first row of the update or of the batch of the call, and how many rows
+        it has. What depends on all rows is computed on these.
     """
 
     numbers: UInt32[Array, " rows"]
     total: UInt32[Array, ""]
+    first: UInt32[Array, ""]
+    size: UInt32[Array, ""]
 
 
 class _Traced(NamedTuple):
@@ -44,36 +51,38 @@ def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> _Trac
     closed = normal(closed)
     eqns = places_of(closed)
     is_known = tuple(eqn.primitive.name for eqn in eqns) == use.primitives
-    return _Traced(closed, shapes, eqns if is_known and use.is_exact else None)
+    return _Traced(closed, shapes, eqns if is_known and use.is_exact and not use.draws else None)
 
 
-def of_whole(fn: Callable[..., Any], use: RowUse, *args: PyTree) -> list[list[Array]] | None:
-    """Returns the values of `fn(*args)` that its parts need of the whole batch; None if the parts are computed without.
+def of_whole(
+    fn: Callable[..., Any], use: RowUse, weights: PyTree, state: PyTree, batch: PyTree, key: Array, rows: RowNumbers
+) -> list[list[Array]] | None:
+    """Returns the values of a whole batch that its parts need, of which none depends on weights; None if the parts are
+    computed without.
 
     **Arguments:**
 
-    - `args`: the weights, the state, the whole batch, the key. The values depend on no weight.
+    - `fn`, `use`, `weights`, `state`, `key`: as for `by_row`.
+    - `batch`, `rows`: the whole batch, and the numbers of its rows.
     """
     if not use.whole:
         return []
+    args = (weights, state, batch, key)
     traced = _trace(fn, use, args)
     if traced.eqns is None:
         return None
-    wanted = {id(traced.eqns[of.place]): i for i, of in enumerate(use.whole)}
-    jaxpr, found = traced.closed.jaxpr, dict[int, list[Array]]()
-    needed, last = set[Any](), []
-    for eqn in reversed(jaxpr.eqns):
-        if id(eqn) in wanted or any(var in needed for var in eqn.outvars):
-            needed.update(atom for atom in eqn.invars if not hasattr(atom, "val"))
-            last.append(eqn)
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
-    env.update(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
-    for eqn in reversed(last):
-        outs = run(eqn, [atom.val if hasattr(atom, "val") else env[atom] for atom in eqn.invars])
-        env.update(zip(eqn.outvars, outs, strict=True))
-        if id(eqn) in wanted:
-            found[wanted[id(eqn)]] = outs
-    return [found[i] for i in range(len(use.whole))]
+    wanted = [traced.eqns[of.place] for of in use.whole]
+    outvars = [var for eqn in wanted for var in eqn.outvars]
+    needed, eqns = set(outvars), []
+    for eqn in reversed(traced.closed.jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(atom for atom in eqn.invars if isinstance(atom, jex.Var))
+            eqns.insert(0, eqn)
+    jaxpr = traced.closed.jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=_UNNAMED)
+    by_place = {id(traced.eqns[made.place]): made for made in use.by_number}
+    closed = jex.ClosedJaxpr(jaxpr, traced.closed.consts)
+    found = iter(interpret(closed, jax.tree.leaves(args), [_ByRow(rows, by_place, {})]))
+    return [[next(found) for _ in eqn.outvars] for eqn in wanted]
 
 
 def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
@@ -107,7 +116,7 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
         by_place = {id(traced.eqns[made.place]): made for made in use.by_number}
         of_eqn = {id(traced.eqns[of.place]): (of, values) for of, values in zip(use.whole, whole or (), strict=True)}
         outs = interpret(traced.closed, flat, [_ByRow(rows, by_place, of_eqn)])
-        share = rows.total.astype(jnp.float32) / rows.numbers.shape[0]
+        share = rows.size.astype(jnp.float32) / rows.numbers.shape[0]
         scaled = []
         for out, degree in zip(outs, (*use.degrees, *[1] * len(outs)), strict=False):
             if degree is None:
@@ -162,7 +171,7 @@ class _ByRow(Rule):
                 inner = math.prod(size for size in of[1:] if size is not None)
                 n_rows = value.shape[dim] // inner
                 parts = value.reshape(*value.shape[:dim], n_rows, inner, *value.shape[dim + 1 :])
-                parts = jnp.take(parts, self._rows.numbers, dim)
+                parts = jnp.take(parts, self._rows.numbers - self._rows.first, dim)
                 value = parts.reshape(*value.shape[:dim], -1, *value.shape[dim + 1 :])
         return value
 

@@ -1,4 +1,7 @@
-"""The row numbers that steps hand to the rules: those of the whole update, evaluation or prediction, for any split of it."""
+"""The numbers of rows are those of the whole update, evaluation or prediction, for any split of it.
+
+A loss sees them as `jnp.arange` over its rows.
+"""
 
 from dataclasses import replace
 
@@ -10,13 +13,12 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.training import _functions, _step
 
 MOST = 48  # rows of an update
 
 
 class Rows:
-    """A tracker that records, for each step, the number and the total that each of its rows was given."""
+    """A tracker that records, for each step, the number that each of its rows was given."""
 
     def __init__(self):
         self.steps = []
@@ -26,26 +28,15 @@ class Rows:
 
 
 def numbers_in(metrics):
-    """Returns the number of each row that was seen, in the order of the rows, and the total."""
+    """Returns the number of each row that was seen, in the order of the rows."""
     found = [metrics[f"row {i}"] for i in range(MOST)]
-    return [int(number) for number in found if not np.isnan(number)], metrics["total"]
+    return [int(number) for number in found if not np.isnan(number)]
 
 
-@pytest.fixture
-def losses_see_rows(monkeypatch):
-    """Replaces the loss, as the rules receive it, by one with the numbers of its rows as metrics."""
-
-    def transformed(fn, rules):
-        def loss(weights, state, batch, key, rows):
-            assert rows.numbers.shape == batch.shape and rows.numbers.dtype == rows.total.dtype == jnp.uint32
-            found = {f"row {i}": (jnp.sum(rows.numbers * (batch == i)), jnp.sum(batch == i)) for i in range(MOST)}
-            found["total"] = (rows.total.astype(jnp.float32) * len(batch), len(batch))
-            metrics = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), found)
-            return jnp.sum(weights[0]) * len(batch), (jnp.float32(len(batch)), metrics, state)
-
-        return loss
-
-    monkeypatch.setattr(_functions, "transformed", transformed)
+def loss_fn(model, batch, key):
+    numbers, losses = jnp.arange(len(batch)), jax.vmap(model)(batch[:, None])
+    seen = {f"row {i}": (jnp.sum(numbers * (batch == i)), jnp.sum(batch == i)) for i in range(MOST)}
+    return redeqx.Loss(losses.sum(), len(batch), seen)
 
 
 def make_trainer(shards=(1, 1), accumulate=1, n_parts=1):
@@ -55,7 +46,7 @@ def make_trainer(shards=(1, 1), accumulate=1, n_parts=1):
         model=eqx.nn.Linear(1, 1, key=jax.random.key(0)),
         optimizer=optax.sgd(0.1),
         collate_fn=np.array,
-        loss_fn=lambda model, batch, key: jax.vmap(model)(batch[:, None]).mean(),
+        loss_fn=loss_fn,
         accumulate_grad_batches=accumulate,
     )
     trainer._engine.recipe = replace(trainer._engine.recipe, n_parts=n_parts)
@@ -75,27 +66,22 @@ def make_trainer(shards=(1, 1), accumulate=1, n_parts=1):
     ],
 )
 @pytest.mark.parametrize("shards", [(1, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
-def test_rows_of_an_update_are_numbered_in_order(losses_see_rows, shards, accumulate, n_rows, n_last, n_parts):
+def test_rows_of_an_update_are_numbered_in_order(shards, accumulate, n_rows, n_last, n_parts):
     trainer, rows = make_trainer(shards, accumulate, n_parts)
     trainer.train([*range(n_rows), *range(n_last)], batch_size=n_rows)
-    assert rows.steps == [(list(range(n)), n) for n in (n_rows, n_last) if n]
+    assert rows.steps == [list(range(n)) for n in (n_rows, n_last) if n]
 
 
-def test_rows_of_an_evaluation_are_numbered_through_all_batches(losses_see_rows):
+def test_rows_of_an_evaluation_are_numbered_through_all_batches():
     trainer, _ = make_trainer()
     for n_batch in (8, 20, 37):
-        assert numbers_in(trainer.eval_metrics(list(range(37)), batch_size=n_batch)) == (list(range(37)), 37)
-    # An iterator's number of rows is unknown.
-    assert numbers_in(trainer.eval_metrics(iter(range(37)), batch_size=8)) == (list(range(37)), 2**31)
+        assert numbers_in(trainer.eval_metrics(list(range(37)), batch_size=n_batch)) == list(range(37))
+    assert numbers_in(trainer.eval_metrics(iter(range(37)), batch_size=8)) == list(range(37))
 
 
-def test_rows_of_a_prediction_are_numbered_through_all_batches(monkeypatch):
-    def transformed(fn, rules):
-        return lambda weights, state, batch, key, rows: (batch, rows.numbers, jnp.broadcast_to(rows.total, batch.shape))
-
+def test_rows_of_a_prediction_are_numbered_through_all_batches():
     trainer, _ = make_trainer()
-    monkeypatch.setattr(_step, "transformed", transformed)
+    predictor = trainer.get_default_predictor(lambda model, batch, key: (batch, jnp.arange(len(batch))))
     for n_batch in (8, 20, 37):
-        predictor = trainer.get_default_predictor(lambda model, batch, key: batch)
         outputs = predictor.predict(list(range(37)), batch_size=n_batch)
-        assert [tuple(map(int, row)) for row in outputs] == [(i, i, 37) for i in range(37)]
+        assert [tuple(map(int, row)) for row in outputs] == [(i, i) for i in range(37)]
