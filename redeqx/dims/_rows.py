@@ -6,7 +6,7 @@ left unexplained, nothing is promised.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -99,7 +99,12 @@ class Rows:
         while with_whole and self.is_comparable and not self.is_sum and not self._wanted <= self.whole:
             self.whole |= self._wanted
             self._run()
-        self.whole = self.whole if self.is_sum else set()
+        self.whole = self._read(self.whole) if self.is_sum else set()
+
+    def _read(self, whole: set[int]) -> set[int]:
+        """Returns the steps among these whose outputs others read."""
+        others = (value for i, step in enumerate(self.names.root.steps) if i not in whole for value in step.ins)
+        return {self._made.get(id(value.source), -1) for value in (*others, *self.names.root.outs)} & whole
 
     def _run(self) -> None:
         """Finds the states of all values, if the steps in `whole` are computed on the whole batch."""
@@ -121,7 +126,7 @@ class Rows:
     @property
     def kind(self) -> Kind:
         """The outputs' most dependent kind."""
-        return max((state.kind for state in self.outs), default=FREE)
+        return _most(self.outs)
 
     @property
     def first(self) -> tuple[str, Step] | None:
@@ -191,7 +196,7 @@ class Rows:
                 if i in self.whole:
                     self._found.pop(id(step), None)
                     outs = [State(ROW if self._present(value) else FREE, is_whole=True) for value in step.outs]
-                elif self._is_by_number(step) or (id(step) in self._found and any(s.kind not in (FREE, ROW) for s in outs)):
+                elif self._is_by_number(step) or (_most(outs) > SUM >= _most(map(self.of, step.ins))):
                     self._want(i)
             self._states.update(zip(map(id, step.outs), outs, strict=True))
         return list(map(self.of, block.outs))
@@ -398,6 +403,10 @@ _SAID = {
     "scan": "a loop over rows",
     "unknown": "an unknown operation",
 }
+
+
+def _most(states: Iterable[State]) -> Kind:
+    return max((state.kind for state in states), default=FREE)
 
 
 def _is_nonzero(value: Value) -> bool:

@@ -16,6 +16,11 @@ ROWS = 16
 KEY = jax.random.key(7)
 
 
+def numbered(numbers):
+    """Returns the numbers of some rows of the whole batch."""
+    return RowNumbers(jnp.asarray(numbers, jnp.uint32), jnp.uint32(ROWS), jnp.uint32(0), jnp.uint32(ROWS))
+
+
 def sums_of(name):
     """Returns `(weights, state, batch, key) -> (total, weight)` of a loss, whose quotient it is."""
 
@@ -68,10 +73,10 @@ def error(name, loss, grads):
 def error_of_the_verdict(name, parts):
     """Returns the error of parts that are computed as the verdict says."""
     fn, use = sums_of(name), verdict(name)
-    whole = jax.jit(lambda: of_whole(fn, use, weights(), (), batch_of(ROWS), KEY))()
+    whole = jax.jit(lambda: of_whole(fn, use, weights(), (), batch_of(ROWS), KEY, numbered(jnp.arange(ROWS))))()
 
     def of_part(weights, batch, numbers):
-        return by_row(fn, use)(weights, (), batch, KEY, RowNumbers(numbers, jnp.uint32(ROWS)), whole)
+        return by_row(fn, use)(weights, (), batch, KEY, numbered(numbers), whole)
 
     (total, weight), grads = in_parts(of_part, parts)
     return error(name, total / weight, jax.tree.map(lambda x: x / weight, grads))
