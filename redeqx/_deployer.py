@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from .monitor import RECORDS, Console, ProgressLine, Tracker, to_json
 from .partition import Overrides, Plan
 from .storage import Location, Staging, StorePath, location, make_subfolder, write_file
 from .tracing import leak
-from .training import Parts, Run, lr_schedule, plan_model, trace_loss
+from .training import Parts, Run, Sums, lr_schedule, plan_model, trace_loss
 
 
 class Deployer(RedcoNames):
@@ -278,7 +279,8 @@ class Deployer(RedcoNames):
 
         with FilteredTraceback():
             trace = trace_loss(cast_fn, model, batch)
-        return plan_model(model, self.mesh, trace, overrides)
+        use = Sums(Parts.of(model), cast_fn).row_use_of(model, None, batch)
+        return replace(plan_model(model, self.mesh, trace, overrides), row_use=use.text)
 
     @with_names
     def init(self, make_model: Callable[[], ModelT], plan: Plan | None = None) -> ModelT:

@@ -61,10 +61,12 @@ from .training import (
 class Trainer(RedcoNames, Generic[ModelT]):
     """Trains an Equinox model on the deployer's mesh.
 
-    Results do not depend on the mesh, on micro-batches or on a restart, except for rounding and for random numbers that the
-    loss draws: those also depend on the number of micro-batches, and on devices for rows that do not divide over them. The
-    arrays of `model` are copied to the mesh when the first batch arrives; arrays made by `deployer.init` are used without a
-    copy, and deleted by the first update.
+    An update is that of the undivided loss, up to rounding: it does not depend on the mesh, on micro-batches or on a
+    restart, also if the loss draws random numbers. A loss that mixes rows, such as a contrastive one, is computed undivided
+    unless `accumulate_grad_batches` asks for parts; the header names its line.
+
+    The arrays of `model` are copied to the mesh when the first batch arrives; arrays made by `deployer.init` are used
+    without a copy, and deleted by the first update.
 
     **Arguments:**
 
@@ -72,7 +74,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
     - `model`: an Equinox module. Evaluation and prediction use `eqx.nn.inference_mode` of it.
     - `optimizer`: an optax transformation; one update is one *step*.
     - `collate_fn`: maps a list of examples to a PyTree of numpy arrays with one row per example.
-    - `loss_fn`: maps `(model, batch, key)` to a scalar, the mean over the rows of the batch, or to a `redeqx.Loss`. With
+    - `loss_fn`: maps `(model, batch, key)` to a scalar, or to a `redeqx.Loss`, as if the batch were undivided. With
         `model_state`: maps `(model, state, batch, key)` to `(loss, state)`.
     - `model_state`: the state of layers that have one (`eqx.nn.BatchNorm`), from `eqx.nn.make_with_state`.
     - `trainable`: which leaves are trained: a function of a leaf, or a PyTree of booleans in the model's structure; by
@@ -107,10 +109,10 @@ class Trainer(RedcoNames, Generic[ModelT]):
         `"offload"`, as `"full"`, with the inputs of each iteration in host memory, for models that do not fit otherwise.
         `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own stay as they are.
     - `memory`: `"auto"` compiles the first step with `remat`. Until it fits into device memory, it tries loops that are not
-        unrolled, the next levels of `remat` and, where the loss draws no random numbers, micro-batches in smaller parts;
-        then the same with the optimizer state in host memory. It prints what it chose, and why. The choice is not saved.
-        Values and gradients differ by rounding, so a run that resumes on another device may too. By default, on CPUs and
-        with a `grad_fn`, nothing is chosen.
+        unrolled, the next levels of `remat` and, unless the loss mixes rows, micro-batches in smaller parts; then the same
+        with the optimizer state in host memory. It prints what it chose, and why. The choice is not saved. Values and
+        gradients differ by rounding, so a run that resumes on another device may too. By default, on CPUs and with a
+        `grad_fn`, nothing is chosen.
     - `unroll`: whether loops of `loss_fn` over a few small layers are unrolled on GPUs, where copying what their backward
         pass reads would take long compared with their matmuls. It costs compile time, 3 to 5 times for 12 layers.
     - `stack_blocks`: whether equal blocks that `loss_fn` computes one after the other, as from a Python list, are computed
@@ -552,10 +554,9 @@ class Trainer(RedcoNames, Generic[ModelT]):
         """Trains for `n_epochs` epochs, with evaluations and saves; returns the metrics of the last evaluation, or of the
         last step if nothing is evaluated.
 
-        Every example is used once per epoch. The last step of an epoch holds the remaining examples; rows of it that do not
-        divide over the devices form micro-batches of their own. Layers such as BatchNorm see these as small batches: if that
-        matters, pass a multiple of the batch size, or `drop_remainder`. A run that was stopped resumes from its newest
-        checkpoint and ends with the same bits; a finished one continues if `n_epochs` is larger than before.
+        Every example is used once per epoch. The last step of an epoch holds the remaining examples. A run that was stopped
+        resumes from its newest checkpoint and ends with the same bits; a finished one continues if `n_epochs` is larger than
+        before.
 
         **Arguments:**
 

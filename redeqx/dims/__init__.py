@@ -1,4 +1,4 @@
-"""What the dims of a traced function's values are: which of them are rows, and what the function does with rows.
+"""The dims of a traced function's values: which of them are rows, and what the function does with rows.
 
 Owns the table of how primitives relate dims, the inference of names from it, the analysis of how each value depends on rows,
 and the verdict `RowUse`. It is independent of meshes, plans and training. Open `_use.py` first, then `_names.py`.

@@ -16,6 +16,7 @@ from ._ema import EMA as EMA
 from ._engine import Engine as Engine
 from ._evaluation import evaluate as evaluate
 from ._functions import (
+    Sums as Sums,
     effective_specs as effective_specs,
     weak_types as weak_types,
     with_weak_types as with_weak_types,

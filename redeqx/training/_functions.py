@@ -136,6 +136,11 @@ class Sums:
         fn = self.gradient() if by_user else self.loss(inference=inference)
         return row_use(lambda *args: fn(*args)[0], weights, state, batch, key)
 
+    def row_use_of(self, model: PyTree, state: PyTree, batch: PyTree) -> RowUse:
+        """Returns what the function does with the rows of a batch, for a model in one piece."""
+        trained, frozen = self.parts.take(model)
+        return self.row_use([*trained, *frozen], state, batch, jax.eval_shape(lambda: jax.random.key(0)))
+
     def _call(
         self,
         fn: Callable[..., Any],

@@ -24,13 +24,14 @@ def _by_name(metrics: Any) -> Mapping[str, Any]:
 
 
 class Loss(eqx.Module):
-    """The exact form of a loss: a total, and the weight to divide it by.
+    """A loss as a total, and the weight to divide it by.
 
-    Totals and weights are summed over devices, micro-batches and evaluation batches, and divided once.
+    In an update both are those of the undivided batch. In an evaluation the totals and weights of its batches are summed,
+    and divided once.
 
     **Arguments:**
 
-    - `total`: a scalar, the sum over the rows (or tokens) of a micro-batch.
+    - `total`: a scalar, the sum over the rows (or tokens) of a batch.
     - `weight`: a scalar, the number of these rows (or tokens). It is not differentiated.
     - `metrics`: further sums by name, reported divided by `weight`; or pairs `(total, weight)` with their own weight. The
         names `step`, `epoch`, `loss`, `grad_norm` and `learning_rate` are taken.

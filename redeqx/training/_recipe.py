@@ -91,8 +91,7 @@ class Recipe:
 
     def row_use(self, model: PyTree, state: PyTree, batch: PyTree) -> RowUse:
         """Returns what the loss does with the rows of a batch, for its shapes."""
-        trained, frozen = self.parts.take(model)
-        return self.sums.row_use([*trained, *frozen], state, batch, jax.eval_shape(lambda: jax.random.key(0)))
+        return self.sums.row_use_of(model, state, batch)
 
     def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None) -> Plan:
         """Returns the model's plan on a mesh; with a trace, in the order of the loss."""
