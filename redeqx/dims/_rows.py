@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..tracing import scan_counts
+from ..tracing import BY_WEIGHT, scan_counts
 from ._atoms import Atom, Block, Step, Value, flat, live_steps, size_of, steps_of
 from ._names import Names
 
@@ -58,7 +58,7 @@ _LINEAR = {
     *("convert_element_type", "pad", "rev", "concatenate", "real", "imag", "cumsum", "stack", "split", "reduce_precision"),
     *("stop_gradient", "tile", "psum", "conj", "unstack", "copy_p"),
 }
-_BILINEAR = {"mul", "dot_general", "conv_general_dilated"}
+_BILINEAR = {"mul", *BY_WEIGHT}
 _LINEAR_IN_FIRST = {"div", "gather", "dynamic_slice"}
 _ADDS = {"add", "sub", "add_any", "select_n", "concatenate", "dynamic_update_slice", "scatter-add", "scatter", "stack"}
 
