@@ -13,6 +13,7 @@ from ._deployer import Deployer
 from ._predictor import Predictor
 from ._tree import ModelT, PyTree
 from .data import BatchSize, Slice, Workers, check_examples, size_of
+from .dims import UNKNOWN
 from .dry_run import DryRun, DryRunDone, dry_run
 from .errors import (
     REDCO_TRAINER,
@@ -370,7 +371,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         """Computes `{"loss": ...}` and every metric of `Loss.metrics` over all examples; arguments as for `eval_loss`."""
         size = BatchSize.of(self.deployer.mesh, per_device_batch_size, batch_size)
         check_examples(examples, "examples")
-        size = size.evenly(size_of(examples), self.deployer.mesh.size)
+        size = size.evenly(size_of(examples), self.deployer.mesh.size, self._engine.recipe.rows or UNKNOWN)
         agree_on_examples(self._engine.run.peers, "eval_loss", size_of(examples), size.examples)
         return evaluate(self._engine, examples, size, model)
 

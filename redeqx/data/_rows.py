@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from ..dims import RowUse
+from ..dims import UNKNOWN, RowUse
 from ..errors import check_count
 from ..machine import MODEL, n_batch_shards, replicated, split_rows
 
@@ -118,15 +118,14 @@ class BatchSize:
         micro_batch, whole = self.micro_batch_for(use, mesh), use.kind == "mixed"
         return cut_rows(n_rows, micro_batch, mesh.size, group=use.group, whole=whole)
 
-    def evenly(self, n: int | None, n_devices: int) -> "BatchSize":
+    def evenly(self, n: int | None, n_devices: int, use: RowUse = UNKNOWN) -> "BatchSize":
         """Returns the sizes for an evaluation of `n` examples: the largest micro-batch, at least half of this size, that
-        leaves no remainder, for which another program would be compiled; this size if there is none."""
-        if n is None or n <= self.micro_batch:
+        leaves no remainder, for which another program would be compiled; this size if there is none, and for a loss that
+        mixes rows, whose value depends on it."""
+        if n is None or n <= self.micro_batch or use.kind == "mixed":
             return self
-        smallest = -(-self.micro_batch // 2)
-        sizes = (
-            rows for rows in range(self.micro_batch // n_devices * n_devices, smallest - 1, -n_devices) if n % rows == 0
-        )
+        smallest, unit = -(-self.micro_batch // 2), math.lcm(n_devices, use.group)
+        sizes = (rows for rows in range(self.micro_batch // unit * unit, smallest - 1, -unit) if n % rows == 0)
         rows = self.micro_batch if n % self.micro_batch == 0 else next(sizes, self.micro_batch)
         return BatchSize(rows, rows)
 

@@ -23,6 +23,7 @@ from ..data import (
     size_of,
     slices,
 )
+from ..dims import UNKNOWN
 from ..errors import Note, as_metrics
 from ..monitor import ProgressLine
 from ..storage import check_writable
@@ -51,11 +52,12 @@ class Fit:
         options.check(engine.run.workdir)
         self.size = engine.batch_size(options.per_device_batch_size, options.batch_size)
         rows = (options.eval_per_device_batch_size, options.eval_batch_size)
-        mesh = engine.run.mesh
         given = rows != (None, None)
-        self.eval_size = (
-            BatchSize.of(mesh, *rows, prefix="eval_") if given else BatchSize(self.size.micro_batch, self.size.micro_batch)
-        ).evenly(None if options.eval_examples is None else size_of(options.eval_examples), mesh.size)
+        self._eval_size = (
+            BatchSize.of(engine.run.mesh, *rows, prefix="eval_")
+            if given
+            else BatchSize(self.size.micro_batch, self.size.micro_batch)
+        )
         self.callbacks = Callbacks(options.callbacks, trainer)
         self.metrics: dict[str, float] = {}  # of the newest evaluation
         self.evaluated_at: int | None = None  # the step of the newest evaluation
@@ -65,6 +67,13 @@ class Fit:
         for callback in options.callbacks:
             optimizer = callback.wrap_optimizer(optimizer)
         engine.use_optimizer(optimizer)
+
+    @property
+    def eval_size(self) -> BatchSize:
+        """The sizes of an evaluation's batch; they may depend on what the loss does with rows."""
+        examples = self.options.eval_examples
+        n, rows = None if examples is None else size_of(examples), self.engine.recipe.rows or UNKNOWN
+        return self._eval_size.evenly(n, self.engine.run.mesh.size, rows)
 
     def run(self) -> dict[str, float]:
         """Trains to the end of the fit; returns the metrics of its last evaluation, or without one, of its last step."""

@@ -9,6 +9,7 @@ import pytest
 import redeqx
 from redeqx._tree import named_leaves
 from redeqx.data._rows import BatchSize
+from redeqx.dims import RowUse
 from redeqx.machine._mesh import make_mesh
 from redeqx.training._run import stream_key
 
@@ -85,6 +86,19 @@ def test_examples_and_micro_batch_sizes(shards, rows, batch_size, accumulate, ex
 )
 def test_evaluation_batches_are_split_evenly_if_possible(n, micro_batch, expected):
     assert BatchSize(micro_batch, micro_batch).evenly(n, 8).micro_batch == expected
+
+
+@pytest.mark.parametrize(
+    ("n_devices", "use", "expected"),
+    [
+        (1, RowUse("separable"), 50),
+        (1, RowUse("separable", group=2), 50),
+        (1, RowUse("separable", group=4), 64),  # 50 would divide a group
+        (1, RowUse("mixed"), 64),  # its value depends on the rows of a batch: those that the user chose
+    ],
+)
+def test_evaluation_batches_are_split_as_the_loss_allows(n_devices, use, expected):
+    assert BatchSize(64, 64).evenly(100, n_devices, use).micro_batch == expected
 
 
 EXPECTED_ONE_OF_TWO = "`per_device_batch_size`, `batch_size`: expected one of the two, got {}"

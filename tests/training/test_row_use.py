@@ -88,8 +88,7 @@ def check_update(trainer, loss_fn, n_rows, parts):
 @pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
 @pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("n_rows, accumulate", [(16, 1), (20, 1), (21, 2), (24, 2)])
-def test_rows_that_mix_are_cut_only_as_the_user_asked(n_rows, accumulate, shards, verdict):
-    verdict(MIXED)
+def test_rows_that_mix_are_cut_only_as_the_user_asked(n_rows, accumulate, shards):
     parts = np.split(DATA[:n_rows], [-(-n_rows // accumulate)]) if accumulate == 2 else [DATA[:n_rows]]
     check_update(make_trainer(contrastive, shards=shards, accumulate_grad_batches=accumulate), contrastive, n_rows, parts)
 
@@ -98,11 +97,20 @@ def test_rows_that_mix_are_cut_only_as_the_user_asked(n_rows, accumulate, shards
 @pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("n_rows", [6, 8, 16, 20, 34])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_rows_of_a_group_stay_together(n_rows, accumulate, shards, verdict):
-    verdict(PAIRS)
+def test_rows_of_a_group_stay_together(n_rows, accumulate, shards):
     check_update(
         make_trainer(preference, shards=shards, accumulate_grad_batches=accumulate), preference, n_rows, [DATA[:n_rows]]
     )
+
+
+@pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
+def test_an_evaluation_of_rows_that_mix_keeps_the_batch_size():
+    """40 examples by 16: batches of 16, 16 and 8 rows, each with its own value."""
+    trainer = make_trainer(contrastive)
+    trainer.update(DATA[:8])
+    parts = [DATA[:16], DATA[16:32], DATA[32:]]
+    value = sum(len(part) * contrastive(trainer.model, part, None) for part in parts) / 40
+    assert trainer.eval_loss(list(DATA), batch_size=16) == pytest.approx(float(value), rel=1e-6)
 
 
 # --- cuts ----------------------------------------------------------------------------------------------------------------
@@ -174,7 +182,7 @@ def test_the_verdict_is_asked_once_before_the_first_batch_is_cut(as_examples, n_
     trainer.train(as_examples(DATA[:40]), batch_size=16)
     trainer.eval_loss(list(DATA), batch_size=16)
     assert calls == [((16, 6), threading.main_thread())]
-    assert sorted(collated) == [8] * 6 + [16] * 2  # each step once: 40 examples by 16, and evaluated by 8
+    assert sorted(collated) == [8] * 2 + [16] * 4  # each step once
     assert trainer.step == 3
 
 
