@@ -341,14 +341,23 @@ def test_memory_auto_cuts_only_rows_that_may_be_cut(use, n_groups, verdict, monk
     assert given == [n_groups]
 
 
+def masked(model, batch, key):
+    mask = (batch[:, 0] > 0).astype(jnp.float32)
+    return (jnp.square(jax.vmap(model)(batch[:, :5])).mean(1) * mask).sum() / mask.sum()
+
+
+def noisy(model, batch, key):
+    return jnp.square(jax.vmap(model)(batch[:, :5] + jax.random.normal(key, batch[:, :5].shape))).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [preference, masked, noisy])
 @pytest.mark.parametrize("n_parts", [2, 4])
-def test_parts_of_micro_batches_keep_groups_together(n_parts, verdict):
-    """A remainder of 16 rows, two a device, is not cut into 2 parts: pairs would be divided."""
-    verdict(PAIRS)
-    trainer = make_trainer(preference)
+def test_parts_of_micro_batches_compute_the_same(loss_fn, n_parts):
+    """4 rows a device, also as 2 x 2 and 4 x 1; a remainder of 16 rows, two a device, has 2 parts if no pair is divided."""
+    trainer = make_trainer(loss_fn)
     trainer._engine.recipe = dataclasses.replace(trainer._engine.recipe, n_parts=n_parts)
-    trainer.train(DATA[:40], batch_size=32)
-    expected_trainer = make_trainer(preference)
-    expected_trainer.train(DATA[:40], batch_size=32)
+    trainer.train(np.concatenate([DATA, DATA[:8]]), batch_size=32)
+    expected_trainer = make_trainer(loss_fn)
+    expected_trainer.train(np.concatenate([DATA, DATA[:8]]), batch_size=32)
     for x, y in zip(*(jax.tree.leaves(eqx.filter(t.model, eqx.is_array)) for t in (trainer, expected_trainer)), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
