@@ -41,6 +41,7 @@ CAUSES = {
     "storage": "The object store: its address, the credentials, or the network. Requests were retried for three minutes "
     "first.",
     "tracing": "A function that is passed to `transformed`.",
+    "transforms": "A loss whose equations depend on the number of rows, so that parts of a batch cannot be computed as one.",
     "training": "The return value of `loss_fn`, `pred_fn`, `grad_fn` or a callback, invalid arguments of a fit, or a loss "
     "that is not finite.",
     "compiled": "Findings in the compiled step, after the first compilation.",

@@ -17,6 +17,7 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, PyTree, UInt32
 
 from ..dims import ByNumber, Factors, RowUse, Whole, places_of
+from ..errors import warn
 from ..tracing import Rule, Site, inlined as normal, interpret, plain
 
 _UNNAMED = jex.DebugInfo("redeqx", "of_whole", None, None)
@@ -112,6 +113,12 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
             )
         traced, flat = _trace(fn, use, (weights, state, batch, key)), jax.tree.leaves((weights, state, batch, key))
         if traced.eqns is None or (use.whole and whole is None):
+            if use.is_exact and not use.draws:
+                warn(
+                    f"`loss_fn`: expected the same equations for {rows.numbers.shape[0]} rows as for the whole batch, got "
+                    "others. These rows are computed as a batch of their own. Write a loss whose equations do not depend on "
+                    "the number of rows."
+                )
             return fn(weights, state, original, _own_key(key, rows.numbers[0]) if use.is_random else key)
         by_place = {id(traced.eqns[made.place]): made for made in use.by_number}
         of_eqn = {id(traced.eqns[of.place]): (of, values) for of, values in zip(use.whole, whole or (), strict=True)}
