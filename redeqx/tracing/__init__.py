@@ -2,14 +2,13 @@
 
 Owns the trace of a loss, the tables of inner jaxprs and of views, constant folding, the two engines of analysis, the table
 of products, the uses of weights, and the interpreter. It is independent of meshes, plans and training. Open `_interpret.py`
-first, then `_inner.py`; for an analysis `_flow.py` or `_fold.py`.
+first, then `_normal.py` and `_inner.py`; for an analysis `_flow.py` or `_fold.py`.
 """
 
 from ._alike import alike as alike, same_array as same_array
 from ._body import Body as Body, Known as Known
 from ._flow import flow as flow, union as union
 from ._fold import Entered as Entered, entered as entered, fold as fold
-from ._inline import inlined as inlined
 from ._inner import (
     REMATS as REMATS,
     ByAtom as ByAtom,
@@ -21,10 +20,12 @@ from ._inner import (
     equations as equations,
     insides as insides,
     n_iterations as n_iterations,
+    reader as reader,
     run as run,
     scan_counts as scan_counts,
     shapes_in as shapes_in,
     value_of as value_of,
+    variables as variables,
 )
 from ._interpret import (
     Group as Group,
@@ -39,6 +40,7 @@ from ._interpret import (
 )
 from ._leaks import leak as leak
 from ._lines import line_among as line_among, line_of as line_of, shortened as shortened
+from ._normal import normal as normal
 from ._products import (
     BY_WEIGHT as BY_WEIGHT,
     PRODUCTS as PRODUCTS,

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.extend import core as jex
 
 from ._flow import flow
-from ._inner import ByAtom, Inner, called, insides, run
+from ._inner import ByAtom, Inner, called, insides, run, variables
 
 MAX_KNOWN = 2**22  # elements; larger values are not computed while tracing
 _Sources = frozenset[str] | None
@@ -63,11 +63,10 @@ class Body:
     def _readers(self) -> Mapping[Any, list[Any]]:
         readers = ByAtom()
         for eqn in self.eqns:
-            for atom in {id(atom): atom for atom in eqn.invars if not isinstance(atom, jex.Literal)}.values():
-                readers.setdefault(atom, []).append(eqn)
-        for atom in self.closed.jaxpr.outvars:
-            if not isinstance(atom, jex.Literal):
-                readers.setdefault(atom, []).append(None)
+            for var in variables(eqn.invars):
+                readers.setdefault(var, []).append(eqn)
+        for var in variables(self.closed.jaxpr.outvars):
+            readers.setdefault(var, []).append(None)
         return readers
 
     def producer(self, atom: Any) -> Any | None:
@@ -89,7 +88,7 @@ class Body:
     def given(self, atom: Any) -> "tuple[Body, Any] | None":
         """Returns the enclosing body and the atom there that an input stands for, or None if the atom is no such input."""
         invars = self.closed.jaxpr.invars
-        if isinstance(atom, jex.Literal) or self.around is None or atom not in invars[: len(self.inputs)]:
+        if self.around is None or atom not in invars[: len(self.inputs)]:
             return None
         known = self.inputs[invars.index(atom)]
         return None if known is None or isinstance(known, Known) else (self.around, known)
@@ -117,7 +116,7 @@ class Body:
             if eqn is not None and eqn not in needed and not all(var in self._values for var in eqn.outvars):
                 needed.add(eqn)
                 if called(eqn) is None:  # the body of a call requests the operands that it needs
-                    todo += [operand for operand in eqn.invars if not isinstance(operand, jex.Literal)]
+                    todo += variables(eqn.invars)
         for eqn in self.eqns:
             if eqn in needed:
                 self._values.update(zip(eqn.outvars, self._outputs(eqn), strict=True))

@@ -4,7 +4,7 @@ All code that descends into loops, branches and calls reads this table: the inte
 parameters, and the dataflow of a plan.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -36,13 +36,18 @@ class ByAtom(dict[Any, Any]):
     def __contains__(self, atom: Any) -> bool:
         return not isinstance(atom, jex.Literal) and super().__contains__(atom)
 
-    def __getitem__(self, atom: Any) -> Any:
-        if isinstance(atom, jex.Literal):
-            raise KeyError(atom)
-        return super().__getitem__(atom)
-
     def get(self, atom: Any, default: Any = None) -> Any:
         return default if isinstance(atom, jex.Literal) else super().get(atom, default)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Returns the variables among the atoms of a jaxpr, each once, without its literals."""
+    return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, jex.Literal)))
+
+
+def reader(env: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """Returns a function from the atoms of a jaxpr to their values, given those of its variables."""
+    return lambda atom: atom.val if isinstance(atom, jex.Literal) else env[atom]
 
 
 @dataclass(frozen=True)

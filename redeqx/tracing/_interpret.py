@@ -1,9 +1,10 @@
 """Interprets a jaxpr under rules. This is the only jaxpr interpreter of the library.
 
-The function is traced once and its equations are evaluated once, for any number of rules, also inside jits, loops, branches
-and remats. Each equation is offered to the rules in order. A rule may compute it, and may call the rules after it
-(`Site.rest`), so each rule wraps the rules that follow it. Equations that no rule computes are emitted unchanged, with their
-name scope and source line, so profiles and tracebacks still show the user's code.
+The function is traced once, put into normal form, and its equations are evaluated once, for any number of rules, also inside
+loops, branches and remats. Each equation is offered to the rules in order. A rule may compute it, and may call the rules
+after it (`Site.rest`), so each rule wraps the rules that follow it. Equations that no rule computes are emitted unchanged,
+with their name scope and source line, so profiles and tracebacks still show the user's code; jits in which no rule applies
+are called.
 
 A rule is asked about an equation if it claims the equation (`Rule.claims`) or if an operand carries its tag (`Tagged`), such
 as the tag of a weight. Equations that are computed together, such as a softmax between two products, form a `Group`. Groups
@@ -18,15 +19,27 @@ the rule and the line (`or_as_written`).
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import jax
 from jax.extend import core as jex
 
 from ._body import Body
-from ._inline import has_jits, inlined
-from ._inner import Place, as_fun, insides, is_replaceable, place_of, run, shapes_in, value_of, with_insides
+from ._inner import (
+    Place,
+    as_fun,
+    insides,
+    is_replaceable,
+    place_of,
+    reader,
+    run,
+    shapes_in,
+    value_of,
+    variables,
+    with_insides,
+)
+from ._normal import Inlined, inlined_at, normal
 from ._unknown import or_as_written
 
 T = TypeVar("T")
@@ -99,11 +112,11 @@ class Rule:
     corrects: ClassVar[bool] = False  # whether the numbers are wrong without it: then its errors are raised
 
     def rewritten(self, closed: Any) -> Any:
-        """Returns a closed jaxpr with the same inputs, to compute instead of the traced one. Called before all else."""
+        """Returns a closed jaxpr to compute instead of one in normal form, with the same inputs. Called before all else."""
         return closed
 
     def of(self, closed: Any) -> "Rule | None":
-        """Returns the rule specialised to one traced function, or None if it would change nothing."""
+        """Returns the rule specialised to one function in normal form, or None if it would change nothing."""
         del closed
         return self
 
@@ -117,7 +130,7 @@ class Rule:
         return False
 
     def groups(self, body: Body) -> Iterable[Group]:
-        """Yields the groups of equations in a body. Plain jits are inlined before, so patterns may cross them."""
+        """Yields the groups of equations in a body."""
         del body
         return ()
 
@@ -152,20 +165,16 @@ def transformed(fn: Callable[..., Any], rules: Sequence[Rule]) -> Callable[..., 
 
 def interpret(closed: Any, args: Sequence[Any], rules: Sequence[Rule]) -> list[Any]:
     """Returns the outputs of a closed jaxpr, computed under rules."""
+    form = written = normal(closed)
     for rule in rules:
-        closed = _or_without(rule, partial(rule.rewritten, closed), lambda closed=closed: closed)
-    finders = [rule for rule in rules if type(rule).groups is not Rule.groups]
-    body = Body(closed, [None] * len(args))
-    if finders and has_jits(closed):
-        flat = Body(inlined(closed), [None] * len(args))
-        body = flat if _Interpreter(tuple(finders)).has_groups(flat) else body
-    found = (_or_without(rule, partial(rule.of, body.closed), lambda: None) for rule in rules)
+        form = _or_without(rule, lambda rule=rule, form=form: normal(rule.rewritten(form)), lambda form=form: form)
+    found = (_or_without(rule, partial(rule.of, form), lambda: None) for rule in rules)
     active = tuple(rule for rule in found if rule is not None)
     for rule in active:
         args = _or_without(rule, partial(rule.tag, args), lambda args=args: args)
-    interpreter = _Interpreter(active)
+    interpreter, body = _Interpreter(active), Body(form, [None] * len(args))
     if not interpreter.changes(body) and not any(isinstance(arg, Tagged) for arg in args):
-        return as_fun(closed)(*args)  # faster to trace than equation by equation
+        return as_fun(closed if form is written else form)(*args)  # faster to trace than equation by equation
     return interpreter.evaluate(body, args, active, ())
 
 
@@ -187,7 +196,7 @@ class Site:
 
     def rest(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
         """Returns the outputs of an equation, computed by the rules after this one, or unchanged if none computes it."""
-        group = self._interpreter.groups.get(id(eqn))
+        group = self._interpreter.groups.get(eqn)
         for i, rule in enumerate(self._later):
             if group is not None and group.rule is rule:
                 values = list(map(plain, ins))
@@ -205,7 +214,7 @@ class Site:
 
     def enters(self, eqn: Any) -> bool:
         """Whether the rules are applied inside the equation: it contains jaxprs that may be replaced."""
-        return is_replaceable(eqn) and id(eqn) not in self._interpreter.groups
+        return is_replaceable(eqn) and eqn not in self._interpreter.groups
 
     def enter(
         self, eqn: Any, ins: Sequence[Any], *, remat: Callable[..., Any] | None = None, by_rest: bool = False
@@ -255,79 +264,74 @@ class _RuleGroup:
 
 @dataclass(frozen=True)
 class _Interpreter:
-    """Evaluates bodies under rules. Caches its searches, so each jaxpr is searched once, however often it is called."""
+    """Evaluates bodies under rules. Caches its searches, so each body is searched once."""
 
     rules: tuple[Rule, ...]
-    groups: dict[int, _RuleGroup] = field(default_factory=dict)  # by the id of the equation that calls a group
-    _claims: dict[tuple[int, int], bool] = field(default_factory=dict)
-    _changes: dict[int, bool] = field(default_factory=dict)
-    _eqns: dict[int, Sequence[Any]] = field(default_factory=dict)
-    _kept: list[Any] = field(default_factory=list)  # keeps the objects alive whose ids are keys above
+    groups: dict[Any, _RuleGroup] = field(default_factory=dict)  # by the equation that calls a group
+    _claims: dict[tuple[int, Any], bool] = field(default_factory=dict)
+    _changes: dict[Any, bool] = field(default_factory=dict)
+    _grouped: dict[Body, dict[Any, Any]] = field(default_factory=dict)
 
     def evaluate(self, body: Body, args: Sequence[Any], rules: tuple[Rule, ...], around: tuple[str, ...]) -> list[Any]:
         """Returns the outputs of a body."""
-        jaxpr = body.closed.jaxpr
+        jaxpr, grouped = body.closed.jaxpr, self.grouped(body)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, body.closed.consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
-        read = _reader(env)
+        read, done = reader(env), 0
         site = Site(body, around, self, rules, rules)
-        for eqn in self.eqns(body):
-            env.update(zip(eqn.outvars, site.rest(eqn, list(map(read, eqn.invars))), strict=True))
+        for i, eqn in enumerate(body.eqns):
+            if i < done or grouped.get(eqn, eqn) is None:
+                continue
+            if (call := self._unchanged_call(body, i, env)) is not None:
+                done, eqn, outvars = i + call.n_eqns, call.eqn, call.outs
+                outs = run(eqn, list(map(read, eqn.invars)))
+            else:
+                eqn = grouped.get(eqn, eqn)
+                outvars, outs = eqn.outvars, site.rest(eqn, list(map(read, eqn.invars)))
+            env.update((var, out) for var, out in zip(outvars, outs, strict=True) if variables([var]))
         return [value_of(atom, plain(read(atom))) for atom in jaxpr.outvars]
 
+    def _unchanged_call(self, body: Body, i: int, env: Mapping[Any, Any]) -> Inlined | None:
+        """Returns the outermost jit whose equations start at `i`, if no rule applies to any of them: JAX calls it faster."""
+        for call in inlined_at(body.closed.jaxpr, body.eqns[i]):
+            is_known = all(var in env and not isinstance(env[var], Tagged) for var in variables(call.eqn.invars))
+            if is_known and not any(self._applies(body, eqn) for eqn in body.eqns[i : i + call.n_eqns]):
+                return call
+        return None
+
+    @cached_property
+    def _claiming(self) -> Sequence[Rule]:
+        return [rule for rule in self.rules if type(rule).claims is not Rule.claims]
+
     def claims(self, rule: Rule, eqn: Any) -> bool:
-        key = (id(rule), id(eqn))
+        key = (id(rule), eqn)
         if key not in self._claims:
-            self._kept.append(eqn)
             self._claims[key] = _or_without(rule, partial(rule.claims, eqn), lambda: False, eqn)
         return self._claims[key]
 
     def changes(self, body: Body) -> bool:
         """Whether any rule applies to any equation of a body, even if no input is tagged."""
-        return self.has_claims(body.closed.jaxpr) or self.has_groups(body)
+        return any(self._applies(body, eqn) for eqn in body.eqns)
 
-    def has_claims(self, jaxpr: Any) -> bool:
-        if id(jaxpr) not in self._changes:
-            self._kept.append(jaxpr)
-            self._changes[id(jaxpr)] = any(
-                any(self.claims(rule, eqn) for rule in self.rules)
-                or (is_replaceable(eqn) and any(self.has_claims(inner.closed.jaxpr) for inner in insides(eqn)))
-                for eqn in jaxpr.eqns
-            )
-        return self._changes[id(jaxpr)]
+    def _applies(self, body: Body, eqn: Any) -> bool:
+        """Whether any rule applies to an equation or inside it."""
+        if eqn not in self._changes:
+            inner = range(len(insides(eqn)) if is_replaceable(eqn) else 0)
+            is_own = eqn in self.grouped(body) or any(self.claims(rule, eqn) for rule in self._claiming)
+            self._changes[eqn] = is_own or any(self.changes(body.inside(eqn, i)) for i in inner)
+        return self._changes[eqn]
 
-    def has_groups(self, body: Body) -> bool:
-        if all(type(rule).groups is Rule.groups for rule in self.rules):
-            return False
-        return any(
-            id(eqn) in self.groups
-            or (is_replaceable(eqn) and any(self.has_groups(body.inside(eqn, i)) for i in range(len(insides(eqn)))))
-            for eqn in self.eqns(body)
-        )
-
-    def eqns(self, body: Body) -> Sequence[Any]:
-        """Returns the equations of a body, with each group replaced by one call equation."""
-        if id(body) not in self._eqns:
-            self._kept.append(body)
-            self._eqns[id(body)] = self._grouped(body)
-        return self._eqns[id(body)]
-
-    def _grouped(self, body: Body) -> Sequence[Any]:
-        calls: dict[int, Any] = {}  # by the id of a group's last equation
-        members: set[int] = set()
-        for rule in self.rules:
-            for group in _or_without(rule, lambda rule=rule: list(rule.groups(body)), list):
-                ids = {id(eqn) for eqn in group.eqns}
-                if ids & members or not group.is_closed_in(body):
-                    continue
-                call = _call(group, type(rule).__name__)
-                calls[id(group.eqns[-1])] = call
-                self.groups[id(call)] = _RuleGroup(rule, group.compute)
-                members |= ids
-        if not members:
-            return body.eqns
-        return [calls.get(id(eqn), eqn) for eqn in body.eqns if id(eqn) not in members or id(eqn) in calls]
+    def grouped(self, body: Body) -> dict[Any, Any]:
+        """Returns, for the last equation of each group in a body, the equation that calls the group; for the others None."""
+        if body not in self._grouped:
+            found = self._grouped[body] = dict[Any, Any]()
+            for rule in self.rules:
+                for group, call in _or_without(rule, partial(_calls, rule, body), list):
+                    if found.keys().isdisjoint(group.eqns):
+                        found.update(dict.fromkeys(group.eqns) | {group.eqns[-1]: call})
+                        self.groups[call] = _RuleGroup(rule, group.compute)
+        return self._grouped[body]
 
 
 def _or_without(rule: Rule, attempt: Callable[[], T], otherwise: Callable[[], T], eqn: Any = None) -> T:
@@ -344,7 +348,7 @@ def _by_rule(rule: Rule, eqn: Any, ins: Sequence[Any], site: Site) -> list[Any] 
 
 
 def _by_group(group: _RuleGroup, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    return _checked(eqn, group.compute(_reader(dict(zip(eqn.invars, values, strict=True)))))
+    return _checked(eqn, group.compute(reader(dict(zip(eqn.invars, values, strict=True)))))
 
 
 def _checked(eqn: Any, outs: Sequence[Any]) -> list[Any]:
@@ -359,16 +363,16 @@ def _checked(eqn: Any, outs: Sequence[Any]) -> list[Any]:
     return list(outs)
 
 
-def _reader(env: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    return lambda atom: atom.val if isinstance(atom, jex.Literal) else env[atom]
+def _calls(rule: Rule, body: Body) -> list[tuple[Group, Any]]:
+    """Returns the groups of a rule in a body, each with an equation that calls it."""
+    return [(group, _call(group, type(rule).__name__)) for group in rule.groups(body) if group.is_closed_in(body)]
 
 
 def _call(group: Group, name: str) -> Any:
     """Returns an equation that calls a group. Rules that follow tagged operands see the group as this equation."""
     computed = {var for eqn in group.eqns for var in eqn.outvars}
     read = [*(atom for eqn in group.eqns for atom in eqn.invars), *group.reads]
-    inputs = {id(atom): atom for atom in read if not isinstance(atom, jex.Literal) and atom not in computed}
-    invars, outvars = list(inputs.values()), group.eqns[-1].outvars
+    invars, outvars = [var for var in variables(read) if var not in computed], group.eqns[-1].outvars
     info = jex.DebugInfo("redeqx", name, None, None)
     closed = jex.ClosedJaxpr(jex.Jaxpr((), invars, outvars, list(group.eqns), set(), info), ())
 

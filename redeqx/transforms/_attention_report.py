@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding
 
 from ..kernels import Setting, dense_bytes, kernel_of
-from ..tracing import Body, inlined, insides, line_of, n_iterations
+from ..tracing import Body, insides, line_of, n_iterations, normal
 from ._fuse_attention import describe, drop_known_mask, find_attentions
 
 
@@ -75,7 +75,7 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
             scores = eqn.outvars[0].aval
             record_dense(f"the products at {line_of(eqn)}", scores.size * scores.dtype.itemsize, Setting(1.0, split=split))
 
-    visit(Body(inlined(closed), [None] * len(closed.jaxpr.invars)), 1)
+    visit(Body(normal(closed), [None] * len(closed.jaxpr.invars)), 1)
     return found
 
 

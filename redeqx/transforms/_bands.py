@@ -11,7 +11,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
 from ..tracing import Body, called, view
 
@@ -49,8 +48,6 @@ def inequalities(body: Body, atom: Any, negated: bool = False) -> Inequalities |
 
     A floating array counts as True where it is zero; it must be a constant.
     """
-    if isinstance(atom, jex.Literal):
-        return _constant(bool(atom.val) != negated, ())
     body, atom = _resolve_input(body, atom)
     found = _from_equation(body, atom, negated)
     return _from_value(body, atom, negated) if found is None else found
@@ -181,9 +178,6 @@ def _resolve_input(body: Body, atom: Any) -> tuple[Body, Any]:
 def _affine(body: Body, atom: Any, shape: Sequence[int]) -> Affine | None:
     """Returns an integer array, broadcast to `shape`, as an affine function of the index; None if it has no such form."""
     zeros = (0,) * len(shape)
-    if isinstance(atom, jex.Literal):
-        value = np.asarray(atom.val)
-        return Affine(int(value), zeros) if np.issubdtype(value.dtype, np.integer) and value.ndim == 0 else None
     dtype = atom.aval.dtype
     if not np.issubdtype(dtype, np.signedinteger) or dtype.itemsize < 4:  # other dtypes wrap around
         return None

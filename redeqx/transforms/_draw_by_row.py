@@ -18,7 +18,7 @@ from jaxtyping import Array, PyTree, UInt32
 
 from ..dims import ByNumber, Factors, RowUse, Whole, places_of
 from ..errors import warn
-from ..tracing import Rule, Site, inlined as normal, interpret, plain
+from ..tracing import Rule, Site, interpret, normal, plain, variables
 
 _UNNAMED = jex.DebugInfo("redeqx", "of_whole", None, None)
 
@@ -77,7 +77,7 @@ def of_whole(
     needed, eqns = set(outvars), []
     for eqn in reversed(traced.closed.jaxpr.eqns):
         if not needed.isdisjoint(eqn.outvars):
-            needed.update(atom for atom in eqn.invars if isinstance(atom, jex.Var))
+            needed.update(variables(eqn.invars))
             eqns.insert(0, eqn)
     jaxpr = traced.closed.jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=_UNNAMED)
     by_place = {id(traced.eqns[made.place]): made for made in use.by_number}

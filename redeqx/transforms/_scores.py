@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
-from ..tracing import Body, repeats, view
+from ..tracing import Body, repeats, variables, view
 from ._bands import inequalities
 
 _MASKED_SCORE = -1e4  # at or below this, the weight of a score is 0
@@ -190,7 +189,7 @@ def _divides_by_own_sum(eqn: Any, path: Sequence[Any], total: Any, axis: int) ->
 
 def _is_constant_along(body: Body, atom: Any, dim: int) -> bool:
     """Whether an array is known to be constant along a dim."""
-    if isinstance(atom, jex.Literal) or atom.aval.ndim == 0 or atom.aval.shape[dim] == 1:
+    if atom.aval.ndim == 0 or atom.aval.shape[dim] == 1:
         return True
     while (eqn := body.producer(atom)) is not None and (dims := view(eqn)) is not None:
         before = dims[dim]
@@ -205,7 +204,7 @@ def _trace_back(body: Body, atom: Any, names: Sequence[str]) -> tuple[Any, list[
     eqns = []
     while (eqn := body.producer(atom)) is not None and eqn.primitive.name in names:
         eqns.append(eqn)
-        operands = [operand for operand in eqn.invars if not isinstance(operand, jex.Literal)]
+        operands = variables(eqn.invars)
         if not operands:
             return None, []
         atom = max(operands, key=lambda operand: operand.aval.ndim)  # the other operand of `max` is a lower bound
@@ -262,7 +261,7 @@ def _constants(body: Body, atom: Any, depth: int) -> Iterator[float]:
     """Yields the constants that a value is computed from by arithmetic and selection."""
     if (number := _scalar_value(body, atom)) is not None:
         yield number
-    elif not isinstance(atom, jex.Literal) and body.is_constant(atom):
+    elif body.is_constant(atom):
         if math.prod(atom.aval.shape) <= _MAX_INSPECTED and jnp.issubdtype(atom.aval.dtype, jnp.floating) and atom.aval.size:
             value = np.asarray(body.value(atom), np.float64)
             yield from (float(value.min()), float(value.max()))
@@ -309,7 +308,7 @@ def _trace_scores(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores
             labels, side = _operand_labels(eqn, dims, labels), 0
         scores.eqns.append(eqn)
         atom = eqn.invars[side]
-        if isinstance(atom, jex.Literal) or math.prod(atom.aval.shape) != math.prod(eqn.outvars[0].aval.shape):
+        if math.prod(atom.aval.shape) != math.prod(eqn.outvars[0].aval.shape):
             return False
     return False
 
@@ -319,8 +318,7 @@ def _trace_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) ->
     for side in (0, 1) if eqn.primitive.name == "add" else (0,):
         own, other = eqn.invars[side], eqn.invars[1 - side]
         tried = Scores(eqns=[eqn], scale=scores.scale)
-        is_full = not isinstance(own, jex.Literal) and own.aval.shape == eqn.outvars[0].aval.shape
-        if not is_full:
+        if own.aval.shape != eqn.outvars[0].aval.shape:
             continue
         if not _trace_scores(body, own, labels, tried):
             if tried.stopped_at not in (None, "broadcast_in_dim"):  # where tracing a mask or a bias stops
@@ -362,7 +360,7 @@ def _bias_to_mask(body: Body, bias: Operand, factor: float) -> Mask | None:
 
 def _mask_level(body: Body, atom: Any, factor: float) -> float | None:
     """Returns the highest nonzero number of a constant whose nonzero numbers are all very low; None for other values."""
-    if isinstance(atom, jex.Literal) or not body.is_constant(atom) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+    if not body.is_constant(atom) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
         return None
     if not 0 < math.prod(atom.aval.shape) <= _MAX_INSPECTED:
         return None
@@ -388,7 +386,7 @@ def _split_mask(body: Body, operand: Operand, keep: bool) -> list[tuple[Operand,
         return _split_mask(body, Operand(eqn.invars[0], operand.labels), not keep)
     if eqn is None or eqn.primitive.name != ("and" if keep else "or"):
         return [(operand, keep)]
-    if any(isinstance(atom, jex.Literal) or atom.aval.ndim != len(operand.labels) for atom in eqn.invars):
+    if any(atom.aval.ndim != len(operand.labels) for atom in eqn.invars):
         return [(operand, keep)]
     return [mask for atom in eqn.invars for mask in _split_mask(body, Operand(atom, operand.labels), keep)]
 
@@ -397,7 +395,7 @@ def _strip_broadcasts(body: Body, operand: Operand) -> Operand:
     """Returns the value that a mask or a bias is broadcast from, without labels for dims of size 1."""
     while (eqn := body.producer(operand.atom)) is not None:
         dims, before = view(eqn), eqn.invars[0]
-        if dims is None or isinstance(before, jex.Literal) or eqn.primitive.name in ("slice", "dynamic_slice"):
+        if dims is None or eqn.primitive.name in ("slice", "dynamic_slice"):
             break
         if eqn.primitive.name == "stop_gradient" or before.aval.dtype != operand.atom.aval.dtype:
             break
@@ -417,12 +415,11 @@ def _operand_labels(eqn: Any, dims: Sequence[int | None], labels: Sequence[Any])
 
 def _scalar_value(body: Body, atom: Any) -> float | None:
     """Returns the value of a constant that is the same number everywhere; None for other values."""
-    while not isinstance(atom, jex.Literal) and (eqn := body.producer(atom)) is not None:
+    while (eqn := body.producer(atom)) is not None:
         if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape", "copy"):
             break
         atom = eqn.invars[0]
-    if isinstance(atom, jex.Literal):
-        return float(atom.val) if np.ndim(atom.val) == 0 and not np.iscomplexobj(atom.val) else None
-    if not body.is_constant(atom) or math.prod(atom.aval.shape) != 1 or not jnp.issubdtype(atom.aval.dtype, jnp.number):
+    is_number = jnp.issubdtype(atom.aval.dtype, jnp.floating) or jnp.issubdtype(atom.aval.dtype, jnp.integer)
+    if not is_number or not body.is_constant(atom) or math.prod(atom.aval.shape) != 1:
         return None
     return float(np.asarray(body.value(atom)).reshape(()))

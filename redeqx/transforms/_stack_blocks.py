@@ -27,14 +27,16 @@ from ..tracing import (
     Rule,
     alike,
     equations,
-    inlined,
     insides,
     line_of,
+    normal,
     product_flops,
+    reader,
     run,
     same_array,
     shapes_in,
     value_of,
+    variables,
 )
 
 MIN_BLOCKS = 4
@@ -54,14 +56,13 @@ class StackBlocks(Rule):
     kinds: Sequence[Any]
 
     def rewritten(self, closed: Any) -> Any:
-        flat = inlined(closed)
-        found = _Search(flat, self.kinds).runs()
-        return _scanned(flat, found) if found else closed
+        found = _Search(closed, self.kinds).runs()
+        return _scanned(closed, found) if found else closed
 
     def found(self, closed: Any) -> list[tuple[int, str]]:
         """Returns, for each run of blocks, their number and the source line of their first product."""
-        flat = inlined(closed)
-        return [(blocks.n, blocks.line(flat)) for blocks in _Search(flat, self.kinds).runs()]
+        form = normal(closed)
+        return [(blocks.n, blocks.line(form)) for blocks in _Search(form, self.kinds).runs()]
 
 
 # The index of an equation in its block, and the index of an operand or output of that equation.
@@ -147,8 +148,8 @@ class _Search:
         self.producer = ByAtom((var, (i, out)) for i, eqn in enumerate(self.eqns) for out, var in enumerate(eqn.outvars))
         self.last_read = ByAtom()
         for i, eqn in enumerate(self.eqns):
-            self.last_read.update((atom, i) for atom in eqn.invars if not isinstance(atom, jex.Literal))
-        self.last_read.update((atom, len(self.eqns)) for atom in jaxpr.outvars if not isinstance(atom, jex.Literal))
+            self.last_read.update((var, i) for var in variables(eqn.invars))
+        self.last_read.update((var, len(self.eqns)) for var in variables(jaxpr.outvars))
         self.kind_of = self._kinds_of_values()
         ids: dict[Any, int] = {}
         self.forms = np.array([ids.setdefault(self._form(eqn), len(ids)) for eqn in self.eqns], np.int64)
@@ -209,9 +210,9 @@ class _Search:
         """Returns the kind of each weight, and of values that are computed from one weight only."""
         found = ByAtom(zip(self.closed.jaxpr.invars, self.kinds, strict=False))
         for eqn in self.eqns:
-            operands = {id(atom): atom for atom in eqn.invars if not isinstance(atom, jex.Literal)}.values()
-            if len(operands) == 1 and (atom := next(iter(operands))) in found:
-                found.update(dict.fromkeys(eqn.outvars, found[atom]))
+            operands = variables(eqn.invars)
+            if len(operands) == 1 and operands[0] in found:
+                found.update(dict.fromkeys(eqn.outvars, found[operands[0]]))
         return found
 
     def _form(self, eqn: Any) -> Any:
@@ -260,7 +261,7 @@ class _Search:
             atoms = [each.atom for each in of_blocks]
             if all(self._is_same(atoms[0], atom) for atom in atoms[1:]):
                 continue
-            kinds = [self.kind_of.get(atom) for atom in atoms if not isinstance(atom, jex.Literal)]
+            kinds = list(map(self.kind_of.get, variables(atoms)))
             if any(kind != kinds[0] for kind in kinds):
                 return None
             has_weights |= bool(kinds) and kinds[0] is not None
@@ -304,11 +305,8 @@ class _Search:
 
     def _is_same(self, a: Any, b: Any) -> bool:
         """Whether two operands are the same value."""
-        if a is b:
-            return True
-        if isinstance(a, jex.Literal) and isinstance(b, jex.Literal):
-            return same_array(a.val, b.val)
-        return a in self.consts and b in self.consts and same_array(self.consts[a], self.consts[b])
+        is_known = all(var in self.consts for var in variables([a, b]))
+        return a is b or (is_known and same_array(*map(reader(self.consts), (a, b))))
 
     def _outputs(self, start: int, period: int, n: int, hoisted: set[int]) -> dict[tuple[int, int], list[int]]:
         """Maps the place of each output that is read after the last block to the blocks whose output is read."""
@@ -348,11 +346,7 @@ def _scanned(closed: Any, runs: Sequence[_Blocks]) -> Any:
 
     def compute(*args: Any) -> list[Any]:
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
-
-        def read(atom: Any) -> Any:
-            return _operand(atom, env)
-
-        i = 0
+        read, i = reader(env), 0
         while i < len(jaxpr.eqns):
             if i in starts:
                 env.update(_scan(starts[i], jaxpr.eqns, env))
@@ -373,9 +367,10 @@ def _scanned(closed: Any, runs: Sequence[_Blocks]) -> Any:
 def _scan(blocks: _Blocks, eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any, Any]:
     """Computes the blocks as a scan. Returns the values that equations after the blocks read."""
     known = dict(env)
+    read = reader(known)
 
     def value(atom: Any) -> Any:
-        return value_of(atom, _operand(atom, known))
+        return value_of(atom, read(atom))
 
     def of_block(i: int) -> Sequence[Any]:
         return eqns[blocks.start + i * blocks.period : blocks.start + (i + 1) * blocks.period]
@@ -383,7 +378,7 @@ def _scan(blocks: _Blocks, eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any
     for i in range(blocks.n):
         for j in sorted(blocks.hoisted):
             eqn = of_block(i)[j]
-            known.update(zip(eqn.outvars, run(eqn, [_operand(atom, known) for atom in eqn.invars]), strict=True))
+            known.update(zip(eqn.outvars, run(eqn, list(map(read, eqn.invars))), strict=True))
     xs = [jnp.stack([value(atom) for atom in atoms]) for atoms in blocks.stacked]
     first = of_block(0)
     last = blocks.n - 1
@@ -404,7 +399,7 @@ def _scan(blocks: _Blocks, eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any
                 elif (j, k) in blocks.sliced:
                     ins.append(slices[blocks.sliced[j, k]])
                 else:
-                    ins.append(_operand(atom, within))
+                    ins.append(reader(within)(atom))
                     continue
                 invars[k] = jex.Var(atom.aval)  # replaces a literal of the first block
             outs = run(eqn.replace(invars=invars), ins)
@@ -434,7 +429,3 @@ def _scan_with_dict(body: Any, initial: dict[_Carry, Any], xs: Any, n: int) -> t
 
 def _made(eqns: Sequence[Any], place: _Place) -> Any:
     return eqns[place[0]].outvars[place[1]]
-
-
-def _operand(atom: Any, env: dict[Any, Any]) -> Any:
-    return atom.val if isinstance(atom, jex.Literal) else env[atom]

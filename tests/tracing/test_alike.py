@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from redeqx.tracing import alike, inlined
+from redeqx.tracing import alike, normal
 
 X = jnp.ones((3, 4))
 
 
 def last_equation(fn, *args):
     """The last equation of a function's trace, with jits inlined."""
-    return inlined(jax.make_jaxpr(fn)(*(args or (X,)))).jaxpr.eqns[-1]
+    return normal(jax.make_jaxpr(fn)(*(args or (X,)))).jaxpr.eqns[-1]
 
 
 def with_vjp(scale):
