@@ -100,8 +100,9 @@ def _normal(closed: Any) -> Any:
     invars = _fresh(closed.jaxpr.invars)
     outvars = enter(closed, invars)
     jaxpr = closed.jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
-    _INLINED[jaxpr] = {eqns[i]: found for i, found in calls.items()}
-    return jex.ClosedJaxpr(jaxpr, consts)
+    form = jex.ClosedJaxpr(jaxpr, consts)
+    _INLINED[form.jaxpr] = {eqns[i]: found for i, found in calls.items()}
+    return form
 
 
 def _fresh(variables: Any) -> list[Any]:
