@@ -45,12 +45,14 @@ class State:
     - `degree`: d, if its sums over rows and literals make it grow like the d-th power of the number of rows: 0 for a mean, 1
         for a sum.
     - `is_whole`: whether it depends on values that are computed on the whole batch.
+    - `is_drawn`: whether it depends on a draw, so that it is not a zero to start a sum with.
     """
 
     kind: Kind = FREE
     is_trained: bool = False
     degree: int = 0
     is_whole: bool = False
+    is_drawn: bool = False
 
 
 _LINEAR = {
@@ -245,7 +247,8 @@ class Rows:
                 self._note("the number of rows", step, MIXED)
             return [State(MIXED, is_trained, is_whole=is_whole)] * len(step.outs)
         of = [self._combined(step, ins, kinds, touched, out) if kinds else FREE for out in step.outs]
-        return [State(kind, is_trained, degree, is_whole) for kind in of]
+        is_drawn = step.name.startswith(("random_", "rng_")) or any(s.is_drawn for s in ins)
+        return [State(kind, is_trained, degree, is_whole, is_drawn) for kind in of]
 
     def _degree(self, step: Step, ins: Sequence[State], is_sum: bool) -> int | None:
         """Returns the degree of an equation's outputs; None if there is none."""
@@ -258,7 +261,7 @@ class Rows:
             return degrees[0] * step.eqn.params.get("y", 2)
         if name in _ADDS:
             terms = list(zip(ins, step.ins, strict=True))[1 if name == "select_n" else 0 :]
-            of = {s.degree for s, v in terms if s.kind != FREE or s.is_trained or s.is_whole or s.degree or _is_nonzero(v)}
+            of = {s.degree for s, v in terms if _is_term(s, v)}
             return max(of, default=0) + is_sum if len(of) < 2 else None
         if name in _LINEAR or name in _LINEAR_IN_FIRST:
             return degrees[0] + is_sum
@@ -409,6 +412,11 @@ def _most(states: Iterable[State]) -> Kind:
     return max((state.kind for state in states), default=FREE)
 
 
+def _is_term(state: State, value: Value) -> bool:
+    """Whether a value counts in a sum. Others are taken for the zeros that sums start with."""
+    return state.kind != FREE or any((state.is_trained, state.is_whole, state.is_drawn, state.degree, _is_nonzero(value)))
+
+
 def _is_nonzero(value: Value) -> bool:
     literal = value.source.literal
     return literal is not None and np.shape(literal) == () and bool(literal)
@@ -428,4 +436,5 @@ def _joined(*states: State) -> State:
     kinds = {state.kind for state in states} - {FREE}
     degrees = {s.degree for s in states if s.kind != FREE or s.is_trained or s.degree} or {0}
     kind = MIXED if (ROW in kinds and kinds != {ROW}) or len(degrees) > 1 else max(kinds, default=FREE)
-    return State(kind, any(s.is_trained for s in states), max(degrees), any(s.is_whole for s in states))
+    is_drawn = any(s.is_drawn for s in states)
+    return State(kind, any(s.is_trained for s in states), max(degrees), any(s.is_whole for s in states), is_drawn)

@@ -192,6 +192,11 @@ def a_sum_plus_weight_decay(p, batch, key):
     return row_losses(p, batch).sum() + 0.01 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
 
 
+@mixed
+def a_sum_plus_noise_divided_by_len(p, batch, key):
+    return (row_losses(p, batch).sum() + jax.random.normal(key)) / len(batch["x"])
+
+
 # --- masked means --------------------------------------------------------------------------------------------------------
 
 
