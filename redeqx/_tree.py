@@ -103,3 +103,8 @@ def is_array_like(leaf: Any) -> bool:
 def is_key(leaf: Any) -> bool:
     """Returns whether a leaf is an array of typed PRNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def as_bare_shapes(tree: PyTree) -> PyTree:
+    """Replaces arrays by shapes and dtypes alone: a weak type, or a sharding on a mesh, may add equations to a trace."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

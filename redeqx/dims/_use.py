@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
+from .._tree import as_bare_shapes
 from ..errors import is_ours
 from ..tracing import as_fun, shapes_in, shortened
 from ._atoms import Step, steps_of
@@ -113,7 +114,8 @@ def row_use(
     inputs = Inputs(*(len(jax.tree.leaves(tree)) for tree in (weights, state, batch)))
     n = max(jax.tree.leaves(batch)[0].shape[0], 2)
     try:
-        ours, theirs = (_traced(fn, weights, state, _with_rows(batch, rows), *args) for rows in (n, 2 * n))
+        given = ((weights, state, _with_rows(batch, rows), *args) for rows in (n, 2 * n))
+        ours, theirs = (jax.make_jaxpr(fn)(*as_bare_shapes(each)) for each in given)
     except Exception as error:
         first = str(error).partition("\n")[0]
         return RowUse("unknown", why=f"it cannot be traced for {n} and {2 * n} rows: {first}")
@@ -148,10 +150,6 @@ def row_use(
         degrees=degrees,
         **found,
     )
-
-
-def _traced(fn: Callable[..., Any], *args: PyTree) -> Any:
-    return jax.make_jaxpr(fn)(*args)
 
 
 def _with_rows(batch: PyTree, n: int) -> PyTree:

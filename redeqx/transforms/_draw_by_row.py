@@ -16,6 +16,7 @@ from jax.extend import core as jex
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, PyTree, UInt32
 
+from .._tree import as_bare_shapes
 from ..dims import ByNumber, Factors, RowUse, Whole, places_of
 from ..errors import warn
 from ..tracing import Rule, Site, interpret, normal, plain, variables
@@ -48,7 +49,7 @@ class _Traced(NamedTuple):
 
 
 def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> _Traced:
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*as_bare_shapes(args))
     closed = normal(closed)
     eqns = places_of(closed)
     is_known = tuple(eqn.primitive.name for eqn in eqns) == use.primitives
@@ -125,12 +126,13 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
         outs = interpret(traced.closed, flat, [_ByRow(rows, by_place, of_eqn)])
         share = rows.size.astype(jnp.float32) / rows.numbers.shape[0]
         scaled = []
-        for out, degree in zip(outs, (*use.degrees, *[1] * len(outs)), strict=False):
+        n_judged = len(use.degrees)
+        for out, degree in zip(outs[:n_judged], use.degrees, strict=True):
             if degree is None:
                 scaled.append(out[:1] if n_copies > 1 else out)
             else:
                 scaled.append(out if degree == n_copies == 1 else out * (share ** (degree - 1) / n_copies).astype(out.dtype))
-        return jax.tree.unflatten(jax.tree.structure(traced.shapes), scaled)
+        return jax.tree.unflatten(jax.tree.structure(traced.shapes), [*scaled, *outs[n_judged:]])  # the state is not added
 
     return of_part
 

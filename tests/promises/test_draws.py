@@ -130,6 +130,37 @@ def test_other_forms_of_draws_follow_the_rows(name, mesh):
     assert_first_update_matches(trainer, EXAMPLES[:20], *expected(name, 20))
 
 
+@pytest.mark.parametrize("rows", [20, pytest.param(17, marks=pytest.mark.sweep)])
+def test_gradients_of_the_users_own_draw_for_the_rows(rows):
+    """The derivative is inside the user's function, so that the step traces it on the mesh."""
+    loss_fn, model = LOSSES["dropout_by_row"], MODELS["dropout_by_row"]()
+    trainer = make_trainer(loss_fn, model, "2x2x2", 2, grad_fn=eqx.filter_value_and_grad(loss_fn))
+    assert_first_update_matches(trainer, EXAMPLES[:rows], *expected("dropout_by_row", rows))
+
+
+class Counting(eqx.Module):
+    model: eqx.Module
+    n_calls: eqx.nn.StateIndex
+
+    def __init__(self):
+        self.model = MODELS["vae"]()
+        self.n_calls = eqx.nn.StateIndex(jnp.array(0))
+
+
+@pytest.mark.parametrize(("accumulate", "rows", "n_calls"), [(4, 33, 5), pytest.param(4, 32, 4, marks=pytest.mark.sweep)])
+def test_a_model_with_state_draws_for_the_rows_and_keeps_its_state(accumulate, rows, n_calls):
+    """Four micro-batches of 8 rows, and a row that is computed alone."""
+
+    def loss_fn(model, state, batch, key):
+        state = state.set(model.n_calls, state.get(model.n_calls) + 1)
+        return LOSSES["vae"](model.model, batch, key), state
+
+    model, state = eqx.nn.make_with_state(Counting)()
+    trainer = make_trainer(loss_fn, model, "8", accumulate, model_state=state)
+    assert_first_update_matches(trainer, EXAMPLES[:rows], *expected("vae", rows))
+    assert int(trainer.model_state.get(model.n_calls)) == n_calls
+
+
 def test_a_later_update_draws_with_its_own_key():
     loss_fn, model = LOSSES["vae"], MODELS["vae"]()
     trainer = make_trainer(loss_fn, model, "4", 2, rate=1e-2)
