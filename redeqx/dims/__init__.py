@@ -6,5 +6,7 @@ and the verdict `RowUse`. It is independent of meshes, plans and training. Open 
 
 from ._atoms import Block as Block, Dim as Dim, Step as Step, Value as Value, flat as flat, steps_of as steps_of
 from ._draws import ByNumber as ByNumber, Factors as Factors, places_of as places_of
+from ._equation import VIEWS as VIEWS, Related as Related, repeats as repeats, view as view
 from ._names import Inputs as Inputs, Names as Names
+from ._relations import is_elementwise as is_elementwise
 from ._use import UNKNOWN as UNKNOWN, RowUse as RowUse, Whole as Whole, row_use as row_use

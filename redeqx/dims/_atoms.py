@@ -59,7 +59,7 @@ def have_common_factors(one: Dim, two: Dim) -> bool:
             n *= atom.size
             ends.add(n)
     in_order = sorted(ends)
-    return 0 not in ends and all(b % a == 0 for a, b in pairwise(in_order))
+    return len(ends) == 1 or (0 not in ends and all(b % a == 0 for a, b in pairwise(in_order)))
 
 
 @dataclass(eq=False)

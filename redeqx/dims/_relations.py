@@ -11,6 +11,7 @@ import numpy as np
 
 from ._atoms import Dim, Value, flat, have_common_factors, size_of
 from ._inference import Inference
+from ._loops import LOOPS
 
 Dims = Sequence[Dim]
 Outs = Sequence[Dims]
@@ -20,15 +21,20 @@ Relation = Callable[[Inference, Any, Sequence[Value]], Outs]
 def relation_of(eqn: Any) -> Relation:
     """Returns how an equation without inner jaxprs relates dims."""
     found = _TABLE.get(eqn.primitive.name)
-    return found or (_elementwise if _is_elementwise(eqn) else lambda names, eqn, ins: names.give_up(eqn, ins))
+    return found or (_elementwise if is_elementwise(eqn) else lambda names, eqn, ins: names.give_up(eqn, ins))
 
 
 # --- elementwise, and views ---------------------------------------------------------------------------------------------
 
 
-def _is_elementwise(eqn: Any) -> bool:
-    """Whether an equation of a primitive without an entry has operands and outputs of one shape."""
-    if not eqn.outvars or eqn.effects or eqn.primitive.name in ("pure_callback", "io_callback", "ffi_call", "pallas_call"):
+def is_elementwise(eqn: Any) -> bool:
+    """Whether each output entry of an equation without inner jaxprs depends only on the operands' entries at its position.
+
+    Entries of a dim of size 1, and scalars, are at all positions, also of a `tile` along such dims.
+    """
+    name = eqn.primitive.name
+    is_known = name != "tile" and (name in _TABLE or name in LOOPS or name in _NOT_FOLLOWED)
+    if is_known or not eqn.outvars or eqn.effects:
         return False
     shape: Any = getattr(eqn.outvars[0].aval, "shape", None)
     return all(getattr(var.aval, "shape", None) == shape for var in eqn.outvars) and all(
@@ -428,6 +434,9 @@ def _wrap(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return [ins[0].dims[: len(eqn.outvars[0].aval.shape)]]
 
 
+_NOT_FOLLOWED = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "rng_bit_generator")
+
+
 _TABLE: dict[str, Relation] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
@@ -451,6 +460,7 @@ _TABLE: dict[str, Relation] = {
     "top_k": _top_k,
     "fft": _fft,
     "iota": _new,
+    "rng_uniform": _new,
     "random_bits": _draw,
     "random_split": _draw,
     "random_seed": _draw,

@@ -7,7 +7,7 @@ So this module follows the jaxpr of the loss, abstractly, equation by equation. 
 over the model axis, and which leaf caused the split. For each value that is a view of a parameter (transposed, sliced,
 scaled) it tracks which dims of the parameter its dims are. The first use of a parameter with data decides the parameter's
 split. Names and types do not matter: raw arrays, `einsum`, stacks under `scan`, and calls in an order other than that of the
-fields are all followed.
+fields are all followed. How an equation relates the dims of its operands and outputs is read from `dims`.
 
 A first pass applies the rules. If an operation combines values with different splits, or a split value with a replicated
 one, other splits are tried for the leaves that caused this. The cheapest choice wins. The cost counts bytes sent, replicated
@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -27,8 +28,9 @@ import jax
 import jax.numpy as jnp
 
 from .._tree import without_indices
+from ..dims import VIEWS, Related, is_elementwise
 from ..kernels import formula
-from ..tracing import Trace, called, insides, scan_counts, view
+from ..tracing import Trace, called, insides, scan_counts
 from ._flow import Flow, Pass, Use, View
 from ._rules import Split
 
@@ -82,8 +84,10 @@ def order(
         index[name]: (index[weight], dims) for name, (weight, dims) in followers.items() if {name, weight} <= index.keys()
     }
 
+    related = cache(Related)
+
     def follow(forced: Mapping[int, int | None]) -> Pass:
-        run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, follows=follows)
+        run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, follows=follows, related=related)
         _run(run, trace.closed)
         run.add_replicated_leaves()
         return run
@@ -192,11 +196,7 @@ def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
                 run.calls = calls
         if name in _EQUATIONS:
             return _EQUATIONS[name](run, eqn, ins)
-        if (dims := _view_dims(eqn, run.n)) is not None:
-            return [run.apply_view(eqn, ins[0], *dims)]
-        if name in _REDUCTIONS:
-            return _reduce(run, eqn, ins)
-        if _is_elementwise(eqn):
+        if not ins or is_elementwise(eqn):
             return run.combine(eqn, ins)
     except Exception as error:
         # An unknown form of the primitive, such as that of another version of JAX: replicate its values instead of failing.
@@ -207,66 +207,38 @@ def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-def _dot(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
-    ranks = [len(atom.aval.shape) for atom in eqn.invars]
-    outs: list[dict[int, int]] = [{dim: i for i, dim in enumerate(lb)}, {dim: i for i, dim in enumerate(rb)}]
-    place = len(lb)
-    for side, contracted in ((0, lc), (1, rc)):
-        for dim in range(ranks[side]):
-            if dim not in contracted and dim not in outs[side]:
-                outs[side][dim] = place
-                place += 1
-    return run.contract(eqn, ins, list(zip(lc, rc, strict=True)), outs)
-
-
 def _conv(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """A convolution is split by channels or by the batch, never by spatial dims."""
-    numbers, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
-    (rows, inputs), (kernel_out, kernel_in) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
-    out_rows, outputs = numbers.out_spec[:2]
+    """A convolution is split by channels or by the batch. Each shard of channels in groups has whole groups."""
+    groups = eqn.params["feature_group_count"]
     if eqn.params["batch_group_count"] > 1 or (groups > 1 and groups % run.n):
         return run.give_up(eqn, ins)
-    if groups > 1:  # each shard has whole groups: input channels, kernels and output channels are split together
-        return run.contract(eqn, ins, [], [{rows: out_rows, inputs: outputs}, {kernel_out: outputs}])
-    return run.contract(eqn, ins, [(inputs, kernel_in)], [{rows: out_rows}, {kernel_out: outputs}])
+    return run.contract(eqn, ins)
 
 
 def _reduce(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    removed = eqn.params["axes"]
-    kept = [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in removed]
-    outs = []
-    for flow, var in zip(ins, eqn.outvars, strict=False):
-        dim, cause = run.split(flow)
-        if flow.data and {dim, flow.tail} & set(removed):
-            run.add_collective("all-reduce", var.aval)
-        dim, tail = (kept.index(d) if d in kept else None for d in (dim, flow.tail))
-        broadcast = frozenset(kept.index(d) for d in flow.broadcast if d in kept)
-        outs.append(Flow(dim=dim, cause=cause, broadcast=broadcast, tail=None if dim is None else tail))
-    return outs + [Flow()] * (len(eqn.outvars) - len(outs))
+    related, (flow,) = run.related(eqn), ins
+    dim, cause = run.split(flow)
+    if flow.data and {dim, flow.tail} & set(related.combined()):
+        run.add_collective("all-reduce", eqn.outvars[0].aval)
+    return [Flow(dim=dim, cause=cause, broadcast=flow.broadcast, tail=flow.tail).through(related.source())]
 
 
 def _along(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     """A cumulative sum or a sort requires that one dim is not split. Splits of the other dims stay."""
-    axis = eqn.params.get("axis", eqn.params.get("dimension", -1)) % max(1, len(eqn.invars[0].aval.shape))
-    if any(run.split(flow)[0] == axis or run.is_open(flow) for flow in ins):
+    along = run.related(eqn).combined()
+    if any(run.split(flow)[0] in along or run.is_open(flow) for flow in ins):
         return run.give_up(eqn, ins)
     return run.combine(eqn, ins)
 
 
 def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     """A lookup, such as rows of an embedding or the logit of a label."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    related, sizes = run.related(eqn), eqn.params["slice_sizes"]
     table, indices = ins
     shape, aval = eqn.invars[0].aval.shape, eqn.outvars[0].aval
-    window = [dim for dim in range(len(shape)) if dim not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
-    places = dict(zip(window, numbers.offset_dims, strict=True))
-    others = [i for i in range(len(aval.shape)) if i not in numbers.offset_dims]
-    of_indices = dict(zip(range(len(eqn.invars[1].aval.shape) - 1), others, strict=False))
-    batches = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    places |= {int(dim): of_indices[index_dim] for dim, index_dim in batches}  # some of them are NumPy integers
-    looked_up = [dim for dim in numbers.start_index_map if sizes[dim] == 1 != shape[dim]]
-    kept = [dim for dim, place in places.items() if aval.shape[place] == shape[dim] > 1]
+    of_table, of_indices = related.source(0), related.source(1)
+    looked_up = [dim for dim in related.combined() if sizes[dim] == 1 != shape[dim]]
+    kept = sorted(dim for dim in of_table if dim is not None and shape[dim] > 1)
     # The result is still a view of the parameter in two cases. First, if the indices do not depend on data: the lookup
     # selects a part of the table in some order, such as positions. Second, if the lookup selects a matrix for each token,
     # such as an expert's. This matrix is a weight, and its product decides the split. Splitting the table's rows would need
@@ -275,10 +247,7 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     if indices.data and not of_weights:
         run.looked_up.update(view.leaf for view in table.views)
     if run.is_open(table) and (not indices.data or of_weights):
-        source: list[int | None] = [None] * len(aval.shape)
-        for dim, place in places.items():
-            source[place] = dim if aval.shape[place] == shape[dim] else None
-        return [table.through(source)]
+        return [table.through(of_table)]
     if run.is_open(table):
         # A table whose indices the model computes (experts' biases) may be split like the value that its rows are added to.
         # An embedding, whose indices come from the batch, may not.
@@ -295,14 +264,12 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     by, by_cause = run.split(indices)
     if dim is not None and dim in looked_up:  # each shard looks up the rows that it holds
         run.add_collective("all-reduce", aval)
-        dim = None
-    elif dim is not None and (dim not in places or aval.shape[places[dim]] != shape[dim]):
+    elif dim is not None and dim not in of_table:
         run.gather(eqn.invars[0].aval, table)
-        dim = None
-    if dim is not None:
-        return [Flow(dim=places[dim], cause=cause)]
+    elif dim is not None:
+        return [Flow(dim=of_table.index(dim), cause=cause)]
     if by is not None and by in of_indices:
-        return [Flow(dim=of_indices[by], cause=by_cause)]
+        return [Flow(dim=of_indices.index(by), cause=by_cause)]
     return [Flow(cause=cause)]
 
 
@@ -342,10 +309,8 @@ def _joined(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 def _stacked(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     """A stack of values along a new dim, such as a model's blocks, has their split if it is the same for all."""
-    axis = eqn.params["axis"]
-    flows = [
-        flow.through([None if i == axis else i - (i > axis) for i in range(len(eqn.outvars[0].aval.shape))]) for flow in ins
-    ]
+    related = run.related(eqn)
+    flows = [flow.through(related.source(i)) for i, flow in enumerate(ins)]
     if not any(flow.data for flow in flows):
         views = tuple(dict.fromkeys(view for flow in flows for view in flow.views))
         return [Flow(views=views if all(flow.views for flow in flows) else ())]
@@ -357,10 +322,9 @@ def _stacked(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 def _updated(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     """An update of a slice, such as a cache's, keeps the split of a dim if the update spans all of the dim."""
-    whole, part = (eqn.invars[i].aval.shape for i in (0, 1))
     (dim, cause), (of_part, by_part) = run.split(ins[0]), run.split(ins[1])
     dim, cause = (dim, cause) if dim is not None else (of_part, by_part)
-    if dim is not None and whole[dim] == part[dim] and of_part in (dim, None):
+    if dim is not None and dim not in run.related(eqn).combined() and of_part in (dim, None):
         return [Flow(dim=dim, cause=cause)]
     return run.give_up(eqn, ins)
 
@@ -483,60 +447,40 @@ def _while(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 # --- views -----------------------------------------------------------------------------------------------------------
-# A view has two properties. `source`: for each dim of the output, the dim of the operand that is split if this dim is split,
-# or None. `parts`: maps each dim of the output that is an equal part of a dim of the operand to that dim.
-
-_ViewDims = tuple[Sequence[int | None], Mapping[int, int]]
 
 
-def _view_dims(eqn: Any, n: int) -> _ViewDims | None:
-    """Returns `source` and `parts` of a view, or None for any other equation. `n` is the number of shards."""
-    shapes = [var.aval.shape for var in (*eqn.invars[:1], *eqn.outvars[:1])]
-    name = eqn.primitive.name
-    if name == "rev":
-        return range(len(shapes[0])), {}
-    if name == "pad":
-        return [None if any(padding) else dim for dim, padding in enumerate(eqn.params["padding_config"])], {}
-    if (source := view(eqn)) is None:
-        return None
-    parts: dict[int, int] = {}
-    if name in ("slice", "dynamic_slice"):
-        before, after = shapes
-        cut = [dim for dim, src in enumerate(source) if src is None]
-        parts = {dim: dim for dim in cut if after[dim] and before[dim] % after[dim] == 0 and after[dim] % n == 0}
-    return source, parts
+def _viewed(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """Follows a view of the first operand. Slices that are equal parts of a split dim may be split too."""
+    outs, before, name = [], eqn.invars[0].aval.shape, eqn.primitive.name
+    for i, var in enumerate(eqn.outvars):
+        source, after = run.related(eqn).source(output=i), var.aval.shape
+        cut = [dim for dim, src in enumerate(source) if src is None and after[dim]] if name in _SLICES else []
+        parts = {dim: dim for dim in cut if after[dim] % run.n == 0 and (name == "split" or before[dim] % after[dim] == 0)}
+        outs.append(run.apply_view(eqn, ins[0], source, parts, i))
+    return outs
 
 
 def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """A reshape merges or separates dims. In each group of such dims, it maps a split of the first to the first output dim.
+    """A reshape merges or separates dims. It maps a split of a dim to the output dim that has the dim's first factor.
 
     If that output dim does not divide over the shards, it may be split together with the next one. An example is two
     key/value heads over four shards, split together with the queries of each head.
     """
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    source: list[int | None] = [None] * len(after)
+    related, flow, shape = run.related(eqn), ins[0], eqn.outvars[0].aval.shape
+    places = related.places()
+    source: list[int | None] = [None] * len(shape)
     tails: dict[int, int] = {}
     parts: dict[int, int] = {}
-    i = j = 0
-    while i < len(before) and j < len(after) and 0 not in before:
-        start_i, start_j, size, target = i, j, before[i], after[j]
-        while size != target:
-            if size < target:
-                i += 1
-                size *= before[i]
-            else:
-                j += 1
-                target *= after[j]
-        i, j = i + 1, j + 1
-        first = next((dim for dim in range(start_i, i) if before[dim] != 1), start_i)
-        to, *rest = [dim for dim in range(start_j, j) if after[dim] != 1] or [start_j]
-        if after[to] % run.n == 0 or after[to] == before[first]:
-            source[to] = first
-        elif rest and (shared := math.gcd(after[to], run.n)) > 1 and after[rest[0]] % (run.n // shared) == 0:
-            source[to], tails[to] = first, rest[0]
-        elif rest and after[rest[0]] % run.n == 0 and before[first] == size:
-            parts[rest[0]] = first  # such as query, key and value of a fused projection
-    flow = ins[0]
+    for dim, factors in enumerate(related.ins[0]):
+        if (to := places.get(dim)) is None:
+            continue
+        rest = [i for i, other in enumerate(related.outs[0]) if i != to and not set(factors).isdisjoint(other)]
+        if shape[to] % run.n == 0 or related.outs[0][to] == factors:
+            source[to] = dim
+        elif rest and (shared := math.gcd(shape[to], run.n)) > 1 and shape[rest[0]] % (run.n // shared) == 0:
+            source[to], tails[to] = dim, rest[0]
+        elif rest and shape[rest[0]] % run.n == 0 and all(set(factors).issuperset(related.outs[0][i]) for i in rest):
+            parts[rest[0]] = dim  # such as query, key and value of a fused projection
     views = tuple(view.of(source).without(tails) for view in flow.views)
     out = run.apply_view(eqn, flow, source, parts)
     if out.views:
@@ -546,20 +490,8 @@ def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     return [out]
 
 
-def _divided(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """Follows each part of a `jnp.split` like a slice."""
-    outs = []
-    for i, var in enumerate(eqn.outvars):
-        before, after = eqn.invars[0].aval.shape, var.aval.shape
-        source = [dim if size == before[dim] else None for dim, size in enumerate(after)]
-        parts = {dim: dim for dim, src in enumerate(source) if src is None and after[dim] % run.n == 0 and after[dim]}
-        outs.append(run.apply_view(eqn, ins[0], source, parts, i))
-    return outs
-
-
-_REDUCTIONS = {
-    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"),
-}
+_SLICES = ("slice", "dynamic_slice", "split")
+_REDUCTIONS = (*(f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor")), "argmax", "argmin")
 
 
 def _attention(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -568,14 +500,15 @@ def _attention(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
+    **dict.fromkeys((*VIEWS - {"reshape"}, "split", "rev", "pad"), _viewed),
+    **dict.fromkeys(_REDUCTIONS, _reduce),
     "attention": _attention,
-    "dot_general": _dot,
+    "dot_general": Pass.contract,
     "conv_general_dilated": _conv,
     "gather": _gather,
     "select_n": _chosen,
     "concatenate": _joined,
     "stack": _stacked,
-    "split": _divided,
     "reshape": _reshaped,
     "dynamic_update_slice": _updated,
     "optimization_barrier": lambda run, eqn, ins: ins,  # output i is operand i
@@ -583,40 +516,4 @@ _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
     "while": _while,
     "cond": _branches,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"), _along),
-}
-
-
-def _is_elementwise(eqn: Any) -> bool:
-    """Whether each output entry depends only on the input entries at its position, by the shapes. Scalars are broadcast."""
-    if not eqn.outvars or eqn.effects:
-        return False
-    shape = eqn.outvars[0].aval.shape
-    if any(var.aval.shape != shape for var in eqn.outvars):
-        return False
-    name = eqn.primitive.name
-    if name.startswith(("random_", "threefry", "custom_", "rng_", "scatter", "reduce_window")) or name in _NOT_ELEMENTWISE:
-        return False
-    return all(
-        not (own := atom.aval.shape)
-        or (len(own) == len(shape) and all(size in (1, full) for size, full in zip(own, shape, strict=True)))
-        for atom in eqn.invars
-    )
-
-
-# Primitives that are not elementwise, although their operands may have the shape of their output.
-_NOT_ELEMENTWISE = {
-    "fft",
-    "cholesky",
-    "triangular_solve",
-    "lu",
-    "householder_product",
-    "pallas_call",
-    "shard_map",
-    "pure_callback",
-    "io_callback",
-    "ffi_call",
-    "top_k",
-    "eigh",
-    "svd",
-    "qr",
 }

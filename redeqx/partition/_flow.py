@@ -7,12 +7,14 @@ primitive.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
 import jax
 from jax.extend import core as jex
 
+from ..dims import Related
 from ._rules import Split, follow
 
 # The cost of a plan is the number of bytes that a device sends in a step. This table has the cost of a collective over a
@@ -138,6 +140,7 @@ class Pass:
         product of parameters only); and the equation that has its source line. A product inside a call with a custom
         derivative is listed twice: with its own line, and with the line of the call, which the derivative's products have.
     - `calls`: the enclosing calls, outermost first.
+    - `related`: a function from an equation to how it relates dims. Passes over the same loss share it.
     - `errors`: the primitive and the error of each equation of an unknown form, by the equation's id.
     - `uses`: the products of data with a view of a leaf, by the leaf and the equation's id.
     - `looked_up`: leaves whose rows data selects.
@@ -162,6 +165,7 @@ class Pass:
     errors: dict[int, str] = field(default_factory=dict)
     products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
     calls: tuple[Any, ...] = ()
+    related: Callable[[Any], Related] = field(default_factory=lambda: cache(Related))
     n_row_reads: dict[Any, int] = field(default_factory=dict)  # by split value: the number of row-split weights that read it
     cost: float = 0.0
     n_iterations: int = 1
@@ -398,37 +402,28 @@ class Pass:
 
     # --- the two rules -------------------------------------------------------------------------------------------------
 
-    def contract(self, eqn: Any, ins: Sequence[Flow], pairs: Sequence[tuple[int, int]], outs: Sequence[Mapping[int, int]]):
-        """Returns the flow of a product that sums over dims of its two operands: a matmul or a convolution.
-
-        **Arguments:**
-
-        - `pairs`: pairs of contracted dims, one of each operand.
-        - `outs`: for each operand, maps its dims that are not contracted to output dims. Both operands map a batch dim to
-            the same output dim.
-        """
-        summed = [dict(pairs), {b: a for a, b in pairs}]
-        places = [{place: dim for dim, place in out.items()} for out in outs]
-
-        def partner(side: int, dim: int) -> int | None:
-            """Returns the dim of the other operand that is split together with this one."""
-            return summed[side].get(dim, places[1 - side].get(outs[side].get(dim, -1)))
-
+    def contract(self, eqn: Any, ins: Sequence[Flow]) -> list[Flow]:
+        """Returns the flow of a product that sums over dims of its two operands: a matmul or a convolution."""
+        related = self.related(eqn)
+        outs, partners = [[of(side) for side in (0, 1)] for of in (related.places, related.partners)]  # maps of dims
+        summed = [
+            [dim for dim in related.combined(side) if dim in partners[side] and dim not in outs[side]] for side in (0, 1)
+        ]
         for side, weight in enumerate(ins):
             if ins[1 - side].data and not weight.data:
-                batched = frozenset(dim for dim in outs[side] if partner(side, dim) is not None)
+                batched = frozenset(outs[side].keys() & partners[side].keys())
                 sizes = (eqn.invars[side].aval.shape, frozenset(summed[side]), batched)
                 self.uses.update({(view.leaf, id(eqn)): Use(eqn, view, *sizes) for view in weight.views})
         for side in (1, 0):  # in most matmuls the second operand is the weight; if both are weights, it is decided first
             if self.is_open(ins[side]):
-                self.decide_weight(eqn, ins, side, partner, summed, outs)
+                self.decide_weight(eqn, ins, side, partners[1 - side], summed[side], outs[side])
         flows = list(ins)
         for side in (0, 1):
             if flows[side].tail in summed[side]:  # gathered along `tail`; in the product `dim` alone is split
                 self.add_collective("all-gather", eqn.invars[side].aval)
                 flows[side] = replace(flows[side], tail=None)
         (dim0, cause0), (dim1, cause1) = map(self.split, flows)
-        if dim0 is not None and dim1 is not None and partner(0, dim0) != dim1:
+        if dim0 is not None and dim1 is not None and partners[0].get(dim0) != dim1:
             # The split dims do not match. Gather the data rather than a weight, and otherwise the smaller operand.
             sizes = [(bool(flow.views), math.prod(atom.aval.shape)) for atom, flow in zip(eqn.invars, flows, strict=False)]
             side = sizes.index(min(sizes))
@@ -446,7 +441,7 @@ class Pass:
             return [Flow()]
         side, dim, cause = (0, dim0, cause0) if dim0 is not None else (1, dim1, cause1)
         other, both = 1 - side, dim0 is not None and dim1 is not None
-        matching = partner(side, dim)  # pyright: ignore[reportArgumentType]
+        matching = partners[side].get(dim)  # pyright: ignore[reportArgumentType]
         if not both and matching is not None:
             if flows[other].data and flows[other].grad:
                 self.reconsider(cause)
@@ -461,7 +456,7 @@ class Pass:
         return [Flow(dim=outs[side][dim], cause=cause, tail=tail)]  # pyright: ignore[reportArgumentType]
 
     def decide_weight(
-        self, eqn: Any, ins: Sequence[Flow], side: int, partner: Any, summed: Sequence[Mapping], outs: Sequence[Mapping]
+        self, eqn: Any, ins: Sequence[Flow], side: int, partners: Mapping, summed: Sequence[int], outs: Mapping
     ) -> None:
         """The two rules: a column split if the other operand is replicated, a row split if its contracted dim is split."""
         weight, data, shape = ins[side], ins[1 - side], eqn.invars[side].aval.shape
@@ -470,24 +465,24 @@ class Pass:
         if (leaf := weight.views[0].leaf) in self.follows and self.follows[leaf][0] in self.decided:
             self.decide_as_declared(weight, leaf)
             return
-        free = [dim for dim in outs[side] if partner(side, dim) is None]
+        free = [dim for dim in outs if dim not in partners.values()]
         arrived, cause = self.split(data)
         if arrived is None:
-            dim = self.choose(weight, shape, [*free, *summed[side]])
+            dim = self.choose(weight, shape, [*free, *summed])
             if dim is None:
-                self.decide(weight, None, self.why_replicated(weight, shape, [*free, *summed[side]]))
-            elif dim in summed[side]:
+                self.decide(weight, None, self.why_replicated(weight, shape, [*free, *summed]))
+            elif dim in summed:
                 sizes = " x ".join(str(shape[i]) for i in free)
                 why = f"{sizes} outputs do not divide over {self.n} shards, its inputs do"
                 self.decide(weight, dim, f"row: {'costs less than a column' if self.is_forced(weight) else why}")
             else:
                 self.decide(weight, dim, "column: its input arrives replicated")
             return
-        matching = partner(1 - side, arrived)
+        matching = partners.get(arrived)
         if matching is None:
             self.decide(weight, None, f"replicated: its input arrives split along another dim, by {self.name(cause)}")
             return
-        row = matching in summed[side]
+        row = matching in summed
         if row:
             atom = eqn.invars[1 - side]
             self.n_row_reads[atom] = self.n_row_reads.get(atom, 0) + 1

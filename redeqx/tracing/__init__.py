@@ -1,8 +1,8 @@
 """Traced functions: analyses of jaxprs, and an interpreter that applies rules to them.
 
-Owns the trace of a loss, the tables of inner jaxprs and of views, constant folding, the two engines of analysis, the table
-of products, the uses of weights, and the interpreter. It is independent of meshes, plans and training. Open `_interpret.py`
-first, then `_normal.py` and `_inner.py`; for an analysis `_flow.py` or `_fold.py`.
+Owns the trace of a loss, the table of inner jaxprs, constant folding, the two engines of analysis, the table of products,
+the uses of weights, and the interpreter. It is independent of meshes, plans and training. Open `_interpret.py` first, then
+`_normal.py` and `_inner.py`; for an analysis `_flow.py` or `_fold.py`.
 """
 
 from ._alike import alike as alike, same_array as same_array
@@ -49,5 +49,4 @@ from ._products import (
 )
 from ._trace import Trace as Trace
 from ._unknown import or_as_written as or_as_written
-from ._views import repeats as repeats, view as view
 from ._weight_uses import SPREAD as SPREAD, WeightUses as WeightUses

@@ -12,7 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..tracing import Body, called, view
+from ..dims import view
+from ..tracing import Body, called
 
 _MAX_LENGTH = 2**20  # of a constant vector that is checked for being an `arange`
 

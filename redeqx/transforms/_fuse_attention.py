@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from ..dims import view
 from ..kernels import Setting, attend
-from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run, view
+from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run
 from ._bands import Affine, Inequalities, find_band, inequalities
 from ._scores import SIZE, Operand, Scores, match_softmax, trace_scores, trace_weights
 

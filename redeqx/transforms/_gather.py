@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from ..tracing import REMATS, Place, Rule, Site, Tag, Tagged, has_tag, plain, repeats, run, view
+from ..dims import repeats, view
+from ..tracing import REMATS, Place, Rule, Site, Tag, Tagged, has_tag, plain, run
 
 # The name (`jax.ad_checkpoint.checkpoint_name`) of a gradient that a function with a custom derivative computes in the
 # forward pass. It is saved, so that the backward pass neither recomputes the function nor gathers its weights again.

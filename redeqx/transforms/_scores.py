@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..tracing import Body, repeats, variables, view
+from ..dims import repeats, view
+from ..tracing import Body, variables
 from ._bands import inequalities
 
 _MASKED_SCORE = -1e4  # at or below this, the weight of a score is 0

@@ -27,7 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..tracing import BY_WEIGHT, SPREAD, Rule, Site, WeightUses, entered, fold, plain, repeats, run
+from ..dims import repeats
+from ..tracing import BY_WEIGHT, SPREAD, Rule, Site, WeightUses, entered, fold, plain, run
 from ._gather import gather_without_derivative
 
 _E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -99,3 +99,14 @@ def test_nested_loops_are_not_exponential_in_their_depth(loss, monkeypatch):
         splits.append({name: split.dim for name, split in found.splits.items()})
     assert splits == [{"0": 1, "1": 0}] * 5
     assert counts[4] - counts[3] <= counts[1]  # without the memo, each level would multiply the count by 4
+
+
+def test_a_convolution_keeps_the_split_of_a_dim_that_it_does_not_mix():
+    def loss(model, x):
+        h = jnp.tanh(jnp.einsum("bcw,wh->bch", x, model["lift"]))
+        return jnp.sum(jax.lax.conv_general_dilated(h, model["mix"], (1,), "SAME") @ model["down"])
+
+    model = {"lift": jnp.ones((8, 16)), "mix": jnp.ones((6, 6, 1)), "down": jnp.ones((16, 8))}
+    found = order(Trace.of(loss, model, jnp.ones((2, 6, 8))), 4)
+    assert found.errors == {}
+    assert {name: split.dim for name, split in found.splits.items()} == {"lift": 1, "mix": None, "down": 0}

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from redeqx.dims import view
 from redeqx.machine import make_mesh
-from redeqx.tracing import Body, Group, Rule, Tag, Tagged, matmul_flops, plain, run, transformed, view
+from redeqx.tracing import Body, Group, Rule, Tag, Tagged, matmul_flops, plain, run, transformed
 from redeqx.transforms import FixGroupedConvolutions, GatherAtUse, KeepEverything, RematLoops, Reshard, Shardings
 
 
