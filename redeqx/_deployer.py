@@ -280,7 +280,7 @@ class Deployer(RedcoNames):
         with FilteredTraceback():
             trace = trace_loss(cast_fn, model, batch)
         use = Sums(Parts.of(model), cast_fn).row_use_of(model, None, batch)
-        return replace(plan_model(model, self.mesh, trace, overrides), row_use=use.text)
+        return replace(plan_model(model, self.mesh, trace, overrides), row_use=use.text, gathers=use.gathers)
 
     @with_names
     def init(self, make_model: Callable[[], ModelT], plan: Plan | None = None) -> ModelT:

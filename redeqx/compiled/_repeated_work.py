@@ -37,7 +37,9 @@ class _Count(NamedTuple):
     once: Counter[str]
 
 
-def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[float, list[tuple[str, float]]] | None:
+def excess(
+    traced: Any, module: Module, repeats: Mapping[str, float], gathered: Mapping[str, float] | None = None
+) -> tuple[float, list[tuple[str, float]]] | None:
     """Returns the ratio of each device's work to its share of a step, and the lines that cause it, with their own ratios.
 
     The lines with the most excess work come first. Returns None if the ratio is at most `MAX_RATIO`.
@@ -47,8 +49,16 @@ def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[f
     - `traced`: the jaxpr of the step.
     - `module`: the program compiled from it, as one device runs it.
     - `repeats`: for each line of the loss with a product, the number of devices on which the plan repeats it.
+    - `gathered`: the same for lines where rows are gathered. Products without a line are checked only if there are any.
     """
     total, per_device = _of_jaxpr(traced), _of_module(module)
+    if gathered:
+        # The program names a caller's line where the trace has none, as inside loops and for code without a file.
+        repeats = {**gathered, **repeats}
+        for counts in per_device:
+            counts[""] = sum(flops for line, flops in counts.items() if line not in total.all or not line)
+    else:
+        repeats = {line: n for line, n in repeats.items() if line}
     shares: dict[str, float] = {}
     works: dict[str, float] = {}
     for line in repeats.keys() & total.all.keys():
@@ -64,14 +74,23 @@ def excess(traced: Any, module: Module, repeats: Mapping[str, float]) -> tuple[f
     return ratio, [(line, works[line] / shares[line]) for line in lines[:_N_LINES]]
 
 
-def message(ratio: float, lines: Iterable[tuple[str, float]], n_devices: int) -> str:
-    """Returns the text of the warning."""
-    where = "; ".join(f"{shortened(line)} ({times:.1f} times)" for line, times in lines)
+def message(
+    ratio: float, lines: Iterable[tuple[str, float]], n_devices: int, gathers: Iterable[tuple[str, str]] = ()
+) -> str:
+    """Returns the text of the warning.
+
+    **Arguments:**
+
+    - `gathers`: pairs of a line where rows are gathered, and why.
+    """
+    where = "; ".join(f"{shortened(line) or 'an unknown line'} ({times:.1f} times)" for line, times in lines)
+    found = "; ".join(f"at {shortened(line) or 'an unknown line'}, as {why}" for line, why in list(gathers)[:_N_LINES])
+    because = f"Rows are gathered {found}. " if found else ""
     return (
         f"`loss_fn`: expected each of {n_devices} devices to compute 1/{n_devices} of a step, got {ratio:.1f} times that: "
-        f"the work of {where} is repeated on several devices. XLA cannot split products without rows of the batch, nor work "
-        "that follows a sort, cumulative sum, scatter or lookup over all rows: compute it for each example, under "
-        "`jax.vmap`."
+        f"the work of {where} is repeated on several devices. {because}XLA cannot split products without rows of the "
+        "batch, nor work that follows a sort, cumulative sum, scatter or lookup over all rows: compute it for each example, "
+        "under `jax.vmap`."
     )
 
 
@@ -142,5 +161,7 @@ def checked(step: Any, args: tuple[Any, ...], plan: Any, groups: PyTree[jax.Arra
     if not (text := lowered.compile().as_text()):  # a backend without HLO text
         return
     module = Module.of(text)
-    if (more := excess(traced.jaxpr.jaxpr, module, plan.repeats)) is not None:
-        warn(message(*more, module.n_devices))
+    # Products that the plan does not know may be repeated over the model axis.
+    gathered = dict.fromkeys((line for line, _ in plan.gathers), module.n_devices / n_batch_shards(plan.mesh))
+    if (more := excess(traced.jaxpr.jaxpr, module, plan.repeats, gathered)) is not None:
+        warn(message(*more, module.n_devices, plan.gathers))

@@ -17,6 +17,7 @@ from ..errors import is_ours
 from ..tracing import as_fun, shapes_in, shortened
 from ._atoms import Step, steps_of
 from ._draws import ByNumber, Draws, Factors, equations_of, factors_of
+from ._gathers import gathers_of
 from ._names import Inputs, Names
 from ._rows import FREE, ROW, Rows
 
@@ -49,6 +50,7 @@ class RowUse:
     - `line`: `file:line` of the first equation that mixes rows, or of what is unknown.
     - `why`: what that equation does, such as "a reduction over rows".
     - `draws`: one sentence with its line for each random draw that cannot follow the rows.
+    - `gathers`: pairs of the full line of an equation over which rows cannot be split, and why.
     - `is_random`: whether anything is drawn.
     - `primitives`: the names of the function's equations, in order. What follows is for a trace with the same.
     - `by_number`: the equations to compute from the numbers of the rows.
@@ -62,6 +64,7 @@ class RowUse:
     line: str = ""
     why: str = ""
     draws: tuple[str, ...] = ()
+    gathers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     is_random: bool = True
     primitives: tuple[str, ...] = field(default=(), repr=False)
     by_number: tuple[ByNumber, ...] = field(default=(), repr=False)
@@ -124,6 +127,7 @@ def row_use(
     found = {
         "primitives": tuple(step.name for step in equations_of(names.root)),
         "is_random": draws.is_random,
+        "gathers": gathers_of(names),
         "draws": tuple(f"{why} ({shortened(step.line)})" for step, why in draws.refused),
     }
     rows = Rows(names, other)

@@ -74,6 +74,7 @@ class Plan:
     # For each line of the loss with a matmul, the number of devices that repeat its work; None if no loss was traced.
     repeats: Mapping[str, float] | None = None
     row_use: str = ""  # what the loss does with rows; empty if unknown
+    gathers: tuple[tuple[str, str], ...] = ()  # the lines of the loss over which rows cannot be split, and why
 
     def __getitem__(self, name: str) -> LeafPlan:
         if name not in self.leaves:
@@ -394,7 +395,7 @@ def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dic
         work = works.setdefault(line_of(at), [0.0, 0.0])
         work[0] += flops
         work[1] += flops * (mesh.size if n is None else n)
-    return {line: repeated / flops for line, (flops, repeated) in works.items() if flops and line and line not in unknown}
+    return {line: repeated / flops for line, (flops, repeated) in works.items() if flops and line not in unknown}
 
 
 def mark_read(plan: Plan, trace: Trace, *, with_kinds: bool = False) -> Plan:

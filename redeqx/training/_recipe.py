@@ -106,7 +106,8 @@ class Recipe:
                 "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of "
                 f"{len(self.parts.names[0])}. Use the model that `loss_fn` is given, not one from outside."
             )
-        return plan if self.rows in (None, UNKNOWN) else replace(plan, row_use=self.rows.text)
+        use = self.rows
+        return plan if use is None or use == UNKNOWN else replace(plan, row_use=use.text, gathers=use.gathers)
 
     def program(
         self, plan: Plan, model: PyTree, state: PyTree, *, named: bool = False, change: Rule | None = None

@@ -47,8 +47,10 @@ class Experts(eqx.Module):
     def __call__(self, tokens):
         n = len(tokens) // EXPERTS * 2
         expert = jnp.argmax(jax.vmap(self.router)(tokens), -1)
-        place = jnp.cumsum(jax.nn.one_hot(expert, EXPERTS, dtype=jnp.int32), 0)[jnp.arange(len(tokens)), expert] - 1
-        buffers = jnp.zeros((EXPERTS, n, D)).at[expert, place].set(tokens, mode="drop")
+        place = record_line("place")(
+            jnp.cumsum(jax.nn.one_hot(expert, EXPERTS, dtype=jnp.int32), 0)[jnp.arange(len(tokens)), expert] - 1
+        )
+        buffers = record_line("scatter")(jnp.zeros((EXPERTS, n, D)).at[expert, place].set(tokens, mode="drop"))
         hidden = jax.nn.relu(record_line("up")(jnp.einsum("end,edf->enf", buffers, self.up)))
         out = record_line("down")(jnp.einsum("enf,efd->end", hidden, self.down))
         return out.at[expert, place].get(mode="fill", fill_value=0)
@@ -103,13 +105,76 @@ def test_experts_over_all_tokens_are_reported_with_their_lines(shards, times, to
     assert found == (
         f"`loss_fn`: expected each of 8 devices to compute 1/8 of a step, got {total} times that: the work of "
         f"{recorded_line('down')} ({times}.0 times); {recorded_line('up')} ({times}.0 times) is "
-        "repeated on several devices. XLA cannot split products without rows of the batch, nor work that follows a sort, "
-        "cumulative sum, scatter or lookup over all rows: compute it for each example, under `jax.vmap`."
+        f"repeated on several devices. Rows are gathered at {shortened(__file__)}:{LINES['place'] + 1}, as `cumsum` depends on their "
+        f"order; at {recorded_line('scatter')}, as `scatter` looks them up by index. XLA cannot split products without rows "
+        "of the batch, nor work that follows a sort, cumulative sum, scatter or lookup over all rows: compute it for each "
+        "example, under `jax.vmap`."
     )
 
 
 def test_experts_per_example_are_not_reported():
     assert first_step_warnings(Experts(), loss_per_example, 2, 2) == []
+
+
+def by_map(model, batch, key):
+    return jnp.square(jax.lax.map(jax.vmap(model), batch)).mean()
+
+
+def by_map_of_eight(model, batch, key):
+    return jnp.square(jax.lax.map(lambda x: jax.vmap(model)(x), batch, batch_size=8)).mean()
+
+
+def ragged(model, batch, key):
+    return jnp.square(jax.lax.ragged_dot(batch[:, 0], model, jnp.full(4, len(batch) // 4))).mean()
+
+
+def scattered(model, batch, key):
+    places = jnp.cumsum(jnp.ones(len(batch), jnp.int32)) - 1
+    return jnp.square(jax.vmap(jax.vmap(model))(jnp.zeros_like(batch).at[places].set(batch))).mean()
+
+
+WITHOUT_FILE = {"jax": jax, "jnp": jnp}
+exec(
+    """
+def sorted_without_a_file(model, batch, key):
+    return jnp.square(jax.vmap(jax.vmap(model))(batch[jnp.argsort(batch[:, 0, 0])])).mean()
+""",
+    WITHOUT_FILE,
+)
+LOOP = "a loop takes one after the other"
+
+
+@pytest.mark.parametrize(
+    "loss, times, why",
+    [
+        (by_map, "8.0", [LOOP]),
+        (by_map_of_eight, "8.0", [LOOP]),
+        (ragged, "4.0", ["`ragged_dot_general` depends on their order"]),
+        (scattered, "8.0", ["`cumsum` depends on their order", "`scatter` looks them up by index"]),
+        (WITHOUT_FILE["sorted_without_a_file"], "8.0", ["`sort` depends on their order", "`gather` looks them up by index"]),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_gathered_rows_are_named_with_the_reason(loss, times, why):
+    key = jax.random.key(0)
+    model = jax.random.normal(key, (4, D, F)) if loss is ragged else eqx.nn.MLP(D, D, F, 1, key=key)
+    (found,) = first_step_warnings(model, loss, rows=64)
+    assert f"compute 1/8 of a step, got {times} times that: " in found
+    file = os.path.relpath(__file__)
+    where = [
+        part.rpartition(", as ") for part in found.partition("Rows are gathered at ")[2].split(". XLA")[0].split("; at ")
+    ]
+    assert [reason for _, _, reason in where] == why
+    first = loss.__code__.co_firstlineno
+    lines = [f"{file}:{n}" for n in (first + 1, first + 2)] if loss.__code__.co_filename == __file__ else ["an unknown line"]
+    assert all(line in lines for line, _, _ in where)
+
+
+def test_rows_that_are_looked_up_without_repeated_work_are_not_reported():
+    def loss(model, batch, key):
+        return jnp.square(jax.vmap(jax.vmap(model))(batch)).mean() + 0 * jnp.sort(batch[:, 0, 0])[0]
+
+    assert first_step_warnings(eqx.nn.MLP(D, D, F, 1, key=jax.random.key(0)), loss, 2, 2, rows=64) == []
 
 
 def test_dense_jacobian_is_reported():

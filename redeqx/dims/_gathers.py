@@ -1,0 +1,23 @@
+"""Where a function needs rows of other devices: equations over which XLA cannot split rows, so that it gathers them.
+
+What is computed from their results is then computed for all rows on every device. `compiled` measures whether it is.
+"""
+
+from ._atoms import Step, steps_of
+from ._names import Names
+
+_BY_INDEX = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
+
+
+def gathers_of(names: Names) -> tuple[tuple[str, str], ...]:
+    """Returns pairs of a line and the reason why the rows are gathered there."""
+    return tuple(dict.fromkeys((step.line, why) for step in steps_of(names.root) if (why := _why(names, step))))
+
+
+def _why(names: Names, step: Step) -> str:
+    if names.has_rows([step.scanned]):
+        return "a loop takes one after the other"
+    hows = {how for how, dim in step.mixes if names.has_rows([dim])}
+    if "order" in hows:
+        return f"`{step.name}` depends on their order"
+    return f"`{step.name}` looks them up by index" if hows and step.name.startswith(_BY_INDEX) else ""
