@@ -207,7 +207,10 @@ def test_an_error_of_the_verdict_ends_the_thread_that_reads():
 
 
 def test_no_examples_ask_for_no_verdict():
-    with closing(batches(iter(()), Workers(np.stack), BatchSize(16, 8), make_mesh(1, 1), use=None.__eq__)) as upcoming:
+    def use(shapes):
+        pytest.fail("asked")
+
+    with closing(batches(iter(()), Workers(np.stack), BatchSize(16, 8), make_mesh(1, 1), use=use)) as upcoming:
         assert list(upcoming) == []
 
 
@@ -257,6 +260,7 @@ def header_of(capsys, loss_fn, n_rows=16, **kwargs):
     """Returns what an update prints in its header, and the plan."""
     trainer = make_trainer(loss_fn, verbose=True, **kwargs)
     trainer.update(DATA[:n_rows])
+    assert trainer.plan is not None
     return " ".join(capsys.readouterr().out.split()), trainer.plan.explain()
 
 
