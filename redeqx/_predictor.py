@@ -140,9 +140,9 @@ class Predictor(RedcoNames):
         - `per_device_batch_size`, `batch_size`: rows at one position of the data and fsdp axes, or examples over all
             devices; pass one of the two.
         - `model`: replaces the Predictor's own, with the same structure.
-        - `key`: the key that `pred_fn` receives, with the number of the batch's first row folded in. By default it comes
-            from the deployer's seed and is the same at every call: pass a new key where calls must differ (samples, a
-            policy's actions).
+        - `key`: the key that `pred_fn` receives. A draw for rows takes for each row its number among all examples, so
+            samples do not depend on the batch size. By default the key comes from the deployer's seed and is the same at
+            every call: pass a new one where calls must differ (samples, a policy's actions).
 
         Raises ValueError if `output_fn` does not return one entry per example.
         """

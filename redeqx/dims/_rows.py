@@ -171,7 +171,8 @@ class Rows:
         x, y = np.asarray(value.literal), np.asarray(its)
         if x.shape == y.shape and np.array_equal(x, y, equal_nan=x.dtype.kind in "fc"):
             return
-        degrees = [d for d in (-2, -1, 1, 2) if x.shape == y.shape == () and x and abs(y / x / ratio**d - 1) < 1e-3]
+        # Exactly, as twice the number is exact in any dtype: `n - 1` of many rows is nearly a power of `n`.
+        degrees = [d for d in (-2, -1, 1, 2) if x.shape == y.shape == () and x and y == x * ratio**d]
         self._degrees[id(value)] = degrees[0] if degrees else None
 
     def _find_unnamed(self, other: Names) -> None:
@@ -336,6 +337,11 @@ class Rows:
         outs = self._fixed(lambda carry: self._follow(body, [*consts, *carry, *xs]), initial, is_by_row)
         if not is_by_row:
             return outs
+        carries = zip(slots, body.outs, outs, kept, strict=False)
+        if not all(keeps or (state.kind != FREE and _only_adds(body, slot, out)) for slot, out, state, keeps in carries):
+            # Such as a counter, a key that is split again and again, or a sum that another sum reads.
+            kind = self._note("a loop over rows", step, MIXED)
+            return [State(kind, any(s.is_trained for s in (*ins, *outs)))] * len(step.outs)
         # A carry that does not start at zero is a sum over rows and a term of another degree.
         starts = step.ins[n_consts : n_consts + n_carry]
         hides = [s.kind == PREFIX and not _is_zero(v, self.names) for s, v in zip(outs, starts, strict=False)]
@@ -406,6 +412,20 @@ _SAID = {
     "scan": "a loop over rows",
     "unknown": "an unknown operation",
 }
+
+
+def _only_adds(body: Block, slot: Value, out: Value) -> bool:
+    """Whether a loop does nothing with a carry but add to it."""
+    value, has_added = slot.source, False
+    while True:
+        readers = [step for step in body.steps for each in step.ins if each.source is value]
+        ends = [each for each in body.outs if each.source is value]
+        if value is out.source:
+            return has_added and not readers and len(ends) == 1
+        is_sum = len(readers) == 1 and readers[0].name in ("add", "add_any")
+        if len(readers) != 1 or ends or not (is_sum or readers[0].name == "convert_element_type"):
+            return False
+        value, has_added = readers[0].outs[0].source, has_added or is_sum
 
 
 def _most(states: Iterable[State]) -> Kind:

@@ -763,6 +763,44 @@ def by_a_scan_that_remembers(p, batch, key):
     return lax.scan(step, 0.0, batch["x"])[1].mean()
 
 
+@mixed
+def by_a_scan_that_counts(p, batch, key):
+    def step(carry, x):
+        n, total = carry
+        return (n + 1, total + n * one_row(p, x)), None
+
+    return lax.scan(step, (0.0, 0.0), batch["x"])[0][1] / len(batch["x"])
+
+
+@mixed
+def by_a_scan_of_two_sums(p, batch, key):
+    def step(carry, x):
+        inner, total = carry
+        return (inner + one_row(p, x), total + inner), None
+
+    return lax.scan(step, (0.0, 0.0), batch["x"])[0][1] / len(batch["x"])
+
+
+@mixed
+def by_a_scan_with_places(p, batch, key):
+    return lax.scan(lambda n, x: (n + 1.0, n * one_row(p, x)), 0.0, batch["x"])[1].mean()
+
+
+@mixed
+def by_a_scan_that_splits_its_key(p, batch, key):
+    def step(key, x):
+        key, own = jax.random.split(key)
+        return key, one_row(p, x) * jax.random.normal(own)
+
+    return lax.scan(step, key, batch["x"])[1].mean()
+
+
+@cautious
+def by_a_scan_that_divides_by_its_count(p, batch, key):
+    n, total = lax.scan(lambda c, x: ((c[0] + 1, c[1] + one_row(p, x)), None), (0.0, 0.0), batch["x"])[0]
+    return total / n
+
+
 @case("unknown", is_cautious=True)
 def by_a_python_loop(p, batch, key):
     return sum(one_row(p, x) for x in batch["x"]) / len(batch["x"])

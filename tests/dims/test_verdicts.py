@@ -10,7 +10,7 @@ import pytest
 import redeqx
 from redeqx.dims import row_use
 from redeqx.transforms import RowNumbers, by_row, of_whole
-from tests.dims.losses import CASES, batch_of, weights
+from tests.dims.losses import CASES, batch_of, row_losses, weights
 
 ROWS = 16
 KEY = jax.random.key(7)
@@ -107,6 +107,27 @@ def test_the_verdict_about_a_loss(name):
     if use.is_exact:
         assert use.group == case.group and not use.draws
         assert use.degree == case.degree or use.kind == "after"  # the rest may be a mean or a sum
+
+
+@pytest.mark.parametrize("n_rows", [8, 6, 5])
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", CASES)
+def test_a_size_that_is_also_one_of_another_dim_changes_no_verdict(name, n_rows):
+    if n_rows % (4 if name == "by_map_of_some_rows_at_a_time" else CASES[name].group):
+        pytest.skip("no whole number of groups")
+    use = row_use(sums_of(name), weights(), (), batch_of(n_rows), KEY)
+    assert (use.kind, use.group) == (CASES[name].kind, CASES[name].group), use.text
+
+
+@pytest.mark.parametrize(
+    "divisor", [lambda n: n - 1, lambda n: n + 1, lambda n: n + 6, lambda n: n**0.5, lambda n: np.log(n)]
+)
+@pytest.mark.parametrize("n_rows", [16, 4096])
+def test_a_divisor_that_is_nearly_the_number_of_rows_is_no_mean(divisor, n_rows):
+    def loss_fn(weights, state, batch, key):
+        return row_losses(weights, batch).sum() / divisor(len(batch["x"]))
+
+    assert row_use(loss_fn, weights(), (), batch_of(n_rows), KEY).kind == "mixed"
 
 
 QUICK = (
