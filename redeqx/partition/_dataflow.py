@@ -115,6 +115,10 @@ def order(
         best = trial
         return True
 
+    # All at once, as next: keys alone would not match values that are still split over layers.
+    others = {leaf: [dim for dim in best.options.get(leaf, ()) if dim != best.decided[leaf].dim] for leaf in best.sliced}
+    if forced := {leaf: dims[0] for leaf, dims in others.items() if dims}:
+        attempt(forced)
     if best.recurrent:  # all at once: a single replicated one would still be combined with split outputs of the others
         attempt(dict.fromkeys(best.recurrent))
     while n_shards > 1 and n_trials < MAX_TRIALS:
@@ -329,6 +333,22 @@ def _updated(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     return run.give_up(eqn, ins)
 
 
+def _scattered(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """A scatter, such as an update of a cache at a position, keeps the split of a dim if the updates span all of it."""
+    numbers, (whole, part) = eqn.params["dimension_numbers"], (eqn.invars[i].aval.shape for i in (0, 2))
+    window = [dim for dim in range(len(whole)) if dim not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
+    places = dict(zip(window, map(int, numbers.update_window_dims), strict=True))  # in the updates, of the operand's dims
+    others = [dim for dim in range(len(part)) if dim not in places.values()]
+    batches = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    places |= {int(dim): others[of_indices] for dim, of_indices in batches}
+    spanned = {dim: place for dim, place in places.items() if whole[dim] == part[place]}
+    (dim, cause), (of_indices, _), (of_part, by_part) = map(run.split, ins)
+    if dim is None:
+        dim, cause = next((dim for dim, place in spanned.items() if place == of_part), None), by_part
+    fits = dim in spanned and of_part in (spanned[dim], None) and of_indices is None
+    return [Flow(dim=dim, cause=cause)] if fits and not any(map(run.is_open, ins)) else run.give_up(eqn, ins)
+
+
 # --- loops and branches ------------------------------------------------------------------------------------------------
 
 
@@ -402,10 +422,16 @@ def _iterate(
     while True:
         outs = run.evaluate(closed, [*consts, *carried, *slices])
         returned = [Flow(*run.split(out)) for out in outs[: len(carried)]]
+        # Only then splits: weights that are used with a carry are not decided before it is known to become data.
         kept = [
-            replace(flow if back.dim == flow.dim else Flow(), data=flow.data or out.data, grad=flow.grad or out.grad)
-            for flow, back, out in zip(carried, returned, outs, strict=False)
+            replace(flow, data=flow.data or out.data, grad=flow.grad or out.grad)
+            for flow, out in zip(carried, outs, strict=False)
         ]
+        if kept == carried:
+            kept = [
+                flow if back.dim == flow.dim else Flow(data=flow.data, grad=flow.grad)
+                for flow, back in zip(carried, returned, strict=True)
+            ]
         if kept == carried:
             break
         run.restore(start)
@@ -421,7 +447,9 @@ def _scan(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     n_consts, n_carry = scan_counts(eqn)
     slices = []
     for atom, flow in zip(eqn.invars[n_consts + n_carry :], ins[n_consts + n_carry :], strict=True):
-        if run.split(flow)[0] == 0:
+        dim, cause = run.split(flow)
+        if dim == 0:
+            run.sliced.update(() if cause is None else (cause,))
             flow = run.gather(atom.aval, flow)
         for weight_view in flow.views:
             if weight_view.dims[0] is not None:
@@ -511,6 +539,7 @@ _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
     "stack": _stacked,
     "reshape": _reshaped,
     "dynamic_update_slice": _updated,
+    **dict.fromkeys((f"scatter{kind}" for kind in ("", "-add", "-sub", "-mul", "-min", "-max")), _scattered),
     "optimization_barrier": lambda run, eqn, ins: ins,  # output i is operand i
     "scan": _scan,
     "while": _while,

@@ -134,6 +134,7 @@ class Pass:
         of the loss.
     - `gathered`: the leaves whose split output had to be gathered.
     - `recurrent`: the candidates whose output a loop carries to its next iteration.
+    - `sliced`: the leaves that are split over a dim of stacked layers, along which a loop slices.
     - `follows`: for each leaf that is split like another leaf, that leaf, and its dim for each dim of the follower, both
         without stacked dims.
     - `products`: tuples of each product that was followed; the number of shards that each compute all of it (None for a
@@ -158,6 +159,7 @@ class Pass:
     candidates: dict[int, None] = field(default_factory=dict)
     gathered: set[int] = field(default_factory=set)
     recurrent: set[int] = field(default_factory=set)
+    sliced: set[int] = field(default_factory=set)
     follows: Mapping[int, tuple[int, Sequence[int | None]]] = field(default_factory=dict)
     uses: dict[tuple[int, int], "Use"] = field(default_factory=dict)
     looked_up: set[int] = field(default_factory=set)

@@ -533,3 +533,15 @@ def test_a_sum_of_many_parameters_makes_views_linear_in_their_number(monkeypatch
         return made["views"]
 
     assert 0 < views(200) < 5 * views(50)
+
+
+@pytest.mark.parametrize("write", ["set", "add"])
+def test_values_written_at_a_position_keep_their_split(write):
+    """As keys in a cache: each row writes at its own position, so that the update is a scatter."""
+
+    def loss(model, x, positions):
+        rows = jax.vmap(lambda row, i: getattr(jnp.zeros((SEQ, F)).at[i], write)(row))(jnp.tanh(x @ model["up"]), positions)
+        return ((rows.sum(1) @ model["down"]) ** 2).mean()
+
+    model = {"down": zeros(F, D), "up": zeros(D, F)}
+    assert dims(model, loss, zeros(16, D), jnp.zeros(16, jnp.int32)) == {"down": 0, "up": 1}
