@@ -1,11 +1,15 @@
 """`load`: reads a model from a checkpoint or a safetensors file, without a Trainer."""
 
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
 import equinox as eqx
 
 from ._deployer import Deployer
 from ._origins import CHANGED, set_origin
-from ._tree import ModelT, map_named, named_leaves
-from .checkpoint import Base, find_checkpoint, load_tree
+from ._tree import ModelT, PyTree, map_named, named_leaves
+from .checkpoint import Base, CheckpointFolder, TensorReader, check_tree, find_checkpoint, load_tree
 from .distributed import Peers
 from .errors import check_alive, check_deployer, check_model, filter_traceback
 from .machine import as_shapes
@@ -62,28 +66,73 @@ def load(
     if deployer is not None:
         check_deployer(deployer, Deployer)
     check_plan(plan)
-    path = location(path)
-    if deployer is not None and deployer.is_dry_run:
-        return as_shapes(like)
-    if deployer is not None:
+    saved = Saved.at(path, like, deployer, kind)
+    if deployer is not None and not saved.is_dry_run:
         plan = deployer.plan(like) if plan is None else plan.on(deployer.mesh)
-    if plan is not None:
-        plan.check(like)
-    shardings = None if plan is None else plan.sharding
-    if path.is_file():
-        return load_tree(path, like, shardings, kind)
-    checkpoints, found = find_checkpoint(path, Peers() if deployer is None else deployer._run.peers)
-    record = checkpoints.record(found, tensors=False)
-    base = None if kind in _WITHOUT_BASE else Base.of_record(found, record)
-    if base is None:
-        loaded = checkpoints.load(found, kind, like, shardings, verify=True)
-    else:
-        names = base.checksums
-        checkpoints.match_base(found, base, named_leaves(like))
-        loaded = checkpoints.load(found, kind, base.without(like), shardings, verify=True)
-        kept = map_named(lambda name, leaf: leaf if name in names else None, like)
-        loaded = eqx.combine(loaded, kept if plan is None else place(kept, plan))
-    for name, leaf in named_leaves(loaded).items():
-        if name in record.get("trained", ()):
-            set_origin(leaf, CHANGED)
-    return loaded
+    return saved.read(plan)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved model, to be read as `like`.
+
+    **Arguments:**
+
+    - `path`: a file, or the folder of a checkpoint in `checkpoints`.
+    - `base`: the frozen leaves that the checkpoint does not hold.
+    - `trained`: the names of the trained leaves.
+    """
+
+    path: Location
+    like: Any
+    kind: str = "model"
+    is_dry_run: bool = False
+    checkpoints: CheckpointFolder | None = None
+    base: Base | None = None
+    trained: Collection[str] = ()
+
+    @classmethod
+    def at(cls, path: str | Location, like: PyTree, deployer: Deployer | None, kind: str = "model") -> "Saved":
+        """Finds what a path refers to. Raises ValueError if it is nothing, or another model's base."""
+        path = location(path)
+        if deployer is not None and deployer.is_dry_run:
+            return cls(path, like, kind, is_dry_run=True)
+        if path.is_file():
+            return cls(path, like, kind)
+        checkpoints, found = find_checkpoint(path, Peers() if deployer is None else deployer._run.peers)
+        record = checkpoints.record(found, tensors=False)
+        base = None if kind in _WITHOUT_BASE else Base.of_record(found, record)
+        if base is not None:
+            checkpoints.match_base(found, base, named_leaves(like))
+        return cls(found, like, kind, False, checkpoints, base, record.get("trained", ()))
+
+    def match(self) -> None:
+        """Raises ValueError if the tensors are not those of `like`. Reads none."""
+        if self.checkpoints is not None:
+            self.checkpoints.match(self.path, self.kind, self._held)
+        elif not self.is_dry_run:
+            check_tree(TensorReader(self.path), self.like, self.kind)
+
+    @property
+    def _held(self) -> PyTree:
+        """The part of `like` whose values are in the files."""
+        return self.like if self.base is None else self.base.without(self.like)
+
+    def read(self, plan: Plan | None) -> Any:
+        """Returns `like` with the saved values, each device with its own slices; in a dry run, its shapes."""
+        if self.is_dry_run:
+            return as_shapes(self.like)
+        if plan is not None:
+            plan.check(self.like)
+        shardings = None if plan is None else plan.sharding
+        if self.checkpoints is None:
+            return load_tree(self.path, self.like, shardings, self.kind)
+        loaded = self.checkpoints.load(self.path, self.kind, self._held, shardings, verify=True)
+        if self.base is not None:
+            names = self.base.checksums
+            kept = map_named(lambda name, leaf: leaf if name in names else None, self.like)
+            loaded = eqx.combine(loaded, kept if plan is None else place(kept, plan))
+        for name, leaf in named_leaves(loaded).items():
+            if name in self.trained:
+                set_origin(leaf, CHANGED)
+        return loaded

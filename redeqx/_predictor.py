@@ -11,9 +11,10 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from ._deployer import Deployer
-from ._load import load
+from ._load import Saved
 from ._tree import PyTree, is_array_like
 from .data import BatchSize, Group, Prefetch, collate, local_rows, pad_rows, place_rows, read, size_of
+from .distributed import agree_on_program
 from .errors import (
     REDCO_PREDICTOR,
     REDCO_PREDICTOR_ARGUMENTS,
@@ -32,6 +33,7 @@ from .machine import n_batch_shards, put, replicated, split_rows, xla_settings
 from .partition import Plan, check_plan, place
 from .storage import Location
 from .training import (
+    Engine,
     Parts,
     Program,
     agree_on_examples,
@@ -39,6 +41,8 @@ from .training import (
     make_predict_step,
     placed,
     placed_shapes,
+    plan_prediction,
+    prediction,
     row_span,
     weak_types,
     with_weak_types,
@@ -59,7 +63,8 @@ class Predictor(RedcoNames):
         list of the rows.
     - `model_state`: the state of layers that have one, from `eqx.nn.make_with_state`.
     - `compute_dtype`: floating leaves of the model are cast to it for `pred_fn`.
-    - `plan`: how the model is split; `deployer.plan(model)` by default.
+    - `plan`: how the model is split; by default in the order in which `pred_fn` computes. It is then traced for the shapes
+        of the first batch, and the model is placed only after that.
     - `fuse_attention`: as for `Trainer`.
     """
 
@@ -93,15 +98,16 @@ class Predictor(RedcoNames):
         self._pred_fn = with_batch_note(with_weak_types(pred_fn, weak_types(model_state)), "pred_fn")
         self._output_fn = output_fn or _rows
         self._model_state = model_state
-        self._options = {"compute_dtype": compute_dtype, "fuse_attention": fuse_attention}
+        self._compute_dtype = compute_dtype
+        self._fuse_attention = fuse_attention
         if plan is not None and model is not None:
             plan.check(model)
         self._plan = None if plan is None else plan.on(deployer.mesh)
         self._step: tuple[Any, Parts, Callable[..., Any]] | None = None
         self._compiled: set[Any] = set()
         self._placed: tuple[PyTree, PyTree] | None = None
-        # Set by a Trainer: returns its current model, state and plan.
-        self._source: Callable[[], tuple[PyTree, PyTree, Plan]] | None = None
+        self._read: Callable[[Plan], PyTree] | None = None  # reads the model, of which `_model` has the shapes
+        self._engine: Engine | None = None  # of the Trainer whose model this is
 
     @classmethod
     @filter_traceback
@@ -113,14 +119,29 @@ class Predictor(RedcoNames):
         **Arguments:**
 
         - `path`, `like`: as for `redeqx.load`.
-        - `plan`, `options`: as for `Predictor`.
+        - `plan`, `options`: as for `Predictor`. With a `plan`, the tensors are read at once. Without one, this call checks
+            that they are those of `like`, and the first batch reads them, each device its own slices: keep the files until
+            then.
+
+        Raises as `redeqx.load` does. Without a plan, the first batch raises the error about a damaged file.
         """
         check_deployer(deployer, Deployer)
         check_model(like, "like")
         if "model" in options:
             raise TypeError("`load(model=)`: expected the model as `like` alone, got both. Leave `model` out.")
-        plan = deployer.plan(like) if plan is None else plan
-        return cls(deployer, model=load(path, like, deployer, plan=plan), plan=plan, **options)
+        check_plan(plan)
+        saved = Saved.at(path, like, deployer)
+        if plan is not None:
+            return cls(deployer, model=saved.read(plan.on(deployer.mesh)), plan=plan, **options)
+        saved.match()
+        predictor = cls(deployer, model=like, **options)
+        predictor._read = saved.read
+        return predictor
+
+    @property
+    def plan(self) -> Plan | None:
+        """How the model is split: the given plan, that of the trainer, or the one made for the first batch; None before."""
+        return self._plan if self._engine is None else self._engine.plan
 
     @filter_traceback
     def predict(
@@ -171,7 +192,7 @@ class Predictor(RedcoNames):
             )
         if model is not None:
             check_model(model)
-        elif self._source is None:
+        elif self._engine is None:
             self._require_model(model)
         if key is not None:
             check_key(key)
@@ -188,10 +209,6 @@ class Predictor(RedcoNames):
         self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray | None
     ) -> Iterator[list[Any]]:
         """Yields the outputs of `n` examples, `at_once` in batches of `rows`."""
-        model, state, plan = self._resolve(model)
-        parts, step = self._get_step(model, state, plan)
-        trained, frozen = parts.take(model)
-        state_leaves = jax.tree.leaves(state)
         mesh = self._deployer.mesh
         here = local_rows([Group(1, rows)], mesh)  # of a padded batch
 
@@ -207,7 +224,11 @@ class Predictor(RedcoNames):
         pending: deque[tuple[int, PyTree]] = deque()
         with closing(Prefetch(prepare())) as batches:
             for start, n_rows, batch in batches:
-                outputs = self._call(step, (trained, frozen, state_leaves, batch, key, row_span(start, n)))
+                if start == 0:
+                    model, state, plan = self._resolve(model, batch)
+                    parts, step = self._get_step(model, state, plan)
+                    arrays = (*parts.take(model), jax.tree.leaves(state))
+                outputs = self._call(step, (*arrays, batch, key, row_span(start, n)))
                 self._deployer._run.watch.beat()
                 jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
                 pending.append((n_rows, outputs))
@@ -220,14 +241,14 @@ class Predictor(RedcoNames):
         self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray | None
     ) -> Iterator[list[Any]]:
         """Yields zeros in place of the outputs. They have the shapes of the first batch, since only that one is collated."""
-        if self._source is not None:
-            own, state, plan = self._source()
+        batch = pad_rows(collate(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
+        if self._engine is not None:
+            own, state, plan = self._engine.predictor_source()
             model = own if model is None else model
         else:
             model, state = self._require_model(model), self._model_state
-            plan = self._deployer.plan(model) if self._plan is None else self._plan
+            plan = self._plan = self._plan or self._make_plan(model, batch)
         parts, step = self._get_step(model, state, plan)
-        batch = pad_rows(collate(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
         shapes = jax.eval_shape(step, *parts.take(model), jax.tree.leaves(state), batch, key, row_span(0, n))
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
@@ -242,8 +263,8 @@ class Predictor(RedcoNames):
         batch = pad_rows(collate(self._collate_fn, list(examples[:batch_size])), batch_size)
         batch = jax.tree.map(lambda x: placed(x, split_rows(mesh)), batch)
         parts = Parts.of(model)
-        treedef = program.state_treedef if program.state else None
-        step = self._make_step(parts, program.plan, treedef, named=True)
+        predict = self._prediction(parts, program.state_treedef if program.state else None)
+        step = self._make_step(parts, program.plan, predict, named=True)
         key = placed(jax.eval_shape(lambda: jax.random.key(0)), replicated(mesh))
         span = jax.ShapeDtypeStruct((2,), np.uint32)
         return step.trace(*placed_shapes(parts, model, program.plan), program.state, batch, key, span)
@@ -256,6 +277,8 @@ class Predictor(RedcoNames):
         run = self._deployer._run
         line = run.console.progress(title="predict")
         with run.preemption.held(), run.watch.paused(), line, line.compiling("predict step"):
+            if run.peers.n > 1:  # the call below reuses the lowering
+                agree_on_program(run.peers, "predict step", step.lower(*args))
             outputs = step(*args)
         self._compiled.add(signature)
         return outputs
@@ -271,26 +294,35 @@ class Predictor(RedcoNames):
             )
         return list(listed)
 
-    def _resolve(self, model: PyTree | None) -> tuple[PyTree, PyTree, Plan]:
-        """Returns the placed model and state to run, and their plan."""
-        if self._source is not None:
-            own, state, plan = self._source()
+    def _resolve(self, model: PyTree | None, batch: PyTree) -> tuple[PyTree, PyTree, Plan]:
+        """Returns the placed model and state to run, and their plan, which is made for this batch if there is none yet."""
+        if self._engine is not None:
+            own, state, plan = self._engine.predictor_source()
             return (own if model is None else place(model, plan)), state, plan
-        if self._plan is None:
-            self._plan = self._deployer.plan(self._require_model(model))
+        plan = self._plan = self._plan or self._make_plan(self._require_model(model), batch)
         if model is not None:
-            return place(model, self._plan), self._placed_state(), self._plan
+            return place(model, plan), self._placed_state(), plan
         if self._placed is None:
-            self._placed = place(self._model, self._plan), self._placed_state()
-        return *self._placed, self._plan
+            own = self._model if self._read is None else self._read(plan)
+            self._placed = place(own, plan), self._placed_state()
+            self._model = self._read = None  # a second model would stay in memory
+        return *self._placed, plan
+
+    def _make_plan(self, model: PyTree, batch: PyTree) -> Plan:
+        """Returns the plan of a model, by the trace of `pred_fn` for the shapes of a batch."""
+        check_model_function(self._pred_fn, "pred_fn", has_state=self._model_state is not None)
+        parts, treedef = Parts.of(model), None if self._model_state is None else jax.tree.structure(self._model_state)
+        predict, state = self._prediction(parts, treedef), jax.tree.leaves(self._model_state)
+        return plan_prediction(model, self._deployer.mesh, parts, predict, state, batch)
 
     def _placed_state(self) -> PyTree:
         return jax.tree.map(lambda leaf: put(leaf, replicated(self._deployer.mesh)), self._model_state)
 
     def _require_model(self, model: PyTree | None) -> PyTree:
-        if model is None and self._model is None:
+        own = self._model if self._placed is None else self._placed[0]
+        if model is None and own is None:
             raise ValueError("`model`: expected a model, got None. Pass it to `Predictor` or to `predict`.")
-        return self._model if model is None else model
+        return own if model is None else model
 
     def _get_step(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Parts, Callable[..., Any]]:
         """Returns the compiled step, rebuilt if the model differs in more than its arrays."""
@@ -302,14 +334,20 @@ class Predictor(RedcoNames):
             check_model_function(self._pred_fn, "pred_fn", has_state=state is not None)
             parts = Parts.of(model)
             treedef = None if state is None else jax.tree.structure(state)
-            step = self._make_step(parts, plan, treedef)
+            step = self._make_step(parts, plan, self._prediction(parts, treedef))
             self._step = (structure, parts, step)
             self._compiled.clear()
         return self._step[1], self._step[2]
 
-    def _make_step(self, parts: Parts, plan: Plan, treedef: Any, *, named: bool = False) -> Callable[..., Any]:
+    def _prediction(self, parts: Parts, treedef: Any) -> Callable[..., PyTree]:
+        return prediction(parts, self._pred_fn, treedef, self._compute_dtype)
+
+    def _make_step(
+        self, parts: Parts, plan: Plan, predict: Callable[..., PyTree], *, named: bool = False
+    ) -> Callable[..., Any]:
         options = xla_settings(plan.mesh, self._deployer._run.xla_settings).options
-        return make_predict_step(parts, plan, self._pred_fn, treedef, named=named, options=options, **self._options)
+        fuse_attention = self._fuse_attention
+        return make_predict_step(parts, plan, predict, named=named, fuse_attention=fuse_attention, options=options)
 
 
 def _rows(outputs: PyTree) -> list[Any]:

@@ -400,7 +400,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             compute_dtype=recipe.precision.dtype,
             fuse_attention=recipe.fuse_attention,
         )
-        predictor._source = self._engine.predictor_source
+        predictor._engine = self._engine
         return predictor
 
     @property

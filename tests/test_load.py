@@ -106,6 +106,54 @@ def test_predictor_loads_without_a_trainer(run):
     np.testing.assert_allclose(predictor.predict(examples, batch_size=4), expected, rtol=1e-6)
 
 
+def test_predictor_reads_by_the_plan_of_pred_fn(tmp_path):
+    """The tensors are read when the first batch is there, and are checked when the predictor is made."""
+
+    class Arrays(eqx.Module):
+        down: jax.Array
+        up: jax.Array
+
+        def __call__(self, x):
+            return jax.nn.relu(x @ self.up) @ self.down
+
+    def pred_fn(model, batch, key):
+        return jax.vmap(model)(batch)
+
+    rng = np.random.default_rng(0)
+    saved = {"down": rng.normal(size=(16, 4)).astype(np.float32), "up": rng.normal(size=(4, 16)).astype(np.float32)}
+    file, examples = tmp_path / "model.safetensors", list(rng.normal(size=(4, 4)).astype(np.float32))
+    save_file(saved, file)
+    deployer = redeqx.Deployer(verbose=False, n_model_shards=4)
+    like = Arrays(**{name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in saved.items()})
+    options = {"like": like, "collate_fn": np.stack, "pred_fn": pred_fn}
+    expected = pred_fn(Arrays(**saved), np.stack(examples), None)
+    predictor = redeqx.Predictor.load(file, deployer, **options)
+    assert predictor.plan is None
+    planned = redeqx.Predictor.load(file, deployer, plan=deployer.plan(like), **options)
+    np.testing.assert_allclose(predictor.predict(examples, batch_size=4), expected, rtol=1e-5, atol=1e-6)
+    specs = {name: tuple(leaf.spec) for name, leaf in predictor.plan.leaves.items()}
+    assert specs == {"down": ("model", None), "up": (None, "model")}
+    file.unlink()  # with a plan it was read at once, and without one by the first batch
+    for each in (planned, predictor):
+        np.testing.assert_allclose(each.predict(examples, batch_size=4), expected, rtol=1e-5, atol=1e-6)
+    save_file({"down": saved["down"]}, file)
+    with pytest.raises(ValueError, match=r"expected the tensors of this model, got 1 that differ:\n  - `up`"):
+        redeqx.Predictor.load(file, deployer, **options)
+
+
+def test_a_damaged_tensor_raises_at_the_first_batch(run, tmp_path):
+    workdir, _ = run
+    shutil.copytree(workdir / "ckpts/step_00000004", tmp_path / "step_00000004")
+    file = tmp_path / "step_00000004/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    predictor = redeqx.Predictor.load(
+        tmp_path / "step_00000004", redeqx.Deployer(verbose=False), like=make_model(jax.random.key(0)), collate_fn=np.stack,
+        pred_fn=lambda model, batch, key: jax.vmap(model)(batch),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"model\.safetensors.*crc32"):
+        predictor.predict(list(np.eye(4, dtype=np.float32)), batch_size=4)
+
+
 def test_casts_to_the_dtypes_of_like(run, tmp_path):
     workdir, _ = run
     tensors = load_file(workdir / "ckpts/step_00000004/model.safetensors")

@@ -11,6 +11,8 @@ import optax
 import pytest
 
 import redeqx
+from redeqx.models import generate
+from tests.models.families._case import collect
 
 SHARDS = [(1, 1), (2, 2), (8, 1)]  # sizes of the model and fsdp axes, on eight devices
 
@@ -82,7 +84,7 @@ def test_batch_size_is_respected_and_reduced_for_few_examples():
     predictor = redeqx.Predictor(make_deployer(2), model=make_linear(), collate_fn=collate_fn, pred_fn=pred_fn)
     predictor.predict(make_examples(21), 2)
     assert sizes == [8, 8, 5]  # 2 rows on each of 4 batch shards
-    assert set(batch_shapes) == {(8, 4)}  # the last batch uses the same program
+    assert set(batch_shapes) == {(8, 4), (16, 4)}  # with twice the rows it is only traced; the last batch has the same shape
     batch_shapes.clear()
     predictor.predict(make_examples(3), 1000)
     assert set(batch_shapes) == {(4, 4)}  # the smallest batch that divides over four shards
@@ -210,6 +212,129 @@ def test_uses_the_given_plan():
     predictor = redeqx.Predictor(deployer, model=model, collate_fn=stack, pred_fn=apply, plan=plan)
     assert_outputs(predictor.predict(examples, 1), expected(model, examples))
     assert {shard.data.shape for shard in predictor._placed[0].weight.addressable_shards} == {(8, 4)}
+
+
+# --- the plan -----------------------------------------------------------------------------------------------------------
+
+
+class Arrays(eqx.Module):
+    """Layers of arrays, of which the order of the fields says nothing."""
+
+    down: jax.Array
+    up: jax.Array
+
+    def __init__(self):
+        self.down, self.up = jnp.ones((64, 32)) / 64, jnp.arange(32.0 * 64).reshape(32, 64) / 2048
+
+    def __call__(self, x):
+        return jax.nn.relu(x @ self.up) @ self.down
+
+
+def specs_of(plan):
+    return {name: tuple(leaf.spec) for name, leaf in plan.leaves.items()}
+
+
+def bytes_by_device(arrays):
+    held = dict.fromkeys(jax.devices(), 0)
+    for array in arrays:
+        for shard in array.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return held
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_plan_is_in_the_order_in_which_pred_fn_computes(shards):
+    deployer, examples = make_deployer(*shards), [np.full(32, i / 8, np.float32) for i in range(5)]
+    model = Arrays()
+    desired = [np.asarray(model(x)) for x in examples]
+    field_order = deployer.plan(model)
+    predictor = redeqx.Predictor(deployer, model=model, collate_fn=stack, pred_fn=apply)
+    assert predictor.plan is None
+    assert_outputs(predictor.predict(examples, 2), desired)
+    assert specs_of(predictor.plan) == {"down": ("model", None), "up": (None, "model")}
+    assert predictor.plan["down"].reason == "row: its input arrives split by `up`"
+    assert all(leaf.reason.startswith("replicated: no known layer") for leaf in field_order.leaves.values())
+    n_bytes = 2 * 32 * 64 * 4
+    assert (field_order.n_bytes_per_device, predictor.plan.n_bytes_per_device) == (n_bytes, n_bytes // shards[0])
+
+
+def test_devices_hold_only_their_shards_and_the_given_model_is_released():
+    deployer, before = make_deployer(), {id(array) for array in jax.live_arrays()}
+    model = Arrays()
+    given = weakref.ref(model.up)
+    predictor = redeqx.Predictor(deployer, model=model, collate_fn=stack, pred_fn=apply)
+    del model
+    predictor.predict([np.ones(32, np.float32)], 1)
+    assert given() is None
+    shape = [array for array in jax.live_arrays() if id(array) not in before and array.shape in ((32, 64), (64, 32))]
+    assert set(bytes_by_device(shape).values()) == {predictor.plan.n_bytes_per_device} == {2 * 32 * 64 * 4 // 8}
+
+
+def test_plan_is_kept_for_other_batches_and_models():
+    predictor = redeqx.Predictor(make_deployer(), collate_fn=stack, pred_fn=apply)
+    model, examples = Arrays(), [np.full(32, i / 8, np.float32) for i in range(9)]
+    predictor.predict(examples, 2, model=model)
+    plan = predictor.plan
+    for given in (model, eqx.tree_at(lambda m: m.up, model, model.up + 1)):
+        assert_outputs(predictor.predict(examples, 4, model=given), [np.asarray(given(x)) for x in examples])
+    assert predictor.plan is plan
+
+
+def test_plan_of_a_layered_model_with_state_in_a_tree_of_outputs():
+    model, state = eqx.nn.make_with_state(
+        lambda: eqx.nn.Sequential(
+            [make_linear(), eqx.nn.BatchNorm(8, "batch", mode="batch"), eqx.nn.Linear(8, 16, key=jax.random.key(1))]
+        )
+    )()
+
+    def pred_fn(model, state, batch, key):
+        y, _ = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch["x"], state)
+        return {"y": y, "best": y.argmax(-1)}
+
+    examples = make_examples(5)
+    predictor = redeqx.Predictor(make_deployer(), model=model, collate_fn=stack, pred_fn=pred_fn, model_state=state)
+    outputs = predictor.predict(examples, 2)
+    desired = pred_fn(eqx.nn.inference_mode(model), state, stack(examples), None)
+    assert_outputs([output["y"] for output in outputs], list(np.asarray(desired["y"])))
+    assert [int(output["best"]) for output in outputs] == desired["best"].tolist()
+    specs = specs_of(predictor.plan)
+    assert specs["layers.0.weight"] == ("model", None) and specs["layers.2.weight"] == (None, "model")
+    assert specs["layers.1.weight"] == specs["layers.0.bias"] == ("model",) and specs["layers.2.bias"] == (None,)
+
+
+@pytest.mark.parametrize("family", ["gpt2", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("t5", "bart"))])
+def test_generation_has_the_plan_of_the_loss(family):
+    """Its loop, the caches that it writes at a position, and its first token, which is a constant, change nothing."""
+    training = next(case for case in collect("TRAININGS") if case.name == family)
+    model, ids = training.make(jax.random.key(3)), np.random.default_rng(0).integers(3, 60, (3, 6)).astype(np.int32)
+
+    def pred_fn(model, batch, key):
+        return generate(model, batch, max_new_tokens=4)
+
+    deployer = make_deployer(2, 2)
+    predictor = redeqx.Predictor(deployer, model=model, collate_fn=np.stack, pred_fn=pred_fn)
+    outputs = predictor.predict(list(ids), 1)
+    np.testing.assert_array_equal(outputs, pred_fn(eqx.nn.inference_mode(model), ids, None))
+    batch = jax.tree.map(lambda *rows: np.stack(rows), *training.examples)
+    specs, of_loss = map(specs_of, (predictor.plan, deployer.plan(model, training.loss_fn, batch)))
+    # No position bias is computed for a single position, so its table may stay whole.
+    assert {name for name in specs if specs[name] != of_loss[name]} <= {"decoder.positions.table"}
+    blocks = "stack.blocks" if family == "gpt2" else "decoder.stack.blocks"
+    for name in ("attention.query", "attention.key", "attention.value", "mlp.up"):
+        assert specs[f"{blocks}.{name}.weight"][:2] == (None, "model"), name
+    for name in ("attention.output", "mlp.down"):
+        assert specs[f"{blocks}.{name}.weight"][2] == "model", name
+
+
+def test_an_operation_that_is_not_followed_is_named_in_the_reason():
+    def pred_fn(model, batch, key):
+        return jax.vmap(model)(batch["x"] / jnp.linalg.svd(model.up, compute_uv=False).max())
+
+    examples = [np.full(32, i / 8, np.float32) for i in range(3)]
+    predictor = redeqx.Predictor(make_deployer(), model=Arrays(), collate_fn=stack, pred_fn=pred_fn)
+    assert_outputs(predictor.predict(examples, 2), list(np.asarray(pred_fn(Arrays(), stack(examples), None))))
+    assert specs_of(predictor.plan) == {"down": (None, "model"), "up": (None, None)}
+    assert predictor.plan["up"].reason.startswith("replicated: `svd` computes with it, which is not followed")
 
 
 # --- inference mode, keys, dtypes and state -----------------------------------------------------------------------------

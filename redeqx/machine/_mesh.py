@@ -93,7 +93,8 @@ def copied(array: Any) -> Any:
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
     """Puts a value on a mesh, which may span several processes. All of them must pass the same value."""
-    if sharding.is_fully_addressable:
+    is_split = isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated
+    if sharding.is_fully_addressable or is_split:  # no process has all of a split value
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(put(jax.random.key_data(value), sharding), impl=jax.random.key_impl(value))

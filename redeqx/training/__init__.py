@@ -44,8 +44,8 @@ from ._program import (
     shard_bytes as shard_bytes,
 )
 from ._progress import check_record as check_record
-from ._recipe import Recipe as Recipe, plan_model as plan_model
+from ._recipe import Recipe as Recipe, plan_model as plan_model, plan_prediction as plan_prediction
 from ._resume import resume_newest as resume_newest
 from ._run import Run as Run
 from ._schedules import lr_schedule as lr_schedule
-from ._step import make_predict_step as make_predict_step, row_span as row_span
+from ._step import make_predict_step as make_predict_step, prediction as prediction, row_span as row_span

@@ -1,6 +1,6 @@
 """The recipe: the arguments of a Trainer, and the plan and program that follow from them on any mesh. It holds no arrays."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,27 @@ def plan_model(
     for message in plan.warnings:
         warn(message)
     return plan if trace is None else mark_read(plan, trace)
+
+
+def plan_prediction(
+    model: PyTree, mesh: Mesh, parts: Parts, predict: Callable[..., PyTree], state: Sequence[Any], batch: PyTree
+) -> Plan:
+    """Returns the plan of a model on a mesh, in the order in which a prediction computes; issues the plan's warnings.
+
+    **Arguments:**
+
+    - `predict`: as `prediction` returns it. It is traced for the shapes of `state` and `batch`.
+    """
+
+    def of_model(model: PyTree, *rest: Any) -> PyTree:
+        trained, frozen = parts.take(model)
+        return predict([*trained, *frozen], *rest)
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))
+    plan = make_plan(model, mesh, trace=Trace.of(of_model, model, *shapes, jax.eval_shape(lambda: jax.random.key(0))))
+    for message in plan.warnings:
+        warn(message)
+    return plan
 
 
 @dataclass(frozen=True)

@@ -365,25 +365,15 @@ def make_eval_step(
     return jax.jit(eval_fn, out_shardings=replicate, compiler_options=dict(options or {})), names
 
 
-def make_predict_step(
-    parts: Parts,
-    plan: Plan,
-    pred_fn: Callable[..., Any],
-    state_treedef: Any = None,
-    compute_dtype: Any = None,
-    *,
-    named: bool = False,
-    fuse_attention: bool = True,
-    options: Options | None = None,
-) -> Callable[..., Any]:
-    """Returns the jitted `(trained, frozen, state, batch, key, span) -> outputs`, with rows split over the batch axes and
-    the model in inference mode. `span` is the place of the batch in the prediction, see `row_span`.
+def prediction(
+    parts: Parts, pred_fn: Callable[..., Any], state_treedef: Any = None, compute_dtype: Any = None
+) -> Callable[..., PyTree]:
+    """Returns `(weights, state, batch, key) -> outputs`: the user's `pred_fn` as a function of lists of arrays, with the
+    model in inference mode. It checks that each output has the rows of the batch.
 
     **Arguments:**
 
     - `state_treedef`: of the model state that `pred_fn` also receives; None if there is none.
-    - `named`, `fuse_attention`: as for `plan_rules`.
-    - `options`: for the compiler.
     """
     n_trained = len(parts.names[0])
 
@@ -405,6 +395,27 @@ def make_predict_step(
                 )
         return outputs
 
+    return predict
+
+
+def make_predict_step(
+    parts: Parts,
+    plan: Plan,
+    predict: Callable[..., PyTree],
+    *,
+    named: bool = False,
+    fuse_attention: bool = True,
+    options: Options | None = None,
+) -> Callable[..., Any]:
+    """Returns the jitted `(trained, frozen, state, batch, key, span) -> outputs`, with rows split over the batch axes.
+    `span` is the place of the batch in the prediction, see `row_span`.
+
+    **Arguments:**
+
+    - `predict`: as `prediction` returns it.
+    - `named`, `fuse_attention`: as for `plan_rules`.
+    - `options`: for the compiler.
+    """
     rules = plan_rules(parts, plan, named=named, convolutions=False, fuse_attention=fuse_attention)
 
     def of_part(*args):
