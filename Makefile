@@ -51,6 +51,7 @@ benchmarks: $(VENV)/.bench
 	$(BIN)/python -m redeqx launch --processes 2 tests/benchmarks/checkpoint.py
 	$(BIN)/python tests/benchmarks/soak.py
 	$(BIN)/python tests/benchmarks/step_speed.py
+	$(BIN)/python tests/benchmarks/draws.py
 	$(BIN)/python tests/benchmarks/generation.py
 
 # The documentation into build/docs; every link is checked. The tutorials and the figures, which take nearly all of the time, are
