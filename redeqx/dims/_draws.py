@@ -9,13 +9,14 @@ import jax
 
 from ..tracing import REMATS, insides
 from ._atoms import Block, Dim, Step, Value, flat, steps_of
+from ._growth import Growth
 from ._names import Names
 
 _DRAWS = ("random_bits", "random_split")
 _AT_ONCE = ("random_gamma", "rng_bit_generator", "rng_uniform")  # their lowering splits keys by the shape of the output
 _ENTERED = (*REMATS, "scan", "while", "cond")  # inside these, equations can be replaced
 
-# The factors of a dim, most significant first: their sizes, or None for the rows.
+# The factors of a dim, most significant first: their sizes; None for the rows; -n for the groups of n consecutive rows.
 Factors = tuple[int | None, ...]
 
 
@@ -56,10 +57,10 @@ def places_of(closed: Any) -> list[Any]:
     return found
 
 
-def factors_of(names: Names, dims: Sequence[Dim]) -> tuple[Factors, ...]:
+def factors_of(growth: Growth, dims: Sequence[Dim]) -> tuple[Factors, ...]:
     """Returns the factors of dims."""
-    rows = set(names.rows)
-    return tuple(tuple(None if atom in rows else atom.size for atom in flat(dim)) for dim in dims)
+    rows = -growth.group if growth.is_grouped else None
+    return tuple(tuple(rows if atom in growth.rows else atom.size for atom in flat(dim)) for dim in dims)
 
 
 class Draws:
@@ -69,13 +70,15 @@ class Draws:
 
     - `by_number`: the equations to compute from the numbers of the rows.
     - `refused`: pairs of a step that draws for rows but cannot follow their numbers, and why.
+    - `wrong`: the first step that needs the numbers of rows, but cannot have them, and why; None if there is no such step.
     - `is_random`: whether anything is drawn.
     """
 
-    def __init__(self, names: Names):
-        self._names = names
+    def __init__(self, names: Names, growth: Growth):
+        self._growth = growth
         self.by_number: list[ByNumber] = []
         self.refused: list[tuple[Step, str]] = []
+        self.wrong: tuple[Step, str] | None = None
         self.is_random = False
         found, everywhere = list(equations_of(names.root)), list(steps_of(names.root))
         readers: dict[int, list[Step]] = {}
@@ -88,32 +91,33 @@ class Draws:
             self.is_random |= step.name in ("random_bits", *_AT_ONCE)
             made = self._by_number(places.get(id(step), -1), step, readers, escaping)
             if why := self._why_refused(step, made):
-                self.refused.append((step, why))
+                if step.name in (*_DRAWS, *_AT_ONCE):
+                    self.refused.append((step, why))
+                else:
+                    self.wrong = self.wrong or (step, why)
             elif made is not None:
                 self.by_number.append(made)
 
     def _by_number(self, place: int, step: Step, readers: dict[int, list[Step]], escaping: set[int]) -> ByNumber | None:
-        names = self._names
+        growth = self._growth
         if step.name == "iota":
             dim = step.outs[0].dims[step.eqn.params["dimension"]]
-            if names.has_rows([dim]) and not _is_own_index_only(step.outs[0], readers, escaping):
-                return ByNumber(place, factors_of(names, [dim]))
-        elif step.name in _DRAWS and names.has_rows(_own(step)):
-            return ByNumber(place, factors_of(names, _own(step)))
+            if growth.has_rows([dim]) and not _is_own_index_only(step.outs[0], readers, escaping):
+                return ByNumber(place, factors_of(growth, [dim]))
+        elif step.name in _DRAWS and growth.has_rows(_own(step)):
+            return ByNumber(place, factors_of(growth, _own(step)))
         elif step.own_columns:
             numbers = step.eqn.params["dimension_numbers"]
             of = numbers.start_index_map if step.name == "gather" else numbers.scatter_dims_to_operand_dims
             table, indices = step.ins[:2]
             dims = {column: flat(table.dims[of[column]]) for column in step.own_columns}
             along = [flat(dim) for dim in indices.dims]
-            columns = tuple(
-                (column, along.index(dim)) for column, dim in dims.items() if names.has_rows([dim]) and dim in along
-            )
-            return ByNumber(place, columns=columns) if columns else None
+            rows = [(column, dim) for column, dim in dims.items() if growth.has_rows([dim])]
+            return ByNumber(place, columns=tuple((column, along.index(dim)) for column, dim in rows)) if rows else None
         return None
 
     def _why_refused(self, step: Step, made: ByNumber | None) -> str:
-        if step.name in _AT_ONCE and self._names.has_rows(_own(step)):
+        if step.name in _AT_ONCE and self._growth.has_rows(_own(step)):
             return f"`{step.name}` draws for all rows at once"
         if made is None:
             return ""
@@ -122,7 +126,7 @@ class Draws:
         is_usual = not step.ins or step.ins[0].aval.dtype.name == "key<fry>"
         if step.name in _DRAWS and not (is_usual and getattr(jax.config, "jax_threefry_partitionable", False)):
             return "its key is not one of JAX's default kind"
-        if len(self._names.rows) > 1 and not step.own_columns:
+        if len(self._growth.rows) > 1 and not step.own_columns:
             return "a reshape divides the rows"
         return ""
 

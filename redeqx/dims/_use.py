@@ -14,12 +14,13 @@ from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes
 from ..errors import is_ours
-from ..tracing import as_fun, shapes_in, shortened
+from ..tracing import as_fun, normal, shapes_in, shortened
 from ._atoms import Step, steps_of
 from ._draws import ByNumber, Draws, Factors, equations_of, factors_of
 from ._gathers import gathers_of
+from ._growth import Constants, Growth
 from ._names import Inputs, Names
-from ._rows import FREE, ROW, Rows
+from ._rows import NOT_KNOWN, ROW, Rows
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class RowUse:
     - `primitives`: the names of the function's equations, in order. What follows is for a trace with the same.
     - `by_number`: the equations to compute from the numbers of the rows.
     - `whole`: the equations to compute on the whole batch.
+    - `constants`: the constants of the function's equations. A trace with others computes something else.
     - `degrees`: for each output d, if it grows with the d-th power of the number of rows; None for an output by row.
     """
 
@@ -70,6 +72,7 @@ class RowUse:
     by_number: tuple[ByNumber, ...] = field(default=(), repr=False)
     whole: tuple[Whole, ...] = field(default=(), repr=False)
     degrees: tuple[int | None, ...] = field(default=(), repr=False)
+    constants: Constants | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_exact(self) -> bool:
@@ -115,7 +118,8 @@ def row_use(
     - `returns_rows`: whether dim 0 of each output is rows.
     """
     inputs = Inputs(*(len(jax.tree.leaves(tree)) for tree in (weights, state, batch)))
-    n = max(jax.tree.leaves(batch)[0].shape[0], 2)
+    n = jax.tree.leaves(batch)[0].shape[0]
+    n *= -(-4 // n)  # at fewer rows, powers of their number and other functions of it look alike
     try:
         given = ((weights, state, _with_rows(batch, rows), *args) for rows in (n, 2 * n))
         ours, theirs = (jax.make_jaxpr(fn)(*as_bare_shapes(each)) for each in given)
@@ -123,35 +127,36 @@ def row_use(
         first = str(error).partition("\n")[0]
         return RowUse("unknown", why=f"it cannot be traced for {n} and {2 * n} rows: {first}")
     names, other = (Names(closed, inputs, returns_rows=returns_rows) for closed in (ours, theirs))
-    draws = Draws(names)
+    growth = Growth(names, other)
+    draws = Draws(names, growth)
     found = {
         "primitives": tuple(step.name for step in equations_of(names.root)),
         "is_random": draws.is_random,
         "gathers": gathers_of(names),
         "draws": tuple(f"{why} ({shortened(step.line)})" for step, why in draws.refused),
     }
-    rows = Rows(names, other)
-    if not rows.is_sum and len(names.rows) > 1:
-        rows = Rows(names, other, in_groups=True)
-    if not rows.is_comparable:
+    if not growth.is_comparable:
         return RowUse("unknown", why="its equations depend on the number of rows", **found)
-    if rows.unnamed is not None:
-        why = "a dim that grows with the rows is not known to be rows"
-        return RowUse("unknown", why=why, line=shortened(rows.unnamed.line), **found)
+    rows = Rows(names, growth)
     if not rows.is_sum:
-        how, step = rows.first or ("its outputs are no sums", None)
-        line = "" if step is None else shortened(step.line)
-        return RowUse("unknown" if how == "an unknown operation" else "mixed", why=how, line=line, **found)
-    if (step := _own_derivative(names)) is not None and not _has_separable_gradient(ours, theirs, inputs):
+        how, step = rows.first or ("the number of rows", None)
+        kind = "unknown" if how in NOT_KNOWN else "mixed"
+        return RowUse(kind, why=how, line="" if step is None else shortened(step.line), **found)
+    if draws.wrong is not None:
+        step, why = draws.wrong
+        return RowUse("unknown", why=f"the numbers of the rows are needed, but {why}", line=shortened(step.line), **found)
+    if (step := _own_derivative(names)) is not None and not _has_separable_gradient(ours, theirs, inputs, draws):
         return RowUse("unknown", why="a derivative of its own mixes rows", line=shortened(step.line), **found)
-    degrees = tuple(None if state.kind == ROW else state.degree for state in rows.outs)
+    pairs = zip(rows.outs, names.root.outs, strict=True)
+    degrees = tuple(None if state.kind == ROW or growth.has_rows(value.dims) else state.degree for state, value in pairs)
     return RowUse(
         "after" if rows.whole else "separable",
         degree=(degrees[0] or 1) - 1 if degrees else 0,
-        group=rows.group,
+        group=growth.group,
         by_number=tuple(draws.by_number),
-        whole=_whole(names, rows),
+        whole=_whole(names, growth, rows),
         degrees=degrees,
+        constants=Constants.of(normal(ours), normal(theirs), n, 2 * n),
         **found,
     )
 
@@ -160,10 +165,9 @@ def _with_rows(batch: PyTree, n: int) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
 
 
-def _whole(names: Names, rows: Rows) -> tuple[Whole, ...]:
+def _whole(names: Names, growth: Growth, rows: Rows) -> tuple[Whole, ...]:
     places = {id(step): place for place, step in enumerate(equations_of(names.root))}
-    steps = [names.root.steps[i] for i in sorted(rows.whole)]
-    return tuple(Whole(places[id(step)], tuple(factors_of(names, out.dims) for out in step.outs)) for step in steps)
+    return tuple(Whole(places[id(step)], tuple(factors_of(growth, out.dims) for out in step.outs)) for step in rows.whole)
 
 
 # --- derivatives of the user's own --------------------------------------------------------------------------------------
@@ -183,11 +187,16 @@ def _own_derivative(names: Names) -> Step | None:
     return None
 
 
-def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs) -> bool:
-    """Whether the first output's gradient is a sum over rows as the output is."""
-    names = [Names(_with_gradient(closed, inputs.n_weights), inputs) for closed in (ours, theirs)]
-    rows = Rows(names[0], names[1], with_whole=False)
-    return rows.is_sum and len({state.degree for state in rows.outs if state.kind != FREE}) <= 1
+def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs, draws: Draws) -> bool:
+    """Whether the first output's gradient is a sum over rows as the output is, without numbers of rows of its own."""
+    names, other = (Names(_with_gradient(closed, inputs.n_weights), inputs) for closed in (ours, theirs))
+    growth = Growth(names, other)
+    if not growth.is_comparable:
+        return False
+    rows, its = Rows(names, growth, with_whole=False), Draws(names, growth)
+    is_as_forward = (len(its.by_number), len(its.refused), its.wrong) == (len(draws.by_number), len(draws.refused), None)
+    degrees = {state.degree for state in rows.outs if not state.is_of_any_degree}
+    return rows.is_sum and is_as_forward and len(degrees) <= 1
 
 
 def _with_gradient(closed: Any, n_weights: int) -> Any:

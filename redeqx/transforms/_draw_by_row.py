@@ -52,8 +52,10 @@ def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> _Trac
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*as_bare_shapes(args))
     closed = normal(closed)
     eqns = places_of(closed)
-    is_known = tuple(eqn.primitive.name for eqn in eqns) == use.primitives
-    return _Traced(closed, shapes, eqns if is_known and use.is_exact and not use.draws else None)
+    is_known = use.is_exact and not use.draws and tuple(eqn.primitive.name for eqn in eqns) == use.primitives
+    if is_known and use.constants is not None and not use.constants.have(closed, jax.tree.leaves(args[2])[0].shape[0]):
+        is_known = False
+    return _Traced(closed, shapes, eqns if is_known else None)
 
 
 def of_whole(
@@ -104,34 +106,37 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
         weights: PyTree, state: PyTree, batch: PyTree, key: Array, rows: RowNumbers, whole: list[list[Array]] | None = None
     ) -> Any:
         original = batch
-        if use.is_plain:
+        n_rows = rows.numbers.shape[0]
+        if use.is_plain and (use.constants is None or n_rows == use.constants.n_rows):
             return fn(weights, state, batch, key)
-        n_copies = 2 if rows.numbers.shape[0] == 1 else 1  # JAX writes other equations for dims of size 1
+        n_copies = 2 if n_rows == use.group else 1  # JAX writes other equations for dims of size 1
         if n_copies > 1:
-            batch, rows = (
-                jax.tree.map(lambda x: jnp.repeat(x, 2, 0), batch),
-                rows._replace(numbers=jnp.repeat(rows.numbers, 2)),
-            )
+            batch, numbers = jax.tree.map(lambda x: jnp.concatenate([x, x]), (batch, rows.numbers))
+            rows = rows._replace(numbers=numbers)
         traced, flat = _trace(fn, use, (weights, state, batch, key)), jax.tree.leaves((weights, state, batch, key))
         if traced.eqns is None or (use.whole and whole is None):
             if use.is_exact and not use.draws:
                 warn(
-                    f"`loss_fn`: expected the same equations for {rows.numbers.shape[0]} rows as for the whole batch, got "
-                    "others. These rows are computed as a batch of their own. Write a loss whose equations do not depend on "
-                    "the number of rows."
+                    f"`loss_fn`: expected the same equations for {n_rows} rows as for the whole batch, got "
+                    "others. These rows are computed as a batch of their own. Write a loss whose equations and constants do "
+                    "not depend on the number of rows."
                 )
             return fn(weights, state, original, _own_key(key, rows.numbers[0]) if use.is_random else key)
+        if use.is_plain:
+            return fn(weights, state, original, key)
         by_place = {id(traced.eqns[made.place]): made for made in use.by_number}
         of_eqn = {id(traced.eqns[of.place]): (of, values) for of, values in zip(use.whole, whole or (), strict=True)}
         outs = interpret(traced.closed, flat, [_ByRow(rows, by_place, of_eqn)])
-        share = rows.size.astype(jnp.float32) / rows.numbers.shape[0]
+        share = rows.size.astype(jnp.zeros(()).dtype) / (n_rows * n_copies)
         scaled = []
         n_judged = len(use.degrees)
         for out, degree in zip(outs[:n_judged], use.degrees, strict=True):
             if degree is None:
-                scaled.append(out[:1] if n_copies > 1 else out)
-            else:
-                scaled.append(out if degree == n_copies == 1 else out * (share ** (degree - 1) / n_copies).astype(out.dtype))
+                out = out[: len(out) // n_copies]
+            elif not degree == n_copies == 1:
+                of = out * (share ** (degree - 1) / n_copies)
+                out = of.astype(out.dtype) if jnp.issubdtype(out.dtype, jnp.inexact) else jnp.round(of).astype(out.dtype)
+            scaled.append(out)
         return jax.tree.unflatten(jax.tree.structure(traced.shapes), [*scaled, *outs[n_judged:]])  # the state is not added
 
     return of_part
@@ -176,13 +181,26 @@ class _ByRow(Rule):
     def _own(self, value: Array, factors: Sequence[Factors]) -> Array:
         """Returns these rows of a value of the whole batch."""
         for dim, of in enumerate(factors):
-            if of[:1] == (None,):
-                inner = math.prod(size for size in of[1:] if size is not None)
-                n_rows = value.shape[dim] // inner
-                parts = value.reshape(*value.shape[:dim], n_rows, inner, *value.shape[dim + 1 :])
-                parts = jnp.take(parts, self._rows.numbers - self._rows.first, dim)
+            place = next((i for i, factor in enumerate(of) if factor is None or factor < 0), None)
+            if place is not None:
+                outer, inner = (math.prod(factor or 0 for factor in some) for some in (of[:place], of[place + 1 :]))
+                parts = value.reshape(*value.shape[:dim], outer, -1, inner, *value.shape[dim + 1 :])
+                parts = jnp.take(parts, self._numbers(of[place], self._rows.first), dim + 1)
                 value = parts.reshape(*value.shape[:dim], -1, *value.shape[dim + 1 :])
         return value
+
+    def _numbers(self, factor: int | None, first: Array | int = 0) -> Array:
+        """Returns the numbers along a factor of a dim, minus that of the row `first`."""
+        numbers = self._rows.numbers - jnp.uint32(first)
+        if factor is None:
+            return numbers
+        return numbers[::-factor] // -factor if factor < 0 else jnp.arange(factor, dtype=jnp.uint32)
+
+    def _total(self, factor: int | None) -> Array:
+        """Returns how many numbers the whole batch has along a factor of a dim."""
+        if factor is None:
+            return self._rows.total
+        return self._rows.total // -factor if factor < 0 else jnp.uint32(factor)
 
     def _index(self, dims: Sequence[Factors]) -> tuple[Array, Array]:
         """Returns the upper and lower 32 bits of the flat indices in a draw of the whole batch, in the shape of the dims."""
@@ -190,12 +208,10 @@ class _ByRow(Rule):
         high, low = jnp.uint32(0), jnp.uint32(0)
         stride = (jnp.uint32(0), jnp.uint32(1))
         for i, factor in reversed(list(enumerate(factors))):
-            own = self._rows.numbers if factor is None else jnp.arange(factor, dtype=jnp.uint32)
-            own = own.reshape([-1] + [1] * (len(factors) - i - 1))
+            own = self._numbers(factor).reshape([-1] + [1] * (len(factors) - i - 1))
             high, low = _add((high, low), _times(stride, own))
-            stride = _times(stride, self._rows.total if factor is None else jnp.uint32(factor))
-        n = self._rows.numbers.shape[0]
-        shape = [math.prod(n if factor is None else factor for factor in dim) for dim in dims]
+            stride = _times(stride, self._total(factor))
+        shape = [math.prod(self._numbers(factor).shape[0] for factor in dim) for dim in dims]
         return high.reshape(shape), low.reshape(shape)
 
 

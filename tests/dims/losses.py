@@ -150,7 +150,7 @@ def dot_with_equal_shares(p, batch, key):
     return losses @ jnp.full(losses.shape, 1 / len(losses))
 
 
-@case("unknown", is_cautious=True)
+@case("after")
 def divided_by_counted_ones(p, batch, key):
     losses = row_losses(p, batch)
     return losses.sum() / jnp.ones_like(losses).sum()
@@ -390,7 +390,7 @@ def mixup_of_features(p, batch, key):
     return jnp.tanh(h @ p["v"]).mean()
 
 
-@unknown
+@case("after")
 def cutmix(p, batch, key):
     start = jax.random.randint(key, (), 0, T)
     inside = (jnp.arange(T) >= start)[:, None]
@@ -523,13 +523,13 @@ def ranking_over_the_batch(p, batch, key):
     return -(jax.nn.softmax(batch["reward"]) * jax.nn.log_softmax(scores(p, batch))).sum()
 
 
-@unknown
+@mixed
 def neighbours_in_the_batch(p, batch, key):
     out = scores(p, batch)
     return ((out[1:] - out[:-1]) ** 2).mean()
 
 
-@unknown
+@mixed
 def halves_of_the_batch(p, batch, key):
     one, two = jnp.split(scores(p, batch), 2)
     return -jax.nn.log_sigmoid(one - two).mean()
@@ -743,7 +743,7 @@ def by_map(p, batch, key):
     return lax.map(partial(one_row, p), batch["x"]).mean()
 
 
-@separable
+@case("separable", group=4)
 def by_map_of_some_rows_at_a_time(p, batch, key):
     return lax.map(partial(one_row, p), batch["x"], batch_size=4).mean()
 
@@ -795,7 +795,7 @@ def by_a_scan_that_splits_its_key(p, batch, key):
     return lax.scan(step, key, batch["x"])[1].mean()
 
 
-@cautious
+@case("after")
 def by_a_scan_that_divides_by_its_count(p, batch, key):
     n, total = lax.scan(lambda c, x: ((c[0] + 1, c[1] + one_row(p, x)), None), (0.0, 0.0), batch["x"])[0]
     return total / n
@@ -811,7 +811,7 @@ def by_a_stack_of_rows(p, batch, key):
     return jnp.stack([one_row(p, batch["x"][i]) for i in range(len(batch["x"]))]).mean()
 
 
-@cautious
+@case("unknown", is_cautious=True)
 def by_fori_loop(p, batch, key):
     return lax.fori_loop(0, len(batch["x"]), lambda i, total: total + one_row(p, batch["x"][i]), 0.0) / len(batch["x"])
 
@@ -857,23 +857,23 @@ def rows_tiled(p, batch, key):
     return jnp.tanh(jnp.tile(batch["x"], (2, 1, 1)) @ p["v"]).mean()
 
 
-@case("unknown", is_cautious=True)
+@cautious
 def rows_padded_and_cut(p, batch, key):
     x = jnp.pad(batch["x"], ((0, 3), (0, 0), (0, 0)))
     return jnp.tanh(x @ p["v"])[: len(batch["x"])].mean()
 
 
-@unknown
+@mixed
 def without_the_first_row(p, batch, key):
     return row_losses(p, batch)[1:].mean()
 
 
-@unknown
+@mixed
 def the_first_half(p, batch, key):
     return row_losses(p, batch)[: len(batch["label"]) // 2].mean()
 
 
-@unknown
+@case("after")
 def weights_along_the_rows(p, batch, key):
     return (row_losses(p, batch) * jnp.linspace(0, 1, len(batch["label"]))).mean()
 
@@ -888,7 +888,7 @@ def a_constant_for_each_row(p, batch, key):
     return (row_losses(p, batch) * np.cos(np.arange(len(batch["label"])))).mean()
 
 
-@unknown
+@mixed
 def a_fourier_transform_of_rows(p, batch, key):
     return jnp.abs(jnp.fft.fft(scores(p, batch))).mean()
 
@@ -1081,7 +1081,7 @@ def a_callback(p, batch, key):
     return (weight * row_losses(p, batch)).mean()
 
 
-@case("unknown", is_cautious=True)
+@cautious
 def checked_for_nan(p, batch, key):
     losses = row_losses(p, batch)
     return eqx.error_if(losses, jnp.isnan(losses).any(), "a loss is NaN").mean()

@@ -1,0 +1,209 @@
+"""What changes between two traces of a function for different numbers of rows, and whether it is explained.
+
+A dim that grows must be named as rows. A number that changes must be a power of the number of rows, such as the `1 / n` of a
+mean. What is not explained is not known to be the same function of each row.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from ..tracing import insides
+from ._atoms import Dim, Step, Value, flat, size_of, steps_of
+from ._names import Names
+
+_SIZES = {  # parameters that are sizes of dims, which the names explain
+    *("shape", "new_sizes", "slice_sizes", "limit_indices", "length", "sizes", "window_dimensions", "reps"),
+    *("feature_group_count", "batch_group_count", "axis_size", "split"),
+}
+
+
+class Growth:
+    """What changes with the number of rows.
+
+    **Arguments:**
+
+    - `names`, `other`: the names of a function for two numbers of rows.
+
+    **Attributes:**
+
+    - `is_comparable`: whether the two traces have the same equations.
+    - `is_grouped`: whether reshapes divide the rows into groups of constant size, which may be mixed inside.
+    - `rows`: the atoms of the rows; of their groups, if they are grouped.
+    - `group`: parts of the rows are a multiple of this: the number of consecutive rows of a group.
+    - `degrees`: by the id of a constant that changes, d if it is proportional to the d-th power of the number of rows; None
+        if it is not a power.
+    - `unexplained`: the ids of values that are not known to be the same function of rows.
+    """
+
+    def __init__(self, names: Names, other: Names):
+        self.degrees: dict[int, int | None] = {}
+        self.unexplained: set[int] = set()
+        self.rows, self.group, self.is_grouped = frozenset(names.rows), 1, False
+        ours, others = list(steps_of(names.root)), list(steps_of(other.root))
+        self.is_comparable = len(names.rows) == len(other.rows) and [s.name for s in ours] == [s.name for s in others]
+        if not self.is_comparable:
+            return
+        varies = [one.size != two.size for one, two in zip(names.rows, other.rows, strict=True)]
+        if varies == sorted(varies, reverse=True):  # the outer factors
+            self.rows = frozenset(names.rows[: sum(varies)])
+        self.is_grouped = len(self.rows) < len(names.rows)
+        self.group = math.prod(atom.size for atom, grows in zip(names.rows, varies, strict=True) if not grows)
+        self._sizes = {one: two.size for one, two in zip(names.rows, other.rows, strict=True)}
+        self._ratio = size_of(other.rows) / max(size_of(names.rows), 1)
+        uses: dict[int, list[Value]] = {}
+        for value in (value for step in ours for value in step.ins if value.base is not None):
+            uses.setdefault(id(value.base), []).append(value)
+        for one, two in zip(ours, others, strict=True):
+            for value, its in zip(one.ins, two.ins, strict=True):
+                self._compare(value, its)
+            if not self._is_same(one, two):
+                self.unexplained.update(map(id, one.outs))
+            for value, its in zip(one.outs, two.outs, strict=True):
+                as_read = uses.get(id(value), ()) if value.is_polymorphic else (value,)
+                if not all(self._is_named(each, its.aval.shape) for each in as_read):
+                    self.unexplained.add(id(value))
+        for value, its in zip(names.root.outs, other.root.outs, strict=True):
+            self._compare(value, its)
+
+    def has_rows(self, dims: Sequence[Dim]) -> bool:
+        """Whether one of these dims has an atom of the rows."""
+        return any(atom in self.rows for dim in dims for atom in flat(dim))
+
+    def _compare(self, value: Value, its: Value) -> None:
+        """Notes a constant that changes."""
+        constant, source = value.source.literal, value.source
+        if constant is None and its.source.literal is None:
+            return
+        if not self._is_named(value, its.aval.shape):
+            self.degrees[id(source)] = None
+        elif id(source) not in self.degrees and constant is not its.source.literal:
+            degree = degree_of(constant, its.source.literal, self._ratio)
+            if degree != 0:
+                self.degrees[id(source)] = degree
+
+    def _is_named(self, value: Value, its_shape: Sequence[int]) -> bool:
+        """Whether the dims that grow are rows, and no others are. Weights and constants have no rows."""
+        for dim, size, its_size in zip(value.dims, value.aval.shape, its_shape, strict=True):
+            if not self._is_rows(dim, size, its_size):
+                return False
+            if value.is_polymorphic and size == its_size and dim and self.has_rows([dim]):
+                return False
+        return True
+
+    def _is_same(self, one: Step, two: Step) -> bool:
+        """Whether two equations differ in nothing but sizes."""
+        if one.name == "scan" and (length := one.eqn.params["length"]) != two.eqn.params["length"]:
+            return self._is_rows(one.scanned, length, two.eqn.params["length"])
+        return list(numbers_of(one.eqn)) == list(numbers_of(two.eqn))
+
+    def _is_rows(self, dim: Dim, size: int, its_size: int) -> bool:
+        """Whether a dim grows as the rows among its atoms do."""
+        of = [atom for atom in flat(dim) if atom in self._sizes]
+        return size * math.prod(self._sizes[atom] for atom in of) == its_size * math.prod(atom.size for atom in of)
+
+
+def numbers_of(eqn: Any) -> Iterator[Any]:
+    """Yields the numbers and words among an equation's parameters that are not sizes."""
+    for name, value in sorted(eqn.params.items()):
+        if name not in _SIZES:
+            yield from _plain(value)
+
+
+def _plain(value: Any) -> Iterator[Any]:
+    if isinstance(value, bool | int | float | str | np.number):  # not None, which a mesh replaces by a sharding
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _plain(each)
+    elif isinstance(value, np.ndarray):
+        yield from value.ravel().tolist()
+
+
+def degree_of(one: Any, two: Any, ratio: float) -> int | None:
+    """Returns d if a constant is proportional to the d-th power of the number of rows, from its values for two numbers; None
+    if there is no such d."""
+    return next((d for d in (0, -1, 1, -2, 2) if is_power(one, two, ratio, d)), None)
+
+
+def is_power(one: Any, two: Any, ratio: float, degree: int, tolerance: float = 0) -> bool:
+    """Whether a constant is `ratio**degree` times another. An array that grows has the same number in all of its entries.
+
+    **Arguments:**
+
+    - `tolerance`: the relative difference that rounding may make.
+    """
+    if one is two and degree == 0:
+        return True
+    if one is None or two is None:
+        return False
+    if jnp.issubdtype(jax.dtypes.result_type(one), jax.dtypes.extended):  # keys
+        return degree == 0
+    x, y = np.asarray(one), np.asarray(two)
+    if x.dtype != y.dtype or x.ndim != y.ndim:
+        return False
+    if x.shape == y.shape and degree == 0:
+        return np.array_equal(x, y, equal_nan=x.dtype.kind in "fc")
+    if not x.size or not y.size or (x != (a := x.flat[0])).any() or (y != (b := y.flat[0])).any():
+        return False
+    a, b = a.item(), b.item()
+    return a == b if degree == 0 else bool(a) and abs(b - a * ratio**degree) <= tolerance * abs(b)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of a function's equations, and how they change with the number of rows.
+
+    **Arguments:**
+
+    - `n_rows`: the number of rows of its trace.
+    - `found`: pairs of a constant, or what else equations must have in common, and its degree; None if it has none.
+    """
+
+    n_rows: int
+    found: tuple[tuple[Any, int | None], ...]
+
+    @classmethod
+    def of(cls, closed: Any, other: Any, n_rows: int, n_other: int) -> "Constants":
+        """Returns the constants of a function, from its closed jaxprs for two numbers of rows."""
+        pairs = zip(_constants(closed), _constants(other), strict=False)
+
+        def degree(x: Any, y: Any) -> int | None:
+            return (0 if x == y else None) if isinstance(x, str | tuple) else degree_of(x, y, n_other / n_rows)
+
+        return cls(n_rows, tuple((x, degree(x, y)) for x, y in pairs))
+
+    def have(self, closed: Any, n_rows: int) -> bool:
+        """Whether a closed jaxpr for another number of rows has these constants."""
+        found, ratio = list(_constants(closed)), n_rows / self.n_rows
+        return len(found) == len(self.found) and all(
+            degree is None or (x == y if isinstance(x, str | tuple) else is_power(x, y, ratio, degree, _rounding(x)))
+            for (x, degree), y in zip(self.found, found, strict=True)
+        )
+
+
+def _rounding(x: Any) -> float:
+    dtype = jax.dtypes.result_type(x)
+    return max(1e-6, 2 * float(jnp.finfo(dtype).eps)) if jnp.issubdtype(dtype, jnp.inexact) else 1e-12
+
+
+def _constants(closed: Any) -> Iterator[Any]:
+    """Yields, for each equation of a closed jaxpr and of those inside, its name, the numbers among its parameters, and its
+    constants."""
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        yield eqn.primitive.name
+        yield tuple(numbers_of(eqn))
+        for atom in eqn.invars:
+            if isinstance(atom, jex.Literal):
+                yield atom.val
+            elif atom in constants:
+                yield constants[atom]
+        for inner in insides(eqn):
+            yield from _constants(inner.closed)

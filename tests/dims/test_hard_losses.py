@@ -1,0 +1,510 @@
+"""Losses that look like sums over rows and are none, and their neighbours that are: verdicts, and numbers in two parts."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from redeqx.dims import row_use
+from redeqx.transforms import RowNumbers, by_row, of_whole
+
+N, T, D = 16, 6, 8
+KEY = jax.random.key(7)
+TABLE = jnp.asarray(np.random.default_rng(1).normal(size=64), jnp.float32)
+CASES = {}
+
+
+def weights():
+    keys = jax.random.split(jax.random.key(1), 5)
+    shapes = {"w": (D, D), "u": (D, D), "v": (D,), "b": (), "four": (4,)}
+    return {name: 0.4 * jax.random.normal(key, shape) for (name, shape), key in zip(shapes.items(), keys, strict=True)}
+
+
+def batch_of(n_rows):
+    draw = np.random.default_rng(0)
+    return {
+        "x": jnp.asarray(draw.normal(size=(n_rows, T, D)), jnp.float32),
+        "y": jnp.asarray(draw.normal(size=n_rows), jnp.float32),
+        "label": jnp.asarray(draw.integers(0, 5, n_rows)),
+    }
+
+
+def by_rows(p, batch):
+    return jnp.tanh(batch["x"].mean(1) @ p["w"]) @ p["v"]
+
+
+def one(p, x, name="w"):
+    return jnp.tanh(x @ p[name]).sum()
+
+
+def case(kind, group=1):
+    def add(loss):
+        CASES[loss.__name__] = (loss, kind, group)
+        return loss
+
+    return add
+
+
+separable, after, mixed, unknown = map(case, ("separable", "after", "mixed", "unknown"))
+
+# --- the number of rows, in odd ways ------------------------------------------------------------------------------------
+
+
+@mixed
+def divided_by_its_root(p, batch, key):
+    return by_rows(p, batch).sum() / len(batch["x"]) ** 0.5
+
+
+@mixed
+def times_its_logarithm(p, batch, key):
+    return by_rows(p, batch).mean() * np.log(len(batch["x"]))
+
+
+@mixed
+def divided_by_one_less(p, batch, key):
+    return by_rows(p, batch).sum() / (len(batch["x"]) - 1)
+
+
+@mixed
+def divided_by_a_little_more(p, batch, key):
+    return by_rows(p, batch).sum() / (len(batch["x"]) + 1e-4)
+
+
+@unknown
+def to_its_power(p, batch, key):
+    return lax.integer_pow(by_rows(p, batch), len(batch["x"])).mean()
+
+
+@mixed
+def the_number_in_a_nonlinear_function(p, batch, key):
+    return jnp.tanh(by_rows(p, batch) * len(batch["x"])).mean()
+
+
+@mixed
+def a_penalty_added_to_a_sum(p, batch, key):
+    return by_rows(p, batch).sum() + (p["w"] ** 2).sum()
+
+
+@mixed
+def weights_to_which_rows_are_added(p, batch, key):
+    return (jnp.tile(p["b"], 5).at[batch["label"]].add(by_rows(p, batch)) ** 1).sum()
+
+
+@mixed
+def a_sum_padded_with_ones(p, batch, key):
+    return jnp.pad(by_rows(p, batch).sum(keepdims=True), (0, 3), constant_values=1.0).sum()
+
+
+@mixed
+def a_sum_rounded(p, batch, key):
+    return by_rows(p, batch).mean() + by_rows(p, batch).sum().astype(jnp.int32) / len(batch["x"])
+
+
+@separable
+def equal_shares_of_numpy(p, batch, key):
+    return (by_rows(p, batch) * np.full(len(batch["x"]), 1 / len(batch["x"]), np.float32)).sum()
+
+
+@after
+def shares_along_the_rows(p, batch, key):
+    return (by_rows(p, batch) * jnp.linspace(0, 1, len(batch["x"]))).mean()
+
+
+@after
+def as_many_of_a_table_as_rows(p, batch, key):
+    return (by_rows(p, batch) * TABLE[: len(batch["x"])]).mean()
+
+
+@after
+def rows_counted_from_the_end(p, batch, key):
+    return (by_rows(p, batch) * (len(batch["x"]) - jnp.arange(len(batch["x"])))).mean()
+
+
+@after
+def the_next_row_of_the_data(p, batch, key):
+    return (by_rows(p, batch) * jnp.roll(batch["y"], 1)).mean()
+
+
+@after
+def differences_of_all_pairs_of_data(p, batch, key):
+    return (jnp.exp(-((batch["y"][:, None] - batch["y"]) ** 2)).sum(1) * by_rows(p, batch)).mean()
+
+
+# --- loops over rows ----------------------------------------------------------------------------------------------------
+
+
+def looped(step, start):
+    return lambda p, batch: lax.scan(lambda carry, x: step(p, carry, x), start(p), batch["x"])
+
+
+@mixed
+def a_sum_with_alternating_signs(p, batch, key):
+    return looped(lambda p, c, x: (one(p, x) - c, None), lambda p: 0.0)(p, batch)[0]
+
+
+@mixed
+def a_carry_negated(p, batch, key):
+    return looped(lambda p, c, x: (-c + one(p, x), None), lambda p: 0.0)(p, batch)[0]
+
+
+@mixed
+def a_carry_doubled(p, batch, key):
+    return looped(lambda p, c, x: (c + c + one(p, x), None), lambda p: 0.0)(p, batch)[0]
+
+
+@mixed
+def a_carry_transposed(p, batch, key):
+    total = looped(lambda p, c, x: (c.T + jnp.tanh(x.T @ x @ p["u"]), None), lambda p: jnp.zeros((D, D)))(p, batch)[0]
+    return (total * p["w"]).sum()
+
+
+@mixed
+def a_carry_reversed(p, batch, key):
+    total = looped(lambda p, c, x: (c[::-1] + jnp.tanh(x @ p["w"]).sum(0), None), lambda p: jnp.zeros(D))(p, batch)[0]
+    return (total * p["v"]).sum()
+
+
+@mixed
+def carries_that_change_places(p, batch, key):
+    step = lambda p, c, x: ((c[1] + one(p, x), c[0] + one(p, x, "u")), None)  # noqa: E731
+    first, second = looped(step, lambda p: (0.0, 0.0))(p, batch)[0]
+    return 2 * first + second
+
+
+@mixed
+def a_carry_added_to_another(p, batch, key):
+    step = lambda p, c, x: ((c[0] + c[1], c[1] + one(p, x)), None)  # noqa: E731
+    return looped(step, lambda p: (0.0, 0.0))(p, batch)[0][0]
+
+
+@mixed
+def weights_of_rows_that_decay(p, batch, key):
+    return looped(lambda p, c, x: (c * 0.9, c * one(p, x)), lambda p: 1.0)(p, batch)[1].mean()
+
+
+@mixed
+def rows_counted_in_a_loop(p, batch, key):
+    return looped(lambda p, c, x: (c + 1, c * one(p, x)), lambda p: 0)(p, batch)[1].mean()
+
+
+@mixed
+def a_key_split_in_a_loop_over_rows(p, batch, key):
+    def step(key, x):
+        key, own = jax.random.split(key)
+        return key, one(p, x + jax.random.normal(own, x.shape))
+
+    return lax.scan(step, key, batch["x"])[1].mean()
+
+
+@mixed
+def a_sum_that_starts_at_a_weight(p, batch, key):
+    return looped(lambda p, c, x: (c + one(p, x), None), lambda p: p["b"])(p, batch)[0] / len(batch["x"])
+
+
+@separable
+def a_mean_that_starts_at_a_weight(p, batch, key):
+    return looped(lambda p, c, x: (c + one(p, x) / len(batch["x"]), None), lambda p: p["b"])(p, batch)[0]
+
+
+@mixed
+def a_sum_that_starts_again(p, batch, key):
+    return looped(lambda p, c, x: (jnp.where(x[0, 0] > 0, c + one(p, x), 0.0), None), lambda p: 0.0)(p, batch)[0]
+
+
+@unknown
+def a_power_by_a_loop(p, batch, key):
+    return lax.fori_loop(0, len(batch["x"]), lambda i, c: c * 0.9, p["b"]) + by_rows(p, batch).mean()
+
+
+@separable
+def keys_of_rows_in_a_loop(p, batch, key):
+    step = lambda c, of: (c, one(p, of[0] + jax.random.normal(of[1], of[0].shape)))  # noqa: E731
+    return lax.scan(step, 0, (batch["x"], jax.random.split(key, len(batch["x"]))))[1].mean()
+
+
+@after
+def numbers_counted_by_a_loop(p, batch, key):
+    return (by_rows(p, batch) * lax.scan(lambda c, _: (c + 1, c), 0, None, length=len(batch["x"]))[1]).mean()
+
+
+@mixed
+def data_that_mix_in_a_loop_over_layers(p, batch, key):
+    step = lambda h, w: (jnp.tanh(h @ w) * (batch["y"] - batch["y"].mean())[:, None, None], None)  # noqa: E731
+    return lax.scan(step, batch["x"], jnp.stack([p["w"], p["u"]]))[0].mean()
+
+
+@mixed
+def data_that_mix_in_a_branch(p, batch, key):
+    means = lambda y: (by_rows(p, batch) * (y - y.mean())).mean()  # noqa: E731
+    return lax.cond(p["b"] > -9, means, lambda y: (by_rows(p, batch) * y).mean(), batch["y"])
+
+
+@mixed
+def a_branch_of_another_degree(p, batch, key):
+    return lax.cond(p["b"] > 9, lambda: by_rows(p, batch).sum(), lambda: 3.0)
+
+
+@mixed
+def a_power_of_the_number_by_a_loop(p, batch, key):
+    return lax.fori_loop(0, 3, lambda i, c: c * len(batch["x"]), p["b"]) + by_rows(p, batch).mean()
+
+
+def halved(goes_on, may_step):
+    def loop(p, batch):
+        x = jnp.abs(by_rows(p, batch)) + 1
+
+        def body(x):
+            return jnp.where(may_step(x), x * 0.9, x)
+
+        return lax.stop_gradient(lax.while_loop(lambda x: goes_on(x).any(), body, x))
+
+    return loop
+
+
+@mixed
+def rows_that_go_on_while_others_do(p, batch, key):
+    ends = halved(lambda x: x > 0.5, lambda x: jnp.sin(1e3 * x) > -2)(p, batch)
+    return (by_rows(p, batch) * ends).mean()
+
+
+@separable
+def a_loop_under_vmap(p, batch, key):
+    def ends(x):
+        return lax.stop_gradient(lax.while_loop(lambda x: x > 0.5, lambda x: x * 0.9, jnp.abs(x) + 1))
+
+    return (by_rows(p, batch) * jax.vmap(ends)(by_rows(p, batch))).mean()
+
+
+# --- groups, with draws and with data of the whole batch ----------------------------------------------------------------
+
+
+@case("separable", 4)
+def weights_by_the_place_in_a_group(p, batch, key):
+    return (by_rows(p, batch).reshape(-1, 4) * p["four"]).mean()
+
+
+@case("separable", 4)
+def numbers_by_the_place_in_a_group(p, batch, key):
+    return (by_rows(p, batch).reshape(-1, 4) * jnp.arange(4)).mean()
+
+
+@case("separable", 4)
+def groups_with_a_draw_for_each_row(p, batch, key):
+    scores = (by_rows(p, batch) + jax.random.normal(key, (len(batch["x"]),))).reshape(-1, 4)
+    return jnp.tanh(scores - scores.mean(1, keepdims=True)).mean()
+
+
+@case("separable", 4)
+def groups_with_a_draw_for_each_group(p, batch, key):
+    scores = by_rows(p, batch).reshape(-1, 4)
+    scores = scores * jax.random.normal(key, (len(scores), 1))
+    return jnp.tanh(scores - scores.mean(1, keepdims=True)).mean()
+
+
+@case("separable", 4)
+def groups_with_a_draw_for_each_place(p, batch, key):
+    scores = by_rows(p, batch).reshape(-1, 4)
+    return jnp.tanh(scores - scores.mean(1, keepdims=True) + jax.random.normal(key, scores.T.shape).T).mean()
+
+
+@case("after", 2)
+def pairs_and_the_mean_of_the_data(p, batch, key):
+    scores = (by_rows(p, batch) * jnp.tanh(batch["y"] - batch["y"].mean())).reshape(-1, 2)
+    return -jax.nn.log_sigmoid(scores[:, 0] - scores[:, 1]).mean()
+
+
+@unknown
+def weights_of_four_parts_of_the_rows(p, batch, key):
+    return (by_rows(p, batch).reshape(4, -1) * p["four"][:, None]).mean()
+
+
+# --- derivatives of the user's own --------------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def with_a_mean_in_its_derivative(x):
+    return x * 1.0
+
+
+with_a_mean_in_its_derivative.defjvp(lambda primals, tangents: (primals[0] * 1.0, tangents[0] - tangents[0].mean()))
+
+
+@jax.custom_vjp
+def with_a_mean_in_its_gradient(x):
+    return x * 1.0
+
+
+with_a_mean_in_its_gradient.defvjp(lambda x: (x * 1.0, None), lambda _, g: (g - g.mean(),))
+
+
+@jax.custom_vjp
+def with_the_number_of_the_row_in_its_gradient(x):
+    return x * 1.0
+
+
+with_the_number_of_the_row_in_its_gradient.defvjp(lambda x: (x * 1.0, None), lambda _, g: (g * jnp.arange(len(g)),))
+
+
+@jax.custom_jvp
+def with_the_number_of_the_row(x):
+    return x * jnp.arange(len(x))
+
+
+with_the_number_of_the_row.defjvp(lambda primals, tangents: (with_the_number_of_the_row(*primals), tangents[0] * 2))
+
+
+@jax.custom_vjp
+def clipped_by_row(x):
+    return x * 1.0
+
+
+clipped_by_row.defvjp(lambda x: (x * 1.0, x), lambda x, g: (jnp.where(x > 0, g, 0.5 * g),))
+
+
+@unknown
+def a_derivative_that_mixes(p, batch, key):
+    return (with_a_mean_in_its_derivative(by_rows(p, batch)) ** 2).mean()
+
+
+@unknown
+def a_gradient_that_mixes(p, batch, key):
+    return (with_a_mean_in_its_gradient(by_rows(p, batch)) ** 2).mean()
+
+
+@unknown
+def a_gradient_that_mixes_inside_a_loop(p, batch, key):
+    return lax.scan(lambda h, w: (with_a_mean_in_its_gradient(h * w), None), by_rows(p, batch), p["v"])[0].sum()
+
+
+@unknown
+def a_gradient_by_the_number_of_the_row(p, batch, key):
+    return (with_the_number_of_the_row_in_its_gradient(by_rows(p, batch)) ** 2).mean()
+
+
+@unknown
+def a_number_of_the_row_that_a_part_cannot_have(p, batch, key):
+    return with_the_number_of_the_row(by_rows(p, batch)).mean()
+
+
+@separable
+def a_gradient_by_row(p, batch, key):
+    return (clipped_by_row(by_rows(p, batch)) ** 2).mean()
+
+
+# --- lookups by the number of the row -----------------------------------------------------------------------------------
+
+
+@separable
+def the_label_of_each_row(p, batch, key):
+    return jax.nn.log_softmax(batch["x"].mean(1) @ p["w"])[jnp.arange(len(batch["x"])), batch["label"]].mean()
+
+
+@mixed
+def rows_up_to_the_sixth(p, batch, key):
+    return (by_rows(p, batch)[jnp.clip(jnp.arange(len(batch["x"])), 0, 5)] * batch["y"]).mean()
+
+
+def sums(loss):
+    def fn(weights, state, batch, key):
+        return loss(weights, batch, key) * len(batch["x"]), jnp.float32(len(batch["x"]))
+
+    return fn
+
+
+def in_parts(loss, use, parts):
+    fn, batch = sums(loss), batch_of(N)
+
+    def numbered(numbers):
+        return RowNumbers(jnp.asarray(numbers, jnp.uint32), jnp.uint32(N), jnp.uint32(0), jnp.uint32(N))
+
+    whole = jax.jit(lambda: of_whole(fn, use, weights(), (), batch, KEY, numbered(np.arange(N))))()
+
+    def of_part(weights, rows):
+        part = jax.tree.map(lambda x: x[rows], batch)
+        return by_row(fn, use)(weights, (), part, KEY, numbered(rows), whole)
+
+    found = [jax.jit(jax.value_and_grad(of_part, has_aux=True))(weights(), np.asarray(rows)) for rows in parts]
+    (total, weight), grads = jax.tree.map(lambda *x: sum(x), *found)
+    return total / weight, jax.tree.map(lambda x: x / weight, grads)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_verdict_about_a_hard_loss(name):
+    loss, kind, group = CASES[name]
+    use = row_use(sums(loss), weights(), (), batch_of(N), KEY)
+    assert (use.kind, use.group if use.is_exact else 1) == (kind, group), use.text
+    assert not use.draws
+
+
+QUICK = ("rows_counted_from_the_end", "groups_with_a_draw_for_each_place", "a_loop_under_vmap", "as_many_of_a_table_as_rows")
+EXACT = [name for name, (_, kind, _) in CASES.items() if kind in ("separable", "after")]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.sweep) for name in EXACT])
+def test_a_hard_loss_is_that_of_its_parts(name):
+    loss, _, group = CASES[name]
+    use = row_use(sums(loss), weights(), (), batch_of(N), KEY)
+    expected = jax.jit(jax.value_and_grad(lambda weights: loss(weights, batch_of(N), KEY)))(weights())
+    for parts in (np.split(np.arange(N), [12]), np.arange(N).reshape(-1, 2, group).swapaxes(0, 1).reshape(2, -1)):
+        for found, value in zip(jax.tree.leaves(in_parts(loss, use, parts)), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(found, value, rtol=2e-5, atol=2e-6)
+
+
+ODD = {
+    "a bound": lambda n: 1 / max(n, 14),
+    "half the number": lambda n: 1 / (n // 2 * 2),
+    "a branch": lambda n: 1.0 if n > 14 else 3.0,
+}
+
+
+@pytest.mark.parametrize("of", ODD.values(), ids=ODD)
+def test_a_part_of_another_function_warns(of):
+    """Two numbers of rows do not tell a bound or a branch from a mean. The trace for the part does."""
+
+    def loss(p, batch, key):
+        return by_rows(p, batch).sum() * of(len(batch["x"]))
+
+    use = row_use(sums(loss), weights(), (), batch_of(N), KEY)
+    assert use.kind == "separable"
+    with pytest.warns(UserWarning, match="expected the same equations for"):
+        in_parts(loss, use, [np.arange(13), np.arange(13, N)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        in_parts(loss, use, [np.arange(N)])
+
+
+def test_constants_of_few_rows_are_not_taken_for_powers_of_their_number():
+    """log(4) is twice log(2)."""
+
+    def loss(p, batch, key):
+        return by_rows(p, batch).sum() * np.log(len(batch["x"]))
+
+    for n_rows in (1, 2, 3):
+        assert row_use(sums(loss), weights(), (), batch_of(n_rows), KEY).kind == "mixed"
+
+
+def outputs_of_single_rows(fn, use):
+    for rows in np.arange(N)[:, None]:
+        numbers = RowNumbers(jnp.asarray(rows, jnp.uint32), jnp.uint32(N), jnp.uint32(0), jnp.uint32(N))
+        yield by_row(fn, use)(weights(), (), jax.tree.map(lambda x, rows=rows: x[rows], batch_of(N)), KEY, numbers)
+
+
+def test_an_output_that_is_a_draw_for_each_row():
+    def fn(weights, state, batch, key):
+        return jax.random.normal(key, (len(batch["x"]),))
+
+    use = row_use(fn, weights(), (), batch_of(N), KEY, returns_rows=True)
+    found = np.concatenate(list(outputs_of_single_rows(fn, use)))
+    np.testing.assert_allclose(found, fn(weights(), (), batch_of(N), KEY), rtol=1e-6)
+
+
+def test_sums_of_integers_stay_integers():
+    def fn(weights, state, batch, key):
+        return (batch["label"] > 2).sum()
+
+    found = list(outputs_of_single_rows(fn, row_use(fn, weights(), (), batch_of(N), KEY)))
+    assert {each.dtype for each in found} == {jnp.dtype("int32")}
+    assert sum(map(int, found)) == int(fn(weights(), (), batch_of(N), KEY))
