@@ -133,7 +133,7 @@ def fit(args: Args, folder: Path, seed: int, data: Sequence[Labelled], n_classes
         hold_to(folder / "privacy.json", {**terms, "n_steps": n_steps, "n_examples": len(train)})
         grad_fn = partial(
             private_gradient, loss_of_one, clip_norm=args.clip_norm, noise_multiplier=noise,
-            sample_size=args.sampling_rate * len(train), n_micro_batches=n_micro,
+            sample_size=args.sampling_rate * len(train),
         )  # fmt: skip
     peak = args.learning_rate / (1.0 if noise is None else noise**0.5)
     lr = optax.linear_schedule(peak, peak / 10, n_steps)

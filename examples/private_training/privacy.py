@@ -103,23 +103,20 @@ def private_gradient(
     clip_norm: float,
     noise_multiplier: float,
     sample_size: float,
-    n_micro_batches: int = 1,
 ) -> tuple[redeqx.Loss, PyTree]:
     """Returns a `grad_fn`: the sum of clipped gradients and Gaussian noise, divided by the expected size of a sample.
 
-    Dividing by the actual size would reveal information about the images in the sample.
+    Dividing by the actual size would reveal information about the images in the sample. Written as for an undivided step:
+    micro-batches share one noise.
 
     **Arguments:**
 
     - `loss_of_one`: maps `(model, row)` to a scalar, which is 0 for a padding row.
     - `sample_size`: the expected number of examples in a step.
-    - `n_micro_batches`: the number of micro-batches in a step. Each contributes an equal share of the variance and of the
-        expected examples.
     """
     losses, sums = clipped_sums(loss_of_one, model, batch, clip_norm)
-    weight = sample_size / n_micro_batches
-    scale = noise_multiplier * clip_norm / n_micro_batches**0.5
+    scale = noise_multiplier * clip_norm
     leaves, treedef = jax.tree.flatten(sums)
     keys = jax.random.split(key, len(leaves))
-    noisy = [(x + scale * jax.random.normal(k, x.shape)) / weight for x, k in zip(leaves, keys, strict=True)]
-    return redeqx.Loss(total=losses.sum(), weight=weight), jax.tree.unflatten(treedef, noisy)
+    noisy = [(x + scale * jax.random.normal(k, x.shape)) / sample_size for x, k in zip(leaves, keys, strict=True)]
+    return redeqx.Loss(total=losses.sum(), weight=sample_size), jax.tree.unflatten(treedef, noisy)

@@ -21,10 +21,26 @@ Relation = Callable[[Inference, Any, Sequence[Value]], Outs]
 def relation_of(eqn: Any) -> Relation:
     """Returns how an equation without inner jaxprs relates dims."""
     found = _TABLE.get(eqn.primitive.name)
-    return found or (_elementwise if is_elementwise(eqn) else lambda names, eqn, ins: names.give_up(eqn, ins))
+    is_known = eqn.primitive.name in _ELEMENTWISE and is_elementwise(eqn)
+    return found or (_elementwise if is_known else lambda names, eqn, ins: names.give_up(eqn, ins))
 
 
 # --- elementwise, and views ---------------------------------------------------------------------------------------------
+
+
+# A primitive of another package may keep the shape and mix its entries.
+_ELEMENTWISE = {
+    *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e"),
+    *("bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj"),
+    *("convert_element_type", "copy", "copy_p", "cos", "cosh", "device_put", "digamma", "div", "eq", "eq_to", "erf"),
+    *("erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag"),
+    *("integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min"),
+    *("mul", "name", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count", "pow", "random_clone"),
+    *("real", "reduce_precision", "regularized_incomplete_beta", "rem", "reshard", "round", "rsqrt", "select_n"),
+    *("sharding_constraint", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh"),
+    *("sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "tile", "xor", "zeta"),
+    *("nonbatchable", "nondifferentiable_backward", "nontraceable"),  # Equinox's, which return their operands
+}
 
 
 def is_elementwise(eqn: Any) -> bool:
@@ -405,7 +421,7 @@ def follow_indices(eqn: Any, ins: Sequence[Value], outs: Sequence[Value]) -> Non
     elif name in ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy", "transpose", "clamp"):
         source = ins[1] if name == "clamp" else ins[0]
         if source.index_of is not None and set(flat(source.index_of)) <= set(out.atoms):
-            out.index_of = source.index_of
+            out.index_of = source.index_of if name != "clamp" or _keeps_index(ins[0], source.index_of, ins[2]) else None
     elif name == "lt" and ins[0].index_of is not None:
         out.is_negative = ins[1].literal is not None and np.ndim(ins[1].literal) == 0 and ins[1].literal <= 0
     elif name == "select_n" and ins[0].is_negative:
@@ -413,6 +429,13 @@ def follow_indices(eqn: Any, ins: Sequence[Value], outs: Sequence[Value]) -> Non
     elif name == "concatenate" and eqn.params["dimension"] == len(out.dims) - 1:
         is_by_column = all(value.aval.shape[-1] == 1 for value in ins)
         out.columns = tuple(value.index_of for value in ins) if is_by_column else None
+
+
+def _keeps_index(low: Value, dim: Dim, high: Value) -> bool:
+    """Whether an index along a dim is within these bounds."""
+    if low.source.literal is None or high.source.literal is None:
+        return False
+    return bool(np.all(low.source.literal <= 0) and np.all(high.source.literal >= size_of(flat(dim)) - 1))
 
 
 # --- draws --------------------------------------------------------------------------------------------------------------

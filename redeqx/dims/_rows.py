@@ -15,6 +15,7 @@ import numpy as np
 
 from ..tracing import BY_WEIGHT, scan_counts
 from ._atoms import Atom, Block, Step, Value, flat, live_steps, steps_of
+from ._draws import equations_of
 from ._ends import ends_of_rows
 from ._growth import Growth
 from ._names import Names
@@ -94,11 +95,14 @@ class Rows:
 
     - `outs`: the states of the function's outputs.
     - `whole`: the root's steps to compute on the whole batch.
+    - `scaled`: by the id of a step, for each of its operands the power of the rows' number in the whole batch over that in a
+        part, to multiply it by.
     """
 
     def __init__(self, names: Names, growth: Growth, *, with_whole: bool = True):
         self.names, self.growth, self._rows = names, growth, growth.rows
         self._live = set(map(id, live_steps(names.root)[0]))
+        self._replaceable = set(map(id, equations_of(names.root)))
         self._made = {id(value): step for step in names.root.steps for value in step.outs}
         self._whole: dict[int, Step] = {}
         self._run()
@@ -110,6 +114,7 @@ class Rows:
     def _run(self) -> None:
         """Finds the states of all values, if the steps in `_whole` are computed on the whole batch."""
         self._states: dict[int, State] = {}
+        self.scaled: dict[int, tuple[int, ...]] = {}
         self._found: dict[int, tuple[str, Step]] = {}  # by the id of the step
         self._wanted: dict[int, Step] = {}  # the root's, on data alone, because of which rows are mixed
         batch = self.names.inputs.batch
@@ -229,6 +234,12 @@ class Rows:
             kinds = {ROW}  # a draw or a mask over rows
         is_trained, is_whole = any(s.is_trained for s in ins), any(s.is_whole for s in ins)
         degree, is_of_any = self._degree(step, ins, "sum" in touched), self._is_of_any_degree(step, ins)
+        self.scaled.pop(id(step), None)
+        if degree is None and MIXED not in kinds and (powers := self._powers(step, ins, touched)) is not None:
+            scaled = [replace(s, degree=s.degree - power) for s, power in zip(ins, powers, strict=True)]
+            degree = self._degree(step, scaled, "sum" in touched)
+            if degree is not None:
+                self.scaled[id(step)] = powers
         if degree is None or MIXED in kinds:
             if MIXED not in kinds or any(
                 state.kind == MIXED and v.source.literal is not None for state, v in zip(ins, step.ins, strict=True)
@@ -247,6 +258,24 @@ class Rows:
             carry = next((state.carry for state in ins if state.carry), 0) if kind == PREFIX else 0
             found.append(State(kind, is_trained, degree, is_whole, is_of_any, carry))
         return found
+
+    def _powers(self, step: Step, ins: Sequence[State], touched: set[str]) -> tuple[int, ...] | None:
+        """Returns the powers of the part's share of the rows that its operands are divided by, where their degrees differ.
+
+        Terms of a sum over rows get the degree of the sum: in the mean over a mask plus the size of the weights, a part adds
+        its share of the latter. Any other operand gets the value that it has in the whole batch.
+        """
+        kinds = {state.kind for state in ins}
+        if id(step) not in self._replaceable or kinds - {FREE, ROW, SUM}:
+            return None
+        to = 0
+        if SUM in kinds:
+            if ROW in kinds or touched or step.name not in _TERMS:
+                return None
+            to = next(state.degree for state in ins if state.kind == SUM)
+        powers = tuple(0 if state.is_of_any_degree else state.degree - to for state in ins)
+        is_inexact = (jnp.issubdtype(value.aval.dtype, jnp.inexact) for value in step.ins)
+        return powers if all(x or not power for x, power in zip(is_inexact, powers, strict=True)) else None
 
     def _is_of_any_degree(self, step: Step, ins: Sequence[State]) -> bool:
         name = step.name

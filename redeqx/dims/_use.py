@@ -38,6 +38,20 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """An equation whose operands depend on the number of rows in different ways.
+
+    **Arguments:**
+
+    - `place`: its place among the equations of the function.
+    - `powers`: for each operand, that of the number of rows of the whole batch over that of a part, to multiply it by.
+    """
+
+    place: int
+    powers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RowUse:
     """What a function does with the rows of its batch.
 
@@ -56,6 +70,7 @@ class RowUse:
     - `primitives`: the names of the function's equations, in order. What follows is for a trace with the same.
     - `by_number`: the equations to compute from the numbers of the rows.
     - `whole`: the equations to compute on the whole batch.
+    - `scaled`: the equations whose operands are scaled by the part's share of the rows.
     - `constants`: the constants of the function's equations. A trace with others computes something else.
     - `degrees`: for each output d, if it grows with the d-th power of the number of rows; None for an output by row.
     """
@@ -71,6 +86,7 @@ class RowUse:
     primitives: tuple[str, ...] = field(default=(), repr=False)
     by_number: tuple[ByNumber, ...] = field(default=(), repr=False)
     whole: tuple[Whole, ...] = field(default=(), repr=False)
+    scaled: tuple[Scaled, ...] = field(default=(), repr=False)
     degrees: tuple[int | None, ...] = field(default=(), repr=False)
     constants: Constants | None = field(default=None, repr=False, compare=False)
 
@@ -82,7 +98,7 @@ class RowUse:
     @property
     def is_plain(self) -> bool:
         """Whether a part of the rows is computed as it is written: it draws nothing for rows, and its outputs are sums."""
-        needs_numbers = self.by_number or self.whole or self.draws
+        needs_numbers = self.by_number or self.whole or self.scaled or self.draws
         return self.is_exact and not needs_numbers and set(self.degrees) <= {None, 1}
 
     @property
@@ -155,6 +171,7 @@ def row_use(
         group=growth.group,
         by_number=tuple(draws.by_number),
         whole=_whole(names, growth, rows),
+        scaled=tuple(Scaled(i, rows.scaled[id(s)]) for i, s in enumerate(equations_of(names.root)) if id(s) in rows.scaled),
         degrees=degrees,
         constants=Constants.of(normal(ours), normal(theirs), n, 2 * n),
         **found,
@@ -196,7 +213,7 @@ def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs, draws: Draws
     rows, its = Rows(names, growth, with_whole=False), Draws(names, growth)
     is_as_forward = (len(its.by_number), len(its.refused), its.wrong) == (len(draws.by_number), len(draws.refused), None)
     degrees = {state.degree for state in rows.outs if not state.is_of_any_degree}
-    return rows.is_sum and is_as_forward and len(degrees) <= 1
+    return rows.is_sum and is_as_forward and len(degrees) <= 1 and not rows.scaled
 
 
 def _with_gradient(closed: Any, n_weights: int) -> Any:

@@ -8,6 +8,7 @@ whole batch before. `dims.RowUse` says which equations these are.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -85,7 +86,7 @@ def of_whole(
     jaxpr = traced.closed.jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=_UNNAMED)
     by_place = {id(traced.eqns[made.place]): made for made in use.by_number}
     closed = jex.ClosedJaxpr(jaxpr, traced.closed.consts)
-    found = iter(interpret(closed, jax.tree.leaves(args), [_ByRow(rows, by_place, {})]))
+    found = iter(interpret(closed, jax.tree.leaves(args), [_ByRow(rows, by_place)]))
     return [[next(found) for _ in eqn.outvars] for eqn in wanted]
 
 
@@ -126,8 +127,9 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
             return fn(weights, state, original, key)
         by_place = {id(traced.eqns[made.place]): made for made in use.by_number}
         of_eqn = {id(traced.eqns[of.place]): (of, values) for of, values in zip(use.whole, whole or (), strict=True)}
-        outs = interpret(traced.closed, flat, [_ByRow(rows, by_place, of_eqn)])
+        powers = {id(traced.eqns[scaled.place]): scaled.powers for scaled in use.scaled}
         share = rows.size.astype(jnp.zeros(()).dtype) / (n_rows * n_copies)
+        outs = interpret(traced.closed, flat, [_ByRow(rows, by_place, of_eqn, powers, share)])
         scaled = []
         n_judged = len(use.degrees)
         for out, degree in zip(outs[:n_judged], use.degrees, strict=True):
@@ -154,18 +156,28 @@ class _ByRow(Rule):
     corrects = True
 
     def __init__(
-        self, rows: RowNumbers, by_number: Mapping[int, ByNumber], whole: Mapping[int, tuple[Whole, Sequence[Array]]]
+        self,
+        rows: RowNumbers,
+        by_number: Mapping[int, ByNumber],
+        whole: Mapping[int, tuple[Whole, Sequence[Array]]] = MappingProxyType({}),
+        powers: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        share: Any = 1.0,
     ):
-        self._rows, self._by_number, self._whole = rows, by_number, whole
+        self._rows, self._by_number, self._whole, self._powers, self._share = rows, by_number, whole, powers, share
 
     def claims(self, eqn: Any) -> bool:
-        return id(eqn) in self._by_number or id(eqn) in self._whole
+        return any(id(eqn) in claimed for claimed in (self._by_number, self._whole, self._powers))
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
         ins = list(map(plain, ins))
         if id(eqn) in self._whole:
             of, values = self._whole[id(eqn)]
             return [self._own(value, factors) for value, factors in zip(values, of.factors, strict=True)]
+        if powers := self._powers.get(id(eqn)):
+            scales = (self._share**power for power in powers)
+            ins = [x * scale.astype(x.dtype) if power else x for x, scale, power in zip(ins, scales, powers, strict=True)]
+        if id(eqn) not in self._by_number:
+            return site.rest(eqn, ins)
         made, aval = self._by_number[id(eqn)], eqn.outvars[0].aval
         if eqn.primitive.name == "iota":
             (_, numbers), dim = self._index(made.factors), eqn.params["dimension"]

@@ -176,7 +176,7 @@ def divided_by_the_root_of_len(p, batch, key):
     return row_losses(p, batch).sum() / len(batch["x"]) ** 0.5
 
 
-@mixed
+@separable
 def a_mean_plus_a_sum(p, batch, key):
     losses = row_losses(p, batch)
     return losses.mean() + 0.01 * losses.sum()
@@ -187,12 +187,12 @@ def a_mean_plus_weight_decay(p, batch, key):
     return row_losses(p, batch).mean() + 0.01 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
 
 
-@mixed
+@a_sum
 def a_sum_plus_weight_decay(p, batch, key):
     return row_losses(p, batch).sum() + 0.01 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
 
 
-@mixed
+@separable
 def a_sum_plus_noise_divided_by_len(p, batch, key):
     return (row_losses(p, batch).sum() + jax.random.normal(key)) / len(batch["x"])
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, mlir
 
 from redeqx.dims import row_use
 from redeqx.transforms import RowNumbers, by_row, of_whole
@@ -50,6 +52,37 @@ def case(kind, group=1):
 
 separable, after, mixed, unknown = map(case, ("separable", "after", "mixed", "unknown"))
 
+# --- what no table has --------------------------------------------------------------------------------------------------
+
+_reversed_p = core.Primitive("reversed_by_a_package")
+_reversed_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_reversed_p, mlir.lower_fun(lambda x: x[::-1], multiple_results=False))
+ad.deflinear(_reversed_p, lambda g: [_reversed_p.bind(g)])
+
+
+@unknown
+def a_primitive_of_a_package_that_keeps_the_shape(p, batch, key):
+    return (_reversed_p.bind(by_rows(p, batch)) * batch["y"]).mean()
+
+
+@mixed
+def an_index_within_narrower_bounds(p, batch, key):
+    picked = by_rows(p, batch)[lax.clamp(2, jnp.arange(len(batch["y"])), 5)]
+    return (picked * batch["y"]).mean()
+
+
+@after
+def a_mean_over_a_mask_and_the_size_of_the_weights(p, batch, key):
+    mask = batch["y"] > 0
+    return (by_rows(p, batch) * mask).sum() / mask.sum() + 0.1 * (p["w"] ** 2).sum()
+
+
+@after
+def a_mean_over_a_mask_and_a_plain_mean(p, batch, key):
+    mask = batch["y"] > 0
+    return (by_rows(p, batch) * mask).sum() / mask.sum() + one(p, batch["x"]) / len(batch["x"])
+
+
 # --- the number of rows, in odd ways ------------------------------------------------------------------------------------
 
 
@@ -78,12 +111,12 @@ def to_its_power(p, batch, key):
     return lax.integer_pow(by_rows(p, batch), len(batch["x"])).mean()
 
 
-@mixed
+@separable
 def the_number_in_a_nonlinear_function(p, batch, key):
     return jnp.tanh(by_rows(p, batch) * len(batch["x"])).mean()
 
 
-@mixed
+@separable
 def a_penalty_added_to_a_sum(p, batch, key):
     return by_rows(p, batch).sum() + (p["w"] ** 2).sum()
 
@@ -93,7 +126,7 @@ def weights_to_which_rows_are_added(p, batch, key):
     return (jnp.tile(p["b"], 5).at[batch["label"]].add(by_rows(p, batch)) ** 1).sum()
 
 
-@mixed
+@separable
 def a_sum_padded_with_ones(p, batch, key):
     return jnp.pad(by_rows(p, batch).sum(keepdims=True), (0, 3), constant_values=1.0).sum()
 

@@ -113,7 +113,6 @@ def sgd_update(shape, examples, n_micro, noise_multiplier, sample_size, width=8)
     deployer._run.mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
     grad_fn = partial(
         private_gradient, loss_of_one, clip_norm=CLIP, noise_multiplier=noise_multiplier, sample_size=sample_size,
-        n_micro_batches=n_micro,
     )  # fmt: skip
     trainer = redeqx.Trainer(
         deployer, model=make_model(width), optimizer=optax.sgd(1.0), collate_fn=collate_fn, loss_fn=loss_fn, grad_fn=grad_fn,
