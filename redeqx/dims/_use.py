@@ -67,6 +67,7 @@ class RowUse:
     - `draws`: one sentence with its line for each random draw that cannot follow the rows.
     - `gathers`: pairs of the full line of an equation over which rows cannot be split, and why.
     - `is_random`: whether anything is drawn.
+    - `trace`: the closed jaxpr of the function for the shapes that were given, from 4 rows on.
     - `primitives`: the names of the function's equations, in order. What follows is for a trace with the same.
     - `by_number`: the equations to compute from the numbers of the rows.
     - `whole`: the equations to compute on the whole batch.
@@ -83,6 +84,7 @@ class RowUse:
     draws: tuple[str, ...] = ()
     gathers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     is_random: bool = True
+    trace: Any = field(default=None, repr=False, compare=False)
     primitives: tuple[str, ...] = field(default=(), repr=False)
     by_number: tuple[ByNumber, ...] = field(default=(), repr=False)
     whole: tuple[Whole, ...] = field(default=(), repr=False)
@@ -145,7 +147,8 @@ def row_use(
     names, other = (Names(closed, inputs, returns_rows=returns_rows) for closed in (ours, theirs))
     growth = Growth(names, other)
     draws = Draws(names, growth)
-    found = {
+    found: dict[str, Any] = {
+        "trace": ours,
         "primitives": tuple(step.name for step in equations_of(names.root)),
         "is_random": draws.is_random,
         "gathers": gathers_of(names),

@@ -21,6 +21,7 @@ from ._inner import (
     insides as insides,
     n_iterations as n_iterations,
     reader as reader,
+    restricted as restricted,
     run as run,
     scan_counts as scan_counts,
     shapes_in as shapes_in,

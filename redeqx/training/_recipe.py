@@ -10,12 +10,13 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._tree import is_array_like, named_leaves
 from ..data import Workers, collated_shapes
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
 from ..machine import FSDP, Options, chip_of_kind, xla_settings
 from ..partition import Overrides, Plan, make_plan, mark_read
-from ..tracing import Rule, Trace
+from ..tracing import Rule, Trace, restricted, shapes_in
 from ..transforms import KeepEverything, UnrollLoops
 from ._functions import Functions, Sums
 from ._opt_states import follows_schedule
@@ -106,7 +107,15 @@ class Recipe:
     rows: RowUse | None = None
 
     def trace(self, model: PyTree, state: PyTree, batch: PyTree) -> Trace:
-        """Traces the loss for the shapes of a batch."""
+        """Traces the loss for the shapes of a batch. The trace of the verdict about rows is used if it is for these."""
+        traced = None if self.rows is None or self.has_state or self.grad_fn is not None else self.rows.trace
+        names = tuple(named_leaves(eqx.filter(model, is_array_like)))
+        shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
+        if traced is not None and [v.aval.shape for v in traced.jaxpr.invars[len(names) : -1]] == shapes:
+            weights, rest = traced.jaxpr.invars[: len(names)], traced.jaxpr.invars[len(names) :]
+            by_name = dict(zip((*self.parts.names[0], *self.parts.names[1]), weights, strict=True))
+            closed = restricted(traced, traced.jaxpr.outvars[:1], [*map(by_name.__getitem__, names), *rest])
+            return Trace(names, tuple(shapes_in(closed)[: len(names)]), closed)
         loss = self._loss(state, inference=False)
         return Trace.of(lambda *args: loss(*args)[0], model, batch, jax.eval_shape(lambda: jax.random.key(0)))
 

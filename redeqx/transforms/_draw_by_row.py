@@ -20,7 +20,7 @@ from jaxtyping import Array, PyTree, UInt32
 from .._tree import as_bare_shapes
 from ..dims import ByNumber, Factors, RowUse, Whole, places_of
 from ..errors import warn
-from ..tracing import Rule, Site, interpret, normal, plain, variables
+from ..tracing import Rule, Site, interpret, normal, plain, restricted
 
 _UNNAMED = jex.DebugInfo("redeqx", "of_whole", None, None)
 
@@ -78,15 +78,8 @@ def of_whole(
         return None
     wanted = [traced.eqns[of.place] for of in use.whole]
     outvars = [var for eqn in wanted for var in eqn.outvars]
-    needed, eqns = set(outvars), []
-    for eqn in reversed(traced.closed.jaxpr.eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(variables(eqn.invars))
-            eqns.insert(0, eqn)
-    jaxpr = traced.closed.jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=_UNNAMED)
     by_place = {id(traced.eqns[made.place]): made for made in use.by_number}
-    closed = jex.ClosedJaxpr(jaxpr, traced.closed.consts)
-    found = iter(interpret(closed, jax.tree.leaves(args), [_ByRow(rows, by_place)]))
+    found = iter(interpret(restricted(traced.closed, outvars), jax.tree.leaves(args), [_ByRow(rows, by_place)]))
     return [[next(found) for _ in eqn.outvars] for eqn in wanted]
 
 

@@ -365,3 +365,19 @@ def test_parts_of_micro_batches_compute_the_same(loss_fn, n_parts):
     expected_trainer.train(np.concatenate([DATA, DATA[:8]]), batch_size=32)
     for x, y in zip(*(jax.tree.leaves(eqx.filter(t.model, eqx.is_array)) for t in (trainer, expected_trainer)), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+@pytest.mark.parametrize(("shards", "in_all"), [((1, 1), [16, 32, 16]), ((1, 8), [16, 32, 16, 16])])
+def test_the_loss_is_traced_for_two_numbers_of_rows_before_the_step(shards, in_all):
+    """Once each for the plan and the verdict, and in the step; with FSDP also to count its work without recomputation."""
+    traced = []
+
+    def loss_fn(model, batch, key):
+        traced.append(len(batch))
+        return (jax.vmap(model)(batch) ** 2).mean()
+
+    deployer = redeqx.Deployer(n_model_shards=shards[0], n_fsdp_shards=shards[1], verbose=False)
+    model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
+    trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.adam(1e-3), collate_fn=np.stack, loss_fn=loss_fn)
+    trainer.fit(np.ones((16, 8), np.float32), batch_size=16)
+    assert traced == in_all
