@@ -156,7 +156,8 @@ def row_use(
     }
     if not growth.is_comparable:
         return RowUse("unknown", why="its equations depend on the number of rows", **found)
-    rows = Rows(names, growth)
+    # A layer's state takes the statistics of each part, so what the layer computes is not taken from the whole batch.
+    rows = Rows(names, growth, with_whole=not inputs.n_state)
     if not rows.is_sum:
         how, step = rows.first or ("the number of rows", None)
         kind = "unknown" if how in NOT_KNOWN else "mixed"
