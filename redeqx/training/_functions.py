@@ -1,7 +1,7 @@
 """Wraps the user's loss, gradient and prediction functions as functions of flat lists of arrays, under the plan's rules."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
@@ -10,11 +10,11 @@ import jax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from .._tree import is_array_like, named_leaves
+from .._tree import as_bare_shapes, is_array_like, named_leaves
 from ..dims import RowUse, row_use
 from ..machine import MODEL, axes_of, split_heads
 from ..partition import Plan
-from ..tracing import Rule, transformed
+from ..tracing import Rule, normal, restricted, transformed, variables
 from ..transforms import (
     FixGroupedConvolutions,
     FuseAttention,
@@ -134,7 +134,10 @@ class Sums:
         """
         by_user = self.grad_fn is not None and not inference
         fn = self.gradient() if by_user else self.loss(inference=inference)
-        return row_use(lambda *args: fn(*args)[0], weights, state, batch, key)
+        use = row_use(lambda *args: fn(*args)[0], weights, state, batch, key)
+        if use.is_exact and not inference and _reads_changed_state(fn, weights, state, batch, key):
+            return replace(use, kind="mixed", why="it reads a state that each part of the batch changes")
+        return use
 
     def row_use_of(self, model: PyTree, state: PyTree, batch: PyTree) -> RowUse:
         """Returns what the function does with the rows of a batch, for a model in one piece."""
@@ -158,6 +161,18 @@ class Sums:
             return fn(model, batch, key), state
         state = jax.tree.map(lambda x: x, state)  # a copy: `state.set` makes the object that it is called on unusable
         return _pair(fn(model, state, batch, key), where, "(loss, state)", ", as `model_state` was given")
+
+
+def _reads_changed_state(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTree, key: Any) -> bool:
+    """Whether the sums of `(sums, state)` depend on a part of the state that is returned changed."""
+    n = len(jax.tree.leaves(state))
+    if not n:
+        return False
+    closed = normal(jax.make_jaxpr(fn)(*as_bare_shapes((weights, state, batch, key))))
+    start, outs = len(jax.tree.leaves(weights)), closed.jaxpr.outvars
+    needed = {var for eqn in restricted(closed, outs[:-n]).jaxpr.eqns for var in variables(eqn.invars)}
+    pairs = zip(closed.jaxpr.invars[start : start + n], outs[-n:], strict=True)
+    return any(before in needed and before is not after for before, after in pairs)
 
 
 @dataclass(frozen=True)

@@ -381,3 +381,25 @@ def test_the_loss_is_traced_for_two_numbers_of_rows_before_the_step(shards, in_a
     trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.adam(1e-3), collate_fn=np.stack, loss_fn=loss_fn)
     trainer.fit(np.ones((16, 8), np.float32), batch_size=16)
     assert traced == in_all
+
+
+def test_a_loss_that_reads_a_state_which_it_changes_is_mixed(capsys):
+    """SpectralNorm takes one step of its power iteration in each call: in each micro-batch."""
+
+    class Normed(eqx.Module):
+        layer: eqx.nn.SpectralNorm
+
+        def __init__(self):
+            keys = jax.random.split(jax.random.key(0))
+            self.layer = eqx.nn.SpectralNorm(eqx.nn.Linear(4, 4, key=keys[0]), "weight", key=keys[1])
+
+    def loss_fn(model, state, batch, key):
+        out, state = jax.vmap(model.layer, in_axes=(0, None), out_axes=(0, None), axis_name="batch")(batch, state)
+        return (out**2).mean(), state
+
+    model, state = eqx.nn.make_with_state(Normed)()
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(), model=model, model_state=state, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
+    )
+    trainer.update(np.ones((16, 4), np.float32))
+    assert "mixed (it reads a state that each part of the batch changes)" in capsys.readouterr().out
