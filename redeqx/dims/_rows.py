@@ -328,6 +328,7 @@ class Rows:
             or (name == "convert_element_type" and _keeps_numbers(step))
             or (name in _BILINEAR and len(of_dependent) == 1)
             or (name in _LINEAR_IN_FIRST and all(s.kind == FREE for s in ins[1:]) and (name != "div" or _is_inexact(step)))
+            or (name == "dynamic_update_slice" and all(s.kind == FREE for s in ins[2:]))
             or (name in ("select_n", *_SCATTERS) and ins[name != "select_n"].kind == FREE)
         )
         if touched:

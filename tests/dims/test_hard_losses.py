@@ -83,6 +83,12 @@ def a_mean_over_a_mask_and_a_plain_mean(p, batch, key):
     return (by_rows(p, batch) * mask).sum() / mask.sum() + one(p, batch["x"]) / len(batch["x"])
 
 
+@separable
+def sums_written_at_a_position(p, batch, key):
+    of_columns = jnp.tanh(batch["x"].mean(1) @ p["w"]).mean(0)
+    return lax.dynamic_update_slice(jnp.zeros(2 * D), of_columns, (3,)) @ jnp.concatenate([p["v"], p["v"]])
+
+
 # --- the number of rows, in odd ways ------------------------------------------------------------------------------------
 
 
