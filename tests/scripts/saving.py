@@ -3,9 +3,9 @@
     saving.py FOLDER in_place|apart < TRIALS
 
 Each line of standard input is a trial, `["name", port, [[process, point], ...]]`: a folder of that name under FOLDER, a free
-port, and which processes are killed before which of their system calls (and messages to each other, and collectives) of the second save,
-counted from 0. With `apart`, each process has a folder of its own. For each trial, one line of standard output: `["name",
-[exit code of 0, of 1], [the calls that each process made]]`.
+port, and which processes are killed before which of their system calls, messages to each other and collectives of the second
+save, counted from 0. With `apart`, each process has a folder of its own. For each trial, one line of standard output:
+`["name", [exit code of 0, of 1], [the calls that each process made]]`.
 
 The processes are forked from this one, before JAX has devices: importing takes longer than a trial.
 """
