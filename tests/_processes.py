@@ -68,5 +68,7 @@ def trained_on(workdir, n_examples):
     for path in sorted(workdir.glob("rows_*_of_*.jsonl")):
         steps = [json.loads(line)[1] for line in path.read_text().splitlines()]
         steps = [numbers for numbers in steps if numbers[0] < n_examples]
+        # An example of the first step is collated alone, too, if its leaves do not show which dim is rows.
+        steps = [numbers for i, numbers in enumerate(steps) if len(numbers) > 1 or i == 0 or numbers[0] not in steps[i - 1]]
         runs.setdefault(path.stem.rpartition("_")[2], []).append(steps)
     return {n: [sorted(set().union(*of_step)) for of_step in zip(*processes, strict=False)] for n, processes in runs.items()}
