@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._tree import named_leaves, render
-from ..dims import UNKNOWN, RowUse
+from ..dims import UNKNOWN, RowUse, with_rows
 from ..errors import check_examples_kind, check_function, check_integers, example_note
 from ._prefetch import Prefetch
 from ._rows import BatchSize, Group, local_rows, place_batch
@@ -114,12 +114,7 @@ def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any
 
 def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any], size: BatchSize, mesh: Mesh) -> PyTree:
     """Returns the shapes of the first micro-batch of a step with these examples, as `loss_fn` receives it."""
-    return _with_rows(collated_shapes(collate_fn, examples), size.cut(len(examples), UNKNOWN, mesh)[0].rows)
-
-
-def _with_rows(batch: PyTree, n_rows: int) -> PyTree:
-    """Returns the shapes of a batch with another number of rows."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n_rows, *x.shape[1:]), x.dtype), batch)
+    return with_rows(collated_shapes(collate_fn, examples), size.cut(len(examples), UNKNOWN, mesh)[0].rows)
 
 
 def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
@@ -447,7 +442,7 @@ def batches(
             given = read_step(*first)
             batch = collated(given)
             _check_leading_dims(batch, len(given.examples), lambda: workers.start(given.examples[:1])())
-            yield _with_rows(batch, len(first[1].examples))  # `known` is set before this continues
+            yield with_rows(batch, len(first[1].examples))  # `known` is set before this continues
             cut = cut_of(*first)
             if np.array_equal(local_rows(cut, mesh), given.rows):
                 given = given._replace(cut=cut)

@@ -9,4 +9,4 @@ from ._draws import ByNumber as ByNumber, Factors as Factors, places_of as place
 from ._equation import VIEWS as VIEWS, Related as Related, repeats as repeats, view as view
 from ._names import Inputs as Inputs, Names as Names
 from ._relations import is_elementwise as is_elementwise
-from ._use import UNKNOWN as UNKNOWN, RowUse as RowUse, Whole as Whole, row_use as row_use
+from ._use import UNKNOWN as UNKNOWN, RowUse as RowUse, Whole as Whole, row_use as row_use, with_rows as with_rows

@@ -139,7 +139,7 @@ def row_use(
     n = jax.tree.leaves(batch)[0].shape[0]
     n *= -(-4 // n)  # at fewer rows, powers of their number and other functions of it look alike
     try:
-        given = ((weights, state, _with_rows(batch, rows), *args) for rows in (n, 2 * n))
+        given = ((weights, state, with_rows(batch, rows), *args) for rows in (n, 2 * n))
         ours, theirs = (jax.make_jaxpr(fn)(*as_bare_shapes(each)) for each in given)
     except Exception as error:
         first = str(error).partition("\n")[0]
@@ -182,7 +182,8 @@ def row_use(
     )
 
 
-def _with_rows(batch: PyTree, n: int) -> PyTree:
+def with_rows(batch: PyTree, n: int) -> PyTree:
+    """Returns the shapes of a batch with another number of rows."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
 
 
