@@ -77,7 +77,8 @@ class Notebook:
 
     def run(self, cell, interrupts=0, at=None):
         (self.folder / "go_on").unlink(missing_ok=True)
-        message = self.client.execute(cell, user_expressions={"step": "trainer.step"})
+        # By default, a kernel whose last cell failed aborts the cells that reach it in that moment.
+        message = self.client.execute(cell, user_expressions={"step": "trainer.step"}, stop_on_error=False)
         if interrupts:
             wait_until((self.folder / f"at_{at}").exists)
         for _ in range(interrupts):
