@@ -3,7 +3,7 @@
 What is computed from their results is then computed for all rows on every device. `compiled` measures whether it is.
 """
 
-from ._atoms import Step, steps_of
+from ._atoms import Step, flat, steps_of
 from ._names import Names
 
 _BY_INDEX = ("gather", "scatter", "dynamic_slice", "dynamic_update_slice")
@@ -20,4 +20,7 @@ def _why(names: Names, step: Step) -> str:
     hows = {how for how, dim in step.mixes if names.has_rows([dim])}
     if "order" in hows:
         return f"`{step.name}` depends on their order"
-    return f"`{step.name}` looks them up by index" if hows and step.name.startswith(_BY_INDEX) else ""
+    if hows and step.name.startswith(_BY_INDEX):
+        return f"`{step.name}` looks them up by index"
+    is_some = any(how == "part" and not {*names.rows[:1]}.isdisjoint(flat(dim)) for how, dim in step.mixes)
+    return f"`{step.name}` takes some of them" if is_some else ""

@@ -124,6 +124,14 @@ def by_map_of_eight(model, batch, key):
     return jnp.square(jax.lax.map(lambda x: jax.vmap(model)(x), batch, batch_size=8)).mean()
 
 
+def by_map_with_a_remainder(model, batch, key):
+    return jnp.square(jax.lax.map(lambda x: jax.vmap(model)(x), batch, batch_size=5)).mean()
+
+
+def by_python(model, batch, key):
+    return sum(jnp.square(jax.vmap(model)(batch[i])).mean() for i in range(len(batch))) / len(batch)
+
+
 def ragged(model, batch, key):
     return jnp.square(jax.lax.ragged_dot(batch[:, 0], model, jnp.full(4, len(batch) // 4))).mean()
 
@@ -138,10 +146,15 @@ exec(
     """
 def sorted_without_a_file(model, batch, key):
     return jnp.square(jax.vmap(jax.vmap(model))(batch[jnp.argsort(batch[:, 0, 0])])).mean()
+def by_map_without_a_file(model, batch, key):
+    return jnp.square(jax.lax.map(lambda x: jax.vmap(model)(x), batch)).mean()
+def by_batches_without_a_file(model, batch, key):
+    return jnp.square(jax.lax.map(lambda x: jax.vmap(model)(x), batch, batch_size=5)).mean()
 """,
     WITHOUT_FILE,
 )
 LOOP = "a loop takes one after the other"
+PART = "`slice` takes some of them"
 
 
 @pytest.mark.parametrize(
@@ -149,9 +162,13 @@ LOOP = "a loop takes one after the other"
     [
         (by_map, "8.0", [LOOP]),
         (by_map_of_eight, "8.0", [LOOP]),
+        (by_map_with_a_remainder, "7.6", [PART]),
+        (by_python, "8.0", [PART]),
         (ragged, "4.0", ["`ragged_dot_general` depends on their order"]),
         (scattered, "8.0", ["`cumsum` depends on their order", "`scatter` looks them up by index"]),
         (WITHOUT_FILE["sorted_without_a_file"], "8.0", ["`sort` depends on their order", "`gather` looks them up by index"]),
+        (WITHOUT_FILE["by_map_without_a_file"], "8.0", [LOOP]),
+        (WITHOUT_FILE["by_batches_without_a_file"], "7.6", [PART]),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
