@@ -466,8 +466,9 @@ def test_unrelated_connections_do_not_disturb_the_start(cluster):
     assert run_in_threads(partial(coordinator.gather, "x", 0), partial(other.gather, "x", 1)) == [[0, 1]] * 2
 
 
-def test_slow_or_flooding_connections_do_not_delay_the_start(cluster):
+def test_slow_or_flooding_connections_do_not_delay_the_start(cluster, monkeypatch):
     """Even if there are more of them than the coordinator serves at once."""
+    monkeypatch.setattr(_rendezvous, "_GREETING_TIMEOUT", 2 * LIMIT)  # to wait for one of them would take too long
     port = free_port()
     coordinator, other = cluster.process(2, 0), cluster.process(2, 1)
     over = threading.Event()
@@ -488,15 +489,14 @@ def test_slow_or_flooding_connections_do_not_delay_the_start(cluster):
             for _ in range(80):
                 silent.enter_context(open_connection(port))
             time.sleep(0.2)
-            began = time.monotonic()
             meet(other, port)
             over.set()
-            assert time.monotonic() - began < 4  # seconds; each unrelated connection alone may take five
 
     assert run_in_threads(partial(meet, coordinator, port), come, dribble, dribble, flood) == [None] * 5
 
 
-def test_coordinator_times_out_if_only_strangers_connect(cluster):
+def test_coordinator_times_out_if_only_strangers_connect(cluster, monkeypatch):
+    monkeypatch.setattr(_rendezvous, "_GREETING_TIMEOUT", 2 * LIMIT)
     port = free_port()
     coordinator, over = cluster.process(2, 0), threading.Event()
 
@@ -511,7 +511,7 @@ def test_coordinator_times_out_if_only_strangers_connect(cluster):
         with pytest.raises(PeerError, match=r"within 0\.5 s, got none of number 1; here besides 0: none\. Look"):
             meet(coordinator, port, 0.5)
         over.set()
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < LIMIT
 
     assert run_in_threads(wait, dribble) == [None] * 2
 
@@ -592,7 +592,7 @@ def test_joining_process_times_out_whatever_the_answer(cluster, answer, monkeypa
             began = time.monotonic()
             with pytest.raises(PeerError, match=r"^`host0_address`: expected process 0 at .* got no answer \(.+\)\. Look"):
                 meet(cluster.process(2, 1), server.getsockname()[1], 0.5)
-            assert time.monotonic() - began < 4
+            assert time.monotonic() - began < LIMIT
         finally:
             over.set()
             thread.join(LIMIT)
@@ -658,10 +658,10 @@ def test_silent_process_is_abandoned_after_the_heartbeat_timeout(cluster, capsys
         connection.sendall(json.dumps(["redeqx peers 3", [1, 2, "host1", ""]]).encode() + b"\n")
         return connection
 
+    began = time.monotonic()
     with run_in_threads(frozen, partial(meet, coordinator, port))[0]:
-        began = time.monotonic()
         assert cluster.wait_for_exits(1) == [0]
-        assert 0.9 < time.monotonic() - began < 4.0  # not before the timeout and, on busy cores, not much later
+        assert 1.0 <= time.monotonic() - began < 10.0  # not before the timeout and, on busy cores, not much later
     assert last_lines(capsys, 1) == [
         "redeqx: process 1 of 2 is gone: no message from it for 1 s; the last committed step is 3. Leaving with exit "
         "code 75: run it again to go on."
@@ -669,8 +669,8 @@ def test_silent_process_is_abandoned_after_the_heartbeat_timeout(cluster, capsys
 
 
 def test_heartbeats_keep_idle_processes_alive(cluster):
-    peers = cluster.connect(2, heartbeat=1.0)
-    time.sleep(2.5)
+    peers = cluster.connect(2, heartbeat=2.0)
+    time.sleep(4.5)
     assert cluster.left.empty()
     assert run_in_threads(*(partial(each.gather, "x", each.index) for each in peers)) == [[0, 1]] * 2
 
