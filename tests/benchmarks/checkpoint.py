@@ -28,9 +28,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import save_file
 
-from redeqx.checkpoint._manager import Checkpoints
-from redeqx.distributed._cluster import start
-from redeqx.machine._mesh import make_mesh
+from redeqx.checkpoint import Checkpoints
+from redeqx.distributed import start
+from redeqx.machine import make_mesh
 
 
 def seconds(act):

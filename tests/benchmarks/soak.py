@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from redeqx.checkpoint._manager import Checkpoints
+from redeqx.checkpoint import Checkpoints
 from redeqx.checkpoint._safetensors import TensorFile
 from redeqx.distributed._addresses import free_port
 

@@ -13,11 +13,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import load_file
 
-from redeqx.checkpoint import _layouts
+from redeqx.checkpoint import TensorReader, _layouts
 from redeqx.checkpoint._layouts import Capabilities, FilePerProcess, InPlace, probe
-from redeqx.checkpoint._reader import TensorReader
-from redeqx.distributed._peers import Peers
-from redeqx.machine._mesh import make_mesh
+from redeqx.distributed import Peers
+from redeqx.machine import make_mesh
 
 
 def arrays():

@@ -25,9 +25,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from redeqx._tree import named_leaves
-from redeqx.checkpoint import _safetensors
-from redeqx.checkpoint._manager import Checkpoints
-from redeqx.checkpoint._reader import load_tree
+from redeqx.checkpoint import Checkpoints, _safetensors, load_tree
 from redeqx.checkpoint._safetensors import DTYPES, TensorFile, Writer, write_tensors
 from redeqx.checkpoint._shards import own_blocks
 
@@ -712,7 +710,7 @@ import errno, resource, shutil, sys
 from collections import namedtuple
 from pathlib import Path
 import numpy as np
-from redeqx.checkpoint._manager import Checkpoints
+from redeqx.checkpoint import Checkpoints
 
 checkpoints = Checkpoints(Path(sys.argv[1]))
 checkpoints.save(1, {"model": {"w": np.ones(50_000, np.float32)}}, {"step": 1})
@@ -756,7 +754,7 @@ KILLED = """
 import os, shutil, signal, sys, warnings
 from pathlib import Path
 import numpy as np
-from redeqx.checkpoint._manager import Checkpoints
+from redeqx.checkpoint import Checkpoints
 
 warnings.simplefilter("ignore")  # os.fork beside JAX: no backend has started here
 STEPS = ("posix_fallocate", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")

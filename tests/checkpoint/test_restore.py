@@ -17,10 +17,9 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.checkpoint import _manifest as _record
-from redeqx.checkpoint._manager import Checkpoints
+from redeqx.checkpoint import Checkpoints, _manifest as _record
 from redeqx.checkpoint._safetensors import TensorFile
-from redeqx.errors._untrusted import DamagedError
+from redeqx.errors import DamagedError
 
 DATA = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx.checkpoint import _shards
 from redeqx.checkpoint._shards import Block, as_stored, gathered, own_blocks, owners
-from redeqx.machine._mesh import make_mesh
+from redeqx.machine import make_mesh
 
 SPECS = {
     "replicated": P(),

@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from redeqx.compiled._buffers import bytes_moved, host_bytes, temporaries
-from redeqx.compiled._hlo import Module
-from redeqx.compiled._workspaces import workspace_allowance
+from redeqx.compiled import Module, bytes_moved, host_bytes, temporaries, workspace_allowance
 
 KIB = 2**10
 

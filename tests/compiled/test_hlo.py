@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx.compiled import _hlo as hlo
-from redeqx.machine._mesh import make_mesh
+from redeqx.machine import make_mesh
 
 _MODULE = """HloModule jit_step, is_scheduled=true, num_partitions=8
 

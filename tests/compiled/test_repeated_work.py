@@ -14,8 +14,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.compiled import _repeated_work as _work
-from redeqx.compiled._hlo import Module
+from redeqx.compiled import Module, _repeated_work as _work
 from redeqx.tracing import shortened
 
 ROWS, T, D, F, EXPERTS = 16, 8, 16, 64, 4

@@ -8,9 +8,9 @@ import pytest
 
 import redeqx
 from redeqx._tree import named_leaves
-from redeqx.data._rows import BatchSize
+from redeqx.data import BatchSize
 from redeqx.dims import RowUse
-from redeqx.machine._mesh import make_mesh
+from redeqx.machine import make_mesh
 from redeqx.training._run import stream_key
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)

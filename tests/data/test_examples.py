@@ -18,11 +18,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redeqx
-from redeqx.data import _examples as _data
+from redeqx.data import Prefetch, Workers, _examples as _data
 from redeqx.data._examples import batches, check_examples, collate, examples_of, n_tokens, size_of, slices
-from redeqx.data._prefetch import Prefetch
 from redeqx.data._rows import BatchSize, Group, cut_rows, pad_rows, place_batch
-from redeqx.data._workers import Workers
 from redeqx.machine._mesh import BATCH_AXES, make_mesh, n_batch_shards
 
 # --- cutting rows ---------------------------------------------------------------------------------------------------

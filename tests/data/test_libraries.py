@@ -13,8 +13,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.data import Mixture, MixtureStream, TokenRows
-from redeqx.data._examples import check_examples, examples_of, size_of, slices
+from redeqx.data import Mixture, MixtureStream, TokenRows, check_examples, examples_of, size_of, slices
 
 N, BATCH = 23, 4
 

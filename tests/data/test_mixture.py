@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.data import Mixture, MixtureStream
-from redeqx.data._examples import slices
+from redeqx.data import Mixture, MixtureStream, slices
 
 
 def labelled_examples(name, n):

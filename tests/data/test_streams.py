@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from redeqx.data._examples import slices
+from redeqx.data import slices
 from redeqx.data._streams import Stream, _from_json, _to_json, checksum
 
 

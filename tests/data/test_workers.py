@@ -17,8 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from redeqx.data._examples import batches, slices
-from redeqx.data._rows import BatchSize
+from redeqx.data import BatchSize, batches, slices
 from redeqx.data._workers import Workers, drawn_ahead
 from redeqx.errors import FilteredTraceback
 from redeqx.machine import make_mesh

@@ -17,8 +17,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.distributed import Preemption, Watch
-from redeqx.distributed._peers import Peers
+from redeqx.distributed import Peers, Preemption, Watch
 
 LIMIT = 30.0
 N_STEPS = 12

@@ -18,9 +18,8 @@ from functools import partial
 
 import pytest
 
-from redeqx.distributed import Watch, _peers, _rendezvous, _watch
+from redeqx.distributed import Peers, Watch, _peers, _rendezvous, _watch
 from redeqx.distributed._links import Link, PeerError
-from redeqx.distributed._peers import Peers
 
 LIMIT = 30.0  # seconds for any operation; most take hundredths
 LOCAL = "127.0.0.1"

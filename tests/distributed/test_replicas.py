@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.distributed._peers import Peers
-from redeqx.distributed._replicas import agree_on_program, agree_on_values
+from redeqx.distributed import Peers, agree_on_program, agree_on_values
 
 LIMIT = 30.0
 

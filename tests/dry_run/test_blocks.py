@@ -108,8 +108,8 @@ def test_numbers_extrapolated_from_few_blocks_match_the_exact_ones():
     ],
 )
 def test_scanned_and_counted_blocks_are_compiled_without_extrapolation(options, expected):
-    from redeqx.dry_run._forecast import dry_run
-    from redeqx.machine._devices import describe
+    from redeqx.dry_run import dry_run
+    from redeqx.machine import describe
 
     messages = []
     with redeqx.described("cpu:8"):

@@ -23,9 +23,7 @@ from redeqx.compiled import Buffer
 from redeqx.dry_run import _forecast
 from redeqx.dry_run._figures import Step
 from redeqx.dry_run._forecast import DryRunDone, _offloaded
-from redeqx.machine import Chip, _devices
-from redeqx.machine._chips import GPUS, TPUS
-from redeqx.machine._devices import describe, dry, of_devices
+from redeqx.machine import GPUS, TPUS, Chip, _devices, describe, dry, of_devices
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 

@@ -12,10 +12,9 @@ import pytest
 
 import redeqx
 from redeqx.dims import RowUse
-from redeqx.dry_run._forecast import DryRunDone, dry_run
+from redeqx.dry_run import DryRunDone, dry_run
 from redeqx.dry_run._search import CompiledSetting, SearchSpace, fastest
-from redeqx.machine._chips import TPUS
-from redeqx.machine._devices import describe, described, dry_for
+from redeqx.machine import TPUS, describe, described, dry_for
 from redeqx.training import Setting, in_order
 
 GIB = 2**30

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
 from redeqx.compiled import collectives
-from redeqx.machine._mesh import make_mesh
+from redeqx.machine import make_mesh
 
 BATCH, HEADS, SIZE = 2, 4, 8
 

@@ -11,8 +11,7 @@ import jax
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from redeqx.machine import of_devices
-from redeqx.machine._mesh import make_mesh, n_batch_shards, replicated, split_rows
+from redeqx.machine import make_mesh, n_batch_shards, of_devices, replicated, split_rows
 
 
 @pytest.mark.parametrize(

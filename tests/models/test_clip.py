@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.clip import CLIP, CLIPConfig, CLIPText, CLIPTextConfig, CLIPVision, CLIPVisionConfig
-from redeqx.models.hf._reader import ConfigReader
+from redeqx.models.hf import ConfigReader
 from tests.models.families._case import in_float64, is_shape, random_model
 
 # Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from redeqx.models.gptj import GPTJ, GPTJConfig, apply_rotary, rotation
-from redeqx.models.hf._reader import ConfigReader
+from redeqx.models.hf import ConfigReader
 from tests.models.families._case import is_shape, random_model
 
 # Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.

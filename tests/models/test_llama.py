@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 import redeqx
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models.hf._reader import ConfigReader
+from redeqx.models.hf import ConfigReader
 from redeqx.models.llama import Llama, LlamaConfig
-from redeqx.models.nn._rope import LinearScaling, Llama3Scaling, YarnScaling, apply_rotary, rotation
+from redeqx.models.nn import LinearScaling, Llama3Scaling, YarnScaling, apply_rotary, rotation
 from redeqx.transforms import attentions
 from tests.models.families._case import is_shape, random_model
 

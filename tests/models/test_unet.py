@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from redeqx._tree import is_array_like, named_leaves
-from redeqx.models.hf._reader import ConfigReader
+from redeqx.models.hf import ConfigReader
 from redeqx.models.unet import UNet, UNetConfig
 
 # Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from redeqx._tree import named_leaves
 from redeqx.models import save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.models.hf._reader import ConfigReader
+from redeqx.models.hf import ConfigReader
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
 from redeqx.models.vit import ViT, ViTConfig
 from tests.models.families._case import is_shape, random_model

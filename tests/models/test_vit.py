@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models.hf._reader import ConfigReader
+from redeqx.models.hf import ConfigReader
 from redeqx.models.vit import ViT, ViTConfig, ViTForImageClassification
 from tests.models.families._case import in_float64, is_shape, random_model
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import redeqx
-from redeqx.monitor._console import Console
+from redeqx.monitor import Console
 from redeqx.monitor._live import BAR_WIDTH, _duration
 
 METRICS = {"loss": 2.34512, "learning_rate": 3e-4, "grad_norm": 1.2345}

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from redeqx.monitor import Work
-from redeqx.monitor._console import Console
+from redeqx.monitor import Console, Work
 from redeqx.monitor._meter import MEMORY, Meter
 
 

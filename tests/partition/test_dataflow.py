@@ -17,7 +17,7 @@ from redeqx._tree import is_array_like, named_leaves
 from redeqx.compiled import _hlo
 from redeqx.models.bert import BertConfig, BertForMaskedLM
 from redeqx.models.llama import Llama, LlamaConfig
-from redeqx.models.nn._stack import Stack
+from redeqx.models.nn import Stack
 from redeqx.partition import _dataflow, _flow
 from redeqx.partition._dataflow import order
 from redeqx.tracing import Trace

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.machine._mesh import make_mesh
+from redeqx.machine import make_mesh
+from redeqx.partition import make_plan
 from redeqx.partition._draw import Picture
-from redeqx.partition._plan import make_plan
 
 matplotlib = pytest.importorskip("matplotlib")
 

@@ -15,9 +15,9 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import redeqx
-from redeqx.machine._mesh import make_mesh
+from redeqx.machine import make_mesh
+from redeqx.partition import make_plan
 from redeqx.partition._dataflow import SMALL
-from redeqx.partition._plan import make_plan
 from redeqx.tracing import Trace
 
 D, F, SEQ, ROWS = 32, 64, 4, 16

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import redeqx.partition._plan
 from redeqx import register_attention
 from redeqx._tree import is_array_like, named_leaves
-from redeqx.machine._mesh import make_mesh
+from redeqx.machine import make_mesh
 from redeqx.models import lora
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.partition._plan import MIN_FSDP_SIZE, make_plan, mark_read, place, shardings_like

@@ -16,11 +16,9 @@ import numpy as np
 import pytest
 from safetensors import deserialize
 
-from redeqx.checkpoint import _manifest as _record
-from redeqx.checkpoint._manager import Checkpoints
-from redeqx.checkpoint._reader import TensorReader, load_tree
+from redeqx.checkpoint import Checkpoints, TensorReader, _manifest as _record, load_tree
 from redeqx.checkpoint._safetensors import DTYPES, TensorFile, write_tensors
-from redeqx.errors._untrusted import DamagedError, brief, brief_name, is_plain
+from redeqx.errors import DamagedError, brief, brief_name, is_plain
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.training import check_record

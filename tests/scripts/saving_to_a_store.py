@@ -24,10 +24,9 @@ import numpy as np
 import obstore  # noqa: F401
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from redeqx.checkpoint import _lock, _store_lock
-from redeqx.checkpoint._manager import Checkpoints
+from redeqx.checkpoint import Checkpoints, _lock, _store_lock
 from redeqx.distributed import Peers, _cluster
-from redeqx.machine._mesh import make_mesh, put
+from redeqx.machine import make_mesh, put
 from redeqx.storage import location
 
 warnings.filterwarnings("ignore", message="os.fork")

@@ -12,11 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import redeqx
 from redeqx._tree import named_leaves
-from redeqx.machine._mesh import replicated
-from redeqx.training import _functions
+from redeqx.machine import replicated
+from redeqx.training import Parts, _functions
 from redeqx.training._functions import plan_rules
 from redeqx.training._loss import as_sums
-from redeqx.training._parts import Parts
 from redeqx.training._step import _accumulate, number_rows
 
 

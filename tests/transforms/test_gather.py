@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import redeqx
 from redeqx._tree import is_array_like
 from redeqx.compiled import _hlo as hlo
-from redeqx.machine._mesh import make_mesh, split_rows
+from redeqx.machine import make_mesh, split_rows
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.partition._plan import make_plan
+from redeqx.partition import make_plan
 from redeqx.tracing import equations, transformed
 from redeqx.transforms import GatherAtUse, Shardings
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx.compiled import _hlo
-from redeqx.machine._mesh import make_mesh
+from redeqx.machine import make_mesh
 from redeqx.tracing import transformed
 from redeqx.transforms import Reshard
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from redeqx.models.bart import Bart, BartConfig
-from redeqx.models.nn._losses import cross_entropy
+from redeqx.models.nn import cross_entropy
 from tests.models.families._case import Case, Training
 
 VOCAB, SOURCE, TARGET = 47, 8, 6

@@ -14,7 +14,7 @@ import pytest
 import redeqx
 from redeqx.models import from_pretrained, generate
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.models.nn._attention import Cache
+from redeqx.models.nn import Cache
 from redeqx.models.t5 import T5, T5Config
 from tests.models.families import _generation
 from tests.models.families._case import fill, read_golden

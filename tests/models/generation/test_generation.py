@@ -12,9 +12,9 @@ import pytest
 
 import redeqx
 from redeqx.models import from_pretrained, generate, save_pretrained
-from redeqx.models.generation._config import Generation
+from redeqx.models.generation import Generation
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.models.hf._reader import ConfigReader
+from redeqx.models.hf import ConfigReader
 from redeqx.models.t5 import T5Config
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoderConfig
 

@@ -13,8 +13,7 @@ from redeqx.models._families import _model_class
 from redeqx.models.bart import BartConfig
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.gptj import GPTJConfig
-from redeqx.models.hf import Pretrained
-from redeqx.models.hf._reader import ConfigReader
+from redeqx.models.hf import ConfigReader, Pretrained
 from redeqx.models.llama import LlamaConfig
 from redeqx.models.t5 import T5Config
 

@@ -21,7 +21,7 @@ import redeqx
 from redeqx.models import Decoder, EncoderDecoder, from_pretrained, lora, save_pretrained
 from redeqx.models.bert import Bert, BertConfig
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.models.hf._weight_map import WeightMap
+from redeqx.models.hf import WeightMap
 from redeqx.models.t5 import T5, T5Config
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
 from redeqx.models.vit import ViT, ViTConfig

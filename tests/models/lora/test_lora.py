@@ -23,7 +23,7 @@ from redeqx.models import lora
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.lora import LoraLinear
 from redeqx.models.vit import ViTConfig, ViTForImageClassification
-from redeqx.partition._plan import place
+from redeqx.partition import place
 from redeqx.training import Parts
 
 KEY = jax.random.key(0)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.models.nn._attention import Attention, Cache, causal_mask, learned_positions, token_positions
-from redeqx.models.nn._layers import normal_linear
+from redeqx.models.nn import Attention, Cache, causal_mask, learned_positions, normal_linear, token_positions
 
 SEQ, D, HEADS, GROUPS, SIZE = 7, 12, 4, 2, 5
 rng = np.random.default_rng(0)

@@ -10,7 +10,7 @@ import pytest
 from redeqx._tree import named_leaves
 from redeqx.models import weight_decay_mask
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.models.nn._layers import embed, linear, norm, normal_embedding, normal_linear
+from redeqx.models.nn import embed, linear, norm, normal_embedding, normal_linear
 
 
 @pytest.mark.parametrize("use_bias", [False, True])

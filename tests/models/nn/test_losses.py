@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import redeqx
 from redeqx.compiled import _hlo as hlo
 from redeqx.models import cross_entropy
-from redeqx.models.generation._language_model import shift_right
+from redeqx.models.generation import shift_right
 from redeqx.tracing import matmul_flops, transformed
 from redeqx.transforms import GatherAtUse, Shardings
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from redeqx.models.nn._stack import Stack
+from redeqx.models.nn import Stack
 
 D = 8
 
