@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,8 +278,8 @@ class Deployer(RedcoNames):
 
         with FilteredTraceback():
             trace = trace_loss(cast_fn, model, batch)
-        use = Sums(Parts.of(model), cast_fn).row_use_of(model, None, batch)
-        return replace(plan_model(model, self.mesh, trace, overrides), row_use=use.text, gathers=use.gathers)
+        row_use = Sums(Parts.of(model), cast_fn).row_use_of(model, None, batch)
+        return plan_model(model, self.mesh, trace, overrides, row_use=row_use)
 
     @with_names
     def init(self, make_model: Callable[[], ModelT], plan: Plan | None = None) -> ModelT:

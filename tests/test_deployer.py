@@ -1,5 +1,6 @@
 """`Deployer`: mesh, keys, sharded initialisation, plans, batch sizes, schedules, recorded metrics and error messages."""
 
+import copy
 import io
 import json
 import math
@@ -220,6 +221,17 @@ def test_plan_marks_leaves_unused_by_the_loss():
         "layers.1.bias": False,
     }
     assert plan["layers.1.weight"].reason.endswith("; the loss does not read it")
+
+
+def test_plan_holds_what_the_loss_does_with_rows_and_can_be_copied():
+    def loss_fn(model, batch, key):
+        y = batch @ model["w"]
+        return -jax.nn.log_softmax(y @ y.T).diagonal().mean()
+
+    plan = make_deployer(n_model_shards=2).plan({"w": jnp.ones((8, 8))}, loss_fn, jnp.ones((16, 8)))
+    assert plan.row_use.kind == "mixed" and re.search(r"test_deployer\.py:\d+$", plan.row_use.line)
+    assert plan.explain().splitlines()[-1] == f"rows: {plan.row_use.text}"
+    assert copy.deepcopy(plan) == plan
 
 
 def test_plan_requires_both_loss_fn_and_batch():

@@ -162,6 +162,7 @@ def checked(step: Any, args: tuple[Any, ...], plan: Any, groups: PyTree[jax.Arra
         return
     module = Module.of(text)
     # Products that the plan does not know may be repeated over the model axis.
-    gathered = dict.fromkeys((line for line, _ in plan.gathers), module.n_devices / n_batch_shards(plan.mesh))
+    gathers = plan.row_use.gathers
+    gathered = dict.fromkeys((line for line, _ in gathers), module.n_devices / n_batch_shards(plan.mesh))
     if (more := excess(traced.jaxpr.jaxpr, module, plan.repeats, gathered)) is not None:
-        warn(message(*more, module.n_devices, plan.gathers))
+        warn(message(*more, module.n_devices, gathers))

@@ -194,7 +194,7 @@ def _compiled(
     resident = sum(held.values())
     if only_train and machine.memory is not None and resident > machine.memory:
         step = Step(needs=resident, compile_seconds=0.0, is_refused=True)
-        return DryRun(machine, setting, plan, held, {"train": step}, {}, {}, rows=job.rows, in_host=in_host)
+        return DryRun(machine, setting, plan, held, {"train": step}, {}, {}, in_host=in_host)
 
     # All steps are traced before the first is compiled, so that errors of the script are raised early.
     traced = _traced(job, program, setting, only_train)
@@ -203,7 +203,7 @@ def _compiled(
     if not exact:
         fewer = attempt("extrapolation", lambda: _fewer(job, plan, setting, traced, only_train, say), None, failed)
     what = fewer.what if fewer else ""
-    run = DryRun(machine, setting, plan, held, {}, {}, {}, rows=job.rows, in_host=in_host, extrapolated=what, failed=failed)
+    run = DryRun(machine, setting, plan, held, {}, {}, {}, in_host=in_host, extrapolated=what, failed=failed)
 
     copies = {"train": _copies(job.batch, setting.size(mesh), job.rows, mesh)}
     if job.eval_batch is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from ..compiled import Buffer, own_line, split_name, words_of
-from ..dims import UNKNOWN, RowUse
+from ..dims import UNKNOWN
 from ..machine import USABLE, Machine, n_batch_shards
 from ..monitor import Console, HtmlPage, size_text, to_json
 from ..partition import Plan
@@ -36,7 +36,6 @@ class DryRun:
     **Arguments:**
 
     - `held`: bytes on each device that stay in memory during the whole run, by their kind.
-    - `rows`: what the loss does with rows.
     - `in_host`: bytes of the optimizer's state that are in host memory, for each device.
     - `steps`: the `"train"` step, and the `"eval"` and `"predict"` steps of the evaluation.
     - `files`: bytes of each file of a checkpoint.
@@ -56,7 +55,6 @@ class DryRun:
     steps: Mapping[str, Step]
     files: Mapping[str, int]
     model_flops: Mapping[str, int]
-    rows: RowUse = UNKNOWN
     in_host: int = 0
     tried: tuple[CompiledSetting, ...] = ()
     is_searched: bool = False
@@ -214,7 +212,7 @@ class DryRun:
             "needs": self.needs,
             "mesh": dict(self.plan.mesh.shape),
             "setting": asdict(self.setting),
-            "rows": self.rows.text,
+            "rows": self.plan.row_use.text,
             "held": dict(self.held),
             "in_host": self.in_host,
             "steps": steps,
@@ -263,8 +261,8 @@ class DryRun:
         micro_batch = setting.per_device_batch_size * n_shards
         n_rows = micro_batch * setting.accumulate_grad_batches
         n_examples = setting.batch_size or n_rows
-        groups = setting.size(mesh).cut(n_examples, self.rows, mesh)
-        if self.rows.kind == "mixed":
+        groups = setting.size(mesh).cut(n_examples, self.plan.row_use, mesh)
+        if self.plan.row_use.kind == "mixed":
             batch = " and ".join(f"{group.n} micro-batches of {group.rows} rows" for group in groups) + " = "
         else:
             batch = f"{setting.per_device_batch_size} rows x {n_shards} batch shards x "
@@ -277,7 +275,7 @@ class DryRun:
             "devices": f"{mesh.size} x {machine.devices[0].device_kind}, {memory}{hosts}",
             "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
             "batch": batch,
-            **({} if self.rows == UNKNOWN else {"rows": self.rows.text}),
+            **({} if self.plan.row_use == UNKNOWN else {"rows": self.plan.row_use.text}),
             "parameters": f"{self.plan.n_parameters:,}; {self.plan.summary()}",
             "compiled": ", ".join(f"{name} step {step.compile_seconds:.1f} s" for name, step in self.steps.items()),
         }

@@ -19,6 +19,7 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._tree import PyTree, is_array_like, merged, named_leaves, nearest, render, without_indices
+from ..dims import UNKNOWN, RowUse
 from ..machine import FSDP, MODEL, axes_of, copied, put as put_on_mesh, replicated
 from ..monitor import HtmlPage, size_text
 from ..storage import disk_path
@@ -73,8 +74,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     # For each line of the loss with a matmul, the number of devices that repeat its work; None if no loss was traced.
     repeats: Mapping[str, float] | None = None
-    row_use: str = ""  # what the loss does with rows; empty if unknown
-    gathers: tuple[tuple[str, str], ...] = ()  # the lines of the loss over which rows cannot be split, and why
+    row_use: RowUse = UNKNOWN  # what the loss does with the rows of its batch
 
     def __getitem__(self, name: str) -> LeafPlan:
         if name not in self.leaves:
@@ -164,8 +164,7 @@ class Plan:
         widths = [max(len(row[i]) for row in table) for i in range(3)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in table]
         lines.insert(1, "-" * max(map(len, lines)))
-        foot = [f"rows: {self.row_use}"] if self.row_use else []
-        return "\n".join([*lines, self._totals(), *foot, *(f"warning: {warning}" for warning in self.warnings)])
+        return "\n".join([*lines, self._totals(), *self._rows_note(), *(f"warning: {warning}" for warning in self.warnings)])
 
     def __str__(self) -> str:
         return self.explain()
@@ -181,14 +180,17 @@ class Plan:
 
     def add_to(self, page: HtmlPage) -> None:
         """Adds the table and the warnings to a page."""
-        rows = f"; rows: {self.row_use}" if self.row_use else ""
-        page.table(f"plan on {self._totals()}{rows}", ("leaf", "shape", "split", "reason"), self.rows())
+        title = "; ".join([f"plan on {self._totals()}", *self._rows_note()])
+        page.table(title, ("leaf", "shape", "split", "reason"), self.rows())
         page.warnings(self.warnings)
 
     def _totals(self) -> str:
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         total = f"{self.n_parameters:,} parameters, {size_text(self.n_bytes)}"
         return f"mesh {mesh}: {total}, {size_text(self.n_bytes_per_device)} a device"
+
+    def _rows_note(self) -> list[str]:
+        return [] if self.row_use == UNKNOWN else [f"rows: {self.row_use.text}"]
 
     def draw(self, path: str | Path, *, where: str = "*") -> Path:
         """Draws each array as a rectangle, divided where mesh axes split it, in a row for each layer. Returns the path.
@@ -398,11 +400,12 @@ def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dic
     return {line: repeated / flops for line, (flops, repeated) in works.items() if flops and line not in unknown}
 
 
-def mark_read(plan: Plan, trace: Trace, *, with_kinds: bool = False) -> Plan:
-    """Adds to a plan a note on each leaf that a traced loss does not read, and `Plan.repeats`.
+def mark_read(plan: Plan, trace: Trace, row_use: RowUse = UNKNOWN, *, with_kinds: bool = False) -> Plan:
+    """Adds to a plan what a traced loss does: a note on each leaf that it does not read, `Plan.repeats`, `Plan.row_use`.
 
     **Arguments:**
 
+    - `row_use`: what the loss does with rows. If it is `UNKNOWN`, the plan keeps its own.
     - `with_kinds`: whether to complete the kinds too, for a plan that was made without a loss.
     """
     reads, note = trace.reads(), "; the loss does not read it"
@@ -413,7 +416,11 @@ def mark_read(plan: Plan, trace: Trace, *, with_kinds: bool = False) -> Plan:
         for name, leaf in plan.leaves.items()
     }
     dims = {name: plan.model_dim(name) for name in plan.leaves}
-    return replace(plan, leaves=marked, repeats=_repeats(products(trace, plan.mesh.shape[MODEL], dims), plan.mesh))
+    repeats = _repeats(products(trace, plan.mesh.shape[MODEL], dims), plan.mesh)
+    if row_use == UNKNOWN:
+        row_use = plan.row_use
+    row_use = replace(row_use, trace=None, constants=None)  # a plan can be copied, and keeps no arrays alive
+    return replace(plan, leaves=marked, repeats=repeats, row_use=row_use)
 
 
 def place(model: PyTree, plan: Plan) -> PyTree:

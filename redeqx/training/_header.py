@@ -91,7 +91,7 @@ def loss_rows(recipe: Recipe, plan: Plan, state: TrainState, trace: Trace | None
     if trace is None:
         return {}
     parts = (
-        partial(_use_rows, recipe, trace),
+        partial(_use_rows, recipe, plan, trace),
         partial(_decay_rows, recipe, plan, state),
         partial(_attention_rows, recipe, plan.mesh, trace),
         partial(_loop_rows, recipe, plan, trace),
@@ -102,10 +102,10 @@ def loss_rows(recipe: Recipe, plan: Plan, state: TrainState, trace: Trace | None
     return rows
 
 
-def _use_rows(recipe: Recipe, trace: Trace) -> dict[str, str]:
+def _use_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
     """Describes what the loss does with rows, and which draws do not follow them."""
-    use = recipe.rows
-    if use is None or use == UNKNOWN:
+    use = plan.row_use
+    if use == UNKNOWN:
         return {}
     text = use.text
     if use.kind == "mixed" and recipe.accumulate > 1:

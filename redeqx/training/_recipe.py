@@ -1,7 +1,7 @@
 """The recipe: the arguments of a Trainer, and the plan and program that follow from them on any mesh. It holds no arrays."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -31,12 +31,13 @@ def plan_model(
     trace: Trace | None = None,
     overrides: Overrides | None = None,
     trained: Collection[str] | None = None,
+    row_use: RowUse = UNKNOWN,
 ) -> Plan:
     """Returns the plan of a model on a mesh, in the order of its traced loss if there is one; issues the plan's warnings."""
     plan = make_plan(model, mesh, overrides, trace, trained)
     for message in plan.warnings:
         warn(message)
-    return plan if trace is None else mark_read(plan, trace)
+    return plan if trace is None else mark_read(plan, trace, row_use)
 
 
 def plan_prediction(
@@ -125,19 +126,19 @@ class Recipe:
 
     def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None) -> Plan:
         """Returns the model's plan on a mesh; with a trace, in the order of the loss."""
+        row_use = self.rows or UNKNOWN
         if self.plan is None:
-            plan = plan_model(model, mesh, trace, trained=self.parts.names[0])
+            plan = plan_model(model, mesh, trace, trained=self.parts.names[0], row_use=row_use)
         else:
             self.plan.check(model)
             plan = self.plan.on(mesh)
-            plan = plan if trace is None else mark_read(plan, trace, with_kinds=plan.repeats is None)
+            plan = plan if trace is None else mark_read(plan, trace, row_use, with_kinds=plan.repeats is None)
         if self.grad_fn is None and all(plan[name].is_read is False for name in self.parts.names[0]):
             raise ValueError(
                 "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of "
                 f"{len(self.parts.names[0])}. Use the model that `loss_fn` is given, not one from outside."
             )
-        use = self.rows
-        return plan if use is None or use == UNKNOWN else replace(plan, row_use=use.text, gathers=use.gathers)
+        return plan
 
     def program(
         self, plan: Plan, model: PyTree, state: PyTree, *, named: bool = False, change: Rule | None = None
