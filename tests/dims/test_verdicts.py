@@ -46,19 +46,23 @@ def undivided(name):
 
 
 def cuts(group):
-    """Yields the rows of each part: consecutive ones, and every other group as they are split over devices."""
-    yield np.split(np.arange(ROWS), [12])
+    """Yields the rows of each part: every other group as they are split over devices, and consecutive ones."""
     yield np.arange(ROWS).reshape(-1, 2, group).swapaxes(0, 1).reshape(2, -1)
+    yield np.split(np.arange(ROWS), [12])
 
 
-def in_parts(fn, parts):
-    """Returns the sums over parts of `fn(weights, batch, numbers) -> (total, weight)`, and of the gradient of the total."""
+def of_parts(fn, parts):
+    """Returns, for each part, `fn(weights, batch, numbers) -> (total, weight)` and the gradient of the total."""
     of_part = jax.jit(jax.value_and_grad(fn, has_aux=True))
     found = []
     for rows in parts:
         batch = jax.tree.map(lambda x, rows=rows: x[rows], batch_of(ROWS))
         found.append(of_part(weights(), batch, jnp.asarray(rows, jnp.uint32)))
-    return jax.tree.map(lambda *x: sum(x), *found)
+    return found
+
+
+def added(*parts):
+    return jax.tree.map(lambda *x: sum(x), *parts)
 
 
 def error(name, loss, grads):
@@ -70,15 +74,20 @@ def error(name, loss, grads):
     return np.max([abs(loss - expected) / max(abs(expected), 1.0), off / size])  # NaN if one is
 
 
+@cache
+def whole(name):
+    fn, use = sums_of(name), verdict(name)
+    return jax.jit(lambda: of_whole(fn, use, weights(), (), batch_of(ROWS), KEY, numbered(jnp.arange(ROWS))))()
+
+
 def error_of_the_verdict(name, parts):
     """Returns the error of parts that are computed as the verdict says."""
-    fn, use = sums_of(name), verdict(name)
-    whole = jax.jit(lambda: of_whole(fn, use, weights(), (), batch_of(ROWS), KEY, numbered(jnp.arange(ROWS))))()
+    fn, use, values = sums_of(name), verdict(name), whole(name)
 
     def of_part(weights, batch, numbers):
-        return by_row(fn, use)(weights, (), batch, KEY, numbered(numbers), whole)
+        return by_row(fn, use)(weights, (), batch, KEY, numbered(numbers), values)
 
-    (total, weight), grads = in_parts(of_part, parts)
+    (total, weight), grads = added(*of_parts(of_part, parts))
     return error(name, total / weight, jax.tree.map(lambda x: x / weight, grads))
 
 
@@ -86,18 +95,13 @@ def error_as_written(name, parts):
     """Returns the error if the parts are batches of their own: of their mean by rows or of their sum, whichever is less."""
 
     def of_part(weights, batch, numbers):
-        total, weight = sums_of(name)(weights, (), batch, KEY)
-        return total, weight
+        return sums_of(name)(weights, (), batch, KEY)
 
-    (total, weight), grads = in_parts(of_part, parts)
+    each = of_parts(of_part, parts)
+    (total, weight), grads = added(*each)
     mean = error(name, total / weight, jax.tree.map(lambda x: x / weight, grads))
-
-    def of_sum(weights, batch, numbers):
-        total, weight = sums_of(name)(weights, (), batch, KEY)
-        return total / weight, weight
-
-    (total, _), grads = in_parts(of_sum, parts)
-    return min(mean, error(name, total, grads))
+    loss, grads = added(*((t / w, jax.tree.map(lambda x, w=w: x / w, g)) for (t, w), g in each))
+    return min(mean, error(name, loss, grads))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -153,5 +157,5 @@ def test_what_is_called_exact_is_exact(name):
 @pytest.mark.parametrize("name", [name for name in CASES if name not in EXACT])
 def test_what_is_called_mixed_is_mixed(name):
     """Parts give another loss or gradient, unless the verdict is more cautious than it need be."""
-    errors = [error_as_written(name, parts) for parts in cuts(CASES[name].group)]
-    assert (max(errors) < 1e-5) == CASES[name].is_cautious, errors
+    is_mixed = any(not error_as_written(name, parts) < 1e-5 for parts in cuts(CASES[name].group))  # also NaN
+    assert is_mixed != CASES[name].is_cautious
