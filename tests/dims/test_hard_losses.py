@@ -123,6 +123,23 @@ def the_number_in_a_nonlinear_function(p, batch, key):
 
 
 @separable
+def its_cube(p, batch, key):
+    n = len(batch["x"])
+    return by_rows(p, batch).mean() * (p["b"] * n) ** 3 / n / n / n
+
+
+@separable
+def its_whole_part(p, batch, key):
+    return (by_rows(p, batch) * (p["b"] * len(batch["x"])).astype(jnp.int32)).mean()
+
+
+@mixed
+def written_at_its_place(p, batch, key):
+    rows = by_rows(p, batch).mean(keepdims=True)
+    return lax.dynamic_update_slice(TABLE, rows, (len(batch["x"]),)) @ jnp.arange(64.0)
+
+
+@separable
 def a_penalty_added_to_a_sum(p, batch, key):
     return by_rows(p, batch).sum() + (p["w"] ** 2).sum()
 
@@ -140,6 +157,11 @@ def a_sum_padded_with_ones(p, batch, key):
 @mixed
 def a_sum_rounded(p, batch, key):
     return by_rows(p, batch).mean() + by_rows(p, batch).sum().astype(jnp.int32) / len(batch["x"])
+
+
+@after
+def a_sum_in_eight_bits(p, batch, key):
+    return by_rows(p, batch).mean() + (batch["label"] * 100).sum().astype(jnp.int8) / len(batch["x"])
 
 
 @separable
@@ -249,6 +271,32 @@ def a_mean_that_starts_at_a_weight(p, batch, key):
 
 
 @mixed
+def a_mean_that_starts_at_a_function_of_a_sum(p, batch, key):
+    start = jnp.tanh(by_rows(p, batch).sum())
+    return looped(lambda p, c, x: (c + one(p, x) / len(batch["x"]), None), lambda p: start)(p, batch)[0]
+
+
+@mixed
+def one_carry_or_another(p, batch, key):
+    step = lambda p, c, x: ((jnp.where(x[0, 0] > 0, c[1], c[0]) + one(p, x), c[1] + one(p, x, "u")), None)  # noqa: E731
+    return looped(step, lambda p: (0.0, 0.0))(p, batch)[0][0]
+
+
+@mixed
+def the_first_carry_or_the_second(p, batch, key):
+    either = lambda c, x: lax.cond(x[0, 0] > 0, lambda: c[0], lambda: c[1])  # noqa: E731
+    step = lambda p, c, x: ((either(c, x) + one(p, x), c[1] + one(p, x, "u")), None)  # noqa: E731
+    return looped(step, lambda p: (0.0, 0.0))(p, batch)[0][0]
+
+
+@mixed
+def the_second_carry_or_the_first(p, batch, key):
+    either = lambda c, x: lax.cond(x[0, 0] > 0, lambda: c[0], lambda: c[1])  # noqa: E731
+    step = lambda p, c, x: ((c[0] + one(p, x), either(c, x) + one(p, x, "u")), None)  # noqa: E731
+    return looped(step, lambda p: (0.0, 0.0))(p, batch)[0][1]
+
+
+@mixed
 def a_sum_that_starts_again(p, batch, key):
     return looped(lambda p, c, x: (jnp.where(x[0, 0] > 0, c + one(p, x), 0.0), None), lambda p: 0.0)(p, batch)[0]
 
@@ -279,6 +327,11 @@ def data_that_mix_in_a_loop_over_layers(p, batch, key):
 def data_that_mix_in_a_branch(p, batch, key):
     means = lambda y: (by_rows(p, batch) * (y - y.mean())).mean()  # noqa: E731
     return lax.cond(p["b"] > -9, means, lambda y: (by_rows(p, batch) * y).mean(), batch["y"])
+
+
+@mixed
+def a_weight_chosen_by_a_mean(p, batch, key):
+    return lax.cond(by_rows(p, batch).mean() > 0, lambda: p["b"], lambda: 2 * p["b"])
 
 
 @mixed
@@ -358,6 +411,16 @@ def pairs_and_the_mean_of_the_data(p, batch, key):
 @unknown
 def weights_of_four_parts_of_the_rows(p, batch, key):
     return (by_rows(p, batch).reshape(4, -1) * p["four"][:, None]).mean()
+
+
+@after
+def copies_of_the_data_in_reverse(p, batch, key):
+    return (jnp.tile(by_rows(p, batch), 3) * jnp.tile(batch["y"], 3)[::-1]).mean()
+
+
+@after
+def data_repeated_in_reverse(p, batch, key):
+    return (jnp.repeat(by_rows(p, batch), 2) * jnp.repeat(batch["y"], 2)[::-1]).mean()
 
 
 # --- derivatives of the user's own --------------------------------------------------------------------------------------
@@ -478,7 +541,15 @@ def test_the_verdict_about_a_hard_loss(name):
     assert not use.draws
 
 
-QUICK = ("rows_counted_from_the_end", "groups_with_a_draw_for_each_place", "a_loop_under_vmap", "as_many_of_a_table_as_rows")
+QUICK = (
+    "its_cube",
+    "its_whole_part",
+    "the_number_in_a_nonlinear_function",
+    "rows_counted_from_the_end",
+    "groups_with_a_draw_for_each_place",
+    "a_loop_under_vmap",
+    "as_many_of_a_table_as_rows",
+)
 EXACT = [name for name, (_, kind, _) in CASES.items() if kind in ("separable", "after")]
 
 
