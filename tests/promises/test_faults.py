@@ -8,13 +8,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from redeqx.checkpoint._manager import Checkpoints
-from redeqx.checkpoint._reader import TensorReader
+from redeqx.checkpoint import Checkpoints, TensorReader
 from tests._processes import train, trained_on
 
 N = 101  # examples, with `--rest`
 # A heartbeat of 3 s and a hang limit of 4 s, so that the tests do not wait for the longer defaults.
 QUICK = ("--heartbeat", 3, "--hang", 4)
+SOON = 25.0  # seconds, below the heartbeat of 30 s: one second on an idle machine, more on busy cores
 
 
 def last_complete_step(workdir):
@@ -30,9 +30,9 @@ def leftovers(workdir):
 @pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.sweep), 1])
 @pytest.mark.sweep
 def test_the_others_leave_when_a_peer_is_killed(tmp_path, culprit):
-    run = train(tmp_path, "--fault", "kill", "--in", culprit, *QUICK)
+    run = train(tmp_path, "--fault", "kill", "--in", culprit)
     assert run.code == 137  # 128 + SIGKILL
-    assert run.seconds_after_fault() < 5  # one second on an idle machine; more on busy cores
+    assert run.seconds_after_fault() < SOON
     assert run.lines[-1] == (
         f"[{1 - culprit}] redeqx: process {culprit} of 2 is gone: its connection was closed; the last committed step is "
         f"{last_complete_step(tmp_path)}. Leaving with exit code 75: run it again to go on."
@@ -85,7 +85,7 @@ def test_a_step_of_the_wall_clock_ends_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.sweep
 def test_a_peer_that_hangs_is_named(tmp_path):
-    run = train(tmp_path, "--fault", "hang", *QUICK)
+    run = train(tmp_path, "--fault", "hang", "--hang", 4)
     assert run.code == 75
     for i in (0, 1):
         (line,) = [
@@ -100,9 +100,9 @@ def test_a_peer_that_hangs_is_named(tmp_path):
 @pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.sweep)])
 @pytest.mark.sweep
 def test_an_exception_in_one_process_ends_all_and_is_printed_once_and_last(tmp_path, culprit):
-    run = train(tmp_path, "--fault", "raise", "--in", culprit, *QUICK)
+    run = train(tmp_path, "--fault", "raise", "--in", culprit)
     assert run.code == 1
-    assert run.seconds_after_fault() < 5 + 3  # five, plus the launcher's time
+    assert run.seconds_after_fault() < SOON
     *above, raised, note = run.lines
     assert raised == f"[{culprit}] RuntimeError: the loader is broken"
     assert note.startswith(f"[{culprit}] Raised in reading example ")
@@ -115,7 +115,7 @@ def test_an_exception_in_one_process_ends_all_and_is_printed_once_and_last(tmp_p
 @pytest.mark.sweep
 def test_a_signal_of_the_scheduler_saves_the_same_step(tmp_path, fault):
     """This checkpoint contains the optimizer state, although the others are saved without it."""
-    run = train(tmp_path, "--fault", fault, "--params-only", *QUICK)
+    run = train(tmp_path, "--fault", fault, "--params-only")
     assert run.code == 75
     step = last_complete_step(tmp_path)
     assert f"[0] preempted: step {step} is saved; run the script again to go on from it" in run.lines
@@ -129,7 +129,7 @@ def test_a_signal_of_the_scheduler_saves_the_same_step(tmp_path, fault):
 
 @pytest.mark.sweep
 def test_ctrl_c_saves_the_same_step_and_shows_no_traceback(tmp_path):
-    run = train(tmp_path, "--fault", "int", "--params-only", *QUICK)
+    run = train(tmp_path, "--fault", "int", "--params-only")
     assert run.code == 130
     step = last_complete_step(tmp_path)
     assert f"[0] stopped by Ctrl-C: step {step} is saved; run the script again to go on from it" in run.lines
@@ -145,7 +145,7 @@ def test_a_second_ctrl_c_exits_at_once(tmp_path):
     """Also while the loader hangs."""
     run = train(tmp_path, "--fault", "int_twice", n_processes=1)
     assert run.code == 130
-    assert run.seconds_after_fault() < 0.7 + 5
+    assert run.seconds_after_fault() < SOON
     assert "Traceback" not in run.text
 
 
@@ -177,7 +177,7 @@ def test_forked_children_do_not_affect_the_run(tmp_path):
 def test_a_disk_failure_ends_all_processes_with_the_same_error(tmp_path, fault, culprit, why):
     workdir = tmp_path / "run"
     workdir.mkdir()
-    run = train(workdir, "--fault", fault, "--in", culprit, *QUICK)
+    run = train(workdir, "--fault", fault, "--in", culprit)
     assert run.code == 1
     assert len({line[:4] for line in run.lines if "Traceback (most recent call last)" in line}) == 1  # from one process
     assert why in run.lines[-1], run.text
@@ -190,7 +190,7 @@ def test_a_disk_failure_ends_all_processes_with_the_same_error(tmp_path, fault, 
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.sweep
 def test_a_script_that_ends_before_the_others_is_named(tmp_path, culprit):
-    run = train(tmp_path, "--fault", "ends", "--in", culprit, *QUICK)
+    run = train(tmp_path, "--fault", "ends", "--in", culprit)
     assert run.code == 1
     assert "Leaving with exit code 75" not in run.text
     assert f"redeqx: process {culprit} of 2 has come to the end of its script, while others wait for it; " in run.lines[-1]

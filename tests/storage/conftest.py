@@ -30,9 +30,9 @@ def bucket(server, monkeypatch):
 
 
 @pytest.fixture
-def short_timeouts(monkeypatch):
-    """Short timeouts and pauses, and few retries."""
-    monkeypatch.setattr(_objects, "TIMEOUT", 1.0)
+def short_pauses(monkeypatch):
+    """Short pauses and few retries. On busy cores the server may take seconds."""
+    monkeypatch.setattr(_objects, "TIMEOUT", 20.0)
     monkeypatch.setattr(_objects, "RETRIES", 3)
     monkeypatch.setattr(_objects, "PAUSE", 0.01)
     _objects._opened.cache_clear()

@@ -71,7 +71,7 @@ def test_run_in_a_store_matches_a_local_run(bucket, tmp_path):
     assert (there / step).read_bytes() == (here / step).read_bytes()
 
 
-def test_run_in_a_failing_store_has_the_same_bits(bucket, server, short_timeouts, tmp_path):
+def test_run_in_a_failing_store_has_the_same_bits(bucket, server, short_pauses, tmp_path):
     """A third of all requests fail: during the first fit, after the restart, and while the result is loaded."""
     alone = run(tmp_path / "run")
     count, faults = itertools.count(), itertools.cycle((500, "cut", 503))
@@ -102,7 +102,7 @@ def test_second_run_is_locked_out(bucket):
     checkpoints = trainer._engine.checkpoints
     with checkpoints.writing():
         code = f"""
-from redeqx.checkpoint._manager import Checkpoints
+from redeqx.checkpoint import Checkpoints
 from redeqx.storage import location
 Checkpoints(location({f"{bucket}/run/ckpts"!r})).save(9, {{}}, {{}})
 """
