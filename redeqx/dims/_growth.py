@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
-from ..tracing import insides
+from ..tracing import Env, insides
 from ._atoms import Dim, Step, Value, flat, size_of, steps_of
 from ._names import Names
 
@@ -196,14 +195,11 @@ def _rounding(x: Any) -> float:
 def _constants(closed: Any) -> Iterator[Any]:
     """Yields, for each equation of a closed jaxpr and of those inside, its name, the numbers among its parameters, and its
     constants."""
-    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    constants, none = Env(zip(closed.jaxpr.constvars, closed.consts, strict=True)), object()
     for eqn in closed.jaxpr.eqns:
         yield eqn.primitive.name
         yield tuple(numbers_of(eqn))
-        for atom in eqn.invars:
-            if isinstance(atom, jex.Literal):
-                yield atom.val
-            elif atom in constants:
-                yield constants[atom]
+        found = (constants.get(atom, none) for atom in eqn.invars)
+        yield from (value for value in found if value is not none)
         for inner in insides(eqn):
             yield from _constants(inner.closed)

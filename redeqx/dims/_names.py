@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend import core as jex
-
-from ..tracing import insides
+from ..tracing import Env, insides
 from ._atoms import Block, Dim, Step, Value, flat, size_of
 from ._inference import Inference
 from ._loops import LOOPS
@@ -87,17 +85,14 @@ class Names(Inference):
 
     def _into(self, steps: list[Step], closed: Any, ins: Sequence[Value], call: Any) -> list[Value]:
         """Appends the steps of a jaxpr; returns its outputs. Plain calls are inlined."""
-        constants = zip(closed.jaxpr.constvars, closed.consts, strict=True)
-        env = {var: self.fresh(var.aval, is_polymorphic=True, literal=value) for var, value in constants}
-        env.update(zip(closed.jaxpr.invars, ins, strict=True))
 
-        def read(atom: Any) -> Value:
-            if isinstance(atom, jex.Literal):
-                return self.fresh(atom.aval, is_polymorphic=True, literal=atom.val)
-            return env[atom]
+        def constant(atom: Any, value: Any) -> Value:
+            return self.fresh(atom.aval, is_polymorphic=True, literal=value)
 
+        env = Env(zip(closed.jaxpr.invars, ins, strict=True), literal=lambda literal: constant(literal, literal.val))
+        env.update(zip(closed.jaxpr.constvars, map(constant, closed.jaxpr.constvars, closed.consts), strict=True))
         for eqn in closed.jaxpr.eqns:
-            operands = list(map(read, eqn.invars))
+            operands = env.read(eqn.invars)
             if eqn.primitive.name in _PLAIN_CALLS and insides(eqn):
                 results = self._into(steps, insides(eqn)[0].closed, operands, call or _of_library(eqn))
             else:
@@ -106,7 +101,7 @@ class Names(Inference):
                 results = step.outs
                 steps.append(step)
             env.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, closed.jaxpr.outvars))
+        return env.read(closed.jaxpr.outvars)
 
     def _relate(self, step: Step) -> None:
         outer, self._step = self._step, step

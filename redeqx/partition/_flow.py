@@ -12,9 +12,9 @@ from itertools import chain
 from typing import Any
 
 import jax
-from jax.extend import core as jex
 
 from ..dims import Related
+from ..tracing import Env
 from ._rules import Split, follow
 
 # The cost of a plan is the number of bytes that a device sends in a step. This table has the cost of a collective over a
@@ -214,15 +214,15 @@ class Pass:
     def evaluate(self, closed: Any, ins: Sequence[Flow]) -> list[Flow]:
         """Returns the flows of a closed jaxpr's outputs."""
         jaxpr = closed.jaxpr
-        env: dict[Any, Flow] = dict.fromkeys(jaxpr.constvars, Flow())
-        env.update(zip(jaxpr.invars, ins, strict=True))
+        env = Env(zip(jaxpr.invars, ins, strict=True), literal=lambda _: Flow())
+        env.update(dict.fromkeys(jaxpr.constvars, Flow()))
         self.reduced, self.n_row_reads = set(), {}
         for eqn in jaxpr.eqns:
-            flows = [Flow() if isinstance(atom, jex.Literal) else env[atom] for atom in eqn.invars]
+            flows = env.read(eqn.invars)
             known = {"data": any(f.data for f in flows), "grad": any(f.grad for f in flows)}
             outs = [replace(out, **known) for out in self.follow(self, eqn, flows)]
             env.update(zip(eqn.outvars, (replace(out, data=False) if out.views else out for out in outs), strict=True))
-        return [Flow() if isinstance(atom, jex.Literal) else env[atom] for atom in jaxpr.outvars]
+        return env.read(jaxpr.outvars)
 
     # --- the state of a value ------------------------------------------------------------------------------------------
 

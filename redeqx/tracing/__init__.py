@@ -11,21 +11,20 @@ from ._flow import flow as flow, union as union
 from ._fold import Entered as Entered, entered as entered, fold as fold
 from ._inner import (
     REMATS as REMATS,
-    ByAtom as ByAtom,
+    Env as Env,
     Inner as Inner,
     Place as Place,
     all_inside as all_inside,
+    as_array as as_array,
     as_fun as as_fun,
     called as called,
     equations as equations,
     insides as insides,
     n_iterations as n_iterations,
-    reader as reader,
     restricted as restricted,
     run as run,
     scan_counts as scan_counts,
     shapes_in as shapes_in,
-    value_of as value_of,
     variables as variables,
 )
 from ._interpret import (

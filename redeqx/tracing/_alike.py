@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex
 
-from ._inner import called, run
+from ._inner import Env, called, run, variables
 
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _SMALL = 2**22  # elements of arrays that are compared by value
@@ -133,17 +133,16 @@ def _same_jaxprs(a: Any, b: Any, order: int) -> bool:
     counts = [(len(x.constvars), len(x.invars), len(x.outvars), len(x.eqns)) for x in (a, b)]
     if counts[0] != counts[1]:
         return False
-    names: dict[Any, Any] = {}
+    names = Env(literal=lambda _: None)
 
     def bind(x: Any, y: Any) -> bool:
         names[x] = y
         return x.aval == y.aval
 
     def same_atom(x: Any, y: Any) -> bool:
-        if isinstance(x, jex.Literal) or isinstance(y, jex.Literal):
-            both = isinstance(x, jex.Literal) and isinstance(y, jex.Literal)
-            return both and x.aval == y.aval and same_array(x.val, y.val)
-        return names.get(x) is y
+        if variables([x, y]):
+            return names.get(x) is y
+        return x.aval == y.aval and same_array(x.val, y.val)
 
     if not all(map(bind, [*a.constvars, *a.invars], [*b.constvars, *b.invars])):
         return False

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend import core as jex
 
 from ._flow import flow
-from ._inner import ByAtom, Inner, called, insides, run, variables
+from ._inner import Env, Inner, called, insides, run, variables
 
 MAX_KNOWN = 2**22  # elements; larger values are not computed while tracing
 _Sources = frozenset[str] | None
@@ -49,7 +48,7 @@ class Body:
     inputs: Sequence[Any] = ()
     around: "Body | None" = None
     _inner: dict[tuple[Any, int], "Body"] = field(default_factory=dict, repr=False)
-    _values: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _values: Env = field(default_factory=Env, repr=False)
 
     @property
     def eqns(self) -> Sequence[Any]:
@@ -57,11 +56,11 @@ class Body:
 
     @cached_property
     def _producers(self) -> Mapping[Any, Any]:
-        return ByAtom((var, eqn) for eqn in self.eqns for var in eqn.outvars)
+        return Env(((var, eqn) for eqn in self.eqns for var in eqn.outvars), literal=lambda _: None)
 
     @cached_property
     def _readers(self) -> Mapping[Any, list[Any]]:
-        readers = ByAtom()
+        readers = Env(literal=lambda _: None)
         for eqn in self.eqns:
             for var in variables(eqn.invars):
                 readers.setdefault(var, []).append(eqn)
@@ -75,7 +74,7 @@ class Body:
 
     def readers(self, var: Any) -> Sequence[Any]:
         """Returns the equations that read a value. The jaxpr's outputs count as a reader None."""
-        return self._readers.get(var, ())
+        return self._readers.get(var) or ()
 
     def inside(self, eqn: Any, index: int = 0) -> "Body":
         """Returns the body of jaxpr `index` inside an equation, in the order of `insides`."""
@@ -105,10 +104,8 @@ class Body:
 
     def value(self, atom: Any) -> Any | None:
         """Returns a value that can be computed while tracing, as an array, or None for others."""
-        if isinstance(atom, jex.Literal):
-            return atom.val
-        if self.sources(atom) is None:
-            return None
+        if (value := self._values.get(atom)) is not None or self.sources(atom) is None:
+            return value
         needed: set[Any] = set()
         todo = [atom]
         while todo:  # no recursion: a chain of equations may exceed Python's recursion limit

@@ -10,9 +10,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, TypeVar
 
-from jax.extend import core as jex
-
-from ._inner import insides
+from ._inner import Env, insides
 
 T = TypeVar("T")
 
@@ -48,18 +46,15 @@ def flow(
 
     def follow(closed: Any, inputs: Sequence[T], is_settled: bool) -> Callable[[Any], T]:
         consts = [nothing if constant is None else constant(const) for const in closed.consts]
-        env = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*consts, *inputs], strict=True))
-
-        def read(atom: Any) -> T:
-            return nothing if isinstance(atom, jex.Literal) else env[atom]
-
+        of_inputs = zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*consts, *inputs], strict=True)
+        env = Env(of_inputs, literal=lambda _: nothing)
         for eqn in closed.jaxpr.eqns:
-            ins = list(map(read, eqn.invars))
+            ins = env.read(eqn.invars)
             if is_settled:
                 visit(eqn, ins)
             outs = rule(eqn, ins)
             env.update(zip(eqn.outvars, enter(eqn, ins, is_settled) if outs is None else outs, strict=True))
-        return read
+        return env.__getitem__
 
     def outputs(closed: Any, inputs: Sequence[T], is_settled: bool) -> list[T]:
         key = (closed.jaxpr, is_settled, *inputs)

@@ -4,9 +4,10 @@ All code that descends into loops, branches and calls reads this table: the inte
 parameters, and the dataflow of a plan.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal
 
 import jax
@@ -30,24 +31,35 @@ _SHARD: Kind = "shard"
 Role = Literal["call", "body", "condition", "branch", "manual"]
 
 
-class ByAtom(dict[Any, Any]):
-    """A dict by the variables of a jaxpr, to be asked for any atom: it has no literals, which JAX does not hash."""
+class Env(dict[Any, Any]):
+    """What is known of the atoms of a jaxpr: a dict by variables that can be read for literals too, which JAX does not hash.
 
-    def __contains__(self, atom: Any) -> bool:
-        return not isinstance(atom, jex.Literal) and super().__contains__(atom)
+    **Arguments:**
+
+    - `literal`: takes a literal and returns what is known of it: its value by default.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Any, Any]] = (), literal: Callable[[Any], Any] = attrgetter("val")):
+        super().__init__(pairs)
+        self._literal = literal
+
+    def __getitem__(self, atom: Any) -> Any:
+        return self._literal(atom) if isinstance(atom, jex.Literal) else super().__getitem__(atom)
 
     def get(self, atom: Any, default: Any = None) -> Any:
-        return default if isinstance(atom, jex.Literal) else super().get(atom, default)
+        try:
+            return self[atom]
+        except KeyError:
+            return default
+
+    def read(self, atoms: Iterable[Any]) -> list[Any]:
+        """Returns what is known of several atoms."""
+        return list(map(self.__getitem__, atoms))
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Returns the variables among the atoms of a jaxpr, each once, without its literals."""
     return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, jex.Literal)))
-
-
-def reader(env: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """Returns a function from the atoms of a jaxpr to their values, given those of its variables."""
-    return lambda atom: atom.val if isinstance(atom, jex.Literal) else env[atom]
 
 
 @dataclass(frozen=True)
@@ -326,29 +338,34 @@ def shapes_in(closed: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def run(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation, with its name scope and source line."""
-    values = {atom: value for atom, value in zip(eqn.invars, ins, strict=True) if not isinstance(atom, jex.Literal)}
-    jaxpr = jex.Jaxpr((), list(values), eqn.outvars, [eqn], eqn.effects, _unnamed(eqn))
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*values.values())
+    """Evaluates one equation, with its name scope and source line.
+
+    An operand may have another value than its literal, or than another operand that is the same variable.
+    """
+    values = dict(zip(map(id, eqn.invars), ins, strict=True))
+    if any(_LITERALS.get(atom, values[id(atom)]) is not value for atom, value in zip(eqn.invars, ins, strict=True)):
+        invars = [jex.Var(atom.aval) for atom in eqn.invars]
+        eqn, values = eqn.replace(invars=invars), dict(zip(map(id, invars), ins, strict=True))
+    invars = variables(eqn.invars)
+    jaxpr = jex.Jaxpr((), invars, eqn.outvars, [eqn], eqn.effects, _unnamed(eqn))
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*(values[id(var)] for var in invars))
+
+
+_LITERALS = Env()
 
 
 def as_fun(traced: Any) -> Callable[..., list[Any]]:
     """Returns a closed jaxpr as a function. Unlike `jaxpr_as_fun`, it returns arrays also for outputs that are literals."""
-
-    def fun(*args: Any) -> list[Any]:
-        outs = jex.jaxpr_as_fun(traced)(*args)
-        return [value_of(atom, out) for atom, out in zip(traced.jaxpr.outvars, outs, strict=True)]
-
-    return fun
+    return lambda *args: list(map(as_array, jex.jaxpr_as_fun(traced)(*args), traced.jaxpr.outvars))
 
 
-def value_of(output: Any, value: Any) -> Any:
-    """Returns the value of a jaxpr's output as an array.
+def as_array(value: Any, atom: Any) -> Any:
+    """Returns the value of an atom as an array.
 
-    An output may be a literal, as of a layer that returns a constant. Its value is then a Python or numpy scalar. A weak
-    type stays weak, because a loop's carry must keep its initial type.
+    The value of a literal, as of a layer that returns a constant, may be a Python or numpy scalar. A weak type stays weak,
+    because a loop's carry must keep its initial type.
     """
-    if not isinstance(output, jex.Literal):
+    if isinstance(value, jax.Array):
         return value
-    aval: Any = output.aval
+    aval: Any = atom.aval
     return jnp.asarray(value) if getattr(aval, "weak_type", False) else jnp.asarray(value, aval.dtype)

@@ -27,15 +27,15 @@ from jax.extend import core as jex
 
 from ._body import Body
 from ._inner import (
+    Env,
     Place,
+    as_array,
     as_fun,
     insides,
     is_replaceable,
     place_of,
-    reader,
     run,
     shapes_in,
-    value_of,
     variables,
     with_insides,
 )
@@ -275,22 +275,19 @@ class _Interpreter:
     def evaluate(self, body: Body, args: Sequence[Any], rules: tuple[Rule, ...], around: tuple[str, ...]) -> list[Any]:
         """Returns the outputs of a body."""
         jaxpr, grouped = body.closed.jaxpr, self.grouped(body)
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, body.closed.consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-
-        read, done = reader(env), 0
-        site = Site(body, around, self, rules, rules)
+        env = Env(zip([*jaxpr.constvars, *jaxpr.invars], [*body.closed.consts, *args], strict=True))
+        site, done = Site(body, around, self, rules, rules), 0
         for i, eqn in enumerate(body.eqns):
             if i < done or grouped.get(eqn, eqn) is None:
                 continue
             if (call := self._unchanged_call(body, i, env)) is not None:
                 done, eqn, outvars = i + call.n_eqns, call.eqn, call.outs
-                outs = run(eqn, list(map(read, eqn.invars)))
+                outs = run(eqn, env.read(eqn.invars))
             else:
                 eqn = grouped.get(eqn, eqn)
-                outvars, outs = eqn.outvars, site.rest(eqn, list(map(read, eqn.invars)))
+                outvars, outs = eqn.outvars, site.rest(eqn, env.read(eqn.invars))
             env.update((var, out) for var, out in zip(outvars, outs, strict=True) if variables([var]))
-        return [value_of(atom, plain(read(atom))) for atom in jaxpr.outvars]
+        return list(map(as_array, map(plain, env.read(jaxpr.outvars)), jaxpr.outvars))
 
     def _unchanged_call(self, body: Body, i: int, env: Mapping[Any, Any]) -> Inlined | None:
         """Returns the outermost jit whose equations start at `i`, if no rule applies to any of them: JAX calls it faster."""
@@ -348,7 +345,7 @@ def _by_rule(rule: Rule, eqn: Any, ins: Sequence[Any], site: Site) -> list[Any] 
 
 
 def _by_group(group: _RuleGroup, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    return _checked(eqn, group.compute(reader(dict(zip(eqn.invars, values, strict=True)))))
+    return _checked(eqn, group.compute(Env(zip(eqn.invars, values, strict=True)).__getitem__))
 
 
 def _checked(eqn: Any, outs: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from jax.extend import core as jex
 
-from ._inner import insides, is_replaceable, with_insides
+from ._inner import Env, insides, is_replaceable, with_insides
 
 
 class Inlined(NamedTuple):
@@ -70,13 +70,10 @@ def _normal(closed: Any) -> Any:
         """Appends the equations of a closed jaxpr. Returns its outputs."""
         constvars.extend(of_consts := _fresh(closed.jaxpr.constvars))
         consts.extend(closed.consts)
-        env = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*of_consts, *ins], strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom if isinstance(atom, jex.Literal) else env[atom]
-
+        of_inputs = zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*of_consts, *ins], strict=True)
+        env = Env(of_inputs, literal=lambda literal: literal)
         for eqn in closed.jaxpr.eqns:
-            invars, info = list(map(read, eqn.invars)), eqn.source_info
+            invars, info = env.read(eqn.invars), eqn.source_info
             if scope is not None:
                 info = info.replace(name_stack=scope + info.name_stack)
             if _is_plain_jit(eqn):
@@ -95,7 +92,7 @@ def _normal(closed: Any) -> Any:
                         constvars.append(var)
                         consts.append(operand)
             eqns.append(new)
-        return list(map(read, closed.jaxpr.outvars))
+        return env.read(closed.jaxpr.outvars)
 
     invars = _fresh(closed.jaxpr.invars)
     outvars = enter(closed, invars)

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend import core as jex
 
 from .._tree import PyTree
 from ..partition import Plan
-from ..tracing import flow, insides, union
+from ..tracing import Env, flow, insides, union
 from ._precision import MasterState, widened
 from ._step import update_with
 
@@ -72,7 +71,7 @@ def _contained(n: int, eqn: Any, ins: Sequence[int]) -> Sequence[int] | None:
     if name == "sub":  # a leaf minus a copy of it is no multiple of it
         return [union(ins) >> n << n]
     nonzero = [bits for bits in ins if bits]
-    is_zero = any(isinstance(atom, jex.Literal) and not np.any(atom.val) for atom in eqn.invars)
+    is_zero = not all(map(np.any, (Env().get(atom, True) for atom in eqn.invars)))
     if name in ("mul", "div") and len(nonzero) == 1 and not is_zero:
         return [(nonzero[0] | nonzero[0] >> n) % (1 << n) << n]
     return [0] * len(eqn.outvars)

@@ -23,19 +23,18 @@ import numpy as np
 from jax.extend import core as jex
 
 from ..tracing import (
-    ByAtom,
+    Env,
     Rule,
     alike,
+    as_array,
     equations,
     insides,
     line_of,
     normal,
     product_flops,
-    reader,
     run,
     same_array,
     shapes_in,
-    value_of,
     variables,
 )
 
@@ -145,8 +144,10 @@ class _Search:
     def __post_init__(self):
         jaxpr = self.closed.jaxpr
         self.eqns = jaxpr.eqns
-        self.producer = ByAtom((var, (i, out)) for i, eqn in enumerate(self.eqns) for out, var in enumerate(eqn.outvars))
-        self.last_read = ByAtom()
+        self.producer = Env(
+            ((var, (i, out)) for i, eqn in enumerate(self.eqns) for out, var in enumerate(eqn.outvars)), literal=_no_value
+        )
+        self.last_read = Env()
         for i, eqn in enumerate(self.eqns):
             self.last_read.update((var, i) for var in variables(eqn.invars))
         self.last_read.update((var, len(self.eqns)) for var in variables(jaxpr.outvars))
@@ -154,7 +155,7 @@ class _Search:
         ids: dict[Any, int] = {}
         self.forms = np.array([ids.setdefault(self._form(eqn), len(ids)) for eqn in self.eqns], np.int64)
         self.products = [i for i, eqn in enumerate(self.eqns) if _has_product(eqn)]
-        self.consts = ByAtom(zip(jaxpr.constvars, self.closed.consts, strict=True))
+        self.consts = Env(zip(jaxpr.constvars, self.closed.consts, strict=True))
         self._alike: dict[tuple[int, int], bool] = {}
 
     def runs(self) -> list[_Blocks]:
@@ -206,9 +207,9 @@ class _Search:
             change[self.last_read.get(var, made) + 1] -= n_bytes
         return np.cumsum(change)
 
-    def _kinds_of_values(self) -> ByAtom:
+    def _kinds_of_values(self) -> Env:
         """Returns the kind of each weight, and of values that are computed from one weight only."""
-        found = ByAtom(zip(self.closed.jaxpr.invars, self.kinds, strict=False))
+        found = Env(zip(self.closed.jaxpr.invars, self.kinds, strict=False), literal=_no_value)
         for eqn in self.eqns:
             operands = variables(eqn.invars)
             if len(operands) == 1 and operands[0] in found:
@@ -277,9 +278,9 @@ class _Search:
 
     def _read(self, atom: Any, start: int, period: int, block: int) -> "_Read":
         """Finds where a block's operand is computed."""
-        if atom not in self.producer or self.producer[atom][0] < start:
+        made, out = self.producer.get(atom) or (-1, 0)
+        if made < start:
             return _Read(atom, block)
-        made, out = self.producer[atom]
         by, j = divmod(made - start, period)
         return _Read(atom, block, by, (j, out))
 
@@ -306,7 +307,7 @@ class _Search:
     def _is_same(self, a: Any, b: Any) -> bool:
         """Whether two operands are the same value."""
         is_known = all(var in self.consts for var in variables([a, b]))
-        return a is b or (is_known and same_array(*map(reader(self.consts), (a, b))))
+        return a is b or (is_known and same_array(*self.consts.read([a, b])))
 
     def _outputs(self, start: int, period: int, n: int, hoisted: set[int]) -> dict[tuple[int, int], list[int]]:
         """Maps the place of each output that is read after the last block to the blocks whose output is read."""
@@ -317,6 +318,10 @@ class _Search:
                     if j not in hoisted and self.last_read.get(var, -1) >= end:
                         found[j, out].append(i)
         return dict(found)
+
+
+def _no_value(literal: Any) -> None:
+    del literal
 
 
 def _place_in_own_block(of_blocks: Sequence[_Read]) -> _Place | None:
@@ -345,17 +350,16 @@ def _scanned(closed: Any, runs: Sequence[_Blocks]) -> Any:
     n_consts = len(jaxpr.constvars)
 
     def compute(*args: Any) -> list[Any]:
-        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
-        read, i = reader(env), 0
+        env, i = Env(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True)), 0
         while i < len(jaxpr.eqns):
             if i in starts:
                 env.update(_scan(starts[i], jaxpr.eqns, env))
                 i = starts[i].end
                 continue
             eqn = jaxpr.eqns[i]
-            env.update(zip(eqn.outvars, run(eqn, list(map(read, eqn.invars))), strict=True))
+            env.update(zip(eqn.outvars, run(eqn, env.read(eqn.invars)), strict=True))
             i += 1
-        return [value_of(atom, read(atom)) for atom in jaxpr.outvars]
+        return [as_array(env[atom], atom) for atom in jaxpr.outvars]
 
     consts = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.constvars]
     new = jax.make_jaxpr(compute)(*consts, *shapes_in(closed))
@@ -364,13 +368,12 @@ def _scanned(closed: Any, runs: Sequence[_Blocks]) -> Any:
     return jex.ClosedJaxpr(changed, [*new.consts, *closed.consts])
 
 
-def _scan(blocks: _Blocks, eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any, Any]:
+def _scan(blocks: _Blocks, eqns: Sequence[Any], env: Env) -> dict[Any, Any]:
     """Computes the blocks as a scan. Returns the values that equations after the blocks read."""
-    known = dict(env)
-    read = reader(known)
+    known = Env(env.items())
 
     def value(atom: Any) -> Any:
-        return value_of(atom, read(atom))
+        return as_array(known[atom], atom)
 
     def of_block(i: int) -> Sequence[Any]:
         return eqns[blocks.start + i * blocks.period : blocks.start + (i + 1) * blocks.period]
@@ -378,7 +381,7 @@ def _scan(blocks: _Blocks, eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any
     for i in range(blocks.n):
         for j in sorted(blocks.hoisted):
             eqn = of_block(i)[j]
-            known.update(zip(eqn.outvars, run(eqn, list(map(read, eqn.invars))), strict=True))
+            known.update(zip(eqn.outvars, run(eqn, known.read(eqn.invars)), strict=True))
     xs = [jnp.stack([value(atom) for atom in atoms]) for atoms in blocks.stacked]
     first = of_block(0)
     last = blocks.n - 1
@@ -388,21 +391,19 @@ def _scan(blocks: _Blocks, eqns: Sequence[Any], env: dict[Any, Any]) -> dict[Any
     several = [place for place, read_of in blocks.outputs.items() if read_of != [last]]
 
     def body(carry: dict[_Carry, Any], slices: Sequence[Any]) -> tuple[dict[_Carry, Any], list[Any]]:
-        within, made = dict(known), dict[_Place, Any]()
+        within, made = Env(known.items()), dict[_Place, Any]()
         for j, eqn in enumerate(first):
             if j in blocks.hoisted:
                 continue
-            invars, ins = list(eqn.invars), []
-            for k, atom in enumerate(eqn.invars):
-                if (j, k) in blocks.carried:
-                    ins.append(carry[blocks.carried[j, k]])
-                elif (j, k) in blocks.sliced:
-                    ins.append(slices[blocks.sliced[j, k]])
-                else:
-                    ins.append(reader(within)(atom))
-                    continue
-                invars[k] = jex.Var(atom.aval)  # replaces a literal of the first block
-            outs = run(eqn.replace(invars=invars), ins)
+            ins = [
+                carry[blocks.carried[j, k]]
+                if (j, k) in blocks.carried
+                else slices[blocks.sliced[j, k]]
+                if (j, k) in blocks.sliced
+                else within[atom]
+                for k, atom in enumerate(eqn.invars)
+            ]
+            outs = run(eqn, ins)
             within.update(zip(eqn.outvars, outs, strict=True))
             made.update({(j, out): value for out, value in enumerate(outs)})
         after = {each: made[each.place] if each.depth == 1 else carry[_Carry(each.place, each.depth - 1)] for each in carry}

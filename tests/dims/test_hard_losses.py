@@ -92,6 +92,12 @@ def sums_written_at_a_position(p, batch, key):
 # --- the number of rows, in odd ways ------------------------------------------------------------------------------------
 
 
+@separable
+def sum_plus_a_number(p, batch, key):
+    """Each part adds its share of the number."""
+    return by_rows(p, batch).sum() + 3.0
+
+
 @mixed
 def divided_by_its_root(p, batch, key):
     return by_rows(p, batch).sum() / len(batch["x"]) ** 0.5

@@ -687,3 +687,20 @@ def test_error_of_the_function_itself_is_raised_without_a_warning():
 
     with pytest.raises(LookupError, match="my own"):
         jax.grad(transformed(fn, [Around()]))(1.0)
+
+
+@dataclass(frozen=True)
+class AddsTen(Rule):
+    """Computes a sum with another value of its second operand."""
+
+    def claims(self, eqn):
+        return eqn.primitive.name == "add"
+
+    def __call__(self, eqn, ins, site):
+        return site.rest(eqn, [ins[0], jnp.float32(10)])
+
+
+@pytest.mark.parametrize("fn", [lambda x: x + 2.0, lambda x: x + jnp.sin(x), lambda x: x + x])
+def test_rule_gives_an_operand_another_value(fn):
+    """Also one that is a literal of the traced function."""
+    assert transformed(fn, [AddsTen()])(jnp.float32(1)) == 11
