@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from jax.extend import core
 from jax.interpreters import ad, mlir
 
@@ -427,6 +428,21 @@ def copies_of_the_data_in_reverse(p, batch, key):
 @after
 def data_repeated_in_reverse(p, batch, key):
     return (jnp.repeat(by_rows(p, batch), 2) * jnp.repeat(batch["y"], 2)[::-1]).mean()
+
+
+@after
+def a_distance_of_all_pairs_of_data(p, batch, key):
+    return by_rows(p, batch).mean() + jnp.abs(batch["y"][:, None] - batch["y"]).mean()
+
+
+@mixed
+def halves_of_the_data_exchanged(p, batch, key):
+    return (by_rows(p, batch) * batch["y"].reshape(2, -1)[::-1].reshape(-1)).mean()
+
+
+@unknown
+def a_callback_with_effects(p, batch, key):
+    return (by_rows(p, batch) * io_callback(lambda y: y - y.mean(), batch["y"], batch["y"])).mean()
 
 
 # --- derivatives of the user's own --------------------------------------------------------------------------------------

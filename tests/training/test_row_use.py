@@ -129,6 +129,13 @@ def test_remainder_of_rows_that_mix_is_one_micro_batch():
     assert cuts(BatchSize.of(mesh, None, 20), 20, MIXED, mesh) == [(1, 20)]
     assert cuts(BatchSize.of(mesh, None, 24, 2), 24, MIXED, mesh) == [(2, 12)]  # not three micro-batches of 8
     assert cuts(BatchSize.of(mesh, 3, None, 2), 48, MIXED, mesh) == [(2, 24)]
+    assert cuts(BatchSize.of(mesh, None, 25, 2), 25, MIXED, mesh) == [(1, 13), (1, 12)]
+
+
+def test_groups_that_do_not_fill_every_device_take_the_most_rows_that_divide():
+    mesh = make_mesh(1, 1)
+    for rows, group, expected in ((96, 16, 96), (100, 16, 96), (8, 16, 16), (130, 16, 128), (24, 6, 24)):
+        assert BatchSize(rows, rows).micro_batch_for(RowUse("separable", group=group), mesh) == expected
 
 
 @pytest.mark.parametrize("shards", [(1, 1), (2, 1), (2, 2), (1, 8), (8, 1)])
