@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -92,6 +93,23 @@ def test_a_masked_mean_whose_remainder_has_no_unmasked_row_is_finite():
     examples = [{**example, "target": example["target"] * (i < 16)} for i, example in enumerate(EXAMPLES[:20])]
     want = plain(masked_mean, dense(), collate_fn(examples), key_of_step(0))
     assert_first_update_matches(make_trainer(masked_mean, dense(), "8"), examples, *want)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [masked_mean, mixup, sum_of_rows, pytest.param(spread_times, marks=pytest.mark.sweep)],
+    ids=lambda f: f.__name__,
+)
+def test_a_last_update_of_fewer_micro_batches_counts_its_rows_alone(loss_fn):
+    """16 rows in four micro-batches, then 8 rows. Repeated rows would count in a value of the whole batch."""
+    trainer = make_trainer(loss_fn, dense(), "4", 4, rate=0.1)
+    trainer.train(EXAMPLES[:24], 1)
+    expected = dense()
+    for step, rows in enumerate((slice(16), slice(16, 24))):
+        _, grads = plain(loss_fn, expected, collate_fn(EXAMPLES[rows]), key_of_step(step))
+        expected = jax.tree.map(lambda x, g: x - 0.1 * g, expected, jax.tree.unflatten(jax.tree.structure(expected), grads))
+    for found, value in zip(jax.tree.leaves(trainer.model), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("mesh", ["8", "2x2x2"])
