@@ -13,7 +13,7 @@ Cost: k permutes forward and k backward for each value whose parts are taken. In
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +40,14 @@ class Reshard(Rule):
 
     def of(self, closed: Any) -> Rule | None:
         n_shards = self.mesh.shape[MODEL]
-        taken = parts_taken(closed, self.splits, n_shards) if n_shards > 1 else {}
+        found = parts_taken(closed, self.splits, n_shards) if n_shards > 1 else {}
+        taken = {i: (eqn, dim, taken) for i, (eqn, dim) in found.items() if (taken := _parts_taken(eqn, dim)) is not None}
         return _ReshardOf(taken, self.mesh) if taken else None
+
+
+# Which of the equal parts of a dim an equation takes: their number, and the part of each output, or None if it takes all of
+# them, in a new dim.
+_Taken = tuple[int, Sequence[int] | None]
 
 
 @dataclass(frozen=True)
@@ -50,31 +56,22 @@ class _ReshardOf(Rule):
 
     **Arguments:**
 
-    - `taken`: the equations that take parts, by id: the equation, and the split dim of its operand.
+    - `taken`: the equations that take parts, by id: the equation, the split dim of its operand, and the parts.
     """
 
-    taken: Mapping[int, tuple[Any, int]]
+    taken: Mapping[int, tuple[Any, int, _Taken]]
     mesh: Mesh
     _resharded: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = field(default_factory=dict)
 
     def claims(self, eqn: Any) -> bool:
-        return self._taken(eqn) is not None
+        return id(eqn) in self.taken
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        taken = self._taken(eqn)
-        assert taken is not None, "it is claimed"
-        dim, (n_parts, which) = taken
+        _, dim, (n_parts, which) = self.taken[id(eqn)]
         parts = self._parts(plain(ins[0]), dim, n_parts)
         if which is None:
             return [parts.reshape(eqn.outvars[0].aval.shape)]
         return [jax.lax.index_in_dim(parts, i, dim, keepdims=False) for i in which]
-
-    def _taken(self, eqn: Any) -> "tuple[int, _Taken] | None":
-        if id(eqn) not in self.taken or eqn.primitive.name not in _TAKES:
-            return None
-        _, dim = self.taken[id(eqn)]
-        taken = _TAKES[eqn.primitive.name](eqn, dim)
-        return None if taken is None else (dim, taken)
 
     def _parts(self, x: jax.Array, dim: int, n_parts: int) -> jax.Array:
         """Reshards a value once for all slices of it."""
@@ -115,34 +112,18 @@ def _reshard(x: jax.Array, dim: int, n_parts: int, mesh: Mesh) -> jax.Array:
     return jax.shard_map(permute, mesh=mesh, in_specs=before, out_specs=after, axis_names={MODEL})(x)
 
 
-# --- equations that take parts ---------------------------------------------------------------------------------------
-# Each function takes an equation and the split dim of its operand. It returns the number of parts, and the parts that the
-# equation takes: one for each output, or None if it takes all of them, in a new dim. It returns None if the parts differ in
-# size.
-
-_Taken = tuple[int, Sequence[int] | None]
-
-
-def _split(eqn: Any, dim: int) -> _Taken | None:
-    sizes = {var.aval.shape[dim] for var in eqn.outvars}
-    return (len(eqn.outvars), range(len(eqn.outvars))) if eqn.params["axis"] == dim and len(sizes) == 1 else None
-
-
-def _slice(eqn: Any, dim: int) -> _Taken | None:
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    start, strides = eqn.params["start_indices"][dim], eqn.params["strides"]
-    if not after[dim]:
+def _parts_taken(eqn: Any, dim: int) -> _Taken | None:
+    """Returns which parts of a dim of its operand an equation takes, or None if it takes none, or they differ in size."""
+    before, after, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
+    if eqn.primitive.name == "reshape":
+        n_before = math.prod(before[:dim])
+        place = next((i for i, size in enumerate(after) if size > 1 and math.prod(after[:i]) == n_before), None)
+        return None if place is None else (after[place], None)
+    if eqn.primitive.name not in ("split", "slice") or not after[dim] or before[dim] % after[dim]:
         return None
-    is_part = before[dim] % after[dim] == 0 and start % after[dim] == 0 and (strides is None or strides[dim] == 1)
-    others_whole = all(n == m for i, (n, m) in enumerate(zip(before, after, strict=True)) if i != dim)
-    return (before[dim] // after[dim], [start // after[dim]]) if is_part and others_whole else None
-
-
-def _reshape(eqn: Any, dim: int) -> _Taken | None:
-    before, after = eqn.invars[0].aval.shape, eqn.params["new_sizes"]
-    n_before = math.prod(before[:dim])
-    place = next((i for i, size in enumerate(after) if size > 1 and math.prod(after[:i]) == n_before), None)
-    return None if place is None else (after[place], None)
-
-
-_TAKES: dict[str, Callable[[Any, int], _Taken | None]] = {"split": _split, "slice": _slice, "reshape": _reshape}
+    is_along = all(n == m for i, (n, m) in enumerate(zip(before, after, strict=True)) if i != dim)
+    n_parts = before[dim] // after[dim]
+    if eqn.primitive.name == "split":
+        return (n_parts, range(n_parts)) if is_along and len(set(params["sizes"])) == 1 else None
+    start, strides = params["start_indices"][dim], params["strides"] or [1] * len(before)
+    return (n_parts, [start // after[dim]]) if is_along and strides[dim] == 1 and start % after[dim] == 0 else None
