@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
-from ..dims import repeats
+from ..dims import Related, repeats
 from ..tracing import BY_WEIGHT, SPREAD, Rule, Site, WeightUses, entered, fold, plain, run
 from ._gather import gather_without_derivative
 
@@ -216,7 +215,7 @@ def _product(eqn: Any, weight_gradient: _WeightGradient, in_fp8: bool, emulated:
     """Returns the product of an equation as a function with a custom derivative."""
     dims, given = eqn.params["dimension_numbers"], eqn.params["precision"]
     out = eqn.outvars[0].aval
-    avals = [var.aval for var in eqn.invars]
+    avals, related = [var.aval for var in eqn.invars], Related(eqn)
     # The backward pass must not use cuBLAS's less precise sums in fp8 (XLA's `use_fast_accum`).
     precision = jax.lax.Precision.HIGHEST if in_fp8 else given
 
@@ -238,7 +237,7 @@ def _product(eqn: Any, weight_gradient: _WeightGradient, in_fp8: bool, emulated:
             own = aval.dtype if in_fp8 else eqn.params["preferred_element_type"]
             dtype = weight_gradient.dtype if is_weight else own
             dot = _Dot(dims, precision, dtype, emulated and (in_fp8 or dtype != aval.dtype))
-            grad = _gradient(g_scaled, other, i, aval.ndim, dot)
+            grad = _gradient(g_scaled, other, i, related, dot)
             grads.append((weight_gradient.store(grad) if is_weight else grad).astype(aval.dtype))
         return tuple(grads)
 
@@ -246,25 +245,21 @@ def _product(eqn: Any, weight_gradient: _WeightGradient, in_fp8: bool, emulated:
     return product
 
 
-def _gradient(g: _Scaled, other: _Scaled, side: int, ndim: int, dot: _Dot) -> Array:
+def _gradient(g: _Scaled, other: _Scaled, side: int, related: Related, dot: _Dot) -> Array:
     """Computes the gradient of one operand of a product: the output's gradient times the other operand.
 
     **Arguments:**
 
-    - `side`, `ndim`: the index of the operand, and its number of dims.
-    - `dot`: the dims of the original product; its other fields say how to compute the gradient.
+    - `side`, `related`: the index of the operand, and the dims of the product.
+    - `dot`: how to compute it; its dims are replaced.
     """
-    contracted, batched = dot.dims
-    own, others = contracted[side], contracted[1 - side]
-    own_batch, other_batch = batched[side], batched[1 - side]
-    kept = [dim for dim in range(ndim) if dim not in (*own, *own_batch)]
-    other_kept = [dim for dim in range(other.values.ndim) if dim not in (*others, *other_batch)]
-    n_batch = len(own_batch)
-    first = n_batch + (len(kept) if side == 0 else 0)  # the output's first dim that is of the other operand
-    output_dims = range(first, first + len(other_kept))
-    grad = dot._replace(dims=((output_dims, other_kept), (range(n_batch), other_batch)))(g, other)
-    order = [*own_batch, *kept, *(own[i] for i in np.argsort(others))]
-    return jax.lax.transpose(grad, np.argsort(order).tolist())
+    of_g, of_other, own = related.outs[0], related.ins[1 - side], related.ins[side]
+    contracted = [dim for dim in of_other if dim not in own]
+    batched = [dim for dim in of_g if dim in own and dim in of_other]
+    dims = tuple(tuple([of.index(dim) for dim in each] for of in (of_g, of_other)) for each in (contracted, batched))
+    kept = [dim for of in (of_g, of_other) for dim in of if dim not in (*contracted, *batched)]
+    grad = dot._replace(dims=dims)(g, other)
+    return jax.lax.transpose(grad, [[*batched, *kept].index(dim) for dim in own])
 
 
 def _linear(aval: Any, linear: Callable[..., Array], weight_gradient: _WeightGradient) -> Callable[..., Array]:
