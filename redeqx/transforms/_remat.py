@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ..tracing import PRODUCTS, REMATS, Rule, Site, scan_counts
+from ..tracing import PRODUCTS, REMATS, Rule, Site, normal, scan_counts
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,6 @@ class KeepEverything(Rule):
 
 def is_scan_without_remat(eqn: Any) -> bool:
     """Whether an equation is a scan that saves all residuals for its backward pass."""
-    return eqn.primitive.name == "scan" and not _recomputes(eqn.params["jaxpr"].jaxpr)
-
-
-def _recomputes(jaxpr: Any) -> bool:
-    """Whether a jaxpr contains a remat, also inside the jits that it calls."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in REMATS:
-            return True
-        if eqn.primitive.name == "jit" and _recomputes(eqn.params["jaxpr"].jaxpr):
-            return True
-    return False
+    if eqn.primitive.name != "scan":
+        return False
+    return not any(inner.primitive.name in REMATS for inner in normal(eqn.params["jaxpr"]).jaxpr.eqns)

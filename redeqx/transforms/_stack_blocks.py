@@ -27,9 +27,9 @@ from ..tracing import (
     Rule,
     alike,
     as_array,
-    equations,
     insides,
     line_of,
+    matmul_flops,
     normal,
     product_flops,
     run,
@@ -127,8 +127,7 @@ class _Blocks:
 
 
 def _has_product(eqn: Any) -> bool:
-    inside = [each for inner in insides(eqn) for each in equations(inner.closed)]
-    return any(product_flops(each) is not None for each in (eqn, *inside))
+    return product_flops(eqn) is not None or any(matmul_flops(inner.closed.jaxpr) for inner in insides(eqn))
 
 
 # --- search ----------------------------------------------------------------------------------------------------------
@@ -246,10 +245,10 @@ class _Search:
         for (j, k), of_blocks in reads.items():
             if j in hoisted:
                 continue
-            if (made := _place_in_own_block(of_blocks)) is not None and made[0] not in hoisted:
+            depth, place = _depth(of_blocks), of_blocks[-1].place
+            if depth == 0 and place[0] not in hoisted:
                 continue
-            if (depth := _carry_depth(of_blocks)) is not None:
-                place = of_blocks[-1].place
+            if depth:
                 if place[0] in hoisted:
                     return None
                 initial = {_Carry(place, depth - i): of_blocks[i].atom for i in range(depth)}
@@ -257,7 +256,7 @@ class _Search:
                     return None
                 carried[j, k] = _Carry(place, depth)
                 continue
-            if made is None and any(each.block is not None for each in of_blocks):
+            if depth is None and any(each.block is not None for each in of_blocks):
                 return None
             atoms = [each.atom for each in of_blocks]
             if all(self._is_same(atoms[0], atom) for atom in atoms[1:]):
@@ -324,21 +323,15 @@ def _no_value(literal: Any) -> None:
     del literal
 
 
-def _place_in_own_block(of_blocks: Sequence[_Read]) -> _Place | None:
-    """Returns the place of an operand that each block computes itself, or None if it is no such operand."""
-    place = of_blocks[0].place
-    return place if all(each.block == each.reader and each.place == place for each in of_blocks) else None
+def _depth(of_blocks: Sequence[_Read]) -> int | None:
+    """Returns by how many blocks before the reader an operand is computed, at the same place of each: 0 by its own block.
 
-
-def _carry_depth(of_blocks: Sequence[_Read]) -> int | None:
-    """Returns the depth of an operand that is a carry, or None for any other.
-
-    Each block reads it from the block `depth` before, at the same place. The first `depth` blocks read initial values.
+    The first blocks read initial values. Returns None for any other operand.
     """
     depth = next((i for i, each in enumerate(of_blocks) if each.block is not None), len(of_blocks))
     place = of_blocks[-1].place
-    is_carry = all(each.block == each.reader - depth and each.place == place for each in of_blocks[depth:])
-    return depth if 0 < depth < len(of_blocks) and is_carry else None
+    is_same = all(each.block == each.reader - depth and each.place == place for each in of_blocks[depth:])
+    return depth if depth < len(of_blocks) and is_same else None
 
 
 # --- computation -----------------------------------------------------------------------------------------------------
@@ -390,8 +383,8 @@ def _scan(blocks: _Blocks, eqns: Sequence[Any], env: Env) -> dict[Any, Any]:
     initial = {**zeros, **{carry: value(atom) for carry, atom in blocks.carries.items()}}
     several = [place for place, read_of in blocks.outputs.items() if read_of != [last]]
 
-    def body(carry: dict[_Carry, Any], slices: Sequence[Any]) -> tuple[dict[_Carry, Any], list[Any]]:
-        within, made = Env(known.items()), dict[_Place, Any]()
+    def body(values: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        carry, within, made = dict(zip(initial, values, strict=True)), Env(known.items()), dict[_Place, Any]()
         for j, eqn in enumerate(first):
             if j in blocks.hoisted:
                 continue
@@ -406,26 +399,15 @@ def _scan(blocks: _Blocks, eqns: Sequence[Any], env: Env) -> dict[Any, Any]:
             outs = run(eqn, ins)
             within.update(zip(eqn.outvars, outs, strict=True))
             made.update({(j, out): value for out, value in enumerate(outs)})
-        after = {each: made[each.place] if each.depth == 1 else carry[_Carry(each.place, each.depth - 1)] for each in carry}
+        after = [made[each.place] if each.depth == 1 else carry[_Carry(each.place, each.depth - 1)] for each in carry]
         return after, [made[place] for place in several]
 
-    after, stacks = _scan_with_dict(body, initial, xs, blocks.n)
+    values, stacks = jax.lax.scan(body, list(initial.values()), xs, length=blocks.n)
+    after = dict(zip(initial, values, strict=True))
     found = {_made(of_block(last), each.place): after[each] for each in only_last}
     for place, stack in zip(several, stacks, strict=True):
         found.update({_made(of_block(i), place): stack[i] for i in blocks.outputs[place]})
     return {**found, **{var: known[var] for i in range(blocks.n) for j in blocks.hoisted for var in of_block(i)[j].outvars}}
-
-
-def _scan_with_dict(body: Any, initial: dict[_Carry, Any], xs: Any, n: int) -> tuple[dict[_Carry, Any], list[Any]]:
-    """Calls `jax.lax.scan` with a dict of carries."""
-    names = list(initial)
-
-    def of_values(values: Sequence[Any], slices: Any) -> Any:
-        after, ys = body(dict(zip(names, values, strict=True)), slices)
-        return [after[name] for name in names], ys
-
-    values, ys = jax.lax.scan(of_values, [initial[name] for name in names], xs, length=n)
-    return dict(zip(names, values, strict=True)), ys
 
 
 def _made(eqns: Sequence[Any], place: _Place) -> Any:
