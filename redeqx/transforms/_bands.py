@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dims import view
-from ..tracing import Body, called
+from ..tracing import Body
 
 _MAX_LENGTH = 2**20  # of a constant vector that is checked for being an `arange`
 
@@ -33,6 +33,9 @@ class Affine:
         """Returns `self + times * other`."""
         slopes = tuple(a + times * b for a, b in zip(self.slopes, other.slopes, strict=True))
         return Affine(self.start + times * other.start, slopes)
+
+    def scaled(self, factor: int) -> "Affine":
+        return Affine(factor * self.start, tuple(factor * slope for slope in self.slopes))
 
     def bounds(self, shape: Sequence[int]) -> tuple[int, int]:
         """Returns the smallest and the largest entry."""
@@ -60,18 +63,14 @@ def _from_equation(body: Body, atom: Any, negated: bool) -> Inequalities | None:
     if eqn is None or eqn.effects:
         return None
     name = eqn.primitive.name
-    if called(eqn) is not None:
-        inner = body.inside(eqn)
-        return inequalities(inner, inner.closed.jaxpr.outvars[list(eqn.outvars).index(atom)], negated)
     if name in _COMPARISONS:
         a, b = (_affine(body, operand, shape) for operand in eqn.invars)
         return None if a is None or b is None else _COMPARISONS[_NEGATED[name] if negated else name](a, b)
 
     def of_operand(operand: Any, negated: bool) -> Inequalities | None:
         found = inequalities(body, operand, negated)
-        if found is None or len(operand.aval.shape) == len(shape):
-            return found
-        return tuple(Affine(each.start, (0,) * len(shape)) for each in found)  # a scalar
+        is_scalar = len(operand.aval.shape) < len(shape)
+        return tuple(each.select_dims([None] * len(shape)) for each in found) if found and is_scalar else found
 
     if name == "not":
         return of_operand(eqn.invars[0], not negated)
@@ -85,7 +84,8 @@ def _from_equation(body: Body, atom: Any, negated: bool) -> Inequalities | None:
             return _all_of(of_operand(which, True), of_operand(if_false, negated))
         return None
     dims = view(eqn)
-    if dims is None or name in ("slice", "dynamic_slice") or eqn.invars[0].aval.dtype != bool:
+    is_of_kind = jnp.issubdtype(eqn.invars[0].aval.dtype, bool if atom.aval.dtype == bool else jnp.floating)
+    if dims is None or name in ("slice", "dynamic_slice") or not is_of_kind:
         return None
     found = inequalities(body, eqn.invars[0], negated)
     return None if found is None else tuple(each.select_dims(dims) for each in found)
@@ -178,45 +178,39 @@ def _resolve_input(body: Body, atom: Any) -> tuple[Body, Any]:
 
 def _affine(body: Body, atom: Any, shape: Sequence[int]) -> Affine | None:
     """Returns an integer array, broadcast to `shape`, as an affine function of the index; None if it has no such form."""
-    zeros = (0,) * len(shape)
-    dtype = atom.aval.dtype
+    dtype, own = atom.aval.dtype, atom.aval.shape
     if not np.issubdtype(dtype, np.signedinteger) or dtype.itemsize < 4:  # other dtypes wrap around
         return None
-    own = atom.aval.shape
-    found = _affine_from_equation(*_resolve_input(body, atom))
+    body, atom = _resolve_input(body, atom)
+    eqn = body.producer(atom)
+    if eqn is None or eqn.effects:
+        found = _affine_from_constant(body, atom)
+    elif eqn.primitive.name == "iota":
+        found = Affine(0, tuple(int(dim == eqn.params["dimension"]) for dim in range(len(own))))
+    elif eqn.primitive.name in _ARITHMETIC:
+        operands = [_affine(body, operand, own) for operand in eqn.invars]
+        found = None if None in operands else _ARITHMETIC[eqn.primitive.name](*operands)
+    else:
+        dims = view(eqn)
+        is_part = dims is None or eqn.primitive.name in ("slice", "dynamic_slice")
+        found = None if is_part else _affine(body, eqn.invars[0], eqn.invars[0].aval.shape)
+        found = None if found is None or dims is None else found.select_dims(dims)
     if found is None or len(own) == len(shape):
         return found
-    return Affine(found.start, zeros) if not own else None
+    return None if own else found.select_dims([None] * len(shape))
 
 
-def _affine_from_equation(body: Body, atom: Any) -> Affine | None:
-    shape, eqn = atom.aval.shape, body.producer(atom)
-    if eqn is None or eqn.effects:
-        return _affine_from_constant(body, atom)
-    name = eqn.primitive.name
-    if called(eqn) is not None:
-        inner = body.inside(eqn)
-        return _affine(inner, inner.closed.jaxpr.outvars[list(eqn.outvars).index(atom)], shape)
-    if name == "iota":
-        return Affine(0, tuple(int(dim == eqn.params["dimension"]) for dim in range(len(shape))))
-    if name in ("add", "sub"):
-        a, b = (_affine(body, operand, shape) for operand in eqn.invars)
-        return None if a is None or b is None else a.add(b, 1 if name == "add" else -1)
-    if name == "neg":
-        a = _affine(body, eqn.invars[0], shape)
-        return None if a is None else Affine(0, (0,) * len(shape)).add(a, -1)
-    if name == "mul":
-        a, b = (_affine(body, operand, shape) for operand in eqn.invars)
-        if a is None or b is None:
-            return None
-        if any(a.slopes):
-            a, b = b, a
-        return None if any(a.slopes) else Affine(0, (0,) * len(shape)).add(b, a.start)
-    dims = view(eqn)
-    if dims is None or name in ("slice", "dynamic_slice"):
-        return None
-    found = _affine(body, eqn.invars[0], eqn.invars[0].aval.shape)
-    return None if found is None else found.select_dims(dims)
+def _product(a: Affine, b: Affine) -> Affine | None:
+    constant, other = (b, a) if any(a.slopes) else (a, b)
+    return None if any(constant.slopes) else other.scaled(constant.start)
+
+
+_ARITHMETIC: Mapping[str, Callable[..., Affine | None]] = {
+    "add": Affine.add,
+    "sub": lambda a, b: a.add(b, -1),
+    "neg": lambda a: a.scaled(-1),
+    "mul": _product,
+}
 
 
 def _affine_from_constant(body: Body, atom: Any) -> Affine | None:

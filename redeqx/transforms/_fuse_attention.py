@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from ..dims import view
+from ..dims import Related, view
 from ..kernels import Setting, attend
 from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run
 from ._bands import Affine, Inequalities, find_band, inequalities
@@ -208,10 +208,6 @@ def find_attentions(body: Body) -> Iterator[tuple[Any, _Attention | str]]:
             yield eqn, found
 
 
-class _NotFusable(Exception):
-    """Raised if a softmax between two products is not fused; the message is the reason."""
-
-
 # Primitives that apply dropout or a mask to weights, and primitives that change scores, as a softcap does.
 _DROPOUT = {"mul", "select_n", "div"}
 _SCORE_CHANGES = {"tanh", "mul", "div", "max", "min", "clamp", "logistic", "erf", "exp", "neg", "select_n", "stop_gradient"}
@@ -238,11 +234,8 @@ def _match(body: Body, eqn: Any) -> _Attention | str | None:
         weights = trace_weights(body, product.invars[side], eqn)
         if weights is None:
             continue
-        try:
-            found = _build(body, [*weights[0], *members], product, side, weights[1], source.aval.shape, axis, scores)
-        except _NotFusable as error:
-            return str(error)
-        if found.group(body).is_closed_in(body):
+        found = _build(body, [*weights[0], *members], product, side, weights[1], source.aval.shape, axis, scores)
+        if isinstance(found, str) or found.group(body).is_closed_in(body):
             return found
         reason = "its scores or weights are also used elsewhere"
     return reason
@@ -269,8 +262,8 @@ def _build(
     shape: Sequence[int],
     axis: int,
     scores: Scores,
-) -> _Attention:
-    """Returns an `_Attention`; raises `_NotFusable` if kernels do not compute it.
+) -> _Attention | str:
+    """Returns an `_Attention`, or the reason why kernels do not compute it.
 
     **Arguments:**
 
@@ -282,35 +275,30 @@ def _build(
     assert scores.product is not None
     first, labels = scores.product
     if product.outvars[0].aval.dtype == jnp.float64 or first.outvars[0].aval.dtype == jnp.float64:
-        raise _NotFusable("its softmax is in float64, but kernels compute in float32")
-    found = _labelled_operands(first, labels)
-    if found is None:
-        raise _NotFusable("its scores contract more than one dim")
-    batch, sides = found
-    key_sides = [operand for operand in sides if axis in operand.labels]
-    if len(key_sides) != 1:
-        raise _NotFusable("its softmax is not over the keys")
-    (k,) = key_sides
-    q = sides[1 - sides.index(k)]
-    own = [label for label in k.labels if label not in (*batch, axis, SIZE)]  # rows that share their queries
-    (weights_contracted, values_contracted), (weights_batch, values_batch) = _weights_first(product, side)
-    if [dims[dim] for dim in weights_contracted] != [axis]:
-        raise _NotFusable("its weights are not contracted over the keys alone")
-    if {dims[dim] for dim in weights_batch} != {*batch, *own}:
-        raise _NotFusable("its values and keys have different rows or heads")
-    values = product.invars[1 - side]
-    value_labels: list[Any] = [SIZE] * values.aval.ndim
-    value_labels[values_contracted[0]] = axis
-    for value_dim, weight_dim in zip(values_batch, weights_batch, strict=True):
-        value_labels[value_dim] = dims[weight_dim]
-    if value_labels.count(SIZE) != 1:
-        raise _NotFusable("its values have more than one dim for the head size")
-    free = [dims[dim] for dim in range(len(dims)) if dim not in weights_contracted and dim not in weights_batch]
-    out = [dims[dim] for dim in product.params["dimension_numbers"][1][side]]
-    out += [*free, SIZE] if side == 0 else [SIZE, *free]
-    queries = [label for label in q.labels if label is not None and label not in batch and label != SIZE]
+        return "its softmax is in float64, but kernels compute in float32"
+    of_first = Related(first)
+    known = dict(zip(of_first.outs[0], labels, strict=True))
+    sides = [_labelled(atom, own, known) for atom, own in zip(first.invars, of_first.ins, strict=True)]
+    if any(operand.labels.count(SIZE) != 1 for operand in sides):
+        return "its scores contract more than one dim"
+    q, k = sides if axis in sides[1].labels else sides[::-1]
+    if axis not in k.labels or axis in q.labels:
+        return "its softmax is not over the keys"
+    batch = [label for label in q.labels if label in k.labels and label not in (SIZE, None)]
+    own = [label for label in k.labels if label not in (*q.labels, axis, None)]  # rows that share their queries
+    of_product = Related(product)
+    known = dict(zip(of_product.ins[side], dims, strict=True))
+    v = _labelled(product.invars[1 - side], of_product.ins[1 - side], known)
+    out = [known.get(dim, SIZE) for dim in of_product.outs[0]]
+    if {label for label in dims if label not in out} != {axis}:
+        return "its weights are not contracted over the keys alone"
+    if {label for label in v.labels if label in out} - {SIZE} != {*batch, *own}:
+        return "its values and keys have different rows or heads"
+    if v.labels.count(SIZE) != 1:
+        return "its values have more than one dim for the head size"
+    queries = [label for label in q.labels if label not in (*batch, SIZE, None)]
     if math.prod(shape[label] for label in queries) < MIN_QUERIES:
-        raise _NotFusable(f"it has fewer than {MIN_QUERIES} queries")
+        return f"it has fewer than {MIN_QUERIES} queries"
     query, setting, masks = _interpret_masks(body, scores, shape, axis, queries)
     rows = [*own, *(label for label in q.labels if label in batch)]
     n_rows = max(len(rows) - 1, min(len(rows), 1))  # if there are several, the last one is that of the heads
@@ -324,7 +312,7 @@ def _build(
         heads=heads,
         q=q,
         k=k,
-        v=Operand(values, tuple(value_labels)),
+        v=v,
         masks=masks,
         biases=scores.biases,
         setting=replace(setting, precision=_precision(first, product)),
@@ -340,31 +328,9 @@ def _precision(*products: Any) -> Any:
     return preset or max(levels, key=lambda level: level.value, default=None)
 
 
-def _weights_first(product: Any, side: int) -> Any:
-    """Returns the contracted and the batch dims of a product, each with those of operand `side` first."""
-    contracted, batch = product.params["dimension_numbers"]
-    order = (side, 1 - side)
-    return [contracted[i] for i in order], [batch[i] for i in order]
-
-
-def _labelled_operands(product: Any, labels: Sequence[Any]) -> tuple[list[Any], list[Operand]] | None:
-    """Returns the labels of a product's batch dims, and its labelled operands; None if it contracts more than one dim."""
-    (contracted, batch) = product.params["dimension_numbers"]
-    if len(contracted[0]) != 1:
-        return None
-    n = len(batch[0])
-    rest = list(labels[n:])
-    sides = []
-    for atom, (contracted_dim,), batch_dims in zip(product.invars, contracted, batch, strict=True):
-        own: list[Any] = [None] * atom.aval.ndim
-        own[contracted_dim] = SIZE
-        for i, dim in enumerate(batch_dims):
-            own[dim] = labels[i]
-        for dim in range(atom.aval.ndim):
-            if dim != contracted_dim and dim not in batch_dims:
-                own[dim] = rest.pop(0)
-        sides.append(Operand(atom, tuple(own)))
-    return list(labels[:n]), sides
+def _labelled(atom: Any, dims: Sequence[Any], known: Mapping[Any, Any]) -> Operand:
+    """Returns an operand of a product with the labels of its dims. Those that are not known are of the head size."""
+    return Operand(atom, tuple(known.get(dim, SIZE) for dim in dims))
 
 
 def _interpret_masks(
@@ -380,17 +346,10 @@ def _interpret_masks(
             unknown.append((mask, keep))
             continue
         known.append((mask, keep))
-        found += [_to_softmax_dims(each, mask.labels, len(shape)) for each in conditions]
+        dims = [mask.labels.index(label) if label in mask.labels else None for label in range(len(shape))]
+        found += [each.select_dims(dims) for each in conditions]
     for query in [default, *(label for label in queries if label != default)]:
         setting = _with_band(Setting(scores.scale), tuple(found), shape, query, key)
         if setting is not None:
             return query, setting, unknown
     return default, Setting(scores.scale), [*unknown, *known]
-
-
-def _to_softmax_dims(affine: Affine, labels: Sequence[Any], n: int) -> Affine:
-    slopes = [0] * n
-    for slope, label in zip(affine.slopes, labels, strict=True):
-        if label is not None:
-            slopes[label] = slope
-    return Affine(affine.start, tuple(slopes))

@@ -6,8 +6,8 @@ the dims of each operand. `_fuse_attention` decides whether the result is an att
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -87,22 +87,38 @@ def trace_weights(body: Body, atom: Any, softmax: Any) -> tuple[list[Any], tuple
 
     Returns the equations in between, and for each dim of the operand the dim of the softmax; None if it is another operand.
     """
-    eqns: list[Any] = []
-    mapping = tuple(range(len(atom.aval.shape)))  # for each dim of the operand, the dim of the value traced so far
-    while (eqn := body.producer(atom)) is not None:
-        if eqn is softmax:
-            return eqns, mapping
-        dims = view(eqn)
-        if dims is None or repeats(eqn) or not _preserves_values(eqn):
-            return None
-        if sorted(d for d in dims if d is not None) != list(range(eqn.invars[0].aval.ndim)):
-            return None
-        traced = [dims[dim] for dim in mapping]
-        mapping, atom = tuple(dim for dim in traced if dim is not None), eqn.invars[0]
-        if len(mapping) < len(traced):  # a new dim of size 1
-            return None
-        eqns.append(eqn)
-    return None
+    dims = range(len(atom.aval.shape))
+    source, path = _trace_views(body, Operand(atom, tuple(dims)))
+    is_same = set(source.labels) == set(dims) and len(source.labels) == len(dims)
+    if body.producer(source.atom) is not softmax or not is_same or not all(map(_preserves_values, path)):
+        return None
+    return path, tuple(map(source.labels.index, dims))
+
+
+def _trace_views(
+    body: Body, operand: Operand, is_followed: Callable[[Any], bool] = lambda eqn: True, bounded: Any = None
+) -> tuple[Operand, list[Any]]:
+    """Follows a value back through views, except slices. Returns what they view, with the labels of its dims, and the views.
+
+    **Arguments:**
+
+    - `is_followed`: which views to follow.
+    - `bounded`: also follows a `max` with a lower bound, if the value is constant along the dim of this label.
+    """
+    path: list[Any] = []
+    while (eqn := body.producer(operand.atom)) is not None:
+        if eqn.primitive.name == "max" and bounded is not None and bounded not in operand.labels:
+            sides = [side for side in variables(eqn.invars) if side.aval.ndim == len(operand.labels)]
+            if not sides:
+                break
+            operand = Operand(sides[0], operand.labels)
+        else:
+            dims = view(eqn)
+            if dims is None or eqn.primitive.name in ("slice", "dynamic_slice") or not is_followed(eqn):
+                break
+            operand = Operand(eqn.invars[0], _operand_labels(eqn, dims, operand.labels))
+        path.append(eqn)
+    return operand, path
 
 
 def _preserves_values(eqn: Any) -> bool:
@@ -133,7 +149,8 @@ def match_softmax(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
         return eqn.invars[inner.closed.jaxpr.invars.index(found[0])], [eqn], found[2]
     if eqn.primitive.name != "div":
         return None
-    exp, (total, sum_path) = body.producer(eqn.invars[0]), _trace_back(body, eqn.invars[1], _SUM_PATH)
+    exp, (divisor, sum_path) = body.producer(eqn.invars[0]), _trace_views(body, _labelled(eqn.invars[1]))
+    total = body.producer(divisor.atom)
     if exp is None or exp.primitive.name != "exp" or total is None or total.primitive.name != "reduce_sum":
         return None
     summed, casts = total.invars[0], []
@@ -144,72 +161,29 @@ def match_softmax(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
     if len(total.params["axes"]) != 1 or not all(map(_preserves_values, [*sum_path, *casts])):
         return None
     members, axis, source = [eqn, *sum_path, total, *casts, exp], int(total.params["axes"][0]), exp.invars[0]
-    if not _divides_by_own_sum(eqn, sum_path, total, axis):
-        return None
+    kept = [dim for dim in range(source.aval.ndim) if dim != axis]
+    sizes = divisor.atom.aval.shape
+    if any(n != 1 and label != dim for n, label, dim in zip(sizes, divisor.labels, kept, strict=True)):
+        return None  # entries are divided by the sums of other rows
     shifted = body.producer(source)
     # Subtracting the same number from all scores of a query, mostly the largest score, does not change the softmax.
-    if shifted is not None and shifted.primitive.name == "sub" and _is_constant_along(body, shifted.invars[1], axis):
-        largest, max_path = _trace_back(body, shifted.invars[1], _MAX_PATH)
-        if largest is not None and largest.primitive.name == "reduce_max":
+    if shifted is not None and shifted.primitive.name == "sub":
+        shift, max_path = _trace_views(body, _labelled(shifted.invars[1]), bounded=axis)
+        largest = body.producer(shift.atom)
+        if largest is not None and largest.primitive.name == "reduce_max" and axis not in shift.labels:
             members, source = [*members, shifted, *max_path, largest], shifted.invars[0]
     return source, members, axis
+
+
+def _labelled(atom: Any) -> Operand:
+    """Returns a value whose labels are its dims, except those of size 1."""
+    return Operand(atom, tuple(None if n == 1 else dim for dim, n in enumerate(atom.aval.shape)))
 
 
 def _is_defined_by_jax(closed: Any) -> bool:
     """Whether the function of a jaxpr is defined in JAX itself."""
     file = getattr(closed.jaxpr.debug_info, "func_filename", None) or ""
     return file.startswith(os.path.dirname(jax.__file__) + os.sep)
-
-
-# Primitives between `div` and the sum, and between `sub` and the maximum.
-_SUM_PATH = ("broadcast_in_dim", "reshape", "convert_element_type")
-_MAX_PATH = ("broadcast_in_dim", "reshape", "stop_gradient", "max", "transpose", "convert_element_type")
-
-
-def _divides_by_own_sum(eqn: Any, path: Sequence[Any], total: Any, axis: int) -> bool:
-    """Whether a division divides each entry by the sum along `axis` of its own row, not of another row.
-
-    **Arguments:**
-
-    - `path`: the views from the divisor back to the sum.
-    """
-    divisor = eqn.invars[1].aval.shape
-    if not divisor:  # a scalar: the sum of a vector
-        return math.prod(eqn.outvars[0].aval.shape) == eqn.outvars[0].aval.shape[axis]
-    mapping: list[int | None] = [dim if size != 1 else None for dim, size in enumerate(divisor)]
-    for each in path:
-        dims = view(each)
-        if dims is None:
-            return False
-        mapping = [None if dim is None else dims[dim] for dim in mapping]
-    kept = [dim for dim in range(len(divisor)) if dim != axis]
-    sizes = total.outvars[0].aval.shape
-    is_own = all(mapping[dim] == i or sizes[i] == 1 for i, dim in enumerate(kept))
-    return is_own and (mapping[axis] is None or sizes[mapping[axis]] == 1)
-
-
-def _is_constant_along(body: Body, atom: Any, dim: int) -> bool:
-    """Whether an array is known to be constant along a dim."""
-    if atom.aval.ndim == 0 or atom.aval.shape[dim] == 1:
-        return True
-    while (eqn := body.producer(atom)) is not None and (dims := view(eqn)) is not None:
-        before = dims[dim]
-        if before is None or eqn.invars[0].aval.shape[before] != atom.aval.shape[dim]:
-            return eqn.primitive.name == "broadcast_in_dim"
-        dim, atom = before, eqn.invars[0]
-    return False
-
-
-def _trace_back(body: Body, atom: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
-    """Follows the operand of the most dims back through these primitives; returns the first other equation and the path."""
-    eqns = []
-    while (eqn := body.producer(atom)) is not None and eqn.primitive.name in names:
-        eqns.append(eqn)
-        operands = variables(eqn.invars)
-        if not operands:
-            return None, []
-        atom = max(operands, key=lambda operand: operand.aval.ndim)  # the other operand of `max` is a lower bound
-    return eqn, eqns
 
 
 # --- from the softmax back to the product of queries and keys ---------------------------------------------------------
@@ -263,8 +237,7 @@ def _constants(body: Body, atom: Any, depth: int) -> Iterator[float]:
     if (number := _scalar_value(body, atom)) is not None:
         yield number
     elif body.is_constant(atom):
-        if math.prod(atom.aval.shape) <= _MAX_INSPECTED and jnp.issubdtype(atom.aval.dtype, jnp.floating) and atom.aval.size:
-            value = np.asarray(body.value(atom), np.float64)
+        if (value := _inspected(body, atom)) is not None:
             yield from (float(value.min()), float(value.max()))
     elif depth and (eqn := body.producer(atom)) is not None:
         if eqn.primitive.name in _ARITHMETIC:
@@ -318,7 +291,8 @@ def _trace_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) ->
     """Traces the side of a sum that comes from the product; the other side is a bias or a mask."""
     for side in (0, 1) if eqn.primitive.name == "add" else (0,):
         own, other = eqn.invars[side], eqn.invars[1 - side]
-        tried = Scores(eqns=[eqn], scale=scores.scale)
+        eqns, masks, biases = [*scores.eqns, eqn], [*scores.masks], [*scores.biases]
+        tried = replace(scores, eqns=eqns, masks=masks, biases=biases, stopped_at=None)
         if own.aval.shape != eqn.outvars[0].aval.shape:
             continue
         if not _trace_scores(body, own, labels, tried):
@@ -331,43 +305,33 @@ def _trace_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) ->
             mask = _bias_to_mask(body, bias, factor)
             tried.masks += [] if mask is None else [mask]
             tried.biases += [(bias, factor)] if mask is None else []
-        scores.eqns += tried.eqns
-        scores.masks += tried.masks
-        scores.biases += tried.biases
-        scores.scale, scores.product = tried.scale, tried.product
+        vars(scores).update(vars(tried))
         return True
     return False
 
 
 def _bias_to_mask(body: Body, bias: Operand, factor: float) -> Mask | None:
-    """Returns a bias as a mask, if it is 0 at some keys, including the query's own, and very low at all others."""
-    if (level := _mask_level(body, bias.atom, factor)) is not None and _includes_diagonal(body, bias.atom, keep=True):
-        return Mask(bias, True, level, (bias, factor))
-    eqn = body.producer(bias.atom)
-    if eqn is not None and eqn.primitive.name == "convert_element_type":
-        eqn = body.producer(eqn.invars[0])
-    if eqn is None or eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
+    """Returns a bias as a mask, if it is 0 at some keys, including the query's own, and very low at all others.
+
+    If all keys of a query were masked, its scores would still count: so only bands that include the diagonal are masks.
+    """
+    source, _ = _trace_views(body, bias, lambda eqn: eqn.primitive.name == "convert_element_type")
+    eqn, numbers = body.producer(source.atom), None
+    if eqn is not None and eqn.primitive.name == "select_n" and len(eqn.invars) == 3:
+        fills = [_scalar_value(body, side) for side in eqn.invars[1:]]
+        numbers = None if None in fills else np.asarray(fills)
+    if numbers is None:
+        numbers = _inspected(body, bias.atom)
+    low = np.zeros(0) if numbers is None else numbers[numbers != 0] * factor
+    if not low.size or low.max() > _MASKED_SCORE or not _includes_diagonal(body, bias.atom, keep=True):
         return None
-    fills = [_scalar_value(body, side) for side in eqn.invars[1:]]
-    level = min((fill * factor for fill in fills if fill is not None), default=0)
-    if None in fills or 0 not in fills or level > _MASKED_SCORE:
-        return None
-    keep = fills[1] == 0
-    # If all keys of a query were masked, its scores would still count: accept only bands that include the diagonal.
-    if not _includes_diagonal(body, eqn.invars[0], keep):
-        return None
-    return Mask(Operand(eqn.invars[0], bias.labels), keep, level, (bias, factor))
+    return Mask(bias, True, float(low.max()), (bias, factor))
 
 
-def _mask_level(body: Body, atom: Any, factor: float) -> float | None:
-    """Returns the highest nonzero number of a constant whose nonzero numbers are all very low; None for other values."""
-    if not body.is_constant(atom) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
-        return None
-    if not 0 < math.prod(atom.aval.shape) <= _MAX_INSPECTED:
-        return None
-    value = np.asarray(body.value(atom), np.float32)
-    low = value[value != 0] * np.float32(factor)
-    return float(low.max()) if low.size and low.max() <= _MASKED_SCORE else None
+def _inspected(body: Body, atom: Any) -> np.ndarray | None:
+    """Returns the value of a floating constant that is not too large to be inspected; None for other values."""
+    is_inspected = jnp.issubdtype(atom.aval.dtype, jnp.floating) and 0 < math.prod(atom.aval.shape) <= _MAX_INSPECTED
+    return np.asarray(body.value(atom), np.float64) if is_inspected and body.is_constant(atom) else None
 
 
 def _includes_diagonal(body: Body, atom: Any, keep: bool) -> bool:
@@ -394,13 +358,11 @@ def _split_mask(body: Body, operand: Operand, keep: bool) -> list[tuple[Operand,
 
 def _strip_broadcasts(body: Body, operand: Operand) -> Operand:
     """Returns the value that a mask or a bias is broadcast from, without labels for dims of size 1."""
-    while (eqn := body.producer(operand.atom)) is not None:
-        dims, before = view(eqn), eqn.invars[0]
-        if dims is None or eqn.primitive.name in ("slice", "dynamic_slice"):
-            break
-        if eqn.primitive.name == "stop_gradient" or before.aval.dtype != operand.atom.aval.dtype:
-            break
-        operand = Operand(eqn.invars[0], _operand_labels(eqn, dims, operand.labels))
+
+    def is_followed(eqn: Any) -> bool:
+        return eqn.primitive.name != "stop_gradient" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+
+    operand, _ = _trace_views(body, operand, is_followed)
     shape = operand.atom.aval.shape
     return Operand(operand.atom, tuple(None if n == 1 else label for n, label in zip(shape, operand.labels, strict=True)))
 
@@ -416,10 +378,9 @@ def _operand_labels(eqn: Any, dims: Sequence[int | None], labels: Sequence[Any])
 
 def _scalar_value(body: Body, atom: Any) -> float | None:
     """Returns the value of a constant that is the same number everywhere; None for other values."""
-    while (eqn := body.producer(atom)) is not None:
-        if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape", "copy"):
-            break
-        atom = eqn.invars[0]
+    repeated = ("broadcast_in_dim", "convert_element_type", "reshape", "copy")
+    source, _ = _trace_views(body, _labelled(atom), lambda eqn: eqn.primitive.name in repeated)
+    atom = source.atom
     is_number = jnp.issubdtype(atom.aval.dtype, jnp.floating) or jnp.issubdtype(atom.aval.dtype, jnp.integer)
     if not is_number or not body.is_constant(atom) or math.prod(atom.aval.shape) != 1:
         return None

@@ -320,6 +320,14 @@ def shifted_by_the_largest_of_all(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
 
 
+def shifted_by_maxima_of_other_keys(q, k, v):
+    """The shift is a slice of the maxima, and differs from key to key."""
+    scores = jnp.einsum("bthd,bshd->bhts", q, k)
+    maxima = jnp.concatenate([scores, 2 * scores], 2).max(-1)
+    weights = jnp.exp(scores - maxima[:, :, None, :N])
+    return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
+
+
 def with_a_learned_scalar(q, k, v):
     return written(q, k, v, before=lambda scores: scores + q[0, 0, 0, 0])
 
@@ -344,6 +352,7 @@ def one_query(q, k, v):
 
 SCALARS = {
     "shifted by the largest of all": (shifted_by_the_largest_of_all, 1),
+    "shifted by maxima of other keys": (shifted_by_maxima_of_other_keys, 0),
     "a learned scalar": (with_a_learned_scalar, 1),
     "latents": (latents, 1),
     "weights of layers": (weights_of_layers, 0),
