@@ -169,6 +169,9 @@ def row_use(
         return RowUse("unknown", why="a derivative of its own mixes rows", line=shortened(step.line), **found)
     pairs = zip(rows.outs, names.root.outs, strict=True)
     degrees = tuple(None if state.kind == ROW or growth.has_rows(value.dims) else state.degree for state, value in pairs)
+    if draws.refused and (rows.whole or rows.scaled or set(degrees) - {None, 1}):  # each part draws as a batch of its own
+        step, _ = draws.refused[0]
+        return RowUse("mixed", why="a draw that cannot follow the rows", line=shortened(step.line), **found)
     return RowUse(
         "after" if rows.whole else "separable",
         degree=(degrees[0] or 1) - 1 if degrees else 0,

@@ -1122,6 +1122,18 @@ def keys_folded_with_the_row(p, batch, key):
     return (jnp.tanh((batch["x"] + noise) @ p["w"]) @ p["v"]).mean()
 
 
+@mixed
+def mixup_with_a_beta_by_row(p, batch, key):
+    """One key for all: JAX draws gammas for all rows at once."""
+    share = jax.random.beta(key, 0.2, 0.2, (len(batch["x"]), 1, 1))
+    return (jnp.tanh((share * batch["x"] + (1 - share) * batch["x"][::-1]) @ p["w"]) @ p["v"]).mean()
+
+
+@mixed
+def a_sum_of_rows_with_gammas(p, batch, key):
+    return (row_losses(p, batch) * jax.random.gamma(key, 2.0, (len(batch["x"]),))).sum()
+
+
 @unknown
 def a_generator(p, batch, key):
     fake = jnp.tanh(jax.random.normal(key, (len(batch["x"]), T, D)) @ p["u"])
