@@ -130,6 +130,7 @@ def test_remainder_of_rows_that_mix_is_one_micro_batch():
     assert cuts(BatchSize.of(mesh, None, 24, 2), 24, MIXED, mesh) == [(2, 12)]  # not three micro-batches of 8
     assert cuts(BatchSize.of(mesh, 3, None, 2), 48, MIXED, mesh) == [(2, 24)]
     assert cuts(BatchSize.of(mesh, None, 25, 2), 25, MIXED, mesh) == [(1, 13), (1, 12)]
+    assert cuts(BatchSize(128, 128), 140, RowUse("separable"), mesh) == [(1, 128), (1, 12)]  # no more than a device's 16
 
 
 def test_groups_that_do_not_fill_every_device_take_the_most_rows_that_divide():
