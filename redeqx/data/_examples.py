@@ -350,15 +350,13 @@ class Batch:
     **Arguments:**
 
     - `groups`: the result of `place_batch`.
-    - `n_micro_batches`: the number of micro-batches of the first group that count. The others are repetitions.
     - `n_examples`, `n_tokens`: the numbers in the whole step, over all processes; `n_tokens` is None if the batch has no
-        tokens.
+        tokens. Rows of `groups` after the first `n_examples` are repetitions.
     - `position`, `state`: those of the step's `Slice`.
     - `rows`, `places`: this process's collated rows, and the number of each row's example.
     """
 
     groups: tuple[PyTree, ...]
-    n_micro_batches: int
     n_examples: int
     n_tokens: int | None
     position: int
@@ -427,7 +425,6 @@ def batches(
         tokens = n_tokens(batch)  # of this process's rows; the rows of other processes have the same length
         return Batch(
             place_batch(batch, given.cut, mesh, given.rows, size.examples // rows if is_full else 0),
-            given.cut[0].n,
             n_rows,
             None if tokens is None else tokens * n_rows // len(given.rows),
             given.step.position,

@@ -74,6 +74,8 @@ _TERMS = {
     "select_n": slice(1, None),
 }
 _SCATTERS = ("scatter-add", "scatter_add", "scatter-sub")
+# Reductions whose result does not depend on the order of the rows.
+_UNORDERED = {"dot_general", *(f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor"))}
 _KEEPS_ZEROS = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "copy", "stop_gradient"}
 # What makes the entries of rows without entries of rows: equal ones, or ones from the numbers of the rows.
 _MAKES_ROWS = {"broadcast_in_dim", "tile", "iota", "random_bits", "random_split", "rng_bit_generator", "rng_uniform"}
@@ -95,6 +97,7 @@ class Rows:
 
     - `outs`: the states of the function's outputs.
     - `whole`: the root's steps to compute on the whole batch.
+    - `in_order`: whether these depend on the order of the rows.
     - `scaled`: by the id of a step, for each of its operands the power of the rows' number in the whole batch over that in a
         part, to multiply it by.
     """
@@ -110,6 +113,7 @@ class Rows:
             self._whole |= self._wanted
             self._run()
         self.whole = self._needed() if self.is_sum else []
+        self.in_order = any(map(self._needs_order, self._whole.values()))
 
     def _run(self) -> None:
         """Finds the states of all values, if the steps in `_whole` are computed on the whole batch."""
@@ -166,6 +170,12 @@ class Rows:
                 read = [step.ins[1]] if step.name == "select_n" and step.ins[0].is_negative else step.ins
                 needed.update(id(value.source) for value in read)
         return found[::-1]
+
+    def _needs_order(self, step: Step) -> bool:
+        """Whether a step may compute something else for the same rows in another order."""
+        mixes = any(atom in self._rows for _, dim in step.mixes for atom in flat(dim))
+        makes_rows = any(map(self._present, step.outs)) and not any(map(self._present, step.ins))
+        return bool(step.blocks) or (mixes and step.name not in _UNORDERED) or (makes_rows and step.name not in _MAKES_ROWS)
 
     # --- blocks and equations --------------------------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class RowUse:
     - `primitives`: the names of the function's equations, in order. What follows is for a trace with the same.
     - `by_number`: the equations to compute from the numbers of the rows.
     - `whole`: the equations to compute on the whole batch.
+    - `in_order`: whether these depend on the order of the rows.
     - `scaled`: the equations whose operands are scaled by the part's share of the rows.
     - `constants`: the constants of the function's equations. A trace with others computes something else.
     - `degrees`: for each output d, if it grows with the d-th power of the number of rows; None for an output by row.
@@ -88,6 +89,7 @@ class RowUse:
     primitives: tuple[str, ...] = field(default=(), repr=False)
     by_number: tuple[ByNumber, ...] = field(default=(), repr=False)
     whole: tuple[Whole, ...] = field(default=(), repr=False)
+    in_order: bool = field(default=True, repr=False)
     scaled: tuple[Scaled, ...] = field(default=(), repr=False)
     degrees: tuple[int | None, ...] = field(default=(), repr=False)
     constants: Constants | None = field(default=None, repr=False, compare=False)
@@ -178,6 +180,7 @@ def row_use(
         group=growth.group,
         by_number=tuple(draws.by_number),
         whole=_whole(names, growth, rows),
+        in_order=rows.in_order,
         scaled=tuple(Scaled(i, rows.scaled[id(s)]) for i, s in enumerate(equations_of(names.root)) if id(s) in rows.scaled),
         degrees=degrees,
         constants=Constants.of(normal(ours), normal(theirs), n, 2 * n),

@@ -258,8 +258,8 @@ def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> d
     """Returns the traced steps of a program, by name."""
     mesh = program.plan.mesh
     groups = _groups(job.batch, setting.size(mesh), job.rows, mesh)
-    n_first = jax.ShapeDtypeStruct((), "int32")
-    traced = {"train": program.train_step.trace(*program.train_shapes(groups, n_first))}
+    n_rows = jax.ShapeDtypeStruct((), "uint32")
+    traced = {"train": program.train_step.trace(*program.train_shapes(groups, n_rows))}
     if not only_train and job.eval_batch is not None:
         span = jax.ShapeDtypeStruct((2,), "uint32")
         groups = _groups(job.eval_batch, job.eval_size(mesh), job.rows, mesh)

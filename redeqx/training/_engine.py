@@ -268,7 +268,7 @@ class Engine:
         if self.run.peers.n > 1 or self.recipe.memory is not None or not has_its_averages:
             return None
         program = self.recipe.program(plan, *self.trees)
-        shapes = program.train_shapes(batch.groups, np.int32(batch.n_micro_batches))
+        shapes = program.train_shapes(batch.groups, np.uint32(batch.n_examples))
         self.calls.compile_ahead(program.train_step, shapes, batch.signature)
         return program
 
@@ -378,7 +378,7 @@ class Engine:
             self._choose_memory(batch, line)
         self._averages_aside = {}
         assert self.plan is not None
-        program, plan, args = self.state.program, self.plan, self.state.train_args(batch.groups, batch.n_micro_batches)
+        program, plan, args = self.state.program, self.plan, self.state.train_args(batch)
         count = lambda: work_of(self.recipe, plan, *self.trees, program.train_step, args)  # noqa: E731
         outs, work = self.calls.train(program.train_step, args, batch, line, plan, count)
         vector = self.state.advance(outs)
@@ -455,7 +455,7 @@ class Engine:
     def compiled(self, batch: Batch) -> jax.stages.Compiled:
         """Returns the compiled train step for a batch."""
         self.place_for(batch)
-        args = self.state.train_args(batch.groups, batch.n_micro_batches)
+        args = self.state.train_args(batch)
         return self.state.program.train_step.lower(*args).compile()
 
     def _explain_nonfinite(self, update: Update) -> str:

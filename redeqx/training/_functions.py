@@ -22,6 +22,7 @@ from ..transforms import (
     PickByComparison,
     RematLoops,
     Reshard,
+    Rows,
     Shardings,
     StackBlocks,
     UnrollLoops,
@@ -125,6 +126,10 @@ class Sums:
 
         return gradient
 
+    def judged(self, *, inference: bool) -> Callable[..., Any]:
+        """Returns the function that `row_use` is about: the user's gradient if there is one, else the loss."""
+        return self.loss(inference=inference) if self.grad_fn is None or inference else self.gradient()
+
     def row_use(self, weights: Sequence[Any], state: PyTree, batch: PyTree, key: Any, *, inference: bool = False) -> RowUse:
         """Returns what the function does with the rows of a batch.
 
@@ -132,8 +137,7 @@ class Sums:
 
         - `weights`, `state`, `batch`, `key`: arrays or their shapes.
         """
-        by_user = self.grad_fn is not None and not inference
-        fn = self.gradient() if by_user else self.loss(inference=inference)
+        fn = self.judged(inference=inference)
         use = row_use(lambda *args: fn(*args)[0], weights, state, batch, key)
         if use.is_exact and not inference and _reads_changed_state(fn, weights, state, batch, key):
             return replace(use, kind="mixed", why="it reads a state that each part of the batch changes")
@@ -220,42 +224,45 @@ class Functions:
             first += [] if self.remat == "none" else [RematLoops(self.remat)]
         return transformed(fn, [*first, *rules])
 
-    def _use(self, args: Sequence[PyTree], *, inference: bool) -> RowUse:
+    def use(self, *args: PyTree, inference: bool) -> RowUse:
+        """Returns what the loss does with rows.
+
+        **Arguments:**
+
+        - `args`: the weights, the state, the batch and the key, or their shapes.
+        """
         if not inference:
             return self.rows or self.sums.row_use(*args)
         if not self._of_evaluation:
             self._of_evaluation.append(self.sums.row_use(*args, inference=True))
         return self._of_evaluation[0]
 
-    def whole(self, *args: PyTree, inference: bool) -> list[list[Array]] | None:
-        """Returns the values of the whole batch that its parts need; None if these are computed without.
+    def whole(self, *args: PyTree, inference: bool) -> Rows:
+        """Returns the `Rows` of the whole batch, with the values of it that its parts need.
 
         **Arguments:**
 
-        - `args`: the weights, the state, the whole batch, the key, and the `RowNumbers` of all rows.
+        - `args`: the weights, the state, the whole batch, the key, and its `Rows` without these values.
         """
-        by_user = self.sums.grad_fn is not None and not inference
-        fn = self.sums.gradient() if by_user else self.sums.loss(inference=inference)
-        return of_whole(fn, self._use(args[:4], inference=inference), *args)
+        return of_whole(self.sums.judged(inference=inference), self.use(*args[:4], inference=inference), *args)
 
     def loss(self, *, inference: bool, is_only: bool = False) -> Callable[..., Any]:
-        """Returns `(weights, state, batch, key, rows, whole) -> ((total, weight, metrics), state)`; gathers weights at their
-        use.
+        """Returns `(weights, state, batch, key, rows) -> ((total, weight, metrics), state)`; gathers weights at their use.
 
         **Arguments:**
 
         - `is_only`: whether the batch is the only micro-batch of a step, as for `Sums.loss`.
-        - `rows`, `whole`: the `RowNumbers` of the batch, and the values of the whole batch that it needs.
+        - `rows`: the `Rows` of the batch.
         """
         return self._of_part(self.sums.loss(inference=inference, is_only=is_only), inference=inference, is_only=is_only)
 
     def gradient(self, *, is_only: bool = False) -> Callable[..., Any]:
-        """Returns `(trained, frozen, state, batch, key, rows, whole) -> ((total, weight, metrics, gradients), state)`, with
-        the gradients of the total.
+        """Returns `(trained, frozen, state, batch, key, rows) -> ((total, weight, metrics, gradients), state)`, with the
+        gradients of the total.
 
         **Arguments:**
 
-        - `is_only`, `rows`, `whole`: as for `loss`.
+        - `is_only`, `rows`: as for `loss`.
         """
         if self.sums.grad_fn is not None:
             by_user = self._of_part(self.sums.gradient(is_only=is_only), is_only=is_only, is_loss=False)
@@ -283,7 +290,7 @@ class Functions:
         else:
 
             def of_part(*args: Any) -> Any:
-                return by_row(fn, self._use(args[:4], inference=inference))(*args)
+                return by_row(fn, self.use(*args[:4], inference=inference))(*args)
 
         return self._with_rules(of_part, is_loss=is_loss, is_trained=is_loss and not inference)
 

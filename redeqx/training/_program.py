@@ -51,9 +51,9 @@ class Program:
     eval_names: list[str]
     names: tuple[Sequence[str], Sequence[str]]
 
-    def train_shapes(self, groups: Any, n_first: Any) -> tuple[Any, ...]:
-        """Returns the arguments of the train step, as shapes except for `groups` and `n_first`."""
-        return (self.trained, self.opt_state, self.state, self.steps, self.frozen, self.stream, groups, n_first)
+    def train_shapes(self, groups: Any, n_rows: Any) -> tuple[Any, ...]:
+        """Returns the arguments of the train step, as shapes except for `groups` and `n_rows`."""
+        return (self.trained, self.opt_state, self.state, self.steps, self.frozen, self.stream, groups, n_rows)
 
     @property
     def argument_names(self) -> dict[str, str]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, PyTree
 
 from .._tree import map_named, named_leaves
 from ..checkpoint import Base, CheckpointFolder
+from ..data import Batch
 from ..machine import copied, put, replicated
 from ..partition import place
 from ..storage import Location
@@ -109,10 +110,10 @@ class TrainState:
         """The optimizer state in optax's structure."""
         return jax.tree.unflatten(self.program.opt_treedef, self.opt_state)
 
-    def train_args(self, groups: Any, n_micro_batches: int) -> tuple[Any, ...]:
-        """Returns the train step's arguments. `n_micro_batches` is how many micro-batches of the first group count."""
+    def train_args(self, batch: Batch) -> tuple[Any, ...]:
+        """Returns the train step's arguments."""
         carried = (self.trained, self.opt_state, self.layers, self.steps)
-        return (*carried, self.frozen, self.stream, groups, np.int32(n_micro_batches))
+        return (*carried, self.frozen, self.stream, batch.groups, np.uint32(batch.n_examples))
 
     def eval_args(
         self, span: np.ndarray, groups: Any, weights: tuple[list[Any], list[Any]] | None = None

@@ -4,9 +4,8 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from traceback import walk_tb
-from typing import Any
+from typing import Any, NamedTuple
 
 import einops
 import jax
@@ -21,8 +20,8 @@ from ..dims import row_use
 from ..errors import is_ours
 from ..machine import Options, is_in_host, n_batch_shards, replicated, split_rows
 from ..partition import Plan, using_kinds
-from ..tracing import transformed
-from ..transforms import RowNumbers, by_row
+from ..tracing import as_fun, transformed
+from ..transforms import Rows, by_row
 from ._functions import Functions, plan_rules
 from ._loss import n_rows
 from ._metrics import UNMOVED
@@ -31,7 +30,7 @@ from ._parts import Parts
 from ._precision import widened
 from ._run import stream_key
 
-# --- row numbers ---------------------------------------------------------------------------------------------------------
+# --- rows --------------------------------------------------------------------------------------------------------------
 
 _UNKNOWN = 2**31  # the number of rows of an iterable, which is known only at its end
 
@@ -42,96 +41,118 @@ def row_span(before: int, n: int | None) -> np.ndarray:
     return np.array([before, _UNKNOWN if n is None else n]).astype(np.uint32)
 
 
-def number_rows(
-    groups: Sequence[PyTree], n_first: Any = None, before: Any = 0, total: Any = None
-) -> tuple[list[tuple[PyTree, Array]], Callable[[Array], RowNumbers]]:
-    """Returns each group with the numbers of its rows, uint32 `[n, rows]`, and a function that returns the `RowNumbers` for
-    some of them.
+class Part(NamedTuple):
+    """Micro-batches of equal size, `[n, rows, ...]`, or one of them: their batch, and `numbers` and `own` of its `Rows`."""
 
-    Rows are numbered in the order of the examples, as if all were one batch.
+    batch: PyTree
+    numbers: Array
+    own: Sequence[Array] = ()
+
+
+def number_rows(groups: Sequence[PyTree], first: Any = 0) -> list[Part]:
+    """Returns each group with the numbers of its rows, in the order of the examples, as if all were one batch.
 
     **Arguments:**
 
-    - `n_first`: as for `_accumulate`: rows that do not count take no numbers from the groups that follow.
-    - `before`: uint32 `[]`, the number of the first row.
-    - `total`: uint32 `[]`, the number of all rows of the evaluation; of the batch by default.
+    - `first`: uint32 `[]`, the number of the first row.
     """
-    first = start = jnp.asarray(before, jnp.uint32)
-    numbered = []
-    for i, group in enumerate(groups):
+    parts, start = [], jnp.asarray(first, jnp.uint32)
+    for group in groups:
         n, rows = jax.tree.leaves(group)[0].shape[:2]
-        numbered.append((group, start + jnp.arange(n * rows, dtype=jnp.uint32).reshape(n, rows)))
-        start += jnp.asarray(n if n_first is None or i else n_first, jnp.uint32) * jnp.uint32(rows)
-    size = start - first
-    return numbered, partial(RowNumbers, total=size if total is None else total, first=first, size=size)
+        parts.append(Part(group, start + jnp.arange(n * rows, dtype=jnp.uint32).reshape(n, rows)))
+        start += jnp.uint32(n * rows)
+    return parts
 
 
-def whole_batch(groups: Sequence[PyTree], mesh: Mesh) -> PyTree:
-    """Returns the rows of all groups as one batch."""
+def with_whole(
+    functions: Functions, weights: PyTree, state: PyTree, groups: Sequence[Part], key: Array, every: Rows, *, inference: bool
+) -> tuple[list[Part], Rows]:
+    """Computes the values of the whole batch that its parts need. Returns the groups with their entries of them, and the
+    `Rows` of all groups.
+
+    Each device keeps its rows if their order does not matter. Else it gets all rows, once.
+
+    **Arguments:**
+
+    - `every`: the `Rows` of all groups, without these values and without numbers.
+    """
+    mesh, n_all = functions.plan.mesh, sum(group.numbers.size for group in groups)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n_all, *x.shape[2:]), x.dtype), groups[0].batch)
+    use = functions.use(weights, state, shapes, key, inference=inference)
+    if not use.whole:
+        return list(groups), every
+    n_shards = n_batch_shards(mesh)
+    layout = replicated(mesh) if use.in_order else split_rows(mesh) if n_all % n_shards == 0 else None
+    shards = [1 if use.in_order or group.numbers.shape[1] % (n_shards * use.group) else n_shards for group in groups]
 
     def join(*parts: Array) -> Array:
-        rows = [einops.rearrange(x, "n row ... -> (n row) ...") for x in parts]
-        joined = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
-        divides = joined.shape[0] % n_batch_shards(mesh) == 0
-        return jax.lax.with_sharding_constraint(joined, split_rows(mesh)) if divides else joined
+        pairs = zip(parts, shards, strict=True)
+        rows = [einops.rearrange(x, "n (shard row) ... -> (shard n row) ...", shard=shard) for x, shard in pairs]
+        if use.in_order:
+            rows = [jax.lax.with_sharding_constraint(x, layout) for x in rows]
+        x = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+        return x if layout is None else jax.lax.with_sharding_constraint(x, layout)
 
-    return jax.tree.map(join, *groups)
+    def cut(x: Array) -> list[Array]:
+        n_together, start, found = n_all // x.shape[0], 0, []
+        for (n, rows), shard in zip((group.numbers.shape for group in groups), shards, strict=True):
+            end = start + n * rows // n_together
+            of = einops.rearrange(x[start:end], "(shard n row) ... -> n (shard row) ...", shard=shard, n=n)
+            split = split_rows(mesh, dim=1) if of.shape[1] % n_shards == 0 else replicated(mesh)
+            found.append(jax.lax.with_sharding_constraint(of, split))
+            start = end
+        return found
+
+    batch, numbers, _ = jax.tree.map(join, *groups)
+    every = functions.whole(weights, state, batch, key, every._replace(numbers=numbers), inference=inference)
+    own = list(zip(*map(cut, every.own), strict=True)) or [()] * len(groups)
+    return [group._replace(own=of) for group, of in zip(groups, own, strict=True)], every
 
 
 # --- micro-batches -----------------------------------------------------------------------------------------------------
 
 
-def _accumulate(
-    fn: Callable[..., Any],
-    state: PyTree,
-    groups: Sequence[tuple[PyTree, Array]],
-    rows_of: Callable[[Array], RowNumbers],
-    n_first: Any = None,
-) -> tuple[Any, PyTree]:
+def _accumulate(fn: Callable[..., Any], state: PyTree, groups: Sequence[Part], every: Rows) -> tuple[Any, PyTree]:
     """Sums `fn(state, batch, rows) -> (sums, state)` over all micro-batches of all groups; returns the sums and the last
     state.
 
+    The results of a micro-batch whose rows have numbers from `total` on are dropped, so that a step with fewer micro-batches
+    uses the same program.
+
     **Arguments:**
 
-    - `groups`, `rows_of`: as `number_rows` returns them.
-    - `n_first`: int32 `[]`, how many of the first group's micro-batches count; all by default. The results of the others are
-        dropped, so that a step with fewer micro-batches uses the same program.
+    - `every`: the `Rows` of all groups.
     """
 
-    def of(state: PyTree, micro_batch: tuple[PyTree, Array]) -> Any:
-        batch, numbers = micro_batch
-        return fn(state, batch, rows_of(numbers))
+    def of(state: PyTree, part: Part) -> Any:
+        return fn(state, part.batch, every._replace(numbers=part.numbers, own=part.own))
 
     sums: Any = None
     for group in groups:
-        n = group[1].shape[0]
-        n_counted = n_first if group is groups[0] else None
-        if n == 1:
+        if len(group.numbers) == 1:
             added, state = of(state, jax.tree.map(lambda x: x[0], group))
             if len(groups) > 1:  # as in a scan: bfloat16 sums would lose small terms
                 added = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), added)
         else:
+            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), group)
+            traced, shapes = jax.make_jaxpr(of, return_shape=True)(state, first)  # once: the body is this trace
 
-            def body(carry: Any, xs: Any, n_counted: Any = n_counted) -> Any:
+            def body(carry: Any, part: Part, traced: Any = traced, shapes: Any = shapes) -> Any:
                 sums, state = carry
-                i, micro_batch = xs
-                added, after = of(state, micro_batch)
+                outs = as_fun(traced)(*jax.tree.leaves((state, part)))
+                added, after = jax.tree.unflatten(jax.tree.structure(shapes), outs)
                 new = (jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, added), after)
-                if n_counted is not None:
-                    new = jax.tree.map(lambda new, old: jnp.where(i < n_counted, new, old), new, carry)
+                if len(groups) == 1:  # else none is a repetition
+                    new = jax.tree.map(lambda new, old: jnp.where(part.numbers[0] < every.total, new, old), new, carry)
                 return new, None
 
-            first = jax.tree.map(lambda x: x[0], group)
-            shapes = jax.eval_shape(lambda state, first: of(state, first)[0], state, first)
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes)
-            (added, state), _ = jax.lax.scan(body, (zeros, state), (jnp.arange(n), group))
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes[0])
+            (added, state), _ = jax.lax.scan(body, (zeros, state), group)
         sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
     return sums, state
 
 
-def _split_micro_batches(
-    groups: Sequence[tuple[PyTree, Array]], n_first: Any, n_parts: int, n_together: int, mesh: Mesh
-) -> tuple[list[tuple[PyTree, Array]], Any]:
+def _split_micro_batches(groups: Sequence[Part], n_parts: int, n_together: int, mesh: Mesh) -> list[Part]:
     """Splits micro-batches into smaller ones, where their rows divide. Each has rows of every device, so no row moves.
 
     **Arguments:**
@@ -143,15 +164,15 @@ def _split_micro_batches(
     def cut(x: Array) -> Array:
         return einops.rearrange(x, "n (shard part row) ... -> (n part) (shard row) ...", shard=n_shards, part=n_parts)
 
-    def split(batch: PyTree, numbers: Array) -> tuple[PyTree, Array]:
-        batch = jax.lax.with_sharding_constraint(jax.tree.map(cut, batch), split_rows(mesh, dim=1))
-        return batch, cut(numbers)  # each device can compute any number: reading one needs no collective
+    def split(group: Part) -> Part:
+        batch, numbers, own = jax.tree.map(cut, group)
+        batch, own = jax.lax.with_sharding_constraint((batch, own), split_rows(mesh, dim=1))
+        return Part(batch, numbers, own)  # each device can compute any number: reading one needs no collective
 
-    divide = [numbers.shape[1] % (n_shards * n_parts * n_together) == 0 for _, numbers in groups]
+    divide = [group.numbers.shape[1] % (n_shards * n_parts * n_together) == 0 for group in groups]
     if n_parts == 1 or not divide[0]:
-        return list(groups), n_first
-    parts = [split(*group) if divides else group for group, divides in zip(groups, divide, strict=True)]
-    return parts, n_first * n_parts
+        return list(groups)
+    return [split(group) if divides else group for group, divides in zip(groups, divide, strict=True)]
 
 
 _OPTAX = os.path.dirname(optax.__file__) + os.sep
@@ -179,11 +200,11 @@ def make_train_step(
     n_parts: int = 1,
     options: Options | None = None,
 ) -> tuple[Callable[..., Any], list[str]]:
-    """Returns the jitted `(trained, opt_state, state, steps, frozen, stream, groups, n_first) -> (trained, opt_state, state,
-    steps, vector)`, where `steps` counts the steps taken and, of those, the skipped ones, and `n_first` is as for
-    `_accumulate`.
+    """Returns the jitted `(trained, opt_state, state, steps, frozen, stream, groups, n_rows) -> (trained, opt_state, state,
+    steps, vector)`, where `steps` counts the steps taken and, of those, the skipped ones, and `n_rows`, uint32 `[]`, is how
+    many rows count: rows with larger numbers are repetitions, see `_accumulate`.
 
-    All arguments but the frozen arrays, the stream, the batch and `n_first` are donated. The vector holds the metrics,
+    All arguments but the frozen arrays, the stream, the batch and `n_rows` are donated. The vector holds the metrics,
     and then the weight of the loss, in one transfer per step; the list has the metrics' names once the step has been traced.
 
     **Arguments:**
@@ -196,26 +217,26 @@ def make_train_step(
     # For optimizers that use the value of the loss, search along a line, or depend on the plan.
     names: list[str] = []
 
-    def step_fn(trained, opt_state, state, steps, frozen, stream, groups, n_first):
+    def step_fn(trained, opt_state, state, steps, frozen, stream, groups, n_rows):
         step, n_skipped = steps
         opt_state = _in_memory(jax.memory.Space.Device, opt_state, layout.opt_state)
-        undivided, (groups, rows_of) = groups, number_rows(groups, n_first)
-        group = 1 if functions.rows is None else functions.rows.group
-        groups, n_first = _split_micro_batches(groups, n_first, n_parts, group, mesh)
-        is_only = [numbers.shape[0] for _, numbers in groups] == [1]
-        gradient, loss = functions.gradient(is_only=is_only), functions.loss(inference=False, is_only=is_only)
         key = stream_key(stream)
         rounding_key = jax.random.fold_in(jax.random.fold_in(key, _ROUND), step)
         key = jax.random.fold_in(jax.random.fold_in(key, _TRAIN), step)
-        whole = None
+
+        groups = number_rows(groups)
+        every = Rows(jnp.zeros(0, jnp.uint32), n_rows, n_rows)
+        is_only = n_parts == 1 and len(groups) == len(groups[0].numbers) == 1
         if not is_only:
-            tree, batch = jax.tree.unflatten(state_treedef, state), whole_batch(undivided, mesh)
-            every = rows_of(jnp.arange(n_rows(batch), dtype=jnp.uint32))
-            whole = functions.whole([*trained, *frozen], tree, batch, key, every, inference=False)
+            tree = jax.tree.unflatten(state_treedef, state)
+            groups, every = with_whole(functions, [*trained, *frozen], tree, groups, key, every, inference=False)
+            group = 1 if functions.rows is None else functions.rows.group
+            groups = _split_micro_batches(groups, n_parts, group, mesh)
+        gradient, loss = functions.gradient(is_only=is_only), functions.loss(inference=False, is_only=is_only)
 
         def micro_step(state, batch, rows):
             tree = jax.tree.unflatten(state_treedef, state)
-            (total, weight, metrics, grads), tree = gradient(trained, frozen, tree, batch, key, rows, whole)
+            (total, weight, metrics, grads), tree = gradient(trained, frozen, tree, batch, key, rows)
             grads = jax.lax.with_sharding_constraint(grads, layout.trained)
             return (grads, total, weight, metrics), _state_leaves(tree, state, state_treedef)
 
@@ -227,14 +248,14 @@ def make_train_step(
 
             def micro_step(state, batch, rows):
                 tree = jax.tree.unflatten(state_treedef, state)
-                (total, weight, _), after = loss(weights, tree, batch, key, rows, whole)
+                (total, weight, _), after = loss(weights, tree, batch, key, rows)
                 return (total, weight), _state_leaves(after, state, state_treedef)
 
-            (total, weight), _ = _accumulate(micro_step, before[2], groups, rows_of, n_first)
+            (total, weight), _ = _accumulate(micro_step, before[2], groups, every)
             return total / weight
 
         before = (trained, opt_state, state)
-        (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, rows_of, n_first)
+        (grads, total, weight, metrics), state = _accumulate(micro_step, state, groups, every)
         grads = [g / weight for g in grads]
         # A sum of squares per leaf: `vdot` or raveling would gather every sharded gradient.
         squares = [jnp.sum(g * g) if jnp.isrealobj(g) else jnp.sum(jnp.real(g * jnp.conj(g))) for g in grads]
@@ -343,21 +364,20 @@ def make_eval_step(
     names: list[str] = []
 
     def eval_fn(trained, frozen, state, stream, span, groups):
-        before, total_rows = span
+        before, total = span
         key = jax.random.fold_in(stream_key(stream), _EVAL)
-
-        numbered, rows_of = number_rows(groups, before=before, total=total_rows)
         weights, tree = [*trained, *frozen], jax.tree.unflatten(state_treedef, state)
-        batch = whole_batch(groups, functions.plan.mesh)
-        every = rows_of(before + jnp.arange(n_rows(batch), dtype=jnp.uint32))
-        whole = functions.whole(weights, tree, batch, key, every, inference=True)
+        groups = number_rows(groups, before)
+        size = jnp.uint32(sum(group.numbers.size for group in groups))
+        every = Rows(jnp.zeros(0, jnp.uint32), total, size)
+        groups, every = with_whole(functions, weights, tree, groups, key, every, inference=True)
 
         def micro_step(state, batch, rows):
             tree = jax.tree.unflatten(state_treedef, state)
-            (total, weight, metrics), _ = loss(weights, tree, batch, key, rows, whole)
+            (total, weight, metrics), _ = loss(weights, tree, batch, key, rows)
             return {"loss": (total, weight), **metrics}, state
 
-        sums, _ = _accumulate(micro_step, state, numbered, rows_of)
+        sums, _ = _accumulate(micro_step, state, groups, every)
         names[:] = sorted(sums)  # as a scan sorts them: every program of a run must agree on the order
         return jnp.stack([x for name in names for x in sums[name]])
 
@@ -425,7 +445,7 @@ def make_predict_step(
 
     def predict_fn(trained, frozen, state, batch, key, span):
         (before, total), n = span, n_rows(batch)
-        rows = RowNumbers(before + jnp.arange(n, dtype=jnp.uint32), total, before, jnp.uint32(n))
+        rows = Rows(before + jnp.arange(n, dtype=jnp.uint32), total, jnp.uint32(n))
         return planned_fn([*trained, *frozen], state, batch, key, rows)
 
     # With several processes each one gets all rows, since each script uses them.

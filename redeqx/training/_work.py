@@ -1,5 +1,6 @@
 """The work of a train step on one device, in FLOPs, counted on its trace: the basis of its measured speed."""
 
+import math
 from typing import Any
 
 import jax
@@ -33,6 +34,5 @@ def work_of(recipe: Recipe, plan: Plan, model: Any, state: Any, step: Any, args:
 
 
 def counted_share(batch: Batch) -> float:
-    """Returns the share of a step's micro-batches that count; the others repeat rows to reuse a larger program."""
-    groups = batch.groups
-    return batch.n_micro_batches / jax.tree.leaves(groups[0])[0].shape[0] if len(groups) == 1 else 1.0
+    """Returns the share of a step's rows that count; the others are repetitions, to reuse a larger program."""
+    return batch.n_examples / sum(math.prod(jax.tree.leaves(group)[0].shape[:2]) for group in batch.groups)

@@ -7,7 +7,7 @@ unrolling loops, and stacking equal blocks into one loop. The package is indepen
 """
 
 from ._attention_report import Attentions as Attentions, attentions as attentions
-from ._draw_by_row import RowNumbers as RowNumbers, by_row as by_row, of_whole as of_whole
+from ._draw_by_row import Rows as Rows, by_row as by_row, of_whole as of_whole
 from ._fuse_attention import FuseAttention as FuseAttention
 from ._gather import GRADIENT as GRADIENT, GatherAtUse as GatherAtUse, Shardings as Shardings
 from ._grouped_convolution import FixGroupedConvolutions as FixGroupedConvolutions

@@ -7,46 +7,48 @@ whole batch before. `dims.RowUse` says which equations these are.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, PyTree, UInt32
 
 from .._tree import as_bare_shapes
-from ..dims import ByNumber, Factors, RowUse, Whole, places_of
+from ..dims import Factors, RowUse, places_of
 from ..errors import warn
-from ..tracing import Rule, Site, interpret, normal, plain, restricted
-
-_UNNAMED = jex.DebugInfo("redeqx", "of_whole", None, None)
+from ..tracing import Rule, Site, as_fun, interpret, normal, plain, restricted
 
 
-class RowNumbers(NamedTuple):
-    """The numbers of a batch's rows.
+class Rows(NamedTuple):
+    """Some rows of a batch: their numbers, and what they take from the whole batch.
 
     **Arguments:**
 
     - `numbers`: uint32 `[rows]`, the number of each row: in a step, its place in the whole update; in an evaluation or a
         prediction, its place in the whole call.
     - `total`: uint32 `[]`, how many rows the update or the call has.
-    - `first`, `size`: uint32 `[]`, the number of the first row of the update or of the batch of the call, and how many rows
-        it has. What depends on all rows is computed on these.
+    - `size`: uint32 `[]`, how many rows the update or the batch of the call has. On these, values of the whole batch are
+        computed.
+    - `own`: these rows' entries of values of the whole batch, `[rows, ...]`; `[rows / n, ...]` if n rows share an entry.
+    - `shared`: the values of the whole batch that have no rows.
     """
 
     numbers: UInt32[Array, " rows"]
     total: UInt32[Array, ""]
-    first: UInt32[Array, ""]
     size: UInt32[Array, ""]
+    own: Sequence[Array] = ()
+    shared: Sequence[Array] = ()
 
 
 class _Traced(NamedTuple):
     closed: Any
     shapes: PyTree
     eqns: list[Any] | None  # by their places; None if they are not those that the verdict is about
+
+    def __call__(self, *args: PyTree) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), as_fun(self.closed)(*jax.tree.leaves(args)))
 
 
 def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> _Traced:
@@ -60,31 +62,43 @@ def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> _Trac
 
 
 def of_whole(
-    fn: Callable[..., Any], use: RowUse, weights: PyTree, state: PyTree, batch: PyTree, key: Array, rows: RowNumbers
-) -> list[list[Array]] | None:
-    """Returns the values of a whole batch that its parts need, of which none depends on weights; None if the parts are
-    computed without.
+    fn: Callable[..., Any], use: RowUse, weights: PyTree, state: PyTree, batch: PyTree, key: Array, rows: Rows
+) -> Rows:
+    """Returns the rows of a whole batch with the values that its parts need, of which none depends on weights.
 
     **Arguments:**
 
     - `fn`, `use`, `weights`, `state`, `key`: as for `by_row`.
-    - `batch`, `rows`: the whole batch, and the numbers of its rows.
+    - `batch`, `rows`: the whole batch, and its rows without these values.
     """
-    if not use.whole:
-        return []
     args = (weights, state, batch, key)
-    traced = _trace(fn, use, args)
-    if traced.eqns is None:
-        return None
-    wanted = [traced.eqns[of.place] for of in use.whole]
-    outvars = [var for eqn in wanted for var in eqn.outvars]
-    by_place = {id(traced.eqns[made.place]): made for made in use.by_number}
-    found = iter(interpret(restricted(traced.closed, outvars), jax.tree.leaves(args), [_ByRow(rows, by_place)]))
-    return [[next(found) for _ in eqn.outvars] for eqn in wanted]
+    if not use.whole or (traced := _trace(fn, use, args)).eqns is None:
+        return rows
+    outvars = [var for of in use.whole for var in traced.eqns[of.place].outvars]
+    found = interpret(restricted(traced.closed, outvars), jax.tree.leaves(args), [_ByRow(rows, use, traced.eqns)])
+    own, shared = [], []
+    for value, factors in zip(found, (factors for of in use.whole for factors in of.factors), strict=True):
+        if (place := _place_of_rows(factors)) is None:
+            shared.append(value)
+        else:
+            dim, outer, inner = place
+            value = value.reshape(*value.shape[:dim], outer, -1, inner, *value.shape[dim + 1 :])
+            own.append(jnp.moveaxis(value, dim + 1, 0))
+    return rows._replace(own=own, shared=shared)
+
+
+def _place_of_rows(dims: Sequence[Factors]) -> tuple[int, int, int] | None:
+    """Returns the dim that has the rows, and the sizes of its factors before and after them; None if no dim has."""
+    for dim, factors in enumerate(dims):
+        for i, factor in enumerate(factors):
+            if factor is None or factor < 0:
+                outer, inner = (math.prod(factor or 0 for factor in some) for some in (factors[:i], factors[i + 1 :]))
+                return dim, outer, inner
+    return None
 
 
 def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
-    """Returns `(weights, state, batch, key, rows, whole) -> outputs` of a part of the rows of a batch.
+    """Returns `(weights, state, batch, key, rows) -> outputs` of a part of the rows of a batch.
 
     Its first outputs are scaled so that their sums over all parts are those of the whole batch. If the verdict is no proof,
     each part is a batch of its own, with a key of its own.
@@ -92,37 +106,33 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
     **Arguments:**
 
     - `fn`: `(weights, state, batch, key) -> outputs`, of which `use` is the verdict.
-    - `rows`: the numbers of the batch's rows.
-    - `whole`: as `of_whole` returns it.
+    - `rows`: the `Rows` of the part, with those values of the whole batch that `of_whole` returns.
     """
 
-    def of_part(
-        weights: PyTree, state: PyTree, batch: PyTree, key: Array, rows: RowNumbers, whole: list[list[Array]] | None = None
-    ) -> Any:
+    def of_part(weights: PyTree, state: PyTree, batch: PyTree, key: Array, rows: Rows) -> Any:
         original = batch
         n_rows = rows.numbers.shape[0]
         if use.is_plain and (use.constants is None or n_rows == use.constants.n_rows):
             return fn(weights, state, batch, key)
         n_copies = 2 if n_rows == use.group else 1  # JAX writes other equations for dims of size 1
         if n_copies > 1:
-            batch, numbers = jax.tree.map(lambda x: jnp.concatenate([x, x]), (batch, rows.numbers))
-            rows = rows._replace(numbers=numbers)
-        traced, flat = _trace(fn, use, (weights, state, batch, key)), jax.tree.leaves((weights, state, batch, key))
-        if traced.eqns is None or (use.whole and whole is None):
+            doubled = jax.tree.map(lambda x: jnp.concatenate([x, x]), (batch, rows.numbers, rows.own))
+            batch, rows = doubled[0], rows._replace(numbers=doubled[1], own=doubled[2])
+        args = (weights, state, batch, key)
+        traced = _trace(fn, use, args)
+        if traced.eqns is None or (use.whole and not (rows.own or rows.shared)):
             if use.is_exact and not use.draws:
                 warn(
                     f"`loss_fn`: expected the same equations for {n_rows} rows as for the whole batch, got "
                     "others. These rows are computed as a batch of their own. Write a loss whose equations and constants do "
                     "not depend on the number of rows."
                 )
-            return fn(weights, state, original, _own_key(key, rows.numbers[0]) if use.is_random else key)
+            key = _own_key(key, rows.numbers[0]) if use.is_random else key
+            return fn(weights, state, original, key) if n_copies > 1 else traced(weights, state, batch, key)
         if use.is_plain:
-            return fn(weights, state, original, key)
-        by_place = {id(traced.eqns[made.place]): made for made in use.by_number}
-        of_eqn = {id(traced.eqns[of.place]): (of, values) for of, values in zip(use.whole, whole or (), strict=True)}
-        powers = {id(traced.eqns[scaled.place]): scaled.powers for scaled in use.scaled}
+            return fn(weights, state, original, key) if n_copies > 1 else traced(*args)
         share = rows.size.astype(jnp.zeros(()).dtype) / (n_rows * n_copies)
-        outs = interpret(traced.closed, flat, [_ByRow(rows, by_place, of_eqn, powers, share)])
+        outs = interpret(traced.closed, jax.tree.leaves(args), [_ByRow(rows, use, traced.eqns, share)])
         scaled = []
         n_judged = len(use.degrees)
         for out, degree in zip(outs[:n_judged], use.degrees, strict=True):
@@ -144,29 +154,41 @@ def _own_key(key: Array, first: Array) -> Array:
 
 
 class _ByRow(Rule):
-    """Computes the equations that make the entry of a row from its number, or that were computed on the whole batch."""
+    """Computes the equations that make the entry of a row from its number, or that were computed on the whole batch.
+
+    **Arguments:**
+
+    - `rows`, `use`, `eqns`: the rows, the verdict, and the equations that it is about by their places.
+    - `share`: of the rows of the whole batch over those of the part; None for the whole batch.
+    """
 
     corrects = True
 
-    def __init__(
-        self,
-        rows: RowNumbers,
-        by_number: Mapping[int, ByNumber],
-        whole: Mapping[int, tuple[Whole, Sequence[Array]]] = MappingProxyType({}),
-        powers: Mapping[int, Sequence[int]] = MappingProxyType({}),
-        share: Any = 1.0,
-    ):
-        self._rows, self._by_number, self._whole, self._powers, self._share = rows, by_number, whole, powers, share
+    def __init__(self, rows: Rows, use: RowUse, eqns: Sequence[Any], share: Array | None = None):
+        self._rows, self._share = rows, share
+        self._by_number = {id(eqns[made.place]): made for made in use.by_number}
+        self._powers = {} if share is None else {id(eqns[scaled.place]): scaled.powers for scaled in use.scaled}
+        self._whole: dict[int, list[Array]] = {}
+        if share is not None:
+            own, shared = iter(rows.own), iter(rows.shared)
+            for of in use.whole:
+                outs = zip((var.aval.shape for var in eqns[of.place].outvars), of.factors, strict=True)
+                self._whole[id(eqns[of.place])] = [
+                    next(shared)
+                    if (place := _place_of_rows(factors)) is None
+                    else jnp.moveaxis(next(own), 0, place[0] + 1).reshape(shape)
+                    for shape, factors in outs
+                ]
 
     def claims(self, eqn: Any) -> bool:
         return any(id(eqn) in claimed for claimed in (self._by_number, self._whole, self._powers))
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
-        ins = list(map(plain, ins))
         if id(eqn) in self._whole:
-            of, values = self._whole[id(eqn)]
-            return [self._own(value, factors) for value, factors in zip(values, of.factors, strict=True)]
+            return self._whole[id(eqn)]
+        ins = list(map(plain, ins))
         if powers := self._powers.get(id(eqn)):
+            assert self._share is not None
             scales = (self._share**power for power in powers)
             ins = [x * scale.astype(x.dtype) if power else x for x, scale, power in zip(ins, scales, powers, strict=True)]
         if id(eqn) not in self._by_number:
@@ -183,20 +205,9 @@ class _ByRow(Rule):
         draw = _bits if eqn.primitive.name == "random_bits" else _keys
         return [draw(ins[0], self._index(made.factors), aval)]
 
-    def _own(self, value: Array, factors: Sequence[Factors]) -> Array:
-        """Returns these rows of a value of the whole batch."""
-        for dim, of in enumerate(factors):
-            place = next((i for i, factor in enumerate(of) if factor is None or factor < 0), None)
-            if place is not None:
-                outer, inner = (math.prod(factor or 0 for factor in some) for some in (of[:place], of[place + 1 :]))
-                parts = value.reshape(*value.shape[:dim], outer, -1, inner, *value.shape[dim + 1 :])
-                parts = jnp.take(parts, self._numbers(of[place], self._rows.first), dim + 1)
-                value = parts.reshape(*value.shape[:dim], -1, *value.shape[dim + 1 :])
-        return value
-
-    def _numbers(self, factor: int | None, first: Array | int = 0) -> Array:
-        """Returns the numbers along a factor of a dim, minus that of the row `first`."""
-        numbers = self._rows.numbers - jnp.uint32(first)
+    def _numbers(self, factor: int | None) -> Array:
+        """Returns the numbers along a factor of a dim."""
+        numbers = self._rows.numbers
         if factor is None:
             return numbers
         return numbers[::-factor] // -factor if factor < 0 else jnp.arange(factor, dtype=jnp.uint32)

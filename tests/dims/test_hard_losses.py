@@ -12,7 +12,8 @@ from jax.extend import core
 from jax.interpreters import ad, mlir
 
 from redeqx.dims import row_use
-from redeqx.transforms import RowNumbers, by_row, of_whole
+from redeqx.transforms import by_row
+from tests.dims.parts import all_rows, part_of, rows_with_whole
 
 N, T, D = 16, 6, 8
 KEY = jax.random.key(7)
@@ -540,15 +541,11 @@ def sums(loss):
 
 def in_parts(loss, use, parts):
     fn, batch = sums(loss), batch_of(N)
-
-    def numbered(numbers):
-        return RowNumbers(jnp.asarray(numbers, jnp.uint32), jnp.uint32(N), jnp.uint32(0), jnp.uint32(N))
-
-    whole = jax.jit(lambda: of_whole(fn, use, weights(), (), batch, KEY, numbered(np.arange(N))))()
+    every = rows_with_whole(fn, use, weights(), batch, KEY)
 
     def of_part(weights, rows):
         part = jax.tree.map(lambda x: x[rows], batch)
-        return by_row(fn, use)(weights, (), part, KEY, numbered(rows), whole)
+        return by_row(fn, use)(weights, (), part, KEY, part_of(every, rows))
 
     found = [jax.jit(jax.value_and_grad(of_part, has_aux=True))(weights(), np.asarray(rows)) for rows in parts]
     (total, weight), grads = jax.tree.map(lambda *x: sum(x), *found)
@@ -620,8 +617,8 @@ def test_constants_of_few_rows_are_not_taken_for_powers_of_their_number():
 
 def outputs_of_single_rows(fn, use):
     for rows in np.arange(N)[:, None]:
-        numbers = RowNumbers(jnp.asarray(rows, jnp.uint32), jnp.uint32(N), jnp.uint32(0), jnp.uint32(N))
-        yield by_row(fn, use)(weights(), (), jax.tree.map(lambda x, rows=rows: x[rows], batch_of(N)), KEY, numbers)
+        part = jax.tree.map(lambda x, rows=rows: x[rows], batch_of(N))
+        yield by_row(fn, use)(weights(), (), part, KEY, part_of(all_rows(N), rows))
 
 
 def test_an_output_that_is_a_draw_for_each_row():

@@ -9,16 +9,12 @@ import pytest
 
 import redeqx
 from redeqx.dims import row_use
-from redeqx.transforms import RowNumbers, by_row, of_whole
+from redeqx.transforms import by_row
 from tests.dims.losses import CASES, batch_of, row_losses, weights
+from tests.dims.parts import part_of, rows_with_whole
 
 ROWS = 16
 KEY = jax.random.key(7)
-
-
-def numbered(numbers):
-    """Returns the numbers of some rows of the whole batch."""
-    return RowNumbers(jnp.asarray(numbers, jnp.uint32), jnp.uint32(ROWS), jnp.uint32(0), jnp.uint32(ROWS))
 
 
 def sums_of(name):
@@ -76,16 +72,15 @@ def error(name, loss, grads):
 
 @cache
 def whole(name):
-    fn, use = sums_of(name), verdict(name)
-    return jax.jit(lambda: of_whole(fn, use, weights(), (), batch_of(ROWS), KEY, numbered(jnp.arange(ROWS))))()
+    return rows_with_whole(sums_of(name), verdict(name), weights(), batch_of(ROWS), KEY)
 
 
 def error_of_the_verdict(name, parts):
     """Returns the error of parts that are computed as the verdict says."""
-    fn, use, values = sums_of(name), verdict(name), whole(name)
+    fn, use, every = sums_of(name), verdict(name), whole(name)
 
     def of_part(weights, batch, numbers):
-        return by_row(fn, use)(weights, (), batch, KEY, numbered(numbers), values)
+        return by_row(fn, use)(weights, (), batch, KEY, part_of(every, numbers))
 
     (total, weight), grads = added(*of_parts(of_part, parts))
     return error(name, total / weight, jax.tree.map(lambda x: x / weight, grads))

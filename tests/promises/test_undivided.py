@@ -1,6 +1,7 @@
 """An update is that of the undivided loss, also of one whose rows share a count, an order or a statistic of the data."""
 
 import itertools
+from collections import Counter
 from contextlib import nullcontext
 
 import jax
@@ -17,6 +18,10 @@ from tests.promises.test_draws import MESHES, assert_first_update_matches, key_o
 def row_losses(p, batch):
     logits = jnp.tanh(batch["x"] @ p["w"]) @ p["head"]
     return optax.softmax_cross_entropy_with_integer_labels(logits.mean(1), batch["label"])
+
+
+def row_losses_mean(p, batch, key):
+    return row_losses(p, batch).mean()
 
 
 def masked_mean(p, batch, key):
@@ -110,6 +115,22 @@ def test_a_last_update_of_fewer_micro_batches_counts_its_rows_alone(loss_fn):
         expected = jax.tree.map(lambda x, g: x - 0.1 * g, expected, jax.tree.unflatten(jax.tree.structure(expected), grads))
     for found, value in zip(jax.tree.leaves(trainer.model), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(found, value, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("loss_fn", [row_losses_mean, masked_mean, sum_of_rows], ids=lambda f: f.__name__)
+def test_a_step_traces_the_loss_once_for_each_number_of_rows(loss_fn):
+    """16 rows in two micro-batches, then 4 rows on each device."""
+    n_traces = Counter()
+
+    def counted(p, batch, key):
+        n_traces[len(batch["x"])] += 1
+        return loss_fn(p, batch, key)
+
+    trainer = make_trainer(counted, dense(), "8", 2)
+    trainer.train(EXAMPLES[:16], 1)
+    n_traces.clear()
+    trainer.train(EXAMPLES[16:36], 1)
+    assert max(n_traces.values()) == 1, n_traces
 
 
 @pytest.mark.parametrize("mesh", ["8", "2x2x2"])

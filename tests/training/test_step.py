@@ -17,6 +17,7 @@ from redeqx.training import Parts, _functions
 from redeqx.training._functions import plan_rules
 from redeqx.training._loss import as_sums
 from redeqx.training._step import _accumulate, number_rows
+from redeqx.transforms import Rows
 
 
 class Recorder:
@@ -453,8 +454,9 @@ def test_gradients_are_summed_over_micro_batches_in_float32(dtype):
 def test_gradients_of_a_remainder_are_summed_in_float32():
     """256 rows and a remainder of one, with a gradient of 1 each: bfloat16 cannot represent 257. Not compiled, as XLA may
     keep excess precision."""
-    groups, rows_of = number_rows([jnp.ones((1, n), jnp.bfloat16) for n in (256, 1)])
-    sums, _ = _accumulate(lambda state, batch, rows: (batch.sum(), state), (), groups, rows_of)
+    groups, n_rows = number_rows([jnp.ones((1, n), jnp.bfloat16) for n in (256, 1)]), jnp.uint32(257)
+    every = Rows(jnp.arange(257, dtype=jnp.uint32), n_rows, n_rows)
+    sums, _ = _accumulate(lambda state, batch, rows: (batch.sum(), state), (), groups, every)
     assert float(sums) == 257.0
 
 

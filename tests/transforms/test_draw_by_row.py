@@ -7,7 +7,7 @@ import pytest
 from jax.extend.random import threefry2x32_p
 
 from redeqx.dims import row_use
-from redeqx.transforms import RowNumbers, by_row
+from redeqx.transforms import Rows, by_row
 
 KEY = jax.random.key(7)
 ROWS = [0, 1, 5, 2**16 + 3, 2**31 - 1, 2**31 + 7, 2**32 - 2]
@@ -25,7 +25,7 @@ def drawn(draw, rows, total):
 
     use = row_use(fn, (), (), batch(8), KEY, returns_rows=True)
     assert use.kind == "separable" and not use.draws
-    numbers = RowNumbers(jnp.asarray(rows, jnp.uint32), *(jnp.uint32(n) for n in (total, 0, total)))
+    numbers = Rows(jnp.asarray(rows, jnp.uint32), jnp.uint32(total), jnp.uint32(total))
     return np.asarray(by_row(fn, use)((), (), jnp.zeros(len(rows)), KEY, numbers))
 
 
