@@ -1,7 +1,7 @@
 """Which equations of a traced function make an entry of a row from the row's number: draws, splits of keys, and numbers of
 rows. And which draws cannot follow the numbers of their rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,14 @@ class ByNumber:
 
     - `place`: its place among the equations of the function, in the order of `equations_of`.
     - `factors`: for a draw, those of each dim of the output that is not one of the keys; for an `iota`, those of its dim.
+    - `is_draw`: whether it draws or splits keys.
     - `columns`: for a lookup by the row's own number, the columns of the indices that are this number, and the dim of the
         indices along which the rows are.
     """
 
     place: int
     factors: tuple[Factors, ...] = ()
+    is_draw: bool = False
     columns: tuple[tuple[int, int], ...] = ()
 
 
@@ -66,6 +68,11 @@ def factors_of(growth: Growth, dims: Sequence[Dim]) -> tuple[Factors, ...]:
 class Draws:
     """What a function draws.
 
+    **Arguments:**
+
+    - `names`, `growth`: the names of a function, and what changes with the number of rows.
+    - `live`: the ids of the steps to look at; all by default.
+
     **Attributes:**
 
     - `by_number`: the equations to compute from the numbers of the rows.
@@ -74,7 +81,7 @@ class Draws:
     - `is_random`: whether anything is drawn.
     """
 
-    def __init__(self, names: Names, growth: Growth):
+    def __init__(self, names: Names, growth: Growth, live: Collection[int] | None = None):
         self._growth = growth
         self.by_number: list[ByNumber] = []
         self.refused: list[tuple[Step, str]] = []
@@ -89,6 +96,8 @@ class Draws:
         places = {id(step): place for place, step in enumerate(found)}
         for step in everywhere:
             self.is_random |= step.name in ("random_bits", *_AT_ONCE)
+            if live is not None and id(step) not in live:
+                continue
             made = self._by_number(places.get(id(step), -1), step, readers, escaping)
             if why := self._why_refused(step, made):
                 if step.name in (*_DRAWS, *_AT_ONCE):
@@ -105,7 +114,7 @@ class Draws:
             if growth.has_rows([dim]) and not _is_own_index_only(step.outs[0], readers, escaping):
                 return ByNumber(place, factors_of(growth, [dim]))
         elif step.name in _DRAWS and growth.has_rows(_own(step)):
-            return ByNumber(place, factors_of(growth, _own(step)))
+            return ByNumber(place, factors_of(growth, _own(step)), is_draw=True)
         elif step.own_columns:
             numbers = step.eqn.params["dimension_numbers"]
             of = numbers.start_index_map if step.name == "gather" else numbers.scatter_dims_to_operand_dims

@@ -7,13 +7,14 @@ mean. What is not explained is not known to be the same function of each row.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..tracing import Env, insides
+from ..tracing import Env, insides, normal
 from ._atoms import Dim, Step, Value, flat, size_of, steps_of
 from ._names import Names
 
@@ -161,30 +162,30 @@ class Constants:
 
     **Arguments:**
 
-    - `n_rows`: the number of rows of its trace.
-    - `found`: pairs of a constant, or what else equations must have in common, and its degree; None if it has none.
+    - `n_rows`: the number of rows of its first trace.
+    - `closed`, `other`: its closed jaxprs for this number of rows, and for twice as many.
     """
 
     n_rows: int
-    found: tuple[tuple[Any, int | None], ...]
+    closed: Any
+    other: Any
 
-    @classmethod
-    def of(cls, closed: Any, other: Any, n_rows: int, n_other: int) -> "Constants":
-        """Returns the constants of a function, from its closed jaxprs for two numbers of rows."""
-        pairs = zip(_constants(closed), _constants(other), strict=False)
-
-        def degree(x: Any, y: Any) -> int | None:
-            return (0 if x == y else None) if isinstance(x, str | tuple) else degree_of(x, y, n_other / n_rows)
-
-        return cls(n_rows, tuple((x, degree(x, y)) for x, y in pairs))
+    @cached_property
+    def _found(self) -> list[tuple[Any, Any]]:
+        return list(zip(*(_constants(normal(each)) for each in (self.closed, self.other)), strict=False))
 
     def have(self, closed: Any, n_rows: int) -> bool:
-        """Whether a closed jaxpr for another number of rows has these constants."""
+        """Whether a closed jaxpr in normal form, for another number of rows, has these constants."""
         found, ratio = list(_constants(closed)), n_rows / self.n_rows
-        return len(found) == len(self.found) and all(
-            degree is None or (x == y if isinstance(x, str | tuple) else is_power(x, y, ratio, degree, _rounding(x)))
-            for (x, degree), y in zip(self.found, found, strict=True)
-        )
+
+        def is_same(pair: tuple[Any, Any], y: Any) -> bool:
+            x, other = pair
+            if isinstance(x, str | tuple):
+                return x == y or x != other
+            degree = degree_of(x, other, 2)
+            return degree is None or is_power(x, y, ratio, degree, _rounding(x))
+
+        return len(found) == len(self._found) and all(map(is_same, self._found, found))
 
 
 def _rounding(x: Any) -> float:

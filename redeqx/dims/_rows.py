@@ -4,7 +4,7 @@ Two traces are compared, for two numbers of rows (see `_growth`). Constants that
 the *degree*: 0 for a mean, 1 for a sum. If anything is left unexplained, nothing is promised.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -90,21 +90,25 @@ class Rows:
 
     - `names`: the names of a function.
     - `growth`: what changes with the number of rows.
+    - `judged`: the indices of the outputs that are judged. What only others depend on is not looked at.
     - `with_whole`: whether values that mix rows, but depend on no weight, are computed on the whole batch before, where that
         makes the function a sum over rows.
 
     **Attributes:**
 
-    - `outs`: the states of the function's outputs.
+    - `outs`: the states of the judged outputs, by their indices.
+    - `live`: the ids of the steps on which these depend.
     - `whole`: the root's steps to compute on the whole batch.
     - `in_order`: whether these depend on the order of the rows.
     - `scaled`: by the id of a step, for each of its operands the power of the rows' number in the whole batch over that in a
         part, to multiply it by.
     """
 
-    def __init__(self, names: Names, growth: Growth, *, with_whole: bool = True):
+    def __init__(self, names: Names, growth: Growth, judged: Collection[int], *, with_whole: bool = True):
         self.names, self.growth, self._rows = names, growth, growth.rows
-        self._live = set(map(id, live_steps(names.root)[0]))
+        self._judged = {i: value for i, value in enumerate(names.root.outs) if i in judged}
+        is_judged = [i in self._judged for i in range(len(names.root.outs))]
+        self.live = set(map(id, live_steps(names.root, is_judged)[0]))
         self._replaceable = set(map(id, equations_of(names.root)))
         self._made = {id(value): step for step in names.root.steps for value in step.outs}
         self._whole: dict[int, Step] = {}
@@ -126,15 +130,20 @@ class Rows:
             State(ROW if batch.start <= i < batch.stop and value.dims else FREE, i < self.names.inputs.n_weights)
             for i, value in enumerate(self.names.root.ins)
         ]
-        self.outs = self._follow(self.names.root, ins)
-        for value, state in zip(self.names.root.outs, self.outs, strict=True):
-            if state.kind not in (FREE, ROW, SUM):
-                self._want(self._made.get(id(value.source)), [state])
+        self._follow(self.names.root, ins)
+        self.outs = {i: self.of(value) for i, value in self._judged.items()}
+        for i in self.mixed:
+            self._want(self._made.get(id(self._judged[i].source)), [self.outs[i]])
+
+    @property
+    def mixed(self) -> list[int]:
+        """The judged outputs that are no sums over rows, are not by row, and depend on rows."""
+        return [i for i, state in self.outs.items() if state.kind not in (FREE, ROW, SUM)]
 
     @property
     def is_sum(self) -> bool:
-        """Whether each output is a sum over rows, is by row, or depends on no row."""
-        return all(state.kind in (FREE, ROW, SUM) for state in self.outs)
+        """Whether each judged output is a sum over rows, is by row, or depends on no row."""
+        return not self.mixed
 
     @property
     def first(self) -> tuple[str, Step] | None:
@@ -160,7 +169,7 @@ class Rows:
 
     def _needed(self) -> list[Step]:
         """Returns the steps of the whole batch that others read."""
-        found, needed = [], {id(value.source) for value in self.names.root.outs}
+        found, needed = [], {id(value.source) for value in self._judged.values()}
         for step in reversed(self.names.root.steps):
             if not step.eqn.effects and needed.isdisjoint(map(id, step.outs)):
                 continue
@@ -183,7 +192,7 @@ class Rows:
         """Returns the states of a block's outputs, for those of its inputs."""
         self._states.update(zip(map(id, block.ins), ins, strict=True))
         for step in block.steps:
-            if id(step) not in self._live:
+            if id(step) not in self.live:
                 continue
             outs = self._of_step(step)
             if any(id(value) in self.growth.unexplained for value in step.outs):

@@ -1,7 +1,7 @@
 """What a function does with the rows of its batch: the verdict, and what follows from it for a part of the rows."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes
 from ..errors import is_ours
-from ..tracing import as_fun, normal, shapes_in, shortened
+from ..tracing import as_fun, insides, shapes_in, shortened
 from ._atoms import Step, steps_of
 from ._draws import ByNumber, Draws, Factors, equations_of, factors_of
 from ._gathers import gathers_of
@@ -64,6 +64,7 @@ class RowUse:
     - `group`: that many consecutive rows belong together: preference pairs, or the samples of a prompt.
     - `line`: `file:line` of the first equation that mixes rows, or of what is unknown.
     - `why`: what that equation does, such as "a reduction over rows".
+    - `metrics`: one phrase with its line for each metric that mixes rows, so that it is one of each part.
     - `draws`: one sentence with its line for each random draw that cannot follow the rows.
     - `gathers`: pairs of the full line of an equation over which rows cannot be split, and why.
     - `is_random`: whether anything is drawn.
@@ -75,6 +76,7 @@ class RowUse:
     - `scaled`: the equations whose operands are scaled by the part's share of the rows.
     - `constants`: the constants of the function's equations. A trace with others computes something else.
     - `degrees`: for each output d, if it grows with the d-th power of the number of rows; None for an output by row.
+    - `own`: the outputs of `metrics`. Each part computes them of its rows alone.
     """
 
     kind: Literal["separable", "after", "mixed", "unknown"]
@@ -82,6 +84,7 @@ class RowUse:
     group: int = 1
     line: str = ""
     why: str = ""
+    metrics: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
     gathers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     is_random: bool = True
@@ -92,6 +95,7 @@ class RowUse:
     in_order: bool = field(default=True, repr=False)
     scaled: tuple[Scaled, ...] = field(default=(), repr=False)
     degrees: tuple[int | None, ...] = field(default=(), repr=False)
+    own: tuple[int, ...] = field(default=(), repr=False)
     constants: Constants | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -120,7 +124,7 @@ class RowUse:
         said = "a sum over rows" if self.kind == "separable" and self.degree else "separable"
         if self.kind == "after":
             said += f" after {self.n_whole} value{'s' * (self.n_whole != 1)} of the whole batch"
-        return said + (f", {self.group} rows at a time" if self.group > 1 else "")
+        return "; ".join((said + (f", {self.group} rows at a time" if self.group > 1 else ""), *self.metrics))
 
 
 UNKNOWN = RowUse("unknown")
@@ -133,33 +137,37 @@ def row_use(
 
     **Arguments:**
 
-    - `fn`: takes the following; returns arrays.
+    - `fn`: takes the following; returns arrays. Those in a dict are metrics, by name: they do not decide the verdict.
     - `weights`, `state`, `batch`, `args`: arrays or their shapes. Dim 0 of each leaf of the batch is rows.
-    - `returns_rows`: whether dim 0 of each output is rows.
+    - `returns_rows`: whether dim 0 of each output is rows. There are no metrics then.
     """
     inputs = Inputs(*(len(jax.tree.leaves(tree)) for tree in (weights, state, batch)))
     n = jax.tree.leaves(batch)[0].shape[0]
     n *= -(-4 // n)  # at fewer rows, powers of their number and other functions of it look alike
     try:
         given = ((weights, state, with_rows(batch, rows), *args) for rows in (n, 2 * n))
-        ours, theirs = (jax.make_jaxpr(fn)(*as_bare_shapes(each)) for each in given)
+        (ours, outs), (theirs, _) = (jax.make_jaxpr(fn, return_shape=True)(*as_bare_shapes(each)) for each in given)
     except Exception as error:
         first = str(error).partition("\n")[0]
         return RowUse("unknown", why=f"it cannot be traced for {n} and {2 * n} rows: {first}")
     names, other = (Names(closed, inputs, returns_rows=returns_rows) for closed in (ours, theirs))
     growth = Growth(names, other)
-    draws = Draws(names, growth)
     found: dict[str, Any] = {
         "trace": ours,
         "primitives": tuple(step.name for step in equations_of(names.root)),
-        "is_random": draws.is_random,
         "gathers": gathers_of(names),
+    }
+    # A layer's state takes the statistics of each part, so what the layer computes is not taken from the whole batch.
+    metrics = {} if returns_rows else _metrics_in(outs)
+    judged = _judged(names, growth, metrics, with_whole=not inputs.n_state) if growth.is_comparable else None
+    draws = Draws(names, growth, judged and judged[0].live)
+    found |= {
+        "is_random": draws.is_random,
         "draws": tuple(f"{why} ({shortened(step.line)})" for step, why in draws.refused),
     }
-    if not growth.is_comparable:
+    if judged is None:
         return RowUse("unknown", why="its equations depend on the number of rows", **found)
-    # A layer's state takes the statistics of each part, so what the layer computes is not taken from the whole batch.
-    rows = Rows(names, growth, with_whole=not inputs.n_state)
+    rows, mixing = judged
     if not rows.is_sum:
         how, step = rows.first or ("the number of rows", None)
         kind = "unknown" if how in NOT_KNOWN else "mixed"
@@ -169,8 +177,11 @@ def row_use(
         return RowUse("unknown", why=f"the numbers of the rows are needed, but {why}", line=shortened(step.line), **found)
     if (step := _own_derivative(names)) is not None and not _has_separable_gradient(ours, theirs, inputs, draws):
         return RowUse("unknown", why="a derivative of its own mixes rows", line=shortened(step.line), **found)
-    pairs = zip(rows.outs, names.root.outs, strict=True)
-    degrees = tuple(None if state.kind == ROW or growth.has_rows(value.dims) else state.degree for state, value in pairs)
+    of_rows = {i for i, state in rows.outs.items() if state.kind == ROW or growth.has_rows(names.root.outs[i].dims)}
+    own = tuple(i for name in mixing for i in metrics[name])
+    degrees = tuple(
+        None if i in of_rows else rows.outs[i].degree if i in rows.outs else 1 for i in range(len(names.root.outs))
+    )
     if draws.refused and (rows.whole or rows.scaled or set(degrees) - {None, 1}):  # each part draws as a batch of its own
         step, _ = draws.refused[0]
         return RowUse("mixed", why="a draw that cannot follow the rows", line=shortened(step.line), **found)
@@ -183,7 +194,9 @@ def row_use(
         in_order=rows.in_order,
         scaled=tuple(Scaled(i, rows.scaled[id(s)]) for i, s in enumerate(equations_of(names.root)) if id(s) in rows.scaled),
         degrees=degrees,
-        constants=Constants.of(normal(ours), normal(theirs), n, 2 * n),
+        metrics=tuple(mixing.values()),
+        own=own,
+        constants=Constants(n, ours, theirs),
         **found,
     )
 
@@ -191,6 +204,37 @@ def row_use(
 def with_rows(batch: PyTree, n: int) -> PyTree:
     """Returns the shapes of a batch with another number of rows."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
+
+
+def _metrics_in(outs: PyTree) -> dict[str, list[int]]:
+    """Returns the outputs that are metrics, by name: those in a dict."""
+    found: dict[str, list[int]] = {}
+    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(outs)):
+        for name in [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][:1]:
+            found.setdefault(name, []).append(i)
+    return found
+
+
+def _judged(
+    names: Names, growth: Growth, metrics: Mapping[str, Sequence[int]], *, with_whole: bool
+) -> tuple[Rows, dict[str, str]]:
+    """Returns how the outputs depend on rows, without metrics that mix rows, and a phrase for each of these."""
+    left, mixing = dict(metrics), list[str]()
+    judged = set(range(len(names.root.outs)))
+    while True:
+        rows = Rows(names, growth, judged, with_whole=with_whole)
+        found = [name for name, of in left.items() if not set(rows.mixed).isdisjoint(of)]
+        if not found:
+            break
+        mixing += found
+        for name in found:
+            judged.difference_update(left.pop(name))
+    said = dict[str, str]()
+    for name in mixing if rows.is_sum else ():
+        first = Rows(names, growth, metrics[name], with_whole=with_whole).first
+        line = "" if first is None else f" at {shortened(first[1].line)}"
+        said[name] = f"metric `{name}` mixes{line or ' rows'}"
+    return rows, said
 
 
 def _whole(names: Names, growth: Growth, rows: Rows) -> tuple[Whole, ...]:
@@ -207,9 +251,7 @@ def _own_derivative(names: Names) -> Step | None:
     """Returns the first call of a function with a derivative that the user, or a package that is not known, wrote."""
     for step in steps_of(names.root):
         if step.name.startswith("custom_") and step.blocks:
-            jaxpr = step.eqn.params.get("call_jaxpr") or step.eqn.params.get("jaxpr")
-            file = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
-            file = getattr(file, "func_filename", None) or ""
+            file = insides(step.eqn)[0].closed.jaxpr.debug_info.func_filename or ""
             if not (file.startswith(_TRUSTED) or is_ours(file)):
                 return step
     return None
@@ -221,9 +263,9 @@ def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs, draws: Draws
     growth = Growth(names, other)
     if not growth.is_comparable:
         return False
-    rows, its = Rows(names, growth, with_whole=False), Draws(names, growth)
+    rows, its = Rows(names, growth, range(len(names.root.outs)), with_whole=False), Draws(names, growth)
     is_as_forward = (len(its.by_number), len(its.refused), its.wrong) == (len(draws.by_number), len(draws.refused), None)
-    degrees = {state.degree for state in rows.outs if not state.is_of_any_degree}
+    degrees = {state.degree for state in rows.outs.values() if not state.is_of_any_degree}
     return rows.is_sum and is_as_forward and len(degrees) <= 1 and not rows.scaled
 
 

@@ -33,8 +33,9 @@ class Loss(eqx.Module):
 
     - `total`: a scalar, the sum over the rows (or tokens) of a batch.
     - `weight`: a scalar, the number of these rows (or tokens). It is not differentiated.
-    - `metrics`: further sums by name, reported divided by `weight`; or pairs `(total, weight)` with their own weight. The
-        names `step`, `epoch`, `loss`, `grad_norm` and `learning_rate` are taken.
+    - `metrics`: further sums by name, reported divided by `weight`; or pairs `(total, weight)` with their own weight. A
+        metric that is no sum over rows is added up over micro-batches, and does not change the loss. The names `step`,
+        `epoch`, `loss`, `grad_norm` and `learning_rate` are taken.
     """
 
     total: Any

@@ -8,6 +8,7 @@ whole batch before. `dims.RowUse` says which equations these are.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -132,7 +133,14 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
         if use.is_plain:
             return fn(weights, state, original, key) if n_copies > 1 else traced(*args)
         share = rows.size.astype(jnp.zeros(()).dtype) / (n_rows * n_copies)
-        outs = interpret(traced.closed, jax.tree.leaves(args), [_ByRow(rows, use, traced.eqns, share)])
+        flat = jax.tree.leaves(args)
+        outs = interpret(traced.closed, flat, [_ByRow(rows, use, traced.eqns, share)])
+        draws = tuple(made for made in use.by_number if made.is_draw)
+        if use.own and (use.whole or use.scaled or len(draws) < len(use.by_number)):  # else they are among the outputs
+            closed = restricted(traced.closed, [traced.closed.jaxpr.outvars[i] for i in use.own])
+            only_draws = _ByRow(rows, replace(use, by_number=draws, whole=(), scaled=()), traced.eqns)
+            for i, out in zip(use.own, interpret(closed, flat, [only_draws]), strict=True):
+                outs[i] = out
         scaled = []
         n_judged = len(use.degrees)
         for out, degree in zip(outs[:n_judged], use.degrees, strict=True):

@@ -14,6 +14,10 @@ from redeqx.dims import RowUse, Whole
         (RowUse("after", 0, whole=(Whole(3, ()), Whole(5, ()))), "separable after 2 values of the whole batch"),
         (RowUse("after", 1, whole=(Whole(3, ()),)), "separable after 1 value of the whole batch"),
         (
+            RowUse("separable", 0, group=2, metrics=("metric `auc` mixes at train.py:41", "metric `top` mixes rows")),
+            "separable, 2 rows at a time; metric `auc` mixes at train.py:41; metric `top` mixes rows",
+        ),
+        (
             RowUse("mixed", 0, line="train.py:41", why="a reduction over rows"),
             "mixed at train.py:41 (a reduction over rows)",
         ),

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 
 import redeqx
 from tests.promises.drawing import EXAMPLES, collate_fn, dense
-from tests.promises.test_draws import MESHES, assert_first_update_matches, key_of_step, make_trainer, plain
+from tests.promises.test_draws import MESHES, assert_first_update_matches, key_of_step, make_deployer, make_trainer, plain
 
 
 def row_losses(p, batch):
@@ -131,6 +132,137 @@ def test_a_step_traces_the_loss_once_for_each_number_of_rows(loss_fn):
     n_traces.clear()
     trainer.train(EXAMPLES[16:36], 1)
     assert max(n_traces.values()) == 1, n_traces
+
+
+# --- metrics that mix rows ---------------------------------------------------------------------------------------------
+
+
+def drawing_with_rmse(p, batch, key):
+    """A root of a mean, with noise."""
+    x = batch["x"] + jax.random.normal(key, batch["x"].shape)
+    errors = (jnp.tanh(x @ p["w"]).mean(1) @ p["v"] - batch["target"]) ** 2
+    return redeqx.Loss(errors.sum(), len(errors), {"rmse": jnp.sqrt(errors.mean()) * len(errors), "mean": errors.sum()})
+
+
+def masked_with_perplexity(p, batch, key):
+    """The loss needs the count of the whole batch. A part has the perplexity of its own mean."""
+    mask = batch["target"] > 0.5
+    loss = (row_losses(p, batch) * mask).sum() / mask.sum()
+    hits = ((row_losses(p, batch) < 2) * mask).sum() / mask.sum()
+    return redeqx.Loss(loss, 1.0, {"perplexity": jnp.exp(loss), "hits": hits})
+
+
+def folded_with_matches(p, batch, key):
+    """The numbers of rows are those of the whole batch for the draw, and those of the part for the metric."""
+    numbers = jnp.arange(len(batch["x"]))
+    noise = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))(numbers)
+    one, two = (jnp.tanh(batch["x"].mean(1) @ p[name]) for name in ("w", "mean"))
+    losses = (one * two).sum(1) * noise
+    return redeqx.Loss(losses.sum(), len(losses), {"matched": ((one @ two.T).argmax(1) == numbers).sum()})
+
+
+def with_drawn_order(p, batch, key):
+    """Only the metric has a draw that no part of the rows can make."""
+    losses, own = row_losses(p, batch), jax.random.gamma(key, 2.0, batch["target"].shape)
+    return redeqx.Loss(losses.sum(), len(losses), {"order": (jnp.sort(losses) * own).sum()})
+
+
+def with_callback(p, batch, key):
+    """A metric that is computed by NumPy."""
+    losses = row_losses(p, batch)
+    ranked = jax.pure_callback(
+        lambda x: np.float32(np.median(x)), jax.ShapeDtypeStruct((), "float32"), jax.lax.stop_gradient(losses)
+    )
+    return redeqx.Loss(losses.sum(), len(losses), {"median": ranked * len(losses)})
+
+
+METRICS = {
+    drawing_with_rmse: ("separable; metric `rmse` mixes at", "jnp.sqrt(errors.mean())"),
+    masked_with_perplexity: ("separable after 2 values of the whole batch; metric `perplexity` mixes at", "jnp.exp(loss)"),
+    folded_with_matches: ("separable; metric `matched` mixes at", "(one @ two.T)"),
+    with_drawn_order: ("separable; metric `order` mixes at", "jnp.sort(losses)"),
+    with_callback: ("separable; metric `median` mixes at", "jax.pure_callback("),
+}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "mesh", "accumulate"),
+    [
+        pytest.param(*case, id="-".join((case[0].__name__, *map(str, case[1:]))), marks=marks)
+        for i, loss_fn in enumerate(METRICS)
+        for case, marks in (
+            *(((loss_fn, "1", n), ()) for n in (2,)),
+            *(
+                ((loss_fn, mesh, n), () if i < 2 and (mesh, n) == ("8", 1) else pytest.mark.sweep)
+                for mesh, n in itertools.product(MESHES, (1, 2, 4))
+                if (mesh, n) != ("1", 2)
+            ),
+        )
+    ],
+)
+def test_a_loss_is_exact_whatever_its_metrics_mix(loss_fn, mesh, accumulate):
+    examples = EXAMPLES[:20]
+    metrics, grads = plain(loss_fn, dense(), collate_fn(examples), key_of_step(0))
+    exact = {name: metrics[name] for name in ("loss", "mean", "hits") if name in metrics}
+    assert_first_update_matches(make_trainer(loss_fn, dense(), mesh, accumulate), examples, exact, grads)
+
+
+@pytest.mark.parametrize("loss_fn", [drawing_with_rmse, masked_with_perplexity, folded_with_matches, with_callback])
+def test_a_metric_that_mixes_rows_is_one_of_each_micro_batch(loss_fn):
+    """Two of 10 rows. The draws are those of the whole batch."""
+    batch, key = collate_fn(EXAMPLES[:20]), key_of_step(0)
+    name = METRICS[loss_fn][0].split("`")[1]
+    noise = jax.random.normal(key, batch["x"].shape)
+    found = make_trainer(loss_fn, dense(), "1", 2).update(EXAMPLES[:20])
+    parts = []
+    for rows in (slice(10), slice(10, None)):
+        part = jax.tree.map(lambda x, rows=rows: jnp.asarray(x[rows]), batch)
+        if loss_fn is drawing_with_rmse:
+            errors = (jnp.tanh((part["x"] + noise[rows]) @ dense()["w"]).mean(1) @ dense()["v"] - part["target"]) ** 2
+            parts.append(jnp.sqrt(errors.mean()))
+        else:
+            parts.append(plain(loss_fn, dense(), part, key)[0][name])
+    assert found[name] == pytest.approx(float(sum(parts)) / 2, rel=1e-6)
+    assert found[name] != pytest.approx(float(plain(loss_fn, dense(), batch, key)[0][name]), rel=1e-4)
+
+
+def said_by(trainer):
+    """Returns the last line of the plan's explanation."""
+    assert trainer.plan is not None
+    return trainer.plan.explain().splitlines()[-1]
+
+
+def line_of(code):
+    return next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if code in line)
+
+
+@pytest.mark.parametrize("loss_fn", METRICS)
+def test_a_metric_that_mixes_rows_is_said_once_with_its_line(loss_fn, capsys):
+    said, code = METRICS[loss_fn]
+    trainer = make_trainer(loss_fn, dense(), deployer=make_deployer("1", verbose=True))
+    trainer.update(EXAMPLES[:20])
+    number = line_of(code)
+    header = " ".join(capsys.readouterr().out.split())
+    assert header.count("mixes") == 1 and f"rows {said}" in header
+    assert said_by(trainer).startswith(f"rows: {said}")
+    assert said_by(trainer).endswith(f"test_undivided.py:{number}")
+
+
+def test_a_loss_that_mixes_rows_is_mixed_at_its_own_line():
+    """Also where a metric mixes them before."""
+
+    def loss_fn(p, batch, key):
+        spread = jnp.sqrt(row_losses(p, batch).mean())
+        return redeqx.Loss(contrastive(p, batch, key) * len(batch["x"]), len(batch["x"]), {"spread": spread})
+
+    trainer = make_trainer(loss_fn, dense(), "1")
+    trainer.update(EXAMPLES[:20])
+    number = line_of("(one @ two.T, ")
+    assert said_by(trainer).startswith(f"rows: mixed at tests/promises/test_undivided.py:{number} (")
+    assert "spread" not in said_by(trainer)
+
+
+# --- losses that mix rows ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh", ["8", "2x2x2"])
