@@ -4,9 +4,7 @@ Owns the table of how primitives relate dims, the inference of names from it, th
 and the verdict `RowUse`. It is independent of meshes, plans and training. Open `_use.py` first, then `_names.py`.
 """
 
-from ._atoms import Block as Block, Dim as Dim, Step as Step, Value as Value, flat as flat, steps_of as steps_of
 from ._draws import ByNumber as ByNumber, Factors as Factors, places_of as places_of
 from ._equation import VIEWS as VIEWS, Related as Related, repeats as repeats, view as view
-from ._names import Inputs as Inputs, Names as Names
 from ._relations import is_elementwise as is_elementwise
 from ._use import UNKNOWN as UNKNOWN, RowUse as RowUse, Whole as Whole, row_use as row_use, with_rows as with_rows

@@ -1,7 +1,6 @@
 """Relates dims: unifies them, and records along which dims an equation combines entries."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,17 +8,9 @@ from ._atoms import Atom, Block, Dim, Step, Value, flat, have_common_factors
 
 
 class Inference(ABC):
-    """What the relations of equations may do.
-
-    **Attributes:**
-
-    - `links`: pairs of dims of the same kind, but not with the same entries: parts, paddings and joins.
-    - `unknown`: how often each primitive was met that no table has.
-    """
+    """What the relations of equations may do."""
 
     def __init__(self) -> None:
-        self.links: list[tuple[Dim, Dim]] = []
-        self.unknown: Counter[str] = Counter()
         self._step: Step | None = None  # whose operands are being related
 
     @abstractmethod
@@ -61,15 +52,10 @@ class Inference(ABC):
         if dim and self._step is not None:
             self._step.mixes.append((how, dim))
 
-    def link(self, one: Dim, two: Dim) -> None:
-        self.links.append((one, two))
-
     def part(self, dim: Dim, size: int, how: str = "part") -> Dim:
         """Returns a new dim of some entries of another."""
-        new = self.dim(size)
-        self.link(dim, new)
         self.mix(how, dim)
-        return new
+        return self.dim(size)
 
     def mark_own(self, column: int) -> None:
         """Records that a column of the present equation's indices is the index of each entry itself."""
@@ -78,7 +64,6 @@ class Inference(ABC):
 
     def give_up(self, eqn: Any, ins: Sequence[Value]) -> list[tuple[Dim, ...]]:
         """Returns the dims of the outputs of an equation that no table has: it may mix anything."""
-        self.unknown[eqn.primitive.name] += 1
         for value in ins:
             for dim in value.dims:
                 self.mix("unknown", dim)

@@ -70,11 +70,6 @@ class Names(Inference):
         """The rows of the batch; several atoms if a reshape divides them."""
         return flat(self._rows)
 
-    def has_rows(self, dims: Sequence[Dim]) -> bool:
-        """Whether one of these dims has an atom of the rows."""
-        rows = set(self.rows)
-        return any(not rows.isdisjoint(flat(dim)) for dim in dims)
-
     # --- blocks and equations --------------------------------------------------------------------------------------------
 
     def block(self, closed: Any, ins: Sequence[Value]) -> Block:

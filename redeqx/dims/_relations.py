@@ -114,8 +114,6 @@ def _reshape(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
             continue
         for one in a:  # the new dims cut across the old ones
             names.mix("conflict", one)
-            for two in b:
-                names.link(one, two)
     return [list(map(flat, found))]
 
 
@@ -173,7 +171,6 @@ def _dynamic_update_slice(names: Inference, eqn: Any, ins: Sequence[Value]) -> O
         if ins[0].aval.shape[i] == ins[1].aval.shape[i]:
             names.unify(dim, update)
         else:
-            names.link(dim, update)
             names.mix("pick", dim)
     return [ins[0].dims]
 
@@ -194,15 +191,11 @@ def _concatenate(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
                 names.unify(own[0], other)
             dims.append(own[0])
         elif own[0] and all(flat(dim) == flat(own[0]) for dim in own):  # several values of one dim: a stack of them
-            stack = names.dim(len(ins))
-            names.link(stack, own[0])
-            dims.append((*stack, *own[0]))
+            dims.append((*names.dim(len(ins)), *own[0]))
         else:
-            new = names.dim(shape[i])
             for dim in own:
-                names.link(dim, new)
                 names.mix("join", dim)
-            dims.append(new)
+            dims.append(names.dim(shape[i]))
     return [dims]
 
 
@@ -230,17 +223,8 @@ def _unified(names: Inference, ins: Sequence[Value]) -> tuple[Dim, ...]:
 
 
 def _reduce(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    how = "sum" if eqn.primitive.name == "reduce_sum" else "reduce"
-    axes = eqn.params.get("axes", eqn.params.get("dimensions"))
-    dims = _unified(names, ins[: max(1, len(eqn.outvars))])
-    for i in axes:
-        names.mix(how, dims[i])
-    return [[dim for i, dim in enumerate(dims) if i not in axes]] * len(eqn.outvars)
-
-
-def _reduce_named(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    """A collective over a named axis of `vmap`, which became a dim of each operand."""
-    axes, how = eqn.params["axes"], "sum" if eqn.primitive.name == "psum" else "reduce"
+    """Also a collective over a named axis of `vmap`, which became a dim of each operand."""
+    axes, how = eqn.params["axes"], "sum" if eqn.primitive.name in ("reduce_sum", "psum") else "reduce"
     if not all(isinstance(i, int | np.integer) for i in axes):
         return names.give_up(eqn, ins)
     for value in ins:
@@ -249,17 +233,13 @@ def _reduce_named(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return [[dim for i, dim in enumerate(value.dims) if i not in axes] for value in ins]
 
 
-def _along(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    axis = eqn.params.get("axis", eqn.params.get("dimension"))
+def _ordered(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """Sorts, cumulative operations and reversals."""
+    (axes,) = (eqn.params[key] for key in ("axis", "dimension", "dimensions") if key in eqn.params)
     dims = _unified(names, ins)
-    names.mix("order", dims[axis])
+    for i in axes if isinstance(axes, tuple) else (axes,):
+        names.mix("order", dims[i])
     return [dims] * len(eqn.outvars)
-
-
-def _reverse(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    for i in eqn.params["dimensions"]:
-        names.mix("order", ins[0].dims[i])
-    return [ins[0].dims]
 
 
 def _top_k(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
@@ -300,30 +280,28 @@ def _linear_algebra(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 
 
 def _dot(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    contracted, batch = eqn.params["dimension_numbers"]
-    for pairs in (contracted, batch):
-        for a, b in zip(*pairs, strict=True):
-            names.unify(ins[0].dims[a], ins[1].dims[b])
-    for a in contracted[0]:
+    (contracted, _), _ = numbers = eqn.params["dimension_numbers"]
+    dims = _product(names, ins, numbers)
+    for a in contracted:
         names.mix("sum", ins[0].dims[a])
-    free = [
-        [dim for i, dim in enumerate(value.dims) if i not in (*summed, *batched)]
-        for value, summed, batched in zip(ins, contracted, batch, strict=True)
-    ]
-    return [[*(ins[0].dims[i] for i in batch[0]), *free[0], *free[1]]]
+    return dims
 
 
 def _ragged_dot(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (lc, rc), (lb, rb) = numbers.dot_dimension_numbers
-    for a, b in (*zip(lc, rc, strict=True), *zip(lb, rb, strict=True)):
-        names.unify(ins[0].dims[a], ins[1].dims[b])
+    dims = _product(names, ins, numbers.dot_dimension_numbers, numbers.rhs_group_dimensions)
     for i in numbers.lhs_ragged_dimensions:
         names.mix("order", ins[0].dims[i])
-    if len(numbers.rhs_group_dimensions) != 1:
-        return names.give_up(eqn, ins)
+    return dims if len(numbers.rhs_group_dimensions) == 1 else names.give_up(eqn, ins)
+
+
+def _product(names: Inference, ins: Sequence[Value], numbers: Any, groups: Sequence[int] = ()) -> Outs:
+    """Unifies the contracted and the batch dims of two operands; the others of both follow the batch dims in the output."""
+    (lc, rc), (lb, rb) = numbers
+    for a, b in zip((*lc, *lb), (*rc, *rb), strict=True):
+        names.unify(ins[0].dims[a], ins[1].dims[b])
     left = [dim for i, dim in enumerate(ins[0].dims) if i not in (*lc, *lb)]
-    right = [dim for i, dim in enumerate(ins[1].dims) if i not in (*rc, *rb, *numbers.rhs_group_dimensions)]
+    right = [dim for i, dim in enumerate(ins[1].dims) if i not in (*rc, *rb, *groups)]
     return [[*(ins[0].dims[i] for i in lb), *left, *right]]
 
 
@@ -359,8 +337,8 @@ def _convolution(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 
 def _gather(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     numbers, sizes, (table, indices) = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], ins
-    batching = dict(zip(map(int, numbers.operand_batching_dims), map(int, numbers.start_indices_batching_dims), strict=True))
-    for i, j in batching.items():
+    batching = numbers.operand_batching_dims
+    for i, j in zip(batching, numbers.start_indices_batching_dims, strict=True):
         names.unify(table.dims[i], indices.dims[j])
     window = [i for i in range(len(table.dims)) if i not in (*numbers.collapsed_slice_dims, *batching)]
     dims: list[Dim] = [()] * len(eqn.outvars[0].aval.shape)
@@ -375,10 +353,8 @@ def _gather(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 
 def _scatter(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     numbers, (table, indices, update) = eqn.params["dimension_numbers"], ins
-    batching = dict(
-        zip(map(int, numbers.operand_batching_dims), map(int, numbers.scatter_indices_batching_dims), strict=True)
-    )
-    for i, j in batching.items():
+    batching = numbers.operand_batching_dims
+    for i, j in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
         names.unify(table.dims[i], indices.dims[j])
     window = [i for i in range(len(table.dims)) if i not in (*numbers.inserted_window_dims, *batching)]
     places = [i for i in range(len(update.dims)) if i not in numbers.update_window_dims]
@@ -388,7 +364,6 @@ def _scatter(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
         if update.aval.shape[place] == table.aval.shape[i]:
             names.unify(update.dims[place], table.dims[i])
         else:
-            names.link(update.dims[place], table.dims[i])
             names.mix("pick", table.dims[i])
     _select(names, numbers.scatter_dims_to_operand_dims, table, indices, numbers.inserted_window_dims, "into")
     kept = set(table.atoms)
@@ -441,13 +416,8 @@ def _keeps_index(low: Value, dim: Dim, high: Value) -> bool:
 # --- draws --------------------------------------------------------------------------------------------------------------
 
 
-def _new(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    del ins
-    return [names.fresh(eqn.outvars[0].aval).dims]
-
-
 def _draw(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    """The dims of the keys, then new ones, whose use names them."""
+    """The dims of the keys, if there are any, then new ones, whose use names them."""
     keys = ins[0].dims if ins else ()
     return [[*keys, *map(names.dim, var.aval.shape[len(keys) :])] for var in eqn.outvars]
 
@@ -479,11 +449,10 @@ _TABLE: dict[str, Relation] = {
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
     "gather": _gather,
-    "rev": _reverse,
     "top_k": _top_k,
     "fft": _fft,
-    "iota": _new,
-    "rng_uniform": _new,
+    "iota": _draw,
+    "rng_uniform": _draw,
     "random_bits": _draw,
     "random_split": _draw,
     "random_seed": _draw,
@@ -492,10 +461,9 @@ _TABLE: dict[str, Relation] = {
     "random_fold_in": _elementwise,
     "random_gamma": _elementwise,
     "threefry2x32": _elementwise,
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"), _along),
-    **dict.fromkeys(("psum", "pmax", "pmin"), _reduce_named),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev"), _ordered),
+    **dict.fromkeys(("psum", "pmax", "pmin", "argmax", "argmin"), _reduce),
     **dict.fromkeys((f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor")), _reduce),
-    **dict.fromkeys(("argmax", "argmin"), _reduce),
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"), _window),
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-max", "scatter-min"), _scatter),
     **dict.fromkeys(

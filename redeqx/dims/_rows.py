@@ -58,25 +58,24 @@ class State:
     carry: int = 0
 
 
-# Linear in all of their operands.
-_LINEAR = {
-    *("add", "sub", "neg", "add_any", "reshape", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "copy", "slice"),
-    *("pad", "rev", "concatenate", "real", "imag", "cumsum", "stack", "split", "reduce_precision", "conj", "unstack"),
-    *("tile", "psum", "copy_p", "stop_gradient"),
-}
-_BILINEAR = {"mul", *BY_WEIGHT}
-_LINEAR_IN_FIRST = {"div", "gather", "dynamic_slice"}
-# The operands that become entries of the output, or are added, and so have one degree.
+# By primitive, the operands in which an equation is linear together, if the others have no rows. They become entries of the
+# output, or are added, and so have one degree.
+_SCATTERS = ("scatter-add", "scatter_add", "scatter-sub")
 _TERMS = {
-    **dict.fromkeys(("add", "sub", "add_any", "concatenate", "stack", "pad"), slice(None)),
+    **dict.fromkeys(("add", "sub", "neg", "add_any", "real", "imag", "conj", "reduce_precision"), slice(None)),
+    **dict.fromkeys(
+        ("copy", "copy_p", "convert_element_type", "stop_gradient", "reduce_sum", "psum", "cumsum"), slice(None)
+    ),
+    **dict.fromkeys(("reshape", "transpose", "squeeze", "broadcast_in_dim", "tile", "rev", "slice", "pad"), slice(None)),
+    **dict.fromkeys(("concatenate", "stack", "split", "unstack"), slice(None)),
+    **dict.fromkeys(("div", "gather", "dynamic_slice"), slice(1)),
     "dynamic_update_slice": slice(2),
-    **dict.fromkeys(("scatter-add", "scatter_add", "scatter-sub", "scatter"), slice(0, None, 2)),
+    **dict.fromkeys((*_SCATTERS, "scatter"), slice(0, None, 2)),
     "select_n": slice(1, None),
 }
-_SCATTERS = ("scatter-add", "scatter_add", "scatter-sub")
+_BILINEAR = {"mul", *BY_WEIGHT}
 # Reductions whose result does not depend on the order of the rows.
 _UNORDERED = {"dot_general", *(f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor"))}
-_KEEPS_ZEROS = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type", "copy", "stop_gradient"}
 # What makes the entries of rows without entries of rows: equal ones, or ones from the numbers of the rows.
 _MAKES_ROWS = {"broadcast_in_dim", "tile", "iota", "random_bits", "random_split", "rng_bit_generator", "rng_uniform"}
 _UNNAMED = "a dim that grows with the rows is not known to be rows"
@@ -297,38 +296,28 @@ class Rows:
         return powers if all(x or not power for x, power in zip(is_inexact, powers, strict=True)) else None
 
     def _is_of_any_degree(self, step: Step, ins: Sequence[State]) -> bool:
-        name = step.name
-        if name in _TERMS:
-            return all(state.is_of_any_degree for state in ins[_TERMS[name]])
-        if name == "mul":
+        if step.name == "mul":
             return any(state.is_of_any_degree and state.kind == FREE for state in ins)
-        return name in _KEEPS_ZEROS and ins[0].is_of_any_degree
+        terms = _terms(step)
+        return terms is not None and all(state.is_of_any_degree for state in ins[terms])
 
     def _degree(self, step: Step, ins: Sequence[State], is_sum: bool) -> int | None:
         """Returns the degree of an equation's outputs; None if there is none."""
-        name, degrees = step.name, [state.degree for state in ins]
+        name, degrees, terms = step.name, [state.degree for state in ins], _terms(step)
         if name in _BILINEAR:
             return sum(degrees) + is_sum
-        if name in _TERMS:
-            terms = list(ins[_TERMS[name]])
-            if is_sum and name in _SCATTERS:  # only the updates are summed
-                terms[1] = replace(terms[1], degree=terms[1].degree + 1)
-                is_sum = False
-            if any(degree for i, degree in enumerate(degrees) if i not in range(*_TERMS[name].indices(len(ins)))):
-                return None
-            of = {state.degree for state in terms if not state.is_of_any_degree}
-            return max(of, default=0) + is_sum if len(of) < 2 else None
-        if name == "div" and _is_inexact(step):
+        if name == "div" and terms is not None:
             return degrees[0] - degrees[1]
         if name in ("integer_pow", "square"):
             return degrees[0] * step.eqn.params.get("y", 2)
-        if name == "convert_element_type":
-            return degrees[0] if _keeps_numbers(step) or not degrees[0] else None
-        if name in _LINEAR:
-            return degrees[0] + is_sum if len({*degrees}) == 1 else None
-        if name in ("gather", "dynamic_slice"):
-            return degrees[0] + is_sum if not any(degrees[1:]) else None
-        return 0 if not any(degrees) or any(s.kind in (SUM, STATISTIC) for s in ins) else None
+        if terms is not None:
+            if any(degrees[i] for i in _others(terms, ins)):
+                return None
+            added = [int(i == 2 and is_sum and name in _SCATTERS) for i in range(len(ins))]  # only the updates are summed
+            of = {s.degree + more for s, more in list(zip(ins, added, strict=True))[terms] if not s.is_of_any_degree}
+            return max(of, default=0) + (is_sum and not any(added)) if len(of) < 2 else None
+        is_counted = any(s.kind in (SUM, STATISTIC) for s in ins) and name != "convert_element_type"
+        return 0 if is_counted or not any(degrees) else None
 
     def _combined(
         self,
@@ -342,13 +331,9 @@ class Rows:
         """Returns the kind of an output, for those of the operands that depend on rows."""
         name = step.name
         of_dependent = [dims for dims, state in zip(present, ins, strict=True) if state.kind != FREE]
-        is_linear = (
-            name in _LINEAR
-            or (name == "convert_element_type" and _keeps_numbers(step))
-            or (name in _BILINEAR and len(of_dependent) == 1)
-            or (name in _LINEAR_IN_FIRST and all(s.kind == FREE for s in ins[1:]) and (name != "div" or _is_inexact(step)))
-            or (name == "dynamic_update_slice" and all(s.kind == FREE for s in ins[2:]))
-            or (name in ("select_n", *_SCATTERS) and ins[name != "select_n"].kind == FREE)
+        terms = _terms(step)
+        is_linear = (terms is not None and all(ins[i].kind == FREE for i in _others(terms, ins))) or (
+            name in _BILINEAR and len(of_dependent) == 1
         )
         if touched:
             if touched == {"sum"} and (kinds == {ROW} or (is_linear and kinds <= {SUM})):
@@ -504,6 +489,18 @@ def _is_of_any_degree(x: Any) -> bool:
 
 def _is_inexact(step: Step) -> bool:
     return jnp.issubdtype(step.outs[0].aval.dtype, jnp.inexact)
+
+
+def _terms(step: Step) -> slice | None:
+    """Returns the operands in which an equation is linear together; None if it is not linear."""
+    is_rounded = step.name == "convert_element_type" and not _keeps_numbers(step)
+    is_rounded |= step.name == "div" and not _is_inexact(step)
+    return None if is_rounded else _TERMS.get(step.name)
+
+
+def _others(terms: slice, ins: Sequence[State]) -> set[int]:
+    """Returns the indices of the other operands."""
+    return set(range(len(ins))) - set(range(*terms.indices(len(ins))))
 
 
 def _keeps_numbers(step: Step) -> bool:
