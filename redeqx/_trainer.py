@@ -13,7 +13,6 @@ from ._deployer import Deployer
 from ._predictor import Predictor
 from ._tree import ModelT, PyTree
 from .data import BatchSize, Slice, Workers, check_examples, size_of
-from .dims import UNKNOWN
 from .dry_run import DryRun, DryRunDone, dry_run
 from .errors import (
     REDCO_TRAINER,
@@ -347,7 +346,10 @@ class Trainer(RedcoNames, Generic[ModelT]):
     ) -> float:
         """Computes the loss over all examples: sums totals and weights, and divides once.
 
-        The result is the same for every batch size, also with a remainder.
+        The result is the same for every batch size, also with a remainder, if the loss is a mean over rows of which each
+        depends on itself, or a `Loss` with the total and weight of such rows. Otherwise a line in the console says that it
+        depends on the batch size. If `examples` is an iterator, a draw whose rows are not the first dim differs from that
+        for a list, whose length is known.
 
         **Arguments:**
 
@@ -371,7 +373,6 @@ class Trainer(RedcoNames, Generic[ModelT]):
         """Computes `{"loss": ...}` and every metric of `Loss.metrics` over all examples; arguments as for `eval_loss`."""
         size = BatchSize.of(self.deployer.mesh, per_device_batch_size, batch_size)
         check_examples(examples, "examples")
-        size = size.evenly(size_of(examples), self.deployer.mesh.size, self._engine.recipe.rows or UNKNOWN)
         agree_on_examples(self._engine.run.peers, "eval_loss", size_of(examples), size.examples)
         return evaluate(self._engine, examples, size, model)
 

@@ -362,7 +362,7 @@ class _Beams(eqx.Module):
     finished_scores: Float[Array, "batch beams"]  # including the length penalty
     is_finished: Bool[Array, "batch beams"]  # whether this slot holds a finished sequence
     can_improve: Bool[Array, " batch"]
-    is_running: Bool[Array, ""]
+    all_end: Bool[Array, " batch"]  # whether no sequence continues
 
 
 def _select_beams(array: Array, beams: Int[Array, "batch k"], axis: int = 1) -> Array:
@@ -415,7 +415,6 @@ def _beam_search(
         possible = running_scores[:, :1] / jnp.asarray(longest, jnp.float32) ** rules.length_penalty
         worst = jnp.where(is_finished, finished_scores.min(-1, keepdims=True), _IMPOSSIBLE)
         can_improve = state.can_improve & (possible > worst).any(-1)
-        all_full = is_finished.all() & (rules.early_stopping is True)
         state = _Beams(
             step=step + 1,
             logits=state.logits,
@@ -426,7 +425,7 @@ def _beam_search(
             finished_scores=finished_scores,
             is_finished=is_finished,
             can_improve=can_improve,
-            is_running=can_improve.any() & ~all_full & ~ends.all(),
+            all_end=ends.all(-1),
         )
         return state, _select_beams(origin, kept), _select_beams(token, kept)
 
@@ -434,6 +433,11 @@ def _beam_search(
         state, origin, token = carry
         logits, cache = decode(token, reorder(state.cache, origin))
         return extend(eqx.tree_at(lambda s: (s.logits, s.cache), state, (logits, cache)))
+
+    def is_running(carry: tuple) -> Array:
+        state = carry[0]
+        all_full = state.is_finished.all() & (rules.early_stopping is True)
+        return state.can_improve.any() & ~all_full & ~state.all_end.all()
 
     begin = _Beams(
         step=jnp.int32(0),
@@ -445,7 +449,7 @@ def _beam_search(
         finished_scores=jnp.full((batch, n), _IMPOSSIBLE),
         is_finished=jnp.zeros((batch, n), bool),
         can_improve=jnp.ones(batch, bool),
-        is_running=jnp.array(True),
+        all_end=jnp.zeros(batch, bool),
     )
-    state, _, _ = jax.lax.while_loop(lambda carry: carry[0].is_running, advance, extend(begin))
+    state, _, _ = jax.lax.while_loop(is_running, advance, extend(begin))
     return state.finished[:, : rules.n_return]

@@ -120,9 +120,9 @@ class BatchSize:
 
     def evenly(self, n: int | None, n_devices: int, use: RowUse = UNKNOWN) -> "BatchSize":
         """Returns the sizes for an evaluation of `n` examples: the largest micro-batch, at least half of this size, that
-        leaves no remainder, for which another program would be compiled; this size if there is none, and for a loss that
-        mixes rows, whose value depends on it."""
-        if n is None or n <= self.micro_batch or use.kind == "mixed":
+        leaves no remainder, for which another program would be compiled; this size if there is none, and for a loss whose
+        value depends on it."""
+        if n is None or n <= self.micro_batch or not (use.is_additive or use.kind == "unknown"):
             return self
         smallest, unit = -(-self.micro_batch // 2), math.lcm(n_devices, use.group)
         sizes = (rows for rows in range(self.micro_batch // unit * unit, smallest - 1, -unit) if n % rows == 0)

@@ -7,4 +7,11 @@ and the verdict `RowUse`. It is independent of meshes, plans and training. Open 
 from ._draws import ByNumber as ByNumber, Factors as Factors, places_of as places_of
 from ._equation import VIEWS as VIEWS, Related as Related, repeats as repeats, view as view
 from ._relations import is_elementwise as is_elementwise
-from ._use import UNKNOWN as UNKNOWN, RowUse as RowUse, Whole as Whole, row_use as row_use, with_rows as with_rows
+from ._use import (
+    UNKNOWN as UNKNOWN,
+    RowUse as RowUse,
+    Whole as Whole,
+    row_use as row_use,
+    shapes_of_row as shapes_of_row,
+    with_rows as with_rows,
+)

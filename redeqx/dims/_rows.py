@@ -80,6 +80,7 @@ _UNORDERED = {"dot_general", *(f"reduce_{of}" for of in ("sum", "max", "min", "p
 _MAKES_ROWS = {"broadcast_in_dim", "tile", "iota", "random_bits", "random_split", "rng_bit_generator", "rng_uniform"}
 _UNNAMED = "a dim that grows with the rows is not known to be rows"
 NOT_KNOWN = ("an unknown operation", _UNNAMED)
+TOGETHER = "a loop that runs as long as any row needs"
 
 
 class Rows:
@@ -458,7 +459,7 @@ class Rows:
         if (by := ends_of_rows(step)) is not None and self.of(by).kind == ROW:
             self._found = before
             return carry
-        self._note("a loop that runs as long as any row needs", step, MIXED)
+        self._note(TOGETHER, step, MIXED)
         return [State(MIXED, state.is_trained or runs.is_trained) for state in carry]
 
 

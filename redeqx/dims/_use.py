@@ -20,7 +20,7 @@ from ._draws import ByNumber, Draws, Factors, equations_of, factors_of
 from ._gathers import gathers_of
 from ._growth import Constants, Growth
 from ._names import Inputs, Names
-from ._rows import NOT_KNOWN, ROW, Rows
+from ._rows import NOT_KNOWN, ROW, TOGETHER, Rows
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,11 @@ class RowUse:
         return self.is_exact and not needs_numbers and set(self.degrees) <= {None, 1}
 
     @property
+    def is_additive(self) -> bool:
+        """Whether the outputs of all rows are the sum of those of batches, of which each is computed by itself."""
+        return self.kind == "separable" and not self.draws and set(self.degrees) <= {1}
+
+    @property
     def n_whole(self) -> int:
         """The number of values that are computed on the whole batch."""
         return len(self.whole)
@@ -157,9 +162,10 @@ def row_use(
         "primitives": tuple(step.name for step in equations_of(names.root)),
         "gathers": gathers_of(names),
     }
-    # A layer's state takes the statistics of each part, so what the layer computes is not taken from the whole batch.
-    metrics = {} if returns_rows else _metrics_in(outs)
-    judged = _judged(names, growth, metrics, with_whole=not inputs.n_state) if growth.is_comparable else None
+    # A layer's state takes the statistics of each part, so what the layer computes is not taken from the whole batch. Of the
+    # rows of a prediction, no more than one batch is known at a time.
+    metrics, with_whole = {} if returns_rows else _metrics_in(outs), not inputs.n_state and not returns_rows
+    judged = _judged(names, growth, metrics, with_whole=with_whole) if growth.is_comparable else None
     draws = Draws(names, growth, judged and judged[0].live)
     found |= {
         "is_random": draws.is_random,
@@ -170,7 +176,9 @@ def row_use(
     rows, mixing = judged
     if not rows.is_sum:
         how, step = rows.first or ("the number of rows", None)
-        kind = "unknown" if how in NOT_KNOWN else "mixed"
+        # Text is generated until it has ended in all rows, and what follows an end is not used.
+        is_known = how not in NOT_KNOWN and not (returns_rows and how == TOGETHER)
+        kind = "mixed" if is_known else "unknown"
         return RowUse(kind, why=how, line="" if step is None else shortened(step.line), **found)
     if draws.wrong is not None:
         step, why = draws.wrong
@@ -235,6 +243,14 @@ def _judged(
         line = "" if first is None else f" at {shortened(first[1].line)}"
         said[name] = f"metric `{name}` mixes{line or ' rows'}"
     return rows, said
+
+
+def shapes_of_row(weights: PyTree, state: PyTree, batch: PyTree) -> tuple[Any, ...]:
+    """Returns the shapes on which a verdict depends: all but the number of the batch's rows."""
+    leaves, treedef = jax.tree.flatten((weights, state, with_rows(batch, 1)))
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in leaves]
+    dtypes = [x.dtype if key else jax.dtypes.canonicalize_dtype(x.dtype) for x, key in zip(leaves, is_key, strict=True)]
+    return treedef, tuple(zip((x.shape for x in leaves), dtypes, strict=True))
 
 
 def _whole(names: Names, growth: Growth, rows: Rows) -> tuple[Whole, ...]:

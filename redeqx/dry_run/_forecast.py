@@ -207,7 +207,7 @@ def _compiled(
 
     copies = {"train": _copies(job.batch, setting.size(mesh), job.rows, mesh)}
     if job.eval_batch is not None:
-        copies["eval"] = _copies(job.eval_batch, job.eval_size(mesh), job.rows, mesh)
+        copies["eval"] = _copies(job.eval_batch, job.eval_size(mesh), job.eval_rows, mesh)
 
     def compiled(name: str, other_bytes: int) -> Step:
         if fewer is None:
@@ -262,7 +262,7 @@ def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> d
     traced = {"train": program.train_step.trace(*program.train_shapes(groups, n_rows))}
     if not only_train and job.eval_batch is not None:
         span = jax.ShapeDtypeStruct((2,), "uint32")
-        groups = _groups(job.eval_batch, job.eval_size(mesh), job.rows, mesh)
+        groups = _groups(job.eval_batch, job.eval_size(mesh), job.eval_rows, mesh)
         args = (program.trained, program.frozen, program.state, program.stream, span, groups)
         traced["eval"] = program.eval_step.trace(*args)
     if not only_train and job.trace_predict is not None:

@@ -4,7 +4,7 @@ Evaluations are in `_evaluation.py`; epochs, callbacks and the schedule of evalu
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from .._origins import CHANGED, origin_of, set_origin
 from .._version import __version__
 from ..checkpoint import Base, CheckpointFolder, Checkpoints, is_worth_naming
-from ..data import Batch, BatchSize, Prefetch, Slice, batches
+from ..data import Batch, BatchSize, Prefetch, Slice, batches, collated_shapes, size_of
 from ..dims import UNKNOWN, RowUse
 from ..errors import DamagedError, check_alive, warn
 from ..machine import as_shapes, put, replicated
@@ -28,7 +28,7 @@ from ._agreement import agree_on_opt_state, agree_on_trainer, check_rows
 from ._averages import as_model, average_names, averages_in, with_averages, with_new_averages, with_saved_averages
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._calls import Calls
-from ._header import header_rows, loss_rows
+from ._header import eval_text, header_rows, loss_rows
 from ._hyperparams import Hyperparams, find
 from ._loss import n_rows
 from ._memory import Choice, choices, describe_choice, first_that_fits, least_memory, memory_of
@@ -317,28 +317,47 @@ class Engine:
         """Returns the sizes of an update's batch, from the arguments of `fit`."""
         return BatchSize.of(self.run.mesh, per_device, total, self.recipe.accumulate, n_devices=n_devices)
 
-    def batches(self, steps: Iterable[Slice], size: BatchSize, *, checks_end: bool = False) -> Prefetch:
+    def batches(
+        self, steps: Iterable[Slice], size: BatchSize, *, inference: bool = False, checks_end: bool = False
+    ) -> Prefetch:
         """Returns the batch of each step, prepared ahead by a thread. Close it after use.
 
         **Arguments:**
 
+        - `inference`: whether they are batches of an evaluation.
         - `checks_end`: whether the processes compare where the steps end, since the number of examples is unknown.
         """
         self.run.n_passes += 1
         check = None if self.run.peers.n == 1 else partial(check_rows, self.run.peers, self.run.n_passes)
-        use = self.recipe.rows or partial(self._find_row_use, size)
+        known = self.recipe.eval_rows if inference else self.recipe.rows
+        use = known or partial(self._find_row_use, size, inference)
         return batches(steps, self.recipe.workers, size, self.run.mesh, check, use=use, checks_end=checks_end)
 
-    def _find_row_use(self, size: BatchSize, batch: PyTree) -> RowUse:
+    def even_eval_size(self, examples: Any, size: BatchSize) -> BatchSize:
+        """Returns the sizes of an evaluation's batch: these, or those of `BatchSize.evenly` where the loss allows them."""
+        recipe, n, n_devices = self.recipe, size_of(examples), self.run.mesh.size
+        use = recipe.eval_rows
+        if use is None and size.evenly(n, n_devices).examples != size.examples:  # so it matters what the loss does
+            first = [examples[i] for i in range(size.examples)]
+            with closing(Prefetch(map(partial(collated_shapes, recipe.collate_fn), [first]))) as shapes:
+                use = recipe.row_use(*self.trees, next(shapes), inference=True)
+        return size.evenly(n, n_devices, use or UNKNOWN)
+
+    def _find_row_use(self, size: BatchSize, inference: bool, batch: PyTree) -> RowUse:
         """Finds what the loss does with the rows of a batch, given as shapes; warns of micro-batches that do not divide."""
-        use = self.recipe.row_use(*self.trees, batch)
+        use = self.recipe.rows or self.recipe.row_use(*self.trees, batch)
         self.recipe = replace(self.recipe, rows=use)
+        if inference:
+            use = self.recipe.row_use(*self.trees, batch, inference=True)
+            self.recipe = replace(self.recipe, eval_rows=use)
+            if text := eval_text(use):
+                self.run.console.info(text)
         n_shards, rows = self.run.n_batch_shards, size.micro_batch_for(use, self.run.mesh)
         if use.kind == "mixed" and rows % n_shards and n_rows(batch) == size.examples:
             warn(
                 f"`batch_size`: expected micro-batches of a multiple of {n_shards} rows, so that each device computes its "
                 f"share, got {rows}. The loss mixes rows{f' at {use.line}' if use.line else ''}, so they are not cut, and "
-                f"every device computes all of them. Choose a multiple of {n_shards * self.recipe.accumulate}."
+                f"every device computes all of them. Choose a multiple of {n_shards * size.asked}."
             )
         return use
 

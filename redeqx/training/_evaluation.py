@@ -23,16 +23,19 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
 
     **Arguments:**
 
-    - `size`: the sizes of a batch.
+    - `size`: the largest sizes of a batch.
     - `model`: replaces the trained model, with the same structure.
 
     Raises ValueError for a `model` of another structure.
     """
     if model is not None:
         _check_alike(engine, model)
-    run, recipe, steps = engine.run, engine.recipe, in_order(examples, size)
+    run, recipe = engine.run, engine.recipe
     if run.returns_zeros("eval_loss"):
-        return dict.fromkeys(recipe.metric_names(*engine.trees, list(next(steps).examples)), 0.0)
+        first = next(in_order(examples, size))
+        return dict.fromkeys(recipe.metric_names(*engine.trees, list(first.examples)), 0.0)
+    size = engine.even_eval_size(examples, size)
+    steps = in_order(examples, size)
     sums: np.ndarray | float = 0.0
     pending: deque[tuple[jax.Array, int, int | None]] = deque()  # not the batches, which take memory
     n_done = n_rows = 0
@@ -45,7 +48,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
         line.update(n_done, metrics={}, n_examples=n_examples, n_tokens=n_tokens)
 
     progress = run.console.progress(title="evaluate", unit="batch")
-    with run.watch.on(), progress as line, closing(engine.batches(steps, size)) as upcoming:
+    with run.watch.on(), progress as line, closing(engine.batches(steps, size, inference=True)) as upcoming:
         for batch in upcoming:
             engine.place_for(batch)
             state = engine.state

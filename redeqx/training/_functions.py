@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._tree import as_bare_shapes, is_array_like, named_leaves
-from ..dims import RowUse, row_use
+from ..dims import RowUse, row_use, shapes_of_row
 from ..machine import MODEL, axes_of, split_heads
 from ..partition import Plan
 from ..tracing import Rule, normal, restricted, transformed, variables
@@ -75,6 +75,10 @@ class Sums:
     """The user's loss, or loss and gradients, as sums over the rows of a batch, for a model in parts.
 
     They are functions `(weights, state, batch, key) -> (sums, state)` of the trained and then the frozen arrays.
+
+    **Arguments:**
+
+    - `uses`: the verdicts so far, see `row_use`.
     """
 
     parts: Parts
@@ -82,6 +86,7 @@ class Sums:
     has_state: bool = False
     precision: Precision = AS_GIVEN
     grad_fn: Callable[..., Any] | None = None
+    uses: dict[Any, RowUse] = field(default_factory=dict, compare=False, repr=False)
 
     def loss(self, *, inference: bool, is_only: bool = False) -> Callable[..., Any]:
         """Returns the function with the sums `(total, weight, metrics)`.
@@ -131,22 +136,30 @@ class Sums:
         return self.loss(inference=inference) if self.grad_fn is None or inference else self.gradient()
 
     def row_use(self, weights: Sequence[Any], state: PyTree, batch: PyTree, key: Any, *, inference: bool = False) -> RowUse:
-        """Returns what the function does with the rows of a batch.
+        """Returns what the function does with the rows of a batch. It is found once for all numbers of rows; longer texts,
+        for example, are other shapes, for which other constants of the loss may hold.
 
         **Arguments:**
 
         - `weights`, `state`, `batch`, `key`: arrays or their shapes.
         """
+        of = inference, *shapes_of_row(weights, state, batch)
+        if of not in self.uses:
+            self.uses[of] = self._find_row_use(weights, state, batch, key, inference=inference)
+        return self.uses[of]
+
+    def _find_row_use(self, weights: Sequence[Any], state: PyTree, batch: PyTree, key: Any, *, inference: bool) -> RowUse:
         fn = self.judged(inference=inference)
         use = row_use(lambda *args: fn(*args)[0], weights, state, batch, key)
         if use.is_exact and not inference and _reads_changed_state(fn, weights, state, batch, key):
             return replace(use, kind="mixed", why="it reads a state that each part of the batch changes")
         return use
 
-    def row_use_of(self, model: PyTree, state: PyTree, batch: PyTree) -> RowUse:
+    def row_use_of(self, model: PyTree, state: PyTree, batch: PyTree, *, inference: bool = False) -> RowUse:
         """Returns what the function does with the rows of a batch, for a model in one piece."""
         trained, frozen = self.parts.take(model)
-        return self.row_use([*trained, *frozen], state, batch, jax.eval_shape(lambda: jax.random.key(0)))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return self.row_use([*trained, *frozen], state, batch, key, inference=inference)
 
     def _call(
         self,
@@ -185,7 +198,7 @@ class Functions:
 
     **Arguments:**
 
-    - `rows`: what the loss does with rows; None if that is found while it is traced.
+    - `rows`: what the loss does with rows in the first batch; None if none is known.
     """
 
     sums: Sums
@@ -197,7 +210,6 @@ class Functions:
     remat: str = "none"  # for loops without their own; as for `Trainer`, except "auto"
     unroll: UnrollLoops | None = None
     stack_blocks: bool = False  # in the loss
-    _of_evaluation: list[RowUse] = field(default_factory=list)  # what the loss does with rows, once that is known
 
     @property
     def parts(self) -> Parts:
@@ -224,19 +236,6 @@ class Functions:
             first += [] if self.remat == "none" else [RematLoops(self.remat)]
         return transformed(fn, [*first, *rules])
 
-    def use(self, *args: PyTree, inference: bool) -> RowUse:
-        """Returns what the loss does with rows.
-
-        **Arguments:**
-
-        - `args`: the weights, the state, the batch and the key, or their shapes.
-        """
-        if not inference:
-            return self.rows or self.sums.row_use(*args)
-        if not self._of_evaluation:
-            self._of_evaluation.append(self.sums.row_use(*args, inference=True))
-        return self._of_evaluation[0]
-
     def whole(self, *args: PyTree, inference: bool) -> Rows:
         """Returns the `Rows` of the whole batch, with the values of it that its parts need.
 
@@ -244,7 +243,7 @@ class Functions:
 
         - `args`: the weights, the state, the whole batch, the key, and its `Rows` without these values.
         """
-        return of_whole(self.sums.judged(inference=inference), self.use(*args[:4], inference=inference), *args)
+        return of_whole(self.sums.judged(inference=inference), self.sums.row_use(*args[:4], inference=inference), *args)
 
     def loss(self, *, inference: bool, is_only: bool = False) -> Callable[..., Any]:
         """Returns `(weights, state, batch, key, rows) -> ((total, weight, metrics), state)`; gathers weights at their use.
@@ -290,7 +289,7 @@ class Functions:
         else:
 
             def of_part(*args: Any) -> Any:
-                return by_row(fn, self.use(*args[:4], inference=inference))(*args)
+                return by_row(fn, self.sums.row_use(*args[:4], inference=inference))(*args)
 
         return self._with_rules(of_part, is_loss=is_loss, is_trained=is_loss and not inference)
 

@@ -5,7 +5,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..dims import UNKNOWN
+from ..dims import UNKNOWN, RowUse
 from ..errors import warn
 from ..machine import split_heads, xla_settings
 from ..monitor import size_text
@@ -113,6 +113,14 @@ def _use_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
         text += f", so each of the {recipe.accumulate} micro-batches, of {n_rows} rows, is a batch of its own"
     draws = "; ".join(use.draws)
     return {"rows": text} | ({"draws": f"differ with the number of micro-batches: {draws}"} if draws else {})
+
+
+def eval_text(use: RowUse) -> str:
+    """Describes how the values of an evaluation depend on its batch size; empty if they do not, or if nothing is known."""
+    if use == UNKNOWN or use.is_additive:
+        return ""
+    depends = "may depend" if use.kind == "unknown" else "depends"
+    return f"evaluation: the loss {depends} on the batch size. Rows: {'; '.join([use.text, *use.draws])}"
 
 
 def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:

@@ -67,7 +67,7 @@ class Job:
     - `eval_batch`: shapes of the rows of an evaluation's first batch; None without an evaluation.
     - `trace_predict`: maps a program to the traced predict step of the evaluation; None without one.
     - `files`: the bytes of each file of a checkpoint; empty if none is saved.
-    - `rows`: what the loss does with rows.
+    - `rows`, `eval_rows`: what the loss does with rows, in training and in the evaluation.
     """
 
     setting: Setting
@@ -82,6 +82,7 @@ class Job:
     trace_predict: Callable[[Program], Any] | None = None
     files: Mapping[str, int] = field(default_factory=dict)
     rows: RowUse = UNKNOWN
+    eval_rows: RowUse = UNKNOWN
 
     def eval_size(self, mesh: Mesh) -> BatchSize:
         """Returns the sizes of an evaluation's batch."""

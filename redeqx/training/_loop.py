@@ -72,8 +72,8 @@ class Fit:
     def eval_size(self) -> BatchSize:
         """The sizes of an evaluation's batch; they may depend on what the loss does with rows."""
         examples = self.options.eval_examples
-        n, rows = None if examples is None else size_of(examples), self.engine.recipe.rows or UNKNOWN
-        return self._eval_size.evenly(n, self.engine.run.mesh.size, rows)
+        n, use = None if examples is None else size_of(examples), self.engine.recipe.eval_rows or UNKNOWN
+        return self._eval_size.evenly(n, self.engine.run.mesh.size, use)
 
     def run(self) -> dict[str, float]:
         """Trains to the end of the fit; returns the metrics of its last evaluation, or without one, of its last step."""
@@ -193,7 +193,8 @@ class Fit:
         rows, model = max(1, self.eval_size.micro_batch // engine.run.n_batch_shards), job.model
         if options.eval_loss:
             batch = collated_shapes(engine.recipe.collate_fn, examples)
-            job = replace(job, eval_batch=batch, eval_per_device_batch_size=rows)
+            use = engine.recipe.row_use(*engine.trees, batch, inference=True)
+            job = replace(job, eval_batch=batch, eval_rows=use, eval_per_device_batch_size=rows)
         if (predictor := options.eval_predictor) is not None:
             job = replace(job, trace_predict=lambda program: predictor.trace(model, examples, rows, program))
         return job
@@ -348,9 +349,9 @@ class Fit:
         metrics: dict[str, float] = {}
         with line.pause("evaluating"):
             if options.eval_loss:
-                metrics.update(evaluate(engine, examples, self.eval_size))
+                metrics.update(evaluate(engine, examples, self._eval_size))
                 for name, model in self.callbacks.models().items():
-                    found = evaluate(engine, examples, self.eval_size, model)
+                    found = evaluate(engine, examples, self._eval_size, model)
                     metrics.update({f"{name}_{metric}": value for metric, value in found.items()})
             if options.eval_predictor is not None:
                 rows = self.eval_size.micro_batch

@@ -1,7 +1,7 @@
 """The recipe: the arguments of a Trainer, and the plan and program that follow from them on any mesh. It holds no arrays."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import equinox as eqx
@@ -82,7 +82,9 @@ class Recipe:
     - `stack_blocks`: whether equal blocks are computed as one loop; None decides by the devices.
     - `offload_opt_state`: whether the optimizer state is in host memory between updates.
     - `xla_settings`: for the train and eval steps, as for `Deployer`.
-    - `rows`: what the loss does with rows; None until a batch is known.
+    - `rows`, `eval_rows`: what the loss does with rows in training and in an evaluation, where layers such as BatchNorm
+        compute something else; None until a batch is known.
+    - `uses`: as for `Sums`.
     """
 
     parts: Parts
@@ -106,6 +108,8 @@ class Recipe:
     offload_opt_state: bool = False
     xla_settings: Options | str | None = "auto"
     rows: RowUse | None = None
+    eval_rows: RowUse | None = None
+    uses: dict[Any, RowUse] = field(default_factory=dict, compare=False, repr=False)
 
     def trace(self, model: PyTree, state: PyTree, batch: PyTree) -> Trace:
         """Traces the loss for the shapes of a batch. The trace of the verdict about rows is used if it is for these."""
@@ -120,9 +124,9 @@ class Recipe:
         loss = self._loss(state, inference=False)
         return Trace.of(lambda *args: loss(*args)[0], model, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
-    def row_use(self, model: PyTree, state: PyTree, batch: PyTree) -> RowUse:
+    def row_use(self, model: PyTree, state: PyTree, batch: PyTree, *, inference: bool = False) -> RowUse:
         """Returns what the loss does with the rows of a batch, for its shapes."""
-        return self.sums.row_use_of(model, state, batch)
+        return self.sums.row_use_of(model, state, batch, inference=inference)
 
     def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None) -> Plan:
         """Returns the model's plan on a mesh; with a trace, in the order of the loss."""
@@ -222,7 +226,7 @@ class Recipe:
     @property
     def sums(self) -> Sums:
         """The user's functions as sums over rows."""
-        return Sums(self.parts, self.loss_fn, self.has_state, self.precision, self.grad_fn)
+        return Sums(self.parts, self.loss_fn, self.has_state, self.precision, self.grad_fn, self.uses)
 
     def _loss(self, state: PyTree, *, inference: bool) -> Callable[..., Any]:
         """Returns `(model, batch, key) -> (total, weight, metrics)`."""

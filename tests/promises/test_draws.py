@@ -248,6 +248,26 @@ def test_the_loss_of_a_vae_does_not_depend_on_the_batch_size_of_its_evaluation(m
     assert found[0]["rec"] != pytest.approx(float(np.mean(without_noise)), rel=1e-4)  # it draws
 
 
+def behind(model, batch, key):
+    """Draws for the rows twice: as the first dim, and as the second one."""
+    rows = len(batch["x"])
+    first, second = jax.random.normal(key, (rows, D)), jax.random.normal(key, (D, rows)).T
+    out, x = jnp.square(batch["x"] @ model["head"]).mean((1, 2)), batch["x"][:, 0]
+    return redeqx.Loss(out.sum(), rows, metrics={"first": (first * x).sum(), "second": (second * x).sum()})
+
+
+def test_an_evaluation_of_an_iterator_does_not_depend_on_the_batch_size():
+    """The number of its rows is known only at the end: a draw whose rows are not the first dim takes other numbers than for
+    a list, the same for all batch sizes."""
+    trainer = make_trainer(behind, MODELS["vae"](), "8")
+    found = [trainer.eval_metrics(iter(EXAMPLES), batch_size=size) for size in (40, 24, 8, 5)]
+    for metrics in found[1:]:
+        assert metrics == pytest.approx(found[0], rel=1e-5, abs=1e-7)
+    of_list = trainer.eval_metrics(EXAMPLES, batch_size=8)
+    assert found[0]["first"] == pytest.approx(of_list["first"], rel=1e-5)
+    assert found[0]["second"] != pytest.approx(of_list["second"], rel=1e-2)
+
+
 def sample(model, batch, key):
     """Returns a class for each position, and noise with keys by row."""
     noise = jax.vmap(lambda key: jax.random.normal(key, (D,)))(jax.random.split(key, len(batch["x"])))

@@ -52,7 +52,7 @@ def verdict(monkeypatch):
     calls = []
 
     def set_to(use):
-        def row_use(recipe, model, state, batch):
+        def row_use(recipe, model, state, batch, *, inference=False):
             calls.append(((jax.tree.leaves(batch)[0].shape), threading.current_thread()))
             return use
 
@@ -111,6 +111,135 @@ def test_an_evaluation_of_rows_that_mix_keeps_the_batch_size():
     parts = [DATA[:16], DATA[16:32], DATA[32:]]
     value = sum(len(part) * contrastive(trainer.model, part, None) for part in parts) / 40
     assert trainer.eval_loss(list(DATA), batch_size=16) == pytest.approx(float(value), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss_fn", [contrastive, "masked", "sum"])
+def test_the_first_evaluation_says_once_that_it_depends_on_the_batch_size(loss_fn, capsys):
+    """Also before any update. The value is that of each batch of 16, 16 and 8 rows."""
+
+    def masked(model, batch, key):
+        mask = batch[:, 5] > 0
+        return (jnp.square(jax.vmap(model)(batch[:, :5])).mean(1) * mask).sum() / mask.sum()
+
+    def total(model, batch, key):
+        return jnp.square(jax.vmap(model)(batch[:, :5])).sum()
+
+    loss_fn, said = {
+        contrastive: (contrastive, "mixed at tests/training/test_row_use.py"),
+        "masked": (masked, "separable after 1 value of the whole batch"),
+        "sum": (total, "a sum over rows"),
+    }[loss_fn]
+    trainer = make_trainer(loss_fn, verbose=True)
+    parts = np.split(DATA, [16, 32])
+    value = sum(len(part) * loss_fn(trainer.model, part, None) for part in parts) / 40
+    for _ in range(2):
+        assert trainer.eval_loss(list(DATA), batch_size=16) == pytest.approx(float(value), rel=1e-6)
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("evaluation: the loss depends on the batch size. Rows: ") == 1
+    assert f"evaluation: the loss depends on the batch size. Rows: {said}" in out
+
+
+class Normed(eqx.Module):
+    """A model with BatchNorm, which mixes rows only in training."""
+
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    last: eqx.nn.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(1))
+        self.first, self.last = eqx.nn.Linear(6, 8, key=keys[0]), eqx.nn.Linear(8, 3, key=keys[1])
+        self.norm = eqx.nn.BatchNorm(8, "batch", mode="batch")
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.first(x), state)
+        return self.last(x), state
+
+
+def normed_loss(model, state, batch, key):
+    out, state = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")(batch, state)
+    return jnp.square(out).mean(), state
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_an_evaluation_is_cut_by_what_the_loss_does_in_inference_mode(is_trained, capsys):
+    """20 rows are 16 on all devices and 4 on each, and not 20 on each, as in training."""
+    model, state = eqx.nn.make_with_state(Normed)()
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(5),
+        model=model,
+        model_state=state,
+        optimizer=optax.sgd(0.1),
+        collate_fn=np.stack,
+        loss_fn=normed_loss,
+    )
+    trainer.update(DATA[:16])
+    if not is_trained:
+        other = redeqx.Trainer(
+            redeqx.Deployer(5),
+            model=trainer.model,
+            model_state=trainer.model_state,
+            optimizer=optax.sgd(0.1),
+            collate_fn=np.stack,
+            loss_fn=normed_loss,
+        )
+        trainer = other
+    model = eqx.nn.inference_mode(trainer.model)
+    desired = float(normed_loss(model, trainer.model_state, DATA, None)[0])
+    for size in (40, 24, 20, 16, 5):
+        assert trainer.eval_loss(list(DATA), batch_size=size) == pytest.approx(desired, rel=1e-6)
+    assert trainer.eval_loss(iter(DATA), batch_size=24) == pytest.approx(desired, rel=1e-6)
+    assert "evaluation:" not in capsys.readouterr().out
+
+
+def test_an_evaluation_has_the_batches_of_its_own_verdict():
+    """Two micro-batches of 20 rows in training, which mixes them; batches of 8 rows in an evaluation by 16, so that 40
+    examples leave no remainder."""
+    sizes = set()
+
+    def loss_fn(model, state, batch, key):
+        if model.norm.inference:
+            sizes.add(len(batch))
+        return normed_loss(model, state, batch, key)
+
+    model, state = eqx.nn.make_with_state(Normed)()
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(5, verbose=False),
+        model=model,
+        model_state=state,
+        optimizer=optax.sgd(0.1),
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+    )
+    trainer.update(DATA[:16])
+    trainer.eval_loss(list(DATA), batch_size=16)
+    assert sizes == {8, 16, 32}  # with 16 and 32 rows it is only traced
+
+
+# --- rows of several shapes ----------------------------------------------------------------------------------------------
+
+
+def padded(examples):
+    longest = max(map(len, examples))
+    return np.stack([np.pad(x, ((0, longest - len(x)), (0, 0))) for x in examples])
+
+
+def dropout_loss(model, batch, key):
+    """A mean over rows and positions: its constants depend on the length of the longest row."""
+    x = eqx.nn.Dropout(0.3)(batch, key=key, inference=model.depth == 0)
+    return jnp.square(jax.vmap(jax.vmap(model))(x)).mean()
+
+
+def test_batches_of_other_lengths_are_divided_as_exactly_as_the_first():
+    texts = [DATA[i : i + 3 + i // 16, :5] for i in range(36)]
+    found = []
+    for accumulate in (1, 2):
+        trainer = make_trainer(dropout_loss, collate_fn=padded, accumulate_grad_batches=accumulate)
+        trainer.train(texts, batch_size=16)  # 16, 16 and 4 rows, of 3, 4 and 5 positions
+        evals = [trainer.eval_loss(texts[: 16 * n], batch_size=16) for n in (1, 2)]
+        found.append([*evals, *(np.asarray(x) for x in jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array)))])
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 # --- cuts ----------------------------------------------------------------------------------------------------------------
@@ -178,7 +307,7 @@ def test_steps_that_do_not_divide_into_groups_are_refused_before_the_first_updat
 
 @pytest.mark.parametrize("n_workers", [0, 2])
 @pytest.mark.parametrize("as_examples", [list, iter], ids=["list", "iterator"])
-def test_the_verdict_is_asked_once_before_the_first_batch_is_cut(as_examples, n_workers, verdict):
+def test_the_verdict_is_asked_before_the_first_batch_is_cut(as_examples, n_workers, verdict):
     calls = verdict(MIXED)
     collated = []
 
@@ -189,8 +318,9 @@ def test_the_verdict_is_asked_once_before_the_first_batch_is_cut(as_examples, n_
     trainer = make_trainer(contrastive, collate_fn=collate_fn, n_collate_workers=n_workers)
     trainer.train(as_examples(DATA[:40]), batch_size=16)
     trainer.eval_loss(list(DATA), batch_size=16)
-    assert calls == [((16, 6), threading.main_thread())]
-    assert sorted(collated) == [8] * 2 + [16] * 4  # each step once
+    # In training, for the sizes of the evaluation's batches, which may leave no remainder, and before the first of these.
+    assert calls == [((16, 6), threading.main_thread())] * 3
+    assert sorted(collated) == [8] * 2 + [16] * 5  # each step once, and one for the sizes
     assert trainer.step == 3
 
 
