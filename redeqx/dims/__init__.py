@@ -4,7 +4,7 @@ Owns the table of how primitives relate dims, the inference of names from it, th
 and the verdict `RowUse`. It is independent of meshes, plans and training. Open `_use.py` first, then `_names.py`.
 """
 
-from ._draws import ByNumber as ByNumber, Factors as Factors, places_of as places_of
+from ._draws import ByNumber as ByNumber, Factors as Factors
 from ._equation import VIEWS as VIEWS, Related as Related, repeats as repeats, view as view
 from ._relations import is_elementwise as is_elementwise
 from ._use import (

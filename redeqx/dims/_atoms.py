@@ -100,7 +100,7 @@ class Value:
 
 @dataclass(eq=False)
 class Step:
-    """An equation at one place: the same one has another step for each call of the function that contains it.
+    """An equation with its operands and outputs.
 
     **Arguments:**
 
@@ -109,7 +109,7 @@ class Step:
     - `blocks`: the jaxprs inside.
     - `scanned`: the dim that a scan loops over.
     - `own_columns`: for a gather or scatter, the columns of its indices that are the index of each entry itself.
-    - `call`: the call of a library's function that contains the equation: its line is the user's.
+    - `is_known`: whether a table has its primitive.
     """
 
     eqn: Any
@@ -119,7 +119,7 @@ class Step:
     blocks: "list[Block]" = field(default_factory=list)
     scanned: Dim = ()
     own_columns: tuple[int, ...] = ()
-    call: Any = None
+    is_known: bool = True
 
     @property
     def name(self) -> str:
@@ -128,12 +128,12 @@ class Step:
     @property
     def line(self) -> str:
         """The line of code, `file.py:12`."""
-        return (self.call is not None and line_of(self.call)) or line_of(self.eqn)
+        return line_of(self.eqn)
 
 
 @dataclass(eq=False)
 class Block:
-    """A jaxpr at one place: its inputs, equations and outputs. Plain jits are inlined."""
+    """A jaxpr at one place: its inputs, equations and outputs."""
 
     ins: list[Value]
     steps: list[Step] = field(default_factory=list)

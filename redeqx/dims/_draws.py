@@ -3,18 +3,16 @@ rows. And which draws cannot follow the numbers of their rows."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from ..tracing import REMATS, insides
 from ._atoms import Block, Dim, Step, Value, flat, steps_of
 from ._growth import Growth
 from ._names import Names
 
 _DRAWS = ("random_bits", "random_split")
 _AT_ONCE = ("random_gamma", "rng_bit_generator", "rng_uniform")  # their lowering splits keys by the shape of the output
-_ENTERED = (*REMATS, "scan", "while", "cond")  # inside these, equations can be replaced
 
 # The factors of a dim, most significant first: their sizes; None for the rows; -n for the groups of n consecutive rows.
 Factors = tuple[int | None, ...]
@@ -26,7 +24,7 @@ class ByNumber:
 
     **Arguments:**
 
-    - `place`: its place among the equations of the function, in the order of `equations_of`.
+    - `place`: its place among the equations of the function, in the order of `tracing.equations`.
     - `factors`: for a draw, those of each dim of the output that is not one of the keys; for an `iota`, those of its dim.
     - `is_draw`: whether it draws or splits keys.
     - `columns`: for a lookup by the row's own number, the columns of the indices that are this number, and the dim of the
@@ -37,26 +35,6 @@ class ByNumber:
     factors: tuple[Factors, ...] = ()
     is_draw: bool = False
     columns: tuple[tuple[int, int], ...] = ()
-
-
-def equations_of(block: Block) -> Iterator[Step]:
-    """Yields the equations of a function that can be replaced: its own, and those inside loops, branches and remats."""
-    for step in block.steps:
-        yield step
-        if step.name in _ENTERED:
-            for inner in step.blocks:
-                yield from equations_of(inner)
-
-
-def places_of(closed: Any) -> list[Any]:
-    """Returns the equations of a closed jaxpr without plain jits, in the order of `equations_of`."""
-    found: list[Any] = []
-    for eqn in closed.jaxpr.eqns:
-        found.append(eqn)
-        if eqn.primitive.name in _ENTERED:
-            for inner in insides(eqn):
-                found += places_of(inner.closed)
-    return found
 
 
 def factors_of(growth: Growth, dims: Sequence[Dim]) -> tuple[Factors, ...]:
@@ -78,7 +56,7 @@ class Draws:
     - `by_number`: the equations to compute from the numbers of the rows.
     - `refused`: pairs of a step that draws for rows but cannot follow their numbers, and why.
     - `wrong`: the first step that needs the numbers of rows, but cannot have them, and why; None if there is no such step.
-    - `is_random`: whether anything is drawn.
+    - `is_random`: whether anything may be drawn.
     """
 
     def __init__(self, names: Names, growth: Growth, live: Collection[int] | None = None):
@@ -87,18 +65,18 @@ class Draws:
         self.refused: list[tuple[Step, str]] = []
         self.wrong: tuple[Step, str] | None = None
         self.is_random = False
-        found, everywhere = list(equations_of(names.root)), list(steps_of(names.root))
+        everywhere = list(steps_of(names.root))
         readers: dict[int, list[Step]] = {}
         for step in everywhere:
             for value in step.ins:
                 readers.setdefault(id(value.source), []).append(step)
         escaping = {id(value.source) for block in _blocks(names.root) for value in (*block.outs,)}
-        places = {id(step): place for place, step in enumerate(found)}
         for step in everywhere:
-            self.is_random |= step.name in ("random_bits", *_AT_ONCE)
+            self.is_random |= step.name in ("random_bits", "random_unwrap", *_AT_ONCE)
+            self.is_random |= not step.is_known and any(map(_is_key, step.ins))
             if live is not None and id(step) not in live:
                 continue
-            made = self._by_number(places.get(id(step), -1), step, readers, escaping)
+            made = self._by_number(names.places.get(id(step.eqn), -1), step, readers, escaping)
             if why := self._why_refused(step, made):
                 if step.name in (*_DRAWS, *_AT_ONCE):
                     self.refused.append((step, why))
@@ -138,6 +116,10 @@ class Draws:
         if len(self._growth.rows) > 1 and not step.own_columns:
             return "a reshape divides the rows"
         return ""
+
+
+def _is_key(value: Value) -> bool:
+    return jnp.issubdtype(getattr(value.aval, "dtype", float), jax.dtypes.prng_key)
 
 
 def _own(step: Step) -> Sequence[Dim]:

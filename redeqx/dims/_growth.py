@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..tracing import Env, insides, normal
+from ..tracing import Env, insides
 from ._atoms import Dim, Step, Value, flat, size_of, steps_of
 from ._names import Names
 
@@ -163,7 +163,7 @@ class Constants:
     **Arguments:**
 
     - `n_rows`: the number of rows of its first trace.
-    - `closed`, `other`: its closed jaxprs for this number of rows, and for twice as many.
+    - `closed`, `other`: its closed jaxprs in normal form, for this number of rows and for twice as many.
     """
 
     n_rows: int
@@ -172,7 +172,7 @@ class Constants:
 
     @cached_property
     def _found(self) -> list[tuple[Any, Any]]:
-        return list(zip(*(_constants(normal(each)) for each in (self.closed, self.other)), strict=False))
+        return list(zip(*map(_constants, (self.closed, self.other)), strict=False))
 
     def have(self, closed: Any, n_rows: int) -> bool:
         """Whether a closed jaxpr in normal form, for another number of rows, has these constants."""

@@ -64,6 +64,8 @@ class Inference(ABC):
 
     def give_up(self, eqn: Any, ins: Sequence[Value]) -> list[tuple[Dim, ...]]:
         """Returns the dims of the outputs of an equation that no table has: it may mix anything."""
+        if self._step is not None:
+            self._step.is_known = False
         for value in ins:
             for dim in value.dims:
                 self.mix("unknown", dim)

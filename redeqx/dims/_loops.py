@@ -4,7 +4,7 @@ afterwards."""
 from collections.abc import Callable, Sequence
 
 from ..kernels import formula
-from ..tracing import REMATS, insides, scan_counts
+from ..tracing import REMATS, insides, normal, scan_counts
 from ._atoms import Step, Value
 from ._inference import Inference
 
@@ -25,7 +25,7 @@ def _opaque(names: Inference, step: Step) -> list[Value]:
 
 def _attention(names: Inference, step: Step) -> list[Value]:
     """The library's own primitive and its gradient are followed like the products that they compute."""
-    step.blocks = [names.block(formula(step.eqn), step.ins)]
+    step.blocks = [names.block(normal(formula(step.eqn)), step.ins)]
     return list(map(_again, step.blocks[0].outs))
 
 
@@ -88,6 +88,6 @@ LOOPS: dict[str, Callable[[Inference, Step], list[Value]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", *REMATS), _called),
+    **dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", *REMATS), _called),
     **dict.fromkeys(_OPAQUE, _opaque),
 }

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..tracing import Env, insides
+from ..tracing import Env, equations
 from ._atoms import Block, Dim, Step, Value, flat, size_of
 from ._inference import Inference
 from ._loops import LOOPS
@@ -41,18 +41,20 @@ class Names(Inference):
 
     **Arguments:**
 
-    - `closed`: its closed jaxpr.
+    - `closed`: its closed jaxpr, in normal form.
     - `inputs`: what its inputs are.
     - `returns_rows`: whether dim 0 of each output is rows.
 
     **Attributes:**
 
     - `root`: the block of the function.
+    - `places`: by the id of an equation that can be replaced, its place among `equations(closed)`.
     """
 
     def __init__(self, closed: Any, inputs: Inputs, *, returns_rows: bool = False):
         super().__init__()
         self.inputs = inputs
+        self.places = {id(eqn): place for place, eqn in enumerate(equations(closed))}
         first = inputs.batch.start
         ins = [self.fresh(var.aval, is_polymorphic=i < first) for i, var in enumerate(closed.jaxpr.invars)]
         self._rows: Dim = ()
@@ -75,11 +77,6 @@ class Names(Inference):
     def block(self, closed: Any, ins: Sequence[Value]) -> Block:
         """Returns the block of a closed jaxpr for these inputs."""
         block = Block(list(ins))
-        block.outs = self._into(block.steps, closed, block.ins, self._step and self._step.call)
-        return block
-
-    def _into(self, steps: list[Step], closed: Any, ins: Sequence[Value], call: Any) -> list[Value]:
-        """Appends the steps of a jaxpr; returns its outputs. Plain calls are inlined."""
 
         def constant(atom: Any, value: Any) -> Value:
             return self.fresh(atom.aval, is_polymorphic=True, literal=value)
@@ -87,16 +84,12 @@ class Names(Inference):
         env = Env(zip(closed.jaxpr.invars, ins, strict=True), literal=lambda literal: constant(literal, literal.val))
         env.update(zip(closed.jaxpr.constvars, map(constant, closed.jaxpr.constvars, closed.consts), strict=True))
         for eqn in closed.jaxpr.eqns:
-            operands = env.read(eqn.invars)
-            if eqn.primitive.name in _PLAIN_CALLS and insides(eqn):
-                results = self._into(steps, insides(eqn)[0].closed, operands, call or _of_library(eqn))
-            else:
-                step = Step(eqn, operands, call=call)
-                self._relate(step)
-                results = step.outs
-                steps.append(step)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return env.read(closed.jaxpr.outvars)
+            step = Step(eqn, env.read(eqn.invars))
+            self._relate(step)
+            block.steps.append(step)
+            env.update(zip(eqn.outvars, step.outs, strict=True))
+        block.outs = env.read(closed.jaxpr.outvars)
+        return block
 
     def _relate(self, step: Step) -> None:
         outer, self._step = self._step, step
@@ -116,13 +109,3 @@ class Names(Inference):
             follow_indices(step.eqn, step.ins, step.outs)
         finally:
             self._step = outer
-
-
-_PLAIN_CALLS = ("jit", "closed_call", "core_call")
-
-
-def _of_library(eqn: Any) -> Any:
-    """Returns the call if it is one of a library's own jitted function, such as `jnp.where`: its equations carry the line of
-    the function's first call in the process."""
-    file = insides(eqn)[0].closed.jaxpr.debug_info.func_filename or "site-packages"
-    return eqn if "site-packages" in file else None

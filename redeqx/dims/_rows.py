@@ -15,7 +15,6 @@ import numpy as np
 
 from ..tracing import BY_WEIGHT, scan_counts
 from ._atoms import Atom, Block, Step, Value, flat, live_steps, steps_of
-from ._draws import equations_of
 from ._ends import ends_of_rows
 from ._growth import Growth
 from ._names import Names
@@ -109,7 +108,6 @@ class Rows:
         self._judged = {i: value for i, value in enumerate(names.root.outs) if i in judged}
         is_judged = [i in self._judged for i in range(len(names.root.outs))]
         self.live = set(map(id, live_steps(names.root, is_judged)[0]))
-        self._replaceable = set(map(id, equations_of(names.root)))
         self._made = {id(value): step for step in names.root.steps for value in step.outs}
         self._whole: dict[int, Step] = {}
         self._run()
@@ -285,7 +283,7 @@ class Rows:
         its share of the latter. Any other operand gets the value that it has in the whole batch.
         """
         kinds = {state.kind for state in ins}
-        if id(step) not in self._replaceable or kinds - {FREE, ROW, SUM}:
+        if id(step.eqn) not in self.names.places or kinds - {FREE, ROW, SUM}:
             return None
         to = 0
         if SUM in kinds:

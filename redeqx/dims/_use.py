@@ -14,9 +14,9 @@ from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes
 from ..errors import is_ours
-from ..tracing import as_fun, insides, shapes_in, shortened
+from ..tracing import as_fun, equations, insides, normal, shapes_in, shortened
 from ._atoms import Step, steps_of
-from ._draws import ByNumber, Draws, Factors, equations_of, factors_of
+from ._draws import ByNumber, Draws, Factors, factors_of
 from ._gathers import gathers_of
 from ._growth import Constants, Growth
 from ._names import Inputs, Names
@@ -67,8 +67,8 @@ class RowUse:
     - `metrics`: one phrase with its line for each metric that mixes rows, so that it is one of each part.
     - `draws`: one sentence with its line for each random draw that cannot follow the rows.
     - `gathers`: pairs of the full line of an equation over which rows cannot be split, and why.
-    - `is_random`: whether anything is drawn.
-    - `trace`: the closed jaxpr of the function for the shapes that were given, from 4 rows on.
+    - `is_random`: whether anything may be drawn.
+    - `trace`: the closed jaxpr of the function, in normal form, for the shapes that were given, from 4 rows on.
     - `primitives`: the names of the function's equations, in order. What follows is for a trace with the same.
     - `by_number`: the equations to compute from the numbers of the rows.
     - `whole`: the equations to compute on the whole batch.
@@ -152,6 +152,7 @@ def row_use(
     try:
         given = ((weights, state, with_rows(batch, rows), *args) for rows in (n, 2 * n))
         (ours, outs), (theirs, _) = (jax.make_jaxpr(fn, return_shape=True)(*as_bare_shapes(each)) for each in given)
+        ours, theirs = normal(ours), normal(theirs)
     except Exception as error:
         first = str(error).partition("\n")[0]
         return RowUse("unknown", why=f"it cannot be traced for {n} and {2 * n} rows: {first}")
@@ -159,7 +160,7 @@ def row_use(
     growth = Growth(names, other)
     found: dict[str, Any] = {
         "trace": ours,
-        "primitives": tuple(step.name for step in equations_of(names.root)),
+        "primitives": tuple(eqn.primitive.name for eqn in equations(ours)),
         "gathers": gathers_of(names),
     }
     # A layer's state takes the statistics of each part, so what the layer computes is not taken from the whole batch. Of the
@@ -200,7 +201,7 @@ def row_use(
         by_number=tuple(draws.by_number),
         whole=_whole(names, growth, rows),
         in_order=rows.in_order,
-        scaled=tuple(Scaled(i, rows.scaled[id(s)]) for i, s in enumerate(equations_of(names.root)) if id(s) in rows.scaled),
+        scaled=_scaled(names, rows),
         degrees=degrees,
         metrics=tuple(mixing.values()),
         own=own,
@@ -253,9 +254,13 @@ def shapes_of_row(weights: PyTree, state: PyTree, batch: PyTree) -> tuple[Any, .
     return treedef, tuple(zip((x.shape for x in leaves), dtypes, strict=True))
 
 
+def _scaled(names: Names, rows: Rows) -> tuple[Scaled, ...]:
+    found = (step for step in steps_of(names.root) if id(step) in rows.scaled)
+    return tuple(Scaled(names.places[id(step.eqn)], rows.scaled[id(step)]) for step in found)
+
+
 def _whole(names: Names, growth: Growth, rows: Rows) -> tuple[Whole, ...]:
-    places = {id(step): place for place, step in enumerate(equations_of(names.root))}
-    return tuple(Whole(places[id(step)], tuple(factors_of(growth, out.dims) for out in step.outs)) for step in rows.whole)
+    return tuple(Whole(names.places[id(s.eqn)], tuple(factors_of(growth, out.dims) for out in s.outs)) for s in rows.whole)
 
 
 # --- derivatives of the user's own --------------------------------------------------------------------------------------
@@ -297,4 +302,4 @@ def _with_gradient(closed: Any, n_weights: int) -> Any:
 
         return jax.value_and_grad(first)([args[i] for i in of])
 
-    return jax.make_jaxpr(both)(*shapes)
+    return normal(jax.make_jaxpr(both)(*shapes))

@@ -1,16 +1,19 @@
 """The normal form of a traced function, in which rules and analyses read it.
 
 There are no plain jits, so patterns of equations may cross their boundaries: `jax.nn.softmax` and `jnp.where` are jits
-themselves. Each equation is an object of its own at each place, also in the bodies of loops, so `id(eqn)` is a place.
+themselves. Each equation is an object of its own at each place, also in the bodies of loops, so `id(eqn)` is a place. JAX
+traces a jitted function once, so the equations of a library's function would have the line of its first call in the process:
+they get that of their own call.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from jax.extend import core as jex
 
-from ._inner import Env, insides, is_replaceable, with_insides
+from ._inner import Env, insides, with_insides
 
 
 class Inlined(NamedTuple):
@@ -48,7 +51,7 @@ def _is_normal(closed: Any, seen: set[int]) -> bool:
         if id(eqn) in seen or _is_plain_jit(eqn):
             return False
         seen.add(id(eqn))
-        if is_replaceable(eqn) and not all(_is_normal(inner.closed, seen) for inner in insides(eqn)):
+        if not all(_is_normal(inner.closed, seen) for inner in _entered(eqn)):
             return False
     return True
 
@@ -62,11 +65,28 @@ def _is_plain_jit(eqn: Any) -> bool:
     return is_anywhere and not any(eqn.params.get("donated_invars", ()))
 
 
-def _normal(closed: Any) -> Any:
+def _entered(eqn: Any) -> Sequence[Any]:
+    """Returns the jaxprs inside an equation that are put into normal form: not those on shards."""
+    return [inner for inner in insides(eqn) if inner.role != "manual"]
+
+
+def _is_of_library(eqn: Any) -> bool:
+    """Whether a jit is a library's own function: not one that `eqx.filter_jit` wraps."""
+    file = eqn.params["jaxpr"].jaxpr.debug_info.func_filename or "site-packages"
+    return "site-packages" in file and not file.endswith(os.path.join("equinox", "_jit.py"))
+
+
+def _normal(closed: Any, call: Any = None) -> Any:
+    """Returns a closed jaxpr in normal form.
+
+    **Arguments:**
+
+    - `call`: the traceback of the call of a library's function in which it is; None if it is in none.
+    """
     constvars, consts, eqns = list[Any](), list[Any](), list[Any]()
     calls: dict[int, list[Inlined]] = {}  # by the index of the first equation
 
-    def enter(closed: Any, ins: list[Any], scope: Any = None) -> list[Any]:
+    def enter(closed: Any, ins: list[Any], call: Any, scope: Any = None) -> list[Any]:
         """Appends the equations of a closed jaxpr. Returns its outputs."""
         constvars.extend(of_consts := _fresh(closed.jaxpr.constvars))
         consts.extend(closed.consts)
@@ -76,17 +96,20 @@ def _normal(closed: Any) -> Any:
             invars, info = env.read(eqn.invars), eqn.source_info
             if scope is not None:
                 info = info.replace(name_stack=scope + info.name_stack)
+            if call is not None:
+                info = info.replace(traceback=call)
             if _is_plain_jit(eqn):
-                start, outs = len(eqns), enter(eqn.params["jaxpr"], invars, info.name_stack)
+                of_call = info.traceback if call is None and _is_of_library(eqn) else call
+                start, outs = len(eqns), enter(eqn.params["jaxpr"], invars, of_call, info.name_stack)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 if len(eqns) > start:
-                    call = Inlined(eqn.replace(invars=invars, source_info=info), outs, len(eqns) - start)
-                    calls.setdefault(start, []).insert(0, call)
+                    inlined = Inlined(eqn.replace(invars=invars, source_info=info), outs, len(eqns) - start)
+                    calls.setdefault(start, []).insert(0, inlined)
                 continue
             env.update(zip(eqn.outvars, outvars := _fresh(eqn.outvars), strict=True))
             new = eqn.replace(invars=invars, outvars=outvars, source_info=info)
-            if is_replaceable(eqn):
-                new, operands = with_insides(new, invars, [_normal(inner.closed) for inner in insides(eqn)])
+            if inside := _entered(eqn):
+                new, operands = with_insides(new, invars, [_normal(inner.closed, call) for inner in inside])
                 for var, operand in zip(new.invars, operands, strict=True):
                     if operand is not var:  # a constant of an inner jaxpr that became an operand
                         constvars.append(var)
@@ -95,7 +118,7 @@ def _normal(closed: Any) -> Any:
         return env.read(closed.jaxpr.outvars)
 
     invars = _fresh(closed.jaxpr.invars)
-    outvars = enter(closed, invars)
+    outvars = enter(closed, invars, call)
     jaxpr = closed.jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
     form = jex.ClosedJaxpr(jaxpr, consts)
     _INLINED[form.jaxpr] = {eqns[i]: found for i, found in calls.items()}

@@ -1,4 +1,4 @@
-"""Traces a function of a model abstractly, and finds which of the model's leaves its outputs depend on."""
+"""Traces a function of a model abstractly, in normal form, and finds which of the model's leaves its outputs depend on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from .._tree import is_array_like, named_leaves
 from ._flow import flow, union
+from ._normal import normal
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Trace:
     **Arguments:**
 
     - `names`, `leaves`: the names and shapes of the model's arrays, which are the first inputs of `closed`.
-    - `closed`: the closed jaxpr.
+    - `closed`: the closed jaxpr, in normal form.
     """
 
     names: tuple[str, ...]
@@ -36,31 +37,16 @@ class Trace:
         def of_leaves(leaves: tuple[Any, ...], *args: PyTree) -> Any:
             return fn(eqx.combine(jax.tree.unflatten(treedef, leaves), static), *args)
 
-        return cls(tuple(named_leaves(arrays)), shapes, jax.make_jaxpr(of_leaves)(shapes, *args))
+        return cls(tuple(named_leaves(arrays)), shapes, normal(jax.make_jaxpr(of_leaves)(shapes, *args)))
 
     def reads(self) -> dict[str, bool]:
         """Returns, for each leaf, whether the outputs' gradient can depend on it.
 
         A `while` or `cond` is not analysed: it counts as reading all of its operands.
         """
-        return dict(zip(self.names, self._read(_with_gradient), strict=False))
-
-    @property
-    def reads_last(self) -> bool:
-        """Whether the outputs can depend on the last input (the key of a loss), differentiably or not."""
-        *_, is_read = self._read(lambda eqn, ins: [union(ins)] * len(eqn.outvars), with_effects=True)
-        return is_read
-
-    def _read(self, rule: Callable[[Any, Sequence[int]], Sequence[int] | None], with_effects: bool = False) -> list[bool]:
-        """Returns which inputs the outputs depend on, and the effects."""
-        bits, found = [1 << i for i in range(len(self.closed.jaxpr.invars))], list[int]()
-
-        def note(eqn: Any, ins: Sequence[int]) -> None:
-            found.extend(ins if with_effects and eqn.effects else ())
-
-        found.extend(map(flow(self.closed, bits, rule, union, visit=note), self.closed.jaxpr.outvars))
-        read = union(found)
-        return [bool(read & bit) for bit in bits]
+        jaxpr, bits = self.closed.jaxpr, [1 << i for i in range(len(self.closed.jaxpr.invars))]
+        read = union(list(map(flow(self.closed, bits, _with_gradient, union), jaxpr.outvars)))
+        return {name: bool(read & bit) for name, bit in zip(self.names, bits, strict=False)}
 
 
 def _with_gradient(eqn: Any, ins: Sequence[int]) -> list[int] | None:

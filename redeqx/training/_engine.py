@@ -452,7 +452,7 @@ class Engine:
         """Whether smaller parts of a micro-batch compute the same: stateful layers would see other rows."""
         if self.recipe.has_state or use.draws or use.kind == "mixed":
             return False
-        return use.kind != "unknown" or not self.recipe.trace(*self.trees, batch.micro_batch).reads_last
+        return use.kind != "unknown" or not use.is_random
 
     def _use_choice(self, choice: Choice) -> None:
         """Switches to the train step of another choice."""

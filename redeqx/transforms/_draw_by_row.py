@@ -17,9 +17,9 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, PyTree, UInt32
 
 from .._tree import as_bare_shapes
-from ..dims import Factors, RowUse, places_of
+from ..dims import Factors, RowUse
 from ..errors import warn
-from ..tracing import Rule, Site, as_fun, interpret, normal, plain, restricted
+from ..tracing import Rule, Site, as_fun, equations, interpret, normal, plain, restricted
 
 
 class Rows(NamedTuple):
@@ -55,7 +55,7 @@ class _Traced(NamedTuple):
 def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> _Traced:
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*as_bare_shapes(args))
     closed = normal(closed)
-    eqns = places_of(closed)
+    eqns = list(equations(closed))
     is_known = use.is_exact and not use.draws and tuple(eqn.primitive.name for eqn in eqns) == use.primitives
     if is_known and use.constants is not None and not use.constants.have(closed, jax.tree.leaves(args[2])[0].shape[0]):
         is_known = False

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.tracing import Rule, equations, interpret, normal, variables
+from redeqx.tracing import Rule, Trace, all_inside, equations, interpret, line_of, normal, variables
 
 
 @dataclass(frozen=True)
@@ -79,3 +80,41 @@ def test_variables_are_listed_once_without_literals():
         assert len(set(variables(eqn.invars))) == len(variables(eqn.invars))
     square = next(eqn for eqn in equations(normal(closed)) if eqn.primitive.name in ("mul", "square", "integer_pow"))
     assert len(variables(square.invars)) == 1
+
+
+@pytest.mark.parametrize("around", [lambda fn: fn, jax.checkpoint, jax.custom_jvp], ids=["plain", "remat", "derivative"])
+def test_no_plain_jit_is_left(around):
+    def fn(x):
+        return jnp.where(x > 0, x, 1.0)
+
+    wrapped = around(fn)
+    if isinstance(wrapped, jax.custom_jvp):
+        wrapped.defjvps(lambda dx, out, x: dx)
+    trace = Trace.of(lambda model, x: wrapped(model * x).sum(), jnp.ones(3), jnp.ones(3))
+    todo, names = [trace.closed], []
+    while todo:
+        for eqn in todo.pop().jaxpr.eqns:
+            names.append(eqn.primitive.name)
+            todo += all_inside(eqn)
+    assert "select_n" in names and "jit" not in names
+    np.testing.assert_allclose(interpret(trace.closed, [jnp.ones(3), -jnp.arange(3.0)], [])[0], 3.0)
+
+
+def test_equations_of_a_library_have_the_line_of_their_own_call():
+    """JAX keeps the trace of `jnp.where`, with the lines of its first call."""
+    jnp.where(jnp.ones(3) > 0, jnp.ones(3), 2.0)
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    trace = Trace.of(lambda model, x: jnp.where(x > 0, model, 2.0).sum(), shape, shape)
+    (select,) = (eqn for eqn in equations(trace.closed) if eqn.primitive.name == "select_n")
+    (add,) = (eqn for eqn in equations(trace.closed) if eqn.primitive.name == "reduce_sum")
+    assert line_of(select) == line_of(add) != ""
+
+
+def test_equations_of_a_users_jitted_function_keep_their_lines():
+    def fn(x):
+        return jnp.sin(x)
+
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    for jitted in (jax.jit(fn), eqx.filter_jit(fn)):
+        (sine,) = equations(Trace.of(lambda model, jitted=jitted: jitted(model), shape).closed)
+        assert line_of(sine).endswith(f":{fn.__code__.co_firstlineno + 1}")
