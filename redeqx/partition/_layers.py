@@ -151,18 +151,13 @@ def split_in_field_order(model: PyTree, n_shards: int) -> tuple[dict[str, _rules
     def is_layer(node: Any) -> bool:
         return isinstance(node, _LAYERS) or _attention_of(node) is not None
 
-    nodes = jtu.tree_flatten_with_path(model, is_leaf=is_layer)[0]
     splits: dict[str, _rules.Split] = {}
-    stacked: dict[str, int] = {}
     layers: dict[str, Any] = {}  # path -> Linear or Conv
     sequence: list[_rules.Layer | None] = []  # rule 1's layers in calling order
     siblings: dict[str, list[int]] = {}  # module -> positions of its fields in `sequence`
 
     def visit(path: tuple[Any, ...], node: Any) -> None:
         name = render(path)
-        if isinstance(node, _LAYERS):
-            for leaf_name in named_leaves(node):
-                stacked[_within(name, leaf_name)] = max(_n_stacked(node), 0)
         if isinstance(node, eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose):
             parent = render(path[:-1]) if path and isinstance(path[-1], jtu.GetAttrKey) else None
             if parent is not None:
@@ -171,16 +166,13 @@ def split_in_field_order(model: PyTree, n_shards: int) -> tuple[dict[str, _rules
             sequence.append(_as_layer(name, node, parent))
         elif isinstance(node, eqx.nn.Embedding):
             sequence.append(None)
-            split = splits[_within(name, "weight")] = _rules.embedding(node.num_embeddings, n_shards)
-            _set_followers(splits, name, split, node)
+            splits[_within(name, "weight")] = _rules.embedding(node.num_embeddings, n_shards)
         elif isinstance(node, NORMS):
             for leaf_name in named_leaves(node):
                 splits[_within(name, leaf_name)] = _rules.Split(None, "replicated: normalisation")
-        else:
-            attention = _attention_of(node)
-            if attention is not None:
-                sequence.append(None)
-                visit_attention(path, node, attention)
+        elif (attention := _attention_of(node)) is not None:
+            sequence.append(None)
+            visit_attention(path, node, attention)
 
     def visit_attention(path: tuple[Any, ...], node: Any, how: _Attention) -> None:
         roles = {}
@@ -193,8 +185,6 @@ def split_in_field_order(model: PyTree, n_shards: int) -> tuple[dict[str, _rules
                 )
             roles[role] = _as_layer(render(role_path), linear, None)
             layers[render(role_path)] = linear
-            for leaf_name in named_leaves(linear):
-                stacked[f"{render(role_path)}.{leaf_name}"] = max(_n_stacked(linear), 0)
         heads, kv_heads = how.n_heads(node)
         found = _rules.attention(*roles.values(), n_shards=n_shards, heads=heads, kv_heads=kv_heads)
         note = f"; recognised by the names of its fields, register {type(node).__name__} to be sure" if how.by_name else ""
@@ -205,7 +195,7 @@ def split_in_field_order(model: PyTree, n_shards: int) -> tuple[dict[str, _rules
             for sub_path, leaf in jtu.tree_flatten_with_path(child, is_leaf=is_layer)[0]:
                 visit((*path, key, *sub_path), leaf)
 
-    for path, node in nodes:
+    for path, node in jtu.tree_flatten_with_path(model, is_leaf=is_layer)[0]:
         visit(path, node)
     for positions in siblings.values():
         ordered = _rules.in_calling_order([layer for i in positions if (layer := sequence[i]) is not None])
@@ -213,8 +203,11 @@ def split_in_field_order(model: PyTree, n_shards: int) -> tuple[dict[str, _rules
             sequence[position] = layer
     for name, split in _rules.alternate(sequence, n_shards).items():
         _set_layer(splits, name, split, layers[name])
-    _inherit_stacks(model, stacked)
-    return splits, stacked
+    arrays = {name for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    for name, (weight, dims) in followers(model).items():
+        if {name, weight} <= arrays and weight in splits:
+            splits.setdefault(name, _rules.follow(splits[weight], dims))
+    return splits, _stacked(model)
 
 
 def _children(node: eqx.Module) -> list[tuple[Any, Any]]:
@@ -234,19 +227,10 @@ def _set_layer(splits: dict[str, _rules.Split], name: str, split: _rules.Split, 
     splits[_within(name, "weight")] = split
     if getattr(node, "bias", None) is not None:
         splits[_within(name, "bias")] = _rules.bias(split)
-    _set_followers(splits, name, split, node)
-
-
-def _set_followers(splits: dict[str, _rules.Split], name: str, weight: _rules.Split, node: Any) -> None:
-    """Sets the splits of the arrays that a layer's class adds, by its `follows_weight`."""
-    for field, dims in getattr(node, "follows_weight", {}).items():
-        if is_array_like(node.weight) and is_array_like(getattr(node, field)):
-            _check_follows(_within(name, field), node, field, dims)
-            splits[_within(name, field)] = _rules.follow(weight, dims)
 
 
 def followers(model: PyTree) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-    """Returns the arrays that layer classes declare by `follows_weight`, with the name of their weight and the tuple."""
+    """Returns the arrays that classes declare by `follows_weight`, with the name of their weight and the tuple."""
 
     def declares(node: Any) -> bool:
         return isinstance(node, eqx.Module) and hasattr(type(node), "follows_weight")
@@ -254,13 +238,16 @@ def followers(model: PyTree) -> dict[str, tuple[str, tuple[int | None, ...]]]:
     found = {}
     for path, node in jtu.tree_flatten_with_path(model, is_leaf=declares)[0]:
         if declares(node):
-            weight = _within(render(path), "weight")
-            found |= {_within(render(path), field): (weight, tuple(dims)) for field, dims in node.follows_weight.items()}
+            for field, dims in node.follows_weight.items():
+                name = _within(render(path), field)
+                if isinstance(node, _LAYERS) and is_array_like(node.weight) and is_array_like(getattr(node, field)):
+                    _check_follows(name, node, field, dims)
+                found[name] = _within(render(path), "weight"), tuple(dims)
     return found
 
 
 def _check_follows(name: str, node: Any, field: str, dims: Sequence[int | None]) -> None:
-    """Raises ValueError if the shape of an array contradicts its class's `follows_weight`."""
+    """Raises ValueError if the shape of a layer's array contradicts its class's `follows_weight`."""
     n_stacked = max(_n_stacked(node), 0)
     shape, weight = tuple(getattr(node, field).shape), tuple(node.weight.shape)
     own, of_weight = shape[n_stacked:], weight[n_stacked:]
@@ -277,8 +264,13 @@ def _within(module: str, leaf: str) -> str:
     return leaf if module == render(()) else f"{module}.{leaf}"
 
 
-def _inherit_stacks(model: PyTree, stacked: dict[str, int]) -> None:
-    """Gives leaves outside known layers the stacked dims of the known layers in the nearest enclosing module."""
+def _stacked(model: PyTree) -> dict[str, int]:
+    """Returns the number of stacked dims of each leaf of a known layer; other leaves have those of the known layers in the
+    nearest enclosing module."""
+    stacked: dict[str, int] = {}
+    for path, node in jtu.tree_flatten_with_path(model, is_leaf=lambda node: isinstance(node, _LAYERS))[0]:
+        if isinstance(node, _LAYERS):
+            stacked |= {_within(render(path), leaf): max(_n_stacked(node), 0) for leaf in named_leaves(node)}
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     for name, leaf in leaves.items():
         parts = name.split(".")
@@ -289,3 +281,4 @@ def _inherit_stacks(model: PyTree, stacked: dict[str, int]) -> None:
             known = [n for other, n in stacked.items() if other.startswith(module) and n <= len(leaf.shape)]
             if known:
                 stacked[name] = min(known)
+    return stacked
