@@ -465,7 +465,9 @@ _TABLE: dict[str, Relation] = {
     **dict.fromkeys(("psum", "pmax", "pmin", "argmax", "argmin"), _reduce),
     **dict.fromkeys((f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor")), _reduce),
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"), _window),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-max", "scatter-min"), _scatter),
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"), _scatter
+    ),
     **dict.fromkeys(
         ("cholesky", "lu", "qr", "eigh", "svd", "triangular_solve", "householder_product", "geqrf"), _linear_algebra
     ),

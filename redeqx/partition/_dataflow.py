@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,8 @@ import jax.numpy as jnp
 from .._tree import without_indices
 from ..dims import VIEWS, Related, is_elementwise
 from ..kernels import formula
-from ..tracing import Trace, called, insides, scan_counts
-from ._flow import Flow, Pass, Use, View
+from ..tracing import Trace, called, insides, shapes_in
+from ._flow import Flow, Pass, View
 from ._rules import Split
 
 # Alternative splits to try. Each follows the whole loss again, and so does the check of each kind of leaf that was changed.
@@ -84,11 +85,8 @@ def order(
         index[name]: (index[weight], dims) for name, (weight, dims) in followers.items() if {name, weight} <= index.keys()
     }
 
-    related = cache(Related)
-
     def follow(forced: Mapping[int, int | None]) -> Pass:
-        run = Pass(trace.names, trace.leaves, n_shards, forced, _follow, follows=follows, related=related)
-        _run(run, trace.closed)
+        run = _run(trace, n_shards, forced=forced, follows=follows)
         run.add_replicated_leaves()
         return run
 
@@ -141,51 +139,41 @@ def order(
     return Order(splits, {names[i]: n for i, n in best.stacked.items()}, best.cost, Counter(best.errors.values()))
 
 
-def products(trace: Trace, n_shards: int, dims: Mapping[str, int | None]) -> Sequence[tuple[Any, int | None, Any]]:
-    """Returns the matmuls and convolutions of a traced loss, for given splits of the leaves over the model axis.
-
-    They are tuples of the equation; the number of shards of that axis that each compute all of it, or None for a product of
-    parameters only, which every device computes; and the equation that has its source line (as in `Pass.products`).
+def followed(trace: Trace, n_shards: int, dims: Mapping[str, int | None] = MappingProxyType({})) -> Pass:
+    """Returns the pass over a traced function for given splits of the leaves over the model axis.
 
     **Arguments:**
 
     - `n_shards`: size of the model axis.
-    - `dims`: the dim of each leaf that the model axis splits, by name; None for a replicated leaf.
+    - `dims`: the dim of each leaf that the model axis splits, by name. All others are replicated.
     """
-    decided = {i: Split(dims.get(name), "") for i, name in enumerate(trace.names)}
-    run = Pass(trace.names, trace.leaves, n_shards, {}, _follow, decided=decided)
-    _run(run, trace.closed)
-    return tuple(run.products.values())
+    return _run(trace, n_shards, decided={i: Split(dims.get(name), "") for i, name in enumerate(trace.names)})
 
 
-def uses(trace: Trace) -> tuple[Sequence[Use], Sequence[int]]:
-    """Returns the products of data with leaves in a traced loss, and the leaves whose rows data selects, on any mesh."""
-    undecided = dict.fromkeys(range(len(trace.leaves)))  # no leaf is split: all of its views are followed
-    run = Pass(trace.names, trace.leaves, 1, undecided, _follow)
-    _run(run, trace.closed)
-    return tuple(run.uses.values()), tuple(run.looked_up)
-
-
-def parts_taken(traced: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[int, tuple[Any, int]]:
+def parts_taken(closed: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[int, tuple[Any, int]]:
     """Returns the equations of a closed jaxpr that take equal parts of a split dim, by id: the equation and the dim.
 
     **Arguments:**
 
     - `splits`: the dim that the model axis splits, for each of the jaxpr's first inputs, which are the weights.
     """
-    leaves = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in traced.jaxpr.invars[: len(splits)]]
-    decided = {i: Split(dim, "") for i, dim in enumerate(splits)}
-    run = Pass([""] * len(leaves), leaves, n_shards, {}, _follow, decided=decided)
-    _run(run, traced)
-    return run.resharded
+    dims = {str(i): dim for i, dim in enumerate(splits)}
+    return followed(Trace(tuple(dims), tuple(shapes_in(closed)[: len(dims)]), closed), n_shards, dims).resharded
 
 
-def _run(run: Pass, closed: Any) -> None:
-    """Follows a jaxpr whose inputs are the leaves, then data and PRNG keys."""
+# How the equations of a function relate dims, found once for all passes over it.
+_related: WeakKeyDictionary[Any, Callable[[Any], Related]] = WeakKeyDictionary()
+
+
+def _run(trace: Trace, n_shards: int, **kwargs: Any) -> Pass:
+    """Follows a traced function. All inputs after the leaves count as data, except PRNG keys."""
+    related = _related.setdefault(trace.closed.jaxpr, cache(Related))
+    run = Pass(trace.names, trace.leaves, n_shards, _follow, related, **kwargs)
     ins = [Flow(views=(View(i, tuple(range(len(leaf.shape)))),), grad=True) for i, leaf in enumerate(run.leaves)]
-    rest = closed.jaxpr.invars[len(ins) :]
+    rest = trace.closed.jaxpr.invars[len(ins) :]
     ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
-    run.evaluate(closed, ins)
+    run.evaluate(trace.closed, ins)
+    return run
 
 
 def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -324,29 +312,19 @@ def _stacked(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     return [Flow(dim=splits[0][0], cause=splits[0][1])]
 
 
-def _updated(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """An update of a slice, such as a cache's, keeps the split of a dim if the update spans all of the dim."""
-    (dim, cause), (of_part, by_part) = run.split(ins[0]), run.split(ins[1])
-    dim, cause = (dim, cause) if dim is not None else (of_part, by_part)
-    if dim is not None and dim not in run.related(eqn).combined() and of_part in (dim, None):
-        return [Flow(dim=dim, cause=cause)]
-    return run.give_up(eqn, ins)
-
-
-def _scattered(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """A scatter, such as an update of a cache at a position, keeps the split of a dim if the updates span all of it."""
-    numbers, (whole, part) = eqn.params["dimension_numbers"], (eqn.invars[i].aval.shape for i in (0, 2))
-    window = [dim for dim in range(len(whole)) if dim not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
-    places = dict(zip(window, map(int, numbers.update_window_dims), strict=True))  # in the updates, of the operand's dims
-    others = [dim for dim in range(len(part)) if dim not in places.values()]
-    batches = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-    places |= {int(dim): others[of_indices] for dim, of_indices in batches}
-    spanned = {dim: place for dim, place in places.items() if whole[dim] == part[place]}
-    (dim, cause), (of_indices, _), (of_part, by_part) = map(run.split, ins)
-    if dim is None:
-        dim, cause = next((dim for dim, place in spanned.items() if place == of_part), None), by_part
-    fits = dim in spanned and of_part in (spanned[dim], None) and of_indices is None
-    return [Flow(dim=dim, cause=cause)] if fits and not any(map(run.is_open, ins)) else run.give_up(eqn, ins)
+def _written(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """An update, such as of a cache at a position, keeps the split of a dim if the update spans all of it."""
+    part = 1 if eqn.primitive.name == "dynamic_update_slice" else 2  # a scatter's second operand is the position
+    related = run.related(eqn)
+    written, places = related.combined(), {factors: i for i, factors in enumerate(related.ins[part])}
+    spanned = {dim: places.get(factors) for dim, factors in enumerate(related.ins[0]) if dim not in written}
+    splits = list(map(run.split, ins))
+    (dim, cause), (of_part, by) = splits.pop(0), splits.pop(part - 1)
+    if dim is None and of_part is not None:
+        dim, cause = next((dim for dim, place in spanned.items() if place == of_part), None), by
+    fits = dim in spanned and of_part in (spanned[dim], None) and all(of_position is None for of_position, _ in splits)
+    fits = fits and (part == 1 or not any(map(run.is_open, ins)))  # no scatter into a parameter is followed
+    return [Flow(dim=dim, cause=cause)] if fits else run.give_up(eqn, ins)
 
 
 # --- loops and branches ------------------------------------------------------------------------------------------------
@@ -362,7 +340,7 @@ def _common(run: Pass, aval: Any, flows: Sequence[Flow]) -> Flow:
     splits = {run.split(flow) for flow in flows}
     if len({dim for dim, _ in splits}) == 1:
         dim, cause = splits.pop()
-        return Flow(dim=dim, cause=cause, data=any(f.data for f in flows), grad=any(f.grad for f in flows))
+        return Flow(dim=dim, cause=cause)
     for flow in flows:
         run.gather(aval, flow)
     return Flow()
@@ -374,13 +352,6 @@ def _loop(run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow],
     A carry that starts as a constant may start with the split that the body gives it, and a carry that starts split may be
     gathered before the loop, whichever costs least.
     """
-    key = (id(closed.jaxpr), tuple(consts), tuple(carry), tuple(slices))
-    return run.memoized(key, lambda: _follow_loop(run, closed, consts, carry, slices))
-
-
-def _follow_loop(
-    run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow], slices: Sequence[Flow]
-) -> list[Flow]:
     start = run.snapshot()
     if any(run.is_open(flow) for flow in carry):  # parameters in the carry: the first iteration decides their splits
         run.evaluate(closed, [*consts, *carry, *slices])
@@ -443,35 +414,32 @@ def _iterate(
     return [*carried, *outs[len(carried) :]], returned
 
 
-def _scan(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    n_consts, n_carry = scan_counts(eqn)
+def _repeated(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """A scan, or a while loop, which costs as much as one iteration. Its condition is a scalar that all devices compute."""
+    *conditions, body = insides(eqn)
+    consts, carry, sliced = (
+        [i for i, own in zip(body.operands, body.kinds, strict=True) if own == kind] for kind in ("same", "carry", "slice")
+    )
     slices = []
-    for atom, flow in zip(eqn.invars[n_consts + n_carry :], ins[n_consts + n_carry :], strict=True):
+    for i in sliced:
+        flow, aval = ins[i], eqn.invars[i].aval
         dim, cause = run.split(flow)
         if dim == 0:
             run.sliced.update(() if cause is None else (cause,))
-            flow = run.gather(atom.aval, flow)
-        for weight_view in flow.views:
-            if weight_view.dims[0] is not None:
-                run.stacked[weight_view.leaf] = max(run.stacked.get(weight_view.leaf, 0), weight_view.dims[0] + 1)
-        slices.append(flow.through(range(1, len(atom.aval.shape))))
-    outer, run.n_iterations = run.n_iterations, run.n_iterations * max(1, eqn.params["length"])
+            flow = run.gather(aval, flow)
+        for view in flow.views:
+            if view.dims[0] is not None:
+                run.stacked[view.leaf] = max(run.stacked.get(view.leaf, 0), view.dims[0] + 1)
+        slices.append(flow.through(range(1, len(aval.shape))))
+    outer, run.n_iterations = run.n_iterations, run.n_iterations * max(1, eqn.params.get("length", 1))
     try:
-        outs = _loop(run, insides(eqn)[0].closed, ins[:n_consts], ins[n_consts : n_consts + n_carry], slices)
+        outs = run.memoized(_loop, body.closed, [ins[i] for i in consts], [ins[i] for i in carry], slices)
     finally:
         run.n_iterations = outer
-    stacked = [Flow() if run.is_open(out) else Flow(*run.split(out)) for out in outs[n_carry:]]
-    return [*outs[:n_carry], *(replace(out, dim=None if out.dim is None else out.dim + 1) for out in stacked)]
-
-
-def _while(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
-    """A while loop costs as much as one iteration. Its condition is a scalar that all devices compute."""
-    condition, body = insides(eqn)
-    n_carry = body.kinds.count("carry")
-    operands = [ins[i] for i in body.operands]
-    outs = _loop(run, body.closed, operands[:-n_carry], operands[-n_carry:], [])
-    run.evaluate(condition.closed, [*(ins[i] for i in condition.operands[:-n_carry]), *outs])
-    return outs
+    for condition in conditions:
+        run.evaluate(condition.closed, [*(ins[i] for i in condition.operands[: -len(carry)]), *outs])
+    stacked = [Flow() if run.is_open(out) else Flow(*run.split(out)) for out in outs[len(carry) :]]
+    return [*outs[: len(carry)], *(replace(out, dim=None if out.dim is None else out.dim + 1) for out in stacked)]
 
 
 # --- views -----------------------------------------------------------------------------------------------------------
@@ -509,10 +477,9 @@ def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
             source[to], tails[to] = dim, rest[0]
         elif rest and shape[rest[0]] % run.n == 0 and all(set(factors).issuperset(related.outs[0][i]) for i in rest):
             parts[rest[0]] = dim  # such as query, key and value of a fused projection
-    views = tuple(view.of(source).without(tails) for view in flow.views)
     out = run.apply_view(eqn, flow, source, parts)
     if out.views:
-        return [replace(out, views=views)]
+        return [replace(out, views=out.views_without(tails))]
     if out.dim is not None and out.tail is None and out.dim in tails:
         return [replace(out, tail=tails[out.dim])]
     return [out]
@@ -538,11 +505,12 @@ _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
     "concatenate": _joined,
     "stack": _stacked,
     "reshape": _reshaped,
-    "dynamic_update_slice": _updated,
-    **dict.fromkeys((f"scatter{kind}" for kind in ("", "-add", "-sub", "-mul", "-min", "-max")), _scattered),
+    **dict.fromkeys(
+        ("dynamic_update_slice", *(f"scatter{of}" for of in ("", "-add", "-sub", "-mul", "-min", "-max"))), _written
+    ),
     "optimization_barrier": lambda run, eqn, ins: ins,  # output i is operand i
-    "scan": _scan,
-    "while": _while,
+    "scan": _repeated,
+    "while": _repeated,
     "cond": _branches,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"), _along),
 }

@@ -5,9 +5,9 @@ primitive.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -51,10 +51,6 @@ class View:
         """Returns the view whose dim `i` is this one's dim `source[i]`."""
         return View(self.leaf, tuple(None if dim is None else self.dims[dim] for dim in source))
 
-    def without(self, dims: Collection[int]) -> "View":
-        """Returns the view with these dims marked as unrelated to the leaf's dims."""
-        return View(self.leaf, tuple(None if dim in dims else leaf_dim for dim, leaf_dim in enumerate(self.dims)))
-
 
 @dataclass(frozen=True)
 class Flow:
@@ -92,7 +88,7 @@ class Flow:
         """Returns the views with these dims of the value marked as unrelated to the leaves' dims."""
         if not dims:  # shared: a sum of many parameters has as many views, and copying them at each addition is quadratic
             return self.views
-        return tuple(view.without(dims) for view in self.views)
+        return tuple(view.of([None if i in dims else i for i in range(len(view.dims))]) for view in self.views)
 
 
 @dataclass(frozen=True)
@@ -114,20 +110,14 @@ class Use:
 
 
 @dataclass
-class _Memo:
-    """The results of loops that were followed. They survive `Pass.restore`."""
-
-    followed: dict[Any, tuple[list[Flow], dict[str, Any], float]] = field(default_factory=dict)
-
-
-@dataclass
 class Pass:
     """One pass over the loss, from its first equation to its last.
 
     **Arguments:**
 
-    - `forced`: the dim to split of some leaves, which overrides the rules.
     - `follow`: a function from an equation and the flows of its inputs to the flows of its outputs.
+    - `related`: a function from an equation to how it relates dims.
+    - `forced`: the dim to split of some leaves, which overrides the rules.
     - `decided`: the split of each leaf that was used with data, with the reason.
     - `options`: the dims along which a leaf could be split instead.
     - `candidates`: leaves to try with other splits, since theirs caused more collectives than the rules need, in the order
@@ -141,18 +131,19 @@ class Pass:
         product of parameters only); and the equation that has its source line. A product inside a call with a custom
         derivative is listed twice: with its own line, and with the line of the call, which the derivative's products have.
     - `calls`: the enclosing calls, outermost first.
-    - `related`: a function from an equation to how it relates dims. Passes over the same loss share it.
     - `errors`: the primitive and the error of each equation of an unknown form, by the equation's id.
     - `uses`: the products of data with a view of a leaf, by the leaf and the equation's id.
     - `looked_up`: leaves whose rows data selects.
+    - `memo`: the results of loops that were followed. They survive `restore`.
     - `resharded`: equations that take equal parts of a split dim of their operand, by id, with the dim.
     """
 
     names: Sequence[str]
     leaves: Sequence[jax.ShapeDtypeStruct]
     n: int
-    forced: Mapping[int, int | None]
     follow: Callable[["Pass", Any, list["Flow"]], list["Flow"]]
+    related: Callable[[Any], Related]
+    forced: Mapping[int, int | None] = field(default_factory=dict)
     decided: dict[int, Split] = field(default_factory=dict)
     options: dict[int, tuple[int, ...]] = field(default_factory=dict)
     stacked: dict[int, int] = field(default_factory=dict)
@@ -167,12 +158,11 @@ class Pass:
     errors: dict[int, str] = field(default_factory=dict)
     products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
     calls: tuple[Any, ...] = ()
-    related: Callable[[Any], Related] = field(default_factory=lambda: cache(Related))
     n_row_reads: dict[Any, int] = field(default_factory=dict)  # by split value: the number of row-split weights that read it
     cost: float = 0.0
     n_iterations: int = 1
     reduced: set[Any] = field(default_factory=set)  # values whose gradient's all-reduce is counted
-    memo: "_Memo" = field(default_factory=lambda: _Memo())
+    memo: MutableMapping[Any, tuple[list["Flow"], dict[str, Any], float]] = field(default_factory=UserDict)
 
     def snapshot(self) -> "Pass":
         """Returns a copy of the pass, with everything found so far."""
@@ -183,22 +173,23 @@ class Pass:
         """Restores a snapshot."""
         vars(self).update(vars(other.snapshot()))
 
-    def memoized(self, key: Any, follow: Callable[[], list[Flow]]) -> list[Flow]:
-        """Memoizes `follow`, for the same key in the same state: its result, and what it adds to this pass.
+    def memoized(self, follow: Callable[..., list[Flow]], closed: Any, *flows: Sequence[Flow]) -> list[Flow]:
+        """Memoizes `follow(self, closed, *flows)` in the same state: its result, and what it adds to this pass.
 
         A loop is followed several times, with different splits of its carry, and so are the loops inside it. Without
         memoization the time would be exponential in the depth.
         """
         decided, stacked = frozenset(self.decided.items()), frozenset(self.stacked.items())
-        state = (decided, tuple(self.candidates), stacked, self.n_iterations, tuple(map(id, self.calls)))
-        if (key, state) in self.memo.followed:
-            outs, found, cost = self.memo.followed[key, state]
+        key = (id(closed.jaxpr), *map(tuple, flows), decided, tuple(self.candidates), stacked, self.n_iterations)
+        key += tuple(map(id, self.calls))
+        if key in self.memo:
+            outs, found, cost = self.memo[key]
             for name, values in found.items():
                 getattr(self, name).update(values)
             self.cost += cost
         else:
             before = self.snapshot()
-            outs = follow()
+            outs = follow(self, closed, *flows)
             found = {
                 name: {k: v for k, v in value.items() if k not in was or was[k] is not v}
                 if isinstance(value, dict)
@@ -207,7 +198,7 @@ class Pass:
                 if isinstance(value, dict | set) and name not in ("n_row_reads", "reduced")
                 for was in (vars(before)[name],)
             }
-            self.memo.followed[key, state] = outs, found, self.cost - before.cost
+            self.memo[key] = outs, found, self.cost - before.cost
         self.reduced, self.n_row_reads = set(), {}  # their keys are values of the loop's body
         return outs
 

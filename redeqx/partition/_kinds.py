@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from .._tree import is_array_like, named_leaves, render
 from ..tracing import Trace, WeightUses
-from ._dataflow import uses
+from ._dataflow import followed
 from ._flow import Use
 from ._layers import _CONVS, _LAYERS, NORMS, _n_stacked, _within
 
@@ -76,53 +76,41 @@ def kinds_of(model: PyTree, trace: Trace | None = None) -> dict[str, Kind]:
     - `trace`: of a loss of this model, or of a model that has these leaves and others.
     """
     kinds = {name: OTHER for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
-    linears: dict[str, eqx.nn.Linear] = {}
+    last: tuple[str, eqx.nn.Linear] | None = None  # the last fully connected layer, and the name of its weight
     widths: set[int] = set()
-    is_layer = lambda node: isinstance(node, (*_LAYERS, *_CELLS))  # noqa: E731
-    for path, node in jtu.tree_flatten_with_path(model, is_leaf=is_layer)[0]:
-        if not is_layer(node):
+    for path, node in jtu.tree_flatten_with_path(model, is_leaf=_is_layer)[0]:
+        if not _is_layer(node):
             continue
+        arrays = {leaf: array for leaf, array in named_leaves(node).items() if is_array_like(array)}
+        kinds |= {_within(render(path), leaf): _by_type(node, leaf, array) for leaf, array in arrays.items()}
         if isinstance(node, eqx.nn.Linear):
-            linears[_within(render(path), "weight")] = node
-        if isinstance(node, eqx.nn.Embedding):
+            last = _within(render(path), "weight"), node
+        elif isinstance(node, eqx.nn.Embedding):
             widths.add(node.embedding_size)
-        own = {_within(render(path), leaf): leaf for leaf in ("weight", "bias")}
-        if isinstance(node, _CELLS):
-            known = {_within(render(path), leaf): _of_cell(leaf, array) for leaf, array in named_leaves(node).items()}
-        else:
-            known = {name: _by_type(node, leaf) for name, leaf in own.items()}
-        for leaf, dims in getattr(node, "follows_weight", {}).items():
-            array = getattr(node, leaf)
-            n_stacked = array.ndim - 2 if is_array_like(array) else 0
-            known[_within(render(path), leaf)] = Kind("matrix", (n_stacked,), (n_stacked + 1,)) if len(dims) == 2 else OTHER
-        if isinstance(node, NORMS):
-            known = {_within(render(path), leaf): Kind("norm") for leaf in named_leaves(node)}
-        kinds |= {name: kind for name, kind in known.items() if name in kinds}
     if trace is not None:
-        kinds = of_loss(kinds, trace)
-    elif linears:
-        (*_, (name, last)) = linears.items()
-        is_unstacked = is_array_like(last.weight) and _n_stacked(last) == 0
-        if is_unstacked and last.out_features not in widths:
+        return of_loss(kinds, trace)
+    if last is not None:
+        name, layer = last
+        if is_array_like(layer.weight) and _n_stacked(layer) == 0 and layer.out_features not in widths:
             kinds[name] = Kind("head", (0,), (1,))
     return kinds
 
 
-def _by_type(layer: Any, leaf: str) -> Kind:
-    """Returns the kind of the weight or the bias of a layer."""
-    if leaf == "bias":
+def _is_layer(node: Any) -> bool:
+    return isinstance(node, (*_LAYERS, *_CELLS))
+
+
+def _by_type(layer: Any, leaf: str, array: Any) -> Kind:
+    """Returns the kind of a leaf of a layer."""
+    if isinstance(layer, NORMS):
+        return Kind("norm")
+    if leaf == "bias" or (isinstance(layer, _CELLS) and leaf.startswith("bias")):
         return Kind("bias")
-    if isinstance(layer, _CONVS):
-        return Kind("convolution")
-    if isinstance(layer, eqx.nn.Embedding):
-        return Kind("embedding")
-    n = max(_n_stacked(layer), 0)
-    return Kind("matrix", (n,), (n + 1,))
-
-
-def _of_cell(leaf: str, array: Any) -> Kind:
-    """Returns the kind of a leaf of a recurrent cell."""
-    return Kind("bias") if leaf.startswith("bias") else Kind("matrix", (array.ndim - 2,), (array.ndim - 1,))
+    if leaf == "weight" and isinstance(layer, (*_CONVS, eqx.nn.Embedding)):
+        return Kind("convolution" if isinstance(layer, _CONVS) else "embedding")
+    is_matrix = leaf == "weight" or isinstance(layer, _CELLS) or len(getattr(layer, "follows_weight", {}).get(leaf, ())) == 2
+    n = max(array.ndim - 2, 0)
+    return Kind("matrix", (n,), (n + 1,)) if is_matrix else OTHER
 
 
 def of_loss(kinds: Mapping[str, Kind], trace: Trace) -> dict[str, Kind]:
@@ -136,18 +124,13 @@ def of_loss(kinds: Mapping[str, Kind], trace: Trace) -> dict[str, Kind]:
 
 def _by_loss(trace: Trace) -> Mapping[str, Kind]:
     """Returns the kind of each leaf whose rows a traced loss looks up, or that it multiplies with data."""
-    products, looked_up = uses(trace)
     weights = WeightUses(trace.closed, len(trace.leaves))
+    run = followed(trace, 1)  # no leaf is split: all of its views are followed
     of_leaf: dict[int, list[Use]] = {}
-    for use in products:
+    for use in run.uses.values():
         of_leaf.setdefault(use.view.leaf, []).append(use)
-    kinds = {}
-    for i, (name, leaf) in enumerate(zip(trace.names, trace.leaves, strict=True)):
-        if i in looked_up:
-            kinds[name] = Kind("embedding")
-        elif i in of_leaf:
-            kinds[name] = _of_products(of_leaf[i], leaf.shape, weights)
-    return kinds
+    kinds = {trace.names[i]: _of_products(found, trace.leaves[i].shape, weights) for i, found in of_leaf.items()}
+    return kinds | {trace.names[i]: Kind("embedding") for i in run.looked_up}
 
 
 def _of_products(found: Sequence[Use], shape: Sequence[int], weights: WeightUses) -> Kind:

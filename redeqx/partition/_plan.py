@@ -25,7 +25,7 @@ from ..monitor import HtmlPage, size_text
 from ..storage import disk_path
 from ..tracing import Trace, line_of, product_flops
 from . import _rules
-from ._dataflow import Order, order, products
+from ._dataflow import Order, followed, order
 from ._draw import Picture, draw
 from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
@@ -416,7 +416,7 @@ def mark_read(plan: Plan, trace: Trace, row_use: RowUse = UNKNOWN, *, with_kinds
         for name, leaf in plan.leaves.items()
     }
     dims = {name: plan.model_dim(name) for name in plan.leaves}
-    repeats = _repeats(products(trace, plan.mesh.shape[MODEL], dims), plan.mesh)
+    repeats = _repeats(followed(trace, plan.mesh.shape[MODEL], dims).products.values(), plan.mesh)
     if row_use == UNKNOWN:
         row_use = plan.row_use
     row_use = replace(row_use, trace=None, constants=None)  # a plan can be copied, and keeps no arrays alive

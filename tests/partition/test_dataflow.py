@@ -535,7 +535,7 @@ def test_a_sum_of_many_parameters_makes_views_linear_in_their_number(monkeypatch
     assert 0 < views(200) < 5 * views(50)
 
 
-@pytest.mark.parametrize("write", ["set", "add"])
+@pytest.mark.parametrize("write", ["set", "add", "subtract", "multiply", "max", "min"])
 def test_values_written_at_a_position_keep_their_split(write):
     """As keys in a cache: each row writes at its own position, so that the update is a scatter."""
 

@@ -1,6 +1,7 @@
 """Dataflow analysis of a loss: it supports every equation of our models, and takes bounded time for nested loops."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import equinox as eqx
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import pytest
 from _structures import STRUCTURES, batched
 
+import redeqx
+from redeqx.dims import Related
 from redeqx.partition import _dataflow
 from redeqx.partition._dataflow import order
 from redeqx.tracing import Trace
@@ -99,6 +102,24 @@ def test_nested_loops_are_not_exponential_in_their_depth(loss, monkeypatch):
         splits.append({name: split.dim for name, split in found.splits.items()})
     assert splits == [{"0": 1, "1": 0}] * 5
     assert counts[4] - counts[3] <= counts[1]  # without the memo, each level would multiply the count by 4
+
+
+def test_how_an_equation_relates_dims_is_found_once_for_all_passes(monkeypatch):
+    """For the splits, for the kinds of leaves, and for the repeated work."""
+    found = Counter()
+
+    def related(eqn):
+        found[eqn] += 1
+        return Related(eqn)
+
+    monkeypatch.setattr(_dataflow, "Related", related)
+
+    def loss(model, batch, key):
+        return jnp.sum(jnp.tanh(batch @ model["up"]) @ model["down"])
+
+    model = {"down": jnp.ones((16, 8)), "up": jnp.ones((8, 16))}
+    redeqx.Deployer(n_model_shards=2, verbose=False).plan(model, loss, jnp.ones((4, 8)))
+    assert {eqn.primitive.name: n for eqn, n in found.items()} == {"dot_general": 1, "reduce_sum": 1}
 
 
 def test_a_convolution_keeps_the_split_of_a_dim_that_it_does_not_mix():
