@@ -101,7 +101,7 @@ from . import _flow
 from ._rules import Split
 from .._tree import render
 from ..data import slices
-from redeqx.checkpoint import Checkpoints
+from redeqx.checkpoint._manager import Checkpoints
 if TYPE_CHECKING:
     from .._trainer import Trainer
 def fn():
