@@ -63,7 +63,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
     An update is that of the undivided loss, up to rounding: it does not depend on the mesh, on micro-batches or on a
     restart, also if the loss draws random numbers. A loss that mixes rows, such as a contrastive one, is computed undivided
-    unless `accumulate_grad_batches` asks for parts; the header names its line.
+    unless `accumulate_grad_batches` asks for parts. The header names its line, and what has no proof: an operation that is
+    not known, or a draw that cannot follow its rows.
 
     The arrays of `model` are copied to the mesh when the first batch arrives; arrays made by `deployer.init` are used
     without a copy, and deleted by the first update.

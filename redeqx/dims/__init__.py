@@ -6,6 +6,7 @@ and the verdict `RowUse`. It is independent of meshes, plans and training. Open 
 
 from ._draws import ByNumber as ByNumber, Factors as Factors
 from ._equation import VIEWS as VIEWS, Related as Related, repeats as repeats, view as view
+from ._names import equations_of as equations_of
 from ._relations import is_elementwise as is_elementwise
 from ._use import (
     UNKNOWN as UNKNOWN,

@@ -133,7 +133,7 @@ class Step:
 
 @dataclass(eq=False)
 class Block:
-    """A jaxpr at one place: its inputs, equations and outputs."""
+    """A jaxpr at one place: its inputs, equations and outputs. Remats are inlined."""
 
     ins: list[Value]
     steps: list[Step] = field(default_factory=list)

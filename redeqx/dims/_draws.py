@@ -24,7 +24,7 @@ class ByNumber:
 
     **Arguments:**
 
-    - `place`: its place among the equations of the function, in the order of `tracing.equations`.
+    - `place`: its place among the equations of the function, in the order of `equations_of`.
     - `factors`: for a draw, those of each dim of the output that is not one of the keys; for an `iota`, those of its dim.
     - `is_draw`: whether it draws or splits keys.
     - `columns`: for a lookup by the row's own number, the columns of the indices that are this number, and the dim of the

@@ -54,6 +54,8 @@ class Growth:
         if varies == sorted(varies, reverse=True):  # the outer factors
             self.rows = frozenset(names.rows[: sum(varies)])
         self.is_grouped = len(self.rows) < len(names.rows)
+        if len(names.rows) == 1:
+            _name_what_grows(names, other, ours, others)
         self.group = math.prod(atom.size for atom, grows in zip(names.rows, varies, strict=True) if not grows)
         self._sizes = {one: two.size for one, two in zip(names.rows, other.rows, strict=True)}
         self._ratio = size_of(other.rows) / max(size_of(names.rows), 1)
@@ -107,6 +109,21 @@ class Growth:
         """Whether a dim grows as the rows among its atoms do."""
         of = [atom for atom in flat(dim) if atom in self._sizes]
         return size * math.prod(self._sizes[atom] for atom in of) == its_size * math.prod(atom.size for atom in of)
+
+
+def _name_what_grows(names: Names, other: Names, ours: Sequence[Step], others: Sequence[Step]) -> None:
+    """Names as rows the dims that have an entry for each row, but meet no row of the batch, such as those of the noise from
+    which a GAN makes its examples. Which entry belongs to which row is then free."""
+    sizes = names.rows[0].size, other.rows[0].size
+    for one, two in zip(ours, others, strict=True):
+        for value, its in zip((*one.ins, *one.outs), (*two.ins, *two.outs), strict=True):
+            if value.is_polymorphic and value.base is None:  # its uses are named
+                continue
+            for dim, its_dim in zip(value.dims, its.dims, strict=True):
+                for atom, its_atom in zip(flat(dim), flat(its_dim), strict=False):
+                    if (atom.size, its_atom.size) == sizes:
+                        names.unify(names.rows, (atom,))
+                        other.unify(other.rows, (its_atom,))
 
 
 def numbers_of(eqn: Any) -> Iterator[Any]:

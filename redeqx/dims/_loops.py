@@ -4,7 +4,7 @@ afterwards."""
 from collections.abc import Callable, Sequence
 
 from ..kernels import formula
-from ..tracing import REMATS, insides, normal, scan_counts
+from ..tracing import insides, normal, scan_counts
 from ._atoms import Step, Value
 from ._inference import Inference
 
@@ -88,6 +88,6 @@ LOOPS: dict[str, Callable[[Inference, Step], list[Value]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    **dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", *REMATS), _called),
+    **dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "custom_vjp_call"), _called),
     **dict.fromkeys(_OPAQUE, _opaque),
 }

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..tracing import Env, equations
+from ..tracing import REMATS, Env, equations, insides
 from ._atoms import Block, Dim, Step, Value, flat, size_of
 from ._inference import Inference
 from ._loops import LOOPS
@@ -36,6 +36,12 @@ class Inputs:
         return slice(first, first + self.n_batch)
 
 
+def equations_of(closed: Any) -> list[Any]:
+    """Returns the equations of a closed jaxpr in normal form that can be replaced: its own, and those inside loops, branches
+    and remats. Remats are not among them, so that they may be inlined."""
+    return [eqn for eqn in equations(closed) if eqn.primitive.name not in REMATS]
+
+
 class Names(Inference):
     """The dims of all values of a traced function, by their atoms.
 
@@ -48,13 +54,13 @@ class Names(Inference):
     **Attributes:**
 
     - `root`: the block of the function.
-    - `places`: by the id of an equation that can be replaced, its place among `equations(closed)`.
+    - `places`: by the id of an equation that can be replaced, its place among `equations_of(closed)`.
     """
 
     def __init__(self, closed: Any, inputs: Inputs, *, returns_rows: bool = False):
         super().__init__()
         self.inputs = inputs
-        self.places = {id(eqn): place for place, eqn in enumerate(equations(closed))}
+        self.places = {id(eqn): place for place, eqn in enumerate(equations_of(closed))}
         first = inputs.batch.start
         ins = [self.fresh(var.aval, is_polymorphic=i < first) for i, var in enumerate(closed.jaxpr.invars)]
         self._rows: Dim = ()
@@ -77,6 +83,11 @@ class Names(Inference):
     def block(self, closed: Any, ins: Sequence[Value]) -> Block:
         """Returns the block of a closed jaxpr for these inputs."""
         block = Block(list(ins))
+        block.outs = self._into(block.steps, closed, block.ins)
+        return block
+
+    def _into(self, steps: list[Step], closed: Any, ins: Sequence[Value]) -> list[Value]:
+        """Appends the steps of a jaxpr; returns its outputs. Remats are inlined."""
 
         def constant(atom: Any, value: Any) -> Value:
             return self.fresh(atom.aval, is_polymorphic=True, literal=value)
@@ -84,12 +95,16 @@ class Names(Inference):
         env = Env(zip(closed.jaxpr.invars, ins, strict=True), literal=lambda literal: constant(literal, literal.val))
         env.update(zip(closed.jaxpr.constvars, map(constant, closed.jaxpr.constvars, closed.consts), strict=True))
         for eqn in closed.jaxpr.eqns:
-            step = Step(eqn, env.read(eqn.invars))
-            self._relate(step)
-            block.steps.append(step)
-            env.update(zip(eqn.outvars, step.outs, strict=True))
-        block.outs = env.read(closed.jaxpr.outvars)
-        return block
+            operands = env.read(eqn.invars)
+            if eqn.primitive.name in REMATS:
+                results = self._into(steps, insides(eqn)[0].closed, operands)
+            else:
+                step = Step(eqn, operands)
+                self._relate(step)
+                results = step.outs
+                steps.append(step)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return env.read(closed.jaxpr.outvars)
 
     def _relate(self, step: Step) -> None:
         outer, self._step = self._step, step

@@ -14,12 +14,12 @@ from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes
 from ..errors import is_ours
-from ..tracing import as_fun, equations, insides, normal, shapes_in, shortened
+from ..tracing import as_fun, insides, normal, shapes_in, shortened
 from ._atoms import Step, steps_of
 from ._draws import ByNumber, Draws, Factors, factors_of
 from ._gathers import gathers_of
 from ._growth import Constants, Growth
-from ._names import Inputs, Names
+from ._names import Inputs, Names, equations_of
 from ._rows import NOT_KNOWN, ROW, TOGETHER, Rows
 
 
@@ -160,7 +160,7 @@ def row_use(
     growth = Growth(names, other)
     found: dict[str, Any] = {
         "trace": ours,
-        "primitives": tuple(eqn.primitive.name for eqn in equations(ours)),
+        "primitives": tuple(eqn.primitive.name for eqn in equations_of(ours)),
         "gathers": gathers_of(names),
     }
     # A layer's state takes the statistics of each part, so what the layer computes is not taken from the whole batch. Of the

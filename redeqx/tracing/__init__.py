@@ -40,7 +40,7 @@ from ._interpret import (
 )
 from ._leaks import leak as leak
 from ._lines import line_among as line_among, line_of as line_of, shortened as shortened
-from ._normal import normal as normal
+from ._normal import normal as normal, without_remats as without_remats
 from ._products import (
     BY_WEIGHT as BY_WEIGHT,
     PRODUCTS as PRODUCTS,

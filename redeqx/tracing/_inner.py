@@ -232,16 +232,19 @@ def all_inside(eqn: Any) -> list[Any]:
 
 def equations(closed: Any) -> Iterator[Any]:
     """Yields the equations of a closed jaxpr, also inside its loops, branches and plain calls. Visits each jaxpr once."""
-    seen: set[int] = set()
-    todo = [closed.jaxpr]
-    while todo:
-        jaxpr = todo.pop()
-        if id(jaxpr) in seen:
-            continue
-        seen.add(id(jaxpr))
-        yield from jaxpr.eqns
-        inner = [found.closed.jaxpr for eqn in jaxpr.eqns if is_replaceable(eqn) for found in insides(eqn)]
-        todo.extend(reversed(inner))
+    seen: set[Any] = set()
+
+    def of(jaxpr: Any) -> Iterator[Any]:
+        if jaxpr in seen:
+            return
+        seen.add(jaxpr)
+        for eqn in jaxpr.eqns:
+            yield eqn
+            if is_replaceable(eqn):
+                for inner in insides(eqn):
+                    yield from of(inner.closed.jaxpr)
+
+    return of(closed.jaxpr)
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

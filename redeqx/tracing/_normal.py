@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from jax.extend import core as jex
 
-from ._inner import Env, insides, with_insides
+from ._inner import REMATS, Env, insides, with_insides
 
 
 class Inlined(NamedTuple):
@@ -43,6 +43,12 @@ def inlined_at(jaxpr: Any, eqn: Any) -> Sequence[Inlined]:
 def normal(closed: Any) -> Any:
     """Returns a closed jaxpr in normal form; the same object if it is in this form already."""
     return closed if closed.jaxpr in _INLINED or _is_normal(closed, set()) else _normal(closed)
+
+
+def without_remats(closed: Any) -> Any:
+    """Returns a closed jaxpr in normal form whose own remats are inlined too, to evaluate values inside them."""
+    has_remats = any(eqn.primitive.name in REMATS for eqn in closed.jaxpr.eqns)
+    return _normal(closed, keeps_remats=False) if has_remats else normal(closed)
 
 
 def _is_normal(closed: Any, seen: set[int]) -> bool:
@@ -76,12 +82,13 @@ def _is_of_library(eqn: Any) -> bool:
     return "site-packages" in file and not file.endswith(os.path.join("equinox", "_jit.py"))
 
 
-def _normal(closed: Any, call: Any = None) -> Any:
+def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
     """Returns a closed jaxpr in normal form.
 
     **Arguments:**
 
     - `call`: the traceback of the call of a library's function in which it is; None if it is in none.
+    - `keeps_remats`: whether its own remats, outside loops, are not inlined.
     """
     constvars, consts, eqns = list[Any](), list[Any](), list[Any]()
     calls: dict[int, list[Inlined]] = {}  # by the index of the first equation
@@ -105,6 +112,9 @@ def _normal(closed: Any, call: Any = None) -> Any:
                 if len(eqns) > start:
                     inlined = Inlined(eqn.replace(invars=invars, source_info=info), outs, len(eqns) - start)
                     calls.setdefault(start, []).insert(0, inlined)
+                continue
+            if not keeps_remats and eqn.primitive.name in REMATS:
+                env.update(zip(eqn.outvars, enter(insides(eqn)[0].closed, invars, call, info.name_stack), strict=True))
                 continue
             env.update(zip(eqn.outvars, outvars := _fresh(eqn.outvars), strict=True))
             new = eqn.replace(invars=invars, outvars=outvars, source_info=info)

@@ -17,9 +17,9 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, PyTree, UInt32
 
 from .._tree import as_bare_shapes
-from ..dims import Factors, RowUse
+from ..dims import Factors, RowUse, equations_of
 from ..errors import warn
-from ..tracing import Rule, Site, as_fun, equations, interpret, normal, plain, restricted
+from ..tracing import Rule, Site, as_fun, interpret, normal, plain, restricted, without_remats
 
 
 class Rows(NamedTuple):
@@ -55,7 +55,7 @@ class _Traced(NamedTuple):
 def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> _Traced:
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*as_bare_shapes(args))
     closed = normal(closed)
-    eqns = list(equations(closed))
+    eqns = equations_of(closed)
     is_known = use.is_exact and not use.draws and tuple(eqn.primitive.name for eqn in eqns) == use.primitives
     if is_known and use.constants is not None and not use.constants.have(closed, jax.tree.leaves(args[2])[0].shape[0]):
         is_known = False
@@ -75,8 +75,10 @@ def of_whole(
     args = (weights, state, batch, key)
     if not use.whole or (traced := _trace(fn, use, args)).eqns is None:
         return rows
-    outvars = [var for of in use.whole for var in traced.eqns[of.place].outvars]
-    found = interpret(restricted(traced.closed, outvars), jax.tree.leaves(args), [_ByRow(rows, use, traced.eqns)])
+    closed = without_remats(traced.closed)
+    eqns = equations_of(closed)
+    outvars = [var for of in use.whole for var in eqns[of.place].outvars]
+    found = interpret(restricted(closed, outvars), jax.tree.leaves(args), [_ByRow(rows, use, eqns)])
     own, shared = [], []
     for value, factors in zip(found, (factors for of in use.whole for factors in of.factors), strict=True):
         if (place := _place_of_rows(factors)) is None:

@@ -201,6 +201,32 @@ def a_sum_plus_noise_divided_by_len(p, batch, key):
 
 
 @after
+def masked_in_a_checkpoint(p, batch, key):
+    @jax.checkpoint
+    def loss(p, batch):
+        return (token_losses(p, batch) * batch["mask"]).sum() / batch["mask"].sum()
+
+    return loss(p, batch)
+
+
+@after
+def mixup_in_nested_checkpoints(p, batch, key):
+    """The order of the rows is drawn inside."""
+
+    @eqx.filter_checkpoint
+    def mixed_up(x, key):
+        return 0.7 * x + 0.3 * x[jax.random.permutation(key, len(x))]
+
+    @eqx.filter_checkpoint
+    def loss(p, x, key):
+        order_key, key = jax.random.split(key)
+        x = mixed_up(x, order_key) * jax.random.bernoulli(key, 0.8, x.shape)
+        return (jax.nn.relu(x @ p["w"]) @ p["v"]).mean()
+
+    return loss(p, batch["x"], key)
+
+
+@after
 def masked_by_product(p, batch, key):
     return (token_losses(p, batch) * batch["mask"]).sum() / batch["mask"].sum()
 
@@ -426,7 +452,7 @@ def advantages_of_a_learned_value(p, batch, key):
     return (advantage * row_losses(p, batch)).mean()
 
 
-@unknown
+@after
 def whitened_inputs(p, batch, key):
     x = batch["x"].reshape(-1, D)
     cov = x.T @ x / len(x) + 0.1 * jnp.eye(D)
@@ -1122,6 +1148,7 @@ def keys_folded_with_the_row(p, batch, key):
     return (jnp.tanh((batch["x"] + noise) @ p["w"]) @ p["v"]).mean()
 
 
+<<<<<<< HEAD
 @mixed
 def mixup_with_a_beta_by_row(p, batch, key):
     """One key for all: JAX draws gammas for all rows at once."""
@@ -1135,12 +1162,32 @@ def a_sum_of_rows_with_gammas(p, batch, key):
 
 
 @unknown
+=======
+@separable
+>>>>>>> 73dd01e (Follow rows into remats, and name noise that meets no row)
 def a_generator(p, batch, key):
     fake = jnp.tanh(jax.random.normal(key, (len(batch["x"]), T, D)) @ p["u"])
     return (batch["x"] @ p["v"]).mean() - (fake @ p["v"]).mean()
 
 
-@unknown
+@separable
+def a_discriminator(p, batch, key):
+    """Noise by row, from which as many examples are made as the batch has, each with a draw of its own."""
+    noise_key, key = jax.random.split(key)
+    fake = jnp.tanh(jax.random.normal(noise_key, (len(batch["x"]), D)) @ p["u"])
+    fake = jax.vmap(lambda x, key: x * jax.random.bernoulli(key, 0.7, x.shape))(fake, jax.random.split(key, len(fake)))
+    is_real = optax.sigmoid_binary_cross_entropy(scores(p, batch), jnp.ones(len(batch["x"])))
+    is_fake = optax.sigmoid_binary_cross_entropy(fake @ p["v"], jnp.zeros(len(fake)))
+    return 0.5 * (is_real.mean() + is_fake.mean())
+
+
+@mixed
+def a_generator_whose_examples_are_compared(p, batch, key):
+    fake = jnp.tanh(jax.random.normal(key, (len(batch["x"]), D)) @ p["u"])
+    return jnp.exp(-((features(p, batch["x"])[:, None] - fake) ** 2).sum(-1)).mean()
+
+
+@after
 def a_bootstrap_of_rows(p, batch, key):
     """Rows drawn with replacement."""
     chosen = jax.random.randint(key, (len(batch["x"]),), 0, len(batch["x"]))

@@ -131,6 +131,9 @@ def test_a_divisor_that_is_nearly_the_number_of_rows_is_no_mean(divisor, n_rows)
 
 
 QUICK = (
+    "a_discriminator",
+    "masked_in_a_checkpoint",
+    "mixup_in_nested_checkpoints",
     "a_sum_of_rows",
     "masked_by_mean_where",
     "mixup_with_the_reversed_batch",
