@@ -20,7 +20,7 @@ from ._names import Names
 
 _SIZES = {  # parameters that are sizes of dims, which the names explain
     *("shape", "new_sizes", "slice_sizes", "limit_indices", "length", "sizes", "window_dimensions", "reps"),
-    *("feature_group_count", "batch_group_count", "axis_size", "split"),
+    *("feature_group_count", "batch_group_count", "axis_size", "__axis_size", "split"),
 }
 
 

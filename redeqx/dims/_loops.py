@@ -29,6 +29,15 @@ def _attention(names: Inference, step: Step) -> list[Value]:
     return list(map(_again, step.blocks[0].outs))
 
 
+def _linear_solve(names: Inference, step: Step) -> list[Value]:
+    """Followed like the solve that it calls. The verdict checks the gradient, which solves with the transposed matrix."""
+    lengths, solve = step.eqn.params["const_lengths"], step.eqn.params["jaxprs"].solve
+    first = lengths.matvec + lengths.vecmat
+    step.ins = [*step.ins[first : first + lengths.solve], *step.ins[sum(lengths) :]]
+    step.blocks = [names.block(normal(solve), step.ins)]
+    return list(map(_again, step.blocks[0].outs))
+
+
 def _scan(names: Inference, step: Step) -> list[Value]:
     n_consts, n_carry = scan_counts(step.eqn)
     consts, initial, xs = step.ins[:n_consts], step.ins[n_consts : n_consts + n_carry], step.ins[n_consts + n_carry :]
@@ -79,12 +88,13 @@ def _unify(names: Inference, carry: Sequence[Value], outs: Sequence[Value]) -> N
             names.unify(one, two)
 
 
-_OPAQUE = ("shard_map", "custom_linear_solve", "custom_lin")
+_OPAQUE = ("shard_map", "custom_lin")
 
 
 LOOPS: dict[str, Callable[[Inference, Step], list[Value]]] = {
     "attention": _attention,
     "attention_gradient": _attention,
+    "custom_linear_solve": _linear_solve,
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -40,6 +40,7 @@ _ELEMENTWISE = {
     *("sharding_constraint", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh"),
     *("sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "tile", "xor", "zeta"),
     *("nonbatchable", "nondifferentiable_backward", "nontraceable"),  # Equinox's, which return their operands
+    "select_if_vmap",  # Equinox's `select_n` in loops, whose predicate may be known
 }
 
 
@@ -276,6 +277,33 @@ def _linear_algebra(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return [[*batch[0], *map(names.dim, var.aval.shape[n:])] for var in eqn.outvars]
 
 
+def _triangular_solve(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """Each column of the right-hand side is solved on its own; each of its rows, if the matrix is on the right."""
+    matrix, given = ins
+    for one, two in zip(matrix.dims[:-2], given.dims[:-2], strict=True):
+        names.unify(one, two)
+    rows, columns = given.dims[-2:]
+    solved = rows if eqn.params["left_side"] else columns
+    for dim in (*matrix.dims[-2:], solved):
+        names.mix("reduce", dim)
+    new = names.dim(given.aval.shape[-2 if eqn.params["left_side"] else -1])
+    return [[*given.dims[:-2], *((new, columns) if eqn.params["left_side"] else (rows, new))]]
+
+
+def _batched(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """Equinox's `vmap` of a primitive that has no rule for it. Nothing is known of the dims that are not batched."""
+    rest, batch, params = [list(value.dims) for value in ins], [], eqn.params
+    while "__batch_axes" in params:
+        of = [dims.pop(axis) for dims, axis in zip(rest, params["__batch_axes"], strict=True) if isinstance(axis, int)]
+        for other in of[1:]:
+            names.unify(of[0], other)
+        batch.append(of[0])
+        params = dict(params["params"])
+    for dim in (dim for dims in rest for dim in dims):
+        names.mix("unknown", dim)
+    return [[*batch, *map(names.dim, var.aval.shape[len(batch) :])] for var in eqn.outvars]
+
+
 # --- products -----------------------------------------------------------------------------------------------------------
 
 
@@ -436,6 +464,8 @@ _TABLE: dict[str, Relation] = {
     "transpose": _transpose,
     "squeeze": _squeeze,
     "optimization_barrier": _same,
+    "triangular_solve": _triangular_solve,
+    "vprim": _batched,
     "concatenate": _concatenate,
     "stack": _stack,
     "unstack": _unstack,
@@ -468,7 +498,5 @@ _TABLE: dict[str, Relation] = {
     **dict.fromkeys(
         ("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"), _scatter
     ),
-    **dict.fromkeys(
-        ("cholesky", "lu", "qr", "eigh", "svd", "triangular_solve", "householder_product", "geqrf"), _linear_algebra
-    ),
+    **dict.fromkeys(("cholesky", "lu", "qr", "eigh", "svd", "householder_product", "geqrf"), _linear_algebra),
 }

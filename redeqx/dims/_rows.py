@@ -70,7 +70,7 @@ _TERMS = {
     **dict.fromkeys(("div", "gather", "dynamic_slice"), slice(1)),
     "dynamic_update_slice": slice(2),
     **dict.fromkeys((*_SCATTERS, "scatter"), slice(0, None, 2)),
-    "select_n": slice(1, None),
+    **dict.fromkeys(("select_n", "select_if_vmap"), slice(1, None)),
 }
 _BILINEAR = {"mul", *BY_WEIGHT}
 # Reductions whose result does not depend on the order of the rows.

@@ -272,7 +272,8 @@ def _own_derivative(names: Names) -> Step | None:
     """Returns the first call of a function with a derivative that the user, or a package that is not known, wrote."""
     for step in steps_of(names.root):
         if step.name.startswith("custom_") and step.blocks:
-            file = insides(step.eqn)[0].closed.jaxpr.debug_info.func_filename or ""
+            inner = insides(step.eqn)  # none of a linear solve, whose gradient is another solve
+            file = inner[0].closed.jaxpr.debug_info.func_filename or "" if inner else ""
             if not (file.startswith(_TRUSTED) or is_ours(file)):
                 return step
     return None

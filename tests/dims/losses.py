@@ -452,7 +452,7 @@ def advantages_of_a_learned_value(p, batch, key):
     return (advantage * row_losses(p, batch)).mean()
 
 
-@after
+@unknown
 def whitened_inputs(p, batch, key):
     x = batch["x"].reshape(-1, D)
     cov = x.T @ x / len(x) + 0.1 * jnp.eye(D)
@@ -1018,7 +1018,45 @@ def a_flow_with_its_jacobian(p, batch, key):
     return (0.5 * (z**2).sum(-1) - logdet).mean()
 
 
-@case("unknown", is_cautious=True)
+@separable
+def a_solve_with_one_matrix(p, batch, key):
+    """The rows are columns of the right-hand side."""
+    return (jax.vmap(lambda x: jnp.linalg.solve(p["w"] + 3 * jnp.eye(D), x.mean(0)))(batch["x"]) @ p["v"]).mean()
+
+
+@mixed
+def a_solve_over_rows(p, batch, key):
+    x = features(p, batch["x"])
+    return (jnp.linalg.solve(x @ x.T + jnp.eye(len(x)), batch["reward"]) * scores(p, batch)).mean()
+
+
+@separable
+def a_loop_of_equinox_that_saves_checkpoints(p, batch, key):
+    def of_row(x):
+        step = partial(_step_of_a_loop, p["w"])
+        return eqx.internal.while_loop(lambda c: c[0] < 4, step, (0, x), max_steps=4, kind="checkpointed")[1] @ p["v"]
+
+    return jax.vmap(of_row)(batch["x"].mean(1)).mean()
+
+
+@separable
+def a_scan_of_equinox_that_saves_checkpoints(p, batch, key):
+    def of_row(x):
+        def cell(h, x):
+            h = jnp.tanh(p["u"] @ h + p["w"] @ x)
+            return h, h @ p["v"]
+
+        return eqx.internal.scan(cell, jnp.zeros(D), x, kind="checkpointed", checkpoints=2)[1].sum()
+
+    return jax.vmap(of_row)(batch["x"]).mean()
+
+
+def _step_of_a_loop(w, carry):
+    i, x = carry
+    return i + 1, jnp.tanh(w @ x)
+
+
+@separable
 def a_solve_in_each_row(p, batch, key):
     def of_row(x):
         return jnp.linalg.solve(x.T @ x + jnp.eye(D), p["v"]) @ p["w"] @ p["v"]
@@ -1148,7 +1186,6 @@ def keys_folded_with_the_row(p, batch, key):
     return (jnp.tanh((batch["x"] + noise) @ p["w"]) @ p["v"]).mean()
 
 
-<<<<<<< HEAD
 @mixed
 def mixup_with_a_beta_by_row(p, batch, key):
     """One key for all: JAX draws gammas for all rows at once."""
@@ -1161,10 +1198,7 @@ def a_sum_of_rows_with_gammas(p, batch, key):
     return (row_losses(p, batch) * jax.random.gamma(key, 2.0, (len(batch["x"]),))).sum()
 
 
-@unknown
-=======
 @separable
->>>>>>> 73dd01e (Follow rows into remats, and name noise that meets no row)
 def a_generator(p, batch, key):
     fake = jnp.tanh(jax.random.normal(key, (len(batch["x"]), T, D)) @ p["u"])
     return (batch["x"] @ p["v"]).mean() - (fake @ p["v"]).mean()

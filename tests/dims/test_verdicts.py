@@ -131,6 +131,9 @@ def test_a_divisor_that_is_nearly_the_number_of_rows_is_no_mean(divisor, n_rows)
 
 
 QUICK = (
+    "a_solve_in_each_row",
+    "a_solve_with_one_matrix",
+    "a_scan_of_equinox_that_saves_checkpoints",
     "a_discriminator",
     "masked_in_a_checkpoint",
     "mixup_in_nested_checkpoints",
