@@ -194,16 +194,10 @@ def _reads_changed_state(fn: Callable[..., Any], weights: PyTree, state: PyTree,
 
 @dataclass(frozen=True)
 class Functions:
-    """The user's functions under a plan, for parts of the rows of a batch.
-
-    **Arguments:**
-
-    - `rows`: what the loss does with rows in the first batch; None if none is known.
-    """
+    """The user's functions under a plan, for parts of the rows of a batch."""
 
     sums: Sums
     plan: Plan
-    rows: RowUse | None = None
     named: bool = False  # as for `plan_rules`
     change: Rule | None = None  # an additional rule, applied before those of the plan
     fuse_attention: bool = True

@@ -164,7 +164,6 @@ class Recipe:
             remat=remat,
             unroll=self.unroll_on(plan.mesh, remat),
             stack_blocks=self.stacks_on(plan.mesh),
-            rows=self.rows,
         )
         options = xla_settings(plan.mesh, self.xla_settings).options
         return make_program(

@@ -66,9 +66,9 @@ def number_rows(groups: Sequence[PyTree], first: Any = 0) -> list[Part]:
 
 def with_whole(
     functions: Functions, weights: PyTree, state: PyTree, groups: Sequence[Part], key: Array, every: Rows, *, inference: bool
-) -> tuple[list[Part], Rows]:
-    """Computes the values of the whole batch that its parts need. Returns the groups with their entries of them, and the
-    `Rows` of all groups.
+) -> tuple[list[Part], Rows, int]:
+    """Computes the values of the whole batch that its parts need. Returns the groups with their entries of them, the `Rows`
+    of all groups, and how many consecutive rows stay together.
 
     Each device keeps its rows if their order does not matter. Else it gets all rows, once.
 
@@ -80,7 +80,7 @@ def with_whole(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n_all, *x.shape[2:]), x.dtype), groups[0].batch)
     use = functions.sums.row_use(weights, state, shapes, key, inference=inference)
     if not use.whole:
-        return list(groups), every
+        return list(groups), every, use.group
     n_shards = n_batch_shards(mesh)
     layout = replicated(mesh) if use.in_order else split_rows(mesh) if n_all % n_shards == 0 else None
     shards = [1 if use.in_order or group.numbers.shape[1] % (n_shards * use.group) else n_shards for group in groups]
@@ -106,7 +106,7 @@ def with_whole(
     batch, numbers, _ = jax.tree.map(join, *groups)
     every = functions.whole(weights, state, batch, key, every._replace(numbers=numbers), inference=inference)
     own = list(zip(*map(cut, every.own), strict=True)) or [()] * len(groups)
-    return [group._replace(own=of) for group, of in zip(groups, own, strict=True)], every
+    return [group._replace(own=of) for group, of in zip(groups, own, strict=True)], every, use.group
 
 
 # --- micro-batches -----------------------------------------------------------------------------------------------------
@@ -229,9 +229,9 @@ def make_train_step(
         is_only = n_parts == 1 and len(groups) == len(groups[0].numbers) == 1
         if not is_only:
             tree = jax.tree.unflatten(state_treedef, state)
-            groups, every = with_whole(functions, [*trained, *frozen], tree, groups, key, every, inference=False)
-            group = 1 if functions.rows is None else functions.rows.group
-            groups = _split_micro_batches(groups, n_parts, group, mesh)
+            weights = [*trained, *frozen]
+            groups, every, n_together = with_whole(functions, weights, tree, groups, key, every, inference=False)
+            groups = _split_micro_batches(groups, n_parts, n_together, mesh)
         gradient, loss = functions.gradient(is_only=is_only), functions.loss(inference=False, is_only=is_only)
 
         def micro_step(state, batch, rows):
@@ -370,7 +370,7 @@ def make_eval_step(
         groups = number_rows(groups, before)
         size = jnp.uint32(sum(group.numbers.size for group in groups))
         every = Rows(jnp.zeros(0, jnp.uint32), total, size)
-        groups, every = with_whole(functions, weights, tree, groups, key, every, inference=True)
+        groups, every, _ = with_whole(functions, weights, tree, groups, key, every, inference=True)
 
         def micro_step(state, batch, rows):
             tree = jax.tree.unflatten(state_treedef, state)

@@ -161,29 +161,24 @@ def normed_loss(model, state, batch, key):
     return jnp.square(out).mean(), state
 
 
-@pytest.mark.parametrize("is_trained", [True, False])
-def test_an_evaluation_is_cut_by_what_the_loss_does_in_inference_mode(is_trained, capsys):
-    """20 rows are 16 on all devices and 4 on each, and not 20 on each, as in training."""
-    model, state = eqx.nn.make_with_state(Normed)()
-    trainer = redeqx.Trainer(
-        redeqx.Deployer(5),
+def normed_trainer(model, state, loss_fn=normed_loss, **kwargs):
+    return redeqx.Trainer(
+        redeqx.Deployer(5, **kwargs),
         model=model,
         model_state=state,
         optimizer=optax.sgd(0.1),
         collate_fn=np.stack,
-        loss_fn=normed_loss,
+        loss_fn=loss_fn,
     )
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_an_evaluation_is_cut_by_what_the_loss_does_in_inference_mode(is_trained, capsys):
+    """20 rows are 16 on all devices and 4 on each, and not 20 on each, as in training."""
+    trainer = normed_trainer(*eqx.nn.make_with_state(Normed)())
     trainer.update(DATA[:16])
     if not is_trained:
-        other = redeqx.Trainer(
-            redeqx.Deployer(5),
-            model=trainer.model,
-            model_state=trainer.model_state,
-            optimizer=optax.sgd(0.1),
-            collate_fn=np.stack,
-            loss_fn=normed_loss,
-        )
-        trainer = other
+        trainer = normed_trainer(trainer.model, trainer.model_state)
     model = eqx.nn.inference_mode(trainer.model)
     desired = float(normed_loss(model, trainer.model_state, DATA, None)[0])
     for size in (40, 24, 20, 16, 5):
@@ -202,15 +197,7 @@ def test_an_evaluation_has_the_batches_of_its_own_verdict():
             sizes.add(len(batch))
         return normed_loss(model, state, batch, key)
 
-    model, state = eqx.nn.make_with_state(Normed)()
-    trainer = redeqx.Trainer(
-        redeqx.Deployer(5, verbose=False),
-        model=model,
-        model_state=state,
-        optimizer=optax.sgd(0.1),
-        collate_fn=np.stack,
-        loss_fn=loss_fn,
-    )
+    trainer = normed_trainer(*eqx.nn.make_with_state(Normed)(), loss_fn, verbose=False)
     trainer.update(DATA[:16])
     trainer.eval_loss(list(DATA), batch_size=16)
     assert sizes == {8, 16, 32}  # with 16 and 32 rows it is only traced
