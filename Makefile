@@ -58,7 +58,6 @@ benchmarks: $(VENV)/.bench
 # made side by side, and again only where they or the library have changed.
 docs: $(VENV)/.docs
 	$(MAKE) --no-print-directory -j 4 $(FIGURES) $(TUTORIALS)
-	$(BIN)/python docs/errors.py
 	$(BIN)/mkdocs build --quiet --config-file docs/mkdocs.yml
 
 # A tutorial runs as a notebook.

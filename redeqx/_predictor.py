@@ -29,7 +29,7 @@ from .errors import (
     filter_traceback,
     with_batch_note,
 )
-from .machine import n_batch_shards, put, replicated, split_rows, xla_settings
+from .machine import dry, n_batch_shards, put, replicated, split_rows, xla_settings
 from .partition import Plan, check_plan, place
 from .storage import Location
 from .training import (
@@ -202,7 +202,7 @@ class Predictor(RedcoNames):
         at_once = min(size.examples, n)
         n_shards = self._deployer.n_batch_shards
         rows = -(-at_once // n_shards) * n_shards
-        batches = self._zeros if self._deployer._run.returns_zeros("predict") else self._outputs
+        batches = self._zeros if self._deployer.is_dry_run else self._outputs
         return batches(examples, n, at_once, rows, model, key)
 
     def _outputs(
@@ -240,7 +240,11 @@ class Predictor(RedcoNames):
     def _zeros(
         self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray | None
     ) -> Iterator[list[Any]]:
-        """Yields zeros in place of the outputs. They have the shapes of the first batch, since only that one is collated."""
+        """Yields zeros in place of the outputs, so that a script that predicts before its first `fit` reaches it in a dry
+        run. They have the shapes of the first batch, since only that one is collated."""
+        if (run := dry()) is not None and not run.has_zeros:
+            run.has_zeros = True
+            self._deployer._run.console.info("dry run: nothing has a value before the first `fit`: `predict` returns zeros")
         batch = pad_rows(collate(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
         if self._engine is not None:
             own, state, plan = self._engine.predictor_source()

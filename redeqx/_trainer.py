@@ -232,7 +232,6 @@ class Trainer(RedcoNames, Generic[ModelT]):
     def hyperparams(self) -> Mapping[str, Any]:
         """The hyperparameters of `optax.inject_hyperparams` by name, read-only; waits for the device. Those with a schedule
         are of the newest update."""
-        self._engine.run.returns_zeros("hyperparams")
         return MappingProxyType(hyperparam_values(self._engine.opt_state))
 
     @filter_traceback
@@ -430,7 +429,6 @@ class Trainer(RedcoNames, Generic[ModelT]):
         optimization: str | None = None,
         search: bool = True,
         fit: bool = False,
-        exact: bool = False,
     ) -> DryRun:
         """Compiles a training step without running it, and reports its memory, collectives, FLOPs, and whether it fits.
 
@@ -445,8 +443,6 @@ class Trainer(RedcoNames, Generic[ModelT]):
             but for TPUs `"O2"`, which needs the same memory and compiles in half the time; `"O1"` is faster and needs less.
         - `search`: whether to search for a setting that fits, if this one does not.
         - `fit`: whether to search for the fastest setting that fits: shards, micro-batches, `remat`.
-        - `exact`: whether to compile all of a list of equal blocks that the loss computes one by one. By default a few of
-            them are compiled, and the total is extrapolated.
 
         Raises ValueError for an unknown topology, ImportError where its compiler is not installed.
         """
@@ -458,7 +454,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         n_devices = len(machine.devices)
         size = self._engine.batch_size(per_device_batch_size, batch_size, n_devices)
         job = self._job(in_order(examples, size), size, n_devices)
-        return dry_run(job, machine, optimization=optimization, search=search, fit=fit, exact=exact)
+        return dry_run(job, machine, optimization=optimization, search=search, fit=fit)
 
     def _job(self, steps: Iterator[Slice], size: BatchSize, n_devices: int | None = None) -> Job:
         """Returns the job of a dry run: the first of these steps."""

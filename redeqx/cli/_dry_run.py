@@ -64,12 +64,6 @@ def add(commands: Any) -> None:
         "line to use; every candidate is compiled",
     )
     parser.add_argument("--no-search", action="store_true", help="do not try other settings if it does not fit")
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="compile all of a list of equal layers that the loss computes one by one; by default a few are compiled, "
-        "and the rest is extrapolated",
-    )
     add_script(parser)
     parser.set_defaults(run=_dry_run)
 
@@ -86,9 +80,7 @@ def _dry_run(args: argparse.Namespace) -> int:
     machine = _describe_machine(args.topology, args.memory)
     console = Console(None)
     try:
-        with dry_for(
-            machine, optimization=args.effort, search=not args.no_search, fit=args.fit, exact=args.exact, say=console.info
-        ) as run:
+        with dry_for(machine, optimization=args.effort, search=not args.no_search, fit=args.fit, say=console.info) as run:
             _run(args.script, args.args, args.is_module)
     except DryRunDone:
         pass
@@ -99,8 +91,8 @@ def _dry_run(args: argparse.Namespace) -> int:
         if run.done:
             return _show_report(run.done[0], args, console)
         _print_own_traceback(error)
-        if run.zeros or "is not a valid JAX type" in str(error):
-            zeros = "".join(f", `{what}` returned zeros" for what in sorted(run.zeros))
+        if run.has_zeros or "is not a valid JAX type" in str(error):
+            zeros = ", and `predict` returned zeros" if run.has_zeros else ""
             print(
                 f"`{args.script}`: expected a script that needs no values before its first `fit`, got an error while models "
                 f"are shapes{zeros}. If that is the cause, skip that code with `if not deployer.is_dry_run:`.",

@@ -9,14 +9,15 @@ import math
 import re
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
+from jax.extend import core as jex
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
@@ -24,11 +25,9 @@ from ..compiled import Module, bytes_moved, collectives, host_bytes, temporaries
 from ..data import BatchSize, Group, group_sharding
 from ..dims import RowUse
 from ..machine import Machine, dry, is_in_host, make_mesh, uncached_where_described
-from ..partition import Plan
 from ..tracing import matmul_flops
 from ..training import REMATS, Job, Program, Setting, shard_bytes
 from ..transforms import KeepEverything
-from ._blocks import Blocks, Shares, content, equal_blocks, renamed, with_fewer
 from ._figures import COLLECTIVES, FLOPS, MODEL_FLOPS, MOVED, TEMPORARIES, Step, attempt, reason
 from ._report import DryRun
 from ._search import CompiledSetting, SearchSpace
@@ -55,7 +54,6 @@ def dry_run(
     optimization: str | None = None,
     search: bool = True,
     fit: bool = False,
-    exact: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> DryRun:
     """Compiles the steps of a job for a machine.
@@ -67,12 +65,10 @@ def dry_run(
         others. `"O1"` compiles still faster, to a program that needs less memory.
     - `search`: whether to try other settings if the job's own does not fit, until one does. Each is compiled too.
     - `fit`: whether to search for the fastest setting that fits, even if the job's own fits.
-    - `exact`: whether to compile all blocks of a list of equal blocks that the loss computes in an unrolled loop. By default
-        only a few are compiled, and the numbers of all are extrapolated.
     - `say`: called with progress messages.
     """
     say(f"compiling for {machine.name}")
-    run = _compiled(job, machine, job.setting, optimization, exact=exact, say=say)
+    run = _compiled(job, machine, job.setting, optimization, say=say)
     if machine.memory is None or not (fit or (search and not run.fits)):
         return run
     failed: dict[str, str] = {}
@@ -87,7 +83,7 @@ def dry_run(
             def measure(setting: Setting) -> CompiledSetting | None:
                 # A setting that is invalid for this model (such as heads that do not divide) raises: it is listed as failed.
                 say(f"trying {setting.code()}")
-                make = partial(_compiled, job, machine, setting, optimization, only_train=True, exact=exact)
+                make = partial(_compiled, job, machine, setting, optimization, only_train=True)
                 other = attempt(setting.code(), make, None, failed)
                 return None if other is None else _as_setting(other, run.model_flops)
 
@@ -136,7 +132,7 @@ def _unrolls(job: Job, run: DryRun) -> bool:
         program = job.make_program(run.plan.on(mesh), None, replace(setting, unroll=unroll))
         return _traced(job, program, setting, only_train=True)["train"].jaxpr.jaxpr
 
-    return content(traced(True)) != content(traced(False))
+    return _content(traced(True)) != _content(traced(False))
 
 
 def _levels(job: Job, run: DryRun) -> tuple[str, dict[str, Mapping[str, int]]]:
@@ -150,12 +146,12 @@ def _levels(job: Job, run: DryRun) -> tuple[str, dict[str, Mapping[str, int]]]:
         return _traced(job, program, run.setting, only_train=True)["train"].jaxpr.jaxpr
 
     own = traced(run.setting.remat)
-    own_content = content(own)
+    own_content = _content(own)
     programs: dict[str, tuple[Any, Any]] = {}  # a jaxpr, and its content
     is_cpu = run.machine.devices[0].platform == "cpu"
     for remat in REMATS if job.can_remat else ():
         jaxpr = traced(remat) if remat != "offload" or not is_cpu else own
-        found = content(jaxpr)
+        found = _content(jaxpr)
         if all(found != other for _, other in programs.values()):
             programs[remat] = jaxpr, found
     same = [remat for remat, (_, found) in programs.items() if found == own_content]
@@ -171,7 +167,6 @@ def _compiled(
     optimization: str | None,
     *,
     only_train: bool = False,
-    exact: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> DryRun:
     mesh = make_mesh(setting.n_model_shards, setting.n_fsdp_shards, machine.devices)
@@ -199,23 +194,14 @@ def _compiled(
     # All steps are traced before the first is compiled, so that errors of the script are raised early.
     traced = _traced(job, program, setting, only_train)
     failed: dict[str, str] = {}
-    fewer = None
-    if not exact:
-        fewer = attempt("extrapolation", lambda: _fewer(job, plan, setting, traced, only_train, say), None, failed)
-    what = fewer.what if fewer else ""
-    run = DryRun(machine, setting, plan, held, {}, {}, {}, in_host=in_host, extrapolated=what, failed=failed)
+    run = DryRun(machine, setting, plan, held, {}, {}, {}, in_host=in_host, failed=failed)
 
     copies = {"train": _copies(job.batch, setting.size(mesh), job.rows, mesh)}
     if job.eval_batch is not None:
         copies["eval"] = _copies(job.eval_batch, job.eval_size(mesh), job.eval_rows, mesh)
 
     def compiled(name: str, other_bytes: int) -> Step:
-        if fewer is None:
-            step = renamed(_step(traced[name], machine, optimization, other_bytes), program.argument_names)
-        else:
-            steps = [renamed(_step(each[name], machine, optimization, other_bytes), names) for each, names in fewer.programs]
-            flops = attempt(FLOPS, lambda: matmul_flops(traced[name].jaxpr.jaxpr), {}, failed)
-            step = fewer.shares.step(steps[0], steps[1:], flops)
+        step = _renamed(_step(traced[name], machine, optimization, other_bytes), program.argument_names)
         return replace(step, flops={dtype: int(n * copies.get(name, 1)) for dtype, n in step.flops.items()})
 
     train = compiled("train", 0)
@@ -233,8 +219,8 @@ def _compiled(
             steps[name] = step
 
     def model_flops() -> Mapping[str, int]:
-        exact = job.make_program(plan, KeepEverything() if job.can_remat else None, setting)
-        jaxpr = _traced(job, exact, setting, only_train=True)["train"].jaxpr.jaxpr
+        ideal = job.make_program(plan, KeepEverything() if job.can_remat else None, setting)
+        jaxpr = _traced(job, ideal, setting, only_train=True)["train"].jaxpr.jaxpr
         return matmul_flops(jaxpr, with_recomputation=False)
 
     return replace(run, steps=steps, files=job.files, model_flops=attempt(MODEL_FLOPS, model_flops, {}, failed))
@@ -270,73 +256,24 @@ def _traced(job: Job, program: Program, setting: Setting, only_train: bool) -> d
     return traced
 
 
-@dataclass(frozen=True)
-class _Fewer:
-    """Programs with fewer of a model's equal blocks, from which the full program is extrapolated.
-
-    **Arguments:**
-
-    - `programs`: for each one, its traced steps by name, and the name of each of its leaves and arguments in the full model.
-    - `shares`: extrapolates their numbers.
-    - `what`: a description of the numbers of blocks.
-    """
-
-    programs: list[tuple[dict[str, Any], dict[str, str]]]
-    shares: Shares
-    what: str
+def _content(jaxpr: Any) -> Counter[str]:
+    """Counts the primitives of a jaxpr, and its matmuls' FLOPs by dtype."""
+    found = Counter({f"FLOPs {dtype}": n for dtype, n in matmul_flops(jaxpr).items()})
+    todo = [jaxpr]
+    while todo:
+        eqns = todo.pop().eqns
+        found.update(eqn.primitive.name for eqn in eqns)
+        todo += [getattr(inner, "jaxpr", inner) for eqn in eqns for inner in jex.jaxprs_in_params(eqn.params)]
+    return found
 
 
-def _fewer(
-    job: Job, plan: Plan, setting: Setting, traced: dict[str, Any], only_train: bool, say: Callable[[str], None]
-) -> _Fewer | None:
-    """Returns the programs to compile instead of the full one, if the loss computes equal blocks in an unrolled loop.
+def _renamed(step: Step, names: Mapping[str, str]) -> Step:
+    """Replaces the names of a step's arguments by those of their leaves."""
 
-    Returns None if the model has too few such blocks, if a `scan` computes them, or if the blocks do not all add the same
-    equations to the program.
-    """
-    runs = equal_blocks(job.model) if job.with_model is not None else []
-    if not runs:
-        return None
+    def rename(item: Any) -> Any:
+        return replace(item, op_name=re.sub(r"[^/()\s;:]+", lambda part: names.get(part[0], part[0]), item.op_name))
 
-    def program(counts: Mapping[Blocks, int]) -> tuple[dict[str, Any], dict[str, str]]:
-        assert job.with_model is not None
-        model, names = with_fewer(job.model, counts)
-        fewer = job.with_model(model, names)
-        leaves = {name: plan.leaves[full] for name, full in names.items() if full in plan.leaves}
-        smaller = fewer.make_program(replace(plan, leaves=leaves), None, setting)
-        arguments = {argument: names.get(name, name) for argument, name in smaller.argument_names.items()}
-        return _traced(fewer, smaller, setting, only_train), {**names, **arguments}
-
-    full = {name: content(step.jaxpr.jaxpr) for name, step in traced.items()}
-    lists = ", ".join(f"the {blocks.n} of `{blocks.path}`" for blocks in runs)
-    warning = _UNROLLED.format(lists=lists, n=full["train"]["equations"])
-    problem = ""
-    for few in (2, 4, 6):  # must be a multiple of the period if layers alternate
-        if any(blocks.n <= 2 * few for blocks in runs):
-            break
-        base = dict.fromkeys(runs, few)
-        try:
-            programs = [program(base), *(program({**base, blocks: 2 * few}) for blocks in runs)]
-        except Exception as error:  # a loss that needs all blocks
-            problem = reason(error)
-            break
-        found = [{name: content(step.jaxpr.jaxpr) for name, step in steps.items()} for steps, _ in programs]
-        if all(each["train"]["matmuls"] == found[0]["train"]["matmuls"] for each in found):
-            return None  # they are computed in a `scan`
-        shares = Shares(tuple(Fraction(blocks.n - few, few) for blocks in runs))
-        if all(shares.holds(full[name], found[0][name], [each[name] for each in found[1:]]) for name in traced):
-            what = f"{few} and {2 * few} of {lists}"
-            say(f"{warning} Extrapolating from {what}; `exact` compiles all.")
-            return _Fewer(programs, shares, what)
-        problem = "the traced program does not grow evenly with them"
-    say(f"{warning} Compiling all of them: {problem or 'they are too few to leave some out'}.")
-    return None
-
-
-_UNROLLED = (
-    "equal blocks are computed one by one: {lists}, {n:,} equations in total. Compiling many large blocks takes minutes and "
-    "gigabytes of host memory, here and in the run. A `jax.lax.scan` over stacked blocks compiles only one."
-)
+    return replace(step, largest=tuple(map(rename, step.largest)), collectives=tuple(map(rename, step.collectives)))
 
 
 def _copies(batch: PyTree, size: BatchSize, use: RowUse, mesh: Mesh) -> float:

@@ -44,8 +44,6 @@ class DryRun:
         that were tried.
     - `is_searched`: whether the fastest setting was searched for.
     - `failed`: the reason for each part of the report that could not be computed. A step in it is not in `steps`.
-    - `extrapolated`: the blocks that were compiled instead of all, or empty if all were. The steps' numbers, except FLOPs,
-        are then extrapolated.
     """
 
     machine: Machine
@@ -59,7 +57,6 @@ class DryRun:
     tried: tuple[CompiledSetting, ...] = ()
     is_searched: bool = False
     failed: Mapping[str, str] = field(default_factory=dict)
-    extrapolated: str = ""
 
     @property
     def needs(self) -> int:
@@ -167,9 +164,8 @@ class DryRun:
 
     def verdict(self) -> str:
         """Returns a text: whether the run fits, how much memory it leaves, and what to do if it does not fit."""
-        missing = [name for name in ("eval step", "predict step") if name in self.failed]
-        text = self._verdict() + (f"; extrapolated from {self.extrapolated}" if self.extrapolated else "")
-        return text + (f"; not counted, as it failed to compile: the {' and the '.join(missing)}" if missing else "")
+        missing = " and the ".join(name for name in ("eval step", "predict step") if name in self.failed)
+        return self._verdict() + (f"; not counted, as it failed to compile: the {missing}" if missing else "")
 
     def _verdict(self) -> str:
         if self.machine.memory is None:
@@ -222,7 +218,6 @@ class DryRun:
             "tried": [{**asdict(tried), "code": tried.setting.code()} for tried in self.tried],
             "best": None if self.best is None else self.best.setting.code(),
             "failed": dict(self.failed),
-            "extrapolated": self.extrapolated,
             "plan": {
                 name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": str(leaf.spec), "reason": leaf.reason}
                 for name, leaf in self.plan.leaves.items()

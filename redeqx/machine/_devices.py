@@ -225,20 +225,20 @@ def simulate_devices(n_devices: int) -> None:
 # --- a dry run of a script ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Dry:
     """The dry run of a script.
 
     **Arguments:**
 
     - `options`: further arguments of the dry run.
-    - `zeros`: the methods that returned zeros, because they were called before the first `fit`.
+    - `has_zeros`: whether the script predicted before its first `fit`, which gave zeros.
     - `done`: the exception with the report that ended the script, also if the script caught it. Empty before.
     """
 
     machine: Machine
     options: dict[str, Any]
-    zeros: set[str] = field(default_factory=set)
+    has_zeros: bool = False
     done: list[Any] = field(default_factory=list)
 
 

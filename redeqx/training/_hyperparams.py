@@ -37,10 +37,9 @@ def _text(value: Any) -> str:
 
 
 def hyperparam_values(opt_tree: PyTree) -> dict[str, Any]:
-    """Returns all hyperparameters in an optimizer state, by name; 0 for shapes."""
+    """Returns all hyperparameters in an optimizer state, by name."""
     found = {**hyperparams(opt_tree, scheduled=False), **hyperparams(opt_tree, scheduled=True)}
-    values = (0.0 if isinstance(value, jax.ShapeDtypeStruct) else _plain(value) for value in found.values())
-    return dict(zip(_short(found).values(), values, strict=True))
+    return dict(zip(_short(found).values(), map(_plain, found.values()), strict=True))
 
 
 class Hyperparams:

@@ -7,13 +7,11 @@ from typing import Any
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._tree import map_named
 from ..data import BatchSize, Slice, collated_shapes
 from ..dims import UNKNOWN, RowUse
 from ..machine import FSDP, MODEL, n_batch_shards
 from ..partition import Plan
 from ..tracing import Rule
-from ._parts import Parts
 from ._program import Program
 from ._recipe import Recipe
 
@@ -60,9 +58,6 @@ class Job:
     - `batch`: shapes of the first step's rows, as `collate_fn` returns them.
     - `make_plan`: maps `(mesh, micro_batch)` to the plan.
     - `make_program`: maps `(plan, change, setting)` to the steps, whose operations name their weights.
-    - `model`: of arrays or their shapes.
-    - `with_model`: maps `(model, names)` to the same job for a model with fewer blocks, where `names` maps its leaves to
-        those of the full model; None if there is no such job.
     - `can_remat`: whether a rule can change the backward pass, which is False for a user's `grad_fn`.
     - `eval_batch`: shapes of the rows of an evaluation's first batch; None without an evaluation.
     - `trace_predict`: maps a program to the traced predict step of the evaluation; None without one.
@@ -74,8 +69,6 @@ class Job:
     batch: PyTree
     make_plan: Callable[[Mesh, PyTree], Plan]
     make_program: Callable[[Plan, Rule | None, Setting], Program]
-    model: PyTree = None
-    with_model: Callable[[PyTree, Mapping[str, str]], "Job"] | None = None
     can_remat: bool = True
     eval_batch: PyTree | None = None
     eval_per_device_batch_size: int = 0
@@ -107,11 +100,6 @@ def make_job(
     use = recipe.rows or recipe.row_use(model, state, batch)
     recipe = replace(recipe, rows=use)
 
-    def with_model(fewer: PyTree, names: Mapping[str, str]) -> Job:
-        trained = set(recipe.parts.names[0])
-        parts = Parts.of(fewer, map_named(lambda name, leaf: names[name] in trained, fewer))
-        return make_job(replace(recipe, parts=parts), fewer, state, step, size, mesh, n_devices)
-
     def make_program(plan: Plan, change: Rule | None, setting: Setting) -> Program:
         chosen = {name: getattr(setting, name) for name in ("remat", "unroll", "offload_opt_state")}
         return replace(recipe, **chosen).program(plan, model, state, named=True, change=change)
@@ -130,8 +118,6 @@ def make_job(
         batch=batch,
         make_plan=lambda mesh, micro_batch: recipe.plan_on(mesh, model, recipe.trace(model, state, micro_batch)),
         make_program=make_program,
-        model=model,
-        with_model=with_model,
         can_remat=recipe.grad_fn is None,
         rows=use,
     )

@@ -175,25 +175,20 @@ class Fit:
     def job(self) -> Job:
         """Returns the job of a dry run: the first step, and the evaluations and checkpoints of this fit."""
         options, engine = self.options, self.engine
-        examples = self._first_evaluated() if options.evaluates else []
-        model, state = engine.trees
-        job = make_job(engine.recipe, model, state, next(self.steps(0, Position())), self.size, engine.run.mesh)
-        job = self._with_evaluation(job, examples)
+        job = make_job(engine.recipe, *engine.trees, next(self.steps(0, Position())), self.size, engine.run.mesh)
+        if options.evaluates:
+            job = self._with_evaluation(job, self._first_evaluated())
         if options.saves or (options.save_end and engine.run.workdir is not None):
             job = replace(job, files=self._files())
         return job
 
     def _with_evaluation(self, job: Job, examples: list[Any]) -> Job:
-        """Adds the evaluation of this fit to a training job, also for a model with fewer blocks."""
-        options, engine, with_fewer = self.options, self.engine, job.with_model
-        assert with_fewer is not None
-        job = replace(job, with_model=lambda model, names: self._with_evaluation(with_fewer(model, names), examples))
-        if not options.evaluates:
-            return job
-        rows, model = max(1, self.eval_size.micro_batch // engine.run.n_batch_shards), job.model
+        """Adds the evaluation of this fit to a training job."""
+        options, engine = self.options, self.engine
+        rows, (model, state) = max(1, self.eval_size.micro_batch // engine.run.n_batch_shards), engine.trees
         if options.eval_loss:
             batch = collated_shapes(engine.recipe.collate_fn, examples)
-            use = engine.recipe.row_use(*engine.trees, batch, inference=True)
+            use = engine.recipe.row_use(model, state, batch, inference=True)
             job = replace(job, eval_batch=batch, eval_rows=use, eval_per_device_batch_size=rows)
         if (predictor := options.eval_predictor) is not None:
             job = replace(job, trace_predict=lambda program: predictor.trace(model, examples, rows, program))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._tree import is_array_like, named_leaves
-from ..data import Workers, collated_shapes
+from ..data import Workers
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
 from ..machine import FSDP, Options, chip_of_kind, xla_settings
@@ -213,14 +213,6 @@ class Recipe:
         """Returns `lr_schedule_fn` if the learning rate of each step is its value there, as far as the optimizer shows."""
         schedule = self.lr_schedule_fn
         return schedule if schedule is not None and follows_schedule(self.opt_shapes(model)) else None
-
-    def metric_names(self, model: PyTree, state: PyTree, examples: list[Any]) -> list[str]:
-        """Returns the names of an evaluation's metrics, without computing them."""
-
-        batch = collated_shapes(self.collate_fn, examples)
-        loss = self._loss(state, inference=True)
-        _, _, metrics = eqx.filter_eval_shape(loss, model, batch, jax.random.key(0))
-        return sorted(["loss", *metrics])
 
     @property
     def sums(self) -> Sums:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 from ..distributed import Peers, Preemption, Watch
-from ..machine import Options, dry, n_batch_shards
+from ..machine import Options, n_batch_shards
 from ..monitor import Console
 from ..storage import Location, Staging
 
@@ -118,15 +118,6 @@ class Run:
                 f"`{what}`: expected to come after `fit`, with which a dry run ends, got called before: nothing has a "
                 "value yet. Leave it out with `if not deployer.is_dry_run:`."
             )
-
-    def returns_zeros(self, what: str) -> bool:
-        """Returns whether this is a dry run, in which the method `what`, called before the first `fit`, returns zeros, so
-        that a script runs unchanged. Prints a message, once per method."""
-        run = dry()
-        if run is not None and what not in run.zeros:
-            run.zeros.add(what)
-            self.console.info(f"dry run: `{what}` comes before the first `fit`, where nothing has a value: it returns zeros")
-        return self.is_dry_run
 
     def claim_records(self, engine: Any) -> None:
         """Lets an engine record its steps from now on; another one may follow it.

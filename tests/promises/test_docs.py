@@ -4,7 +4,6 @@ import ast
 import importlib
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -51,23 +50,6 @@ def test_snippets_of_a_page_run_in_order(name, tmp_path):
         [sys.executable, "page.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False
     )
     assert run.returncode == 0, run.stdout + run.stderr
-
-
-def test_the_error_page_matches_the_sources():
-    """After changing a message, run `python docs/errors.py`."""
-    functions = runpy.run_path(str(DOCS / "errors.py"))
-    written = functions["page"]()
-    assert PAGES["errors.md"] == written
-    for said in (
-        "- **ValueError**: `on_nonfinite`: expected 'raise' or 'skip', got ….",  # by a check
-        "- **DamagedError**: `…`: expected `…` to have a shape of sizes, got …. The file is damaged or unfinished.",
-        "- **LockedError**: `workdir`: expected a folder that no other run writes into, got …",  # returned
-        "- **StoreError**: expected a bucket, got none of that name. Create it, or correct the address",  # by a variable
-        "- **OSError**: expected … bytes free, got …. Make room, or save elsewhere",  # after a number
-        "- **warning**: `lr_schedule_fn`: expected a learning rate above 0 until step …",
-    ):
-        assert said in written
-    assert all(cause in written for cause in functions["CAUSES"].values())
 
 
 def test_every_page_is_in_the_navigation():
