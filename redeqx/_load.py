@@ -30,8 +30,8 @@ def load(
 ) -> ModelT:
     """Returns the model in a checkpoint or a safetensors file: `like`, with the saved values.
 
-    No optimizer is needed. Each device reads only its own slices, and the tensors of a checkpoint are verified against its
-    checksums while they are read.
+    No optimizer is needed. The files of a checkpoint are verified against its checksums; then each device reads only its own
+    slices.
 
     ```python
     like = eqx.filter_eval_shape(Net, jax.random.key(0))        # shapes are enough: nothing is allocated
@@ -100,8 +100,8 @@ class Saved:
         if path.is_file():
             return cls(path, like, kind)
         checkpoints, found = find_checkpoint(path, Peers() if deployer is None else deployer._run.peers)
-        record = checkpoints.record(found, tensors=False)
-        base = None if kind in _WITHOUT_BASE else Base.of_record(found, record)
+        record = checkpoints.record(found, kinds=[kind])
+        base = None if kind in _WITHOUT_BASE else Base.of_record(record)
         if base is not None:
             checkpoints.match_base(found, base, named_leaves(like))
         return cls(found, like, kind, False, checkpoints, base, record.get("trained", ()))
@@ -127,7 +127,7 @@ class Saved:
         shardings = None if plan is None else plan.sharding
         if self.checkpoints is None:
             return load_tree(self.path, self.like, shardings, self.kind)
-        loaded = self.checkpoints.load(self.path, self.kind, self._held, shardings, verify=True)
+        loaded = self.checkpoints.load(self.path, self.kind, self._held, shardings)
         if self.base is not None:
             names = self.base.checksums
             kept = map_named(lambda name, leaf: leaf if name in names else None, self.like)

@@ -123,7 +123,7 @@ class Predictor(RedcoNames):
             that they are those of `like`, and the first batch reads them, each device its own slices: keep the files until
             then.
 
-        Raises as `redeqx.load` does. Without a plan, the first batch raises the error about a damaged file.
+        Raises as `redeqx.load` does.
         """
         check_deployer(deployer, Deployer)
         check_model(like, "like")

@@ -529,7 +529,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         if engine.is_updating or engine.callbacks is not None:
             raise ValueError("`resume`: expected before the first update, got called inside `fit`. It resumes by itself.")
         if not self.deployer.is_dry_run:
-            resume_newest(engine, reads_twice=False)
+            resume_newest(engine)
             engine.hyperparams.is_running = True
             engine.run.forget_records()  # of later steps, if this process has taken any
             engine.run.begin_records(engine.step)

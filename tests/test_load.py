@@ -141,17 +141,17 @@ def test_predictor_reads_by_the_plan_of_pred_fn(tmp_path):
         redeqx.Predictor.load(file, deployer, **options)
 
 
-def test_a_damaged_tensor_raises_at_the_first_batch(run, tmp_path):
+def test_a_damaged_file_is_refused(run, tmp_path):
     workdir, _ = run
     shutil.copytree(workdir / "ckpts/step_00000004", tmp_path / "step_00000004")
     file = tmp_path / "step_00000004/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
-    predictor = redeqx.Predictor.load(
-        tmp_path / "step_00000004", redeqx.Deployer(verbose=False), like=make_model(jax.random.key(0)), collate_fn=np.stack,
-        pred_fn=lambda model, batch, key: jax.vmap(model)(batch),
-    )  # fmt: skip
+    options = {"collate_fn": np.stack, "pred_fn": lambda model, batch, key: jax.vmap(model)(batch)}
+    like = make_model(jax.random.key(0))
     with pytest.raises(ValueError, match=r"model\.safetensors.*crc32"):
-        predictor.predict(list(np.eye(4, dtype=np.float32)), batch_size=4)
+        redeqx.load(tmp_path / "step_00000004", like)
+    with pytest.raises(ValueError, match=r"model\.safetensors.*crc32"):
+        redeqx.Predictor.load(tmp_path / "step_00000004", redeqx.Deployer(verbose=False), like=like, **options)
 
 
 def test_casts_to_the_dtypes_of_like(run, tmp_path):

@@ -27,6 +27,7 @@ class Claim:
 
     - `peers`: the processes that write together; process 0 holds the lock.
     - `run`: an object that all trainers of one run share.
+    - `make_parent`: makes the folder in which the lock is.
 
     **Attributes:**
 
@@ -34,10 +35,17 @@ class Claim:
     - `has_saved`: whether something was written.
     """
 
-    def __init__(self, folder: Location, peers: Peers, run: Any, log: Callable[[str], None]):
+    def __init__(
+        self,
+        folder: Location,
+        peers: Peers,
+        run: Any,
+        log: Callable[[str], None],
+        make_parent: Callable[[], None] = lambda: None,
+    ):
         self.folder = folder
         self.is_kept = self.has_saved = False
-        self._peers, self._run, self._log = peers, run, log
+        self._peers, self._run, self._log, self._make_parent = peers, run, log, make_parent
         self._lock: Lock | StoreLock | None = None  # of process 0
         self._is_held = False
         self._is_taken = False  # another claim has taken over the folder
@@ -61,6 +69,7 @@ class Claim:
                     self._check_holder(before)
                     self._lock, before._lock = before._lock, None
                 if self._lock is None:
+                    self._make_parent()
                     folder, log = self.folder, self._log
                     self._lock = StoreLock(folder, log) if isinstance(folder, StorePath) else Lock(folder, log)
             except LockedError as error:

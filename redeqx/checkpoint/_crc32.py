@@ -6,10 +6,11 @@ Zeros multiply a checksum by a power of x, as in zlib's `crc32_combine`.
 """
 
 import zlib
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from ..storage import Location
+from ..storage import Location, StorePath
 
 _ONES = 0xFFFFFFFF
 _POLYNOMIAL = 0xEDB88320  # of crc32, bits reversed
@@ -36,20 +37,22 @@ class Crc32:
         return _append_zeros(self._register, size - self._stop)
 
 
-def crc32_of_range(path: Location, start: int, stop: int) -> Crc32:
-    """Returns the contribution of the bytes `[start, stop)` of a file; reads each byte once, in order. Raises OSError."""
+def crc32_of_range(path: Location, start: int, stop: int, size: int) -> int:
+    """Returns the contribution of the bytes `[start, stop)` to the checksum of a file of `size` bytes; reads each byte once,
+    in order. Raises OSError."""
     crc32 = Crc32()
-    if not isinstance(path, Path):
-        for chunk in path.chunks(start, stop):
-            crc32.add(chunk, start)
-            start += len(chunk)
-        return crc32
+    for chunk in path.chunks(start, stop) if isinstance(path, StorePath) else _chunks(path, start, stop):
+        crc32.add(chunk, start)
+        start += len(chunk)
+    return crc32.contribution(size)
+
+
+def _chunks(path: Path, start: int, stop: int) -> Iterator[bytes]:
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while start < stop and (chunk := file.read(min(_CHUNK, stop - start))):
-            crc32.add(chunk, start)
+            yield chunk
             start += len(chunk)
-    return crc32
 
 
 def crc32_of(contributions: list[int], size: int) -> int:

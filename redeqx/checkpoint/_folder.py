@@ -15,7 +15,7 @@ In an object store a checkpoint exists if its manifest does: this is written las
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,15 @@ from ._manifest import (
     MANIFEST,
     TENSORS,
     Manifest,
-    agree_on_manifest,
     checked_entry,
     is_outside_link,
+    kind_of,
     read_json,
     read_manifest,
     run_everywhere,
+    verified_manifest,
 )
 from ._reader import INDEX, TensorReader, check_tree, load_tree
-from ._safetensors import TensorFile
 
 INDEX_FILE = "index.json"
 _MAX_KNOWN = 50  # at most so many checkpoints in one error
@@ -62,13 +62,17 @@ class CheckpointFolder:
         - `folder`: on a disk or in an object store. It need not exist.
         - `peers`: the processes that read together.
         - `log`: called with a message about files that are copied between processes.
+
+        **Attributes:**
+
+        - `damaged`: the checkpoints that were found damaged, and how. `save` does not count them among those it keeps.
         """
         self.folder = folder
         self._peers = peers or Peers()
         self._log = log
         # Whether this process sees what the others write; on a disk this is unknown before a save.
         self._sees_all = self._peers.n == 1 or isinstance(folder, StorePath)
-        self._damaged: dict[str, DamagedError] = {}  # by checkpoint name
+        self.damaged: dict[Location, DamagedError] = {}
         self._has_warned = False  # of a damaged index
 
     def index(self) -> dict[str, str]:
@@ -117,7 +121,7 @@ class CheckpointFolder:
 
     def _manifest_if_complete(self, name: str) -> Manifest | None:
         """Returns a checkpoint's manifest if all its files exist with the right sizes, else None."""
-        if name in self._damaged or is_outside_link(self.folder / name):
+        if self.folder / name in self.damaged or is_outside_link(self.folder / name):
             return None
         try:
             return read_manifest(self.folder / name, is_part=not self._sees_all)
@@ -199,46 +203,31 @@ class CheckpointFolder:
             f"{nearest(str(which), known)} Pass one of those."
         )
 
-    def record(self, path: Location, *, tensors: bool = True) -> dict[str, Any]:
+    def record(self, path: Location, kinds: Collection[str] | None = None) -> dict[str, Any]:
         """Returns the `record` of a checkpoint, as passed to `save`, after verifying size and checksum of each file.
 
         Files that only some processes see are copied to the others.
 
         **Arguments:**
 
-        - `tensors`: whether to verify the checksums of the files with tensors too. If False, only their sizes are verified
-            here, and the checksums by `load(verify=True)`.
+        - `kinds`: the trees whose checksums are verified; None for all. Of the others only the sizes are.
 
         Raises DamagedError if the checkpoint has an unknown version, or a file is missing, truncated, altered or unreadable.
         """
         with self._noting(path):
-            manifest, verifier = agree_on_manifest(path, self._peers, self._log)
-            if tensors:
-                verifier.verify(name for name in manifest.files if name.endswith(TENSORS))
-                self._damaged.pop(path.name, None)
+            manifest = verified_manifest(path, self._peers, self._log, kinds)
+            if kinds is None:
+                self.damaged.pop(path, None)
         return manifest.record
 
     @contextmanager
     def _noting(self, path: Location) -> Iterator[None]:
-        """Remembers a checkpoint as damaged if the context raises, so that `save` does not count it among those it keeps."""
+        """Notes a checkpoint as damaged if the context raises."""
         try:
             yield
         except DamagedError as error:
-            self.note_damage(path, error)
+            self.damaged[path] = error
             raise
-
-    def note_damage(self, path: Location, error: DamagedError) -> None:
-        """Remembers that a checkpoint is damaged."""
-        if path.parent == self.folder:
-            self._damaged[path.name] = error
-
-    def damage(self, path: Location) -> DamagedError | None:
-        """Returns the error that was found in a checkpoint, or None."""
-        return self._damaged.get(path.name) if path.parent == self.folder else None
-
-    def forget_damage(self) -> None:
-        """Forgets which checkpoints are damaged, so that all are verified again."""
-        self._damaged.clear()
 
     def match(self, path: Location, kind: str, template: PyTree) -> None:
         """Raises, in all processes, the errors that `load` raises for a file's header. Reads no tensors."""
@@ -254,56 +243,32 @@ class CheckpointFolder:
         run_everywhere(self._peers, "check base", path / MANIFEST, lambda: base.check(path, leaves))
 
     def load(
-        self,
-        path: Location,
-        kind: str,
-        template: PyTree,
-        shardings: Callable[[str], Sharding] | None = None,
-        *,
-        verify: bool = False,
+        self, path: Location, kind: str, template: PyTree, shardings: Callable[[str], Sharding] | None = None
     ) -> PyTree:
-        """Loads one of a checkpoint's trees, as `load_tree`.
+        """Loads one of a checkpoint's trees, as `load_tree`; `record` verifies its files before.
 
         **Arguments:**
 
         - `kind`: `"model"`, `"optimizer"` or `"model_state"`.
-        - `verify`: whether to verify the checksums while reading the tensors. If False, `record` must have done so.
 
-        Raises DamagedError if a file is altered or unreadable, ValueError if the checkpoint has no such tree, or one that
-        differs from the template. All processes raise the same error.
+        Raises DamagedError if a file is unreadable, ValueError if the checkpoint has no such tree, or one that differs from
+        the template. All processes raise the same error.
         """
+        trees: list[PyTree] = []
+
+        def read() -> None:
+            trees.append(load_tree(self._file(path, kind), template, shardings, kind))
+
         with self._noting(path):
-            verifier = agree_on_manifest(path, self._peers, self._log)[1] if verify else None
-            trees: list[PyTree] = []
-
-            def read() -> dict[str, int]:
-                file = self._file(path, kind)
-                sums: dict[str, int] = {}
-
-                def add(file: TensorFile, start: int, stop: int) -> None:
-                    assert verifier is not None
-                    sums[file.path.name] = sums.get(file.path.name, 0) ^ verifier.contribution(file.path, start, stop)
-
-                if verifier is not None:
-                    for each in TensorReader(file).files:
-                        add(each, 0, each.begin)
-                add_tensor = None if verifier is None else lambda file, name: add(file, *file.span(name))
-                trees.append(load_tree(file, template, shardings, kind, add_tensor))
-                return sums
-
-            found = run_everywhere(self._peers, f"load {kind}", path / f"{kind}{TENSORS}", read)
-            for name in found[0]:
-                assert verifier is not None
-                verifier.compare(name, [sums[name] for sums in found])
-        (tree,) = trees
-        return tree
+            run_everywhere(self._peers, f"load {kind}", path / f"{kind}{TENSORS}", read)
+        return trees[0]
 
     def _file(self, path: Location, kind: str) -> Location:
         """Returns the file of one of a checkpoint's trees, or the index of its files. Raises ValueError if there is none."""
         file = checked_entry(path / f"{kind}.safetensors")
         file = file if file.is_file() else checked_entry(path / f"{kind}{INDEX}")
         if not file.is_file():
-            kinds = ", ".join(sorted({re.split(r"[-.]", other.name)[0] for other in path.glob("*.safetensors")}))
+            kinds = ", ".join(sorted({kind_of(other.name) for other in path.glob("*.safetensors")}))
             if kind == "optimizer":
                 raise ValueError(
                     f"`{path}`: expected the optimizer's state, got {kinds} alone, as `save_opt_states=False` saves it. "

@@ -55,6 +55,7 @@ class Checkpoints(CheckpointFolder):
         log: Callable[[str], None] = lambda text: None,
         run: Any = None,
         before_commit: Callable[[], None] = lambda: None,
+        root: Location | None = None,
     ):
         """**Arguments:**
 
@@ -62,12 +63,14 @@ class Checkpoints(CheckpointFolder):
         - `peers`: the processes that write and read together.
         - `log`: called once with a message about missing capabilities of the folder's file system.
         - `run`: an object that all trainers of one run share. Only one of them may write into a folder.
+        - `root`: the folder that the user named, if `folder` is deeper than directly below it.
         - `before_commit`: called by process 0 before a checkpoint is committed, possibly in the thread of a background save.
         """
         super().__init__(folder, peers, log)
-        self._medium = medium_of(folder)
+        root = folder.parent if root is None else root
+        self._medium = medium_of(folder, root)
         self._before_commit = before_commit
-        self._claim = Claim(folder, self._peers, run, log)
+        self._claim = Claim(folder, self._peers, run, log, self._medium.make_parent)
         self._capabilities: Capabilities | None = None  # tested by the first save
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the background save
@@ -117,7 +120,7 @@ class Checkpoints(CheckpointFolder):
         files = {kind: (each, float_dtype if kind == "model" else None) for kind, each in leaves.items()}
         for each, dtype in files.values():
             file_size(each, dtype)  # raises for leaves that cannot be stored
-        name = max(self._peers.together("save named", lambda: self._name(step)), key=order)
+        name = max(self._together("save named", lambda: self._name(step)), key=order)
         self._claim.hold()
         capabilities = self._capabilities = self._capabilities or self._medium.capabilities(self._peers, self._log)
         self._sees_all = self._peers.n == 1 or capabilities.is_shared
@@ -178,8 +181,12 @@ class Checkpoints(CheckpointFolder):
     def _per_folder(self, topic: str, act: Callable[[], Any]) -> list[Any]:
         """As `Peers.together`, once per folder: in process 0 if all processes share one, otherwise in every process."""
         assert self._capabilities is not None
-        found = self._peers.together(topic, act, alone=self._capabilities.is_shared)
+        found = self._together(topic, act, alone=self._capabilities.is_shared)
         return found[:1] if self._capabilities.is_shared else found
+
+    def _together(self, topic: str, act: Callable[[], Any], *, alone: bool = False) -> list[Any]:
+        """As `Peers.together`, but apart from the saves of another trainer, whose thread may save at the same time."""
+        return self._peers.together(f"{topic} {self.folder.name}", act, alone=alone)
 
     def _name(self, step: int) -> str:
         """Returns the name of the new checkpoint of that step; creates the folder."""
@@ -206,7 +213,7 @@ class Checkpoints(CheckpointFolder):
         place = medium.place(save.name)
         try:
             self._per_folder("save created", lambda: self._create(save, place))
-            written = self._peers.together("save written", lambda: save.layout.write(place))
+            written = self._together("save written", lambda: save.layout.write(place))
             self._per_folder("save complete", lambda: self._commit(save, place, written))
             # After all folders are committed, so that every process has what an index names.
             self._per_folder(

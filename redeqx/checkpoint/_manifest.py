@@ -6,8 +6,9 @@ after missing files have been copied from other processes.
 
 import json
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,6 @@ from ._safetensors import CHUNK
 
 FORMAT = "redeqx"
 VERSION = 1
-READABLE_VERSIONS = (1,)
 MANIFEST = "trainer.json"
 RESERVED = ("format", "version", "tags", "files", "crc32")  # the manifest's own fields
 TENSORS = ".safetensors"  # the suffix of files with tensors
@@ -123,8 +123,7 @@ class Manifest:
 
     **Arguments:**
 
-    - `record`, `files`: as for `write_manifest`.
-    - `tags`: likewise; empty for checkpoints of the first releases.
+    - `record`, `tags`, `files`: as for `write_manifest`.
     """
 
     folder: Location
@@ -165,10 +164,10 @@ def _parsed(folder: Location) -> Manifest:
         raise DamagedError(
             f"`{file}`: expected the manifest of a {FORMAT} checkpoint, got another file. Pass the path of one."
         )
-    if (version := record.get("version")) not in READABLE_VERSIONS:
+    if (version := record.get("version")) != VERSION:
         raise DamagedError(
-            f"`{file}`: expected version {' or '.join(map(str, READABLE_VERSIONS))}, which this release "
-            f"reads, got {brief(version)}. Install the release of {FORMAT} that wrote it, or a later one."
+            f"`{file}`: expected version {VERSION}, which this release reads, got {brief(version)}. Install the release of "
+            f"{FORMAT} that wrote it, or a later one."
         )
     crc32 = record.pop("crc32", None)
     try:
@@ -177,64 +176,45 @@ def _parsed(folder: Location) -> Manifest:
         raise damaged(file, "a manifest that can be written again", str(error)) from error
     if crc32 != own_crc32:
         raise damaged(file, f"a manifest of crc32 {brief(crc32)}", str(own_crc32))
-    tags = record.get("tags", [])
-    if not (isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)):
-        raise damaged(file, "`tags` to be a list of names", brief(tags))
-    plain = {key: value for key, value in record.items() if key not in RESERVED}
-    return Manifest(folder, plain, tags, _files(file, record))
+    match record:
+        case {"tags": list(tags), "files": dict(files)} if all(map(_is_file, files.items())):
+            plain = {key: value for key, value in record.items() if key not in RESERVED}
+            return Manifest(folder, plain, tags, files)
+    raise damaged(file, "`tags`, and `files` of its folder with size and crc32", brief(record))
 
 
-class Verifier:
-    """Verifies the files of a checkpoint; one process reads each byte once.
-
-    In a shared folder each process reads its share of every file, otherwise all of the files on its own disk.
-    """
-
-    def __init__(self, manifest: Manifest, peers: Peers, is_shared: bool):
-        self._manifest, self._peers, self._is_shared = manifest, peers, is_shared
-
-    def contribution(self, file: Location, start: int = 0, stop: int | None = None) -> int:
-        """Returns this process's contribution to a checksum, for its share of `[start, stop)`, by default of all."""
-        if file.name not in self._manifest.files:
-            raise damaged(self._manifest.folder / MANIFEST, f"size and crc32 of {file.name}", "none")
-        index, n = (self._peers.index, self._peers.n) if self._is_shared else (0, 1)
-        size = self._manifest.files[file.name]["size"]
-        length = (size if stop is None else stop) - start
-        share = crc32_of_range(file, start + length * index // n, start + length * (index + 1) // n)
-        return share.contribution(size)
-
-    def compare(self, name: str, contributions: Sequence[int]) -> None:
-        """Raises DamagedError if a file's checksum differs from the manifest's.
-
-        **Arguments:**
-
-        - `contributions`: of every process, for all bytes of the file.
-        """
-        expected = self._manifest.files[name]
-        for parts in [list(contributions)] if self._is_shared else [[part] for part in contributions]:
-            if (crc32 := crc32_of(parts, expected["size"])) != expected["crc32"]:
-                raise damaged(self._manifest.folder / name, f"crc32 {expected['crc32']}", str(crc32))
-
-    def verify(self, names: Iterable[str]) -> None:
-        """Reads whole files. Raises DamagedError, in all processes, if a checksum differs from the manifest's."""
-        for name in names:
-            file = self._manifest.folder / name
-            self.compare(name, run_everywhere(self._peers, "verify", file, partial(self.contribution, file)))
+def kind_of(name: str) -> str:
+    """Returns the kind of tree that a file of a checkpoint holds: `"model"` for `model-00001-of-00002.safetensors`."""
+    return re.split(r"[-.]", name)[0]
 
 
-def agree_on_manifest(folder: Location, peers: Peers, log: Callable[[str], None]) -> tuple[Manifest, Verifier]:
-    """As `read_manifest`, for all processes together, after copying files to the processes that lack them. Verifies files
-    without tensors; the returned `Verifier` verifies the others.
+def verified_manifest(
+    folder: Location, peers: Peers, log: Callable[[str], None], kinds: Collection[str] | None = None
+) -> Manifest:
+    """As `read_manifest`, for all processes together, after copying files to the processes that lack them, and verifying the
+    checksums of the files. In a shared folder each process reads its share of every file, otherwise those on its own disk.
 
-    Raises as `read_manifest` does, in all processes.
+    **Arguments:**
+
+    - `kinds`: the trees whose files are verified; None for all.
+
+    Raises as `read_manifest` does, and DamagedError for a wrong checksum, in all processes.
     """
     is_shared = _complete(folder, peers, log)
     manifests: list[Manifest] = []
     run_everywhere(peers, "manifest", folder / MANIFEST, lambda: manifests.append(read_manifest(folder)))
     (manifest,) = manifests
-    verifier = Verifier(manifest, peers, is_shared)
-    verifier.verify(name for name in manifest.files if not name.endswith(TENSORS))
-    return manifest, verifier
+    index, n = (peers.index, peers.n) if is_shared else (0, 1)
+    for name, expected in manifest.files.items():
+        if kinds is not None and kind_of(name) not in kinds:
+            continue
+        file, size = folder / name, expected["size"]
+        share = partial(crc32_of_range, file, size * index // n, size * (index + 1) // n, size)
+        found = run_everywhere(peers, "verify", file, share)
+        for parts in [found] if is_shared else [[part] for part in found]:
+            if (crc32 := crc32_of(parts, size)) != expected["crc32"]:
+                raise damaged(file, f"crc32 {expected['crc32']}", str(crc32))
+    return manifest
 
 
 def _crc32_of_manifest(record: Mapping[str, Any]) -> int:
@@ -242,20 +222,10 @@ def _crc32_of_manifest(record: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
-def _files(path: Location, record: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Returns size and checksum of each other file, by name."""
-    files = record.get("files")
-    if not isinstance(files, dict):
-        raise damaged(path, "`files` by name", brief(files))
-    for name, sums in files.items():
-        if not is_plain(name):
-            raise damaged(path, "names of files in its folder", brief(name))
-        match sums:
-            case {"size": size, "crc32": crc32} if is_size(size) and is_size(crc32):
-                pass
-            case _:
-                raise damaged(path, f"size and crc32 of {brief(name)}", brief(sums))
-    return files
+def _is_file(item: tuple[Any, Any]) -> bool:
+    """Returns whether this is a name of a file in the manifest's folder, with its size and checksum."""
+    name, sums = item
+    return is_plain(name) and isinstance(sums, dict) and is_size(sums.get("size")) and is_size(sums.get("crc32"))
 
 
 def _complete(folder: Location, peers: Peers, log: Callable[[str], None]) -> bool:

@@ -37,6 +37,10 @@ class Medium(ABC):
         """Creates the folder."""
 
     @abstractmethod
+    def make_parent(self) -> None:
+        """Creates the folder's parent, if the run's folder exists."""
+
+    @abstractmethod
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
         """Returns the folder's capabilities. All processes call it. Raises OSError if it cannot be written."""
 
@@ -79,27 +83,34 @@ class Medium(ABC):
         """Returns the error for a save that could not be written."""
 
 
-def medium_of(folder: Location) -> Medium:
-    """Returns the medium of a folder."""
-    return Store(folder) if isinstance(folder, StorePath) else Disk(folder)
+def medium_of(folder: Location, root: Any) -> Medium:
+    """Returns the medium of a folder below `root`, which a user named."""
+    return Store(folder) if isinstance(folder, StorePath) else Disk(folder, root)
 
 
 class Disk(Medium):
     """A folder in a file system."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, root: Path):
         self.folder: Path = folder
-        self._has_place = folder.parent.is_dir()  # if so, every save needs it
+        self._root = root
+        self._has_root = root.is_dir()  # if so, every save needs it
 
     def check_exists(self) -> None:
-        workdir = self.folder.parent
-        if self._has_place and not workdir.is_dir():
+        if self._has_root and not self._root.is_dir():
             why = "expected the run's folder, which existed at its start, got none. Mount it again, or save elsewhere"
-            raise OSError(errno.ENOENT, why, str(workdir))
+            raise OSError(errno.ENOENT, why, str(self._root))
+
+    def make_parent(self) -> None:
+        if self._root.is_dir():
+            make_subfolder(self.folder.parent, self._root)
 
     def create(self) -> None:
-        make_subfolder(self.folder, self.folder.parent)
-        fsync_folder(self.folder.parent)
+        make_subfolder(self.folder, self._root)
+        for folder in (self.folder.parent, *self.folder.parent.parents):
+            fsync_folder(folder)
+            if folder == self._root:
+                break
 
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
         try:
@@ -182,6 +193,9 @@ class Store(Medium):
         """Does nothing: a store has no folders that could be missing."""
 
     def create(self) -> None:
+        """Does nothing: a store has no folders to create."""
+
+    def make_parent(self) -> None:
         """Does nothing: a store has no folders to create."""
 
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:

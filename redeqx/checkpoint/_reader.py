@@ -101,10 +101,6 @@ class TensorReader:
         """Returns the files that contain them."""
         return dict.fromkeys(file.path for file in self._where.values())
 
-    def file(self, name: str) -> TensorFile:
-        """Returns the file that contains a tensor."""
-        return self._where[name]
-
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
@@ -176,7 +172,6 @@ def load_tree(
     template: PyTree,
     shardings: Callable[[str], Sharding] | None = None,
     what: str = "model",
-    verify: Callable[[TensorFile, str], None] | None = None,
 ) -> PyTree:
     """Returns the template, with its arrays read from safetensors. Each device reads only its own slices.
 
@@ -188,7 +183,6 @@ def load_tree(
         floating dtype, an integer or complex one to a wider dtype of its kind. Other leaves are returned unchanged.
     - `shardings`: maps a leaf's name to its sharding; by default the leaf's own, if it has one.
     - `what`: the name of the template in errors.
-    - `verify`: called with the file and name of each tensor, just before the tensor is read.
 
     Raises ValueError with the names of tensors that are missing, extra, of another shape or of a dtype that does not fit.
     """
@@ -198,8 +192,6 @@ def load_tree(
     def restore(name: str, leaf: Any) -> Any:
         if not is_array_like(leaf):
             return leaf
-        if verify is not None:
-            verify(source.file(name), name)
         shape, dtype = stored(leaf)
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return source.read(name).astype(dtype, copy=False)

@@ -375,9 +375,8 @@ class TensorFile:
                 pass
             case _:
                 raise damaged(path, "a `__metadata__` of texts", brief(metadata))
-        self.begin = 8 + length  # where the tensors' bytes begin
         mapped = np.memmap(path, dtype=np.uint8, mode="r") if isinstance(path, Path) else StoredArray.of(path, size)
-        self._data: Any = mapped[self.begin :]
+        self._data: Any = mapped[8 + length :]
         self._tensors = {name: _parse(path, name, field) for name, field in fields.items()}
         stop = 0
         for name, tensor in sorted(self._tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
@@ -400,11 +399,6 @@ class TensorFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns a tensor's shape."""
         return self._tensor(name).shape
-
-    def span(self, name: str) -> tuple[int, int]:
-        """Returns the position of a tensor's first byte in the file, and of the byte after its last."""
-        tensor = self._tensor(name)
-        return self.begin + tensor.start, self.begin + tensor.stop
 
     def dtype(self, name: str) -> np.dtype:
         """Returns a tensor's NumPy dtype, which may be one of JAX's extensions."""

@@ -140,7 +140,7 @@ def _file_writer(args: argparse.Namespace, found: Contents, path: Location) -> C
                 f"`--{option}`: expected a folder as DST, got the file {args.to}. Leave it out, or write "
                 f"`{args.to.with_suffix('')}`."
             )
-    if found.manifest is not None and (base := Base.of_record(found.path, found.manifest.record)) is not None:
+    if found.manifest is not None and (base := Base.of_record(found.manifest.record)) is not None:
         folder = next(iter(base.folders))
         raise ValueError(
             f"`{args.source}`: expected a checkpoint that holds the whole model, got trained leaves alone, whose base is "
@@ -164,7 +164,7 @@ def _folder_writer(args: argparse.Namespace, found: Contents, path: Location) ->
     is_folder = found.manifest is None and (found.path / "config.json").is_file()
     adapters = _adapters(path)
     merges = bool(adapters) or args.adapter is not None
-    base = None if found.manifest is None else Base.of_record(found.path, found.manifest.record)
+    base = None if found.manifest is None else Base.of_record(found.manifest.record)
     if base is not None and args.config is None:
         args.config = Path(next(iter(base.folders)))
     _check_options(args, is_folder, adapters)

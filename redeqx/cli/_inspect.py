@@ -318,7 +318,7 @@ def _summary(found: Contents, is_checked: bool) -> dict[str, str]:
         mesh = record.get("mesh")
         on = " x ".join(f"{axis}={n}" for axis, n in mesh.items()) if isinstance(mesh, dict) else "an unknown mesh"
         rows["saved by"] = brief_name(f"redeqx {record.get('redeqx', 'of an unknown version')} on {on}")
-        if (base := Base.of_record(found.path, record)) is not None:
+        if (base := Base.of_record(record)) is not None:
             n_of = "; ".join(f"{len(leaves):,} leaves of {brief_name(folder)}" for folder, leaves in base.folders.items())
             rows["base"] = f"{n_of}, which are not in these files"
     for key, value in found.config.items():

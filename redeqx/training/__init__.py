@@ -43,7 +43,6 @@ from ._program import (
     placed_shapes as placed_shapes,
     shard_bytes as shard_bytes,
 )
-from ._progress import check_record as check_record
 from ._recipe import Recipe as Recipe, plan_model as plan_model, plan_prediction as plan_prediction
 from ._resume import resume_newest as resume_newest
 from ._run import Run as Run

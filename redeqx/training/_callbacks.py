@@ -419,42 +419,17 @@ def states_to_record(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def states_of_record(
-    record: Mapping[str, Any], checkpoints: CheckpointFolder, path: Location, *, verify: bool
-) -> dict[str, Any]:
+def states_of_record(record: Mapping[str, Any], checkpoints: CheckpointFolder, path: Location) -> dict[str, Any]:
     """Reads the callbacks' states from a checkpoint.
 
     **Arguments:**
 
     - `record`: the result of `states_to_record`.
-    - `verify`: as for `Checkpoints.load`.
     """
     template = {
         key: {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (dtype, *shape) in state["arrays"].items()}
         for key, state in record.items()
         if state["arrays"]
     }
-    arrays = checkpoints.load(path, "callbacks", template, verify=verify) if template else {}
+    arrays = checkpoints.load(path, "callbacks", template) if template else {}
     return {key: {**state["values"], **arrays.get(key, {})} for key, state in record.items()}
-
-
-def is_states(value: Any) -> bool:
-    """Returns whether a value has the format of `states_to_record`."""
-    return isinstance(value, dict) and all(
-        isinstance(state, dict)
-        and isinstance(state.get("values"), dict)
-        and isinstance(state.get("arrays"), dict)
-        and all(map(_is_array, state["arrays"].values()))
-        for state in value.values()
-    )
-
-
-def _is_array(described: Any) -> bool:
-    if not isinstance(described, list) or not described or not isinstance(described[0], str):
-        return False
-    name, *shape = described
-    try:
-        is_dtype = len(name) < 32 and str(dtype := np.dtype(name)) == name and dtype.kind in "biufcV"
-    except (TypeError, ValueError, SyntaxError):
-        return False
-    return is_dtype and all(type(n) is int and n >= 0 for n in shape) and math.prod(shape) < 2**48

@@ -44,10 +44,6 @@ from ._state import TrainState
 from ._work import counted_share, work_of
 
 
-class DamagedCheckpoint(DamagedError):
-    """The checkpoint from which a fit resumes was found to be damaged while it was read."""
-
-
 class _Pending(NamedTuple):
     """A checkpoint to load once the model is placed."""
 
@@ -124,7 +120,7 @@ class Engine:
         self.checkpoints = None
         if run.workdir is not None:
             self.checkpoints = Checkpoints(
-                run.workdir / "ckpts", run.peers, run.console.info, run=run, before_commit=run.upload
+                run.workdir / "ckpts", run.peers, run.console.info, run=run, before_commit=run.upload, root=run.workdir
             )
             run.preemption.keep(self)
 
@@ -560,7 +556,7 @@ class Engine:
                 models[name] = as_model(average, self.state.model)
         trees |= models
         if (base := self._find_base()) is not None:
-            record["base"] = base.to_record()
+            record["base"] = base.folders
             trees |= {kind: base.without(trees[kind]) for kind in ("model", *models)}
         with self.run.preemption.held():
             path = checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
@@ -629,10 +625,10 @@ class Engine:
         self.place()
         assert self._train_state is not None
         steps = (record["step"], record.get("n_skipped", 0))
-        states = states_of_record(record.get("callbacks", {}), checkpoints, path, verify=False) if opt_states else {}
+        states = states_of_record(record.get("callbacks", {}), checkpoints, path) if opt_states else {}
         try:
-            with self._using_averages(self._averages_of_record(record) if opt_states else None):
-                base = Base.of_record(path, record)
+            with self._using_averages(record["averages"] if opt_states else None):
+                base = Base.of_record(record)
                 self._train_state.load(checkpoints, path, steps if opt_states else None, base)
                 self._note_base(base)
         except ValueError:
@@ -663,13 +659,13 @@ class Engine:
         """Loads a checkpoint of an earlier run: now, or when the model is placed for the first batch."""
         self.step, self.follows = record["step"], True
         self.kept_step = self.step
-        self.run.n_keys = max(self.run.n_keys, record.get("n_keys", 0))  # a key that was used is not returned again
+        self.run.n_keys = max(self.run.n_keys, record["n_keys"])  # a key that was used is not returned again
         self.metrics.forget()
         with self._resuming(path):
-            states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path, verify=True)
+            states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path)
         self._continue_from(record, states)
-        base = Base.of_record(path, record)
-        pending = self._pending = _Pending(path, self._averages_of_record(record), record.get("hyperparams"), base)
+        base = Base.of_record(record)
+        pending = self._pending = _Pending(path, record["averages"], record.get("hyperparams"), base)
         if self._train_state is not None:
             with self._restoring(pending):
                 self._restore()
@@ -695,7 +691,7 @@ class Engine:
         if pending is not None:
             assert self._train_state is not None
             steps = (self.step, self.progress.n_skipped)
-            self._train_state.load(self.need_checkpoints(), pending.path, steps, pending.base, verify=True)
+            self._train_state.load(self.need_checkpoints(), pending.path, steps, pending.base)
             self._note_base(pending.base)
 
     @contextmanager
@@ -703,10 +699,6 @@ class Engine:
         """A context in which a pending checkpoint is loaded."""
         with self._resuming(pending.path), self._using_averages(pending.averages):
             yield
-
-    def _averages_of_record(self, record: Mapping[str, Any]) -> Sequence[str]:
-        """Returns the names of a checkpoint's averages; earlier releases did not record them, then those of this trainer."""
-        return record.get("averages", average_names(self.recipe.optimizer))
 
     @contextmanager
     def _using_averages(self, saved: Sequence[str] | None) -> Iterator[None]:
@@ -738,7 +730,7 @@ class Engine:
 
     @contextmanager
     def _resuming(self, path: Location) -> Iterator[None]:
-        """Explains an error as one of resuming from a checkpoint; for a damaged checkpoint, the fit then tries another."""
+        """Explains an error as one of resuming from a checkpoint."""
         try:
             yield
         except ValueError as error:
@@ -746,7 +738,7 @@ class Engine:
             self.step, self.progress, self.follows = 0, Progress(), None
             self._pending, self.callback_states = None, {}
             if isinstance(error, DamagedError):
-                raise DamagedCheckpoint(str(error)) from error
+                raise
             raise ValueError(
                 f"`workdir`: expected a run that this trainer can continue, got {path}, which it cannot: {error} "
                 "For a new run choose another workdir."

@@ -29,7 +29,7 @@ from ..monitor import ProgressLine
 from ..storage import check_writable
 from ._callbacks import Callbacks
 from ._ema import attach
-from ._engine import DamagedCheckpoint, Engine
+from ._engine import Engine
 from ._evaluation import evaluate
 from ._job import Job, make_job
 from ._options import FitOptions
@@ -83,11 +83,7 @@ class Fit:
             check_writable(engine.run.workdir, "workdir")
         engine.warned.clear()
         with nullcontext() if engine.checkpoints is None else engine.checkpoints.writing():
-            while True:
-                try:
-                    return self._run()
-                except DamagedCheckpoint:
-                    engine.run.forget_records()  # no step was taken yet: resume from the previous checkpoint
+            return self._run()
 
     def _run(self) -> dict[str, float]:
         options, engine = self.options, self.engine
@@ -212,9 +208,7 @@ class Fit:
         engine = self.engine
         fit = engine.n_fits
         if engine.follows is None:
-            resume_newest(
-                engine, may_resume=self.options.resume, reads_twice=not hasattr(self.options.train_examples, "__next__")
-            )
+            resume_newest(engine, may_resume=self.options.resume)
         elif not self.options.resume and engine.follows and engine.progress.position.fit == fit:
             fit = engine.n_fits = fit + 1  # the interrupted fit is abandoned
         if engine.follows is False:

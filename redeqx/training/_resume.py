@@ -12,14 +12,12 @@ from ._engine import Engine
 from ._progress import Progress, check_record
 
 
-def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool = True) -> None:
+def resume_newest(engine: Engine, *, may_resume: bool = True) -> None:
     """Resumes from the workdir's newest checkpoint, if there is one. Warns about each damaged one that is skipped.
 
     **Arguments:**
 
     - `may_resume`: if False, a workdir with checkpoints is refused.
-    - `reads_twice`: whether the caller can start again if reading the tensors reveals damage. If not, the tensors are
-        verified first.
 
     Raises ValueError if every checkpoint is damaged, since a run must not overwrite what may be repaired, and if the run had
     another seed.
@@ -35,7 +33,7 @@ def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool 
             f"`workdir`: expected no checkpoints, as `resume=False`, got {candidates[0]}. "
             "Pass `resume=True` to continue from it, or another workdir for a new run."
         )
-    path, record = _first_valid(engine, candidates, reads_twice)
+    path, record = _first_valid(engine, candidates)
     if path is None:
         # A checkpoint loaded from another workdir is a new start: its progress is not this run's.
         engine.progress, engine.follows = Progress(n_skipped=engine.progress.n_skipped), False
@@ -49,27 +47,25 @@ def resume_newest(engine: Engine, *, may_resume: bool = True, reads_twice: bool 
     engine.run.console.info(f"resuming from {path}, step {engine.step}")
 
 
-def _first_valid(engine: Engine, paths: Sequence[Location], reads_twice: bool) -> tuple[Location | None, dict[str, Any]]:
+def _first_valid(engine: Engine, paths: Sequence[Location]) -> tuple[Location | None, dict[str, Any]]:
     """Returns the first undamaged checkpoint of these, with its record."""
     checkpoints = engine.checkpoints
     assert checkpoints is not None
     problem: DamagedError | None = None
     for path in paths:
-        error = checkpoints.damage(path)
-        if error is None:
+        if path not in checkpoints.damaged:
             try:
-                record = checkpoints.record(path, tensors=not reads_twice)
+                record = checkpoints.record(path)
                 check_record(path, record)
                 return path, record
-            except DamagedError as raised:
-                error = raised
-        checkpoints.note_damage(path, error)
+            except DamagedError as error:
+                checkpoints.damaged[path] = error
         if path not in engine.warned:
             engine.warned.add(path)
-            warn(f"{error} It is skipped for the previous one.")
-        problem = problem or error
+            warn(f"{checkpoints.damaged[path]} It is skipped for the previous one.")
+        problem = problem or checkpoints.damaged[path]
     if problem is not None:
-        checkpoints.forget_damage()
+        checkpoints.damaged.clear()  # all are verified again at the next attempt
         raise problem
     return None, {}
 

@@ -155,8 +155,6 @@ class TrainState:
         path: Location,
         steps: tuple[int, int] | None,
         base: Base | None,
-        *,
-        verify: bool = False,
     ) -> None:
         """Loads the values of a checkpoint, each device its own slices. The current arrays are freed first, so that no
         device holds two states.
@@ -165,17 +163,16 @@ class TrainState:
 
         - `steps`: the checkpoint's numbers of taken and skipped steps, to load with the optimizer state; None keeps both.
         - `base`: the leaves that the checkpoint does not hold, which stay as they are.
-        - `verify`: as for `Checkpoints.load`.
 
         Raises ValueError if the checkpoint belongs to another model or optimizer; the state is then unchanged. Raises
-        DamagedError if a tensor was damaged; the values are then lost, and `is_loaded` is False.
+        DamagedError if a file became unreadable; the values are then lost, and `is_loaded` is False.
         """
         opt_state = steps is not None
         self.match(checkpoints, path, base, opt_state=opt_state)
         kept = {} if base is None else {name: x for name, x in self.leaves.items() if name in base.checksums}
         self._free(opt_state, kept)
         trees = {
-            kind: checkpoints.load(path, kind, template, shardings, verify=verify)
+            kind: checkpoints.load(path, kind, template, shardings)
             for kind, (template, shardings) in self._templates(opt_state, base).items()
         }
         leaves = {**named_leaves(trees["model"]), **kept}

@@ -482,8 +482,6 @@ def test_damaged_checkpoint_is_not_loaded(file, damage, expected, workdir):
     trainer.load_ckpt("step_00000003")  # the previous one is intact
     assert trainer.step == 3
     again = make_trainer(workdir)
-    if damage is flip_in_the_header:  # a resumed run reads the header before it verifies the checksum
-        expected = rf"expected a header of JSON, got .*\. {DAMAGED}"
     with pytest.warns(UserWarning, match=rf"^`{path}`: {expected} It is skipped for the previous one\.$"):
         again.fit(EXAMPLES, 4, 3)
     assert again.step > 4
