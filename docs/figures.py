@@ -3,6 +3,8 @@
 All figures except the sketch of the gathers are drawn from real plans, runs, files and compiled programs.
 """
 
+import contextlib
+import runpy
 import tempfile
 from pathlib import Path
 
@@ -62,6 +64,14 @@ def draw_plan(plt) -> None:
     deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
     plan = deployer.plan(Block(jax.random.key(0)), loss_fn, np.ones((2, 10, 64), np.float32))
     plan.draw(FOLDER / "plan.svg")
+
+
+def draw_first(plt) -> None:
+    """The plan of README's example, which is the first page's too."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("train.py").write_text(readme.split("```python\n")[1].split("```")[0])
+        runpy.run_path("train.py")["trainer"].plan.draw(FOLDER / "first.svg")
 
 
 def draw_gathers(plt) -> None:
@@ -258,8 +268,9 @@ def main() -> None:
     import matplotlib.pyplot as plt
 
     FOLDER.mkdir(exist_ok=True)
-    drawn = [draw_plan, draw_gathers, draw_memory, draw_search, draw_numbers, draw_checkpoint, draw_rows, draw_attention]
-    for draw in drawn:
+    for draw in (draw_plan, draw_first, draw_gathers, draw_memory, draw_search):
+        draw(plt)
+    for draw in (draw_numbers, draw_checkpoint, draw_rows, draw_attention):
         draw(plt)
 
 

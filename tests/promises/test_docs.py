@@ -14,7 +14,20 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = {f"tutorials/{path.stem}.md" for path in DOCS.glob("pages/tutorials/*.py")}  # made by `make docs`
 FILES = {str(path.relative_to(DOCS / "pages")): path for path in sorted(DOCS.glob("pages/**/*.md"))}
-PAGES = {name: path.read_text("utf-8") for name, path in FILES.items() if name not in TUTORIALS}
+
+
+def included(found):
+    """Returns the text of a snippet: a file, or a section of it."""
+    path, _, section = found[1].partition(":")
+    text = (DOCS.parent / path).read_text("utf-8")
+    return text.split(f"[start:{section}] -->\n")[1].split("<!-- --8<--")[0] if section else text
+
+
+def text_of(path):
+    return re.sub(r'^--8<-- "(.+)"$', included, path.read_text("utf-8"), flags=re.MULTILINE)
+
+
+PAGES = {name: text_of(path) for name, path in FILES.items() if name not in TUTORIALS}
 WITH_CODE = [name for name, text in PAGES.items() if "```python" in text]
 QUICK = {"index.md"}
 WITH_TORCH = {"guides/data.md"}
@@ -28,7 +41,8 @@ def runnable(text):
     """Returns the Python of a page, including calls of its `redeqx inspect` and `redeqx convert` commands, in order."""
     for language, block in re.findall(r"```(python|sh)\n(.*?)```", text, re.DOTALL):
         if language == "python":
-            yield block
+            if "from ..tracing import" not in block:  # a file of the library, which is imported
+                yield block
             continue
         for line in block.splitlines():
             if line.startswith(("redeqx inspect", "redeqx convert")):
@@ -59,11 +73,26 @@ def test_every_page_is_in_the_navigation():
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_and_figures_exist(name):
-    prose = re.sub(r"```.*?```", "", PAGES[name], flags=re.DOTALL)
+    own = FILES[name].read_text("utf-8")  # without what it includes
+    prose = re.sub(r"```.*?```", "", own, flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#\s]+)", prose):
         if not target.startswith("http"):
             found = os.path.normpath(Path(name).parent / target)
             assert found in PAGES or found in FIGURES or found in TUTORIALS, target
+
+
+@pytest.mark.parametrize("name", [*PAGES, *(f"tutorials/{path.name}" for path in DOCS.glob("pages/tutorials/*.py"))])
+def test_code_fits_the_page(name):
+    """At 1280 pixels a block of code has room for 128 columns."""
+    text = PAGES[name] if name in PAGES else (DOCS / "pages" / name).read_text("utf-8")
+    blocks = re.findall(r"```\w+\n(.*?)```", text, re.DOTALL) if name in PAGES else [text]
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > 125]
+
+
+def test_llms_txt_lists_every_page():
+    text = (DOCS / "pages/llms.txt").read_text("utf-8")
+    listed = re.findall(r"^- \[[^]]+\]\((\S+)\.html\): \S.*\.$", text, re.MULTILINE)
+    assert sorted(f"{name}.md" for name in listed) == sorted([*PAGES, *TUTORIALS])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +108,7 @@ def test_every_public_name_is_in_the_reference(package):
         return
     names = set(re.findall(r"(\w+) as \1", init_file.read_text("utf-8")))
     if package == "redeqx.tracing":  # internal, except for the names that users need for their own rules
-        (taught,) = re.findall(r"from redeqx.tracing import (.*)", PAGES["guides/extend.md"])
+        (taught,) = re.findall(r"from redeqx.tracing import (.*)", PAGES["ideas/rules.md"])
         assert set(listed) == {"Site", *taught.split(", ")} <= names
         return
     assert sorted(listed) == sorted(names - {"lora"})
