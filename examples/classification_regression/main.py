@@ -34,7 +34,8 @@ from redeqx.models.bert import Bert, BertForSequenceClassification
 from .._texts import PAD, load_tokenizer
 from .bags import Bag, baselines, encode_bags, learn_words
 from .cnn import CNN
-from .tasks import GLUE, METRICS, Name, Task, draw, encode, measure, read_task, ridge
+from .glue import GLUE
+from .tasks import METRICS, Name, Task, draw, encode, measure, read_task, ridge
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,5 @@
 """The tasks of this example: reading their data, their metrics, and plots of their results."""
 
-import contextlib
-import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +23,7 @@ from sklearn.metrics import (
 from tokenizers import Tokenizer
 
 from .._images import digits, draw_grid, read_classes, split
-from .._texts import read_table
+from .glue import GLUE, read_glue
 
 Name = Literal[
     "digits", "images", "diabetes", "cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"
@@ -50,49 +47,11 @@ class Task:
     deviation: float = 1.0
 
 
-@dataclass(frozen=True)
-class Glue:
-    """The format of a GLUE task's tables."""
-
-    folder: str  # The task's folder in GLUE's download.
-    texts: tuple[str, ...]  # The columns with the text, or the pair of texts.
-    label: str
-    classes: tuple[str, ...] = ()  # The names of the classes; empty if the label is a score from 0 to 5.
-    labels: tuple[str, ...] = ("0", "1")  # The labels in the file.
-    header: tuple[str, ...] | None = None  # The column names of a file without a header.
-    dev: str = "dev.tsv"
-    has_broken_rows: bool = False  # Such rows of GLUE's files are skipped with a warning.
-
-
-_PAIR = ("sentence1", "sentence2")
-_ENTAILED = ("not_entailment", "entailment")
-_INFERENCE = ("contradiction", "neutral", "entailment")
-
-GLUE: dict[str, Glue] = {
-    "cola": Glue(
-        "CoLA", ("sentence",), "label", ("unacceptable", "acceptable"), header=("source", "label", "mark", "sentence")
-    ),
-    "mnli": Glue("MNLI", _PAIR, "gold_label", _INFERENCE, _INFERENCE, dev="dev_matched.tsv"),
-    "mrpc": Glue("MRPC", ("#1 String", "#2 String"), "Quality", ("different", "equivalent")),
-    "qnli": Glue("QNLI", ("question", "sentence"), "label", _ENTAILED, _ENTAILED),
-    "qqp": Glue("QQP", ("question1", "question2"), "is_duplicate", ("different", "duplicate"), has_broken_rows=True),
-    "rte": Glue("RTE", _PAIR, "label", _ENTAILED, _ENTAILED),
-    "sst2": Glue("SST-2", ("sentence",), "label", ("negative", "positive")),
-    "stsb": Glue("STS-B", _PAIR, "score"),
-    "wnli": Glue("WNLI", _PAIR, "label", ("not_entailment", "entailment")),
-}
-
-# GLUE's metrics for each task, in its order. The first one selects the checkpoint.
+# The first metric of a task selects the checkpoint.
 METRICS: dict[str, tuple[str, ...]] = {
-    "digits": ("accuracy",),
-    "images": ("accuracy",),
-    "diabetes": ("r2", "pearson"),
-    "cola": ("matthews", "accuracy"),
-    "mrpc": ("f1", "accuracy"),
-    "qqp": ("f1", "accuracy"),
-    "stsb": ("pearson", "spearman"),
-    **dict.fromkeys(("mnli", "qnli", "rte", "sst2", "wnli"), ("accuracy",)),
-}
+    "digits": ("accuracy",), "images": ("accuracy",), "diabetes": ("r2", "pearson"),
+    **{name: glue.metrics for name, glue in GLUE.items()},
+}  # fmt: skip
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
@@ -184,33 +143,6 @@ def read_task(name: Name, data: Path | None, image_size: int, n_channels: int) -
     validation, train = ([rows[i] for i in part] for part in np.split(order, [-(-len(rows) // 10)]))
     task = Task(name, train, validation, test, GLUE[name].classes)
     return task if task.classes else _standardised(task)
-
-
-def read_glue(name: str, path: Path) -> list[tuple[tuple[str, ...], int | float]]:
-    """Returns the texts of each row, one or a pair, and its label."""
-    glue = GLUE[name]
-    broken: list[int] | None = [] if glue.has_broken_rows else None
-    rows = read_table(path, [*glue.texts, glue.label], names=glue.header, broken=broken)
-    if broken:
-        warnings.warn(f"`{path}`: {len(broken)} rows of other lengths are skipped, the first row {broken[0]}", stacklevel=2)
-    first = 1 if glue.header else 2
-    numbers = [number for number in range(first, first + len(rows) + len(broken or ())) if number not in set(broken or ())]
-    examples = []
-    for number, row in zip(numbers, rows, strict=True):
-        found = row[glue.label]
-        label = math.nan
-        if glue.classes and found in glue.labels:
-            label = glue.labels.index(found)
-        elif not glue.classes:
-            with contextlib.suppress(ValueError):
-                label = float(found)
-        if not label <= (len(glue.classes) or 5) or label < 0:
-            rule = f"{', '.join(glue.labels[:-1])} or {glue.labels[-1]}" if glue.classes else "from 0 to 5"
-            raise ValueError(
-                f"`{path}` row {number}: expected a {glue.label} of {rule}, got {found!r}. Fix or remove that row."
-            )
-        examples.append((tuple(row[column] for column in glue.texts), label))
-    return examples
 
 
 def encode(task: Task, tokenizer: Tokenizer, max_tokens: int, pad_id: int) -> Task:

@@ -31,8 +31,9 @@ import optax
 
 import redeqx
 
+from .network import ConvNet
 from .pictures import draw_characters, draw_sinusoids, interval
-from .tasks import AFTER, N_STEPS, SHOWN, ConvNet, Sinusoids, Tasks, filled, omniglot
+from .tasks import AFTER, N_STEPS, SHOWN, Sinusoids, Tasks, filled, omniglot
 
 RATES = (0.003, 0.01, 0.03)  # step sizes that are tried for the pretrained network
 N_TRAIN, N_VALIDATION, N_TEST, N_PICTURE = range(4)  # indices of the random streams

@@ -17,8 +17,9 @@ import redeqx
 from examples._texts import PAD, learn_tokenizer
 from examples.classification_regression.bags import Bag, baselines, encode_bags, learn_words, words
 from examples.classification_regression.cnn import CNN, Shift
+from examples.classification_regression.glue import read_glue
 from examples.classification_regression.main import Args, apply, collate_fn, main, make_bert
-from examples.classification_regression.tasks import Task, encode, measure, read_glue, read_task, ridge
+from examples.classification_regression.tasks import Task, encode, measure, read_task, ridge
 from redeqx.models import save_pretrained
 from redeqx.models.bert import Bert, BertConfig
 from redeqx.models.gpt2 import GPT2Config

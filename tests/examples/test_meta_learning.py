@@ -13,8 +13,9 @@ from PIL import Image
 
 import redeqx
 from examples.meta_learning.main import AFTER, Args, Learner, loss_fn, main, metric_fn, pred_fn
+from examples.meta_learning.network import convolve
 from examples.meta_learning.pictures import interval
-from examples.meta_learning.tasks import SIZE, Sinusoids, convolve, filled, omniglot
+from examples.meta_learning.tasks import SIZE, Sinusoids, filled, omniglot
 from redeqx._tree import named_leaves
 
 from ._run import refusal, run_example
