@@ -3,15 +3,17 @@ from ._load import load as load
 from ._predictor import Predictor as Predictor
 from ._trainer import Trainer as Trainer
 from ._version import __version__ as __version__
-from .distributed import PeerError as PeerError, Preempted as Preempted
+from .data import Workers as Workers
+from .distributed import PeerError as PeerError, Preempted as Preempted, Timeouts as Timeouts
 from .dry_run import DryRun as DryRun
 from .kernels import attention as attention
-from .machine import described as described, simulate_devices as simulate_devices
+from .machine import Compiler as Compiler, described as described, simulate_devices as simulate_devices
 from .monitor import Tracker as Tracker
 from .partition import LeafPlan as LeafPlan, Plan as Plan, register_attention as register_attention
 from .training import (
     EMA as EMA,
     Callback as Callback,
+    Compute as Compute,
     EarlyStopping as EarlyStopping,
     Loss as Loss,
     Precision as Precision,

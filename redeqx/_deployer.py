@@ -1,6 +1,5 @@
 """The Deployer: the devices, keys, plans, schedules and records of a run."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,25 @@ from jaxtyping import PRNGKeyArray
 from ._tree import ModelT, PyTree, is_array_like, named_leaves
 from ._version import __version__
 from .data import BatchSize, n_slices
-from .distributed import HANG, HEARTBEAT, START, Peers, Preemption, Watch, agree_on_program, crowding, start
+from .distributed import Peers, Preemption, Timeouts, Watch, agree_on_program, crowding, start
 from .errors import (
     REDCO_DEPLOYER,
     FilteredTraceback,
     RedcoNames,
+    brief,
     check_count,
-    check_float_dtype,
     check_folder,
     check_function,
     check_model,
     check_model_function,
-    check_number,
     filter_traceback,
     make_folder,
     with_batch_note,
     with_names,
 )
 from .machine import (
-    Options,
+    Compiler,
     as_shapes,
-    check_compilation_cache,
-    check_xla_settings,
     compiler_environment,
     dry,
     make_mesh,
@@ -47,7 +43,7 @@ from .monitor import RECORDS, Console, ProgressLine, Tracker, to_json
 from .partition import Overrides, Plan
 from .storage import Location, Staging, StorePath, location, make_subfolder, write_file
 from .tracing import leak
-from .training import Parts, Run, Sums, lr_schedule, plan_model, trace_loss
+from .training import Compute, Parts, Precision, Run, Sums, lr_schedule, plan_model, trace_loss
 
 
 class Deployer(RedcoNames):
@@ -71,24 +67,11 @@ class Deployer(RedcoNames):
     - `n_local_devices`: the number of this host's GPUs that this process uses; by default all, but under SLURM and
         Open MPI one, the one with the task's number on the host. Pass the number if a task uses several, and 1 if a task
         sees only its own.
-    - `heartbeat_timeout`: seconds without a message after which another process counts as lost, and this one exits; 30 by
-        default.
-    - `start_timeout`: seconds within which all processes must start; 300 by default.
-    - `hang_timeout`: seconds without progress, not counting compilation, after which the run ends and prints which process
-        is behind and the stack of each thread; 1,800 by default, None never ends it. A step, a batch of an evaluation, and a
-        call of `eval_metric_fn` are progress.
-    - `compilation_cache`: True keeps compiled programs for the next run, in JAX's folder if `JAX_COMPILATION_CACHE_DIR` or
-        `jax.config` sets one, else in `~/.cache/redeqx/xla` (`XDG_CACHE_HOME`), up to the 16 GiB used last. A folder keeps
-        them there, also on CPUs, for which True does nothing, as their machine code does not run on every other CPU. False
-        leaves JAX's setting unchanged. The environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True.
-        Let nobody else write to this folder: its contents are executed.
-    - `xla_settings`: XLA options for the train, eval and predict steps, as in `XLA_FLAGS` but without dashes:
-        `{"xla_gpu_enable_pipelined_all_gather": True}`; `"auto"`, the options recommended for training on this platform;
-        None for none. Options that the compiler does not know are left out, and the header names them.
-    - `run_tensorboard`: whether to write TensorBoard events to the workdir; as `loggers=["tensorboard"]`.
     - `loggers`: trackers by name, each in the extra of that name: `"tensorboard"`, `"wandb"`, `"mlflow"`, `"trackio"`; and
         objects with `log(metrics: dict, step: int)`. Trackers by name record in a thread, continue their run after a resume,
         and never end training: metrics that could not be sent are kept, and sent when the tracker works again.
+    - `timeouts`: `redeqx.Timeouts`: how long to wait for other processes, and for progress.
+    - `compiler`: `redeqx.Compiler`: where compiled programs are kept, and XLA's settings.
 
     Each step's metrics are recorded in `workdir/metrics.jsonl`, which a rerun of a `fit` reproduces byte for byte (as does a
     loop of `update` that begins with `resume`), in TensorBoard and by the loggers. They are `loss`; `grad_norm`, the norm of
@@ -128,22 +111,15 @@ class Deployer(RedcoNames):
         host0_port: int | None = None,
         process_id: int | None = None,
         n_local_devices: int | None = None,
-        run_tensorboard: bool = False,
         loggers: Iterable[Tracker | str] = (),
-        heartbeat_timeout: float = HEARTBEAT,
-        start_timeout: float = START,
-        hang_timeout: float | None = HANG,
-        compilation_cache: bool | str | Path | None = True,
-        xla_settings: Options | str | None = "auto",
+        timeouts: Timeouts = Timeouts(),
+        compiler: Compiler = Compiler(),
     ):
         check_count(jax_seed, "jax_seed", 0)
-        for name, seconds in {"heartbeat_timeout": heartbeat_timeout, "start_timeout": start_timeout}.items():
-            check_number(seconds, name, "a finite number above 0", lambda seconds: 0 < seconds < math.inf, "Pass seconds.")
-        check_number(
-            hang_timeout, "hang_timeout", "a number above 0", lambda seconds: seconds > 0, "Pass seconds.", optional=True
-        )
-        check_compilation_cache(compilation_cache)
-        check_xla_settings(xla_settings)
+        for value, kind, argument in ((timeouts, Timeouts, "timeouts"), (compiler, Compiler, "compiler")):
+            if not isinstance(value, kind):
+                name = kind.__name__
+                raise TypeError(f"`{argument}`: expected a `redeqx.{name}`, got {brief(value)}. Pass `redeqx.{name}(...)`.")
         folder = None
         if workdir is not None:
             check_folder(workdir, "workdir")
@@ -154,11 +130,11 @@ class Deployer(RedcoNames):
         else:
             peers = start(
                 n_processes, host0_address, host0_port, process_id, n_local_devices,
-                heartbeat=heartbeat_timeout, timeout=start_timeout,
+                heartbeat=timeouts.heartbeat, timeout=timeouts.start,
             )  # fmt: skip
         given = {"jax_seed": jax_seed, "n_model_shards": n_model_shards, "n_fsdp_shards": n_fsdp_shards}
         # With different XLA settings, processes would compile different collectives and wait for each other.
-        _agree(peers, {**given, "xla_settings": str(xla_settings), "workdir": workdir})
+        _agree(peers, {**given, "compiler.settings": str(compiler.settings), "workdir": workdir})
         mesh = make_mesh(n_model_shards, n_fsdp_shards, None if described is None else described.machine.devices)
         staging, is_main = None, peers.index == 0
         if described is not None:
@@ -171,19 +147,20 @@ class Deployer(RedcoNames):
             console = Console(
                 staging.folder if staging is not None else folder if isinstance(folder, Path) else None,
                 verbose=verbose,
-                run_tensorboard=run_tensorboard,
                 loggers=loggers,
                 is_main=is_main,
                 peak_memory=lambda: peak_memory(mesh.local_devices),
             )
             if mesh.devices.flat[0].platform == "cpu" and (advice := crowding(mesh.size)) is not None:
                 console.info(advice)
-        watch, preemption = Watch(peers, hang_timeout), Preemption(peers)
+        watch, preemption = Watch(peers, timeouts.hang), Preemption(peers)
         is_dry_run = described is not None
-        cache = None if is_dry_run else start_cache(compilation_cache, mesh.devices.flat[0].platform)
+        cache = None if is_dry_run else start_cache(compiler.cache, mesh.devices.flat[0].platform)
         if folder is not None and not is_dry_run:
             preemption.guard()
-        self._run = Run(mesh, peers, console, watch, preemption, folder, jax_seed, is_dry_run, xla_settings, cache, staging)
+        self._run = Run(
+            mesh, peers, console, watch, preemption, folder, jax_seed, is_dry_run, compiler.settings, cache, staging
+        )
 
     @property
     def mesh(self) -> Mesh:
@@ -240,7 +217,7 @@ class Deployer(RedcoNames):
         batch: PyTree | None = None,
         overrides: Overrides | None = None,
         *,
-        compute_dtype: Any = None,
+        compute: Compute | Precision | str | None = None,
     ) -> Plan:
         """Plans how each leaf of the model is split over the mesh, with a reason for each.
 
@@ -253,13 +230,13 @@ class Deployer(RedcoNames):
         - `loss_fn`, `batch`: the loss, `(model, batch, key)`, and the result of `collate_fn` (or its shapes).
         - `overrides`: specs by path or glob, such as `{"head.weight": ("model", None)}`; None replicates a leaf; early
             patterns win.
-        - `compute_dtype`: floating leaves of the model are cast to it for the loss, as in a Trainer.
+        - `compute`: as for `Trainer`; the plan follows from the loss in its dtype.
 
         Raises ValueError for an override that matches nothing, names an unknown axis or does not divide. Warns about each
         large leaf that no axis splits.
         """
         check_model(model)
-        check_float_dtype(compute_dtype, "compute_dtype", "Pass None to compute in the model's.")
+        compute_dtype = Compute.of(compute).dtype
         if isinstance(loss_fn, Mapping):
             raise TypeError(
                 "`loss_fn`: expected a function of `(model, batch, key)`, got a dict. Specs have a name: `overrides=...`."

@@ -21,7 +21,6 @@ from .errors import (
     RedcoNames,
     check_deployer,
     check_examples_kind,
-    check_float_dtype,
     check_function,
     check_key,
     check_model,
@@ -33,8 +32,10 @@ from .machine import dry, n_batch_shards, put, replicated, split_rows, xla_setti
 from .partition import Plan, check_plan, place
 from .storage import Location
 from .training import (
+    Compute,
     Engine,
     Parts,
+    Precision,
     Program,
     agree_on_examples,
     effective_specs,
@@ -62,10 +63,9 @@ class Predictor(RedcoNames):
     - `output_fn`: maps the outputs of a batch (numpy, without padding) to a list with one entry per example; by default a
         list of the rows.
     - `model_state`: the state of layers that have one, from `eqx.nn.make_with_state`.
-    - `compute_dtype`: floating leaves of the model are cast to it for `pred_fn`.
+    - `compute`: as for `Trainer`; its dtype and `fuse_attention` apply.
     - `plan`: how the model is split; by default in the order in which `pred_fn` computes. It is then traced for the shapes
         of the first batch, and the model is placed only after that.
-    - `fuse_attention`: as for `Trainer`.
     """
 
     _redco_attributes, _redco_arguments = REDCO_PREDICTOR, REDCO_PREDICTOR_ARGUMENTS
@@ -79,9 +79,8 @@ class Predictor(RedcoNames):
         pred_fn: Callable[..., PyTree],
         output_fn: Callable[[PyTree], list[Any]] | None = None,
         model_state: PyTree | None = None,
-        compute_dtype: Any = None,
+        compute: Compute | Precision | str | None = None,
         plan: Plan | None = None,
-        fuse_attention: bool = True,
     ):
         check_deployer(deployer, Deployer)
         if model is not None:
@@ -90,7 +89,7 @@ class Predictor(RedcoNames):
         check_function(collate_fn, "collate_fn", ["examples"])
         if output_fn is not None:
             check_function(output_fn, "output_fn", ["outputs"])
-        check_float_dtype(compute_dtype, "compute_dtype", "Pass None to compute in the model's.")
+        compute = Compute.of(compute)
         check_plan(plan)
         self._deployer = deployer
         self._model = model
@@ -98,8 +97,7 @@ class Predictor(RedcoNames):
         self._pred_fn = with_batch_note(with_weak_types(pred_fn, weak_types(model_state)), "pred_fn")
         self._output_fn = output_fn or _rows
         self._model_state = model_state
-        self._compute_dtype = compute_dtype
-        self._fuse_attention = fuse_attention
+        self._compute = compute
         if plan is not None and model is not None:
             plan.check(model)
         self._plan = None if plan is None else plan.on(deployer.mesh)
@@ -344,13 +342,13 @@ class Predictor(RedcoNames):
         return self._step[1], self._step[2]
 
     def _prediction(self, parts: Parts, treedef: Any) -> Callable[..., PyTree]:
-        return prediction(parts, self._pred_fn, treedef, self._compute_dtype)
+        return prediction(parts, self._pred_fn, treedef, self._compute.dtype)
 
     def _make_step(
         self, parts: Parts, plan: Plan, predict: Callable[..., PyTree], *, named: bool = False
     ) -> Callable[..., Any]:
         options = xla_settings(plan.mesh, self._deployer._run.xla_settings).options
-        fuse_attention = self._fuse_attention
+        fuse_attention = self._compute.fuse_attention
         return make_predict_step(parts, plan, predict, named=named, fuse_attention=fuse_attention, options=options)
 
 

@@ -12,12 +12,13 @@ import optax
 from ._deployer import Deployer
 from ._predictor import Predictor
 from ._tree import ModelT, PyTree
-from .data import BatchSize, Slice, Workers, check_examples, size_of
+from .data import BatchSize, CollatePool, Slice, Workers, check_examples, size_of
 from .dry_run import DryRun, DryRunDone, dry_run
 from .errors import (
     REDCO_TRAINER,
     REDCO_TRAINER_ARGUMENTS,
     RedcoNames,
+    brief,
     check_alive,
     check_choice,
     check_count,
@@ -34,7 +35,7 @@ from .machine import describe, dry, of_devices
 from .partition import Plan, check_plan
 from .storage import Location
 from .training import (
-    REMATS,
+    Compute,
     Engine,
     Fit,
     FitOptions,
@@ -83,45 +84,17 @@ class Trainer(RedcoNames, Generic[ModelT]):
     - `lr_schedule_fn`: maps a step to the learning rate; only logged, so pass the same schedule to the optimizer. A fit that
         continues after the schedule has reached 0 warns.
     - `accumulate_grad_batches`: micro-batches per step.
-    - `precision`: `"float32"`; `"bfloat16"`: parameters, losses, sums of gradients and updates in float32, everything else
-        that the loss computes in bfloat16; `"fp8"`: as `"bfloat16"`, with products with weights in 8-bit floating point, on
-        GPUs that support it (CPUs emulate it); or a `redeqx.Precision`, which has all choices, such as parameters stored in
-        bfloat16. By default everything has the dtypes of the model. The batch is not cast: cast floating inputs in
-        `loss_fn`.
-    - `compute_dtype`: floating leaves of the model are cast to it for the loss. Parameters and updates keep their dtypes;
-        gradients are summed over devices in `compute_dtype`. For dtypes that `precision` does not name.
     - `grad_fn`: maps `(model, batch, key)` (with `model_state` after `model`) to `(loss, grads)` and replaces the gradient
         of `loss_fn`. `grads` is the gradient of the returned loss, `total / weight`, in the model's structure. With
         `model_state` it returns `((loss, state), grads)`.
     - `plan`: how the model is split; `deployer.plan(model, loss_fn, batch)` with the first batch by default.
+    - `compute`: how the loss is computed: a precision such as `"bfloat16"`, or a `redeqx.Compute` with all options.
+    - `workers`: `redeqx.Workers(4)` calls `collate_fn` in four threads, `redeqx.Workers(4, "processes")` in processes.
     - `on_nonfinite`: what happens to a step whose loss or gradient is not finite: `"raise"` ends training; `"skip"` leaves
-        parameters and optimizer state unchanged, bit for bit, and continues with the next examples. `n_skipped` counts.
-    - `max_skipped`: the number of steps in a row that may be skipped; more raise.
-    - `n_collate_workers`: the number of calls of `collate_fn` that run at once, ahead of the device; with 0 there is one, in
-        the thread that prepares batches. The examples and their order stay the same.
-    - `collate_in`: where these calls run: `"threads"`, for a `collate_fn` that spends its time in NumPy, I/O or a tokenizer;
-        or `"processes"`, for one written in Python. Processes need a `collate_fn` and examples that can be pickled, and a
-        script that does its work under `if __name__ == "__main__":`.
-    - `fuse_attention`: whether attention in `loss_fn`, however it is written, is computed by the platform's kernel
-        (`redeqx.attention`), with the same values and gradients up to rounding. The header lists the fused places.
-    - `remat`: what the loops of `loss_fn` (`jax.lax.scan`, as over stacked blocks) recompute in the backward pass instead of
-        keeping it: `"none"`; `"matmuls"`, everything except matmuls, convolutions and attention, which saves memory and, on
-        GPUs and TPUs, memory traffic; `"full"`, the whole body, which saves most memory for a third more computation;
-        `"offload"`, as `"full"`, with the inputs of each iteration in host memory, for models that do not fit otherwise.
-        `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own stay as they are.
-    - `memory`: `"auto"` compiles the first step with `remat`. Until it fits into device memory, it tries loops that are not
-        unrolled, the next levels of `remat` and, unless the loss mixes rows, micro-batches in smaller parts; then the same
-        with the optimizer state in host memory. It prints what it chose, and why. The choice is not saved. Values and
-        gradients differ by rounding, so a run that resumes on another device may too. By default, on CPUs and with a
-        `grad_fn`, nothing is chosen.
-    - `unroll`: whether loops of `loss_fn` over a few small layers are unrolled on GPUs, where copying what their backward
-        pass reads would take long compared with their matmuls. It costs compile time, 3 to 5 times for 12 layers.
-    - `stack_blocks`: whether equal blocks that `loss_fn` computes one after the other, as from a Python list, are computed
-        as one loop over their stacked weights, with the same values and gradients up to rounding: they compile once, and
-        `remat` applies to them. By default on GPUs, where `unroll` may unroll a small loop again, and on TPUs. The header
-        lists them.
-    - `offload_opt_state`: whether the optimizer state is stored in host memory, from where each update copies it to the
-        devices and back: for models that do not fit otherwise, since the bus is slow. Values and checkpoints stay the same.
+        parameters and optimizer state unchanged, bit for bit, and goes on with the next examples, unless more than 10 steps
+        in a row are skipped; a number instead of `"skip"` is another limit. `n_skipped` counts.
+    - `name`: tells the trainers of one deployer apart, as in a GAN: metrics are called `critic/loss`, and checkpoints are in
+        `ckpts/critic`.
 
     Raises ValueError where no leaf is trainable, and for fp8 on a device that does not support it.
     """
@@ -140,29 +113,23 @@ class Trainer(RedcoNames, Generic[ModelT]):
         trainable: Any = eqx.is_inexact_array,
         lr_schedule_fn: Callable[[Any], Any] | None = None,
         accumulate_grad_batches: int = 1,
-        precision: str | Precision | None = None,
-        compute_dtype: Any = None,
         grad_fn: Callable[..., Any] | None = None,
         plan: Plan | None = None,
-        on_nonfinite: str = "raise",
-        max_skipped: int = 10,
-        n_collate_workers: int = 0,
-        collate_in: str = "threads",
-        fuse_attention: bool = True,
-        remat: str = "auto",
-        memory: str | None = None,
-        unroll: bool = True,
-        stack_blocks: bool | None = None,
-        offload_opt_state: bool = False,
+        compute: Compute | Precision | str | None = None,
+        workers: Workers = Workers(),
+        on_nonfinite: str | int = "raise",
+        name: str | None = None,
     ):
         check_deployer(deployer, Deployer)
-        check_choice(on_nonfinite, "on_nonfinite", ("raise", "skip"))
-        check_choice(remat, "remat", ("auto", *REMATS))
-        check_choice(memory, "memory", ("auto", None))
-        check_count(max_skipped, "max_skipped", 0, advice="Pass how many steps may be skipped.")
+        max_skipped = _max_skipped(on_nonfinite)
         check_count(accumulate_grad_batches, "accumulate_grad_batches")
-        dtypes = Precision.of(precision, compute_dtype)
+        if name is not None and not (isinstance(name, str) and name.isidentifier()):
+            raise ValueError(f"`name`: expected an identifier, got {brief(name)}. Pass `name='critic'`, say.")
+        compute = Compute.of(compute)
+        dtypes = compute.precision
         dtypes.check(deployer.mesh)
+        if not isinstance(workers, Workers):
+            raise TypeError(f"`workers`: expected a `redeqx.Workers`, got {brief(workers)}. Pass `redeqx.Workers(4)`.")
         check_model(model)
         check_alive(model_state, "model_state")
         check_optimizer(optimizer)
@@ -187,25 +154,19 @@ class Trainer(RedcoNames, Generic[ModelT]):
             parts=parts,
             loss_fn=with_batch_note(with_weak_types(loss_fn, self._weak), "loss_fn"),
             collate_fn=collate_fn,
-            workers=Workers(collate_fn, n_collate_workers, collate_in),
+            pool=CollatePool(collate_fn, workers),
             optimizer=dtypes.optimizer(optimizer),
             has_state=has_state,
             grad_fn=None if grad_fn is None else with_batch_note(with_weak_types(grad_fn, self._weak), "grad_fn"),
             lr_schedule_fn=lr_schedule_fn,
-            precision=dtypes,
+            compute=compute,
             accumulate=accumulate_grad_batches,
             plan=plan,
-            skips=on_nonfinite == "skip",
-            fuse_attention=fuse_attention,
-            remat=remat,
+            skips=max_skipped is not None,
             xla_settings=deployer._run.xla_settings,
-            memory=memory,
-            unroll=unroll,
-            stack_blocks=stack_blocks,
-            offload_opt_state=offload_opt_state,
         )
         self.deployer = deployer
-        self._engine = Engine(deployer._run, recipe, model, model_state, max_skipped)
+        self._engine = Engine(deployer._run, recipe, model, model_state, max_skipped or 0, name)
 
     # --- the state of training ---------------------------------------------------------------------------------------
 
@@ -262,6 +223,11 @@ class Trainer(RedcoNames, Generic[ModelT]):
     def plan(self) -> Plan | None:
         """How the model is split. If no plan was given, it is made at first use; None before."""
         return self._engine.plan
+
+    @property
+    def name(self) -> str | None:
+        """What tells this trainer apart from others of its deployer."""
+        return self._engine.name
 
     @property
     def step(self) -> int:
@@ -384,7 +350,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         *,
         collate_fn: Callable[[list[Any]], PyTree] | None = None,
     ) -> Predictor:
-        """Returns a Predictor that uses this trainer's model at the time of each call, with its plan and `compute_dtype`.
+        """Returns a Predictor that uses this trainer's model at the time of each call, with its plan and `compute`.
 
         **Arguments:**
 
@@ -398,8 +364,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             collate_fn=collate_fn or recipe.collate_fn,
             pred_fn=with_weak_types(pred_fn, self._weak),
             output_fn=output_fn,
-            compute_dtype=recipe.precision.dtype,
-            fuse_attention=recipe.fuse_attention,
+            compute=recipe.compute,
         )
         predictor._engine = self._engine
         return predictor
@@ -531,8 +496,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
         if not self.deployer.is_dry_run:
             resume_newest(engine)
             engine.hyperparams.is_running = True
-            engine.run.forget_records()  # of later steps, if this process has taken any
-            engine.run.begin_records(engine.step)
+            engine.run.forget_records(engine.name)  # of later steps, if this process has taken any
+            engine.run.begin_records(engine.step, engine.name)
         return engine.step
 
     # --- whole runs --------------------------------------------------------------------------------------------------
@@ -599,3 +564,12 @@ class Trainer(RedcoNames, Generic[ModelT]):
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(Fit(self._engine, options, self).job(), run.machine, **run.options))
         return Fit(self._engine, options, self).run()
+
+
+def _max_skipped(on_nonfinite: Any) -> int | None:
+    """Returns how many steps in a row may be skipped; None if none is skipped."""
+    if isinstance(on_nonfinite, str):
+        check_choice(on_nonfinite, "on_nonfinite", ("raise", "skip"))
+        return None if on_nonfinite == "raise" else 10
+    check_count(on_nonfinite, "on_nonfinite", 0, advice="Pass how many steps in a row may be skipped, or 'raise'.")
+    return on_nonfinite

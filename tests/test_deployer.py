@@ -80,8 +80,8 @@ def test_mesh_shape_follows_the_shard_counts(shards, shape):
             "`host0_port`: expected 1 to 65535, got 70000. Pass a port of process 0's host.",
         ),
         (
-            {"run_tensorboard": True},
-            "`run_tensorboard`: expected a `workdir` to write to, got None. Pass `workdir=`.",
+            {"loggers": ["tensorboard"]},
+            "`loggers`: expected a `workdir` to write to, got None. Pass `workdir=`.",
         ),
     ],
 )
@@ -467,16 +467,16 @@ def test_invalid_schedule_arguments_raise(kwargs, expected):
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("start_timeout", 0, "`start_timeout`: expected a finite number above 0, got 0. Pass seconds."),
-        ("start_timeout", math.inf, "`start_timeout`: expected a finite number above 0, got inf. Pass seconds."),
-        ("hang_timeout", "60", "`hang_timeout`: expected a number above 0 or None, got '60'. Pass seconds."),
-        ("heartbeat_timeout", float("nan"), "`heartbeat_timeout`: expected a finite number above 0, got nan. Pass seconds."),
-        ("heartbeat_timeout", None, "`heartbeat_timeout`: expected a finite number above 0, got None. Pass seconds."),
+        ("start", 0, "`timeouts.start`: expected a finite number above 0, got 0. Pass seconds."),
+        ("start", math.inf, "`timeouts.start`: expected a finite number above 0, got inf. Pass seconds."),
+        ("hang", "60", "`timeouts.hang`: expected a number above 0 or None, got '60'. Pass seconds."),
+        ("heartbeat", float("nan"), "`timeouts.heartbeat`: expected a finite number above 0, got nan. Pass seconds."),
+        ("heartbeat", None, "`timeouts.heartbeat`: expected a finite number above 0, got None. Pass seconds."),
     ],
 )
 def test_invalid_timeouts_raise(name, value, expected):
     error = ValueError if isinstance(value, int | float) else TypeError
-    assert message(error, redeqx.Deployer, **{name: value}) == expected
+    assert message(error, redeqx.Timeouts, **{name: value}) == expected
 
 
 # --- logged and saved output --------------------------------------------------------------------------------------------

@@ -398,7 +398,13 @@ def test_compute_dtype_casts_floating_leaves():
             return x.astype(self.weight.dtype) * self.weight + self.table
 
     model = Model(jnp.arange(4.0), jnp.arange(4))
-    predictor = redeqx.Predictor(make_deployer(), model=model, collate_fn=stack, pred_fn=apply, compute_dtype=jnp.bfloat16)
+    predictor = redeqx.Predictor(
+        make_deployer(),
+        model=model,
+        collate_fn=stack,
+        pred_fn=apply,
+        compute=redeqx.Precision("bfloat16", gradients=None),
+    )
     assert predictor.predict(make_examples(2), 1)[0].dtype == jnp.bfloat16
 
 
@@ -574,7 +580,7 @@ def test_predictor_of_a_trainer_uses_its_compute_dtype():
         optimizer=optax.sgd(0.1),
         collate_fn=stack,
         loss_fn=lambda model, batch, key: jnp.mean(apply(model, batch, key) ** 2),
-        compute_dtype=jnp.bfloat16,
+        compute=redeqx.Precision("bfloat16", gradients=None),
     )
     batch_shapes = []
 

@@ -34,4 +34,4 @@ from ._rows import (
 )
 from ._token_cache import TokenCache as TokenCache, token_cache as token_cache
 from ._tokens import TokenRows as TokenRows
-from ._workers import Workers as Workers
+from ._workers import CollatePool as CollatePool, Workers as Workers

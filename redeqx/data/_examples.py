@@ -24,7 +24,7 @@ from ..errors import check_examples_kind, check_function, check_integers, exampl
 from ._prefetch import Prefetch
 from ._rows import BatchSize, Group, local_rows, place_batch
 from ._streams import Stream, checksum
-from ._workers import Workers, drawn_ahead
+from ._workers import CollatePool, drawn_ahead
 
 # --- collating ------------------------------------------------------------------------------------------------------
 
@@ -378,7 +378,7 @@ class Batch:
 
 def batches(
     steps: Iterable[Slice],
-    workers: Workers,
+    pool: CollatePool,
     size: BatchSize,
     mesh: Mesh,
     check: Callable[[int, PyTree, int], None] | None = None,
@@ -392,7 +392,7 @@ def batches(
 
     **Arguments:**
 
-    - `workers`: call `collate_fn`, for several steps at once; without any, the thread itself calls it.
+    - `pool`: calls `collate_fn`, for several steps at once; without workers, the thread itself calls it.
     - `check`: called by that thread with the number of each step, its collated rows, and the number of its examples in all
         processes.
     - `use`: what the loss does with rows, on which the micro-batches depend; or a function that finds it, called in the
@@ -405,7 +405,7 @@ def batches(
         cut = cut_of(i, step)
         rows = local_rows(cut, mesh)
         examples = read(step.examples, rows, step.places)
-        return _Step(i, step, cut, rows, [step.places[row] for row in rows], examples, workers.start(examples))
+        return _Step(i, step, cut, rows, [step.places[row] for row in rows], examples, pool.start(examples))
 
     def cut_of(i: int, step: Slice) -> tuple[Group, ...]:
         if i == 0 and step.n_last is not None:  # so that a remainder that cannot be cut is an error now, not after an epoch
@@ -438,7 +438,7 @@ def batches(
         if known is None and (first := next(numbered, None)) is not None:
             given = read_step(*first)
             batch = collated(given)
-            _check_leading_dims(batch, len(given.examples), lambda: workers.start(given.examples[:1])())
+            _check_leading_dims(batch, len(given.examples), lambda: pool.start(given.examples[:1])())
             yield with_rows(batch, len(first[1].examples))  # `known` is set before this continues
             cut = cut_of(*first)
             if np.array_equal(local_rows(cut, mesh), given.rows):
@@ -448,7 +448,7 @@ def batches(
                 batch = collate(lambda _: given.collated(), given.examples, given.places)
             yield prepared(given, batch)
             n += 1
-        for given in drawn_ahead((read_step(i, step) for i, step in numbered), workers.n):
+        for given in drawn_ahead((read_step(i, step) for i, step in numbered), pool.n):
             yield prepared(given, collated(given))
             n += 1
         if check is not None and checks_end:

@@ -32,7 +32,7 @@ from ..storage import disk_path, fsync_folder, open_new, open_old, replacing
 from ._examples import check_examples, is_function, size_of
 from ._streams import checksum
 from ._tokens import TokenRows
-from ._workers import ArgumentNames, Workers, drawn_ahead
+from ._workers import ArgumentNames, CollatePool, Workers, drawn_ahead
 
 MANIFEST, PROGRESS, ENDS = "manifest.json", "progress.json", "ends.bin"
 FORMAT = "redeqx tokens"
@@ -127,7 +127,7 @@ def token_cache(
     if is_function(texts):
         raise TypeError("`texts`: expected texts, got a function. Call it.")
     check_examples(texts, "texts")
-    workers = Workers(partial(_tokenized, tokenize), n_workers, "processes", _ARGUMENTS)
+    workers = CollatePool(partial(_tokenized, tokenize), Workers(n_workers, "processes"), _ARGUMENTS)
     console = Console(None, verbose=verbose)
     made = _Source(texts, tokenize, made_of)
     has_said = False
@@ -229,7 +229,7 @@ def _tokenized(
     return np.concatenate(each), np.array([len(tokens) for tokens in each], np.int64)
 
 
-def _build(folder: Path, made: _Source, workers: Workers, console: Console, lock: Lock) -> None:
+def _build(folder: Path, made: _Source, workers: CollatePool, console: Console, lock: Lock) -> None:
     """Makes the cache, or continues from what an earlier process has written."""
     with closing(_Writer(folder.with_name(f".tmp_{folder.name}"), made.record)) as writer:
         if writer.n_documents:

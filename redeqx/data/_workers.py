@@ -49,9 +49,9 @@ class ArgumentNames:
     """
 
     function: str = "collate_fn"
-    number: str = "n_collate_workers"
-    processes: str = 'collate_in="processes"'
-    otherwise: str = 'collate_in="threads"'
+    number: str = "workers"
+    processes: str = 'workers=Workers(n, "processes")'
+    otherwise: str = 'workers=Workers(n, "threads")'
 
     @property
     def sent(self) -> str:
@@ -62,35 +62,46 @@ class ArgumentNames:
         return f"Define it at the top of a module and bind arguments by `functools.partial`, or pass `{self.otherwise}`."
 
 
+@dataclass(frozen=True)
 class Workers:
-    """Workers that call a `collate_fn`; a context that ends them. They start at the first call, and serve any number of
+    """How many calls of `collate_fn` run at once, ahead of the device, and where. The examples and their order stay.
+
+    **Arguments:**
+
+    - `n`: the number of concurrent calls. With 0 there is one, in the thread that prepares batches.
+    - `where`: `"threads"`, for a `collate_fn` that spends its time in NumPy, I/O or a tokenizer, which let others run; or
+        `"processes"`, for one written in Python. Processes need a `collate_fn` and examples that can be pickled, and a
+        script that does its work under `if __name__ == "__main__":`. They see no accelerator.
+
+    Raises TypeError for a number that is not an integer, ValueError for a negative one and another place.
+    """
+
+    n: int = 0
+    where: str = "threads"
+
+    def __post_init__(self) -> None:
+        check_count(self.n, "workers", 0)
+        check_choice(self.where, "workers.where", ("threads", "processes"))
+
+
+class CollatePool:
+    """Calls a `collate_fn` in workers; a context that ends them. They start at the first call, and serve any number of
     passes over the examples.
 
     **Arguments:**
 
     - `collate_fn`: returns the same batch for the same examples, whichever worker calls it.
-    - `n_collate_workers`: the number of concurrent calls. With 0 the caller's own thread calls `collate_fn`.
     - `names`: of the arguments, for errors.
-    - `collate_in`: `"threads"`, for a `collate_fn` that spends its time in NumPy, I/O or a tokenizer, which let other
-        threads run; or `"processes"`, for one written in Python. Processes need a `collate_fn` and examples that can be
-        pickled, and a script that does its work under `if __name__ == "__main__":`. They see no accelerator.
 
-    Raises TypeError for a number that is not an integer and for a function that cannot be pickled; ValueError for a negative
-    number, another `collate_in`, and a script that processes cannot import.
+    Raises TypeError for a function that cannot be pickled, ValueError for a script that processes cannot import.
     """
 
     def __init__(
-        self,
-        collate_fn: Callable[[list], PyTree],
-        n_collate_workers: int = 0,
-        collate_in: str = "threads",
-        names: ArgumentNames = ArgumentNames(),
+        self, collate_fn: Callable[[list], PyTree], workers: Workers = Workers(), names: ArgumentNames = ArgumentNames()
     ):
-        check_count(n_collate_workers, names.number, 0)
-        check_choice(collate_in, "collate_in", ("threads", "processes"))
-        self.n, self._names = n_collate_workers, names
+        self.n, self._names = workers.n, names
         self._collate_fn = collate_fn
-        self._function = _pickled(collate_fn, names) if self.n and collate_in == "processes" else None
+        self._function = _pickled(collate_fn, names) if self.n and workers.where == "processes" else None
         self._pool: ThreadPoolExecutor | None = None
         self._processes: list[_Process] = []
         self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()  # None: a process that has not started yet
@@ -134,7 +145,7 @@ class Workers:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> "CollatePool":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: TracebackType | None) -> None:

@@ -9,7 +9,6 @@ from ._exits import at_end as at_end, discard as discard
 from ._interrupts import Preempted as Preempted, Preemption as Preemption
 from ._launch import crowding as crowding, launch as launch
 from ._links import PeerError as PeerError
-from ._peers import HEARTBEAT as HEARTBEAT, Peers as Peers
-from ._rendezvous import START as START
+from ._peers import Peers as Peers
 from ._replicas import agree_on_program as agree_on_program, agree_on_values as agree_on_values
-from ._watch import HANG as HANG, Watch as Watch
+from ._watch import Timeouts as Timeouts, Watch as Watch

@@ -1,16 +1,45 @@
 """Ends a run that hangs: nothing else notices a process that is alive but stuck."""
 
+import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from ..errors import check_number
 from ._exits import say, stacks
 from ._links import PeerError
-from ._peers import EXIT_CODE, Peers, leave
+from ._peers import EXIT_CODE, HEARTBEAT, Peers, leave
+from ._rendezvous import START
 
-HANG = 1800.0  # seconds without progress after which a run counts as stuck
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long to wait, in seconds.
+
+    **Arguments:**
+
+    - `heartbeat`: without a message after which another process counts as lost, and this one exits.
+    - `start`: within which all processes must start.
+    - `hang`: without progress, not counting compilation, after which the run ends and prints which process is behind and the
+        stack of each thread; None never ends it. A step, a batch of an evaluation, and a call of `eval_metric_fn` are
+        progress.
+
+    Raises ValueError for anything but a number above 0.
+    """
+
+    heartbeat: float = HEARTBEAT
+    start: float = START
+    hang: float | None = 1800.0
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat", "start"):
+            rule, fits = "a finite number above 0", lambda seconds: 0 < seconds < math.inf
+            check_number(getattr(self, name), f"timeouts.{name}", rule, fits, "Pass seconds.")
+        is_positive = lambda seconds: seconds > 0  # noqa: E731
+        check_number(self.hang, "timeouts.hang", "a number above 0", is_positive, "Pass seconds.", optional=True)
 
 
 class Watch:
@@ -21,7 +50,7 @@ class Watch:
     - `seconds`: the time without progress after which the run ends; None for no limit.
     """
 
-    def __init__(self, peers: Peers, seconds: float | None = HANG):
+    def __init__(self, peers: Peers, seconds: float | None = Timeouts.hang):
         self._peers, self._seconds = peers, seconds
         self._last: float | None = None  # the time of the last progress; None while none is expected
         self._n_loops = 0  # loops over steps or batches, one inside another

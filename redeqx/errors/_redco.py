@@ -76,6 +76,7 @@ REDCO_TRAINER = {
 }
 REDCO_TRAINER_ARGUMENTS = {
     "apply_fn": "Leave it out: `loss_fn` calls the model.",
+    "compute_dtype": "Pass `compute='bfloat16'`, which keeps parameters in float32, or a `redeqx.Compute`.",
     "params": "Pass the Equinox module as `model`.",
     "params_sharding_rules": "Leave it out, or pass `plan=deployer.plan(model, loss_fn, batch, overrides={...})`.",
     "opt_state": "Leave it out: `load_ckpt` and a rerun of the script restore it.",

@@ -16,7 +16,6 @@ from ._chips import (
 from ._compilation_cache import (
     CacheUse as CacheUse,
     cache_use as cache_use,
-    check_compilation_cache as check_compilation_cache,
     start_cache as start_cache,
     uncached_where_described as uncached_where_described,
 )
@@ -47,9 +46,9 @@ from ._mesh import (
     split_rows as split_rows,
 )
 from ._xla_settings import (
+    Compiler as Compiler,
     Options as Options,
     XlaSettings as XlaSettings,
-    check_xla_settings as check_xla_settings,
     compiler_environment as compiler_environment,
     xla_settings as xla_settings,
 )

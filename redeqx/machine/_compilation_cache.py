@@ -22,12 +22,6 @@ MAX_BYTES = 16 * 2**30
 _OFF = ("0", "false", "off", "no")
 
 
-def check_compilation_cache(given: Any) -> None:
-    """Raises TypeError for a value that `start_cache` does not take."""
-    if given is not None and not isinstance(given, bool | str | os.PathLike):
-        raise TypeError(f"`compilation_cache`: expected True, False or a folder, got {given!r}. Pass one of them.")
-
-
 def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
     """Sets JAX's cache folder for this process. Returns the line to print, or None.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -59,6 +60,47 @@ def compiler_environment() -> dict[str, Any]:
     kept = {name: sorted(flag for flag in text if not _NEUTRAL.search(flag)) for name, text in texts.items()}
     flags = {name: " ".join(text) or "unset" for name, text in kept.items()}
     return {"the version of jaxlib": version("jaxlib"), "the platform": get_backend().platform_version, **flags}
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """How programs are compiled, and where they are kept.
+
+    **Arguments:**
+
+    - `cache`: True keeps compiled programs for the next run, in JAX's folder if `JAX_COMPILATION_CACHE_DIR` or `jax.config`
+        sets one, else in `~/.cache/redeqx/xla` (`XDG_CACHE_HOME`). A folder keeps them there, also on CPUs, for which True
+        does nothing, as their machine code does not run on every other CPU. False leaves JAX's setting unchanged. The
+        environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True. Let nobody else write to this
+        folder: its contents are executed.
+    - `settings`: XLA options for the train, eval and predict steps, as in `XLA_FLAGS` but without dashes:
+        `{"xla_gpu_enable_pipelined_all_gather": True}`; `"auto"`, the options recommended for training on this platform;
+        None for none. Options that the compiler does not know are left out, and the header names them.
+
+    Raises TypeError or ValueError for any other value.
+    """
+
+    cache: bool | str | Path | None = True
+    settings: Options | str | None = "auto"
+
+    def __post_init__(self) -> None:
+        if self.cache is not None and not isinstance(self.cache, bool | str | os.PathLike):
+            raise TypeError(f"`compiler.cache`: expected True, False or a folder, got {self.cache!r}. Pass one of them.")
+        given = self.settings
+        if given is None or given == "auto":
+            return
+        if not isinstance(given, Mapping):
+            kind, got = (ValueError, repr(given)) if isinstance(given, str) else (TypeError, type(given).__name__)
+            raise kind(f'`compiler.settings`: expected "auto", a dict or None, got {got}. Pass one of them.')
+        for name, value in given.items():
+            if not isinstance(name, str) or not isinstance(value, bool | int | float | str):
+                raise TypeError(
+                    f"`compiler.settings`: expected a bool, a number or a string by name, got {name!r}: {value!r}. "
+                    'Write {"xla_gpu_...": True}.'
+                )
+            if name.startswith("-"):
+                advice = f"Pass {name.lstrip('-')!r}."
+                raise ValueError(f"`compiler.settings`: expected names without dashes, got {name!r}. {advice}")
 
 
 @dataclass(frozen=True)
@@ -120,21 +162,3 @@ def _refusal(device: Any, options: dict[str, Any]) -> str | None:
     except jax.errors.JaxRuntimeError as error:
         return re.sub(r"^\w+: ", "", str(error).splitlines()[0])
     return None
-
-
-def check_xla_settings(given: Any) -> None:
-    """Raises TypeError or ValueError for a value that `xla_settings` does not take."""
-    if given is None or given == "auto":
-        return
-    if isinstance(given, str):
-        raise ValueError(f'`xla_settings`: expected "auto", a dict or None, got {given!r}. Pass one of them.')
-    if not isinstance(given, Mapping):
-        raise TypeError(f'`xla_settings`: expected "auto", a dict or None, got {type(given).__name__}. Pass one of them.')
-    for name, value in given.items():
-        if not isinstance(name, str) or not isinstance(value, bool | int | float | str):
-            raise TypeError(
-                f"`xla_settings`: expected a bool, a number or a string by name, got {name!r}: {value!r}. "
-                'Write {"xla_gpu_...": True}.'
-            )
-        if name.startswith("-"):
-            raise ValueError(f"`xla_settings`: expected names without dashes, got {name!r}. Pass {name.lstrip('-')!r}.")

@@ -100,7 +100,6 @@ class Console:
 
     - `workdir`: where `metrics.jsonl`, `speed.jsonl` and `tensorboard/` are written; `None` writes no files.
     - `verbose`: whether to print. Files and trackers do not depend on it.
-    - `run_tensorboard`: the same as `"tensorboard"` in `loggers`.
     - `loggers`: trackers: `"tensorboard"` (needs `workdir`), `"wandb"`, `"mlflow"`, `"trackio"`, or objects whose
         `log(metrics, step)` is called for all metrics.
     - `is_main`: whether this process prints and records for the run. The others do nothing.
@@ -117,7 +116,6 @@ class Console:
         workdir: Path | None,
         *,
         verbose: bool = True,
-        run_tensorboard: bool = False,
         loggers: Iterable[Tracker | str] = (),
         is_main: bool = True,
         file: Any = None,
@@ -137,7 +135,7 @@ class Console:
         self._is_notebook = file is None and RichConsole().is_jupyter
         self._peak_memory = peak_memory
         self._progress: ProgressLine | None = None
-        self.records: Records = Records(workdir, loggers, run_tensorboard, is_main, self.info)
+        self.records: Records = Records(workdir, loggers, is_main, self.info)
 
     def info(self, message: str, *, title: str | None = None) -> None:
         """Prints a message unchanged, under a `title` if one is given."""

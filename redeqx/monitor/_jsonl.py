@@ -60,8 +60,8 @@ class JsonLines:
         self._size += n
         self._waiting = b""
 
-    def rewind(self, step: int) -> None:
-        """Deletes the lines after `step`.
+    def rewind(self, step: int, name: str | None = None) -> None:
+        """Deletes the lines after `step`; with a `name`, only those whose numbers are called `name/...`, or have no prefix.
 
         An incomplete last line is dropped; any other line that cannot be read is dropped with a warning.
         """
@@ -77,7 +77,7 @@ class JsonLines:
                     f"`{self._path}`: expected JSON with a `step` in line {number}, got "
                     f"{brief(line[:80].decode('utf-8', 'replace'))}. It is left out.",
                 )
-            elif line_step <= step:
+            elif line_step <= step or (name is not None and _owner_of(line) not in (None, name)):
                 kept.append(line + b"\n")
         if (content := b"".join(kept)) == text:
             return
@@ -137,6 +137,11 @@ def _without_nonfinite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+def _owner_of(line: bytes) -> str | None:
+    """Returns the prefix of the numbers of a line, as in `critic/loss`; None without one."""
+    return next((name.partition("/")[0] for name in json.loads(line) if "/" in name), None)
 
 
 def _step_of(line: bytes) -> int | None:

@@ -26,7 +26,7 @@ class Records:
     **Arguments:**
 
     - `workdir`: the folder of the run; None writes no files.
-    - `loggers`: trackers, as names or objects; `run_tensorboard` adds `"tensorboard"`.
+    - `loggers`: trackers, as names or objects.
     - `is_main`: whether this process records.
     - `say`: prints a line; a bound method, held by a weak reference.
 
@@ -41,11 +41,10 @@ class Records:
         self,
         workdir: Path | None,
         loggers: Iterable[Tracker | str],
-        run_tensorboard: bool,
         is_main: bool,
         say: Callable[[str], None],
     ):
-        named, self._objects = check_loggers(loggers, workdir, run_tensorboard)
+        named, self._objects = check_loggers(loggers, workdir)
         self.has_trackers: bool = bool(named)
         self._workdir, self._is_main = workdir, is_main
         self._files = {} if workdir is None else {kind: JsonLines(workdir / name) for kind, name in _APPENDED.items()}
@@ -104,13 +103,18 @@ class Records:
             for delivery in self._deliveries:
                 delivery.initial_medium(plan)
 
-    def rewind(self, step: int) -> None:
-        """Deletes what was recorded after `step`, for a run that resumes from there."""
+    def rewind(self, step: int, name: str | None = None) -> None:
+        """Deletes what was recorded after `step`, for a run that resumes from there.
+
+        **Arguments:**
+
+        - `name`: of one of several trainers: rows of other trainers are kept.
+        """
         if not self._is_main:
             return
         self._step = max(step, 0)
         for file in self._files.values():
-            file.rewind(step)
+            file.rewind(step, name)
         if self._workdir is not None:
             rewind_media(self._workdir / "media", step)
         for delivery in self._deliveries:

@@ -270,7 +270,7 @@ TRACKERS: dict[str, type[NamedTracker]] = {
 }  # fmt: skip
 
 
-def check_loggers(loggers: Any, workdir: Path | None, run_tensorboard: bool) -> tuple[list[str], list[Tracker]]:
+def check_loggers(loggers: Any, workdir: Path | None) -> tuple[list[str], list[Tracker]]:
     """Returns the names of built-in trackers, without duplicates, and the trackers that are objects.
 
     Every process calls it, so that all of them stop at an error. Raises TypeError, ValueError and ImportError, as `Console`
@@ -280,7 +280,8 @@ def check_loggers(loggers: Any, workdir: Path | None, run_tensorboard: bool) -> 
         raise TypeError(f"`loggers`: expected a list of trackers, got {loggers!r}. Pass `loggers=[{loggers!r}]`.")
     if not isinstance(loggers, Iterable):
         raise TypeError(f"`loggers`: expected a list of trackers, got {type(loggers).__name__}. Write [logger].")
-    named, objects = ["tensorboard"] if run_tensorboard else [], []
+    named: list[str] = []
+    objects: list[Tracker] = []
     for i, logger in enumerate(loggers):
         if isinstance(logger, str) and logger not in TRACKERS:
             raise ValueError(
@@ -295,14 +296,13 @@ def check_loggers(loggers: Any, workdir: Path | None, run_tensorboard: bool) -> 
             objects.append(logger)
         elif logger not in named:
             named.append(logger)
-    argument = "run_tensorboard" if run_tensorboard else "loggers"
     if "tensorboard" in named and workdir is None:
-        raise ValueError(f"`{argument}`: expected a `workdir` to write to, got None. Pass `workdir=`.")
+        raise ValueError("`loggers`: expected a `workdir` to write to, got None. Pass `workdir=`.")
     for name in named:
         tracker = TRACKERS[name]
         if importlib.util.find_spec(tracker.package) is None:
             raise ImportError(
-                f"`{argument if name == 'tensorboard' else 'loggers'}`: expected {tracker.package}, got no such package. "
+                f"`loggers`: expected {tracker.package}, got no such package. "
                 f'Run `pip install "{tracker.install}"`, or do without this tracker.'
             )
     return named, objects

@@ -12,6 +12,7 @@ from ._callbacks import (
     Profile as Profile,
     SaveEvery as SaveEvery,
 )
+from ._compute import REMATS as REMATS, Compute as Compute
 from ._ema import EMA as EMA
 from ._engine import Engine as Engine
 from ._evaluation import evaluate as evaluate
@@ -25,7 +26,6 @@ from ._hyperparams import hyperparam_values as hyperparam_values
 from ._job import Job as Job, Setting as Setting, make_job as make_job
 from ._loop import Fit as Fit
 from ._loss import Loss as Loss, trace_loss as trace_loss
-from ._memory import REMATS as REMATS
 from ._options import FitOptions as FitOptions, with_options as with_options
 from ._parts import Parts as Parts
 from ._passes import (

@@ -62,6 +62,7 @@ class Engine:
     - `recipe`: how the model is trained.
     - `model`, `model_state`: arrays, or their shapes in a dry run.
     - `max_skipped`: the number of updates that may be skipped in a row.
+    - `name`: tells the engines of a run apart: the prefix of metrics, and the folder of checkpoints.
 
     **Attributes:**
 
@@ -86,9 +87,10 @@ class Engine:
     - `warned`: damaged checkpoints that the user has been warned about.
     """
 
-    def __init__(self, run: Run, recipe: Recipe, model: PyTree, model_state: PyTree, max_skipped: int):
+    def __init__(self, run: Run, recipe: Recipe, model: PyTree, model_state: PyTree, max_skipped: int, name: str | None):
         self.run = run
         self.recipe = recipe
+        self.name = name
         self.step = self.kept_step = 0
         self.plan = recipe.plan
         self.progress = Progress()
@@ -96,7 +98,7 @@ class Engine:
         self.begun_fit: int | None = None
         self.follows: bool | None = None
         self.calls = Calls(run)
-        self.metrics = Metrics(run.console, recipe.skips, max_skipped)
+        self.metrics = Metrics(self.record, run.console.info, recipe.skips, max_skipped)
         self.callbacks: Callbacks | None = None
         self.callback_states: dict[str, dict[str, Any]] = {}
         self.stop_requested = False
@@ -115,12 +117,17 @@ class Engine:
         self._pending: _Pending | None = None
         self._averages_aside: dict[str, PyTree] = {}  # loaded, not used by a fit yet; until the next step
         self._has_chosen = False  # a setting that fits, with `memory="auto"`
-        if recipe.workers.n:
-            AtEnd(self, recipe.workers.close)
+        if recipe.pool.n:
+            AtEnd(self, recipe.pool.close)
         self.checkpoints = None
         if run.workdir is not None:
             self.checkpoints = Checkpoints(
-                run.workdir / "ckpts", run.peers, run.console.info, run=run, before_commit=run.upload, root=run.workdir
+                run.workdir / "ckpts" / (name or ""),
+                run.peers,
+                run.console.info,
+                run=run,
+                before_commit=run.upload,
+                root=run.workdir,
             )
             run.preemption.keep(self)
 
@@ -172,7 +179,7 @@ class Engine:
     @property
     def precision(self) -> str:
         """A description of the dtypes of a step."""
-        return self.recipe.precision.describe([leaf.dtype for leaf in self.recipe.parts.take(self.trees[0])[0]])
+        return self.recipe.compute.precision.describe([leaf.dtype for leaf in self.recipe.parts.take(self.trees[0])[0]])
 
     @property
     def opt_state(self) -> PyTree:
@@ -261,7 +268,7 @@ class Engine:
         """
         pending = self._pending
         has_its_averages = pending is None or list(pending.averages) == average_names(self.recipe.optimizer)
-        if self.run.peers.n > 1 or self.recipe.memory is not None or not has_its_averages:
+        if self.run.peers.n > 1 or self.recipe.compute.memory is not None or not has_its_averages:
             return None
         program = self.recipe.program(plan, *self.trees)
         shapes = program.train_shapes(batch.groups, np.uint32(batch.n_examples))
@@ -307,6 +314,12 @@ class Engine:
             x if x.sharding == shape.sharding else jax.device_put(x, shape.sharding) for x, shape in pairs
         ]
 
+    def record(self, metrics: Mapping[str, Any], step: int, speed: Mapping[str, float] | None = None) -> None:
+        """Records one row of metrics, under the name of this engine."""
+        prefix = "" if self.name is None else f"{self.name}/"
+        named, rates = ({f"{prefix}{name}": x for name, x in of.items()} for of in (metrics, speed or {}))
+        self.run.console.metrics(named, step, speed=rates)
+
     # --- updates -----------------------------------------------------------------------------------------------------
 
     def batch_size(self, per_device: int | None, total: int | None, n_devices: int | None = None) -> BatchSize:
@@ -327,7 +340,7 @@ class Engine:
         check = None if self.run.peers.n == 1 else partial(check_rows, self.run.peers, self.run.n_passes)
         known = self.recipe.eval_rows if inference else self.recipe.rows
         use = known or partial(self._find_row_use, size, inference)
-        return batches(steps, self.recipe.workers, size, self.run.mesh, check, use=use, checks_end=checks_end)
+        return batches(steps, self.recipe.pool, size, self.run.mesh, check, use=use, checks_end=checks_end)
 
     def even_eval_size(self, examples: Any, size: BatchSize) -> BatchSize:
         """Returns the sizes of an evaluation's batch: these, or those of `BatchSize.evenly` where the loss allows them."""
@@ -414,14 +427,14 @@ class Engine:
         Each program is compiled once: the compiled step whose memory was checked is the one that runs.
         """
         run, recipe = self.run, self.recipe
-        if recipe.memory is None or recipe.grad_fn is not None:
+        if recipe.compute.memory is None or recipe.grad_fn is not None:
             return
         memory = least_memory(memory_of(run.mesh), run.peers)
         if memory is None:
             return
-        remat = recipe.remat_level
-        unroll = None if recipe.unroll_on(run.mesh, remat) is None else True
-        first = Choice(remat, recipe.n_parts, unroll, recipe.offload_opt_state)
+        compute, remat = recipe.compute, recipe.compute.remat_level
+        unroll = None if compute.unroll_on(run.mesh, remat) is None else True
+        first = Choice(remat, recipe.n_parts, unroll, compute.offload_opt_state)
         use = recipe.rows or UNKNOWN
 
         def order() -> Iterator[Choice]:
@@ -437,7 +450,7 @@ class Engine:
                 return self.compiled(batch)
 
         with run.watch.paused():
-            opt_state = 0 if recipe.offload_opt_state else shard_bytes(self.state.opt_state)
+            opt_state = 0 if compute.offload_opt_state else shard_bytes(self.state.opt_state)
             tried = first_that_fits(order(), memory, compiled, run.peers, opt_state)
         *_, (chosen, need) = tried.items()
         if chosen != first or need.total > memory.limit or not self._has_chosen:
@@ -452,9 +465,10 @@ class Engine:
 
     def _use_choice(self, choice: Choice) -> None:
         """Switches to the train step of another choice."""
-        unroll = self.recipe.unroll if choice.unroll is None else choice.unroll
-        options = {"remat": choice.remat, "n_parts": choice.n_parts, "offload_opt_state": choice.offload_opt_state}
-        self.recipe = replace(self.recipe, unroll=unroll, **options)
+        compute = self.recipe.compute
+        unroll = compute.unroll if choice.unroll is None else choice.unroll
+        compute = replace(compute, remat=choice.remat, unroll=unroll, offload_opt_state=choice.offload_opt_state)
+        self.recipe = replace(self.recipe, compute=compute, n_parts=choice.n_parts)
         self.state.move(self._program_with_eval(self.state.program))
 
     def _program_with_eval(self, old: Program) -> Program:

@@ -35,7 +35,7 @@ def header_rows(
     """
     mesh, devices = run.mesh, run.mesh.devices.flat
     weights, opt = shard_bytes([*state.trained, *state.frozen]), shard_bytes(state.opt_state)
-    where = " in the host's memory" if recipe.offload_opt_state else ""
+    where = " in the host's memory" if recipe.compute.offload_opt_state else ""
     compiler = {"xla": xla_settings(mesh, recipe.xla_settings).text(), "compilation cache": run.cache}
     return {
         "devices": f"{mesh.size} x {devices[0].device_kind}",
@@ -63,9 +63,9 @@ def _decay_rows(recipe: Recipe, plan: Plan, state: TrainState) -> dict[str, str]
 
 def _precision_rows(recipe: Recipe, mesh: Mesh, trace: Trace | None, text: str) -> dict[str, str]:
     """Describes the dtypes, unless the model's own are used throughout."""
-    if recipe.precision == AS_GIVEN:
+    if recipe.compute.precision == AS_GIVEN:
         return {}
-    if recipe.precision.in_fp8 and trace is not None:
+    if recipe.compute.precision.in_fp8 and trace is not None:
         in_fp8, every = fp8_products(trace.closed, len(trace.leaves))
         emulated = ", emulated on CPUs" if mesh.devices.flat[0].platform == "cpu" else ""
         text += f"; {in_fp8} of {every} products with weights in fp8{emulated}"
@@ -74,7 +74,7 @@ def _precision_rows(recipe: Recipe, mesh: Mesh, trace: Trace | None, text: str) 
 
 def _wide_products_note(recipe: Recipe, trace: Trace) -> str:
     """Describes products that are not computed in the requested dtype; warns if none is."""
-    dtype = recipe.precision.dtype
+    dtype = recipe.compute.precision.dtype
     if dtype is None or jnp.finfo(dtype).bits >= 32:
         return ""
     wide, every = wide_products(trace.closed, len(trace.leaves), dtype)
@@ -126,12 +126,12 @@ def eval_text(use: RowUse) -> str:
 def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
     """Describes equal blocks that are computed as one loop, and unrolled loops."""
     mesh, closed, notes = plan.mesh, trace.closed, []
-    if recipe.stacks_on(mesh) and recipe.grad_fn is None:
+    if recipe.compute.stacks_on(mesh) and recipe.grad_fn is None:
         stacking = StackBlocks([effective_specs(plan, name) for name in trace.names])
         for n, line in stacking.found(closed):
             notes.append(f"{n} equal blocks as one (from {shortened(line) or 'an unknown line'})")
         closed = stacking.rewritten(closed)
-    unrolling = recipe.unroll_on(mesh, recipe.remat_level)
+    unrolling = recipe.compute.unroll_on(mesh, recipe.compute.remat_level)
     if unrolling is not None:
         n = sum(unrolling.claims(eqn) for eqn in equations(closed))
         notes += [f"{n} written out"] if n else []
@@ -140,7 +140,7 @@ def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
 
 def _attention_rows(recipe: Recipe, mesh: Mesh, trace: Trace) -> dict[str, str]:
     """Describes the attention in the loss; warns about large arrays of queries x keys that remain."""
-    if not recipe.fuse_attention:
+    if not recipe.compute.fuse_attention:
         return {}
     fused, left, dense = attentions(trace.closed, mesh.devices.flat[0].platform, split_heads(mesh))
     for what, n_bytes in dense.items():

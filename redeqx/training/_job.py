@@ -102,7 +102,8 @@ def make_job(
 
     def make_program(plan: Plan, change: Rule | None, setting: Setting) -> Program:
         chosen = {name: getattr(setting, name) for name in ("remat", "unroll", "offload_opt_state")}
-        return replace(recipe, **chosen).program(plan, model, state, named=True, change=change)
+        changed = replace(recipe, compute=replace(recipe.compute, **chosen))
+        return changed.program(plan, model, state, named=True, change=change)
 
     return Job(
         setting=Setting(
@@ -110,9 +111,9 @@ def make_job(
             mesh.shape[FSDP],
             rows,
             recipe.accumulate,
-            recipe.remat,
-            recipe.unroll,
-            recipe.offload_opt_state,
+            recipe.compute.remat,
+            recipe.compute.unroll,
+            recipe.compute.offload_opt_state,
             batch_size=size.examples if size.by_examples else None,
         ),
         batch=batch,

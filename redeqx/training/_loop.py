@@ -214,7 +214,7 @@ class Fit:
         if engine.follows is False:
             engine.progress.position, engine.progress.first_step, engine.follows = Position(fit), engine.step, True
             engine.callback_states = {}
-        engine.run.begin_records(engine.step)
+        engine.run.begin_records(engine.step, engine.name)
         progress = engine.progress
         if fit < progress.position.fit:
             self.metrics = dict(progress.metrics)
@@ -369,7 +369,7 @@ class Fit:
         self.metrics = self._compute_metrics(self.options.eval_examples, line)
         engine.progress.metrics, self.evaluated_at, self.callbacks.was_called = self.metrics, engine.step, True
         console = engine.run.console
-        console.metrics({f"eval_{name}": value for name, value in self.metrics.items()}, engine.step)
+        engine.record({f"eval_{name}": value for name, value in self.metrics.items()}, engine.step)
         console.info(f"step {engine.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in self.metrics.items()))
         better = set()
         for tag, (name, sign) in self.options.tracked.items():

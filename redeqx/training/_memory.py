@@ -16,9 +16,8 @@ from jax.sharding import Mesh
 
 from ..distributed import Peers
 from ..machine import GIB, chip_of_kind
+from ._compute import REMATS
 
-# What the loops of a loss recompute in the backward pass, from the most memory to the least.
-REMATS = ("none", "matmuls", "full", "offload")
 _KEPT = {
     "none": "loops keep what their backward pass reads",
     "matmuls": "loops compute again all but matmuls, convolutions and attention",

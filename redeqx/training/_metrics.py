@@ -9,7 +9,7 @@ import numpy as np
 
 from ..data import Batch
 from ..errors import warn
-from ..monitor import Console, ProgressLine, Work
+from ..monitor import ProgressLine, Work
 from ._progress import Progress
 
 UNMOVED = "share of updates that rounding loses"  # computed by the step for 16-bit parameters; checked, not recorded
@@ -67,7 +67,8 @@ class Metrics:
 
     **Arguments:**
 
-    - `console`: shows and records them.
+    - `record`: maps `(metrics, step, speed)` to nothing; records one row.
+    - `say`: prints a line.
     - `skips`, `max_skipped`: whether steps skip updates that are not finite, and how many in a row.
 
     **Attributes:**
@@ -78,9 +79,9 @@ class Metrics:
     such an update to the reason and the next step, as sentences that end an error.
     """
 
-    def __init__(self, console: Console, skips: bool, max_skipped: int):
+    def __init__(self, record: Callable[..., None], say: Callable[[str], None], skips: bool, max_skipped: int):
         self.last: dict[str, float] = {}
-        self._console = console
+        self._record, self._say = record, say
         self._skips, self._max_skipped = skips, max_skipped
         self._n_skipped_in_a_row = 0
         self._has_warned = False  # of parameters that do not move
@@ -135,14 +136,14 @@ class Metrics:
                 raise self._error(update, name, metrics, explain)
             progress.n_skipped += 1
             text = f"skipped, as `{name}` is {metrics[name]}; {progress.n_skipped} so far"
-            self._console.info(f"step {update.step}: {text}")
+            self._say(f"step {update.step}: {text}")
         elif not self._has_warned and update.unmoved() > _MOST_UNMOVED:
             self._has_warned = True
             warn(
                 f"`model`: expected 16-bit parameters that updates change, got {update.unmoved():.0%} of the updates of "
                 f"step {update.step} lost: each is less than half of its parameter's last digit. Pass "
-                "`precision=redeqx.Precision(parameters='bfloat16')`, which keeps float32 copies of them, add "
-                "`rounding='stochastic'` to need none, or store them in float32: `precision='bfloat16'`."
+                "`compute=redeqx.Precision(parameters='bfloat16')`, which keeps float32 copies of them, add "
+                "`rounding='stochastic'` to need none, or store them in float32: `compute='bfloat16'`."
             )
         self.last = metrics
         epoch = None if update.epoch is None else update.epoch + 1
@@ -155,7 +156,7 @@ class Metrics:
             work=update.work,
         )
         shown = {} if epoch is None else {"epoch": epoch}
-        self._console.metrics({**shown, **metrics}, update.step, speed=line.speed())
+        self._record({**shown, **metrics}, update.step, line.speed())
 
     def _error(self, update: Update, name: str, metrics: dict[str, float], explain: Explain) -> ValueError:
         what = "the loss" if name == "loss" else "the gradient's norm"

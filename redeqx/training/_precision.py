@@ -40,8 +40,9 @@ class Precision:
     """The dtypes of a training step.
 
     ```python
-    trainer = redeqx.Trainer(..., precision="bfloat16")
-    trainer = redeqx.Trainer(..., precision=redeqx.Precision("bfloat16", parameters="bfloat16", rounding="stochastic"))
+    trainer = redeqx.Trainer(..., compute="bfloat16")
+    half = redeqx.Precision("bfloat16", parameters="bfloat16", rounding="stochastic")
+    trainer = redeqx.Trainer(..., compute=redeqx.Compute(half))
     ```
 
     **Arguments:**
@@ -85,29 +86,17 @@ class Precision:
         check_choice(self.rounding, "Precision.rounding", ("master", "stochastic"))
 
     @classmethod
-    def of(cls, precision: Any, compute_dtype: Any) -> "Precision":
-        """Returns the precision for a Trainer's `precision` and `compute_dtype`, each of which may be None.
-
-        Raises ValueError if they disagree.
-        """
-        if precision is None:
-            return _ComputeDtypeOnly(None if compute_dtype is None else jnp.dtype(compute_dtype), gradients=None)
-        if isinstance(precision, str) and precision in _NAMED:
-            given = _NAMED[precision]
-        elif isinstance(precision, Precision):
-            given = precision
-        else:
+    def of(cls, value: Any) -> "Precision":
+        """Returns the precision of this name; a `Precision` itself; for None, that of the model's own dtypes."""
+        if value is None:
+            return AS_GIVEN
+        if isinstance(value, str) and value in _NAMED:
+            return _NAMED[value]
+        if not isinstance(value, Precision):
             raise ValueError(
-                f"`precision`: expected {alternatives([*_NAMED])} or a `redeqx.Precision`, got {precision!r}. "
-                "Pass one of them, or another dtype as `compute_dtype`."
+                f"`precision`: expected {alternatives([*_NAMED])} or a `redeqx.Precision`, got {value!r}. Pass one of them."
             )
-        if compute_dtype is not None and given.dtype != jnp.dtype(compute_dtype):
-            found = None if given.dtype is None else given.dtype.name
-            raise ValueError(
-                f"`compute_dtype`: expected {found}, as set by `precision`, got {jnp.dtype(compute_dtype).name}. "
-                "Pass one of the two."
-            )
-        return given
+        return value
 
     @property
     def in_fp8(self) -> bool:
@@ -190,14 +179,7 @@ class Precision:
         return jax.tree.unflatten(treedef, [rounded(i, *pair) for i, pair in enumerate(zip(leaves, wide, strict=True))])
 
 
-class _ComputeDtypeOnly(Precision):
-    """The precision of a `compute_dtype` alone, which may be any floating dtype."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
-AS_GIVEN = _ComputeDtypeOnly(None, gradients=None)  # keeps the model's dtypes, and sums gradients as JAX does
+AS_GIVEN = Precision(None, gradients=None)  # keeps the model's dtypes, and sums gradients as JAX does
 _NAMED = {
     "float32": Precision("float32", parameters="float32"),
     "bfloat16": Precision("bfloat16", parameters="float32"),

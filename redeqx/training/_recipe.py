@@ -11,17 +11,17 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._tree import is_array_like, named_leaves
-from ..data import Workers
+from ..data import CollatePool
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
-from ..machine import FSDP, Options, chip_of_kind, xla_settings
+from ..machine import Options, xla_settings
 from ..partition import Overrides, Plan, make_plan, mark_read
 from ..tracing import Rule, Trace, restricted, shapes_in
-from ..transforms import KeepEverything, UnrollLoops
+from ..transforms import KeepEverything
+from ._compute import Compute
 from ._functions import Functions, Sums
 from ._opt_states import follows_schedule
 from ._parts import Parts
-from ._precision import AS_GIVEN, Precision
 from ._program import Program, make_program
 
 
@@ -69,18 +69,13 @@ class Recipe:
 
     - `parts`: how the model is partitioned.
     - `loss_fn`, `grad_fn`, `collate_fn`, `optimizer`, `lr_schedule_fn`: the Trainer's arguments.
-    - `precision`: the dtypes of a step, for which `optimizer` was made.
-    - `workers`: call `collate_fn`; they end with the recipe.
+    - `compute`: the Trainer's argument; `optimizer` was made for its precision.
+    - `pool`: calls `collate_fn`; it ends with the recipe.
     - `has_state`: whether the model has stateful layers.
     - `accumulate`: micro-batches per update.
     - `plan`: the user's own plan; None makes one from the loss.
     - `skips`: whether updates that are not finite are skipped.
-    - `fuse_attention`: whether attention is computed by the platform's kernel.
-    - `remat`, `memory`: what loops recompute in the backward pass, and how it is chosen, as for `Trainer`.
     - `n_parts`: the number of parts of each micro-batch, computed one after the other.
-    - `unroll`: whether loops over few layers are unrolled on GPUs.
-    - `stack_blocks`: whether equal blocks are computed as one loop; None decides by the devices.
-    - `offload_opt_state`: whether the optimizer state is in host memory between updates.
     - `xla_settings`: for the train and eval steps, as for `Deployer`.
     - `rows`, `eval_rows`: what the loss does with rows in training and in an evaluation, where layers such as BatchNorm
         compute something else; None until a batch is known.
@@ -90,22 +85,16 @@ class Recipe:
     parts: Parts
     loss_fn: Callable[..., Any]
     collate_fn: Callable[[list], PyTree]
-    workers: Workers
+    pool: CollatePool
     optimizer: optax.GradientTransformation
     has_state: bool = False
     grad_fn: Callable[..., Any] | None = None
     lr_schedule_fn: Callable[[Any], Any] | None = None
-    precision: Precision = AS_GIVEN
+    compute: Compute = Compute()
     accumulate: int = 1
     plan: Plan | None = None
     skips: bool = False
-    fuse_attention: bool = True
-    remat: str = "auto"
-    memory: str | None = None
     n_parts: int = 1
-    unroll: bool = True
-    stack_blocks: bool | None = None
-    offload_opt_state: bool = False
     xla_settings: Options | str | None = "auto"
     rows: RowUse | None = None
     eval_rows: RowUse | None = None
@@ -153,17 +142,18 @@ class Recipe:
 
         - `named`, `change`: as for `Functions`.
         """
-        self.precision.check(plan.mesh)
-        remat = "none" if isinstance(change, KeepEverything) else self.remat_level
+        compute = self.compute
+        compute.precision.check(plan.mesh)
+        remat = "none" if isinstance(change, KeepEverything) else compute.remat_level
         functions = Functions(
             self.sums,
             plan,
             named=named,
             change=change,
-            fuse_attention=self.fuse_attention,
+            fuse_attention=compute.fuse_attention,
             remat=remat,
-            unroll=self.unroll_on(plan.mesh, remat),
-            stack_blocks=self.stacks_on(plan.mesh),
+            unroll=compute.unroll_on(plan.mesh, remat),
+            stack_blocks=compute.stacks_on(plan.mesh),
         )
         options = xla_settings(plan.mesh, self.xla_settings).options
         return make_program(
@@ -175,28 +165,8 @@ class Recipe:
             self.skips,
             self.n_parts,
             options,
-            offload_opt_state=self.offload_opt_state,
+            offload_opt_state=compute.offload_opt_state,
         )
-
-    @property
-    def remat_level(self) -> str:
-        """The level of recomputation. By default everything but products is recomputed, on CPUs too, since a step waits
-        longer for memory than for elementwise work (tests/benchmarks/README.md)."""
-        return "matmuls" if self.remat == "auto" else self.remat
-
-    def unroll_on(self, mesh: Mesh, remat: str) -> UnrollLoops | None:
-        """Returns which loops are unrolled on the devices of a mesh. None are if whole bodies are recomputed, which XLA
-        would undo, or if weights are gathered layer by layer, which XLA would then do for several layers at once."""
-        device = mesh.devices.flat[0]
-        if not self.unroll or device.platform not in ("cuda", "gpu") or remat in ("full", "offload") or mesh.shape[FSDP] > 1:
-            return None
-        chip = chip_of_kind(device.device_kind)
-        return None if chip is None else UnrollLoops(chip, mesh.size)
-
-    def stacks_on(self, mesh: Mesh) -> bool:
-        """Returns whether equal blocks are computed as one loop on the devices of a mesh: by default on GPUs and TPUs, where
-        the recomputation in loops saves memory, and compilation takes longest."""
-        return mesh.devices.flat[0].platform != "cpu" if self.stack_blocks is None else self.stack_blocks
 
     def opt_shapes(self, model: PyTree) -> PyTree:
         """Returns the shapes of the optimizer state."""
@@ -217,7 +187,7 @@ class Recipe:
     @property
     def sums(self) -> Sums:
         """The user's functions as sums over rows."""
-        return Sums(self.parts, self.loss_fn, self.has_state, self.precision, self.grad_fn, self.uses)
+        return Sums(self.parts, self.loss_fn, self.has_state, self.compute.precision, self.grad_fn, self.uses)
 
     def _loss(self, state: PyTree, *, inference: bool) -> Callable[..., Any]:
         """Returns `(model, batch, key) -> (total, weight, metrics)`."""

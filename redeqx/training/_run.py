@@ -65,11 +65,11 @@ class Run:
     staging: Staging | None = None
     n_keys: int = 0
     n_passes: int = 0  # over examples, by all engines; numbers the comparisons between processes
-    records_begun: bool = False
 
     def __post_init__(self) -> None:
-        self._recorder: Callable[[], Any] = lambda: None
+        self._recorders: dict[str | None, Callable[[], Any]] = {}  # the engine of each name that records
         self._former_recorders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._begun: set[str | None] = set()  # the engines, by name, whose records of an earlier process were rewound
 
     @property
     def n_batch_shards(self) -> int:
@@ -120,29 +120,30 @@ class Run:
             )
 
     def claim_records(self, engine: Any) -> None:
-        """Lets an engine record its steps from now on; another one may follow it.
+        """Lets an engine record its steps from now on; another one of its name may follow it.
 
-        Raises ValueError if engines take turns, as in a GAN: their steps have the same numbers, and their metrics the same
+        Raises ValueError if engines of one name take turns: their steps have the same numbers, and their metrics the same
         names.
         """
-        before = self._recorder()
+        before = self._recorders.get(engine.name, lambda: None)()
         if before is engine or (self.workdir is None and not self.console.records.has_trackers):
             return
         if engine in self._former_recorders:
             raise ValueError(
-                "`Trainer`: expected that one trainer of a deployer records after the other, got two in turn: nothing would "
-                "tell their steps apart. Give each a deployer with a workdir of its own: `Deployer(workdir='runs/critic')`."
+                "`Trainer`: expected that one trainer of a name records after the other, got two in turn: nothing would "
+                "tell their steps apart. Give each a name: `Trainer(name='critic')`."
             )
         if before is not None:
             self._former_recorders.add(before)
-        self._recorder = weakref.ref(engine)
+        self._recorders[engine.name] = weakref.ref(engine)
 
-    def begin_records(self, step: int) -> None:
-        """Deletes an earlier process's records in the workdir after `step`. Only the first call has an effect."""
-        if not self.records_begun:
-            self.records_begun = True
-            self.console.records.rewind(step)
+    def begin_records(self, step: int, name: str | None = None) -> None:
+        """Deletes an earlier process's records after `step`, those of the engine of this name. Only the first call for a
+        name has an effect."""
+        if name not in self._begun:
+            self._begun.add(name)
+            self.console.records.rewind(step, name)
 
-    def forget_records(self) -> None:
+    def forget_records(self, name: str | None = None) -> None:
         """Lets `begin_records` act again, for a run that restarts from an earlier step."""
-        self.records_begun = False
+        self._begun.discard(name)

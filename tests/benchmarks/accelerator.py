@@ -167,8 +167,7 @@ def measure(case: Case, topology: str, rules: dict[str, Any], n_fsdp_shards: int
             collate_fn=lambda examples: jax.tree.map(lambda *leaves: np.stack(leaves), *examples),
             loss_fn=case.loss_fn,
             trainable=case.trainable(model),
-            compute_dtype=jnp.bfloat16,
-            **rules,
+            compute=redeqx.Compute(redeqx.Precision("bfloat16", gradients=None), **rules),
         )
         return trainer.dry_run([case.example] * case.rows, batch_size=case.rows, search=False)
 

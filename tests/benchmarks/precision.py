@@ -65,7 +65,7 @@ def bits_per_byte(precision: Any, seed: int, train: np.ndarray, held_out: np.nda
         optimizer=optax.adamw(schedule),
         collate_fn=np.stack,
         loss_fn=loss_fn,
-        precision=precision,
+        compute=redeqx.Compute(precision=precision),
     )
     rows = np.random.default_rng(seed).permutation(len(train))[: n_steps * ROWS]
     trainer.train(list(train[rows]), batch_size=ROWS)

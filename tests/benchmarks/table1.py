@@ -97,7 +97,8 @@ def dry_run(row: Row, n_rows: int) -> redeqx.DryRun:
         config = without_dropout(row.config)
         model = eqx.nn.inference_mode(deployer.init(lambda: row.make(config, key=jax.random.key(0))))
         trainer = redeqx.Trainer(
-            deployer, model=model, optimizer=optax.adamw(1e-4), loss_fn=loss_fn, compute_dtype=row.compute_dtype,
+            deployer, model=model, optimizer=optax.adamw(1e-4), loss_fn=loss_fn,
+            compute=redeqx.Precision(row.compute_dtype, gradients=None),
             collate_fn=collate_pairs if row.make in (Bart, T5) else collate_fn,
         )  # fmt: skip
         examples = np.zeros((trainer.batch_size(n_rows), row.seq), np.int32)

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -47,14 +46,16 @@ def lowered(topology: str, n_model: int, n_fsdp: int) -> Any:
         vocab_size=32000, n_positions=TOKENS, d_model=2048, d_mlp=5632, n_layers=BLOCKS, n_heads=32, n_kv_heads=8
     )
     with redeqx.described(topology):
-        deployer = redeqx.Deployer(n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False, xla_settings=None)
+        deployer = redeqx.Deployer(
+            n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False, compiler=redeqx.Compiler(settings=None)
+        )
         trainer = redeqx.Trainer(
             deployer,
             model=deployer.init(lambda: Llama(config, key=jax.random.key(0))),
             optimizer=optax.adamw(1e-4),
             collate_fn=np.stack,
             loss_fn=loss_fn,
-            compute_dtype=jnp.bfloat16,
+            compute=redeqx.Precision("bfloat16", gradients=None),
         )
         rows = ROWS * deployer.n_batch_shards
         size = trainer._engine.batch_size(ROWS, None)

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redeqx
-from redeqx.data import Prefetch, Workers, _examples as _data
+from redeqx.data import CollatePool, Prefetch, _examples as _data
 from redeqx.data._examples import batches, check_examples, collate, examples_of, n_tokens, size_of, slices
 from redeqx.data._rows import BatchSize, Group, cut_rows, pad_rows, place_batch
 from redeqx.machine._mesh import BATCH_AXES, make_mesh, n_batch_shards
@@ -107,7 +107,7 @@ def test_token_count_includes_all_processes(monkeypatch):
     monkeypatch.setattr(_data, "local_rows", lambda cut, mesh: np.arange(0, 8, 4))
     monkeypatch.setattr(_data, "place_batch", lambda batch, *_: (batch,))
     steps, size = slices(list(range(16)), 8), BatchSize(8, 8)
-    produced = list(batches(steps, Workers(lambda examples: np.zeros((len(examples), 7), np.int32)), size, make_mesh()))
+    produced = list(batches(steps, CollatePool(lambda examples: np.zeros((len(examples), 7), np.int32)), size, make_mesh()))
     assert [(batch.n_examples, batch.n_tokens, batch.groups[0].shape) for batch in produced] == [(8, 56, (2, 7))] * 2
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from redeqx.data import BatchSize, batches, slices
-from redeqx.data._workers import Workers, drawn_ahead
+from redeqx.data._workers import CollatePool, Workers, drawn_ahead
 from redeqx.errors import FilteredTraceback
 from redeqx.machine import make_mesh
 from tests.data import collating
@@ -34,13 +34,13 @@ def collate_all(collate_fn, examples, workers=None, **kwargs):
 
 
 def closing_batches(collate_fn, examples, workers=None, seed=(0, 0)):
-    return closing(batches(slices(examples, 8, seed=seed), workers or Workers(collate_fn), SIZE, make_mesh()))
+    return closing(batches(slices(examples, 8, seed=seed), workers or CollatePool(collate_fn), SIZE, make_mesh()))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def worker_process():
     """A running worker process, to which each test can send its own function."""
-    with Workers(call_first_example, 1, "processes") as workers:
+    with CollatePool(call_first_example, Workers(1, "processes")) as workers:
         collate_in_worker(workers, collating.stack_numbers)
         yield workers
     assert not multiprocessing.active_children()
@@ -68,7 +68,7 @@ def collate_in_worker(workers, function, examples=range(8)):
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_equal_those_of_a_single_thread_in_order(kind):
     expected = collate_all(collating.stack_numbers, range(45))
-    with Workers(collating.stack_numbers, 2, kind) as workers:
+    with CollatePool(collating.stack_numbers, Workers(2, kind)) as workers:
         for _ in range(2):  # the same workers are used for both passes
             actual = collate_all(collating.stack_numbers, range(45), workers)
             assert [places for places, _ in actual] == [places for places, _ in expected]
@@ -80,7 +80,7 @@ def test_batches_equal_those_of_a_single_thread_in_order(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_run_concurrently(kind, tmp_path):
     """Each of the two calls waits for the other one, so that neither can finish alone."""
-    with Workers(partial(wait_for_other_call, tmp_path), 2, kind) as workers:
+    with CollatePool(partial(wait_for_other_call, tmp_path), Workers(2, kind)) as workers:
         results = [workers.start(["a", "b"]), workers.start(["b", "a"])]
         assert [result() for result in results] == [["a", "b"], ["b", "a"]]
 
@@ -107,7 +107,7 @@ def test_one_thread_reads_the_examples_in_order():
             self.read.append(i)
             return i
 
-    with Workers(collating.stack_numbers, 3) as workers:
+    with CollatePool(collating.stack_numbers, Workers(3)) as workers:
         collate_all(collating.stack_numbers, Examples(), workers, seed=None)
     assert Examples.read == list(range(40))
     assert len(Examples.readers) == 1
@@ -145,7 +145,7 @@ def test_collating_with_jax_runs_on_the_cpu(worker_process):
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_shows_the_frame_in_collate_fn_and_the_examples(kind):
     actual = []
-    with Workers(collating.fails_at_9, 2, kind) as workers:
+    with CollatePool(collating.fails_at_9, Workers(2, kind)) as workers:
         with (
             pytest.raises(ValueError, match="nine will not do") as raised,
             FilteredTraceback(),
@@ -182,7 +182,7 @@ def test_unpicklable_examples_raise(worker_process):
 
 def test_invalid_batch_raises_as_without_workers():
     with (
-        Workers(collating.returns_ragged_lists, 1) as workers,
+        CollatePool(collating.returns_ragged_lists, Workers(1)) as workers,
         pytest.raises(TypeError, match="`collate_fn` output `x`: expected an array of 8 rows, got a list of 8 with lengths"),
     ):
         collate_all(collating.returns_ragged_lists, range(16), workers)
@@ -195,7 +195,7 @@ def test_invalid_batch_raises_as_without_workers():
 )
 def test_end_of_a_worker_process_raises(function, end):
     expected = f"`collate_fn`: expected its result from a worker process, got the end of the process, {end}. Look at"
-    with Workers(function, 1, "processes") as workers, pytest.raises(RuntimeError, match=expected):
+    with CollatePool(function, Workers(1, "processes")) as workers, pytest.raises(RuntimeError, match=expected):
         workers.start([1, 2])()
 
 
@@ -203,26 +203,29 @@ def test_end_of_a_worker_process_raises(function, end):
 def test_unpicklable_function_raises_at_construction(make):
     expected = "`collate_fn`: expected a function that can be pickled, .*, got one that cannot .* Define it at the top"
     with pytest.raises(TypeError, match=expected):
-        Workers(make(), 2, "processes")
-    Workers(make(), 2, "threads").close()
+        CollatePool(make(), Workers(2, "processes"))
+    CollatePool(make(), Workers(2, "threads")).close()
 
 
 def test_function_that_cannot_be_unpickled_raises():
     expected = r"`collate_fn`: expected a function that another process can import, .* it cannot \(no such module there\)"
-    with Workers(collating.FailsToUnpickle(), 1, "processes") as workers, pytest.raises(TypeError, match=expected):
+    with (
+        CollatePool(collating.FailsToUnpickle(), Workers(1, "processes")) as workers,
+        pytest.raises(TypeError, match=expected),
+    ):
         workers.start([1])()
 
 
 @pytest.mark.parametrize(
     ("kwargs", "kind", "message"),
     [
-        ({"n_collate_workers": -1}, ValueError, "`n_collate_workers`: expected at least 0, got -1. Pass 0 or more."),
-        ({"collate_in": "fork"}, ValueError, "`collate_in`: expected 'threads' or 'processes', got 'fork'. Pass one"),
+        ({"n": -1}, ValueError, "`workers`: expected at least 0, got -1. Pass 0 or more."),
+        ({"where": "fork"}, ValueError, "`workers.where`: expected 'threads' or 'processes', got 'fork'. Pass one"),
     ],
 )
 def test_invalid_arguments_raise(kwargs, kind, message):
     with pytest.raises(kind, match=message):
-        Workers(collating.stack_with_pid, **kwargs)
+        Workers(**kwargs)
 
 
 # --- scripts ---------------------------------------------------------------------------------------------------------
@@ -230,7 +233,7 @@ def test_invalid_arguments_raise(kwargs, kind, message):
 _SCRIPT = """
 import os, signal, sys
 import numpy as np
-from redeqx.data import Workers
+from redeqx.data import CollatePool, Workers
 
 print("imported", flush=True)
 
@@ -238,7 +241,7 @@ def collate_fn(examples):
     return {"x": np.asarray(examples), "pid": os.getpid()}
 
 def main():
-    with Workers(collate_fn, 1, "processes") as workers:
+    with CollatePool(collate_fn, Workers(1, "processes")) as workers:
         while True:
             print("worker", workers.start([1, 2])()["pid"], flush=True)
             sys.stdin.readline()
@@ -272,7 +275,9 @@ def test_script_without_a_main_guard_raises(tmp_path):
 
 
 def test_interactively_defined_function_raises():
-    code = "def f(examples): return {}\nfrom redeqx.data import Workers\nWorkers(f, 1, 'processes')"
+    code = (
+        "def f(examples): return {}\nfrom redeqx.data import CollatePool, Workers\nCollatePool(f, Workers(1, 'processes'))"
+    )
     completed = run([sys.executable, "-c", code])
     assert "got one that was defined interactively. Define it at the top of a module" in completed.stderr
 
@@ -302,13 +307,13 @@ def test_workers_ignore_signals_to_the_group_and_end_with_their_parent(tmp_path)
 
 def test_closing_kills_processes_and_waits_for_threads(tmp_path):
     n_threads = threading.active_count()
-    with Workers(partial(wait_for_other_call, tmp_path), 1, "processes") as workers:
+    with CollatePool(partial(wait_for_other_call, tmp_path), Workers(1, "processes")) as workers:
         result = workers.start(["here", "never there"])
         while not (tmp_path / "here").exists():
             time.sleep(0.005)
     with pytest.raises(RuntimeError, match="got the end of the process, by signal 9"):
         result()
-    with Workers(partial(wait_for_other_call, tmp_path), 1) as workers:
+    with CollatePool(partial(wait_for_other_call, tmp_path), Workers(1)) as workers:
         result = workers.start(["x", "here"])
     assert result() == ["x", "here"]
     assert threading.active_count() <= n_threads

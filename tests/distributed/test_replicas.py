@@ -175,7 +175,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 import redeqx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-deployer = redeqx.Deployer(n_model_shards=2, hang_timeout=60)
+deployer = redeqx.Deployer(n_model_shards=2, timeouts=redeqx.Timeouts(hang=60))
 weight = np.arange(8, dtype=np.float32).reshape(4, 2)
 if fault == "shards" and index == "1":
     weight[3, 1] += 1e-6  # only in this process's copy of the second shard

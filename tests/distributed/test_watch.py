@@ -31,7 +31,7 @@ def output_fn(outputs):
         time.sleep(600)
     return list(outputs)
 
-deployer = redeqx.Deployer(hang_timeout=2)
+deployer = redeqx.Deployer(timeouts=redeqx.Timeouts(hang=2))
 model = eqx.nn.Linear(3, 1, key=jax.random.key(0))
 trainer = redeqx.Trainer(
     deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack,

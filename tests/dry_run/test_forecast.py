@@ -443,7 +443,7 @@ def test_optimizer_state_in_host_memory():
     rows = np.zeros((64, 32), np.int32)
     with redeqx.described("v5e:2x2"):
         with_it, without = (
-            make_trainer(make_deployer(2, 2), config, offload_opt_state=offload).dry_run(rows, 2)
+            make_trainer(make_deployer(2, 2), config, compute=redeqx.Compute(offload_opt_state=offload)).dry_run(rows, 2)
             for offload in (True, False)
         )
     state = without.held["optimizer state"]

@@ -255,7 +255,7 @@ def test_proposed_setting_fits_with_the_reported_memory():
         assert not run.fits and DryRunDone(run).code == 3 and run.best is run.tried[-1]
         assert run.best.setting.code() in run.verdict() and "What fits: Deployer(" in run.verdict()
         found = run.best.setting
-        options = {"accumulate_grad_batches": found.accumulate_grad_batches, "remat": found.remat}
+        options = {"accumulate_grad_batches": found.accumulate_grad_batches, "compute": redeqx.Compute(remat=found.remat)}
         again = make_trainer(n_fsdp=found.n_fsdp_shards, **options).dry_run(example_rows(), found.per_device_batch_size)
     assert again.fits and again.needs == run.best.needs and again.setting == found
 
@@ -337,7 +337,9 @@ def test_loop_inputs_are_offloaded_to_the_host():
     found = {}
     with described("v5e:2x2"):
         for remat in ("full", "offload"):
-            trainer = make_trainer(Scanned(jax.random.key(0)), 2, remat=remat, accumulate_grad_batches=2)
+            trainer = make_trainer(
+                Scanned(jax.random.key(0)), 2, compute=redeqx.Compute(remat=remat), accumulate_grad_batches=2
+            )
             found[remat] = trainer.dry_run(example_rows(2**17), 2**14, search=False)
     steps = {remat: run.steps["train"] for remat, run in found.items()}
     input_bytes = 8 * 2**14 * 16 * 4  # the inputs of 8 blocks, in float32

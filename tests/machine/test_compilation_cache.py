@@ -116,8 +116,8 @@ def test_missing_home_folder_switches_the_cache_off_with_a_message(default_folde
 
 def test_invalid_folder_is_an_error_before_any_side_effect(tmp_path):
     with pytest.raises(TypeError) as raised:
-        redeqx.Deployer(workdir=tmp_path / "run", compilation_cache=5)
-    assert str(raised.value) == "`compilation_cache`: expected True, False or a folder, got 5. Pass one of them."
+        redeqx.Deployer(workdir=tmp_path / "run", compiler=redeqx.Compiler(cache=5))
+    assert str(raised.value) == "`compiler.cache`: expected True, False or a folder, got 5. Pass one of them."
     assert not (tmp_path / "run").exists()
 
 
@@ -151,7 +151,7 @@ import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
 import redeqx
 
 trainer = redeqx.Trainer(
-    redeqx.Deployer(0, compilation_cache=sys.argv[1]),
+    redeqx.Deployer(0, compiler=redeqx.Compiler(cache=sys.argv[1])),
     model=eqx.nn.Linear(8, 8, key=jax.random.key(0)),
     optimizer=optax.sgd(0.1),
     collate_fn=np.stack,

@@ -91,7 +91,7 @@ def test_answer_for_one_type_is_not_reused_for_another():
 def test_settings_apply_to_compiled_steps_and_are_printed(capsys, tmp_path):
     """XLA dumps only the programs that are compiled with the option."""
     given = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True, "xla_foo": 1}
-    trainer, out = fit_and_output(capsys, xla_settings=given)
+    trainer, out = fit_and_output(capsys, compiler=redeqx.Compiler(settings=given))
     trainer.get_default_predictor(lambda model, x, key: jax.vmap(model)(x)).predict(np.ones((8, 8), np.float32), 1)
     assert f"xla                xla_dump_to={tmp_path}, xla_dump_hlo_as_text=true, xla_foo left out: " in out
     modules = {path.name.split(".")[1] for path in tmp_path.iterdir() if path.name.startswith("module_")}
@@ -100,31 +100,31 @@ def test_settings_apply_to_compiled_steps_and_are_printed(capsys, tmp_path):
 
 
 def test_nothing_is_printed_without_settings(capsys):
-    _, out = fit_and_output(capsys, xla_settings=None)
+    _, out = fit_and_output(capsys, compiler=redeqx.Compiler(settings=None))
     assert "\n  xla " not in out
 
 
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ("best", ValueError, "`xla_settings`: expected \"auto\", a dict or None, got 'best'. Pass one of them."),
-        (["xla_foo"], TypeError, '`xla_settings`: expected "auto", a dict or None, got list. Pass one of them.'),
+        ("best", ValueError, "`compiler.settings`: expected \"auto\", a dict or None, got 'best'. Pass one of them."),
+        (["xla_foo"], TypeError, '`compiler.settings`: expected "auto", a dict or None, got list. Pass one of them.'),
         (
             {"xla_foo": None},
             TypeError,
-            "`xla_settings`: expected a bool, a number or a string by name, got 'xla_foo': None. "
+            "`compiler.settings`: expected a bool, a number or a string by name, got 'xla_foo': None. "
             'Write {"xla_gpu_...": True}.',
         ),
         (
             {"--xla_foo": 1},
             ValueError,
-            "`xla_settings`: expected names without dashes, got '--xla_foo'. Pass 'xla_foo'.",
+            "`compiler.settings`: expected names without dashes, got '--xla_foo'. Pass 'xla_foo'.",
         ),
     ],
 )
 def test_invalid_settings_are_errors(given, error, message):
     with pytest.raises(error) as caught:
-        redeqx.Deployer(xla_settings=given)
+        redeqx.Compiler(settings=given)
     assert str(caught.value) == message
 
 

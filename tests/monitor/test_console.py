@@ -236,7 +236,7 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
 
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboardX")
-    console = Console(tmp_path, run_tensorboard=True)
+    console = Console(tmp_path, loggers=["tensorboard"])
     for step in (1, 2, 3):
         console.metrics({"loss": step / 2, "eval/bleu": 1.0}, step)
     console.records.close()
@@ -244,7 +244,7 @@ def test_tensorboard(tmp_path):
     assert scalars(tmp_path / "tensorboard")[:4] == kept
     # TensorBoard orders event files by the second in their names.
     time.sleep(1.1)
-    resumed = Console(tmp_path, run_tensorboard=True)
+    resumed = Console(tmp_path, loggers=["tensorboard"])
     resumed.records.rewind(2)
     resumed.metrics({"loss": 7.0}, 3)
     resumed.metrics({"loss": math.nan}, 4)
@@ -256,7 +256,7 @@ def test_tensorboard(tmp_path):
 
 def test_tensorboard_purges_once(tmp_path):
     pytest.importorskip("tensorboardX")
-    console = Console(tmp_path, run_tensorboard=True)
+    console = Console(tmp_path, loggers=["tensorboard"])
     console.records.rewind(0)
     console.metrics({"loss": 1.0}, 1)
     console.records.close()
@@ -268,7 +268,7 @@ def test_tensorboard_purges_once(tmp_path):
 
 def test_tensorboard_keeps_what_was_written_within_the_same_second(tmp_path):
     pytest.importorskip("tensorboardX")
-    console = Console(tmp_path, run_tensorboard=True)
+    console = Console(tmp_path, loggers=["tensorboard"])
     console.metrics({"parameters": 9.0}, 0)  # before a fit
     console.records.rewind(0)
     for step in (1, 2, 3):
@@ -280,11 +280,11 @@ def test_tensorboard_keeps_what_was_written_within_the_same_second(tmp_path):
 
 
 def test_tensorboard_missing_or_without_a_workdir(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"`run_tensorboard`: expected a `workdir` to write to, got None\. Pass"):
-        Console(None, run_tensorboard=True)
+    with pytest.raises(ValueError, match=r"`loggers`: expected a `workdir` to write to, got None\. Pass"):
+        Console(None, loggers=["tensorboard"])
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match=r"expected tensorboardX, .* Run `pip install \"redeqx\[tensorboard\]\"`"):
-        Console(tmp_path, run_tensorboard=True)
+        Console(tmp_path, loggers=["tensorboard"])
 
 
 def test_tensorboard_is_imported_only_on_request(tmp_path, monkeypatch):

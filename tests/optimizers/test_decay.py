@@ -122,7 +122,7 @@ def test_the_header_counts_what_decays_under_any_optimizer(capsys, optimizer, ex
 def test_the_header_counts_what_decays_with_bfloat16_parameters(capsys, rounding):
     precision = redeqx.Precision("float32", parameters="bfloat16", rounding=rounding)
     optimizer = optax.adamw(0.1, weight_decay=0.5, mask=decay_mask)
-    names, row = shrunk(capsys, Recurrent(), optimizer, precision=precision)
+    names, row = shrunk(capsys, Recurrent(), optimizer, compute=redeqx.Compute(precision))
     assert names == WEIGHTS and row.startswith("5 of 11")
 
 

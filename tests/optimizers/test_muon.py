@@ -418,7 +418,7 @@ def test_muon_inside_optax_wrappers(name):
 
 @pytest.mark.sweep
 def test_bfloat16_parameters_with_float32_copies():
-    trainer = make_trainer(muon(1e-2), 2, 2, precision=redeqx.Precision("bfloat16", parameters="bfloat16"))
+    trainer = make_trainer(muon(1e-2), 2, 2, compute=redeqx.Precision("bfloat16", parameters="bfloat16"))
     trainer.train(IDS, batch_size=16)
     momentum = [leaf for name, leaf in named_leaves(trainer.opt_state).items() if ".mu." in name]
     assert {leaf.dtype for leaf in momentum} == {np.dtype("float32")}

@@ -199,7 +199,7 @@ def make_gpt2():
 )
 def test_dropout_of_gpt2_follows_the_rows(rows, remat, stack_blocks, unroll):
     model = make_gpt2()
-    how = {"remat": remat, "stack_blocks": stack_blocks, "unroll": unroll, "collate_fn": np.stack}
+    how = {"compute": redeqx.Compute(remat=remat, stack_blocks=stack_blocks, unroll=unroll), "collate_fn": np.stack}
     trainer = make_trainer(language_loss, model, "2x2x2", 2, **how)
     assert_first_update_matches(trainer, IDS[:rows], *plain(language_loss, model, np.stack(IDS[:rows]), key_of_step(0)))
 
@@ -209,7 +209,7 @@ def test_rows_that_memory_auto_divides_draw_the_same(monkeypatch):
     examples = EXAMPLES * 16
 
     def bytes_needed(n_parts):
-        trainer = make_trainer(loss_fn, model, "4", remat="none")
+        trainer = make_trainer(loss_fn, model, "4", compute=redeqx.Compute(remat="none"))
         trainer._engine.recipe = replace(trainer._engine.recipe, n_parts=n_parts)
         of = trainer.compile(examples, batch_size=len(examples)).memory_analysis()
         return of.argument_size_in_bytes + of.temp_size_in_bytes + of.output_size_in_bytes - of.alias_size_in_bytes
@@ -217,7 +217,7 @@ def test_rows_that_memory_auto_divides_draw_the_same(monkeypatch):
     limit = bytes_needed(4)
     assert limit < bytes_needed(1)
     monkeypatch.setattr(_engine, "memory_of", lambda mesh: Memory(limit))
-    trainer = make_trainer(loss_fn, model, "4", memory="auto")
+    trainer = make_trainer(loss_fn, model, "4", compute=redeqx.Compute(memory="auto"))
     assert_first_update_matches(trainer, examples, *plain(loss_fn, model, collate_fn(examples), key_of_step(0)))
     assert trainer._engine.recipe.n_parts > 1
 

@@ -176,7 +176,7 @@ def test_the_plan_is_made_with_the_weights_as_the_step_casts_them():
             raise TypeError(f"a kernel for bfloat16, got {model.first.weight.dtype}")
         return loss_fn(model, batch.astype(jnp.bfloat16), key)
 
-    trainer = make_trainer(loss_fn=needs_bfloat16, compute_dtype=jnp.bfloat16)
+    trainer = make_trainer(loss_fn=needs_bfloat16, compute=redeqx.Precision("bfloat16", gradients=None))
     trainer.train(DATA, batch_size=BATCH)
     plain = make_trainer()
     plain.train(DATA, batch_size=BATCH)
@@ -487,10 +487,49 @@ def test_trainers_that_take_turns_do_not_mix_their_records(tmp_path):
     actor.update(DATA[:8])
     critic.update(DATA[:8])
     before = bits(actor.model)
-    with pytest.raises(ValueError, match="`Trainer`: expected that one trainer of a deployer records after the other"):
+    with pytest.raises(ValueError, match="`Trainer`: expected that one trainer of a name records after the other"):
         actor.update(DATA[:8])
     assert actor.step == 1 and bits(actor.model) == before  # before the step is computed
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def make_actor_and_critic(workdir):
+    deployer = redeqx.Deployer(3, workdir=workdir, verbose=False)
+    options = {"optimizer": optax.adam(0.1), "collate_fn": collate_fn, "loss_fn": loss_fn}
+    names = ("actor", "critic")
+    return [redeqx.Trainer(deployer, model=Reversed(jax.random.key(i)), name=n, **options) for i, n in enumerate(names)]
+
+
+def take_turns(actor, critic, until):
+    while actor.step < until:
+        critic.update(DATA[:8])
+        if critic.step % 2 == 0:  # two updates of the critic for each of the actor
+            actor.update(DATA[:8])
+
+
+def test_trainers_with_names_take_turns_save_and_resume_in_one_workdir(tmp_path):
+    whole = make_actor_and_critic(tmp_path / "whole")
+    take_turns(*whole, until=4)
+
+    stopped = make_actor_and_critic(tmp_path / "stopped")
+    take_turns(*stopped, until=2)
+    for trainer in stopped:
+        assert trainer.save_ckpt().parent == tmp_path / "stopped" / "ckpts" / trainer.name
+    take_turns(*stopped, until=3)  # lost
+
+    again = make_actor_and_critic(tmp_path / "stopped")
+    assert [trainer.resume() for trainer in again] == [2, 4]
+    take_turns(*again, until=4)
+    for resumed, trainer in zip(again, whole, strict=True):
+        assert bits(resumed.model) == bits(trainer.model) and bits(resumed.opt_state) == bits(trainer.opt_state)
+    rows = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "stopped")]
+    assert sorted(rows[0]) == sorted(rows[1]) and len(rows[0]) == 12
+    assert {name for row in rows[0] for name in json.loads(row)} >= {"actor/loss", "critic/grad_norm", "step"}
+
+
+def test_a_name_is_an_identifier():
+    with pytest.raises(ValueError, match=r"`name`: expected an identifier, got '\.\./critic'"):
+        make_trainer(name="../critic")
 
 
 @pytest.mark.parametrize("workdirs", [(None, None), ("actor", "critic")])

@@ -39,7 +39,7 @@ def make_trainer(deployer, loss_fn=loss_fn, **kwargs):
     return redeqx.Trainer(deployer, model=model, loss_fn=loss_fn, **kwargs)
 
 def main():
-    deployer = redeqx.Deployer(verbose=False, hang_timeout=60)
+    deployer = redeqx.Deployer(verbose=False, timeouts=redeqx.Timeouts(hang=60))
     index = jax.process_index()
 """
 
@@ -145,7 +145,7 @@ def test_a_signal_reaches_the_fit_of_the_first_of_two_deployers(tmp_path):
     def slowly(examples):
         time.sleep(0.05)
         return np.stack(examples)
-    first, _ = (redeqx.Deployer(workdir={str(tmp_path)!r} + "/" + name, hang_timeout=60) for name in "ab")
+    first, _ = (redeqx.Deployer(workdir={str(tmp_path)!r} + "/" + name, timeouts=redeqx.Timeouts(hang=60)) for name in "ab")
     trainer = make_trainer(first, collate_fn=slowly)
     class Says(redeqx.Callback):
         def on_step(self, trainer, metrics):
@@ -171,7 +171,7 @@ def test_a_signal_reaches_the_fit_of_the_first_of_two_deployers(tmp_path):
 def test_save_every_reads_the_clock_of_process_0(tmp_path):
     """A process that saves alone, or not with the others, would wait for ever."""
     body = f"""
-    deployer = redeqx.Deployer(workdir={str(tmp_path / "run")!r}, verbose=False, hang_timeout=60)
+    deployer = redeqx.Deployer(workdir={str(tmp_path / "run")!r}, verbose=False, timeouts=redeqx.Timeouts(hang=60))
     trainer = make_trainer(deployer)
     for minutes in ((1e-9, 1e9), (1e9, 1e-9)):  # as the clocks of both processes may differ
         saved = []
@@ -194,7 +194,7 @@ def test_a_deployer_outside_of_the_main_guard_works_with_worker_processes(tmp_pa
     deployer = redeqx.Deployer(verbose=False)
 
     if __name__ == "__main__":
-        trainer = make_trainer(deployer, n_collate_workers=1, collate_in="processes")
+        trainer = make_trainer(deployer, workers=redeqx.Workers(1, "processes"))
         trainer.fit(DATA, batch_size=8)
         print("done", trainer.step)
     """

@@ -56,9 +56,7 @@ deployer = redeqx.Deployer(
     n_model_shards=args.model,
     n_fsdp_shards=args.fsdp,
     workdir=args.workdir,
-    heartbeat_timeout=args.heartbeat,
-    start_timeout=args.start,
-    hang_timeout=args.hang,
+    timeouts=redeqx.Timeouts(heartbeat=args.heartbeat, start=args.start, hang=args.hang),
 )
 is_culprit = deployer._run.peers.index == args.culprit or deployer._run.peers.n == 1
 

@@ -36,7 +36,7 @@ def train(**options):
 @pytest.mark.sweep
 def test_workers_do_not_change_the_fit_and_end_with_the_trainer(where):
     _, metrics, expected = train()
-    trainer, found, leaves = train(n_collate_workers=2, collate_in=where)
+    trainer, found, leaves = train(workers=redeqx.Workers(2, where))
     assert found == metrics
     assert all(np.array_equal(a, b) for a, b in zip(leaves, expected, strict=True))
     names = {process.name for process in multiprocessing.active_children()}
@@ -50,7 +50,7 @@ def test_workers_do_not_change_the_fit_and_end_with_the_trainer(where):
 
 
 def test_invalid_worker_arguments_raise():
-    with pytest.raises(ValueError, match="`n_collate_workers`: expected at least 0, got -1"):
-        make_trainer(n_collate_workers=-1)
-    with pytest.raises(ValueError, match="`collate_in`: expected 'threads' or 'processes', got 'fork'"):
-        make_trainer(n_collate_workers=1, collate_in="fork")
+    with pytest.raises(ValueError, match="`workers`: expected at least 0, got -1"):
+        make_trainer(workers=redeqx.Workers(-1))
+    with pytest.raises(ValueError, match=r"`workers\.where`: expected 'threads' or 'processes', got 'fork'"):
+        make_trainer(workers=redeqx.Workers(1, "fork"))

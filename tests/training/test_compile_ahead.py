@@ -66,7 +66,7 @@ OPTIONS = {
     "plain": {},
     "accumulated": {"accumulate_grad_batches": 2},
     "hyperparameters in the state": {"optimizer": optax.inject_hyperparams(optax.adamw)(1e-2)},
-    "bfloat16 parameters": {"precision": redeqx.Precision(parameters="bfloat16")},
+    "bfloat16 parameters": {"compute": redeqx.Compute(redeqx.Precision(parameters="bfloat16"))},
     "skipped steps": {"on_nonfinite": "skip"},
 }
 

@@ -78,7 +78,7 @@ def test_a_resumed_run_takes_the_learning_rate_that_the_script_has_changed(how, 
 def test_it_is_compared_within_averages_copies_and_chains(tmp_path, capsys):
     def run(rate, ema):
         optimizer = optax.chain(optax.clip_by_global_norm(1e9), sgd(rate))
-        trainer = make_trainer(optimizer, tmp_path, precision=redeqx.Precision(parameters="bfloat16"))
+        trainer = make_trainer(optimizer, tmp_path, compute=redeqx.Precision(parameters="bfloat16"))
         trainer.fit(DATA, batch_size=8, n_epochs=2 - ema, callbacks=[redeqx.EMA(0.5)] * ema)
         return np.asarray(trainer.model.weight, np.float32)
 

@@ -32,14 +32,14 @@ def loss_fn(model, batch, key):
 
 
 def make_trainer(shards=(1, 1), **options):
-    options = {"memory": "auto", "loss_fn": loss_fn, "remat": "none", **options}
+    options = {"loss_fn": loss_fn, "compute": redeqx.Compute(memory="auto", remat="none"), **options}
     deployer = redeqx.Deployer(0, *shards, workdir=options.pop("workdir", None))
     return redeqx.Trainer(deployer, model=STACK, optimizer=optax.sgd(0.1), collate_fn=np.stack, **options)
 
 
 def bytes_needed(remat, shards=(1, 1), n_parts=1, **options):
     """Return the bytes that a step needs at a remat level, with its micro-batches split into `n_parts`."""
-    trainer = make_trainer(shards, remat=remat, memory=None, **options)
+    trainer = make_trainer(shards, compute=redeqx.Compute(remat=remat), **options)
     trainer._engine.recipe = dataclasses.replace(trainer._engine.recipe, n_parts=n_parts)
     found = trainer.compile(EXAMPLES, batch_size=256).memory_analysis()
     return found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
@@ -69,13 +69,13 @@ def no_micro_batch_split(monkeypatch):
 def test_chooses_the_least_recomputation_that_fits(set_device_memory, no_micro_batch_split, capsys):
     sizes = {remat: bytes_needed(remat, (2, 2)) for remat in ("none", "matmuls", "full")}
     assert sizes["full"] < sizes["matmuls"] < sizes["none"]
-    expected = train(make_trainer((2, 2), memory=None))
+    expected = train(make_trainer((2, 2), compute=redeqx.Compute(remat="none")))
     capsys.readouterr()
     for remat, size in sizes.items():
         set_device_memory(size)
         trainer = make_trainer((2, 2))
         leaves = train(trainer)
-        assert trainer._engine.recipe.remat == remat
+        assert trainer._engine.recipe.compute.remat == remat
         for a, b in zip(leaves, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
         printed = " ".join(capsys.readouterr().out.split())
@@ -90,7 +90,7 @@ def test_warns_and_continues_if_nothing_fits(set_device_memory, no_micro_batch_s
     trainer = make_trainer()
     train(trainer)
     printed = " ".join(capsys.readouterr().out.split())
-    assert trainer.step == 1 and trainer._engine.recipe.remat == "full"
+    assert trainer.step == 1 and trainer._engine.recipe.compute.remat == "full"
     assert "Nothing fits: expect the step to fail. Take more micro-batches (`accumulate_grad_batches`) or more" in printed
 
 
@@ -100,7 +100,7 @@ def test_splits_micro_batches_without_changing_results(set_device_memory, accumu
     """Includes a smaller last step with fewer micro-batches, and rows that do not divide evenly."""
     examples = [*EXAMPLES, *EXAMPLES[:70]]
     options = {"accumulate_grad_batches": accumulate}
-    expected = make_trainer((2, 2), memory=None, **options)
+    expected = make_trainer((2, 2), compute=redeqx.Compute(remat="none"), **options)
     expected.train(examples, batch_size=256)
     set_device_memory(bytes_needed("none", (2, 2), n_parts=2, **options))
     trainer = make_trainer((2, 2), **options)
@@ -139,14 +139,14 @@ def test_does_not_split_micro_batches_of_a_random_loss(set_device_memory):
 
     trainer = make_trainer(loss_fn=random_loss)
     train(trainer)
-    assert (trainer._engine.recipe.remat, trainer._engine.recipe.n_parts) == ("full", 1)
+    assert (trainer._engine.recipe.compute.remat, trainer._engine.recipe.n_parts) == ("full", 1)
 
 
 def test_starts_at_the_requested_remat_level(set_device_memory):
     set_device_memory(2**40)
-    trainer = make_trainer(remat="full")
+    trainer = make_trainer(compute=redeqx.Compute(memory="auto", remat="full"))
     train(trainer)
-    assert trainer._engine.recipe.remat == "full"
+    assert trainer._engine.recipe.compute.remat == "full"
 
 
 def test_compiles_each_remat_level_once(set_device_memory, no_micro_batch_split, caplog):
@@ -163,9 +163,9 @@ def test_chooses_again_for_a_larger_batch(set_device_memory, no_micro_batch_spli
     set_device_memory(bytes_needed("none"))
     trainer = make_trainer()
     train(trainer)
-    assert trainer._engine.recipe.remat == "none"
+    assert trainer._engine.recipe.compute.remat == "none"
     trainer.train(EXAMPLES * 2, batch_size=512)
-    assert trainer._engine.recipe.remat in ("matmuls", "full")
+    assert trainer._engine.recipe.compute.remat in ("matmuls", "full")
 
 
 def test_evaluation_program_is_kept(set_device_memory, no_micro_batch_split):
@@ -174,7 +174,7 @@ def test_evaluation_program_is_kept(set_device_memory, no_micro_batch_split):
     before = trainer.eval_loss(EXAMPLES, batch_size=256)
     step = trainer._engine.state.program.eval_step
     train(trainer)
-    assert trainer._engine.recipe.remat == "full" and trainer._engine.state.program.eval_step is step
+    assert trainer._engine.recipe.compute.remat == "full" and trainer._engine.state.program.eval_step is step
     assert trainer.eval_loss(EXAMPLES, batch_size=256) != before
 
 
@@ -188,7 +188,7 @@ def test_choice_is_not_saved_in_checkpoints(set_device_memory, no_micro_batch_sp
     set_device_memory(2**40)
     second = make_trainer(workdir=tmp_path)
     second.fit(EXAMPLES, batch_size=64, max_steps=4)
-    assert second.step == 4 and second._engine.recipe.remat == "none"
+    assert second.step == 4 and second._engine.recipe.compute.remat == "none"
 
 
 # --- device memory and choices ------------------------------------------------------------------------------------------

@@ -177,12 +177,12 @@ def test_skipped_step_leaves_the_model_state_unchanged():
 
 
 def test_too_many_consecutive_skips_raise():
-    trainer = make_trainer(max_skipped=2)
+    trainer = make_trainer(on_nonfinite=2)
     with pytest.raises(
         ValueError, match=r"^`loss` at step 3: expected the loss to be finite, got nan for 3 steps one after the"
     ):
         trainer.train([NAN_EXAMPLE] * 32, 2)
-    trainer = make_trainer(max_skipped=2)
+    trainer = make_trainer(on_nonfinite=2)
     trainer.train(([NAN_EXAMPLE] * 8 + list(range(8, 16))) * 3, 2)  # never two in a row
     assert trainer.n_skipped == 3
 
@@ -199,7 +199,10 @@ def test_complex_nan_and_infinite_values_are_distinguished():
     ("options", "message"),
     [
         ({"on_nonfinite": "ignore"}, "`on_nonfinite`: expected 'raise' or 'skip', got 'ignore'. Pass one of the two."),
-        ({"max_skipped": -1}, "`max_skipped`: expected at least 0, got -1. Pass how many steps may be skipped."),
+        (
+            {"on_nonfinite": -1},
+            "`on_nonfinite`: expected at least 0, got -1. Pass how many steps in a row may be skipped, or 'raise'.",
+        ),
     ],
 )
 def test_invalid_arguments_raise(options, message):

@@ -249,14 +249,14 @@ def check(name, mesh, **options):
 
 @pytest.mark.parametrize(("name", "mesh"), QUICK)
 def test_a_step_equals_a_hand_written_one(name, mesh):
-    check(name, mesh, stack_blocks=True)
+    check(name, mesh, compute=redeqx.Compute(stack_blocks=True))
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_equals_a_hand_written_one_on_every_mesh(name, mesh):
-    check(name, mesh, stack_blocks=True)
+    check(name, mesh, compute=redeqx.Compute(stack_blocks=True))
 
 
 class Counting(eqx.nn.StatefulLayer):

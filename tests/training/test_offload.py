@@ -22,7 +22,7 @@ def make_trainer(offload, shards=(2, 2), **options):
         optimizer=optax.adamw(1e-2),
         collate_fn=np.stack,
         loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2),
-        **{"offload_opt_state": offload, **options},
+        **{"compute": redeqx.Compute(offload_opt_state=offload), **options},
     )
 
 
@@ -67,7 +67,7 @@ def test_memory_auto_offloads_if_nothing_else_fits(monkeypatch, capsys):
     needed = expected.compiled_step.memory_analysis()
     monkeypatch.setattr(_engine, "memory_of", lambda mesh: Memory(needed.argument_size_in_bytes, 2**20))
     monkeypatch.setattr(_engine, "choices", lambda first, platform, n: [first, Choice("none", offload_opt_state=True)])
-    trainer = make_trainer(False, memory="auto")
+    trainer = make_trainer(False, compute=redeqx.Compute(memory="auto"))
     trainer.fit(EXAMPLES, batch_size=32, n_epochs=1)
     assert bits(trainer) == bits(expected) and memory_kinds(trainer)[True] == "pinned_host"
     assert '(remat="none", offload_opt_state=True): ' in " ".join(capsys.readouterr().out.split())

@@ -83,12 +83,8 @@ def message(error, fn, *args, **kwargs):
 
 
 def test_invalid_precisions_raise():
-    assert message(ValueError, make_trainer, precision="bf16") == (
-        "`precision`: expected 'float32', 'bfloat16' or 'fp8' or a `redeqx.Precision`, got 'bf16'. "
-        "Pass one of them, or another dtype as `compute_dtype`."
-    )
-    assert message(ValueError, make_trainer, precision="bfloat16", compute_dtype="float32") == (
-        "`compute_dtype`: expected bfloat16, as set by `precision`, got float32. Pass one of the two."
+    assert message(ValueError, make_trainer, compute="bf16") == (
+        "`precision`: expected 'float32', 'bfloat16' or 'fp8' or a `redeqx.Precision`, got 'bf16'. Pass one of them."
     )
     assert message(ValueError, redeqx.Precision, parameters="float16") == (
         "`Precision.parameters`: expected 'float32', 'bfloat16' or None, got 'float16'. Pass one of them."
@@ -96,12 +92,12 @@ def test_invalid_precisions_raise():
     assert message(ValueError, redeqx.Precision, rounding="nearest") == (
         "`Precision.rounding`: expected 'master' or 'stochastic', got 'nearest'. Pass one of the two."
     )
-    make_trainer(precision="bfloat16", compute_dtype=jnp.bfloat16)
+    make_trainer(compute="bfloat16")
 
 
 def test_fp8_on_a_chip_without_it_raises():
     with redeqx.described("v4:2x2x1"):
-        reported = message(ValueError, make_trainer, precision="fp8")
+        reported = message(ValueError, make_trainer, compute="fp8")
     assert reported == (
         "`precision`: expected a device that supports fp8 (NVIDIA GeForce RTX 4090, NVIDIA L4, NVIDIA L40S, "
         "NVIDIA H100 80GB HBM3, NVIDIA H200, NVIDIA B200), got TPU v4. Pass 'bfloat16' for this one."
@@ -126,7 +122,7 @@ def test_chip_rates_by_dtype():
 
 
 def test_header_reports_the_dtypes(capsys):
-    make_trainer(verbose=True, precision="fp8").train(make_examples(8), 1)
+    make_trainer(verbose=True, compute="fp8").train(make_examples(8), 1)
     reported = " ".join(capsys.readouterr().out.split())
     assert (
         "precision parameters float32, computed in bfloat16 and fp8, gradients summed over devices in float32; "
@@ -145,7 +141,7 @@ def test_wider_products_are_counted_and_warned_about_if_all_are_wider(capsys):
         return jnp.mean((out.astype(jnp.float32) - batch["y"]) ** 2)
 
     trainer = make_trainer(
-        verbose=True, precision="bfloat16", model=(first, Net(jax.random.key(0))), loss_fn=one_wider_product
+        verbose=True, compute="bfloat16", model=(first, Net(jax.random.key(0))), loss_fn=one_wider_product
     )
     trainer.train(make_examples(8), 1)
     assert "; 1 of 6 products with weights in a wider dtype, as their inputs are" in " ".join(
@@ -158,13 +154,13 @@ def test_wider_products_are_counted_and_warned_about_if_all_are_wider(capsys):
         "expected products with weights in bfloat16, got all 2 in a wider dtype, that of their inputs. Cast floating inputs"
     )
     with pytest.warns(UserWarning, match=reported):
-        make_trainer(precision="bfloat16", model=linear, loss_fn=wider_loss).train(make_examples(8), 1)
-    make_trainer(precision="float32", model=linear, loss_fn=wider_loss).train(make_examples(8), 1)
+        make_trainer(compute="bfloat16", model=linear, loss_fn=wider_loss).train(make_examples(8), 1)
+    make_trainer(compute="float32", model=linear, loss_fn=wider_loss).train(make_examples(8), 1)
 
 
 def test_describe_precision():
     dtypes = [jnp.float32]
-    assert Precision.of(None, "bfloat16").describe(dtypes) == (
+    assert Precision("bfloat16", gradients=None).describe(dtypes) == (
         "parameters float32, computed in bfloat16, gradients summed over devices in bfloat16"
     )
     assert Precision(**HALF, rounding="stochastic", gradients=None).describe([jnp.bfloat16]) == (
@@ -195,7 +191,7 @@ def test_losses_softmaxes_and_norms_of_models_are_in_float32(name):
     def loss(model, ids, key):
         return cross_entropy(jax.vmap(model)(ids[:, :-1]), ids[:, 1:])
 
-    recipe = make_trainer(model=_MODELS[name](jax.random.key(0)), loss_fn=loss, precision="bfloat16")._engine.recipe
+    recipe = make_trainer(model=_MODELS[name](jax.random.key(0)), loss_fn=loss, compute="bfloat16")._engine.recipe
     assert isinstance(recipe, Recipe)
     shapes = jax.eval_shape(_MODELS[name], jax.random.key(0))
     trace = recipe.trace(shapes, None, jax.ShapeDtypeStruct((2, 9), jnp.int32))
@@ -246,11 +242,13 @@ def test_dtype_of_gradient_sums_over_devices(summed_in):
 
 def test_fsdp_adds_no_float32_all_reduces_of_whole_gradients():
     """The gather's own derivative would all-reduce the whole gradient in float32 and slice it afterwards."""
-    trainer = make_trainer((1, 8), precision="bfloat16")
+    trainer = make_trainer((1, 8), compute="bfloat16")
     assert trainer.train(make_examples(8), 1)["loss"] > 0
     text = trainer.compile(make_examples(8), 1).as_text()
     whole = re.findall(rf"f32\[{D},{D}\]\S* all-reduce", text)
-    compute_only = make_trainer((1, 8), compute_dtype="bfloat16").compile(make_examples(8), 1).as_text()
+    compute_only = (
+        make_trainer((1, 8), compute=redeqx.Precision("bfloat16", gradients=None)).compile(make_examples(8), 1).as_text()
+    )
     assert len(whole) <= len(re.findall(rf"\[{D},{D}\]\S* all-reduce", compute_only))
 
 
@@ -325,7 +323,9 @@ SHARDS = [(2, 2), (1, 8)]
 def test_results_do_not_depend_on_the_mesh(precision):
     runs = []
     for shards in [(1, 1), *SHARDS]:
-        trainer = make_trainer(shards, precision=precision, remat="matmuls" if shards == (2, 2) else "none")
+        trainer = make_trainer(
+            shards, compute=redeqx.Compute(precision=precision, remat="matmuls" if shards == (2, 2) else "none")
+        )
         losses = [trainer.update(make_examples(8, i))["loss"] for i in range(3)]
         runs.append((losses, weights(trainer)))
     for losses, found in runs[1:]:
@@ -359,7 +359,9 @@ def test_small_updates_are_kept(rounding, expect_change):
     """64 steps of 1e-3 each, starting from 1, where half a unit in the last place of bfloat16 is 2e-3."""
     precision = None if rounding is None else redeqx.Precision(**HALF, rounding=rounding)
     model = [jnp.ones(1024, jnp.float32 if rounding else jnp.bfloat16)]
-    trainer = make_trainer(model=model, loss_fn=constant_gradient_loss, optimizer=optax.sgd(1e-3), precision=precision)
+    trainer = make_trainer(
+        model=model, loss_fn=constant_gradient_loss, optimizer=optax.sgd(1e-3), compute=redeqx.Compute(precision=precision)
+    )
     with nullcontext() if rounding else pytest.warns(UserWarning, match="got 100% of the updates of step 1 lost") as warned:
         for _ in range(64):
             metrics = trainer.update(make_examples(8))
@@ -396,8 +398,8 @@ def test_lost_updates_of_16_bit_parameters_are_warned_about(shards):
         update(warmed_up, jnp.bfloat16, 4)
     assert [str(warning.message) for warning in warned] == [
         "`model`: expected 16-bit parameters that updates change, got 100% of the updates of step 3 lost: each is less than "
-        "half of its parameter's last digit. Pass `precision=redeqx.Precision(parameters='bfloat16')`, which keeps float32 "
-        "copies of them, add `rounding='stochastic'` to need none, or store them in float32: `precision='bfloat16'`."
+        "half of its parameter's last digit. Pass `compute=redeqx.Precision(parameters='bfloat16')`, which keeps float32 "
+        "copies of them, add `rounding='stochastic'` to need none, or store them in float32: `compute='bfloat16'`."
     ]
 
 
@@ -409,7 +411,7 @@ def test_training_continues_from_a_model_loaded_without_optimizer_state(tmp_path
         "model": [jnp.ones(8)],
         "loss_fn": constant_gradient_loss,
         "optimizer": optax.sgd(0.25),
-        "precision": precision,
+        "compute": redeqx.Compute(precision),
     }
     trainer = make_trainer(workdir=tmp_path, **options)
     trainer.update(make_examples(8))
@@ -425,7 +427,7 @@ def test_training_continues_from_a_model_loaded_without_optimizer_state(tmp_path
 
 @pytest.mark.parametrize("rounding", ["stochastic", "master"])
 def test_optimizer_state_stays_in_float32(rounding):
-    trainer = make_trainer(optimizer=optax.adam(1e-3), precision=redeqx.Precision(**HALF, rounding=rounding))
+    trainer = make_trainer(optimizer=optax.adam(1e-3), compute=redeqx.Precision(**HALF, rounding=rounding))
     trainer.update(make_examples(8))
     state = trainer.opt_state if rounding == "stochastic" else trainer.opt_state.inner
     assert state[0].mu.first.dtype == state[0].nu.first.dtype == jnp.float32
@@ -437,7 +439,9 @@ def test_weight_decay_acts_on_the_float32_copies():
         return 0 * jnp.sum(model[0].astype(jnp.float32)) + 0 * jnp.sum(batch["x"])
 
     optimizer, precision = optax.adamw(2.0**-7, weight_decay=2.0**-3), redeqx.Precision(**HALF, rounding="master")
-    trainer = make_trainer(model=[jnp.ones((4, 4))], loss_fn=no_gradient, optimizer=optimizer, precision=precision)
+    trainer = make_trainer(
+        model=[jnp.ones((4, 4))], loss_fn=no_gradient, optimizer=optimizer, compute=redeqx.Compute(precision=precision)
+    )
     for _ in range(8):
         trainer.update(make_examples(8))
     np.testing.assert_allclose(trainer.opt_state.master[0], (1 - 2.0**-10) ** 8, rtol=4e-7)
@@ -451,7 +455,9 @@ def test_each_step_and_leaf_is_rounded_by_other_numbers():
     def constant_gradients(model, batch, key):
         return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in model) + 0 * jnp.sum(batch["x"])
 
-    trainer = make_trainer(model=model, loss_fn=constant_gradients, optimizer=optax.sgd(-eighth), precision=precision)
+    trainer = make_trainer(
+        model=model, loss_fn=constant_gradients, optimizer=optax.sgd(-eighth), compute=redeqx.Compute(precision=precision)
+    )
     for _ in range(32):
         trainer.update(make_examples(8))
     first, second = (np.asarray(leaf, np.float32) for leaf in trainer.model)
@@ -466,7 +472,11 @@ def test_stochastic_rounding_does_not_depend_on_the_mesh():
         precision = redeqx.Precision(**HALF, rounding="stochastic")
         model = [jnp.ones((64, 32)), jnp.ones((64, 32))]
         trainer = make_trainer(
-            shards, model=model, loss_fn=constant_gradient_loss, optimizer=optax.sgd(1e-3), precision=precision
+            shards,
+            model=model,
+            loss_fn=constant_gradient_loss,
+            optimizer=optax.sgd(1e-3),
+            compute=redeqx.Compute(precision=precision),
         )
         for _ in range(3):
             trainer.update(make_examples(8))
@@ -479,7 +489,9 @@ def test_stochastic_rounding_does_not_depend_on_the_mesh():
 def test_resume_ends_with_the_same_bits(tmp_path, rounding):
     def run(folder, n_steps):
         precision = redeqx.Precision(**HALF, rounding=rounding)
-        trainer = make_trainer((2, 2), tmp_path / folder, optimizer=optax.adam(1e-2), precision=precision)
+        trainer = make_trainer(
+            (2, 2), tmp_path / folder, optimizer=optax.adam(1e-2), compute=redeqx.Compute(precision=precision)
+        )
         trainer.fit(make_examples(32), batch_size=8, n_epochs=2, max_steps=n_steps)
         return trainer
 
@@ -492,16 +504,16 @@ def test_resume_ends_with_the_same_bits(tmp_path, rounding):
 
 
 def test_resume_with_another_precision_is_reported(tmp_path, capsys):
-    make_trainer(workdir=tmp_path, precision="bfloat16").fit(make_examples(16), batch_size=8, n_epochs=1)
+    make_trainer(workdir=tmp_path, compute="bfloat16").fit(make_examples(16), batch_size=8, n_epochs=1)
     options = {"workdir": tmp_path, "verbose": True}
-    make_trainer(**options, precision="float32").fit(make_examples(16), batch_size=8, n_epochs=2)
+    make_trainer(**options, compute="float32").fit(make_examples(16), batch_size=8, n_epochs=2)
     reported = " ".join(capsys.readouterr().out.split())
     assert (
         "resumed with settings that differ: `precision` parameters float32, computed in float32, gradients summed over "
         "devices in float32, before parameters float32, computed in bfloat16, gradients summed over devices in float32"
         in reported
     )
-    other = make_trainer(workdir=tmp_path, precision=redeqx.Precision(**HALF))
+    other = make_trainer(workdir=tmp_path, compute=redeqx.Precision(**HALF))
     reported = message(ValueError, other.fit, make_examples(16), batch_size=8, n_epochs=3)
     assert "got 4 that differ" in reported and re.search(r"`master\.first`: expected \w+ \S+ *\S*, got none", reported), (
         reported

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.data import BatchSize, Workers, batches, slices
+from redeqx.data import BatchSize, CollatePool, batches, slices
 from redeqx.dims import RowUse
 from redeqx.machine import make_mesh
 from redeqx.training import Recipe, _engine
@@ -302,7 +302,7 @@ def test_the_verdict_is_asked_before_the_first_batch_is_cut(as_examples, n_worke
         collated.append(len(examples))
         return np.stack(examples)
 
-    trainer = make_trainer(contrastive, collate_fn=collate_fn, n_collate_workers=n_workers)
+    trainer = make_trainer(contrastive, collate_fn=collate_fn, workers=redeqx.Workers(n_workers))
     trainer.train(as_examples(DATA[:40]), batch_size=16)
     trainer.eval_loss(list(DATA), batch_size=16)
     # In training, for the sizes of the evaluation's batches, which may leave no remainder, and before the first of these.
@@ -315,7 +315,7 @@ def test_a_repeated_micro_batch_would_count_in_values_of_the_whole_batch():
     mesh, size = make_mesh(1, 1), BatchSize(16, 8, asked=2)
     shapes = {}
     for kind in ("separable", "after"):
-        with closing(batches(slices(DATA[:24], 16), Workers(np.stack), size, mesh, use=RowUse(kind, 0))) as upcoming:
+        with closing(batches(slices(DATA[:24], 16), CollatePool(np.stack), size, mesh, use=RowUse(kind, 0))) as upcoming:
             shapes[kind] = [batch.groups[0].shape[:2] for batch in upcoming]
     assert shapes == {"separable": [(2, 8), (2, 8)], "after": [(2, 8), (1, 8)]}
 
@@ -327,7 +327,7 @@ def test_an_error_of_the_verdict_ends_the_thread_that_reads():
 
     n_before = threading.active_count()
     with pytest.raises(ValueError, match="no"):
-        batches(slices(DATA[:24], 16), Workers(np.stack), BatchSize(16, 8), make_mesh(1, 1), use=fails)
+        batches(slices(DATA[:24], 16), CollatePool(np.stack), BatchSize(16, 8), make_mesh(1, 1), use=fails)
     assert threading.active_count() == n_before
 
 
@@ -335,7 +335,7 @@ def test_no_examples_ask_for_no_verdict():
     def use(shapes):
         pytest.fail("asked")
 
-    with closing(batches(iter(()), Workers(np.stack), BatchSize(16, 8), make_mesh(1, 1), use=use)) as upcoming:
+    with closing(batches(iter(()), CollatePool(np.stack), BatchSize(16, 8), make_mesh(1, 1), use=use)) as upcoming:
         assert list(upcoming) == []
 
 
@@ -352,7 +352,7 @@ def test_a_leaf_whose_rows_are_not_its_first_dim_is_refused(n_workers):
     def loss_fn(model, batch, key):
         return jnp.square(batch["times"].T * model.layers[0].weight.sum()).mean()
 
-    trainer = make_trainer(loss_fn, collate_fn=collate_fn, n_collate_workers=n_workers)
+    trainer = make_trainer(loss_fn, collate_fn=collate_fn, workers=redeqx.Workers(n_workers))
     message = (
         r"`collate_fn` output `times`: expected rows in dim 0, one for each example, got shape \(8, 8\) for 8 examples and "
         r"\(8, 1\) for one. The leading dim is the batch: transpose it."
@@ -466,7 +466,7 @@ def test_memory_auto_cuts_only_rows_that_may_be_cut(use, n_groups, verdict, monk
     given = []
     monkeypatch.setattr(_engine, "memory_of", lambda mesh: Memory(1))
     monkeypatch.setattr(_engine, "choices", lambda first, platform, n: given.append(n) or [first])
-    make_trainer(draws, memory="auto").update(DATA[:32])
+    make_trainer(draws, compute=redeqx.Compute(memory="auto")).update(DATA[:32])
     assert given == [n_groups]
 
 

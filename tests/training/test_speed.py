@@ -214,7 +214,7 @@ def test_speed_of_a_custom_loop_counts_updates_only(clock, tmp_path):
 
 def test_mfu_in_bfloat16_uses_the_bfloat16_rate(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(_work, "chip_of_kind", lambda kind: RATES)
-    trainer = make_trainer(tmp_path, compute_dtype=jnp.bfloat16)
+    trainer = make_trainer(tmp_path, compute=redeqx.Precision("bfloat16", gradients=None))
     trainer.fit(examples(32), batch_size=16, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
     line = json.loads((tmp_path / "speed.jsonl").read_text().splitlines()[0])
     assert line["mfu"] == pytest.approx(flops(16) / 8 / 2 / 8e6)

@@ -417,7 +417,11 @@ def test_bfloat16_compute_keeps_float32_parameters():
         return jnp.mean((outputs.astype(jnp.float32) - batch["y"]) ** 2)
 
     examples = make_examples(64)
-    trainer = make_trainer(loss_fn=loss_fn, optimizer=optax.adam(1e-2), compute_dtype=jnp.bfloat16)
+    trainer = make_trainer(
+        loss_fn=loss_fn,
+        optimizer=optax.adam(1e-2),
+        compute=redeqx.Precision("bfloat16", gradients=None),
+    )
     trainer.train(examples, 8)
     assert seen == {"weight": jnp.bfloat16, "x": jnp.float32}
     assert trainer.model.weight.dtype == jnp.float32
@@ -745,7 +749,12 @@ def test_remat_of_loops_saves_memory_without_changing_results(shards):
     found = {}
     for remat in ("none", "matmuls", "full", "offload"):
         trainer = redeqx.Trainer(
-            make_deployer(*shards), model=stack, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn, remat=remat
+            make_deployer(*shards),
+            model=stack,
+            optimizer=optax.sgd(0.1),
+            collate_fn=np.stack,
+            loss_fn=loss_fn,
+            compute=redeqx.Compute(remat=remat),
         )
         step = trainer.dry_run(examples, batch_size=256, search=False).steps["train"]
         trainer.train(examples, batch_size=256)
@@ -759,13 +768,13 @@ def test_remat_of_loops_saves_memory_without_changing_results(shards):
 
 
 def test_default_remat_level_is_matmuls():
-    assert make_trainer(make_deployer())._engine.recipe.remat_level == "matmuls"
-    assert make_trainer(make_deployer(), remat="none")._engine.recipe.remat_level == "none"
+    assert make_trainer(make_deployer())._engine.recipe.compute.remat_level == "matmuls"
+    assert make_trainer(make_deployer(), compute=redeqx.Compute(remat="none"))._engine.recipe.compute.remat_level == "none"
     expected = "`remat`: expected 'auto', 'none', 'matmuls', 'full' or 'offload', got 'some'"
     with pytest.raises(ValueError, match=expected):
-        make_trainer(make_deployer(), remat="some")
+        redeqx.Compute(remat="some")
     with pytest.raises(ValueError, match=r"`memory`: expected 'auto' or None, got 'most'\. Pass one of the two\."):
-        make_trainer(make_deployer(), memory="most")
+        redeqx.Compute(memory="most")
 
 
 @pytest.mark.parametrize(

@@ -580,7 +580,7 @@ EXAMPLES = list(np.random.default_rng(0).integers(0, 32, (32, 33)).astype(np.int
 def test_a_trainer_fuses_and_trains_to_the_same_weights(mesh, capsys):
     trained = []
     for fuse in (True, False):
-        run = trainer(*mesh, fuse_attention=fuse)
+        run = trainer(*mesh, compute=redeqx.Compute(fuse_attention=fuse))
         run.fit(EXAMPLES, batch_size=16, n_epochs=2)
         trained.append(jax.tree.leaves(eqx.filter(run.model, eqx.is_array)))
         assert ("1 fused (causal, in blocks of queries)" in capsys.readouterr().out) == fuse
@@ -614,7 +614,7 @@ def test_a_predictor_fuses():
             model=Model(jax.random.key(0)),
             collate_fn=np.stack,
             pred_fn=pred_fn,
-            fuse_attention=fuse,
+            compute=redeqx.Compute(fuse_attention=fuse),
         )
         outputs.append(predictor.predict(EXAMPLES, batch_size=16))
     np.testing.assert_allclose(*outputs, atol=1e-5)

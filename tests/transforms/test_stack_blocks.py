@@ -336,7 +336,7 @@ def loss_fn(model, batch, key):
 EXAMPLES = [{"ids": ids, "row": np.int32(i)} for i, ids in enumerate(rng.integers(0, 32, (16, 16)))]
 
 
-def losses_and_leaves(n_model, n_fsdp, stack_blocks, **options):
+def losses_and_leaves(n_model, n_fsdp, stack_blocks, remat="auto"):
     deployer = redeqx.Deployer(n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False)
     trainer = redeqx.Trainer(
         deployer,
@@ -344,8 +344,7 @@ def losses_and_leaves(n_model, n_fsdp, stack_blocks, **options):
         optimizer=optax.sgd(0.1),
         collate_fn=lambda examples: jax.tree.map(lambda *rows: np.stack(rows), *examples),
         loss_fn=loss_fn,
-        stack_blocks=stack_blocks,
-        **options,
+        compute=redeqx.Compute(stack_blocks=stack_blocks, remat=remat),
     )
     losses = [trainer.update(EXAMPLES)["loss"] for _ in range(2)]
     return losses, jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))
@@ -412,7 +411,7 @@ def test_alternating_splits_separate_blocks_only_where_the_axis_splits(n_model, 
         optimizer=optax.sgd(0.1),
         collate_fn=np.stack,
         loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2),
-        stack_blocks=True,
+        compute=redeqx.Compute(stack_blocks=True),
     )
     trainer.update(np.ones((16, 8), np.float32))
     assert ("4 equal blocks as one" in capsys.readouterr().out) is stacked

@@ -3,11 +3,9 @@
 import dataclasses
 from types import SimpleNamespace
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import redeqx
@@ -88,25 +86,18 @@ def test_attention_scores_are_not_counted_as_saved_values():
 
 def test_only_gpus_unroll_and_only_where_it_helps():
     deployer = redeqx.Deployer(verbose=False)
-    stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(D, D, key=key))(jax.random.split(jax.random.key(0), LAYERS))
-
-    def recipe(**options):
-        return redeqx.Trainer(
-            deployer, model=stack, optimizer=optax.sgd(0.1), collate_fn=np.stack,
-            loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch)), **options,
-        )._engine.recipe  # fmt: skip
 
     def mesh(kind=CHIP.kind, platform="gpu", fsdp=1):
         devices = np.array([SimpleNamespace(platform=platform, device_kind=kind)])
         return SimpleNamespace(devices=devices, shape={"fsdp": fsdp}, size=4)
 
-    assert recipe().unroll_on(mesh(), "matmuls") == UnrollLoops(CHIP, 4)
-    assert recipe(unroll=False).unroll_on(mesh(), "matmuls") is None
-    assert recipe().unroll_on(mesh(), "full") is None
-    assert recipe().unroll_on(mesh(fsdp=2), "matmuls") is None
-    assert recipe().unroll_on(mesh(kind="an unknown GPU"), "matmuls") is None
-    assert recipe().unroll_on(mesh(platform="tpu"), "matmuls") is None
-    assert recipe().unroll_on(deployer.mesh, "none") is None
+    assert redeqx.Compute().unroll_on(mesh(), "matmuls") == UnrollLoops(CHIP, 4)
+    assert redeqx.Compute(unroll=False).unroll_on(mesh(), "matmuls") is None
+    assert redeqx.Compute().unroll_on(mesh(), "full") is None
+    assert redeqx.Compute().unroll_on(mesh(fsdp=2), "matmuls") is None
+    assert redeqx.Compute().unroll_on(mesh(kind="an unknown GPU"), "matmuls") is None
+    assert redeqx.Compute().unroll_on(mesh(platform="tpu"), "matmuls") is None
+    assert redeqx.Compute().unroll_on(deployer.mesh, "none") is None
 
 
 def test_remat_inside_a_jit_counts_as_remat_of_the_loop():

@@ -1,0 +1,94 @@
+"""Compute: how the functions of a model are computed. One object, given by the user, that travels whole.
+
+A new option is a field here and its one reader. What devices decide (a default, a rule that only GPUs need) is decided here
+too, for a mesh.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from ..errors import check_choice
+from ..machine import FSDP, chip_of_kind
+from ..transforms import UnrollLoops
+from ._precision import Precision
+
+# What the loops of a loss recompute in the backward pass, from the most memory to the least.
+REMATS = ("none", "matmuls", "full", "offload")
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a loss or a prediction is computed. Values and gradients stay the same up to rounding.
+
+    ```python
+    trainer = redeqx.Trainer(..., compute="bfloat16")  # as Compute(precision="bfloat16")
+    trainer = redeqx.Trainer(..., compute=redeqx.Compute("bfloat16", remat="full", memory="auto"))
+    ```
+
+    The guides "Make it fast" and "Make it fit" say when each option pays.
+
+    **Arguments:**
+
+    - `precision`: `"float32"`; `"bfloat16"`: parameters, losses, sums of gradients and updates in float32, all else in
+        bfloat16; `"fp8"`: as `"bfloat16"`, with products with weights in 8-bit floating point, on GPUs that support it (CPUs
+        emulate it); or a `redeqx.Precision`. None keeps the dtypes of the model. The batch is never cast: cast floating
+        inputs in `loss_fn`.
+    - `fuse_attention`: whether attention, however it is written, is computed by the platform's kernel (`redeqx.attention`).
+    - `remat`: what loops (`jax.lax.scan`, as over stacked blocks) recompute in the backward pass: `"none"`; `"matmuls"`,
+        everything except matmuls, convolutions and attention; `"full"`, the whole body; `"offload"`, as `"full"`, with the
+        inputs of each iteration in host memory. `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own stay.
+    - `memory`: `"auto"` compiles the first step and, if it does not fit into the device's memory, tries loops that are not
+        unrolled, the next levels of `remat`, smaller parts of micro-batches unless the loss mixes rows, and the optimizer
+        state in host memory. It prints what it chose; nothing is chosen on CPUs and with a `grad_fn`.
+    - `unroll`: whether loops over a few small layers are unrolled on GPUs, which costs compile time.
+    - `stack_blocks`: whether equal blocks computed one after the other, as from a Python list, become one loop over their
+        stacked weights. By default on GPUs and TPUs.
+    - `offload_opt_state`: whether the optimizer state is stored in host memory between updates.
+
+    Raises ValueError for any other value.
+    """
+
+    precision: Any = None
+    fuse_attention: bool = True
+    remat: str = "auto"
+    memory: str | None = None
+    unroll: bool = True
+    stack_blocks: bool | None = None
+    offload_opt_state: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", Precision.of(self.precision))
+        check_choice(self.remat, "remat", ("auto", *REMATS))
+        check_choice(self.memory, "memory", ("auto", None))
+
+    @classmethod
+    def of(cls, value: Any) -> "Compute":
+        """Returns the object for a `compute` argument: a `Compute`, or a precision."""
+        return value if isinstance(value, Compute) else cls(value)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype to which floating leaves of the model are cast; None to keep theirs."""
+        return self.precision.dtype
+
+    @property
+    def remat_level(self) -> str:
+        """The level of recomputation. By default everything but products is recomputed, on CPUs too, since a step waits
+        longer for memory than for elementwise work (tests/benchmarks/README.md)."""
+        return "matmuls" if self.remat == "auto" else self.remat
+
+    def unroll_on(self, mesh: Mesh, remat: str) -> UnrollLoops | None:
+        """Returns which loops are unrolled on the devices of a mesh. None are if whole bodies are recomputed, which XLA
+        would undo, or if weights are gathered layer by layer, which XLA would then do for several layers at once."""
+        device = mesh.devices.flat[0]
+        if not self.unroll or device.platform not in ("cuda", "gpu") or remat in ("full", "offload") or mesh.shape[FSDP] > 1:
+            return None
+        chip = chip_of_kind(device.device_kind)
+        return None if chip is None else UnrollLoops(chip, mesh.size)
+
+    def stacks_on(self, mesh: Mesh) -> bool:
+        """Returns whether equal blocks become one loop on the devices of a mesh: by default on GPUs and TPUs, where the
+        recomputation in loops saves memory, and compilation takes longest."""
+        return mesh.devices.flat[0].platform != "cpu" if self.stack_blocks is None else self.stack_blocks
