@@ -17,7 +17,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from redeqx import register_attention
-from redeqx.kernels import Setting, attend
+from redeqx.kernels import AttentionSetting, attend
 
 from ._layers import linear
 
@@ -252,7 +252,7 @@ class Attention(eqx.Module):
             keys, values = (rearrange(array, "groups source size -> source groups size") for array in (keys, values))
             given = {"mask": mask, "bias": bias, "key": key if drops else None}
             given = {name: value for name, value in given.items() if value is not None}
-            setting = Setting(scale, dropout=self.dropout.p if drops else 0.0)
+            setting = AttentionSetting(scale, dropout=self.dropout.p if drops else 0.0)
             mixed = attend(queries, keys, values, given, setting)
         return linear(self.output, rearrange(mixed, "seq heads size -> seq (heads size)"))
 

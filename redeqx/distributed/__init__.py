@@ -8,6 +8,7 @@ from ._cluster import WORKER as WORKER, start as start
 from ._exits import at_end as at_end, discard as discard
 from ._interrupts import Preempted as Preempted, Preemption as Preemption
 from ._launch import crowding as crowding, launch as launch
+from ._launchers import Member as Member, find_member as find_member
 from ._links import PeerError as PeerError
 from ._peers import Peers as Peers
 from ._replicas import agree_on_program as agree_on_program, agree_on_values as agree_on_values

@@ -19,7 +19,7 @@ import jax
 
 from ._addresses import free_port, reachable
 from ._exits import attempt, exit_now, run_exit_callbacks
-from ._launchers import Place, find_place
+from ._launchers import Member, find_member
 from ._links import PeerError
 from ._peers import FAILURE, HEARTBEAT, Peers
 from ._relay import Relay
@@ -56,35 +56,35 @@ def start(
         _check_same(_peers, n_processes, process_id, "as this process began with")
         return _peers
     if jax.distributed.is_initialized():
-        place = _running_place(host0_port, timeout)
-        _check_same(place, n_processes, process_id, "as JAX runs with since `jax.distributed.initialize`")
+        member = _running_member(host0_port, timeout)
+        _check_same(member, n_processes, process_id, "as JAX runs with since `jax.distributed.initialize`")
     else:
-        place = find_place(n_processes, host0_address, host0_port, process_id, n_local_devices)
-        if place is None:
+        member = find_member(n_processes, host0_address, host0_port, process_id, n_local_devices)
+        if member is None:
             _check_span(1)
             return Peers()
         _check_unused()
-    peers = Peers(place.n, place.index, heartbeat)
+    peers = Peers(member.n, member.index, heartbeat)
     relay = None
-    if place.n > 1:
-        peers.meet(place.host, place.port, bind=place.bind, timeout=timeout, token=place.token, source=place.source)
+    if member.n > 1:
+        peers.meet(member.host, member.port, bind=member.bind, timeout=timeout, token=member.token, source=member.source)
     if not jax.distributed.is_initialized():
-        relay = Relay(place.host, place.port, timeout)
-        _start_jax(place, relay, timeout)
+        relay = Relay(member.host, member.port, timeout)
+        _start_jax(member, relay, timeout)
     if threading.current_thread() is threading.main_thread():
         # JAX installs a handler that only records the signal. Restore Python's, which applies outside of `fit`.
         at_sigterm = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_DFL if at_sigterm is None else at_sigterm)
     _peers = peers
-    if place.n > 1:
+    if member.n > 1:
         _report_ends(peers)
         os.register_at_fork(after_in_child=lambda: _detach_child(peers, relay))
-    _check_span(place.n)
+    _check_span(member.n)
     return peers
 
 
-def _check_same(place: Place | Peers, n: int | None, index: int | None, why: str) -> None:
-    for name, own, given in (("n_processes", place.n, n), ("process_id", place.index, index)):
+def _check_same(member: Member | Peers, n: int | None, index: int | None, why: str) -> None:
+    for name, own, given in (("n_processes", member.n, n), ("process_id", member.index, index)):
         if given is not None and given != own:
             raise ValueError(f"`{name}`: expected {own}, {why}, got {given}. Use one number.")
 
@@ -99,21 +99,21 @@ def _check_span(n: int) -> None:
         )
 
 
-def _running_place(port: int | None, timeout: float) -> Place:
-    """Return the place in the runtime that the script started. Process 0 publishes in it where the others connect."""
+def _running_member(port: int | None, timeout: float) -> Member:
+    """Return this process in the runtime that the script started. Process 0 publishes in it where the others connect."""
     # A private API: JAX has no public door to its key-value store.
     from jax._src.distributed import global_state
 
     n, index, store = global_state.num_processes, global_state.process_id, global_state.client
     assert store is not None
     if n == 1:
-        return Place(1, 0, Relay.host, 1)
+        return Member(1, 0, Relay.host, 1)
     source = "jax.distributed.initialize"
     if index == 0:
         host, bind = reachable((global_state.coordinator_address or "").rpartition(":")[0].strip("[]"))
-        place = Place(n, 0, host, port or free_port(bind), bind, token=secrets.token_hex(16), source=source)
-        store.key_value_set(_KEY, json.dumps([place.host, place.port, place.token]))
-        return place
+        member = Member(n, 0, host, port or free_port(bind), bind, token=secrets.token_hex(16), source=source)
+        store.key_value_set(_KEY, json.dumps([member.host, member.port, member.token]))
+        return member
     try:
         host, listens, token = json.loads(store.blocking_key_value_get(_KEY, int(1000 * timeout)))
     except jax.errors.JaxRuntimeError as error:
@@ -121,20 +121,20 @@ def _running_place(port: int | None, timeout: float) -> Place:
             f"`Deployer`: expected process 0 of {n} to make one within {timeout:g} s, got none. Make it in each process "
             "that `jax.distributed.initialize` has connected."
         ) from error
-    return Place(n, index, host, listens, token=token, source=source)
+    return Member(n, index, host, listens, token=token, source=source)
 
 
-def _start_jax(place: Place, relay: Relay, timeout: float) -> None:
+def _start_jax(member: Member, relay: Relay, timeout: float) -> None:
     # If there is no address to bind, this is JAX's own default. Without this argument JAX would bind the relay's port.
-    bind = f"[{place.bind or '::'}]" if ":" in (place.bind or "::") else place.bind
+    bind = f"[{member.bind or '::'}]" if ":" in (member.bind or "::") else member.bind
     with _no_proxies():
         jax.distributed.initialize(
             f"{relay.host}:{relay.port}",
-            place.n,
-            place.index,
-            local_device_ids=None if place.local_devices is None else list(place.local_devices),
+            member.n,
+            member.index,
+            local_device_ids=None if member.local_devices is None else list(member.local_devices),
             cluster_detection_method="deactivate",
-            coordinator_bind_address=place.coordinator or f"{bind}:{place.port}",
+            coordinator_bind_address=member.coordinator or f"{bind}:{member.port}",
             initialization_timeout=int(timeout),
             # Only our heartbeat ends a run. JAX's does not say which step is safe, and reads the wall clock: a step of some
             # seconds aborted all processes. (One back to before the start of the run still does.)

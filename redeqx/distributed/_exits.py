@@ -19,8 +19,8 @@ STAY = 5.0  # seconds that other threads may run after the main thread has ended
 CLEANUP = 10.0  # seconds that exit handlers may take after that: schedulers kill 30 s after their signal, with another code
 
 
-def attempt(act: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Call `act` in a thread and wait for it at most that long. Drops exceptions."""
+def attempt(act: Callable[[], object], seconds: float | None = None) -> None:
+    """Call `act` in a thread and wait for it at most that long, by default `PATIENCE`. Drops exceptions."""
 
     def run() -> None:
         with contextlib.suppress(BaseException):
@@ -29,7 +29,7 @@ def attempt(act: Callable[[], object], seconds: float = PATIENCE) -> None:
     thread = threading.Thread(target=run, name="redeqx-attempt", daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread can start while the interpreter shuts down
         thread.start()
-        thread.join(seconds)
+        thread.join(PATIENCE if seconds is None else seconds)
 
 
 def say(text: str) -> None:

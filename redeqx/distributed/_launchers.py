@@ -1,4 +1,4 @@
-"""Finds this process's place among the processes of a run: their number, its index, and the address of process 0.
+"""Detects this process's place in a run: the number of processes, its index, and the address of process 0.
 
 `LAUNCHERS` is the one table of launchers, innermost first: `torchrun` inside a SLURM job comes before SLURM. The first one
 that started several processes decides. One that is recognised but has not said everything is an error, never a process
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import check_count
 from ._addresses import interface
@@ -19,15 +20,14 @@ from ._rendezvous import START
 from ._secrets import job_token
 
 PORT = 55527  # process 0's default port; JAX's own detection uses the same on Kubernetes
-_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 _PROCESSES, _PROCESS_ID, _HOST0 = "REDEQX_PROCESSES", "REDEQX_PROCESS_ID", "REDEQX_HOST0"
+_JAX_HOST0 = "JAX_COORDINATOR_ADDRESS"
 _LOOK_UP = 2.0  # seconds between two look-ups of a name
-_ALONE = f"set {_PROCESSES}=1 to run this process alone"
 
 
 @dataclass(frozen=True)
-class Place:
-    """The position of this process in a run of several, and the coordinator's address.
+class Member:
+    """This process as a member of a run of several, and the coordinator's address.
 
     **Arguments:**
 
@@ -37,7 +37,7 @@ class Place:
     - `local_devices`: the indices of this host's devices that belong to this process; None for all.
     - `coordinator`: `host:port` that JAX's coordinator listens on; `""` for `bind` and `port`.
     - `token`: a secret that only the processes of this run know, if the launcher lets them share one, else `""`.
-    - `source`: where the place comes from, for errors; `""` for arguments.
+    - `source`: the launcher that gave these numbers, for errors; `""` for arguments.
     """
 
     n: int
@@ -51,14 +51,14 @@ class Place:
     source: str = ""
 
 
-def find_place(
+def find_member(
     n_processes: int | None = None,
     host0_address: str | None = None,
     host0_port: int | None = None,
     process_id: int | None = None,
     n_local_devices: int | None = None,
-) -> Place | None:
-    """Return this process's place in the run, from the arguments or else from the launcher; None for a single process.
+) -> Member | None:
+    """Return this process as a member of its run, by the arguments or else by the launcher; None for a single process.
 
     Raises ValueError if an argument is missing or impossible, or a launcher's variables are incomplete.
     """
@@ -68,54 +68,44 @@ def find_place(
         local = tuple(range(n_local_devices))
     if n_processes == 1:
         return None
+    given = {"host0_address": host0_address, "host0_port": host0_port, "process_id": process_id}
     if n_processes is None:
-        given = {"host0_address": host0_address, "host0_port": host0_port, "process_id": process_id}
-        place = _detect()
-        if place is not None and local is not None:
-            place = replace(place, local_devices=local)
-        if any(name in os.environ for name in (_PROCESSES, _PROCESS_ID, _HOST0)):
-            return place
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(f"`{name}`: expected with `n_processes`, got {value!r} alone. Pass both, or leave it out.")
-        if place is None and n_local_devices is not None:
-            raise ValueError(
-                f"`n_local_devices`: expected with several processes, got {n_local_devices} on one. Leave it out."
-            )
-        return place
-    missing = {"host0_address": host0_address, "process_id": process_id}
-    for name, value in missing.items():
-        if value is None:
+        member = _detect()
+        if _given(_PROCESSES, _PROCESS_ID, _HOST0) is None:
+            given["n_local_devices"] = None if member else n_local_devices
+            for name, value in given.items():
+                if value is not None:
+                    raise ValueError(
+                        f"`{name}`: expected with `n_processes`, got {value!r} alone. Pass both, or leave it out."
+                    )
+        return member if member is None or local is None else replace(member, local_devices=local)
+    for name in ("host0_address", "process_id"):
+        if given[name] is None:
             raise ValueError(f"`{name}`: expected with `n_processes`={n_processes}, got None. Pass it in every process.")
-    assert host0_address is not None
-    assert process_id is not None
-    place = Place(n_processes, process_id, host0_address, PORT if host0_port is None else host0_port, host0_address, local)
-    return _checked(place)
+    host, port, index = host0_address or "", PORT if host0_port is None else host0_port, process_id or 0
+    return _checked(Member(n_processes, index, host, port, host, local))
 
 
-def _checked(place: Place) -> Place | None:
-    check_count(place.n, "n_processes", advice="Pass the number of processes.")
-    check_count(place.index, "process_id", 0, advice="Number the processes from 0.")
-    check_count(place.port, "host0_port", 0, advice="Pass a port of process 0's host.")
-    if place.index >= place.n:
-        raise ValueError(f"`process_id`: expected 0 to {place.n - 1}, got {place.index}. Number the processes from 0.")
-    if not 0 < place.port < 2**16:
-        raise ValueError(f"`host0_port`: expected 1 to 65535, got {place.port}. Pass a port of process 0's host.")
-    until = time.monotonic() + (START if place.source and "KUBERNETES_SERVICE_HOST" in os.environ else 0)
+def _checked(member: Member) -> Member | None:
+    check_count(member.n, "n_processes", advice="Pass the number of processes.")
+    check_count(member.index, "process_id", 0, advice="Number the processes from 0.")
+    check_count(member.port, "host0_port", 0, advice="Pass a port of process 0's host.")
+    if member.index >= member.n:
+        raise ValueError(f"`process_id`: expected 0 to {member.n - 1}, got {member.index}. Number the processes from 0.")
+    if not 0 < member.port < 2**16:
+        raise ValueError(f"`host0_port`: expected 1 to 65535, got {member.port}. Pass a port of process 0's host.")
+    until = time.monotonic() + (START if member.source and "KUBERNETES_SERVICE_HOST" in os.environ else 0)
     while True:
         try:
-            socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-            return None if place.n == 1 else place
+            socket.getaddrinfo(member.host, member.port, type=socket.SOCK_STREAM)
+            return None if member.n == 1 else member
         except socket.gaierror as error:
             if time.monotonic() >= until:  # Kubernetes knows the name of a pod only once that has started
                 raise ValueError(
-                    f"`host0_address`: expected a host that this one can find, got {place.host!r} ({error.strerror}). "
+                    f"`host0_address`: expected a host that this one can find, got {member.host!r} ({error.strerror}). "
                     "Pass its address."
                 ) from error
         time.sleep(_LOOK_UP)
-
-
-# --- the table ---------------------------------------------------------------------------------------------------------
 
 
 class _Missing(Exception):
@@ -134,263 +124,101 @@ class _Missing(Exception):
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher, and how it tells a process its place.
+    """A launcher, and the variables by which it tells a process its place.
 
-    - `read`: returns the place, None if it did not start this process; raises `_Missing` with a variable's name.
-    - `remedy`: what to do if a variable is missing.
+    **Arguments:**
+
+    - `name`, `remedy`: for errors: what started the process, and what to do if a variable is missing.
+    - `n`, `index`: the variables with the number of processes and this one's index; the first one that is set counts.
+    - `needs`: further variables, first the one with the address of process 0.
+    - `local`: the variable with the index of the device that is this process's; `""` for all devices.
+    - `where`: returns the address and the port of process 0, and a token; by default they are in JAX's own variables.
+    - `detect`: replaces all of these for a launcher without such variables.
+    - `only_with`: the variable without which the others mean nothing.
+    - `is_shared`: whether other programs set such variables too: then a text as a number, or index 0 alone, means nothing.
     """
 
     name: str
-    read: Callable[[], Place | None]
     remedy: str
+    n: tuple[str, ...] = ()
+    index: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    local: str = ""
+    where: Callable[[], tuple[str, int, str]] = lambda: ("", PORT, "")
+    detect: Callable[[], Member | None] | None = None
+    only_with: str = ""
+    is_shared: bool = False
+
+    def read(self) -> Member | None:
+        """Return the place; None if the launcher did not start several processes. Raises `_Missing`."""
+        if self.detect is not None:
+            return self.detect()
+        name, index = _given(*self.n), _given(*self.index)
+        if self.only_with and self.only_with not in os.environ:
+            return None
+        if name is None:
+            is_alone = self.is_shared and index is not None and os.environ[index] == "0" and _given(self.needs[0]) is None
+            if index is None or is_alone:
+                return None
+            raise _Missing(self.n[0])
+        n = os.environ[name]
+        if self.is_shared and not n.isdecimal():
+            return None
+        if n == "1":
+            job = os.environ.get(_given(*(other for other in self.n if other != name)) or "", n)
+            if job != n:  # a shell in the job, of SLURM's `salloc`: a step of one task, in a job of several
+                raise _Missing(name, f"the {job} tasks of the job", n)
+            return None
+        for variable in self.needs:
+            if not os.environ.get(variable):
+                raise _Missing(variable)
+        if index is None:
+            raise _Missing(self.index[0])
+        host, port, token = self.where()
+        return _member(_number(name), _number(index), host, port, self, token)
 
 
-def _detect() -> Place | None:
+def _detect() -> Member | None:
     """Return the place that the innermost launcher of several processes gives; None for a single process."""
+    if os.environ.get(_PROCESSES) == "1":  # alone, whatever another launcher says
+        return None
     error = None
     for launcher in LAUNCHERS:
         try:
-            place = launcher.read()
+            member = launcher.read()
         except _Missing as missing:
             rule = missing.rule or f"in the environment of a process that {launcher.name} started"
             error = error or ValueError(
-                f"`{missing.name}`: expected {rule}, got {missing.got}. {launcher.remedy}, or {_ALONE}."
+                f"`{missing.name}`: expected {rule}, got {missing.got}. {launcher.remedy}, or set {_PROCESSES}=1 to run "
+                "this process alone."
             )
+            if launcher is LAUNCHERS[0]:
+                break
             continue
-        if place is not None and (place.n != 1 or launcher is LAUNCHERS[0]):
-            return _checked(replace(place, source=launcher.name))
+        if member is not None:
+            return _checked(replace(member, source=launcher.name))
     if error is not None:
         raise error
     return None
 
 
-def _redeqx() -> Place | None:
-    if not any(name in os.environ for name in (_PROCESSES, _PROCESS_ID, _HOST0)):
-        return None
-    if os.environ.get(_PROCESSES) == "1":  # alone, whatever another launcher says
-        return Place(1, 0, "localhost", PORT)
-    missing = [name for name in (_PROCESSES, _PROCESS_ID, _HOST0) if not os.environ.get(name)]
-    if missing:
-        raise ValueError(f"`{missing[0]}`: expected in the environment beside the others, got none. Set all three.")
-    host, _, port = os.environ[_HOST0].rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f"`{_HOST0}`: expected `host:port` in the environment, got {os.environ[_HOST0]!r}. Set it.")
-    host, n, index = host.strip("[]"), _number(_PROCESSES), _number(_PROCESS_ID)
-    # A launcher of pods gives process 0 a name that may not be an address of its own.
-    return Place(n, index, host, int(port), interface(host) if index == 0 else host)
-
-
-def _jax() -> Place | None:
-    """Kubeflow Trainer's JAX runtime, Iris, and whoever else sets the arguments of `jax.distributed.initialize`."""
-    n, index = _given("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT"), _given("JAX_PROCESS_ID", "JAX_PROCESS_INDEX")
-    if n is None and index is None:
-        return None
-    if n is None:
-        raise _Missing("JAX_NUM_PROCESSES")
-    if _number(n) == 1:
-        return None
-    if index is None:
-        raise _Missing("JAX_PROCESS_ID")
-    if not os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        raise _Missing("JAX_COORDINATOR_ADDRESS")
-    return _place(_number(n), _number(index), "", PORT)
-
-
-def _iris() -> Place | None:
-    n = os.environ.get("IRIS_NUM_TASKS", "1")
-    if n != "1" and not {"JAX_PROCESS_COUNT", "JAX_COORDINATOR_ADDRESS"} <= os.environ.keys():
-        raise _Missing("JAX_COORDINATOR_ADDRESS")
-    return None
-
-
-def _ray() -> Place | None:
-    """Ray Train sets no variables. With GPUs and TPUs it starts JAX itself, which `start` finds before this table."""
-    train = sys.modules.get("ray.train")
-    try:
-        n = 1 if train is None else train.get_context().get_world_size()
-    except Exception:  # a driver, or another version
-        return None
-    if n != 1:
-        raise _Missing("Deployer", f"JAX to run in all {n} workers of Ray Train, which starts it for GPUs and TPUs")
-    return None
-
-
-def _torchrun() -> Place | None:
-    """`torchrun`, `accelerate launch`, and others that set the variables of torch's `env://`."""
-    n, index = os.environ.get("WORLD_SIZE"), os.environ.get("RANK")
-    if n is None:
-        if index is not None and (index != "0" or {"LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys()):
-            raise _Missing("WORLD_SIZE")
-        return None
-    if not n.isdecimal() or n == "1":
-        return None  # not torch's, or a single process
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise _Missing(name)
-    n_here = _number("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else None
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    # torchrun's own store listens on the master's port.
-    port = _port(_number("MASTER_PORT"), avoid=_number("MASTER_PORT"))
-    return _place(
-        int(n),
-        _number("RANK"),
-        os.environ["MASTER_ADDR"],
-        port,
-        local="" if n_here == 1 else "LOCAL_RANK",
-        token=job_token(f"torchrun {run_id} {port}", is_one_host=str(n_here) == n),
-    )
-
-
-def _open_mpi() -> Place | None:
-    """`mpirun` of Open MPI 4, which gives the address of its own host, and 5, whose name is in the namespace of its job."""
-    names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-    if not any(name in os.environ for name in names) or os.environ.get(names[0]) == "1":
-        return None
-    for name in names:
-        if name not in os.environ:
-            raise _Missing(name)
-    n, index = _number(names[0]), _number(names[1])
-    is_one_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(n)
-    uri, key = (os.environ.get(f"OMPI_MCA_orte_{name}") for name in ("hnp_uri", "precondition_transports"))
-    namespace = os.environ.get("PMIX_NAMESPACE", "")
-    if uri is not None:
-        # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, or tcp6://[fe80::1,fe80::2]:43370. Job ids are multiples of 2^12.
-        found = re.search(r"tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]]", uri)
-        if found is None:
-            raise _Missing("OMPI_MCA_orte_hnp_uri")
-        host, port = found.group(1) or found.group(2), _port(int(uri.split(".")[0]) // 2**12)
-    elif (found := re.fullmatch(r"\w+-(?P<host>.+)-(?P<pid>\d+)@\d+", namespace)) is not None:  # prterun-HOST-PID@1
-        host, port = "127.0.0.1" if is_one_host else found["host"], _port(int(found["pid"]))
-    elif os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        host, port = "", PORT
-    else:
-        raise _Missing("PMIX_NAMESPACE")
-    # `key` is a random number of the job, for networks of Open MPI 4.
-    token = key or job_token(f"mpirun {namespace}", is_one_host=is_one_host)
-    return _place(n, index, host, port, local="OMPI_COMM_WORLD_LOCAL_RANK", token=token)
-
-
-def _mpich() -> Place | None:
-    """`mpirun` of MPICH and of Intel MPI, which do not say where process 0 is."""
-    n = os.environ.get("PMI_SIZE", "1")
-    if n == "1" or not n.isdecimal() or "PMI_RANK" not in os.environ:
-        return None
-    if not os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        raise _Missing("JAX_COORDINATOR_ADDRESS")
-    return _place(int(n), _number("PMI_RANK"), "", PORT, local="MPI_LOCALRANKID")
-
-
-def _skypilot() -> Place | None:
-    names = ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")
-    if not any(name in os.environ for name in names) or os.environ.get(names[0]) == "1":
-        return None
-    for name in names:
-        if not os.environ.get(name):
-            raise _Missing(name)
-    host = os.environ[names[2]].split()[0]
-    return _place(_number(names[0]), _number(names[1]), host, PORT)
-
-
-def _slurm() -> Place | None:
-    if "SLURM_JOB_ID" not in os.environ:
-        return None
-    n = os.environ.get("SLURM_NTASKS") or os.environ.get("SLURM_NPROCS") or os.environ.get("SLURM_JOB_NUM_NODES") or "1"
-    in_step = os.environ.get("SLURM_STEP_NUM_TASKS")
-    if not n.isdecimal() or n == "1":
-        return None
-    for name in ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"):
-        if name not in os.environ:
-            raise _Missing(name)
-    if in_step == "1":  # a shell in the job, of `salloc`: a step of one task, in a job of several
-        raise _Missing("SLURM_STEP_NUM_TASKS", f"the SLURM_NTASKS={n} tasks of the job", "1")
-    # node001; node001,host2; node[001-015],host2; node[001,007-015],host2
-    host = re.sub(r"\[([^],-]+).*", r"\1", re.split(r",(?![^[]*])", os.environ["SLURM_STEP_NODELIST"])[0])
-    job, step = os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_STEP_ID", "")
-    token = job_token(f"slurm {job} {step}", is_one_host=os.environ.get("SLURM_STEP_NUM_NODES") == "1")
-    port = _port(_number("SLURM_JOB_ID"))
-    return _place(int(in_step or n), _number("SLURM_PROCID"), host, port, local="SLURM_LOCALID", token=token)
-
-
-def _jax_detection() -> Place | None:
-    """Cloud TPU and Kubernetes, which JAX's own detection asks."""
-    # A private API: JAX exposes its detection only inside `initialize`, and the rendezvous comes before that.
-    from jax._src.clusters import ClusterEnv, OmpiCluster, SlurmCluster
-
-    if OmpiCluster.is_env_present() or SlurmCluster.is_env_present():
-        return None  # they come first in JAX; here they have been read
-    try:
-        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(START))
-    except Exception:
-        if _is_lone_pod():
-            return None
-        raise
-    address, n, index, local = found
-    if n == 1:
-        return None
-    if n is None or address is None or index is None:
-        if "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ:
-            raise _Missing(_PROCESSES)
-        return None
-    host, _, port = address.rpartition(":")
-    place = _place(n, index, host.strip("[]"), int(port), keep=True)
-    return replace(place, local_devices=None if local is None else tuple(local))
-
-
-def _is_lone_pod() -> bool:
-    """Return whether this is a Kubernetes pod outside of any Job of several pods, such as a notebook's."""
-    if "KUBERNETES_SERVICE_HOST" not in os.environ or "JOB_COMPLETION_INDEX" in os.environ:
-        return False
-    from jax._src.clusters import K8sCluster
-
-    try:
-        return K8sCluster.get_process_count() in (None, 1)
-    except Exception:  # it has no Job, or no permission to look it up
-        return True
-
-
-def _stray_address() -> Place | None:
-    """Part of a configuration: the address of a coordinator, without the processes that meet there."""
-    if os.environ.get("JAX_COORDINATOR_ADDRESS") and _given("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT") is None:
-        raise _Missing("JAX_NUM_PROCESSES", "in the environment beside JAX_COORDINATOR_ADDRESS")
-    return None
-
-
-_START_JAX = "Call `jax.distributed.initialize(address, n, index)` before the Deployer, which then joins these processes"
-LAUNCHERS = (
-    Launcher("redeqx launch", _redeqx, "Set all three"),
-    Launcher("JAX_NUM_PROCESSES and JAX_PROCESS_ID", _jax, "Set the variable, or unset the others"),
-    Launcher("Iris", _iris, "Call Iris's `initialize_jax()` before the Deployer, which then joins these processes"),
-    Launcher("Ray Train", _ray, _START_JAX),
-    Launcher("torchrun", _torchrun, "Start the script with `torchrun` or `accelerate launch`, or unset RANK and WORLD_SIZE"),
-    Launcher("mpirun", _open_mpi, "Set JAX_COORDINATOR_ADDRESS to HOST:PORT of process 0"),
-    Launcher("mpirun of MPICH", _mpich, "Set JAX_COORDINATOR_ADDRESS to HOST:PORT of process 0"),
-    Launcher("SkyPilot", _skypilot, "Run the script in `run:` of a SkyPilot task"),
-    Launcher("SLURM", _slurm, "Start the script with `srun python ...`, which starts every task"),
-    Launcher(
-        "Kubernetes",
-        _jax_detection,
-        f"Install `jax[k8s]`, or set {_PROCESSES}, {_PROCESS_ID} and {_HOST0}, as `redeqx launch --on jobset` does",
-    ),
-    Launcher("nobody", _stray_address, "Set it and JAX_PROCESS_ID, unset JAX_COORDINATOR_ADDRESS"),
-)
-
-
-def _place(n: int, index: int, host: str, port: int, *, local: str = "", token: str = "", keep: bool = False) -> Place:
-    """Return a launcher's place. JAX's own variables replace the address, unless `keep`: JAX has considered them.
-
-    **Arguments:**
-
-    - `local`: the variable with the index of the device that is this process's.
-    """
-    given, coordinator = os.environ.get("JAX_COORDINATOR_ADDRESS", ""), os.environ.get(_BIND, "")
-    if given and not keep:
-        host, _, own_port = given.rpartition(":") if re.search(r"(^[^:]*|\]):\d+$", given) else (given, "", "")
-        host, port = host.strip("[]"), int(own_port) if own_port else port
-    if os.environ.get("JAX_COORDINATOR_PORT") and not keep:
-        port = _number("JAX_COORDINATOR_PORT")
-    bind = _host_of(coordinator) if coordinator else interface(host) if index == 0 else host
-    devices = (_number(local),) if os.environ.get(local) else None
-    return Place(n, index, host, port, bind, devices, coordinator, token)
+def _member(n: int, index: int, host: str, port: int, launcher: Launcher | None = None, token: str = "") -> Member:
+    """Return a launcher's place. JAX's own variables replace its address, unless `redeqx launch` or JAX itself gave it."""
+    given, coordinator = os.environ.get(_JAX_HOST0, ""), os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "")
+    if launcher not in (None, LAUNCHERS[0]):
+        if given:
+            host, _, own_port = given.rpartition(":") if re.search(r"(^[^:]*|\]):\d+$", given) else (given, "", "")
+            host, port = host.strip("[]"), int(own_port) if own_port else port
+        if os.environ.get("JAX_COORDINATOR_PORT"):
+            port = _number("JAX_COORDINATOR_PORT")
+    bind = interface(host) if index == 0 else host
+    if coordinator:
+        bind = coordinator.rpartition(":")[0].strip("[]")
+        bind = "" if bind in ("0.0.0.0", "::") else bind  # all addresses
+    local = "" if launcher is None else launcher.local
+    has_host = local == "LOCAL_RANK" and os.environ.get("LOCAL_WORLD_SIZE") == "1"  # torchrun, one process a host
+    devices = (_number(local),) if os.environ.get(local) and not has_host else None
+    return Member(n, index, host, port, bind, devices, coordinator, token)
 
 
 def _given(*names: str) -> str | None:
@@ -410,7 +238,177 @@ def _port(number: int, *, avoid: int = 0) -> int:
     return port if port != avoid else (number + 1) % 2**12 + 2**16 - 2**12
 
 
-def _host_of(address: str) -> str:
-    """Return the host of `host:port`, to listen on; `""` for all addresses."""
-    host = address.rpartition(":")[0].strip("[]")
-    return "" if host in ("0.0.0.0", "::") else host
+# --- where process 0 is ------------------------------------------------------------------------------------------------
+
+
+def _redeqx() -> tuple[str, int, str]:
+    host, _, port = os.environ[_HOST0].rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"`{_HOST0}`: expected `host:port` in the environment, got {os.environ[_HOST0]!r}. Set it.")
+    return host.strip("[]"), int(port), ""
+
+
+def _torchrun() -> tuple[str, int, str]:
+    port = _port(_number("MASTER_PORT"), avoid=_number("MASTER_PORT"))  # torchrun's own store listens on the master's port
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    job = f"torchrun {os.environ.get('TORCHELASTIC_RUN_ID', 'none')} {port}"
+    return os.environ["MASTER_ADDR"], port, job_token(job, is_one_host=is_one_host)
+
+
+def _open_mpi() -> tuple[str, int, str]:
+    """`mpirun` of Open MPI 4, which gives the address of its own host, and 5, whose name is in the namespace of its job."""
+    is_one_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["OMPI_COMM_WORLD_SIZE"]
+    uri, key = (os.environ.get(f"OMPI_MCA_orte_{name}") for name in ("hnp_uri", "precondition_transports"))
+    namespace = os.environ.get("PMIX_NAMESPACE", "")
+    # `key` is a random number of the job, for networks of Open MPI 4.
+    token = key or job_token(f"mpirun {namespace}", is_one_host=is_one_host)
+    if uri is not None:
+        # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, or tcp6://[fe80::1,fe80::2]:43370. Job ids are multiples of 2^12.
+        found = re.search(r"tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]]", uri)
+        if found is None:
+            raise _Missing("OMPI_MCA_orte_hnp_uri")
+        return found[1] or found[2], _port(int(uri.split(".")[0]) // 2**12), token
+    if (found := re.fullmatch(r"\w+-(?P<host>.+)-(?P<pid>\d+)@\d+", namespace)) is not None:  # prterun-HOST-PID@1
+        return "127.0.0.1" if is_one_host else found["host"], _port(int(found["pid"])), token
+    if not os.environ.get(_JAX_HOST0):
+        raise _Missing("PMIX_NAMESPACE")
+    return "", PORT, token
+
+
+def _slurm() -> tuple[str, int, str]:
+    # node001; node001,host2; node[001-015],host2; node[001,007-015],host2
+    host = re.sub(r"\[([^],-]+).*", r"\1", re.split(r",(?![^[]*])", os.environ["SLURM_STEP_NODELIST"])[0])
+    job = f"slurm {os.environ['SLURM_JOB_ID']} {os.environ.get('SLURM_STEP_ID', '')}"
+    token = job_token(job, is_one_host=os.environ.get("SLURM_STEP_NUM_NODES") == "1")
+    return host, _port(_number("SLURM_JOB_ID")), token
+
+
+# --- launchers without variables of their own --------------------------------------------------------------------------
+
+
+def _ray() -> Member | None:
+    """Ray Train sets no variables. With GPUs and TPUs it starts JAX itself, which `start` finds before this table."""
+    train: Any = sys.modules.get("ray.train")
+    try:
+        n = 1 if train is None else train.get_context().get_world_size()
+    except Exception:  # a driver, or another version
+        return None
+    if n != 1:
+        raise _Missing("Deployer", f"JAX to run in all {n} workers of Ray Train, which starts it for GPUs and TPUs")
+    return None
+
+
+def _jax_detection() -> Member | None:
+    """Cloud TPU and Kubernetes, which JAX's own detection asks."""
+    # A private API: JAX exposes its detection only inside `initialize`, and the rendezvous comes before that.
+    from jax._src.clusters import ClusterEnv, K8sCluster, OmpiCluster, SlurmCluster
+
+    if OmpiCluster.is_env_present() or SlurmCluster.is_env_present():
+        return None  # they come first in JAX; here they have been read
+    in_job = "JOB_COMPLETION_INDEX" in os.environ
+    is_pod = "KUBERNETES_SERVICE_HOST" in os.environ
+    try:
+        address, n, index, local = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(START))
+    except Exception:
+        if not is_pod or in_job:
+            raise
+        try:
+            n_pods = K8sCluster.get_process_count()
+        except Exception:  # it has no Job, or no permission to look it up
+            return None
+        if n_pods in (None, 1):  # outside of any Job of several pods, such as a notebook's
+            return None
+        raise
+    if n == 1:
+        return None
+    if n is None or address is None or index is None:
+        if is_pod and in_job:
+            raise _Missing(_PROCESSES)
+        return None
+    host, _, port = address.rpartition(":")
+    return replace(_member(n, index, host.strip("[]"), int(port)), local_devices=None if local is None else tuple(local))
+
+
+def _stray_address() -> Member | None:
+    """Part of a configuration: the address of a coordinator, without the processes that meet there."""
+    if os.environ.get(_JAX_HOST0) and _given("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT") is None:
+        raise _Missing("JAX_NUM_PROCESSES", f"in the environment beside {_JAX_HOST0}")
+    return None
+
+
+LAUNCHERS = (
+    Launcher("redeqx launch", "Set all three", (_PROCESSES,), (_PROCESS_ID,), (_HOST0,), where=_redeqx),
+    # Kubeflow Trainer's JAX runtime, Iris, and whoever else sets the arguments of `jax.distributed.initialize`.
+    Launcher(
+        "JAX_NUM_PROCESSES and JAX_PROCESS_ID",
+        "Set the variable, or unset the others",
+        ("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT"),
+        ("JAX_PROCESS_ID", "JAX_PROCESS_INDEX"),
+        (_JAX_HOST0,),
+    ),
+    Launcher(
+        "Iris",
+        "Call Iris's `initialize_jax()` before the Deployer, which then joins these processes",
+        ("IRIS_NUM_TASKS",),
+        needs=(_JAX_HOST0, "JAX_PROCESS_COUNT"),
+    ),
+    Launcher(
+        "Ray Train",
+        "Call `jax.distributed.initialize(address, n, index)` before the Deployer, which then joins these processes",
+        detect=_ray,
+    ),
+    # `torchrun`, `accelerate launch`, and others that set the variables of torch's `env://`.
+    Launcher(
+        "torchrun",
+        "Start the script with `torchrun` or `accelerate launch`, or unset RANK and WORLD_SIZE",
+        ("WORLD_SIZE",),
+        ("RANK",),
+        ("MASTER_ADDR", "MASTER_PORT"),
+        "LOCAL_RANK",
+        _torchrun,
+        is_shared=True,
+    ),
+    Launcher(
+        "mpirun",
+        f"Set {_JAX_HOST0} to HOST:PORT of process 0",
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_RANK",),
+        local="OMPI_COMM_WORLD_LOCAL_RANK",
+        where=_open_mpi,
+    ),
+    # MPICH and Intel MPI do not say where process 0 is.
+    Launcher(
+        "mpirun of MPICH",
+        f"Set {_JAX_HOST0} to HOST:PORT of process 0",
+        ("PMI_SIZE",),
+        ("PMI_RANK",),
+        (_JAX_HOST0,),
+        "MPI_LOCALRANKID",
+        is_shared=True,
+    ),
+    Launcher(
+        "SkyPilot",
+        "Run the script in `run:` of a SkyPilot task",
+        ("SKYPILOT_NUM_NODES",),
+        ("SKYPILOT_NODE_RANK",),
+        ("SKYPILOT_NODE_IPS",),
+        where=lambda: (os.environ["SKYPILOT_NODE_IPS"].split()[0], PORT, ""),
+    ),
+    Launcher(
+        "SLURM",
+        "Start the script with `srun python ...`, which starts every task",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_JOB_NUM_NODES"),
+        ("SLURM_PROCID",),
+        ("SLURM_STEP_NODELIST", "SLURM_LOCALID"),
+        "SLURM_LOCALID",
+        _slurm,
+        only_with="SLURM_JOB_ID",
+        is_shared=True,
+    ),
+    Launcher(
+        "Kubernetes",
+        f"Install `jax[k8s]`, or set {_PROCESSES}, {_PROCESS_ID} and {_HOST0}, as `redeqx launch --on jobset` does",
+        detect=_jax_detection,
+    ),
+    Launcher("nobody", f"Set it and JAX_PROCESS_ID, unset {_JAX_HOST0}", detect=_stray_address),
+)

@@ -5,5 +5,5 @@ Open `_attention.py` first, then `_primitive.py`.
 """
 
 from ._attention import attend as attend, attention as attention
-from ._primitive import dense_bytes as dense_bytes, formula as formula, kernel_of as kernel_of
-from ._setting import Setting as Setting
+from ._primitive import KERNELS as KERNELS, dense_bytes as dense_bytes, formula as formula, kernel_of as kernel_of
+from ._setting import AttentionSetting as AttentionSetting

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..errors import check_count, check_number
 from ._primitive import attention_p
-from ._setting import Setting, default_precision
+from ._setting import AttentionSetting, default_precision
 
 
 def attention(
@@ -78,15 +78,15 @@ def attention(
         assert key is not None
         extras["key"] = jax.random.split(key, batch) if batch else key  # one per row
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return attend(q, k, v, extras, Setting(factor, causal, window, dropout, default_precision()))
+    return attend(q, k, v, extras, AttentionSetting(factor, causal, window, dropout, default_precision()))
 
 
-def attend(q: Array, k: Array, v: Array, extras: dict[str, Any], setting: Setting) -> Array:
+def attend(q: Array, k: Array, v: Array, extras: dict[str, Any], setting: AttentionSetting) -> Array:
     """Computes attention without checking the operands.
 
     **Arguments:**
 
-    - `extras`: the optional operands, by their names in `Setting`.
+    - `extras`: the optional operands, by their names in `AttentionSetting`.
     - `setting`: its `names` are replaced.
     """
     dtype = jnp.result_type(q, k, v)

@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from ._setting import MASK_VALUE, Setting, make_mask
+from ._setting import MASK_VALUE, AttentionSetting, make_mask
 
 BLOCK_SIZE = 256  # the largest number of queries in a block
 
 Operands = dict[str, Any]
 
 
-def forward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, block_size: int = BLOCK_SIZE) -> tuple[Any, Any]:
+def forward(
+    setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands, block_size: int = BLOCK_SIZE
+) -> tuple[Any, Any]:
     """Returns the output `[B, T, N, H]` and the log-sum-exp of the scores, float32 `[B, N, T]`.
 
     **Arguments:**
@@ -44,7 +46,9 @@ def forward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, block_si
     return rearrange(outs["out"], "b g r t h -> b t (g r) h"), rearrange(outs["log_sum"], "b g r t -> b (g r) t")
 
 
-def backward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> list[Any]:
+def backward(
+    setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any
+) -> list[Any]:
     """Returns the gradients of queries, keys, values and, if there is one, the bias.
 
     **Arguments:**
@@ -94,7 +98,7 @@ def backward(setting: Setting, q: Any, k: Any, v: Any, extras: Operands, out: An
     return grads
 
 
-def _einsum(setting: Setting) -> Callable[..., Any]:
+def _einsum(setting: AttentionSetting) -> Callable[..., Any]:
     """Returns an `einsum` that accumulates in float32."""
     return partial(jnp.einsum, precision=setting.precision, preferred_element_type=jnp.float32)
 
@@ -119,7 +123,7 @@ def _group_heads(extras: Operands, groups: int) -> Operands:
     return {**extras, **split}
 
 
-def _scores(setting: Setting, block: Operands, keys: Any) -> Any:
+def _scores(setting: AttentionSetting, block: Operands, keys: Any) -> Any:
     """Returns the scores of a block of queries, float32 `[B, G, R, t, S]`; those of masked keys are `MASK_VALUE`."""
     scores = _einsum(setting)("bgrth,bgsh->bgrts", block["q"], keys) * setting.scale
     if "bias" in block:
@@ -129,7 +133,7 @@ def _scores(setting: Setting, block: Operands, keys: Any) -> Any:
     return scores if mask is None else jnp.where(mask, scores, MASK_VALUE)
 
 
-def _apply_dropout(setting: Setting, weights: Any, block: Operands) -> Any:
+def _apply_dropout(setting: AttentionSetting, weights: Any, block: Operands) -> Any:
     """Applies dropout to the weights `[B, G, R, t, S]`, or to their gradients."""
     if not setting.dropout:
         return weights

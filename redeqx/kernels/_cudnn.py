@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from ._setting import Setting, Unsupported
+from ._setting import AttentionSetting, Unsupported
 
 try:
     from jax._src.cudnn.fused_attention_stablehlo import (
@@ -36,7 +36,7 @@ def register_lowered(*primitives: Any) -> None:
     _requires_devices.update(primitives)
 
 
-def forward(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[Any, Any]:
+def forward(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[Any, Any]:
     """Same as `_blockwise.forward`."""
     operands = _Operands(setting, q, k, v, extras)
     try:
@@ -59,7 +59,9 @@ def forward(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) ->
     return out[:, : q.shape[1]], log_sum[:, :, : q.shape[1]].astype(jnp.float32)
 
 
-def backward(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any], out: Any, log_sum: Any, g: Any) -> list[Any]:
+def backward(
+    setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any], out: Any, log_sum: Any, g: Any
+) -> list[Any]:
     """Same as `_blockwise.backward`."""
     jax.eval_shape(partial(forward, setting), q, k, v, extras)  # raises `Unsupported` if there is no kernel
     operands = _Operands(setting, q, k, v, extras)
@@ -102,7 +104,7 @@ class _Operands:
     even number of both.
     """
 
-    def __init__(self, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]):
+    def __init__(self, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]):
         if (reason := unsupported_reason(setting, q, k, v, extras)) is not None:
             raise Unsupported(f"cuDNN: {reason}")
         q, k, v = _constrain_split(setting, q, k, v)
@@ -137,7 +139,7 @@ class _Operands:
         return jnp.pad(x, [(0, int(i == dim)) for i in range(x.ndim)])
 
 
-def _constrain_split(setting: Setting, *operands: Any) -> list[Any]:
+def _constrain_split(setting: AttentionSetting, *operands: Any) -> list[Any]:
     """Constrains queries, keys and values to the same split over devices; the compiler fails if they differ."""
     if setting.split is None or setting.split.mesh.size == 1:
         return list(operands)
@@ -146,7 +148,7 @@ def _constrain_split(setting: Setting, *operands: Any) -> list[Any]:
     return [jax.lax.with_sharding_constraint(x, sharding) for x in operands]
 
 
-def unsupported_reason(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str | None:
+def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str | None:
     """Returns why no kernel supports operands of these shapes; None if one does. cuDNN itself may have further limits."""
     if backward_p is None:
         return "this version of JAX has no such private function"
@@ -166,7 +168,7 @@ def unsupported_reason(setting: Setting, q: Any, k: Any, v: Any, extras: dict[st
     return None
 
 
-def dense_bytes(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
+def dense_bytes(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
     """Returns the bytes of the bias made from a mask, segments and a bias; 0 if there are none, or no kernel."""
     if unsupported_reason(setting, q, k, v, extras) is not None:
         return 0

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 from . import _blockwise, _cudnn, _splash
-from ._setting import Setting, Unsupported
+from ._setting import AttentionSetting, Unsupported
 
 attention_p = jex.Primitive("attention")
 _tangent_p = jex.Primitive("attention_tangent")
@@ -36,7 +36,7 @@ def _jitted_impl(primitive: Any) -> Callable[..., Any]:
     """Returns the implementation of a primitive outside of transformations: a jitted `bind`, as for JAX's own primitives."""
 
     @cache
-    def compiled(setting: Setting) -> Callable[..., Any]:
+    def compiled(setting: AttentionSetting) -> Callable[..., Any]:
         return jax.jit(partial(primitive.bind, setting=setting))
 
     return lambda *operands, setting: compiled(setting)(*operands)
@@ -47,18 +47,20 @@ for _primitive in (attention_p, _tangent_p, gradient_p):
     _primitive.def_impl(_jitted_impl(_primitive))
 
 
-def _split_operands(setting: Setting, operands: Sequence[Any]) -> tuple[Any, Any, Any, dict[str, Any], Sequence[Any]]:
+def _split_operands(
+    setting: AttentionSetting, operands: Sequence[Any]
+) -> tuple[Any, Any, Any, dict[str, Any], Sequence[Any]]:
     """Returns queries, keys, values, the optional operands by name, and all operands after them."""
     q, k, v, *rest = operands
     n = len(setting.names)
     return q, k, v, dict(zip(setting.names, rest[:n], strict=True)), rest[n:]
 
 
-def _n_differentiable(setting: Setting) -> int:
+def _n_differentiable(setting: AttentionSetting) -> int:
     return 3 + sum(name in _DIFFERENTIABLE for name in setting.names)
 
 
-def _differentiable(setting: Setting) -> list[int]:
+def _differentiable(setting: AttentionSetting) -> list[int]:
     """Returns the indices of the differentiable operands."""
     return [0, 1, 2, *(3 + i for i, name in enumerate(setting.names) if name in _DIFFERENTIABLE)]
 
@@ -73,26 +75,26 @@ def _make_aval(shape: Sequence[int], dtype: Any, like: Any) -> Any:
 
 
 @attention_p.def_abstract_eval
-def _attention_shape(q: Any, k: Any, v: Any, *rest: Any, setting: Setting) -> list[Any]:
+def _attention_shape(q: Any, k: Any, v: Any, *rest: Any, setting: AttentionSetting) -> list[Any]:
     *batch, n_queries, n_heads, _ = q.shape
     shapes = (*batch, n_queries, n_heads, v.shape[-1]), (*batch, n_heads, n_queries)
     return [_make_aval(shape, dtype, q) for shape, dtype in zip(shapes, (q.dtype, jnp.float32), strict=True)]
 
 
 @_tangent_p.def_abstract_eval
-def _tangent_shape(q: Any, k: Any, v: Any, *rest: Any, setting: Setting) -> list[Any]:
+def _tangent_shape(q: Any, k: Any, v: Any, *rest: Any, setting: AttentionSetting) -> list[Any]:
     return [_make_aval((*q.shape[:-1], v.shape[-1]), q.dtype, q)]
 
 
 @gradient_p.def_abstract_eval
-def _gradient_shape(*operands: Any, setting: Setting) -> list[Any]:
+def _gradient_shape(*operands: Any, setting: AttentionSetting) -> list[Any]:
     return [_make_aval(operands[i].shape, operands[i].dtype, operands[0]) for i in _differentiable(setting)]
 
 
 # --- the dense formula, for second derivatives ------------------------------------------------------------------------
 
 
-def _dense(setting: Setting, *operands: Any) -> list[Any]:
+def _dense(setting: AttentionSetting, *operands: Any) -> list[Any]:
     """Computes the outputs for all queries at once, by a formula that JAX differentiates."""
     one_block = SimpleNamespace(forward=partial(_blockwise.forward, block_size=operands[0].shape[-3]))
     return _forward(one_block, *operands, setting=setting)
@@ -104,11 +106,11 @@ def formula(eqn: Any) -> Any:
 
 
 @cache  # equal layers and the trials of a plan share one trace
-def _formula(is_gradient: bool, setting: Setting, avals: tuple[Any, ...]) -> Any:
+def _formula(is_gradient: bool, setting: AttentionSetting, avals: tuple[Any, ...]) -> Any:
     return jax.make_jaxpr(partial(_dense_gradient, setting=setting) if is_gradient else partial(_dense, setting))(*avals)
 
 
-def _dense_fn(setting: Setting, operands: Sequence[Any]) -> Callable[..., Any]:
+def _dense_fn(setting: AttentionSetting, operands: Sequence[Any]) -> Callable[..., Any]:
     """Returns the output of the dense formula as a function of the differentiable operands."""
 
     def fn(*args: Any) -> Any:
@@ -120,14 +122,14 @@ def _dense_fn(setting: Setting, operands: Sequence[Any]) -> Callable[..., Any]:
     return fn
 
 
-def _dense_tangent(*operands: Any, setting: Setting) -> list[Any]:
+def _dense_tangent(*operands: Any, setting: AttentionSetting) -> list[Any]:
     n, n_tangents = 3 + len(setting.names), _n_differentiable(setting)
     primals, tangents = operands[:n], operands[len(operands) - n_tangents :]
     fn = _dense_fn(setting, primals)
     return [jax.jvp(fn, [primals[i] for i in _differentiable(setting)], list(tangents))[1]]
 
 
-def _dense_gradient(*operands: Any, setting: Setting) -> list[Any]:
+def _dense_gradient(*operands: Any, setting: AttentionSetting) -> list[Any]:
     primals, g = operands[: 3 + len(setting.names)], operands[-1]
     return list(jax.vjp(_dense_fn(setting, primals), *(primals[i] for i in _differentiable(setting)))[1](g))
 
@@ -143,14 +145,14 @@ def _zero_tangent(value: Any) -> Any:
     return ad.Zero(jax.typeof(value).to_tangent_aval())
 
 
-def _attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, setting: Setting) -> Any:
+def _attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, setting: AttentionSetting) -> Any:
     out, log_sum = attention_p.bind(*primals, setting=setting)
     tangents_in = [_instantiate_zero(primals[i], tangents[i]) for i in _differentiable(setting)]
     (tangent,) = _tangent_p.bind(*primals, out, log_sum, *tangents_in, setting=setting)
     return [out, log_sum], [tangent, _zero_tangent(log_sum)]  # `log_sum` is never returned to the user
 
 
-def _tangent_transpose(cotangents: Sequence[Any], *operands: Any, setting: Setting) -> list[Any]:
+def _tangent_transpose(cotangents: Sequence[Any], *operands: Any, setting: AttentionSetting) -> list[Any]:
     (g,) = cotangents
     n_tangents = _n_differentiable(setting)
     primals, tangents = operands[: len(operands) - n_tangents], operands[len(operands) - n_tangents :]
@@ -164,7 +166,7 @@ def _tangent_transpose(cotangents: Sequence[Any], *operands: Any, setting: Setti
 def _jvp_by_formula(dense: Callable[..., list[Any]], primitive: Any) -> Callable[..., Any]:
     """Returns the JVP rule of a primitive, computed by the dense formula, which recomputes `out` and `log_sum`."""
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, setting: Setting) -> Any:
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, setting: AttentionSetting) -> Any:
         outs = primitive.bind(*primals, setting=setting)
         n = 3 + len(setting.names)
         indices = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
@@ -193,7 +195,7 @@ ad.primitive_transposes[_tangent_p] = _tangent_transpose
 # --- vmap -------------------------------------------------------------------------------------------------------------
 
 
-def _batcher(primitive: Any, operands: Sequence[Any], dims: Sequence[int | None], *, setting: Setting) -> Any:
+def _batcher(primitive: Any, operands: Sequence[Any], dims: Sequence[int | None], *, setting: AttentionSetting) -> Any:
     """Adds a leading dim. Unbatched operands are broadcast, but optional ones that need no gradient get a dim of size 1."""
     size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
     may_be_1 = set(range(3, 3 + len(setting.names)))
@@ -224,7 +226,7 @@ def _flatten_batch(x: Any, batch: Sequence[int]) -> Any:
     return jnp.broadcast_to(x, (*batch, *x.shape[n:])).reshape(math.prod(batch), *x.shape[n:])
 
 
-def _to_kernel(kernel: Any, setting: Setting, operands: Sequence[Any]) -> list[Callable[[Any], Any]]:
+def _to_kernel(kernel: Any, setting: AttentionSetting, operands: Sequence[Any]) -> list[Callable[[Any], Any]]:
     """Returns for each operand the function that converts it to the kernel's operand.
 
     Leading dims are flattened. If there are fewer key heads than devices, keys and values are repeated for kernels that run
@@ -237,14 +239,14 @@ def _to_kernel(kernel: Any, setting: Setting, operands: Sequence[Any]) -> list[C
     return [repeat if i in (1, 2) else flatten for i in range(len(operands))]
 
 
-def _forward(kernel: Any, *operands: Any, setting: Setting) -> list[Any]:
+def _forward(kernel: Any, *operands: Any, setting: AttentionSetting) -> list[Any]:
     batch = operands[0].shape[:-3]
     converted = [convert(x) for convert, x in zip(_to_kernel(kernel, setting, operands), operands, strict=True)]
     q, k, v, extras, _ = _split_operands(setting, converted)
     return [x.reshape(*batch, *x.shape[1:]) for x in kernel.forward(setting, q, k, v, extras)]
 
 
-def _backward(kernel: Any, *operands: Any, setting: Setting) -> list[Any]:
+def _backward(kernel: Any, *operands: Any, setting: AttentionSetting) -> list[Any]:
     to_kernel = _to_kernel(kernel, setting, operands)
     converted = [convert(x) for convert, x in zip(to_kernel, operands, strict=True)]
     q, k, v, extras, (out, log_sum, g) = _split_operands(setting, converted)
@@ -253,7 +255,7 @@ def _backward(kernel: Any, *operands: Any, setting: Setting) -> list[Any]:
     return [convert(grad)[0] for convert, grad in zip(from_kernel, grads, strict=True)]
 
 
-def _or_blockwise(fn: Callable[..., list[Any]], kernel: Any, *operands: Any, setting: Setting) -> list[Any]:
+def _or_blockwise(fn: Callable[..., list[Any]], kernel: Any, *operands: Any, setting: AttentionSetting) -> list[Any]:
     """Computes `_forward` or `_backward` by a platform's kernel, or in plain XLA if the kernel does not support it."""
     try:
         return fn(kernel, *operands, setting=setting)
@@ -268,10 +270,13 @@ def _log_fallback(reason: str) -> None:
     logging.getLogger("redeqx").info("attention is computed in blocks of queries, not by %s", reason)
 
 
-_KERNELS = {"cuda": (_cudnn, "cuDNN"), "gpu": (_cudnn, "cuDNN"), "tpu": (_splash, "splash attention")}
+KERNELS: dict[str, Any] = {"XLA": _blockwise, "cuDNN": _cudnn, "splash attention": _splash}
+_NAMES = {"cuda": "cuDNN", "gpu": "cuDNN", "tpu": "splash attention"}  # by platform
 
 
-def _kernel_shapes(kernel: Any, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[Any, ...]:
+def _kernel_shapes(
+    kernel: Any, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]
+) -> tuple[Any, ...]:
     """Returns the shapes of the kernel's operands."""
     operands = [q, k, v, *extras.values()]
     pairs = zip(_to_kernel(kernel, setting, operands), operands, strict=True)
@@ -279,19 +284,19 @@ def _kernel_shapes(kernel: Any, setting: Setting, q: Any, k: Any, v: Any, extras
     return q, k, v, dict(zip(extras, rest, strict=True))
 
 
-def kernel_of(platform: str, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str:
+def kernel_of(platform: str, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str:
     """Describes how a platform computes attention of operands of these shapes."""
-    if platform not in _KERNELS:
+    if (name := _NAMES.get(platform)) is None:
         return "in blocks of queries"
-    kernel, name = _KERNELS[platform]
-    reason = kernel.unsupported_reason(setting, *_kernel_shapes(kernel, setting, q, k, v, extras))
+    reason = KERNELS[name].unsupported_reason(setting, *_kernel_shapes(KERNELS[name], setting, q, k, v, extras))
     return f"by {name}" if reason is None else f"in blocks of queries, not by {name}: {reason}"
 
 
-def dense_bytes(platform: str, setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
+def dense_bytes(platform: str, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
     """Returns the bytes of the array of one number per query and key that a platform's kernel takes; 0 if it takes none."""
-    kernel, _ = _KERNELS.get(platform, (None, ""))
-    return _cudnn.dense_bytes(setting, *_kernel_shapes(kernel, setting, q, k, v, extras)) if kernel is _cudnn else 0
+    if _NAMES.get(platform) != "cuDNN":
+        return 0
+    return _cudnn.dense_bytes(setting, *_kernel_shapes(_cudnn, setting, q, k, v, extras))
 
 
 def _lowering(fn: Callable[..., list[Any]]) -> Callable[..., Any]:
@@ -305,7 +310,7 @@ def _splash_lowering(fn: Callable[..., list[Any]]) -> Callable[..., Any]:
     """
     by_kernel, in_blocks = _lowering(partial(_or_blockwise, fn, _splash)), _lowering(partial(fn, _blockwise))
 
-    def lower(ctx: Any, *operands: Any, setting: Setting) -> Any:
+    def lower(ctx: Any, *operands: Any, setting: AttentionSetting) -> Any:
         context = ctx.module_context.axis_context
         is_shared = getattr(context, "num_devices", 1) != 1 and setting.split is None
         return (in_blocks if is_shared else by_kernel)(ctx, *operands, setting=setting)

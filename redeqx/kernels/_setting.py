@@ -22,7 +22,7 @@ class Unsupported(Exception):
 
 
 @dataclass(frozen=True)
-class Setting:
+class AttentionSetting:
     """The static configuration of an attention.
 
     **Arguments:**
@@ -88,7 +88,7 @@ class Setting:
 
 
 def default_precision() -> Any:
-    """Returns the precision that `jax.default_matmul_precision` currently sets, as `Setting` takes it."""
+    """Returns the precision that `jax.default_matmul_precision` currently sets, as `AttentionSetting` takes it."""
     config: Any = jax.config  # which declares no attribute for its options
     name = config.jax_default_matmul_precision
     if name is None:
@@ -98,7 +98,7 @@ def default_precision() -> Any:
 
 
 def make_mask(
-    setting: Setting, rows: Int[Array, " t"], n_keys: int, operands: dict[str, Any]
+    setting: AttentionSetting, rows: Int[Array, " t"], n_keys: int, operands: dict[str, Any]
 ) -> Bool[Array, "b g r t s"] | None:
     """Returns a mask that is True for the keys that queries attend to; None for all keys.
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ._setting import Setting, Unsupported
+from ._setting import AttentionSetting, Unsupported
 
 # The static arguments of the backward pass, in the order of the version of JAX that this module supports.
 _STATIC = (
@@ -69,7 +69,7 @@ _MIN_LENGTH = 128  # of queries and keys; shorter ones would be mostly padding
 _BLOCK_SIZES = (512, 256, 128)
 
 
-def unsupported_reason(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str | None:
+def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str | None:
     """Returns why no kernel supports operands of these shapes; None if one does."""
     if _load_library() is None:
         return "this version of JAX has another interface"
@@ -91,7 +91,9 @@ def unsupported_reason(setting: Setting, q: Any, k: Any, v: Any, extras: dict[st
     return None
 
 
-def forward(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any], interpret: bool = False) -> tuple[Any, Any]:
+def forward(
+    setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any], interpret: bool = False
+) -> tuple[Any, Any]:
     """Same as `_blockwise.forward`.
 
     **Arguments:**
@@ -105,7 +107,7 @@ def forward(setting: Setting, q: Any, k: Any, v: Any, extras: dict[str, Any], in
 
 
 def backward(
-    setting: Setting,
+    setting: AttentionSetting,
     q: Any,
     k: Any,
     v: Any,
@@ -121,7 +123,7 @@ def backward(
     return list(_shard_map(setting, on_device, 3)(q, k, v, _segments(q, k, extras), out, log_sum, g))
 
 
-def _check_supported(setting: Setting, *operands: Any) -> None:
+def _check_supported(setting: AttentionSetting, *operands: Any) -> None:
     if (reason := unsupported_reason(setting, *operands)) is not None:
         raise Unsupported(f"splash attention: {reason}")
 
@@ -129,14 +131,14 @@ def _check_supported(setting: Setting, *operands: Any) -> None:
 # --- on one device ----------------------------------------------------------------------------------------------------
 
 
-def _forward_on_device(setting: Setting, interpret: bool, q: Any, k: Any, v: Any, segments: Any) -> Any:
+def _forward_on_device(setting: AttentionSetting, interpret: bool, q: Any, k: Any, v: Any, segments: Any) -> Any:
     out, (log_sum,) = jax.vmap(_kernel(setting, q, k, interpret))(*_prepare(setting, q, k, v), segments)
     n_queries = q.shape[1]
     return jnp.swapaxes(out, 1, 2)[:, :n_queries], log_sum[:, :, :n_queries]
 
 
 def _backward_on_device(
-    setting: Setting, interpret: bool, q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, g: Any
+    setting: AttentionSetting, interpret: bool, q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, g: Any
 ) -> Any:
     kernel = _kernel(setting, q, k, interpret)
     static = [{**kernel.kwargs, "save_residuals": False}[name] for name in _STATIC]
@@ -152,7 +154,7 @@ def _backward_on_device(
     return tuple(jnp.swapaxes(dx, 1, 2)[:, : x.shape[1]].astype(x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v)))
 
 
-def _kernel(setting: Setting, q: Any, k: Any, interpret: bool) -> Any:
+def _kernel(setting: AttentionSetting, q: Any, k: Any, interpret: bool) -> Any:
     """Builds the kernel for one row of these queries and keys; it also returns the log-sum-exps."""
     kernels, masks, _ = _require_library()
     shape = _round_up(q.shape[1]), _round_up(k.shape[1])
@@ -198,7 +200,7 @@ def _heads_first(x: Any) -> Any:
     return _pad(jnp.swapaxes(x, 1, 2), 2)
 
 
-def _prepare(setting: Setting, q: Any, k: Any, v: Any) -> list[Any]:
+def _prepare(setting: AttentionSetting, q: Any, k: Any, v: Any) -> list[Any]:
     """Returns queries, keys and values as the kernel takes them: padded, `[B, N, T, H]`, and the queries scaled."""
     q = (q.astype(jnp.float32) * setting.scale).astype(q.dtype)
     return [_heads_first(x) for x in (q, k, v)]
@@ -234,7 +236,7 @@ def _segments(q: Any, k: Any, extras: dict[str, Any]) -> Any:
 # --- on several devices -----------------------------------------------------------------------------------------------
 
 
-def _shard_map(setting: Setting, fn: Callable[..., Any], n_outputs: int) -> Callable[..., Any]:
+def _shard_map(setting: AttentionSetting, fn: Callable[..., Any], n_outputs: int) -> Callable[..., Any]:
     """Maps `fn` over devices, each with its own rows and heads. Rows or heads that do not divide are replicated.
 
     **Arguments:**

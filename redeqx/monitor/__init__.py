@@ -9,5 +9,5 @@ from ._jsonl import to_json as to_json
 from ._live import ProgressLine as ProgressLine
 from ._meter import Work as Work
 from ._records import RECORDS as RECORDS
-from ._trackers import Tracker as Tracker
+from ._trackers import TRACKERS as TRACKERS, Tracker as Tracker
 from ._units import size_text as size_text

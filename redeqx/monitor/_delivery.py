@@ -11,14 +11,13 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
 
 from ..distributed import at_end
 from ..storage import make_subfolder, read_file, write_file
-from ._media import Medium
-from ._trackers import TRACKERS, NamedTracker, Opening, Row
+from ._media import MediaFile
+from ._trackers import TRACKERS, NamedTracker, Row
 
 GAP = 1.0  # seconds between two deliveries: a request contains the records since the previous one
 FIRST_RETRY, LAST_RETRY = 2.0, 60.0  # seconds between attempts, doubled each time
@@ -27,6 +26,7 @@ ROOM = 2**28  # bytes in the queue; above this the oldest records are dropped
 ROW_SIZE = 1024  # bytes, roughly
 BATCH = 1000  # rows per delivery
 
+Record = Row | MediaFile | dict[str, str]  # metrics, an image or a text, the configuration
 # A position in the records: a step, and the number of rows recorded at it so far. A rerun records the same rows.
 Mark = tuple[int, int]
 NO_ROWS: Mark = (-1, 0)
@@ -43,6 +43,8 @@ class Delivery:
     - `name`: the name of the tracker.
     - `workdir`: where the run's id and the delivered mark are stored; None stores neither.
     - `say`: prints a line.
+
+    Attributes: `is_new`, whether this process began the tracker's run, rather than an earlier process.
     """
 
     def __init__(self, name: str, workdir: Path | None, say: Callable[[str], None]):
@@ -50,12 +52,12 @@ class Delivery:
         self._kind = TRACKERS[name]
         self._file = None if workdir is None or self._kind.purges else workdir / "trackers" / f"{name}.json"
         self._run_id, self._sent, self._sent_media = _load_state(self._file)
-        self._is_new = self._run_id is None  # whether this process began the tracker's run
+        self.is_new: bool = self._run_id is None
         self._skip_media_until = self._sent_media  # images and texts up to here are not delivered again
         self._skip_until = self._sent  # rows up to here are not delivered again
         self._newest = NO_ROWS  # the mark of the newest row
         self._purge_step: int | None = None
-        self._pending: deque[tuple[Any, Mark, int]] = deque()
+        self._pending: deque[tuple[Record, Mark]] = deque()
         self._size, self._lock = 0, threading.Lock()
         # The marks of the newest row that the tracker has, and of the newest one of earlier steps. A kill may lose those
         # after `_sent`, which the next process delivers again.
@@ -63,7 +65,7 @@ class Delivery:
         self._tracker: NamedTracker | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self._forget: Callable[[], None] | None = None  # unregisters `close` from the end of the process
+        self._forget: Callable[[], None] = _nothing  # unregisters `close` from the end of the process
         self._has_failed = self._has_warned = self._is_stuck = False
 
     # --- called by the run --------------------------------------------------------------------------------------------
@@ -72,25 +74,20 @@ class Delivery:
         """Delivers metrics, unless the tracker has them from before a rewind."""
         self._newest = (row.step, self._newest[1] + 1 if row.step == self._newest[0] else 1)
         if self._newest > self._skip_until:
-            self._enqueue(row, self._newest, ROW_SIZE)
+            self._enqueue(row, self._newest)
 
-    def medium(self, medium: Medium) -> None:
+    def medium(self, medium: MediaFile) -> None:
         """Delivers an image or a text, unless the tracker has it from before a rewind."""
         step, names = self._skip_media_until
         if medium.step > step or (medium.step == step and medium.name not in names):
-            self._enqueue(medium, NO_ROWS, len(medium.data))
-
-    def initial_medium(self, medium: Medium) -> None:
-        """Delivers an image or a text that belongs to the start of a run, unless an earlier process began the run."""
-        if self._is_new:
-            self._enqueue(medium, NO_ROWS, len(medium.data))
+            self._enqueue(medium)
 
     def config(self, values: Mapping[str, str]) -> None:
         """Delivers the configuration of a run, by name; before other records, with the first of them.
 
         A fit that follows may continue an earlier run of the tracker, or delete records of it.
         """
-        self._enqueue(dict(values), NO_ROWS, ROW_SIZE, starts=False)
+        self._enqueue(dict(values), starts=False)
 
     def rewind(self, step: int, rows: Iterable[Row]) -> None:
         """Continues after `step`, up to which these rows were recorded. Delivers those that the tracker lacks.
@@ -98,26 +95,21 @@ class Delivery:
         Rewinding to the start begins a new run of the tracker.
         """
         self._end()
-        if step <= 0 and not self._is_new:
-            self._run_id, self._sent, self._sent_media, self._is_new = *_UNKNOWN, True
+        if step <= 0 and not self.is_new:
+            self._run_id, self._sent, self._sent_media, self.is_new = *_UNKNOWN, True
         self._purge_step, self._newest = step + 1, NO_ROWS
-        self._skip_until, self._skip_media_until = self._rewind_queue(step)
+        with self._lock:
+            self._pending = deque(each for each in self._pending if isinstance(each[0], dict) or each[0].step <= step)
+            self._size = sum(_size(item) for item, _ in self._pending)
         if self._kind.purges:  # it has the earlier records, and none of the later ones
             self._skip_until, self._skip_media_until = NO_ROWS, NO_MEDIA
             return
+        self._skip_until, self._skip_media_until = self._sent, self._sent_media
+        for item, mark in self._pending:
+            self._skip_until = max(self._skip_until, mark)
+            self._skip_media_until = _advanced(self._skip_media_until, item)
         for row in rows:
             self.row(row)
-
-    def _rewind_queue(self, step: int) -> tuple[Mark, MediaMark]:
-        """Drops what is queued after `step`; returns the marks of what is delivered or still queued."""
-        with self._lock:
-            kept = [each for each in self._pending if not isinstance(each[0], Row | Medium) or each[0].step <= step]
-            self._pending, self._size = deque(kept), sum(size for *_, size in kept)
-        sent, sent_media = self._sent, self._sent_media
-        for item, mark, _ in kept:
-            sent = max(sent, mark)
-            sent_media = _with_medium(sent_media, item) if isinstance(item, Medium) else sent_media
-        return sent, sent_media
 
     def close(self) -> None:
         """Delivers the queue and ends the tracker's run; warns if that takes too long. Later records continue the run."""
@@ -146,24 +138,18 @@ class Delivery:
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, item: Any, mark: Mark, size: int, *, starts: bool = True) -> None:
+    def _enqueue(self, item: Record, mark: Mark = NO_ROWS, *, starts: bool = True) -> None:
         if self._is_stuck:
             return
         with self._lock:
-            self._pending.append((item, mark, size))
-            self._size += size
+            self._pending.append((item, mark))
+            self._size += _size(item)
             while self._size > ROOM:
-                self._size -= self._pending.popleft()[2]
-        if self._forget is None:
-            self._register()
+                self._size -= _size(self._pending.popleft()[0])
+        if self._forget is _nothing:
+            self._forget = at_end(self.close)
         if starts:
             self._start()
-
-    def _register(self) -> None:
-        """Has `close` called at the end of the process; before what was registered earlier, such as by the package."""
-        if self._forget is not None:
-            self._forget()
-        self._forget = at_end(self.close)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -187,9 +173,8 @@ class Delivery:
             with self._warning():
                 tracker.close(_is_failing())
                 self._mark_as_sent(self._delivered)
-        forget, self._forget = self._forget, None
-        if forget is not None:
-            forget()
+        forget, self._forget = self._forget, _nothing
+        forget()
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
@@ -208,38 +193,42 @@ class Delivery:
         # What was delivered before is safe by now.
         self._mark_as_sent(self._before_newest if self._kind.keeps == "after the step" else self._delivered)
         if self._tracker is None:
-            self._tracker = tracker = self._kind(Opening(self._workdir, self._run_id, self._purge_step))
+            self._tracker = self._kind(self._workdir, self._run_id, self._purge_step)
             self._purge_step = None  # purge only once
-            self._register()
-            self._run_id = tracker.run_id
+            self._forget()
+            self._forget = at_end(self.close)  # before what the package has registered
+            self._run_id = self._tracker.run_id
             self._save_state()
-            self._say(f"{self._name}: {tracker.where}")
-        while waiting := self._next_batch():
-            item = waiting[-1][0]
-            if isinstance(item, Row):
-                self._tracker.rows([row for row, _, _ in waiting])
-                for _, mark, _ in waiting:
+            self._say(f"{self._name}: {self._tracker.where}")
+        while True:
+            with self._lock:
+                first = list(islice(self._pending, BATCH))
+            if not first:
+                return
+            if rows := [item for item, _ in takewhile(lambda each: isinstance(each[0], Row), first)]:
+                first = first[: len(rows)]
+                self._tracker.rows([row for row in rows if isinstance(row, Row)])
+                for _, mark in first:
                     if mark[0] > self._delivered[0]:
                         self._before_newest = self._delivered
                     self._delivered = max(self._delivered, mark)
                 if self._kind.keeps == "at once":
                     self._mark_as_sent(self._delivered)
-            elif isinstance(item, Medium):
-                self._tracker.medium(item)
-                self._sent_media = _with_medium(self._sent_media, item)
-                self._save_state()
             else:
-                self._tracker.config(item)
-            delivered = set(map(id, waiting))
+                first = first[:1]
+                self._deliver_other(self._tracker, first[0][0])
+            delivered = {id(each) for each in first}
             with self._lock:  # some may have been dropped already, above `ROOM`
                 while self._pending and id(self._pending[0]) in delivered:
-                    self._size -= self._pending.popleft()[2]
+                    self._size -= _size(self._pending.popleft()[0])
 
-    def _next_batch(self) -> list[tuple[Any, Mark, int]]:
-        """Returns the items to deliver next: up to `BATCH` rows, or one item of another kind."""
-        with self._lock:
-            first = list(self._pending)[:BATCH]
-        return list(takewhile(lambda each: isinstance(each[0], Row), first)) or first[:1]
+    def _deliver_other(self, tracker: NamedTracker, item: Record) -> None:
+        if isinstance(item, MediaFile):
+            tracker.medium(item)
+            self._sent_media = _advanced(self._sent_media, item)
+            self._save_state()
+        elif isinstance(item, dict):
+            tracker.config(item)
 
     def _save_state(self) -> None:
         if self._file is not None:
@@ -268,12 +257,20 @@ class Delivery:
 _UNKNOWN = (None, NO_ROWS, NO_MEDIA)
 
 
-def _with_medium(mark: MediaMark, medium: Medium) -> MediaMark:
-    """Returns the mark after an image or a text."""
+def _nothing() -> None:
+    pass
+
+
+def _size(item: Record) -> int:
+    return len(item.data) if isinstance(item, MediaFile) else ROW_SIZE
+
+
+def _advanced(mark: MediaMark, item: Record) -> MediaMark:
+    """Returns the mark after an item, if this is an image or a text."""
     step, names = mark
-    if medium.step < step:
+    if not isinstance(item, MediaFile) or item.step < step:
         return mark
-    return medium.step, (names if medium.step == step else frozenset()) | {medium.name}
+    return item.step, (names if item.step == step else frozenset()) | {item.name}
 
 
 def _load_state(file: Path | None) -> tuple[str | None, Mark, MediaMark]:

@@ -1,6 +1,6 @@
 """The progress of a loop: a live line on a terminal, one updated display in a notebook, plain lines elsewhere.
 
-It measures only time; `_console.py` owns the stream.
+It measures only time; `_terminal.py` owns the stream.
 """
 
 import sys
@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-from rich.console import Console as RichConsole, ConsoleOptions
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
 from ._meter import Meter, Work
+from ._terminal import Terminal, isatty
 
 REDRAWS_PER_SECOND = 5
 NOTEBOOK_UPDATES_PER_SECOND = 2  # each is a message to the browser
@@ -29,20 +30,6 @@ BAR_WIDTH = 16
 SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad norm"}
 
 
-class ConsoleState(Protocol):
-    """The attributes of the console that a progress line uses."""
-
-    _progress: "ProgressLine | None"
-    _prints: bool
-    _own_file: bool
-    _is_notebook: bool
-    _peak_memory: Callable[[], int | None]
-
-    @property
-    def _terminal(self) -> RichConsole: ...
-    def info(self, message: str) -> None: ...
-
-
 class ProgressLine:
     """The progress of a loop; `Console.progress` makes it.
 
@@ -53,64 +40,59 @@ class ProgressLine:
 
     def __init__(
         self,
-        console: ConsoleState,
-        *,
+        terminal: Terminal,
+        peak_memory: Callable[[], int | None],
         n_epochs: int | None,
         n_steps: int | None,
         first_step: int,
         title: str,
-        unit: str = "step",
+        unit: str,
     ):
         self.n_epochs = n_epochs
         self.n_steps = n_steps
-        self._console = console
+        self._terminal, self._read_peak_memory = terminal, peak_memory
         self._title, self._unit = title, unit
         self._shows = False
         self._outer: ProgressLine | None = None  # the line that is shown, if this one is nested in it
         self._live: Live | NotebookLine | None = None
-        self._step = self._first_step = first_step
+        self._step = self._first_step = self._printed_step = first_step
         self._epoch: int | None = None
         self._metrics: Mapping[str, float] = {}
-        self._activity = ""
-        self._activity_began = 0.0
+        self._activity, self._activity_began = "", 0.0
         self._meter = Meter()
         self._peak_memory: int | None = None
         self._speed_due = 0.0  # when the speed may be recorded next
         self._began = time.perf_counter()
         self._due = 0.0  # when the next plain line is due
         self._n_lines = 0
-        self._printed_step = first_step
 
     def __enter__(self) -> "ProgressLine":
-        console = self._console
+        terminal = self._terminal
         self._began = time.perf_counter()
-        if console._progress is not None:
-            self._outer = console._progress
+        if terminal.shown is not None:
+            self._outer = terminal.shown
             return self
-        console._progress = self
-        self._shows = console._prints
-        if self._shows and console._is_notebook:
+        terminal.shown = self
+        self._shows = terminal.prints
+        if self._shows and terminal.is_notebook:
             self._live = NotebookLine(lambda: "\n".join(line.plain for line in _packed(self._live_fields(), NOTEBOOK_WIDTH)))
-        elif self._shows and console._terminal.is_interactive:
-            # Print the user's output above the line. Redirect only streams that go to the terminal: standard error that is
-            # sent to a file must stay there.
-            redirect = not console._own_file
-            live = Live(
-                console=console._terminal,
-                get_renderable=lambda: _PackedFields(self._live_fields()),
+        elif self._shows and terminal.is_interactive:
+            self._live = Live(
+                console=terminal,
+                get_renderable=lambda: Group(*_packed(self._live_fields(), terminal.width)),
                 refresh_per_second=REDRAWS_PER_SECOND,
-                redirect_stdout=redirect,
-                redirect_stderr=redirect and is_terminal(sys.stderr),
+                # The user's output is printed above the line, unless a stream does not go to the terminal: standard error
+                # that is sent to a file must stay there.
+                redirect_stdout=terminal.owns_stdout,
+                redirect_stderr=terminal.owns_stdout and isatty(sys.stderr),
             )
-            live.start()
-            self._live = live
-            # rich hides the cursor, and a killed process would leave it hidden.
-            console._terminal.show_cursor(True)
+            self._live.start()
+            terminal.show_cursor(True)  # rich hides the cursor, and a killed process would leave it hidden
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._console._progress is self:
-            self._console._progress = None
+        if self._terminal.shown is self:
+            self._terminal.shown = None
         self._activity = ""
         is_empty = self._step == self._first_step  # nothing was counted: a line would say "step 0"
         if isinstance(self._live, NotebookLine):
@@ -157,7 +139,7 @@ class ProgressLine:
         if now < self._speed_due or not (rates := self._meter.rates()):
             return {}
         self._speed_due = now + SPEED_GAP
-        self._peak_memory = self._console._peak_memory()
+        self._peak_memory = self._read_peak_memory()
         return rates if self._peak_memory is None else {**rates, "peak_memory_bytes": self._peak_memory}
 
     def begin_step(self, done: int) -> None:
@@ -186,14 +168,14 @@ class ProgressLine:
             return
         notes: list[str] = []
         if self._shows and self._live is None:
-            self._console.info(f"compiling {what}")
+            self._terminal.say(f"compiling {what}")
         began = time.perf_counter() if began is None else began
         with self.pause(f"compiling {what}"):
             yield notes
         self._meter.restart()
         if self._shows:
             took = f"compiled {what} in {_duration(time.perf_counter() - began)}"
-            self._console.info(", ".join([took, *filter(None, notes)]))
+            self._terminal.say(", ".join([took, *filter(None, notes)]))
 
     @contextmanager
     def pause(self, doing: str) -> Iterator[None]:
@@ -211,9 +193,8 @@ class ProgressLine:
             self._activity, self._activity_began = before
 
     def _print_line(self, now: float) -> None:
-        terminal = self._console._terminal
-        width = terminal.width if terminal.is_terminal else sys.maxsize  # a log file has no width
-        self._console.info("\n".join(line.plain for line in _packed(self._fields(), width)))
+        width = self._terminal.width if self._terminal.is_terminal else sys.maxsize  # a log file has no width
+        self._terminal.say("\n".join(line.plain for line in _packed(self._fields(), width)))
         self._due = now + PLAIN_GAPS[min(self._n_lines, len(PLAIN_GAPS) - 1)]
         self._n_lines += 1
         self._printed_step = self._step
@@ -224,7 +205,7 @@ class ProgressLine:
         if self._epoch is not None:
             fields.append(_field("epoch", _count_text(self._epoch, self.n_epochs)))
         fields.append(_field(self._unit, _count_text(self._step, self.n_steps)))
-        fields += [_field(SHORT_NAMES.get(name, name), _number_text(name, x)) for name, x in self._metrics.items()]
+        fields += [_field(_short(name), _number_text(name, x)) for name, x in self._metrics.items()]
         fields += self._speed_fields()
         seconds = self._meter.seconds_per_step
         if self.n_steps is not None and self._step >= self.n_steps:  # a loop of the user's own may exceed its total
@@ -256,7 +237,7 @@ class ProgressLine:
     def _live_fields(self) -> list[Text]:
         fields = self._fields()
         if self.n_steps:
-            full, empty = "━─" if self._console._terminal.encoding.startswith("utf") else "#-"
+            full, empty = "━─" if self._terminal.encoding.startswith("utf") else "#-"
             n_full = min(BAR_WIDTH * self._step // self.n_steps, BAR_WIDTH)
             fields.insert(0, Text.assemble((full * n_full, "cyan"), (empty * (BAR_WIDTH - n_full), "dim")))
         if self._activity:
@@ -307,20 +288,6 @@ def _packed(fields: Sequence[Text], width: int) -> Iterator[Text]:
     yield line
 
 
-class _PackedFields:
-    """The renderable of the live display."""
-
-    def __init__(self, fields: Sequence[Text]):
-        self._fields = fields
-
-    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> Iterator[Text]:
-        yield from _packed(self._fields, options.max_width)
-
-
-def is_terminal(stream: Any) -> bool:
-    return stream is not None and stream.isatty()
-
-
 def _field(first: str, second: str, *, dim_first: bool = True) -> Text:
     return Text.assemble((first, "dim" if dim_first else ""), " ", (second, "" if dim_first else "dim"))
 
@@ -329,8 +296,14 @@ def _count_text(done: int, total: int | None) -> str:
     return f"{done:,}" if total is None else f"{done:,}/{total:,}"
 
 
+def _short(name: str) -> str:
+    """Returns the name of a metric as the line shows it; that of a trainer with a name is `critic/learning_rate`."""
+    trainer, slash, metric = name.rpartition("/")
+    return f"{trainer}{slash}{SHORT_NAMES.get(metric, metric)}"
+
+
 def _number_text(name: str, value: float) -> str:
-    if name == "learning_rate":
+    if name.rpartition("/")[2] == "learning_rate":
         return f"{value:.2e}"
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"
 

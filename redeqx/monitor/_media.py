@@ -1,9 +1,8 @@
-"""Images and texts of a run: plain files in `workdir/media/`, by step and name. Writes PNG without a library."""
+"""Images and texts of a run: plain files in `workdir/media/`, by step and name. Pillow writes the images."""
 
+import importlib.util
 import io
 import re
-import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,12 @@ import numpy as np
 
 from ..storage import make_subfolder, write_file
 
-# How far floats may be outside of 0 to 1: the rounding error of bfloat16.
-_ROUNDED = 1 / 256
-_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # PNG's color type by number of channels
+_ROUNDED = 1 / 256  # how far floats may be outside of 0 to 1: the rounding error of bfloat16
 _MAX_NAME = 200  # bytes; file systems allow 255, with the step and the suffix
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
-class Medium:
+class MediaFile:
     """An image or a text of one step.
 
     **Arguments:**
@@ -48,12 +44,6 @@ class Medium:
     def data(self) -> bytes:
         """The content of the file, as bytes."""
         return self.content.encode() if isinstance(self.content, str) else self.content
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """The height and width of an image, in pixels."""
-        width, height = struct.unpack(">II", self.data[16:24])
-        return height, width
 
     def write(self, folder: Path) -> Path:
         """Writes the file into a folder, which is created; returns the file's path."""
@@ -86,8 +76,12 @@ def check_name(name: str) -> None:
 def check_image(image: Any) -> Any:
     """Converts an image for `png`: to a uint8 NumPy array. A matplotlib figure is returned unchanged.
 
-    Raises TypeError for other types, ValueError for arrays that are not images.
+    Raises TypeError for other types, ValueError for arrays that are not images, ImportError without Pillow.
     """
+    if importlib.util.find_spec("PIL") is None:
+        raise ImportError(
+            '`image`: expected pillow, which writes images, got no such package. Run `pip install "redeqx[images]"`.'
+        )
     if hasattr(image, "savefig"):
         return image
     if not (getattr(image, "is_fully_addressable", True) or image.is_fully_replicated):
@@ -102,7 +96,7 @@ def check_image(image: Any) -> Any:
         raise TypeError(
             f"`image`: expected an array or a matplotlib figure, got {type(image).__name__}. Convert it first."
         ) from None
-    if pixels.ndim not in (2, 3) or 0 in pixels.shape or (pixels.ndim == 3 and pixels.shape[2] not in _COLOR_TYPES):
+    if pixels.ndim not in (2, 3) or 0 in pixels.shape or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3, 4)):
         raise ValueError(
             f"`image`: expected the shape [height, width], or [height, width, channels] with 1, 3 or 4 channels, got "
             f"{list(pixels.shape)}. Move the channels last, and join several images to one, "
@@ -120,16 +114,19 @@ def check_image(image: Any) -> Any:
 
 def png(image: Any) -> bytes:
     """Returns the PNG file of an image that `check_image` returned, as bytes."""
+    file = io.BytesIO()
     if hasattr(image, "savefig"):
-        file = io.BytesIO()
         image.savefig(file, format="png")
-        return file.getvalue()
-    height, width, channels = image.shape if image.ndim == 3 else (*image.shape, 1)
-    header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
-    # Each row begins with its filter type; 0 is no filter.
-    rows = np.pad(image.reshape(height, width * channels), ((0, 0), (1, 0)))
-    return _SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(rows.tobytes())) + _chunk(b"IEND", b"")
+    else:
+        from PIL import Image
+
+        Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image).save(file, format="png")
+    return file.getvalue()
 
 
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+def png_size(data: bytes) -> tuple[int, int]:
+    """Returns the height and width of a PNG file, in pixels."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        return image.height, image.width

@@ -12,12 +12,12 @@ from typing import Any, SupportsFloat
 from ..errors import warn
 from ._delivery import Delivery
 from ._jsonl import JsonLines
-from ._media import Medium, check_image, check_name, png, rewind_media
+from ._media import MediaFile, check_image, check_name, png, rewind_media
 from ._trackers import TRACKERS, Row, Tracker, as_number, check_loggers
 
-_APPENDED = {"metrics": "metrics.jsonl", "speed": "speed.jsonl"}
+_METRICS, _SPEED = "metrics.jsonl", "speed.jsonl"
 # The files of a workdir that a resumed run continues.
-RECORDS = (*_APPENDED.values(), *(f"trackers/{name}.json" for name in TRACKERS))
+RECORDS = (_METRICS, _SPEED, *(f"trackers/{name}.json" for name in TRACKERS))
 
 
 class Records:
@@ -30,24 +30,17 @@ class Records:
     - `is_main`: whether this process records.
     - `say`: prints a line; a bound method, held by a weak reference.
 
-    **Attributes:**
-
-    - `has_trackers`: whether there are trackers by name, also in other processes than the main one.
+    Attributes: `has_trackers`, whether there are trackers by name, also in other processes than the main one.
 
     Raises the errors of `check_loggers`.
     """
 
-    def __init__(
-        self,
-        workdir: Path | None,
-        loggers: Iterable[Tracker | str],
-        is_main: bool,
-        say: Callable[[str], None],
-    ):
-        named, self._objects = check_loggers(loggers, workdir)
+    def __init__(self, workdir: Path | None, loggers: Iterable[Tracker | str], is_main: bool, say: Callable[[str], None]):
+        named, objects = check_loggers(loggers, workdir)
         self.has_trackers: bool = bool(named)
         self._workdir, self._is_main = workdir, is_main
-        self._files = {} if workdir is None else {kind: JsonLines(workdir / name) for kind, name in _APPENDED.items()}
+        self._objects = objects if is_main else []
+        self._files = {name: JsonLines(workdir / name) for name in (_METRICS, _SPEED)} if workdir and is_main else {}
         self._deliveries = [Delivery(name, workdir, _weak_method(say)) for name in named] if is_main else []
         weakref.finalize(self, _request_close, self._deliveries).atexit = False
         self._step = 0  # the step of the newest metrics
@@ -61,11 +54,10 @@ class Records:
         if "step" in values:
             raise ValueError("`step`: expected another name for a metric, got the name of the step. Rename it.")
         numbers, rates = ({name: as_number(name, x) for name, x in of.items()} for of in (values, speed))
+        for name, of in ((_METRICS, numbers), (_SPEED, rates)):
+            if self._files and (of or name == _METRICS):
+                self._files[name].write(step, of)
         together = {**rates, **numbers}
-        if self._files:
-            self._files["metrics"].write(step, numbers)
-            if rates:
-                self._files["speed"].write(step, rates)
         for delivery in self._deliveries:
             delivery.row(Row(step, together))
         for logger in self._objects:
@@ -76,8 +68,8 @@ class Records:
         check_name(name)
         image = check_image(image)
         step = self._step if step is None else _as_step(step)
-        if self._is_main and (self._files or self._deliveries):
-            self._medium(Medium(name, step, png(image)))
+        if self._files or self._deliveries:
+            self._medium(MediaFile(name, step, png(image)))
         self._call("log_image", name, image, step)
 
     def text(self, name: str, text: str, step: int | None) -> None:
@@ -86,8 +78,7 @@ class Records:
         if not isinstance(text, str):
             raise TypeError(f"`text`: expected a string, got {type(text).__name__}. Pass `str(text)`.")
         step = self._step if step is None else _as_step(step)
-        if self._is_main:
-            self._medium(Medium(name, step, text))
+        self._medium(MediaFile(name, step, text))
         self._call("log_text", name, text, step)
 
     def config(self, values: Mapping[str, Any]) -> None:
@@ -96,40 +87,32 @@ class Records:
             delivery.config({name: str(value) for name, value in values.items()})
 
     def begin(self, rows: Mapping[str, str], explain_plan: Callable[[], str]) -> None:
-        """Records the rows of the header and the full plan in the built-in trackers."""
-        if self._deliveries:
-            self.config(rows)
-            plan = Medium("plan", self._step, explain_plan())
-            for delivery in self._deliveries:
-                delivery.initial_medium(plan)
+        """Records the rows of the header, and at the begin of a tracker's run the full plan, in the built-in trackers."""
+        self.config(rows)
+        for delivery in self._deliveries:
+            if delivery.is_new:
+                delivery.medium(MediaFile("plan", self._step, explain_plan()))
 
-    def rewind(self, step: int, name: str | None = None) -> None:
-        """Deletes what was recorded after `step`, for a run that resumes from there.
-
-        **Arguments:**
-
-        - `name`: of one of several trainers: rows of other trainers are kept.
-        """
+    def rewind(self, step: int) -> None:
+        """Deletes what was recorded after `step`, for a run that resumes from there."""
         if not self._is_main:
             return
         self._step = max(step, 0)
         for file in self._files.values():
-            file.rewind(step, name)
+            file.rewind(step)
         if self._workdir is not None:
             rewind_media(self._workdir / "media", step)
         for delivery in self._deliveries:
-            rows = self._files["metrics"].read() if self._files else ()
+            rows = self._files[_METRICS].read() if self._files else ()
             delivery.rewind(step, (Row(at, numbers) for at, numbers in rows))
 
     def close(self) -> None:
         """Closes files and trackers. Later records open them again."""
-        for file in self._files.values():
-            file.close()
-        for delivery in self._deliveries:
-            delivery.close()
+        for each in (*self._files.values(), *self._deliveries):
+            each.close()
 
-    def _medium(self, medium: Medium) -> None:
-        if self._workdir is not None:
+    def _medium(self, medium: MediaFile) -> None:
+        if self._files and self._workdir is not None:
             try:
                 medium.write(self._workdir / "media")
             except OSError as error:
@@ -143,7 +126,7 @@ class Records:
 
     def _call(self, method: str, name: str, value: Any, step: int) -> None:
         """Calls the method of the trackers that are objects and have it."""
-        for logger in self._objects if self._is_main else ():
+        for logger in self._objects:
             if callable(log := getattr(logger, method, None)):
                 log(name, value, step)
 

@@ -4,6 +4,7 @@ Each class supports one package, which it imports when a run is opened. It may b
 in a thread.
 """
 
+import importlib
 import importlib.util
 import os
 import secrets
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, SupportsFloat, runtime_checkable
 
 from ..storage import make_subfolder
-from ._media import Medium
+from ._media import MediaFile, png_size
 
 PROJECT = "redeqx"  # if the environment names none
 
@@ -43,31 +44,8 @@ class Row:
     time: float = field(default_factory=time.time)
 
 
-@dataclass(frozen=True)
-class Opening:
-    """The arguments to open a tracker's run.
-
-    **Arguments:**
-
-    - `folder`: the workdir, or None.
-    - `run_id`: the id of a run to continue, which an earlier process began; None for a new run.
-    - `purge_step`: the first step that is repeated, of those that an earlier process recorded; None if there is none.
-    """
-
-    folder: Path | None
-    run_id: str | None = None
-    purge_step: int | None = None
-
-    @property
-    def title(self) -> str | None:
-        return None if self.folder is None else self.folder.resolve().name
-
-
-Keeps = Literal["at once", "soon", "after the step"]
-
-
 class NamedTracker(Protocol):
-    """A run of a tracker, opened by `__init__(opening)`.
+    """A run of a tracker.
 
     **Attributes:**
 
@@ -82,31 +60,39 @@ class NamedTracker(Protocol):
     package: str
     install: str
     purges: bool
-    keeps: Keeps
+    keeps: Literal["at once", "soon", "after the step"]
     run_id: str
     where: str
 
-    def __init__(self, opening: Opening) -> None: ...
+    def __init__(self, folder: Path | None, run_id: str | None, purge_step: int | None) -> None:
+        """Opens the run.
+
+        **Arguments:**
+
+        - `folder`: the workdir, or None.
+        - `run_id`: the id of a run to continue, which an earlier process began; None for a new run.
+        - `purge_step`: the first step that is repeated, of those that an earlier process recorded; None if there is none.
+        """
+
     def config(self, values: Mapping[str, str]) -> None: ...
     def rows(self, rows: Sequence[Row]) -> None: ...
-    def medium(self, medium: Medium) -> None: ...
+    def medium(self, medium: MediaFile) -> None: ...
     def close(self, failed: bool) -> None: ...
 
 
-class TensorBoard:
-    package, install, purges = "tensorboardX", "redeqx[tensorboard]", True
-    keeps: Keeps = "at once"
+class TensorBoard(NamedTracker):
+    package, install, purges, keeps = "tensorboardX", "redeqx[tensorboard]", True, "at once"
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, folder: Path | None, run_id: str | None, purge_step: int | None) -> None:
         from tensorboardX import SummaryWriter
 
-        assert opening.folder is not None, "checked"
-        folder = opening.folder / "tensorboard"
-        make_subfolder(folder, opening.folder)
-        self.run_id, self.where = "", str(folder)
+        assert folder is not None, "checked"
+        events = folder / "tensorboard"
+        make_subfolder(events, folder)
+        self.run_id, self.where = "", str(events)
         # A file is named by the second: one opened within the same second would replace the previous one.
-        suffix = f".{len(list(folder.glob('*'))):04}.{secrets.token_hex(4)}"  # nobody else can guess it and plant a link
-        self._writer = SummaryWriter(self.where, purge_step=opening.purge_step, filename_suffix=suffix)
+        suffix = f".{len(list(events.glob('*'))):04}.{secrets.token_hex(4)}"  # nobody else can guess it and plant a link
+        self._writer: Any = SummaryWriter(self.where, purge_step=purge_step, filename_suffix=suffix)
 
     def config(self, values: Mapping[str, str]) -> None:
         cells = {name: value.replace("|", "\\|").replace("\n", "<br>") for name, value in values.items()}
@@ -120,17 +106,16 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, row.step, walltime=row.time)
         self._writer.flush()  # by default it flushes every two minutes, which a kill would lose
 
-    def medium(self, medium: Medium) -> None:
+    def medium(self, medium: MediaFile) -> None:
         if medium.is_text:
             indented = "\n".join("    " + line for line in str(medium.content).splitlines())  # a code block in Markdown
             self._writer.add_text(medium.name, indented, medium.step)
         else:
             from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-            height, width = medium.size
+            height, width = png_size(medium.data)
             image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=medium.data)
             summary = Summary(value=[Summary.Value(tag=medium.name, image=image)])
-            assert self._writer.file_writer is not None
             self._writer.file_writer.add_summary(summary, medium.step)
         self._writer.flush()
 
@@ -138,28 +123,45 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
-    package, install, purges = "wandb", "redeqx[wandb]", False
-    keeps: Keeps = "after the step"
+class _RunWithLog(NamedTracker):
+    """A tracker with the interface of `wandb`: `run.log(values, step=step)`."""
 
-    def __init__(self, opening: Opening) -> None:
+    _run: Any
+
+    def rows(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._run.log(dict(row.numbers), step=row.step)
+
+    def medium(self, medium: MediaFile) -> None:
+        package = importlib.import_module(self.package)
+        if medium.is_text:
+            self._run.log({medium.name: self._text(package, str(medium.content))}, step=medium.step)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                self._run.log({medium.name: package.Image(str(medium.write(Path(folder))))}, step=medium.step)
+
+    def _text(self, package: Any, text: str) -> Any: ...
+
+
+class WandB(_RunWithLog):
+    package, install, purges, keeps = "wandb", "redeqx[wandb]", False, "after the step"
+
+    def __init__(self, folder: Path | None, run_id: str | None, purge_step: int | None) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False):
             raise RuntimeError("no API key is configured: run `wandb login`, or set WANDB_MODE=offline")
-        if opening.folder is not None:
-            make_subfolder(opening.folder / "wandb", opening.folder)
+        if folder is not None:
+            make_subfolder(folder / "wandb", folder)
         # A separate run, in addition to any that the script has. The console is not captured: wandb would copy each redraw.
         # Offline, its file is flushed every 15 s by default, which a kill would lose.
-        settings = wandb.Settings(silent=True, console="off")
-        if hasattr(settings, "x_transaction_log_flush_interval"):
-            settings.x_transaction_log_flush_interval = 0.5
+        settings = wandb.Settings(silent=True, console="off", x_transaction_log_flush_interval=0.5)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
-            name=os.environ.get("WANDB_NAME") or opening.title,
-            id=opening.run_id,
-            resume=None if opening.run_id is None else "allow",
-            dir=opening.folder,
+            name=os.environ.get("WANDB_NAME") or _title(folder),
+            id=run_id,
+            resume=None if run_id is None else "allow",
+            dir=folder,
             reinit="create_new",
             settings=settings,
         )
@@ -169,41 +171,30 @@ class WandB:
     def config(self, values: Mapping[str, str]) -> None:
         self._run.config.update(dict(values), allow_val_change=True)
 
-    def rows(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._run.log(dict(row.numbers), step=row.step)
-
-    def medium(self, medium: Medium) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        if medium.is_text:
-            self._run.log({medium.name: wandb.Html(f"<pre>{escape(str(medium.content))}</pre>")}, step=medium.step)
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                self._run.log({medium.name: wandb.Image(str(medium.write(Path(folder))))}, step=medium.step)
+    def _text(self, package: Any, text: str) -> Any:
+        return package.Html(f"<pre>{escape(text)}</pre>")
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-class MLflow:
-    package, install, purges = "mlflow", "redeqx[mlflow]", False
-    keeps: Keeps = "at once"
+class MLflow(NamedTracker):
+    package, install, purges, keeps = "mlflow", "redeqx[mlflow]", False, "at once"
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, folder: Path | None, run_id: str | None, purge_step: int | None) -> None:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 
         # The client, not the module's functions: those use one global active run, which belongs to the script.
         self._client = client = MlflowClient()
-        if opening.run_id is None:
+        if run_id is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
             experiment = client.get_experiment_by_name(name)
             experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
-            self.run_id = client.create_run(experiment_id, run_name=opening.title).info.run_id
+            run_id = client.create_run(experiment_id, run_name=_title(folder)).info.run_id
         else:
-            self.run_id = opening.run_id
-            client.update_run(self.run_id, status="RUNNING")
-        self.where = f"{client.tracking_uri}, run {self.run_id}"
+            client.update_run(run_id, status="RUNNING")
+        self.run_id = run_id
+        self.where = f"{client.tracking_uri}, run {run_id}"
 
     def config(self, values: Mapping[str, str]) -> None:
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
@@ -221,7 +212,7 @@ class MLflow:
         for start in range(0, len(metrics), _MLFLOW_BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + _MLFLOW_BATCH])
 
-    def medium(self, medium: Medium) -> None:
+    def medium(self, medium: MediaFile) -> None:
         with tempfile.TemporaryDirectory() as folder:
             self._client.log_artifact(self.run_id, str(medium.write(Path(folder))), "media")
 
@@ -232,34 +223,23 @@ class MLflow:
 _MLFLOW_PARAM, _MLFLOW_BATCH = 6000, 1000  # maximum characters of a value, and metrics of a request
 
 
-class Trackio:
-    package, install, purges = "trackio", "redeqx[trackio]", False
-    keeps: Keeps = "soon"
+class Trackio(_RunWithLog):
+    package, install, purges, keeps = "trackio", "redeqx[trackio]", False, "soon"
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, folder: Path | None, run_id: str | None, purge_step: int | None) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
         # Trackio continues a run by its name, so each name must be unique.
-        self.run_id = opening.run_id or "-".join(filter(None, [opening.title, uuid.uuid4().hex[:8]]))
+        self.run_id = run_id or "-".join(filter(None, [_title(folder), uuid.uuid4().hex[:8]]))
         project = os.environ.get("TRACKIO_PROJECT") or PROJECT
-        self._run: Any = trackio.init(project, self.run_id, resume="allow", embed=False)
+        self._run = trackio.init(project, self.run_id, resume="allow", embed=False)
         self.where = f"trackio show --project {project}, run {self.run_id}"
 
     def config(self, values: Mapping[str, str]) -> None:
         self._run.config.update(values)  # sent with the next row
 
-    def rows(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._run.log(dict(row.numbers), step=row.step)
-
-    def medium(self, medium: Medium) -> None:
-        import trackio  # pyright: ignore[reportMissingImports]
-
-        if medium.is_text:
-            self._run.log({medium.name: trackio.Markdown(f"```\n{medium.content}\n```")}, step=medium.step)
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                self._run.log({medium.name: trackio.Image(str(medium.write(Path(folder))))}, step=medium.step)
+    def _text(self, package: Any, text: str) -> Any:
+        return package.Markdown(f"```\n{text}\n```")
 
     def close(self, failed: bool) -> None:
         self._run.finish()
@@ -270,34 +250,37 @@ TRACKERS: dict[str, type[NamedTracker]] = {
 }  # fmt: skip
 
 
+def _title(folder: Path | None) -> str | None:
+    return None if folder is None else folder.resolve().name
+
+
 def check_loggers(loggers: Any, workdir: Path | None) -> tuple[list[str], list[Tracker]]:
     """Returns the names of built-in trackers, without duplicates, and the trackers that are objects.
 
     Every process calls it, so that all of them stop at an error. Raises TypeError, ValueError and ImportError, as `Console`
     documents.
     """
-    if isinstance(loggers, str):
-        raise TypeError(f"`loggers`: expected a list of trackers, got {loggers!r}. Pass `loggers=[{loggers!r}]`.")
-    if not isinstance(loggers, Iterable):
-        raise TypeError(f"`loggers`: expected a list of trackers, got {type(loggers).__name__}. Write [logger].")
-    named: list[str] = []
-    objects: list[Tracker] = []
+    if isinstance(loggers, str) or not isinstance(loggers, Iterable):
+        got = repr(loggers) if isinstance(loggers, str) else type(loggers).__name__
+        raise TypeError(f"`loggers`: expected a list of trackers, got {got}. Pass `loggers=[logger]`.")
+    named, objects = [], []
     for i, logger in enumerate(loggers):
-        if isinstance(logger, str) and logger not in TRACKERS:
-            raise ValueError(
-                f"`loggers[{i}]`: expected one of {sorted(TRACKERS)}, or an object with `log(metrics, step)`, got "
-                f"{logger!r}. Pass one of them."
-            )
-        if isinstance(logger, type) or not isinstance(logger, str | Tracker):
+        if isinstance(logger, str):
+            if logger not in TRACKERS:
+                raise ValueError(
+                    f"`loggers[{i}]`: expected one of {sorted(TRACKERS)}, or an object with `log(metrics, step)`, got "
+                    f"{logger!r}. Pass one of them."
+                )
+            named.append(logger)
+        elif isinstance(logger, type) or not isinstance(logger, Tracker):
             found = f"the class {logger.__name__}" if isinstance(logger, type) else type(logger).__name__
             advice = "Pass an instance of it." if isinstance(logger, type) else "Wrap it in a class that has one."
             raise TypeError(f"`loggers[{i}]`: expected an object with `log(metrics, step)`, got {found}. {advice}")
-        if not isinstance(logger, str):
+        else:
             objects.append(logger)
-        elif logger not in named:
-            named.append(logger)
     if "tensorboard" in named and workdir is None:
         raise ValueError("`loggers`: expected a `workdir` to write to, got None. Pass `workdir=`.")
+    named = list(dict.fromkeys(named))
     for name in named:
         tracker = TRACKERS[name]
         if importlib.util.find_spec(tracker.package) is None:

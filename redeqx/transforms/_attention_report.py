@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
 
-from ..kernels import Setting, dense_bytes, kernel_of
+from ..kernels import AttentionSetting, dense_bytes, kernel_of
 from ..tracing import Body, insides, line_of, n_iterations, normal
 from ._fuse_attention import describe, drop_known_mask, find_attentions
 
@@ -36,14 +36,14 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
     """
     found = Attentions(Counter(), {}, {})
 
-    def record_fused(setting: Setting, arrays: Sequence[Any], line: str, times: int) -> None:
+    def record_fused(setting: AttentionSetting, arrays: Sequence[Any], line: str, times: int) -> None:
         with_split = replace(setting, split=split)
         q, k, v, *extras = arrays
         operands = q, k, v, dict(zip(setting.names, extras, strict=True))
         found.fused[f"{describe(setting)}, {kernel_of(platform, with_split, *operands)}"] += times
         record_dense(f"a mask or bias at {line}", dense_bytes(platform, with_split, *operands), with_split)
 
-    def record_dense(origin: str, n_bytes: int, setting: Setting) -> None:
+    def record_dense(origin: str, n_bytes: int, setting: AttentionSetting) -> None:
         if n_bytes := n_bytes // (setting.row_shards * setting.head_shards):
             found.dense[origin] = max(found.dense.get(origin, 0), n_bytes)
 
@@ -54,7 +54,9 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
             if isinstance(attention, str):
                 line, weights = line_of(eqn), eqn.outvars[0].aval
                 found.unfused[line], has_unfused = attention, True
-                record_dense(f"the weights at {line}", weights.size * weights.dtype.itemsize, Setting(1.0, split=split))
+                record_dense(
+                    f"the weights at {line}", weights.size * weights.dtype.itemsize, AttentionSetting(1.0, split=split)
+                )
             else:
                 record_fused(*attention.operands(), line_of(attention.out[0]), times)
                 fused.update(attention.eqns)
@@ -73,7 +75,9 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
             return
         for eqn in score_like:
             scores = eqn.outvars[0].aval
-            record_dense(f"the products at {line_of(eqn)}", scores.size * scores.dtype.itemsize, Setting(1.0, split=split))
+            record_dense(
+                f"the products at {line_of(eqn)}", scores.size * scores.dtype.itemsize, AttentionSetting(1.0, split=split)
+            )
 
     visit(Body(normal(closed), [None] * len(closed.jaxpr.invars)), 1)
     return found

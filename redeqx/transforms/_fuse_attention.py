@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ..dims import Related, view
-from ..kernels import Setting, attend
+from ..kernels import AttentionSetting, attend
 from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run
 from ._bands import Affine, Inequalities, find_band, inequalities
 from ._scores import SIZE, Operand, Scores, match_softmax, trace_scores, trace_weights
@@ -57,7 +57,7 @@ class FuseAttention(Rule):
         kept_eqn = eqn.replace(params=params, invars=[eqn.invars[i] for i in kept])
         return run(kept_eqn, [plain(ins[i]) for i in kept])
 
-    def _with_split(self, setting: Setting) -> Setting:
+    def _with_split(self, setting: AttentionSetting) -> AttentionSetting:
         return replace(setting, split=self.split)
 
 
@@ -90,7 +90,7 @@ class _Attention:
     v: Operand
     masks: Sequence[tuple[Operand, bool]]
     biases: Sequence[tuple[Operand, float]]
-    setting: Setting
+    setting: AttentionSetting
     out: tuple[Any, tuple[Any, ...]]
 
     def group(self, body: Body) -> Group:
@@ -99,7 +99,7 @@ class _Attention:
         reads = [operand.atom for operand, _ in (*self.masks, *self.biases)]
         return Group([eqn for eqn in body.eqns if eqn in own], self.compute, reads)
 
-    def operands(self) -> tuple[Setting, list[Any]]:
+    def operands(self) -> tuple[AttentionSetting, list[Any]]:
         """Returns the setting, and the shapes of queries, keys, values and the operands in `setting.names`."""
         size, value_size = (x.atom.aval.shape[x.labels.index(SIZE)] for x in (self.q, self.v))
         heads = math.prod(self.sizes[label] for label in self.heads)
@@ -157,7 +157,7 @@ class _Attention:
         )
 
 
-def drop_known_mask(body: Body, eqn: Any) -> tuple[Setting, list[int]]:
+def drop_known_mask(body: Body, eqn: Any) -> tuple[AttentionSetting, list[int]]:
     """Moves a mask that is known to be causal or a window from the operands of an `attention` equation to its setting.
 
     Returns the setting and the indices of the remaining operands.
@@ -175,7 +175,9 @@ def drop_known_mask(body: Body, eqn: Any) -> tuple[Setting, list[int]]:
     return replace(known, names=names), [i for i in kept if i != mask_index]
 
 
-def _with_band(setting: Setting, found: Inequalities, shape: Sequence[int], query: int, key: int) -> Setting | None:
+def _with_band(
+    setting: AttentionSetting, found: Inequalities, shape: Sequence[int], query: int, key: int
+) -> AttentionSetting | None:
     """Adds the band of a mask to a setting as `causal` and `window`; returns None if these cannot express the mask."""
     bounds = find_band(found, shape, query, key)
     if bounds is None:
@@ -190,7 +192,7 @@ def _with_band(setting: Setting, found: Inequalities, shape: Sequence[int], quer
     return None
 
 
-def describe(setting: Setting) -> str:
+def describe(setting: AttentionSetting) -> str:
     """Describes the mask and the optional operands of an attention."""
     words = ["causal"] * setting.causal + ([f"window of {setting.window}"] if setting.window is not None else [])
     words += [_OPERAND_WORDS[name] for name in setting.names if name in _OPERAND_WORDS]
@@ -335,7 +337,7 @@ def _labelled(atom: Any, dims: Sequence[Any], known: Mapping[Any, Any]) -> Opera
 
 def _interpret_masks(
     body: Body, scores: Scores, shape: Sequence[int], key: int, queries: Sequence[Any]
-) -> tuple[Any, Setting, list[tuple[Operand, bool]]]:
+) -> tuple[Any, AttentionSetting, list[tuple[Operand, bool]]]:
     """Returns the label of the queries' positions, the setting, and the masks that the setting does not express."""
     default = max(queries, key=lambda label: shape[label])
     found: list[Affine] = []  # the inequalities of all masks, in the dims of the softmax
@@ -349,7 +351,7 @@ def _interpret_masks(
         dims = [mask.labels.index(label) if label in mask.labels else None for label in range(len(shape))]
         found += [each.select_dims(dims) for each in conditions]
     for query in [default, *(label for label in queries if label != default)]:
-        setting = _with_band(Setting(scores.scale), tuple(found), shape, query, key)
+        setting = _with_band(AttentionSetting(scores.scale), tuple(found), shape, query, key)
         if setting is not None:
             return query, setting, unknown
-    return default, Setting(scores.scale), [*unknown, *known]
+    return default, AttentionSetting(scores.scale), [*unknown, *known]

@@ -10,9 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from redeqx.distributed import Watch, _cluster, _exits
-from redeqx.distributed._exits import attempt, keep_quiet, stacks
-from redeqx.distributed._peers import Peers, leave
+from redeqx.distributed import Peers, Watch, _cluster, at_end
 
 LIMIT = 30.0
 
@@ -47,8 +45,7 @@ class BlockedStream:
 @pytest.fixture(params=[ClosedStream, BlockedStream])
 def stream(request, monkeypatch):
     stream = request.param()
-    monkeypatch.setattr(_exits, "PATIENCE", 0.1)
-    monkeypatch.setattr(attempt, "__defaults__", (0.1,))
+    monkeypatch.setattr("redeqx.distributed._exits.PATIENCE", 0.1)
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, stream)
     yield stream
@@ -79,7 +76,7 @@ def wait_until(holds):
 
 def test_leave_exits_with_unusable_streams(stream, codes):
     with pytest.raises(ExitCalled):
-        leave("process 1 of 2 is gone", 75, 7)
+        Peers().end("process 1 of 2 is gone", 75)
     assert codes == [75]
 
 
@@ -148,7 +145,7 @@ def test_excepthook_tells_errors_of_the_runtime_apart(codes, monkeypatch, act, i
     assert codes == [1]
 
 
-def test_stacks_name_each_thread_and_its_position():
+def test_the_watch_prints_the_position_of_each_thread(codes, capsys):
     over = threading.Event()
 
     def waits():
@@ -156,36 +153,27 @@ def test_stacks_name_each_thread_and_its_position():
 
     thread = threading.Thread(target=waits, name="mine")
     thread.start()
-    wait_until(lambda: "waits" in stacks())
-    found = stacks().split("thread ")
+    watch = Watch(Peers(), 0.2)
+    with watch.on():
+        watch.beat(3)
+        wait_until(lambda: codes)
     over.set()
     thread.join(LIMIT)
-    (mine,) = [each for each in found if each.startswith("mine:")]
+    (mine,) = [each for each in capsys.readouterr().err.split("thread ") if each.startswith("mine:")]
     assert f"{__file__}:" in mine
     assert "in waits\n" in mine
-    assert any(each.startswith("MainThread:") for each in found)
-
-
-def test_keep_quiet_suppresses_only_one_exception(monkeypatch):
-    printed = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, frames: printed.append(error))
-    quiet, other = KeyboardInterrupt(), KeyboardInterrupt()
-    keep_quiet(quiet)
-    for error in (quiet, other):
-        sys.excepthook(KeyboardInterrupt, error, None)
-    assert printed == [other]
 
 
 def test_running_thread_does_not_prevent_the_exit(tmp_path):
     script = tmp_path / "ends.py"
     script.write_text("""
-import sys, threading, time
-from redeqx.distributed import _exits
+import threading, time
+from unittest import mock
+from redeqx.distributed import Peers, Preemption
 
-_exits.STAY = 0.3
 threading.Thread(target=time.sleep, args=(60,), name="uploads").start()
-_exits.end_in_time(75)
-sys.exit(75)
+mock.patch("redeqx.distributed._exits.STAY", 0.3).start()
+Preemption(Peers()).end(7, lambda text: None)
 """)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ended = subprocess.run(
@@ -199,13 +187,13 @@ def test_exit_handler_that_hangs_does_not_prevent_the_exit(tmp_path):
     """Such as that of a tracker whose server is down; a scheduler would kill the process, and not requeue it."""
     script = tmp_path / "ends.py"
     script.write_text("""
-import sys, time
-from redeqx.distributed import _exits, at_end
+import time
+from unittest import mock
+from redeqx.distributed import Peers, Preemption, at_end
 
-_exits.CLEANUP = 0.3
+mock.patch("redeqx.distributed._exits.CLEANUP", 0.3).start()
 at_end(lambda: time.sleep(60))
-_exits.end_in_time(75)
-sys.exit(75)
+Preemption(Peers()).end(7, lambda text: None)
 """)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ended = subprocess.run(
@@ -217,10 +205,10 @@ sys.exit(75)
 
 def test_exit_handler_that_hangs_does_not_delay_the_others(codes):
     called, over = threading.Event(), threading.Event()
-    forget = [_exits.at_end(over.wait), _exits.at_end(called.set)]
+    forget = [at_end(over.wait), at_end(called.set)]
     try:
         with pytest.raises(ExitCalled):
-            leave("process 1 of 2 is gone", 75, 7)
+            Peers().end("process 1 of 2 is gone", 75)
         assert called.is_set()
     finally:
         over.set()

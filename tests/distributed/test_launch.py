@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from redeqx.distributed import _launch
+from redeqx.distributed import launch as launch_processes
 
 PRELUDE = 'import os, signal, sys, time; i = int(os.environ["REDEQX_PROCESS_ID"])\n'
 
 
 def launch_code(code, n=2, **arguments):
     """The exit code of `n` processes that run `code`, in which `i` is the process index."""
-    return _launch.launch(n, [sys.executable, "-S", "-c", PRELUDE + code], **arguments)
+    return launch_processes(n, [sys.executable, "-S", "-c", PRELUDE + code], **arguments)
 
 
 @pytest.fixture(autouse=True)
 def long_grace(monkeypatch):
     """On busy cores a process may take seconds to start."""
-    monkeypatch.setattr(_launch, "GRACE", 60.0)
+    monkeypatch.setattr("redeqx.distributed._launch.GRACE", 60.0)
 
 
 def test_output_lines_begin_with_the_process_index(capfd):
@@ -90,7 +90,7 @@ def test_exit_code_of_a_signal_is_128_plus_its_number():
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_others_are_killed_after_the_grace_period(monkeypatch, tmp_path, culprit):
     """Whichever process failed, and although the others ignore SIGTERM."""
-    monkeypatch.setattr(_launch, "GRACE", 0.5)
+    monkeypatch.setattr("redeqx.distributed._launch.GRACE", 0.5)
     code = f"""
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.close(os.open("{tmp_path}/" + str(os.getpid()), os.O_CREAT))

@@ -18,8 +18,7 @@ from functools import partial
 
 import pytest
 
-from redeqx.distributed import Peers, Watch, _peers, _rendezvous, _watch
-from redeqx.distributed._links import Link, PeerError
+from redeqx.distributed import PeerError, Peers, Watch
 
 LIMIT = 30.0  # seconds for any operation; most take hundredths
 LOCAL = "127.0.0.1"
@@ -81,7 +80,7 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch):
     cluster, hook = Cluster(), threading.excepthook
-    monkeypatch.setattr(_peers, "_exit", cluster.leave)
+    monkeypatch.setattr("redeqx.distributed._peers._exit", cluster.leave)
     monkeypatch.setattr(threading, "excepthook", lambda args: None if args.exc_type is SystemExit else hook(args))
     # Every process has a host of its own, named after its thread.
     monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
@@ -467,7 +466,9 @@ def test_unrelated_connections_do_not_disturb_the_start(cluster):
 
 def test_slow_or_flooding_connections_do_not_delay_the_start(cluster, monkeypatch):
     """Even if there are more of them than the coordinator serves at once."""
-    monkeypatch.setattr(_rendezvous, "_GREETING_TIMEOUT", 2 * LIMIT)  # to wait for one of them would take too long
+    monkeypatch.setattr(
+        "redeqx.distributed._rendezvous._GREETING_TIMEOUT", 2 * LIMIT
+    )  # to wait for one of them would take too long
     port = free_port()
     coordinator, other = cluster.process(2, 0), cluster.process(2, 1)
     over = threading.Event()
@@ -495,7 +496,7 @@ def test_slow_or_flooding_connections_do_not_delay_the_start(cluster, monkeypatc
 
 
 def test_coordinator_times_out_if_only_strangers_connect(cluster, monkeypatch):
-    monkeypatch.setattr(_rendezvous, "_GREETING_TIMEOUT", 2 * LIMIT)
+    monkeypatch.setattr("redeqx.distributed._rendezvous._GREETING_TIMEOUT", 2 * LIMIT)
     port = free_port()
     coordinator, over = cluster.process(2, 0), threading.Event()
 
@@ -573,7 +574,7 @@ class Environment(dict):
 
 @pytest.mark.parametrize("answer", [b"[", b"x" * 2**17])
 def test_joining_process_times_out_whatever_the_answer(cluster, answer, monkeypatch):
-    monkeypatch.setattr(_rendezvous, "_LATE", 0.2)
+    monkeypatch.setattr("redeqx.distributed._rendezvous._LATE", 0.2)
     with socket.create_server((LOCAL, 0)) as server:
         server.settimeout(0.05)
         over = threading.Event()
@@ -633,7 +634,7 @@ def test_processes_that_leave_a_stuck_run_give_the_same_reason(cluster, capsys, 
             wait_until(lambda: 1 - last in peers[last]._left)
         return f"the stacks of {watch._peers.index}"
 
-    monkeypatch.setattr(_watch, "stacks", stacks)
+    monkeypatch.setattr("redeqx.distributed._watch.stacks", stacks)
     watches = [Watch(each, 0.2) for each in peers]
     with watches[0].on(), watches[1].on():
         watches[1].beat(7)
@@ -756,7 +757,7 @@ def test_forked_child_sends_nothing(cluster):
     coordinator, other = cluster.connect(2)
     links = dict(other._links)
     copy = Peers(2, 1)
-    copy._links = {i: Link(socket.socket(fileno=os.dup(link.fileno()))) for i, link in links.items()}
+    copy._links = {i: type(link)(socket.socket(fileno=os.dup(link.fileno()))) for i, link in links.items()}
     copies = list(copy._links.values())
     copy.forget()
     assert [link.fileno() for link in copies] == [-1]
@@ -781,7 +782,7 @@ def test_orderly_end_prints_nothing(cluster, capsys):
 
 @pytest.mark.parametrize(("code", "advice"), [(75, ": run it again to go on."), (1, ".")])
 @pytest.mark.parametrize(("committed", "safe"), [(None, "no step was committed yet"), (12, "the last committed step is 12")])
-def test_leave_prints_the_last_committed_step_and_exits(monkeypatch, capsys, committed, safe, code, advice):
+def test_the_end_prints_the_last_committed_step_and_exits(monkeypatch, capsys, committed, safe, code, advice):
     class Exit(Exception):
         pass
 
@@ -789,6 +790,8 @@ def test_leave_prints_the_last_committed_step_and_exits(monkeypatch, capsys, com
         raise Exit(code)
 
     monkeypatch.setattr(os, "_exit", exit)
+    peers = Peers()
+    peers.committed = committed
     with pytest.raises(Exit, match=rf"^{code}$"):
-        _peers.leave("the disk is gone", code, committed)
+        peers.end("the disk is gone", code)
     assert capsys.readouterr().err == f"redeqx: the disk is gone; {safe}. Leaving with exit code {code}{advice}\n"

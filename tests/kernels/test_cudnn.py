@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import redeqx
-from redeqx.kernels import Setting, _cudnn
+from redeqx.kernels import KERNELS, AttentionSetting
 from redeqx.machine import make_mesh, split_heads
+
+cudnn = KERNELS["cuDNN"]
 
 
 def shapes(dtype=jnp.bfloat16, n_queries=20, n_keys=20, heads=4, groups=4, size=8, value_size=8):
@@ -18,27 +20,27 @@ def shapes(dtype=jnp.bfloat16, n_queries=20, n_keys=20, heads=4, groups=4, size=
 
 
 UNSUPPORTED = {
-    "float32": (Setting(1.0), shapes(jnp.float32), {}, "bfloat16 and float16, not float32"),
-    "size": (Setting(1.0), shapes(size=6, value_size=6), {}, "multiples of 8, not 6 and 6"),
-    "value size": (Setting(1.0), shapes(value_size=16), {}, "multiples of 8, not 8 and 16"),
-    "wide heads": (Setting(1.0), shapes(size=264, value_size=264), {}, "a head size of at most 128, not 264"),
-    "dropout": (Setting(1.0, dropout=0.1), shapes(), {}, "its dropout takes no key"),
-    "window": (Setting(1.0, window=3), shapes(), {}, "only keys before the query"),
-    "bias": (Setting(1.0), shapes(), {"bias": jnp.zeros((2, 4, 20, 20))}, "a bias only if all rows share it"),
+    "float32": (AttentionSetting(1.0), shapes(jnp.float32), {}, "bfloat16 and float16, not float32"),
+    "size": (AttentionSetting(1.0), shapes(size=6, value_size=6), {}, "multiples of 8, not 6 and 6"),
+    "value size": (AttentionSetting(1.0), shapes(value_size=16), {}, "multiples of 8, not 8 and 16"),
+    "wide heads": (AttentionSetting(1.0), shapes(size=264, value_size=264), {}, "a head size of at most 128, not 264"),
+    "dropout": (AttentionSetting(1.0, dropout=0.1), shapes(), {}, "its dropout takes no key"),
+    "window": (AttentionSetting(1.0, window=3), shapes(), {}, "only keys before the query"),
+    "bias": (AttentionSetting(1.0), shapes(), {"bias": jnp.zeros((2, 4, 20, 20))}, "a bias only if all rows share it"),
 }
 
 
 @pytest.mark.parametrize(("setting", "operands", "extras", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
 def test_unsupported_operands_raise_with_the_reason(setting, operands, extras, reason):
-    with pytest.raises(_cudnn.Unsupported, match=reason):
-        _cudnn._Operands(setting, *operands, extras)
+    with pytest.raises(cudnn.Unsupported, match=reason):
+        cudnn._Operands(setting, *operands, extras)
 
 
 def test_segments_and_masks_become_a_bias_with_even_sizes():
     q, k, v = shapes(n_queries=21, n_keys=17)
     segments = {"query_segments": jnp.arange(42).reshape(2, 21) % 2, "key_segments": jnp.arange(34).reshape(2, 17) % 2}
-    operands = _cudnn._Operands(
-        Setting(1.0), q, k, v, {**segments, "mask": jnp.ones((1, 1, 1, 17), bool).at[..., 3].set(False)}
+    operands = cudnn._Operands(
+        AttentionSetting(1.0), q, k, v, {**segments, "mask": jnp.ones((1, 1, 1, 17), bool).at[..., 3].set(False)}
     )
     assert operands.bias.shape == (2, 1, 22, 18) and operands.q.shape[1] == 22 and operands.k.shape[1] == 18
     mask = segments["query_segments"][:, :, None] == segments["key_segments"][:, None]
@@ -54,8 +56,8 @@ def test_segments_and_masks_become_a_bias_with_even_sizes():
 def test_queries_keys_and_values_have_the_same_split(heads, groups, rows, spec):
     """Otherwise the GPU compiler fails. Dims that do not divide are not split."""
     q, k, v = (x[:1].repeat(rows, 0) for x in shapes(heads=heads, groups=groups))
-    setting = Setting(1.0, split=split_heads(make_mesh(2)))
-    fn = jax.jit(lambda *operands: [getattr(_cudnn._Operands(setting, *operands, {}), name) for name in "qkv"])
+    setting = AttentionSetting(1.0, split=split_heads(make_mesh(2)))
+    fn = jax.jit(lambda *operands: [getattr(cudnn._Operands(setting, *operands, {}), name) for name in "qkv"])
     for x in fn(q, k, v):
         by_rows, _, by_heads, _ = (*x.sharding.spec, None, None, None, None)[:4]
         assert ("data" in (by_rows or ()), by_heads) == (spec[0] is not None, spec[1])
@@ -65,7 +67,7 @@ def test_queries_keys_and_values_have_the_same_split(heads, groups, rows, spec):
 @pytest.mark.parametrize("has_lengths", [False, True])
 def test_the_mask_type_depends_on_causal_and_lengths(causal, has_lengths):
     extras = {"lengths": jnp.array([3])} if has_lengths else {}
-    operands = _cudnn._Operands(Setting(1.0, causal=causal), *shapes(), extras)
+    operands = cudnn._Operands(AttentionSetting(1.0, causal=causal), *shapes(), extras)
     names = {(False, False): "NO_MASK", (True, False): "CAUSAL", (False, True): "PADDING", (True, True): "PADDING_CAUSAL"}
     assert operands.mask_type.name == names[causal, has_lengths]
     if has_lengths:

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 import redeqx
-from redeqx.kernels import Setting, _blockwise, _primitive, _splash, attend, kernel_of
+from redeqx.kernels import KERNELS, AttentionSetting, _primitive, attend, kernel_of
 from redeqx.machine import make_mesh, split_heads, split_rows
 from redeqx.transforms import FuseAttention, attentions
+
+blockwise, splash = KERNELS["XLA"], KERNELS["splash attention"]
 
 
 def draw(n_queries=128, n_keys=128, heads=2, groups=2, rows=2):
@@ -57,14 +59,14 @@ IN_SWEEPS = set(SUPPORTED) - {"segments", "split"}
 def test_values_and_gradients_match_plain_xla(name):
     kwargs, extras, sizes = SUPPORTED[name]
     q, k, v, g = draw(**sizes)
-    setting = Setting(0.3, names=tuple(extras), **kwargs)
+    setting = AttentionSetting(0.3, names=tuple(extras), **kwargs)
 
     def run(kernel, **options):
         out, log_sum = kernel.forward(setting, q, k, v, extras, **options)
         return [out, log_sum, *kernel.backward(setting, q, k, v, extras, out, log_sum, g, **options)]
 
-    got = jax.jit(partial(run, _splash, interpret=True))()
-    want = jax.jit(partial(run, _blockwise))()
+    got = jax.jit(partial(run, splash, interpret=True))()
+    want = jax.jit(partial(run, blockwise))()
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
@@ -87,14 +89,14 @@ def test_unsupported_operands_raise_with_the_reason(name):
     q, k, v, _ = draw(**sizes)
     if name == "float16":
         q, k, v = (x.astype(jnp.float16) for x in (q, k, v))
-    with pytest.raises(_splash.Unsupported, match=f"splash attention: .*{reason}"):
-        _splash.forward(Setting(1.0, names=tuple(extras), **kwargs), q, k, v, extras)
+    with pytest.raises(splash.Unsupported, match=f"splash attention: .*{reason}"):
+        splash.forward(AttentionSetting(1.0, names=tuple(extras), **kwargs), q, k, v, extras)
 
 
 def test_values_of_another_head_size_are_unsupported():
     q, k, v, _ = draw()
-    with pytest.raises(_splash.Unsupported, match="equal head sizes, not 8 and 4"):
-        _splash.forward(Setting(1.0), q, k, v[..., :4], {})
+    with pytest.raises(splash.Unsupported, match="equal head sizes, not 8 and 4"):
+        splash.forward(AttentionSetting(1.0), q, k, v[..., :4], {})
 
 
 def lowered(fn, *args):
@@ -121,13 +123,13 @@ def test_an_unknown_split_over_devices_falls_back_to_blocks():
     mesh = make_mesh(2, 2)
     q, k, v, _ = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split_rows(mesh)) for x in draw(rows=4))
     assert "tpu_custom_call" not in lowered(redeqx.attention, q, k, v)
-    known = replace(Setting(1.0), split=split_heads(mesh))
+    known = replace(AttentionSetting(1.0), split=split_heads(mesh))
     text = lowered(lambda q, k, v: attend(q, k, v, {}, known), q, k, v)
     assert text.count("tpu_custom_call") == 3 and "manual_computation" in text
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_fewer_key_heads_than_devices_are_repeated_for_the_kernel(platform):
+@pytest.mark.parametrize(("platform", "name"), [("cuda", "cuDNN"), ("tpu", "splash attention")])
+def test_fewer_key_heads_than_devices_are_repeated_for_the_kernel(platform, name):
     """Otherwise each device would compute all heads. Gradients are summed over the repeats."""
     q, k, v, g = draw(heads=8, groups=2, rows=4)
     split = split_heads(make_mesh(4))
@@ -135,19 +137,19 @@ def test_fewer_key_heads_than_devices_are_repeated_for_the_kernel(platform):
 
     class Kernel:
         forward = staticmethod(
-            lambda setting, q, k, v, extras: (key_shapes.append(k.shape), _blockwise.forward(setting, q, k, v, extras))[1]
+            lambda setting, q, k, v, extras: (key_shapes.append(k.shape), blockwise.forward(setting, q, k, v, extras))[1]
         )
-        backward = staticmethod(_blockwise.backward)
+        backward = staticmethod(blockwise.backward)
 
     def run(kernel, setting):
         out, log_sum = _primitive._forward(kernel, q, k, v, setting=setting)
         return [out, *_primitive._backward(kernel, q, k, v, out, log_sum, g, setting=setting)]
 
-    for a, b in zip(run(Kernel, Setting(0.3, split=split)), run(_blockwise, Setting(0.3)), strict=True):
+    for a, b in zip(run(Kernel, AttentionSetting(0.3, split=split)), run(blockwise, AttentionSetting(0.3)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert key_shapes == [(4, 128, 4, 8)]
     half = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k, v)]
-    assert kernel_of(platform, Setting(0.3, split=split), *half, {}) == f"by {_primitive._KERNELS[platform][1]}"
+    assert kernel_of(platform, AttentionSetting(0.3, split=split), *half, {}) == f"by {name}"
 
 
 def test_the_header_names_the_kernel():

@@ -14,7 +14,6 @@ import pytest
 
 import redeqx
 from redeqx.monitor import Console
-from redeqx.monitor._live import BAR_WIDTH, _duration
 
 METRICS = {"loss": 2.34512, "learning_rate": 3e-4, "grad_norm": 1.2345}
 
@@ -187,7 +186,7 @@ def test_invalid_loggers_are_refused():
             [Own],
             r"`loggers\[0\]`: expected an object with `log\(metrics, step\)`, got the class Own\. Pass an instance of it",
         ),
-        (Own(), r"`loggers`: expected a list of trackers, got Own\. Write \[logger\]"),
+        (Own(), r"`loggers`: expected a list of trackers, got Own\. Pass `loggers=\[logger\]`"),
         (None, r"`loggers`: expected a list of trackers, got NoneType"),
     ):
         with pytest.raises(TypeError, match=message):
@@ -465,12 +464,12 @@ def test_compiling_and_pauses_are_excluded_from_rates(clock):
 
 
 def test_loop_longer_than_its_total_has_a_full_bar_and_no_time_left():
-    console = Console(None, file=io.StringIO(), terminal=True)
-    with console.progress(n_steps=4) as line:
+    out = io.StringIO()
+    with Console(None, file=out, terminal=True).progress(n_steps=4) as line:
         for step in range(1, 10):
             line.update(step, metrics={}, n_examples=8)
-        bar, *_, last = [field.plain for field in line._live_fields()]
-    assert len(bar) == BAR_WIDTH and last.endswith(" in all")
+    bar, *_, last = re.split("  +", screen(out.getvalue())[-1])
+    assert re.fullmatch("━+", bar) and last.endswith(" in all")
 
 
 def test_time_left_if_updates_cover_several_steps(clock):
@@ -607,5 +606,9 @@ def test_ascii_terminal_gets_ascii():
     ("seconds", "text"),
     [(0.0, "0.0s"), (9.94, "9.9s"), (10.0, "0:10"), (59.7, "1:00"), (3600.0, "1:00:00"), (97283.0, "27:01:23")],
 )
-def test_durations(seconds, text):
-    assert _duration(seconds) == text
+def test_durations(clock, seconds, text):
+    out = io.StringIO()
+    with Console(None, file=out).progress() as line:
+        clock.now += seconds
+        line.update(1, metrics={}, n_examples=1)
+    assert out.getvalue() == f"step 1  {text} so far\n"

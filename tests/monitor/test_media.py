@@ -1,17 +1,18 @@
 """Images and texts: their files, invalid input, and what trackers receive."""
 
+import io
 import struct
-import zlib
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from PIL import Image
 
 import redeqx
 from redeqx.monitor import Console
-from redeqx.monitor._media import Medium, check_image, png
 
 
 class Album:
@@ -30,44 +31,38 @@ class Album:
         self.seen.append((name, text, step))
 
 
-def pixels(file: bytes) -> np.ndarray:
-    """The pixels of a PNG file, decoded by the rules of the format."""
-    assert file[:8] == b"\x89PNG\r\n\x1a\n"
-    chunks, at = {}, 8
-    while at < len(file):
-        (n,) = struct.unpack(">I", file[at : at + 4])
-        kind, data = file[at + 4 : at + 8], file[at + 8 : at + 8 + n]
-        assert struct.unpack(">I", file[at + 8 + n : at + 12 + n]) == (zlib.crc32(kind + data),)
-        chunks[kind], at = data, at + 12 + n
-    width, height, depth, color, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
-    assert depth == 8 and rest == [0, 0, 0] and [*chunks] == [b"IHDR", b"IDAT", b"IEND"]
-    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
-    assert not rows[:, 0].any()
-    return rows[:, 1:].reshape(height, width, {0: 1, 2: 3, 6: 4}[color])
+def pixels(file) -> np.ndarray:
+    """The pixels of a PNG file, `[height, width]` or `[height, width, channels]`."""
+    with Image.open(file) as image:
+        assert image.format == "PNG"
+        return np.asarray(image)
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
-def test_png_keeps_every_pixel(channels):
-    image = np.random.default_rng(0).integers(0, 256, (5, 7, channels), dtype=np.uint8)
-    np.testing.assert_array_equal(pixels(png(check_image(image))), image)
-    np.testing.assert_array_equal(pixels(png(check_image(image[::2, ::-1]))), image[::2, ::-1])
-    assert Medium("x", 0, png(image)).size == (5, 7)
+def recorded(tmp_path, image) -> np.ndarray:
+    """The pixels of the file that is recorded for an image."""
+    Console(tmp_path, verbose=False).records.image("x", image, 1)
+    return pixels(tmp_path / "media" / "step_00000001_x.png")
 
 
-def test_floats_from_0_to_1_are_converted():
+@pytest.mark.parametrize("shape", [(5, 7), (5, 7, 1), (5, 7, 3), (5, 7, 4)])
+def test_the_file_keeps_every_pixel(tmp_path, shape):
+    image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    np.testing.assert_array_equal(recorded(tmp_path, image).reshape(shape), image)
+    flipped = image[::2, ::-1]
+    np.testing.assert_array_equal(recorded(tmp_path, flipped).reshape(flipped.shape), flipped)
+
+
+def test_floats_from_0_to_1_are_converted(tmp_path):
     image = jnp.array([[0.0, 0.5, 1.0], [1 / 255, 1.001, -0.001]], jnp.float32)
-    np.testing.assert_array_equal(pixels(png(check_image(image)))[..., 0], [[0, 128, 255], [1, 255, 0]])
-    half = jnp.full((2, 2, 3), 0.25, jnp.bfloat16)
-    assert (pixels(png(check_image(half))) == 64).all()
+    np.testing.assert_array_equal(recorded(tmp_path, image), [[0, 128, 255], [1, 255, 0]])
+    assert (recorded(tmp_path, jnp.full((2, 2, 3), 0.25, jnp.bfloat16)) == 64).all()
 
 
-def test_pillow_reads_the_png():
-    image = pytest.importorskip("PIL.Image")
-    import io
-
-    given = np.random.default_rng(1).integers(0, 256, (9, 4, 3), dtype=np.uint8)
-    with image.open(io.BytesIO(png(given))) as read:
-        np.testing.assert_array_equal(np.asarray(read), given)
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_missing_pillow_is_named_with_its_extra(tmp_path, monkeypatch, is_main):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"`image`: expected pillow.*redeqx\[images\]"):
+        Console(tmp_path, is_main=is_main).records.image("x", np.zeros((2, 2)), 1)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +108,7 @@ def test_matplotlib_figure(tmp_path):
     figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(2, 1), dpi=50)
     figure.subplots().plot([1, 2])
     Console(tmp_path).records.image("curve", figure, 3)
-    data = (tmp_path / "media" / "step_00000003_curve.png").read_bytes()
-    assert Medium("x", 0, data).size == (50, 100)
+    assert pixels(tmp_path / "media" / "step_00000003_curve.png").shape[:2] == (50, 100)
 
 
 def test_rewind_deletes_only_media_of_later_steps(tmp_path):
@@ -149,7 +143,7 @@ def test_tensorboard_receives_images_and_texts(tmp_path):
         found.update({value.tag: (event.step, value) for value in event.summary.value})
     step, value = found["samples"]
     assert step == 5 and (value.image.height, value.image.width) == (4, 6)
-    np.testing.assert_array_equal(pixels(value.image.encoded_image_string), image)
+    np.testing.assert_array_equal(pixels(io.BytesIO(value.image.encoded_image_string)), image)
     texts = {tag: value.tensor.string_val[0].decode() for tag, (_, value) in found.items() if tag != "samples"}
     assert texts == {
         "config/text_summary": "|name|value|\n|-|-|\n|mesh|data=8 \\| model=1|\n|prompt|two<br>lines|\n",

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from redeqx.monitor import Console, Work
-from redeqx.monitor._meter import MEMORY, Meter
+from redeqx.monitor._meter import Meter
 
 
 class Clock:
@@ -73,9 +73,9 @@ def test_weight_of_a_step_decays_with_age(clock):
     meter.step(1, 1, None, None)
     clock.now += 3
     meter.step(1, 6, None, None)
-    clock.now += MEMORY
+    clock.now += 15  # the time constant
     meter.step(1, 15, None, None)
-    expected = (6 / math.e + 15) / (3 / math.e + MEMORY)
+    expected = (6 / math.e + 15) / (3 / math.e + 15)
     assert meter.rates() == {"examples_per_second": pytest.approx(expected)}
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from redeqx.monitor._live import NOTEBOOK_WIDTH
-
 PATH = "/home/user/experiments/2026-11-23/language_modelling/runs/llama-1b-bf16-fsdp2-tp2/ckpts/step_00000006"
 RUN = f"""
 import fcntl, os, struct, sys, termios, time
@@ -186,7 +184,7 @@ print(json.dumps([Counting.n, notebook.cells[0].outputs]))
     assert without_steps == {"text/plain": ""}
     line = shown["text/plain"]
     assert re.search(r"epoch 3/3  step 6/6  loss 2\.3451 .*\n.* in all$", line) and list(shown) == ["text/plain"]
-    assert max(map(len, line.splitlines())) <= NOTEBOOK_WIDTH
+    assert max(map(len, line.splitlines())) <= 100
     assert 1 <= n_updates <= 5
     text = "".join(each["text"] for each in outputs if each["output_type"] == "stream")
     assert "\x1b" not in text and len([line for line in text.splitlines() if "step 6" in line]) == 2

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import pytest
 
-from redeqx.monitor import Console, _delivery, _trackers
+from redeqx.monitor import TRACKERS, Console
 
 
 class Fake:
@@ -28,12 +28,12 @@ class Fake:
     blocks: threading.Event | None = None
     waits = False
 
-    def __init__(self, opening):
+    def __init__(self, folder, run_id, purge_step):
         self._fail()
-        self.run_id = opening.run_id or f"run {len(self.runs)}"
+        self.run_id = run_id or f"run {len(self.runs)}"
         self.where = f"at {self.run_id}"
         self.seen = self.runs.setdefault(self.run_id, [])
-        self.seen.append("continued" if opening.run_id else "begun")
+        self.seen.append("continued" if run_id else "begun")
 
     def _fail(self):
         if self.blocks is not None:
@@ -62,9 +62,9 @@ def fake(monkeypatch):
     monkeypatch.setattr(Fake, "fails", [])
     monkeypatch.setattr(Fake, "blocks", None)
     monkeypatch.setattr(Fake, "waits", False)
-    monkeypatch.setitem(_trackers.TRACKERS, "fake", Fake)
-    monkeypatch.setattr(_delivery, "GAP", 0.01)
-    monkeypatch.setattr(_delivery, "FIRST_RETRY", 0.01)
+    monkeypatch.setitem(TRACKERS, "fake", Fake)
+    monkeypatch.setattr("redeqx.monitor._delivery.GAP", 0.01)
+    monkeypatch.setattr("redeqx.monitor._delivery.FIRST_RETRY", 0.01)
     return Fake
 
 
@@ -90,7 +90,7 @@ def record(console: Console, *steps: int) -> None:
 @pytest.mark.parametrize(
     "loggers, error, message",
     [
-        ("wandb", TypeError, "`loggers`: expected a list of trackers, got 'wandb'. Pass `loggers=['wandb']`."),
+        ("wandb", TypeError, "`loggers`: expected a list of trackers, got 'wandb'. Pass `loggers=[logger]`."),
         (
             ["wandb", "wandbb"],
             ValueError,
@@ -150,7 +150,7 @@ def test_metrics_of_a_lower_step_are_delivered_too(fake):
 
 def test_record_evicted_during_its_delivery_is_delivered_once(fake, monkeypatch):
     monkeypatch.setattr(fake, "blocks", threading.Event())
-    monkeypatch.setattr(_delivery, "ROOM", 500)
+    monkeypatch.setattr("redeqx.monitor._delivery.ROOM", 500)
     console = Console(None, loggers=["fake"], verbose=False)
     record(console, *range(1, 4))
     wait_for(lambda: fake.waits)  # the first three are being delivered
@@ -197,7 +197,7 @@ def test_resumed_run_delivers_what_the_tracker_missed(tmp_path, fake):
 def test_rewind_in_the_same_process_repeats_only_what_was_purged(tmp_path, fake, monkeypatch, purges, n_fails):
     """With `n_fails` the earlier records are still queued at the rewind."""
     monkeypatch.setattr(fake, "purges", purges)
-    monkeypatch.setattr(_delivery, "FIRST_RETRY", 60.0)
+    monkeypatch.setattr("redeqx.monitor._delivery.FIRST_RETRY", 60.0)
     fake.fails += [ConnectionError("no network")] * n_fails
     console = Console(tmp_path, loggers=["fake"], verbose=False)
     console.records.rewind(0)
@@ -242,7 +242,7 @@ def test_rows_that_a_kill_may_lose_are_delivered_again(tmp_path, fake, monkeypat
 @pytest.mark.parametrize("keeps", ["at once", "soon", "after the step"])
 def test_rows_count_as_sent_when_a_kill_no_longer_loses_them(tmp_path, fake, monkeypatch, keeps):
     monkeypatch.setattr(fake, "keeps", keeps)
-    monkeypatch.setattr(_delivery, "GAP", 1.5)
+    monkeypatch.setattr("redeqx.monitor._delivery.GAP", 1.5)
     console, state = Console(tmp_path, loggers=["fake"], verbose=False), tmp_path / "trackers" / "fake.json"
     record(console, 1, 2)
     wait_for(lambda: fake.runs and steps(fake.runs["run 0"]) == [1, 2])
@@ -329,7 +329,7 @@ def test_failing_tracker_warns_once_and_catches_up(tmp_path, fake, capsys):
 
 
 def test_run_is_closed_even_if_its_last_delivery_fails(fake, monkeypatch):
-    monkeypatch.setattr(_delivery, "FIRST_RETRY", 60.0)
+    monkeypatch.setattr("redeqx.monitor._delivery.FIRST_RETRY", 60.0)
     console = Console(None, loggers=["fake"], verbose=False)
     record(console, 1)
     wait_for(lambda: fake.runs and steps(fake.runs["run 0"]))
@@ -350,7 +350,7 @@ def test_failing_tracker_does_not_end_the_run_if_warnings_are_errors(fake, capsy
 
 
 def test_hanging_tracker_delays_nothing(fake, monkeypatch):
-    monkeypatch.setattr(_delivery, "PATIENCE", 0.05)
+    monkeypatch.setattr("redeqx.monitor._delivery.PATIENCE", 0.05)
     fake.blocks = threading.Event()
     console = Console(None, loggers=["fake"], verbose=False)
     record(console, *range(100))
@@ -365,7 +365,7 @@ def test_hanging_tracker_delays_nothing(fake, monkeypatch):
 
 
 def test_queue_is_bounded(fake, monkeypatch):
-    monkeypatch.setattr(_delivery, "ROOM", 3 * _delivery.ROW_SIZE)
+    monkeypatch.setattr("redeqx.monitor._delivery.ROOM", 3 * 1024)
     fake.blocks = threading.Event()
     console = Console(None, loggers=["fake"], verbose=False)
     record(console, *range(10))
@@ -385,8 +385,8 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
 from test_trackers import Fake
-from redeqx.monitor import Console, _trackers
-_trackers.TRACKERS["fake"] = Fake
+from redeqx.monitor import TRACKERS, Console
+TRACKERS["fake"] = Fake
 Fake.close = lambda self, failed: print(len(self.seen), "failed" if failed else "closed")
 console = Console(None, loggers=["fake"], verbose=False)
 console.metrics({{"loss": 1.0}}, 1)
@@ -414,8 +414,8 @@ for step in range(1, 40):
 if sys.argv[1] == "raise":
     raise ValueError("boom")
 if sys.argv[1] == "leave":  # as a thread does if a process is gone
-    from redeqx.distributed._peers import leave
-    threading.Thread(target=leave, args=("process 1 of 2 is gone", 75, 7)).start()
+    from redeqx.distributed import Peers
+    threading.Thread(target=Peers().end, args=("process 1 of 2 is gone", 75)).start()
     threading.Event().wait()
 """
 
@@ -451,8 +451,9 @@ REAL = """
 import os, sys, time
 import numpy as np
 import redeqx
-from redeqx.monitor import _delivery
-_delivery.PATIENCE = 250  # the packages take seconds to import, minutes on a machine with other work
+from unittest import mock
+# The packages take seconds to import, minutes on a machine with other work.
+mock.patch("redeqx.monitor._delivery.PATIENCE", 250).start()
 name, begin, end, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 deployer = redeqx.Deployer(workdir="run", loggers=[name])
 deployer.begin_records(begin)

@@ -27,14 +27,14 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx.checkpoint import _layouts
 from redeqx.checkpoint._manager import Checkpoints
-from redeqx.distributed import _cluster, _peers
+from redeqx.distributed import Peers, start
 from redeqx.machine._mesh import make_mesh, put
 
 warnings.filterwarnings("ignore", message="os.fork")
 LIMIT = 20.0
 LAYOUT = sys.argv[2]
 CALLS = [(os, name) for name in ("mkdir", "posix_fallocate", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir")]
-CALLS += [(shutil, "rmtree"), (_peers.Peers, "contribute"), (_layouts, "gathered")]
+CALLS += [(shutil, "rmtree"), (Peers, "contribute"), (_layouts, "gathered")]
 
 
 def trees(step):
@@ -55,7 +55,7 @@ def process(index, folder, port, point):
     os.environ.update(REDEQX_PROCESSES="2", REDEQX_PROCESS_ID=str(index), REDEQX_HOST0=f"127.0.0.1:{port}")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
-    peers = _cluster.start(None, None, None, None, None)
+    peers = start(None, None, None, None, None)
     checkpoints = Checkpoints(folder / ("ckpts" if LAYOUT == "in_place" else str(index)) / "ckpts", peers)
     checkpoints.save(1, trees(1), {"step": 1}, keep_last=1)
     second = trees(2)

@@ -25,7 +25,7 @@ import obstore  # noqa: F401
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx.checkpoint import Checkpoints, _lock, _store_lock
-from redeqx.distributed import Peers, _cluster
+from redeqx.distributed import Peers, start
 from redeqx.machine import make_mesh, put
 from redeqx.storage import location
 
@@ -53,7 +53,7 @@ def process(index, folder, step, port):
     peers = Peers()
     if N > 1:
         os.environ.update(REDEQX_PROCESSES=str(N), REDEQX_PROCESS_ID=str(index), REDEQX_HOST0=f"127.0.0.1:{port}")
-        peers = _cluster.start(None, None, None, None, None)
+        peers = start(None, None, None, None, None)
     checkpoints = Checkpoints(location(folder), peers)
     checkpoints.save(step, trees(step), {"step": step}, keep_last=1)
 
