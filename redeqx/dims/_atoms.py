@@ -6,12 +6,13 @@ others stands for those.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ..tracing import line_of, scan_counts
+from ..tracing import insides, line_of
 
 
 @dataclass(eq=False)
@@ -126,6 +127,15 @@ class Step:
         return self.eqn.primitive.name
 
     @property
+    def copied(self) -> "list[Value] | None":
+        """The operands that the outputs are; None for an equation that computes something."""
+        if self.name == "optimization_barrier":
+            return self.ins
+        if self.name == "select_n" and self.ins[0].is_negative:  # an index counted from the end, which it is not
+            return [self.ins[1]]
+        return None
+
+    @property
     def line(self) -> str:
         """The line of code, `file.py:12`."""
         return line_of(self.eqn)
@@ -148,29 +158,46 @@ def steps_of(block: Block) -> Iterator[Step]:
             yield from steps_of(inner)
 
 
-def live_steps(block: Block, is_wanted: Sequence[bool] | None = None) -> tuple[list[Step], list[bool]]:
-    """Returns the steps on which a block's wanted outputs depend, also inside loops, and which of its inputs they read."""
-    is_wanted = [True] * len(block.outs) if is_wanted is None else is_wanted
-    needed = {id(value.source) for value, wanted in zip(block.outs, is_wanted, strict=True) if wanted}
-    groups: list[list[Step]] = []
-    for step in reversed(block.steps):
-        is_out = [id(value) in needed for value in step.outs]
-        if not any(is_out) and not step.eqn.effects:
-            continue
-        reads, inner = [True] * len(step.ins), []
-        if step.name == "scan":
-            n_consts, n_carry = scan_counts(step.eqn)
-            while True:  # a carry that one iteration reads is an output of the iteration before
-                inner, reads = live_steps(step.blocks[0], is_out)
-                carry = [a or b for a, b in zip(is_out[:n_carry], reads[n_consts : n_consts + n_carry], strict=True)]
-                if carry == is_out[:n_carry]:
-                    break
-                is_out[:n_carry] = carry
-            reads = [r or (n_consts <= i < n_consts + n_carry and is_out[i - n_consts]) for i, r in enumerate(reads)]
-        elif len(step.blocks) == 1 and len(step.blocks[0].ins) == len(step.ins):
-            inner, reads = live_steps(step.blocks[0], is_out)
-        else:
-            inner = [each for block in step.blocks for each in live_steps(block)[0]]
-        needed |= {id(value.source) for value, is_read in zip(step.ins, reads, strict=True) if is_read}
-        groups.append([step, *inner])
-    return [step for group in reversed(groups) for step in group], [id(value.source) in needed for value in block.ins]
+Edges = Mapping[int, Sequence[Value]]
+
+
+def dependencies(root: Block) -> tuple[Edges, Edges]:
+    """Returns, by the id of each value, what it is computed from, also in loops, branches and calls; and the inverse."""
+    reads, readers = defaultdict[int, list[Value]](list), defaultdict[int, list[Value]](list)
+
+    def add(value: Value, of: Sequence[Value]) -> None:
+        for each in of:
+            if each.source is not value.source:
+                reads[id(value.source)].append(each.source)
+                readers[id(each.source)].append(value.source)
+
+    for step in steps_of(root):
+        inner = insides(step.eqn)
+        for i, out in enumerate(() if step.blocks else step.outs):
+            add(out, [step.copied[i]] if step.copied else step.ins)
+        for k, block in enumerate(step.blocks):
+            operands = inner[k].operands if inner else range(len(step.ins))
+            for value, operand in zip(block.ins, operands, strict=True):
+                add(value, [step.ins[operand]])
+            if inner and inner[k].role == "condition":
+                for out in step.outs:
+                    add(out, block.outs)
+                continue
+            for out, of in zip(step.outs, block.outs, strict=True):
+                add(out, [of, *(step.ins[:1] if step.name == "cond" else ())])
+            carry = [j for j, kind in enumerate(inner[k].kinds if inner else ()) if kind == "carry"]
+            for j, before, after in zip(carry, block.outs, step.outs, strict=False):
+                add(block.ins[j], [before])
+                add(after, [step.ins[operands[j]]])
+    return reads, readers
+
+
+def reached(starts: Iterable[Value], edges: Edges) -> set[int]:
+    """Returns the ids of the values that can be reached from some."""
+    found, todo = set[int](), [value.source for value in starts]
+    while todo:
+        value = todo.pop()
+        if id(value) not in found:
+            found.add(id(value))
+            todo += edges.get(id(value), ())
+    return found

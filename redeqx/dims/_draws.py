@@ -1,13 +1,13 @@
 """Which equations of a traced function make an entry of a row from the row's number: draws, splits of keys, and numbers of
 rows. And which draws cannot follow the numbers of their rows."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from ._atoms import Block, Dim, Step, Value, flat, steps_of
+from ._atoms import Dim, Step, Value, flat, steps_of
 from ._growth import Growth
 from ._names import Names
 
@@ -49,7 +49,7 @@ class Draws:
     **Arguments:**
 
     - `names`, `growth`: the names of a function, and what changes with the number of rows.
-    - `live`: the ids of the steps to look at; all by default.
+    - `judged`: the indices of the outputs to look at.
 
     **Attributes:**
 
@@ -59,24 +59,20 @@ class Draws:
     - `is_random`: whether anything may be drawn.
     """
 
-    def __init__(self, names: Names, growth: Growth, live: Collection[int] | None = None):
+    def __init__(self, names: Names, growth: Growth, judged: Collection[int]):
         self._growth = growth
         self.by_number: list[ByNumber] = []
         self.refused: list[tuple[Step, str]] = []
         self.wrong: tuple[Step, str] | None = None
         self.is_random = False
-        everywhere = list(steps_of(names.root))
-        readers: dict[int, list[Step]] = {}
-        for step in everywhere:
-            for value in step.ins:
-                readers.setdefault(id(value.source), []).append(step)
-        escaping = {id(value.source) for block in _blocks(names.root) for value in (*block.outs,)}
-        for step in everywhere:
+        needed = names.needed(judged)
+        self._numbers = names.needed(judged, with_own_indices=False)
+        for step in steps_of(names.root):
             self.is_random |= step.name in ("random_bits", "random_unwrap", *_AT_ONCE)
             self.is_random |= not step.is_known and any(map(_is_key, step.ins))
-            if live is not None and id(step) not in live:
+            if needed.isdisjoint(map(id, step.outs)):
                 continue
-            made = self._by_number(names.places.get(id(step.eqn), -1), step, readers, escaping)
+            made = self._by_number(names.places.get(id(step.eqn), -1), step)
             if why := self._why_refused(step, made):
                 if step.name in (*_DRAWS, *_AT_ONCE):
                     self.refused.append((step, why))
@@ -85,11 +81,11 @@ class Draws:
             elif made is not None:
                 self.by_number.append(made)
 
-    def _by_number(self, place: int, step: Step, readers: dict[int, list[Step]], escaping: set[int]) -> ByNumber | None:
+    def _by_number(self, place: int, step: Step) -> ByNumber | None:
         growth = self._growth
         if step.name == "iota":
             dim = step.outs[0].dims[step.eqn.params["dimension"]]
-            if growth.has_rows([dim]) and not _is_own_index_only(step.outs[0], readers, escaping):
+            if growth.has_rows([dim]) and id(step.outs[0]) in self._numbers:
                 return ByNumber(place, factors_of(growth, [dim]))
         elif step.name in _DRAWS and growth.has_rows(_own(step)):
             return ByNumber(place, factors_of(growth, _own(step)), is_draw=True)
@@ -125,28 +121,3 @@ def _is_key(value: Value) -> bool:
 def _own(step: Step) -> Sequence[Dim]:
     """Returns the dims of a draw that are not those of its keys."""
     return step.outs[0].dims[len(step.ins[0].dims) if step.ins else 0 :]
-
-
-def _is_own_index_only(value: Value, readers: dict[int, list[Step]], escaping: set[int]) -> bool:
-    """Whether the numbers of rows only look up each row's own entry, for which they need not be known."""
-    if id(value) in escaping:
-        return False
-    for step in readers.get(id(value), ()):
-        if step.own_columns and value is step.ins[1].source:
-            continue
-        passes = [out for out in step.outs if out.index_of is not None or out.is_negative or out.columns]
-        is_wrapped = step.name == "add" and all(  # `where(i < 0, i + n, i)`, the index from the end
-            each.name == "select_n" and each.ins[0].is_negative for each in readers.get(id(step.outs[0]), ())
-        )
-        if is_wrapped:
-            continue
-        if not passes or not all(_is_own_index_only(out, readers, escaping) for out in passes):
-            return False
-    return True
-
-
-def _blocks(block: Block) -> Iterator[Block]:
-    yield block
-    for step in block.steps:
-        for inner in step.blocks:
-            yield from _blocks(inner)

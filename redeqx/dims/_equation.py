@@ -6,7 +6,7 @@ label from value to value themselves.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from ._atoms import Atom, Dim, Step, flat
 from ._inference import Inference
@@ -31,9 +31,6 @@ class Related(Inference):
 
     def dim(self, size: int) -> Dim:
         return (Atom(size),)  # also of size 1, so that its place in the output is known
-
-    def block(self, closed: Any, ins: Any) -> NoReturn:
-        raise NotImplementedError  # it has no inner jaxprs
 
     def source(self, operand: int = 0, output: int = 0) -> list[int | None]:
         """Returns for each dim of an output the dim of an operand that it is, or None if it is none of them."""

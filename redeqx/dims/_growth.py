@@ -5,7 +5,7 @@ mean. What is not explained is not known to be the same function of each row.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -74,7 +74,7 @@ class Growth:
         for value, its in zip(names.root.outs, other.root.outs, strict=True):
             self._compare(value, its)
 
-    def has_rows(self, dims: Sequence[Dim]) -> bool:
+    def has_rows(self, dims: Iterable[Dim]) -> bool:
         """Whether one of these dims has an atom of the rows."""
         return any(atom in self.rows for dim in dims for atom in flat(dim))
 

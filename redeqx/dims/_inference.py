@@ -1,21 +1,16 @@
 """Relates dims: unifies them, and records along which dims an equation combines entries."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._atoms import Atom, Block, Dim, Step, Value, flat, have_common_factors
+from ._atoms import Atom, Dim, Step, Value, flat, have_common_factors
 
 
-class Inference(ABC):
+class Inference:
     """What the relations of equations may do."""
 
     def __init__(self) -> None:
         self._step: Step | None = None  # whose operands are being related
-
-    @abstractmethod
-    def block(self, closed: Any, ins: Sequence[Value]) -> Block:
-        """Returns the block of a closed jaxpr for these inputs."""
 
     def dim(self, size: int) -> Dim:
         """Returns a new dim."""
@@ -46,6 +41,11 @@ class Inference(ABC):
             else:
                 a, b = b, a
         return True
+
+    def unify_all(self, ones: Iterable[Dim], twos: Iterable[Dim]) -> None:
+        """Makes dims the same, as far as both have some."""
+        for one, two in zip(ones, twos, strict=False):
+            self.unify(one, two)
 
     def mix(self, how: str, dim: Dim) -> None:
         """Records that the present equation combines the entries of a dim."""

@@ -2,14 +2,17 @@
 afterwards."""
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ..kernels import formula
 from ..tracing import insides, normal, scan_counts
 from ._atoms import Step, Value
-from ._inference import Inference
+
+if TYPE_CHECKING:
+    from ._names import Names
 
 
-def _called(names: Inference, step: Step) -> list[Value]:
+def _called(names: "Names", step: Step) -> list[Value]:
     inner = insides(step.eqn)
     if not inner:
         return _opaque(names, step)
@@ -17,19 +20,19 @@ def _called(names: Inference, step: Step) -> list[Value]:
     return list(map(_again, step.blocks[0].outs))
 
 
-def _opaque(names: Inference, step: Step) -> list[Value]:
+def _opaque(names: "Names", step: Step) -> list[Value]:
     step.ins = list(map(names.use, step.ins))
     found = names.give_up(step.eqn, step.ins)
     return [Value(var.aval, dims) for var, dims in zip(step.eqn.outvars, found, strict=True)]
 
 
-def _attention(names: Inference, step: Step) -> list[Value]:
+def _attention(names: "Names", step: Step) -> list[Value]:
     """The library's own primitive and its gradient are followed like the products that they compute."""
     step.blocks = [names.block(normal(formula(step.eqn)), step.ins)]
     return list(map(_again, step.blocks[0].outs))
 
 
-def _linear_solve(names: Inference, step: Step) -> list[Value]:
+def _linear_solve(names: "Names", step: Step) -> list[Value]:
     """Followed like the solve that it calls. The verdict checks the gradient, which solves with the transposed matrix."""
     lengths, solve = step.eqn.params["const_lengths"], step.eqn.params["jaxprs"].solve
     first = lengths.matvec + lengths.vecmat
@@ -38,7 +41,7 @@ def _linear_solve(names: Inference, step: Step) -> list[Value]:
     return list(map(_again, step.blocks[0].outs))
 
 
-def _scan(names: Inference, step: Step) -> list[Value]:
+def _scan(names: "Names", step: Step) -> list[Value]:
     n_consts, n_carry = scan_counts(step.eqn)
     consts, initial, xs = step.ins[:n_consts], step.ins[n_consts : n_consts + n_carry], step.ins[n_consts + n_carry :]
     xs, initial = list(map(names.use, xs)), list(map(names.use, initial))
@@ -59,7 +62,7 @@ def _scan(names: Inference, step: Step) -> list[Value]:
     return [*map(_again, carry), *(Value(aval, (step.scanned, *value.dims)) for aval, value in stacked)]
 
 
-def _while(names: Inference, step: Step) -> list[Value]:
+def _while(names: "Names", step: Step) -> list[Value]:
     condition, body = insides(step.eqn)
     n_cond, n_body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
     of_cond, of_body, initial = step.ins[:n_cond], step.ins[n_cond : n_cond + n_body], step.ins[n_cond + n_body :]
@@ -69,7 +72,7 @@ def _while(names: Inference, step: Step) -> list[Value]:
     return list(map(_again, carry))
 
 
-def _cond(names: Inference, step: Step) -> list[Value]:
+def _cond(names: "Names", step: Step) -> list[Value]:
     step.blocks = [names.block(branch.closed, step.ins[1:]) for branch in insides(step.eqn)]
     outs = [Value(value.aval, names.use(value).dims) for value in step.blocks[0].outs]
     for other in step.blocks[1:]:
@@ -82,16 +85,15 @@ def _again(value: Value) -> Value:
     return Value(value.aval, value.dims, value.is_polymorphic, index_of=value.index_of)
 
 
-def _unify(names: Inference, carry: Sequence[Value], outs: Sequence[Value]) -> None:
+def _unify(names: "Names", carry: Sequence[Value], outs: Sequence[Value]) -> None:
     for value, out in zip(carry, outs, strict=False):
-        for one, two in zip(value.dims, names.use(out).dims, strict=True):
-            names.unify(one, two)
+        names.unify_all(value.dims, names.use(out).dims)
 
 
 _OPAQUE = ("shard_map", "custom_lin")
 
 
-LOOPS: dict[str, Callable[[Inference, Step], list[Value]]] = {
+LOOPS: dict[str, Callable[["Names", Step], list[Value]]] = {
     "attention": _attention,
     "attention_gradient": _attention,
     "custom_linear_solve": _linear_solve,

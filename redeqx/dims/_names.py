@@ -4,15 +4,16 @@ Equations unify the atoms of their operands and outputs, by the tables in `_rela
 draw is named by its use. A size is never a reason to unify two dims; sizes are used only for the arithmetic of reshapes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..tracing import REMATS, Env, equations, insides
-from ._atoms import Block, Dim, Step, Value, flat, size_of
+from ._atoms import Block, Dim, Step, Value, dependencies, flat, reached, size_of, steps_of
 from ._inference import Inference
+from ._lookups import follow_indices
 from ._loops import LOOPS
-from ._relations import follow_indices, relation_of
+from ._relations import relation_of
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Names(Inference):
 
     - `root`: the block of the function.
     - `places`: by the id of an equation that can be replaced, its place among `equations_of(closed)`.
+    - `reads`, `readers`: what each value is computed from, and what is computed from it.
     """
 
     def __init__(self, closed: Any, inputs: Inputs, *, returns_rows: bool = False):
@@ -72,11 +74,28 @@ class Names(Inference):
         for value in self.root.outs if returns_rows else ():
             if not value.is_polymorphic:
                 self.unify(self._rows, value.dims[0])
+        self.reads, self.readers = dependencies(self.root)
 
     @property
     def rows(self) -> Dim:
         """The rows of the batch; several atoms if a reshape divides them."""
         return flat(self._rows)
+
+    def needed(self, outputs: Collection[int], ends: Iterable[Value] = (), *, with_own_indices: bool = True) -> set[int]:
+        """Returns the ids of the values that some outputs and the equations with effects depend on.
+
+        **Arguments:**
+
+        - `ends`: values whose own dependencies do not count.
+        - `with_own_indices`: whether a lookup of each row's own entry depends on the numbers of the rows.
+        """
+        steps, reads = list(steps_of(self.root)), {**self.reads} | {id(value): [] for value in ends}
+        for step in () if with_own_indices else steps:
+            if step.own_columns:
+                others = [value.source for i, value in enumerate(step.ins) if i != 1]
+                reads |= {id(out): others for out in step.outs}
+        effects = [value for step in steps if step.eqn.effects for value in (*step.ins, *step.outs)]
+        return reached([*(self.root.outs[i] for i in outputs), *effects], reads)
 
     # --- blocks and equations --------------------------------------------------------------------------------------------
 

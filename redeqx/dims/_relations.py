@@ -11,6 +11,7 @@ import numpy as np
 
 from ._atoms import Dim, Value, flat, have_common_factors, size_of
 from ._inference import Inference
+from ._lookups import gather, scatter
 from ._loops import LOOPS
 
 Dims = Sequence[Dim]
@@ -75,26 +76,20 @@ def _elementwise(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return [dims] * len(eqn.outvars)
 
 
-def _same(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    del names, eqn
-    return [value.dims for value in ins]
-
-
 def _broadcast(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    shape, to = eqn.params["shape"], [int(i) for i in eqn.params["broadcast_dimensions"]]
-    old = {i: ins[0].dims[k] for k, i in enumerate(to) if ins[0].aval.shape[k] == shape[i]}
+    shape, to = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    old = {int(i): ins[0].dims[k] for k, i in enumerate(to) if ins[0].aval.shape[k] == shape[i]}
     return [[old[i] if i in old else names.dim(size) for i, size in enumerate(shape)]]
 
 
-def _transpose(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    del names
-    return [[ins[0].dims[i] for i in eqn.params["permutation"]]]
+def _tile(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """A repeated dim is its copies, then the dim."""
+    return [[(*names.dim(n), *dim) for n, dim in zip(eqn.params["reps"], ins[0].dims, strict=True)]]
 
 
-def _squeeze(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    del names
-    removed = {i % len(ins[0].dims) for i in eqn.params["dimensions"]}
-    return [[dim for i, dim in enumerate(ins[0].dims) if i not in removed]]
+def _without(dims: Dims, axes: Sequence[int]) -> Dims:
+    removed = {axis % len(dims) for axis in axes}
+    return [dim for i, dim in enumerate(dims) if i not in removed]
 
 
 def _reshape(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
@@ -120,11 +115,6 @@ def _reshape(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 
 def _merged(dims: Dims) -> Dim:
     return tuple(atom for dim in dims for atom in flat(dim))
-
-
-def _tile(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    """A repeated dim is its copies, then the dim."""
-    return [[(*names.dim(n), *dim) for n, dim in zip(eqn.params["reps"], ins[0].dims, strict=True)]]
 
 
 # --- parts and joins ----------------------------------------------------------------------------------------------------
@@ -161,9 +151,24 @@ def _split(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return outs
 
 
-def _dynamic_slice(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    old, new = ins[0].aval.shape, eqn.outvars[0].aval.shape
-    return [[dim if new[i] == old[i] else names.part(dim, new[i], "pick") for i, dim in enumerate(ins[0].dims)]]
+def _replaced(how: str, replaced: Callable[[Any, int], bool]) -> Relation:
+    """Returns the relation of equations that replace some dims of their operand by new ones.
+
+    **Arguments:**
+
+    - `replaced`: whether an equation replaces the dim at an index.
+    """
+
+    def relation(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+        sizes = enumerate(eqn.outvars[0].aval.shape)
+        dims = [names.part(ins[0].dims[i], size, how) if replaced(eqn, i) else ins[0].dims[i] for i, size in sizes]
+        return [dims] * len(eqn.outvars)
+
+    return relation
+
+
+def _has_another_size(eqn: Any, dim: int) -> bool:
+    return eqn.invars[0].aval.shape[dim] != eqn.outvars[0].aval.shape[dim]
 
 
 def _dynamic_update_slice(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
@@ -176,11 +181,6 @@ def _dynamic_update_slice(names: Inference, eqn: Any, ins: Sequence[Value]) -> O
     return [ins[0].dims]
 
 
-def _pad(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    shape, config = eqn.outvars[0].aval.shape, eqn.params["padding_config"]
-    return [[names.part(dim, shape[i]) if any(config[i]) else dim for i, dim in enumerate(ins[0].dims)]]
-
-
 def _concatenate(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     axis, shape = eqn.params["dimension"], eqn.outvars[0].aval.shape
     dims: list[Dim] = []
@@ -188,8 +188,7 @@ def _concatenate(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
         own = [value.dims[i] for value in ins]
         if i != axis:
             own = [dim for dim in own if dim] or [()]
-            for other in own[1:]:
-                names.unify(own[0], other)
+            names.unify_all(own[:1] * len(own), own)
             dims.append(own[0])
         elif own[0] and all(flat(dim) == flat(own[0]) for dim in own):  # several values of one dim: a stack of them
             dims.append((*names.dim(len(ins)), *own[0]))
@@ -203,7 +202,7 @@ def _concatenate(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 def _unstack(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     axis = eqn.params["axis"]
     names.mix("part", ins[0].dims[axis])
-    return [[dim for i, dim in enumerate(ins[0].dims) if i != axis]] * len(eqn.outvars)
+    return [_without(ins[0].dims, [axis])] * len(eqn.outvars)
 
 
 def _stack(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
@@ -214,9 +213,7 @@ def _stack(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 def _unified(names: Inference, ins: Sequence[Value]) -> tuple[Dim, ...]:
     """Returns the dims that operands of one shape have in common."""
     for other in ins[1:]:
-        if len(other.dims) == len(ins[0].dims):
-            for one, two in zip(ins[0].dims, other.dims, strict=True):
-                names.unify(one, two)
+        names.unify_all(ins[0].dims, other.dims)
     return ins[0].dims
 
 
@@ -231,7 +228,7 @@ def _reduce(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     for value in ins:
         for i in axes:
             names.mix(how, value.dims[i])
-    return [[dim for i, dim in enumerate(value.dims) if i not in axes] for value in ins]
+    return [_without(value.dims, axes) for value in ins]
 
 
 def _ordered(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
@@ -243,33 +240,11 @@ def _ordered(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return [dims] * len(eqn.outvars)
 
 
-def _top_k(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    axis = eqn.params.get("axis", -1) % len(ins[0].dims)
-    names.mix("order", ins[0].dims[axis])
-    new = names.dim(eqn.outvars[0].aval.shape[axis])
-    return [[new if i == axis else dim for i, dim in enumerate(ins[0].dims)]] * 2
-
-
-def _window(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    shape, window = eqn.outvars[0].aval.shape, eqn.params["window_dimensions"]
-    dims = [
-        dim if window[i] == 1 and dim and size_of(dim) == shape[i] else names.part(dim, shape[i], "window")
-        for i, dim in enumerate(ins[0].dims)
-    ]
-    return [dims] * len(eqn.outvars)
-
-
-def _fft(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    first, shape = len(ins[0].dims) - len(eqn.params["fft_lengths"]), eqn.outvars[0].aval.shape
-    return [[dim if i < first else names.part(dim, shape[i], "fft") for i, dim in enumerate(ins[0].dims)]]
-
-
 def _linear_algebra(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     """Decompositions and solves: all dims before the last two are a batch."""
     batch = [value.dims[:-2] for value in ins if len(value.dims) >= 2]
     for other in batch[1:]:
-        for one, two in zip(batch[0], other, strict=False):
-            names.unify(one, two)
+        names.unify_all(batch[0], other)
     for value in ins:
         for dim in value.dims[-2:]:
             names.mix("reduce", dim)
@@ -280,8 +255,7 @@ def _linear_algebra(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 def _triangular_solve(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     """Each column of the right-hand side is solved on its own; each of its rows, if the matrix is on the right."""
     matrix, given = ins
-    for one, two in zip(matrix.dims[:-2], given.dims[:-2], strict=True):
-        names.unify(one, two)
+    names.unify_all(matrix.dims[:-2], given.dims[:-2])
     rows, columns = given.dims[-2:]
     solved = rows if eqn.params["left_side"] else columns
     for dim in (*matrix.dims[-2:], solved):
@@ -295,8 +269,7 @@ def _batched(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     rest, batch, params = [list(value.dims) for value in ins], [], eqn.params
     while "__batch_axes" in params:
         of = [dims.pop(axis) for dims, axis in zip(rest, params["__batch_axes"], strict=True) if isinstance(axis, int)]
-        for other in of[1:]:
-            names.unify(of[0], other)
+        names.unify_all(of[:1] * len(of), of)
         batch.append(of[0])
         params = dict(params["params"])
     for dim in (dim for dims in rest for dim in dims):
@@ -326,11 +299,9 @@ def _ragged_dot(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 def _product(names: Inference, ins: Sequence[Value], numbers: Any, groups: Sequence[int] = ()) -> Outs:
     """Unifies the contracted and the batch dims of two operands; the others of both follow the batch dims in the output."""
     (lc, rc), (lb, rb) = numbers
-    for a, b in zip((*lc, *lb), (*rc, *rb), strict=True):
-        names.unify(ins[0].dims[a], ins[1].dims[b])
-    left = [dim for i, dim in enumerate(ins[0].dims) if i not in (*lc, *lb)]
-    right = [dim for i, dim in enumerate(ins[1].dims) if i not in (*rc, *rb, *groups)]
-    return [[*(ins[0].dims[i] for i in lb), *left, *right]]
+    left, right = (value.dims for value in ins[:2])
+    names.unify_all((left[i] for i in (*lc, *lb)), (right[i] for i in (*rc, *rb)))
+    return [[*(left[i] for i in lb), *_without(left, (*lc, *lb)), *_without(right, (*rc, *rb, *groups))]]
 
 
 def _convolution(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
@@ -360,87 +331,6 @@ def _convolution(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return [dims]
 
 
-# --- lookups ------------------------------------------------------------------------------------------------------------
-
-
-def _gather(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    numbers, sizes, (table, indices) = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], ins
-    batching = numbers.operand_batching_dims
-    for i, j in zip(batching, numbers.start_indices_batching_dims, strict=True):
-        names.unify(table.dims[i], indices.dims[j])
-    window = [i for i in range(len(table.dims)) if i not in (*numbers.collapsed_slice_dims, *batching)]
-    dims: list[Dim] = [()] * len(eqn.outvars[0].aval.shape)
-    for j, place in enumerate(i for i in range(len(dims)) if i not in numbers.offset_dims):
-        dims[place] = indices.dims[j]
-    for i, place in zip(window, numbers.offset_dims, strict=True):
-        is_all = sizes[i] == table.aval.shape[i]
-        dims[place] = table.dims[i] if is_all else names.part(table.dims[i], sizes[i], "pick")
-    _select(names, numbers.start_index_map, table, indices, numbers.collapsed_slice_dims, "pick")
-    return [dims]
-
-
-def _scatter(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    numbers, (table, indices, update) = eqn.params["dimension_numbers"], ins
-    batching = numbers.operand_batching_dims
-    for i, j in zip(batching, numbers.scatter_indices_batching_dims, strict=True):
-        names.unify(table.dims[i], indices.dims[j])
-    window = [i for i in range(len(table.dims)) if i not in (*numbers.inserted_window_dims, *batching)]
-    places = [i for i in range(len(update.dims)) if i not in numbers.update_window_dims]
-    for j, place in enumerate(places):
-        names.unify(indices.dims[j], update.dims[place])
-    for i, place in zip(window, numbers.update_window_dims, strict=True):
-        if update.aval.shape[place] == table.aval.shape[i]:
-            names.unify(update.dims[place], table.dims[i])
-        else:
-            names.mix("pick", table.dims[i])
-    _select(names, numbers.scatter_dims_to_operand_dims, table, indices, numbers.inserted_window_dims, "into")
-    kept = set(table.atoms)
-    how = "sum" if eqn.primitive.name in ("scatter-add", "scatter_add", "scatter-sub") else "reduce"
-    for place in places:
-        names.mix(how, tuple(atom for atom in flat(update.dims[place]) if atom not in kept))
-    return [table.dims]
-
-
-def _select(names: Inference, index_map: Any, table: Value, indices: Value, dims: Sequence[int], how: str) -> None:
-    """Relates the dims at which indices select one entry: it is each entry's own if the index is the entry's number."""
-    for i in dims:
-        column = list(index_map).index(i) if i in index_map else None
-        own = None if column is None else indices.columns[column] if indices.columns else indices.index_of
-        if column is not None and own and table.dims[i] and size_of(own) == table.aval.shape[i]:
-            names.unify(own, table.dims[i])
-            names.mark_own(column)
-        else:
-            names.mix(how, table.dims[i])
-
-
-def follow_indices(eqn: Any, ins: Sequence[Value], outs: Sequence[Value]) -> None:
-    """Follows values that equal the index along a dim, which `x[jnp.arange(n), labels]` needs."""
-    name = eqn.primitive.name
-    if len(outs) != 1:
-        return
-    (out,) = outs
-    if name == "iota":
-        out.index_of = out.dims[eqn.params["dimension"]]
-    elif name in ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "copy", "transpose", "clamp"):
-        source = ins[1] if name == "clamp" else ins[0]
-        if source.index_of is not None and set(flat(source.index_of)) <= set(out.atoms):
-            out.index_of = source.index_of if name != "clamp" or _keeps_index(ins[0], source.index_of, ins[2]) else None
-    elif name == "lt" and ins[0].index_of is not None:
-        out.is_negative = ins[1].literal is not None and np.ndim(ins[1].literal) == 0 and ins[1].literal <= 0
-    elif name == "select_n" and ins[0].is_negative:
-        out.index_of = ins[1].index_of
-    elif name == "concatenate" and eqn.params["dimension"] == len(out.dims) - 1:
-        is_by_column = all(value.aval.shape[-1] == 1 for value in ins)
-        out.columns = tuple(value.index_of for value in ins) if is_by_column else None
-
-
-def _keeps_index(low: Value, dim: Dim, high: Value) -> bool:
-    """Whether an index along a dim is within these bounds."""
-    if low.source.literal is None or high.source.literal is None:
-        return False
-    return bool(np.all(low.source.literal <= 0) and np.all(high.source.literal >= size_of(flat(dim)) - 1))
-
-
 # --- draws --------------------------------------------------------------------------------------------------------------
 
 
@@ -450,53 +340,54 @@ def _draw(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return [[*keys, *map(names.dim, var.aval.shape[len(keys) :])] for var in eqn.outvars]
 
 
-def _wrap(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    del names
-    return [ins[0].dims[: len(eqn.outvars[0].aval.shape)]]
-
-
 _NOT_FOLLOWED = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "rng_bit_generator")
 
 
 _TABLE: dict[str, Relation] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
-    "optimization_barrier": _same,
+    "transpose": lambda names, eqn, ins: [[ins[0].dims[i] for i in eqn.params["permutation"]]],
+    "squeeze": lambda names, eqn, ins: [_without(ins[0].dims, eqn.params["dimensions"])],
+    "optimization_barrier": lambda names, eqn, ins: [value.dims for value in ins],
     "triangular_solve": _triangular_solve,
     "vprim": _batched,
     "concatenate": _concatenate,
     "stack": _stack,
     "unstack": _unstack,
-    "tile": _tile,
+    # A repeated dim is its copies, then the dim.
+    "tile": lambda names, eqn, ins: [
+        [(*names.dim(n), *dim) for n, dim in zip(eqn.params["reps"], ins[0].dims, strict=True)]
+    ],
     "slice": _slice,
     "split": _split,
-    "dynamic_slice": _dynamic_slice,
+    "dynamic_slice": _replaced("pick", _has_another_size),
     "dynamic_update_slice": _dynamic_update_slice,
-    "pad": _pad,
+    "pad": _replaced("part", lambda eqn, dim: any(eqn.params["padding_config"][dim])),
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
-    "gather": _gather,
-    "top_k": _top_k,
-    "fft": _fft,
+    "gather": gather,
+    "top_k": _replaced("order", lambda eqn, dim: dim == eqn.params.get("axis", -1) % len(eqn.outvars[0].aval.shape)),
+    "fft": _replaced("fft", lambda eqn, dim: dim >= len(eqn.outvars[0].aval.shape) - len(eqn.params["fft_lengths"])),
     "iota": _draw,
     "rng_uniform": _draw,
     "random_bits": _draw,
     "random_split": _draw,
     "random_seed": _draw,
     "random_unwrap": _draw,
-    "random_wrap": _wrap,
+    "random_wrap": lambda names, eqn, ins: [ins[0].dims[: len(eqn.outvars[0].aval.shape)]],
     "random_fold_in": _elementwise,
     "random_gamma": _elementwise,
     "threefry2x32": _elementwise,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev"), _ordered),
     **dict.fromkeys(("psum", "pmax", "pmin", "argmax", "argmin"), _reduce),
     **dict.fromkeys((f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor")), _reduce),
-    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"), _window),
     **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"), _scatter
+        ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"),
+        _replaced("window", lambda eqn, dim: eqn.params["window_dimensions"][dim] > 1 or _has_another_size(eqn, dim)),
+    ),
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"), scatter
     ),
     **dict.fromkeys(("cholesky", "lu", "qr", "eigh", "svd", "householder_product", "geqrf"), _linear_algebra),
 }

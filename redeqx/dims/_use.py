@@ -167,7 +167,7 @@ def row_use(
     # rows of a prediction, no more than one batch is known at a time.
     metrics, with_whole = {} if returns_rows else _metrics_in(outs), not inputs.n_state and not returns_rows
     judged = _judged(names, growth, metrics, with_whole=with_whole) if growth.is_comparable else None
-    draws = Draws(names, growth, judged and judged[0].live)
+    draws = Draws(names, growth, judged[0].outs if judged else range(len(names.root.outs)))
     found |= {
         "is_random": draws.is_random,
         "draws": tuple(f"{why} ({shortened(step.line)})" for step, why in draws.refused),
@@ -285,7 +285,8 @@ def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs, draws: Draws
     growth = Growth(names, other)
     if not growth.is_comparable:
         return False
-    rows, its = Rows(names, growth, range(len(names.root.outs)), with_whole=False), Draws(names, growth)
+    every = range(len(names.root.outs))
+    rows, its = Rows(names, growth, every, with_whole=False), Draws(names, growth, every)
     is_as_forward = (len(its.by_number), len(its.refused), its.wrong) == (len(draws.by_number), len(draws.refused), None)
     degrees = {state.degree for state in rows.outs.values() if not state.is_of_any_degree}
     return rows.is_sum and is_as_forward and len(degrees) <= 1 and not rows.scaled
