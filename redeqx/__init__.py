@@ -11,7 +11,6 @@ from .machine import Compiler as Compiler, described as described, simulate_devi
 from .monitor import Tracker as Tracker
 from .partition import LeafPlan as LeafPlan, Plan as Plan, register_attention as register_attention
 from .training import (
-    EMA as EMA,
     Callback as Callback,
     Compute as Compute,
     EarlyStopping as EarlyStopping,

@@ -51,8 +51,7 @@ def load(
     - `deployer`: the model is placed on its mesh; without one, on the mesh of `plan`, or else each array like that of
         `like`, or on the first device.
     - `plan`: how the model is split; `deployer.plan(like)` by default.
-    - `kind`: the tree of the checkpoint: `"model"`; `"model_state"`, with the state of the layers as `like`; or a model that
-        a callback keeps, such as `"ema"`.
+    - `kind`: the tree of the checkpoint: `"model"`, or `"model_state"` with the state of the layers as `like`.
 
     In a dry run it returns shapes and reads nothing.
 

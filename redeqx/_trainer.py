@@ -173,9 +173,13 @@ class Trainer(RedcoNames, Generic[ModelT]):
     @property
     def model(self) -> ModelT:
         """The current model. The next step deletes its arrays: save it, or copy what you want to keep."""
-        model = self._engine.current[0]
-        self._engine.note_origins()
-        return model
+        return self._engine.with_origins(self._engine.current[0])
+
+    @property
+    def eval_model(self) -> ModelT:
+        """The model that is evaluated, saved and used for predictions: the average, with `redeqx.optimizers.ema`. The next
+        step may delete its arrays."""
+        return self._engine.with_origins(self._engine.eval_model)
 
     @property
     def model_state(self) -> PyTree | None:
@@ -321,7 +325,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         - `per_device_batch_size`, `batch_size`: at most this many rows at one position of the data and fsdp axes, or
             examples over all devices; slightly fewer if that leaves no remainder.
-        - `model`: evaluated instead of the trainer's model, in the same structure: an average of weights, for example.
+        - `model`: evaluated instead of `trainer.eval_model`, in the same structure: `trainer.model`, for example.
 
         Raises ValueError for a `model` of another structure.
         """
@@ -350,7 +354,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         *,
         collate_fn: Callable[[list[Any]], PyTree] | None = None,
     ) -> Predictor:
-        """Returns a Predictor that uses this trainer's model at the time of each call, with its plan and `compute`.
+        """Returns a Predictor that uses this trainer's `eval_model` at the time of each call, with its plan and `compute`.
 
         **Arguments:**
 

@@ -39,7 +39,7 @@ examples:
   redeqx convert llama-3.1-8b merged --adapter adapter                  with PEFT's adapter merged
   redeqx convert runs/x tuned --config llama-3.1-8b                     the last checkpoint of a run
   redeqx convert runs/x tuned --config llama-3.1-8b --alpha 16          with the run's adapters merged
-  redeqx convert runs/x/ckpts/argmin_loss best.safetensors --kind ema   an average of the weights, as a file
+  redeqx convert runs/x/ckpts/argmin_loss best.safetensors              the weights as a file
 """
 
 
@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
         help="the Hugging Face folder whose config.json and tokenizer describe the model of a checkpoint: the one that it "
         "was made from; it need not contain weights",
     )
-    parser.add_argument("--kind", help="which file of a checkpoint: `model` by default, or a callback's, such as `ema`")
+    parser.add_argument("--kind", help="which file of a checkpoint: `model` by default")
     parser.add_argument(
         "--adapter", type=disk_path, metavar="FOLDER", help="a PEFT adapter folder to merge into the weights"
     )

@@ -55,8 +55,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--kind",
-        help="which tensors: by default `model` if there is one; otherwise a file's name, such as `optimizer` or `ema`; "
-        "or `all`",
+        help="which tensors: by default `model` if there is one; otherwise a file's name, such as `optimizer`; or `all`",
     )
     parser.add_argument("--check", action="store_true", help="read a checkpoint's files and compare their checksums")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -13,7 +13,6 @@ from ._callbacks import (
     SaveEvery as SaveEvery,
 )
 from ._compute import REMATS as REMATS, Compute as Compute
-from ._ema import EMA as EMA
 from ._engine import Engine as Engine
 from ._evaluation import evaluate as evaluate
 from ._functions import (

@@ -1,6 +1,6 @@
 """Callbacks: the interface, three of them, and how a fit calls them and keeps their state.
 
-`Callback` is the interface; `EarlyStopping`, `SaveEvery` and `Profile` use nothing else. `EMA` is in `_ema.py`.
+`Callback` is the interface; `EarlyStopping`, `SaveEvery` and `Profile` use nothing else.
 """
 
 import inspect
@@ -14,9 +14,8 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
-from .._tree import PyTree, nearest
+from .._tree import nearest
 from ..checkpoint import CheckpointFolder, Checkpoints
 from ..compiled import profile_of
 from ..errors import check_choice, check_count, check_function, check_number, warn, with_names
@@ -79,16 +78,6 @@ class Callback:
 
     def close(self) -> None:
         """Called after a fit, also if it raised: release what was opened."""
-
-    def wrap_optimizer(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Returns the optimizer to train with. The state of a wrapper keeps the inner optimizer's state as the attribute
-        `inner`, and wrapping the result again returns an equal one."""
-        return optimizer
-
-    def models(self, trainer: Any) -> dict[str, PyTree]:
-        """Returns further models by name, in the structure of `trainer.model`. Evaluations report their `{name}_loss`, and
-        checkpoints keep them as `{name}.safetensors`."""
-        return {}
 
     def state(self) -> dict[str, Any]:
         """Returns the state that a checkpoint keeps of this callback, by name: JSON values and arrays."""
@@ -367,16 +356,6 @@ class Callbacks:
         for raised in failed:
             assert error is not None
             error.add_note(f"A callback's `close` failed after it: {type(raised).__name__}: {raised}")
-
-    def models(self) -> dict[str, PyTree]:
-        """Returns the models of all callbacks, by name."""
-        return {name: model for callback in self.each for name, model in callback.models(self.trainer).items()}
-
-    @property
-    def have_models(self) -> bool:
-        """Whether a callback returns models of its own: not an average that the optimizer keeps for it."""
-        wraps = self.overriding("wrap_optimizer")
-        return any(callback not in wraps for callback in self.overriding("models"))
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Returns the state of each callback that has one, by its class and its position among those of its class."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jaxtyping import PyTree
 
 from .._origins import CHANGED, origin_of, set_origin
@@ -22,10 +21,10 @@ from ..dims import UNKNOWN, RowUse
 from ..errors import DamagedError, check_alive, warn
 from ..machine import as_shapes, put, replicated
 from ..monitor import ProgressLine
+from ..optimizers import with_new_averages
 from ..partition import Plan
 from ..storage import AtEnd, Location, location
 from ._agreement import agree_on_opt_state, agree_on_trainer, check_rows
-from ._averages import as_model, average_names, averages_in, with_averages, with_new_averages, with_saved_averages
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._calls import Calls
 from ._header import eval_text, header_rows, loss_rows
@@ -48,7 +47,6 @@ class _Pending(NamedTuple):
     """A checkpoint to load once the model is placed."""
 
     path: Location
-    averages: Sequence[str]  # the names of those in it
     hyperparams: Mapping[str, Any] | None  # as for `Hyperparams.match`
     base: Base | None  # the leaves that it does not hold
 
@@ -115,7 +113,6 @@ class Engine:
         self._base: Base | None = None  # of the checkpoints that are saved, or of the loaded one
         self._is_planned = False  # from the loss of a batch, not only from the order of the fields
         self._pending: _Pending | None = None
-        self._averages_aside: dict[str, PyTree] = {}  # loaded, not used by a fit yet; until the next step
         self._has_chosen = False  # a setting that fits, with `memory="auto"`
         if recipe.pool.n:
             AtEnd(self, recipe.pool.close)
@@ -166,15 +163,22 @@ class Engine:
             self.place()
         return self.trees
 
-    def note_origins(self) -> None:
-        """Notes which of the model's arrays training changes, and where the others come from."""
-        if self._train_state is None:
-            return
-        for array in self.state.trained:
-            set_origin(array, CHANGED)
-        for name, array in zip(self.recipe.parts.names[1], self.state.frozen, strict=True):
-            if name in self._origins:
-                set_origin(array, self._origins[name])
+    @property
+    def eval_model(self) -> PyTree:
+        """The model that is evaluated and saved. A pending restore is done first."""
+        model = self.current[0]
+        return model if self._train_state is None else self.state.eval_model
+
+    def with_origins(self, model: PyTree) -> PyTree:
+        """Notes which of the model's arrays training changes, and where the others come from; returns the model."""
+        if self._train_state is not None:
+            trained, frozen = self.recipe.parts.take(model)
+            for array in trained:
+                set_origin(array, CHANGED)
+            for name, array in zip(self.recipe.parts.names[1], frozen, strict=True):
+                if name in self._origins:
+                    set_origin(array, self._origins[name])
+        return model
 
     @property
     def precision(self) -> str:
@@ -228,7 +232,7 @@ class Engine:
         if self._train_state is None:
             program = None if first is None else self._compile_ahead(plan, first)
             pending = self._pending
-            with nullcontext() if pending is None else self._restoring(pending):
+            with nullcontext() if pending is None else self._resuming(pending.path):
                 self._train_state = self._make_state(program or self.recipe.program(plan, *self.trees))
                 self.given = None
                 self._restore()
@@ -241,8 +245,7 @@ class Engine:
             rows = header_rows(run, self.recipe, plan, state, trace, self.precision)
             run.console.header(rows)
             run.console.records.begin(rows, plan.explain)
-            has_models = self.callbacks is not None and self.callbacks.have_models
-            warn_of_optimizer(self.recipe, plan, state, has_models=has_models)
+            warn_of_optimizer(self.recipe, plan, state)
             return
         if not is_same or not has_kinds or self.recipe.rows != UNKNOWN:
             self._train_state.move(self.recipe.program(plan, *self.trees), is_new=self.step == 0)
@@ -264,11 +267,9 @@ class Engine:
     def _compile_ahead(self, plan: Plan, batch: Batch) -> Program | None:
         """Starts to compile the train step for a batch, and returns its program; None if another program may run.
 
-        Averages of a checkpoint and `memory="auto"` may change the program, and several processes agree on it first.
+        `memory="auto"` may change the program, and several processes agree on it first.
         """
-        pending = self._pending
-        has_its_averages = pending is None or list(pending.averages) == average_names(self.recipe.optimizer)
-        if self.run.peers.n > 1 or self.recipe.compute.memory is not None or not has_its_averages:
+        if self.run.peers.n > 1 or self.recipe.compute.memory is not None:
             return None
         program = self.recipe.program(plan, *self.trees)
         shapes = program.train_shapes(batch.groups, np.uint32(batch.n_examples))
@@ -293,26 +294,6 @@ class Engine:
         check_alive(model, "model")  # another trainer may have donated the arrays of `deployer.init`
         settings = {"accumulate_grad_batches": self.recipe.accumulate, "precision": self.precision}
         agree_on_trainer(self.run, model, state, {**settings, "trained leaves": len(self.recipe.parts.names[0])})
-
-    def use_optimizer(self, optimizer: optax.GradientTransformation) -> None:
-        """Switches to another optimizer, whose state must be that of the current one, with or without averages around it."""
-        if optimizer is self.recipe.optimizer:
-            return
-        self.recipe = replace(self.recipe, optimizer=optimizer)
-        if self._train_state is None:
-            return
-        assert self.plan is not None
-        train_state, before = self._train_state, self._train_state.opt_tree
-        train_state.program = program = self._program_with_eval(train_state.program)
-        if not train_state.is_loaded:
-            train_state.opt_state = list(program.opt_state)
-            return
-        init = lambda: jax.tree.unflatten(program.opt_treedef, program.init_opt_state(train_state.trained))  # noqa: E731
-        state, self._averages_aside = with_averages(average_names(optimizer), before, self._averages_aside, init)
-        pairs = zip(jax.tree.leaves(state), program.opt_state, strict=True)
-        train_state.opt_state = [
-            x if x.sharding == shape.sharding else jax.device_put(x, shape.sharding) for x, shape in pairs
-        ]
 
     def record(self, metrics: Mapping[str, Any], step: int, speed: Mapping[str, float] | None = None) -> None:
         """Records one row of metrics, under the name of this engine."""
@@ -404,7 +385,6 @@ class Engine:
         if compiles := not self.calls.has_called(self.state.program.train_step, batch.signature):
             self.flush(line)
             self._choose_memory(batch, line)
-        self._averages_aside = {}
         assert self.plan is not None
         program, plan, args = self.state.program, self.plan, self.state.train_args(batch)
         count = lambda: work_of(self.recipe, plan, *self.trees, program.train_step, args)  # noqa: E731
@@ -507,7 +487,7 @@ class Engine:
             return *self.trees, self.recipe.plan_on(self.run.mesh, self.trees[0], None)
         self.place()
         assert self.plan is not None
-        return *self.current, self.plan
+        return self.eval_model, self.current[1], self.plan
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -553,25 +533,19 @@ class Engine:
             "mesh": dict(self.run.mesh.shape),
             "metrics": plain_numbers(dict(metrics)),
             "train_metrics": plain_numbers(last_metrics),
-            "averages": average_names(self.recipe.optimizer),
             "hyperparams": self.hyperparams.record,
         }
         checkpoints = self.need_checkpoints()
-        trees = self.state.trees(opt_state=save_opt_states)
+        trees = self.state.trees(self.state.eval_model, opt_state=save_opt_states)
         if self.state.frozen:
             record["trained"] = list(self.recipe.parts.names[0])
         states = self.callback_states if self.callbacks is None else self.callbacks.states()
         record["callbacks"] = states_to_record(states)
         if arrays := arrays_of(states):
             trees["callbacks"] = arrays
-        models = {} if self.callbacks is None else self.callbacks.models()
-        for name, average in averages_in(self.state.opt_tree).items():  # also after the fit of the callback that keeps it
-            if name not in models:
-                models[name] = as_model(average, self.state.model)
-        trees |= models
         if (base := self._find_base()) is not None:
             record["base"] = base.folders
-            trees |= {kind: base.without(trees[kind]) for kind in ("model", *models)}
+            trees["model"] = base.without(trees["model"])
         with self.run.preemption.held():
             path = checkpoints.save(self.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
             self.progress.saved, self.kept_step, self._keep_last = (self.step, self.progress.position), self.step, keep_last
@@ -641,15 +615,14 @@ class Engine:
         steps = (record["step"], record.get("n_skipped", 0))
         states = states_of_record(record.get("callbacks", {}), checkpoints, path) if opt_states else {}
         try:
-            with self._using_averages(record["averages"] if opt_states else None):
-                base = Base.of_record(record)
-                self._train_state.load(checkpoints, path, steps if opt_states else None, base)
-                self._note_base(base)
+            base = Base.of_record(record)
+            self._train_state.load(checkpoints, path, steps if opt_states else None, base)
+            self._note_base(base)
         except ValueError:
             # Such as another model's checkpoint: the pending one stays valid.
             if pending is not None and self._train_state.is_loaded:
                 self._pending = pending
-                with self._restoring(pending):
+                with self._resuming(pending.path):
                     self._restore()
                 self._match_hyperparams(pending.hyperparams)
             raise
@@ -679,9 +652,9 @@ class Engine:
             states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path)
         self._continue_from(record, states)
         base = Base.of_record(record)
-        pending = self._pending = _Pending(path, record["averages"], record.get("hyperparams"), base)
+        pending = self._pending = _Pending(path, record.get("hyperparams"), base)
         if self._train_state is not None:
-            with self._restoring(pending):
+            with self._resuming(pending.path):
                 self._restore()
             self._match_hyperparams(pending.hyperparams)
 
@@ -700,47 +673,13 @@ class Engine:
         self.hyperparams.match(self.state, saved, self.run.console.info)
 
     def _restore(self) -> None:
-        """Loads the pending checkpoint, if there is one, within `_restoring`."""
+        """Loads the pending checkpoint, if there is one, within `_resuming`."""
         pending, self._pending = self._pending, None
         if pending is not None:
             assert self._train_state is not None
             steps = (self.step, self.progress.n_skipped)
             self._train_state.load(self.need_checkpoints(), pending.path, steps, pending.base)
             self._note_base(pending.base)
-
-    @contextmanager
-    def _restoring(self, pending: _Pending) -> Iterator[None]:
-        """A context in which a pending checkpoint is loaded."""
-        with self._resuming(pending.path), self._using_averages(pending.averages):
-            yield
-
-    @contextmanager
-    def _using_averages(self, saved: Sequence[str] | None) -> Iterator[None]:
-        """A context in which the optimizer has exactly the averages of a checkpoint. Afterwards new averages begin with the
-        loaded weights, and unused ones are set aside until the next step.
-
-        **Arguments:**
-
-        - `saved`: the names of the checkpoint's averages; None if no checkpoint is loaded.
-        """
-        if saved is None:
-            yield
-            return
-        given, train_state = self.recipe.optimizer, self._train_state
-        optimizer = with_saved_averages(given, saved, self.run.console.info)
-        before = None if train_state is None or optimizer is given else (train_state.program, train_state.opt_state)
-        self.use_optimizer(optimizer)
-        self._averages_aside = {}  # they belong to the replaced weights
-        try:
-            yield
-        except BaseException:
-            if train_state is not None and train_state.is_loaded and before is not None:  # nothing was freed: undo
-                self.recipe = replace(self.recipe, optimizer=given)
-                train_state.program, train_state.opt_state = before
-            raise
-        finally:
-            del before
-            self.use_optimizer(given)
 
     @contextmanager
     def _resuming(self, path: Location) -> Iterator[None]:

@@ -24,7 +24,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
     **Arguments:**
 
     - `size`: the largest sizes of a batch.
-    - `model`: replaces the trained model, with the same structure.
+    - `model`: replaces the trained model, or the average of it that the optimizer keeps, with the same structure.
 
     Raises ValueError for a `model` of another structure.
     """
@@ -50,8 +50,9 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
         for batch in upcoming:
             engine.place_for(batch)
             state = engine.state
-            if weights is None and model is not None:
-                weights = recipe.parts.take(place(model, state.program.plan))
+            if weights is None:
+                given = None if model is None else place(model, state.program.plan)
+                weights = (state.eval_trained, state.frozen) if given is None else recipe.parts.take(given)
             args = state.eval_args(row_span(n_rows, size_of(examples)), batch.groups, weights)
             n_rows += batch.n_examples
             vector = engine.calls.evaluate(state.program.eval_step, args, batch, line)

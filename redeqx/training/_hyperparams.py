@@ -16,7 +16,6 @@ from jaxtyping import Array, PyTree
 from .._tree import listed, nearest
 from ..distributed import Peers
 from ..errors import brief
-from ._averages import without_averages
 from ._opt_states import hyperparams, injected, is_injected
 from ._state import TrainState
 
@@ -91,7 +90,7 @@ class Hyperparams:
     def show(self, opt_tree: PyTree) -> PyTree:
         """Returns an optimizer state for the user, who may write into its dicts as with optax."""
         i = 0
-        prefixes = [prefix for prefix, _ in injected(without_averages(opt_tree))]
+        prefixes = [prefix for prefix, _ in injected(opt_tree)]
 
         def with_shown(node: Any) -> Any:
             nonlocal i

@@ -26,9 +26,9 @@ from ..data import (
 from ..dims import UNKNOWN
 from ..errors import Note, as_metrics
 from ..monitor import ProgressLine
+from ..optimizers import has_eval_params
 from ..storage import check_writable
 from ._callbacks import Callbacks
-from ._ema import attach
 from ._engine import Engine
 from ._evaluation import evaluate
 from ._job import Job, make_job
@@ -62,11 +62,6 @@ class Fit:
         self.metrics: dict[str, float] = {}  # of the newest evaluation
         self.evaluated_at: int | None = None  # the step of the newest evaluation
         self.has_started = self.is_stopping = False
-        attach(options.callbacks, trainer)
-        optimizer = engine.recipe.optimizer
-        for callback in options.callbacks:
-            optimizer = callback.wrap_optimizer(optimizer)
-        engine.use_optimizer(optimizer)
 
     @property
     def eval_size(self) -> BatchSize:
@@ -198,7 +193,9 @@ class Fit:
         if engine.recipe.has_state:
             files["model_state.safetensors"] = file_size(array_leaves(state))
         if options.save_opt_states:
-            files["optimizer.safetensors"] = file_size(array_leaves(engine.recipe.opt_shapes(model)))
+            files["optimizer.safetensors"] = file_size(array_leaves(opt_state := engine.recipe.opt_shapes(model)))
+            if has_eval_params(opt_state):
+                files["trained.safetensors"] = file_size(array_leaves(engine.recipe.parts.take(model)[0]))
         return files
 
     # --- the start ---------------------------------------------------------------------------------------------------
@@ -339,12 +336,9 @@ class Fit:
         with line.pause("evaluating"):
             if options.eval_loss:
                 metrics.update(evaluate(engine, examples, self._eval_size))
-                for name, model in self.callbacks.models().items():
-                    found = evaluate(engine, examples, self._eval_size, model)
-                    metrics.update({f"{name}_{metric}": value for metric, value in found.items()})
             if options.eval_predictor is not None:
                 rows = self.eval_size.micro_batch
-                outputs = options.eval_predictor.predict(examples, batch_size=rows, model=engine.current[0])
+                outputs = options.eval_predictor.predict(examples, batch_size=rows, model=engine.eval_model)
                 if options.eval_metric_fn is not None:
                     engine.run.watch.beat()
                     metrics.update(as_metrics(options.eval_metric_fn(examples, outputs), taken=list(metrics)))

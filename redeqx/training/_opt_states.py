@@ -13,7 +13,6 @@ from jax.tree_util import tree_flatten_with_path
 from jaxtyping import PyTree
 
 from .._tree import render
-from ._averages import without_averages
 
 _RATE = "learning_rate"
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
@@ -37,7 +36,7 @@ def hyperparams(opt_tree: PyTree, *, scheduled: bool) -> dict[str, Any]:
     """Returns the hyperparameters by their names in the state: those that a schedule computes, or the others."""
     return {
         f"{prefix}{name}": value
-        for prefix, node in injected(without_averages(opt_tree))
+        for prefix, node in injected(opt_tree)
         for name, value in node.hyperparams.items()
         if (name in getattr(node, "hyperparams_states", ())) == scheduled
     }
@@ -84,13 +83,12 @@ def follows_schedule(opt_tree: PyTree) -> bool:
     return n_updates(opt_tree) is None and not is_set
 
 
-def check_opt_tree(opt_tree: PyTree, model: PyTree) -> None:
-    """Raises ValueError for the state of `optax.lookahead` for a model that is not the pair which it trains."""
-    states = [node for node in jax.tree.leaves(opt_tree, is_leaf=_is_lookahead) if _is_lookahead(node)]
-    if states and not isinstance(model, optax.LookaheadParams):
+def check_opt_tree(opt_tree: PyTree) -> None:
+    """Raises ValueError for the state of `optax.lookahead`."""
+    if any(map(_is_lookahead, jax.tree.leaves(opt_tree, is_leaf=_is_lookahead))):
         raise ValueError(
             "`optimizer`: expected one of the model's parameters, got `optax.lookahead`, which trains pairs of a fast and a "
-            "slow copy. Leave it out, and average the weights by the callback `redeqx.EMA`."
+            "slow copy. Average the weights instead: `redeqx.optimizers.ema(optimizer)`."
         )
 
 

@@ -1,12 +1,10 @@
-"""Warnings about optimizers whose results are easily misread: weights that are not to be evaluated, and complex ones."""
+"""A warning about optimizers that climb along the imaginary part of complex weights."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from .._tree import PyTree, listed
 from ..errors import warn
@@ -16,19 +14,10 @@ from ._state import TrainState
 from ._step import update_with
 
 _MOST_STEPS = 8  # in which an optimizer must have moved a weight: a warm-up may begin with a rate of 0
-_GUIDE = "guide `Choose an optimizer`"
 
 
-def warn_of_optimizer(recipe: Recipe, plan: Plan, state: TrainState, *, has_models: bool) -> None:
-    """Warns if the trained weights are not those to evaluate, or if complex ones climb.
-
-    **Arguments:**
-
-    - `has_models`: whether the callbacks of the running fit return models of their own to evaluate and to save.
-    """
-    if not has_models:
-        for message in _evaluated_elsewhere(state.opt_tree):
-            warn(message)
+def warn_of_optimizer(recipe: Recipe, plan: Plan, state: TrainState) -> None:
+    """Warns if complex weights climb."""
     pairs = zip(recipe.parts.names[0], state.trained, strict=True)
     complexes = [f"`{name}`" for name, leaf in pairs if jnp.iscomplexobj(leaf)]
     if complexes and recipe.grad_fn is None and _climbs(recipe, plan, state):
@@ -37,27 +26,6 @@ def warn_of_optimizer(recipe: Recipe, plan: Plan, state: TrainState, *, has_mode
             f"{', '.join(listed(complexes, 3))}: `jax.grad` returns the conjugate of the direction of ascent. Conjugate it: "
             "`optax.chain(optax.stateless(lambda grads, params: jax.tree.map(jnp.conj, grads)), optimizer)`."
         )
-
-
-def _evaluated_elsewhere(opt_tree: PyTree) -> Iterator[str]:
-    """Yields a message for each optimizer in this state after whose steps the weights are not those to evaluate."""
-    kinds = (optax.contrib.ScheduleFreeState, optax.contrib.SAMState, optax.LookaheadState)
-    is_one = lambda node: isinstance(node, kinds)  # noqa: E731
-    found = [node for node in jax.tree.leaves(opt_tree, is_leaf=is_one) if is_one(node)]
-    expected = "`optimizer`: expected the trained weights to be those to evaluate, got"
-    if any(isinstance(node, optax.contrib.ScheduleFreeState) for node in found):
-        yield (
-            f"{expected} `optax.contrib.schedule_free`: evaluations, best checkpoints, saved weights and predictions are of "
-            "the weights where it takes gradients. Evaluate and save `optax.contrib.schedule_free_eval_params` by a "
-            f"callback's `models`: {_GUIDE}."
-        )
-    if any(isinstance(node, optax.contrib.SAMState) and node.cache is not None for node in found):
-        yield (
-            f"{expected} `optax.contrib.sam`: between its updates they are perturbed, also where they are evaluated and "
-            "saved. Pass `opaque_mode=True`, with which each step is an update."
-        )
-    if any(isinstance(node, optax.LookaheadState) for node in found):
-        yield f"{expected} `optax.lookahead`, which trains pairs. Use the callback `redeqx.EMA`."
 
 
 def _climbs(recipe: Recipe, plan: Plan, state: TrainState) -> bool:

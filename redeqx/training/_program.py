@@ -15,13 +15,15 @@ from jaxtyping import Array, PyTree
 
 from .._tree import is_key, named_leaves
 from ..machine import Options, in_host, replicated
+from ..optimizers import eval_params, has_eval_params
 from ..partition import Plan, shardings_like, using_kinds
 from ..tracing import as_fun
 from ._functions import Functions
 from ._opt_states import check_opt_tree, check_schedules
 from ._parts import Parts
+from ._precision import MasterState
 from ._run import stream_dtype
-from ._step import Layout, make_eval_step, make_train_step, strong
+from ._step import Layout, in_memory, make_eval_step, make_train_step, strong
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Program:
     - `trained`, `frozen`, `opt_state`, `state`, `steps`, `stream`: shapes with shardings; `steps` as in the train step.
     - `names`: the names of the trained and of the frozen leaves.
     - `init_opt_state`: maps the trained arrays to the optimizer state, whose shards are created in place.
+    - `eval_params`: maps the optimizer state and the trained arrays to those to evaluate; None if these are the same.
     """
 
     plan: Plan
@@ -49,6 +52,7 @@ class Program:
     metric_names: list[str]
     eval_step: Callable[..., Any]
     eval_names: list[str]
+    eval_params: Callable[[list[Array], list[Array]], list[Array]] | None
     names: tuple[Sequence[str], Sequence[str]]
 
     def train_shapes(self, groups: Any, n_rows: Any) -> tuple[Any, ...]:
@@ -107,13 +111,19 @@ def make_program(
 
     traced, opt_tree = jax.make_jaxpr(init, return_shape=True)(trained)
     check_schedules(opt_tree)
-    check_opt_tree(opt_tree, model)
+    check_opt_tree(opt_tree)
     opt_state = jax.tree.leaves(jax.tree.map(placed, opt_tree, shardings_like(opt_tree, plan)))
     if offload_opt_state:  # scalars stay: copying them would take longer than using them
         opt_state = [placed(leaf, in_host(leaf.sharding)) if leaf.ndim else leaf for leaf in opt_state]
 
     def init_opt_state(trained: list[Array]) -> list[Array]:
         return [strong(leaf) for leaf in as_fun(traced)(*trained)]
+
+    def evaluated(opt_state: list[Array], trained: list[Array]) -> list[Array]:
+        opt_tree = jax.tree.unflatten(opt_treedef, in_memory(jax.memory.Space.Device, opt_state, layout.opt_state))
+        params = opt_tree.master if isinstance(opt_tree, MasterState) else parts.trained_tree(trained)
+        pairs = zip(jax.tree.leaves(eval_params(opt_tree, params)), trained, strict=True)
+        return [new.astype(old.dtype) for new, old in pairs]
 
     opt_treedef, state_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
     states = [placed(leaf, replicate) for leaf in jax.tree.leaves(state)]
@@ -137,6 +147,7 @@ def make_program(
         metric_names=metric_names,
         eval_step=eval_step,
         eval_names=eval_names,
+        eval_params=jax.jit(evaluated, out_shardings=layout.trained) if has_eval_params(opt_tree) else None,
         names=parts.names,
     )
 

@@ -103,7 +103,6 @@ _SETTING = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batch
 _RECORDED: dict[str, type] = {
     **dict.fromkeys(("step", "seed", "n_keys", "fit", "epoch", "examples", "n_skipped", "n_examples", "first_step"), int),
     **dict.fromkeys(("best", "metrics", "train_metrics", "callbacks"), dict),
-    "averages": list,
     **dict.fromkeys((*_SETTING, "stream", "learning_rate", "hyperparams", "data_state"), object),
 }
 

@@ -101,6 +101,17 @@ class TrainState:
         return self.parts.put(self.trained, self.frozen)
 
     @property
+    def eval_trained(self) -> list[Any]:
+        """The trained leaves as they are evaluated and saved."""
+        evaluated = self.program.eval_params
+        return self.trained if evaluated is None else evaluated(self.opt_state, self.trained)
+
+    @property
+    def eval_model(self) -> PyTree:
+        """The model as it is evaluated and saved; the next step may delete its trained arrays."""
+        return self.parts.put(self.eval_trained, self.frozen)
+
+    @property
     def model_state(self) -> PyTree | None:
         """The state of the model's stateful layers; None if there are none."""
         return jax.tree.unflatten(self.program.state_treedef, self.layers)
@@ -137,10 +148,19 @@ class TrainState:
         """The arrays of the model, by name."""
         return dict(zip((*self.parts.names[0], *self.parts.names[1]), (*self.trained, *self.frozen), strict=True))
 
-    def trees(self, *, opt_state: bool) -> dict[str, PyTree]:
-        """Returns the trees of a checkpoint, by kind."""
-        model_state = {"model_state": self.model_state} if self.layers else {}
-        return {"model": self.model, **model_state, **({"optimizer": self.opt_tree} if opt_state else {})}
+    def trees(self, model: PyTree, *, opt_state: bool) -> dict[str, PyTree]:
+        """Returns the trees of a checkpoint, by kind.
+
+        **Arguments:**
+
+        - `model`: the model as it is evaluated, or its shapes. The trained leaves are then a tree of their own.
+        """
+        trees = {"model": model, **({"model_state": self.model_state} if self.layers else {})}
+        if opt_state:
+            trees["optimizer"] = self.opt_tree
+            if self.program.eval_params is not None:
+                trees["trained"] = self.parts.trained_tree(self.trained)
+        return trees
 
     def match(self, checkpoints: CheckpointFolder, path: Location, base: Base | None, *, opt_state: bool) -> None:
         """Raises ValueError if a checkpoint belongs to another model, base or optimizer; reads headers only, no tensors."""
@@ -175,7 +195,7 @@ class TrainState:
             kind: checkpoints.load(path, kind, template, shardings)
             for kind, (template, shardings) in self._templates(opt_state, base).items()
         }
-        leaves = {**named_leaves(trees["model"]), **kept}
+        leaves = {**named_leaves(trees["model"]), **kept, **named_leaves(trees.get("trained"))}
         self.trained, self.frozen = ([leaves[name] for name in names] for names in self.parts.names)
         self.opt_state = jax.tree.leaves(trees["optimizer"]) if opt_state else self.opt_state
         self.layers = jax.tree.leaves(trees["model_state"]) if self.layers else self.layers
@@ -185,11 +205,11 @@ class TrainState:
 
     def _templates(self, opt_state: bool, base: Base | None) -> dict[str, tuple[PyTree, Callable[[str], NamedSharding]]]:
         """Returns what `load` reads, by kind: arrays or shapes by name, and the sharding of each."""
-        trees = self.trees(opt_state=opt_state)
+        trees = self.trees(self.model, opt_state=opt_state)
         if base is not None:
             trees["model"] = base.without(trees["model"])
         plan, replicate = self.program.plan, replicated(self.program.plan.mesh)
-        shardings = {"model": plan.sharding, "model_state": lambda _: replicate}
+        shardings = {"model": plan.sharding, "trained": plan.sharding, "model_state": lambda _: replicate}
         if opt_state:
             by_name = zip(named_leaves(trees["optimizer"]), (x.sharding for x in self.program.opt_state), strict=True)
             shardings["optimizer"] = dict(by_name).__getitem__

@@ -219,7 +219,7 @@ def make_train_step(
 
     def step_fn(trained, opt_state, state, steps, frozen, stream, groups, n_rows):
         step, n_skipped = steps
-        opt_state = _in_memory(jax.memory.Space.Device, opt_state, layout.opt_state)
+        opt_state = in_memory(jax.memory.Space.Device, opt_state, layout.opt_state)
         key = stream_key(stream)
         rounding_key = jax.random.fold_in(jax.random.fold_in(key, _ROUND), step)
         key = jax.random.fold_in(jax.random.fold_in(key, _TRAIN), step)
@@ -285,7 +285,7 @@ def make_train_step(
             is_finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
             after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)
             n_skipped = n_skipped + jnp.where(is_finite, 0, 1).astype(n_skipped.dtype)
-        after = (after[0], _in_memory(jax.memory.Space.Host, after[1], layout.opt_state), after[2])
+        after = (after[0], in_memory(jax.memory.Space.Host, after[1], layout.opt_state), after[2])
         return *after, jnp.stack([step + 1, n_skipped]), jnp.stack([*values.values(), weight])
 
     replicate = replicated(mesh)
@@ -337,7 +337,7 @@ def strong(x: Array) -> Array:
     return jnp.asarray(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
-def _in_memory(space: Any, arrays: Sequence[Array], shardings: Sequence[NamedSharding]) -> list[Array]:
+def in_memory(space: Any, arrays: Sequence[Array], shardings: Sequence[NamedSharding]) -> list[Array]:
     """Copies arrays whose sharding is in host memory to the given memory space; keeps the others."""
     pairs = zip(arrays, shardings, strict=True)
     return [jax.device_put(x, space) if is_in_host(sharding) else x for x, sharding in pairs]

@@ -40,7 +40,12 @@ def train(model, workdir, *, shards=(2, 2), max_steps=4, callbacks=(), trainable
     deployer = redeqx.Deployer(0, *shards, workdir=workdir, verbose=options.pop("verbose", False))
     model = model if eqx.is_array(jax.tree.leaves(model)[0]) else model(deployer)
     trainer = redeqx.Trainer(
-        deployer, model=model, optimizer=optax.adam(1e-2), collate_fn=np.stack, loss_fn=loss_fn, trainable=trainable(model)
+        deployer,
+        model=model,
+        optimizer=options.pop("optimizer", optax.adam(1e-2)),
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+        trainable=trainable(model),
     )
     trainer.fit(EXAMPLES, batch_size=8, n_epochs=None, max_steps=max_steps, callbacks=callbacks, **options)
     return trainer
@@ -62,10 +67,10 @@ def newest(workdir):
 
 
 def test_a_checkpoint_holds_the_trained_leaves(tmp_path, base, capsys):
-    ema = redeqx.EMA(0.5)
-    trainer = train(adapted(base), tmp_path / "run", callbacks=[ema], verbose=True)
+    optimizer = redeqx.optimizers.ema(optax.adam(1e-2), 0.5)
+    trainer = train(adapted(base), tmp_path / "run", optimizer=optimizer, verbose=True)
     folder = newest(tmp_path / "run")
-    for file, model in (("model", trainer.model), ("ema", ema.model)):
+    for file, model in (("model", trainer.eval_model), ("trained", trainer.model)):
         held = load_file(folder / f"{file}.safetensors")
         assert held.keys() == ADAPTERS
         for name, tensor in held.items():

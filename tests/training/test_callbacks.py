@@ -1,4 +1,4 @@
-"""Callbacks: call order, stopping, saving, weight averages, and callback state in resumed runs."""
+"""Callbacks: call order, stopping, saving, and callback state in resumed runs."""
 
 import json
 import os
@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import load_file
 
 import redeqx
 from redeqx.training._callbacks import Callbacks
@@ -302,212 +301,12 @@ def test_callback_state_resumes_exactly(step, tmp_path):
     assert (other.loaded, other.n, new.loaded, new.n) == (True, 9, False, 3)
 
 
-# --- averages -----------------------------------------------------------------------------------------------------------
-
-
-def exponential_average(decay, models):
-    average = models[0]
-    for model in models[1:]:
-        average = [decay * a + (1 - decay) * x for a, x in zip(average, model, strict=True)]
-    return average
-
-
-def arrays(tree):
-    return [np.array(leaf) for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
-
-
-class RecordModels(redeqx.Callback):
-    def __init__(self):
-        self.seen = []
-
-    def on_fit_start(self, trainer):
-        self.seen.append(arrays(trainer.model))
-
-    def on_step(self, trainer, metrics):
-        self.seen.append(arrays(trainer.model))
-
-
-def test_ema_averages_the_weights_and_is_evaluated_and_saved(tmp_path):
-    trainer, ema, models = make_trainer(tmp_path), redeqx.EMA(0.9), RecordModels()
-    metrics = fit(trainer, ema, models, eval_examples=DATA[:5], save_argmin_ckpt_by_metrics=["ema_loss"])
-    expected = exponential_average(0.9, models.seen)
-    for actual, leaf in zip(arrays(ema.model), expected, strict=True):
-        np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=1e-7)
-    assert metrics.keys() == {"loss", "ema_loss"}
-    assert metrics["ema_loss"] == trainer.eval_loss(DATA[:5], batch_size=8, model=ema.model) != metrics["loss"]
-    index = json.loads((tmp_path / "ckpts/index.json").read_text())
-    assert "argmin_ema_loss" in index
-    saved = load_file(tmp_path / "ckpts" / index["last"] / "ema.safetensors")
-    assert {name: leaf.tobytes() for name, leaf in saved.items()}.keys() == load_file(
-        tmp_path / "ckpts" / index["last"] / "model.safetensors"
-    ).keys()
-    assert sorted(leaf.tobytes() for leaf in saved.values()) == sorted(bits(ema.model))
-    # The average is sharded like the weights.
-    assert ema.model.layers[0].weight.sharding == trainer.model.layers[0].weight.sharding
-
-
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.sweep), 3])
-def test_ema_resumes_exactly(step, tmp_path):
-    uninterrupted, ema = make_trainer(tmp_path / "whole"), redeqx.EMA(0.9)
-    fit(uninterrupted, ema, eval_examples=DATA[:5])
-    with pytest.raises(Killed):
-        killed = make_trainer(tmp_path / "killed")
-        fit(killed, redeqx.EMA(0.9), KillAt(step + 1), eval_examples=DATA[:5], save_every_n_steps=1)
-    trainer, again = make_trainer(tmp_path / "killed"), redeqx.EMA(0.9)
-    fit(trainer, again, eval_examples=DATA[:5])
-    assert bits(again.model) == bits(ema.model)
-    assert bits((trainer.model, trainer.opt_state)) == bits((uninterrupted.model, uninterrupted.opt_state))
-    assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
-
-
-def test_average_of_bfloat16_weights_is_kept_in_float32():
-    """In bfloat16 a decay of 0.999 is 1: the average would stay where it began."""
-    ema, deployer = redeqx.EMA(0.999), redeqx.Deployer(verbose=False)
-    trainer = redeqx.Trainer(
-        deployer, model={"w": jax.numpy.ones(8, jax.numpy.bfloat16)}, optimizer=optax.sgd(1.0), collate_fn=np.stack,
-        loss_fn=lambda model, batch, key: (model["w"].astype(np.float32) ** 2).sum() / 2 + 0 * batch.sum(),
-    )  # fmt: skip
-    trainer.fit(DATA, batch_size=8, max_steps=20, callbacks=[ema])
-    assert not np.any(trainer.model["w"])  # from the first step on
-    np.testing.assert_allclose(np.asarray(ema.model["w"], np.float32), 0.999**20, rtol=2**-8)
-
-
-def test_ema_starts_from_trained_weights_and_continues_in_the_next_fit():
-    trainer, ema, models = make_trainer(), redeqx.EMA(0.5), RecordModels()
-    trainer.train(DATA, batch_size=8)
-    for _ in range(2):
-        fit(trainer, ema, models, n_epochs=1)
-    assert len(models.seen) == 8  # the fourth and fifth are identical
-    expected = exponential_average(0.5, [*models.seen[:4], *models.seen[5:]])
-    for actual, leaf in zip(arrays(ema.model), expected, strict=True):
-        np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=1e-7)
-    plain = make_trainer()
-    plain.train(DATA, batch_size=8)
-    for _ in range(2):
-        fit(plain, n_epochs=1)
-    for actual, leaf in zip(arrays(trainer.model), arrays(plain.model), strict=True):
-        np.testing.assert_allclose(actual, leaf, rtol=1e-6, atol=1e-7)
-
-
-def test_ema_can_be_added_when_resuming(tmp_path):
-    """The average starts from the checkpoint's weights, also after a custom training loop."""
-    custom_loop = make_trainer(tmp_path)
-    for i in range(2):
-        custom_loop.update(DATA[8 * i : 8 * i + 8])
-    custom_loop.save_ckpt("plain")
-    slow, fast, models = redeqx.EMA(0.9, name="slow"), redeqx.EMA(0.5, name="fast"), RecordModels()
-    fit(custom_loop, slow, models, max_steps=4)
-    for actual, leaf in zip(arrays(slow.model), exponential_average(0.9, models.seen), strict=True):
-        np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=1e-7)
-    again, more = make_trainer(tmp_path), RecordModels()
-    fit(again, slow, fast, more, max_steps=6)
-    assert again.step == 2 + 6  # updates before the fit do not count towards `max_steps`
-    for actual, leaf in zip(arrays(slow.model), exponential_average(0.9, [*models.seen, *more.seen[1:]]), strict=True):
-        np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=1e-7)
-    for actual, leaf in zip(arrays(fast.model), exponential_average(0.5, more.seen), strict=True):
-        np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=1e-7)
-    again.load_ckpt("plain")  # the checkpoint has no average, the trainer has two
-    assert again.step == 2
-    fit(again, slow, fast, max_steps=3)
-
-
-def test_ema_can_be_removed_when_resuming(tmp_path):
-    plain = make_trainer()
-    fit(plain, max_steps=4)
-    fit(make_trainer(tmp_path), redeqx.EMA(0.9), redeqx.EMA(0.5, name="fast"), max_steps=2)
-    loaded, resumed = make_trainer(tmp_path), make_trainer(tmp_path)
-    loaded.load_ckpt()
-    assert loaded.step == 2 and jax.tree.structure(loaded.opt_state) == jax.tree.structure(plain.opt_state)
-    fit(resumed, max_steps=4)
-    assert bits((resumed.model, resumed.opt_state)) == bits((plain.model, plain.opt_state))
-
-
-def test_averages_are_matched_by_name_when_resuming(tmp_path):
-    def make_averages():
-        return redeqx.EMA(0.9, name="a"), redeqx.EMA(0.5, name="b")
-
-    plain = make_trainer()
-    fit(plain, *make_averages(), max_steps=2)
-    for kept in ("ab", "ba", "a", "b", "bc"):
-        workdir, (a, b) = tmp_path / kept, make_averages()
-        fit(make_trainer(workdir), a, b, max_steps=2)
-        expected = {"a": bits(a.model), "b": bits(b.model)}
-        new = {"a": redeqx.EMA(0.9, name="a"), "b": redeqx.EMA(0.5, name="b"), "c": redeqx.EMA(0.5, name="c")}
-        again, seen = make_trainer(workdir), {}
-
-        class RecordAverages(redeqx.Callback):
-            def on_fit_start(self, trainer, seen=seen, new=new, kept=kept):
-                seen.update({name: bits(new[name].model) for name in kept})
-
-        fit(again, *(new[name] for name in kept), RecordAverages(), max_steps=3)
-        assert {name: seen[name] for name in kept if name in expected} == {
-            name: model for name, model in expected.items() if name in kept
-        }
-
-
-def test_finished_fit_passes_its_average_on_when_rerun(tmp_path):
-    def script(workdir, *callbacks):
-        trainer, ema = make_trainer(workdir), redeqx.EMA(0.9)
-        fit(trainer, n_epochs=1)
-        fit(trainer, ema, *callbacks, n_epochs=2, save_every_n_steps=1)
-        return bits((ema.model, trainer.model, trainer.opt_state))
-
-    uninterrupted = script(tmp_path / "whole")
-    with pytest.raises(Killed):
-        script(tmp_path / "killed", KillAt(6))
-    assert script(tmp_path / "killed") == uninterrupted
-
-
-def test_loading_an_incompatible_checkpoint_leaves_the_average_unchanged(tmp_path):
-    other = redeqx.Trainer(
-        redeqx.Deployer(workdir=tmp_path / "other", verbose=False),
-        model=eqx.nn.MLP(5, 1, 8, 1, key=jax.random.key(1)),
-        optimizer=optax.adam(1e-2),
-        collate_fn=np.stack,
-        loss_fn=loss_fn,
-    )
-    path = other.save_ckpt()
-    trainer, ema = make_trainer(tmp_path / "own"), redeqx.EMA(0.9)
-    fit(trainer, ema)
-    before = bits((trainer.model, trainer.opt_state, ema.model))
-    with pytest.raises(ValueError, match="differ"):
-        trainer.load_ckpt(path)
-    assert bits((trainer.model, trainer.opt_state, ema.model)) == before
-
-
-def test_checkpoint_saved_after_the_fit_contains_the_average(tmp_path):
-    trainer, ema = make_trainer(tmp_path), redeqx.EMA(0.9)
-    fit(trainer, ema)
-    trainer.save_ckpt("final")
-    assert bits(redeqx.load(tmp_path / "ckpts/final", like=trainer.model, kind="ema")) == bits(ema.model)
-
-
-def test_two_averages_with_the_same_name_raise():
-    expected_message = r"`callbacks`: expected averages with names of their own, got 'ema' twice\. Pass `EMA\(name='slow'\)`"
-    with pytest.raises(ValueError, match=expected_message):
-        fit(make_trainer(), redeqx.EMA(0.9), redeqx.EMA(0.5))
-
-
 def test_interrupted_fit_continues_in_the_same_process_with_its_callback_state():
     trainer, counts = make_trainer(), CountSteps()
     with pytest.raises(Killed):
         fit(trainer, counts, KillAt(4))
     fit(trainer, counts)
     assert counts.n == 6
-
-
-def test_averages_ignore_skipped_steps():
-    trainer = make_trainer(on_nonfinite="skip")
-    slow, fast, models = redeqx.EMA(0.9, name="slow"), redeqx.EMA(0.5, name="fast"), RecordModels()
-    examples = np.concatenate([DATA[:16], np.full((1, 6), np.nan, np.float32)])  # one of three steps is non-finite
-    trainer.fit(examples, batch_size=8, callbacks=[slow, fast, models])
-    assert trainer.n_skipped == 1
-    pairs = zip(models.seen, models.seen[1:], strict=False)
-    kept = [models.seen[0], *(after for before, after in pairs if not np.array_equal(before[0], after[0]))]
-    assert len(kept) == 3
-    for ema in (slow, fast):
-        for actual, leaf in zip(arrays(ema.model), exponential_average(ema.decay, kept), strict=True):
-            np.testing.assert_allclose(actual, leaf, rtol=2e-5, atol=1e-7)
 
 
 # --- profiles -----------------------------------------------------------------------------------------------------------
@@ -570,13 +369,6 @@ INVALID_ARGUMENTS = {
         TypeError,
     ),
     "`minutes`: expected a number above 0, got '3'.": (lambda: redeqx.SaveEvery(cast(float, "3")), TypeError),
-    "`decay`: expected a number from 0 to below 1, got 1.0.": (lambda: redeqx.EMA(1.0), ValueError),
-    "`decay`: expected a number from 0 to below 1, got 'ema'.": (lambda: redeqx.EMA(cast(float, "ema")), TypeError),
-    "`name`: expected an identifier that names no other file, got 'model'.": (
-        lambda: redeqx.EMA(name="model"),
-        ValueError,
-    ),
-    "`EMA.model`: expected a fit that has started, got none.": (lambda: redeqx.EMA().model, ValueError),
     "`model`: `layers.0.weight`: expected shape (16, 5), as in the trained model, got shape (8, 5).": (
         lambda: make_trainer().eval_loss(DATA, 1, model=eqx.nn.MLP(5, 1, 8, 1, key=jax.random.key(0))),
         ValueError,
@@ -602,7 +394,7 @@ def test_invalid_arguments_raise(expected):
     assert str(caught.value).startswith(expected)
 
 
-# --- failing callbacks and models of callbacks --------------------------------------------------------------------------
+# --- failing callbacks --------------------------------------------------------------------------------------------------
 
 
 class Failing(redeqx.Callback):
@@ -634,43 +426,3 @@ def test_failing_close_keeps_the_first_error_and_closes_the_other_callbacks():
 def test_early_stopping_without_evaluation_raises():
     with pytest.raises(ValueError, match="`eval_examples`: expected examples and something to evaluate, got none"):
         fit(make_trainer(), redeqx.EarlyStopping("loss", 2))
-
-
-class ModelCreatedAtStart(redeqx.Callback):
-    """Creates its own model when the fit starts."""
-
-    def on_fit_start(self, trainer):
-        self.model = jax.tree.map(lambda x: x * 0 if eqx.is_array(x) else x, trainer.model)
-
-    def models(self, trainer):
-        return {"zeros": self.model}
-
-
-def test_callback_can_create_its_model_at_fit_start():
-    actual = fit(make_trainer(), ModelCreatedAtStart(), n_epochs=1, eval_examples=DATA[:5])
-    assert actual["zeros_loss"] == pytest.approx(float((DATA[:5, 5] ** 2).mean()), rel=1e-5)
-
-
-def test_average_of_a_fit_completed_in_an_earlier_run_is_available(tmp_path):
-    def run(max_steps):
-        ema, trainer = redeqx.EMA(0.5), make_trainer(tmp_path)
-        fit(trainer, ema, n_epochs=1)
-        seen = bits(ema.model)
-        fit(trainer, ema, max_steps=max_steps)
-        return seen, bits(ema.model)
-
-    run(2)
-    seen, after = run(4)
-    assert len(seen) == len(after) and seen != after
-
-
-def test_average_restarts_from_loaded_weights(tmp_path):
-    trainer, ema = make_trainer(tmp_path, optimizer=optax.sgd(0.1)), redeqx.EMA(0.9)
-    fit(trainer, n_epochs=1, max_steps=1)
-    first = trainer.save_ckpt("first")
-    fit(trainer, ema)
-    assert bits(ema.model) != bits(trainer.model)
-    trainer.load_ckpt(first, load_opt_states=False)
-    assert bits(ema.model) == bits(trainer.model)
-    fit(trainer, ema, max_steps=1)  # a step donates the buffers of the weights and the average
-    assert bits(ema.model) != bits(trainer.model)

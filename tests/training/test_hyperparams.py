@@ -76,14 +76,14 @@ def test_a_resumed_run_takes_the_learning_rate_that_the_script_has_changed(how, 
 
 
 def test_it_is_compared_within_averages_copies_and_chains(tmp_path, capsys):
-    def run(rate, ema):
-        optimizer = optax.chain(optax.clip_by_global_norm(1e9), sgd(rate))
+    def run(rate, n_epochs):
+        optimizer = optax.chain(optax.clip_by_global_norm(1e9), redeqx.optimizers.ema(sgd(rate), 0.5))
         trainer = make_trainer(optimizer, tmp_path, compute=redeqx.Precision(parameters="bfloat16"))
-        trainer.fit(DATA, batch_size=8, n_epochs=2 - ema, callbacks=[redeqx.EMA(0.5)] * ema)
+        trainer.fit(DATA, batch_size=8, n_epochs=n_epochs)
         return np.asarray(trainer.model.weight, np.float32)
 
-    np.testing.assert_array_equal(run(0.5, ema=True), -0.5)
-    np.testing.assert_array_equal(run(0.25, ema=False), -0.75)
+    np.testing.assert_array_equal(run(0.5, 1), -0.5)
+    np.testing.assert_array_equal(run(0.25, 2), -0.75)
 
 
 def halving(learning_rate=1.0):

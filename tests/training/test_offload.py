@@ -19,7 +19,7 @@ def make_trainer(offload, shards=(2, 2), **options):
     return redeqx.Trainer(
         deployer,
         model=eqx.nn.MLP(16, 16, 32, 2, key=jax.random.key(0)),
-        optimizer=optax.adamw(1e-2),
+        optimizer=options.pop("optimizer", optax.adamw(1e-2)),
         collate_fn=np.stack,
         loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2),
         **{"compute": redeqx.Compute(offload_opt_state=offload), **options},
@@ -50,15 +50,19 @@ def test_offloading_trains_to_the_same_bits(options, capsys):
 
 def test_run_resumes_with_and_without_offloading(tmp_path):
     """An average of the weights, which is part of that state, can be evaluated."""
-    uninterrupted = make_trainer(False)
-    uninterrupted.fit(EXAMPLES, batch_size=32, n_epochs=2, callbacks=[redeqx.EMA(0.9)], eval_examples=EXAMPLES)
-    make_trainer(True, workdir=tmp_path).fit(EXAMPLES, batch_size=32, max_steps=2, callbacks=[redeqx.EMA(0.9)])
-    make_trainer(False, workdir=tmp_path).fit(EXAMPLES, batch_size=32, max_steps=4, callbacks=[redeqx.EMA(0.9)])
-    ema, last = redeqx.EMA(0.9), make_trainer(True, workdir=tmp_path)
-    metrics = last.fit(EXAMPLES, batch_size=32, n_epochs=2, callbacks=[ema], eval_examples=EXAMPLES)
+
+    def make(offload, workdir=None):
+        return make_trainer(offload, workdir=workdir, optimizer=redeqx.optimizers.ema(optax.adamw(1e-2), 0.9))
+
+    uninterrupted = make(False)
+    uninterrupted.fit(EXAMPLES, batch_size=32, n_epochs=2, eval_examples=EXAMPLES)
+    make(True, tmp_path).fit(EXAMPLES, batch_size=32, max_steps=2)
+    make(False, tmp_path).fit(EXAMPLES, batch_size=32, max_steps=4)
+    last = make(True, tmp_path)
+    metrics = last.fit(EXAMPLES, batch_size=32, n_epochs=2, eval_examples=EXAMPLES)
     assert last.step == 6 and bits(last) == bits(uninterrupted)
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(eqx.filter(ema.model, eqx.is_array))} == {"device"}
-    assert metrics["ema_loss"] == last.eval_loss(EXAMPLES, batch_size=32, model=ema.model)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(eqx.filter(last.eval_model, eqx.is_array))} == {"device"}
+    assert metrics["loss"] == last.eval_loss(EXAMPLES, batch_size=32, model=last.eval_model)
 
 
 def test_memory_auto_offloads_if_nothing_else_fits(monkeypatch, capsys):

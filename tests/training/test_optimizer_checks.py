@@ -1,4 +1,4 @@
-"""Optimizers whose results are easily misread: weights that are not to be evaluated, and complex ones."""
+"""Optimizers that are refused, and those that climb along the imaginary part of complex weights."""
 
 import warnings
 
@@ -43,60 +43,8 @@ def test_lookahead_is_refused_by_its_name(wrap):
         trainer.update(DATA)
     assert str(error.value) == (
         "`optimizer`: expected one of the model's parameters, got `optax.lookahead`, which trains pairs of a fast and a "
-        "slow copy. Leave it out, and average the weights by the callback `redeqx.EMA`."
+        "slow copy. Average the weights instead: `redeqx.optimizers.ema(optimizer)`."
     )
-
-
-# --- weights to evaluate ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "name"),
-    [
-        (optax.contrib.schedule_free_sgd(0.1), "schedule_free"),
-        (optax.chain(optax.clip(1.0), optax.contrib.schedule_free(optax.adam(0.1), 0.1)), "schedule_free"),
-        (optax.inject_hyperparams(optax.contrib.schedule_free_adamw)(0.1), "schedule_free"),
-        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01)), "sam"),
-    ],
-)
-def test_weights_that_are_not_to_be_evaluated_are_warned_about_once(optimizer, name):
-    trainer = make_trainer(optimizer)
-    [message] = warned(lambda: [trainer.update(DATA), trainer.update(DATA)])
-    assert f"expected the trained weights to be those to evaluate, got `optax.contrib.{name}`" in message
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.adam(0.1),
-        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), opaque_mode=True),
-        optax.MultiSteps(optax.adam(0.1), 2),
-        optax.contrib.prodigy(),
-    ],
-)
-def test_other_optimizers_are_not_warned_about(optimizer):
-    trainer = make_trainer(optimizer)
-    assert warned(lambda: trainer.update(DATA)) == []
-
-
-class ScheduleFree(redeqx.Callback):
-    def models(self, trainer):
-        trained, rest = eqx.partition(trainer.model, eqx.is_inexact_array)
-        return {"x": eqx.combine(optax.contrib.schedule_free_eval_params(trainer.opt_state, trained), rest)}
-
-
-def test_the_way_out_evaluates_the_other_weights_without_a_warning():
-    def fit(*callbacks):
-        trainer = make_trainer(optax.contrib.schedule_free_sgd(0.1))
-        options = {"batch_size": 8, "n_epochs": 5, "eval_examples": DATA}
-        return trainer, trainer.fit(DATA, callbacks=list(callbacks), **options)
-
-    trainer, metrics = fit(ScheduleFree())  # a warning is an error
-    state = trainer.opt_state
-    average = optax.contrib.schedule_free_eval_params(state, trainer.model).weight
-    np.testing.assert_allclose(metrics["x_loss"], np.mean((np.asarray(average) - 1) ** 2), rtol=1e-6)
-    assert abs(metrics["x_loss"] - metrics["loss"]) > 1e-3
-    assert any("schedule_free" in message for message in warned(lambda: fit(redeqx.EMA(0.9))))
 
 
 # --- complex weights ----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 import redeqx
+from redeqx.optimizers import ema
 
 redeqx.simulate_devices(8)
 
@@ -176,20 +177,19 @@ def pred_fn(model, labels, key):
 # Without shards, all eight devices hold the whole model and share the batch: *data parallelism*.
 #
 # The weights fluctuate with the last few batches. Their running average is more stable and usually draws better.
-# `redeqx.EMA` keeps it: `average = 0.995 * average + 0.005 * weights` after each step. It is part of the optimizer's
-# state, so it is saved and resumed with it.
+# `ema` keeps it: `average = 0.995 * average + 0.005 * weights` after each step. It is part of the optimizer's state, so it
+# is saved and resumed with it. Evaluations, predictions and saved models use the average.
 
 # %%
 deployer = redeqx.Deployer(jax_seed=0)
 trainer = redeqx.Trainer(
     deployer,
     model=Denoiser(deployer.next_key()),
-    optimizer=optax.adam(1e-3),
+    optimizer=ema(optax.adam(1e-3), 0.995),
     collate_fn=collate_fn,
     loss_fn=loss_fn,
 )
 predictor = trainer.get_default_predictor(pred_fn, collate_fn=np.array)
-ema = redeqx.EMA(0.995)
 
 # %% [markdown]
 # This callback draws the ten digits every 300 steps with the averaged weights. The key is the same each time, so the
@@ -204,12 +204,12 @@ class Draw(redeqx.Callback):
         self.rows, self.labels = [], []
 
     def on_step(self, trainer, metrics):
-        self.rows.append(predictor.predict(np.arange(10), batch_size=10, model=ema.model))
+        self.rows.append(predictor.predict(np.arange(10), batch_size=10))
         self.labels.append(f"step {trainer.step}")
 
 
 draw = Draw()
-trainer.fit(train, batch_size=128, n_epochs=100, callbacks=[ema, draw])
+trainer.fit(train, batch_size=128, n_epochs=100, callbacks=[draw])
 show(draw.rows, draw.labels)
 
 # %% [markdown]
@@ -217,7 +217,7 @@ show(draw.rows, draw.labels)
 # have the smaller loss.
 
 # %%
-for name, model in {"last weights": trainer.model, "their average": ema.model}.items():
+for name, model in {"last weights": trainer.model, "their average": trainer.eval_model}.items():
     print(f"{name:16}{trainer.eval_loss(held_out, batch_size=256, model=model):.4f}")
 
 # %% [markdown]
@@ -230,8 +230,8 @@ for name, model in {"last weights": trainer.model, "their average": ema.model}.i
 reader = LogisticRegression(max_iter=1000).fit(pictures[:1536], digits.target[:1536])
 wanted = np.arange(400) % 10
 key = jax.random.key(1)
-by_average = predictor.predict(wanted, batch_size=400, key=key, model=ema.model)
-by_last = predictor.predict(wanted, batch_size=400, key=key)
+by_average = predictor.predict(wanted, batch_size=400, key=key)
+by_last = predictor.predict(wanted, batch_size=400, key=key, model=trainer.model)
 
 shares = {
     "real, held out": reader.score(pictures[1536:], digits.target[1536:]),

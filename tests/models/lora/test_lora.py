@@ -888,14 +888,14 @@ def test_leaves_trained_in_a_users_model_are_saved(tmp_path, residual):
 
 
 def test_averages_of_leaves_beside_the_adapters_are_saved(tmp_path):
-    base, ema = GPT2(CONFIG, key=KEY), redeqx.EMA(0.5)
+    base = GPT2(CONFIG, key=KEY)
     model = lora.add(base, rank=2, where="*.query", key=KEY)
     trainer = redeqx.Trainer(
         redeqx.Deployer(verbose=False), model=model, trainable=lora.trainable(model, also="norm.*"),
-        optimizer=optax.adam(0.05), collate_fn=np.stack, loss_fn=language_loss,
+        optimizer=redeqx.optimizers.ema(optax.adam(0.05), 0.5), collate_fn=np.stack, loss_fn=language_loss,
     )  # fmt: skip
-    trainer.fit(list(np.random.default_rng(0).integers(0, 48, (16, 6)).astype(np.int32)), batch_size=8, callbacks=[ema])
-    assert_same(lora.load_adapter(base, lora.save_adapter(ema.model, tmp_path)), ema.model)
+    trainer.fit(list(np.random.default_rng(0).integers(0, 48, (16, 6)).astype(np.int32)), batch_size=8)
+    assert_same(lora.load_adapter(base, lora.save_adapter(trainer.eval_model, tmp_path)), trainer.eval_model)
 
 
 def test_a_trained_bias_of_an_adapted_layer_is_refused(tmp_path):
