@@ -336,79 +336,31 @@ def _stray_address() -> Member | None:
     return None
 
 
+_MPI_REMEDY = f"Set {_JAX_HOST0} to HOST:PORT of process 0"
+# fmt: off
 LAUNCHERS = (
     Launcher("redeqx launch", "Set all three", (_PROCESSES,), (_PROCESS_ID,), (_HOST0,), where=_redeqx),
     # Kubeflow Trainer's JAX runtime, Iris, and whoever else sets the arguments of `jax.distributed.initialize`.
-    Launcher(
-        "JAX_NUM_PROCESSES and JAX_PROCESS_ID",
-        "Set the variable, or unset the others",
-        ("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT"),
-        ("JAX_PROCESS_ID", "JAX_PROCESS_INDEX"),
-        (_JAX_HOST0,),
-    ),
-    Launcher(
-        "Iris",
-        "Call Iris's `initialize_jax()` before the Deployer, which then joins these processes",
-        ("IRIS_NUM_TASKS",),
-        needs=(_JAX_HOST0, "JAX_PROCESS_COUNT"),
-    ),
-    Launcher(
-        "Ray Train",
-        "Call `jax.distributed.initialize(address, n, index)` before the Deployer, which then joins these processes",
-        detect=_ray,
-    ),
+    Launcher("JAX_NUM_PROCESSES and JAX_PROCESS_ID", "Set the variable, or unset the others",
+             ("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT"), ("JAX_PROCESS_ID", "JAX_PROCESS_INDEX"), (_JAX_HOST0,)),
+    Launcher("Iris", "Call Iris's `initialize_jax()` before the Deployer, which then joins these processes",
+             ("IRIS_NUM_TASKS",), needs=(_JAX_HOST0, "JAX_PROCESS_COUNT")),
+    Launcher("Ray Train", "Call `jax.distributed.initialize(address, n, index)` before the Deployer, which then joins these "
+             "processes", detect=_ray),
     # `torchrun`, `accelerate launch`, and others that set the variables of torch's `env://`.
-    Launcher(
-        "torchrun",
-        "Start the script with `torchrun` or `accelerate launch`, or unset RANK and WORLD_SIZE",
-        ("WORLD_SIZE",),
-        ("RANK",),
-        ("MASTER_ADDR", "MASTER_PORT"),
-        "LOCAL_RANK",
-        _torchrun,
-        is_shared=True,
-    ),
-    Launcher(
-        "mpirun",
-        f"Set {_JAX_HOST0} to HOST:PORT of process 0",
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_RANK",),
-        local="OMPI_COMM_WORLD_LOCAL_RANK",
-        where=_open_mpi,
-    ),
+    Launcher("torchrun", "Start the script with `torchrun` or `accelerate launch`, or unset RANK and WORLD_SIZE",
+             ("WORLD_SIZE",), ("RANK",), ("MASTER_ADDR", "MASTER_PORT"), "LOCAL_RANK", _torchrun, is_shared=True),
+    Launcher("mpirun", _MPI_REMEDY, ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_RANK",),
+             local="OMPI_COMM_WORLD_LOCAL_RANK", where=_open_mpi),
     # MPICH and Intel MPI do not say where process 0 is.
-    Launcher(
-        "mpirun of MPICH",
-        f"Set {_JAX_HOST0} to HOST:PORT of process 0",
-        ("PMI_SIZE",),
-        ("PMI_RANK",),
-        (_JAX_HOST0,),
-        "MPI_LOCALRANKID",
-        is_shared=True,
-    ),
-    Launcher(
-        "SkyPilot",
-        "Run the script in `run:` of a SkyPilot task",
-        ("SKYPILOT_NUM_NODES",),
-        ("SKYPILOT_NODE_RANK",),
-        ("SKYPILOT_NODE_IPS",),
-        where=lambda: (os.environ["SKYPILOT_NODE_IPS"].split()[0], PORT, ""),
-    ),
-    Launcher(
-        "SLURM",
-        "Start the script with `srun python ...`, which starts every task",
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_JOB_NUM_NODES"),
-        ("SLURM_PROCID",),
-        ("SLURM_STEP_NODELIST", "SLURM_LOCALID"),
-        "SLURM_LOCALID",
-        _slurm,
-        only_with="SLURM_JOB_ID",
-        is_shared=True,
-    ),
-    Launcher(
-        "Kubernetes",
-        f"Install `jax[k8s]`, or set {_PROCESSES}, {_PROCESS_ID} and {_HOST0}, as `redeqx launch --on jobset` does",
-        detect=_jax_detection,
-    ),
+    Launcher("mpirun of MPICH", _MPI_REMEDY, ("PMI_SIZE",), ("PMI_RANK",), (_JAX_HOST0,), "MPI_LOCALRANKID", is_shared=True),
+    Launcher("SkyPilot", "Run the script in `run:` of a SkyPilot task", ("SKYPILOT_NUM_NODES",), ("SKYPILOT_NODE_RANK",),
+             ("SKYPILOT_NODE_IPS",), where=lambda: (os.environ["SKYPILOT_NODE_IPS"].split()[0], PORT, "")),
+    Launcher("SLURM", "Start the script with `srun python ...`, which starts every task",
+             ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_JOB_NUM_NODES"), ("SLURM_PROCID",),
+             ("SLURM_STEP_NODELIST", "SLURM_LOCALID"), "SLURM_LOCALID", _slurm, only_with="SLURM_JOB_ID", is_shared=True),
+    Launcher("Kubernetes", f"Install `jax[k8s]`, or set {_PROCESSES}, {_PROCESS_ID} and {_HOST0}, as "
+             "`redeqx launch --on jobset` does", detect=_jax_detection),
     Launcher("nobody", f"Set it and JAX_PROCESS_ID, unset {_JAX_HOST0}", detect=_stray_address),
 )
+# fmt: on

@@ -93,13 +93,18 @@ class Records:
             if delivery.is_new:
                 delivery.medium(MediaFile("plan", self._step, explain_plan()))
 
-    def rewind(self, step: int) -> None:
-        """Deletes what was recorded after `step`, for a run that resumes from there."""
+    def rewind(self, step: int, name: str | None = None) -> None:
+        """Deletes what was recorded after `step`, for a run that resumes from there.
+
+        **Arguments:**
+
+        - `name`: of one of several trainers: rows of other trainers are kept.
+        """
         if not self._is_main:
             return
         self._step = max(step, 0)
         for file in self._files.values():
-            file.rewind(step)
+            file.rewind(step, name)
         if self._workdir is not None:
             rewind_media(self._workdir / "media", step)
         for delivery in self._deliveries:
