@@ -67,6 +67,14 @@ def read_classes(folder: Path, size: int, n_channels: int = 1) -> tuple[Labelled
     return examples, names
 
 
+def read_parts(folder: Path | None, size: int) -> tuple[tuple[Labelled, Labelled, Labelled], list[str]]:
+    """Returns training, validation and test images, of a folder or scikit-learn's digits, and the names of the classes."""
+    if folder is None:
+        return digits(), [str(i) for i in range(10)]
+    examples, names = read_classes(folder, size)
+    return split(examples), names
+
+
 def read_captions(folder: Path, size: int, n_channels: int = 3) -> list[tuple[np.ndarray, str]]:
     """Returns the images of a folder with their captions, from `metadata.jsonl`, whose lines have `file_name` and `text`."""
     table = folder / "metadata.jsonl"

@@ -24,7 +24,7 @@ import optax
 
 import redeqx
 
-from .._images import digits, draw_grid, read_classes, split
+from .._images import draw_grid, read_parts
 from .judge import judge
 
 
@@ -110,7 +110,7 @@ def make_optimizer(args: Args) -> optax.GradientTransformation:
 
 def main(args: Args) -> dict[str, float]:
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
-    train, _, test = digits() if args.data is None else split(read_classes(args.data, size=args.image_size)[0])
+    train, _, test = read_parts(args.data, size=args.image_size)[0]
     pair = Pair(train[0][0].shape, args.latent_size, args.width, key=deployer.next_key())
     trainer = redeqx.Trainer(
         deployer, model=pair, optimizer=make_optimizer(args), collate_fn=collate_fn,

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import redeqx
-from examples._images import digits, draw_grid, read_classes, split
+from examples._images import draw_grid, read_parts
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def metric_fn(examples: list, outputs: list) -> dict[str, float]:
 
 def main(args: Args) -> dict[str, float]:
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
-    train, validation, test = digits() if args.data is None else split(read_classes(args.data, size=32)[0])
+    train, validation, test = read_parts(args.data, size=32)[0]
     model = Mixer(train[0][0].shape, 1 + max(label for _, label in train), key=deployer.next_key())
     optimizer = optax.adam(args.learning_rate)
     trainer = redeqx.Trainer(deployer, model=model, optimizer=optimizer, collate_fn=collate_fn, loss_fn=loss_fn)

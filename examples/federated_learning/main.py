@@ -14,7 +14,6 @@ with one subfolder of images for each class. For comparison, the same model is a
 Central training reaches 0.969 each time.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,8 @@ import optax
 from matplotlib.figure import Figure
 
 import redeqx
-from examples._images import Labelled, digits, read_classes, split
+from examples._images import read_parts
+from examples._records import curve
 from examples.federated_learning.fedavg import Client, client_of, cut_clients, draw_rounds, federated_gradient
 
 
@@ -54,14 +54,6 @@ class Args:
     n_fsdp_shards: int = 1  # Devices over which parameters, optimizer state and clients are sharded.
     simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0
-
-
-def read_data(path: Path | None, size: int) -> tuple[Labelled, Labelled, Labelled, list[str]]:
-    """Returns training, validation and test images, and the names of their classes."""
-    if path is None:
-        return *digits(), [str(i) for i in range(10)]
-    examples, names = read_classes(path, size)
-    return *split(examples), names
 
 
 class Classifier(eqx.Module):
@@ -104,12 +96,12 @@ def accuracy(examples: Sequence[Client], outputs: list) -> dict[str, float]:
     return {"accuracy": float(np.mean([labels[0] == output for (_, labels), output in zip(examples, outputs, strict=True)]))}
 
 
-def draw(path: Path, curve: list[tuple[int, float]], level: float, clients: Sequence[Client], names: list[str]) -> None:
+def draw(workdir: Path, level: float, clients: Sequence[Client], names: list[str]) -> None:
     """Draws validation accuracy over rounds with the level of central training, and the labels of each client."""
     counts = np.stack([np.bincount(labels, minlength=len(names)) for _, labels in clients])
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
-    left.plot(*zip(*curve, strict=True), marker=".", linewidth=1, label="federated")
+    left.plot(*curve(workdir, "eval_accuracy"), marker=".", linewidth=1, label="federated")
     left.axhline(level, linestyle="--", linewidth=1, color="C1", label="all images in one place")
     left.set(xlabel="round", ylabel="validation accuracy", ylim=(None, 1))
     left.legend(loc="lower right")
@@ -118,7 +110,7 @@ def draw(path: Path, curve: list[tuple[int, float]], level: float, clients: Sequ
     right.set_xticks(range(len(names)), names, rotation=90 if max(map(len, names)) > 2 else 0)
     right.yaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(table, ax=right)
-    figure.savefig(path, dpi=120)
+    figure.savefig(workdir / "federated.png", dpi=120)
 
 
 def check(args: Args) -> None:
@@ -136,7 +128,7 @@ def check(args: Args) -> None:
 def main(args: Args) -> dict[str, float]:
     """Trains in rounds, then centrally. Returns the test accuracies of both."""
     check(args)
-    train, *held_out, names = read_data(args.data, args.image_size)
+    (train, *held_out), names = read_parts(args.data, args.image_size)
     clients = cut_clients(train, args.n_clients, args.shards_per_client, args.seed)
     # An image is also a client with a single row. Evaluation and central training can thus use the functions above.
     images, validation, test = ([client_of([example]) for example in examples] for examples in (train, *held_out))
@@ -180,9 +172,7 @@ def main(args: Args) -> dict[str, float]:
     fit(central_trainer, images, args.centralised_batch_size, args.centralised_epochs, central_predictor)
 
     level = score(central_trainer, central_predictor, validation)
-    metrics = [json.loads(line) for line in (args.workdir / "metrics.jsonl").read_text("utf-8").splitlines()]
-    curve = [(line["step"], line["eval_accuracy"]) for line in metrics if "eval_accuracy" in line]
-    draw(args.workdir / "federated.png", curve, level, clients, names)
+    draw(args.workdir, level, clients, names)
     scores = {
         "test_accuracy": score(trainer, predictor, test),
         "test_centralised_accuracy": score(central_trainer, central_predictor, test),

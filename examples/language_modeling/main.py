@@ -31,6 +31,7 @@ import optax
 from matplotlib.figure import Figure
 
 import redeqx
+from examples._records import checkpoint, curve
 from examples.language_modeling.texts import Vocabulary, load_vocabulary, pad_left, prompt_of, read_examples
 from redeqx.models import Decoder, cross_entropy, from_pretrained, generate, lora, save_pretrained, weight_decay_mask
 from redeqx.models.gpt2 import GPT2, GPT2Config
@@ -112,12 +113,11 @@ def pred_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Arra
 
 def draw_curve(workdir: Path, bits_per_nat: float, levels: dict[str, float]) -> None:
     """Draws `loss.png`: the losses in `metrics.jsonl` over steps, in bits per byte, with the compressors as levels."""
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, label, marker, alpha in (("loss", "train", "", 0.4), ("eval_loss", "held out", "o", 1.0)):
-        steps, bits = np.array([(line["step"], line[name] * bits_per_nat) for line in lines if name in line]).T
-        axes.plot(steps, bits, linewidth=1, marker=marker, alpha=alpha, label=label)
+        steps, nats = curve(workdir, name)
+        axes.plot(steps, bits_per_nat * np.array(nats), linewidth=1, marker=marker, alpha=alpha, label=label)
     for i, (name, level) in enumerate(levels.items(), start=2):
         axes.axhline(level, linestyle="--", linewidth=1, color=f"C{i}", label=f"{name}, held out")
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
@@ -125,14 +125,14 @@ def draw_curve(workdir: Path, bits_per_nat: float, levels: dict[str, float]) -> 
     figure.savefig(workdir / "loss.png", dpi=150)
 
 
-def save_folders(args: Args, model: Any, config: Any) -> list[str]:
-    """Saves the trained model as a Hugging Face folder, and its adapter as PEFT's. Returns the folders' names."""
-    assert args.pretrained is not None
+def save_folders(args: Args, model: Any, config: Any) -> list[Path]:
+    """Saves the trained model as a Hugging Face folder, and its adapter as PEFT's. Returns the folders."""
+    folders = [args.workdir / "model"]
     if args.lora_rank is not None:
-        lora.save_adapter(model, args.workdir / "adapter", base=str(args.pretrained))
+        folders.append(lora.save_adapter(model, args.workdir / "adapter", base=str(args.pretrained)))
         model = lora.merge(model)
-    save_pretrained(model, config, args.workdir / "model")
-    return ["model"] if args.lora_rank is None else ["model", "adapter"]
+    save_pretrained(model, config, folders[0])
+    return folders
 
 
 def main(args: Args) -> dict[str, float]:
@@ -188,10 +188,10 @@ def main(args: Args) -> dict[str, float]:
     deployer.log_info(sample, title=f"sample: held-out text, and in brackets what {name} adds")
     table = "\n".join(f"{name:8}{score:.3f}" for name, score in scores.items())
     deployer.log_info(table, title=f"bits per byte of {n_bytes:,} held-out bytes")
-    index = json.loads((args.workdir / "ckpts/index.json").read_text())
-    files = ["loss.png", "metrics.jsonl", f"ckpts/{index['last']}", f"ckpts/{index['argmin_loss']}"]
+    files = [args.workdir / "loss.png", args.workdir / "metrics.jsonl"]
+    files += [checkpoint(args.workdir, tag) for tag in ("last", "argmin_loss")]
     files += [] if args.pretrained is None else save_folders(args, trainer.model, config)
-    deployer.log_info("\n".join(str(args.workdir / file) for file in files), title="curve, metrics, last checkpoint, best")
+    deployer.log_info("\n".join(map(str, files)), title="curve, metrics, last checkpoint, best")
     test_scores = {"test_bits_per_byte": scores[name]}
     deployer.log_metrics(test_scores, trainer.step)
     return test_scores

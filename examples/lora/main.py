@@ -13,7 +13,6 @@ all of them 84.1 % (83.9 and 82.9 % with seed 1). Learning rates were selected o
 full fine-tuning and 3e-3 and 5e-3 for LoRA.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import optax
 from matplotlib.figure import Figure
 
 import redeqx
+from examples._records import checkpoint, curve
 from examples._texts import load_tokenizer
 from examples.lora.base import optimizer, train_base
 from examples.lora.sentences import WORDS, Labelled, documentation_sentences, encode, read_sentences, split
@@ -126,7 +126,7 @@ def tune(args: Args, name: str, base: Path, parts: tuple[Labelled, ...]) -> dict
     again = redeqx.Predictor(deployer, model=merged, collate_fn=collate_fn, pred_fn=pred_fn)
     n_same = sum(a == b for a, b in zip(again.predict(test, batch_size=args.batch_size), outputs, strict=True))
     deployer.log_info(f"{n_same} of {len(test)} predictions are the same", title=f"{folder}, read again")
-    best = json.loads((workdir / "ckpts" / "index.json").read_text())["argmax_accuracy"]
+    best = checkpoint(workdir, "argmax_accuracy").name
     n_bytes = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
     scores = {**metric_fn(test, outputs), "share": n_trained / n_params, "agreement": n_same / len(test)}
     return {**scores, "trained": n_trained, "bytes": n_bytes, "saved": saved, "best": best, "steps": trainer.step}
@@ -137,9 +137,8 @@ def draw_curves(workdir: Path, tuned: dict[str, dict[str, Any]]) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, result in tuned.items():
-        lines = [json.loads(line) for line in (workdir / name / "metrics.jsonl").read_text().splitlines()]
-        points = np.array([(line["step"], line["eval_accuracy"]) for line in lines if "eval_accuracy" in line])
-        axes.plot(*points.T, marker="o", markersize=3, label=f"{name}: {result['trained']:,} parameters")
+        label = f"{name}: {result['trained']:,} parameters"
+        axes.plot(*curve(workdir / name, "eval_accuracy"), marker="o", markersize=3, label=label)
     axes.set(xlabel="step", ylabel="validation accuracy")
     axes.legend()
     figure.savefig(workdir / "accuracy.png", dpi=150)

@@ -19,7 +19,6 @@ The guarantee holds for each budget's model alone, for adding or removing one im
 epsilon 1, 0.925 to 0.936 for 3, 0.939 to 0.942 for 8, and 0.961 to 0.964 without privacy.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +32,8 @@ import optax
 from matplotlib.figure import Figure
 
 import redeqx
-from examples._images import Labelled, digits, read_classes, split
+from examples._images import Labelled, read_parts
+from examples._records import curve
 from examples.private_training.privacy import calibrate, hold_to, poisson_samples, private_gradient, room_for, spent
 
 
@@ -73,14 +73,6 @@ def check(args: Args) -> None:
     for name, (found, rule, holds) in rules.items():
         if not holds:
             raise ValueError(f"`{name}`: expected {rule}, got {found}. Choose another value.")
-
-
-def read_data(path: Path | None, size: int) -> tuple[tuple[Labelled, Labelled, Labelled], int]:
-    """Returns training, validation and test images, and the number of their classes."""
-    if path is None:
-        return digits(), 10
-    examples, names = read_classes(path, size)
-    return split(examples), len(names)
 
 
 class Classifier(eqx.Module):
@@ -164,9 +156,7 @@ def draw(path: Path, epsilons: Sequence[float], accuracies: Sequence[float], fol
     left.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
     left.set_xticks([], minor=True)
     for folder in folders:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
-        curve = [(line["step"], line["eval_accuracy"]) for line in lines if "eval_accuracy" in line]
-        right.plot(*zip(*curve, strict=True), linewidth=1, label=folder.name)
+        right.plot(*curve(folder, "eval_accuracy"), linewidth=1, label=folder.name)
     right.set(xlabel="step", ylabel="validation accuracy")
     for axes in (left, right):
         axes.set_ylim(None, 1)
@@ -177,7 +167,7 @@ def draw(path: Path, epsilons: Sequence[float], accuracies: Sequence[float], fol
 def main(args: Args) -> dict[str, float]:
     """Trains a model for each budget and one without privacy. Returns their test accuracies."""
     check(args)
-    data, n_classes = read_data(args.data, args.image_size)
+    data, classes = read_parts(args.data, args.image_size)
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     budget = (args.delta, args.sampling_rate, args.n_epochs * args.steps_per_epoch)
     names = [*(f"eps{epsilon:g}" for epsilon in args.epsilons), "public"]
@@ -185,7 +175,7 @@ def main(args: Args) -> dict[str, float]:
     folders = [args.workdir / name for name in names]
     # A separate seed for each model: noise that two models share could be removed by comparing them.
     seeds = range(args.seed * len(names), (args.seed + 1) * len(names))
-    accuracies = [fit(args, folders[i], seeds[i], data, n_classes, noise[i]) for i in range(len(names))]
+    accuracies = [fit(args, folders[i], seeds[i], data, len(classes), noise[i]) for i in range(len(names))]
     draw(args.workdir / "accuracy.png", args.epsilons, accuracies, folders)
 
     table = ["epsilon  noise  accuracy"]

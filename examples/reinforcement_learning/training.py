@@ -1,6 +1,5 @@
 """Code shared by the three algorithms: the replay buffer, the selection of the best checkpoint, the plots."""
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from matplotlib.figure import Figure
 
 import redeqx
 
+from .._records import checkpoint
 from .environments import Act, film, play_episodes
 
 Curve = list[tuple[int, float]]  # environment steps, mean return
@@ -75,8 +75,8 @@ class Best:
     def path(self) -> str:
         """The folder of the best checkpoint."""
         workdir = self.trainer.deployer.workdir
-        assert workdir is not None
-        return str(workdir / "ckpts" / json.loads((workdir / "ckpts/index.json").read_bytes())["argmax_return"])
+        assert isinstance(workdir, Path)
+        return str(checkpoint(workdir, "argmax_return"))
 
     def test(self) -> np.ndarray:
         """Tests the best checkpoint in episodes other than those that selected it. Returns the episodes' returns."""

@@ -11,7 +11,6 @@ pipeline (in Stable Diffusion's layout), whose UNet and text encoder are fine-tu
 drawings. Their mean distance to the nearest training digit is 0.95; that of real test digits is 1.09.
 """
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from redeqx.models.clip import CLIPTextConfig
 from redeqx.models.vae import VAE, VAEConfig
 
 from .._images import draw_grid
+from .._records import checkpoint
 from .._texts import BOS, EOS, learn_tokenizer
 from .captioned import PHRASES, WORDS, Captioned, captioned_digits, captioned_folder, judge_digits, whole_batches
 from .pipeline import Pipeline, encode_captions, without_words
@@ -194,7 +194,6 @@ def main(args: Args) -> dict[str, float]:
         scores |= judge_digits(np.stack(drawn), np.arange(len(drawn)) % len(WORDS))
     deployer.log_metrics(scores, trainer.step)
     deployer.log_info("\n".join(f"{name:20}{score:.3f}" for name, score in scores.items()), title="on the test set")
-    best = json.loads((args.workdir / "ckpts/index.json").read_text())["argmin_loss"]
-    files = ("samples.png", "pipeline", f"ckpts/{best}")
-    deployer.log_info("\n".join(str(args.workdir / file) for file in files), title="drawn, the pipeline, best checkpoint")
+    files = [args.workdir / "samples.png", args.workdir / "pipeline", checkpoint(args.workdir, "argmin_loss")]
+    deployer.log_info("\n".join(map(str, files)), title="drawn, the pipeline, best checkpoint")
     return scores

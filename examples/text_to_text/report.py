@@ -1,6 +1,5 @@
 """Reports of a text-to-text run: scores over steps, and outputs with their references."""
 
-import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from matplotlib.figure import Figure
 
 import redeqx
 
+from .._records import checkpoint, curve
 from .pairs import METRICS, Copy, Pair, best_copies, common_opening, copy_scores, rouge
 
 
@@ -18,13 +18,12 @@ def report(
     """Logs and draws the test scores with those of copying rules selected on validation. Returns the scores."""
     train, validation, test = parts
     workdir, folder, opening = deployer.workdir, deployer.local_workdir, common_opening(train)
-    assert workdir is not None and folder is not None
+    assert isinstance(workdir, Path) and folder is not None
     baselines = {"copied": best_copies(validation), f"{opening!r} + copied": best_copies(validation, opening)}
     reached, copied = rouge(test, outputs), [copy_scores(test, copies) for copies in baselines.values()]
     records = [{"source": s, "target": t, "output": o} for (s, t), o in zip(test, outputs, strict=True)]
     files = [draw(folder, baselines, test[:10], outputs[:10]), deployer.save_outputs(records, "test.jsonl")]
-    index = json.loads((workdir / "ckpts/index.json").read_bytes())
-    files += [workdir / "model", *(workdir / "ckpts" / index[f"argmax_{name}"] for name in ("rouge2", "rougeL"))]
+    files += [workdir / "model", *(checkpoint(workdir, f"argmax_{name}") for name in ("rouge2", "rougeL"))]
 
     table = {"": ("model", *baselines)}
     table |= {name: [f"{scores[name]:.2f}" for scores in (reached, *copied)] for name in METRICS}
@@ -40,14 +39,10 @@ def report(
 def draw(workdir: Path, baselines: dict[str, dict[str, Copy]], pairs: Sequence[Pair], outputs: Sequence[str]) -> Path:
     """Draws `rouge.png`: validation scores over steps with those of copying rules as levels, and some texts of the test
     set."""
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text("utf-8").splitlines()]
-    lines = [line for line in lines if "eval_rouge1" in line]
     figure = Figure(figsize=(14, 6), layout="constrained")
     curves, texts = figure.subplots(1, 2, width_ratios=(2, 3))
     for i, name in enumerate(METRICS):
-        label = name.replace("rouge", "ROUGE-")
-        scores = [line[f"eval_{name}"] for line in lines]
-        curves.plot([line["step"] for line in lines], scores, "o-", color=f"C{i}", label=label)
+        curves.plot(*curve(workdir, f"eval_{name}"), "o-", color=f"C{i}", label=name.replace("rouge", "ROUGE-"))
         for (kind, copies), style in zip(baselines.items(), ("--", ":"), strict=True):
             curves.axhline(copies[name].score, linestyle=style, color=f"C{i}", label=kind)
     curves.set(xlabel="step", ylabel="F1 on validation, %", ylim=(0, None))

@@ -10,12 +10,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from PIL import Image
 
 import redeqx
 from examples._images import digits
 from examples.federated_learning.fedavg import client_of, cut_clients, draw_rounds, federated_gradient
-from examples.federated_learning.main import Args, Classifier, check, collate_fn, loss_fn, loss_of, read_data
+from examples.federated_learning.main import Args, Classifier, check, collate_fn, loss_fn, loss_of
 
 from ._run import refusal, run_example
 
@@ -172,21 +171,6 @@ def test_more_shards_than_images_are_refused(n_clients, shards):
     rule = r"`--n-clients`, `--shards-per-client`: expected 1 to 1257 shards in total"
     with pytest.raises(ValueError, match=rf"{rule}, .*, got {n_clients} x {shards} = {n_clients * shards}\."):
         cut_clients(digits()[0], n_clients, shards, seed=0)
-
-
-def test_folders_of_images(tmp_path):
-    with pytest.raises(ValueError, match=r"data`: expected two or more subfolders with images, one per class, got 0\."):
-        read_data(tmp_path / "data", 8)
-    for name in ("cat", "dog"):
-        (tmp_path / "data" / name).mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"data/cat`: expected at least 5 images, .*, got 0\."):
-        read_data(tmp_path / "data", 8)
-    for i in range(20):
-        Image.fromarray(np.full((9, 7), 12 * i, np.uint8)).save(tmp_path / "data" / ("cat", "dog")[i % 2] / f"{i}.png")
-    train, validation, test, names = read_data(tmp_path / "data", 8)
-    assert names == ["cat", "dog"]
-    assert len(train) + len(validation) + len(test) == 20
-    assert train[0][0].shape == (1, 8, 8)
 
 
 def test_misspelt_flag_suggests_the_nearest():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples._images import digits, draw_grid, read_captions, read_classes, read_image
+from examples._images import digits, draw_grid, read_captions, read_classes, read_image, read_parts
 
 
 def save(path, colour, size=(6, 4)):
@@ -74,3 +74,18 @@ def test_grid_is_drawn_as_one_picture(tmp_path):
     draw_grid(tmp_path / "grid.png", [np.zeros((1, 8, 8), np.float32)] * 3, ["a", "b", "c"], n_columns=2)
     with Image.open(tmp_path / "grid.png") as image:
         assert image.size == (300, 340)
+
+
+def test_folders_of_images(tmp_path):
+    with pytest.raises(ValueError, match=r"data`: expected two or more subfolders with images, one per class, got 0\."):
+        read_parts(tmp_path / "data", 8)
+    for name in ("cat", "dog"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"data/cat`: expected at least 5 images, .*, got 0\."):
+        read_parts(tmp_path / "data", 8)
+    for i in range(20):
+        Image.fromarray(np.full((9, 7), 12 * i, np.uint8)).save(tmp_path / "data" / ("cat", "dog")[i % 2] / f"{i}.png")
+    (train, validation, test), names = read_parts(tmp_path / "data", 8)
+    assert names == ["cat", "dog"]
+    assert len(train) + len(validation) + len(test) == 20
+    assert train[0][0].shape == (1, 8, 8)

@@ -12,12 +12,11 @@ import optax
 import pytest
 from dp_accounting.rdp import RdpAccountant
 from jax.sharding import AxisType
-from PIL import Image
 from scipy.stats import binom, norm
 
 import redeqx
 from examples._images import digits
-from examples.private_training.main import Args, Classifier, check, collate_fn, loss_fn, loss_of_one, read_data
+from examples.private_training.main import Args, Classifier, check, collate_fn, loss_fn, loss_of_one
 from examples.private_training.privacy import (
     calibrate,
     clipped_sums,
@@ -252,21 +251,6 @@ def test_invalid_privacy_settings_are_refused(args, message):
     check(Args())
     with pytest.raises(ValueError, match=message):
         check(args)
-
-
-def test_folders_of_images(tmp_path):
-    with pytest.raises(ValueError, match=r"data`: expected two or more subfolders with images, one per class, got 0\."):
-        read_data(tmp_path / "data", 8)
-    for name in ("cat", "dog"):
-        (tmp_path / "data" / name).mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"data/cat`: expected at least 5 images, .*, got 0\."):
-        read_data(tmp_path / "data", 8)
-    for i in range(20):
-        Image.fromarray(np.full((9, 7), 12 * i, np.uint8)).save(tmp_path / "data" / ("cat", "dog")[i % 2] / f"{i}.png")
-    data, n_classes = read_data(tmp_path / "data", 8)
-    assert n_classes == 2
-    assert sum(map(len, data)) == 20
-    assert data[0][0][0].shape == (1, 8, 8)
 
 
 def test_misspelt_flag_suggests_the_nearest():
