@@ -13,7 +13,7 @@ from ._deployer import Deployer
 from ._predictor import Predictor
 from ._tree import ModelT, PyTree
 from .data import BatchSize, CollatePool, Slice, Workers, check_examples, size_of
-from .dry_run import DryRun, DryRunDone, dry_run
+from .dry_run import DryRun, DryRunDone, Workload, dry_run
 from .errors import (
     REDCO_TRAINER,
     REDCO_TRAINER_ARGUMENTS,
@@ -39,7 +39,6 @@ from .training import (
     Engine,
     Fit,
     FitOptions,
-    Job,
     Parts,
     Precision,
     Recipe,
@@ -48,7 +47,6 @@ from .training import (
     evaluate,
     hyperparam_values,
     in_order,
-    make_job,
     resume_newest,
     train,
     update,
@@ -270,7 +268,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         steps = in_order(examples, size, drop_remainder)
         agree_on_examples(self._engine.run.peers, "train", size_of(examples), size.examples)
         if (run := dry()) is not None:
-            raise DryRunDone(dry_run(self._job(steps, size), run.machine, **run.options))
+            raise DryRunDone(dry_run(self._workload(steps, size), run.machine, **run.options))
         if not drop_remainder:
             warn_of_large_batch(size_of(examples), size, per_device_batch_size)
         return train(self._engine, steps, size)
@@ -302,7 +300,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         Raises ValueError for trainers of one workdir that take turns.
         """
         if (run := dry()) is not None:
-            raise DryRunDone(dry_run(self._job(*as_one_step(self._engine, examples)), run.machine, **run.options))
+            raise DryRunDone(dry_run(self._workload(*as_one_step(self._engine, examples)), run.machine, **run.options))
         return update(self._engine, examples)
 
     @filter_traceback
@@ -422,12 +420,12 @@ class Trainer(RedcoNames, Generic[ModelT]):
             machine = of_devices("this", self.deployer.mesh.devices.flat) if run is None else run.machine
         n_devices = len(machine.devices)
         size = self._engine.batch_size(per_device_batch_size, batch_size, n_devices)
-        job = self._job(in_order(examples, size), size, n_devices)
-        return dry_run(job, machine, optimization=optimization, search=search, fit=fit)
+        work = self._workload(in_order(examples, size), size, n_devices)
+        return dry_run(work, machine, optimization=optimization, search=search, fit=fit)
 
-    def _job(self, steps: Iterator[Slice], size: BatchSize, n_devices: int | None = None) -> Job:
-        """Returns the job of a dry run: the first of these steps."""
-        return make_job(self._engine.recipe, *self._engine.trees, next(steps), size, self.deployer.mesh, n_devices)
+    def _workload(self, steps: Iterator[Slice], size: BatchSize, n_devices: int | None = None) -> Workload:
+        """Returns the workload of a dry run: the first of these steps."""
+        return Workload.of_step(self._engine.recipe, *self._engine.trees, next(steps), size, self.deployer.mesh, n_devices)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -566,7 +564,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         In a dry run, compiles the step for the first batch and raises SystemExit with the report.
         """
         if (run := dry()) is not None:
-            raise DryRunDone(dry_run(Fit(self._engine, options, self).job(), run.machine, **run.options))
+            raise DryRunDone(dry_run(Workload.of_fit(Fit(self._engine, options, self)), run.machine, **run.options))
         return Fit(self._engine, options, self).run()
 
 

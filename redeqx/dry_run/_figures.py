@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from ..compiled import Buffer, Collective
 from ..machine import Chip
+from ..memory import matmul_seconds
 
 _T = TypeVar("_T")
 
@@ -118,13 +119,3 @@ def estimate(step: Step, model_flops: Mapping[str, int], chip: Chip, mesh: Mesh)
     ideal = matmul_seconds(model_flops, chip, mesh.size)
     at_best, serial = max(parts), sum(parts)
     return Estimate(*parts, at_best, serial, *(ideal / seconds if seconds else 0.0 for seconds in (at_best, serial)))
-
-
-def matmul_seconds(flops: Mapping[str, int], chip: Chip, n_devices: int) -> float:
-    """Returns a lower bound on the time of matmuls that are split over devices, in seconds.
-
-    **Arguments:**
-
-    - `flops`: FLOPs by dtype, for all devices together.
-    """
-    return sum((n / n_devices / chip.rate(dtype) for dtype, n in flops.items()), 0.0)

@@ -17,12 +17,11 @@ from jax.sharding import NamedSharding
 from ..compiled import Buffer, own_line, split_name, words_of
 from ..dims import UNKNOWN
 from ..machine import USABLE, Machine, n_batch_shards
+from ..memory import Strategy, Tried, fastest
 from ..monitor import Console, HtmlPage, size_text, to_json
 from ..partition import Plan
 from ..storage import disk_path
-from ..training import Setting
 from ._figures import COLLECTIVES, FLOPS, MODEL_FLOPS, MOVED, TEMPORARIES, Estimate, Step, attempt, estimate
-from ._search import CompiledSetting, fastest
 
 _N_ROWS = 10  # maximal number of rows in a table
 
@@ -40,21 +39,21 @@ class DryRun:
     - `steps`: the `"train"` step, and the `"eval"` and `"predict"` steps of the evaluation.
     - `files`: bytes of each file of a checkpoint.
     - `model_flops`: FLOPs of a step's matmuls without recomputation, by dtype, for all devices together.
-    - `tried`: the other settings that were tried because this one does not fit. After a search for the fastest setting, all
+    - `tried`: the other strategies that were tried because this one does not fit. After a search for the fastest, all
         that were tried.
-    - `is_searched`: whether the fastest setting was searched for.
+    - `is_searched`: whether the fastest was searched for.
     - `failed`: the reason for each part of the report that could not be computed. A step in it is not in `steps`.
     """
 
     machine: Machine
-    setting: Setting
+    strategy: Strategy
     plan: Plan
     held: Mapping[str, int]
     steps: Mapping[str, Step]
     files: Mapping[str, int]
     model_flops: Mapping[str, int]
     in_host: int = 0
-    tried: tuple[CompiledSetting, ...] = ()
+    tried: tuple[Tried, ...] = ()
     is_searched: bool = False
     failed: Mapping[str, str] = field(default_factory=dict)
 
@@ -77,8 +76,8 @@ class DryRun:
         return estimate(step, self.model_flops, chip, self.plan.mesh)
 
     @property
-    def best(self) -> CompiledSetting | None:
-        """The fastest of the other settings that fits, or None if none was tried or none fits."""
+    def best(self) -> Tried | None:
+        """The fastest of the other strategies that fits, or None if none was tried or none fits."""
         return fastest(self.tried)
 
     # --- the report --------------------------------------------------------------------------------------------------
@@ -145,11 +144,10 @@ class DryRun:
     def _show_tried(self, console: Console | HtmlPage) -> None:
         rows = []
         for tried in self.tried:
-            needs = ("over " if tried.is_bound else "") + size_text(tried.needs)
-            estimate = tried.estimate
-            times = "" if estimate is None else f"{_seconds(estimate.step)} to {_seconds(estimate.serial)}"
-            rows.append((needs, "fits" if tried.fits else "does not fit", times, tried.setting.code()))
-        console.table("what was tried", ("needs", "", "a step, at least", "setting"), rows)
+            needs = ("over " if tried.is_refused else "") + size_text(tried.needs)
+            times = "" if tried.seconds is None else " to ".join(map(_seconds, tried.seconds))
+            rows.append((needs, "fits" if tried.fits else "does not fit", times, tried.strategy.code()))
+        console.table("what was tried", ("needs", "", "a step, at least", "strategy"), rows)
 
     def _repr_html_(self) -> str:
         """Returns the report as HTML tables, for notebooks."""
@@ -184,14 +182,14 @@ class DryRun:
         return text + (f". {self._advice()}" if self.tried else "")
 
     def _advice(self) -> str:
-        """Returns which of the tried settings to use, or how much memory the nearest one lacks if none fits."""
+        """Returns which of the tried strategies to use, or how much memory the nearest one lacks if none fits."""
         assert self.machine.memory is not None
         if self.best is not None:
-            return ("Fastest that fits: " if self.is_searched else "What fits: ") + self.best.setting.code()
-        nearest = min(self.tried, key=lambda tried: (tried.is_bound, tried.needs))
-        lacks = f"{'at least ' * nearest.is_bound}{size_text(nearest.needs - self.machine.memory)}"
+            return ("Fastest that fits: " if self.is_searched else "What fits: ") + self.best.strategy.code()
+        nearest = min(self.tried, key=lambda tried: (tried.is_refused, tried.needs))
+        lacks = f"{'at least ' * nearest.is_refused}{size_text(nearest.needs - self.machine.memory)}"
         return (
-            f"None of the tried settings fits. The nearest lacks {lacks} a device: {nearest.setting.code()}. "
+            f"None of the tried strategies fits. The nearest lacks {lacks} a device: {nearest.strategy.code()}. "
             "Use more devices, larger ones, or a smaller model"
         )
 
@@ -207,7 +205,7 @@ class DryRun:
             "fits": self.fits,
             "needs": self.needs,
             "mesh": dict(self.plan.mesh.shape),
-            "setting": asdict(self.setting),
+            "strategy": asdict(self.strategy),
             "rows": self.plan.row_use.text,
             "held": dict(self.held),
             "in_host": self.in_host,
@@ -215,8 +213,8 @@ class DryRun:
             "files": dict(self.files),
             "model_flops": dict(self.model_flops),
             "estimate": None if self.estimate is None else asdict(self.estimate),
-            "tried": [{**asdict(tried), "code": tried.setting.code()} for tried in self.tried],
-            "best": None if self.best is None else self.best.setting.code(),
+            "tried": [{**asdict(tried), "code": tried.strategy.code()} for tried in self.tried],
+            "best": None if self.best is None else self.best.strategy.code(),
             "failed": dict(self.failed),
             "plan": {
                 name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": str(leaf.spec), "reason": leaf.reason}
@@ -249,19 +247,19 @@ class DryRun:
         disk_path(path).write_text(json.dumps(json.loads(to_json(self.to_json())), indent=1) + "\n", "utf-8")
 
     def _head(self) -> dict[str, str]:
-        machine, setting, mesh = self.machine, self.setting, self.plan.mesh
+        machine, strategy, mesh = self.machine, self.strategy, self.plan.mesh
         memory = "unknown memory" if machine.memory is None else f"{size_text(machine.memory)} each"
         hosts = f", {machine.n_hosts} hosts" if machine.n_hosts > 1 else ""
         n_shards = n_batch_shards(mesh)
-        micro_batch = setting.per_device_batch_size * n_shards
-        n_rows = micro_batch * setting.accumulate_grad_batches
-        n_examples = setting.batch_size or n_rows
-        groups = setting.size(mesh).cut(n_examples, self.plan.row_use, mesh)
+        micro_batch = strategy.per_device_batch_size * n_shards
+        n_rows = micro_batch * strategy.accumulate_grad_batches
+        n_examples = strategy.batch_size or n_rows
+        groups = strategy.size(mesh).cut(n_examples, self.plan.row_use, mesh)
         if self.plan.row_use.kind == "mixed":
             batch = " and ".join(f"{group.n} micro-batches of {group.rows} rows" for group in groups) + " = "
         else:
-            batch = f"{setting.per_device_batch_size} rows x {n_shards} batch shards x "
-            batch += f"{setting.accumulate_grad_batches} micro-batches"
+            batch = f"{strategy.per_device_batch_size} rows x {n_shards} batch shards x "
+            batch += f"{strategy.accumulate_grad_batches} micro-batches"
             batch += f" and {n_examples - n_rows} more rows = " if n_examples > n_rows else " = "
         batch = ("" if n_examples < n_rows else batch) + f"{n_examples} examples a step"
         if repeated := sum(group.size for group in groups if group.n_copies(mesh) > 1):

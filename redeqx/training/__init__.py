@@ -22,7 +22,6 @@ from ._functions import (
     with_weak_types as with_weak_types,
 )
 from ._hyperparams import hyperparam_values as hyperparam_values
-from ._job import Job as Job, Setting as Setting, make_job as make_job
 from ._loop import Fit as Fit
 from ._loss import Loss as Loss, trace_loss as trace_loss
 from ._options import FitOptions as FitOptions, with_options as with_options

@@ -11,11 +11,9 @@ from jax.sharding import Mesh
 
 from ..errors import check_choice
 from ..machine import FSDP, chip_of_kind
+from ..memory import REMATS
 from ..transforms import UnrollLoops
 from ._precision import Precision
-
-# What the loops of a loss recompute in the backward pass, from the most memory to the least.
-REMATS = ("none", "matmuls", "full", "offload")
 
 
 @dataclass(frozen=True)

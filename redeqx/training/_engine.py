@@ -19,7 +19,8 @@ from ..checkpoint import Base, CheckpointFolder, Checkpoints, is_worth_naming
 from ..data import Batch, BatchSize, Prefetch, Slice, batches, collated_shapes, size_of
 from ..dims import UNKNOWN, RowUse
 from ..errors import DamagedError, check_alive, warn
-from ..machine import as_shapes, put, replicated
+from ..machine import FSDP, MODEL, as_shapes, chip_of_kind, put, replicated
+from ..memory import SearchSpace, Strategy, choose, levels_of
 from ..monitor import ProgressLine
 from ..optimizers import with_new_averages
 from ..partition import Plan
@@ -30,7 +31,6 @@ from ._calls import Calls
 from ._header import eval_text, header_rows, loss_rows
 from ._hyperparams import Hyperparams, find
 from ._loss import n_rows
-from ._memory import Choice, choices, describe_choice, first_that_fits, least_memory, memory_of
 from ._metrics import Metrics, Update
 from ._nonfinite import explain_nonfinite
 from ._optimizer_checks import warn_of_optimizer
@@ -409,46 +409,62 @@ class Engine:
         run, recipe = self.run, self.recipe
         if recipe.compute.memory is None or recipe.grad_fn is not None:
             return
-        memory = least_memory(memory_of(run.mesh), run.peers)
-        if memory is None:
-            return
-        compute, remat = recipe.compute, recipe.compute.remat_level
-        unroll = None if compute.unroll_on(run.mesh, remat) is None else True
-        first = Choice(remat, recipe.n_parts, unroll, compute.offload_opt_state)
-        use = recipe.rows or UNKNOWN
+        own = self._strategy(batch)
 
-        def order() -> Iterator[Choice]:
-            yield first
-            rows = n_rows(batch.micro_batch) // run.n_batch_shards
-            n_groups = rows // use.group if rows % use.group == 0 and self._may_cut(use, batch) else 1
-            yield from choices(first, run.mesh.devices.flat[0].platform, n_groups)[1:]
-
-        def compiled(choice: Choice) -> jax.stages.Compiled:
-            if choice != first:
-                self._use_choice(choice)
+        def compiled(strategy: Strategy) -> jax.stages.Compiled:
+            if strategy != own:
+                self._use_strategy(strategy, recipe)
             with line.compiling("train step"):
                 return self.compiled(batch)
 
+        opt_state = 0 if recipe.compute.offload_opt_state else shard_bytes(self.state.opt_state)
         with run.watch.paused():
-            opt_state = 0 if compute.offload_opt_state else shard_bytes(self.state.opt_state)
-            tried = first_that_fits(order(), memory, compiled, run.peers, opt_state)
-        *_, (chosen, need) = tried.items()
-        if chosen != first or need.total > memory.limit or not self._has_chosen:
-            run.console.info(describe_choice(tried, memory))
-        self._has_chosen = True
+            space = partial(self._search_space, own, batch)
+            tried, text = choose(own, run.mesh, run.peers, compiled, space, opt_state)
+        if tried and (tried[-1].strategy != own or not tried[-1].fits or not self._has_chosen):
+            run.console.info(text)
+        self._has_chosen |= bool(tried)
 
-    def _may_cut(self, use: RowUse, batch: Batch) -> bool:
-        """Whether smaller parts of a micro-batch compute the same: stateful layers would see other rows."""
-        if self.recipe.has_state or use.draws or use.kind == "mixed":
-            return False
-        return use.kind != "unknown" or not use.is_random
+    def _strategy(self, batch: Batch) -> Strategy:
+        """Returns the strategy of this run for a batch."""
+        recipe, compute, mesh = self.recipe, self.recipe.compute, self.run.mesh
+        rows = max(1, n_rows(batch.micro_batch) // self.run.n_batch_shards // recipe.n_parts)
+        n_micro_batches, remat = recipe.accumulate * recipe.n_parts, compute.remat_level
+        shards = mesh.shape[MODEL], mesh.shape[FSDP]
+        return Strategy(*shards, rows, n_micro_batches, remat, compute.unroll, compute.offload_opt_state)
 
-    def _use_choice(self, choice: Choice) -> None:
-        """Switches to the train step of another choice."""
-        compute = self.recipe.compute
-        unroll = compute.unroll if choice.unroll is None else choice.unroll
-        compute = replace(compute, remat=choice.remat, unroll=unroll, offload_opt_state=choice.offload_opt_state)
-        self.recipe = replace(self.recipe, compute=compute, n_parts=choice.n_parts)
+    def _search_space(self, own: Strategy, batch: Batch, limit: int) -> SearchSpace:
+        """Returns the strategies that make the same update on this mesh."""
+        recipe, args, mesh = self.recipe, self.state.train_args(batch), self.run.mesh
+        assert self.plan is not None
+        plan, device = self.plan, mesh.devices.flat[0]
+
+        def trace(remat: str, unroll: bool) -> Any:
+            compute = replace(recipe.compute, remat=remat, unroll=unroll and own.unroll)
+            return replace(recipe, compute=compute).program(plan, *self.trees).train_step.trace(*args).jaxpr.jaxpr
+
+        remat, flops, unrolls = levels_of(own.remat, trace, device.platform)
+        sizes = self.state.program.sizes
+        return SearchSpace(
+            replace(own, remat=remat),
+            mesh.size,
+            flops,
+            sizes.weights,
+            sizes.state,
+            limit,
+            chip_of_kind(device.device_kind),
+            opt_state=0 if device.platform == "cpu" else sizes.opt_state,
+            unrolls=unrolls,
+            rows=recipe.rows or UNKNOWN,
+            has_state=recipe.has_state,
+            is_running=True,
+        )
+
+    def _use_strategy(self, strategy: Strategy, given: Recipe) -> None:
+        """Switches from a given recipe to the train step of a strategy."""
+        changed = {name: getattr(strategy, name) for name in ("remat", "unroll", "offload_opt_state")}
+        n_parts = strategy.accumulate_grad_batches // given.accumulate
+        self.recipe = replace(self.recipe, compute=replace(self.recipe.compute, **changed), n_parts=n_parts)
         self.state.move(self._program_with_eval(self.state.program))
 
     def _program_with_eval(self, old: Program) -> Program:

@@ -5,16 +5,13 @@ It drives an engine, which computes the updates.
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import array_leaves, file_size
 from ..data import (
     BatchSize,
     Slice,
-    collated_shapes,
     differs_by_epoch,
     examples_of,
     micro_batch_shapes,
@@ -26,12 +23,10 @@ from ..data import (
 from ..dims import UNKNOWN
 from ..errors import Note, as_metrics
 from ..monitor import ProgressLine
-from ..optimizers import has_eval_params
 from ..storage import check_writable
 from ._callbacks import Callbacks
 from ._engine import Engine
 from ._evaluation import evaluate
-from ._job import Job, make_job
 from ._options import FitOptions
 from ._passes import updates, warn_of_large_batch
 from ._progress import Position
@@ -163,40 +158,9 @@ class Fit:
             self.callbacks.load(self.engine.callback_states)
             self.callbacks.call("on_fit_start")
 
-    def job(self) -> Job:
-        """Returns the job of a dry run: the first step, and the evaluations and checkpoints of this fit."""
-        options, engine = self.options, self.engine
-        job = make_job(engine.recipe, *engine.trees, next(self.steps(0, Position())), self.size, engine.run.mesh)
-        if options.evaluates:
-            job = self._with_evaluation(job, self._first_evaluated())
-        if options.saves or (options.save_end and engine.run.workdir is not None):
-            job = replace(job, files=self._files())
-        return job
-
-    def _with_evaluation(self, job: Job, examples: list[Any]) -> Job:
-        """Adds the evaluation of this fit to a training job."""
-        options, engine = self.options, self.engine
-        rows, (model, state) = max(1, self.eval_size.micro_batch // engine.run.n_batch_shards), engine.trees
-        if options.eval_loss:
-            batch = collated_shapes(engine.recipe.collate_fn, examples)
-            use = engine.recipe.row_use(model, state, batch, inference=True)
-            job = replace(job, eval_batch=batch, eval_rows=use, eval_per_device_batch_size=rows)
-        if (predictor := options.eval_predictor) is not None:
-            job = replace(job, trace_predict=lambda program: predictor.trace(model, examples, rows, program))
-        return job
-
-    def _files(self) -> dict[str, int]:
-        """Returns the size in bytes of each file of this fit's checkpoints. Arrays may be shapes."""
-        options, engine = self.options, self.engine
-        model, state = engine.trees
-        files = {"model.safetensors": file_size(array_leaves(model), options.save_float_dtype)}
-        if engine.recipe.has_state:
-            files["model_state.safetensors"] = file_size(array_leaves(state))
-        if options.save_opt_states:
-            files["optimizer.safetensors"] = file_size(array_leaves(opt_state := engine.recipe.opt_shapes(model)))
-            if has_eval_params(opt_state):
-                files["trained.safetensors"] = file_size(array_leaves(engine.recipe.parts.take(model)[0]))
-        return files
+    def first_step(self) -> Slice:
+        """Returns the examples of the first step, for a dry run."""
+        return next(self.steps(0, Position()))
 
     # --- the start ---------------------------------------------------------------------------------------------------
 
@@ -304,7 +268,7 @@ class Fit:
                     return
                 if options.eval_examples is not None and options.eval_sanity_check:
                     # On one batch, so that an error shows before training and not after an epoch.
-                    some, n_all = self._first_evaluated(), size_of(options.eval_examples)
+                    some, n_all = self.first_evaluated(), size_of(options.eval_examples)
                     with nullcontext() if len(some) == n_all else Note(_SANITY_CHECK.format(len(some), n_all)):
                         self._compute_metrics(some, line)
                     if engine.run.peers.n == 1 and self._is_over():  # stopped by an `eval_metric_fn`
@@ -351,7 +315,7 @@ class Fit:
             )
         return metrics
 
-    def _first_evaluated(self) -> list[Any]:
+    def first_evaluated(self) -> list[Any]:
         """Returns the first batch of examples of the evaluation."""
         n = min(size_of(self.options.eval_examples) or 0, self.eval_size.micro_batch)
         return [self.options.eval_examples[i] for i in range(n)]

@@ -3,9 +3,10 @@
 The Trainer creates these arrays; a dry run compiles the same steps without creating any.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +25,14 @@ from ._parts import Parts
 from ._precision import MasterState
 from ._run import stream_dtype
 from ._step import Layout, in_memory, make_eval_step, make_train_step, strong
+
+
+class Sizes(NamedTuple):
+    """Bytes of the parameters, of everything that stays in memory, and of the optimizer state in it."""
+
+    weights: int
+    state: int
+    opt_state: int
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,13 @@ class Program:
     def train_shapes(self, groups: Any, n_rows: Any) -> tuple[Any, ...]:
         """Returns the arguments of the train step, as shapes except for `groups` and `n_rows`."""
         return (self.trained, self.opt_state, self.state, self.steps, self.frozen, self.stream, groups, n_rows)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The bytes of all shards together."""
+        bytes_of = lambda leaves: sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)  # noqa: E731
+        weights, opt_state = bytes_of([*self.trained, *self.frozen]), bytes_of(self.opt_state)
+        return Sizes(weights, weights + opt_state + bytes_of(self.state), opt_state)
 
     @property
     def argument_names(self) -> dict[str, str]:

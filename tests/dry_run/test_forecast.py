@@ -20,9 +20,9 @@ from jax.experimental import topologies
 import redeqx
 from redeqx._tree import named_leaves
 from redeqx.compiled import Buffer
-from redeqx.dry_run import _forecast
+from redeqx.dry_run import DryRunDone, _forecast
 from redeqx.dry_run._figures import Step
-from redeqx.dry_run._forecast import DryRunDone, _offloaded
+from redeqx.dry_run._forecast import _offloaded
 from redeqx.machine import GPUS, TPUS, Chip, _devices, describe, dry, of_devices
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
@@ -580,7 +580,7 @@ def test_script_runs_up_to_its_fit(script, tmp_path):
     assert "dry run on cpu:8" in done.stdout and "data=4 x fsdp=1 x model=2" in done.stdout
     assert "after the fit" not in done.stdout and not (tmp_path / "run").exists()
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["fits"] and report["n_devices"] == 8 and report["setting"]["n_model_shards"] == 2
+    assert report["fits"] and report["n_devices"] == 8 and report["strategy"]["n_model_shards"] == 2
     assert report["needs"] == max(step["needs"] for step in report["steps"].values())
     assert set(report["files"]) == {"model.safetensors", "optimizer.safetensors"}
 

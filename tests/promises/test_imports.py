@@ -20,7 +20,7 @@ LAYERS = (
     ("machine", "tracing", "distributed", "kernels", "storage"),
     ("monitor", "compiled", "checkpoint", "dims"),
     ("data",),
-    ("partition",),
+    ("partition", "memory"),
     ("transforms", "optimizers"),
     ("training",),
     ("dry_run",),

@@ -1,0 +1,130 @@
+"""Workloads: a training step, an evaluation and the files of a checkpoint, to compile for other machines and strategies."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..checkpoint import array_leaves, file_size
+from ..data import BatchSize, Slice, collated_shapes
+from ..dims import UNKNOWN, RowUse
+from ..machine import FSDP, MODEL, n_batch_shards
+from ..memory import Strategy
+from ..optimizers import has_eval_params
+from ..partition import Plan
+from ..tracing import Rule
+from ..training import Fit, Program, Recipe
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a script computes, which can be compiled for any mesh and strategy.
+
+    **Arguments:**
+
+    - `strategy`: the script's own.
+    - `recipe`: how the model is trained; knows what the loss does with rows.
+    - `model`, `state`: of arrays or their shapes.
+    - `batch`: shapes of the first step's rows, as `collate_fn` returns them.
+    - `eval_batch`: shapes of the rows of an evaluation's first batch; None without an evaluation.
+    - `eval_rows`: what the loss does with them.
+    - `trace_predict`: maps a program to the traced predict step of the evaluation; None without one.
+    - `files`: the bytes of each file of a checkpoint; empty if none is saved.
+    """
+
+    strategy: Strategy
+    recipe: Recipe
+    model: PyTree
+    state: PyTree
+    batch: PyTree
+    eval_batch: PyTree | None = None
+    eval_per_device_batch_size: int = 0
+    eval_rows: RowUse = UNKNOWN
+    trace_predict: Callable[[Program], Any] | None = None
+    files: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_step(
+        cls,
+        recipe: Recipe,
+        model: PyTree,
+        state: PyTree,
+        step: Slice,
+        size: BatchSize,
+        mesh: Mesh,
+        n_devices: int | None = None,
+    ) -> "Workload":
+        """Returns the workload of one training step.
+
+        **Arguments:**
+
+        - `step`: the examples of the step.
+        - `mesh`: defines the numbers of shards.
+        - `n_devices`: devices of the target machine; the mesh's by default.
+        """
+        batch = collated_shapes(recipe.collate_fn, step.examples)
+        strategy = Strategy(
+            mesh.shape[MODEL],
+            mesh.shape[FSDP],
+            size.micro_batch // ((n_devices or mesh.size) // mesh.shape[MODEL]),
+            recipe.accumulate,
+            recipe.compute.remat,
+            recipe.compute.unroll,
+            recipe.compute.offload_opt_state,
+            batch_size=size.examples if size.by_examples else None,
+        )
+        return cls(strategy, replace(recipe, rows=recipe.rows or recipe.row_use(model, state, batch)), model, state, batch)
+
+    @classmethod
+    def of_fit(cls, fit: Fit) -> "Workload":
+        """Returns the workload of a fit: its first step, its evaluation and its checkpoints."""
+        options, engine = fit.options, fit.engine
+        recipe, (model, state), mesh = engine.recipe, engine.trees, engine.run.mesh
+        work = cls.of_step(recipe, model, state, fit.first_step(), fit.size, mesh)
+        if options.evaluates:
+            examples = fit.first_evaluated()
+            rows = max(1, fit.eval_size.micro_batch // n_batch_shards(mesh))
+            if options.eval_loss:
+                batch = collated_shapes(recipe.collate_fn, examples)
+                use = recipe.row_use(model, state, batch, inference=True)
+                work = replace(work, eval_batch=batch, eval_rows=use, eval_per_device_batch_size=rows)
+            if (predictor := options.eval_predictor) is not None:
+                work = replace(work, trace_predict=lambda program: predictor.trace(model, examples, rows, program))
+        if options.saves or (options.save_end and engine.run.workdir is not None):
+            files = {"model.safetensors": file_size(array_leaves(model), options.save_float_dtype)}
+            if recipe.has_state:
+                files["model_state.safetensors"] = file_size(array_leaves(state))
+            if options.save_opt_states:
+                opt_state = recipe.opt_shapes(model)
+                files["optimizer.safetensors"] = file_size(array_leaves(opt_state))
+                if has_eval_params(opt_state):
+                    files["trained.safetensors"] = file_size(array_leaves(recipe.parts.take(model)[0]))
+            work = replace(work, files=files)
+        return work
+
+    @property
+    def rows(self) -> RowUse:
+        """What the loss does with the rows of `batch`."""
+        return self.recipe.rows or UNKNOWN
+
+    @property
+    def can_remat(self) -> bool:
+        """Whether a rule can change the backward pass: not that of a user's `grad_fn`."""
+        return self.recipe.grad_fn is None
+
+    def eval_size(self, mesh: Mesh) -> BatchSize:
+        """Returns the sizes of an evaluation's batch."""
+        rows = self.eval_per_device_batch_size * n_batch_shards(mesh)
+        return BatchSize(rows, rows)
+
+    def plan_on(self, mesh: Mesh, micro_batch: PyTree) -> Plan:
+        """Returns the plan on a mesh, for the shapes of a micro-batch."""
+        return self.recipe.plan_on(mesh, self.model, self.recipe.trace(self.model, self.state, micro_batch))
+
+    def program(self, plan: Plan, strategy: Strategy, change: Rule | None = None) -> Program:
+        """Returns the steps, whose operations name their weights."""
+        chosen = {name: getattr(strategy, name) for name in ("remat", "unroll", "offload_opt_state")}
+        recipe = replace(self.recipe, compute=replace(self.recipe.compute, **chosen))
+        return recipe.program(plan, self.model, self.state, named=True, change=change)

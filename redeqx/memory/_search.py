@@ -1,0 +1,245 @@
+"""The search for a strategy: which ones make the same update, in which order they are tried, and which need not be compiled.
+
+Only computes with numbers: the caller compiles a strategy and returns what it needs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from jax.extend import core as jex
+
+from ..dims import UNKNOWN, RowUse
+from ..machine import GPUS, Chip
+from ..tracing import matmul_flops
+from ._need import Tried, fastest
+from ._strategy import REMATS, Strategy, may_cut
+
+# The relative cost of recomputation. Saving only the outputs of matmuls may be faster than saving everything, since a step
+# that is bound by memory bandwidth then reads less.
+_COSTS = {"none": 0, "matmuls": 0, "full": 1, "offload": 2}
+_DEFAULT_CHIP = GPUS["a100-40gb"].chip  # decides the order of strategies for devices without published rates
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The strategies to try, with the numbers that are known before they are compiled.
+
+    **Arguments:**
+
+    - `own`: the strategy of the script.
+    - `flops`: FLOPs of the matmuls of an update, by dtype, for each level of `REMATS` to try, or only for the script's own
+        level, which may be `"auto"`.
+    - `weights`: bytes of the parameters.
+    - `state`: bytes of all arrays that stay in memory, not counting copies.
+    - `memory`: bytes of a device.
+    - `chip`: the figures of a device, or None if unknown.
+    - `opt_state`: the part of `state` that belongs to the optimizer and can be offloaded to the host.
+    - `unrolls`: whether loops over small layers are unrolled if weights are not gathered layer by layer.
+    - `rows`, `has_state`: what the loss does with rows, and whether layers have a state: if other micro-batches make another
+        update, their number stays.
+    - `is_running`: whether the mesh and the rows on each device are fixed; micro-batches can still be divided.
+    """
+
+    own: Strategy
+    n_devices: int
+    flops: Mapping[str, Mapping[str, int]]
+    weights: int
+    state: int
+    memory: int
+    chip: Chip | None
+    opt_state: int = 0
+    unrolls: bool = False
+    rows: RowUse = UNKNOWN
+    has_state: bool = False
+    is_running: bool = False
+
+    def search(self, own: Tried, measure: Callable[[Strategy], Tried | None], *, to_fastest: bool) -> Iterator[Tried]:
+        """Yields the strategies that had to be compiled, each when it is compiled.
+
+        More shards of the model axis than in the script are tried only if nothing else fits, because the time of their
+        collectives is unknown before compilation.
+
+        **Arguments:**
+
+        - `own`: the strategy of the script.
+        - `measure`: compiles a strategy. Returns None if it cannot be compiled.
+        - `to_fastest`: whether to go on after a strategy fits, to those that may be faster, if estimates are known.
+        """
+        known = [own]
+        groups: dict[int, list[Strategy]] = {}
+        for strategy in self.strategies():
+            groups.setdefault(strategy.n_model_shards, []).append(strategy)
+        for n_model, strategies in sorted(groups.items()):
+            if n_model < self.own.n_model_shards and not to_fastest:
+                continue
+            for strategy in sorted(strategies, key=self._order):
+                best = fastest(known)
+                is_enough = best is not None and (not to_fastest or best.seconds is None)
+                if is_enough or (best is not None and n_model > self.own.n_model_shards):
+                    return
+                if strategy == self.own or self._is_ruled_out(strategy, known):
+                    continue
+                if (tried := measure(strategy)) is not None:
+                    known.append(tried)
+                    yield tried
+
+    def strategies(self) -> Iterator[Strategy]:
+        """Yields all strategies that make the same update."""
+        own = self.own
+        offload = sorted({own.offload_opt_state, own.offload_opt_state or self.opt_state > 0})
+        for n_model, n_fsdp in self._meshes():
+            for n_micro_batches, rows in self._cuts(self.n_devices // n_model):
+                cut = replace(
+                    own,
+                    n_model_shards=n_model,
+                    n_fsdp_shards=n_fsdp,
+                    per_device_batch_size=rows,
+                    accumulate_grad_batches=n_micro_batches,
+                )
+                for remat, in_host in product(self.flops, offload):
+                    unrolls = self.unrolls and n_fsdp == 1 and remat in ("none", "matmuls")
+                    for unroll in (True, False) if unrolls else (own.unroll,):
+                        yield replace(cut, remat=remat, unroll=unroll, offload_opt_state=in_host)
+
+    def _meshes(self) -> Iterator[tuple[int, int]]:
+        own, n = self.own, self.n_devices
+        if self.is_running:
+            yield own.shards
+            return
+        for n_model in sorted({*_powers(n), own.n_model_shards}):
+            for n_fsdp in sorted({1, own.n_fsdp_shards, n // n_model}):
+                if n // n_model % n_fsdp == 0:
+                    yield n_model, n_fsdp
+
+    def _cuts(self, n_shards: int) -> Iterator[tuple[int, int]]:
+        """Yields the numbers of micro-batches that an update can be split into, each with the rows of a shard."""
+        own = self.own
+        n_rows = own.per_device_batch_size * (self.n_devices // own.n_model_shards) * own.accumulate_grad_batches
+        if self.is_running:
+            counts = {own.accumulate_grad_batches * part for part in _powers(own.per_device_batch_size)}
+        else:
+            counts = {own.accumulate_grad_batches, *(2**i for i in range(n_rows.bit_length()))}
+        for count in sorted(counts):
+            if own.batch_size is not None and not self.is_running:  # as in `BatchSize.of`: a multiple of the devices
+                rows = -(-own.batch_size // count) // self.n_devices * self.n_devices // n_shards
+            else:
+                rows = 0 if n_rows % (n_shards * count) else n_rows // (n_shards * count)
+            may = may_cut(self.rows, has_state=self.has_state) and rows % self.rows.group == 0
+            if rows and (may or count == own.accumulate_grad_batches):
+                yield count, rows
+
+    def _order(self, strategy: Strategy) -> tuple[float, int, bool, int]:
+        remat = list(self.flops).index(strategy.remat)
+        return self.min_seconds(strategy), remat, not strategy.unroll, strategy.n_fsdp_shards
+
+    def min_seconds(self, strategy: Strategy) -> float:
+        """Returns a lower bound on the time of a step without overlap, in seconds.
+
+        It sums the times of the matmuls, of reading the weights for each micro-batch and the state once, of the collectives
+        of weights and gradients, and of copies to and from the host.
+        """
+        chip = self.chip or _DEFAULT_CHIP
+        (n_model, n_fsdp), n_micro_batches = strategy.shards, strategy.accumulate_grad_batches
+        n_data = self.n_devices // (n_model * n_fsdp)
+        weights = self.weights / n_model / 2  # in half precision
+        moved = n_micro_batches * 2 * weights + 2 * self.state / (n_model * n_fsdp)
+        # Ring collectives: two all-gathers of each weight and a reduce-scatter of its gradient over the fsdp axis, then an
+        # all-reduce of the gradient's shards over the data axis.
+        sent = 3 * weights * (n_fsdp - 1) / n_fsdp + 2 * weights / n_fsdp * (n_data - 1) / n_data
+        seconds = matmul_seconds(self.flops[strategy.remat], chip, self.n_devices)
+        copied = 2 * self.opt_state / (n_model * n_fsdp) if strategy.offload_opt_state else 0
+        return seconds + moved / chip.bandwidth + n_micro_batches * sent / chip.link + copied / chip.host
+
+    def _is_ruled_out(self, strategy: Strategy, known: Sequence[Tried]) -> bool:
+        """Whether a strategy cannot fit or cannot be the fastest, given those that were compiled."""
+        state = self.state - (self.opt_state if strategy.offload_opt_state else 0)
+        if state / (strategy.n_model_shards * strategy.n_fsdp_shards) > self.memory:
+            return True
+        if any(self._min_bytes(strategy, tried) > self.memory for tried in known if not tried.fits):
+            return True
+        best = fastest(known)
+        if best is not None and self.min_seconds(strategy) >= best.cost:
+            return True
+        return any(_saves_no_time(strategy, tried.strategy) for tried in known if tried.fits)
+
+    def _min_bytes(self, own: Strategy, tried: Tried) -> float:
+        """Returns a lower bound on the bytes that a strategy needs, given one that was compiled.
+
+        The bound is 0 unless that one has the same mesh and recomputes as much or more. Temporaries shrink at most in
+        proportion to the rows of a micro-batch.
+        """
+        other = tried.strategy
+        if own.shards != other.shards:
+            return 0
+        if (own.offload_opt_state and not other.offload_opt_state) or (other.unroll and not own.unroll):
+            return 0
+        if own.remat != other.remat and REMATS.index(own.remat) > REMATS.index(other.remat):
+            return 0
+        share = min(1.0, own.per_device_batch_size / other.per_device_batch_size)
+        return tried.held + (tried.needs - tried.held) * share
+
+
+def _saves_no_time(strategy: Strategy, other: Strategy) -> bool:
+    """Whether a strategy only saves memory compared with another one that fits.
+
+    This holds if it has the same shards, at least as many micro-batches, at least as much recomputation, and at least as
+    much in loops and in host memory. (More shards of the fsdp axis may also save time, in the update.)
+    """
+    if strategy.shards != other.shards or strategy.accumulate_grad_batches < other.accumulate_grad_batches:
+        return False
+    if (other.offload_opt_state and not strategy.offload_opt_state) or (strategy.unroll and not other.unroll):
+        return False
+    return strategy.remat == other.remat or _COSTS[strategy.remat] > _COSTS[other.remat]
+
+
+def _powers(n: int) -> list[int]:
+    """Returns the powers of two that divide a number."""
+    return [2**i for i in range(n.bit_length()) if n % 2**i == 0]
+
+
+def matmul_seconds(flops: Mapping[str, int], chip: Chip, n_devices: int) -> float:
+    """Returns a lower bound on the time of matmuls that are split over devices, in seconds.
+
+    **Arguments:**
+
+    - `flops`: FLOPs by dtype, for all devices together.
+    """
+    return sum((n / n_devices / chip.rate(dtype) for dtype, n in flops.items()), 0.0)
+
+
+def levels_of(own: str, trace: Callable[[str, bool], Any], platform: str) -> tuple[str, dict[str, Mapping[str, int]], bool]:
+    """Returns the script's own level of recomputation, the FLOPs of a step's matmuls for each level that makes another
+    program, and whether loops are unrolled by default.
+
+    If all levels make the same program, because the loss has no loops or has remats itself, only the own level is returned.
+
+    **Arguments:**
+
+    - `own`: a level, or `"auto"`.
+    - `trace`: maps a level, and whether loops are unrolled, to the jaxpr of the train step.
+    """
+    own_jaxpr = trace(own, True)
+    programs: dict[str, Any] = {}  # jaxprs
+    for remat in REMATS[:-1] if platform == "cpu" else REMATS:  # a CPU is its own host
+        jaxpr = trace(remat, True)
+        if all(_content(jaxpr) != _content(other) for other in programs.values()):
+            programs[remat] = jaxpr
+    unrolls = _content(trace("none", False)) != _content(programs["none"])
+    same = [remat for remat, jaxpr in programs.items() if _content(jaxpr) == _content(own_jaxpr)]
+    if len(programs) < 2 or not same:
+        same, programs = [own], {own: own_jaxpr}
+    return same[0], {remat: matmul_flops(jaxpr) for remat, jaxpr in programs.items()}, unrolls
+
+
+def _content(jaxpr: Any) -> Counter[str]:
+    """Counts the primitives of a jaxpr, and its matmuls' FLOPs by dtype."""
+    found = Counter({f"FLOPs {dtype}": n for dtype, n in matmul_flops(jaxpr).items()})
+    todo = [jaxpr]
+    while todo:
+        eqns = todo.pop().eqns
+        found.update(eqn.primitive.name for eqn in eqns)
+        todo += [getattr(inner, "jaxpr", inner) for eqn in eqns for inner in jex.jaxprs_in_params(eqn.params)]
+    return found

@@ -1,0 +1,58 @@
+"""Strategies: how a run is distributed over devices, and what it recomputes or moves to save memory."""
+
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from ..data import BatchSize
+from ..dims import RowUse
+from ..machine import n_batch_shards
+
+# What the loops of a loss recompute in the backward pass, from the most memory to the least.
+REMATS = ("none", "matmuls", "full", "offload")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a run is distributed; its updates do not depend on it."""
+
+    n_model_shards: int
+    n_fsdp_shards: int
+    per_device_batch_size: int
+    accumulate_grad_batches: int
+    remat: str = "auto"  # this and the next two as for `Compute`
+    unroll: bool = True
+    offload_opt_state: bool = False
+    batch_size: int | None = None  # examples per update, if the script sets them instead of rows per device
+
+    @property
+    def shards(self) -> tuple[int, int]:
+        return self.n_model_shards, self.n_fsdp_shards
+
+    def size(self, mesh: Mesh) -> BatchSize:
+        """Returns the sizes of an update's batch."""
+        rows = self.per_device_batch_size * n_batch_shards(mesh)
+        n = self.accumulate_grad_batches
+        return BatchSize(self.batch_size or rows * n, rows, by_examples=self.batch_size is not None, asked=n)
+
+    def code(self) -> str:
+        """Returns the arguments to write in a script."""
+        options = [] if self.remat == "auto" else [f'remat="{self.remat}"']
+        options += [] if self.unroll else ["unroll=False"]
+        options += ["offload_opt_state=True"] if self.offload_opt_state else []
+        compute = f", compute=Compute({', '.join(options)})" if options else ""
+        rows = f"per_device_batch_size={self.per_device_batch_size}"
+        lines = [
+            f"Deployer(n_model_shards={self.n_model_shards}, n_fsdp_shards={self.n_fsdp_shards})",
+            f"Trainer(accumulate_grad_batches={self.accumulate_grad_batches}{compute})",
+            f"fit({rows if self.batch_size is None else f'batch_size={self.batch_size}'})",
+        ]
+        return "; ".join(lines)
+
+
+def may_cut(use: RowUse, *, has_state: bool) -> bool:
+    """Whether smaller micro-batches make the same update, given what the loss does with rows: stateful layers would see
+    other rows."""
+    if has_state or use.draws or use.kind == "mixed":
+        return False
+    return use.kind != "unknown" or not use.is_random

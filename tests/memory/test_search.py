@@ -1,0 +1,204 @@
+"""The search for strategies: those it compiles, skips and proposes."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import redeqx
+from redeqx.dims import RowUse
+from redeqx.machine import TPUS, make_mesh
+from redeqx.memory import SearchSpace, Strategy, Tried, fastest
+
+GIB = 2**30
+V5E = TPUS["v5e"]
+OWN = Strategy(n_model_shards=1, n_fsdp_shards=1, per_device_batch_size=8, accumulate_grad_batches=1, remat="none")
+FLOPS = {"none": {"bfloat16": 3 * 10**15}, "matmuls": {"bfloat16": 3 * 10**15}, "full": {"bfloat16": 4 * 10**15}}
+
+
+def space(**changes):
+    given = {
+        "own": OWN, "n_devices": 4, "rows": RowUse("separable"),
+        "flops": FLOPS, "weights": 4 * GIB, "state": 12 * GIB, "memory": 16 * GIB, "chip": V5E,
+    }  # fmt: skip
+    return SearchSpace(**{**given, **changes})
+
+
+def tried_strategies(of, needs, seconds=None, *, to_fastest=True):
+    """The strategies that a search compiles, the script's own first. `needs` and `seconds` give bytes and time."""
+
+    def measure(strategy):
+        found = needs(strategy)
+        if found is None:
+            return None
+        held = of.state // (strategy.n_model_shards * strategy.n_fsdp_shards)
+        each = Tried(strategy, found, held, found <= of.memory)
+        return each if seconds is None else dataclasses.replace(each, seconds=(0.0, seconds(strategy)))
+
+    own = measure(of.own)
+    return [own, *of.search(own, measure, to_fastest=to_fastest)]
+
+
+def values_of(strategy):
+    shards = (strategy.n_model_shards, strategy.n_fsdp_shards)
+    return (*shards, strategy.per_device_batch_size, strategy.accumulate_grad_batches, strategy.remat)
+
+
+def bytes_needed(of, activations=4 * GIB):
+    """Bytes of a step: its state, and the activations of each row that remat does not recompute."""
+    saved = {"none": 1, "matmuls": 1 / 2, "full": 1 / 8}
+
+    def needs(strategy):
+        shards = strategy.n_model_shards * strategy.n_fsdp_shards
+        return int(of.state / shards + activations * saved[strategy.remat] * strategy.per_device_batch_size)
+
+    return needs
+
+
+# --- the strategies ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [None, 64])
+@pytest.mark.parametrize(
+    "use, cuts",
+    [
+        (RowUse("separable"), {(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)}),
+        (RowUse("separable", group=4), {(1, 16), (2, 8), (4, 4)}),
+        (RowUse("mixed"), {(2, 8)}),
+    ],
+)
+def test_rows_are_cut_only_as_the_loss_allows(use, cuts, batch_size):
+    own = dataclasses.replace(OWN, per_device_batch_size=8, accumulate_grad_batches=2, batch_size=batch_size)
+    strategies = space(own=own, rows=use).strategies()
+    found = {(s.accumulate_grad_batches, s.per_device_batch_size) for s in strategies if s.n_model_shards == 1}
+    assert found == cuts
+
+
+def test_every_strategy_keeps_the_number_of_examples_per_step():
+    for own in (OWN, dataclasses.replace(OWN, n_model_shards=2, per_device_batch_size=6, accumulate_grad_batches=3)):
+        strategies = list(space(own=own).strategies())
+        n_rows = {s.per_device_batch_size * (4 // s.n_model_shards) * s.accumulate_grad_batches for s in strategies}
+        assert n_rows == {own.per_device_batch_size * (4 // own.n_model_shards) * own.accumulate_grad_batches}
+        assert own in strategies and len(strategies) == len(set(strategies))
+        assert {s.remat for s in strategies} == set(FLOPS)
+        assert {(s.n_model_shards, s.n_fsdp_shards) for s in strategies} == {(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)}
+
+
+def test_batch_size_is_divided_as_in_a_run():
+    own = dataclasses.replace(OWN, batch_size=42, per_device_batch_size=10)
+    for strategy in space(own=own).strategies():
+        n_micro_batches = strategy.accumulate_grad_batches
+        run = redeqx.data.BatchSize.of(make_mesh(strategy.n_model_shards, 1, jax.devices()[:4]), None, 42, n_micro_batches)
+        assert strategy.per_device_batch_size * (4 // strategy.n_model_shards) == run.micro_batch
+        assert strategy.batch_size == 42 and "fit(batch_size=42)" in strategy.code()
+
+
+def test_unrolling_and_offloading_are_varied_only_if_they_matter():
+    assert {(s.unroll, s.offload_opt_state) for s in space().strategies()} == {(True, False)}
+    strategies = list(space(opt_state=8 * GIB, unrolls=True).strategies())
+    assert len(strategies) == len(set(strategies))
+    looped = {(s.n_fsdp_shards, s.remat) for s in strategies if not s.unroll}
+    assert looped == {(1, "none"), (1, "matmuls")}
+    assert {s.offload_opt_state for s in strategies} == {True, False}
+    own = dataclasses.replace(OWN, offload_opt_state=True)
+    assert {s.offload_opt_state for s in space(own=own, opt_state=8 * GIB).strategies()} == {True}
+
+
+def test_search_prefers_loops_to_recomputation_and_offloads_last():
+    of = space(memory=19 * GIB, opt_state=8 * GIB, unrolls=True, n_devices=1)
+
+    def needs(strategy):
+        return (
+            bytes_needed(of, 2 * GIB)(strategy)
+            - (8 * GIB if strategy.offload_opt_state else 0)
+            - (not strategy.unroll) * 2 * GIB
+        )
+
+    def seconds(strategy):
+        return of.min_seconds(strategy) + (not strategy.unroll)
+
+    compiled = tried_strategies(of, needs, seconds)
+    best = fastest(compiled).strategy
+    every = [s for s in of.strategies() if needs(s) <= of.memory]
+    assert seconds(best) == min(map(seconds, every)) and not best.offload_opt_state
+    assert any(not each.strategy.unroll for each in compiled)
+    smaller = dataclasses.replace(of, memory=11 * GIB)
+    best = fastest(tried_strategies(smaller, needs, seconds)).strategy
+    assert best.offload_opt_state and "offload_opt_state=True" in best.code()
+
+
+def test_strategy_is_shown_as_script_code():
+    strategy = Strategy(2, 4, 8, 16, "full")
+    assert strategy.code() == (
+        'Deployer(n_model_shards=2, n_fsdp_shards=4); Trainer(accumulate_grad_batches=16, compute=Compute(remat="full")); '
+        "fit(per_device_batch_size=8)"
+    )
+    assert "Compute" not in dataclasses.replace(strategy, remat="auto").code()
+    changed = dataclasses.replace(strategy, remat="auto", unroll=False, offload_opt_state=True)
+    assert "accumulate_grad_batches=16, compute=Compute(unroll=False, offload_opt_state=True))" in changed.code()
+
+
+# --- compiled strategies --------------------------------------------------------------------------------------------------
+
+
+def test_few_strategies_are_compiled_if_the_own_strategy_is_fastest():
+    """Settings that only save memory are not compiled. Those that reduce traffic are: they may be faster."""
+    compiled = tried_strategies(
+        space(memory=64 * GIB), bytes_needed(space()), lambda s: 5.0 + (s.remat == "matmuls") + s.n_fsdp_shards
+    )
+    found = {values_of(each.strategy) for each in compiled}
+    assert found == {(1, n, 8, 1, remat) for n in (1, 4) for remat in ("none", "matmuls")}
+    assert fastest(compiled).strategy == OWN
+
+
+def test_fastest_fitting_strategy_is_found_without_compiling_all():
+    of = space()
+
+    def seconds(strategy):
+        return of.min_seconds(strategy) + {"none": 3, "matmuls": 2, "full": 2}[strategy.remat]
+
+    compiled = tried_strategies(of, bytes_needed(of), seconds)
+    every = [(seconds(s), s) for s in of.strategies() if bytes_needed(of)(s) <= of.memory and s.n_model_shards == 1]
+    assert fastest(compiled).cost == min(every, key=lambda each: each[0])[0]
+    assert len(compiled) < len(list(of.strategies())) / 3
+    # 8 rows need 12 + 32 GiB, so 4 rows cannot fit in 16.
+    assert (1, 1, 4, 2, "none") not in [values_of(each.strategy) for each in compiled]
+
+
+def test_strategies_whose_state_does_not_fit_are_not_compiled():
+    of = space(state=40 * GIB)
+    compiled = tried_strategies(of, bytes_needed(of))
+    assert {each.strategy.n_model_shards * each.strategy.n_fsdp_shards for each in compiled[1:]} == {4}
+    of = space(state=80 * GIB)
+    assert tried_strategies(of, bytes_needed(of))[1:] == []
+
+
+def test_model_axis_is_tried_only_if_nothing_fits_without_it():
+    of = space(own=dataclasses.replace(OWN, per_device_batch_size=1))
+    compiled = tried_strategies(of, lambda s: 20 * GIB // s.n_model_shards)
+    fitting = [values_of(each.strategy) for each in compiled if each.fits]
+    assert fitting == [(2, 2, 2, 1, "none")] == [values_of(compiled[-1].strategy)]  # which ends the search
+    # The script's own model axis is compared with smaller ones.
+    own = dataclasses.replace(OWN, n_model_shards=2)
+    compiled = tried_strategies(space(own=own), lambda s: GIB, lambda s: 40.0 + s.n_model_shards)
+    assert fastest(compiled).strategy.n_model_shards == 1 and max(each.strategy.n_model_shards for each in compiled) == 2
+
+
+def test_search_for_any_fitting_strategy_ends_with_the_first():
+    of = space()
+    compiled = tried_strategies(of, bytes_needed(of), to_fastest=False)
+    assert [each.fits for each in compiled] == [False] * (len(compiled) - 1) + [True]
+
+
+def test_first_fitting_strategy_is_chosen_without_estimates():
+    of = space(chip=None)
+    compiled = tried_strategies(of, bytes_needed(of))
+    assert [each.fits for each in compiled] == [False] * (len(compiled) - 1) + [True] and fastest(compiled) == compiled[-1]
+    assert len(tried_strategies(space(chip=None, memory=64 * GIB), bytes_needed(of))) == 1
+    assert fastest([]) is None
+
+
+def test_strategies_that_do_not_compile_are_ignored():
+    of = space()
+    compiled = tried_strategies(of, lambda s: 20 * GIB if s == OWN else None if s.n_model_shards < 4 else GIB)
+    assert values_of(compiled[-1].strategy)[:2] == (4, 1) and compiled[-1].fits
