@@ -1,7 +1,8 @@
 """Memory: what a step needs on a device, and the search for a strategy with which it fits.
 
 Owns the levels of recomputation, the order in which strategies are tried, and how a compiled step's need is read. A run with
-`memory="auto"` searches the strategies of its own mesh; a dry run those of all meshes. Does not know models.
+`memory="auto"` searches the strategies of its own mesh; a dry run those of all meshes. Does not know models. Open
+`_strategy.py` first.
 """
 
 from ._choose import choose as choose
