@@ -24,7 +24,7 @@ from ._compilation_cache import uncached_where_described
 Options = Mapping[str, bool | int | float | str]
 
 MIB = 2**20
-# For more than one device. Their effect on a compiled step is in tests/benchmarks/README.md. Sources: (1) JAX, "GPU
+# For more than one device. Their effect on a compiled step is in tests/benchmarks/compiled.md. Sources: (1) JAX, "GPU
 # performance tips", docs.jax.dev; (2) NVIDIA JAX-Toolbox, "Tips for High-Performance LLMs with JAX and XLA",
 # docs/GPU_performance.md; (3) MaxText, benchmarks/xla_flags_library.py.
 SETTINGS: dict[str, dict[str, bool | int]] = {
