@@ -90,7 +90,7 @@ class Delivery:
         self._enqueue(dict(values), starts=False)
 
     def rewind(self, step: int, rows: Iterable[Row]) -> None:
-        """Continues after `step`, up to which these rows were recorded. Delivers those that the tracker lacks.
+        """Continues after `step`; these rows are recorded. Delivers those that the tracker lacks.
 
         Rewinding to the start begins a new run of the tracker.
         """
@@ -101,13 +101,14 @@ class Delivery:
         with self._lock:
             self._pending = deque(each for each in self._pending if isinstance(each[0], dict) or each[0].step <= step)
             self._size = sum(_size(item) for item, _ in self._pending)
-        if self._kind.purges:  # it has the earlier records, and none of the later ones
+        if self._kind.purges:  # it has the earlier records, and none of the later ones: those are of other trainers
             self._skip_until, self._skip_media_until = NO_ROWS, NO_MEDIA
-            return
-        self._skip_until, self._skip_media_until = self._sent, self._sent_media
-        for item, mark in self._pending:
-            self._skip_until = max(self._skip_until, mark)
-            self._skip_media_until = _advanced(self._skip_media_until, item)
+            rows = (row for row in rows if row.step > step)
+        else:
+            self._skip_until, self._skip_media_until = self._sent, self._sent_media
+            for item, mark in self._pending:
+                self._skip_until = max(self._skip_until, mark)
+                self._skip_media_until = _advanced(self._skip_media_until, item)
         for row in rows:
             self.row(row)
 

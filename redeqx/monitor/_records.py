@@ -98,14 +98,14 @@ class Records:
 
         **Arguments:**
 
-        - `name`: of one of several trainers: rows of other trainers are kept.
+        - `name`: of one of several trainers: rows of other trainers, and all images and texts, are kept.
         """
         if not self._is_main:
             return
         self._step = max(step, 0)
         for file in self._files.values():
             file.rewind(step, name)
-        if self._workdir is not None:
+        if self._workdir is not None and name is None:
             rewind_media(self._workdir / "media", step)
         for delivery in self._deliveries:
             rows = self._files[_METRICS].read() if self._files else ()

@@ -253,6 +253,36 @@ def test_tensorboard(tmp_path):
     assert (step, name) == (4, "loss") and math.isnan(value)
 
 
+def test_tensorboard_keeps_the_rows_of_other_trainers(tmp_path):
+    """A rewind of one trainer purges the later steps of all."""
+    pytest.importorskip("tensorboardX")
+    console = Console(tmp_path, loggers=["tensorboard"])
+    for step in (1, 2, 3):
+        for name in ("critic", "actor"):
+            console.metrics({f"{name}/loss": step / 2}, step)
+    console.records.close()
+    time.sleep(1.1)
+    resumed = Console(tmp_path, loggers=["tensorboard"])
+    resumed.records.rewind(1, "critic")
+    resumed.metrics({"critic/loss": 7.0}, 2)
+    resumed.records.close()
+    steps = {(tag, step): value for step, tag, value in scalars(tmp_path / "tensorboard")}
+    assert steps == {
+        **{("actor/loss", step): step / 2 for step in (1, 2, 3)},
+        ("critic/loss", 1): 0.5,
+        ("critic/loss", 2): 7.0,
+    }
+    owners = [[*line][1].partition("/")[0] + str(line["step"]) for line in lines(tmp_path)]
+    assert owners == ["critic1", "actor1", "actor2", "actor3", "critic2"]
+
+
+def test_the_line_shortens_the_metrics_of_a_trainer_with_a_name(clock):
+    out = io.StringIO()
+    with Console(None, file=out).progress() as line:
+        line.update(1, metrics={"critic/loss": 0.5, "critic/learning_rate": 3e-4}, n_examples=1)
+    assert out.getvalue() == "step 1  critic/loss 0.5000  critic/lr 3.00e-04  0.0s so far\n"
+
+
 def test_tensorboard_purges_once(tmp_path):
     pytest.importorskip("tensorboardX")
     console = Console(tmp_path, loggers=["tensorboard"])
