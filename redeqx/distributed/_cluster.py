@@ -72,7 +72,8 @@ def start(
         relay = Relay(member.host, member.port, timeout)
         _start_jax(member, relay, timeout)
     if threading.current_thread() is threading.main_thread():
-        # JAX installs a handler that only records the signal. Restore Python's, which applies outside of `fit`.
+        # JAX installs a handler that only records the signal (JAX 0.10.2; 2026-11-25). Restore Python's, which applies
+        # outside of `fit`.
         at_sigterm = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_DFL if at_sigterm is None else at_sigterm)
     _peers = peers
@@ -144,7 +145,10 @@ def _start_jax(member: Member, relay: Relay, timeout: float) -> None:
 
 @contextlib.contextmanager
 def _no_proxies() -> Iterator[None]:
-    """Hide the web proxies that clusters set (`http_proxy`): gRPC would use one to reach the coordinator, and hang."""
+    """Hide the web proxies that clusters set (`http_proxy`): gRPC would use one to reach the coordinator, and hang.
+
+    So JAX 0.10.2 does, and warns (2026-11-25); `tests/distributed/test_workarounds.py` tells when it no longer does.
+    """
     proxies = {name: os.environ.pop(name) for name in list(os.environ) if name.lower().endswith("_proxy")}
     try:
         yield

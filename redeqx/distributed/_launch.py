@@ -46,7 +46,8 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
     - `port`: the port of process 0; a free one by default.
     """
     environment = {**os.environ, "REDEQX_PROCESSES": str(n), "REDEQX_HOST0": f"127.0.0.1:{port or free_port('127.0.0.1')}"}
-    environment.setdefault("NPROC", "16")  # with fewer threads than devices XLA's collectives deadlock
+    # With fewer threads than devices XLA's collectives deadlock: 8 devices and NPROC=4 (JAX 0.10.2; 2026-11-25).
+    environment.setdefault("NPROC", "16")
     environment.setdefault(TOKEN, secrets.token_hex(16))
     environment["PYTHONUNBUFFERED"] = "1"
     command_line = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]

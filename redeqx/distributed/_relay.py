@@ -1,8 +1,9 @@
 """A relay between JAX's client and its coordinator, which stays open when the coordinator is gone.
 
-If its connection to process 0 breaks, JAX's client ends the process at once, with exit code 1: before the process can
-print which step is safe, and not with the code that schedulers requeue on. So the client connects to a relay in its own
-process. The relay forwards bytes, and keeps the client's connection open when process 0 is gone; `_peers` notices that.
+If its connection to process 0 breaks, JAX's client aborts the process at once (JAX 0.10.2, also with
+`jax_enable_recoverability`; 2026-11-25): before the process can print which step is safe, and not with the code that
+schedulers requeue on. So the client connects to a relay in its own process. The relay forwards bytes, and keeps the client's
+connection open when process 0 is gone; `_peers` notices that. `tests/distributed/test_workarounds.py` tells when it can go.
 
 The relay's threads need the interpreter, which JAX's client releases whenever it waits.
 """

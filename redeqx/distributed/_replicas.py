@@ -7,6 +7,7 @@ value, nothing fails by itself: parameters that should be equal drift apart, and
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -34,14 +35,13 @@ def agree_on_program(peers: Peers, what: str, lowered: Any) -> None:
         return
     # The text excludes source locations, which differ if a process has the script in another folder.
     text: str = lowered.compiler_ir("stablehlo").operation.get_asm(large_elements_limit=_LARGE)
-    found: list[list[int]] = peers.gather(f"program of {what}", [zlib.crc32(text.encode()), text.count("\n")])
+    found: list[int] = peers.gather(f"program of {what}", zlib.crc32(text.encode()))
     if all(each == found[0] for each in found):
         return
     lines = text.splitlines()
     sums = peers.gather(f"lines of {what}", [zlib.crc32(line.encode()) for line in lines])
     other = next(i for i, each in enumerate(found) if each != found[0])
-    n = next((n for n, pair in enumerate(zip(sums[0], sums[other], strict=False)) if pair[0] != pair[1]), None)
-    n = min(len(sums[0]), len(sums[other])) if n is None else n
+    n = next(n for n, (crc32, there) in enumerate(zip_longest(sums[0], sums[other])) if crc32 != there)
     shown = peers.gather(f"line of {what}", lines[n].strip()[:_SHOWN] if n < len(lines) else "its end")
     raise ValueError(
         f"`{what}`: expected the same program in all processes, got in line {n + 1} `{shown[0]}` in process 0, "

@@ -28,9 +28,6 @@ attention_p = jex.Primitive("attention")
 _tangent_p = jex.Primitive("attention_tangent")
 gradient_p = jex.Primitive("attention_gradient")
 
-# The differentiable optional operands; the others are integers and booleans.
-_DIFFERENTIABLE = ("bias",)
-
 
 def _jitted_impl(primitive: Any) -> Callable[..., Any]:
     """Returns the implementation of a primitive outside of transformations: a jitted `bind`, as for JAX's own primitives."""
@@ -56,13 +53,9 @@ def _split_operands(
     return q, k, v, dict(zip(setting.names, rest[:n], strict=True)), rest[n:]
 
 
-def _n_differentiable(setting: AttentionSetting) -> int:
-    return 3 + sum(name in _DIFFERENTIABLE for name in setting.names)
-
-
 def _differentiable(setting: AttentionSetting) -> list[int]:
-    """Returns the indices of the differentiable operands."""
-    return [0, 1, 2, *(3 + i for i, name in enumerate(setting.names) if name in _DIFFERENTIABLE)]
+    """Returns the indices of the differentiable operands: of the optional ones, only a bias has real numbers."""
+    return [0, 1, 2, *(3 + i for i, name in enumerate(setting.names) if name == "bias")]
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -123,7 +116,7 @@ def _dense_fn(setting: AttentionSetting, operands: Sequence[Any]) -> Callable[..
 
 
 def _dense_tangent(*operands: Any, setting: AttentionSetting) -> list[Any]:
-    n, n_tangents = 3 + len(setting.names), _n_differentiable(setting)
+    n, n_tangents = 3 + len(setting.names), len(_differentiable(setting))
     primals, tangents = operands[:n], operands[len(operands) - n_tangents :]
     fn = _dense_fn(setting, primals)
     return [jax.jvp(fn, [primals[i] for i in _differentiable(setting)], list(tangents))[1]]
@@ -137,24 +130,19 @@ def _dense_gradient(*operands: Any, setting: AttentionSetting) -> list[Any]:
 # --- derivatives ------------------------------------------------------------------------------------------------------
 
 
-def _instantiate_zero(primal: Any, tangent: Any) -> Any:
-    return jnp.zeros_like(primal) if type(tangent) is ad.Zero else tangent
-
-
-def _zero_tangent(value: Any) -> Any:
-    return ad.Zero(jax.typeof(value).to_tangent_aval())
-
-
 def _attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, setting: AttentionSetting) -> Any:
     out, log_sum = attention_p.bind(*primals, setting=setting)
-    tangents_in = [_instantiate_zero(primals[i], tangents[i]) for i in _differentiable(setting)]
+    tangents_in = [ad.instantiate_zeros(tangents[i]) for i in _differentiable(setting)]
     (tangent,) = _tangent_p.bind(*primals, out, log_sum, *tangents_in, setting=setting)
-    return [out, log_sum], [tangent, _zero_tangent(log_sum)]  # `log_sum` is never returned to the user
+    return [out, log_sum], [
+        tangent,
+        ad.Zero(jax.typeof(log_sum).to_tangent_aval()),
+    ]  # `log_sum` is never returned to the user
 
 
 def _tangent_transpose(cotangents: Sequence[Any], *operands: Any, setting: AttentionSetting) -> list[Any]:
     (g,) = cotangents
-    n_tangents = _n_differentiable(setting)
+    n_tangents = len(_differentiable(setting))
     primals, tangents = operands[: len(operands) - n_tangents], operands[len(operands) - n_tangents :]
     if type(g) is ad.Zero:
         return [None] * len(operands)
@@ -167,21 +155,9 @@ def _jvp_by_formula(dense: Callable[..., list[Any]], primitive: Any) -> Callable
     """Returns the JVP rule of a primitive, computed by the dense formula, which recomputes `out` and `log_sum`."""
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, setting: AttentionSetting) -> Any:
+        instantiated = tuple(map(ad.instantiate_zeros, tangents))
         outs = primitive.bind(*primals, setting=setting)
-        n = 3 + len(setting.names)
-        indices = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-        # `out` and `log_sum`, at `n` and `n + 1`, are recomputed.
-        indices = [i for i in indices if i not in (n, n + 1) and jnp.issubdtype(primals[i].dtype, jnp.inexact)]
-
-        def fn(*args: Any) -> list[Any]:
-            values = list(primals)
-            for i, value in zip(indices, args, strict=True):
-                values[i] = value
-            return dense(*values, setting=setting)
-
-        if not indices:
-            return outs, [_zero_tangent(out) for out in outs]
-        return outs, list(jax.jvp(fn, [primals[i] for i in indices], [tangents[i] for i in indices])[1])
+        return outs, list(jax.jvp(partial(dense, setting=setting), tuple(primals), instantiated)[1])
 
     return jvp
 

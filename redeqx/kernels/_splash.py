@@ -10,7 +10,7 @@ Source: the forward and the backward pass of `jax.experimental.pallas.ops.tpu.sp
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,49 +18,27 @@ from jax.sharding import PartitionSpec as P
 
 from ._setting import AttentionSetting, Unsupported
 
-# The static arguments of the backward pass, in the order of the version of JAX that this module supports.
-_STATIC = (
-    "save_residuals",
-    "mask_value",
-    "is_mqa",
-    "block_sizes",
-    "residual_checkpoint_name",
-    "mask_function",
-    "attn_logits_soft_cap",
-    "interpret",
+# The arguments of the backward pass, a private function, in the version of JAX that this module supports.
+_ARGUMENTS = (
+    "save_residuals, mask_value, is_mqa, block_sizes, residual_checkpoint_name, mask_function, attn_logits_soft_cap, "
+    "interpret, res, do"
 )
 
 
-class _Library(NamedTuple):
-    """The modules of Pallas's kernels and masks, and the backward pass."""
-
-    kernels: Any
-    masks: Any
-    backward: Any
-
-
 @cache
-def _load_library() -> _Library | None:
-    """Imports Pallas, lazily because it is slow; returns None if this version of JAX has another interface."""
+def _library() -> tuple[Any, Any]:
+    """Imports Pallas's kernels and masks, lazily because it is slow; raises `Unsupported` for another version of JAX."""
     try:
         from jax.experimental.pallas.ops.tpu.splash_attention import (
             splash_attention_kernel as kernels,
             splash_attention_mask as masks,
         )
-        from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
-            _splash_attention_bwd as backward,
-        )
-    except ImportError:  # pragma: no cover
-        return None
-    parameters = tuple(inspect.signature(backward).parameters)
-    return _Library(kernels, masks, backward) if parameters == (*_STATIC, "res", "do") else None
 
-
-def _require_library() -> _Library:
-    """Returns the library. Call `_check_supported` first."""
-    library = _load_library()
-    assert library is not None
-    return library
+        if ", ".join(inspect.signature(kernels._splash_attention_bwd).parameters) == _ARGUMENTS:
+            return kernels, masks
+    except (ImportError, AttributeError):  # pragma: no cover
+        pass
+    raise Unsupported("this version of JAX has another interface")
 
 
 _LANES = 128
@@ -71,8 +49,10 @@ _BLOCK_SIZES = (512, 256, 128)
 
 def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str | None:
     """Returns why no kernel supports operands of these shapes; None if one does."""
-    if _load_library() is None:
-        return "this version of JAX has another interface"
+    try:
+        _library()
+    except Unsupported as error:
+        return str(error)
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it supports bfloat16 and float32, not {q.dtype}"
     if q.dtype == jnp.float32 and setting.precision not in _DEFAULTS:
@@ -141,11 +121,11 @@ def _backward_on_device(
     setting: AttentionSetting, interpret: bool, q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, g: Any
 ) -> Any:
     kernel = _kernel(setting, q, k, interpret)
-    static = [{**kernel.kwargs, "save_residuals": False}[name] for name in _STATIC]
+    static = {**kernel.kwargs, "save_residuals": False}
 
     def row_backward(q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, g: Any) -> Any:
         residuals = q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info
-        return _require_library().backward(*static, residuals, g)[3:6]
+        return _library()[0]._splash_attention_bwd(**static, res=residuals, do=g)[3:6]
 
     outputs = _heads_first(out), _pad(log_sum, 2), _heads_first(g.astype(q.dtype))
     operands: Any = (*_prepare(setting, q, k, v), segments, *outputs)
@@ -156,7 +136,7 @@ def _backward_on_device(
 
 def _kernel(setting: AttentionSetting, q: Any, k: Any, interpret: bool) -> Any:
     """Builds the kernel for one row of these queries and keys; it also returns the log-sum-exps."""
-    kernels, masks, _ = _require_library()
+    kernels, masks = _library()
     shape = _round_up(q.shape[1]), _round_up(k.shape[1])
     if setting.window is not None:
         mask = masks.LocalMask(shape, (setting.window - 1, 0 if setting.causal else setting.window - 1), 0)
@@ -230,7 +210,7 @@ def _segments(q: Any, k: Any, extras: dict[str, Any]) -> Any:
         x = jnp.pad(x.astype(jnp.int32), [(0, 0), (0, missing)], constant_values=padding)
         return jnp.broadcast_to(x, (n_rows, x.shape[1]))
 
-    return _require_library().kernels.SegmentIds(pad_rows(query_ids), pad_rows(key_ids))
+    return _library()[0].SegmentIds(pad_rows(query_ids), pad_rows(key_ids))
 
 
 # --- on several devices -----------------------------------------------------------------------------------------------

@@ -164,20 +164,26 @@ def test_record_evicted_during_its_delivery_is_delivered_once(fake, monkeypatch)
 def test_resumed_run_continues_the_tracker_run_without_repeated_steps(tmp_path, fake):
     first = Console(tmp_path, loggers=["fake"], verbose=False)
     first.records.rewind(0)
+    first.records.begin({}, lambda: "the plan")
     record(first, 1, 2, 3, 3, 4)
     first.records.text("words", "of 4", None)
     first.records.close()
     again = Console(tmp_path, loggers=["fake"], verbose=False)
     again.records.rewind(2)
+    again.records.begin({}, lambda: "the plan")
     record(again, 3, 3, 4)
     again.records.text("words", "of 4", None)
     record(again, 5)
     again.records.text("words", "of 5", None)
     again.records.close()
+    last = Console(tmp_path, loggers=["fake"], verbose=False)
+    last.records.rewind(6)
+    last.records.begin({}, lambda: "the plan")
+    last.records.close()
     (seen,) = fake.runs.values()
     assert steps(seen) == [1, 2, 3, 3, 4, 5]
-    assert [x for x in seen if isinstance(x, str)] == ["begun", "closed", "continued", "closed"]
-    assert [x[0] for x in seen if isinstance(x[1], str) and isinstance(x, tuple)] == [4, 5]
+    assert [x for x in seen if isinstance(x, str)] == ["begun", "closed", *["continued", "closed"] * 2]
+    assert [x[0] for x in seen if isinstance(x, tuple) and isinstance(x[1], str)] == [0, 4, 5]  # the plan once
 
 
 def test_resumed_run_delivers_what_the_tracker_missed(tmp_path, fake):
