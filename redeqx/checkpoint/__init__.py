@@ -5,8 +5,7 @@ know steps, losses or optimizers. Open `_folder.py` first, which reads, then `_m
 """
 
 from ._base import Base as Base, is_worth_naming as is_worth_naming
-from ._find import find_checkpoint as find_checkpoint
-from ._folder import CheckpointFolder as CheckpointFolder
+from ._folder import CheckpointFolder as CheckpointFolder, find_checkpoint as find_checkpoint
 from ._lock import Lock as Lock, LockedError as LockedError
 from ._manager import Checkpoints as Checkpoints
 from ._manifest import MANIFEST as MANIFEST, Manifest as Manifest, read_manifest as read_manifest, write_json as write_json

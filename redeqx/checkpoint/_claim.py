@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed import Peers
-from ..storage import Location, StorePath
+from ..storage import Location
 from ._lock import Lock, LockedError
-from ._store_lock import StoreLock
 
 # By the folder's real path: the claim of this process that holds it or was the last to hold it.
 _holders: "weakref.WeakValueDictionary[str, Claim]" = weakref.WeakValueDictionary()
@@ -27,7 +26,7 @@ class Claim:
 
     - `peers`: the processes that write together; process 0 holds the lock.
     - `run`: an object that all trainers of one run share.
-    - `make_parent`: makes the folder in which the lock is.
+    - `make_lock`: locks the folder.
 
     **Attributes:**
 
@@ -35,18 +34,11 @@ class Claim:
     - `has_saved`: whether something was written.
     """
 
-    def __init__(
-        self,
-        folder: Location,
-        peers: Peers,
-        run: Any,
-        log: Callable[[str], None],
-        make_parent: Callable[[], None] = lambda: None,
-    ):
-        self.folder = folder
+    def __init__(self, folder: Location, peers: Peers, run: Any, make_lock: Callable[[], Lock]):
         self.is_kept = self.has_saved = False
-        self._peers, self._run, self._log, self._make_parent = peers, run, log, make_parent
-        self._lock: Lock | StoreLock | None = None  # of process 0
+        self._folder, self._peers, self._run, self._make_lock = folder, peers, run, make_lock
+        self._key = os.path.realpath(folder) if isinstance(folder, Path) else str(folder)
+        self._lock: Lock | None = None  # of process 0
         self._is_held = False
         self._is_taken = False  # another claim has taken over the folder
 
@@ -57,21 +49,18 @@ class Claim:
         """
         if self._is_held:
             return
-        key = os.path.realpath(self.folder) if isinstance(self.folder, Path) else str(self.folder)
-        if _holders.get(key) not in (None, self):
+        if _holders.get(self._key) not in (None, self):
             gc.collect()  # an unused trainer is collected only with its cycles
-        before = _holders.get(key)
+        before = _holders.get(self._key)
+        before = None if before is self else before
 
         def take() -> str | None:
             """Returns why the folder is not available; None if this run holds it."""
             try:
-                if before is not None and before is not self:
+                if before is not None:
                     self._check_holder(before)
                     self._lock, before._lock = before._lock, None
-                if self._lock is None:
-                    self._make_parent()
-                    folder, log = self.folder, self._log
-                    self._lock = StoreLock(folder, log) if isinstance(folder, StorePath) else Lock(folder, log)
+                self._lock = self._lock or self._make_lock()
             except LockedError as error:
                 return str(error)
             return None
@@ -79,10 +68,10 @@ class Claim:
         refusal = self._peers.together("claim", take, alone=True)[0]
         if refusal is not None:
             raise LockedError(refusal)
-        if before is not None and before is not self:
+        if before is not None:
             before._is_held, before._is_taken = False, True
         self._is_held, self._is_taken = True, False
-        _holders[key] = self
+        _holders[self._key] = self
 
     def check(self) -> None:
         """Raises OSError if another run took over the folder while this process was frozen."""
@@ -105,6 +94,6 @@ class Claim:
         is_one_run = other._run is not None and other._run is self._run
         if other.is_kept or (other.has_saved and (is_one_run or self._is_taken)):
             raise LockedError(
-                f"`workdir`: expected a folder that no other trainer writes into, got {self.folder}, into which another "
-                "Trainer of this script saves. Give each a workdir of its own: `Deployer(workdir=...)`."
+                f"`workdir`: expected a folder that no other trainer writes into, got {self._folder}, into which another "
+                "Trainer of this script saves. Give each a name: `Trainer(name=...)`."
             )

@@ -1,11 +1,11 @@
-"""Reads a folder of checkpoints: lists them, resolves their names, and loads their contents.
+"""Reads a folder of checkpoints: finds it, lists the checkpoints, resolves their names, and loads their contents.
 
     ckpts/index.json                         {"last": "step_00000400", "argmax_rouge2": "step_00000300"}
     ckpts/step_00000400/model.safetensors    every array leaf by its name, unsharded
                         optimizer.safetensors
                         trainer.json         the manifest: the record, with size and crc32 of each file
 
-If the processes cannot write into one file (`_layouts`), there are `model-00001-of-00002.safetensors` and so on, and
+If the processes cannot write into one file (`_tree_files`), there are `model-00001-of-00002.safetensors` and so on, and
 `model.safetensors.index.json`. If they share no folder, each has its own part of a checkpoint, under the same name.
 
 In an object store a checkpoint exists if its manifest does: this is written last, and deleted first.
@@ -43,6 +43,7 @@ from ._manifest import (
 from ._reader import INDEX, TensorReader, check_tree, load_tree
 
 INDEX_FILE = "index.json"
+_FOLDER = "ckpts"  # of a workdir
 _MAX_KNOWN = 50  # at most so many checkpoints in one error
 _NAME = re.compile(r"step_([0-9]{8,18})(?:_([0-9]{1,18}))?")
 
@@ -276,3 +277,33 @@ class CheckpointFolder:
                 )
             raise ValueError(f"`{path}`: expected one of {kinds}, got {kind!r}. Save it, or load without it.")
         return file
+
+
+def find_checkpoint(path: Location, peers: Peers) -> tuple[CheckpointFolder, Location]:
+    """Returns the folder of checkpoints that a path refers to, and the checkpoint in it.
+
+    **Arguments:**
+
+    - `path`: a checkpoint's folder, a workdir, its `ckpts`, or a name in their index.
+
+    Raises ValueError if there is none.
+    """
+    if isinstance(path, Path) and path.name in ("", ".."):  # such as `.`: its name is needed below
+        path = path.resolve()
+    if (path / MANIFEST).is_file():
+        return CheckpointFolder(path.parent, peers), path
+    candidates = [(path / _FOLDER, "last"), (path, "last"), (path.parent, path.name)]
+    name, above = path.name, path.parent
+    while above != above.parent:  # a name has slashes after that of a metric
+        candidates.append((above if above.name == _FOLDER else above / _FOLDER, name))
+        name, above = f"{above.name}/{name}", above.parent
+    for folder, name in candidates:
+        checkpoints = CheckpointFolder(folder, peers)
+        if checkpoints.exist() and ("/" not in name or name in checkpoints.index()):
+            return checkpoints, checkpoints.resolve(name)
+    found = "a folder without one" if path.is_dir() else "nothing there"
+    raise ValueError(
+        f"`{path}`: expected a safetensors file, a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds some, or "
+        f"a name of its index (`runs/x/ckpts/last`), got {found}. For a folder of Hugging Face use "
+        "`redeqx.models.from_pretrained`."
+    )

@@ -1,36 +1,36 @@
-"""The lock of a folder, into which one run at a time writes: a file beside it names the process.
+"""The lock of a folder, into which one run at a time writes: a file or an object beside it names the process.
 
-    workdir/ckpts.lock        {"host": "a", "pid": 71, "started": "1712", "machine": "...", "since": "2026-01-31 12:00:00"}
+    workdir/ckpts.lock        {"host": "a", "pid": 71, "started": "1712", "machine": "...", "token": "...", "since": "..."}
 
-The owner creates the file exclusively, touches it every few seconds, and deletes it at the end. An abandoned file is taken
-over: at once on the same machine, where processes can be looked up; elsewhere after `STALE` seconds without a touch. These
-are measured only by this host's clock, so clocks need not agree. NFS supports all three operations. An owner that was frozen
-for longer finds the lock taken over, and stops writing.
+The owner creates it if there is none, touches it every few seconds, and deletes it at the end. An abandoned one is taken
+over: at once on the same machine, where processes can be looked up; elsewhere after some time without a touch. This is
+measured only by this host's clock, so clocks need not agree. NFS supports all of it, and so do S3 and Google Cloud Storage,
+which write on a condition. An owner that was frozen for longer finds the lock taken over, and stops writing.
 
-If the file system refuses the file, there is no lock: writing a checkpoint then reports the problem. `_store_lock`
-has the lock of a folder in an object store.
+If the file system refuses the file, or the store the condition, there is no lock. `_claim` arbitrates within a process.
 """
 
 import contextlib
 import errno
 import json
 import os
+import secrets
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import brief_name
-from ..storage import Location, remove_foreign
+from ..storage import AtEnd, Location, StoreError, StorePath, remove_foreign
 
-BEAT = 5.0  # seconds between two touches
-STALE = 30.0  # seconds without a touch after which an owner on another machine counts as gone
-GRACE = 2.0  # seconds to wait for an owner on this machine to end
 _MOST = 4096  # the most bytes read from a lock
 _MOST_TRIES = 5
+
+_Found: TypeAlias = tuple[dict[str, Any], Any]  # the owner of a lock, and a value that changes with each touch
 
 
 class LockedError(ValueError):
@@ -40,119 +40,202 @@ class LockedError(ValueError):
 class Lock:
     """Reserves a folder of checkpoints for this process, until `release` or the end of the process."""
 
-    def __init__(self, folder: Path, log: Callable[[str], None] = lambda text: None):
-        """Raises LockedError if another process holds the lock. It may wait up to `STALE` seconds, and logs that it does."""
+    grace = 2.0  # seconds to wait for an owner on this machine to end
+    beat = 5.0  # seconds between two touches; twice as many in a store, where each is two requests, which cost money
+    stale = 30.0  # seconds without a touch after which an owner on another machine counts as gone; in a store twice as many
+
+    def __init__(self, folder: Location, log: Callable[[str], None] = lambda text: None):
+        """Raises LockedError if another process holds the lock, StoreError if a store does not answer. It may wait for
+        `stale` seconds, and logs that it does."""
         self.path = folder.with_name(f"{folder.name}.lock")
         self._folder, self._log = folder, log
-        self._me = this_process()
-        self._fd: int | None = None  # -1 if the file system refuses the file
-        self._finalizer: Callable[[], Any] | None = None
-        ended = threading.Event()
-        for _ in range(_MOST_TRIES):
-            try:
-                self._fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-                break
-            except FileExistsError:
-                self._take_over()
-            except OSError:
-                self._fd = -1
-                return
-        else:
-            found = _read(self.path)
-            raise locked_error(self._folder, {} if found is None else found[0], self.path)
-        try:
-            os.write(self._fd, json.dumps(self._me).encode())
-        except OSError:  # a full disk
-            os.close(self._fd)
-            self.path.unlink(missing_ok=True)
-            self._fd = -1
+        self._me = {**this_process(), "token": secrets.token_hex(8)}
+        self._file = _ObjectLock(self.path) if isinstance(self.path, StorePath) else _FileLock(self.path)
+        in_store = isinstance(self._file, _ObjectLock)
+        self.beat, self.stale = (1 + in_store) * self.beat, (1 + in_store) * self.stale
+        self._end: Callable[[], Any] | None = None  # None if there is no lock
+        if not self._acquire():
             return
-        threading.Thread(target=_beat, args=(self._fd, ended), name="redeqx-lock", daemon=True).start()
-        self._finalizer = weakref.finalize(self, _release, self.path, self._fd, self._me, ended)
+        ended = threading.Event()
+        threading.Thread(
+            target=_beat, args=(self._file, self._me, self.beat, ended), name="redeqx-lock", daemon=True
+        ).start()
+        release = partial(_release, self._file, self._me, ended)
+        # A request must not be sent by the garbage collector, which runs in any thread.
+        self._end = AtEnd(self, release) if in_store else weakref.finalize(self, release)
 
     def release(self) -> None:
         """Lets other runs write into the folder."""
-        if self._finalizer is not None:
-            self._finalizer()
+        if self._end is not None:
+            self._end()
 
     def check(self) -> None:
         """Raises OSError if another run took over the lock while this process was frozen."""
-        if self._fd is None or self._fd == -1:
+        if self._end is None or _is_mine(found := self._file.read(), self._me):
             return
-        owner = _read(self.path)
-        if (owner is not None and owner[0] != self._me) or _is_deleted(self._fd):
-            raise lock_lost_error(self._folder, {} if owner is None else owner[0])
+        who = _describe_owner({} if found is None else found[0])
+        why = f"expected a folder that is this run's own, got one that {who} has taken over since. Leave it"
+        raise OSError(errno.EBUSY, why, str(self._folder))
 
-    def _take_over(self) -> None:
-        """Removes the lock of a process that has ended. Raises LockedError if it has not."""
-        with contextlib.suppress(OSError):
-            remove_foreign(self.path)  # a lock is a file
-        found = _read(self.path)
-        read = lambda: _read(self.path)  # noqa: E731
-        if found is None or not is_abandoned(found, read, self._me, self._folder, self.path, self._log, STALE):
-            return
-        # Renamed first, so that only one of several processes succeeds. One that renamed a newer lock restores it.
-        aside = self.path.with_name(f"{self.path.name}.{self._me['pid']}.{time.time_ns()}")
-        with contextlib.suppress(OSError):
-            os.rename(self.path, aside)
-            if _read(aside) not in (None, found):
-                with contextlib.suppress(OSError):
-                    os.link(aside, self.path)
-            os.unlink(aside)
+    def _acquire(self) -> bool:
+        """Acquires the lock. Returns False if there can be none."""
+        content = json.dumps(self._me).encode()
+        found = None
+        for _ in range(_MOST_TRIES):
+            try:
+                if self._file.create(content):
+                    return True
+            except OSError as error:
+                if isinstance(error, StoreError) and error.errno != errno.ENOTSUP:
+                    raise
+                self._log(f"{self._folder}: no lock can be kept there, so nothing keeps another run out ({error.strerror})")
+                return False
+            found = self._file.read()
+            if found is None:
+                continue
+            if _is_mine(found, self._me) or (self._is_abandoned(found) and self._file.replace(content, found)):
+                return True
+        raise self._locked_error({} if found is None else found[0])
 
-
-def is_abandoned(
-    found: tuple[dict[str, Any], Any],
-    read: Callable[[], tuple[dict[str, Any], Any] | None],
-    me: dict[str, Any],
-    folder: Location,
-    path: Location,
-    log: Callable[[str], None],
-    stale: float,
-) -> bool:
-    """Returns whether a lock exists whose owner has ended; waits to find out. Raises LockedError if the owner is alive.
-
-    **Arguments:**
-
-    - `found`: the owner, and a value that changes with each touch.
-    - `read`: reads the current values of `found`, None if there is no lock.
-    - `me`: this process.
-    - `path`: the lock of `folder`.
-    - `stale`: seconds without a touch after which an owner on another machine counts as gone.
-    """
-    owner = found[0]
-    if owner.get("machine") == me["machine"]:
-        until = time.monotonic() + GRACE
-        while _is_alive(owner) and not is_same(owner, me):
-            if time.monotonic() > until:
-                raise locked_error(folder, owner, path)
+    def _is_abandoned(self, found: _Found) -> bool:
+        """Returns whether a lock exists whose owner has ended; waits to find out. Raises LockedError if the owner lives."""
+        owner, is_here = found[0], found[0].get("machine") == self._me["machine"]
+        if not is_here:
+            who = _describe_owner(owner)
+            self._log(f"{self._folder}: {who} wrote here; waiting up to {self.stale:g} s to see whether it still does")
+        until = time.monotonic() + (self.grace if is_here else self.stale)
+        while not is_here or (_is_alive(owner) and not _is_same(owner, self._me)):
+            if time.monotonic() >= until:
+                if is_here:
+                    raise self._locked_error(owner)
+                break
             time.sleep(0.1)
-            if read() is None:
+            if (now := self._file.read()) is None:
                 return False
-    else:
-        log(f"{folder}: {_describe_owner(owner)} wrote here; waiting up to {stale:g} s to see whether it still does")
-        until = time.monotonic() + stale
-        while time.monotonic() < until:
-            time.sleep(min(0.5, stale / 10))
-            if (now := read()) is None:
-                return False
-            if now != found:
-                raise locked_error(folder, now[0], path)
-    return True
+            if not is_here and now != found:
+                raise self._locked_error(now[0])
+        return True
+
+    def _locked_error(self, owner: dict[str, Any]) -> LockedError:
+        return LockedError(
+            f"`workdir`: expected a folder that no other run writes into, got {self._folder}, which "
+            f"{_describe_owner(owner)} does. Wait for its end, or choose another workdir; if it is gone, delete {self.path}."
+        )
 
 
-def locked_error(folder: Location, owner: dict[str, Any], path: Location) -> LockedError:
-    """Returns the error for a folder that another run writes into."""
-    return LockedError(
-        f"`workdir`: expected a folder that no other run writes into, got {folder}, which {_describe_owner(owner)} does. "
-        f"Wait for its end, or choose another workdir; if it is gone, delete {path}."
-    )
+class _FileLock:
+    """A lock on a disk."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def create(self, content: bytes) -> bool:
+        """Creates the lock if there is none; returns whether it did. Raises OSError if there can be none."""
+        with contextlib.suppress(FileNotFoundError):
+            remove_foreign(self.path)
+        try:
+            fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        except FileExistsError:
+            return False
+        try:
+            os.write(fd, content)
+        except OSError:  # a full disk
+            self.path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        return True
+
+    def read(self) -> _Found | None:
+        """Returns the owner and its last touch by the file server's clock; None if there is no lock."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening it makes NFS ask its server
+        except OSError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            return _owner_in(file.read(_MOST)), os.fstat(fd).st_mtime_ns
+
+    def touch(self, owner: dict[str, Any]) -> None:
+        """Shows that the owner is alive."""
+        del owner
+        os.utime(self.path)
+
+    def replace(self, content: bytes, found: _Found) -> bool:
+        """Replaces the lock that was found; returns whether it did."""
+        # Renamed first, so that only one of several processes succeeds. One that renamed a newer lock restores it.
+        aside = _FileLock(self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}"))
+        with contextlib.suppress(OSError):
+            os.rename(self.path, aside.path)
+            if aside.read() not in (None, found):
+                with contextlib.suppress(OSError):
+                    os.link(aside.path, self.path)
+            aside.path.unlink()
+        return self.create(content)
+
+    def delete(self) -> None:
+        """Deletes the lock."""
+        self.path.unlink()
 
 
-def lock_lost_error(folder: Location, owner: dict[str, Any]) -> OSError:
-    """Returns the error for a run whose lock was taken over by another one."""
-    why = f"expected a folder that is this run's own, got one that {_describe_owner(owner)} has taken over since. Leave it"
-    return OSError(errno.EBUSY, why, str(folder))
+class _ObjectLock:
+    """A lock in an object store; its methods are those of `_FileLock`."""
+
+    def __init__(self, path: StorePath):
+        self.path = path
+
+    def create(self, content: bytes) -> bool:
+        if self.path.write_bytes(content, replacing=None) is None:
+            return False
+        if self.path.write_bytes(content, replacing=None) is not None:
+            raise StoreError(errno.ENOTSUP, "the store does not write on a condition")
+        return True
+
+    def read(self) -> _Found | None:
+        try:
+            content, version = self.path.version()
+        except FileNotFoundError:
+            return None
+        return _owner_in(content), version
+
+    def touch(self, owner: dict[str, Any]) -> None:
+        found = self.read()
+        if _is_mine(found, owner):
+            assert found is not None
+            content = json.dumps({**owner, "beat": time.time_ns()}).encode()  # so that each version differs
+            self.path.write_bytes(content, replacing=found[1])
+
+    def replace(self, content: bytes, found: _Found) -> bool:
+        return self.path.write_bytes(content, replacing=found[1]) is not None
+
+    def delete(self) -> None:
+        self.path.unlink()
+
+
+def _beat(file: _FileLock | _ObjectLock, me: dict[str, Any], seconds: float, ended: threading.Event) -> None:
+    while not ended.wait(seconds):
+        with contextlib.suppress(OSError):
+            if _is_mine(file.read(), me):  # else it was taken over, which `check` reports
+                file.touch(me)
+
+
+def _release(file: _FileLock | _ObjectLock, me: dict[str, Any], ended: threading.Event) -> None:
+    ended.set()
+    with contextlib.suppress(OSError):
+        if _is_same(this_process(), me) and _is_mine(file.read(), me):  # not in a forked child
+            file.delete()
+
+
+def _owner_in(content: bytes) -> dict[str, Any]:
+    """Returns the owner that a lock names; an empty one if it cannot be read, as while it is being created."""
+    try:
+        owner = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _is_mine(found: _Found | None, me: dict[str, Any]) -> bool:
+    return found is not None and found[0].get("token") == me["token"]
 
 
 def _describe_owner(owner: dict[str, Any]) -> str:
@@ -163,46 +246,7 @@ def _describe_owner(owner: dict[str, Any]) -> str:
     return f"process {shown['pid']} on {shown['host']} (since {shown['since']} UTC)"
 
 
-def _release(path: Path, fd: int, me: dict[str, Any], ended: threading.Event) -> None:
-    ended.set()
-    if is_same(this_process(), me):  # not in a forked child
-        owner = _read(path)
-        with contextlib.suppress(OSError):
-            if owner is not None and owner[0] == me:
-                os.unlink(path)
-    with contextlib.suppress(OSError):
-        os.close(fd)
-
-
-def _is_deleted(fd: int) -> bool:
-    """Returns whether a lock was removed while this process held it: a run that took it over has ended already."""
-    try:
-        return os.fstat(fd).st_nlink == 0
-    except OSError as error:
-        return error.errno == errno.ESTALE  # the NFS server no longer has the file
-
-
-def _beat(fd: int, ended: threading.Event) -> None:
-    while not ended.wait(BEAT):
-        with contextlib.suppress(OSError):
-            os.utime(fd)
-
-
-def _read(path: Path) -> tuple[dict[str, Any], int] | None:
-    """Returns the owner in a lock, and its last touch by the file server's clock; None if there is no lock."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening it makes NFS ask its server
-    except OSError:
-        return None
-    touched, owner = 0, {}
-    try:
-        touched = os.fstat(fd).st_mtime_ns
-        owner = json.loads(os.read(fd, _MOST))  # empty while it is being created
-    except (OSError, ValueError, RecursionError):
-        pass
-    finally:
-        os.close(fd)
-    return (owner if isinstance(owner, dict) else {}), touched
+# --- processes -------------------------------------------------------------------------------------------------------
 
 
 def this_process() -> dict[str, Any]:
@@ -241,20 +285,15 @@ def _is_alive(owner: dict[str, Any]) -> bool:
     pid = owner.get("pid")
     if type(pid) is not int or pid <= 0:
         return False
-    started = _started(pid)
-    if started:
-        return started == owner.get("started")
-    if started is None:
-        return False
+    if (started := _started(pid)) != "":
+        return started is not None and started == owner.get("started")
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
-def is_same(owner: dict[str, Any], other: dict[str, Any]) -> bool:
+def _is_same(owner: dict[str, Any], other: dict[str, Any]) -> bool:
     """Returns whether two owners are the same process."""
     return all(owner.get(name) == other[name] for name in ("pid", "started", "machine"))

@@ -1,7 +1,8 @@
 """The checkpoints of a run: saving, the index, and pruning.
 
-`_folder` describes and reads a folder of checkpoints; `_layouts` and `_safetensors` own the files with tensors, `_medium`
-how they are committed, `_claim` who may write. The trainer decides what a record contains, when to save, and how to resume.
+`_folder` describes and reads a folder of checkpoints; `_tree_files` and `_safetensors` own the files with tensors, `_commit`
+how they become a checkpoint, `_claim` who may write. The trainer decides what a record contains, when to save, and how to
+resume.
 
 On a disk, a checkpoint is written into a folder of another name, each file is fsynced, and the folder is renamed. The index
 is replaced in the same way. Only then are old checkpoints removed, and they are renamed first. So every folder `step_*` is
@@ -12,8 +13,8 @@ process fails, all raise its error.
 """
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,14 @@ from jaxtyping import PyTree
 
 from ..distributed import Peers
 from ..errors import check_count
-from ..storage import Location, StorePath
+from ..storage import Location, StoreError, StorePath
 from ._claim import Claim
+from ._commit import Capabilities, commits_in
 from ._folder import CheckpointFolder, order
-from ._layouts import Capabilities, FilePerProcess, InPlace, Layout
+from ._lock import Lock
 from ._manifest import RESERVED
-from ._medium import medium_of
-from ._safetensors import INCOMPLETE, array_leaves, check_arrays, file_size
+from ._safetensors import INCOMPLETE, array_leaves, check_arrays
+from ._tree_files import FilePerProcess, InPlace
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class _Save:
     tags: Sequence[str]
     keep_last: int
     record: dict[str, Any]
-    layout: Layout
+    files: InPlace | FilePerProcess
     free: int
 
 
@@ -67,13 +69,11 @@ class Checkpoints(CheckpointFolder):
         - `before_commit`: called by process 0 before a checkpoint is committed, possibly in the thread of a background save.
         """
         super().__init__(folder, peers, log)
-        root = folder.parent if root is None else root
-        self._medium = medium_of(folder, root)
+        self._commits = commits_in(folder, folder.parent if root is None else root)
         self._before_commit = before_commit
-        self._claim = Claim(folder, self._peers, run, log, self._medium.make_parent)
+        self._claim = Claim(folder, self._peers, run, self._make_lock)
         self._capabilities: Capabilities | None = None  # tested by the first save
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None  # of the background save
+        self._saving: Future[None] | None = None  # the background save
 
     def save(
         self,
@@ -114,28 +114,31 @@ class Checkpoints(CheckpointFolder):
                 f"`record`: expected values that JSON can hold, got {error}. Convert it before saving."
             ) from error
         assert not set(RESERVED) & plain.keys()
-        leaves = {kind: array_leaves(tree) for kind, tree in trees.items()}
-        for each in leaves.values():
-            check_arrays(each)
-        files = {kind: (each, float_dtype if kind == "model" else None) for kind, each in leaves.items()}
-        for each, dtype in files.values():
-            file_size(each, dtype)  # raises for leaves that cannot be stored
+        trees_ = {kind: (array_leaves(tree), float_dtype if kind == "model" else None) for kind, tree in trees.items()}
+        for leaves, dtype in trees_.values():
+            check_arrays(leaves, dtype)
         name = max(self._together("save named", lambda: self._name(step)), key=order)
         self._claim.hold()
-        capabilities = self._capabilities = self._capabilities or self._medium.capabilities(self._peers, self._log)
+        capabilities = self._capabilities = self._capabilities or self._commits.capabilities(self._peers, self._log)
         self._sees_all = self._peers.n == 1 or capabilities.is_shared
-        layout = (
-            InPlace(files) if capabilities.in_place else FilePerProcess(files, self._peers.index, capabilities.is_shared)
+        files = (
+            InPlace(trees_) if capabilities.in_place else FilePerProcess(trees_, self._peers.index, capabilities.is_shared)
         )
-        free = min(self._per_folder("save begins", lambda: self._make_room(name, layout.size)))
-        if then is not None or layout.needs_copy:
-            layout.copy()
-        save = _Save(step, name, self.index(), tags, keep_last, plain, layout, free)
+        free = min(self._per_folder("save begins", lambda: self._make_room(name, files.size)))
+        if then is not None or files.needs_copy:
+            files.copy()
+        save = _Save(step, name, self.index(), tags, keep_last, plain, files, free)
         if then is None:
             self._write(save)
-        else:
-            self._thread = threading.Thread(target=self._write_behind, args=(save, then), name="redeqx-save")
-            self._thread.start()
+            return self.folder / name
+
+        def write_then() -> None:
+            self._write(save)
+            then(self.folder / name)
+
+        pool = ThreadPoolExecutor(1, "redeqx-save")
+        self._saving = pool.submit(write_then)
+        pool.shutdown(wait=False)  # its thread ends with the save
         return self.folder / name
 
     @contextmanager
@@ -150,33 +153,25 @@ class Checkpoints(CheckpointFolder):
             yield
         finally:
             self._claim.is_kept = False
-            if self._thread is None or not self._thread.is_alive():  # otherwise it stays locked until this process ends
+            if self._saving is None or self._saving.done():  # otherwise it stays locked until this process ends
                 self._claim.release()
 
     def check(self) -> None:
         """Raises the error of the background save, with its traceback, if it has failed; never waits."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._saving is not None and self._saving.done():
+            self.wait()
 
     def wait(self) -> None:
         """Waits for the background save; raises as `check` does."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self.check()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def settle(self) -> None:
-        """As `wait`, for a run that fails. With several processes it does not wait, as others may have ended."""
-        if self._thread is not None and self._peers.n == 1:
-            self._thread.join()
-
-    def _write_behind(self, save: _Save, then: Callable[[Location], None]) -> None:
-        try:
-            self._write(save)
-            then(self.folder / save.name)
-        except BaseException as error:  # raised later in the training thread
-            self._error = error
+        """As `wait`, for a run that fails: raises nothing. With several processes it does not wait, as others may have
+        ended."""
+        if self._saving is not None and self._peers.n == 1:
+            self._saving.exception()
 
     def _per_folder(self, topic: str, act: Callable[[], Any]) -> list[Any]:
         """As `Peers.together`, once per folder: in process 0 if all processes share one, otherwise in every process."""
@@ -188,10 +183,14 @@ class Checkpoints(CheckpointFolder):
         """As `Peers.together`, but apart from the saves of another trainer, whose thread may save at the same time."""
         return self._peers.together(f"{topic} {self.folder.name}", act, alone=alone)
 
+    def _make_lock(self) -> Lock:
+        self._commits.make_parent()
+        return Lock(self.folder, self._log)
+
     def _name(self, step: int) -> str:
         """Returns the name of the new checkpoint of that step; creates the folder."""
-        self._medium.check_exists()
-        self._medium.create()
+        self._commits.check_root()
+        self._commits.create()
         # A checkpoint that the index names is never touched. Any other one of this step is left from a crash.
         taken = [repeat for other, repeat in map(order, self.index().values()) if other == step]
         repeat = 1 + max(taken, default=-1)
@@ -200,46 +199,40 @@ class Checkpoints(CheckpointFolder):
     def _make_room(self, name: str, needed: int) -> int:
         """Removes everything that a checkpoint of that name would overwrite; returns the free bytes."""
         self._claim.check()
-        self._medium.sweep()
+        self._commits.sweep()
         for other in self.names():
             if order(other)[0] == order(name)[0] and order(other) >= order(name):
-                self._medium.remove(other)
-        return self._medium.check_space(name, needed)
+                self._commits.remove(other)
+        return self._commits.check_space(name, needed)
 
     def _write(self, save: _Save) -> None:
         """Runs a save: creates the files, writes every process's part, commits the checkpoint."""
         assert self._capabilities is not None
-        medium = self._medium
-        place = medium.place(save.name)
+        files: Any = save.files  # of the kind that the folder's capabilities allow
+        place = self._commits.place(save.name)
+        index = {**save.index, **dict.fromkeys(save.tags, save.name)}
         try:
-            self._per_folder("save created", lambda: self._create(save, place))
-            written = self._together("save written", lambda: save.layout.write(place))
+            self._per_folder("save created", lambda: files.create(place))
+            written = self._together("save written", lambda: files.write(place))
             self._per_folder("save complete", lambda: self._commit(save, place, written))
             # After all folders are committed, so that every process has what an index names.
-            self._per_folder(
-                "save committed", lambda: medium.write_index({**save.index, **dict.fromkeys(save.tags, save.name)})
-            )
+            self._per_folder("save committed", lambda: self._commits.write_index(index))
         except OSError as error:
-            if error.errno == INCOMPLETE:  # more room would not help
-                raise OSError(INCOMPLETE, error.strerror, str(self.folder / save.name)) from error
-            medium.check_exists()
-            raise medium.failure(error, save.name, save.layout.size, save.free) from error
+            if error.errno != INCOMPLETE:  # there, the disk is not at fault
+                self._commits.check_root()
+            raise OSError(error.errno, _why(error, save), str(self.folder / save.name)) from error
         finally:
             if self._peers.index == 0 or not self._capabilities.is_shared:
-                medium.finish()
+                self._commits.end()
         self._peers.committed, self._claim.has_saved = save.step, True
         self._per_folder("save pruned", lambda: self._prune(save.keep_last))
 
-    def _create(self, save: _Save, place: Location) -> None:
-        self._medium.prepare(save.name)
-        save.layout.create(place)
-
-    def _commit(self, save: _Save, place: Location, written: Sequence[Mapping[str, Any]]) -> None:
-        files = save.layout.finish(place, written)
+    def _commit(self, save: _Save, place: Any, written: Sequence[Mapping[str, Any]]) -> None:
+        files = save.files.finish(place, written)
         if isinstance(self.folder, StorePath):  # on a disk, the folder of a run that was frozen is gone, so the commit fails
             self._claim.check()
         self._before_commit()
-        self._medium.commit(save.name, save.record, save.tags, files)
+        self._commits.commit(save.name, save.record, save.tags, files)
 
     def _prune(self, keep_last: int) -> None:
         """Removes checkpoints older than the `keep_last` newest complete ones, unless the index names them.
@@ -251,4 +244,16 @@ class Checkpoints(CheckpointFolder):
         oldest = order(complete[-max(keep_last, 1) :][0])
         for name in names:
             if name not in named and (order(name) < oldest or keep_last == 0):
-                self._medium.remove(name)
+                self._commits.remove(name)
+
+
+def _why(error: OSError, save: _Save) -> str:
+    """Returns the reason for a save that could not be written, and the next step."""
+    if error.errno == INCOMPLETE:
+        return str(error.strerror)
+    if isinstance(error, StoreError):
+        return f"{error.strerror}. Earlier checkpoints are complete: run the script again to continue from the last one"
+    return (
+        f"expected to write {save.files.size} bytes, got {error.strerror!r} with {save.free} bytes free at first. "
+        "Earlier checkpoints are complete. Make room, or save elsewhere"
+    )

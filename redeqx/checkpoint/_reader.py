@@ -4,7 +4,8 @@ Owns the index, in the format of Hugging Face folders, and loads a PyTree's leav
 single file, `redeqx.models` the tensor names of other libraries.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,8 +16,8 @@ from jaxtyping import PyTree
 
 from .._tree import MOST_LISTED, is_array_like, is_key, listed, map_named, nearest
 from ..errors import brief, brief_name, is_plain, load_json
-from ..storage import Location
-from ._safetensors import TensorFile, array_leaves, is_float, stored
+from ..storage import Location, View, fetch
+from ._safetensors import array_leaves, is_float, open_tensors, stored
 
 INDEX = ".safetensors.index.json"
 
@@ -27,19 +28,19 @@ class TensorReader:
     def __init__(self, path: Location):
         """**Arguments:**
 
-        - `path`: a safetensors file, or the index (`*.safetensors.index.json`) of several in the same folder.
+        - `path`: any safetensors file, also of other libraries, or the index (`*.safetensors.index.json`) of several in the
+            same folder.
 
         Raises ValueError if a file is not a safetensors file, or disagrees with the index.
         """
         self.path = path
-        self.files: list[TensorFile] = []
-        self._where: dict[str, TensorFile] = {}
+        self._views: dict[str, View] = {}
+        self._paths: dict[str, Location] = {}
         if path.name.endswith(INDEX):
             self._open_shards()
         else:
-            file = TensorFile(path)
-            self.files = [file]
-            self._where = dict.fromkeys(file.names, file)
+            self._views = open_tensors(path)
+            self._paths = dict.fromkeys(self._views, path)
 
     @classmethod
     def find(cls, folder: Location, stem: str) -> "TensorReader":
@@ -72,7 +73,7 @@ class TensorReader:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             got = f"{type(error).__name__}: {error}"  # not `repr`: that of a UnicodeError contains the whole file
             raise ValueError(f"`{index}`: expected JSON with a `weight_map`, got {got}. Fetch the index again.") from error
-        files: dict[str, TensorFile] = {}
+        files: dict[str, dict[str, View]] = {}
         for name, shard in pairs:
             # Only the name is restricted: the file may be a link, as in the Hugging Face cache.
             if not is_plain(shard):
@@ -84,37 +85,47 @@ class TensorReader:
             if shard not in files:
                 if not path.is_file():
                     raise ValueError(f"`{path}`: expected the shard that `{index.name}` names, got none. Fetch it again.")
-                files[shard] = TensorFile(path)
+                files[shard] = open_tensors(path)
             if name not in files[shard]:
                 raise ValueError(
                     f"`{path}`: expected the tensor `{brief_name(name)}`, as `{index.name}` says, got none. "
                     "Fetch the folder again."
                 )
-            self._where[name] = files[shard]
-        self.files = list(files.values())
+            self._views[name], self._paths[name] = files[shard][name], path
 
-    def names(self) -> Iterable[str]:
-        """Returns the tensors' names."""
-        return self._where
+    def names(self) -> Collection[str]:
+        """Returns the tensors' names, in the order of the files."""
+        return self._views.keys()
 
     def paths(self) -> Iterable[Location]:
         """Returns the files that contain them."""
-        return dict.fromkeys(file.path for file in self._where.values())
+        return dict.fromkeys(self._paths.values())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._where
+        return name in self._views
 
     def view(self, name: str) -> Any:
-        """Returns a view of a tensor in its file, which reads only what is indexed: NumPy's or a `storage.StoredArray`."""
-        return self._where[name].view(name)
+        """Returns a view of a tensor in its file, which reads only what is indexed: NumPy's or a `storage.StoredArray`.
+
+        Raises ValueError if there is no tensor of that name.
+        """
+        if name not in self._views:
+            raise ValueError(
+                f"`{self.path}`: expected one of its {len(self._views)} tensors, got `{name}`."
+                f"{nearest(name, map(brief_name, self._views))} `names` lists them."
+            )
+        return self._views[name]
 
     def read(self, name: str, index: Any = ...) -> np.ndarray:
         """Returns a copy of a tensor, or of the part that `index` (as for `numpy.ndarray`) selects. Reads nothing else."""
-        return self._where[name].read(name, index)
+        # A copy: JAX on CPU would otherwise share the file's pages, and change with the file.
+        return np.array(self.view(name)[index])
 
     def read_parts(self, name: str, indices: Sequence[Any], dtype: Any) -> list[np.ndarray]:
         """As `read`, for several indices, cast to `dtype`. Bytes that they share are read from a store once."""
-        return self._where[name].read_parts(name, indices, dtype)
+        if isinstance(self.path, Path):
+            return [self.read(name, index).astype(dtype, copy=False) for index in indices]
+        return fetch([self.view(name)[index] for index in indices], dtype)
 
 
 def check_tree(source: TensorReader, template: PyTree, what: str = "model") -> None:

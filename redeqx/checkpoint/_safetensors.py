@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._tree import is_array_like, is_key, named_leaves, nearest
+from .._tree import is_array_like, is_key, named_leaves
 from ..errors import brief, brief_name, damaged, is_size, parse_json
-from ..storage import Location, StoredArray, StorePath, fetch, open_new, open_old
+from ..storage import Location, StoredArray, StorePath, View, open_new, open_old
 from ._crc32 import Crc32, crc32_of
 from ._shards import Block, whole
 
@@ -108,7 +108,7 @@ class _Tensor:
     stop: int
 
 
-def _layout(
+def _header_of(
     leaves: Mapping[str, Any], float_dtype: Any, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, _Tensor], int]:
     """Returns header, ordered tensors and file size. They depend only on shapes and dtypes: all processes agree."""
@@ -157,21 +157,22 @@ def _flush(fd: int) -> None:
     getattr(os, "fdatasync", os.fsync)(fd)  # macOS has no fdatasync
 
 
-def check_arrays(leaves: Mapping[str, Any]) -> None:
-    """Raises TypeError for a leaf that is only a shape."""
+def check_arrays(leaves: Mapping[str, Any], float_dtype: Any = None) -> None:
+    """Raises TypeError for a leaf that is only a shape, or cannot be stored."""
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(f"`{name}`: expected an array, got only its shape {leaf}. Create the arrays, then save.")
+    _header_of(leaves, float_dtype)
 
 
 def file_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
     """Returns the bytes of the file that `write_tensors` would write; raises the same errors for dtypes. Accepts shapes."""
-    return _layout(leaves, float_dtype)[2]
+    return _header_of(leaves, float_dtype)[2]
 
 
 def tensors_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
     """Returns the bytes of the file's tensors alone."""
-    header, _, size = _layout(leaves, float_dtype)
+    header, _, size = _header_of(leaves, float_dtype)
     return size - len(header)
 
 
@@ -186,7 +187,7 @@ class Writer:
     """
 
     def __init__(self, leaves: Mapping[str, Any], float_dtype: Any = None):
-        self._header, self._tensors, self.size = _layout(leaves, float_dtype)
+        self._header, self._tensors, self.size = _header_of(leaves, float_dtype)
 
     def create(self, path: Path) -> None:
         """Creates the file with its full size."""
@@ -291,7 +292,7 @@ def write_tensors(
     Raises TypeError for a leaf whose dtype safetensors cannot store, OSError if the disk is full or the store refuses.
     """
     check_arrays(leaves)
-    header, tensors, size = _layout(leaves, float_dtype, metadata)
+    header, tensors, size = _header_of(leaves, float_dtype, metadata)
     crc32 = 0
 
     def content() -> Iterator[memoryview | bytes]:
@@ -323,7 +324,8 @@ def _read_range(path: Location, start: int, stop: int) -> bytes:
         return file.read(stop - start)
 
 
-def _parse(path: Location, name: str, field: Any) -> _Tensor:
+def _parsed(path: Location, name: str, field: Any) -> _Tensor:
+    """Returns the entry of a header, checked by itself."""
     name = brief_name(name)
     match field:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [start, stop]}:
@@ -347,90 +349,37 @@ def _parse(path: Location, name: str, field: Any) -> _Tensor:
     return _Tensor(DTYPES[code], tuple(shape), start, stop)
 
 
-class TensorFile:
-    """A safetensors file, opened for reading slices of its tensors. Its header is checked."""
+def open_tensors(path: Location) -> dict[str, View]:
+    """Returns the tensors of any safetensors file, by name, as views that read only what is accessed: NumPy's, or in a store
+    `StoredArray`s. Their dtypes may be JAX's extensions.
 
-    def __init__(self, path: Location):
-        """**Arguments:**
-
-        - `path`: any safetensors file, also of other libraries.
-
-        Raises ValueError if the header is not a safetensors header, or contradicts itself or the file's size.
-        """
-        self.path = path
-        size = path.stat().st_size
-        if size < 8:
-            raise damaged(path, "at least the 8 bytes of a header's length", f"{size} bytes")
-        (length,) = struct.unpack("<Q", _read_range(path, 0, 8))
-        if not 2 <= length <= min(size - 8, _MAX_HEADER):
-            raise damaged(path, f"a header of 2 to {min(size - 8, _MAX_HEADER)} bytes", f"a length of {length}")
-        try:
-            fields = parse_json(_read_range(path, 8, 8 + length))
-        except ValueError as error:
-            raise damaged(path, "a header of JSON", str(error)) from error
-        if not isinstance(fields, dict):
-            raise damaged(path, "a header that is a JSON object", f"a {type(fields).__name__}")
-        match metadata := fields.pop("__metadata__", {}):
-            case dict() if all(isinstance(text, str) for text in metadata.values()):
-                pass
-            case _:
-                raise damaged(path, "a `__metadata__` of texts", brief(metadata))
-        mapped = np.memmap(path, dtype=np.uint8, mode="r") if isinstance(path, Path) else StoredArray.of(path, size)
-        self._data: Any = mapped[8 + length :]
-        self._tensors = {name: _parse(path, name, field) for name, field in fields.items()}
-        stop = 0
-        for name, tensor in sorted(self._tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
-            if tensor.start != stop:
-                raise damaged(
-                    path, f"`{brief_name(name)}` to begin at {stop}, where the previous one ends", f"{tensor.start}"
-                )
-            stop = tensor.stop
-        if stop != self._data.size:
-            raise damaged(path, f"{stop} bytes of tensors, as the header says", f"{self._data.size}")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tensors' names, in the header's order."""
-        return tuple(self._tensors)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns a tensor's shape."""
-        return self._tensor(name).shape
-
-    def dtype(self, name: str) -> np.dtype:
-        """Returns a tensor's NumPy dtype, which may be one of JAX's extensions."""
-        return self._tensor(name).dtype
-
-    def read(self, name: str, index: Any = ...) -> np.ndarray:
-        """Returns a copy of a tensor, or of the part that `index` (as for `numpy.ndarray`) selects. Reads nothing else.
-
-        Raises ValueError if the file has no tensor of that name.
-        """
-        # A copy: JAX on CPU would otherwise share the file's pages, and change with the file.
-        return np.array(self.view(name)[index])
-
-    def read_parts(self, name: str, indices: Sequence[Any], dtype: Any) -> list[np.ndarray]:
-        """As `read`, for several indices, cast to `dtype`. Bytes that they share are read from a store once."""
-        if isinstance(self.path, Path):
-            return [self.read(name, index).astype(dtype, copy=False) for index in indices]
-        return fetch([self.view(name)[index] for index in indices], dtype)
-
-    def view(self, name: str) -> Any:
-        """Returns a tensor as a view of the file, which reads only what is accessed. Slice it, then copy: a NumPy array, or
-        in an object store a `StoredArray`, which `np.asarray` reads.
-
-        Raises ValueError if the file has no tensor of that name.
-        """
-        tensor = self._tensor(name)
-        return self._data[tensor.start : tensor.stop].view(tensor.dtype).reshape(tensor.shape)
-
-    def _tensor(self, name: str) -> _Tensor:
-        if name not in self._tensors:
-            raise ValueError(
-                f"`{self.path}`: expected one of its {len(self._tensors)} tensors, got `{name}`."
-                f"{nearest(name, map(brief_name, self._tensors))} `names` lists them."
-            )
-        return self._tensors[name]
+    Raises DamagedError if the header is not a safetensors header, or contradicts itself or the file's size.
+    """
+    size = path.stat().st_size
+    if size < 8:
+        raise damaged(path, "at least the 8 bytes of a header's length", f"{size} bytes")
+    (length,) = struct.unpack("<Q", _read_range(path, 0, 8))
+    if not 2 <= length <= min(size - 8, _MAX_HEADER):
+        raise damaged(path, f"a header of 2 to {min(size - 8, _MAX_HEADER)} bytes", f"a length of {length}")
+    try:
+        fields = parse_json(_read_range(path, 8, 8 + length))
+    except ValueError as error:
+        raise damaged(path, "a header of JSON", str(error)) from error
+    if not isinstance(fields, dict):
+        raise damaged(path, "a header that is a JSON object", f"a {type(fields).__name__}")
+    match metadata := fields.pop("__metadata__", {}):
+        case dict() if all(isinstance(text, str) for text in metadata.values()):
+            pass
+        case _:
+            raise damaged(path, "a `__metadata__` of texts", brief(metadata))
+    tensors = {name: _parsed(path, name, field) for name, field in fields.items()}
+    stop = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if tensor.start != stop:
+            raise damaged(path, f"`{brief_name(name)}` to begin at {stop}, where the previous one ends", f"{tensor.start}")
+        stop = tensor.stop
+    if stop != size - 8 - length:
+        raise damaged(path, f"{stop} bytes of tensors, as the header says", f"{size - 8 - length}")
+    content = np.memmap(path, np.uint8, mode="r") if isinstance(path, Path) else StoredArray.of(path, size)
+    data: Any = content[8 + length :]
+    return {name: data[each.start : each.stop].view(each.dtype).reshape(each.shape) for name, each in tensors.items()}

@@ -19,7 +19,6 @@ from ._disk import (
     write_new as write_new,
 )
 from ._end import AtEnd as AtEnd
-from ._objects import StoreError as StoreError
 from ._path import (
     Location as Location,
     StorePath as StorePath,
@@ -27,4 +26,5 @@ from ._path import (
     fsync_folder as fsync_folder,
     location as location,
 )
+from ._requests import Limits as Limits, StoreError as StoreError, limits as limits
 from ._staging import Staging as Staging

@@ -15,11 +15,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from . import _objects
 from ._path import StorePath
-
-_SPAN = _objects.PART  # bytes per request, if they can be split
-_GAP = 2**20  # gaps of up to this many bytes are read and dropped, which is faster than a further request
+from ._requests import limits
 
 
 class StoredArray:
@@ -116,13 +113,13 @@ def fetch(views: Sequence[Any], dtype: Any = None) -> list[np.ndarray]:
     """Returns copies of views of one file, in C order, cast to a dtype if one is given.
 
     From an object, bytes that several views need are read once, and of the other bytes only small gaps. In addition to the
-    copies a few parts of `PART` bytes are in memory.
+    copies a few parts of `limits.part` bytes are in memory.
     """
     if not all(isinstance(view, StoredArray) for view in views):
         return [np.array(view, dtype, order="C") for view in views]
     outs = [np.empty(view.shape, view.dtype if dtype is None else dtype) for view in views]
     pieces = [piece for view, out in zip(views, outs, strict=True) for piece in _pieces(view._addresses, out, view._base)]
-    with ThreadPoolExecutor(_objects.CONCURRENT, "redeqx-read") as pool:
+    with ThreadPoolExecutor(limits.concurrent, "redeqx-read") as pool:
         reads = [pool.submit(_read, views[0].path, group) for group in _groups(pieces)]
         try:
             for read in reads:
@@ -140,17 +137,17 @@ def _pieces(addresses: np.ndarray, out: np.ndarray, base: int) -> Iterator[_Piec
     order = sorted(range(addresses.ndim), key=lambda axis: -abs(addresses.strides[axis]))
     addresses, out = addresses.transpose(order), out.transpose(order)
     low, high = byte_bounds(addresses)
-    if high - low <= _SPAN or addresses.ndim == 0:
+    if high - low <= limits.part or addresses.ndim == 0:
         yield _Piece(low - base, high - base, addresses, out)
         return
     inner_low, inner_high = byte_bounds(addresses[:1])
     stride, inner = abs(addresses.strides[0]), inner_high - inner_low
-    if inner > _SPAN and addresses.ndim > 1:
+    if inner > limits.part and addresses.ndim > 1:
         for i in range(len(addresses)):
             yield from _pieces(addresses[i], out[i], base)
         return
     # One by one if the gaps between them should not be read.
-    n = 1 if stride - inner > _GAP else max(1, _SPAN // max(stride, 1))
+    n = 1 if stride - inner > limits.gap else max(1, limits.part // max(stride, 1))
     for i in range(0, len(addresses), n):
         low, high = byte_bounds(addresses[i : i + n])
         yield _Piece(low - base, high - base, addresses[i : i + n], out[i : i + n])
@@ -161,7 +158,7 @@ def _groups(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
     group: list[_Piece] = []
     start = stop = 0
     for piece in sorted(pieces, key=lambda piece: (piece.start, piece.stop)):
-        is_near = piece.start - stop <= _GAP and max(stop, piece.stop) - start <= _SPAN
+        is_near = piece.start - stop <= limits.gap and max(stop, piece.stop) - start <= limits.part
         if group and not (piece.start < stop or is_near):
             yield group
             group = []

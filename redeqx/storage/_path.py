@@ -5,18 +5,22 @@ A store has no folders: a path counts as one if there are objects below it. `str
 
 import errno
 import fnmatch
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from ..errors import brief_name, check_path
-from . import _objects
 from ._disk import disk_path
+from ._requests import SCHEMES, check_installed, limits, request
 
+T = TypeVar("T")
+_MOST_PARTS = 9_000  # S3 allows 10,000
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)(?:/(.*))?", re.DOTALL)
 
 
@@ -77,11 +81,14 @@ class StorePath:
 
     def is_file(self) -> bool:
         """Returns whether it is an object."""
-        return bool(self.key) and self._do(_objects.size) is not None
+        try:
+            return bool(self.key) and self.stat() is not None
+        except FileNotFoundError:
+            return False
 
     def is_dir(self) -> bool:
         """Returns whether there are objects below it."""
-        return self._do(_objects.has_any)
+        return self._request(lambda ob, store: any(ob.list(store, self.key or None, chunk_size=1)), is_list=True)
 
     def exists(self) -> bool:
         """Returns whether it is an object, or there are objects below it."""
@@ -89,14 +96,12 @@ class StorePath:
 
     def stat(self) -> Stat:
         """Returns the size of an object. Raises FileNotFoundError if there is none."""
-        size = self._do(_objects.size)
-        if size is None:
-            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
-        return Stat(size)
+        return Stat(self._request(lambda ob, store: ob.head(store, self.key)["size"]))
 
     def sizes(self) -> dict[str, int]:
         """Returns the bytes of each object below, at any depth, by its path from here."""
-        return self._do(_objects.sizes)
+        found = self._request(lambda ob, store: ob.list(store, self.key or None).collect(), is_list=True)
+        return {each["path"][len(self.key) :].lstrip("/"): each["size"] for each in found}
 
     def iterdir(self) -> Iterator["StorePath"]:
         """Yields the paths directly below."""
@@ -111,46 +116,94 @@ class StorePath:
 
     def read_bytes(self) -> bytes:
         """Returns an object's bytes."""
-        return self._do(_objects.read)
+        return self._request(lambda ob, store: bytes(ob.get(store, self.key).bytes()))
 
     def read(self, start: int, stop: int) -> bytes:
         """Returns the bytes `[start, stop)` of an object."""
-        return self._do(_objects.read, start, stop)
+        if start == stop:
+            return b""
+        found = self._request(lambda ob, store: bytes(ob.get_range(store, self.key, start=start, end=stop)))
+        if len(found) != stop - start:
+            text = f"expected {stop - start} bytes from {start} on, got {len(found)}. The object is truncated: load another"
+            raise OSError(errno.EIO, text, str(self))
+        return found
 
     def chunks(self, start: int, stop: int) -> Iterator[bytes]:
         """Yields the bytes `[start, stop)` of an object in order, in pieces; a few are read concurrently."""
-        places = [(at, min(at + _objects.PART, stop)) for at in range(start, stop, _objects.PART)]
-        with ThreadPoolExecutor(_objects.CONCURRENT, "redeqx-read") as pool:
-            pending = [pool.submit(self.read, *place) for place in places[: _objects.CONCURRENT]]
-            later = iter(places[_objects.CONCURRENT :])
+        places = [(at, min(at + limits.part, stop)) for at in range(start, stop, limits.part)]
+        with ThreadPoolExecutor(limits.concurrent, "redeqx-read") as pool:
+            pending = [pool.submit(self.read, *place) for place in places[: limits.concurrent]]
+            later = iter(places[limits.concurrent :])
             while pending:
                 yield pending.pop(0).result()
                 pending += [pool.submit(self.read, *place) for place in [next(later, None)] if place is not None]
 
     def version(self) -> tuple[bytes, dict[str, str]]:
         """Returns an object's bytes, and their version, which `write_bytes` can replace."""
-        return self._do(_objects.version)
+
+        def get(ob: Any, store: Any) -> tuple[bytes, dict[str, str]]:
+            found = ob.get(store, self.key)
+            return bytes(found.bytes()), _version(found.meta)
+
+        return self._request(get)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def write_bytes(self, data: bytes, replacing: dict[str, str] | str | None = "any") -> dict[str, str] | None:
-        """Writes an object; arguments and result as for `_objects.write`."""
-        return self._do(_objects.write, data, replacing)
+        """Writes an object in one request; returns its version.
+
+        **Arguments:**
+
+        - `replacing`: `"any"`: any object or none; None: only if there is no object; a version: only that one. Otherwise
+            nothing is written and None is returned. None is also returned if the object was written but the answer was lost:
+            callers that pass a condition then read the object.
+        """
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        mode: Any = "overwrite" if replacing == "any" else replacing or "create"
+        try:
+            return _version(self._request(lambda ob, store: ob.put(store, self.key, data, mode=mode, use_multipart=False)))
+        except OSError as error:
+            is_missing = replacing != "any" and isinstance(error.__cause__, FileNotFoundError)
+            if is_missing or isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
+                return None
+            raise
 
     def upload(self, content: Callable[[], Iterable[memoryview | bytes]], n_bytes: int) -> None:
-        """Writes an object of `n_bytes`, in chunks from `content`, which is called again for a retry."""
-        self._do(_objects.upload, content, n_bytes)
+        """Writes an object of `n_bytes`, in chunks from `content`, a few of them in memory. It appears when it is complete,
+        or never. `content` is called again for a retry.
+
+        If the answer to the last request of an upload is lost, the request is retried, but S3 no longer knows the upload.
+        """
+        if n_bytes <= limits.part:
+            self.write_bytes(b"".join(content()))
+            return
+        options = {"chunk_size": max(limits.part, math.ceil(n_bytes / _MOST_PARTS)), "max_concurrency": limits.concurrent}
+        self._request(lambda ob, store: ob.put(store, self.key, iter(content()), **options), also=FileNotFoundError)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Deletes objects below this path, by their paths from here."""
-        _objects.delete(self.scheme, self.bucket, [(self / name).key for name in names])
+        """Deletes objects below this path, by their paths from here. Missing ones count as deleted."""
+        self._delete([(self / name).key for name in names])
 
     def unlink(self) -> None:
         """Deletes the object, if there is one."""
-        _objects.delete(self.scheme, self.bucket, [self.key])
+        self._delete([self.key])
 
-    def _do(self, act, *args):
-        return act(self.scheme, self.bucket, self.key, *args)
+    def _delete(self, keys: Sequence[str]) -> None:
+        try:
+            if keys:
+                self._request(lambda ob, store: ob.delete(store, keys))
+        except FileNotFoundError:  # Google's store reports a missing object, and then some others may not be deleted
+            for key in keys:
+                with suppress(FileNotFoundError):
+                    self._request(lambda ob, store, key=key: ob.delete(store, key))
+
+    def _request(self, act: Callable[[Any, Any], T], **options: Any) -> T:
+        return request(self.scheme, self.bucket, self.key, act, **options)
+
+
+def _version(found: Any) -> dict[str, str]:
+    return {name: found[name] for name in ("e_tag", "version") if found[name] is not None}
 
 
 Location: TypeAlias = Path | StorePath
@@ -178,8 +231,8 @@ def location(path: "str | Path | StorePath", name: str = "path") -> Location:
     if match is None:
         return disk_path(path, name)
     scheme, bucket, key = match[1].lower(), match[2], (match[3] or "").strip("/")
-    if scheme not in _objects.SCHEMES:
-        known = ", ".join(f"{each}://" for each in _objects.SCHEMES)
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{each}://" for each in SCHEMES)
         raise ValueError(
             f"`{name}`: expected a folder, or an address that begins with {known}, got {brief_name(str(path))}. Use one of "
             "them, or mount the store and pass the folder."
@@ -190,7 +243,7 @@ def location(path: "str | Path | StorePath", name: str = "path") -> Location:
             f"`{name}`: expected `{scheme}://bucket/key`, got {brief_name(str(path))}. Pass a bucket, and a key without "
             "empty parts, `.` and `..`."
         )
-    _objects.check_installed()
+    check_installed()
     return StorePath(scheme, bucket, key)
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from redeqx.checkpoint import Checkpoints
-from redeqx.checkpoint._safetensors import TensorFile
+from redeqx.checkpoint import Checkpoints, TensorReader
 from redeqx.distributed._addresses import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -72,8 +71,8 @@ def hit(processes, fault, who):
 
 def bits(workdir):
     path = Checkpoints(workdir / "ckpts").resolve("last")
-    files = {kind: TensorFile(path / f"{kind}.safetensors") for kind in ("model", "optimizer")}
-    return {f"{kind}:{name}": file.read(name).tobytes() for kind, file in files.items() for name in file.names}
+    files = {kind: TensorReader(path / f"{kind}.safetensors") for kind in ("model", "optimizer")}
+    return {f"{kind}:{name}": file.read(name).tobytes() for kind, file in files.items() for name in file.names()}
 
 
 def step_of(workdir):

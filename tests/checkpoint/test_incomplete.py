@@ -18,7 +18,6 @@ port, index, folder, fault = sys.argv[1:]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(index))
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from redeqx.checkpoint import Checkpoints, to_host
-from redeqx.checkpoint import _manager, _layouts
 mesh = Mesh(np.array(jax.devices()), ("data",))
 values = np.arange(16, dtype=np.float32)
 split = jax.make_array_from_callback((16,), NamedSharding(mesh, P("data")), lambda index: values[index])
@@ -32,7 +31,9 @@ if fault == "parts":
 else:
     checkpoints = Checkpoints(__import__("pathlib").Path(folder) / index / "ckpts")
     if fault == "files":
-        checkpoints._capabilities = _layouts.Capabilities(in_place=False)
+        def refuse(fd, data, offset):
+            raise OSError(95, "Operation not supported")
+        __import__("os").pwrite = refuse
     try:
         checkpoints.save(1, {"model": {"weight": split, "other": split, "table": np.ones(3)}}, {})
         print("SAVED", flush=True)

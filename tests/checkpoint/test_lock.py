@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -17,7 +18,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.checkpoint import Checkpoints, Lock, LockedError, _lock
+from redeqx.checkpoint import Checkpoints, Lock, LockedError
 
 HOLD = """
 import sys, time
@@ -32,9 +33,9 @@ time.sleep(60)
 RACE = """
 import os, sys, time, warnings
 from pathlib import Path
-from redeqx.checkpoint import _lock
+from redeqx.checkpoint import Lock, LockedError
 warnings.simplefilter("ignore")
-_lock.GRACE = 0.1
+Lock.grace = 0.1
 folder, n = Path(sys.argv[1]), 6
 begin = time.monotonic() + 0.2
 tried = lambda i: (folder.parent / f"tried_{i}").touch()
@@ -46,13 +47,13 @@ for i in range(n):
         try:
             while time.monotonic() < begin:
                 pass
-            lock = _lock.Lock(folder)
+            lock = Lock(folder)
             code = 0
             tried(i)
             while len(list(folder.parent.glob("tried_*"))) < n:
                 time.sleep(0.01)
             lock.check()
-        except _lock.LockedError:
+        except LockedError:
             code = 3
         except OSError:
             code = 4
@@ -66,8 +67,8 @@ print(sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in childre
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch):
-    monkeypatch.setattr(_lock, "GRACE", 0.2)
-    monkeypatch.setattr(_lock, "STALE", 1.0)
+    monkeypatch.setattr(Lock, "grace", 0.2)
+    monkeypatch.setattr(Lock, "stale", 1.0)
 
 
 def start_python(script, *arguments):
@@ -80,14 +81,25 @@ def save(checkpoints, step):
 
 
 def write_lock(path, **changes):
-    """Writes the lock file as another process would."""
-    owner = {**_lock.this_process(), **changes}
+    """Writes the lock file as another process would: as this one does, with changes."""
+    lock = Lock(path.parent / "another")
+    owner = {**json.loads(lock.path.read_text()), "token": "another", **changes}
+    lock.release()
     path.write_text(json.dumps(owner))
     return owner
 
 
+def started(pid):
+    """The start time of a process in kernel ticks."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def is_zombie(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def test_second_run_is_refused_until_the_first_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(_lock, "STALE", 600.0)
+    monkeypatch.setattr(Lock, "stale", 600.0)
     folder = tmp_path / "ckpts"
     with start_python(HOLD, folder) as other:
         try:
@@ -126,7 +138,7 @@ def test_one_of_several_processes_takes_over_a_stale_lock(tmp_path):
 def test_reused_pid_does_not_hold_the_lock(tmp_path):
     write_lock(tmp_path / "ckpts.lock", pid=os.getppid(), started="1")
     Lock(tmp_path / "ckpts").release()
-    write_lock(tmp_path / "ckpts.lock", pid=os.getppid(), started=_lock._started(os.getppid()))
+    write_lock(tmp_path / "ckpts.lock", pid=os.getppid(), started=started(os.getppid()))
     with pytest.raises(LockedError, match=rf"process {os.getppid()} on "):
         Lock(tmp_path / "ckpts")
 
@@ -144,7 +156,7 @@ def test_lock_that_cannot_be_written_is_skipped(tmp_path, monkeypatch):
     def full(fd, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_lock.os, "write", full)
+    monkeypatch.setattr(os, "write", full)
     lock = Lock(tmp_path / "ckpts")
     assert not (tmp_path / "ckpts.lock").exists()
     lock.check()
@@ -153,7 +165,7 @@ def test_lock_that_cannot_be_written_is_skipped(tmp_path, monkeypatch):
 
 def test_zombie_process_does_not_hold_the_lock(tmp_path):
     with start_python("") as child:
-        while _lock._started(child.pid) is not None:
+        while not is_zombie(child.pid):
             time.sleep(0.05)
         write_lock(tmp_path / "ckpts.lock", pid=child.pid, started="1")
         Lock(tmp_path / "ckpts").release()
@@ -161,7 +173,7 @@ def test_zombie_process_does_not_hold_the_lock(tmp_path):
 
 def test_remote_lock_is_held_while_its_heartbeat_continues(tmp_path, monkeypatch):
     path, messages = tmp_path / "ckpts.lock", []
-    monkeypatch.setattr(_lock, "STALE", 60.0)
+    monkeypatch.setattr(Lock, "stale", 60.0)
     write_lock(path, machine="another", host="node7\x1b[2J", pid=12)
     ended = threading.Event()
     beat = threading.Thread(target=lambda: [os.utime(path) for _ in iter(lambda: ended.wait(0.3), True)])
@@ -170,7 +182,7 @@ def test_remote_lock_is_held_while_its_heartbeat_continues(tmp_path, monkeypatch
         Lock(tmp_path / "ckpts", messages.append)
     ended.set()
     beat.join()
-    monkeypatch.setattr(_lock, "STALE", 1.0)
+    monkeypatch.setattr(Lock, "stale", 1.0)
     began = time.monotonic()
     Lock(tmp_path / "ckpts", messages.append).release()  # the heartbeat has stopped
     assert 1.0 <= time.monotonic() - began < 60
@@ -180,7 +192,7 @@ def test_remote_lock_is_held_while_its_heartbeat_continues(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"pid": "x", "machine": 3}', "[" * 3000])
 def test_unreadable_lock_is_taken_over_when_stale(tmp_path, content, monkeypatch):
-    monkeypatch.setattr(_lock, "STALE", 0.2)
+    monkeypatch.setattr(Lock, "stale", 0.2)
     (tmp_path / "ckpts.lock").write_text(content)
     Lock(tmp_path / "ckpts").release()
     assert not list(tmp_path.iterdir())
@@ -200,7 +212,7 @@ def test_run_that_lost_its_lock_stops_writing(tmp_path):
 
 
 def test_owner_refreshes_the_lock_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(_lock, "BEAT", 0.05)
+    monkeypatch.setattr(Lock, "beat", 0.05)
     lock = Lock(tmp_path / "ckpts")
     os.utime(lock.path, (0, 0))
     for _ in range(100):
@@ -239,7 +251,7 @@ def make_deployer(workdir, **kwargs):
 
 REFUSED = (
     r"`workdir`: expected a folder that no other trainer writes into, got .*/ckpts, into which another Trainer of this "
-    r"script saves\. Give each a workdir of its own: `Deployer\(workdir=\.\.\.\)`\."
+    r"script saves\. Give each a name: `Trainer\(name=\.\.\.\)`\."
 )
 
 
@@ -253,9 +265,9 @@ def test_two_trainers_cannot_save_to_one_folder(tmp_path):
         with pytest.raises(LockedError, match=REFUSED):
             act()
     two.load_ckpt()  # reading needs no lock
-    before = one._engine.checkpoints.index()
+    before = Checkpoints(tmp_path / "ckpts").index()
     one.save_ckpt("best")
-    assert one._engine.checkpoints.index()["last"] != before["last"]
+    assert Checkpoints(tmp_path / "ckpts").index()["last"] != before["last"]
     del one, act
     gc.collect()
     two.save_ckpt()
@@ -269,7 +281,8 @@ def test_rerun_in_the_same_process_takes_over_the_lock(tmp_path):
     assert again.step == 2 * first.step
     with pytest.raises(LockedError, match=REFUSED):
         first.save_ckpt()
-    assert again._engine.checkpoints.record(again._engine.checkpoints.resolve("last"))["step"] == again.step
+    saved = Checkpoints(tmp_path / "ckpts")
+    assert saved.record(saved.resolve("last"))["step"] == again.step
 
 
 class LockTracker:
@@ -302,7 +315,7 @@ def test_refused_fit_leaves_the_folder_unchanged(tmp_path):
     gc.collect()
     recorded = (tmp_path / "metrics.jsonl").read_bytes()
     with start_python("import time; time.sleep(60)") as other:
-        write_lock(tmp_path / "ckpts.lock", pid=other.pid, started=_lock._started(other.pid))
+        write_lock(tmp_path / "ckpts.lock", pid=other.pid, started=started(other.pid))
         trainer = make_trainer(make_deployer(tmp_path))
         with pytest.raises(LockedError, match=f"which process {other.pid} on "):
             trainer.fit(DATA, 2, 2)

@@ -17,8 +17,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.checkpoint import Checkpoints
-from redeqx.checkpoint._safetensors import TensorFile
+from redeqx.checkpoint import Checkpoints, TensorReader
 from redeqx.errors import DamagedError
 from tests._checkpoints import edit_manifest
 
@@ -92,13 +91,13 @@ def is_not_key(array):
 def peak(monkeypatch):
     """The most device bytes in use while tensors are read."""
     found = []
-    read = TensorFile.read
+    read = TensorReader.read
 
     def look(self, name, index=...):
         found.append(live_bytes())
         return read(self, name, index)
 
-    monkeypatch.setattr(TensorFile, "read", look)
+    monkeypatch.setattr(TensorReader, "read", look)
     return lambda: max(found)
 
 

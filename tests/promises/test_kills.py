@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redeqx.checkpoint._manager import Checkpoints
-from redeqx.checkpoint._reader import TensorReader
+from redeqx.checkpoint import Checkpoints, TensorReader
 from tests._processes import free_port
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "saving.py"

@@ -25,16 +25,15 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from redeqx.checkpoint import _layouts
-from redeqx.checkpoint._manager import Checkpoints
+from redeqx.checkpoint import Checkpoints, _tree_files
 from redeqx.distributed import Peers, start
-from redeqx.machine._mesh import make_mesh, put
+from redeqx.machine import make_mesh, put
 
 warnings.filterwarnings("ignore", message="os.fork")
 LIMIT = 20.0
 LAYOUT = sys.argv[2]
 CALLS = [(os, name) for name in ("mkdir", "posix_fallocate", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir")]
-CALLS += [(shutil, "rmtree"), (Peers, "contribute"), (_layouts, "gathered")]
+CALLS += [(shutil, "rmtree"), (Peers, "contribute"), (_tree_files, "gathered")]
 
 
 def trees(step):

@@ -24,7 +24,7 @@ import numpy as np
 import obstore  # noqa: F401
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from redeqx.checkpoint import Checkpoints, _lock, _store_lock
+from redeqx.checkpoint import Checkpoints, Lock
 from redeqx.distributed import Peers, start
 from redeqx.machine import make_mesh, put
 from redeqx.storage import location
@@ -32,7 +32,7 @@ from redeqx.storage import location
 warnings.filterwarnings("ignore", message="os.fork")
 N = int(sys.argv[1])
 LIMIT = 60.0
-_store_lock.STALE, _lock.GRACE = 1.0, 5.0
+Lock.stale, Lock.grace = 0.5, 5.0
 
 
 def trees(step):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from redeqx.storage import _objects
+from redeqx.storage import limits
 from tests.storage._server import Server
 
 _numbers = itertools.count()
@@ -32,9 +32,6 @@ def bucket(server, monkeypatch):
 @pytest.fixture
 def short_pauses(monkeypatch):
     """Short pauses and few retries. On busy cores the server may take seconds."""
-    monkeypatch.setattr(_objects, "TIMEOUT", 20.0)
-    monkeypatch.setattr(_objects, "RETRIES", 3)
-    monkeypatch.setattr(_objects, "PAUSE", 0.01)
-    _objects._opened.cache_clear()
-    yield
-    _objects._opened.cache_clear()
+    monkeypatch.setattr(limits, "timeout", 20.0)
+    monkeypatch.setattr(limits, "retries", 3)
+    monkeypatch.setattr(limits, "pause", 0.01)

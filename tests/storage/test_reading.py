@@ -14,22 +14,27 @@ from redeqx import models
 from redeqx.checkpoint import load_tree, write_tensors
 from redeqx.cli import main
 from redeqx.machine import make_mesh
-from redeqx.storage import StoredArray, StoreError, StorePath, _array, _objects, fetch, location
+from redeqx.storage import StoredArray, StoreError, StorePath, fetch, limits, location
 
 
 @pytest.fixture
 def small_requests(monkeypatch):
-    """Limits requests to a few bytes, so that small arrays need many. Returns the ranges that are read."""
-    monkeypatch.setattr(_array, "_SPAN", 256)
-    monkeypatch.setattr(_array, "_GAP", 32)
-    read, ranges = _objects.read, []
+    """A function that limits requests to a few bytes, so that small arrays need many, and returns the ranges that are read
+    from then on."""
 
-    def note(scheme, bucket, key, start=0, stop=None):
-        ranges.append((start, stop))
-        return read(scheme, bucket, key, start, stop)
+    def limit():
+        monkeypatch.setattr(limits, "part", 256)
+        monkeypatch.setattr(limits, "gap", 32)
+        read, ranges = StorePath.read, []
 
-    monkeypatch.setattr(_objects, "read", note)
-    return ranges
+        def note(self, start, stop):
+            ranges.append((start, stop))
+            return read(self, start, stop)
+
+        monkeypatch.setattr(StorePath, "read", note)
+        return ranges
+
+    return limit
 
 
 VIEWS = {
@@ -51,6 +56,7 @@ def test_views_match_numpy(bucket, small_requests, dtype):
     values = np.arange(240).reshape(12, 20).astype(dtype)
     path = location(f"{bucket}/x")
     path.write_bytes(b"header" + values.tobytes())
+    small_requests()
     whole = StoredArray.of(path, 6 + values.nbytes)[6:].view(dtype).reshape(12, 20)
     for name, view in VIEWS.items():
         found, expected = view(whole), view(values)
@@ -64,15 +70,15 @@ def test_views_match_numpy(bucket, small_requests, dtype):
 
 
 def test_failed_request_is_reported_before_the_others_are_sent(monkeypatch):
-    monkeypatch.setattr(_array, "_SPAN", 256)
+    monkeypatch.setattr(limits, "part", 256)
     requests = []
 
-    def fail(scheme, bucket, key, start=0, stop=None):
+    def fail(self, start, stop):
         requests.append(start)
         time.sleep(0.02)
         raise StoreError("expected the store to answer")
 
-    monkeypatch.setattr(_objects, "read", fail)
+    monkeypatch.setattr(StorePath, "read", fail)
     with pytest.raises(StoreError, match="expected the store to answer"):
         fetch([StoredArray.of(StorePath("s3", "bucket", "x"), 256 * 200)])
     assert len(requests) < 100
@@ -84,11 +90,11 @@ def test_each_byte_is_read_once_for_all_devices(bucket, small_requests, spec):
     path = location(f"{bucket}/x.safetensors")
     write_tensors(path, {"w": values})
     mesh = make_mesh(4, 1)
-    small_requests.clear()
+    ranges = small_requests()
     tree = load_tree(path, {"w": jax.ShapeDtypeStruct((64, 48), np.float32)}, lambda name: NamedSharding(mesh, spec))
     assert np.array_equal(tree["w"], values)
     header = path.stat().st_size - values.nbytes
-    read = sorted((start, stop) for start, stop in small_requests if start >= header)
+    read = sorted((start, stop) for start, stop in ranges if start >= header)
     assert read[0][0] == header and read[-1][1] == header + values.nbytes
     assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(read))  # no byte twice
 
@@ -98,12 +104,13 @@ def test_rows_of_another_process_are_not_read(bucket, small_requests):
     values = np.arange(64 * 48, dtype=np.float32).reshape(64, 48)
     path = location(f"{bucket}/x")
     path.write_bytes(values.tobytes())
+    ranges = small_requests()
     whole = StoredArray.of(path, values.nbytes).view(np.float32).reshape(64, 48)
     assert np.array_equal(np.asarray(whole[16:32]), values[16:32])
-    assert sum(stop - start for start, stop in small_requests) == values[16:32].nbytes
-    small_requests.clear()
+    assert sum(stop - start for start, stop in ranges) == values[16:32].nbytes
+    ranges.clear()
     assert np.array_equal(np.asarray(whole[:, :12]), values[:, :12])  # with gaps of 144 bytes, which are not read
-    assert sum(stop - start for start, stop in small_requests) == values[:, :12].nbytes
+    assert sum(stop - start for start, stop in ranges) == values[:, :12].nbytes
 
 
 @pytest.fixture

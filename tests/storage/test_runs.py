@@ -14,7 +14,8 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.storage import _staging, location
+from redeqx.checkpoint import Checkpoints
+from redeqx.storage import Staging, location
 
 DATA = np.random.default_rng(0).normal(size=(22, 6)).astype(np.float32)
 
@@ -98,8 +99,8 @@ def test_saved_model_is_loaded_from_its_address(bucket, capsys):
 
 
 def test_second_run_is_locked_out(bucket):
-    trainer = run(f"{bucket}/run", stop=2)
-    checkpoints = trainer._engine.checkpoints
+    run(f"{bucket}/run", stop=2)
+    checkpoints = Checkpoints(location(f"{bucket}/run/ckpts"))
     with checkpoints.writing():
         code = f"""
 from redeqx.checkpoint import Checkpoints
@@ -158,15 +159,15 @@ def test_metrics_of_a_step_are_uploaded_before_its_manifest(bucket, server):
 
 
 def test_file_that_a_tracker_renames_does_not_end_an_upload(bucket, monkeypatch):
-    staging = _staging.Staging(location(f"{bucket}/run"))
-    version = _staging._version
+    staging = Staging(location(f"{bucket}/run"))
+    read_bytes = Path.read_bytes
 
     def rename_first(path):
         if path.suffix == ".tmp":
             path.rename(path.with_suffix(".json"))
-        return version(path)
+        return read_bytes(path)
 
-    monkeypatch.setattr(_staging, "_version", rename_first)
+    monkeypatch.setattr(Path, "read_bytes", rename_first)
     (staging.folder / "metrics.jsonl").write_text("a line\n")
     (staging.folder / "a_tracker.tmp").write_text("{}")
     staging.upload()

@@ -1,4 +1,4 @@
-"""`probe` detects a folder's capabilities by writing to it; a file per process holds the same arrays as one file."""
+"""A save detects a folder's capabilities by writing to it; a file per process holds the same arrays as one file."""
 
 import errno
 import json
@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import load_file
 
-from redeqx.checkpoint import TensorReader, _layouts
-from redeqx.checkpoint._layouts import Capabilities, FilePerProcess, InPlace, probe
+from redeqx.checkpoint import TensorReader, _tree_files
+from redeqx.checkpoint._commit import Capabilities, Disk
+from redeqx.checkpoint._tree_files import FilePerProcess, InPlace
 from redeqx.distributed import Peers
 from redeqx.machine import make_mesh
 
@@ -58,27 +59,31 @@ def write_mark(path, index):
         file.write(f"process {index}".encode().ljust(16))
 
 
+def capabilities(folder, peers):
+    return Disk(folder, folder).capabilities(peers, lambda text: None)
+
+
 def test_single_process_folder_has_both_capabilities(tmp_path):
-    assert probe(tmp_path / "probe", Peers()) == Capabilities(is_shared=True, in_place=True)
+    assert capabilities(tmp_path, Peers()) == Capabilities(is_shared=True, in_place=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_two_process_folder_has_both_capabilities(tmp_path):
-    path = tmp_path / "probe"
+    path = tmp_path / ".tmp_probe"
     peers = ScriptedPeers(0, {"probe marked": partial(write_mark, path, 1)})
-    assert probe(path, peers) == Capabilities(is_shared=True, in_place=True)
+    assert capabilities(tmp_path, peers) == Capabilities(is_shared=True, in_place=True)
     assert not list(tmp_path.iterdir())
 
 
 def test_folder_invisible_to_a_peer_is_not_shared(tmp_path):
     for index in (0, 1):
         peers = ScriptedPeers(index, {"probe seen": lambda index=index: index == 1, "probe read": lambda: False})
-        assert probe(tmp_path / f"probe{index}", peers) == Capabilities(is_shared=False, in_place=False)
+        assert capabilities(tmp_path, peers) == Capabilities(is_shared=False, in_place=False)
     assert not list(tmp_path.iterdir())
 
 
 def test_missing_write_of_a_peer_disables_in_place(tmp_path):
-    assert probe(tmp_path / "probe", ScriptedPeers(0, {})) == Capabilities(is_shared=True, in_place=False)
+    assert capabilities(tmp_path, ScriptedPeers(0, {})) == Capabilities(is_shared=True, in_place=False)
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ESPIPE])
@@ -87,25 +92,24 @@ def test_pwrite_errors_disable_in_place(tmp_path, monkeypatch, number):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "pwrite", refuse)
-    assert probe(tmp_path / "probe", Peers()) == Capabilities(is_shared=True, in_place=False)
+    assert capabilities(tmp_path, Peers()) == Capabilities(is_shared=True, in_place=False)
     assert not list(tmp_path.iterdir())
 
 
 def test_missing_folder_raises(tmp_path):
     with pytest.raises(OSError, match="No such file"):
-        probe(tmp_path / "nowhere" / "probe", Peers())
+        capabilities(tmp_path / "nowhere", Peers())
 
 
 # --- a file per process -----------------------------------------------------------------------------------------------
 
 
-def save_all(layouts, folder):
-    """Saves with one layout per process, one after the other, and returns the checksums."""
-    folder.mkdir()
-    for layout in layouts:
-        layout.copy()
-    layouts[0].create(folder)
-    return layouts[0].finish(folder, [layout.write(folder) for layout in layouts])
+def save_all(each, folder):
+    """Saves with the files of each process, one after the other, and returns the checksums."""
+    for files in each:
+        files.copy()
+    each[0].create(folder)
+    return each[0].finish(folder, [files.write(folder) for files in each])
 
 
 def assert_checksums(folder, sums):
@@ -115,7 +119,7 @@ def assert_checksums(folder, sums):
     assert found == sums
 
 
-def test_layouts_write_identical_files_for_one_process(tmp_path):
+def test_both_ways_write_identical_files_for_one_process(tmp_path):
     trees = {"model": (arrays(), jnp.bfloat16), "optimizer": (arrays(), None)}
     one = save_all([InPlace(trees)], tmp_path / "in_place")
     each = save_all([FilePerProcess(trees, 0, is_shared=True)], tmp_path / "each")
@@ -129,19 +133,19 @@ def test_layouts_write_identical_files_for_one_process(tmp_path):
 def test_several_processes_write_whole_arrays_and_an_index(tmp_path, monkeypatch):
     leaves = arrays()
     owner = {"split": 0, "whole": 2, "count": 0, "empty": 2, "host": 0, "key": 2}
-    monkeypatch.setattr(_layouts, "owners", lambda leaves: {name: owner[name] for name in leaves})
-    # Each layout stands for one of three processes; this process holds all arrays.
-    monkeypatch.setattr(_layouts, "gathered", lambda leaf, who: as_numpy(leaf) if who == current["process"] else None)
+    monkeypatch.setattr(_tree_files, "owners", lambda leaves: {name: owner[name] for name in leaves})
+    # Each object stands for one of three processes; this process holds all arrays.
+    monkeypatch.setattr(_tree_files, "gathered", lambda leaf, who: as_numpy(leaf) if who == current["process"] else None)
     current = {}
 
-    class ProcessLayout(FilePerProcess):
+    class ProcessFiles(FilePerProcess):
         def copy(self):
             current["process"] = self._index
             super().copy()
 
     trees = {"model": (leaves, jnp.bfloat16), "optimizer": ({"count": leaves["count"]}, None)}
     folder = tmp_path / "each"
-    sums = save_all([ProcessLayout(trees, i, is_shared=True) for i in range(3)], folder)
+    sums = save_all([ProcessFiles(trees, i, is_shared=True) for i in range(3)], folder)
     assert_checksums(folder, sums)
     assert sorted(sums) == [
         "model-00001-of-00002.safetensors",
@@ -172,13 +176,13 @@ def test_several_processes_write_whole_arrays_and_an_index(tmp_path, monkeypatch
 def test_copies_outlive_the_arrays(tmp_path):
     leaves = arrays()
     expected = {name: as_numpy(leaf).copy() for name, leaf in leaves.items()}
-    layout = FilePerProcess({"model": (leaves, None)}, 0, is_shared=True)
-    layout.copy()
+    files = FilePerProcess({"model": (leaves, None)}, 0, is_shared=True)
+    files.copy()
     for leaf in leaves.values():
         if isinstance(leaf, jax.Array):
             leaf.delete()
     leaves["host"][:] = 0
-    layout.write(tmp_path)
+    files.write(tmp_path)
     found = TensorReader(tmp_path / "model.safetensors")
     for name, values in expected.items():
         np.testing.assert_array_equal(found.read(name), values)
