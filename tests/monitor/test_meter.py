@@ -3,12 +3,12 @@
 import io
 import json
 import math
+import re
 import time
 
 import pytest
 
 from redeqx.monitor import Console, Work
-from redeqx.monitor._meter import Meter
 
 
 class Clock:
@@ -25,19 +25,29 @@ def clock(monkeypatch):
     return clock
 
 
-def test_rates_of_equal_steps(clock):
+@pytest.fixture
+def line(clock):
+    with Console(None, verbose=False).progress() as line:
+        yield line
+
+
+def finish(line, step, n_examples=1, **counts):
+    line.update(step, metrics={}, n_examples=n_examples, **counts)
+
+
+def test_rates_of_equal_steps(clock, line):
     """Each step takes 2 s, 0.4 s of it waiting for data, and has 8 examples, 2,048 tokens, 3e12 FLOPs (0.5 s at peak)."""
-    meter = Meter()
-    assert meter.rates() == {} and meter.seconds_per_step is None
-    meter.step(1, 8, 2048, Work(3e12, 0.5))  # the first step compiles, so only its end is known
-    assert meter.rates() == {}
-    for _ in range(5):
+    counts = {"n_examples": 8, "n_tokens": 2048, "work": Work(3e12, 0.5)}
+    assert line.speed() == {}
+    finish(line, 1, **counts)  # the first step compiles, so only its end is known
+    assert line.speed() == {}
+    for step in range(2, 7):
         clock.now += 1.6
         for _ in range(2):  # as for the end of an epoch, then for the first batch of the next
-            with meter.waiting():
+            with line.waiting():
                 clock.now += 0.2
-        meter.step(1, 8, 2048, Work(3e12, 0.5))
-    assert meter.rates() == pytest.approx(
+        finish(line, step, **counts)
+    assert line.speed() == pytest.approx(
         {
             "examples_per_second": 4,
             "tokens_per_second": 1024,
@@ -46,56 +56,50 @@ def test_rates_of_equal_steps(clock):
             "data_wait": 0.2,
         }
     )
-    assert meter.seconds_per_step == pytest.approx(2)
 
 
 def test_step_reported_twice_counts_once(clock):
-    meter = Meter()
-    for n_steps in (1, 0):
+    out = io.StringIO()
+    with Console(None, file=out).progress(n_steps=12) as line:
+        for step in (1, 1, 2):
+            clock.now += 2
+            finish(line, step)
+    (left,) = re.findall(r"0:(\d+) left", out.getvalue())
+    assert int(left) == pytest.approx(40, rel=0.2)  # 10 steps of 4 s; the newest step has the largest weight
+
+
+def test_unknown_quantities_have_no_rate(clock, line):
+    for step in (1, 2, 3):
         clock.now += 2
-        meter.step(n_steps, 8, None, None)
-    assert meter.seconds_per_step is None
-    clock.now += 2
-    meter.step(1, 8, None, None)
-    assert meter.seconds_per_step == pytest.approx(4, rel=0.2)  # the newest step has the largest weight
+        finish(line, step, 8, work=Work(3e12))  # a chip without published peak rates
+    assert line.speed() == {"examples_per_second": 4, "model_flops_per_second": 1.5e12}
 
 
-def test_unknown_quantities_have_no_rate(clock):
-    meter = Meter()
-    for _ in range(3):
-        clock.now += 2
-        meter.step(1, 8, None, Work(3e12))  # a chip without published peak rates
-    assert meter.rates() == {"examples_per_second": 4, "model_flops_per_second": 1.5e12}
-
-
-def test_weight_of_a_step_decays_with_age(clock):
-    meter = Meter()
-    meter.step(1, 1, None, None)
+def test_weight_of_a_step_decays_with_age(clock, line):
+    finish(line, 1, 1)
     clock.now += 3
-    meter.step(1, 6, None, None)
+    finish(line, 2, 6)
     clock.now += 15  # the time constant
-    meter.step(1, 15, None, None)
-    expected = (6 / math.e + 15) / (3 / math.e + 15)
-    assert meter.rates() == {"examples_per_second": pytest.approx(expected)}
+    finish(line, 3, 15)
+    assert line.speed() == {"examples_per_second": pytest.approx((6 / math.e + 15) / (3 / math.e + 15))}
 
 
-def test_compilations_and_pauses_are_excluded_from_rates(clock):
-    meter = Meter()
-    meter.step(1, 4, None, None)
+def test_compilations_and_pauses_are_excluded_from_rates(clock, line):
+    finish(line, 1, 4)
     clock.now += 1
-    with meter.paused():
+    with line.pause("saving"):
         clock.now += 50
-    meter.step(1, 4, None, None)
-    with meter.waiting():
+    finish(line, 2, 4)
+    with line.waiting():
         clock.now += 50
-    meter.restart()
-    clock.now += 50
-    meter.step(1, 4, None, None)
-    assert meter.rates() == {"examples_per_second": 4}
+    with line.compiling("the step"):
+        clock.now += 50
+    finish(line, 3, 4)
+    assert line.speed() == {"examples_per_second": 4}
     clock.now += 1
-    meter.step(1, 4, None, None)
-    rates = meter.rates()
-    assert rates["examples_per_second"] == 4 and rates["data_wait"] == 0  # the wait before the restart is discarded
+    finish(line, 4, 4)
+    rates = line.speed()
+    assert rates["examples_per_second"] == 4 and rates["data_wait"] == 0  # the wait before the compilation is discarded
 
 
 def test_work_can_be_scaled():
