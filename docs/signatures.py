@@ -11,14 +11,16 @@ import griffe
 
 
 class Signatures(griffe.Extension):
-    """Replaces the parameters of each function that is decorated with `takes`."""
+    """Replaces the parameters of each method whose decorator has set another signature."""
 
     def on_function_instance(self, *, func: griffe.Function, **kwargs: Any) -> None:
         """Called for each function that is read."""
         del kwargs
-        if func.parent is None or not any(each.callable_path.endswith("takes") for each in func.decorators):
+        if not func.decorators or not isinstance(func.parent, griffe.Class):
             return
         owner = getattr(importlib.import_module(func.parent.module.path), func.parent.name)
+        if not hasattr(getattr(owner, func.name), "__signature__"):
+            return
         signature = inspect.signature(getattr(owner, func.name))
         func.parameters = griffe.Parameters(
             *(
