@@ -4,6 +4,12 @@ import ipaddress
 import socket
 
 
+def unknown_host(host: str, error: socket.gaierror) -> ValueError:
+    return ValueError(
+        f"`host0_address`: expected a host that this one can find, got {host!r} ({error.strerror}). Pass its address."
+    )
+
+
 def interface(host: str) -> str:
     """Return the address that process 0 listens on, given the name or address that its launcher has for it.
 

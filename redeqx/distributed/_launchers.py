@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import check_count
-from ._addresses import interface
+from ._addresses import interface, unknown_host
 from ._rendezvous import START
 from ._secrets import job_token
 
@@ -101,10 +101,7 @@ def _checked(member: Member) -> Member | None:
             return None if member.n == 1 else member
         except socket.gaierror as error:
             if time.monotonic() >= until:  # Kubernetes knows the name of a pod only once that has started
-                raise ValueError(
-                    f"`host0_address`: expected a host that this one can find, got {member.host!r} ({error.strerror}). "
-                    "Pass its address."
-                ) from error
+                raise unknown_host(member.host, error) from error
         time.sleep(_LOOK_UP)
 
 

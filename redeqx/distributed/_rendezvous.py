@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from ..errors import brief_name
+from ._addresses import unknown_host
 from ._links import Link, PeerError
 
 START = 300.0  # seconds within which all processes must connect
@@ -210,9 +211,7 @@ def _listening(host: str, port: int, bind: str) -> socket.socket:
     try:
         found = socket.getaddrinfo(bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise ValueError(
-            f"`host0_address`: expected a host that this one can find, got {host!r} ({error.strerror}). Pass its address."
-        ) from error
+        raise unknown_host(host, error) from error
     family, _, _, _, address = found[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     # JAX's coordinator listens on the same port later, while these connections stay open.
@@ -251,10 +250,7 @@ def _join(n: int, index: int, host: str, port: int, token: str, timeout: float, 
             if kind != "start":  # for example an echo: while nobody listens, a connection may even reach itself
                 raise ValueError("it is not process 0")
         except socket.gaierror as error:
-            raise ValueError(
-                f"`host0_address`: expected a host that this one can find, got {host!r} ({error.strerror}). "
-                "Pass its address."
-            ) from error
+            raise unknown_host(host, error) from error
         except (OSError, ValueError) as error:  # it does not listen yet, or the port is another run's coordinator
             why = str(error)
             if link is not None:
