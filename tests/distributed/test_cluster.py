@@ -47,6 +47,9 @@ def error_message(**arguments):
     return str(caught.value)
 
 
+BY_ARGUMENTS = {"n_processes": 2, "host0_address": "localhost", "process_id": 1}
+
+
 def test_process_without_settings_is_alone():
     assert find_member() is None
     assert start(None, None, None, None, None).n == 1
@@ -73,88 +76,38 @@ def test_arguments_override_the_launcher(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "name", "remedy"),
     [
-        (
-            {"host0_address": "localhost"},
-            "`host0_address`: expected with `n_processes`, got 'localhost' alone. Pass both, or leave it out.",
-        ),
-        (
-            {"host0_port": 99, "process_id": 1},
-            "`host0_port`: expected with `n_processes`, got 99 alone. Pass both, or leave it out.",
-        ),
-        ({"process_id": 0}, "`process_id`: expected with `n_processes`, got 0 alone. Pass both, or leave it out."),
-        (
-            {"n_local_devices": 2},
-            "`n_local_devices`: expected with `n_processes`, got 2 alone. Pass both, or leave it out.",
-        ),
-        ({"n_local_devices": 0}, "`n_local_devices`: expected at least 1, got 0. Leave it out to use all."),
-        (
-            {"n_processes": 2, "process_id": 0},
-            "`host0_address`: expected with `n_processes`=2, got None. Pass it in every process.",
-        ),
-        (
-            {"n_processes": 2, "host0_address": "localhost"},
-            "`process_id`: expected with `n_processes`=2, got None. Pass it in every process.",
-        ),
-        (
-            {"n_processes": 0, "host0_address": "localhost", "process_id": 0},
-            "`n_processes`: expected at least 1, got 0. Pass the number of processes.",
-        ),
-        (
-            {"n_processes": 2, "host0_address": "localhost", "process_id": 2},
-            "`process_id`: expected 0 to 1, got 2. Number the processes from 0.",
-        ),
-        (
-            {"n_processes": 2, "host0_address": "localhost", "process_id": -1},
-            "`process_id`: expected at least 0, got -1. Number the processes from 0.",
-        ),
-        *(
-            (
-                {"n_processes": 2, "host0_address": "localhost", "process_id": 1, "host0_port": port},
-                f"`host0_port`: expected 1 to 65535, got {port}. Pass a port of process 0's host.",
-            )
-            for port in (0, 65536)
-        ),
+        ({"host0_address": "localhost"}, "host0_address", "Pass both, or leave it out."),
+        ({"host0_port": 99, "process_id": 1}, "host0_port", "Pass both, or leave it out."),
+        ({"process_id": 0}, "process_id", "Pass both, or leave it out."),
+        ({"n_local_devices": 2}, "n_local_devices", "Pass both, or leave it out."),
+        ({"n_local_devices": 0}, "n_local_devices", "Leave it out to use all."),
+        ({"n_processes": 2, "process_id": 0}, "host0_address", "Pass it in every process."),
+        ({"n_processes": 2, "host0_address": "localhost"}, "process_id", "Pass it in every process."),
+        ({**BY_ARGUMENTS, "n_processes": 0}, "n_processes", "Pass the number of processes."),
+        ({**BY_ARGUMENTS, "process_id": 2}, "process_id", "Number the processes from 0."),
+        ({**BY_ARGUMENTS, "process_id": -1}, "process_id", "Number the processes from 0."),
+        ({**BY_ARGUMENTS, "host0_port": 0}, "host0_port", "Pass a port of process 0's host."),
+        ({**BY_ARGUMENTS, "host0_port": 65536}, "host0_port", "Pass a port of process 0's host."),
+        ({**BY_ARGUMENTS, "host0_address": "nowhere.invalid"}, "host0_address", "Pass its address."),
     ],
 )
-def test_missing_or_invalid_arguments_are_named(arguments, expected):
-    assert error_message(**arguments) == expected
+def test_missing_or_invalid_arguments_are_named(arguments, name, remedy):
+    assert re.fullmatch(rf"`{name}`: expected .+, got .+\. {re.escape(remedy)}", error_message(**arguments))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"process_id": "1"}, "`process_id`: expected an integer, got '1'. Pass a whole number."),
-        ({"process_id": 0.5}, "`process_id`: expected an integer, got 0.5. Pass a whole number."),
-        ({"process_id": 1, "host0_port": "80"}, "`host0_port`: expected an integer, got '80'. Pass a whole number."),
-    ],
-)
-def test_numbers_of_another_type_are_named(arguments, expected):
-    with pytest.raises(TypeError) as raised:
-        find_member(n_processes=2, host0_address="localhost", **arguments)
-    assert str(raised.value) == expected
+@pytest.mark.parametrize(("name", "value"), [("process_id", "1"), ("process_id", 0.5), ("host0_port", "80")])
+def test_numbers_of_another_type_are_named(name, value):
+    with pytest.raises(TypeError, match=rf"^`{name}`: expected an integer, got {value!r}\. Pass a whole number"):
+        find_member(**{**BY_ARGUMENTS, name: value})
 
 
-@pytest.mark.parametrize(
-    ("n", "index", "expected"),
-    [
-        (3, 0, "`n_processes`: expected 2, as this process began with, got 3. Use one number."),
-        (2, 1, "`process_id`: expected 0, as this process began with, got 1. Use one number."),
-    ],
-)
-def test_second_start_must_name_the_same_place(monkeypatch, n, index, expected):
+@pytest.mark.parametrize(("n", "index", "name"), [(3, 0, "n_processes"), (2, 1, "process_id")])
+def test_second_start_must_name_the_same_place(monkeypatch, n, index, name):
     monkeypatch.setattr("redeqx.distributed._cluster._peers", Peers(2, 0))
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=rf"^`{name}`: expected \d, as this process began with, got \d\. Use one number"):
         start(n, "localhost", None, index, None)
-    assert str(raised.value) == expected
-
-
-def test_unknown_host_is_reported():
-    assert re.fullmatch(
-        r"`host0_address`: expected a host that this one can find, got 'nowhere\.invalid' \(.+\)\. Pass its address\.",
-        error_message(n_processes=2, host0_address="nowhere.invalid", process_id=1),
-    )
 
 
 # --- by `launch` -----------------------------------------------------------------------------------------------------
@@ -180,33 +133,30 @@ def test_ipv6_brackets_are_removed(monkeypatch):
 
 @pytest.mark.parametrize("name", OURS)
 def test_redeqx_launcher_needs_all_variables(monkeypatch, name):
-    expected = (
-        f"`{name}`: expected in the environment of a process that redeqx launch started, got none. Set all three, or set "
-        "REDEQX_PROCESSES=1 to run this process alone."
-    )
     setenv(monkeypatch, **{**OURS, name: ""})
-    assert error_message() == expected
+    empty = error_message()
     monkeypatch.delenv(name)
-    assert error_message() == expected
+    assert empty == error_message()
+    assert re.fullmatch(rf"`{name}`: expected .+, got none\. Set all three, or set REDEQX_PROCESSES=1 .+", empty)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "expected"),
+    ("name", "value", "named", "remedy"),
     [
-        ("REDEQX_PROCESSES", "two", "`REDEQX_PROCESSES`: expected a number in the environment, got 'two'. Set it."),
-        ("REDEQX_PROCESS_ID", "1.5", "`REDEQX_PROCESS_ID`: expected a number in the environment, got '1.5'. Set it."),
-        ("REDEQX_PROCESS_ID", "2", "`process_id`: expected 0 to 1, got 2. Number the processes from 0."),
-        ("REDEQX_PROCESSES", "0", "`n_processes`: expected at least 1, got 0. Pass the number of processes."),
-        ("REDEQX_HOST0", "h:70000", "`host0_port`: expected 1 to 65535, got 70000. Pass a port of process 0's host."),
+        ("REDEQX_PROCESSES", "two", "REDEQX_PROCESSES", "Set it."),
+        ("REDEQX_PROCESS_ID", "1.5", "REDEQX_PROCESS_ID", "Set it."),
+        ("REDEQX_PROCESS_ID", "2", "process_id", "Number the processes from 0."),
+        ("REDEQX_PROCESSES", "0", "n_processes", "Pass the number of processes."),
+        ("REDEQX_HOST0", "h:70000", "host0_port", "Pass a port of process 0's host."),
         *(
-            ("REDEQX_HOST0", value, f"`REDEQX_HOST0`: expected `host:port` in the environment, got '{value}'. Set it.")
-            for value in ("localhost", ":1234", "localhost:", "localhost:http")
+            ("REDEQX_HOST0", host, "REDEQX_HOST0", "Set it.")
+            for host in ("localhost", ":1234", "localhost:", "localhost:http")
         ),
     ],
 )
-def test_redeqx_launcher_variables_are_validated(monkeypatch, name, value, expected):
+def test_redeqx_launcher_variables_are_validated(monkeypatch, name, value, named, remedy):
     setenv(monkeypatch, **{**OURS, name: value})
-    assert error_message() == expected
+    assert re.fullmatch(rf"`{named}`: expected .+, got .+\. {re.escape(remedy)}", error_message())
 
 
 # --- by other launchers ----------------------------------------------------------------------------------------------
@@ -243,10 +193,7 @@ def test_slurm_batch_script_with_one_task_is_alone(monkeypatch):
 def test_missing_srun_is_reported(monkeypatch, name):
     setenv(monkeypatch, **SLURM)
     monkeypatch.delenv(name)
-    assert error_message() == (
-        f"`{name}`: expected in the environment of a process that SLURM started, got none. Start the script with "
-        "`srun python ...`, which starts every task, or set REDEQX_PROCESSES=1 to run this process alone."
-    )
+    assert re.match(rf"`{name}`: expected .+ SLURM started, got none\. Start the script with `srun python", error_message())
 
 
 def test_open_mpi_rank_is_detected(monkeypatch):
@@ -467,10 +414,8 @@ def test_ray_workers_without_jax_are_refused(monkeypatch):
     train = types.ModuleType("ray.train")
     train.get_context = lambda: types.SimpleNamespace(get_world_size=lambda: 2)
     monkeypatch.setitem(sys.modules, "ray.train", train)
-    assert error_message() == (
-        "`Deployer`: expected JAX to run in all 2 workers of Ray Train, which starts it for GPUs and TPUs, got none. Call "
-        "`jax.distributed.initialize(address, n, index)` before the Deployer, which then joins these processes, or set "
-        "REDEQX_PROCESSES=1 to run this process alone."
+    assert re.match(
+        r"`Deployer`: expected .+ all 2 workers of Ray Train.+ Call `jax\.distributed\.initialize", error_message()
     )
     train.get_context = lambda: types.SimpleNamespace(get_world_size=lambda: 1)
     assert find_member() is None
@@ -510,11 +455,7 @@ def test_pod_of_an_indexed_job_without_jax_k8s_is_refused(monkeypatch):
     """JAX only warns that the package is missing: each pod would train alone."""
     monkeypatch.setattr(ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: (None, None, None, None))
     setenv(monkeypatch, KUBERNETES_SERVICE_HOST="10.0.0.1", JOB_COMPLETION_INDEX="0")
-    assert error_message() == (
-        "`REDEQX_PROCESSES`: expected in the environment of a process that Kubernetes started, got none. Install "
-        "`jax[k8s]`, or set REDEQX_PROCESSES, REDEQX_PROCESS_ID and REDEQX_HOST0, as `redeqx launch --on jobset` does, or "
-        "set REDEQX_PROCESSES=1 to run this process alone."
-    )
+    assert re.match(r"`REDEQX_PROCESSES`: expected .+ Kubernetes started, got none\. Install `jax\[k8s\]`", error_message())
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
@@ -611,12 +552,8 @@ def test_arguments_must_agree_with_the_running_processes(tmp_path):
 def test_devices_of_other_processes_are_refused(monkeypatch):
     """For example on a pod of TPUs whose launcher says nothing: each process would save its part as the whole."""
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match=r"^`Deployer`: expected devices of 1 .+, got those of 4\. Pass `n_processes`"):
         start(None, None, None, None, None)
-    assert str(raised.value) == (
-        "`Deployer`: expected devices of 1 processes, as its arguments or the launcher say, got those of 4. Pass "
-        "`n_processes`, `host0_address` and `process_id`, or call `jax.distributed.initialize` before it."
-    )
 
 
 def test_start_fails_if_jax_is_in_use(monkeypatch):
