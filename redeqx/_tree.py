@@ -36,17 +36,7 @@ def render(path: tuple[Any, ...]) -> str:
 
     - `path`: keys as returned by `jax.tree_util.tree_flatten_with_path`.
     """
-    parts = []
-    for key in path:
-        if isinstance(key, jtu.GetAttrKey):
-            parts.append(key.name)
-        elif isinstance(key, jtu.SequenceKey):
-            parts.append(str(key.idx))
-        elif isinstance(key, jtu.DictKey | jtu.FlattenedIndexKey):
-            parts.append(str(key.key))
-        else:
-            parts.append(str(key).strip(".[]'\""))
-    return ".".join(parts) or "value"
+    return jtu.keystr(path, simple=True, separator=".") or "value"
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redeqx
-from redeqx._tree import named_leaves
+from tests._tree import named_leaves
 
 
 def make_deployer(**kwargs):

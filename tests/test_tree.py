@@ -33,7 +33,6 @@ def make_model():
         ((jtu.GetAttrKey("blocks"), jtu.SequenceKey(3)), "blocks.3"),
         ((jtu.DictKey("lm"), jtu.GetAttrKey("weight")), "lm.weight"),
         ((jtu.DictKey(7), jtu.FlattenedIndexKey(2)), "7.2"),
-        (("['other']",), "other"),
     ],
 )
 def test_render_paths(path, name):

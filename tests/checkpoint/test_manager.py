@@ -24,9 +24,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from redeqx._tree import named_leaves
 from redeqx.checkpoint import Checkpoints, TensorReader, load_tree, write_tensors
 from tests._checkpoints import DTYPES
+from tests._tree import named_leaves
 
 # The safetensors library names these dtypes, but numpy cannot read them.
 FP8 = [code for code in DTYPES if code.startswith("F8")]

@@ -7,11 +7,11 @@ import optax
 import pytest
 
 import redeqx
-from redeqx._tree import named_leaves
 from redeqx.data import BatchSize
 from redeqx.dims import RowUse
 from redeqx.machine import make_mesh
 from redeqx.training._run import stream_key
+from tests._tree import named_leaves
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 

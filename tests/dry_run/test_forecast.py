@@ -18,7 +18,6 @@ import pytest
 from jax.experimental import topologies
 
 import redeqx
-from redeqx._tree import named_leaves
 from redeqx.compiled import Buffer
 from redeqx.dry_run import DryRunDone, _forecast
 from redeqx.dry_run._figures import Step
@@ -26,6 +25,7 @@ from redeqx.dry_run._forecast import _offloaded
 from redeqx.machine import GPUS, TPUS, Chip, _devices, describe, dry, of_devices
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from tests._tree import named_leaves
 
 VOCAB, SEQ, D, LAYERS = 256, 16, 64, 2
 CONFIG = GPT2Config(VOCAB, SEQ, d_model=D, n_layers=LAYERS, n_heads=4).without_dropout()

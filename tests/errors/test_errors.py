@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx._tree import named_leaves
+from tests._tree import named_leaves
 
 
 def stack(examples):

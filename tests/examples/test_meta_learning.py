@@ -16,7 +16,7 @@ from examples.meta_learning.main import AFTER, Args, Learner, loss_fn, main, met
 from examples.meta_learning.network import convolve
 from examples.meta_learning.pictures import interval
 from examples.meta_learning.tasks import SIZE, Sinusoids, filled, omniglot
-from redeqx._tree import named_leaves
+from tests._tree import named_leaves
 
 from ._run import refusal, run_example
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from redeqx._tree import named_leaves
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.bart import Bart, BartConfig
 from redeqx.models.hf import ConfigReader
+from tests._tree import named_leaves
 from tests.models.families._case import is_shape, random_model
 
 # Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx._tree import named_leaves
+from tests._tree import named_leaves
 from tests.models.families._case import collect
 
 TRAININGS = collect("TRAININGS")

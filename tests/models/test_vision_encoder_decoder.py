@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from redeqx._tree import named_leaves
 from redeqx.models import save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.hf import ConfigReader
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
 from redeqx.models.vit import ViT, ViTConfig
+from tests._tree import named_leaves
 from tests.models.families._case import is_shape, random_model
 
 # Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.

@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redeqx
-from redeqx._tree import named_leaves
 from redeqx.compiled import collectives
 from redeqx.models import cross_entropy
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.optimizers import adamw, decay_mask, muon
 from redeqx.optimizers._moments import MIN_SIZE, Blocks, noises, read, write, zeros
 from redeqx.partition import make_plan, shardings_like
+from tests._tree import named_leaves
 
 BATCH = np.random.default_rng(0).normal(size=(64, 512)).astype(np.float32)
 LARGE = {"layers.0.weight": (512, 512), "layers.1.weight": (512, 512)}

@@ -8,9 +8,9 @@ import optax
 import pytest
 
 import redeqx
-from redeqx._tree import named_leaves
 from redeqx.models import lora, weight_decay_mask
 from redeqx.optimizers import adamw, decay_mask, groups, muon
+from tests._tree import named_leaves
 
 
 class Recurrent(eqx.Module):

@@ -11,10 +11,10 @@ import pytest
 from _structures import STRUCTURES, batched
 
 import redeqx
-from redeqx._tree import named_leaves
 from redeqx.models import weight_decay_mask
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.optimizers import decay_mask, groups, kinds, of_kind
+from tests._tree import named_leaves
 
 
 def make_model():

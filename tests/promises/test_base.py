@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 
 import redeqx
 from redeqx.__main__ import main
-from redeqx._tree import named_leaves
 from redeqx.checkpoint import Base
 from redeqx.models import from_pretrained, lora, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from tests._tree import named_leaves
 
 CONFIG = GPT2Config(vocab_size=64, n_positions=16, d_model=32, n_layers=2, n_heads=4).without_dropout()
 EXAMPLES = list(np.random.default_rng(0).integers(0, 64, (16, 8)).astype(np.int32))

@@ -9,6 +9,7 @@ import pytest
 
 import redeqx
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from tests._tree import named_leaves
 
 VOCAB, SEQ, BATCH = 64, 8, 16
 MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (2, 4)]  # (n_model_shards, n_fsdp_shards)
@@ -51,7 +52,7 @@ def make_trainer(n_model, n_fsdp, optimizer, *, accumulate=1, dropout=0.1, **kwa
 
 def leaves(trainer):
     arrays = eqx.filter(trainer.model, eqx.is_array)
-    return {name: np.asarray(leaf) for name, leaf in redeqx._tree.named_leaves(arrays).items()}
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(arrays).items()}
 
 
 def assert_close(found, expected):

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx._tree import named_leaves
+from tests._tree import named_leaves
 
 DATA = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
 BATCH = 8  # three steps an epoch, the last one with four examples

@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import redeqx
-from redeqx._tree import named_leaves
 from redeqx.models import cross_entropy, from_pretrained, generate, lora, save_pretrained
 from redeqx.models.llama import Llama, LlamaConfig
+from tests._tree import named_leaves
 
 CONFIG = LlamaConfig(vocab_size=64, n_positions=32, d_model=32, d_mlp=64, n_layers=2, n_heads=4, n_kv_heads=2, init_std=0.2)
 EXAMPLES = list(np.random.default_rng(0).integers(0, 64, (32, 13)).astype(np.int32))

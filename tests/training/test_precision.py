@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import redeqx
-from redeqx._tree import named_leaves
 from redeqx.machine import GPUS, has_fp8
 from redeqx.models import cross_entropy
 from redeqx.models.gpt2 import GPT2, GPT2Config
@@ -20,6 +19,7 @@ from redeqx.tracing import all_inside, equations, transformed
 from redeqx.training import Recipe
 from redeqx.training._precision import Precision, round_stochastically
 from redeqx.transforms import WeightProducts, fp8_products
+from tests._tree import named_leaves
 
 D = 32
 HALF = {"compute": "bfloat16", "parameters": "bfloat16"}

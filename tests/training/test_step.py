@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redeqx
-from redeqx._tree import named_leaves
 from redeqx.machine import replicated
 from redeqx.training import Parts, _functions
 from redeqx.training._functions import plan_rules
 from redeqx.training._loss import as_sums
 from redeqx.training._step import _accumulate, number_rows
 from redeqx.transforms import Rows
+from tests._tree import named_leaves
 
 
 class Recorder:

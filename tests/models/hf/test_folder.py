@@ -25,6 +25,7 @@ from redeqx.models.hf import WeightMap
 from redeqx.models.t5 import T5, T5Config
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
 from redeqx.models.vit import ViT, ViTConfig
+from tests._tree import named_leaves
 
 CONFIG = GPT2Config(40, 12, d_model=16, n_layers=3, n_heads=2)
 MODEL = eqx.filter_jit(GPT2)(CONFIG, key=jax.random.key(0))
@@ -297,7 +298,7 @@ def test_loads_onto_any_mesh_and_saves_from_it(n_model, n_fsdp, folder, tmp_path
     deployer = redeqx.Deployer(n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False)
     model, config = from_pretrained(folder, deployer=deployer)
     plan = deployer.plan(MODEL)
-    for name, leaf in redeqx._tree.named_leaves(eqx.filter(model, eqx.is_array)).items():
+    for name, leaf in named_leaves(eqx.filter(model, eqx.is_array)).items():
         assert leaf.sharding == plan.sharding(name), name
     assert_same(model, MODEL)
     save_pretrained(model, config, tmp_path)

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import redeqx
-from redeqx._tree import named_leaves
 from redeqx.compiled import _hlo as hlo
 from redeqx.models import lora
 from redeqx.models.gpt2 import GPT2, GPT2Config
@@ -25,6 +24,7 @@ from redeqx.models.lora import LoraLinear
 from redeqx.models.vit import ViTConfig, ViTForImageClassification
 from redeqx.partition import place
 from redeqx.training import Parts
+from tests._tree import named_leaves
 
 KEY = jax.random.key(0)
 CONFIG = GPT2Config(vocab_size=48, n_positions=16, d_model=32, n_layers=2, n_heads=4).without_dropout()

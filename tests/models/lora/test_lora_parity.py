@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import optax
 
 import redeqx
-from redeqx._tree import named_leaves
 from redeqx.models import from_pretrained, lora
+from tests._tree import named_leaves
 from tests.models.families._case import assert_equal, call_rows, collect, outputs, torch_folder
 
 # torch and its libraries emit deprecation warnings.

@@ -7,10 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-from redeqx._tree import named_leaves
 from redeqx.models import weight_decay_mask
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.nn import embed, linear, norm, normal_embedding, normal_linear
+from tests._tree import named_leaves
 
 
 @pytest.mark.parametrize("use_bias", [False, True])
