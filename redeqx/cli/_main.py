@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import printable
-from . import _convert, _dry_run, _inspect, _launch
+from . import _dry_run, _inspect, _launch
 
-COMMANDS = (_dry_run, _launch, _inspect, _convert)
+COMMANDS = (_dry_run, _launch, _inspect)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,8 +7,9 @@ checks this, but its check also prints errors and rejects entries on the machine
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.monitoring
 from jax.experimental.compilation_cache import compilation_cache
 
 VARIABLE = "REDEQX_COMPILATION_CACHE"
-# The maximal size of the user's cache folder, in bytes. A program has some megabytes. JAX's own limit needs another package.
+# The maximal size of the user's cache folder, in bytes. A program has some megabytes.
 MAX_BYTES = 16 * 2**30
 _OFF = ("0", "false", "off", "no")
 
@@ -49,8 +50,8 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
         return f"off: expected a home folder for `{'~/.cache' if given is True else given}`, got none"
     if (problem := _unwritable(folder)) is not None:
         return f"off: `{folder}` cannot be written ({problem})"
-    if given is own:
-        _prune(folder)
+    if given is own and jax.config.jax_compilation_cache_max_size == -1 and find_spec("filelock"):  # which JAX needs for it
+        jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
     if before != str(folder):
         _use(str(folder))
     return str(folder)
@@ -81,22 +82,6 @@ def _folder() -> str | None:
 
 def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
-def _prune(folder: Path) -> None:
-    """Deletes the least recently read programs, until the folder has at most `MAX_BYTES` bytes."""
-    entries = []
-    for path in folder.iterdir():
-        with suppress(OSError):  # deleted by another process in the meantime
-            found = path.stat()
-            entries.append((max(found.st_atime, found.st_mtime), found.st_size, path))
-    excess = sum(size for _, size, _ in entries) - MAX_BYTES
-    for _, size, path in sorted(entries):
-        if excess <= 0:
-            return
-        with suppress(OSError):
-            path.unlink()
-        excess -= size
 
 
 def _unwritable(folder: Path) -> str | None:

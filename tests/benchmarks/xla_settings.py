@@ -59,10 +59,10 @@ def lowered(topology: str, n_model: int, n_fsdp: int) -> Any:
         )
         rows = ROWS * deployer.n_batch_shards
         size = trainer._engine.batch_size(ROWS, None)
-        job = trainer._job(in_order(np.zeros((rows, TOKENS + 1), np.int32), size), size)
+        work = trainer._workload(in_order(np.zeros((rows, TOKENS + 1), np.int32), size), size)
         batch = jax.ShapeDtypeStruct((rows, TOKENS + 1), np.int32)
-        program = job.make_program(job.make_plan(deployer.mesh, batch), None)
-        return _traced(job, program, job.setting, only_train=True)["train"].lower()
+        program = work.program(work.plan_on(deployer.mesh, batch), work.strategy)
+        return _traced(work, program, work.strategy, only_train=True)["train"].lower()
 
 
 _MATMUL = re.compile(r"\b(dot|convolution)\(|__cublas|__cudnn|triton_gemm|__triton")

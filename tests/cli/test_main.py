@@ -13,11 +13,11 @@ def test_help_lists_the_commands(capsys):
     assert left.value.code == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines() if line.startswith("    ") and line[4] != " "] == [
-        "dry-run", "launch", "inspect", "convert",
+        "dry-run", "launch", "inspect",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["dry-run", "launch", "inspect", "convert"])
+@pytest.mark.parametrize("command", ["dry-run", "launch", "inspect"])
 def test_each_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])

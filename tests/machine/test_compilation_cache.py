@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 import redeqx
-from redeqx.machine import CacheUse, _compilation_cache, cache_use, start_cache, uncached_where_described
+from redeqx.machine import CacheUse, cache_use, start_cache, uncached_where_described
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +28,7 @@ def default_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("REDEQX_COMPILATION_CACHE", raising=False)
     yield tmp_path / "cache/redeqx/xla"
     jax.config.update("jax_compilation_cache_dir", before)
+    jax.config.update("jax_compilation_cache_max_size", -1)
     compilation_cache.reset_cache()
 
 
@@ -41,16 +42,15 @@ def test_accelerators_use_a_folder_in_the_users_cache(default_folder, platform):
     assert default_folder.is_dir() and default_folder.stat().st_mode & 0o077 == 0  # its contents are executed
 
 
-def test_default_folder_evicts_least_recently_used_entries(default_folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(_compilation_cache, "MAX_BYTES", 250)
-    for i, cache in enumerate([default_folder, tmp_path / "given"]):
-        cache.mkdir(parents=True)
-        for age in range(4):
-            (cache / f"step-{age}-cache").write_bytes(bytes(100))
-            os.utime(cache / f"step-{age}-cache", (1e9 - age, 1e9 - age))
-        start_cache(True if i == 0 else cache, "gpu")
-    assert sorted(path.name for path in default_folder.iterdir()) == ["step-0-cache", "step-1-cache"]
-    assert len(list((tmp_path / "given").iterdir())) == 4  # an explicit folder is never trimmed
+def test_only_the_default_folder_has_a_limit(default_folder, tmp_path):
+    start_cache(tmp_path / "given", "gpu")
+    assert jax.config.jax_compilation_cache_max_size == -1
+    start_cache(True, "gpu")
+    start_cache(False, "gpu")
+    assert jax.config.jax_compilation_cache_max_size == -1
+    jax.config.update("jax_compilation_cache_dir", None)
+    start_cache(True, "gpu")
+    assert jax.config.jax_compilation_cache_max_size == 16 * 2**30
 
 
 def test_default_folder_is_in_the_home_folder(default_folder, monkeypatch, tmp_path):

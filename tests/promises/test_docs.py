@@ -38,14 +38,14 @@ FIGURES = {f"figures/{name}" for name in FIGURES}
 
 
 def runnable(text):
-    """Returns the Python of a page, including calls of its `redeqx inspect` and `redeqx convert` commands, in order."""
+    """Returns the Python of a page, including calls of its `redeqx inspect` commands, in order."""
     for language, block in re.findall(r"```(python|sh)\n(.*?)```", text, re.DOTALL):
         if language == "python":
             if "from ..tracing import" not in block:  # a file of the library, which is imported
                 yield block
             continue
         for line in block.splitlines():
-            if line.startswith(("redeqx inspect", "redeqx convert")):
+            if line.startswith("redeqx inspect"):
                 command = [sys.executable, "-m", *shlex.split(line, comments=True)]
                 yield f"import subprocess; subprocess.run({command}, check=True)"
 

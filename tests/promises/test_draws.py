@@ -17,9 +17,8 @@ import pytest
 from jax.sharding import AxisType
 
 import redeqx
+from redeqx.memory import Memory, SearchSpace
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.training import _engine
-from redeqx.training._memory import Memory
 from tests.promises.drawing import EXAMPLES, GRID, LOSSES, MODELS, D, collate_fn
 
 SEED = 3
@@ -204,22 +203,23 @@ def test_dropout_of_gpt2_follows_the_rows(rows, remat, stack_blocks, unroll):
     assert_first_update_matches(trainer, IDS[:rows], *plain(language_loss, model, np.stack(IDS[:rows]), key_of_step(0)))
 
 
-def test_rows_that_memory_auto_divides_draw_the_same(monkeypatch):
+def test_rows_that_memory_auto_divides_draw_the_same(monkeypatch, capsys):
     loss_fn, model = LOSSES["dropout_in_a_scan_over_layers"], MODELS["dropout_in_a_scan_over_layers"]()
     examples = EXAMPLES * 16
 
-    def bytes_needed(n_parts):
-        trainer = make_trainer(loss_fn, model, "4", compute=redeqx.Compute(remat="none"))
-        trainer._engine.recipe = replace(trainer._engine.recipe, n_parts=n_parts)
-        of = trainer.compile(examples, batch_size=len(examples)).memory_analysis()
-        return of.argument_size_in_bytes + of.temp_size_in_bytes + of.output_size_in_bytes - of.alias_size_in_bytes
+    def in_parts(space):
+        own = space.own
+        yield replace(own, per_device_batch_size=own.per_device_batch_size // 4, accumulate_grad_batches=4)
 
-    limit = bytes_needed(4)
-    assert limit < bytes_needed(1)
-    monkeypatch.setattr(_engine, "memory_of", lambda mesh: Memory(limit))
-    trainer = make_trainer(loss_fn, model, "4", compute=redeqx.Compute(memory="auto"))
+    found = make_trainer(loss_fn, model, "4").compile(examples, batch_size=len(examples)).memory_analysis()
+    limit = found.argument_size_in_bytes + found.temp_size_in_bytes // 2
+    monkeypatch.setattr("redeqx.memory._choose.memory_of", lambda mesh: Memory(limit))
+    monkeypatch.setattr(SearchSpace, "strategies", in_parts)
+    deployer = make_deployer("4", verbose=True)
+    trainer = make_trainer(loss_fn, model, deployer=deployer, compute=redeqx.Compute(memory="auto"))
     assert_first_update_matches(trainer, examples, *plain(loss_fn, model, collate_fn(examples), key_of_step(0)))
-    assert trainer._engine.recipe.n_parts > 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "with Deployer(n_model_shards=1, n_fsdp_shards=1); Trainer(accumulate_grad_batches=4" in printed
 
 
 @pytest.mark.parametrize("stop", [1, pytest.param(3, marks=pytest.mark.sweep)])

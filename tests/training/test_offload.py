@@ -1,5 +1,7 @@
 """Optimizer state in host memory: training and checkpoints are bitwise the same."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.training import _engine
-from redeqx.training._memory import Choice, Memory
+from redeqx.memory import Memory, SearchSpace
 
 EXAMPLES = list(np.random.default_rng(0).normal(size=(96, 16)).astype(np.float32))
 
@@ -69,8 +70,9 @@ def test_memory_auto_offloads_if_nothing_else_fits(monkeypatch, capsys):
     expected = make_trainer(False)
     expected.fit(EXAMPLES, batch_size=32, n_epochs=1)
     needed = expected.compiled_step.memory_analysis()
-    monkeypatch.setattr(_engine, "memory_of", lambda mesh: Memory(needed.argument_size_in_bytes, 2**20))
-    monkeypatch.setattr(_engine, "choices", lambda first, platform, n: [first, Choice("none", offload_opt_state=True)])
+    memory = Memory(needed.argument_size_in_bytes, 2**20)
+    monkeypatch.setattr("redeqx.memory._choose.memory_of", lambda mesh: memory)
+    monkeypatch.setattr(SearchSpace, "strategies", lambda of: [dataclasses.replace(of.own, offload_opt_state=True)])
     trainer = make_trainer(False, compute=redeqx.Compute(memory="auto"))
     trainer.fit(EXAMPLES, batch_size=32, n_epochs=1)
     assert bits(trainer) == bits(expected) and memory_kinds(trainer)[True] == "pinned_host"

@@ -15,8 +15,8 @@ import redeqx
 from redeqx.data import BatchSize, CollatePool, batches, slices
 from redeqx.dims import RowUse
 from redeqx.machine import make_mesh
-from redeqx.training import Recipe, _engine
-from redeqx.training._memory import Memory
+from redeqx.memory import Memory, SearchSpace
+from redeqx.training import Recipe
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 MIXED = RowUse("mixed", 0, line="train.py:41", why="a reduction over rows")
@@ -463,9 +463,14 @@ def test_memory_auto_cuts_only_rows_that_may_be_cut(use, n_groups, verdict, monk
         return preference(model, batch + jax.random.normal(key, batch.shape), key)
 
     verdict(use)
-    given = []
-    monkeypatch.setattr(_engine, "memory_of", lambda mesh: Memory(1))
-    monkeypatch.setattr(_engine, "choices", lambda first, platform, n: given.append(n) or [first])
+    given, strategies = [], SearchSpace.strategies
+
+    def recorded(space):
+        given.append(max(each.accumulate_grad_batches for each in strategies(space)))
+        return []
+
+    monkeypatch.setattr("redeqx.memory._choose.memory_of", lambda mesh: Memory(1))
+    monkeypatch.setattr(SearchSpace, "strategies", recorded)
     make_trainer(draws, compute=redeqx.Compute(memory="auto")).update(DATA[:32])
     assert given == [n_groups]
 
