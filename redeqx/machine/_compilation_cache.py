@@ -20,6 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 VARIABLE = "REDEQX_COMPILATION_CACHE"
 # The maximal size of the user's cache folder, in bytes. A program has some megabytes.
 MAX_BYTES = 16 * 2**30
+_MAX_SIZE = "jax_compilation_cache_max_size"
 _OFF = ("0", "false", "off", "no")
 
 
@@ -50,8 +51,8 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
         return f"off: expected a home folder for `{'~/.cache' if given is True else given}`, got none"
     if (problem := _unwritable(folder)) is not None:
         return f"off: `{folder}` cannot be written ({problem})"
-    if given is own and jax.config.jax_compilation_cache_max_size == -1 and find_spec("filelock"):  # which JAX needs for it
-        jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
+    if given is own and getattr(jax.config, _MAX_SIZE) == -1 and find_spec("filelock"):  # which JAX needs for a limit
+        jax.config.update(_MAX_SIZE, MAX_BYTES)
     if before != str(folder):
         _use(str(folder))
     return str(folder)
