@@ -76,4 +76,4 @@ def test_memory_auto_offloads_if_nothing_else_fits(monkeypatch, capsys):
     trainer = make_trainer(False, compute=redeqx.Compute(memory="auto"))
     trainer.fit(EXAMPLES, batch_size=32, n_epochs=1)
     assert bits(trainer) == bits(expected) and memory_kinds(trainer)[True] == "pinned_host"
-    assert '(remat="none", offload_opt_state=True): ' in " ".join(capsys.readouterr().out.split())
+    assert "offload_opt_state=True)" in " ".join(capsys.readouterr().out.split()).partition(" needs ")[0]
