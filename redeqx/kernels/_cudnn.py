@@ -1,7 +1,8 @@
 """cuDNN's fused attention, for NVIDIA GPUs: bfloat16 and float16.
 
-JAX's public function returns log-sum-exps in the dtype of the output and does not expose its backward pass, so this module
-calls JAX's private functions. It raises `Unsupported` if this version of JAX lacks them or cuDNN has no kernel.
+JAX's public function returns log-sum-exps in the dtype of the output (JAX 0.10.2; 2026-11-25) and does not expose its
+backward pass, so this module calls JAX's private functions. It raises `Unsupported` if this version of JAX lacks them or
+cuDNN has no kernel.
 
 Source: the forward and the backward pass of `jax.nn.dot_product_attention(implementation="cudnn")`.
 """

@@ -1,6 +1,7 @@
 """cuDNN's operands, and what it does not support; needs neither a GPU nor its plug-in."""
 
 import logging
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -83,3 +84,9 @@ def test_falls_back_to_plain_xla_and_logs_the_reason(caplog):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.dot_general" in text and "custom_call" not in text
     assert "in blocks of queries, not by cuDNN: it supports bfloat16 and float16, not float32" in caplog.text
+
+
+def test_the_public_function_rounds_the_log_sum_exps():
+    """Once it fails, and the backward pass is public too, no private function of JAX is needed."""
+    public = partial(jax.nn.dot_product_attention, implementation="xla", return_residual=True)
+    assert jax.eval_shape(public, *shapes())[1].dtype == jnp.bfloat16
