@@ -70,7 +70,7 @@ def test_mesh_shape_follows_the_shard_counts(shards, shape):
             ({name: value}, f"`{name}`: expected with `n_processes`, got {value!r} alone. Pass both, or leave it out.")
             for name, value in {"host0_address": "host", "host0_port": 1234, "process_id": 0}.items()
         ),
-        ({"n_local_devices": 4}, "`n_local_devices`: expected with several processes, got 4 on one. Leave it out."),
+        ({"n_local_devices": 4}, "`n_local_devices`: expected with `n_processes`, got 4 alone. Pass both, or leave it out."),
         (
             {"n_processes": 2, "host0_address": "127.0.0.1", "process_id": 2},
             "`process_id`: expected 0 to 1, got 2. Number the processes from 0.",
