@@ -10,6 +10,7 @@ layout. Runs are repeated until all faults have been injected. Prints one line p
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,6 @@ from pathlib import Path
 import numpy as np
 
 from redeqx.checkpoint import Checkpoints, TensorReader
-from redeqx.distributed._addresses import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "training.py"
@@ -28,7 +28,8 @@ LIMIT = 300.0
 
 def start(workdir, epochs):
     """Starts the two processes, without the launcher, so that a fault can hit only one of them."""
-    port = free_port("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     command = [sys.executable, str(SCRIPT), "--workdir", str(workdir), "--devices", "2", "--epochs", str(epochs)]
     command += ["--save-every", "2", "--heartbeat", "3", "--start", "20"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NPROC": "16", "REDEQX_PROCESSES": "2"}
