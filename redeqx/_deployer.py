@@ -413,7 +413,7 @@ class Deployer(RedcoNames):
         - `step`: optimizer updates so far; by default those of the newest metrics, which in a callback is `trainer.step`.
 
         Every process may call it; process 0 records. Raises ValueError for another shape, numbers outside 0 to 1 and parts
-        of an array, TypeError for anything else.
+        of an array, TypeError for anything else, and ImportError without pillow (extra `images`).
         """
         self._run.console.records.image(name, image, step)
 
