@@ -1,8 +1,7 @@
 """Data: turns raw examples into the batches of steps: order, position, collation, placing and prefetch.
 
 Owns the choice of each step's examples, and how they are placed on the mesh. Does not know models or losses. Open
-`_examples.py` first, then `_streams.py`. Public: `Mixture`, `MixtureStream`, `token_cache`, `TokenCache` and `TokenRows`.
-The other names are internal.
+`_examples.py` first, then `_streams.py`. Public: `TokenRows`. The other names are internal.
 """
 
 from ._examples import (
@@ -22,7 +21,6 @@ from ._examples import (
     size_of as size_of,
     slices as slices,
 )
-from ._mixture import Mixture as Mixture, MixtureStream as MixtureStream
 from ._prefetch import Prefetch as Prefetch
 from ._rows import (
     BatchSize as BatchSize,
@@ -32,6 +30,5 @@ from ._rows import (
     pad_rows as pad_rows,
     place_rows as place_rows,
 )
-from ._token_cache import TokenCache as TokenCache, token_cache as token_cache
 from ._tokens import TokenRows as TokenRows
 from ._workers import CollatePool as CollatePool, Workers as Workers

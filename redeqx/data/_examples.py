@@ -234,8 +234,8 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
 def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
     """Returns the examples of an epoch: `given`, or its result if it is a function of the epoch.
 
-    If examples have `set_epoch`, it is called: a `Mixture` continues with its next examples; an iterable of `datasets`
-    shuffles by it, and then starts the epoch at its beginning even if a state was loaded in the epoch before.
+    If examples have `set_epoch`, it is called: an iterable of `datasets` shuffles by it, and then starts the epoch at its
+    beginning even if a state was loaded in the epoch before.
     """
     if not is_function(given):
         if hasattr(given, "set_epoch"):

@@ -1,7 +1,4 @@
-"""Rows of a fixed length from a flat array of tokens: the examples of language modelling.
-
-`_token_cache` makes such arrays from texts; any other works too, such as a `np.memmap` of a file of tokens.
-"""
+"""Rows of a fixed length from a flat array of tokens, such as a `np.memmap` of a file: examples of language modelling."""
 
 from collections.abc import Sequence
 from typing import Any

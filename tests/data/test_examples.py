@@ -1,6 +1,7 @@
 """From examples to batches: cutting rows, `collate_fn` outputs, order, every kind of source, and prefetching."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import random
@@ -18,12 +19,33 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redeqx
-from redeqx.data import CollatePool, Prefetch, _examples as _data
-from redeqx.data._examples import batches, check_examples, collate, examples_of, n_tokens, size_of, slices
-from redeqx.data._rows import BatchSize, Group, cut_rows, pad_rows, place_batch
-from redeqx.machine._mesh import BATCH_AXES, make_mesh, n_batch_shards
+from redeqx.data import (
+    BatchSize,
+    CollatePool,
+    Group,
+    Prefetch,
+    batches,
+    check_examples,
+    collate,
+    examples_of,
+    pad_rows,
+    size_of,
+    slices,
+)
+from redeqx.dims import UNKNOWN
+from redeqx.machine import make_mesh, n_batch_shards
 
 # --- cutting rows ---------------------------------------------------------------------------------------------------
+
+
+def cut_rows(n_rows, micro_batch_size, n_devices):
+    mesh = make_mesh(devices=jax.devices()[:n_devices])
+    return BatchSize(micro_batch_size, micro_batch_size).cut(n_rows, UNKNOWN, mesh)
+
+
+def placed_batches(collate_fn, examples, size, mesh):
+    with contextlib.closing(batches(slices(examples, size.examples), CollatePool(collate_fn), size, mesh)) as steps:
+        return list(steps)
 
 
 @pytest.mark.parametrize("n_devices", [1, 2, 4, 8])
@@ -75,12 +97,13 @@ def test_placed_batch_contains_every_row_once(shards, n_rows):
     mesh = make_mesh(*shards)
     n_shards = n_batch_shards(mesh)
     batch = {"x": np.arange(n_rows * 3).reshape(n_rows, 3), "y": (np.arange(n_rows),)}
-    cut = cut_rows(n_rows, 2 * n_shards, mesh.size)
-    placed = place_batch(batch, cut, mesh)
+    size = BatchSize(max(n_rows, 2 * n_shards), 2 * n_shards)
+    cut = size.cut(n_rows, UNKNOWN, mesh)
+    (placed,) = (step.groups for step in placed_batches(lambda rows: batch, range(n_rows), size, mesh))
     for group, part in zip(cut, placed, strict=True):
         assert part["x"].shape == (group.n, group.rows, 3)
         splits = group.rows % n_shards == 0
-        assert part["x"].sharding.spec == (P(None, BATCH_AXES) if splits else P())
+        assert part["x"].sharding.spec == (P(None, ("data", "fsdp")) if splits else P())
         n_local_rows = group.rows // n_shards if splits else group.rows
         assert n_local_rows <= 2
         assert {shard.data.shape for shard in part["x"].addressable_shards} == {(group.n, n_local_rows, 3)}
@@ -96,19 +119,16 @@ def test_padding_repeats_the_last_row():
     assert pad_rows(batch, 3)["x"] is batch["x"]
 
 
-def test_n_tokens_is_none_without_token_ids():
-    ids = np.zeros((4, 7), np.int32)
-    assert n_tokens({"ids": ids, "labels": ids, "x": np.zeros((4, 9, 2))}) == 28
-    assert n_tokens({"x": np.zeros((4, 9), np.float32), "y": np.zeros(4, np.int32)}) is None
-
-
-def test_token_count_includes_all_processes(monkeypatch):
-    """Each process collates only its own rows."""
-    monkeypatch.setattr(_data, "local_rows", lambda cut, mesh: np.arange(0, 8, 4))
-    monkeypatch.setattr(_data, "place_batch", lambda batch, *_: (batch,))
-    steps, size = slices(list(range(16)), 8), BatchSize(8, 8)
-    produced = list(batches(steps, CollatePool(lambda examples: np.zeros((len(examples), 7), np.int32)), size, make_mesh()))
-    assert [(batch.n_examples, batch.n_tokens, batch.groups[0].shape) for batch in produced] == [(8, 56, (2, 7))] * 2
+@pytest.mark.parametrize(
+    ("rows", "n_tokens"),
+    [
+        (lambda n: {"ids": np.zeros((n, 7), np.int32), "labels": np.zeros((n, 7), int), "x": np.zeros((n, 9, 2))}, 28),
+        (lambda n: {"x": np.zeros((n, 9), np.float32), "y": np.zeros(n, np.int32)}, None),
+    ],
+)
+def test_tokens_are_those_of_the_token_ids(rows, n_tokens):
+    steps = placed_batches(lambda examples: rows(len(examples)), range(8), BatchSize(4, 4), make_mesh())
+    assert [(step.n_examples, step.n_tokens) for step in steps] == [(4, n_tokens)] * 2
 
 
 # --- collating ------------------------------------------------------------------------------------------------------
@@ -647,9 +667,10 @@ def make_trainer(seen, workdir=None):
 
 
 @pytest.fixture(scope="module")
-def trainer():
+def trainer_and_seen():
     """One trainer for all sources, so that its step is compiled once."""
-    return make_trainer(RecordExamples())
+    seen = RecordExamples()
+    return make_trainer(seen), seen
 
 
 SHUFFLED = {
@@ -668,8 +689,8 @@ IN_ORDER = {
 
 
 @pytest.mark.parametrize("source", [*SHUFFLED, *IN_ORDER])
-def test_fit_reads_every_example_once_per_epoch(source, trainer):
-    seen = trainer._engine.recipe.collate_fn
+def test_fit_reads_every_example_once_per_epoch(source, trainer_and_seen):
+    trainer, seen = trainer_and_seen
     seen.steps.clear()
     first_step = trainer.step
     trainer.fit({**SHUFFLED, **IN_ORDER}[source](), 4, 2)

@@ -3,8 +3,8 @@
 `datasets` and `grain` come with the `dev` extra, torch and torchdata with `parity`.
 """
 
-import collections
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.data import Mixture, MixtureStream, TokenRows, check_examples, examples_of, size_of, slices
+from redeqx.data import TokenRows, check_examples, examples_of, size_of, slices
 
 N, BATCH = 23, 4
 
@@ -65,17 +65,46 @@ def train(make_source, workdir, stop=None):
     return np.asarray(trainer.model).tobytes(), seen, trainer.step
 
 
-def source_factory(kind):
+def tokenize(row):
+    return {"x": int(row["text"])}
+
+
+def cached_map(folder):
+    """Return tokenized rows; a later call finds them in the cache of `datasets`."""
+    import datasets
+
+    if not (folder / "texts.txt").exists():  # the cache knows a file by its time
+        (folder / "texts.txt").write_text("\n".join(map(str, range(N))))
+    made = set(folder.glob("cache/**/*.arrow"))
+    rows = datasets.Dataset.from_text(str(folder / "texts.txt"), cache_dir=str(folder / "cache"))
+    rows = rows.map(tokenize, remove_columns="text")
+    assert not made or made == set(folder.glob("cache/**/*.arrow"))
+    return rows
+
+
+def mixture(grain):
+    """Return an endless mixture, as in the guide: 70 % of numbers from 0, 30 % of seven numbers from 100."""
+    sources = [grain.MapDataset.range(N), grain.MapDataset.range(100, 107)]
+    return grain.MapDataset.mix([source.shuffle(seed=0).repeat() for source in sources], weights=[0.7, 0.3])
+
+
+def source_factory(kind, folder):
     """Return a function that creates a new object of a library, as a restarted script does."""
     if "datasets" in kind:
         datasets = pytest.importorskip("datasets", exc_type=ImportError)
         rows = datasets.Dataset.from_dict({"x": list(range(N))})
+        if "map" in kind:
+            return partial(cached_map, folder)
         if "stream" in kind:
             return lambda: rows.to_iterable_dataset(num_shards=3).shuffle(seed=0, buffer_size=7)
         return lambda: rows
     if "grain" in kind:
         grain = pytest.importorskip("grain", exc_type=ImportError)
         numbers = grain.MapDataset.range(N).shuffle(seed=1)
+        if "mixture by epoch" in kind:
+            return lambda: lambda epoch: mixture(grain)[N * epoch : N * (epoch + 1)]
+        if "mixture" in kind:
+            return lambda: mixture(grain)[:N].to_iter_dataset()
         if "workers" in kind:
             pytest.importorskip("absl.flags").FLAGS.mark_as_parsed()
             return lambda: numbers.to_iter_dataset().mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
@@ -97,9 +126,9 @@ PARITY = [  # these need torch
 ]
 
 
-@pytest.mark.parametrize("kind", SWEEP + PARITY)
+@pytest.mark.parametrize("kind", ["datasets map", "grain mixture by epoch", "grain mixture stream", *SWEEP, *PARITY])
 def test_stopped_fit_resumes_to_the_same_bits(kind, tmp_path):
-    make_source = source_factory(kind)
+    make_source = source_factory(kind, tmp_path)
     bits, numbers, steps = train(make_source, tmp_path / "whole")
     assert (len(numbers), steps) == (2 * N, 12)
     for stop in (2, 8):  # one in each epoch
@@ -118,13 +147,11 @@ def columns():
     return datasets.Dataset.from_dict({"x": list(range(N))})
 
 
-def test_hugging_face_rows_have_a_length_and_can_be_mixed(columns):
+def test_hugging_face_rows_have_a_length(columns):
     assert size_of(columns) == N
     assert sorted(example_number(row) for step in slices(columns, BATCH, seed=(0,)) for row in step.examples) == list(
         range(N)
     )
-    mixture = Mixture({"rows": (columns.with_format("numpy"), 0.5), "list": ([-1], 0.5)}, size=2 * N)
-    assert sorted(example_number(example) for example in mixture) == [-1] * N + list(range(N))
 
 
 @pytest.mark.parametrize("n_shards", [1, 3])
@@ -230,28 +257,13 @@ def test_grain_iterable_resumes(kind, grain):
     assert_continues(make_source, expected)
 
 
-def test_mixture_with_grain_resumes(grain, columns):
-    def stream():
-        return MixtureStream(
-            {
-                "grain": (grain.MapDataset.range(N).shuffle(seed=1).to_iter_dataset(), 0.5),
-                "datasets": (columns.to_iterable_dataset(num_shards=3).shuffle(seed=0, buffer_size=7), 0.3),
-                "list": (list(range(100, 110)), 0.2),
-            }
-        )
-
-    def first_steps(n, **position):
-        steps = slices(stream(), BATCH, **position)
-        return [
-            ([example_number(example) for example in step.examples], step) for step, _ in zip(steps, range(n), strict=False)
-        ]
-
-    whole = first_steps(20)
-    taken = collections.Counter(x for numbers, _ in whole[:18] for x in numbers)
-    assert all(taken[x] >= 2 for x in range(5))  # in both sources
-    for i in (0, 7, 18):
-        rest = first_steps(19 - i, position=whole[i][1].position, state=whole[i][1].state)
-        assert [numbers for numbers, _ in rest] == [numbers for numbers, _ in whole[i + 1 :]]
+def test_grain_mixture_has_exact_shares_and_uses_every_example_before_one_repeats(grain):
+    """As the guide says."""
+    parts = [[int(x) for x in mixture(grain)[30 * epoch : 30 * (epoch + 1)]] for epoch in range(4)]
+    assert [sum(x >= 100 for x in part) for part in parts] == [9] * 4
+    numbers = [x for part in parts for x in part if x < 100]
+    first, second = numbers[:N], numbers[N : 2 * N]
+    assert sorted(first) == sorted(second) == list(range(N)) and first != second
 
 
 # --- numpy ------------------------------------------------------------------------------------------------------------

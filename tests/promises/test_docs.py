@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,8 @@ def runnable(text):
     """Returns the Python of a page, including calls of its `redeqx inspect` commands, in order."""
     for language, block in re.findall(r"```(python|sh)\n(.*?)```", text, re.DOTALL):
         if language == "python":
-            if "from ..tracing import" not in block:  # a file of the library, which is imported
+            # A file of the library is imported; torch comes with the parity tests.
+            if "from ..tracing import" not in block and ("import torch" not in block or find_spec("torch")):
                 yield block
             continue
         for line in block.splitlines():
@@ -52,7 +54,7 @@ def runnable(text):
 
 def marks(name):
     if name in WITH_TORCH:
-        return [pytest.mark.parity]
+        return [pytest.mark.sweep, pytest.mark.parity]
     return [] if name in QUICK else [pytest.mark.sweep]
 
 

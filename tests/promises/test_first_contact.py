@@ -505,24 +505,10 @@ MESSAGES = {
         "`ends`: expected a flat array of integers, got bool[100]. Pass `np.cumsum(lengths)` of the "
         "documents' lengths.",
     ),
-    "a cache in a file": (
-        "ValueError",
-        "`folder`: expected a folder, got `TMP/file`, which is a file. Move the file, or choose another "
-        "folder.",
-    ),
-    "swapped arguments of token_cache": (
+    "a positional stride": (
         "TypeError",
-        "`folder`: expected a path, got a list of str. Pass a string or a `pathlib.Path`.",
-    ),
-    "workers of datasets": (
-        "TypeError",
-        "`token_cache(num_proc=)`: expected an argument of redeqx, got an unknown one. Did you mean "
-        "`n_workers`?",
-    ),
-    "a positional size": (
-        "TypeError",
-        "`Mixture`: expected only `sources` without a name, got 2 such arguments. Name the others: "
-        "`Mixture(sources, size=...)`.",
+        "`TokenRows`: expected only `tokens`, `length` without a name, got 3 such arguments. Name the others: "
+        "`TokenRows(tokens, length, stride=...)`.",
     ),
     "overrides in a list": (
         "TypeError",

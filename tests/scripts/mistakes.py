@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 import redeqx
-from redeqx.data import Mixture, TokenRows, token_cache
+from redeqx.data import TokenRows
 from redeqx.models import cross_entropy, from_pretrained, generate, lora, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.optimizers import adamw, groups, muon
@@ -154,10 +154,6 @@ def plan(overrides):
 def schedule(**kwargs):
     defaults = {"train_size": 100, "per_device_batch_size": 4, "learning_rate": 1e-3}
     return redeqx.Deployer(verbose=False).get_lr_schedule_fn(**{**defaults, **kwargs})
-
-
-def tokenized(folder, texts=("ab", "c"), **kwargs):
-    return token_cache(folder, list(texts), lambda text: [ord(letter) for letter in text], verbose=False, **kwargs)
 
 
 class Misspelt(redeqx.Callback):
@@ -363,10 +359,7 @@ MISTAKES = {
     "a default of text": lambda: groups({"bias": optax.adam(1e-3)}, "adamw"),
     "ends in another order": lambda: TokenRows(np.arange(100), 8, ends=np.array([100, 10])),
     "a mask for ends": lambda: TokenRows(np.arange(100), 8, ends=np.arange(100) % 10 == 0),
-    "a cache in a file": lambda: tokenized(FOLDER / "file"),
-    "swapped arguments of token_cache": lambda: token_cache(["a"], FOLDER / "cache", list),
-    "workers of datasets": lambda: tokenized(FOLDER / "cache", num_proc=2),
-    "a positional size": lambda: Mixture({"a": (EXAMPLES, 1.0)}, 8),
+    "a positional stride": lambda: TokenRows(np.arange(100), 8, 7),
     "overrides in a list": lambda: plan([("weight", ("model", None))]),
     "a dim for an override": lambda: plan({"weight": 0}),
     "dims for an override": lambda: plan({"weight": (0, None)}),

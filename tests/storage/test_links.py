@@ -13,7 +13,6 @@ import pytest
 
 import redeqx
 from redeqx.checkpoint import Checkpoints, Lock
-from redeqx.data import TokenCache, token_cache
 
 SECRET = "not to be overwritten\n"
 
@@ -132,12 +131,6 @@ def test_checkpoint_reads_no_linked_file(tmp_path, outside):
         checkpoints.record(folder)
 
 
-def test_token_cache_is_not_built_through_links(tmp_path, outside):
-    (tmp_path / ".tmp_cache").symlink_to(outside.parent)
-    cache = token_cache(tmp_path / "cache", ["ab", "c"], lambda text: [ord(each) for each in text], verbose=False)
-    assert cache.tokens.tolist() == [97, 98, 99]
-
-
 def test_paths_keep_their_meaning_when_a_script_changes_its_folder(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -159,11 +152,6 @@ def test_paths_keep_their_meaning_when_a_script_changes_its_folder(tmp_path, mon
         )  # fmt: skip
         trainer.fit(list(np.eye(3, dtype=np.float32)) * 4, batch_size=6, n_epochs=n_epochs, callbacks=[Move()])
     assert steps(tmp_path / "run") == [1, 2, 3, 4] and not list((tmp_path / "elsewhere").iterdir())
-    monkeypatch.chdir(tmp_path)
-    cache = token_cache("cache", ["ab", "c"], lambda text: [ord(each) for each in text], verbose=False)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    cache.verify()
-    assert len(TokenCache(tmp_path / "cache")) == 2
 
 
 def test_tilde_is_the_home_folder(tmp_path, monkeypatch):
@@ -173,8 +161,6 @@ def test_tilde_is_the_home_folder(tmp_path, monkeypatch):
     assert steps(tmp_path / "home" / "run") == [1, 2]
     like = eqx.nn.Linear(3, 1, key=jax.random.key(0))
     assert redeqx.load("~/run", like).weight.shape == (1, 3)
-    token_cache("~/cache", ["ab"], lambda text: [1], verbose=False)
-    assert len(TokenCache("~/cache")) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
