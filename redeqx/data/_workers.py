@@ -11,7 +11,6 @@ import ast
 import contextlib
 import os
 import pickle  # only between our own processes: nothing from a file or the network is unpickled
-import queue
 import signal
 import sys
 import threading
@@ -38,28 +37,9 @@ _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 _waiting = threading.Lock()  # one thread at a time: `multiprocessing` loses the exit code if two wait for one process
 
 
-@dataclass(frozen=True)
-class ArgumentNames:
-    """The names of the workers' arguments, for errors.
-
-    **Arguments:**
-
-    - `function`, `number`: the names.
-    - `processes`, `otherwise`: the settings with which processes are used, and are not.
-    """
-
-    function: str = "collate_fn"
-    number: str = "workers"
-    processes: str = 'workers=Workers(n, "processes")'
-    otherwise: str = 'workers=Workers(n, "threads")'
-
-    @property
-    def sent(self) -> str:
-        return f"as `{self.processes}` sends it to processes"
-
-    @property
-    def remedy(self) -> str:
-        return f"Define it at the top of a module and bind arguments by `functools.partial`, or pass `{self.otherwise}`."
+_NEEDED = 'as `workers=Workers(n, "processes")` needs'
+_THREADS = '`workers=Workers(n, "threads")`'
+_REMEDY = f"Define it at the top of a module and bind arguments by `functools.partial`, or pass {_THREADS}."
 
 
 @dataclass(frozen=True)
@@ -91,59 +71,42 @@ class CollatePool:
     **Arguments:**
 
     - `collate_fn`: returns the same batch for the same examples, whichever worker calls it.
-    - `names`: of the arguments, for errors.
 
     Raises TypeError for a function that cannot be pickled, ValueError for a script that processes cannot import.
     """
 
-    def __init__(
-        self, collate_fn: Callable[[list], PyTree], workers: Workers = Workers(), names: ArgumentNames = ArgumentNames()
-    ):
-        self.n, self._names = workers.n, names
-        self._collate_fn = collate_fn
-        self._function = _pickled(collate_fn, names) if self.n and workers.where == "processes" else None
-        self._pool: ThreadPoolExecutor | None = None
+    def __init__(self, collate_fn: Callable[[list], PyTree], workers: Workers = Workers()):
+        self.n, self._collate_fn = workers.n, collate_fn
+        self._function = _pickled(collate_fn) if self.n and workers.where == "processes" else None
+        self._threads = ThreadPoolExecutor(self.n, "redeqx-collate") if self.n else None
+        self._own = threading.local()  # each thread's process
         self._processes: list[_Process] = []
-        self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()  # None: a process that has not started yet
-        for _ in range(self.n):
-            self._idle.put(None)
-        self._lock = threading.Lock()
-        self._is_closed = False
 
     def start(self, examples: list) -> Callable[[], PyTree]:
         """Starts to collate these examples; returns a function that waits for the result, or raises the call's error."""
-        if not self.n:
+        if self._threads is None:
             return lambda: self._collate_fn(examples)
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.n, "redeqx-collate")
-            return self._pool.submit(self._call, examples).result
+        return self._threads.submit(self._call, examples).result
 
     def _call(self, examples: list) -> PyTree:
         if self._function is None:
             return self._collate_fn(examples)
-        process = self._idle.get()  # there are as many processes as threads
-        try:
-            process = process or self._started(self._function)
-            return process.collate(examples)
-        finally:
-            self._idle.put(process)
-
-    def _started(self, function: bytes) -> "_Process":
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError("`collate_fn`: expected workers that have not been closed. Report this.")
-            self._processes.append(process := _Process(function, self._names))
-        return process
+        if not hasattr(self._own, "process"):
+            self._own.process = _Process(self._function)
+            self._processes.append(self._own.process)
+        return self._own.process.collate(examples)
 
     def close(self) -> None:
         """Ends the workers: processes at once, threads after their current calls."""
-        with self._lock:
-            self._is_closed = True
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._end_processes()
+            self._threads.shutdown()
+            self._end_processes()  # also one that a thread has just started
+
+    def _end_processes(self) -> None:
         for process in self._processes:
             process.end()
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "CollatePool":
         return self
@@ -174,26 +137,25 @@ def drawn_ahead(items: Iterator[Any], n: int) -> Iterator[Any]:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def _pickled(collate_fn: Callable[[list], PyTree], names: ArgumentNames) -> bytes:
+def _pickled(collate_fn: Callable[[list], PyTree]) -> bytes:
     """Returns the pickled function for the worker processes; checked as far as this process can."""
     try:
         function = pickle.dumps(collate_fn)
     except Exception as error:
         raise TypeError(
-            f"`{names.function}`: expected a function that can be pickled, {names.sent}, got one that cannot ({error}). "
-            f"{names.remedy}"
+            f"`collate_fn`: expected a function that can be pickled, {_NEEDED}, got one that cannot ({error}). {_REMEDY}"
         ) from error
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is None:
         if b"__main__" in function:
             raise TypeError(
-                f"`{names.function}`: expected a function of a module, {names.sent}, got one that was defined "
-                f"interactively. {names.remedy}"
+                f"`collate_fn`: expected a function of a module, {_NEEDED}, got one that was defined interactively. "
+                f"{_REMEDY}"
             )
     elif not _is_guarded(Path(file)):
         raise ValueError(
-            f'`{file}`: expected a script that does its work under `if __name__ == "__main__":`, as each process of '
-            f"`{names.processes}` imports it, got one that would run again. Add that line, or pass `{names.otherwise}`."
+            f'`{file}`: expected a script that does its work under `if __name__ == "__main__":`, {_NEEDED}, '
+            f"got one that would run again. Add that line, or pass {_THREADS}."
         )
     return function
 
@@ -211,12 +173,11 @@ def _is_guarded(script: Path) -> bool:
 class _Process:
     """A process that collates one list of examples after another."""
 
-    def __init__(self, function: bytes, names: ArgumentNames):
-        self._names = names
+    def __init__(self, function: bytes):
         spawn = get_context("spawn")
         self._connection, far_end = spawn.Pipe()
         self._is_ready = False
-        arguments = (far_end, function, names, bool(jax.config.read("jax_enable_x64")))
+        arguments = (far_end, function, bool(jax.config.read("jax_enable_x64")))
         self._process = spawn.Process(target=_serve, args=arguments, name=WORKER, daemon=True)
         resource_tracker.ensure_running()  # otherwise `start` does this, and lets the signals through
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the process inherits this, until `_serve` ignores them
@@ -233,8 +194,8 @@ class _Process:
             message = pickle.dumps(examples)
         except Exception as error:
             raise TypeError(
-                f"`{self._names.function}`: expected examples that can be pickled, as `{self._names.processes}` sends them "
-                f"to processes, got some that cannot ({error}). Pass `{self._names.otherwise}`."
+                f"`collate_fn`: expected examples that can be pickled, {_NEEDED}, got some that cannot ({error}). "
+                f"Pass {_THREADS}."
             ) from error
         try:
             if not self._is_ready:
@@ -246,8 +207,8 @@ class _Process:
             code = self._joined()
             end = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
             raise RuntimeError(
-                f"`{self._names.function}`: expected its result from a worker process, got the end of the process, {end}. "
-                f"Look at what it printed; where memory ran out, pass fewer `{self._names.number}`."
+                f"`collate_fn`: expected its result from a worker process, got the end of the process, {end}. "
+                "Look at what it printed; where memory ran out, pass fewer `workers`."
             ) from error
 
     def _result(self) -> Any:
@@ -269,7 +230,7 @@ class _Process:
         self._joined()
 
 
-def _serve(connection: Connection, function: bytes, names: ArgumentNames, enable_x64: bool) -> None:
+def _serve(connection: Connection, function: bytes, enable_x64: bool) -> None:
     """Runs a worker process, until the other end of the connection closes."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -281,9 +242,8 @@ def _serve(connection: Connection, function: bytes, names: ArgumentNames, enable
         try:
             collate_fn = pickle.loads(function)
         except Exception as error:
-            expected = f"`{names.function}`: expected a function that another process can import"
-            text = f"{expected}, {names.sent}, got one that it cannot ({error}). {names.remedy}"
-            _send_error(connection, TypeError(text), "")
+            found = f"expected a function that another process can import, {_NEEDED}, got one that it cannot ({error})"
+            _send_error(connection, TypeError(f"`collate_fn`: {found}. {_REMEDY}"), "")
             return
         connection.send_bytes(pickle.dumps((True, None)))
         while True:

@@ -17,8 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from redeqx.data import BatchSize, batches, slices
-from redeqx.data._workers import CollatePool, Workers, drawn_ahead
+from redeqx.data import BatchSize, CollatePool, Workers, batches, slices
 from redeqx.errors import FilteredTraceback
 from redeqx.machine import make_mesh
 from tests.data import collating
@@ -113,24 +112,48 @@ def test_one_thread_reads_the_examples_in_order():
     assert len(Examples.readers) == 1
 
 
-def test_reads_ahead_as_many_examples_as_workers():
-    drawn = []
-    ahead = drawn_ahead((drawn.append(i) or i for i in range(100)), 3)
-    assert [next(ahead) for _ in range(4)] == [0, 1, 2, 3]
-    assert drawn == list(range(7))
+class RecordReads:
+    """Examples that record which of them were read, and raise at one."""
+
+    def __init__(self, n, fail_at=None):
+        self.n, self.fail_at, self.read = n, fail_at, []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        if i == self.fail_at:
+            raise KeyError("no such example")
+        self.read.append(i)
+        return i
+
+
+def test_reads_ahead_as_many_batches_as_workers():
+    examples, may_go = RecordReads(100), threading.Event()
+
+    def wait(numbers):
+        assert may_go.wait(30)
+        return collating.stack_numbers(numbers)
+
+    with CollatePool(wait, Workers(3)) as workers, closing_batches(wait, examples, workers, seed=None) as steps:
+        upcoming = threading.Thread(target=next, args=(steps,))
+        upcoming.start()
+        while len(examples.read) < 32:
+            time.sleep(0.01)
+        time.sleep(0.2)  # time to run too far ahead
+        assert len(examples.read) == 32  # the first batch, and one for each worker
+        may_go.set()
+        upcoming.join()
 
 
 @pytest.mark.parametrize("n", [0, 1, 3, 20])
-def test_items_before_an_error_are_returned_first(n):
-    def items():
-        yield from range(5)
-        raise KeyError("five")
-
-    actual = []
-    with pytest.raises(KeyError, match="five"):
-        actual.extend(drawn_ahead(items(), n))
-    assert actual == list(range(5))
-    assert list(drawn_ahead(iter(range(7)), n)) == list(range(7))
+def test_batches_before_an_error_are_returned_first(n):
+    with CollatePool(collating.stack_numbers, Workers(n)) as workers:
+        steps = closing_batches(collating.stack_numbers, RecordReads(100, fail_at=40), workers, seed=None)
+        actual = []
+        with steps as upcoming, pytest.raises(KeyError, match="no such example"):
+            actual.extend(step.places for step in upcoming)
+    assert actual == [list(range(8 * i, 8 * i + 8)) for i in range(5)]
 
 
 def test_collating_with_jax_runs_on_the_cpu(worker_process):
@@ -153,7 +176,7 @@ def test_error_shows_the_frame_in_collate_fn_and_the_examples(kind):
         ):
             actual.extend(step.places for step in steps)
         assert [list(places) for places in actual] == [list(range(8))]  # the batch before the error
-        assert not workers._is_closed
+        assert workers.start(list(range(8)))() is not None  # they can still be used
     note = "`collate_fn` was called with examples 8, 9, 10, 11, 12, 13, 14, 15, counted from 0."
     assert raised.value.__notes__ == [note]
     shown = "".join(traceback.format_exception(raised.value))
@@ -270,7 +293,7 @@ def start_process(command):
 def test_script_without_a_main_guard_raises(tmp_path):
     completed = run(script_command(tmp_path, "main()\n"))
     assert completed.stdout == "imported\n"
-    expected = 'script.py`: expected a script that does its work under `if __name__ == "__main__":`, as each process of '
+    expected = 'script.py`: expected a script that does its work under `if __name__ == "__main__":`, '
     assert expected in completed.stderr and "got one that would run again. Add that line, or pass" in completed.stderr
 
 
