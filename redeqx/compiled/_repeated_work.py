@@ -51,7 +51,7 @@ def excess(
     - `repeats`: for each line of the loss with a product, the number of devices on which the plan repeats it.
     - `gathered`: the same for lines where rows are gathered. Products without a line are checked only if there are any.
     """
-    total, per_device = _of_jaxpr(traced), _of_module(module)
+    total, per_device = _of_jaxpr(traced), flops_by_line(module)
     if gathered:
         # The program names a caller's line where the trace has none, as inside loops and for code without a file.
         repeats = {**gathered, **repeats}
@@ -108,7 +108,9 @@ def _of_jaxpr(jaxpr: Any) -> _Count:
     return _Count(fold(jaxpr, count, enter), fold(jaxpr, count, lambda eqn: entered(eqn)._replace(times=1)))
 
 
-def _of_module(module: Module) -> _Count:
+def flops_by_line(module: Module) -> _Count:
+    """Returns the FLOPs of a program's matmuls and convolutions by line of code, as one device runs it."""
+
     def count(line: Instruction) -> dict[str, int] | None:
         flops = _flops(line)
         return {line_among(frames_of(module.source(line))): flops} if flops else None

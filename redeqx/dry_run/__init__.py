@@ -3,6 +3,7 @@
 Owns the compilation and the report; `memory` owns the search for strategies that fit. Open `_forecast.py` first.
 """
 
+from ._figures import Step as Step
 from ._forecast import DryRunDone as DryRunDone, dry_run as dry_run
 from ._report import DryRun as DryRun
 from ._workload import Workload as Workload

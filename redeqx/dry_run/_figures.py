@@ -5,7 +5,7 @@ Owns only the arithmetic: `_forecast` compiles a step and reads its numbers, and
 
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,9 +17,7 @@ from ..memory import matmul_seconds
 
 _T = TypeVar("_T")
 
-# Keys of `Step.failed`, for the details of a step, and a key of `DryRun.failed`.
-TEMPORARIES, COLLECTIVES, MOVED, FLOPS = "temporaries at the peak", "collectives", "bytes read and written", "FLOPs"
-MODEL_FLOPS = "FLOPs without recomputation"
+MODEL_FLOPS = "FLOPs without recomputation"  # a key of `DryRun.failed`
 
 
 def attempt(what: str, make: Callable[[], _T], default: _T, failed: dict[str, str]) -> _T:
@@ -57,7 +55,7 @@ class Step:
     - `flops`: FLOPs of matmuls and convolutions, including recomputation, by dtype, for all devices together.
     - `bytes_moved`: bytes read from and written to memory.
     - `host_bytes`: bytes copied to and from host memory.
-    - `failed`: the reason for each detail that could not be computed.
+    - `unread`: why the compiled program could not be read: then all but its sizes and FLOPs is unknown.
     """
 
     needs: int
@@ -73,7 +71,20 @@ class Step:
     flops: Mapping[str, int] = field(default_factory=dict)
     bytes_moved: int = 0
     host_bytes: int = 0
-    failed: Mapping[str, str] = field(default_factory=dict)
+    unread: str = ""
+
+    def offloaded(self, state: int, other_bytes: int) -> "Step":
+        """Estimates a step that copies the optimizer's state from the host, from this one with the state on the devices.
+
+        The estimate assumes that the copy happens when the gradients are complete, and of all the state at once.
+
+        **Arguments:**
+
+        - `state`: bytes of the state.
+        - `other_bytes`: other bytes in memory at that time: parameters, gradients and the rest of the run's state.
+        """
+        needs = max(self.needs - state, other_bytes + state)
+        return replace(self, needs=needs, arguments=self.arguments - state, host_bytes=self.host_bytes + 2 * state)
 
 
 @dataclass(frozen=True)

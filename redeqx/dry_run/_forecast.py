@@ -26,7 +26,7 @@ from ..memory import SearchSpace, Strategy, Tried, levels_of, refused_bytes
 from ..tracing import matmul_flops
 from ..training import Program, shard_bytes
 from ..transforms import KeepEverything
-from ._figures import COLLECTIVES, FLOPS, MODEL_FLOPS, MOVED, TEMPORARIES, Step, attempt, reason
+from ._figures import MODEL_FLOPS, Step, attempt, reason
 from ._report import DryRun
 from ._workload import Workload
 
@@ -173,7 +173,7 @@ def _compiled(
 
     train = compiled("train", 0)
     if not is_compiled_in_host:
-        train = _offloaded(train, in_host, resident + shard_bytes(program.trained))
+        train = train.offloaded(in_host, resident + shard_bytes(program.trained))
     run = replace(run, steps={"train": train})
     if only_train:
         return run
@@ -191,20 +191,6 @@ def _compiled(
         return matmul_flops(jaxpr, with_recomputation=False)
 
     return replace(run, steps=steps, files=work.files, model_flops=attempt(MODEL_FLOPS, model_flops, {}, failed))
-
-
-def _offloaded(step: Step, state: int, other_bytes: int) -> Step:
-    """Estimates a step that copies the optimizer's state from the host, from a step with the state on the devices.
-
-    The estimate assumes that the copy happens when the gradients are complete, and of all the state at once.
-
-    **Arguments:**
-
-    - `state`: bytes of the state.
-    - `other_bytes`: other bytes in memory at that time: parameters, gradients and the rest of the run's state.
-    """
-    needs = max(step.needs - state, other_bytes + state)
-    return replace(step, needs=needs, arguments=step.arguments - state, host_bytes=step.host_bytes + 2 * state)
 
 
 def _traced(work: Workload, program: Program, strategy: Strategy, only_train: bool) -> dict[str, Any]:
@@ -258,8 +244,7 @@ def _step(traced: Any, machine: Machine, optimization: str | None, other_bytes: 
 
     - `other_bytes`: bytes that are in memory while it runs, but are not its arguments.
     """
-    failed: dict[str, str] = {}
-    flops = attempt(FLOPS, lambda: matmul_flops(traced.jaxpr.jaxpr), {}, failed)
+    flops = matmul_flops(traced.jaxpr.jaxpr)
     lowered = traced.lower()
     began = time.perf_counter()
     try:
@@ -271,7 +256,7 @@ def _step(traced: Any, machine: Machine, optimization: str | None, other_bytes: 
         if needs is None:
             raise
         seconds = time.perf_counter() - began
-        return Step(needs=needs + other_bytes, compile_seconds=seconds, is_refused=True, flops=flops, failed=failed)
+        return Step(needs=needs + other_bytes, compile_seconds=seconds, is_refused=True, flops=flops)
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
     outputs = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
@@ -281,23 +266,22 @@ def _step(traced: Any, machine: Machine, optimization: str | None, other_bytes: 
         "outputs": outputs,
         "code": memory.generated_code_size_in_bytes,
     }
-    step = Step(needs=sum(sizes.values()) + other_bytes, compile_seconds=seconds, **sizes, flops=flops, failed=failed)
+    step = Step(needs=sum(sizes.values()) + other_bytes, compile_seconds=seconds, **sizes, flops=flops)
     try:
         text = compiled.as_text()
         module = Module.of(text)
+        allowance = workspace_allowance(module)
+        return replace(
+            step,
+            needs=step.needs + allowance,
+            allowance=allowance,
+            largest=tuple(b for b in temporaries(module) if b.bytes >= 2**10),
+            collectives=tuple(c for c in collectives(text) if c.group_size > 1),
+            bytes_moved=bytes_moved(module),
+            host_bytes=host_bytes(module),
+        )
     except Exception as error:  # for example, if libtpu is newer than jaxlib: `jax[tpu]` installs a matching one
-        failed.update(dict.fromkeys((TEMPORARIES, COLLECTIVES, MOVED), reason(error)))
-        return step
-    allowance = workspace_allowance(module)
-    return replace(
-        step,
-        needs=step.needs + allowance,
-        allowance=allowance,
-        largest=attempt(TEMPORARIES, lambda: tuple(b for b in temporaries(module) if b.bytes >= 2**10), (), failed),
-        collectives=attempt(COLLECTIVES, lambda: tuple(c for c in collectives(text) if c.group_size > 1), (), failed),
-        bytes_moved=attempt(MOVED, lambda: bytes_moved(module), 0, failed),
-        host_bytes=attempt(MOVED, lambda: host_bytes(module), 0, failed),
-    )
+        return replace(step, unread=reason(error))
 
 
 def _options(machine: Machine) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from ..memory import Strategy, Tried, fastest
 from ..monitor import Console, HtmlPage, size_text, to_json
 from ..partition import Plan
 from ..storage import disk_path
-from ._figures import COLLECTIVES, FLOPS, MODEL_FLOPS, MOVED, TEMPORARIES, Estimate, Step, attempt, estimate
+from ._figures import MODEL_FLOPS, Estimate, Step, attempt, estimate
 
 _N_ROWS = 10  # maximal number of rows in a table
 
@@ -71,7 +71,7 @@ class DryRun:
     def estimate(self) -> Estimate | None:
         """The estimate of the train step, or None if the devices' published rates or the step's numbers are unknown."""
         step, chip = self.steps["train"], self.machine.chip
-        if chip is None or step.is_refused or step.failed or MODEL_FLOPS in self.failed:
+        if chip is None or step.is_refused or step.unread or MODEL_FLOPS in self.failed:
             return None
         return estimate(step, self.model_flops, chip, self.plan.mesh)
 
@@ -85,7 +85,9 @@ class DryRun:
     def show(self, console: Console | HtmlPage) -> None:
         """Prints the report, with the verdict last. Lists the parts that fail with the reason, and prints all others."""
         verdict = self.verdict()
-        failed = {f"{name} step: {what}": why for name, step in self.steps.items() for what, why in step.failed.items()}
+        failed = {
+            f"{name} step: its arrays and collectives": step.unread for name, step in self.steps.items() if step.unread
+        }
         failed.update(self.failed)
         for what, show in self._parts().items():
             attempt(what, lambda show=show: show(console), None, failed)
@@ -101,11 +103,11 @@ class DryRun:
             "bytes a device": self._show_memory,
         }
         for name, step in self.steps.items():
-            if not step.is_refused and TEMPORARIES not in step.failed:
-                parts[f"{name} step: {TEMPORARIES}"] = partial(self._show_largest, name)
+            if not step.is_refused:
+                parts[f"{name} step: temporaries at the peak"] = partial(self._show_largest, name)
         train = self.steps["train"]
         if train.collectives:
-            parts[f"train step: {COLLECTIVES}"] = self._show_collectives
+            parts["train step: collectives"] = self._show_collectives
         if not train.is_refused:
             parts["work of a train step"] = self._show_work
         parts["plan"] = self._show_plan
@@ -223,23 +225,14 @@ class DryRun:
         }
 
     def _plain_step(self, step: Step) -> dict[str, Any]:
-        names, failed = set(self.plan.leaves), dict(step.failed)
-
-        def largest() -> list[dict[str, Any]]:
-            return [_plain(buffer, names) for buffer in step.largest]
-
-        def sent() -> list[dict[str, Any]]:
-            return [
-                {**_plain(each, names), "axes": list(each.axes(self.plan.mesh)), "moved": each.moved}
-                for each in step.collectives
-            ]
-
+        names, mesh = set(self.plan.leaves), self.plan.mesh
         return {
             **vars(step),
             "flops": dict(step.flops),
-            "largest": attempt(TEMPORARIES, largest, [], failed),
-            "collectives": attempt(COLLECTIVES, sent, [], failed),
-            "failed": failed,
+            "largest": [_plain(buffer, names) for buffer in step.largest],
+            "collectives": [
+                {**_plain(each, names), "axes": list(each.axes(mesh)), "moved": each.moved} for each in step.collectives
+            ],
         }
 
     def save(self, path: str | Path) -> None:
@@ -330,9 +323,10 @@ class DryRun:
         }
         if step.host_bytes:
             rows["host"] = f"{size_text(step.host_bytes)} copied to and from the host a device"
+        if step.unread:
+            return {"matmuls": rows["matmuls"]}
         if estimate is None:
-            unknown = {row for row, what in _ROWS.items() if what in step.failed}
-            return {row: text for row, text in rows.items() if row not in unknown}
+            return rows
         times = (estimate.compute, estimate.memory, estimate.communication, estimate.host)
         rows = {what: f"{text}: {_seconds(seconds)}" for (what, text), seconds in zip(rows.items(), times, strict=False)}
         rows["step"] = (
@@ -340,10 +334,6 @@ class DryRun:
             f"{_seconds(estimate.serial)} where nothing does ({estimate.serial_mfu:.0%})"
         )
         return rows
-
-
-# For each row of `_work`, the detail in `Step.failed` that it needs.
-_ROWS = {"matmuls": FLOPS, "memory": MOVED, "collectives": COLLECTIVES, "host": MOVED}
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------------

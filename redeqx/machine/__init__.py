@@ -46,6 +46,7 @@ from ._mesh import (
     split_rows as split_rows,
 )
 from ._xla_settings import (
+    SETTINGS as SETTINGS,
     Compiler as Compiler,
     Options as Options,
     XlaSettings as XlaSettings,

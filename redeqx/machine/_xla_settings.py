@@ -39,16 +39,7 @@ SETTINGS: dict[str, dict[str, bool | int]] = {
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * MIB,
         "xla_gpu_all_reduce_combine_threshold_bytes": 128 * MIB,
     },
-    "tpu": {
-        # (3), CF_FOR_ALL_GATHER: overlap collectives with computation. These are the defaults of the current libtpu.
-        "xla_enable_async_all_gather": True,
-        "xla_tpu_enable_async_collective_fusion": True,
-        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-        "xla_tpu_overlap_compute_collective_tc": True,
-    },
 }
-_ENVIRONMENT = {"gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS"}
 # Flags that change no program: where files are, and how many devices are simulated.
 _NEUTRAL = re.compile("dump|cache|autotune_results|vmodule|log_level|host_platform_device_count")
 
@@ -129,15 +120,15 @@ def xla_settings(mesh: Mesh, given: Options | str | None) -> XlaSettings:
 
     **Arguments:**
 
-    - `given`: `"auto"` for the platform's settings, without options that `XLA_FLAGS` (on TPUs `LIBTPU_INIT_ARGS`) sets; a
-        dict of other settings; or None.
+    - `given`: `"auto"` for the platform's settings, without options that `XLA_FLAGS` sets; a dict of other settings;
+        or None.
     """
     if given is None:
         return XlaSettings()
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
     if isinstance(given, str):
-        environment = os.environ.get(_ENVIRONMENT.get(platform, ""), "")
+        environment = os.environ.get("XLA_FLAGS", "")
         own = SETTINGS.get(platform, {}) if mesh.size > 1 else {}
         given = {name: value for name, value in own.items() if not re.search(rf"--{name}\b", environment)}
     return _accepted(device, tuple((name, type(value), value) for name, value in given.items()))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from redeqx.compiled import _hlo as hlo
+from redeqx import compiled as hlo
 from redeqx.machine import make_mesh
 
 _MODULE = """HloModule jit_step, is_scheduled=true, num_partitions=8

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.compiled import Module, _repeated_work as _work
+from redeqx.compiled import Module, excess, flops_by_line
 from redeqx.tracing import shortened
 
 ROWS, T, D, F, EXPERTS = 16, 8, 16, 64, 4
@@ -270,7 +270,7 @@ ENTRY %main (x: f32[8,16], image: f32[2,9,9,4], kernel: f32[3,3,4,6]) -> f32[8,8
 
 
 def test_flops_counted_by_source_line():
-    count = _work._of_module(Module.of(PROGRAM))
+    count = flops_by_line(Module.of(PROGRAM))
     dot, conv = 2 * 8 * 16 * 16, 2 * (2 * 7 * 7 * 6) * 3 * 3 * 4
     longer = 2 * 8 * 8 * 16 + 2 * 8 * 8 * 8
     assert count.all == {"/a.py:1": 3 * dot, "/a.py:3": longer, "/a.py:4": conv}
@@ -288,11 +288,11 @@ def test_loop_of_unknown_length_is_counted_once():
     program = PROGRAM.replace(
         'source_file="/a.py" source_line=1', f'source_file="{__file__}" source_line={line[len(__file__) + 1 :]}'
     )
-    assert _work.excess(traced.jaxpr, Module.of(program), {line: 1.0}) is None
+    assert excess(traced.jaxpr, Module.of(program), {line: 1.0}) is None
     replicated = program.replace("f32[8,16]", "f32[32,16]")
-    assert _work.excess(traced.jaxpr, Module.of(replicated), {line: 1.0}) == (4.0, [(line, 4.0)])
-    assert _work.excess(traced.jaxpr, Module.of(replicated), {line: 4.0}) is None  # the plan expects 4 times
-    assert _work.excess(traced.jaxpr, Module.of(replicated), {}) is None  # not a line of the loss
+    assert excess(traced.jaxpr, Module.of(replicated), {line: 1.0}) == (4.0, [(line, 4.0)])
+    assert excess(traced.jaxpr, Module.of(replicated), {line: 4.0}) is None  # the plan expects 4 times
+    assert excess(traced.jaxpr, Module.of(replicated), {}) is None  # not a line of the loss
 
 
 def test_notebook_lines_are_named_by_cell(monkeypatch):
