@@ -4,19 +4,20 @@ Owns the choice of each step's examples, and how they are placed on the mesh. Do
 `_examples.py` first, then `_streams.py`. Public: `TokenRows`. The other names are internal.
 """
 
-from ._examples import (
-    Batch as Batch,
-    Slice as Slice,
-    batches as batches,
-    check_examples as check_examples,
+from ._batches import Batch as Batch, batches as batches
+from ._collate import (
     collate as collate,
     collated_shapes as collated_shapes,
+    micro_batch_shapes as micro_batch_shapes,
+    read as read,
+)
+from ._examples import (
+    Slice as Slice,
+    check_examples as check_examples,
     differs_by_epoch as differs_by_epoch,
     examples_of as examples_of,
     is_function as is_function,
-    micro_batch_shapes as micro_batch_shapes,
     n_slices as n_slices,
-    read as read,
     sample_of as sample_of,
     size_of as size_of,
     slices as slices,

@@ -1,8 +1,8 @@
 """Iterables of examples whose position can be saved: the state from which a later run continues, and the check that it does.
 
-Owns the two conventions for states (`get_state` / `set_state`, `state_dict` / `load_state_dict`), their JSON form, and the
-comparison of the first examples after a restart with those that followed in the earlier run. Not every state is complete:
-`datasets`, for example, does not save its shuffle buffers, and drops their contents.
+There are two conventions for states: `get_state` / `set_state` and `state_dict` / `load_state_dict`. Not every state is
+complete: `datasets`, for example, does not save its shuffle buffers, and drops their contents. So the first examples after
+a restart are compared with those that followed in the earlier run.
 """
 
 import base64
@@ -48,8 +48,7 @@ class Stream(Iterator[Any]):
         if not position:
             self._iterator = iter(iterable)
             return
-        if not (isinstance(saved, dict) and saved.keys() == {"state", "next", "n_taken"}):
-            saved = {"state": saved, "next": None, "n_taken": 0}
+        saved = saved or {"state": None, "next": None, "n_taken": 0}
         self._n_taken = saved["n_taken"]
         self._record = {name: saved[name] for name in ("state", "next")}
         self._resume(position - self._n_taken, **self._record)
@@ -83,17 +82,15 @@ class Stream(Iterator[Any]):
 
     def _resume(self, position: int, state: Any, next: int | None) -> None:
         """Continues after the examples of a record, and reads ahead."""
-        before = None
-        if state is not None and (before := self._begin_from(_from_json(state))) is not None:
+        state = _from_json(state)
+        if (before := self._begin(state)) is not None:
             found = self._read_ahead()
             if next in (None, found):
                 return
-            self._begin_from(_from_json(state))
+            self._begin(state)
             if self._read_ahead() != found:
                 return  # examples differ at each reading
-            self._begin_again(before[0])
-        else:
-            self._iterator = iter(self._iterable)
+            self._begin(before[0] if self._iterable is self._given else None)
         deque(itertools.islice(self._iterator, position), maxlen=0)
         if self._read_ahead() != next and next is not None:
             warnings.warn(
@@ -103,30 +100,18 @@ class Stream(Iterator[Any]):
                 stacklevel=2,
             )
 
-    def _begin_again(self, before: Any) -> None:
-        """Restores the iterable's start from before a state was set."""
-        if self._iterable is self._given:
-            self._begin_from(before)
-            return
+    def _begin(self, state: Any) -> tuple[Any] | None:
+        """Starts to iterate, from a state if one is given; returns the previous one, in a tuple. None if no state is set."""
         self._ahead.clear()
-        self._error, self._iterable = None, self._given
+        self._error, self._iterable = None, _own_state(self._given)
         self._iterator = iter(self._iterable)
-
-    def _begin_from(self, state: Any) -> tuple[Any] | None:
-        """Sets the state; returns the previous one, in a tuple. None if there is no state to set."""
-        self._ahead.clear()
-        self._error = None
-        self._iterable = _own_state(self._given)
-        self._iterator = iter(self._iterable)
-        if (methods := _methods(self._iterator)) is not None:
-            before = methods[0]()
-            methods[1](state)
-            return (before,)
-        if (methods := _methods(self._iterable)) is None:
+        methods = _methods(self._iterator) or _methods(self._iterable)
+        if state is None or methods is None:
             return None
         before = methods[0]()
         methods[1](state)
-        self._iterator = iter(self._iterable)  # the iterator starts from the state of its iterable
+        if _methods(self._iterator) is None:
+            self._iterator = iter(self._iterable)  # which starts from the state of its iterable
         return (before,)
 
 
@@ -181,12 +166,10 @@ def _to_json(state: Any, where: str) -> Any:
         case bytes():
             return {_BYTES: base64.b64encode(state).decode("ascii")}
     library = type(state).__module__.partition(".")[0]
-    if library not in ("numpy", "torch") or not hasattr(state, "__array__") or (array := np.asarray(state)).dtype == object:
-        found = (
-            "a dict with keys that are no strings" if isinstance(state, dict) else f"a part that is a {type(state).__name__}"
-        )
+    array = np.asarray(state) if library in ("numpy", "torch") and hasattr(state, "__array__") else None
+    if array is None or array.dtype == object:
         raise TypeError(
-            f"`{where}`: expected a state that JSON can store, got {found}. "
+            f"`{where}`: expected a state that JSON can store, got a part that is a {type(state).__name__}. "
             "Return numbers, strings, lists, dicts with string keys, bytes, or arrays."
         )
     data = base64.b64encode(array.tobytes()).decode("ascii")

@@ -1,5 +1,8 @@
 """`batch_size`, the examples per update: the same run on every mesh, few compiled programs, and checks when resuming."""
 
+import contextlib
+import logging
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -10,8 +13,6 @@ import redeqx
 from redeqx.data import BatchSize
 from redeqx.dims import RowUse
 from redeqx.machine import make_mesh
-from redeqx.training._run import stream_key
-from tests._tree import named_leaves
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 
@@ -50,7 +51,21 @@ def make_trainer(workdir=None, *, shards=(2, 2), accumulate=1, loggers=(), monke
 
 
 def arrays(tree):
-    return [np.asarray(leaf) for leaf in named_leaves(tree).values() if eqx.is_array(leaf)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+
+
+@contextlib.contextmanager
+def compiled(name):
+    """Yield a list of the programs of this name that are compiled within the context."""
+    logger, programs = logging.getLogger("jax"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: programs.append(1) if f"Compiling jit({name})" in record.getMessage() else None
+    logger.addHandler(handler)
+    try:
+        with jax.log_compiles():
+            yield programs
+    finally:
+        logger.removeHandler(handler)
 
 
 def message(error, fn, *args, **kwargs):
@@ -116,7 +131,7 @@ def test_exactly_one_batch_size_argument_is_required(method):
     assert message(ValueError, call, DATA, batch_size=0) == (
         "`batch_size`: expected at least 1, got 0. Pass a positive number."
     )
-    assert trainer._engine.given is not None  # no step ran
+    assert trainer.step == 0
 
 
 def test_two_evaluation_batch_sizes_raise():
@@ -165,17 +180,14 @@ def test_remainder_of_full_micro_batches_reuses_the_program():
         return loss_fn(model, batch + 0.1 * jax.random.normal(key, batch.shape), key)
 
     trainer = make_trainer(accumulate=4, loggers=[losses], loss_fn=noisy)
-    trainer.train(DATA, batch_size=32)
-    assert trainer._engine.state.program.train_step._cache_size() == 1
-    # By hand: all rows of a step at once, with its key.
-    model, key = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)), stream_key(trainer._engine.stream)
-    for step, (start, stop) in enumerate([(0, 32), (32, 40)]):
-        step_key = jax.random.fold_in(jax.random.fold_in(key, 0), step)
-        loss, grads = eqx.filter_value_and_grad(noisy)(model, DATA[start:stop], step_key)
-        np.testing.assert_allclose(losses.seen[step], loss, rtol=1e-5)
-        grads = jax.tree.map(lambda g: -0.05 * g, grads)
-        model = eqx.apply_updates(model, grads)
-    for found, desired in zip(arrays(trainer.model), arrays(model), strict=True):
+    with compiled("step_fn") as programs:
+        trainer.train(DATA, batch_size=32)
+    assert len(programs) == 1
+    at_once = RecordLosses()
+    undivided = make_trainer(shards=(8, 1), loggers=[at_once], loss_fn=noisy)
+    undivided.train(DATA, batch_size=32)
+    np.testing.assert_allclose(losses.seen, at_once.seen, rtol=1e-5)
+    for found, desired in zip(arrays(trainer.model), arrays(undivided.model), strict=True):
         np.testing.assert_allclose(found, desired, rtol=1e-5, atol=1e-6)
 
 
@@ -201,31 +213,27 @@ def test_padding_micro_batches_do_not_change_the_model_state():
 
 def test_evenly_split_evaluation_compiles_once():
     trainer = make_trainer()
-    whole = trainer.eval_loss(DATA, batch_size=40)
-    assert trainer.eval_loss(DATA, batch_size=16) == pytest.approx(
-        whole, rel=1e-6
-    )  # without even splits: two of 16 and one of 8
-    assert trainer._engine.state.program.eval_step._cache_size() == 2
+    with compiled("eval_fn") as programs:
+        whole = trainer.eval_loss(DATA, batch_size=40)
+        # Without even splits: two of 16 and one of 8.
+        assert trainer.eval_loss(DATA, batch_size=16) == pytest.approx(whole, rel=1e-6)
+    assert len(programs) == 2
 
 
 def test_drop_remainder_drops_incomplete_batches():
     trainer = make_trainer()
-    trainer.fit(DATA, batch_size=16, n_epochs=2, drop_remainder=True)
-    assert trainer.step == 4
-    assert trainer._engine.state.program.train_step._cache_size() == 1
+    with compiled("step_fn") as programs:
+        trainer.fit(DATA, batch_size=16, n_epochs=2, drop_remainder=True)
+    assert trainer.step == 4 and len(programs) == 1
     trainer.train(iter(DATA), batch_size=16, drop_remainder=True)
     assert trainer.step == 6
     trainer.train(DATA[:32], batch_size=16, drop_remainder=True)
     assert trainer.step == 8  # nothing to drop
-    expected = "expected at least 64 examples"
-    assert message(ValueError, trainer.train, DATA, batch_size=64, drop_remainder=True) == (
-        f"`examples`: {expected}, a batch of them, as `drop_remainder=True`, got 40. "
-        "Pass a smaller batch size, or keep the remainder."
-    )
-    assert message(ValueError, trainer.train, iter(DATA), batch_size=64, drop_remainder=True) == (
-        f"`examples`: {expected}, got an iterable with fewer, or one that is used up. "
-        "Pass one that can be iterated anew, or a function of the epoch."
-    )
+    for examples, found in ((DATA, "40"), (iter(DATA), "fewer")):
+        assert message(ValueError, trainer.train, examples, batch_size=64, drop_remainder=True) == (
+            f"`examples`: expected at least 64 examples, a batch of them, as `drop_remainder=True`, got {found}. "
+            "Pass a smaller batch size, or keep the remainder."
+        )
 
 
 # --- checks when resuming -----------------------------------------------------------------------------------------------

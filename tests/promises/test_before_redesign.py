@@ -1,15 +1,20 @@
-"""A run resumes from a checkpoint of an earlier release, and ends bitwise equal to a run of that release."""
+"""A run resumes from a stored checkpoint, and ends bitwise equal to a run of the commit that stored it.
+
+STORE=1 python -m pytest tests/promises/test_before_redesign.py    stores another first, where numbers must change
+"""
 
 import json
+import os
 import shutil
 import zlib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import equinox as eqx
 import jax
 import numpy as np
 import optax
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import redeqx
 
@@ -28,7 +33,16 @@ def cpu():
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def run(workdir):
+class Stop(redeqx.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, trainer, metrics):
+        if trainer.step == self.step:
+            trainer.stop()
+
+
+def run(workdir, stop=None):
     """Six steps of Adam, two epochs of three, on a mesh of 2 x 2 x 2."""
     deployer = redeqx.Deployer(5, n_model_shards=2, n_fsdp_shards=2, workdir=workdir, verbose=False)
     trainer = redeqx.Trainer(
@@ -38,7 +52,9 @@ def run(workdir):
         collate_fn=np.stack,
         loss_fn=loss_fn,
     )
-    trainer.fit(DATA, n_epochs=2, batch_size=8, eval_examples=DATA[:5], save_argmin_ckpt_by_metrics=["loss"])
+    trainer.fit(
+        DATA, n_epochs=2, batch_size=8, callbacks=[Stop(stop)], eval_examples=DATA[:5], save_argmin_ckpt_by_metrics=["loss"]
+    )
     return trainer
 
 
@@ -58,7 +74,23 @@ def crc32(tensors):
     return zlib.crc32(b"".join(tensors[name].tobytes() for name in sorted(tensors)))
 
 
-def test_a_checkpoint_of_an_earlier_release_resumes_to_the_same_bits(tmp_path):
+def store():
+    """Writes the checkpoint of the third step, and how the run ends."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    with TemporaryDirectory() as workdir:
+        run(workdir, stop=3)
+        shutil.copytree(Path(workdir, "ckpts"), FOLDER / "run" / "ckpts")
+        shutil.copy(Path(workdir, "metrics.jsonl"), FOLDER / "run")
+        final = weights(run(workdir))
+        later = {step: loss for step, loss in losses(Path(workdir)).items() if int(step) > 3}
+    save_file(final, FOLDER / "final.safetensors")
+    expected = {"jax": jax.__version__, "cpu": cpu(), "losses": later, "crc32": crc32(final)}
+    (FOLDER / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+
+
+def test_a_stored_checkpoint_resumes_to_the_same_bits(tmp_path):
+    if os.environ.get("STORE"):
+        store()
     expected = json.loads((FOLDER / "expected.json").read_text())
     shutil.copytree(FOLDER / "run", tmp_path, dirs_exist_ok=True)
     trainer = run(tmp_path)

@@ -1,0 +1,156 @@
+"""The batch of each step: its examples are read, collated and placed on the mesh by a thread, while earlier steps run.
+
+Owns which rows are read when. `_examples` chooses the examples of a step, `_collate` checks their batch, `_rows` splits and
+places it, `_workers` collates several batches at once, and `_prefetch` is the thread.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..dims import UNKNOWN, RowUse, with_rows
+from ._collate import check_leading_dims, collate, n_tokens, read
+from ._examples import Slice
+from ._prefetch import Prefetch
+from ._rows import BatchSize, Group, local_rows, place_batch
+from ._workers import CollatePool, drawn_ahead
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of one step, on the mesh.
+
+    **Arguments:**
+
+    - `groups`: the result of `place_batch`.
+    - `n_examples`, `n_tokens`: the numbers in the whole step, over all processes; `n_tokens` is None if the batch has no
+        tokens. Rows of `groups` after the first `n_examples` are repetitions.
+    - `position`, `state`: those of the step's `Slice`.
+    - `rows`, `places`: this process's collated rows, and the number of each row's example.
+    """
+
+    groups: tuple[PyTree, ...]
+    n_examples: int
+    n_tokens: int | None
+    position: int
+    state: Any
+    rows: PyTree
+    places: Sequence[int]
+
+    @cached_property
+    def signature(self) -> Any:
+        """The structure, shapes and dtypes, which determine the compiled program."""
+        leaves, treedef = jax.tree.flatten(self.groups)
+        return treedef, *((x.shape, x.dtype) for x in leaves)
+
+    @property
+    def micro_batch(self) -> PyTree:
+        """The shapes of one micro-batch, as `loss_fn` receives it."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.groups[0])
+
+
+def batches(
+    steps: Iterable[Slice],
+    pool: CollatePool,
+    size: BatchSize,
+    mesh: Mesh,
+    check: Callable[[int, PyTree, int], None] | None = None,
+    *,
+    use: RowUse | Callable[[PyTree], RowUse] = UNKNOWN,
+    checks_end: bool = False,
+) -> Prefetch:
+    """Returns the batch of each step, prepared ahead by a thread; close it after use, see `Prefetch`.
+
+    Only that thread reads examples and places batches, both in order.
+
+    **Arguments:**
+
+    - `pool`: calls `collate_fn`, for several steps at once; without workers, the thread itself calls it.
+    - `check`: called by that thread with the number of each step, its collated rows, and the number of its examples in all
+        processes.
+    - `use`: what the loss does with rows, on which the micro-batches depend; or a function that finds it, called in the
+        caller's thread with the shapes of all rows of the first step.
+    - `checks_end`: whether `check` is also called after the last step, with no rows and 0.
+    """
+    known = use if isinstance(use, RowUse) else UNKNOWN
+
+    def read_step(i: int, step: Slice) -> "_Step":
+        cut = cut_of(i, step)
+        rows = local_rows(cut, mesh)
+        examples = read(step.examples, rows, step.places)
+        return _Step(i, step, cut, rows, [step.places[row] for row in rows], examples, pool.start(examples))
+
+    def cut_of(i: int, step: Slice) -> tuple[Group, ...]:
+        if i == 0 and step.n_last is not None:  # so that a remainder that cannot be cut is an error now, not after an epoch
+            size.cut(step.n_last, known, mesh)
+        return size.cut(len(step.examples), known, mesh)
+
+    def collated(given: "_Step") -> PyTree:
+        batch = collate(lambda _: given.collated(), given.examples, given.places)
+        if check is not None:
+            check(given.i, batch, len(given.step.examples))
+        return batch
+
+    def prepared(given: "_Step", batch: PyTree) -> Batch:
+        n_rows, rows = len(given.step.examples), size.micro_batch_for(known, mesh)
+        # A remainder of full micro-batches runs in the program of a full step, unless the repeated rows would count.
+        is_full = len(given.cut) == 1 and given.cut[0].rows == rows and known.kind != "after"
+        tokens = n_tokens(batch)  # of this process's rows; the rows of other processes have the same length
+        return Batch(
+            place_batch(batch, given.cut, mesh, given.rows, size.examples // rows if is_full else 0),
+            n_rows,
+            None if tokens is None else tokens * n_rows // len(given.rows),
+            given.step.position,
+            given.step.state,
+            batch,
+            given.places,
+        )
+
+    def every() -> Iterator[Any]:  # with `map`, StopIteration in a collate_fn would end the pass
+        n, numbered = 0, enumerate(steps)
+        if not isinstance(use, RowUse) and (first := next(numbered, None)) is not None:
+            given = read_step(*first)
+            batch = collated(given)
+            check_leading_dims(batch, len(given.examples), lambda: pool.start(given.examples[:1])())
+            yield with_rows(batch, len(first[1].examples))  # `known` is set before this continues
+            cut = cut_of(*first)
+            if np.array_equal(local_rows(cut, mesh), given.rows):
+                given = given._replace(cut=cut)
+            else:  # this process needs other rows
+                given = read_step(*first)
+                batch = collate(lambda _: given.collated(), given.examples, given.places)
+            yield prepared(given, batch)
+            n += 1
+        for given in drawn_ahead((read_step(i, step) for i, step in numbered), pool.n):
+            yield prepared(given, collated(given))
+            n += 1
+        if check is not None and checks_end:
+            check(n, {}, 0)
+
+    upcoming = Prefetch(every())
+    if not isinstance(use, RowUse):
+
+        def find(shapes: PyTree) -> None:
+            nonlocal known
+            known = use(shapes)
+
+        upcoming.hand_over(find)
+    return upcoming
+
+
+class _Step(NamedTuple):
+    """A step whose examples have been read and are being collated."""
+
+    i: int
+    step: Slice
+    cut: tuple[Group, ...]
+    rows: np.ndarray
+    places: Sequence[int]
+    examples: list[Any]
+    collated: Callable[[], PyTree]

@@ -1,0 +1,150 @@
+"""Collation: reads examples, calls `collate_fn`, and checks that its result is a batch with one row for each example."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from .._tree import named_leaves, render
+from ..dims import UNKNOWN, with_rows
+from ..errors import check_integers, example_note
+from ._rows import BatchSize
+
+
+def read(examples: Any, indices: Iterable[Any], places: Sequence[int] | None = None) -> list[Any]:
+    """Returns the examples at these indices. If reading one raises, the error gets a note with the example's number.
+
+    **Arguments:**
+
+    - `places`: the number of each example, if it differs from its index.
+    """
+    items = []
+    for i in map(int, indices):
+        with example_note("Raised in reading example", [i if places is None else places[i]]):
+            items.append(examples[i])
+    return items
+
+
+def collate(collate_fn: Callable[[list], PyTree], examples: list, places: Sequence[int] | None = None) -> PyTree[np.ndarray]:
+    """Returns the checked result of `collate_fn`: a PyTree of NumPy arrays, each with one row per example.
+
+    64-bit numbers are converted to 32 bits, as everywhere in JAX, unless JAX runs in 64-bit mode.
+
+    **Arguments:**
+
+    - `places`: the examples' numbers, for a note in errors; by default they count from 0.
+
+    Raises TypeError for a leaf that is not an array of numbers, ValueError for another number of rows and for integers that
+    do not fit into 32 bits.
+    """
+    with example_note("`collate_fn` was called with examples", range(len(examples)) if places is None else places):
+        try:
+            return _checked_batch(collate_fn(examples), len(examples))
+        except Exception as error:
+            if (shapes := _as_ready_batch(examples)) is not None:
+                error.add_note(_READY_BATCH.format(shapes))
+            raise
+
+
+_READY_BATCH = (
+    "Each example has arrays that share their leading dim: {}. If these are ready batches, pass their rows as the examples, "
+    "and stack these in `collate_fn`: redeqx shuffles and batches by itself."
+)
+
+
+def _as_ready_batch(examples: list) -> str | None:
+    """Returns the shapes of the first example's arrays if they could be the columns of a batch; None otherwise."""
+    first = examples[0] if examples else ()
+    columns = first.values() if isinstance(first, Mapping) else first if isinstance(first, tuple | list) else ()
+    shapes = [tuple(getattr(column, "shape", None) or ()) for column in columns]
+    may_be = len(shapes) > 1 and len({shape[:1] for shape in shapes}) == 1 and min(map(len, shapes)) > 0
+    return ", ".join(map(str, shapes)) if may_be and max(map(len, shapes)) > 1 else None
+
+
+def _checked_batch(batch: PyTree, n_rows: int) -> PyTree[np.ndarray]:
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(batch, is_leaf=lambda x: isinstance(x, list))
+    if not leaves:
+        raise TypeError(f"`collate_fn`: expected a PyTree of arrays, got {batch!r}. Return a dict of numpy arrays.")
+    return jax.tree.unflatten(treedef, [_checked(render(path), leaf, n_rows) for path, leaf in leaves])
+
+
+def check_leading_dims(batch: PyTree[np.ndarray], n_rows: int, collate_one: Callable[[], PyTree]) -> None:
+    """Raises ValueError for a leaf whose leading dim has as many entries as there are rows, but is another dim.
+
+    This is seen by the leaf of one example alone, which is collated only if another dim has as many entries too.
+    """
+    doubtful = {name: leaf.shape for name, leaf in named_leaves(batch).items() if n_rows > 1 and n_rows in leaf.shape[1:]}
+    if not doubtful:
+        return
+    try:
+        one = {name: np.shape(leaf) for name, leaf in named_leaves(collate_one()).items() if name in doubtful}
+    except Exception:  # such as a `collate_fn` that needs pairs of examples
+        return
+    for name, shape in one.items():
+        if shape and shape[0] != 1:
+            raise ValueError(
+                f"`collate_fn` output `{name}`: expected rows in dim 0, one for each example, got shape {doubtful[name]} "
+                f"for {n_rows} examples and {shape} for one. The leading dim is the batch: transpose it."
+            )
+
+
+def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any]) -> PyTree:
+    """Returns the shapes of the result of `collate`."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), collate(collate_fn, list(examples)))
+
+
+def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any], size: BatchSize, mesh: Mesh) -> PyTree:
+    """Returns the shapes of the first micro-batch of a step with these examples, as `loss_fn` receives it."""
+    return with_rows(collated_shapes(collate_fn, examples), size.cut(len(examples), UNKNOWN, mesh)[0].rows)
+
+
+def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
+    if isinstance(leaf, list):
+        lengths = _lengths(leaf)
+        found = f"a list of {len(leaf)}" + (f" with lengths {lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else "")
+        raise TypeError(
+            f"`collate_fn` output `{name}`: expected an array of {n_rows} rows, got {found}. "
+            f"{'Pad to one length and return' if len(lengths) > 1 else 'Return'} `np.array(...)`."
+        )
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        raise TypeError(
+            f"`collate_fn` output `{name}`: expected an array of {n_rows} rows, got {type(leaf).__name__}. "
+            "Return `np.array(...)` with one row for each example."
+        )
+    array = np.asarray(leaf)
+    if not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)):
+        raise TypeError(f"`collate_fn` output `{name}`: expected numbers, got {_describe_objects(array)}.")
+    if array.ndim == 0 or len(array) != n_rows:
+        raise ValueError(
+            f"`collate_fn` output `{name}`: expected {n_rows} rows, one for each example, got shape {array.shape}. "
+            "The leading dim is the batch."
+        )
+    check_integers(array, f"`collate_fn` output `{name}`")
+    return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+
+
+def _lengths(items: Iterable[Any]) -> list[int]:
+    return sorted({len(x) for x in items if hasattr(x, "__len__")})
+
+
+def _describe_objects(array: np.ndarray) -> str:
+    """Returns what an array without numbers holds, and the next step."""
+    objects = array.ravel().tolist()
+    lengths = _lengths(objects)
+    if nones := [i for i, x in enumerate(objects) if x is None]:
+        return f"None in {len(nones)} of {len(objects)} entries, the first is entry {nones[0]}. Replace them by numbers"
+    if any(isinstance(x, str | bytes) for x in objects):
+        return f"text, in an array of shape {array.shape}. Tokenize it, or leave it out"
+    if len(lengths) > 1:
+        return f"rows of {lengths[0]} to {lengths[-1]} items. Pad them to one length"
+    kinds = sorted({type(x).__name__ for x in objects})
+    return f"an array of dtype {array.dtype} that holds: {', '.join(kinds)}. Return arrays of numbers"
+
+
+def n_tokens(batch: PyTree[np.ndarray]) -> int | None:
+    """Returns the number of tokens in a batch: the size of its largest integer leaf `[rows, seq]`; None without one."""
+    return max((x.size for x in jax.tree.leaves(batch) if x.ndim == 2 and x.dtype.kind in "iu"), default=None)
