@@ -408,8 +408,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
             `"gpu:h100-80gb:2x8"`; the deployer's own devices by default.
         - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, the level of a run. By default `"UNKNOWN"`,
             but for TPUs `"O2"`, which needs the same memory and compiles in half the time; `"O1"` is faster and needs less.
-        - `search`: whether to search for a setting that fits, if this one does not.
-        - `fit`: whether to search for the fastest setting that fits: shards, micro-batches, `remat`.
+        - `search`: whether to search for a strategy that fits, if this one does not.
+        - `fit`: whether to search for the fastest strategy that fits: shards, micro-batches, `remat`.
 
         Raises ValueError for an unknown topology, ImportError where its compiler is not installed.
         """

@@ -28,7 +28,7 @@ topologies:
   cpu:8                 eight simulated devices
   this                  the devices at hand
 
-exit code: 0 if it fits (with --fit: if a setting does), 3 if it does not,
+exit code: 0 if it fits (with --fit: if a strategy does), 3 if it does not,
 2 for a script that never trains, 1 for one that fails
 """
 
@@ -60,10 +60,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="search for the fastest setting that fits (shards, micro-batches, recomputation in loops), and print the "
+        help="search for the fastest strategy that fits (shards, micro-batches, recomputation in loops), and print the "
         "line to use; every candidate is compiled",
     )
-    parser.add_argument("--no-search", action="store_true", help="do not try other settings if it does not fit")
+    parser.add_argument("--no-search", action="store_true", help="do not try other strategies if it does not fit")
     add_script(parser)
     parser.set_defaults(run=_dry_run)
 

@@ -6,9 +6,8 @@ Owns the text of the report. `_forecast` compiles the steps, and `_figures` comp
 import io
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,40 +82,33 @@ class DryRun:
     # --- the report --------------------------------------------------------------------------------------------------
 
     def show(self, console: Console | HtmlPage) -> None:
-        """Prints the report, with the verdict last. Lists the parts that fail with the reason, and prints all others."""
-        verdict = self.verdict()
-        failed = {
-            f"{name} step: its arrays and collectives": step.unread for name, step in self.steps.items() if step.unread
-        }
-        failed.update(self.failed)
-        for what, show in self._parts().items():
-            attempt(what, lambda show=show: show(console), None, failed)
+        """Prints the report, with the verdict last, also if the details cannot be printed: then with the reason."""
+        unread = {f"{name} step: its arrays and collectives": step.unread for name, step in self.steps.items()}
+        failed = {**{what: why for what, why in unread.items() if why}, **self.failed}
+        attempt("the rest of the report", lambda: self._show_details(console), None, failed)
         if failed:
             console.header(failed, title="unknown, since it failed")
-        console.header({"verdict": verdict}, title="fits" if self.fits else "does not fit")
+        console.header({"verdict": self.verdict()}, title="fits" if self.fits else "does not fit")
 
-    def _parts(self) -> dict[str, Callable[[Console | HtmlPage], None]]:
-        """Returns the functions that print the parts of the report, by the parts' names."""
-        title = "dry run on " + ("this machine" if self.machine.name == "this" else self.machine.name)
-        parts: dict[str, Callable[[Console | HtmlPage], None]] = {
-            "devices": lambda console: console.header(self._head(), title=title),
-            "bytes a device": self._show_memory,
-        }
-        for name, step in self.steps.items():
-            if not step.is_refused:
-                parts[f"{name} step: temporaries at the peak"] = partial(self._show_largest, name)
+    def _show_details(self, console: Console | HtmlPage) -> None:
         train = self.steps["train"]
+        console.header(self._head(), title="dry run on " + self.machine.name.replace("this", "this machine"))
+        console.table("bytes a device", ("what", "size"), self._memory())
+        for name, step in self.steps.items():
+            if step.largest:
+                self._show_largest(name, console)
         if train.collectives:
-            parts["train step: collectives"] = self._show_collectives
+            columns = ("kind", "axis", "n", "a device sends", "layer", "line")
+            console.table("collectives a train step", columns, self._sent())
         if not train.is_refused:
-            parts["work of a train step"] = self._show_work
-        parts["plan"] = self._show_plan
+            bound = "" if self.estimate is None else "; an estimate from published figures: a bound, not a forecast"
+            console.header(self._work(), title="a train step" + bound)
+        if isinstance(console, HtmlPage):
+            self.plan.add_to(console)
+        else:
+            console.info(self.plan.explain(), title="plan")
         if self.tried:
-            parts["what was tried"] = self._show_tried
-        return parts
-
-    def _show_memory(self, console: Console | HtmlPage) -> None:
-        console.table("bytes a device", ("what", "size"), [(what, size_text(n)) for what, n in self._memory().items()])
+            self._show_tried(console)
 
     def _show_largest(self, name: str, console: Console | HtmlPage) -> None:
         step, names = self.steps[name], set(self.plan.leaves)
@@ -128,20 +120,6 @@ class DryRun:
         title = f"largest temporaries at the peak of the {name} step"
         if rows:
             console.table(title, ("size", "n", "array", "layer", "line"), rows)
-
-    def _show_collectives(self, console: Console | HtmlPage) -> None:
-        columns = ("kind", "axis", "n", "a device sends", "layer", "line")
-        console.table("collectives a train step", columns, self._sent(set(self.plan.leaves)))
-
-    def _show_work(self, console: Console | HtmlPage) -> None:
-        bound = "" if self.estimate is None else "; an estimate from published figures: a bound, not a forecast"
-        console.header(self._work(), title="a train step" + bound)
-
-    def _show_plan(self, console: Console | HtmlPage) -> None:
-        if isinstance(console, HtmlPage):
-            self.plan.add_to(console)
-        else:
-            console.info(self.plan.explain(), title="plan")
 
     def _show_tried(self, console: Console | HtmlPage) -> None:
         rows = []
@@ -266,7 +244,7 @@ class DryRun:
             "compiled": ", ".join(f"{name} step {step.compile_seconds:.1f} s" for name, step in self.steps.items()),
         }
 
-    def _memory(self) -> dict[str, int]:
+    def _memory(self) -> list[tuple[str, str]]:
         rows = dict(self.held)
         for name, step in self.steps.items():
             if not step.is_refused:
@@ -281,7 +259,7 @@ class DryRun:
             rows[f"{name} step: all" + (" (refused: at least)" if step.is_refused else "")] = step.needs
         rows["in host memory: optimizer state"] = self.in_host
         rows.update({f"on disk, a checkpoint's {name}": size for name, size in self.files.items()})
-        return {what: size for what, size in rows.items() if size}
+        return [(what, size_text(size)) for what, size in rows.items() if size]
 
     def _like_weights(self, step: Step) -> int:
         """Counts the bytes, at a step's peak, of arrays with the shape of a weight.
@@ -297,7 +275,8 @@ class DryRun:
             buffer.bytes for buffer in step.largest if _sides(buffer.shape) in shapes and len(_sides(buffer.shape)) > 1
         )
 
-    def _sent(self, names: set[str]) -> list[tuple[str, ...]]:
+    def _sent(self) -> list[tuple[str, ...]]:
+        names = set(self.plan.leaves)
         sums: dict[tuple[str, ...], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
         totals: dict[tuple[str, ...], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
         n_arrays = Counter(each.instruction for each in self.steps["train"].collectives)

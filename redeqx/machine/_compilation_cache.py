@@ -60,7 +60,8 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
 
 @contextmanager
 def uncached_where_described(device: Any) -> Iterator[None]:
-    """A context that turns the cache off if a device is only described: its compiler cannot load programs from the cache."""
+    """A context that turns the cache off if a device is only described: its compiler cannot load programs from the cache
+    (jax 0.10.2: "PjRtCompiler must be constructed with a Client")."""
     folder = _folder()
     if folder is None or type(device.client).__name__ != "CompileOnlyPyClient":
         yield

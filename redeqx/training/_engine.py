@@ -113,7 +113,7 @@ class Engine:
         self._base: Base | None = None  # of the checkpoints that are saved, or of the loaded one
         self._is_planned = False  # from the loss of a batch, not only from the order of the fields
         self._pending: _Pending | None = None
-        self._has_chosen = False  # a setting that fits, with `memory="auto"`
+        self._has_chosen = False  # a strategy that fits, with `memory="auto"`
         if recipe.pool.n:
             AtEnd(self, recipe.pool.close)
         self.checkpoints = None
@@ -402,7 +402,7 @@ class Engine:
             self.flush(line)
 
     def _choose_memory(self, batch: Batch, line: ProgressLine) -> None:
-        """With `memory="auto"`: chooses the first setting whose train step fits into memory, before a new program runs.
+        """With `memory="auto"`: chooses the first strategy whose train step fits into memory, before a new program runs.
 
         Each program is compiled once: the compiled step whose memory was checked is the one that runs.
         """

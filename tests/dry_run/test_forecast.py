@@ -202,7 +202,7 @@ def test_verdict_survives_failures_in_details(monkeypatch):
     run = make_trainer(make_deployer(2)).dry_run(examples(), 2)
     assert run.needs == expected.needs and run.fits and run.verdict() == expected.verdict() and run.estimate is None
     text = str(run)
-    for what in ("train step: its arrays and collectives", "bytes a device"):
+    for what in ("train step: its arrays and collectives", "the rest of the report"):
         assert f"{what} " in text and "IndexError: list index out of range (test_forecast.py:" in text, what
     assert text.splitlines()[-1] == str(expected).splitlines()[-1] and "MiB" in text.splitlines()[-1]
     report = json.loads(json.dumps(run.to_json()))
