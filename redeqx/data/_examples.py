@@ -18,21 +18,12 @@ from ._streams import Stream, checksum
 
 @dataclass(frozen=True)
 class Slice:
-    """The examples of one step, and the position after it.
-
-    `examples` are read on access, so that each process reads only its own.
-
-    **Arguments:**
-
-    - `position`: the number of examples of the epoch up to the end of this step.
-    - `state`: the state of the `Stream` at the end of this step.
-    - `n_last`: the number of examples of the pass's last step; None if unknown.
-    """
+    """The examples of one step, read on access so that each process reads only its own, and the position after it."""
 
     examples: Sequence[Any]
-    position: int
-    state: Any = None
-    n_last: int | None = None
+    position: int  # the number of examples of the epoch up to the end of this step
+    state: Any = None  # that of the `Stream` at the end of this step
+    n_last: int | None = None  # the number of examples of the pass's last step; None if unknown
 
     @property
     def places(self) -> Sequence[int]:
@@ -53,7 +44,7 @@ class _Subset(Sequence[Any]):
         return len(self.places)
 
     def __getitem__(self, i: Any) -> Any:
-        return [self[j] for j in range(*i.indices(len(self)))] if isinstance(i, slice) else self.of[self.places[i]]
+        return self.of[self.places[i]]
 
 
 def check_examples(given: Any, name: str = "train_examples") -> None:

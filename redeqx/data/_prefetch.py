@@ -59,7 +59,6 @@ class Prefetch(Iterator[Any]):
     def __init__(self, items: Iterator[Any], depth: int = 2):
         self._buffer = _Buffer(items, depth)
         self._thread: threading.Thread | None = None
-        self._reader = threading.get_ident()
 
     def hand_over(self, take: Callable[[Any], None]) -> None:
         """Calls `take` with the first item, in this thread. The other thread prepares the next one only afterwards.
@@ -75,10 +74,8 @@ class Prefetch(Iterator[Any]):
         except BaseException:
             self.close()
             raise
-        with buffer.change:
-            buffer.depth = depth
-            buffer.ready.popleft()
-            buffer.change.notify_all()
+        buffer.depth = depth
+        next(self)
 
     def peek(self) -> Any:
         """Returns the next item, without taking it; None after the last one."""

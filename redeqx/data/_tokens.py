@@ -39,11 +39,7 @@ class TokenRows(Sequence[Any]):
     ):
         check_count(length, "length")
         check_count(stride, "stride", optional=True)
-        if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            found = f"{tokens.dtype}{list(tokens.shape)}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
-            raise TypeError(
-                f"`tokens`: expected a flat array of integers, got {found}. Pass those of all documents as one array."
-            )
+        _check_flat(tokens, "tokens", "Pass those of all documents as one array.")
         self._tokens, self._length, self._ends = tokens, int(length), ends
         self._stride = self._length if stride is None else int(stride)
         if self._stride > self._length:
@@ -74,16 +70,17 @@ class TokenRows(Sequence[Any]):
         return np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
 
 
+def _check_flat(array: Any, name: str, remedy: str) -> None:
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+        found = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        raise TypeError(f"`{name}`: expected a flat array of integers, got {found}. {remedy}")
+
+
 def _check_ends(ends: Any, n_tokens: int) -> None:
-    """Raises TypeError if the ends are no flat array of integers, ValueError if they do not ascend to at most `n_tokens`."""
-    if not isinstance(ends, np.ndarray) or ends.ndim != 1 or ends.dtype.kind not in "iu":
-        found = f"{ends.dtype}{list(ends.shape)}" if isinstance(ends, np.ndarray) else type(ends).__name__
-        raise TypeError(
-            f"`ends`: expected a flat array of integers, got {found}. Pass `np.cumsum(lengths)` of the documents' lengths."
-        )
-    if len(ends) and not (ends[0] >= 0 and ends[-1] <= n_tokens and (ends[1:] >= ends[:-1]).all()):
+    _check_flat(ends, "ends", "Pass `np.cumsum(lengths)` of the documents' lengths.")
+    ascend = (ends[1:] >= ends[:-1]).all()
+    if len(ends) and not (ends[0] >= 0 and ends[-1] <= n_tokens and ascend):
         raise ValueError(
             f"`ends`: expected numbers that ascend from 0 to the {n_tokens} tokens, got {ends.min()} to {ends.max()}"
-            f"{'' if (ends[1:] >= ends[:-1]).all() else ' in another order'}. Pass where each document ends, in tokens from "
-            "the start."
+            f"{'' if ascend else ' in another order'}. Pass where each document ends, in tokens from the start."
         )
