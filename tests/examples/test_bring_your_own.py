@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.examples._run import refusal, run_example
+from tests.examples._run import run_example
 
 TINY = ("--n-epochs", 3, "--batch-size", 32, "--learning-rate", 0.01)
 
@@ -31,10 +31,3 @@ def test_starts_from_a_checkpoint(finished, tmp_path):
     flags = ("--pretrained", workdir / "ckpts" / f"step_{len(first.series('loss')):08}", "--n-epochs", 1, "--batch-size", 32)
     again = run_example("bring_your_own", *flags, workdir=tmp_path)
     assert again.series("loss")[0] < 0.5 * first.series("loss")[0]
-
-
-def test_misspelt_flag_suggests_the_nearest():
-    outcome = refusal("bring_your_own", "--leraning-rate=1")
-    assert outcome.status == 2
-    assert "Perhaps you meant" in outcome.output
-    assert "--learning-rate" in outcome.output

@@ -23,7 +23,7 @@ from examples.classification_regression.tasks import Task, encode, measure, read
 from redeqx.models import save_pretrained
 from redeqx.models.bert import Bert, BertConfig
 from redeqx.models.gpt2 import GPT2Config
-from tests.examples._run import refusal, run_example
+from tests.examples._run import run_example
 
 STSB = ("sentence1", "sentence2", "score")
 SIZES = {"max_tokens": 12, "n_ids": 300, "d_model": 32}
@@ -350,10 +350,3 @@ def test_folders_without_bert_are_named(cola, tmp_path):
     save_pretrained(Bert(config, key=jax.random.key(0)), config, folder)
     with pytest.raises(ValueError, match=r"folder`: expected a tokenizer\.json, got none"):
         main(args)
-
-
-def test_misspelt_flag_suggests_the_nearest():
-    outcome = refusal("classification_regression", "--leraning-rate=1")
-    assert outcome.status == 2
-    assert "Perhaps you meant" in outcome.output
-    assert "--learning-rate" in outcome.output

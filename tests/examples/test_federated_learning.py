@@ -16,7 +16,7 @@ from examples._images import digits
 from examples.federated_learning.fedavg import client_of, cut_clients, draw_rounds, federated_gradient
 from examples.federated_learning.main import Args, Classifier, check, collate_fn, loss_fn, loss_of
 
-from ._run import refusal, run_example
+from ._run import run_example
 
 SIZES = (5, 9, 16, 12)  # images per client
 LOCAL = {"epochs": 3, "batch_size": 4, "learning_rate": 0.3}
@@ -171,9 +171,3 @@ def test_more_shards_than_images_are_refused(n_clients, shards):
     rule = r"`--n-clients`, `--shards-per-client`: expected 1 to 1257 shards in total"
     with pytest.raises(ValueError, match=rf"{rule}, .*, got {n_clients} x {shards} = {n_clients * shards}\."):
         cut_clients(digits()[0], n_clients, shards, seed=0)
-
-
-def test_misspelt_flag_suggests_the_nearest():
-    run = refusal("federated_learning", "--leraning-rate=1")
-    assert run.status == 2
-    assert "--learning-rate" in run.output

@@ -18,7 +18,7 @@ from redeqx.models import save_pretrained
 from redeqx.models.gpt2 import GPT2Config
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
 from redeqx.models.vit import ViTConfig
-from tests.examples._run import refusal, run_example
+from tests.examples._run import run_example
 
 TINY = [
     "--n-train", 512, "--n-held-out", 32, "--d-model", 32, "--n-heads", 2, "--n-encoder-layers", 1, "--n-ids", 320,
@@ -75,11 +75,6 @@ def test_learns_and_saves_a_reusable_model(tmp_path):
     batch = collate_fn(pictures, tokenizer=tokenizer, eos=EOS, n_tokens=7)
     loss = eqx.filter_jit(loss_fn)(eqx.nn.inference_mode(model), batch, jax.random.key(0))
     assert float(loss.total / loss.weight) < 0.6 * losses[0]
-
-
-def test_misspelt_flag_suggests_the_nearest():
-    run = refusal("image_to_text", "--leraning-rate=1")
-    assert run.status == 2 and "--learning-rate" in run.output
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------

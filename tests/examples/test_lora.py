@@ -13,7 +13,7 @@ from examples.lora.main import Args, main
 from examples.lora.sentences import documentation_sentences, encode, is_plain, read_sentences, sentences_of, split
 from redeqx.models import from_pretrained, lora, save_pretrained
 from redeqx.models.t5 import T5, T5Config
-from tests.examples._run import refusal, run_example
+from tests.examples._run import run_example
 
 SIZES = {
     "words": ("bad", "good"),
@@ -151,9 +151,3 @@ def test_folder_of_another_model_is_refused(table, tmp_path):
     text = error_message(main, Args(data=table, pretrained=folder, workdir=tmp_path / "run", words=("bad", "good")))
     assert text.startswith(f"`{folder / 'config.json'}`: `model_type`: expected one of gpt2, ")
     assert "(Decoder), got 't5'. " in text
-
-
-def test_misspelt_flag_is_refused():
-    outcome = refusal("lora", "--lora-learning-raet=1")
-    assert outcome.status == 2
-    assert "--lora-learning-rate" in outcome.output

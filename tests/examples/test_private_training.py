@@ -27,7 +27,7 @@ from examples.private_training.privacy import (
     spent,
 )
 
-from ._run import refusal, run_example
+from ._run import run_example
 
 CLIP = 2.0
 N_PADDING = 3
@@ -251,9 +251,3 @@ def test_invalid_privacy_settings_are_refused(args, message):
     check(Args())
     with pytest.raises(ValueError, match=message):
         check(args)
-
-
-def test_misspelt_flag_suggests_the_nearest():
-    run = refusal("private_training", "--epsilon=1")
-    assert run.status == 2
-    assert "--epsilons" in run.output

@@ -82,13 +82,9 @@ def test_maddpg_learns_and_trains_independent_agents(tmp_path):
     assert (tmp_path / "independent/metrics.jsonl").read_text().count("critic_loss") == len(losses)
 
 
-@pytest.mark.parametrize(
-    ("name", "flag", "nearest"),
-    [("reinforcement_learning ppo", "--leraning-rate=1", "--learning-rate"), ("reinforcement_learning", "pop", "ppo")],
-)
-def test_misspelt_flag_or_algorithm_suggests_the_nearest(name, flag, nearest):
-    run = refusal(name, flag)
-    assert run.status == 2 and nearest in run.output
+def test_a_misspelt_algorithm_suggests_the_nearest():
+    run = refusal("reinforcement_learning", "pop")
+    assert run.status == 2 and "ppo" in run.output
 
 
 # --- refused environments ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 from examples.__main__ import RUNS, Args, Run, execute, main, read_scores
 from examples._cli import CONTINUES, with_own_workdir
-from tests.examples._run import ROOT
+from tests.examples._run import ROOT, refusal
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/main.py"))
 COMMON = {"pretrained", "workdir", "n_model_shards", "n_fsdp_shards", "simulate_devices", "learning_rate", "seed"}
@@ -97,3 +97,10 @@ def test_unknown_example_is_refused(tmp_path):
         match=r"`names`: expected some of adversarial_training, .*text_to_text, got meta_lerning\.",
     ):
         main(Args(("meta_lerning",), Path(tmp_path)))
+
+
+@pytest.mark.parametrize("name", [name.replace("reinforcement_learning", "reinforcement_learning ppo") for name in EXAMPLES])
+def test_a_misspelt_flag_suggests_the_nearest(name):
+    run = refusal(name, "--n-model-shrads=1")
+    assert run.status == 2
+    assert "Perhaps you meant" in run.output and "--n-model-shards" in run.output

@@ -25,7 +25,7 @@ from examples.text_to_text.pairs import (
     table_pairs,
     words,
 )
-from tests.examples._run import refusal, run_example
+from tests.examples._run import run_example
 
 NOUNS = ("file", "name", "size", "list", "path", "node", "time", "code")
 SIZES = {"n_source": 8, "n_target": 8, "n_beams": 2, "vocab_size": 320, "d_model": 32, "n_heads": 2, "n_decoder_layers": 1}
@@ -219,12 +219,6 @@ def test_best_copies():
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
-
-
-def test_misspelt_flag_suggests_the_nearest():
-    outcome = refusal("text_to_text", "--leraning-rate=1")
-    assert outcome.status == 2
-    assert "--learning-rate" in outcome.output
 
 
 def test_missing_columns_are_named(data, tmp_path):
