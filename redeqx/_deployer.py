@@ -40,10 +40,11 @@ from .machine import (
     start_cache,
 )
 from .monitor import RECORDS, Console, ProgressLine, Tracker, to_json
+from .optimizers import lr_schedule
 from .partition import Overrides, Plan
 from .storage import Location, Staging, StorePath, location, make_subfolder, write_file
 from .tracing import leak
-from .training import Compute, Parts, Precision, Run, Sums, lr_schedule, plan_model, trace_loss
+from .training import Compute, Parts, Precision, Run, Sums, plan_model, trace_loss
 
 
 class Deployer(RedcoNames):

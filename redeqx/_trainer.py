@@ -32,6 +32,7 @@ from .errors import (
     with_batch_note,
 )
 from .machine import describe, dry, of_devices
+from .optimizers import hyperparam_values
 from .partition import Plan, check_plan
 from .storage import Location
 from .training import (
@@ -45,7 +46,6 @@ from .training import (
     agree_on_examples,
     as_one_step,
     evaluate,
-    hyperparam_values,
     in_order,
     resume_newest,
     train,

@@ -1,7 +1,7 @@
 """Optimizers that know the layers of a model: Muon, AdamW with small moments, groups of leaves by kind; and averages.
 
-Each is an optax transformation, for use in `optax.chain` and the like. Owns the computation of updates; `partition` owns the
-kinds and shardings of leaves, and `training` calls the updates. Open `_muon.py` first, then `_groups.py`.
+Each is an optax transformation, for use in `optax.chain` and the like. Owns the computation of updates, and what optax's
+states tell; `partition` owns the kinds and shardings of leaves. Open `_update.py` first, then `_averages.py` and `_muon.py`.
 
 Public: `adamw`, `muon`, `ema`, `eval_params`, `with_eval_params`, `groups`, `kinds`, `of_kind`, `decay_mask`.
 """
@@ -12,7 +12,24 @@ from ._averages import (
     eval_params as eval_params,
     has_eval_params as has_eval_params,
     with_eval_params as with_eval_params,
-    with_new_averages as with_new_averages,
+    with_new_copies as with_new_copies,
 )
+from ._decay import decaying as decaying
 from ._groups import decay_mask as decay_mask, groups as groups, kinds as kinds, of_kind as of_kind
+from ._masters import in_float32 as in_float32, widened as widened, with_masters as with_masters
 from ._muon import muon as muon
+from ._schedules import lr_schedule as lr_schedule, warn_of_zero_rate as warn_of_zero_rate
+from ._states import (
+    as_hyperparam as as_hyperparam,
+    as_number as as_number,
+    check_opt_state as check_opt_state,
+    find_hyperparam as find_hyperparam,
+    follows_schedule as follows_schedule,
+    hyperparam_values as hyperparam_values,
+    hyperparams as hyperparams,
+    injected as injected,
+    injected_rate as injected_rate,
+    n_updates as n_updates,
+    short_names as short_names,
+)
+from ._update import ascent as ascent, update_with as update_with

@@ -17,6 +17,9 @@ from jaxtyping import Array, Float, PyTree
 from .._tree import listed, named_leaves
 from ..errors import check_optimizer, with_names
 from ._checks import check_decay_rate
+from ._masters import MasterState, widened
+from ._states import states_in
+from ._update import accepting
 
 _HIDDEN = optax.MaskedNode  # stands for a leaf that belongs to another group
 
@@ -38,6 +41,13 @@ class EvalState(eqx.Module):
 
 
 _STATES = (EmaState, EvalState, optax.contrib.ScheduleFreeState, optax.contrib.SAMState)
+# States with copies of the parameters, and their fields.
+_COPIES: dict[type, str] = {
+    EmaState: "average",
+    MasterState: "master",
+    optax.contrib.ScheduleFreeState: "z",
+    optax.contrib.SAMState: "cache",
+}
 
 
 @with_names
@@ -60,12 +70,11 @@ def ema(optimizer: optax.GradientTransformation, decay: float = 0.999) -> optax.
     """
     check_optimizer(optimizer)
     check_decay_rate(decay, "decay")
-    inner = optax.with_extra_args_support(optimizer)
+    inner = accepting(optimizer)
 
     def init(params: Any) -> Any:
         # In bfloat16 the small changes of an average would be rounded away.
-        wide = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32)), params)
-        return EmaState(inner.init(params), wide, jnp.asarray(decay, jnp.float32))
+        return EmaState(inner.init(params), jax.tree.map(jnp.copy, widened(params)), jnp.asarray(decay, jnp.float32))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         if params is None:
@@ -89,7 +98,7 @@ def with_eval_params(
     - `eval_params`: maps `(opt_state, params)` to the parameters to evaluate.
     """
     check_optimizer(optimizer)
-    inner = optax.with_extra_args_support(optimizer)
+    inner = accepting(optimizer)
 
     def init(params: Any) -> Any:
         return EvalState(inner.init(params), eval_params, jax.tree.structure(params))
@@ -102,13 +111,11 @@ def with_eval_params(
 
 
 def eval_params(opt_state: PyTree, params: PyTree) -> PyTree:
-    """Returns the parameters to evaluate and to save, in the dtypes of the trained ones. A Trainer does this for you.
-
-    Raises ValueError for leaves with two such optimizers.
-    """
+    """Returns the parameters to evaluate and to save, in the dtypes of the trained ones. A Trainer does this for you."""
+    wide = opt_state.master if isinstance(opt_state, MasterState) else params
     for node in _nodes(opt_state):
-        params = _replaced(params, _structure(node), lambda own, node=node: _evaluated(node, own))
-    return params
+        wide = _replaced(wide, _structure(node), lambda own, node=node: _evaluated(node, own))
+    return jax.tree.map(lambda new, x: new.astype(x.dtype), wide, params)
 
 
 def has_eval_params(opt_state: PyTree) -> bool:
@@ -128,47 +135,37 @@ def has_eval_params(opt_state: PyTree) -> bool:
     return bool(seen)
 
 
-def with_new_averages(opt_state: PyTree, params: PyTree) -> PyTree:
-    """Returns an optimizer state whose averages begin again, with these parameters."""
+def with_new_copies(opt_state: PyTree, params: PyTree) -> PyTree:
+    """Returns an optimizer state whose averages and other copies of the parameters begin again, with these."""
 
     def renewed(node: Any) -> Any:
-        if not isinstance(node, _STATES):
+        name = _COPIES.get(type(node))
+        if name is None:
             return node
-        node = jax.tree.map(lambda inner: inner if inner is node else renewed(inner), node, is_leaf=_inside(node))
-        fields = [name for name in ("average", "z", "cache") if getattr(node, name, None) is not None]
-        return node._replace(**{name: _copied(getattr(node, name), params) for name in fields}) if fields else node
+        node = type(node)(*with_new_copies(tuple(node), params))  # those inside of it
+        copies = getattr(node, name)
+        return node if copies is None else node._replace(**{name: _copied(copies, params)})
 
-    return jax.tree.map(renewed, opt_state, is_leaf=_is_node)
+    return jax.tree.map(renewed, opt_state, is_leaf=lambda node: type(node) in _COPIES)
 
 
 # --- states ------------------------------------------------------------------------------------------------------------
 
 
-def _is_node(node: Any) -> bool:
-    return isinstance(node, _STATES)
-
-
-def _inside(outer: Any) -> Callable[[Any], bool]:
-    return lambda node: node is not outer and _is_node(node)
-
-
 def _nodes(opt_state: PyTree) -> Iterator[Any]:
     """Yields the states that determine parameters to evaluate, the outermost first."""
-    for node in filter(_is_node, jax.tree.leaves(opt_state, is_leaf=_is_node)):
+    for node in states_in(opt_state, _STATES):
         if not (isinstance(node, optax.contrib.SAMState) and node.cache is None):
             yield node
         if not isinstance(node, EvalState):  # which decides for those inside of it
-            inside = jax.tree.leaves(node, is_leaf=_inside(node))
-            yield from _nodes([inner for inner in inside if _is_node(inner)])
+            yield from _nodes(tuple(node))
 
 
 def _structure(node: Any) -> PyTree:
     """Returns a tree of the parameters that a state is of: masked ones are hidden."""
     if isinstance(node, EvalState):
         return jax.tree.unflatten(node.treedef, [jax.ShapeDtypeStruct((), bool)] * node.treedef.num_leaves)
-    if isinstance(node, EmaState):
-        return node.average
-    return node.cache if isinstance(node, optax.contrib.SAMState) else node.z
+    return getattr(node, _COPIES[type(node)])
 
 
 def _evaluated(node: Any, params: PyTree) -> PyTree:

@@ -1,31 +1,31 @@
 """Muon: momentum with orthogonalized matrices, for the weight matrices of a model; another optimizer for the other leaves.
 
-Owns the update, and the choice of leaves. `_newton_schulz` owns the iteration and its distribution over devices, `_groups`
-the functions over kinds of leaves.
+Owns the choice of leaves and the update. The iterations are those of `optax.contrib.scale_by_muon`; `_newton_schulz` owns
+their distribution over devices.
 
 Source: K. Jordan et al. 2024, *Muon: An optimizer for hidden layers in neural networks*; the constant root mean square of
-updates and the weight decay, *Muon is Scalable for LLM Training* (arXiv:2502.16982). The formulas are those of
-`optax.contrib.muon`, which treats leaves with two dims as matrices: with scanned layers it would orthogonalize stacks of
-biases, and use Adam for stacks of matrices.
+updates and the weight decay, *Muon is Scalable for LLM Training* (arXiv:2502.16982).
 """
 
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .._tree import is_array_like, map_named, named_leaves, nearest
 from ..errors import check_float_dtype, check_number, check_optimizer, filter_traceback
 from ..partition import Kind, Plan, check_plan
 from ._checks import check_at_least_0, check_decay_rate, check_rate, check_weight_decay
 from ._groups import decay_mask, kinds_by_name
-from ._newton_schulz import NewtonSchulz, orthogonalize
+from ._newton_schulz import Iterate, orthogonalize
+from ._update import accepting
 
 _PUBLISHED = ((3.4445, -4.7750, 2.0315),) * 5
 
@@ -66,21 +66,16 @@ def muon(
 
     **Arguments:**
 
-    - `learning_rate`: for the matrices, and for the default `rest`; a number, or a schedule of updates.
-    - `plan`: `deployer.plan(model, loss_fn, batch)`: finds matrices by the products of the loss, for models with arrays
-        outside of Equinox layers. By default matrices are those of Equinox layers, as for `kinds`.
-    - `weight_decay`: for matrices, and for the leaves of the default `rest` that `decay_mask` marks; multiplied by the
-        learning rate.
-    - `beta`, `nesterov`: the momentum.
+    - `learning_rate`, `weight_decay`: for the matrices, and for the default `rest`.
+    - `plan`: `deployer.plan(model, loss_fn, batch)`, for models whose matrices are not in Equinox layers.
+    - `beta`, `nesterov`, `mu_dtype`: the momentum, and its dtype; None for that of the parameters.
     - `ns_coeffs`: the three coefficients of each Newton-Schulz iteration; by default five times the published ones.
-    - `ns_dtype`: the dtype of the iterations: `"bfloat16"` as published, twice as fast where matmuls are; None for the dtype
-        of the gradients.
+    - `ns_dtype`: the dtype of the iterations: `"bfloat16"` as published; None for that of the gradients.
     - `eps`: added to norms.
-    - `consistent_rms`: updates are scaled by `consistent_rms * sqrt(max(fan_in, fan_out))`. Their root mean square is then
-        that of AdamW's updates, so that its learning rate and weight decay suit both. None scales as first published, by
-        `sqrt(max(1, fan_out / fan_in))`; learning rates are then near 0.02, and `rest` needs its own.
-    - `mu_dtype`: the dtype of the momentum; None for that of the parameters.
-    - `rest`: AdamW with `b2=0.95` by default.
+    - `consistent_rms`: updates are scaled by `consistent_rms * sqrt(max(fan_in, fan_out))`, so that AdamW's rate and weight
+        decay suit them. None scales as first published, by `sqrt(max(1, fan_out / fan_in))`; learning rates are then near
+        0.02, and `rest` needs its own.
+    - `rest`: AdamW with `b2=0.95` and weight decay as by `decay_mask`, by default.
     - `exclude`: globs over names of matrices that `rest` updates instead (`"patches.weight"`).
 
     Raises ValueError if no leaf is such a matrix, if a glob matches none, and for coefficients that are not triples.
@@ -96,24 +91,21 @@ def muon(
     exclude = [exclude] if isinstance(exclude, str) else exclude
     if rest is not None:
         check_optimizer(rest, "rest")
-    iterate = NewtonSchulz(_triples(ns_coeffs), eps, ns_dtype)
+    iterate = partial(_newton_schulz, coeffs=_triples(ns_coeffs), eps=eps, dtype=ns_dtype)
+
     of_matrices = optax.chain(
         _scale_by_muon(iterate, plan, beta, nesterov, consistent_rms, mu_dtype),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
     if rest is None:
-        rest = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=_decays(plan))
+        rest = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=partial(decay_mask, plan=plan))
 
     def labels(params: PyTree) -> PyTree[str]:
         chosen = _matrices(params, plan, exclude)
         return map_named(lambda name, _: "matrices" if name in chosen else "rest", params)
 
-    return optax.partition({"matrices": of_matrices, "rest": rest}, labels)
-
-
-def _decays(plan: Plan | None) -> Callable[[PyTree], PyTree[bool]]:
-    return lambda params: decay_mask(params, plan)
+    return optax.partition({"matrices": of_matrices, "rest": accepting(rest)}, labels)
 
 
 def _triples(coeffs: Any) -> tuple[tuple[float, float, float], ...]:
@@ -144,12 +136,7 @@ def _matrices(params: PyTree, plan: Plan | None, exclude: Sequence[str]) -> set[
 
 
 def _scale_by_muon(
-    iterate: NewtonSchulz,
-    plan: Plan | None,
-    beta: float,
-    nesterov: bool,
-    consistent_rms: float | None,
-    mu_dtype: Any,
+    iterate: Iterate, plan: Plan | None, beta: float, nesterov: bool, consistent_rms: float | None, mu_dtype: Any
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces the gradients of matrices by their momentum, orthogonalized and scaled by shape.
 
@@ -159,29 +146,43 @@ def _scale_by_muon(
     given = plan
 
     def init(params: PyTree) -> MuonState:
-        mu = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=mu_dtype), params)
-        return MuonState(jnp.zeros((), jnp.int32), mu)
+        return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=mu_dtype))
 
     def update(updates: Any, state: Any, params: Any = None, *, plan: Plan | None = None, **extra: Any) -> Any:
         del params, extra
-        count = jnp.asarray(optax.safe_increment(state.count))
-        mu = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.mu, updates)
+        count = optax.safe_increment(state.count)
+        momentum = mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         if nesterov:
-            later, now = (1 - beta ** optax.safe_increment(count), 1 - beta**count)
-            momentum = jax.tree.map(lambda m, g: beta * m / later + (1 - beta) * g / now, mu, updates)
-        else:
-            momentum = mu  # the iteration divides by its norm
-        kinds = kinds_by_name(momentum, given)
+            later = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+            momentum = jax.tree.map(
+                lambda m, g: beta * m + (1 - beta) * g, later, optax.tree.bias_correction(updates, beta, count)
+            )
         leaves = {name: leaf for name, leaf in named_leaves(momentum).items() if is_array_like(leaf)}
+        kinds = kinds_by_name(momentum, given)
         made = orthogonalize(leaves, kinds, given if plan is None else plan, iterate)
         scaled = map_named(lambda name, x: _scale(x.shape, kinds[name], consistent_rms) * made[name], momentum)
-        return scaled, MuonState(count, jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu))
+        return scaled, MuonState(jnp.asarray(count), jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _scale(shape: Sequence[int], kind: Kind, consistent_rms: float | None) -> float:
+def _scale(shape: Sequence[int], kind: Kind, consistent_rms: float | None) -> Any:
     fan_out, fan_in = (math.prod(shape[dim] for dim in dims) for dims in (kind.outputs, kind.inputs))
     if consistent_rms is None:
         return math.sqrt(max(1.0, fan_out / fan_in))
     return consistent_rms * math.sqrt(max(fan_in, fan_out))
+
+
+def _newton_schulz(
+    x: Float[Array, "batch rows cols"], *, coeffs: Sequence[tuple[float, float, float]], eps: Any, dtype: Any
+) -> Float[Array, "batch rows cols"]:
+    """Maps each matrix `U S Vᵀ` to approximately `U Vᵀ`."""
+    is_constant = len(set(coeffs)) == 1  # optax then unrolls the loop
+    of_optax = optax.contrib.scale_by_muon(
+        coeffs[0] if is_constant else tuple(coeffs), len(coeffs), beta=0.0, nesterov=False, eps=eps,
+        weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2),
+    )  # fmt: skip
+    with jax.named_scope("newton_schulz"):
+        narrow = x if dtype is None else x.astype(dtype)
+        made: Any = of_optax.update(narrow, of_optax.init(narrow))[0]
+        return made.astype(x.dtype)

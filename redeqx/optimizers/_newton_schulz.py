@@ -1,9 +1,8 @@
-"""Newton-Schulz: approximately orthogonalizes matrices with matmuls only; batches of them, distributed over a mesh.
+"""Where Newton-Schulz iterations are computed: batches of matrices, distributed over a mesh.
 
-Owns the iteration, and where it is computed. Parameters are sharded along dims of their matrices, so each matmul of the
-iteration would need a collective. Instead, the matrices of equal shape, from all leaves and from all layers that a leaf
-stacks, are distributed: one exchange gives each device some complete matrices, on which it iterates alone, and another one
-returns the shards. The result stays the same.
+Parameters are sharded along dims of their matrices, so each matmul of the iteration would need a collective. Instead, the
+matrices of equal shape, from all leaves and from all layers that a leaf stacks, are distributed: one exchange gives each
+device some complete matrices, on which it iterates alone, and another one returns the shards. The result stays the same.
 
 Source: K. Jordan et al. 2024, *Muon: An optimizer for hidden layers in neural networks*; the distribution of the work, as in
 the same authors' modded-nanogpt and in *Muon is Scalable for LLM Training* (arXiv:2502.16982).
@@ -25,33 +24,7 @@ from ..machine import axes_of
 from ..partition import Kind, Plan
 
 Axes = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class NewtonSchulz:
-    """The iteration: `x <- a x + b (x xᵀ) x + c (x xᵀ)² x`, from `x` divided by its Frobenius norm.
-
-    **Arguments:**
-
-    - `coefficients`: a triple `(a, b, c)` for each iteration.
-    - `eps`: added to the norm.
-    - `dtype`: of the computation; None for that of the matrices.
-    """
-
-    coefficients: tuple[tuple[float, float, float], ...]
-    eps: float
-    dtype: Any = None
-
-    def __call__(self, x: Float[Array, "batch rows cols"]) -> Float[Array, "batch rows cols"]:
-        """Maps each matrix `U S Vᵀ` to approximately `U Vᵀ`. Matmuls are smallest if there are no more rows than columns."""
-        with jax.named_scope("newton_schulz"):
-            dtype = x.dtype
-            x = x.astype(dtype if self.dtype is None else self.dtype)
-            x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + self.eps)
-            for a, b, c in self.coefficients:
-                gram = x @ x.mT
-                x = a * x + (b * gram + c * (gram @ gram)) @ x
-            return x.astype(dtype)
+Iterate = Callable[[Float[Array, "batch rows cols"]], Float[Array, "batch rows cols"]]
 
 
 @dataclass(frozen=True)
@@ -60,15 +33,12 @@ class _View:
 
     **Arguments:**
 
-    - `shape`: the leaf's shape.
-    - `stack`, `rows`, `cols`: the leaf's dims that form each of the three dims.
+    - `dims`: the leaf's dims that form the batch, the rows and the columns.
     - `axes`: for each dim of the leaf, the mesh axes that split it while the batch is made.
     """
 
     shape: tuple[int, ...]
-    stack: tuple[int, ...]
-    rows: tuple[int, ...]
-    cols: tuple[int, ...]
+    dims: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     axes: tuple[Axes, ...]
 
     @classmethod
@@ -81,26 +51,20 @@ class _View:
         stack = tuple(dim for dim in range(len(shape)) if dim not in (*rows, *cols))
         leading = {dims[0] for dims in (stack, rows, cols) if dims}  # only the first of merged dims may be split
         kept = tuple(axes[dim] if dim in leading else () for dim in range(len(shape)))
-        return cls(tuple(shape), stack, rows, cols, kept)
+        return cls(tuple(shape), (stack, rows, cols), kept)
 
     @property
-    def n_matrices(self) -> int:
-        return math.prod(self.shape[dim] for dim in self.stack)
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of matrices, of rows and of columns."""
+        return tuple(math.prod(self.shape[dim] for dim in dims) for dims in self.dims)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """The numbers of rows and columns of one matrix."""
-        return math.prod(self.shape[dim] for dim in self.rows), math.prod(self.shape[dim] for dim in self.cols)
-
-    def axes_of(self, dims: tuple[int, ...]) -> Axes:
-        return self.axes[dims[0]] if dims else ()
-
-    @property
-    def spec(self) -> P:
-        return P(*(axes or None for axes in self.axes))
+    def split(self) -> tuple[Axes, ...]:
+        """The mesh axes that split the batch, the rows and the columns."""
+        return tuple(self.axes[dims[0]] if dims else () for dims in self.dims)
 
     def _patterns(self) -> tuple[str, str]:
-        names = [" ".join(f"d{dim}" for dim in dims) for dims in (range(len(self.shape)), self.stack, self.rows, self.cols)]
+        names = [" ".join(f"d{dim}" for dim in dims) for dims in (range(len(self.shape)), *self.dims)]
         return names[0], " ".join(f"({name})" for name in names[1:])
 
     def to_batch(self, x: Array) -> Float[Array, "batch rows cols"]:
@@ -115,7 +79,7 @@ class _View:
 
 
 def orthogonalize(
-    matrices: Mapping[str, Array], kinds: Mapping[str, Kind], plan: Plan | None, iterate: NewtonSchulz
+    matrices: Mapping[str, Array], kinds: Mapping[str, Kind], plan: Plan | None, iterate: Iterate
 ) -> dict[str, Array]:
     """Returns the leaves with orthogonalized matrices, in their shardings.
 
@@ -130,14 +94,11 @@ def orthogonalize(
         return {name: view.from_batch(iterate(view.to_batch(matrices[name])), view.shape) for name, view in views.items()}
     batches: dict[Any, list[str]] = {}
     for name, view in views.items():
-        split = (view.axes_of(view.stack), view.axes_of(view.rows), view.axes_of(view.cols))
-        batches.setdefault((view.sizes, split, matrices[name].dtype), []).append(name)
+        batches.setdefault((view.sizes[1:], view.split, matrices[name].dtype), []).append(name)
     results: dict[str, Array] = {}
-    for (_, split, _), names in batches.items():
-        outs = _orthogonalize_sharded(
-            [matrices[name] for name in names], [views[name] for name in names], split, plan.mesh, iterate
-        )
-        results.update(zip(names, outs, strict=True))
+    for names in batches.values():
+        leaves, of = [matrices[name] for name in names], [views[name] for name in names]
+        results.update(zip(names, _orthogonalize_sharded(leaves, of, plan.mesh, iterate), strict=True))
     return {name: results[name] for name in matrices}
 
 
@@ -152,13 +113,11 @@ def _axes_of(name: str, x: Array, plan: Plan | None) -> tuple[Axes, ...]:
 # --- distribution ------------------------------------------------------------------------------------------------------
 
 
-def _orthogonalize_sharded(
-    leaves: Sequence[Array], views: Sequence[_View], split: tuple[Axes, Axes, Axes], mesh: Mesh, iterate: NewtonSchulz
-) -> list[Array]:
+def _orthogonalize_sharded(leaves: Sequence[Array], views: Sequence[_View], mesh: Mesh, iterate: Iterate) -> list[Array]:
     """Orthogonalizes leaves whose matrices have the same shape and sharding: each device computes some of all matrices."""
-    stack, rows, cols = split
-    n_here = sum(view.n_matrices for view in views) // math.prod(mesh.shape[axis] for axis in stack)
-    used = _choose_axes(n_here, split, mesh)
+    stack, rows, cols = views[0].split
+    n_here = sum(view.sizes[0] for view in views) // math.prod(mesh.shape[axis] for axis in stack)
+    used = _choose_axes(n_here, stack, {*rows, *cols}, mesh)
 
     def here(*parts: Array) -> list[Array]:
         flat = [view.to_batch(part) for view, part in zip(views, parts, strict=True)]
@@ -169,19 +128,19 @@ def _orthogonalize_sharded(
         pieces = jnp.split(batch, starts)
         return [view.from_batch(piece, part.shape) for view, piece, part in zip(views, pieces, parts, strict=True)]
 
-    specs = [view.spec for view in views]
+    specs = [P(*(axes or None for axes in view.axes)) for view in views]
     return jax.shard_map(here, mesh=mesh, in_specs=tuple(specs), out_specs=specs, check_vma=False)(*leaves)
 
 
-def _choose_axes(n: int, split: tuple[Axes, Axes, Axes], mesh: Mesh) -> frozenset[str]:
+def _choose_axes(n: int, stack: Axes, sides: set[str], mesh: Mesh) -> frozenset[str]:
     """Returns the mesh axes over which `n` matrices are distributed. They minimize the matrices of the busiest device, then
-    the number of devices, then the axes that do not split the leaves, whose results must be gathered."""
-    axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in split[0]]
+    the number of devices, then the axes that do not split the `sides` of matrices, whose results must be gathered."""
+    axes = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in stack]
     choices = [frozenset(of) for k in range(len(axes) + 1) for of in combinations(axes, k)]
 
     def cost(used: frozenset[str]) -> tuple[int, int, int]:
         n_devices = math.prod(mesh.shape[axis] for axis in used)
-        return -(-n // n_devices), n_devices, len(used - {*split[1], *split[2]})
+        return -(-n // n_devices), n_devices, len(used - sides)
 
     return min(choices, key=cost)
 

@@ -21,7 +21,6 @@ from ._functions import (
     weak_types as weak_types,
     with_weak_types as with_weak_types,
 )
-from ._hyperparams import hyperparam_values as hyperparam_values
 from ._loop import Fit as Fit
 from ._loss import Loss as Loss, trace_loss as trace_loss
 from ._options import FitOptions as FitOptions, with_options as with_options
@@ -44,5 +43,4 @@ from ._program import (
 from ._recipe import Recipe as Recipe, plan_model as plan_model, plan_prediction as plan_prediction
 from ._resume import resume_newest as resume_newest
 from ._run import Run as Run
-from ._schedules import lr_schedule as lr_schedule
 from ._step import make_predict_step as make_predict_step, prediction as prediction, row_span as row_span

@@ -22,19 +22,17 @@ from ..errors import DamagedError, check_alive, warn
 from ..machine import FSDP, MODEL, as_shapes, chip_of_kind, put, replicated
 from ..memory import SearchSpace, Strategy, choose, levels_of
 from ..monitor import ProgressLine
-from ..optimizers import with_new_averages
+from ..optimizers import find_hyperparam, with_new_copies
 from ..partition import Plan
 from ..storage import AtEnd, Location, location
 from ._agreement import agree_on_opt_state, agree_on_trainer, check_rows
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._calls import Calls
 from ._header import eval_text, header_rows, loss_rows
-from ._hyperparams import Hyperparams, find
+from ._hyperparams import Hyperparams
 from ._loss import n_rows
 from ._metrics import Metrics, Update
 from ._nonfinite import explain_nonfinite
-from ._optimizer_checks import warn_of_optimizer
-from ._precision import with_new_masters
 from ._program import Program, shard_bytes
 from ._progress import Position, Progress, check_record, numbers_of_record, plain_numbers
 from ._recipe import Recipe
@@ -47,7 +45,7 @@ class _Pending(NamedTuple):
     """A checkpoint to load once the model is placed."""
 
     path: Location
-    hyperparams: Mapping[str, Any] | None  # as for `Hyperparams.match`
+    hyperparams: Mapping[str, Any]  # as for `Hyperparams.match`
     base: Base | None  # the leaves that it does not hold
 
 
@@ -199,7 +197,7 @@ class Engine:
         if self.run.is_dry_run:
             shapes = self.recipe.opt_shapes(self.trees[0])
             for name in values:
-                find(shapes, name)
+                find_hyperparam(shapes, name)
             return
         self.place()
         self.hyperparams.is_running |= self.callbacks is not None
@@ -245,7 +243,6 @@ class Engine:
             rows = header_rows(run, self.recipe, plan, state, trace, self.precision)
             run.console.header(rows)
             run.console.records.begin(rows, plan.explain)
-            warn_of_optimizer(self.recipe, plan, state)
             return
         if not is_same or not has_kinds or self.recipe.rows != UNKNOWN:
             self._train_state.move(self.recipe.program(plan, *self.trees), is_new=self.step == 0)
@@ -646,13 +643,11 @@ class Engine:
         if opt_states:
             self.step = self.kept_step = record["step"]
             self._continue_from(record, states)
-            self._match_hyperparams(record.get("hyperparams"))
+            self._match_hyperparams(record["hyperparams"])
         else:  # master copies and averages of the old parameters would bring these back at the next step
             train_state = self._train_state
             trained = train_state.parts.trained_tree(train_state.trained)
-            train_state.opt_state = jax.tree.leaves(
-                with_new_averages(with_new_masters(train_state.opt_tree, trained), trained)
-            )
+            train_state.opt_state = jax.tree.leaves(with_new_copies(train_state.opt_tree, trained))
         if is_ahead and path.parent == checkpoints.folder:
             self.follows = None  # the next fit resumes the part of it that an earlier run has done
         elif self.follows is None and path.parent == checkpoints.folder:
@@ -668,7 +663,7 @@ class Engine:
             states = states_of_record(record.get("callbacks", {}), self.need_checkpoints(), path)
         self._continue_from(record, states)
         base = Base.of_record(record)
-        pending = self._pending = _Pending(path, record.get("hyperparams"), base)
+        pending = self._pending = _Pending(path, record["hyperparams"], base)
         if self._train_state is not None:
             with self._resuming(pending.path):
                 self._restore()
@@ -684,7 +679,7 @@ class Engine:
             if self._train_state is not None:
                 self._train_state.stream = put(self.stream, replicated(self.run.mesh))
 
-    def _match_hyperparams(self, saved: Mapping[str, Any] | None) -> None:
+    def _match_hyperparams(self, saved: Mapping[str, Any]) -> None:
         """Decides between the hyperparameters of a loaded state and those of the script."""
         self.hyperparams.match(self.state, saved, self.run.console.info)
 

@@ -9,10 +9,10 @@ from ..dims import UNKNOWN, RowUse
 from ..errors import warn
 from ..machine import split_heads, xla_settings
 from ..monitor import size_text
+from ..optimizers import decaying
 from ..partition import Plan
 from ..tracing import Trace, equations, or_as_written, shortened
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
-from ._decay import decaying
 from ._functions import effective_specs
 from ._precision import AS_GIVEN
 from ._program import shard_bytes

@@ -1,4 +1,4 @@
-"""Hyperparameters in the state of `optax.inject_hyperparams`: read and set between updates, and matched with a checkpoint's.
+"""Hyperparameters in the state of `optax.inject_hyperparams`: set between updates, and matched with a checkpoint's.
 
 The state has precedence over the optimizer that made it, so a restored state would bring back the values of an earlier
 script. A checkpoint records which values its script gave, and which were set during the run: those set during the run are
@@ -9,36 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .._tree import listed, nearest
+from .._tree import listed
 from ..distributed import Peers
 from ..errors import brief
-from ._opt_states import hyperparams, injected, is_injected
+from ..optimizers import as_hyperparam, as_number, find_hyperparam, hyperparams, injected, short_names
 from ._state import TrainState
 
 
-def _short(names: Mapping[str, Any]) -> dict[str, str]:
-    """Maps names to shorter ones: without what comes before the last dot, unless two would then be the same."""
-    last = [name.rpartition(".")[2] for name in names]
-    return {name: end if last.count(end) == 1 else name for name, end in zip(names, last, strict=True)}
-
-
-def _plain(value: Any) -> Any:
-    """Returns an array as a number, or lists of numbers. Of complex parameters, optax makes complex hyperparameters."""
-    return np.real(np.asarray(value)).tolist()
-
-
 def _text(value: Any) -> str:
-    return str(_plain(value))  # in JSON as a text, since it may be infinite
-
-
-def hyperparam_values(opt_tree: PyTree) -> dict[str, Any]:
-    """Returns all hyperparameters in an optimizer state, by name."""
-    found = {**hyperparams(opt_tree, scheduled=False), **hyperparams(opt_tree, scheduled=True)}
-    return dict(zip(_short(found).values(), map(_plain, found.values()), strict=True))
+    return str(as_number(value))  # in JSON as a text, since it may be infinite
 
 
 class Hyperparams:
@@ -54,7 +36,7 @@ class Hyperparams:
         self._given: dict[str, str] = {}  # the values of the script, as texts
         self._of_run: set[str] = set()  # the names of those set during the run
         self._by_script: dict[str, np.ndarray] = {}  # set before the run
-        # The dicts in the states that the user received, and what they held: a changed one is a value to set.
+        # The dicts in the state that the user received, and what they held: a changed one is a value to set.
         self._shown: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
 
     @property
@@ -76,9 +58,9 @@ class Hyperparams:
         known = hyperparams(state.opt_tree, scheduled=False)
         checked = {}
         for name, value in values.items():
-            full = find(state.opt_tree, name)
-            checked[full] = _checked(name, value, known[full])
-        decided = peers.decide("set_hyperparams", {name: _plain(value) for name, value in checked.items()})
+            full = find_hyperparam(state.opt_tree, name)
+            checked[full] = as_hyperparam(name, value, known[full])
+        decided = peers.decide("set_hyperparams", {name: as_number(value) for name, value in checked.items()})
         for name, value in decided.items():
             value = np.asarray(value, known[name].dtype)
             _put(state, name, value)
@@ -89,27 +71,12 @@ class Hyperparams:
 
     def show(self, opt_tree: PyTree) -> PyTree:
         """Returns an optimizer state for the user, who may write into its dicts as with optax."""
-        i = 0
-        prefixes = [prefix for prefix, _ in injected(opt_tree)]
-
-        def with_shown(node: Any) -> Any:
-            nonlocal i
-            if not is_injected(node):
-                return node
-            if i == len(self._shown):
-                self._shown.append((prefixes[i], {}, {}))
-            _, shown, before = self._shown[i]
-            i += 1
-            for values in (shown, before):
-                values.clear()
-                values.update(node.hyperparams)
-            inner = jax.tree.map(with_shown, node.inner_state, is_leaf=is_injected)
-            return node._replace(hyperparams=shown, inner_state=inner)
-
-        return jax.tree.map(with_shown, opt_tree, is_leaf=is_injected)
+        opt_tree = jax.tree.map(lambda x: x, opt_tree)  # with dicts of its own
+        self._shown = [(prefix, node.hyperparams, dict(node.hyperparams)) for prefix, node in injected(opt_tree)]
+        return opt_tree
 
     def take_written(self, state: TrainState, peers: Peers) -> None:
-        """Sets the values that the user wrote into a state that `show` returned."""
+        """Sets the values that the user wrote into the state that `show` returned last."""
         written = {}
         for prefix, shown, before in self._shown:
             changed = {name: value for name, value in shown.items() if value is not before.get(name)}
@@ -125,24 +92,23 @@ class Hyperparams:
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def match(self, state: TrainState, saved: Mapping[str, Any] | None, log: Callable[[str], None]) -> None:
+    def match(self, state: TrainState, saved: Mapping[str, Any], log: Callable[[str], None]) -> None:
         """Decides between the values of a loaded state and those of the script.
 
         **Arguments:**
 
-        - `saved`: the `record` of the checkpoint; None for those of earlier releases.
+        - `saved`: the `record` of the checkpoint.
         - `log`: called with a message for each value that differs from the script's, or from before.
         """
         loaded = hyperparams(state.opt_tree, scheduled=False)
         if not loaded:
             return
-        given, of_run = ({}, []) if saved is None else (saved["given"], saved["set"])
-        now, short = {**_made(state, loaded), **self._by_script}, _short(loaded)
+        now, short = {**_made(state, loaded), **self._by_script}, short_names(loaded)
         for name, value in loaded.items():
             before, script = np.asarray(value), np.asarray(now[name], value.dtype)
-            if given.get(name) == _text(script) or np.array_equal(before, script, equal_nan=True):
+            if saved["given"].get(name) == _text(script) or np.array_equal(before, script, equal_nan=True):
                 continue  # the script is unchanged: what it computed since is a part of the run
-            if name in of_run:
+            if name in saved["set"]:
                 log(
                     f"hyperparameter `{short[name]}`: {_rounded(before)}, as set during the run, and not {_rounded(script)} "
                     "as in this script. `trainer.set_hyperparams` changes it"
@@ -151,64 +117,24 @@ class Hyperparams:
                 log(f"hyperparameter `{short[name]}`: {_rounded(script)}, as in this script, before {_rounded(before)}")
                 _put(state, name, script)
         self._given = {name: _text(np.asarray(now[name], loaded[name].dtype)) for name in loaded}
-        self._of_run = {name for name in of_run if name in loaded}
+        self._of_run = set(saved["set"]) & loaded.keys()
 
 
-def find(opt_tree: PyTree, name: str) -> str:
-    """Returns the name in an optimizer state of a hyperparameter that can be set.
-
-    Raises ValueError if there is none of that name, or several.
-    """
-    known, scheduled = hyperparams(opt_tree, scheduled=False), hyperparams(opt_tree, scheduled=True)
-    found = [full for full in known if name in (full, full.rpartition(".")[2])]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ValueError(
-            f"`{name}`: expected one hyperparameter, got {', '.join(listed(found))}. Set one of these by its whole name: "
-            f"`set_hyperparams(**{{{found[0]!r}: ...}})`."
-        )
-    if any(name in (full, full.rpartition(".")[2]) for full in scheduled):
-        raise ValueError(
-            f"`{name}`: expected a hyperparameter that the optimizer was given as a number, got one with a schedule, which "
-            f"computes it at each step. Pass a number: `optax.inject_hyperparams(...)({name}=1e-3)`."
-        )
-    if not known:
-        raise ValueError(
-            f"`{name}`: expected an optimizer with hyperparameters in its state, got one without. Make it with "
-            "`optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)`."
-        )
-    short = _short(known).values()
-    raise ValueError(f"`{name}`: expected one of {', '.join(listed([*short]))}, got no such name.{nearest(name, short)}")
-
-
-def _checked(name: str, value: Any, leaf: Array) -> np.ndarray:
-    """Returns a value for a leaf of the state."""
-    try:
-        array = np.asarray(value)
-    except Exception:
-        array = np.asarray(None)
-    if not jnp.issubdtype(array.dtype, jnp.number) or array.shape != leaf.shape or array.dtype.kind == "c":
-        rule = "a number" if not leaf.shape else f"numbers of shape {leaf.shape}"
-        raise TypeError(f"`{name}`: expected {rule}, got {brief(value)}. Pass `float(...)` of one.")
-    cast = array.astype(leaf.dtype)
-    if np.isnan(cast).any() or (jnp.issubdtype(leaf.dtype, jnp.integer) and (cast != array).any()):
-        rule = "an integer" if jnp.issubdtype(leaf.dtype, jnp.integer) else "a number"
-        raise ValueError(f"`{name}`: expected {rule}, got {brief(value)}. Pass another.")
-    return cast
+def _indices(state: TrainState) -> dict[str, int]:
+    """Returns the position of each hyperparameter among the leaves of the optimizer state."""
+    tree = jax.tree.unflatten(state.program.opt_treedef, range(len(state.opt_state)))
+    return hyperparams(tree, scheduled=False)
 
 
 def _put(state: TrainState, name: str, value: np.ndarray) -> None:
     """Replaces a leaf of the state's optimizer state. The program stays: only the value changes."""
-    indices = jax.tree.unflatten(state.program.opt_treedef, range(len(state.opt_state)))
-    i = hyperparams(indices, scheduled=False)[name]
+    i = _indices(state)[name]
     state.opt_state[i] = jax.device_put(value, state.opt_state[i].sharding)
 
 
 def _made(state: TrainState, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns the values that the optimizer of this script gives, without making the rest of its state."""
-    indices = hyperparams(jax.tree.unflatten(state.program.opt_treedef, range(len(state.opt_state))), scheduled=False)
-    init = state.program.init_opt_state
+    indices, init = _indices(state), state.program.init_opt_state
 
     def values(trained: list[Array]) -> list[Array]:
         leaves = init(trained)
@@ -218,4 +144,4 @@ def _made(state: TrainState, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _rounded(value: np.ndarray) -> str:
-    return f"{_plain(value):.6g}" if not value.ndim else brief(_plain(value))
+    return f"{as_number(value):.6g}" if not value.ndim else brief(as_number(value))

@@ -23,6 +23,7 @@ from ..data import (
 from ..dims import UNKNOWN
 from ..errors import Note, as_metrics
 from ..monitor import ProgressLine
+from ..optimizers import warn_of_zero_rate
 from ..storage import check_writable
 from ._callbacks import Callbacks
 from ._engine import Engine
@@ -31,7 +32,6 @@ from ._options import FitOptions
 from ._passes import updates, warn_of_large_batch
 from ._progress import Position
 from ._resume import check_setting, resume_newest
-from ._schedules import warn_of_zero_rate
 
 
 class Fit:

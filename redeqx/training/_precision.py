@@ -22,6 +22,7 @@ from .._rounding import to_bfloat16
 from .._tree import PyTree
 from ..errors import alternatives, check_choice
 from ..machine import FP8_DEVICES, has_fp8
+from ..optimizers import in_float32, widened, with_masters
 
 FP8 = "fp8"
 
@@ -157,7 +158,7 @@ class Precision:
         """Returns an optimizer that computes in float32 even if its parameters are stored in a narrower dtype."""
         if not self.rounds:
             return optimizer
-        return _with_masters(optimizer) if self.rounding == "master" else _in_float32(optimizer)
+        return with_masters(optimizer) if self.rounding == "master" else in_float32(optimizer)
 
     def updated(self, params: PyTree, updates: PyTree, key: Array) -> PyTree:
         """Applies updates to parameters.
@@ -198,60 +199,6 @@ def cast(leaf: Any, dtype: Any) -> Any:
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
 
-def widened(tree: PyTree) -> PyTree:
-    """Casts floating leaves to at least float32."""
-    return jax.tree.map(lambda x: cast(x, jnp.promote_types(x.dtype, jnp.float32)) if _is_floating(x) else x, tree)
-
-
 def round_stochastically(x: Array, key: Array) -> Array:
     """Rounds float32 to bfloat16, up or down at random."""
     return to_bfloat16(x, jax.random.bits(key, x.shape, jnp.uint16))
-
-
-# --- optimizers of narrow parameters -----------------------------------------------------------------------------------
-
-
-class MasterState(eqx.Module):
-    """The state of an optimizer, and the float32 copies of the parameters that it updates."""
-
-    inner: PyTree
-    master: PyTree
-
-
-def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Wraps an optimizer to receive parameters and gradients in float32."""
-    inner = optax.with_extra_args_support(optimizer)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return inner.update(widened(updates), state, widened(params), **extra)
-
-    return optax.GradientTransformationExtraArgs(lambda params: inner.init(widened(params)), update)
-
-
-def with_new_masters(opt_state: PyTree, params: PyTree) -> PyTree:
-    """Replaces the float32 copies in an optimizer state, if any, by copies of these parameters."""
-
-    def copied(x: Array, wide: Array) -> Array:
-        return jnp.copy(x) if wide is x else wide  # a step deletes both
-
-    def renewed(node: Any) -> Any:
-        is_master = isinstance(node, MasterState)
-        return MasterState(node.inner, jax.tree.map(copied, params, widened(params))) if is_master else node
-
-    return jax.tree.map(renewed, opt_state, is_leaf=lambda node: isinstance(node, MasterState))
-
-
-def _with_masters(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Wraps an optimizer to update float32 copies, which are part of its state. The parameters are the rounded copies."""
-    inner = optax.with_extra_args_support(optimizer)
-
-    def init(params: Any) -> Any:
-        master = widened(params)
-        return MasterState(inner.init(master), master)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        updates, of_inner = inner.update(widened(updates), state.inner, state.master, **extra)
-        master = eqx.apply_updates(state.master, updates)
-        return jax.tree.map(jnp.subtract, master, widened(params)), MasterState(of_inner, master)
-
-    return optax.GradientTransformationExtraArgs(init, update)

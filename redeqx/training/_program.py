@@ -16,13 +16,11 @@ from jaxtyping import Array, PyTree
 
 from .._tree import is_key, named_leaves
 from ..machine import Options, in_host, replicated
-from ..optimizers import eval_params, has_eval_params
+from ..optimizers import check_opt_state, eval_params, has_eval_params
 from ..partition import Plan, shardings_like, using_kinds
 from ..tracing import as_fun
 from ._functions import Functions
-from ._opt_states import check_opt_tree, check_schedules
 from ._parts import Parts
-from ._precision import MasterState
 from ._run import stream_dtype
 from ._step import Layout, in_memory, make_eval_step, make_train_step, strong
 
@@ -126,8 +124,7 @@ def make_program(
             return optimizer.init(parts.trained_tree(trained))
 
     traced, opt_tree = jax.make_jaxpr(init, return_shape=True)(trained)
-    check_schedules(opt_tree)
-    check_opt_tree(opt_tree)
+    check_opt_state(opt_tree)
     opt_state = jax.tree.leaves(jax.tree.map(placed, opt_tree, shardings_like(opt_tree, plan)))
     if offload_opt_state:  # scalars stay: copying them would take longer than using them
         opt_state = [placed(leaf, in_host(leaf.sharding)) if leaf.ndim else leaf for leaf in opt_state]
@@ -137,9 +134,7 @@ def make_program(
 
     def evaluated(opt_state: list[Array], trained: list[Array]) -> list[Array]:
         opt_tree = jax.tree.unflatten(opt_treedef, in_memory(jax.memory.Space.Device, opt_state, layout.opt_state))
-        params = opt_tree.master if isinstance(opt_tree, MasterState) else parts.trained_tree(trained)
-        pairs = zip(jax.tree.leaves(eval_params(opt_tree, params)), trained, strict=True)
-        return [new.astype(old.dtype) for new, old in pairs]
+        return jax.tree.leaves(eval_params(opt_tree, parts.trained_tree(trained)))
 
     opt_treedef, state_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
     states = [placed(leaf, replicate) for leaf in jax.tree.leaves(state)]

@@ -102,8 +102,8 @@ _SETTING = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batch
 # The entries that a Trainer reads back, with their types. Their checksum says that they are as they were written.
 _RECORDED: dict[str, type] = {
     **dict.fromkeys(("step", "seed", "n_keys", "fit", "epoch", "examples", "n_skipped", "n_examples", "first_step"), int),
-    **dict.fromkeys(("best", "metrics", "train_metrics", "callbacks"), dict),
-    **dict.fromkeys((*_SETTING, "stream", "learning_rate", "hyperparams", "data_state"), object),
+    **dict.fromkeys(("best", "metrics", "train_metrics", "callbacks", "hyperparams"), dict),
+    **dict.fromkeys((*_SETTING, "stream", "learning_rate", "data_state"), object),
 }
 
 

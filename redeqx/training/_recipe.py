@@ -15,12 +15,12 @@ from ..data import CollatePool
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
 from ..machine import Options, xla_settings
+from ..optimizers import follows_schedule
 from ..partition import Overrides, Plan, make_plan, mark_read
 from ..tracing import Rule, Trace, restricted, shapes_in
 from ..transforms import KeepEverything
 from ._compute import Compute
 from ._functions import Functions, Sums
-from ._opt_states import follows_schedule
 from ._parts import Parts
 from ._program import Program, make_program
 

@@ -1,10 +1,7 @@
 """The train, eval and predict steps: one jitted program each, for every mesh."""
 
-import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import einops
@@ -17,17 +14,15 @@ from jaxtyping import Array, PyTree
 
 from .._tree import is_array_like, named_leaves
 from ..dims import row_use
-from ..errors import is_ours
 from ..machine import Options, is_in_host, n_batch_shards, replicated, split_rows
-from ..partition import Plan, using_kinds
+from ..optimizers import ascent, injected_rate, n_updates, update_with, widened
+from ..partition import Plan
 from ..tracing import as_fun, transformed
 from ..transforms import Rows, by_row
 from ._functions import Functions, plan_rules
 from ._loss import n_rows
 from ._metrics import UNMOVED
-from ._opt_states import injected_rate, n_updates
 from ._parts import Parts
-from ._precision import widened
 from ._run import stream_key
 
 # --- rows --------------------------------------------------------------------------------------------------------------
@@ -175,7 +170,6 @@ def _split_micro_batches(groups: Sequence[Part], n_parts: int, n_together: int, 
     return [split(group) if divides else group for group, divides in zip(groups, divide, strict=True)]
 
 
-_OPTAX = os.path.dirname(optax.__file__) + os.sep
 # Streams of one key, derived inside the steps: keys made outside would each compile a small program.
 _TRAIN, _EVAL, _ROUND = 0, 1, 2
 
@@ -240,10 +234,8 @@ def make_train_step(
             grads = jax.lax.with_sharding_constraint(grads, layout.trained)
             return (grads, total, weight, metrics), _state_leaves(tree, state, state_treedef)
 
-        def loss_of(tree, plan=None, grad_fn=None):
-            """Returns the loss of this step's batch at other parameters. Line searches forward unknown keywords to it."""
-            del plan, grad_fn
-
+        def loss_of(tree):
+            """Returns the loss of this step's batch at other parameters."""
             weights = [*jax.tree.leaves(tree), *frozen]
 
             def micro_step(state, batch, rows):
@@ -261,12 +253,14 @@ def make_train_step(
         squares = [jnp.sum(g * g) if jnp.isrealobj(g) else jnp.sum(jnp.real(g * jnp.conj(g))) for g in grads]
         as_params = widened(trained) if precision.rounds else trained
         grads = [g.astype(x.dtype) for g, x in zip(grads, as_params, strict=True)]
+        if functions.sums.grad_fn is None:
+            grads = ascent(grads)
         values = {"loss": total / weight, "grad_norm": jnp.sqrt(jnp.sum(jnp.stack(squares)))}
         tree = parts.trained_tree(trained)
         grad_tree, opt_tree = parts.trained_tree(grads), jax.tree.unflatten(opt_treedef, opt_state)
         n_before = n_updates(opt_tree)
-        loss_extra = {"value": values["loss"], "value_fn": loss_of, "grad_fn": lambda tree, *_: jax.grad(loss_of)(tree)}
-        updates, opt_tree = update_with(optimizer, functions.plan, grad_tree, opt_tree, tree, **loss_extra)
+        of_loss = {"value": values["loss"], "value_fn": loss_of, "grad_fn": lambda tree: ascent(jax.grad(loss_of)(tree))}
+        updates, opt_tree = update_with(optimizer, functions.plan, grad_tree, opt_tree, tree, **of_loss)
         rate = injected_rate(opt_tree)
         if rate is None and lr_schedule_fn is not None:
             # A skipped step does not advance the optimizer's own count.
@@ -308,27 +302,6 @@ def _share_unmoved(before: Sequence[Array], updates: Sequence[Array], after: Seq
             n_lost += jnp.sum(is_update & (new == old), dtype=jnp.float32)
             n += jnp.sum(is_update, dtype=jnp.float32)
     return n_lost / jnp.maximum(n, 1)
-
-
-def update_with(
-    optimizer: optax.GradientTransformation, plan: Plan, grads: PyTree, state: PyTree, params: PyTree, **extra: Any
-) -> tuple[PyTree, PyTree]:
-    """Returns the optimizer's updates and new state, with the kinds of the plan's loss for its masks. It receives those of
-    `extra`, `grad` and `plan` that it accepts."""
-    takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
-    extra = {**extra, "grad": grads, "plan": plan} if takes_extra else {}
-    while True:
-        try:
-            with using_kinds(plan.kinds_of_loss):
-                return optimizer.update(grads, state, params, **extra)
-        except TypeError as error:
-            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            *_, (caller, _) = walk_tb(error.__traceback__)
-            file = caller.f_code.co_filename
-            is_call = is_ours(file) or file.startswith(_OPTAX)  # not a call within a user's own `update`
-            if refused is None or refused[1] not in extra or not is_call:
-                raise
-            extra = {name: value for name, value in extra.items() if name != refused[1]}
 
 
 def strong(x: Array) -> Array:

@@ -11,7 +11,6 @@ import redeqx
 
 ROWS, RATE = 16, 0.1
 # `jax.grad` returns the conjugate of the direction of ascent.
-DESCENT = optax.chain(optax.stateless(lambda grads, params: jax.tree.map(jnp.conj, grads)), optax.sgd(RATE))
 X = np.random.default_rng(0).normal(size=(ROWS, 8, 16)).astype(np.float32)  # rows, positions, features
 
 
@@ -225,7 +224,9 @@ MESHES = [(1, 1), (2, 1), (2, 2), (4, 2), (8, 1)]
 def trained(model, loss_fn, mesh, **options):
     n_model, n_fsdp = mesh
     deployer = redeqx.Deployer(n_model_shards=n_model, n_fsdp_shards=n_fsdp, verbose=False)
-    trainer = redeqx.Trainer(deployer, model=model, optimizer=DESCENT, collate_fn=np.stack, loss_fn=loss_fn, **options)
+    trainer = redeqx.Trainer(
+        deployer, model=model, optimizer=optax.sgd(RATE), collate_fn=np.stack, loss_fn=loss_fn, **options
+    )
     trainer.fit(list(X), batch_size=ROWS, n_epochs=1)
     return trainer.model
 

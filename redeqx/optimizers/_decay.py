@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
-from .._tree import PyTree
 from ..partition import Plan
 from ..tracing import Env, flow, insides, union
-from ._precision import MasterState, widened
-from ._step import update_with
+from ._masters import MasterState, widened
+from ._states import has_state
+from ._update import update_with
 
 _KEPT = (
     "add", "add_any", "broadcast_in_dim", "convert_element_type", "copy", "max", "min", "neg", "optimization_barrier",
@@ -34,33 +35,28 @@ def decaying(optimizer: optax.GradientTransformation, plan: Plan, params: PyTree
     - `state`: the optimizer's state.
     """
     params, state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
-    one = jax.ShapeDtypeStruct((), jnp.float32)
+    grads = jax.eval_shape(widened, params) if has_state(state, MasterState) else params
 
     def update(params: PyTree, state: PyTree, grads: PyTree, value: Any) -> PyTree:
-        extra = {"value": value, "value_fn": lambda *_: value, "grad_fn": lambda *_: grads}
-        return update_with(optimizer, plan, grads, state, params, **extra)[0]
+        of_loss = {"value": value, "value_fn": lambda *_: value, "grad_fn": lambda *_: grads}
+        return update_with(optimizer, plan, grads, state, params, **of_loss)[0]
 
-    has_masters = any(isinstance(node, MasterState) for node in jax.tree.leaves(state, is_leaf=_is_master))
     try:
-        traced = jax.make_jaxpr(update)(params, state, jax.eval_shape(widened, params) if has_masters else params, one)
+        traced = jax.make_jaxpr(update)(params, state, grads, jax.ShapeDtypeStruct((), jnp.float32))
     except Exception:  # the training step calls it with its own arguments, and reports errors; a description ends no run
         return None
     n = len(jax.tree.leaves(params))
     leaves = [1 << i for i in range(n)]  # a value's bits: the leaves that it contains as they are, then multiples of them
 
     def of_state(node: Any) -> PyTree:
-        if not _is_master(node):
+        if not isinstance(node, MasterState):
             return 0
         masters = jax.tree.unflatten(jax.tree.structure(node.master), leaves)  # its copies stand for the leaves
         return MasterState(jax.tree.map(lambda _: 0, node.inner), masters)
 
-    of_states = jax.tree.leaves(jax.tree.map(of_state, state, is_leaf=_is_master))
+    of_states = jax.tree.leaves(jax.tree.map(of_state, state, is_leaf=lambda node: isinstance(node, MasterState)))
     bits = flow(traced, [*leaves, *of_states, *[0] * (n + 1)], partial(_contained, n), union)
     return [bool(bits(atom) >> n + i & 1) for i, atom in enumerate(traced.jaxpr.outvars)]
-
-
-def _is_master(node: Any) -> bool:
-    return isinstance(node, MasterState)
 
 
 def _contained(n: int, eqn: Any, ins: Sequence[int]) -> Sequence[int] | None:
