@@ -17,16 +17,10 @@ from ..tracing import insides, line_of
 
 @dataclass(eq=False)
 class Atom:
-    """A dim, or a factor of one.
+    """A dim, or a factor of one."""
 
-    **Arguments:**
-
-    - `size`: the number of its entries.
-    - `to`: the atoms that it was found to be, most significant first; None while it is one of its own.
-    """
-
-    size: int
-    to: "tuple[Atom, ...] | None" = None
+    size: int  # the number of its entries
+    to: "tuple[Atom, ...] | None" = None  # what it was found to be, most significant first; None while it is one of its own
 
 
 Dim = tuple[Atom, ...]
@@ -67,27 +61,18 @@ def have_common_factors(one: Dim, two: Dim) -> bool:
 class Value:
     """A value at one place of a traced function.
 
-    **Arguments:**
-
-    - `aval`: its shape and dtype.
-    - `dims`: one for each dim of its shape.
-    - `is_polymorphic`: whether it depends on weights and constants only. Each use then has atoms of its own, as a
-        polymorphic type has, so that names do not spread through shared or square weights.
-    - `base`: the polymorphic value that this use reads.
-    - `index_of`: the dim whose index each entry equals, as of an `iota`.
-    - `columns`: the same for each entry of the last dim, as of the indices of a gather.
-    - `is_negative`: whether it is `index < 0`.
-    - `literal`: its value, if the traced function contains it.
+    One that depends on weights and constants only is polymorphic: each use has atoms of its own, as a polymorphic type has,
+    so that names do not spread through shared or square weights.
     """
 
     aval: Any
-    dims: tuple[Dim, ...]
+    dims: tuple[Dim, ...]  # one for each dim of its shape
     is_polymorphic: bool = False
-    base: "Value | None" = None
-    index_of: Dim | None = None
-    columns: tuple[Dim | None, ...] | None = None
-    is_negative: bool = False
-    literal: Any = None
+    base: "Value | None" = None  # the polymorphic value that this use reads
+    index_of: Dim | None = None  # the dim whose index each entry equals, as of an `iota`
+    columns: tuple[Dim | None, ...] | None = None  # the same for each entry of the last dim, as of the indices of a gather
+    is_negative: bool = False  # whether it is `index < 0`
+    literal: Any = None  # its value, if the traced function contains it
 
     @property
     def source(self) -> "Value":
@@ -101,26 +86,16 @@ class Value:
 
 @dataclass(eq=False)
 class Step:
-    """An equation with its operands and outputs.
-
-    **Arguments:**
-
-    - `eqn`, `ins`, `outs`: the equation, its operands and outputs.
-    - `mixes`: pairs of how it combines the entries of a dim, and the dim.
-    - `blocks`: the jaxprs inside.
-    - `scanned`: the dim that a scan loops over.
-    - `own_columns`: for a gather or scatter, the columns of its indices that are the index of each entry itself.
-    - `is_known`: whether a table has its primitive.
-    """
+    """An equation with its operands and outputs."""
 
     eqn: Any
     ins: list[Value]
     outs: list[Value] = field(default_factory=list)
-    mixes: list[tuple[str, Dim]] = field(default_factory=list)
-    blocks: "list[Block]" = field(default_factory=list)
-    scanned: Dim = ()
-    own_columns: tuple[int, ...] = ()
-    is_known: bool = True
+    mixes: list[tuple[str, Dim]] = field(default_factory=list)  # how it combines the entries of a dim, and the dim
+    blocks: "list[Block]" = field(default_factory=list)  # the jaxprs inside
+    scanned: Dim = ()  # the dim that a scan loops over
+    own_columns: tuple[int, ...] = ()  # of a lookup, the columns of its indices that are the index of each entry itself
+    is_known: bool = True  # whether a table has its primitive
 
     @property
     def name(self) -> str:

@@ -2,7 +2,7 @@
 rows. And which draws cannot follow the numbers of their rows."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +18,13 @@ _AT_ONCE = ("random_gamma", "rng_bit_generator", "rng_uniform")  # their lowerin
 Factors = tuple[int | None, ...]
 
 
-@dataclass(frozen=True)
-class ByNumber:
-    """An equation that makes the entry of a row from the row's number.
+class ByNumber(NamedTuple):
+    """An equation that makes the entry of a row from the row's number."""
 
-    **Arguments:**
-
-    - `place`: its place among the equations of the function, in the order of `equations_of`.
-    - `factors`: for a draw, those of each dim of the output that is not one of the keys; for an `iota`, those of its dim.
-    - `is_draw`: whether it draws or splits keys.
-    - `columns`: for a lookup by the row's own number, the columns of the indices that are this number, and the dim of the
-        indices along which the rows are.
-    """
-
-    place: int
-    factors: tuple[Factors, ...] = ()
-    is_draw: bool = False
-    columns: tuple[tuple[int, int], ...] = ()
+    place: int  # among the equations of the function, in the order of `equations_of`
+    factors: tuple[Factors, ...] = ()  # of each dim of a draw that is not one of the keys; of an `iota`, those of its dim
+    is_draw: bool = False  # whether it draws or splits keys
+    columns: tuple[tuple[int, int], ...] = ()  # of indices that are this number, each with the dim along which the rows are
 
 
 def factors_of(growth: Growth, dims: Sequence[Dim]) -> tuple[Factors, ...]:

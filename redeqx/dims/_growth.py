@@ -65,11 +65,10 @@ class Growth:
         for one, two in zip(ours, others, strict=True):
             for value, its in zip(one.ins, two.ins, strict=True):
                 self._compare(value, its)
-            if not self._is_same(one, two):
-                self.unexplained.update(map(id, one.outs))
+            is_same = self._is_same(one, two)
             for value, its in zip(one.outs, two.outs, strict=True):
                 as_read = uses.get(id(value), ()) if value.is_polymorphic else (value,)
-                if not all(self._is_named(each, its.aval.shape) for each in as_read):
+                if not is_same or not all(self._is_named(each, its.aval.shape) for each in as_read):
                     self.unexplained.add(id(value))
         for value, its in zip(names.root.outs, other.root.outs, strict=True):
             self._compare(value, its)
@@ -128,19 +127,12 @@ def _name_what_grows(names: Names, other: Names, ours: Sequence[Step], others: S
 
 def numbers_of(eqn: Any) -> Iterator[Any]:
     """Yields the numbers and words among an equation's parameters that are not sizes."""
-    for name, value in sorted(eqn.params.items()):
-        if name not in _SIZES:
-            yield from _plain(value)
-
-
-def _plain(value: Any) -> Iterator[Any]:
-    if isinstance(value, bool | int | float | str | np.number):  # not None, which a mesh replaces by a sharding
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _plain(each)
-    elif isinstance(value, np.ndarray):
-        yield from value.ravel().tolist()
+    values = [value for name, value in sorted(eqn.params.items()) if name not in _SIZES]
+    for value in jax.tree.leaves(values, is_leaf=lambda x: not isinstance(x, tuple | list)):
+        if isinstance(value, np.ndarray):
+            yield from value.ravel().tolist()
+        elif isinstance(value, bool | int | float | str | np.number):  # not None, which a mesh replaces by a sharding
+            yield value
 
 
 def degree_of(one: Any, two: Any, ratio: float) -> int | None:

@@ -2,7 +2,7 @@
 afterwards."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..kernels import formula
 from ..tracing import insides, normal, scan_counts
@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from ._names import Names
 
 
+def _follow(names: "Names", step: Step, closed: Any) -> list[Value]:
+    """Follows an equation like the closed jaxpr that it computes."""
+    step.blocks = [names.block(closed, step.ins)]
+    return list(map(_again, step.blocks[0].outs))
+
+
 def _called(names: "Names", step: Step) -> list[Value]:
     inner = insides(step.eqn)
-    if not inner:
-        return _opaque(names, step)
-    step.blocks = [names.block(inner[0].closed, step.ins)]
-    return list(map(_again, step.blocks[0].outs))
+    return _follow(names, step, inner[0].closed) if inner else _opaque(names, step)
 
 
 def _opaque(names: "Names", step: Step) -> list[Value]:
@@ -27,9 +30,7 @@ def _opaque(names: "Names", step: Step) -> list[Value]:
 
 
 def _attention(names: "Names", step: Step) -> list[Value]:
-    """The library's own primitive and its gradient are followed like the products that they compute."""
-    step.blocks = [names.block(normal(formula(step.eqn)), step.ins)]
-    return list(map(_again, step.blocks[0].outs))
+    return _follow(names, step, normal(formula(step.eqn)))
 
 
 def _linear_solve(names: "Names", step: Step) -> list[Value]:
@@ -37,8 +38,7 @@ def _linear_solve(names: "Names", step: Step) -> list[Value]:
     lengths, solve = step.eqn.params["const_lengths"], step.eqn.params["jaxprs"].solve
     first = lengths.matvec + lengths.vecmat
     step.ins = [*step.ins[first : first + lengths.solve], *step.ins[sum(lengths) :]]
-    step.blocks = [names.block(normal(solve), step.ins)]
-    return list(map(_again, step.blocks[0].outs))
+    return _follow(names, step, normal(solve))
 
 
 def _scan(names: "Names", step: Step) -> list[Value]:

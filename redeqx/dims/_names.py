@@ -18,13 +18,8 @@ from ._relations import relation_of
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the inputs of a traced function are, in their order.
-
-    **Arguments:**
-
-    - `n_weights`, `n_state`, `n_batch`: how many of the first inputs are weights, then a state of the model, then leaves of
-        the batch, whose dim 0 is rows. The others, such as a key, may be anything.
-    """
+    """How many of a function's first inputs are weights, then a state of the model, then leaves of the batch, whose dim 0 is
+    rows. The others, such as a key, may be anything."""
 
     n_weights: int
     n_state: int

@@ -20,13 +20,13 @@ from ._states import (
     ROW,
     SCATTERS,
     SUM,
+    TERMS,
     Kind,
     State,
     chosen,
     degree_of_outputs,
     is_linear,
     is_of_any_degree,
-    is_term,
     joined,
     keeps_numbers,
     of_constant,
@@ -214,7 +214,7 @@ class Rows:
             return None
         to = 0
         if SUM in kinds:
-            if ROW in kinds or touched or not is_term(step):
+            if ROW in kinds or touched or step.name not in TERMS:
                 return None
             to = next(state.degree for state in ins if state.kind == SUM)
         powers = tuple(0 if state.is_of_any_degree else state.degree - to for state in ins)

@@ -29,21 +29,12 @@ FREE, ROW, PREFIX, SUM, MIXED = Kind
 
 
 class State(NamedTuple):
-    """What is known of a value.
-
-    **Arguments:**
-
-    - `kind`: how it depends on rows.
-    - `degree`: d, if its sums over rows and literals make it grow like the d-th power of the number of rows: 0 for a mean, 1
-        for a sum.
-    - `is_of_any_degree`: whether it is zeros, infinite, or the carry of a loop to which nothing was added.
-    - `carry`: for a `PREFIX`, the id of the carry.
-    """
+    """What is known of a value."""
 
     kind: Kind = FREE
-    degree: int = 0
-    is_of_any_degree: bool = False
-    carry: int = 0
+    degree: int = 0  # d, if it grows like the d-th power of the number of rows: 0 for a mean over rows, 1 for a sum
+    is_of_any_degree: bool = False  # whether it is zeros, infinite, or the carry of a loop to which nothing was added
+    carry: int = 0  # of a `PREFIX`, the id of the carry
 
 
 def joined(*states: State) -> State:
@@ -71,7 +62,7 @@ def chosen(state: State, by: State) -> State:
 # By primitive, the operands in which an equation is linear together, if the others have no rows. They become entries of the
 # output, or are added, and so have one degree.
 SCATTERS = ("scatter-add", "scatter_add", "scatter-sub")
-_TERMS = {
+TERMS = {
     **dict.fromkeys(("add", "sub", "neg", "add_any", "real", "imag", "conj", "reduce_precision"), slice(None)),
     **dict.fromkeys(
         ("copy", "copy_p", "convert_element_type", "stop_gradient", "reduce_sum", "psum", "cumsum"), slice(None)
@@ -92,11 +83,6 @@ def of_constant(x: Any, degree: int | None) -> State:
         return State(MIXED)
     is_number = x is not None and np.shape(x) == () and not jnp.issubdtype(jax.dtypes.result_type(x), jax.dtypes.extended)
     return State(degree=degree, is_of_any_degree=is_number and bool(not x or not np.isfinite(x)))
-
-
-def is_term(step: Step) -> bool:
-    """Whether its operands can be terms of a sum."""
-    return step.name in _TERMS
 
 
 def is_linear(step: Step, ins: Sequence[State]) -> bool:
@@ -151,7 +137,7 @@ def _terms(step: Step) -> slice | None:
     """Returns the operands in which an equation is linear together; None if it is not linear."""
     is_rounded = step.name == "convert_element_type" and not keeps_numbers(step)
     is_rounded |= step.name == "div" and not jnp.issubdtype(step.outs[0].aval.dtype, jnp.inexact)
-    return None if is_rounded else _TERMS.get(step.name)
+    return None if is_rounded else TERMS.get(step.name)
 
 
 def _others(terms: slice, ins: Sequence[State]) -> set[int]:

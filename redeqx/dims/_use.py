@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox
 import jax
@@ -19,36 +19,22 @@ from ._atoms import Step, steps_of
 from ._draws import ByNumber, Draws, Factors, factors_of
 from ._gathers import gathers_of
 from ._growth import Constants, Growth
-from ._names import Inputs, Names, equations_of
+from ._names import Inputs, Names
 from ._rows import NOT_KNOWN, ROW, TOGETHER, Rows
 
 
-@dataclass(frozen=True)
-class Whole:
-    """An equation that is computed on the whole batch: it mixes rows, but depends on no weight.
+class Whole(NamedTuple):
+    """An equation that is computed on the whole batch: it mixes rows, but depends on no weight."""
 
-    **Arguments:**
-
-    - `place`: its place among the equations of the function.
-    - `factors`: those of each dim of each output.
-    """
-
-    place: int
-    factors: tuple[tuple[Factors, ...], ...]
+    place: int  # among the equations of the function
+    factors: tuple[tuple[Factors, ...], ...]  # of each dim of each output
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """An equation whose operands depend on the number of rows in different ways.
+class Scaled(NamedTuple):
+    """An equation whose operands depend on the number of rows in different ways."""
 
-    **Arguments:**
-
-    - `place`: its place among the equations of the function.
-    - `powers`: for each operand, that of the number of rows of the whole batch over that of a part, to multiply it by.
-    """
-
-    place: int
-    powers: tuple[int, ...]
+    place: int  # among the equations of the function
+    powers: tuple[int, ...]  # of the whole batch's rows over those of a part, by which each operand is multiplied
 
 
 @dataclass(frozen=True)
@@ -66,17 +52,6 @@ class RowUse:
     - `why`: what that equation does, such as "a reduction over rows".
     - `metrics`: one phrase with its line for each metric that mixes rows, so that it is one of each part.
     - `draws`: one sentence with its line for each random draw that cannot follow the rows.
-    - `gathers`: pairs of the full line of an equation over which rows cannot be split, and why.
-    - `is_random`: whether anything may be drawn.
-    - `trace`: the closed jaxpr of the function, in normal form, for the shapes that were given, from 4 rows on.
-    - `primitives`: the names of the function's equations, in order. What follows is for a trace with the same.
-    - `by_number`: the equations to compute from the numbers of the rows.
-    - `whole`: the equations to compute on the whole batch.
-    - `in_order`: whether these depend on the order of the rows.
-    - `scaled`: the equations whose operands are scaled by the part's share of the rows.
-    - `constants`: the constants of the function's equations. A trace with others computes something else.
-    - `degrees`: for each output d, if it grows with the d-th power of the number of rows; None for an output by row.
-    - `own`: the outputs of `metrics`. Each part computes them of its rows alone.
     """
 
     kind: Literal["separable", "after", "mixed", "unknown"]
@@ -86,17 +61,19 @@ class RowUse:
     why: str = ""
     metrics: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
-    gathers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    is_random: bool = True
-    trace: Any = field(default=None, repr=False, compare=False)
-    primitives: tuple[str, ...] = field(default=(), repr=False)
+    gathers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # lines over which rows cannot be split, and why
+    is_random: bool = True  # whether anything may be drawn
+    trace: Any = field(default=None, repr=False, compare=False)  # in normal form, for the given shapes, from 4 rows on
+    # How `transforms.by_row` computes a part: the equations to compute from the numbers of the rows, on the whole batch (and
+    # whether the order of its rows matters), and with operands scaled by the part's share of the rows; for each output, with
+    # which power of the number of rows it grows (None for an output by row); the outputs that are of the part's rows alone.
     by_number: tuple[ByNumber, ...] = field(default=(), repr=False)
     whole: tuple[Whole, ...] = field(default=(), repr=False)
     in_order: bool = field(default=True, repr=False)
     scaled: tuple[Scaled, ...] = field(default=(), repr=False)
     degrees: tuple[int | None, ...] = field(default=(), repr=False)
     own: tuple[int, ...] = field(default=(), repr=False)
-    constants: Constants | None = field(default=None, repr=False, compare=False)
+    constants: Constants | None = field(default=None, repr=False, compare=False)  # a part with others is another function
 
     @property
     def is_exact(self) -> bool:
@@ -115,11 +92,6 @@ class RowUse:
         return self.kind == "separable" and not self.draws and set(self.degrees) <= {1}
 
     @property
-    def n_whole(self) -> int:
-        """The number of values that are computed on the whole batch."""
-        return len(self.whole)
-
-    @property
     def text(self) -> str:
         """The verdict in one line, such as "separable after 2 values of the whole batch" or "mixed at train.py:41"."""
         if not self.is_exact:
@@ -128,7 +100,7 @@ class RowUse:
             return f"{self.kind}{where}{reason}"
         said = "a sum over rows" if self.kind == "separable" and self.degree else "separable"
         if self.kind == "after":
-            said += f" after {self.n_whole} value{'s' * (self.n_whole != 1)} of the whole batch"
+            said += f" after {len(self.whole)} value{'s' * (len(self.whole) != 1)} of the whole batch"
         return "; ".join((said + (f", {self.group} rows at a time" if self.group > 1 else ""), *self.metrics))
 
 
@@ -160,7 +132,6 @@ def row_use(
     growth = Growth(names, other)
     found: dict[str, Any] = {
         "trace": ours,
-        "primitives": tuple(eqn.primitive.name for eqn in equations_of(ours)),
         "gathers": gathers_of(names),
     }
     # A layer's state takes the statistics of each part, so what the layer computes is not taken from the whole batch. Of the
@@ -199,9 +170,13 @@ def row_use(
         degree=(degrees[0] or 1) - 1 if degrees else 0,
         group=growth.group,
         by_number=tuple(draws.by_number),
-        whole=_whole(names, growth, rows),
+        whole=tuple(
+            Whole(names.places[id(s.eqn)], tuple(factors_of(growth, out.dims) for out in s.outs)) for s in rows.whole
+        ),
         in_order=rows.in_order,
-        scaled=_scaled(names, rows),
+        scaled=tuple(
+            Scaled(names.places[id(s.eqn)], rows.scaled[id(s)]) for s in steps_of(names.root) if id(s) in rows.scaled
+        ),
         degrees=degrees,
         metrics=tuple(mixing.values()),
         own=own,
@@ -252,15 +227,6 @@ def shapes_of_row(weights: PyTree, state: PyTree, batch: PyTree) -> tuple[Any, .
     is_key = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in leaves]
     dtypes = [x.dtype if key else jax.dtypes.canonicalize_dtype(x.dtype) for x, key in zip(leaves, is_key, strict=True)]
     return treedef, tuple(zip((x.shape for x in leaves), dtypes, strict=True))
-
-
-def _scaled(names: Names, rows: Rows) -> tuple[Scaled, ...]:
-    found = (step for step in steps_of(names.root) if id(step) in rows.scaled)
-    return tuple(Scaled(names.places[id(step.eqn)], rows.scaled[id(step)]) for step in found)
-
-
-def _whole(names: Names, growth: Growth, rows: Rows) -> tuple[Whole, ...]:
-    return tuple(Whole(names.places[id(s.eqn)], tuple(factors_of(growth, out.dims) for out in s.outs)) for s in rows.whole)
 
 
 # --- derivatives of the user's own --------------------------------------------------------------------------------------

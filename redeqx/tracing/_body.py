@@ -14,7 +14,7 @@ import jax
 from jax.core import Tracer
 
 from ._flow import flow
-from ._inner import Env, Inner, called, insides, run, variables
+from ._inner import Env, Inner, insides, run, variables
 
 MAX_KNOWN = 2**22  # elements; larger values are not computed while tracing
 _Sources = frozenset[str] | None
@@ -22,31 +22,19 @@ _Sources = frozenset[str] | None
 
 @dataclass(frozen=True)
 class Known:
-    """An input whose value is known.
-
-    **Arguments:**
-
-    - `value`: an array.
-    - `sources`: the names of its sources; empty for a constant.
-    """
+    """An input whose value is known."""
 
     value: Any
-    sources: frozenset[str] = frozenset()
+    sources: frozenset[str] = frozenset()  # the names of its sources; empty for a constant
 
 
 @dataclass(eq=False)
 class Body:
-    """A closed jaxpr at one call site of a traced function.
-
-    **Arguments:**
-
-    - `inputs`: for each of its inputs a `Known`, an atom of the enclosing body, or None if nothing is known.
-    - `around`: the enclosing body.
-    """
+    """A closed jaxpr at one call site of a traced function."""
 
     closed: Any
-    inputs: Sequence[Any] = ()
-    around: "Body | None" = None
+    inputs: Sequence[Any] = ()  # for each a `Known`, an atom of the enclosing body, or None if nothing is known
+    around: "Body | None" = None  # the enclosing body
     _inner: dict[tuple[Any, int], "Body"] = field(default_factory=dict, repr=False)
     _values: Env = field(default_factory=Env, repr=False)
 
@@ -94,10 +82,6 @@ class Body:
 
     # --- known values --------------------------------------------------------------------------------------------------
 
-    def sources(self, atom: Any) -> _Sources:
-        """Returns the sources of a value that can be computed while tracing (empty for a constant), or None for others."""
-        return self._sources(atom)
-
     def is_constant(self, atom: Any) -> bool:
         """Whether a value depends on no input of the traced function."""
         return self.sources(atom) == frozenset()
@@ -106,25 +90,18 @@ class Body:
         """Returns a value that can be computed while tracing, as an array, or None for others."""
         if (value := self._values.get(atom)) is not None or self.sources(atom) is None:
             return value
-        needed: set[Any] = set()
-        todo = [atom]
+        needed, todo = set[Any](), [atom]
         while todo:  # no recursion: a chain of equations may exceed Python's recursion limit
             eqn = self._producers.get(todo.pop())
-            if eqn is not None and eqn not in needed and not all(var in self._values for var in eqn.outvars):
+            if eqn is not None and eqn not in needed and eqn.outvars[0] not in self._values:
                 needed.add(eqn)
-                if called(eqn) is None:  # the body of a call requests the operands that it needs
-                    todo += variables(eqn.invars)
+                todo += variables(eqn.invars)
         for eqn in self.eqns:
             if eqn in needed:
-                self._values.update(zip(eqn.outvars, self._outputs(eqn), strict=True))
+                ins = list(map(self.value, eqn.invars))
+                with jax.ensure_compile_time_eval():
+                    self._values.update(zip(eqn.outvars, run(eqn, ins), strict=True))
         return self._values[atom] if atom in self._values else self._input(atom)
-
-    def _outputs(self, eqn: Any) -> list[Any]:
-        if called(eqn) is not None:
-            inner = self.inside(eqn)
-            return [inner.value(atom) for atom in inner.closed.jaxpr.outvars]
-        with jax.ensure_compile_time_eval():
-            return run(eqn, [self.value(atom) for atom in eqn.invars])
 
     def _input(self, var: Any) -> Any:
         """Returns the value of an input or of a constvar."""
@@ -138,7 +115,8 @@ class Body:
         return self.around.value(known)
 
     @cached_property
-    def _sources(self) -> Callable[[Any], _Sources]:
+    def sources(self) -> Callable[[Any], _Sources]:
+        """From atoms to the sources of their values: empty for a constant, None for what is not known while tracing."""
         of_inputs = list(map(self._sources_of_input, self.inputs))
         of_inputs += [None] * (len(self.closed.jaxpr.invars) - len(self.inputs))
         of_constant = lambda const: None if isinstance(const, Tracer) else frozenset()  # noqa: E731
@@ -151,10 +129,8 @@ class Body:
         return self.around.sources(known)
 
 
-def _sources_of(eqn: Any, ins: Sequence[_Sources]) -> list[_Sources] | None:
-    """Returns the sources of an equation's outputs. Only calls are entered: loops and branches are computed whole."""
-    if called(eqn) is not None:
-        return None
+def _sources_of(eqn: Any, ins: Sequence[_Sources]) -> list[_Sources]:
+    """Returns the sources of an equation's outputs. Calls, loops and branches are computed whole."""
     size = max((math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), default=0)
     return [None if eqn.effects or size > MAX_KNOWN else _union(ins)] * len(eqn.outvars)
 

@@ -23,6 +23,8 @@ _CALLS = ("jit", *REMATS, *_CUSTOM, "closed_call")
 # for, nor shard_map, whose inner jaxpr computes on shards.
 _REPLACEABLE = ("jit", *REMATS, "scan", "while", "cond")
 
+# How an input of an inner jaxpr is made from an operand: it is the operand, in every iteration; the operand is its initial
+# value; it is one slice of the operand along dim 0; it is a device's shard of the operand.
 Kind = Literal["same", "carry", "slice", "shard"]
 _SAME: Kind = "same"
 _CARRY: Kind = "carry"
@@ -64,24 +66,13 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Inner:
-    """One jaxpr inside an equation.
-
-    **Arguments:**
-
-    - `closed`: the closed jaxpr.
-    - `role`: its role in the equation. `"manual"` is the body of a shard_map.
-    - `operands`: for each of its inputs, the index of the equation's operand that it comes from.
-    - `kinds`: for each of its inputs, how it is made from that operand. `"same"`: it is the operand, in every iteration.
-        `"carry"`: the operand is its initial value. `"slice"`: it is one slice of the operand along dim 0. `"shard"`: it is
-        a device's shard of the operand.
-    - `param`: the name of the equation's parameter that holds the jaxpr.
-    """
+    """One jaxpr inside an equation."""
 
     closed: Any
-    role: Role
-    operands: tuple[int, ...]
-    kinds: tuple[Kind, ...]
-    param: str
+    role: Role  # "manual" is the body of a shard_map
+    operands: tuple[int, ...]  # for each of its inputs, the index of the equation's operand that it comes from
+    kinds: tuple[Kind, ...]  # for each of its inputs, how it is made from that operand
+    param: str  # the name of the equation's parameter that holds the jaxpr
 
 
 @dataclass(frozen=True)

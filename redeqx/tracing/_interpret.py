@@ -84,18 +84,11 @@ class Group:
     """Equations of one jaxpr that a rule computes together.
 
     A group is ignored if one of its intermediate values is read from outside, or if one of its equations has effects.
-
-    **Arguments:**
-
-    - `eqns`: the equations, in the jaxpr's order. The outputs of the last one are the outputs of the group.
-    - `compute`: takes a function `read`, which returns the value of each outside atom that the group reads, and returns the
-        outputs.
-    - `reads`: further outside atoms that `compute` reads but the equations do not.
     """
 
-    eqns: Sequence[Any]
-    compute: Callable[[Callable[[Any], Any]], Sequence[Any]]
-    reads: Sequence[Any] = ()
+    eqns: Sequence[Any]  # in the jaxpr's order; the outputs of the last one are those of the group
+    compute: Callable[[Callable[[Any], Any]], Sequence[Any]]  # from a function that reads outside atoms, to the outputs
+    reads: Sequence[Any] = ()  # further outside atoms that `compute` reads but the equations do not
 
     def is_closed_in(self, body: Body) -> bool:
         """Whether nothing outside the group reads its intermediate values, and no equation of it has effects."""
@@ -180,16 +173,10 @@ def interpret(closed: Any, args: Sequence[Any], rules: Sequence[Rule]) -> list[A
 
 @dataclass(frozen=True)
 class Site:
-    """The context of an equation. It gives a rule access to the rules after it and to the jaxprs inside the equation.
+    """The context of an equation. It gives a rule access to the rules after it and to the jaxprs inside the equation."""
 
-    **Arguments:**
-
-    - `body`: the jaxpr that contains the equation.
-    - `around`: the names of the primitives that enclose it, outermost first.
-    """
-
-    body: Body
-    around: tuple[str, ...]
+    body: Body  # the jaxpr that contains the equation
+    around: tuple[str, ...]  # the names of the primitives that enclose it, outermost first
     _interpreter: "_Interpreter"
     _rules: tuple[Rule, ...]  # all rules
     _later: tuple[Rule, ...]  # the rules that have not been asked yet

@@ -17,18 +17,11 @@ from ._inner import REMATS, Env, insides, with_insides
 
 
 class Inlined(NamedTuple):
-    """A plain jit that became equations of the normal form.
+    """A plain jit that became equations of the normal form."""
 
-    **Arguments:**
-
-    - `eqn`: the jit, with operands of the normal form.
-    - `outs`: the atoms of its outputs.
-    - `n_eqns`: how many equations it became.
-    """
-
-    eqn: Any
-    outs: Sequence[Any]
-    n_eqns: int
+    eqn: Any  # the jit, with operands of the normal form
+    outs: Sequence[Any]  # the atoms of its outputs
+    n_eqns: int  # how many equations it became
 
 
 # By a jaxpr in normal form and the first equation that a jit became; outermost first.

@@ -15,17 +15,11 @@ from ._normal import normal
 
 @dataclass(frozen=True)
 class Trace:
-    """An abstract trace of a function of a model. No array is allocated.
+    """An abstract trace of a function of a model. No array is allocated."""
 
-    **Arguments:**
-
-    - `names`, `leaves`: the names and shapes of the model's arrays, which are the first inputs of `closed`.
-    - `closed`: the closed jaxpr, in normal form.
-    """
-
-    names: tuple[str, ...]
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    closed: Any
+    names: tuple[str, ...]  # of the model's arrays, which are the first inputs of `closed`
+    leaves: tuple[jax.ShapeDtypeStruct, ...]  # their shapes
+    closed: Any  # the closed jaxpr, in normal form
 
     @classmethod
     def of(cls, fn: Callable[..., Any], model: PyTree, *args: PyTree) -> "Trace":

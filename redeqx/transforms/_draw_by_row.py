@@ -55,11 +55,9 @@ class _Traced(NamedTuple):
 def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> _Traced:
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*as_bare_shapes(args))
     closed = normal(closed)
-    eqns = equations_of(closed)
-    is_known = use.is_exact and not use.draws and tuple(eqn.primitive.name for eqn in eqns) == use.primitives
-    if is_known and use.constants is not None and not use.constants.have(closed, jax.tree.leaves(args[2])[0].shape[0]):
-        is_known = False
-    return _Traced(closed, shapes, eqns if is_known else None)
+    n_rows = jax.tree.leaves(args[2])[0].shape[0]
+    is_known = use.is_exact and not use.draws and use.constants is not None and use.constants.have(closed, n_rows)
+    return _Traced(closed, shapes, equations_of(closed) if is_known else None)
 
 
 def of_whole(
