@@ -420,7 +420,9 @@ for step in range(1, 40):
 if sys.argv[1] == "raise":
     raise ValueError("boom")
 if sys.argv[1] == "leave":  # as a thread does if a process is gone
+    from unittest import mock
     from redeqx.distributed import Peers
+    mock.patch("redeqx.distributed._exits.PATIENCE", 60).start()  # a busy machine imports tensorboardX in more than 2 s
     threading.Thread(target=Peers().end, args=("process 1 of 2 is gone", 75)).start()
     threading.Event().wait()
 """
