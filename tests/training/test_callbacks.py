@@ -13,7 +13,6 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.training._callbacks import Callbacks
 from tests._processes import train
 
 DATA = np.random.default_rng(0).normal(size=(22, 6)).astype(np.float32)  # three steps per epoch: 8, 8 and 6 examples
@@ -341,7 +340,7 @@ INVALID_ARGUMENTS = {
         TypeError,
     ),
     "`callbacks`: expected a list, got Callback. Write [callback].": (
-        lambda: Callbacks.check(redeqx.Callback()),
+        lambda: make_trainer().fit(DATA, 1, callbacks=redeqx.Callback()),
         TypeError,
     ),
     "`callbacks[0].every`: expected at least 1, got 0.": (lambda: fit(make_trainer(), NeverStops()), ValueError),

@@ -37,6 +37,12 @@ def test_lookahead_is_refused_by_its_name(wrap):
     )
 
 
+def test_sophia_is_given_the_loss():
+    trainer = make_trainer(optax.contrib.sophia(0.1))
+    losses = [trainer.update(DATA)["loss"] for _ in range(8)]
+    assert losses[-1] < losses[0]
+
+
 # --- complex weights ----------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
