@@ -26,7 +26,6 @@ from .errors import (
     check_model,
     check_model_function,
     filter_traceback,
-    make_folder,
     with_batch_note,
     with_names,
 )
@@ -144,7 +143,7 @@ class Deployer(RedcoNames):
             if isinstance(folder, StorePath) and is_main:
                 staging = Staging(folder, RECORDS)
             elif isinstance(folder, Path) and is_main:
-                make_folder(folder, "workdir")
+                check_folder(folder, "workdir", make=True)
             console = Console(
                 staging.folder if staging is not None else folder if isinstance(folder, Path) else None,
                 verbose=verbose,

@@ -1,6 +1,6 @@
 """How a checkpoint appears in a folder and disappears: by a rename on a disk, by its manifest in an object store.
 
-A checkpoint is written to `place(name)`, and exists after `commit`. A kill at any moment leaves the committed checkpoints,
+A checkpoint is written to `target(name)`, and exists after `commit`. A kill at any moment leaves the committed checkpoints,
 and remains that `sweep` removes. `_manager` decides what is written, kept and removed, and when.
 """
 
@@ -90,17 +90,17 @@ class Disk:
             raise OSError(errno.ENOSPC, why, str(self.folder / name))
         return free
 
-    def place(self, name: str) -> Path:
+    def target(self, name: str) -> Path:
         """Returns where the files of a new checkpoint are written."""
         return self.folder / f"{TMP}{name}"
 
     def commit(
         self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
     ) -> None:
-        """Turns the files at `place(name)` into a checkpoint. The arguments are those of `write_manifest`."""
-        write_manifest(self.place(name), record, tags, files)
-        fsync_folder(self.place(name))
-        os.rename(self.place(name), self.folder / name)
+        """Turns the files at `target(name)` into a checkpoint. The arguments are those of `write_manifest`."""
+        write_manifest(self.target(name), record, tags, files)
+        fsync_folder(self.target(name))
+        os.rename(self.target(name), self.folder / name)
         fsync_folder(self.folder)
 
     def write_index(self, index: Mapping[str, str]) -> None:
@@ -122,8 +122,8 @@ class Disk:
     def remove(self, name: str) -> None:
         """Removes a checkpoint."""
         # Renamed first, so that a kill leaves no partial folder that looks like a checkpoint.
-        os.rename(self.folder / name, self.place(name))
-        _delete(self.place(name))
+        os.rename(self.folder / name, self.target(name))
+        _delete(self.target(name))
 
 
 class Store:
@@ -150,13 +150,13 @@ class Store:
     def check_space(self, name: str, n_bytes: int) -> int:
         return 0  # a store does not report it, and has enough
 
-    def place(self, name: str) -> StorePath:
+    def target(self, name: str) -> StorePath:
         return self.folder / name
 
     def commit(
         self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
     ) -> None:
-        write_manifest(self.place(name), record, tags, files)
+        write_manifest(self.target(name), record, tags, files)
 
     def write_index(self, index: Mapping[str, str]) -> None:
         write_json(self.folder / INDEX_FILE, index)

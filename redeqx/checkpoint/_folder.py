@@ -79,26 +79,33 @@ class CheckpointFolder:
     def index(self) -> dict[str, str]:
         """Returns the name of the checkpoint for each tag (`"last"`, ...).
 
-        If the file is missing, damaged or names no last checkpoint, the index is rebuilt from the checkpoints' manifests,
-        and the next save writes it. Warns of a damaged one, once.
+        If the file is missing, damaged or names no last checkpoint, the index is rebuilt from the checkpoints that appear
+        complete, with a warning, and the next save writes it.
         """
-        index, problem = self._written_index()
-        if problem is not None and not self._has_warned:
-            self._has_warned = True
-            warn(f"{problem} It is rebuilt from the checkpoints that are complete.")
-        return index if "last" in index else {**self._lost_index(), **index}
-
-    def _written_index(self) -> tuple[dict[str, str], str | None]:
-        """Returns the index, which is empty if the file is missing or damaged, and in the latter case the reason."""
         path = self.folder / INDEX_FILE
+        index, problem = {}, f"`{path}`: expected the name of the `last` checkpoint, got none."
         try:
             index = read_json(checked_entry(path)) if exists(path) else {}
         except DamagedError as error:
-            return {}, str(error).partition(" The file is damaged")[0]
+            problem = str(error).partition(" The file is damaged")[0]
         for tag, name in index.items():
             if not (isinstance(name, str) and _NAME.fullmatch(name)):
-                return {}, f"`{path}`: expected the name of a checkpoint for {brief(tag)}, got {brief(name)}."
-        return index, None
+                problem = f"`{path}`: expected the name of a checkpoint for {brief(tag)}, got {brief(name)}."
+                index = {}
+                break
+        if "last" in index or not (names := self.names()):
+            return index
+        rebuilt, without = {}, []
+        for name in names:
+            if (manifest := self._manifest_if_complete(name)) is not None:
+                rebuilt |= dict.fromkeys([*manifest.tags, "last"], name)
+            else:
+                without.append(name)
+        if not self._has_warned:
+            self._has_warned = True
+            rest = f", without {', '.join(listed(without, 3))}" if without else ""
+            warn(f"{problem} It is rebuilt from the checkpoints that are complete{rest}.")
+        return {**rebuilt, **index}
 
     def names(self) -> list[str]:
         """Returns the names of the existing checkpoints, oldest first."""
@@ -111,14 +118,6 @@ class CheckpointFolder:
     def exist(self) -> bool:
         """Returns whether the folder has an index, or, if that is lost, a checkpoint."""
         return (self.folder / INDEX_FILE).is_file() or bool(self.names())
-
-    def _lost_index(self) -> dict[str, str]:
-        """Returns the index, rebuilt from the checkpoints that appear complete."""
-        index: dict[str, str] = {}
-        for name in self.names():
-            if (manifest := self._manifest_if_complete(name)) is not None:
-                index |= dict.fromkeys([*manifest.tags, "last"], name)
-        return index
 
     def _manifest_if_complete(self, name: str) -> Manifest | None:
         """Returns a checkpoint's manifest if all its files exist with the right sizes, else None."""
@@ -133,29 +132,17 @@ class CheckpointFolder:
 
     def newest(self) -> list[Location]:
         """Returns the folders of the checkpoints to resume from: the index's last one, then older ones. In every process it
-        is the list of the process that has the newest.
-
-        Warns if the index names no last checkpoint; then lists all existing ones, the newest first.
-        """
+        is the list of the process that has the newest."""
 
         def found() -> list[str]:
-            last, names = self._written_index()[0].get("last"), self.names()
+            last, names = self.index().get("last"), self.names()
             if last is not None:
                 checked_entry(self.folder / last)
                 names = [*(name for name in names if order(name) < order(last)), last]
             return [name for name in reversed(names) if name == last or not is_outside_link(self.folder / name)]
 
-        everywhere = run_everywhere(
-            self._peers, "newest", self.folder / INDEX_FILE, lambda: [self._written_index()[0].get("last"), found()]
-        )
-        last, names = max(everywhere, key=lambda each: order(each[1][0]) if each[1] else (-1, 0))
-        if names and last is None:
-            file, problem = self.folder / INDEX_FILE, self._written_index()[1]
-            self._has_warned |= problem is not None
-            why = "none of that name" if exists(file) else "no such file"
-            problem = problem or f"`{file}`: expected the name of the `last` checkpoint, got {why}."
-            warn(f"{problem} The newest one that is complete is taken.")
-        return [self.folder / name for name in names]
+        everywhere = run_everywhere(self._peers, "newest", self.folder / INDEX_FILE, found)
+        return [self.folder / name for name in max(everywhere, key=lambda names: order(names[0]) if names else (-1, 0))]
 
     def resolve(self, which: str | Location) -> Location:
         """Returns the folder of a checkpoint, the same in all processes even if only some have it.

@@ -209,12 +209,12 @@ class Checkpoints(CheckpointFolder):
         """Runs a save: creates the files, writes every process's part, commits the checkpoint."""
         assert self._capabilities is not None
         files: Any = save.files  # of the kind that the folder's capabilities allow
-        place = self._commits.place(save.name)
+        target = self._commits.target(save.name)
         index = {**save.index, **dict.fromkeys(save.tags, save.name)}
         try:
-            self._per_folder("save created", lambda: files.create(place))
-            written = self._together("save written", lambda: files.write(place))
-            self._per_folder("save complete", lambda: self._commit(save, place, written))
+            self._per_folder("save created", lambda: files.create(target))
+            written = self._together("save written", lambda: files.write(target))
+            self._per_folder("save complete", lambda: self._commit(save, target, written))
             # After all folders are committed, so that every process has what an index names.
             self._per_folder("save committed", lambda: self._commits.write_index(index))
         except OSError as error:
@@ -227,8 +227,8 @@ class Checkpoints(CheckpointFolder):
         self._peers.committed, self._claim.has_saved = save.step, True
         self._per_folder("save pruned", lambda: self._prune(save.keep_last))
 
-    def _commit(self, save: _Save, place: Any, written: Sequence[Mapping[str, Any]]) -> None:
-        files = save.files.finish(place, written)
+    def _commit(self, save: _Save, target: Any, written: Sequence[Mapping[str, Any]]) -> None:
+        files = save.files.finish(target, written)
         if isinstance(self.folder, StorePath):  # on a disk, the folder of a run that was frozen is gone, so the commit fails
             self._claim.check()
         self._before_commit()

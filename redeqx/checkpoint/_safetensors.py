@@ -224,8 +224,8 @@ class Writer:
         crc32, begin = Crc32(), len(self._header) + tensor.start
         flat = block.values().reshape(-1)
         written: deque[Future[None]] = deque()
-        for place, at, n in block.runs(tensor.shape):
-            offset = begin + place * tensor.dtype.itemsize
+        for there, at, n in block.runs(tensor.shape):
+            offset = begin + there * tensor.dtype.itemsize
             for chunk in _chunks(flat[at : at + n], tensor.dtype):
                 if len(chunk) >= _LARGE:
                     if len(written) == _WRITERS - 1:  # bounds the queue of cast chunks on a slow disk

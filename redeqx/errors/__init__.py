@@ -24,7 +24,6 @@ from ._arguments import (
     check_path as check_path,
     check_predictor as check_predictor,
     check_readable_again as check_readable_again,
-    make_folder as make_folder,
 )
 from ._frames import is_ours as is_ours, warn as warn
 from ._names import check_names as check_names, with_names as with_names

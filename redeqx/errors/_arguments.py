@@ -9,8 +9,7 @@ import inspect
 import operator
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from numbers import Real
@@ -21,10 +20,32 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 
 from .._tree import is_key, listed, named_leaves
+
+
+def wrong(name: str, expected: str, got: str, advice: str, error: type[Exception] = ValueError) -> Exception:
+    """Return the error for an argument; `advice` is the next step, without a period."""
+    return error(f"`{name}`: expected {expected}, got {got}. {advice}.")
+
+
+def described(value: Any) -> str:
+    """Describe a value, for the part of an error after "got"."""
+    if isinstance(value, bool | int | float | None):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:60] + "...")
+    if isinstance(value, partial | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
+        name = getattr(value, "__name__", None) or getattr(getattr(value, "func", None), "__name__", "partial")
+        return f"the function `{name}`"
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"an array of shape {value.shape}"
+    if isinstance(value, list | tuple):
+        kinds = sorted({type(item).__name__ for item in islice(value, 100)})
+        return f"a {type(value).__name__} of {', '.join(kinds) or 'nothing'}"
+    return f"a {type(value).__name__}" if type(value).__name__[0] not in "aeiouAEIOU" else f"an {type(value).__name__}"
+
 
 # --- numbers and paths -----------------------------------------------------------------------------------------------
 
@@ -47,10 +68,10 @@ def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False
     except TypeError:
         whole = isinstance(value, float) and value.is_integer() and value >= least
         what = f"Pass {int(value)}" if whole else "Pass a whole number"
-        raise TypeError(f"`{name}`: expected an integer{or_none}, got {_brief(value)}. {what}.") from None
+        raise wrong(name, f"an integer{or_none}", described(value), what, TypeError) from None
     if count < least:
         advice = advice or ("Pass a positive number." if least == 1 else f"Pass {least} or more.")
-        raise ValueError(f"`{name}`: expected at least {least}{or_none}, got {count}. {advice}")
+        raise wrong(name, f"at least {least}{or_none}", str(count), advice.removesuffix("."))
 
 
 def check_number(
@@ -66,20 +87,20 @@ def check_number(
     """
     if optional and value is None:
         return
-    is_number = isinstance(value, Real) or getattr(value, "shape", None) == ()
-    is_number &= not isinstance(value, bool)
+    is_number = (isinstance(value, Real) or getattr(value, "shape", None) == ()) and not isinstance(value, bool)
     if isinstance(value, Tracer) and is_number:
         return  # as of `optax.inject_hyperparams`; its value is unknown
     if not is_number or not holds(value):
+        rule = f"{expected}{' or None' if optional else ''}"
         kind = ValueError if is_number else TypeError
-        raise kind(f"`{name}`: expected {expected}{' or None' if optional else ''}, got {_brief(value)}. {advice}")
+        raise wrong(name, rule, described(value), advice.removesuffix("."), kind)
 
 
 def check_choice(value: Any, name: str, choices: Sequence[Any]) -> None:
     """Raise ValueError if `value` is not one of the choices."""
     if not any(value is choice or (isinstance(value, type(choice)) and value == choice) for choice in choices):
-        which = "one of the two" if len(choices) == 2 else "one of them"
-        raise ValueError(f"`{name}`: expected {alternatives(choices)}, got {_brief(value)}. Pass {which}.")
+        which = "the two" if len(choices) == 2 else "them"
+        raise wrong(name, alternatives(choices), described(value), f"Pass one of {which}")
 
 
 def alternatives(choices: Sequence[Any]) -> str:
@@ -100,59 +121,51 @@ def check_float_dtype(value: Any, name: str, advice: str) -> None:
     try:
         dtype = jnp.dtype(value)
     except TypeError:
-        raise TypeError(f"`{name}`: expected a floating dtype or None, got {_brief(value)}. Pass 'bfloat16'.") from None
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`{name}`: expected a floating dtype, got {dtype}. {advice}")
-    if dtype.itemsize < 2:  # no model computes with them, or keeps its values
-        raise ValueError(f"`{name}`: expected a floating dtype of 16 bits or more, got {dtype}. {advice}")
+        raise wrong(name, "a floating dtype or None", described(value), "Pass 'bfloat16'", TypeError) from None
+    for is_right, rule in ((jnp.issubdtype(dtype, jnp.floating), ""), (dtype.itemsize >= 2, " of 16 bits or more")):
+        if not is_right:  # no model computes with narrower ones, or keeps its values
+            raise wrong(name, f"a floating dtype{rule}", str(dtype), advice.removesuffix("."))
 
 
 def check_path(path: Any, name: str, *, optional: bool = False) -> None:
     """Raise TypeError if `path` is no path, ValueError if it is an empty one."""
-    expected = f"`{name}`: expected a path{' or None' if optional else ''}, got"
+    expected = f"a path{' or None' if optional else ''}"
     if path == "":
-        raise ValueError(f"{expected} ''. Pass '.' for the current folder.")
+        raise wrong(name, expected, "''", "Pass '.' for the current folder")
     if not isinstance(path, str | Path):
-        raise TypeError(f"{expected} {_brief(path)}. Pass a string or a `pathlib.Path`.")
+        raise wrong(name, expected, described(path), "Pass a string or a `pathlib.Path`", TypeError)
 
 
-def check_folder(path: Any, name: str, *, optional: bool = True) -> None:
-    """Raise ValueError if a part of the path is a file, so that the folder cannot exist; TypeError if it is not a path.
+def check_folder(path: Any, name: str, *, optional: bool = True, make: bool = False) -> None:
+    """Raise ValueError if a part of the path is a file, so that the folder cannot exist; TypeError if it is not a path; an
+    OSError of the same kind, with the name of the argument, if the system refuses it.
 
     An object store's address is not checked.
+
+    **Arguments:**
+
+    - `make`: whether to create the folder and its parents.
     """
     check_path(path, name, optional=optional)
     if isinstance(path, str) and "://" in path:
         return
-    for part in (Path(os.path.expanduser(path)), *Path(os.path.expanduser(path)).parents):
-        with _creating(path, name):
-            is_file, is_dangling = part.exists() and not part.is_dir(), part.is_symlink() and not part.exists()
-        if is_dangling:
-            raise ValueError(
-                f"`{name}`: expected a folder, got `{path}`, where `{part}` is a link to {os.readlink(part)!r}, which is "
-                "not there. Mount or create that, or remove the link."
-            )
-        if is_file:
-            which = "which is a file" if part == Path(path) else f"where `{part}` is a file"
-            raise ValueError(f"`{name}`: expected a folder, got `{path}`, {which}. Move the file, or choose another folder.")
-
-
-def make_folder(path: Path, name: str) -> None:
-    """Create a folder and its parents. Raise an OSError of the same kind, with the name of the argument, if that fails."""
-    with _creating(path, name):
-        path.mkdir(parents=True, exist_ok=True)
-
-
-@contextmanager
-def _creating(path: Any, name: str) -> Iterator[None]:
+    folder = Path(os.path.expanduser(path))
     try:
-        yield
-    except (OSError, ValueError) as error:  # ValueError for a null character
-        reason = getattr(error, "strerror", None) or str(error)
-        raise type(error)(
-            f"`{name}`: expected a folder that can be created, got {_brief(str(path))}: {reason}. "
-            "Choose a folder in which you may write."
-        ) from None
+        for part in (folder, *folder.parents):
+            if part.is_symlink() and not part.exists():
+                got = f"`{path}`, where `{part}` is a link to {os.readlink(part)!r}, which is not there"
+                raise wrong(name, "a folder", got, "Mount or create that, or remove the link")
+            if part.exists() and not part.is_dir():
+                got = f"`{path}`, {'which' if part == Path(path) else f'where `{part}`'} is a file"
+                raise wrong(name, "a folder", got, "Move the file, or choose another folder")
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # a ValueError for a null character
+        if str(error).startswith("`"):
+            raise
+        got = f"{described(str(path))}: {getattr(error, 'strerror', None) or error}"
+        advice = "Choose a folder in which you may write"
+        raise wrong(name, "a folder that can be created", got, advice, type(error)) from None
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -165,28 +178,33 @@ _LAYERS = {"Module", "Layer", "Transformed", "TransformedWithState"}
 def check_model(model: Any, name: str = "model") -> None:
     """Raise TypeError if a model is a function, a class, a module of another library, or another single object that is no
     array; ValueError if its arrays have been deleted, or hold integers that devices would wrap around."""
-    expected = f"`{name}`: expected an Equinox module, got"
-    if isinstance(model, type):
-        raise TypeError(f"{expected} the class {model.__name__}. Make one: `{model.__name__}(..., key=key)`.")
-    if (library := _library(model)) is not None:
-        raise TypeError(
-            f"{expected} {library}'s {type(model).__name__}. Write it as an `eqx.Module`; `redeqx.models.from_pretrained` "
-            "loads the folders of many Hugging Face models."
-        )
-    if isinstance(model, tuple) and any(isinstance(part, eqx.nn.State) for part in model):
-        raise TypeError(f"{expected} a tuple of a model and its state. Pass them apart: `model=model, model_state=state`.")
-    if jax.tree_util.all_leaves([model]) and not eqx.is_array_like(model):
-        if callable(model):
-            advice = "A function holds no weights: put them into an `eqx.Module`, and what it does into its `__call__`"
-        elif isinstance(model, str | Path):
-            advice = "Load it first: `model, config = redeqx.models.from_pretrained(...)`"
-        else:
-            advice = "Pass an `eqx.Module`, or another PyTree of arrays"
-        raise TypeError(f"{expected} {_brief(model)}. {advice}.")
+    if (problem := _why_no_model(model)) is not None:
+        raise wrong(name, "an Equinox module", *problem, TypeError)
     check_alive(model, name)
     for path, leaf in named_leaves(model).items():
         if isinstance(leaf, np.ndarray):
             check_integers(leaf, f"`{name}` leaf `{path}`")
+
+
+def _why_no_model(model: Any) -> tuple[str, str] | None:
+    """Return what was passed in place of a model, and the next step; None for a model."""
+    if isinstance(model, type):
+        return f"the class {model.__name__}", f"Make one: `{model.__name__}(..., key=key)`"
+    for cls in type(model).__mro__:
+        if _package(cls) in _LIBRARIES and cls.__name__ in _LAYERS:
+            return f"{_LIBRARIES[_package(cls)]}'s {type(model).__name__}", (
+                "Write it as an `eqx.Module`; `redeqx.models.from_pretrained` loads the folders of many Hugging Face models"
+            )
+    if isinstance(model, tuple) and any(isinstance(part, eqx.nn.State) for part in model):
+        return "a tuple of a model and its state", "Pass them apart: `model=model, model_state=state`"
+    if not jax.tree_util.all_leaves([model]) or eqx.is_array_like(model):
+        return None
+    advice = "Pass an `eqx.Module`, or another PyTree of arrays"
+    if callable(model):
+        advice = "A function holds no weights: put them into an `eqx.Module`, and what it does into its `__call__`"
+    elif isinstance(model, str | Path):
+        advice = "Load it first: `model, config = redeqx.models.from_pretrained(...)`"
+    return described(model), advice
 
 
 def check_integers(array: np.ndarray, where: str) -> None:
@@ -209,21 +227,14 @@ def check_alive(tree: Any, name: str) -> None:
     arrays = {path: leaf for path, leaf in named_leaves(tree).items() if isinstance(leaf, jax.Array)}
     dead = [path for path, leaf in arrays.items() if not isinstance(leaf, Tracer) and leaf.is_deleted()]
     if dead:
-        raise ValueError(
-            f"`{name}`: expected arrays that still exist, got {len(dead)} of {len(arrays)} deleted "
-            f"({', '.join(f'`{path}`' for path in listed(dead, 3))}). A training step deletes the arrays that it updates: "
-            "take `trainer.model` after the last step, or keep a copy: "
-            "`jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainer.model)`."
+        shown = ", ".join(f"`{path}`" for path in listed(dead, 3))
+        raise wrong(
+            name,
+            "arrays that still exist",
+            f"{len(dead)} of {len(arrays)} deleted ({shown})",
+            "A training step deletes the arrays that it updates: take `trainer.model` after the last step, or keep a copy: "
+            "`jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainer.model)`",
         )
-
-
-def _library(value: Any) -> str | None:
-    """Return the name of the library that defines this layer; None if it is unknown."""
-    for cls in type(value).__mro__:
-        package = cls.__module__.partition(".")[0]
-        if package in _LIBRARIES and cls.__name__ in _LAYERS:
-            return _LIBRARIES[package]
-    return None
 
 
 def check_key(key: Any, name: str = "key") -> None:
@@ -231,28 +242,28 @@ def check_key(key: Any, name: str = "key") -> None:
     is_array = isinstance(key, jax.Array | np.ndarray)
     if is_array and (key.ndim == 0 if is_key(key) else key.ndim == 1 and jnp.issubdtype(key.dtype, jnp.unsignedinteger)):
         return
-    found = f"an array of {key.dtype}{list(key.shape)}" if is_array else _brief(key)
-    raise TypeError(f"`{name}`: expected a PRNG key, got {found}. Pass `jax.random.key(0)`, say.")
+    found = f"an array of {key.dtype}{list(key.shape)}" if is_array else described(key)
+    raise wrong(name, "a PRNG key", found, "Pass `jax.random.key(0)`, say", TypeError)
 
 
 def check_optimizer(optimizer: Any, argument: str = "optimizer") -> None:
     """Raise TypeError if this is not an optax transformation, for example `optax.adam` itself or a PyTorch optimizer."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
-    packages = [_package(cls) for cls in type(optimizer).__mro__]
-    if (library := next((_LIBRARIES[package] for package in packages if package in _LIBRARIES), None)) is not None:
-        found = type(optimizer).__name__
-        name = found.lower() if hasattr(optax, found.lower()) else "adamw"
-        got, advice = f"{library}'s {found}", f"Pass optax's, which holds no weights: `optax.{name}(learning_rate)`"
+    got, advice = described(optimizer), "Pass, for example, `optax.adamw(learning_rate)`"
+    if (library := _LIBRARIES.get(_package(type(optimizer)))) is not None:
+        got, advice = f"{library}'s {type(optimizer).__name__}", f"{advice}, which holds no weights"
     elif callable(optimizer):
         name = getattr(optimizer, "__name__", "optimizer")
         name = f"optax.{name}" if _package(optimizer) == "optax" else name
         got, advice = f"the function `{name}`", f"Call it: `{name}(learning_rate)`"
     elif isinstance(optimizer, Sequence) and not isinstance(optimizer, str):
-        got, advice = _brief(optimizer), "Chain them: `optax.chain(...)`"
-    else:
-        got, advice = _brief(optimizer), "Pass, for example, `optax.adamw(learning_rate)`"
-    raise TypeError(f"`{argument}`: expected an optax transformation, got {got}. {advice}.")
+        advice = "Chain them: `optax.chain(...)`"
+    raise wrong(argument, "an optax transformation", got, advice, TypeError)
+
+
+def _package(value: Any) -> str:
+    return (getattr(value, "__module__", None) or "").partition(".")[0]
 
 
 # --- functions -------------------------------------------------------------------------------------------------------
@@ -266,14 +277,14 @@ def check_function(fn: Any, name: str, parameters: Sequence[str], why: str = "")
     - `parameters`: the names in the documentation; only their number is checked.
     - `why`: added to the rule in the error.
     """
-    wanted = f"a function of `({', '.join(parameters)})`{why}" if parameters else f"a function without arguments{why}"
+    expected = f"a function of `({', '.join(parameters)})`{why}" if parameters else f"a function without arguments{why}"
     if not callable(fn):
-        raise TypeError(f"`{name}`: expected {wanted}, got {_brief(fn)}. Pass the function itself.")
+        raise wrong(name, expected, described(fn), "Pass the function itself", TypeError)
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return  # a function that is not written in Python may have no signature
-    names = [p.name for p in signature.parameters.values()]
+    names = list(signature.parameters)
     swapped = [found for p, found in zip(parameters, names, strict=False) if p != found and found in parameters]
     try:
         signature.bind(*parameters)
@@ -281,27 +292,19 @@ def check_function(fn: Any, name: str, parameters: Sequence[str], why: str = "")
             return
     except TypeError:
         swapped = []
-    missing = [p for p in parameters if p not in names]
-    needed = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in _VARIADIC]
     if swapped:
         advice = "They are passed by position: put them into this order"
     elif not parameters:
         advice = "Bind them: `lambda: ...`"
-    elif len(needed) < len(parameters) and missing == ["key"]:
+    elif [p for p in parameters if p not in names] == ["key"] and len(names) < len(parameters):
         advice = "Add the parameter `key`, which dropout and sampling draw from; it may stay unused"
     elif names[1:2] == ["state"] and "state" not in parameters:
         advice = "Pass `model_state` too, as `eqx.nn.make_with_state` returns it"
     else:
         advice = "Give it these parameters; bind others with `functools.partial`"
-    raise TypeError(f"`{name}`: expected {wanted}, got one of `{_without_annotations(signature)}`. {advice}.")
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
-    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    return signature.replace(parameters=parameters, return_annotation=signature.empty)
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    found = f"one of `{signature.replace(parameters=plain, return_annotation=signature.empty)}`"
+    raise wrong(name, expected, found, advice, TypeError)
 
 
 def check_model_function(fn: Any, name: str, *, has_state: bool) -> None:
@@ -313,14 +316,14 @@ def check_model_function(fn: Any, name: str, *, has_state: bool) -> None:
 def check_deployer(deployer: Any, cls: type) -> None:
     """Raise TypeError if `deployer` is not of this class."""
     if not isinstance(deployer, cls):
-        raise TypeError(f"`deployer`: expected a Deployer, got {_brief(deployer)}. Pass `redeqx.Deployer()`.")
+        raise wrong("deployer", "a Deployer", described(deployer), "Pass `redeqx.Deployer()`", TypeError)
 
 
 def check_predictor(predictor: Any) -> None:
     """Raise TypeError if `eval_predictor` has no `predict`, for example if it is `pred_fn` itself."""
     if not callable(getattr(predictor, "predict", None)):
         advice = "Pass `trainer.get_default_predictor(pred_fn)`"
-        raise TypeError(f"`eval_predictor`: expected a Predictor, got {_brief(predictor)}. {advice}.")
+        raise wrong("eval_predictor", "a Predictor", described(predictor), advice, TypeError)
 
 
 def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
@@ -332,28 +335,23 @@ def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
 
     Raises TypeError if they are not a mapping from strings to numbers, ValueError for arrays and for names in `taken`.
     """
-    if not isinstance(returned, Mapping):
-        advice = "Return one: `{'accuracy': ...}`" if returned is not None else "Is a `return` missing?"
-        raise TypeError(
-            f"`eval_metric_fn`: expected a dict of numbers by name, got {_brief(returned)}. {advice.removesuffix('?')}"
-            f"{'?' if advice.endswith('?') else '.'}"
-        )
+    if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
+        advice = "Return one: `{'accuracy': ...}`"
+        raise wrong("eval_metric_fn", "a dict of numbers by name", described(returned), advice, TypeError)
     metrics = {}
     for name, value in returned.items():
-        if not isinstance(name, str):
-            raise TypeError(f"`eval_metric_fn`: expected names that are strings, got {_brief(name)}. Rename that metric.")
+        of = f"eval_metric_fn` metric `{name}"
         if name in taken:
-            raise ValueError(
-                f"`eval_metric_fn`: expected names other than {name!r}, which the evaluation itself reports, got it too. "
-                "Rename that metric, or pass `eval_loss=False`."
+            advice = "Rename that metric, or pass `eval_loss=False`"
+            raise wrong(
+                "eval_metric_fn", f"names other than {name!r}, which the evaluation itself reports", "it too", advice
             )
-        where = f"`eval_metric_fn` metric `{name}`: expected a number, got"
         if getattr(value, "shape", ()) != ():
-            raise ValueError(f"{where} an array of shape {tuple(value.shape)}. Return its mean, or a metric for each entry.")
+            raise wrong(of, "a number", described(value), "Return its mean, or a metric for each entry")
         try:
             metrics[name] = float(value)
         except (TypeError, ValueError):
-            raise TypeError(f"{where} {_brief(value)}. Return a number.") from None
+            raise wrong(of, "a number", described(value), "Return a number", TypeError) from None
     return metrics
 
 
@@ -362,38 +360,41 @@ def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
 
 def check_examples_kind(given: Any, name: str) -> None:
     """Raise TypeError for objects whose items are not examples: data frames, loaders of batches, tuples of columns."""
-    expected = f"`{name}`: expected one item per example, got"
-    if type(given).__name__ == "DataFrame" and hasattr(given, "columns"):
+    if (problem := _why_no_examples(given)) is not None:
+        raise wrong(name, "one item per example", *problem, TypeError)
+
+
+def _why_no_examples(given: Any) -> tuple[str, str] | None:
+    """Return what was passed in place of examples, and the next step; None if these may be examples."""
+    kind = type(given).__name__
+    if kind == "DataFrame" and hasattr(given, "columns"):
         method = 'to_dict("records")' if hasattr(given, "to_dict") and not hasattr(given, "to_dicts") else "to_dicts()"
-        raise TypeError(f"{expected} a DataFrame, whose items are its columns. Pass its rows: `df.{method}`.")
-    if type(given).__name__ == "Series" and hasattr(given, "to_list"):
-        raise TypeError(f"{expected} a Series, which looks items up in its index. Pass its values: `series.to_list()`.")
+        return "a DataFrame, whose items are its columns", f"Pass its rows: `df.{method}`"
+    if kind == "Series" and hasattr(given, "to_list"):
+        return "a Series, which looks items up in its index", "Pass its values: `series.to_list()`"
     is_loader = all(hasattr(given, of) for of in ("dataset", "batch_size", "batch_sampler", "collate_fn"))
     if is_loader and (given.batch_size is not None or given.batch_sampler is not None):
-        raise TypeError(
-            f"{expected} a {type(given).__name__}, whose items are whole batches. Pass its `dataset`: redeqx shuffles, "
-            "batches and calls `collate_fn` itself."
+        return f"a {kind}, whose items are whole batches", (
+            "Pass its `dataset`: redeqx shuffles, batches and calls `collate_fn` itself"
         )
     if isinstance(given, Mapping) and given and all(hasattr(split, "column_names") for split in given.values()):
-        split = next(iter(given))
-        raise TypeError(f"{expected} a {type(given).__name__} of {', '.join(map(str, given))}. Pass one: `[{split!r}]`.")
-    if isinstance(given, dict) and given and all(getattr(column, "shape", ()) for column in given.values()):
-        shapes = {tuple(column.shape) for column in given.values()}
-        if len({shape[0] for shape in shapes}) == 1:
-            raise TypeError(
-                f"{expected} a {type(given).__name__} of {len(given)} arrays, each with one row per example. "
-                "Pass `[dict(zip(columns, row)) for row in zip(*columns.values())]`."
-            )
-    if isinstance(given, tuple | list) and 2 <= len(given) <= 4 and all(getattr(x, "shape", ()) for x in given):
-        shapes = [tuple(x.shape) for x in given]
-        # In a list, arrays of one shape and kind are examples. A tuple is what functions return that load columns.
-        differs = len({len(shape) for shape in shapes}) > 1 or len({np.dtype(x.dtype).kind for x in given}) > 1
-        or_examples = "" if differs else ", or `list(arrays)` if each is one example"
-        if len({shape[0] for shape in shapes}) == 1 and (differs or isinstance(given, tuple)):
-            raise TypeError(
-                f"{expected} a {type(given).__name__} of {len(shapes)} arrays of shapes {', '.join(map(str, shapes))}, each "
-                f"with one row per example. Pass `list(zip(*arrays))`{or_examples}."
-            )
+        return f"a {kind} of {', '.join(map(str, given))}", f"Pass one: `[{next(iter(given))!r}]`"
+    columns = given.values() if isinstance(given, dict) else given
+    if not (isinstance(given, dict | tuple | list) and given and all(getattr(x, "shape", ()) for x in columns)):
+        return None
+    shapes = [tuple(x.shape) for x in columns]
+    if len({shape[0] for shape in shapes}) > 1:
+        return None
+    if isinstance(given, dict):
+        return f"a {kind} of {len(given)} arrays, each with one row per example", (
+            "Pass `[dict(zip(columns, row)) for row in zip(*columns.values())]`"
+        )
+    # In a list, arrays of one shape and kind are examples. A tuple is what functions return that load columns.
+    differs = len({len(shape) for shape in shapes}) > 1 or len({np.dtype(x.dtype).kind for x in given}) > 1
+    if not 2 <= len(given) <= 4 or not (differs or isinstance(given, tuple)):
+        return None
+    got = f"a {kind} of {len(shapes)} arrays of shapes {', '.join(map(str, shapes))}, each with one row per example"
+    return got, f"Pass `list(zip(*arrays))`{'' if differs else ', or `list(arrays)` if each is one example'}"
 
 
 def check_readable_again(given: Any, name: str, n_epochs: int) -> None:
@@ -407,32 +408,10 @@ def check_readable_again(given: Any, name: str, n_epochs: int) -> None:
         return
     if isinstance(kind.__iter__, types.FunctionType) or iter(given) is not given:
         return
-    what = f"`{given.__name__}`, a generator" if isinstance(given, types.GeneratorType) else _brief(given)
-    raise ValueError(
-        f"`{name}`: expected examples that can be read {n_epochs} times, once per epoch, got {what}, which can be read once."
-        " Pass a list, or a function of the epoch that returns a new one: `lambda epoch: ...`."
+    what = f"`{given.__name__}`, a generator" if isinstance(given, types.GeneratorType) else described(given)
+    raise wrong(
+        name,
+        f"examples that can be read {n_epochs} times, once per epoch",
+        f"{what}, which can be read once",
+        "Pass a list, or a function of the epoch that returns a new one: `lambda epoch: ...`",
     )
-
-
-# --- values in messages ----------------------------------------------------------------------------------------------
-
-
-def _package(value: Any) -> str:
-    return (getattr(value, "__module__", None) or "").partition(".")[0]
-
-
-def _brief(value: Any) -> str:
-    """Describe a value, for the part of an error after "got"."""
-    if isinstance(value, bool | int | float | None):
-        return repr(value)
-    if isinstance(value, str):
-        return repr(value if len(value) <= 60 else value[:60] + "...")
-    if isinstance(value, partial | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
-        name = getattr(value, "__name__", None) or getattr(getattr(value, "func", None), "__name__", "partial")
-        return f"the function `{name}`"
-    if isinstance(value, np.ndarray | jax.Array):
-        return f"an array of shape {value.shape}"
-    if isinstance(value, list | tuple):
-        kinds = sorted({type(item).__name__ for item in islice(value, 100)})
-        return f"a {type(value).__name__} of {', '.join(kinds) or 'nothing'}"
-    return f"a {type(value).__name__}" if type(value).__name__[0] not in "aeiouAEIOU" else f"an {type(value).__name__}"

@@ -29,11 +29,8 @@ def with_batch_note(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(fn, updated=())
     def with_note(*args: Any) -> Any:
-        try:
+        with Note(f"`{name}` was called with ", lambda: _describe_batch(args[-2])):
             return fn(*args)
-        except Exception as error:
-            _note(error, f"`{name}` was called with ", lambda: _describe_batch(args[-2]))
-            raise
 
     return with_note
 
@@ -64,8 +61,12 @@ class Note:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: types.TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            _note(error, self._text, self._rest)
+        if not isinstance(error, Exception) or any(note.startswith(self._text) for note in getattr(error, "__notes__", ())):
+            return  # an inner function added it
+        try:
+            error.add_note(self._text + self._rest())
+        except Exception:  # a note that fails must not hide the error
+            return
 
 
 def example_note(what: str, places: Sequence[int]) -> Note:
@@ -77,15 +78,6 @@ def example_note(what: str, places: Sequence[int]) -> Note:
     - `places`: the examples' indices, or their positions in an iterable.
     """
     return Note(what, lambda: f" {', '.join(listed([str(i) for i in places], 16))}, counted from 0.")
-
-
-def _note(error: Exception, begin: str, rest: Callable[[], str]) -> None:
-    if any(note.startswith(begin) for note in getattr(error, "__notes__", ())):
-        return  # added by an inner function
-    try:
-        error.add_note(begin + rest())
-    except Exception:  # a note that fails must not hide the error
-        return
 
 
 class RemoteTraceback(Exception):

@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import pytest
 
-from redeqx.checkpoint._crc32 import _ONES, Crc32, _append_zeros, crc32_of
+from redeqx.checkpoint._crc32 import Crc32, crc32_of
 
 
 def combined_checksum(data, cuts, owners, n):
@@ -64,37 +64,6 @@ def test_contribution_can_be_read_between_pieces():
         crc32.add(data[start : start + 10], start)
         stop = start + 10
         assert crc32_of([crc32.contribution(stop)], stop) == zlib.crc32(data[:stop])
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 255, 256, 257, 65537])
-def test_appending_zeros_matches_zlib(n):
-    for register in (1, 0x80000000, 0xDEADBEEF, _ONES):
-        assert _append_zeros(register, n) == zlib.crc32(bytes(n), register ^ _ONES) ^ _ONES
-    assert _append_zeros(0, n) == 0
-
-
-LARGE = [2**32 - 1, 2**32, 2**32 + 1, 5 * 2**30 + 12345, 2**40 + 7, 2**45 - 3]
-
-
-@pytest.mark.parametrize("a", LARGE)
-@pytest.mark.parametrize("b", [1, 1000, 2**31, *LARGE[-2:]])
-def test_appending_zeros_twice_equals_once(a, b):
-    for register in (1, 0xDEADBEEF, _ONES):
-        assert _append_zeros(_append_zeros(register, a), b) == _append_zeros(register, a + b)
-        assert _append_zeros(_append_zeros(register, b), a) == _append_zeros(register, a + b)
-
-
-@pytest.mark.parametrize("n", LARGE)
-def test_appending_zeros_is_linear(n):
-    for a, b in [(1, 2), (0xDEADBEEF, 0x12345678), (_ONES, 1)]:
-        assert _append_zeros(a ^ b, n) == _append_zeros(a, n) ^ _append_zeros(b, n)
-
-
-def test_appending_zeros_has_the_period_of_crc32():
-    """The polynomial is primitive: appending `2**32 - 1` zero bits, or as many zero bytes, changes no register."""
-    for register in (1, 0xDEADBEEF, _ONES):
-        assert _append_zeros(register, 2**32 - 1) == register
-        assert _append_zeros(register, 2**32) == _append_zeros(register, 1)
 
 
 def test_distant_offsets_contribute_modulo_the_period():

@@ -78,7 +78,8 @@ MESSAGES = {
         "TypeError", f"{OPTIMIZER} the function `optax.adam`. Call it: `optax.adam(learning_rate)`.",
     ),
     "torch optimizer": (
-        "TypeError", f"{OPTIMIZER} PyTorch's SGD. Pass optax's, which holds no weights: `optax.sgd(learning_rate)`.",
+        "TypeError",
+        f"{OPTIMIZER} PyTorch's SGD. Pass, for example, `optax.adamw(learning_rate)`, which holds no weights.",
     ),
     "list of optimizers": (
         "TypeError",
@@ -140,7 +141,7 @@ MESSAGES = {
         "`eval_metric_fn`: expected a dict of numbers by name, got 0.5. Return one: `{'accuracy': ...}`.",
     ),
     "metric_fn returns nothing": (
-        "TypeError", "`eval_metric_fn`: expected a dict of numbers by name, got None. Is a `return` missing?",
+        "TypeError", "`eval_metric_fn`: expected a dict of numbers by name, got None. Return one: `{'accuracy': ...}`.",
     ),
     "rows 4.0": ("TypeError", f"{ROWS} an integer, got 4.0. Pass 4."),
     "rows 2.5": ("TypeError", f"{ROWS} an integer, got 2.5. Pass a whole number."),

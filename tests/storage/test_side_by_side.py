@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -62,8 +63,27 @@ def test_two_trainers_save_side_by_side(root, names):
     for path, expected in ((root, "3"), (folders["critic"], "30"), (folders["critic"] / "last", "30")):
         assert find_checkpoint(path, Peers())[1].name == f"step_{expected:>08}"
     (folders["actor"] / "index.json").unlink()
-    assert Checkpoints(folders["actor"]).index() == {"last": "step_00000003"}
+    with pytest.warns(UserWarning, match="It is rebuilt"):
+        assert Checkpoints(folders["actor"]).index() == {"last": "step_00000003"}
     assert {path.name for path in folders["actor"].iterdir()} == {"critic", "step_00000003"}  # no lock is left
+
+
+def test_their_saves_do_not_answer_each_other(tmp_path):
+    """Each may save in a thread of its own: processes that do so in different orders must not mix up what they exchange."""
+
+    class Recording(Peers):
+        topics: ClassVar[list[str]] = []
+
+        def together(self, topic, act, *, alone=False):
+            self.topics.append(topic)
+            return super().together(topic, act, alone=alone)
+
+    seen = []
+    for folder in ("ckpts", "ckpts/critic"):
+        Recording.topics.clear()
+        save(Checkpoints(tmp_path / folder, Recording(), root=tmp_path), 1)
+        seen.append({topic for topic in Recording.topics if topic.startswith("save")})
+    assert len(seen[0]) > 4 and not seen[0] & seen[1]
 
 
 def test_a_folder_deeper_down_is_not_made_through_a_link(tmp_path):
