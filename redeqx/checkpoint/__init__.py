@@ -8,7 +8,7 @@ from ._base import Base as Base, is_worth_naming as is_worth_naming
 from ._folder import CheckpointFolder as CheckpointFolder, find_checkpoint as find_checkpoint
 from ._lock import Lock as Lock, LockedError as LockedError
 from ._manager import Checkpoints as Checkpoints
-from ._manifest import MANIFEST as MANIFEST, Manifest as Manifest, read_manifest as read_manifest, write_json as write_json
+from ._manifest import MANIFEST as MANIFEST, Manifest as Manifest, read_manifest as read_manifest
 from ._reader import INDEX as INDEX, TensorReader as TensorReader, check_tree as check_tree, load_tree as load_tree
 from ._safetensors import (
     array_leaves as array_leaves,

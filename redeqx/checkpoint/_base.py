@@ -59,12 +59,6 @@ class Base:
         """The folder of each leaf, by name."""
         return {name: folder for folder, leaves in self.folders.items() for name in leaves}
 
-    @property
-    def dtype(self) -> str:
-        """The dtype that most of the leaves have."""
-        dtypes = [sum_.partition("[")[0] for sum_ in self.checksums.values()]
-        return max(dtypes, key=dtypes.count)
-
     def without(self, tree: PyTree) -> PyTree:
         """Returns a model with None for these leaves."""
         names = self.checksums
