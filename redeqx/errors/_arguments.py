@@ -251,7 +251,8 @@ def check_optimizer(optimizer: Any, argument: str = "optimizer") -> None:
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
     got, advice = described(optimizer), "Pass, for example, `optax.adamw(learning_rate)`"
-    if (library := _LIBRARIES.get(_package(type(optimizer)))) is not None:
+    library = next((_LIBRARIES[_package(cls)] for cls in type(optimizer).__mro__ if _package(cls) in _LIBRARIES), None)
+    if library is not None:
         got, advice = f"{library}'s {type(optimizer).__name__}", f"{advice}, which holds no weights"
     elif callable(optimizer):
         name = getattr(optimizer, "__name__", "optimizer")

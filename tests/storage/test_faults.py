@@ -111,6 +111,16 @@ def test_missing_objects_count_as_deleted_in_every_store(monkeypatch, tmp_path):
     folder.delete([])
 
 
+def test_a_version_that_is_deleted_is_not_replaced(bucket):
+    """As when the owner of a lock ends while another process takes it over."""
+    path = location(f"{bucket}/x")
+    path.write_bytes(b"old")
+    _, version = path.version()
+    path.unlink()
+    assert path.write_bytes(b"new", replacing=version) is None
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("change", ["flipped", "short", "missing"])
 def test_damage_is_detected_and_skipped(bucket, change):
     checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
