@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxtyping import PyTree
@@ -25,7 +26,7 @@ from ..distributed import Peers
 from ..errors import check_count
 from ..storage import Location, StoreError, StorePath
 from ._claim import Claim
-from ._commit import Capabilities, commits_in
+from ._commit import Capabilities, Disk, Store, commits_in
 from ._folder import CheckpointFolder, order
 from ._lock import Lock
 from ._manifest import RESERVED
@@ -71,7 +72,8 @@ class Checkpoints(CheckpointFolder):
         super().__init__(folder, peers, log)
         self._commits = commits_in(folder, folder.parent if root is None else root)
         self._before_commit = before_commit
-        self._claim = Claim(folder, self._peers, run, self._make_lock)
+        # Without a reference to this object: it must be freed, and the lock released, as soon as nobody uses it.
+        self._claim = Claim(folder, self._peers, run, partial(_make_lock, self._commits, log))
         self._capabilities: Capabilities | None = None  # tested by the first save
         self._saving: Future[None] | None = None  # the background save
 
@@ -183,10 +185,6 @@ class Checkpoints(CheckpointFolder):
         """As `Peers.together`, but apart from the saves of another trainer, whose thread may save at the same time."""
         return self._peers.together(f"{topic} {self.folder.name}", act, alone=alone)
 
-    def _make_lock(self) -> Lock:
-        self._commits.make_parent()
-        return Lock(self.folder, self._log)
-
     def _name(self, step: int) -> str:
         """Returns the name of the new checkpoint of that step; creates the folder."""
         self._commits.check_root()
@@ -245,6 +243,11 @@ class Checkpoints(CheckpointFolder):
         for name in names:
             if name not in named and (order(name) < oldest or keep_last == 0):
                 self._commits.remove(name)
+
+
+def _make_lock(commits: Disk | Store, log: Callable[[str], None]) -> Lock:
+    commits.make_parent()
+    return Lock(commits.folder, log)
 
 
 def _why(error: OSError, save: _Save) -> str:
