@@ -40,6 +40,7 @@ from ._mesh import (
     is_in_host as is_in_host,
     make_mesh as make_mesh,
     n_batch_shards as n_batch_shards,
+    n_shards as n_shards,
     put as put,
     replicated as replicated,
     split_heads as split_heads,

@@ -70,6 +70,11 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def n_shards(spec: P, mesh: Mesh) -> int:
+    """Returns the number of distinct shards of an array with this spec."""
+    return math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of a replicated value."""
     return NamedSharding(mesh, P())

@@ -14,13 +14,13 @@ from ._kinds import (
     using_kinds as using_kinds,
 )
 from ._layers import register_attention as register_attention
+from ._overrides import Overrides as Overrides
+from ._placement import place as place, shardings_like as shardings_like
 from ._plan import (
     LeafPlan as LeafPlan,
-    Overrides as Overrides,
     Plan as Plan,
     check_plan as check_plan,
     make_plan as make_plan,
     mark_read as mark_read,
-    place as place,
-    shardings_like as shardings_like,
 )
+from ._search import Order as Order, order as order

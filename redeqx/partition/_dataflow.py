@@ -9,17 +9,13 @@ scaled) it tracks which dims of the parameter its dims are. The first use of a p
 split. Names and types do not matter: raw arrays, `einsum`, stacks under `scan`, and calls in an order other than that of the
 fields are all followed. How an equation relates the dims of its operands and outputs is read from `dims`.
 
-A first pass applies the rules. If an operation combines values with different splits, or a split value with a replicated
-one, other splits are tried for the leaves that caused this. The cheapest choice wins. The cost counts bytes sent, replicated
-bytes and repeated work (`_flow`).
-
-Parameters that cannot be followed stay replicated, with a reason that names the primitive.
+`_search` tries other splits where those of the rules cause traffic. Parameters that cannot be followed stay replicated,
+with a reason that names the primitive.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -28,115 +24,12 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
-from .._tree import without_indices
 from ..dims import VIEWS, Related, is_elementwise
 from ..kernels import formula
 from ..tracing import Trace, called, insides, shapes_in
-from ._flow import Flow, Pass, View
-from ._rules import Split
-
-# Alternative splits to try. Each follows the whole loss again, and so does the check of each kind of leaf that was changed.
-MAX_TRIALS = 64
-# Minimum saving of an alternative, relative to the cost of the plan. If it saves less, the rules' own choice stays: a row
-# split whose input is replicated costs about the same by this count, but XLA then also splits the values before it.
-MIN_SAVING = 1e-3
-# Elements. Smaller leaves may stay replicated if that costs less, as long as no more of the model is replicated than by the
-# field-order traversal (`_layers.split_in_field_order`).
-SMALL = 2**14
-
-
-@dataclass(frozen=True)
-class Order:
-    """The result of the dataflow analysis for each leaf that is used with data, by the leaf's name.
-
-    **Arguments:**
-
-    - `splits`: the dim that the model axis splits, counted from the leaf's first dim, and the reason.
-    - `stacked`: the number of leading dims over which loops slice the leaf.
-    - `cost`: the cost of a step, in bytes.
-    - `errors`: how often a primitive had an unknown form, by the primitive and the error. Its values count as replicated.
-    """
-
-    splits: Mapping[str, Split]
-    stacked: Mapping[str, int]
-    cost: float
-    errors: Mapping[str, int]
-
-
-def order(
-    trace: Trace,
-    n_shards: int,
-    followers: Mapping[str, tuple[str, Sequence[int | None]]] = MappingProxyType({}),
-    max_replicated: int | None = None,
-) -> Order:
-    """Applies the rules in the order of a traced loss. All inputs after the model count as data, except PRNG keys.
-
-    **Arguments:**
-
-    - `n_shards`: size of the model axis.
-    - `followers`: leaves that are split like a weight, by name: the weight's name, and for each dim of the leaf the matching
-        dim of the weight, or None.
-    - `max_replicated`: a leaf that could be split is replicated to save cost only if at most this many elements of the model
-        are then replicated in total. No limit by default.
-    """
-    sizes = [math.prod(leaf.shape) for leaf in trace.leaves]
-    index = {name: i for i, name in enumerate(trace.names)}
-    follows = {
-        index[name]: (index[weight], dims) for name, (weight, dims) in followers.items() if {name, weight} <= index.keys()
-    }
-
-    def follow(forced: Mapping[int, int | None]) -> Pass:
-        run = _run(trace, n_shards, forced=forced, follows=follows)
-        run.add_replicated_leaves()
-        return run
-
-    # Leaves whose names differ only in indices (of a list of blocks) are changed together, if their splits are equal.
-    alike: dict[str, list[int]] = {}
-    patterns = [without_indices(name) for name in trace.names]
-    for i, pattern in enumerate(patterns):
-        alike.setdefault(pattern, []).append(i)
-
-    def n_replicated(run: Pass) -> int:
-        return sum(sizes[i] for i, split in run.decided.items() if split.dim is None)
-
-    best, n_trials, tried = follow({}), 0, set()
-
-    def attempt(forced: Mapping[int, int | None]) -> bool:
-        nonlocal best, n_trials
-        unsplit = [leaf for leaf, dim in forced.items() if dim is None]
-        if any(sizes[leaf] >= SMALL for leaf in unsplit):
-            return False
-        n_trials += 1
-        trial = follow({**best.forced, **forced})
-        if trial.cost >= best.cost or (unsplit and max_replicated is not None and n_replicated(trial) > max_replicated):
-            return False
-        best = trial
-        return True
-
-    # All at once, as next: keys alone would not match values that are still split over layers.
-    others = {leaf: [dim for dim in best.options.get(leaf, ()) if dim != best.decided[leaf].dim] for leaf in best.sliced}
-    if forced := {leaf: dims[0] for leaf, dims in others.items() if dims}:
-        attempt(forced)
-    if best.recurrent:  # all at once: a single replicated one would still be combined with split outputs of the others
-        attempt(dict.fromkeys(best.recurrent))
-    while n_shards > 1 and n_trials < MAX_TRIALS:
-        leaf = next((leaf for leaf in best.candidates if patterns[leaf] not in tried), None)
-        if leaf is None:
-            break
-        tried.add(patterns[leaf])
-        now, shape = best.decided[leaf].dim, trace.leaves[leaf].shape
-        same = [i for i in alike[patterns[leaf]] if i in best.decided and best.decided[i].dim == now]
-        same = [i for i in same if trace.leaves[i].shape == shape]
-        others = (*best.options.get(leaf, ()), *([None] if leaf in best.gathered else []))
-        found = [attempt(dict.fromkeys(same, dim)) for dim in others if dim != now]
-        if any(found):
-            tried = {patterns[leaf]}
-    for pattern in dict.fromkeys(patterns[leaf] for leaf in best.forced):
-        trial = follow({leaf: dim for leaf, dim in best.forced.items() if patterns[leaf] != pattern})
-        best = trial if trial.cost * (1 - MIN_SAVING) <= best.cost else best
-    names = trace.names
-    splits = {names[i]: split for i, split in best.decided.items()}
-    return Order(splits, {names[i]: n for i, n in best.stacked.items()}, best.cost, Counter(best.errors.values()))
+from ._flow import Pass
+from ._rules import Split, embedding
+from ._values import Flow, View
 
 
 def followed(trace: Trace, n_shards: int, dims: Mapping[str, int | None] = MappingProxyType({})) -> Pass:
@@ -147,7 +40,7 @@ def followed(trace: Trace, n_shards: int, dims: Mapping[str, int | None] = Mappi
     - `n_shards`: size of the model axis.
     - `dims`: the dim of each leaf that the model axis splits, by name. All others are replicated.
     """
-    return _run(trace, n_shards, decided={i: Split(dims.get(name), "") for i, name in enumerate(trace.names)})
+    return follow(trace, n_shards, decided={i: Split(dims.get(name), "") for i, name in enumerate(trace.names)})
 
 
 def parts_taken(closed: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[int, tuple[Any, int]]:
@@ -165,7 +58,7 @@ def parts_taken(closed: Any, splits: Sequence[int | None], n_shards: int) -> Map
 _related: WeakKeyDictionary[Any, Callable[[Any], Related]] = WeakKeyDictionary()
 
 
-def _run(trace: Trace, n_shards: int, **kwargs: Any) -> Pass:
+def follow(trace: Trace, n_shards: int, **kwargs: Any) -> Pass:
     """Follows a traced function. All inputs after the leaves count as data, except PRNG keys."""
     related = _related.setdefault(trace.closed.jaxpr, cache(Related))
     run = Pass(trace.names, trace.leaves, n_shards, _follow, related, **kwargs)
@@ -247,11 +140,13 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
         if not looked_up:
             run.decide(table, None, "replicated: data decides which slices of it are used")
         elif (dim := run.choose(table, shape, options)) is None:
-            run.decide(table, None, _why_table_is_replicated(run, table, shape[looked_up[0]]))
+            n_rows = shape[looked_up[0]]
+            why = embedding(n_rows, run.n).reason if n_rows % run.n else run.why_replicated(table, (n_rows,), (0,))
+            run.decide(table, None, why)
         elif dim in kept:
             run.decide(table, dim, "follows: values looked up in it are combined with values that have this split")
         else:
-            run.decide(table, dim, f"embedding: {shape[dim]} rows over {run.n} shards")
+            run.decide(table, dim, embedding(shape[dim], run.n).reason)
     dim, cause = run.split(table)
     by, by_cause = run.split(indices)
     if dim is not None and dim in looked_up:  # each shard looks up the rows that it holds
@@ -263,13 +158,6 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     if by is not None and by in of_indices:
         return [Flow(dim=of_indices.index(by), cause=by_cause)]
     return [Flow(cause=cause)]
-
-
-def _why_table_is_replicated(run: Pass, table: Flow, n_rows: int) -> str:
-    if n_rows % run.n == 0:
-        return run.why_replicated(table, (n_rows,), (0,))
-    padded = -(-n_rows // run.n) * run.n
-    return f"replicated: {n_rows} rows do not divide over {run.n} shards; a table padded to {padded} would"
 
 
 def _chosen(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:

@@ -1,4 +1,4 @@
-"""Tracks how each value of the traced loss is split, and decides the split of a parameter from its uses.
+"""A pass over the traced loss: how each of its values is split, and the split of each parameter, decided by its first use.
 
 Owns the two rules as applied to values (`Pass.contract`, `Pass.combine`), and the cost of a choice. `_dataflow` handles each
 primitive.
@@ -6,7 +6,7 @@ primitive.
 
 import math
 from collections import UserDict
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -16,6 +16,7 @@ import jax
 from ..dims import Related
 from ..tracing import Env
 from ._rules import Split, follow
+from ._values import Flow, Use, View
 
 # The cost of a plan is the number of bytes that a device sends in a step. This table has the cost of a collective over a
 # ring of n devices, for each byte of the full array. An all-gather in the forward pass is a reduce-scatter in the backward
@@ -32,81 +33,6 @@ _COLLECTIVE_COST: dict[str, Callable[[int], float]] = {
 _REPLICATED_COST = 8
 _FLOPS_PER_BYTE = 1000  # FLOPs in the time of sending one byte, roughly, from published figures of accelerators
 _PRODUCTS_PER_STEP = 3  # matmuls in a step for each one of the loss: one forward, two backward
-
-
-@dataclass(frozen=True)
-class View:
-    """A value that is a view of a parameter: transposed, sliced or scaled.
-
-    **Arguments:**
-
-    - `leaf`: the index of the parameter among the leaves.
-    - `dims`: for each dim of the value, the dim of the leaf that is split if this dim is split; None where there is none.
-    """
-
-    leaf: int
-    dims: tuple[int | None, ...]
-
-    def of(self, source: Sequence[int | None]) -> "View":
-        """Returns the view whose dim `i` is this one's dim `source[i]`."""
-        return View(self.leaf, tuple(None if dim is None else self.dims[dim] for dim in source))
-
-
-@dataclass(frozen=True)
-class Flow:
-    """The tracked state of a value.
-
-    **Arguments:**
-
-    - `dim`: the dim that the model axis splits; None for a replicated value.
-    - `cause`: the leaf that caused the split, or the replication.
-    - `views`: the parameters that the value is a view of. The splits of these parameters then determine its split, and `dim`
-        and `cause` do not count.
-    - `tail`: a later dim that is split together with `dim`, if `dim` alone does not divide over the shards.
-    - `broadcast`: dims along which all entries are equal, so that slicing is free, also in the gradient.
-    - `data`: whether the value depends on data. A parameter that data selects among others still counts as a parameter.
-    - `grad`: whether a gradient flows back through the value.
-    """
-
-    dim: int | None = None
-    cause: int | None = None
-    views: tuple[View, ...] = ()
-    broadcast: frozenset[int] = frozenset()
-    data: bool = False
-    grad: bool = False
-    tail: int | None = None
-
-    def through(self, source: Sequence[int | None], new: Collection[int] = ()) -> "Flow":
-        """Returns the flow of the value whose dim `i` is this one's dim `source[i]`. It is repeated along the dims `new`."""
-        broadcast = {i for i, dim in enumerate(source) if dim in self.broadcast} | set(new)
-        dim = source.index(self.dim) if self.dim is not None and self.dim in source else None
-        views = tuple(view.of(source) for view in self.views)
-        tail = source.index(self.tail) if dim is not None and self.tail is not None and self.tail in source else None
-        return replace(self, dim=dim, views=views, broadcast=frozenset(broadcast), tail=tail)
-
-    def views_without(self, dims: Collection[int]) -> tuple[View, ...]:
-        """Returns the views with these dims of the value marked as unrelated to the leaves' dims."""
-        if not dims:  # shared: a sum of many parameters has as many views, and copying them at each addition is quadratic
-            return self.views
-        return tuple(view.of([None if i in dims else i for i in range(len(view.dims))]) for view in self.views)
-
-
-@dataclass(frozen=True)
-class Use:
-    """A product of data and a view of a leaf.
-
-    **Arguments:**
-
-    - `shape`: the shape of the view.
-    - `summed`: the view's dims over which the product sums.
-    - `batched`: the view's batch dims, which the data has too.
-    """
-
-    eqn: Any
-    view: View
-    shape: tuple[int, ...]
-    summed: frozenset[int]
-    batched: frozenset[int]
 
 
 @dataclass
@@ -141,7 +67,7 @@ class Pass:
     names: Sequence[str]
     leaves: Sequence[jax.ShapeDtypeStruct]
     n: int
-    follow: Callable[["Pass", Any, list["Flow"]], list["Flow"]]
+    follow: Callable[["Pass", Any, list[Flow]], list[Flow]]
     related: Callable[[Any], Related]
     forced: Mapping[int, int | None] = field(default_factory=dict)
     decided: dict[int, Split] = field(default_factory=dict)
@@ -152,7 +78,7 @@ class Pass:
     recurrent: set[int] = field(default_factory=set)
     sliced: set[int] = field(default_factory=set)
     follows: Mapping[int, tuple[int, Sequence[int | None]]] = field(default_factory=dict)
-    uses: dict[tuple[int, int], "Use"] = field(default_factory=dict)
+    uses: dict[tuple[int, int], Use] = field(default_factory=dict)
     looked_up: set[int] = field(default_factory=set)
     resharded: dict[int, tuple[Any, int]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -162,7 +88,7 @@ class Pass:
     cost: float = 0.0
     n_iterations: int = 1
     reduced: set[Any] = field(default_factory=set)  # values whose gradient's all-reduce is counted
-    memo: MutableMapping[Any, tuple[list["Flow"], dict[str, Any], float]] = field(default_factory=UserDict)
+    memo: MutableMapping[Any, tuple[list[Flow], dict[str, Any], float]] = field(default_factory=UserDict)
 
     def snapshot(self) -> "Pass":
         """Returns a copy of the pass, with everything found so far."""

@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 from .._tree import is_array_like, named_leaves, render
 from ..tracing import Trace, WeightUses
 from ._dataflow import followed
-from ._flow import Use
 from ._layers import _CONVS, _LAYERS, NORMS, _n_stacked, _within
+from ._values import Use
 
 KINDS = ("matrix", "head", "embedding", "convolution", "bias", "norm", "other")
 

@@ -16,7 +16,7 @@ class LoraLinear(eqx.nn.Linear):
 ```
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,47 +27,35 @@ from jaxtyping import PyTree
 from .._tree import is_array_like, named_leaves, nearest, render
 from . import _rules
 
+_Heads = str | Callable[[Any], int] | None
+
 
 @dataclass(frozen=True)
 class _Attention:
-    """The names of an attention class's fields for the projections and the numbers of heads."""
+    """The names of an attention class's fields: those of query, key, value and output, and of the numbers of heads."""
 
-    query: str
-    key: str
-    value: str
-    output: str
-    heads: str | Callable[[Any], int] | None
-    kv_heads: str | Callable[[Any], int] | None
+    projections: tuple[str, ...]
+    heads: _Heads
+    kv_heads: _Heads
     by_name: bool = False
 
-    def projections(self, module: Any) -> tuple[Any, Any, Any, Any]:
-        return tuple(getattr(module, name) for name in self.names)  # pyright: ignore[reportReturnType]
-
-    @property
-    def names(self) -> tuple[str, str, str, str]:
-        return self.query, self.key, self.value, self.output
-
     def n_heads(self, module: Any) -> tuple[int | None, int | None]:
-        heads = _read(module, self.heads)
-        kv_heads = _read(module, self.kv_heads)
+        heads, kv_heads = (
+            of(module) if callable(of) else None if of is None else getattr(module, of) for of in (self.heads, self.kv_heads)
+        )
         return heads, heads if kv_heads is None else kv_heads
 
 
-def _read(module: Any, where: str | Callable[[Any], int] | None) -> int | None:
-    if where is None:
-        return None
-    return where(module) if callable(where) else getattr(module, where)
+_MULTIHEAD = "query_proj", "key_proj", "value_proj", "output_proj"
+_ATTENTIONS: dict[type, _Attention] = {eqx.nn.MultiheadAttention: _Attention(_MULTIHEAD, "num_heads", None)}
 
-
-_ATTENTIONS: dict[type, _Attention] = {
-    eqx.nn.MultiheadAttention: _Attention("query_proj", "key_proj", "value_proj", "output_proj", "num_heads", None)
-}
-
-# The fallback for classes that are not registered: common field names of the four projections in published code.
-_QUERY_NAMES = ("query", "q", "q_proj", "query_proj", "wq", "to_q", "w_q", "linear_q")
-_KEY_NAMES = ("key", "k", "k_proj", "key_proj", "wk", "to_k", "w_k", "linear_k")
-_VALUE_NAMES = ("value", "v", "v_proj", "value_proj", "wv", "to_v", "w_v", "linear_v")
-_OUTPUT_NAMES = ("output", "o", "out", "o_proj", "out_proj", "output_proj", "wo", "to_out", "w_o", "linear_o", "proj")
+# The fallback for classes that are not registered: common field names in published code.
+_PROJECTION_NAMES = (
+    ("query", "q", "q_proj", "query_proj", "wq", "to_q", "w_q", "linear_q"),
+    ("key", "k", "k_proj", "key_proj", "wk", "to_k", "w_k", "linear_k"),
+    ("value", "v", "v_proj", "value_proj", "wv", "to_v", "w_v", "linear_v"),
+    ("output", "o", "out", "o_proj", "out_proj", "output_proj", "wo", "to_out", "w_o", "linear_o", "proj"),
+)
 _HEADS_NAMES = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads", "h")
 _KV_HEADS_NAMES = ("num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_key_value_heads")
 
@@ -79,8 +67,8 @@ def register_attention(
     key: str,
     value: str,
     output: str,
-    heads: str | Callable[[Any], int] | None = None,
-    kv_heads: str | Callable[[Any], int] | None = None,
+    heads: _Heads = None,
+    kv_heads: _Heads = None,
 ) -> None:
     """Registers `cls` as an attention, with the names of its four projections.
 
@@ -100,9 +88,12 @@ def register_attention(
     for role, name in (("query", query), ("key", key), ("value", value), ("output", output)):
         if name not in fields:
             raise ValueError(f"`{role}`: expected a field of {cls.__name__}, got {name!r}.{nearest(name, fields)}")
-    heads = heads or next((name for name in _HEADS_NAMES if name in fields), None)
-    kv_heads = kv_heads or next((name for name in _KV_HEADS_NAMES if name in fields), None)
-    _ATTENTIONS[cls] = _Attention(query, key, value, output, heads, kv_heads)
+    heads, kv_heads = heads or _first(_HEADS_NAMES, fields), kv_heads or _first(_KV_HEADS_NAMES, fields)
+    _ATTENTIONS[cls] = _Attention((query, key, value, output), heads, kv_heads)
+
+
+def _first(names: Sequence[str], among: Collection[str]) -> str | None:
+    return next((name for name in names if name in among), None)
 
 
 def _attention_of(node: Any) -> _Attention | None:
@@ -112,17 +103,15 @@ def _attention_of(node: Any) -> _Attention | None:
     for cls in type(node).__mro__:
         if cls in _ATTENTIONS:
             return _ATTENTIONS[cls]
-    fields = type(node).__dataclass_fields__
 
-    def find(names: Sequence[str]) -> str | None:
-        return next((name for name in names if isinstance(getattr(node, name, None), eqx.nn.Linear)), None)
+    def find(names: Sequence[str], kind: type) -> str | None:
+        return next((name for name in names if isinstance(getattr(node, name, None), kind)), None)
 
-    query, key, value, output = map(find, (_QUERY_NAMES, _KEY_NAMES, _VALUE_NAMES, _OUTPUT_NAMES))
-    if query is None or key is None or value is None or output is None:
+    found = [name for names in _PROJECTION_NAMES if (name := find(names, eqx.nn.Linear)) is not None]
+    if len(found) < len(_PROJECTION_NAMES):
         return None
-    heads = next((name for name in _HEADS_NAMES if isinstance(getattr(node, name, None), int)), None)
-    kv_heads = next((name for name in _KV_HEADS_NAMES if name in fields), None)
-    return _Attention(query, key, value, output, heads, kv_heads, by_name=True)
+    kv_heads = _first(_KV_HEADS_NAMES, type(node).__dataclass_fields__)
+    return _Attention(tuple(found), find(_HEADS_NAMES, int), kv_heads, by_name=True)
 
 
 NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
@@ -176,7 +165,8 @@ def split_in_field_order(model: PyTree, n_shards: int) -> tuple[dict[str, _rules
 
     def visit_attention(path: tuple[Any, ...], node: Any, how: _Attention) -> None:
         roles = {}
-        for role, linear in zip(how.names, how.projections(node), strict=True):
+        for role in how.projections:
+            linear = getattr(node, role)
             role_path = (*path, jtu.GetAttrKey(role))
             if not isinstance(linear, eqx.nn.Linear):
                 raise TypeError(

@@ -1,46 +1,40 @@
 """The plan: how every leaf of a model is split over the mesh, and the reasons.
 
-Owns the specs on the mesh's axes, the reasons, and the placement of a model on the mesh. `_layers` finds the layers,
-`_dataflow` finds the order in which a loss uses them, and `_rules` decides how each is split. `transforms` applies a plan
-within a step.
+Owns the specs on the mesh's axes and the reasons. `_layers` finds the layers, `_search` the order in which a loss uses them,
+and `_rules` decides how each is split. `_placement` puts a model on the mesh, `transforms` applies a plan within a step.
 """
 
 import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from .._tree import PyTree, is_array_like, merged, named_leaves, nearest, render, without_indices
+from .._tree import PyTree, is_array_like, merged, named_leaves, nearest, without_indices
 from ..dims import UNKNOWN, RowUse
-from ..machine import FSDP, MODEL, axes_of, copied, put as put_on_mesh, replicated
+from ..machine import FSDP, MODEL, axes_of, n_shards
 from ..monitor import HtmlPage, size_text
 from ..storage import disk_path
 from ..tracing import Trace, line_of, product_flops
 from . import _rules
-from ._dataflow import Order, followed, order
+from ._dataflow import followed
 from ._draw import Picture, draw
 from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
+from ._overrides import Overrides, specs_of
+from ._search import Order, order
 
 # The fsdp axis does not split leaves with fewer elements: the latency of gathering one would outweigh the memory saved.
 MIN_FSDP_SIZE = 2**12
 # A replicated leaf with this many elements, and at least 1 % of its model, is worth a warning.
 LARGE_SIZE = 2**20
 _N_SHOWN = 3
-
-Overrides = Mapping[str, P | Sequence[str | Sequence[str] | None] | None]
-
-
-def _n_shards(spec: P, mesh: Mesh) -> int:
-    return math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
 
 
 @dataclass(frozen=True)
@@ -101,7 +95,7 @@ class Plan:
 
     def on(self, mesh: Mesh) -> "Plan":
         """Returns the plan with the same specs on another mesh with the same axes."""
-        leaves = {name: replace(leaf, n_shards=_n_shards(leaf.spec, mesh)) for name, leaf in self.leaves.items()}
+        leaves = {name: replace(leaf, n_shards=n_shards(leaf.spec, mesh)) for name, leaf in self.leaves.items()}
         return replace(self, mesh=mesh, leaves=leaves)
 
     def check(self, model: PyTree) -> None:
@@ -209,20 +203,16 @@ class Plan:
         """
         pictures = []
         for name, reason, alike in self._alike():
-            if not fnmatch.filter(alike, where):
-                continue
-            *layer, module, leaf = ["", "", *name.split(".")]
-            spec, shape = self[alike[0]].spec, self[alike[0]].shape
-            axes = [tuple((axis, self.mesh.shape[axis]) for axis in axes_of(entry)) for entry in spec]
-            axes += [()] * (len(shape) - len(axes))
-            own = ".".join(part for part in (module, leaf) if part) + (f"  ({len(alike)}x)" if len(alike) > 1 else "")
-            layer = ".".join(part for part in layer if part)
-            why = re.split(r"[:; ]", reason)[0]  # its first word; fsdp may split what the model axis does not
-            pictures.append(Picture(layer, own, shape, tuple(axes), "" if why == "replicated" and any(axes) else why))
+            if fnmatch.filter(alike, where):
+                leaf, (*layer, module, own) = self[alike[0]], ["", *name.split(".")]
+                own = f"{module}.{own}".strip(".") + (f"  ({len(alike)}x)" if len(alike) > 1 else "")
+                why = re.split(r"[:; ]", reason)[0]  # its first word; fsdp may split what the model axis does not
+                why = "" if why == "replicated" and any(leaf.spec) else why
+                pictures.append(Picture(".".join(layer[1:]), own, leaf.shape, leaf.spec, why))
         if not pictures:
             raise ValueError(f"`where`: expected a path of the model, got {where!r}.{nearest(where, self.leaves)}")
         path = disk_path(path)
-        draw(pictures, path, title=self._totals())
+        draw(pictures, self.mesh.shape, path, title=self._totals())
         return path
 
 
@@ -262,7 +252,7 @@ def make_plan(
         found = order(trace, mesh.shape[MODEL], followers(model), max_replicated)
         stored = _reorder(splits, stacked, found, sizes, max_replicated)
     kinds = kinds_of(model, trace)
-    chosen = _resolve_overrides(overrides or {}, leaves, mesh)
+    chosen = specs_of(overrides or {}, leaves, mesh)
     unknown = _rules.Split(None, "replicated: no known layer")
     # Maps the id of each array to the leaf that decides the split of all leaves with this array: one with a split, if any.
     decides: dict[int, str] = {}
@@ -275,13 +265,13 @@ def make_plan(
         shape, twin = tuple(leaf.shape), decides.get(id(leaf), name)
         split, n_stacked = splits.get(twin, unknown), stacked.get(twin, 0)
         if twin != name:
-            split = _rules.tie(split, twin)
+            split = replace(split, reason=f"tied: the same array as `{twin}`")
             if trained is None or (name in trained and twin in trained):  # a frozen one is a copy, as of a reference model
                 twins[name] = twin
         spec, reason = chosen[name] if name in chosen else _spec(shape, n_stacked, split, mesh)
         is_stored = twin in stored and name not in chosen
-        n_shards = _n_shards(spec, mesh)
-        planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, n_shards, kind=kinds[name], is_stored_split=is_stored)
+        n_parts = n_shards(spec, mesh)
+        planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, n_parts, kind=kinds[name], is_stored_split=is_stored)
     warnings = _about_twins(twins, trained is not None)
     if mesh.shape[MODEL] * mesh.shape[FSDP] > 1:
         replicated_leaves = {name: leaf for name, leaf in planned.items() if leaf.n_shards == 1 and name not in chosen}
@@ -421,129 +411,6 @@ def mark_read(plan: Plan, trace: Trace, row_use: RowUse = UNKNOWN, *, with_kinds
         row_use = plan.row_use
     row_use = replace(row_use, trace=None, constants=None)  # a plan can be copied, and keeps no arrays alive
     return replace(plan, leaves=marked, repeats=repeats, row_use=row_use)
-
-
-def place(model: PyTree, plan: Plan) -> PyTree:
-    """Puts every array of a model on the plan's mesh, sharded by the plan's specs.
-
-    Arrays that already have their sharding (from `deployer.init`) are not copied. All others are, so that a step that
-    donates its arguments never deletes an array of the caller; and so is the second leaf of one array, because a step may
-    donate the first.
-    """
-    kept: set[int] = set()
-
-    def put(path: tuple[Any, ...], leaf: Any) -> Any:
-        if not is_array_like(leaf):
-            return leaf
-        sharding = plan.sharding(render(path))
-        is_placed = isinstance(leaf, jax.Array) and leaf.sharding == sharding and not leaf.weak_type
-        if is_placed:
-            is_second = id(leaf) in kept
-            kept.add(id(leaf))
-            return leaf.copy() if is_second else leaf
-        # Copied first: for PRNG keys, and for arrays that are already on one of the mesh's devices, `device_put` may return
-        # the caller's own buffer in spite of `may_alias=False`.
-        if not sharding.is_fully_addressable:
-            return put_on_mesh(leaf, sharding)
-        return jax.device_put(copied(leaf) if isinstance(leaf, jax.Array) else leaf, sharding, may_alias=False)
-
-    return jtu.tree_map_with_path(put, model)
-
-
-def shardings_like(state: PyTree, plan: Plan) -> PyTree:
-    """Returns the shardings of the leaves of an optimizer state (or of gradients, or of averages).
-
-    A leaf gets the sharding of the parameter that has the same shape and whose name is a suffix of the leaf's name:
-    `0.mu.head.weight` gets that of `head.weight`. A leaf with one number for each block of the parameter does too, along the
-    dims whose blocks divide over the shards. All others are replicated.
-
-    **Arguments:**
-
-    - `state`: a PyTree of arrays or shapes.
-    """
-
-    def of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        parts = render(path).split(".")
-        for i in range(len(parts)):
-            planned = plan.leaves.get(".".join(parts[i:]))
-            if planned is not None and planned.shape == tuple(leaf.shape):
-                return NamedSharding(plan.mesh, planned.spec)
-            if planned is not None and _are_blocks(leaf.shape, planned.shape):
-                of_dims = zip(leaf.shape, planned.spec, strict=True)
-                kept = [None if n % _n_shards(P(entry), plan.mesh) else entry for n, entry in of_dims]
-                return NamedSharding(plan.mesh, P(*kept)) if any(kept) else replicated(plan.mesh)
-        return replicated(plan.mesh)
-
-    return jtu.tree_map_with_path(of, state)
-
-
-def _are_blocks(shape: Sequence[int], full: Sequence[int]) -> bool:
-    """Whether an array has one entry for each equal block of another array."""
-    return len(shape) == len(full) and all(n and size % n == 0 for n, size in zip(shape, full, strict=True))
-
-
-def _resolve_overrides(overrides: Overrides, leaves: Mapping[str, Any], mesh: Mesh) -> dict[str, tuple[P, str]]:
-    """Returns the spec and reason of each leaf that an override matches. Raises ValueError for an invalid override."""
-    chosen: dict[str, tuple[P, str]] = {}
-    if not isinstance(overrides, Mapping):
-        raise TypeError(
-            f"`overrides`: expected a dict of specs by path or glob, got {type(overrides).__name__}. "
-            'Write `{"head.weight": ("model", None)}`.'
-        )
-    for pattern, given in overrides.items():
-        if not isinstance(pattern, str):
-            raise TypeError(
-                f"`overrides[{pattern!r}]`: expected a path or a glob, got {type(pattern).__name__}. Pass a string."
-            )
-        matched = fnmatch.filter(leaves, pattern)
-        if not matched:
-            raise ValueError(f"`overrides[{pattern!r}]`: expected a path of the model.{nearest(pattern, leaves)}")
-        if isinstance(given, str):
-            raise ValueError(
-                f"`overrides[{pattern!r}]`: expected a mesh axis or None for each dim, got {given!r}. "
-                f"Write `({given!r}, None)` to split the first of two dims."
-            )
-        entries = given if isinstance(given, tuple | list | P) else () if given is None else (given,)
-        wrong = [axis for entry in entries for axis in (entry if isinstance(entry, tuple | list) else (entry,))]
-        wrong = [axis for axis in wrong if axis is not None and not isinstance(axis, str)]
-        if wrong:
-            raise TypeError(
-                f"`overrides[{pattern!r}]`: expected a mesh axis or None for each dim, got {wrong[0]!r}. "
-                "Write `('model', None)` to split the first of two dims, None to replicate the leaf."
-            )
-        spec = P(*entries)
-        for name in matched:
-            if name in chosen:
-                continue
-            shape = tuple(leaves[name].shape)
-            _check_spec(f"`overrides[{pattern!r}]`", spec, name, shape, mesh)
-            full = P(*spec, *[None] * (len(shape) - len(spec)))
-            chosen[name] = (full, f"overridden by {pattern!r}")
-    return chosen
-
-
-def _check_spec(where: str, spec: P, name: str, shape: tuple[int, ...], mesh: Mesh) -> None:
-    """Raises ValueError for an override that does not fit the leaf `name`."""
-    if len(spec) > len(shape):
-        raise ValueError(
-            f"{where}: expected at most {len(shape)} entries for `{name}` of shape {shape}, "
-            f"got {tuple(spec)}. Give one mesh axis or None for each dim."
-        )
-    named = [axis for entry in spec for axis in axes_of(entry)]
-    if len(set(named)) < len(named):
-        raise ValueError(f"{where}: expected each mesh axis once, got {tuple(spec)}. Split one dim by it.")
-    for dim, entry in enumerate(spec):
-        for axis in axes_of(entry):
-            if axis not in mesh.shape:
-                raise ValueError(
-                    f"{where}: expected mesh axes among {tuple(mesh.shape)}, got {axis!r}.{nearest(axis, mesh.shape)}"
-                )
-        n = _n_shards(P(entry), mesh)
-        if shape[dim] % n:
-            raise ValueError(
-                f"{where}: expected dim {dim} of `{name}` to divide over {n} shards, got "
-                f"{shape}. Choose another dim, or None."
-            )
 
 
 def check_plan(plan: Any) -> None:

@@ -9,7 +9,7 @@ replicated splits its output dim (dim 0, a "column" split). A layer whose input 
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 OUT = 0  # dim 0 of an `[out, in]` weight, and the rows of an embedding
 IN = 1
@@ -193,8 +193,3 @@ def largest_free_dim(shape: tuple[int, ...], taken: Collection[int | None], n_sh
     """
     free = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] and shape[dim] % n_shards == 0]
     return max(free, key=lambda dim: shape[dim], default=None)
-
-
-def tie(split: Split, name: str) -> Split:
-    """Returns the split of a leaf that is the same array as the leaf `name`."""
-    return replace(split, reason=f"tied: the same array as `{name}`")

@@ -5,8 +5,8 @@ of a grouped (or depthwise) convolution's weight is n times too large. Both of X
 gradient is right if the channels are split over that axis, so this rule splits them. If the axis does not divide the
 channels, groups of zeros are added first.
 
-Source: measured with jax 0.10.2. Cost: resharding the input's channels over the model axis, which is a slice if they are
-replicated.
+Source: measured with jax 0.10.2 (`test_xla_still_sums_the_gradient_too_often` fails once it is fixed). Cost: resharding the
+input's channels over the model axis, which is a slice if they are replicated.
 """
 
 from collections.abc import Sequence

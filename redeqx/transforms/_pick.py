@@ -4,6 +4,8 @@ The gradient of `jnp.take_along_axis(logits, labels[..., None], -1)`, and of `lo
 into zeros of the size of all logits. XLA fuses nothing with a scatter: the zeros, the softmax and their sum are float32
 arrays in memory, and are cast at the end. Comparing the label with the index of each entry gives the same value, and its
 gradient is elementwise, in one pass over the logits. If the dim is split, no device needs the entries of the others.
+With jax 0.10.2, the CPU compiler needs 32 MiB instead of 48 for 64 x 64 logits of 8192 labels
+(`test_a_scatter_still_needs_more_memory` fails once that is over).
 """
 
 from collections.abc import Sequence

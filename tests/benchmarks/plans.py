@@ -56,8 +56,7 @@ from jax.sharding import NamedSharding
 import redeqx
 from redeqx.compiled import _hlo
 from redeqx.machine._mesh import BATCH_AXES
-from redeqx.partition import Plan, _plan
-from redeqx.partition._dataflow import order
+from redeqx.partition import Plan, _plan, order
 from redeqx.partition._rules import Split
 from redeqx.tracing import Trace
 

@@ -11,7 +11,6 @@ import pytest
 
 from redeqx.machine import make_mesh
 from redeqx.partition import make_plan
-from redeqx.partition._draw import Picture
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -49,7 +48,7 @@ def saved_figures(monkeypatch):
 
 
 def texts(figure):
-    return [text.get_text() for text in figure.axes[0].texts]
+    return [line for text in figure.axes[0].texts for line in text.get_text().splitlines()]
 
 
 def test_each_array_is_labelled_with_name_shape_and_split(saved_figures, tmp_path):
@@ -66,9 +65,8 @@ def test_each_array_is_labelled_with_name_shape_and_split(saved_figures, tmp_pat
     ):
         at = labels.index(lines[0])
         assert labels[at : at + len(lines)] == lines
-    assert labels[-5:] == [
-        "split by model", "replicated", "full colour: one device's part", "pale: the others'", "gap: longer than drawn",
-    ]  # fmt: skip
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["split by model", "replicated", "one device's part", "the others'"]
 
 
 @pytest.mark.parametrize(
@@ -80,20 +78,23 @@ def test_full_colour_marks_the_share_of_one_device(saved_figures, shards):
         saved_figures.clear()
         model_plan.draw("plan.png", where=name)
         figure = saved_figures[0][0]
-        above_legend = [patch for patch in figure.axes[0].patches if patch.get_y() < figure.get_figheight() - 0.4]
-        coloured = [patch for patch in above_legend if patch.get_facecolor()[:3] != (1, 1, 1) and patch.get_fill()]
-        full = [patch for patch in coloured if patch.get_facecolor()[3] == 1]
-        total = max(patch.get_width() * patch.get_height() for patch in coloured)
-        assert np.isclose(full[0].get_width() * full[0].get_height() / total, 1 / leaf.n_shards), name
+        areas = {patch.get_facecolor()[3] == 1: patch.get_width() * patch.get_height() for patch in figure.axes[0].patches}
+        assert np.isclose(areas[True] / max(areas.values()), 1 / leaf.n_shards), name
 
 
-def test_split_dims_are_drawn_in_preference_to_others():
-    def shown_dims(shape, *split):
-        return Picture("", "x", shape, tuple((("model", 2),) if dim in split else () for dim in range(len(shape)))).shown
-
-    assert shown_dims(()) == () and shown_dims((3,)) == (0,) and shown_dims((3, 5)) == (0, 1)
-    assert shown_dims((12, 768, 3072)) == (1, 2) and shown_dims((12, 768, 3072), 0) == (0, 2)
-    assert shown_dims((64, 3, 7, 7), 1) == (0, 1) and shown_dims((4, 4, 4), 0, 2) == (0, 2)
+@pytest.mark.parametrize(
+    ("shape", "split", "shown"),
+    [((), (), (1, 1)), ((3,), (), (3, 1)), ((12, 768, 3072), (), (768, 3072)), ((12, 768, 3072), (0,), (12, 3072)),
+     ((64, 3, 7, 7), (1,), (64, 3)), ((4, 8, 4), (0, 2), (4, 4))],
+)  # fmt: skip
+def test_split_dims_are_drawn_in_preference_to_others(saved_figures, shape, split, shown):
+    spec = ["fsdp" if dim in split[:1] else "model" if dim in split else None for dim in range(len(shape))]
+    model = {"x": jax.ShapeDtypeStruct(shape, jnp.float32), "largest": jax.ShapeDtypeStruct((3072,), jnp.float32)}
+    make_plan(model, make_mesh(1), overrides={"x": spec} if split else None).draw("plan.png")
+    patch = saved_figures[0][0].axes[0].patches[-1 if not split else -2]
+    largest = saved_figures[0][0].axes[0].patches[0].get_height()
+    expected = [largest * (size / 3072) ** 0.25 if size > 1 else 0.09 for size in shown]
+    np.testing.assert_allclose([patch.get_height(), patch.get_width()], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])

@@ -12,13 +12,12 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import redeqx.partition._plan
 from redeqx import register_attention
 from redeqx._tree import is_array_like, named_leaves
 from redeqx.machine import make_mesh
 from redeqx.models import lora
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.partition._plan import MIN_FSDP_SIZE, make_plan, mark_read, place, shardings_like
+from redeqx.partition import make_plan, mark_read, place, shardings_like
 from redeqx.tracing import Trace
 
 KEY = jax.random.key(0)
@@ -473,7 +472,7 @@ def test_shapes_and_arrays_give_the_same_plan():
 
 # --- the fsdp axis ------------------------------------------------------------------------------------------------------
 
-BIG = MIN_FSDP_SIZE
+BIG = 64 * 64  # the smallest leaf that the fsdp axis splits
 
 
 @pytest.mark.parametrize(
@@ -482,7 +481,7 @@ BIG = MIN_FSDP_SIZE
         (1, (BIG // 16, 16), P(F, None), "; fsdp on dim 0"),
         (1, (16, BIG // 16), P(None, F), "; fsdp on dim 1"),
         (2, (64, 64), P(F, None), "; fsdp on dim 0"),  # the first of the equal dims
-        (2, (64, 63), REPLICATED, ""),  # smaller than MIN_FSDP_SIZE
+        (2, (64, 63), REPLICATED, ""),  # too small
         (1, (4, 1100), P(None, None), "; no free dim for 8 fsdp shards"),
         (1, (12, 3, 800), P(None, None, F), "; fsdp on dim 2"),
         (1, (BIG,), P(F), "; fsdp on dim 0"),
@@ -774,10 +773,6 @@ def test_gradients_have_the_sharding_of_their_parameters():
     }
     shardings = shardings_like(state, plan)
     assert (shardings["mu"]["weight"].spec, shardings["mu"]["up"]["weight"].spec) == (REPLICATED, plan["up.weight"].spec)
-
-
-def test_size_thresholds_assumed_by_the_tests_above():
-    assert redeqx.partition._plan.LARGE_SIZE <= 1030 * 1025 and MIN_FSDP_SIZE == 64 * 64
 
 
 # --- arrays that a subclass of a known layer adds -----------------------------------------------------------------------

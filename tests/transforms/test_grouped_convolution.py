@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
+from redeqx.machine import make_mesh
 
 C = 12
 
@@ -81,3 +83,17 @@ def test_gradient_taken_by_a_grad_fn(x64, n_channels):
     found = gradients(model, batch, 4, 1, grad_fn=grad_fn)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("n_model_shards", [2, 4])
+def test_xla_still_sums_the_gradient_too_often(n_model_shards):
+    """The error that `FixGroupedConvolutions` avoids (jax 0.10.2, 2026-11-25). Once this fails, delete the rule."""
+    mesh = make_mesh(n_model_shards)
+    batch, weight = jax.random.normal(jax.random.key(0), (8, C, 8)), jax.random.normal(jax.random.key(1), (C, 1, 3))
+
+    def loss(weight, batch):
+        return jnp.square(jax.lax.conv_general_dilated(batch, weight, (1,), "SAME", feature_group_count=C)).mean()
+
+    expected = jax.grad(loss)(weight, batch)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((weight, P()), (batch, P(("data", "fsdp"))))]
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(*placed), n_model_shards * expected, rtol=1e-4, atol=1e-6)

@@ -100,3 +100,17 @@ def test_infinite_entries_that_are_not_picked_have_no_effect():
 def test_other_gathers_are_unchanged(fn):
     changed = transformed(fn, [PickByComparison()])
     assert str(jax.make_jaxpr(changed)(LOGITS, LABELS)) == str(jax.make_jaxpr(fn)(LOGITS, LABELS))
+
+
+def test_a_scatter_still_needs_more_memory():
+    """What the rule saves: the zeros that a scatter fills (jax 0.10.2, 2026-11-25). Once this fails, delete the rule."""
+    x, weight, labels = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in
+                         (((64, 32, 16), "float32"), ((16, 512), "float32"), ((64, 32), "int32")))  # fmt: skip
+
+    def loss(weight, x, labels):
+        return along_axis(x @ weight, labels)
+
+    def peak(fn):
+        return jax.jit(jax.grad(fn)).lower(weight, x, labels).compile().memory_analysis().temp_size_in_bytes
+
+    assert peak(loss) - peak(transformed(loss, [PickByComparison()])) >= 64 * 32 * 512 * 4  # all logits once
