@@ -1,6 +1,5 @@
 """Plans: the exact spec and reason of each leaf, overrides, reports, and models and optimizer states placed by a plan."""
 
-import itertools
 import re
 from typing import ClassVar
 
@@ -80,33 +79,6 @@ def test_mlp():
     assert plan["layers.1.weight"].reason == "row: its input arrives split by `layers.0`"
     assert plan["layers.0.bias"].reason == "follows dim 0 of its weight"
     assert plan["layers.1.bias"].reason == "replicated: added to a replicated output"
-
-
-class SwiGLU(eqx.Module):
-    def __call__(self, x):
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))  # pyright: ignore
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(("gate", "up", "down"))), ids="-".join)
-def test_swiglu_in_every_field_order(order):
-    sizes = {"gate": (D, 64), "up": (D, 64), "down": (64, D)}
-    cls = type("Block", (SwiGLU,), {"__annotations__": dict.fromkeys(order, eqx.nn.Linear)})
-    model = cls(*(linear(*sizes[name], use_bias=False) for name in order))
-    assert specs(plan_of(model)) == {f"{n}.weight": ROW if n == "down" else COLUMN for n in order}
-
-
-class AutoEncoder(eqx.Module):
-    encode: eqx.nn.Linear
-    squeeze: eqx.nn.Linear
-    widen: eqx.nn.Linear
-    decode: eqx.nn.Linear
-
-
-@pytest.mark.parametrize("as_fields", [True, False])
-def test_autoencoder(as_fields):
-    layers = [linear(a, b, use_bias=False) for a, b in [(64, 32), (32, 8), (8, 32), (32, 64)]]
-    model = AutoEncoder(*layers) if as_fields else eqx.nn.Sequential(layers)
-    assert list(specs(plan_of(model)).values()) == [COLUMN, ROW, COLUMN, ROW]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
-from redeqx._tree import is_array_like
 from redeqx.compiled import collectives
 from redeqx.machine import make_mesh, split_rows
 from redeqx.models.gpt2 import GPT2, GPT2Config
@@ -462,7 +461,8 @@ def test_gpt2_gathers_weights_again_in_the_backward_pass():
     """No transposed weight is saved in gathered form. The tied embedding is gathered once a pass."""
     mesh = make_mesh(1, 8)
     config = GPT2Config(vocab_size=256, n_positions=80, d_model=64, n_layers=2, n_heads=4, **dict.fromkeys(DROPOUTS, 0.0))
-    arrays, static = eqx.partition(eqx.filter_eval_shape(lambda: GPT2(config, key=jax.random.key(0))), is_array_like)
+    is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
+    arrays, static = eqx.partition(eqx.filter_eval_shape(lambda: GPT2(config, key=jax.random.key(0))), is_shape)
     plan = make_plan(arrays, mesh)
     names, treedef = list(plan.leaves), jax.tree.structure(arrays)
     storage = [plan.sharding(name) for name in names]
