@@ -43,6 +43,11 @@ class Affine:
         return self.start + sum(min(end, 0) for end in ends), self.start + sum(max(end, 0) for end in ends)
 
 
+def whole_view(eqn: Any) -> Sequence[int | None] | None:
+    """Returns the dims of a view that has all entries of its operand; None for any other equation."""
+    return None if eqn.primitive.name in ("slice", "dynamic_slice") else view(eqn)
+
+
 # A boolean array whose entries are True where all of these are at least 0; an empty tuple is True everywhere.
 Inequalities = tuple[Affine, ...]
 
@@ -83,9 +88,9 @@ def _from_equation(body: Body, atom: Any, negated: bool) -> Inequalities | None:
         if _is_false(of_operand(if_true, negated), shape):
             return _all_of(of_operand(which, True), of_operand(if_false, negated))
         return None
-    dims = view(eqn)
+    dims = whole_view(eqn)
     is_of_kind = jnp.issubdtype(eqn.invars[0].aval.dtype, bool if atom.aval.dtype == bool else jnp.floating)
-    if dims is None or name in ("slice", "dynamic_slice") or not is_of_kind:
+    if dims is None or not is_of_kind:
         return None
     found = inequalities(body, eqn.invars[0], negated)
     return None if found is None else tuple(each.select_dims(dims) for each in found)
@@ -191,9 +196,8 @@ def _affine(body: Body, atom: Any, shape: Sequence[int]) -> Affine | None:
         operands = [_affine(body, operand, own) for operand in eqn.invars]
         found = None if None in operands else _ARITHMETIC[eqn.primitive.name](*operands)
     else:
-        dims = view(eqn)
-        is_part = dims is None or eqn.primitive.name in ("slice", "dynamic_slice")
-        found = None if is_part else _affine(body, eqn.invars[0], eqn.invars[0].aval.shape)
+        dims = whole_view(eqn)
+        found = None if dims is None else _affine(body, eqn.invars[0], eqn.invars[0].aval.shape)
         found = None if found is None or dims is None else found.select_dims(dims)
     if found is None or len(own) == len(shape):
         return found

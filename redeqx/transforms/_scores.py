@@ -16,7 +16,7 @@ import numpy as np
 
 from ..dims import repeats, view
 from ..tracing import Body, variables
-from ._bands import inequalities
+from ._bands import inequalities, whole_view
 
 _MASKED_SCORE = -1e4  # at or below this, the weight of a score is 0
 _ABSORBING_SCORE = -1e9  # at or below this, a sum with scores or biases rounds them away
@@ -113,8 +113,8 @@ def _trace_views(
                 break
             operand = Operand(sides[0], operand.labels)
         else:
-            dims = view(eqn)
-            if dims is None or eqn.primitive.name in ("slice", "dynamic_slice") or not is_followed(eqn):
+            dims = whole_view(eqn)
+            if dims is None or not is_followed(eqn):
                 break
             operand = Operand(eqn.invars[0], _operand_labels(eqn, dims, operand.labels))
         path.append(eqn)
