@@ -113,4 +113,5 @@ def test_a_scatter_still_needs_more_memory():
     def peak(fn):
         return jax.jit(jax.grad(fn)).lower(weight, x, labels).compile().memory_analysis().temp_size_in_bytes
 
-    assert peak(loss) - peak(transformed(loss, [PickByComparison()])) >= 64 * 32 * 512 * 4  # all logits once
+    logits = 64 * 32 * 512 * 4  # bytes
+    assert peak(loss) - peak(transformed(loss, [PickByComparison()])) > 0.9 * logits
