@@ -118,7 +118,7 @@ class Step:
 
 @dataclass(eq=False)
 class Block:
-    """A jaxpr at one place: its inputs, equations and outputs. Remats are inlined."""
+    """A jaxpr at one place: its inputs, equations and outputs."""
 
     ins: list[Value]
     steps: list[Step] = field(default_factory=list)

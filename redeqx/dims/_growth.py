@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..tracing import Env, insides
-from ._atoms import Dim, Step, Value, flat, size_of, steps_of
+from ._atoms import Dim, Step, Value, flat, steps_of
 from ._names import Names
 
 _SIZES = {  # parameters that are sizes of dims, which the names explain
@@ -58,7 +58,6 @@ class Growth:
             _name_what_grows(names, other, ours, others)
         self.group = math.prod(atom.size for atom, grows in zip(names.rows, varies, strict=True) if not grows)
         self._sizes = {one: two.size for one, two in zip(names.rows, other.rows, strict=True)}
-        self._ratio = size_of(other.rows) / max(size_of(names.rows), 1)
         uses: dict[int, list[Value]] = {}
         for value in (value for step in ours for value in step.ins if value.base is not None):
             uses.setdefault(id(value.base), []).append(value)
@@ -85,7 +84,7 @@ class Growth:
         if not self._is_named(value, its.aval.shape):
             self.degrees[id(source)] = None
         elif id(source) not in self.degrees and constant is not its.source.literal:
-            degree = degree_of(constant, its.source.literal, self._ratio)
+            degree = degree_of(constant, its.source.literal)
             if degree != 0:
                 self.degrees[id(source)] = degree
 
@@ -135,34 +134,30 @@ def numbers_of(eqn: Any) -> Iterator[Any]:
             yield value
 
 
-def degree_of(one: Any, two: Any, ratio: float) -> int | None:
-    """Returns d if a constant is proportional to the d-th power of the number of rows, from its values for two numbers; None
-    if there is no such d."""
-    return next((d for d in (0, -1, 1, -2, 2) if is_power(one, two, ratio, d)), None)
+def degree_of(one: Any, two: Any) -> int | None:
+    """Returns d if a constant is proportional to the d-th power of the number of rows, from its values for one number and
+    for twice as many; None if there is no such d."""
+    return {1: 0, 2: 1, 0.5: -1, 4: 2, 0.25: -2}.get(_factor(one, two))
 
 
-def is_power(one: Any, two: Any, ratio: float, degree: int, tolerance: float = 0) -> bool:
-    """Whether a constant is `ratio**degree` times another. An array that grows has the same number in all of its entries.
-
-    **Arguments:**
-
-    - `tolerance`: the relative difference that rounding may make.
-    """
-    if one is two and degree == 0:
-        return True
+def _factor(one: Any, two: Any) -> Any:
+    """Returns the number by which a constant is multiplied to give another, or None if there is none. An array that grows
+    has the same number in all of its entries."""
+    if one is two:
+        return 1
     if one is None or two is None:
-        return False
+        return None
     if jnp.issubdtype(jax.dtypes.result_type(one), jax.dtypes.extended):  # keys
-        return degree == 0
+        return 1
     x, y = np.asarray(one), np.asarray(two)
     if x.dtype != y.dtype or x.ndim != y.ndim:
-        return False
-    if x.shape == y.shape and degree == 0:
-        return np.array_equal(x, y, equal_nan=x.dtype.kind in "fc")
-    if not x.size or not y.size or (x != (a := x.flat[0])).any() or (y != (b := y.flat[0])).any():
-        return False
-    a, b = a.item(), b.item()
-    return a == b if degree == 0 else bool(a) and abs(b - a * ratio**degree) <= tolerance * abs(b)
+        return None
+    if x.shape == y.shape and np.array_equal(x, y, equal_nan=x.dtype.kind in "fc"):
+        return 1
+    if not x.size or not y.size or (x != x.flat[0]).any() or (y != y.flat[0]).any():
+        return None
+    a, b = x.flat[0].item(), y.flat[0].item()
+    return 1 if a == b else b / a if a else None
 
 
 @dataclass(frozen=True)
@@ -191,8 +186,10 @@ class Constants:
             x, other = pair
             if isinstance(x, str | tuple):
                 return x == y or x != other
-            degree = degree_of(x, other, 2)
-            return degree is None or is_power(x, y, ratio, degree, _rounding(x))
+            if (degree := degree_of(x, other)) is None:
+                return True
+            factor, tolerance = _factor(x, y), _rounding(x) if degree else 0
+            return factor is not None and abs(factor - ratio**degree) <= tolerance * abs(factor)
 
         return len(found) == len(self._found) and all(map(is_same, self._found, found))
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..kernels import formula
-from ..tracing import insides, normal, scan_counts
+from ..tracing import insides, scan_counts, without_remats
 from ._atoms import Step, Value
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def _opaque(names: "Names", step: Step) -> list[Value]:
 
 
 def _attention(names: "Names", step: Step) -> list[Value]:
-    return _follow(names, step, normal(formula(step.eqn)))
+    return _follow(names, step, without_remats(formula(step.eqn)))
 
 
 def _linear_solve(names: "Names", step: Step) -> list[Value]:
@@ -38,7 +38,7 @@ def _linear_solve(names: "Names", step: Step) -> list[Value]:
     lengths, solve = step.eqn.params["const_lengths"], step.eqn.params["jaxprs"].solve
     first = lengths.matvec + lengths.vecmat
     step.ins = [*step.ins[first : first + lengths.solve], *step.ins[sum(lengths) :]]
-    return _follow(names, step, normal(solve))
+    return _follow(names, step, without_remats(solve))
 
 
 def _scan(names: "Names", step: Step) -> list[Value]:

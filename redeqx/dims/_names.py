@@ -6,10 +6,11 @@ draw is named by its use. A size is never a reason to unify two dims; sizes are 
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from ..tracing import REMATS, Env, equations, insides
-from ._atoms import Block, Dim, Step, Value, dependencies, flat, reached, size_of, steps_of
+from ..tracing import REMATS, Env, equations
+from ._atoms import Block, Dim, Edges, Step, Value, dependencies, flat, reached, size_of, steps_of
 from ._inference import Inference
 from ._lookups import follow_indices
 from ._loops import LOOPS
@@ -43,7 +44,7 @@ class Names(Inference):
 
     **Arguments:**
 
-    - `closed`: its closed jaxpr, in normal form.
+    - `closed`: its closed jaxpr, in normal form without remats.
     - `inputs`: what its inputs are.
     - `returns_rows`: whether dim 0 of each output is rows.
 
@@ -51,7 +52,6 @@ class Names(Inference):
 
     - `root`: the block of the function.
     - `places`: by the id of an equation that can be replaced, its place among `equations_of(closed)`.
-    - `reads`, `readers`: what each value is computed from, and what is computed from it.
     """
 
     def __init__(self, closed: Any, inputs: Inputs, *, returns_rows: bool = False):
@@ -69,12 +69,16 @@ class Names(Inference):
         for value in self.root.outs if returns_rows else ():
             if not value.is_polymorphic:
                 self.unify(self._rows, value.dims[0])
-        self.reads, self.readers = dependencies(self.root)
 
     @property
     def rows(self) -> Dim:
         """The rows of the batch; several atoms if a reshape divides them."""
         return flat(self._rows)
+
+    @cached_property
+    def edges(self) -> tuple[Edges, Edges]:
+        """What each value is computed from, and what is computed from it (see `dependencies`)."""
+        return dependencies(self.root)
 
     def needed(self, outputs: Collection[int], ends: Iterable[Value] = (), *, with_own_indices: bool = True) -> set[int]:
         """Returns the ids of the values that some outputs and the equations with effects depend on.
@@ -84,7 +88,7 @@ class Names(Inference):
         - `ends`: values whose own dependencies do not count.
         - `with_own_indices`: whether a lookup of each row's own entry depends on the numbers of the rows.
         """
-        steps, reads = list(steps_of(self.root)), {**self.reads} | {id(value): [] for value in ends}
+        steps, reads = list(steps_of(self.root)), {**self.edges[0]} | {id(value): [] for value in ends}
         for step in () if with_own_indices else steps:
             if step.own_columns:
                 others = [value.source for i, value in enumerate(step.ins) if i != 1]
@@ -96,29 +100,19 @@ class Names(Inference):
 
     def block(self, closed: Any, ins: Sequence[Value]) -> Block:
         """Returns the block of a closed jaxpr for these inputs."""
-        block = Block(list(ins))
-        block.outs = self._into(block.steps, closed, block.ins)
-        return block
-
-    def _into(self, steps: list[Step], closed: Any, ins: Sequence[Value]) -> list[Value]:
-        """Appends the steps of a jaxpr; returns its outputs. Remats are inlined."""
 
         def constant(atom: Any, value: Any) -> Value:
             return self.fresh(atom.aval, is_polymorphic=True, literal=value)
 
-        env = Env(zip(closed.jaxpr.invars, ins, strict=True), literal=lambda literal: constant(literal, literal.val))
-        env.update(zip(closed.jaxpr.constvars, map(constant, closed.jaxpr.constvars, closed.consts), strict=True))
-        for eqn in closed.jaxpr.eqns:
-            operands = env.read(eqn.invars)
-            if eqn.primitive.name in REMATS:
-                results = self._into(steps, insides(eqn)[0].closed, operands)
-            else:
-                step = Step(eqn, operands)
-                self._relate(step)
-                results = step.outs
-                steps.append(step)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return env.read(closed.jaxpr.outvars)
+        block, jaxpr = Block(list(ins)), closed.jaxpr
+        env = Env(zip(jaxpr.invars, ins, strict=True), literal=lambda literal: constant(literal, literal.val))
+        env.update(zip(jaxpr.constvars, map(constant, jaxpr.constvars, closed.consts), strict=True))
+        for eqn in jaxpr.eqns:
+            block.steps.append(step := Step(eqn, env.read(eqn.invars)))
+            self._relate(step)
+            env.update(zip(eqn.outvars, step.outs, strict=True))
+        block.outs = env.read(jaxpr.outvars)
+        return block
 
     def _relate(self, step: Step) -> None:
         outer, self._step = self._step, step

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes
 from ..errors import is_ours
-from ..tracing import as_fun, insides, normal, shapes_in, shortened
+from ..tracing import as_fun, insides, normal, shapes_in, shortened, without_remats
 from ._atoms import Step, steps_of
 from ._draws import ByNumber, Draws, Factors, factors_of
 from ._gathers import gathers_of
@@ -128,7 +128,7 @@ def row_use(
     except Exception as error:
         first = str(error).partition("\n")[0]
         return RowUse("unknown", why=f"it cannot be traced for {n} and {2 * n} rows: {first}")
-    names, other = (Names(closed, inputs, returns_rows=returns_rows) for closed in (ours, theirs))
+    names, other = (Names(without_remats(closed), inputs, returns_rows=returns_rows) for closed in (ours, theirs))
     growth = Growth(names, other)
     found: dict[str, Any] = {
         "trace": ours,
@@ -270,4 +270,4 @@ def _with_gradient(closed: Any, n_weights: int) -> Any:
 
         return jax.value_and_grad(first)([args[i] for i in of])
 
-    return normal(jax.make_jaxpr(both)(*shapes))
+    return without_remats(jax.make_jaxpr(both)(*shapes))

@@ -21,7 +21,6 @@ from ._inner import (
     equations as equations,
     insides as insides,
     n_iterations as n_iterations,
-    restricted as restricted,
     run as run,
     scan_counts as scan_counts,
     shapes_in as shapes_in,
@@ -40,7 +39,7 @@ from ._interpret import (
 )
 from ._leaks import leak as leak
 from ._lines import line_among as line_among, line_of as line_of, shortened as shortened
-from ._normal import normal as normal, without_remats as without_remats
+from ._normal import normal as normal, restricted as restricted, without_remats as without_remats
 from ._products import (
     BY_WEIGHT as BY_WEIGHT,
     PRODUCTS as PRODUCTS,

@@ -306,25 +306,6 @@ def _unnamed(eqn: Any) -> Any:
     return jex.DebugInfo("redeqx", eqn.primitive.name, None, None)
 
 
-def restricted(closed: Any, outvars: Sequence[Any], invars: Sequence[Any] | None = None) -> Any:
-    """Returns a closed jaxpr of some values of another, with the equations that they need or that have effects.
-
-    **Arguments:**
-
-    - `outvars`: the values.
-    - `invars`: the inputs in another order.
-    """
-    needed, eqns = set(variables(outvars)), []
-    for eqn in reversed(closed.jaxpr.eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            needed.update(variables(eqn.invars))
-            eqns.append(eqn)
-    invars = closed.jaxpr.invars if invars is None else list(invars)
-    info = jex.DebugInfo("redeqx", "restricted", None, None)
-    jaxpr = closed.jaxpr.replace(invars=invars, outvars=list(outvars), eqns=eqns[::-1], debug_info=info)
-    return jex.ClosedJaxpr(jaxpr, closed.consts)
-
-
 def shapes_in(closed: Any) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes of a closed jaxpr's inputs, to trace another function with."""
     avals = [var.aval for var in closed.jaxpr.invars]

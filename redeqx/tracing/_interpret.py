@@ -185,9 +185,9 @@ class Site:
         """Returns the outputs of an equation, computed by the rules after this one, or unchanged if none computes it."""
         group = self._interpreter.groups.get(eqn)
         for i, rule in enumerate(self._later):
-            if group is not None and group.rule is rule:
+            if group is not None and group[0] is rule:
                 values = list(map(plain, ins))
-                return _or_without(rule, partial(_by_group, group, eqn, values), partial(run, eqn, values), eqn)
+                return _or_without(rule, partial(_by_group, group[1], eqn, values), partial(run, eqn, values), eqn)
             is_followed = rule.follows is not None and any(has_tag(value, rule.follows) for value in ins)
             if not is_followed and not self._interpreter.claims(rule, eqn):
                 continue
@@ -244,17 +244,11 @@ class Site:
 
 
 @dataclass(frozen=True)
-class _RuleGroup:
-    rule: Rule
-    compute: Callable[[Callable[[Any], Any]], Sequence[Any]]
-
-
-@dataclass(frozen=True)
 class _Interpreter:
     """Evaluates bodies under rules. Caches its searches, so each body is searched once."""
 
     rules: tuple[Rule, ...]
-    groups: dict[Any, _RuleGroup] = field(default_factory=dict)  # by the equation that calls a group
+    groups: dict[Any, tuple[Rule, Group]] = field(default_factory=dict)  # by the equation that calls a group
     _claims: dict[tuple[int, Any], bool] = field(default_factory=dict)
     _changes: dict[Any, bool] = field(default_factory=dict)
     _grouped: dict[Body, dict[Any, Any]] = field(default_factory=dict)
@@ -314,7 +308,7 @@ class _Interpreter:
                 for group, call in _or_without(rule, partial(_calls, rule, body), list):
                     if found.keys().isdisjoint(group.eqns):
                         found.update(dict.fromkeys(group.eqns) | {group.eqns[-1]: call})
-                        self.groups[call] = _RuleGroup(rule, group.compute)
+                        self.groups[call] = (rule, group)
         return self._grouped[body]
 
 
@@ -331,7 +325,7 @@ def _by_rule(rule: Rule, eqn: Any, ins: Sequence[Any], site: Site) -> list[Any] 
     return None if outs is None else _checked(eqn, outs)
 
 
-def _by_group(group: _RuleGroup, eqn: Any, values: Sequence[Any]) -> list[Any]:
+def _by_group(group: Group, eqn: Any, values: Sequence[Any]) -> list[Any]:
     return _checked(eqn, group.compute(Env(zip(eqn.invars, values, strict=True)).__getitem__))
 
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from jax.extend import core as jex
 
-from ._inner import REMATS, Env, insides, with_insides
+from ._inner import REMATS, Env, equations, insides, variables, with_insides
 
 
 class Inlined(NamedTuple):
@@ -34,25 +34,36 @@ def inlined_at(jaxpr: Any, eqn: Any) -> Sequence[Inlined]:
 
 
 def normal(closed: Any) -> Any:
-    """Returns a closed jaxpr in normal form; the same object if it is in this form already."""
-    return closed if closed.jaxpr in _INLINED or _is_normal(closed, set()) else _normal(closed)
+    """Returns a closed jaxpr in normal form; the same object if it was made by the functions here."""
+    return closed if closed.jaxpr in _INLINED else _normal(closed)
 
 
 def without_remats(closed: Any) -> Any:
-    """Returns a closed jaxpr in normal form whose own remats are inlined too, to evaluate values inside them."""
-    has_remats = any(eqn.primitive.name in REMATS for eqn in closed.jaxpr.eqns)
+    """Returns a closed jaxpr in normal form whose remats are inlined too, to read or evaluate values inside them."""
+    has_remats = any(eqn.primitive.name in REMATS for eqn in equations(closed))
     return _normal(closed, keeps_remats=False) if has_remats else normal(closed)
 
 
-def _is_normal(closed: Any, seen: set[int]) -> bool:
-    """Whether a closed jaxpr is in normal form and has no equation among those seen before."""
-    for eqn in closed.jaxpr.eqns:
-        if id(eqn) in seen or _is_plain_jit(eqn):
-            return False
-        seen.add(id(eqn))
-        if not all(_is_normal(inner.closed, seen) for inner in _entered(eqn)):
-            return False
-    return True
+def restricted(closed: Any, outvars: Sequence[Any], invars: Sequence[Any] | None = None) -> Any:
+    """Returns a closed jaxpr of some values of another, with the equations that they need or that have effects.
+
+    **Arguments:**
+
+    - `outvars`: the values.
+    - `invars`: the inputs in another order.
+    """
+    needed, eqns = set(variables(outvars)), []
+    for eqn in reversed(closed.jaxpr.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed.update(variables(eqn.invars))
+            eqns.append(eqn)
+    invars = closed.jaxpr.invars if invars is None else list(invars)
+    info = jex.DebugInfo("redeqx", "restricted", None, None)
+    jaxpr = closed.jaxpr.replace(invars=invars, outvars=list(outvars), eqns=eqns[::-1], debug_info=info)
+    form = jex.ClosedJaxpr(jaxpr, closed.consts)
+    if closed.jaxpr in _INLINED:  # of its jits, not all equations may be left
+        _INLINED[form.jaxpr] = {}
+    return form
 
 
 def _is_plain_jit(eqn: Any) -> bool:
@@ -62,11 +73,6 @@ def _is_plain_jit(eqn: Any) -> bool:
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     is_anywhere = all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
     return is_anywhere and not any(eqn.params.get("donated_invars", ()))
-
-
-def _entered(eqn: Any) -> Sequence[Any]:
-    """Returns the jaxprs inside an equation that are put into normal form: not those on shards."""
-    return [inner for inner in insides(eqn) if inner.role != "manual"]
 
 
 def _is_of_library(eqn: Any) -> bool:
@@ -81,7 +87,7 @@ def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
     **Arguments:**
 
     - `call`: the traceback of the call of a library's function in which it is; None if it is in none.
-    - `keeps_remats`: whether its own remats, outside loops, are not inlined.
+    - `keeps_remats`: whether remats are not inlined.
     """
     constvars, consts, eqns = list[Any](), list[Any](), list[Any]()
     calls: dict[int, list[Inlined]] = {}  # by the index of the first equation
@@ -111,8 +117,9 @@ def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
                 continue
             env.update(zip(eqn.outvars, outvars := _fresh(eqn.outvars), strict=True))
             new = eqn.replace(invars=invars, outvars=outvars, source_info=info)
-            if inside := _entered(eqn):
-                new, operands = with_insides(new, invars, [_normal(inner.closed, call) for inner in inside])
+            if inside := [inner for inner in insides(eqn) if inner.role != "manual"]:
+                forms = [_normal(inner.closed, call, keeps_remats=keeps_remats) for inner in inside]
+                new, operands = with_insides(new, invars, forms)
                 for var, operand in zip(new.invars, operands, strict=True):
                     if operand is not var:  # a constant of an inner jaxpr that became an operand
                         constvars.append(var)

@@ -421,6 +421,13 @@ def weights_of_four_parts_of_the_rows(p, batch, key):
     return (by_rows(p, batch).reshape(4, -1) * p["four"][:, None]).mean()
 
 
+@case("separable", 4)
+def labels_of_four_parts_of_the_rows(p, batch, key):
+    """Each row's own entry is looked up without its number, which a part of divided rows could not have."""
+    logits = jnp.tanh(batch["x"].mean(1) @ p["w"])
+    return (logits[jnp.arange(len(logits)), batch["label"]].reshape(4, -1) * p["b"]).mean()
+
+
 @after
 def copies_of_the_data_in_reverse(p, batch, key):
     return (jnp.tile(by_rows(p, batch), 3) * jnp.tile(batch["y"], 3)[::-1]).mean()
@@ -568,6 +575,7 @@ QUICK = (
     "groups_with_a_draw_for_each_place",
     "a_loop_under_vmap",
     "as_many_of_a_table_as_rows",
+    "labels_of_four_parts_of_the_rows",
 )
 EXACT = [name for name, (_, kind, _) in CASES.items() if kind in ("separable", "after")]
 
