@@ -10,12 +10,5 @@ from .kernels import attention as attention
 from .machine import Compiler as Compiler, described as described, simulate_devices as simulate_devices
 from .monitor import Tracker as Tracker
 from .partition import LeafPlan as LeafPlan, Plan as Plan, register_attention as register_attention
-from .training import (
-    Callback as Callback,
-    Compute as Compute,
-    EarlyStopping as EarlyStopping,
-    Loss as Loss,
-    Precision as Precision,
-    Profile as Profile,
-    SaveEvery as SaveEvery,
-)
+from .steps import Compute as Compute, Loss as Loss, Precision as Precision
+from .training import Callback as Callback, EarlyStopping as EarlyStopping, Profile as Profile, SaveEvery as SaveEvery

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
+from ._run import Run
 from ._tree import ModelT, PyTree, is_array_like, named_leaves
 from ._version import __version__
 from .data import BatchSize, n_slices
@@ -41,9 +42,9 @@ from .machine import (
 from .monitor import RECORDS, Console, ProgressLine, Tracker, to_json
 from .optimizers import lr_schedule
 from .partition import Overrides, Plan
+from .steps import Compute, Parts, Precision, Sums, plan_model, trace_loss
 from .storage import Location, Staging, StorePath, location, make_subfolder, write_file
 from .tracing import leak
-from .training import Compute, Parts, Precision, Run, Sums, plan_model, trace_loss
 
 
 class Deployer(RedcoNames):

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +15,7 @@ from ._deployer import Deployer
 from ._load import Saved
 from ._tree import PyTree, is_array_like
 from .data import BatchSize, Group, Prefetch, collate, local_rows, pad_rows, place_rows, read, size_of
-from .distributed import agree_on_program
+from .distributed import agree_on_examples, agree_on_program
 from .errors import (
     REDCO_PREDICTOR,
     REDCO_PREDICTOR_ARGUMENTS,
@@ -30,14 +31,11 @@ from .errors import (
 )
 from .machine import dry, n_batch_shards, put, replicated, split_rows, xla_settings
 from .partition import Plan, check_plan, place
-from .storage import Location
-from .training import (
+from .steps import (
     Compute,
-    Engine,
     Parts,
     Precision,
     Program,
-    agree_on_examples,
     effective_specs,
     make_predict_step,
     placed,
@@ -48,6 +46,8 @@ from .training import (
     weak_types,
     with_weak_types,
 )
+from .storage import Location
+from .training import Engine
 
 
 class Predictor(RedcoNames):
@@ -245,11 +245,11 @@ class Predictor(RedcoNames):
             self._deployer._run.console.info("dry run: nothing has a value before the first `fit`: `predict` returns zeros")
         batch = pad_rows(collate(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
         if self._engine is not None:
-            own, state, plan = self._engine.predictor_source()
-            model = own if model is None else model
+            own, state = self._engine.trees
+            plan, model = self._make_plan(own, state, batch), own if model is None else model
         else:
             model, state = self._require_model(model), self._model_state
-            plan = self._plan = self._plan or self._make_plan(model, batch)
+            plan = self._plan = self._plan or self._make_plan(model, self._model_state, batch)
         parts, step = self._get_step(model, state, plan)
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
         shapes = jax.eval_shape(step, *parts.take(model), jax.tree.leaves(state), batch, key, row_span(0, n))
@@ -265,11 +265,11 @@ class Predictor(RedcoNames):
         batch = pad_rows(collate(self._collate_fn, list(examples[:batch_size])), batch_size)
         batch = jax.tree.map(lambda x: placed(x, split_rows(mesh)), batch)
         parts = Parts.of(model)
-        predict = self._prediction(parts, program.state_treedef if program.state else None)
+        predict = self._prediction(parts, program.layers_treedef if program.state.layers else None)
         step = self._make_step(parts, program.plan, predict, named=True)
         key = placed(jax.eval_shape(lambda: jax.random.key(0)), replicated(mesh))
         span = jax.ShapeDtypeStruct((2,), np.uint32)
-        return step.trace(*placed_shapes(parts, model, program.plan), program.state, batch, key, span)
+        return step.trace(*placed_shapes(parts, model, program.plan), program.state.layers, batch, key, span)
 
     def _call(self, step: Callable[..., Any], args: tuple[Any, ...]) -> PyTree:
         """Calls the jitted step; shows when it has to compile first."""
@@ -299,9 +299,9 @@ class Predictor(RedcoNames):
     def _resolve(self, model: PyTree | None, batch: PyTree) -> tuple[PyTree, PyTree, Plan]:
         """Returns the placed model and state to run, and their plan, which is made for this batch if there is none yet."""
         if self._engine is not None:
-            own, state, plan = self._engine.predictor_source()
+            own, state, plan = self._engine.to_predict(partial(self._make_plan, batch=batch))
             return (own if model is None else place(model, plan)), state, plan
-        plan = self._plan = self._plan or self._make_plan(self._require_model(model), batch)
+        plan = self._plan = self._plan or self._make_plan(self._require_model(model), self._model_state, batch)
         if model is not None:
             return place(model, plan), self._placed_state(), plan
         if self._placed is None:
@@ -310,12 +310,12 @@ class Predictor(RedcoNames):
             self._model = self._read = None  # a second model would stay in memory
         return *self._placed, plan
 
-    def _make_plan(self, model: PyTree, batch: PyTree) -> Plan:
+    def _make_plan(self, model: PyTree, state: PyTree, batch: PyTree) -> Plan:
         """Returns the plan of a model, by the trace of `pred_fn` for the shapes of a batch."""
-        check_model_function(self._pred_fn, "pred_fn", has_state=self._model_state is not None)
-        parts, treedef = Parts.of(model), None if self._model_state is None else jax.tree.structure(self._model_state)
-        predict, state = self._prediction(parts, treedef), jax.tree.leaves(self._model_state)
-        return plan_prediction(model, self._deployer.mesh, parts, predict, state, batch)
+        check_model_function(self._pred_fn, "pred_fn", has_state=state is not None)
+        parts, treedef = Parts.of(model), None if state is None else jax.tree.structure(state)
+        predict = self._prediction(parts, treedef)
+        return plan_prediction(model, self._deployer.mesh, parts, predict, jax.tree.leaves(state), batch)
 
     def _placed_state(self) -> PyTree:
         return jax.tree.map(lambda leaf: put(leaf, replicated(self._deployer.mesh)), self._model_state)

@@ -13,6 +13,7 @@ from ._deployer import Deployer
 from ._predictor import Predictor
 from ._tree import ModelT, PyTree
 from .data import BatchSize, CollatePool, Slice, Workers, check_examples, size_of
+from .distributed import agree_on_examples
 from .dry_run import DryRun, DryRunDone, Workload, dry_run
 from .errors import (
     REDCO_TRAINER,
@@ -34,26 +35,21 @@ from .errors import (
 from .machine import describe, dry, of_devices
 from .optimizers import hyperparam_values
 from .partition import Plan, check_plan
+from .steps import Compute, Parts, Precision, weak_types, with_weak_types
 from .storage import Location
 from .training import (
-    Compute,
+    Checkpointer,
     Engine,
     Fit,
     FitOptions,
-    Parts,
-    Precision,
-    Recipe,
-    agree_on_examples,
+    Task,
     as_one_step,
     evaluate,
     in_order,
-    resume_newest,
     train,
     update,
     warn_of_large_batch,
-    weak_types,
     with_options,
-    with_weak_types,
 )
 
 
@@ -121,8 +117,9 @@ class Trainer(RedcoNames, Generic[ModelT]):
         check_deployer(deployer, Deployer)
         max_skipped = _max_skipped(on_nonfinite)
         check_count(accumulate_grad_batches, "accumulate_grad_batches")
-        if name is not None and not (isinstance(name, str) and name.isidentifier()):
-            raise ValueError(f"`name`: expected an identifier, got {brief(name)}. Pass `name='critic'`, say.")
+        if name is not None and not (isinstance(name, str) and name.isidentifier() and not name.startswith("step_")):
+            rule = "an identifier that does not begin with `step_`, as checkpoints do"
+            raise ValueError(f"`name`: expected {rule}, got {brief(name)}. Pass `name='critic'`, say.")
         compute = Compute.of(compute)
         dtypes = compute.precision
         dtypes.check(deployer.mesh)
@@ -148,7 +145,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         if dtypes.parameters is not None:
             trained, frozen = parts.take(model)
             model = parts.put(dtypes.stored(trained), frozen)
-        recipe = Recipe(
+        task = Task(
             parts=parts,
             loss_fn=with_batch_note(with_weak_types(loss_fn, self._weak), "loss_fn"),
             collate_fn=collate_fn,
@@ -164,20 +161,22 @@ class Trainer(RedcoNames, Generic[ModelT]):
             xla_settings=deployer._run.xla_settings,
         )
         self.deployer = deployer
-        self._engine = Engine(deployer._run, recipe, model, model_state, max_skipped or 0, name)
+        self._engine = Engine(deployer._run, task, model, model_state, max_skipped or 0, name)
+        self._checkpointer = Checkpointer(self._engine)
+        self._fit: Fit | None = None  # the running one
 
     # --- the state of training ---------------------------------------------------------------------------------------
 
     @property
     def model(self) -> ModelT:
         """The current model. The next step deletes its arrays: save it, or copy what you want to keep."""
-        return self._engine.with_origins(self._engine.current[0])
+        return self._engine.with_origins(self._engine.current[0], self._checkpointer.origins)
 
     @property
     def eval_model(self) -> ModelT:
         """The model that is evaluated, saved and used for predictions: the average, with `redeqx.optimizers.ema`. The next
         step may delete its arrays."""
-        return self._engine.with_origins(self._engine.eval_model)
+        return self._engine.with_origins(self._engine.eval_model, self._checkpointer.origins)
 
     @property
     def model_state(self) -> PyTree | None:
@@ -219,6 +218,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         Raises ValueError for an unknown name, with the nearest one, for a hyperparameter with a schedule, and for NaN;
         TypeError for anything but a number.
         """
+        self._engine.hyperparams.is_running |= self._fit is not None
         self._engine.set_hyperparams(values)
 
     @property
@@ -239,12 +239,12 @@ class Trainer(RedcoNames, Generic[ModelT]):
     @property
     def n_skipped(self) -> int:
         """The number of steps skipped because their loss or gradient was not finite, including those before a resume."""
-        return self._engine.progress.n_skipped
+        return self._engine.metrics.n_skipped
 
     def batch_size(self, per_device_batch_size: int) -> int:
         """Returns the examples per step: rows per device x batch shards x micro-batches."""
         check_count(per_device_batch_size, "per_device_batch_size")
-        return per_device_batch_size * self.deployer.n_batch_shards * self._engine.recipe.accumulate
+        return per_device_batch_size * self.deployer.n_batch_shards * self._engine.task.accumulate
 
     # --- single passes -----------------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             raise DryRunDone(dry_run(self._workload(steps, size), run.machine, **run.options))
         if not drop_remainder:
             warn_of_large_batch(size_of(examples), size, per_device_batch_size)
-        return train(self._engine, steps, size)
+        return train(self._engine, self._checkpointer, steps, size)
 
     @filter_traceback
     def update(self, examples: Any) -> dict[str, float]:
@@ -301,7 +301,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         """
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(self._workload(*as_one_step(self._engine, examples)), run.machine, **run.options))
-        return update(self._engine, examples)
+        return update(self._engine, self._checkpointer, examples)
 
     @filter_traceback
     def eval_loss(
@@ -359,14 +359,14 @@ class Trainer(RedcoNames, Generic[ModelT]):
         - `collate_fn`: for the examples to predict, if they differ from the training examples: prompts without answers, or
             the observations that a policy acts on. The trainer's by default.
         """
-        recipe = self._engine.recipe
-        check_model_function(pred_fn, "pred_fn", has_state=recipe.has_state)
+        task = self._engine.task
+        check_model_function(pred_fn, "pred_fn", has_state=task.has_state)
         predictor = Predictor(
             self.deployer,
-            collate_fn=collate_fn or recipe.collate_fn,
+            collate_fn=collate_fn or task.collate_fn,
             pred_fn=with_weak_types(pred_fn, self._weak),
             output_fn=output_fn,
-            compute=recipe.compute,
+            compute=task.compute,
         )
         predictor._engine = self._engine
         return predictor
@@ -374,7 +374,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
     @property
     def compiled_step(self) -> jax.stages.Compiled | None:
         """The compiled program of the newest step, for inspection; None before the first. Reading it compiles nothing."""
-        return self._engine.calls.newest_step
+        return self._engine.runner.newest_step
 
     @filter_traceback
     def compile(
@@ -425,7 +425,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
     def _workload(self, steps: Iterator[Slice], size: BatchSize, n_devices: int | None = None) -> Workload:
         """Returns the workload of a dry run: the first of these steps."""
-        return Workload.of_step(self._engine.recipe, *self._engine.trees, next(steps), size, self.deployer.mesh, n_devices)
+        return Workload.of_step(self._engine.task, *self._engine.trees, next(steps), size, self.deployer.mesh, n_devices)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -452,7 +452,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         Raises ValueError without a workdir, OSError if the disk is full; earlier checkpoints stay valid.
         """
         check_float_dtype(save_float_dtype, "save_float_dtype", "Pass None to save what the model has.")
-        return self._engine.save(
+        return self._checkpointer.save(
             [name],
             metrics=metrics or {},
             keep_last=keep_last,
@@ -473,14 +473,15 @@ class Trainer(RedcoNames, Generic[ModelT]):
         The next `fit` continues from the loaded checkpoint; if this trainer has not run a fit before, with all its epochs.
         A checkpoint of another workdir is a new start: if this workdir has a run already, `fit` resumes that run.
 
-        The current arrays, which `trainer.model` returned, are deleted before new ones are read, as in a step.
+        The current arrays, which `trainer.model` returned, are deleted before new ones are read, as in a step. Before
+        anything is computed, the tensors are only matched, and read when the model is placed.
 
         Raises ValueError if the checkpoint is damaged or belongs to another model, and names the differences; the trainer is
         then unchanged. If a file becomes unreadable after it was verified, the trainer has no values until another
         checkpoint is loaded. Also raises ValueError inside `fit` or `train`.
         """
         if not self.deployer.is_dry_run:  # there it has the shapes of this model
-            self._engine.load(name, opt_states=load_opt_states)
+            self._checkpointer.load(name, opt_states=load_opt_states)
 
     @filter_traceback
     def resume(self) -> int:
@@ -493,10 +494,10 @@ class Trainer(RedcoNames, Generic[ModelT]):
         Raises ValueError if the checkpoint belongs to another model, or all are damaged.
         """
         engine = self._engine
-        if engine.is_updating or engine.callbacks is not None:
+        if engine.is_updating or self._fit is not None:
             raise ValueError("`resume`: expected before the first update, got called inside `fit`. It resumes by itself.")
         if not self.deployer.is_dry_run:
-            resume_newest(engine)
+            self._checkpointer.resume()
             engine.hyperparams.is_running = True
             engine.run.forget_records(engine.name)  # of later steps, if this process has taken any
             engine.run.begin_records(engine.step, engine.name)
@@ -511,9 +512,9 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         Raises ValueError outside a fit.
         """
-        if self._engine.callbacks is None:
+        if self._fit is None:
             raise ValueError("`stop`: expected inside `fit`, got called outside. Call it in a callback.")
-        self._engine.stop_requested = True
+        self._fit.stop_requested = True
 
     @with_options(FitOptions)
     def fit(self, options: FitOptions) -> dict[str, float]:
@@ -563,9 +564,14 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         In a dry run, compiles the step for the first batch and raises SystemExit with the report.
         """
+        fit = Fit(self._engine, self._checkpointer, options, self)
         if (run := dry()) is not None:
-            raise DryRunDone(dry_run(Workload.of_fit(Fit(self._engine, options, self)), run.machine, **run.options))
-        return Fit(self._engine, options, self).run()
+            raise DryRunDone(dry_run(Workload.of_fit(fit), run.machine, **run.options))
+        self._fit = fit
+        try:
+            return fit.run()
+        finally:
+            self._fit = None
 
 
 def _max_skipped(on_nonfinite: Any) -> int | None:

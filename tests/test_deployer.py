@@ -455,8 +455,7 @@ def test_fit_takes_as_many_steps_as_its_schedule(accumulate):
         ),
         (
             {"schedule_type": "step"},
-            "`schedule_type`: expected 'linear', 'cosine' or 'constant', got 'step'. "
-            "Any optax schedule can be given to the optimizer instead.",
+            "`schedule_type`: expected 'linear', 'cosine' or 'constant', got 'step'. Pass one of them.",
         ),
     ],
 )

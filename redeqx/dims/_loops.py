@@ -1,39 +1,36 @@
 """How loops, branches and calls relate the dims of their operands and outputs. Bodies are walked once; carries are unified
-afterwards."""
+afterwards. `names` is the `Names` that walks them."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..kernels import formula
 from ..tracing import insides, scan_counts, without_remats
 from ._atoms import Step, Value
 
-if TYPE_CHECKING:
-    from ._names import Names
 
-
-def _follow(names: "Names", step: Step, closed: Any) -> list[Value]:
+def _follow(names: Any, step: Step, closed: Any) -> list[Value]:
     """Follows an equation like the closed jaxpr that it computes."""
     step.blocks = [names.block(closed, step.ins)]
     return list(map(_again, step.blocks[0].outs))
 
 
-def _called(names: "Names", step: Step) -> list[Value]:
+def _called(names: Any, step: Step) -> list[Value]:
     inner = insides(step.eqn)
     return _follow(names, step, inner[0].closed) if inner else _opaque(names, step)
 
 
-def _opaque(names: "Names", step: Step) -> list[Value]:
+def _opaque(names: Any, step: Step) -> list[Value]:
     step.ins = list(map(names.use, step.ins))
     found = names.give_up(step.eqn, step.ins)
     return [Value(var.aval, dims) for var, dims in zip(step.eqn.outvars, found, strict=True)]
 
 
-def _attention(names: "Names", step: Step) -> list[Value]:
+def _attention(names: Any, step: Step) -> list[Value]:
     return _follow(names, step, without_remats(formula(step.eqn)))
 
 
-def _linear_solve(names: "Names", step: Step) -> list[Value]:
+def _linear_solve(names: Any, step: Step) -> list[Value]:
     """Followed like the solve that it calls. The verdict checks the gradient, which solves with the transposed matrix."""
     lengths, solve = step.eqn.params["const_lengths"], step.eqn.params["jaxprs"].solve
     first = lengths.matvec + lengths.vecmat
@@ -41,7 +38,7 @@ def _linear_solve(names: "Names", step: Step) -> list[Value]:
     return _follow(names, step, without_remats(solve))
 
 
-def _scan(names: "Names", step: Step) -> list[Value]:
+def _scan(names: Any, step: Step) -> list[Value]:
     n_consts, n_carry = scan_counts(step.eqn)
     consts, initial, xs = step.ins[:n_consts], step.ins[n_consts : n_consts + n_carry], step.ins[n_consts + n_carry :]
     xs, initial = list(map(names.use, xs)), list(map(names.use, initial))
@@ -62,7 +59,7 @@ def _scan(names: "Names", step: Step) -> list[Value]:
     return [*map(_again, carry), *(Value(aval, (step.scanned, *value.dims)) for aval, value in stacked)]
 
 
-def _while(names: "Names", step: Step) -> list[Value]:
+def _while(names: Any, step: Step) -> list[Value]:
     condition, body = insides(step.eqn)
     n_cond, n_body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
     of_cond, of_body, initial = step.ins[:n_cond], step.ins[n_cond : n_cond + n_body], step.ins[n_cond + n_body :]
@@ -72,7 +69,7 @@ def _while(names: "Names", step: Step) -> list[Value]:
     return list(map(_again, carry))
 
 
-def _cond(names: "Names", step: Step) -> list[Value]:
+def _cond(names: Any, step: Step) -> list[Value]:
     step.blocks = [names.block(branch.closed, step.ins[1:]) for branch in insides(step.eqn)]
     outs = [Value(value.aval, names.use(value).dims) for value in step.blocks[0].outs]
     for other in step.blocks[1:]:
@@ -85,7 +82,7 @@ def _again(value: Value) -> Value:
     return Value(value.aval, value.dims, value.is_polymorphic, index_of=value.index_of)
 
 
-def _unify(names: "Names", carry: Sequence[Value], outs: Sequence[Value]) -> None:
+def _unify(names: Any, carry: Sequence[Value], outs: Sequence[Value]) -> None:
     for value, out in zip(carry, outs, strict=False):
         names.unify_all(value.dims, names.use(out).dims)
 
@@ -93,7 +90,7 @@ def _unify(names: "Names", carry: Sequence[Value], outs: Sequence[Value]) -> Non
 _OPAQUE = ("shard_map", "custom_lin")
 
 
-LOOPS: dict[str, Callable[["Names", Step], list[Value]]] = {
+LOOPS: dict[str, Callable[[Any, Step], list[Value]]] = {
     "attention": _attention,
     "attention_gradient": _attention,
     "custom_linear_solve": _linear_solve,

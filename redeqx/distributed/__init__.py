@@ -4,6 +4,12 @@ Owns cluster detection, the rendezvous, a message channel that is independent of
 and the local launcher. Knows nothing of models or files. Open `_cluster.py` first, then the table in `_launchers.py`.
 """
 
+from ._agreement import (
+    agree_on_examples as agree_on_examples,
+    agree_on_opt_state as agree_on_opt_state,
+    agree_on_trainer as agree_on_trainer,
+    check_rows as check_rows,
+)
 from ._cluster import WORKER as WORKER, start as start
 from ._exits import at_end as at_end, discard as discard
 from ._interrupts import Preempted as Preempted, Preemption as Preemption

@@ -23,8 +23,8 @@ from ..data import BatchSize, Group, group_sharding
 from ..dims import RowUse
 from ..machine import Machine, dry, is_in_host, make_mesh, uncached_where_described
 from ..memory import SearchSpace, Strategy, Tried, levels_of, refused_bytes
+from ..steps import Program, shard_bytes
 from ..tracing import matmul_flops
-from ..training import Program, shard_bytes
 from ..transforms import KeepEverything
 from ._figures import MODEL_FLOPS, Step, attempt, reason
 from ._report import DryRun
@@ -125,7 +125,7 @@ def _search_space(work: Workload, run: DryRun) -> SearchSpace:
         opt_state=0 if platform == "cpu" else sizes.opt_state,  # CPU devices have no separate host memory
         unrolls=unrolls,
         rows=work.rows,
-        has_state=work.recipe.has_state,
+        has_state=work.task.has_state,
     )
 
 
@@ -145,14 +145,14 @@ def _compiled(
         warnings.simplefilter("ignore")  # the report shows the plan with its warnings
         plan = work.plan_on(mesh, micro_batch)
     program = work.program(plan, strategy)
-    offloaded = [x for x in program.opt_state if x.ndim and strategy.offload_opt_state]
+    offloaded = [x for x in program.state.opt_state if x.ndim and strategy.offload_opt_state]
     in_host = shard_bytes(offloaded)
     # Compilers for GPUs that do not exist here have no host memory. For them the state is compiled on the devices.
     is_compiled_in_host = all(is_in_host(x.sharding) for x in offloaded)
     held = {
-        "parameters": shard_bytes([*program.trained, *program.frozen]),
-        "optimizer state": shard_bytes(program.opt_state) - in_host,
-        "model state": shard_bytes(program.state),
+        "parameters": shard_bytes([*program.state.trained, *program.state.frozen]),
+        "optimizer state": shard_bytes(program.state.opt_state) - in_host,
+        "model state": shard_bytes(program.state.layers),
     }
     held = {what: size for what, size in held.items() if size}
     resident = sum(held.values())
@@ -173,7 +173,7 @@ def _compiled(
 
     train = compiled("train", 0)
     if not is_compiled_in_host:
-        train = train.offloaded(in_host, resident + shard_bytes(program.trained))
+        train = train.offloaded(in_host, resident + shard_bytes(program.state.trained))
     run = replace(run, steps={"train": train})
     if only_train:
         return run
@@ -198,11 +198,12 @@ def _traced(work: Workload, program: Program, strategy: Strategy, only_train: bo
     mesh = program.plan.mesh
     groups = _groups(work.batch, strategy.size(mesh), work.rows, mesh)
     n_rows = jax.ShapeDtypeStruct((), "uint32")
-    traced = {"train": program.train_step.trace(*program.train_shapes(groups, n_rows))}
+    traced = {"train": program.train_step.trace(*program.train_args(program.state, groups, n_rows))}
     if not only_train and work.eval_batch is not None:
         span = jax.ShapeDtypeStruct((2,), "uint32")
         groups = _groups(work.eval_batch, work.eval_size(mesh), work.eval_rows, mesh)
-        args = (program.trained, program.frozen, program.state, program.stream, span, groups)
+        state = program.state
+        args = (state.trained, state.frozen, state.layers, state.stream, span, groups)
         traced["eval"] = program.eval_step.trace(*args)
     if not only_train and work.trace_predict is not None:
         traced["predict"] = work.trace_predict(program)

@@ -14,8 +14,9 @@ from ..machine import FSDP, MODEL, n_batch_shards
 from ..memory import Strategy
 from ..optimizers import has_eval_params
 from ..partition import Plan
+from ..steps import Program
 from ..tracing import Rule
-from ..training import Fit, Program, Recipe
+from ..training import Fit, Task
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Workload:
     **Arguments:**
 
     - `strategy`: the script's own.
-    - `recipe`: how the model is trained; knows what the loss does with rows.
+    - `task`: how the model is trained; knows what the loss does with rows.
     - `model`, `state`: of arrays or their shapes.
     - `batch`: shapes of the first step's rows, as `collate_fn` returns them.
     - `eval_batch`: shapes of the rows of an evaluation's first batch; None without an evaluation.
@@ -35,7 +36,7 @@ class Workload:
     """
 
     strategy: Strategy
-    recipe: Recipe
+    task: Task
     model: PyTree
     state: PyTree
     batch: PyTree
@@ -48,7 +49,7 @@ class Workload:
     @classmethod
     def of_step(
         cls,
-        recipe: Recipe,
+        task: Task,
         model: PyTree,
         state: PyTree,
         step: Slice,
@@ -64,55 +65,55 @@ class Workload:
         - `mesh`: defines the numbers of shards.
         - `n_devices`: devices of the target machine; the mesh's by default.
         """
-        batch = collated_shapes(recipe.collate_fn, step.examples)
+        batch = collated_shapes(task.collate_fn, step.examples)
         strategy = Strategy(
             mesh.shape[MODEL],
             mesh.shape[FSDP],
             size.micro_batch // ((n_devices or mesh.size) // mesh.shape[MODEL]),
-            recipe.accumulate,
-            recipe.compute.remat,
-            recipe.compute.unroll,
-            recipe.compute.offload_opt_state,
+            task.accumulate,
+            task.compute.remat,
+            task.compute.unroll,
+            task.compute.offload_opt_state,
             batch_size=size.examples if size.by_examples else None,
         )
-        return cls(strategy, replace(recipe, rows=recipe.rows or recipe.row_use(model, state, batch)), model, state, batch)
+        return cls(strategy, replace(task, rows=task.rows or task.row_use(model, state, batch)), model, state, batch)
 
     @classmethod
     def of_fit(cls, fit: Fit) -> "Workload":
         """Returns the workload of a fit: its first step, its evaluation and its checkpoints."""
         options, engine = fit.options, fit.engine
-        recipe, (model, state), mesh = engine.recipe, engine.trees, engine.run.mesh
-        work = cls.of_step(recipe, model, state, fit.first_step(), fit.size, mesh)
+        task, (model, state), mesh = engine.task, engine.trees, engine.run.mesh
+        work = cls.of_step(task, model, state, fit.first_step(), fit.size, mesh)
         if options.evaluates:
             examples = fit.first_evaluated()
             rows = max(1, fit.eval_size.micro_batch // n_batch_shards(mesh))
             if options.eval_loss:
-                batch = collated_shapes(recipe.collate_fn, examples)
-                use = recipe.row_use(model, state, batch, inference=True)
+                batch = collated_shapes(task.collate_fn, examples)
+                use = task.row_use(model, state, batch, inference=True)
                 work = replace(work, eval_batch=batch, eval_rows=use, eval_per_device_batch_size=rows)
             if (predictor := options.eval_predictor) is not None:
                 work = replace(work, trace_predict=lambda program: predictor.trace(model, examples, rows, program))
         if options.saves or (options.save_end and engine.run.workdir is not None):
             files = {"model.safetensors": file_size(array_leaves(model), options.save_float_dtype)}
-            if recipe.has_state:
+            if task.has_state:
                 files["model_state.safetensors"] = file_size(array_leaves(state))
             if options.save_opt_states:
-                opt_state = recipe.opt_shapes(model)
+                opt_state = task.opt_shapes(model)
                 files["optimizer.safetensors"] = file_size(array_leaves(opt_state))
                 if has_eval_params(opt_state):
-                    files["trained.safetensors"] = file_size(array_leaves(recipe.parts.take(model)[0]))
+                    files["trained.safetensors"] = file_size(array_leaves(task.parts.take(model)[0]))
             work = replace(work, files=files)
         return work
 
     @property
     def rows(self) -> RowUse:
         """What the loss does with the rows of `batch`."""
-        return self.recipe.rows or UNKNOWN
+        return self.task.rows or UNKNOWN
 
     @property
     def can_remat(self) -> bool:
         """Whether a rule can change the backward pass: not that of a user's `grad_fn`."""
-        return self.recipe.grad_fn is None
+        return self.task.grad_fn is None
 
     def eval_size(self, mesh: Mesh) -> BatchSize:
         """Returns the sizes of an evaluation's batch."""
@@ -121,10 +122,10 @@ class Workload:
 
     def plan_on(self, mesh: Mesh, micro_batch: PyTree) -> Plan:
         """Returns the plan on a mesh, for the shapes of a micro-batch."""
-        return self.recipe.plan_on(mesh, self.model, self.recipe.trace(self.model, self.state, micro_batch))
+        return self.task.plan_on(mesh, self.model, self.task.trace(self.model, self.state, micro_batch))
 
     def program(self, plan: Plan, strategy: Strategy, change: Rule | None = None) -> Program:
         """Returns the steps, whose operations name their weights."""
         chosen = {name: getattr(strategy, name) for name in ("remat", "unroll", "offload_opt_state")}
-        recipe = replace(self.recipe, compute=replace(self.recipe.compute, **chosen))
-        return recipe.program(plan, self.model, self.state, named=True, change=change)
+        task = replace(self.task, compute=replace(self.task.compute, **chosen))
+        return task.program(plan, self.model, self.state, named=True, change=change)

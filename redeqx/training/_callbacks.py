@@ -7,8 +7,7 @@ import inspect
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -68,6 +67,9 @@ class Callback:
     def on_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Called after an epoch, before its checkpoint is saved, with the metrics of its evaluation, or without one, of its
         last step."""
+
+    def on_last_step(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Called once after the last step of a fit, also if it was stopped, before its end is saved."""
 
     def on_save(self, trainer: Any, path: Location) -> None:
         """Called after a checkpoint is complete on disk; the loop waits for this if a callback overrides this method. The
@@ -277,14 +279,22 @@ def _need_workdir(trainer: Any, name: str) -> None:
 _METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
-@dataclass
 class Callbacks:
-    """The callbacks of one fit, and the trainer that is passed to them."""
+    """The callbacks of one fit, and the trainer that is passed to them.
 
-    each: Sequence[Callback]
-    trainer: Any
-    is_saving: bool = False  # within `on_save`
-    was_called: bool = False  # since this was last set to False; the same in all processes
+    **Arguments:**
+
+    - `own`: the user's; `before` and `after` them are those of the fit itself.
+
+    **Attributes:**
+
+    - `was_called`: whether one was called since this was last set to False; the same in all processes.
+    """
+
+    def __init__(self, trainer: Any, before: Sequence[Callback], own: Sequence[Callback], after: Sequence[Callback]):
+        self.trainer, self.own, self.each = trainer, own, [*before, *own, *after]
+        self.was_called = False
+        self._is_saving = False  # within `on_save`
 
     @staticmethod
     def check(each: Any) -> None:
@@ -315,30 +325,33 @@ class Callbacks:
         return [callback for callback in self.each if getattr(type(callback), method) is not getattr(Callback, method)]
 
     def call(self, method: str, *args: Any) -> None:
-        """Calls a method of each callback that overrides it."""
+        """Runner a method of each callback that overrides it."""
         for callback in self.overriding(method):
             self.was_called = True
             getattr(callback, method)(self.trainer, *args)
 
-    def due(self, step: int) -> list[Callback]:
-        """Returns the callbacks whose `on_step` is called after this step."""
-        return [callback for callback in self.overriding("on_step") if callback.wants(step)]
+    def call_at(self, moment: str, step: int, metrics: Callable[[], dict[str, float]]) -> None:
+        """Runner a method of a moment of a fit; `on_step` only of those that want this step.
 
-    def call_on_step(self, due: Sequence[Callback], metrics: Mapping[str, float]) -> None:
-        """Calls `on_step` of these callbacks."""
-        for callback in due:
+        **Arguments:**
+
+        - `metrics`: returns those of the moment, for each callback anew: an evaluation may come before.
+        """
+        for callback in self.overriding(moment):
+            if moment == "on_step" and not callback.wants(step):
+                continue
             self.was_called = True
-            callback.on_step(self.trainer, dict(metrics))
+            getattr(callback, moment)(self.trainer, *([] if moment == "on_fit_start" else [metrics()]))
 
     def call_on_save(self, path: Location, checkpoints: Checkpoints) -> None:
-        """Calls `on_save` once the checkpoint is on disk, except for checkpoints that are saved inside `on_save`."""
-        if not self.is_saving and self.overriding("on_save"):
+        """Runner `on_save` once the checkpoint is on disk, except for checkpoints that are saved inside `on_save`."""
+        if not self._is_saving and self.overriding("on_save"):
             checkpoints.wait()
-            self.is_saving = True
+            self._is_saving = True
             try:
                 self.call("on_save", path)
             finally:
-                self.is_saving = False
+                self._is_saving = False
 
     def __enter__(self) -> "Callbacks":
         return self
@@ -371,7 +384,7 @@ class Callbacks:
     def _keyed(self) -> dict[str, Callback]:
         n_before: Counter[str] = Counter()
         keyed = {}
-        for callback in self.each:
+        for callback in self.own:
             name = type(callback).__name__
             keyed[f"{name}_{n_before[name]}"] = callback
             n_before[name] += 1

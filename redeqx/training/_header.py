@@ -5,26 +5,23 @@ from functools import partial
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from .._run import Run
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
 from ..machine import split_heads, xla_settings
 from ..monitor import size_text
 from ..optimizers import decaying
 from ..partition import Plan
+from ..steps import AS_GIVEN, Program, TrainState, effective_specs, shard_bytes
 from ..tracing import Trace, equations, or_as_written, shortened
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
-from ._functions import effective_specs
-from ._precision import AS_GIVEN
-from ._program import shard_bytes
-from ._recipe import Recipe
-from ._run import Run
-from ._state import TrainState
+from ._task import Task
 
 _LARGE = 2**30  # warn about arrays of queries x keys of more than this many bytes
 
 
 def header_rows(
-    run: Run, recipe: Recipe, plan: Plan, state: TrainState, trace: Trace | None, precision: str
+    run: Run, task: Task, program: Program, state: TrainState, trace: Trace | None, precision: str
 ) -> dict[str, str]:
     """Returns the rows of the header, by name.
 
@@ -33,27 +30,27 @@ def header_rows(
     - `trace`: the traced loss; None without a batch.
     - `precision`: a description of the run's dtypes.
     """
-    mesh, devices = run.mesh, run.mesh.devices.flat
+    mesh, devices, plan = run.mesh, run.mesh.devices.flat, program.plan
     weights, opt = shard_bytes([*state.trained, *state.frozen]), shard_bytes(state.opt_state)
-    where = " in the host's memory" if recipe.compute.offload_opt_state else ""
-    compiler = {"xla": xla_settings(mesh, recipe.xla_settings).text(), "compilation cache": run.cache}
+    where = " in the host's memory" if task.compute.offload_opt_state else ""
+    compiler = {"xla": xla_settings(mesh, task.xla_settings).text(), "compilation cache": run.cache}
     return {
         "devices": f"{mesh.size} x {devices[0].device_kind}",
         "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
         "parameters": f"{sum(x.size for x in state.trained):,} trained"
         + (f", {sum(x.size for x in state.frozen):,} frozen" if state.frozen else ""),
         "bytes per device": f"{size_text(weights)} parameters, {size_text(opt)} optimizer state{where}",
-        **_precision_rows(recipe, mesh, trace, precision),
+        **_precision_rows(task, mesh, trace, precision),
         "plan": plan.summary(),
-        **loss_rows(recipe, plan, state, trace),
+        **loss_rows(task, program, state, trace),
         **{name: text for name, text in compiler.items() if text},
         "workdir": str(run.workdir) if run.workdir else "none: nothing is recorded",
     }
 
 
-def _decay_rows(recipe: Recipe, plan: Plan, state: TrainState) -> dict[str, str]:
+def _decay_rows(task: Task, program: Program, state: TrainState) -> dict[str, str]:
     """Describes how much of the model has weight decay."""
-    decays = decaying(recipe.optimizer, plan, recipe.parts.trained_tree(state.trained), state.opt_tree)
+    decays = decaying(task.optimizer, program.plan, task.parts.trained_tree(state.trained), program.opt_tree(state))
     if decays is None:
         return {}
     sizes = [x.size for x, does in zip(state.trained, decays, strict=True) if does]
@@ -61,20 +58,20 @@ def _decay_rows(recipe: Recipe, plan: Plan, state: TrainState) -> dict[str, str]
     return {"weight decay": of_all if sizes else "none"}
 
 
-def _precision_rows(recipe: Recipe, mesh: Mesh, trace: Trace | None, text: str) -> dict[str, str]:
+def _precision_rows(task: Task, mesh: Mesh, trace: Trace | None, text: str) -> dict[str, str]:
     """Describes the dtypes, unless the model's own are used throughout."""
-    if recipe.compute.precision == AS_GIVEN:
+    if task.compute.precision == AS_GIVEN:
         return {}
-    if recipe.compute.precision.in_fp8 and trace is not None:
+    if task.compute.precision.in_fp8 and trace is not None:
         in_fp8, every = fp8_products(trace.closed, len(trace.leaves))
         emulated = ", emulated on CPUs" if mesh.devices.flat[0].platform == "cpu" else ""
         text += f"; {in_fp8} of {every} products with weights in fp8{emulated}"
-    return {"precision": text + ("" if trace is None else _wide_products_note(recipe, trace))}
+    return {"precision": text + ("" if trace is None else _wide_products_note(task, trace))}
 
 
-def _wide_products_note(recipe: Recipe, trace: Trace) -> str:
+def _wide_products_note(task: Task, trace: Trace) -> str:
     """Describes products that are not computed in the requested dtype; warns if none is."""
-    dtype = recipe.compute.precision.dtype
+    dtype = task.compute.precision.dtype
     if dtype is None or jnp.finfo(dtype).bits >= 32:
         return ""
     wide, every = wide_products(trace.closed, len(trace.leaves), dtype)
@@ -86,15 +83,16 @@ def _wide_products_note(recipe: Recipe, trace: Trace) -> str:
     return f"; {wide} of {every} products with weights in a wider dtype, as their inputs are" if wide else ""
 
 
-def loss_rows(recipe: Recipe, plan: Plan, state: TrainState, trace: Trace | None) -> dict[str, str]:
+def loss_rows(task: Task, program: Program, state: TrainState, trace: Trace | None) -> dict[str, str]:
     """Describes which leaves decay, and how the loss computes its rows, attention and loops. Empty without a trace."""
     if trace is None:
         return {}
+    plan = program.plan
     parts = (
-        partial(_use_rows, recipe, plan, trace),
-        partial(_decay_rows, recipe, plan, state),
-        partial(_attention_rows, recipe, plan.mesh, trace),
-        partial(_loop_rows, recipe, plan, trace),
+        partial(_use_rows, task, plan, trace),
+        partial(_decay_rows, task, program, state),
+        partial(_attention_rows, task, plan.mesh, trace),
+        partial(_loop_rows, task, plan, trace),
     )
     rows: dict[str, str] = {}
     for part in parts:
@@ -102,15 +100,15 @@ def loss_rows(recipe: Recipe, plan: Plan, state: TrainState, trace: Trace | None
     return rows
 
 
-def _use_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
+def _use_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
     """Describes what the loss does with rows, and which draws do not follow them."""
     use = plan.row_use
     if use == UNKNOWN:
         return {}
     text = use.text
-    if use.kind == "mixed" and recipe.accumulate > 1:
+    if use.kind == "mixed" and task.accumulate > 1:
         n_rows = trace.closed.in_avals[len(trace.leaves)].shape[0]
-        text += f", so each of the {recipe.accumulate} micro-batches, of {n_rows} rows, is a batch of its own"
+        text += f", so each of the {task.accumulate} micro-batches, of {n_rows} rows, is a batch of its own"
     draws = "; ".join(use.draws)
     return {"rows": text} | ({"draws": f"differ with the number of micro-batches: {draws}"} if draws else {})
 
@@ -123,24 +121,24 @@ def eval_text(use: RowUse) -> str:
     return f"evaluation: the loss {depends} on the batch size. Rows: {'; '.join([use.text, *use.draws])}"
 
 
-def _loop_rows(recipe: Recipe, plan: Plan, trace: Trace) -> dict[str, str]:
+def _loop_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
     """Describes equal blocks that are computed as one loop, and unrolled loops."""
     mesh, closed, notes = plan.mesh, trace.closed, []
-    if recipe.compute.stacks_on(mesh) and recipe.grad_fn is None:
+    if task.compute.stacks_on(mesh) and task.grad_fn is None:
         stacking = StackBlocks([effective_specs(plan, name) for name in trace.names])
         for n, line in stacking.found(closed):
             notes.append(f"{n} equal blocks as one (from {shortened(line) or 'an unknown line'})")
         closed = stacking.rewritten(closed)
-    unrolling = recipe.compute.unroll_on(mesh, recipe.compute.remat_level)
+    unrolling = task.compute.unroll_on(mesh, task.compute.remat_level)
     if unrolling is not None:
         n = sum(unrolling.claims(eqn) for eqn in equations(closed))
         notes += [f"{n} written out"] if n else []
     return {"loops": "; ".join(notes)} if notes else {}
 
 
-def _attention_rows(recipe: Recipe, mesh: Mesh, trace: Trace) -> dict[str, str]:
+def _attention_rows(task: Task, mesh: Mesh, trace: Trace) -> dict[str, str]:
     """Describes the attention in the loss; warns about large arrays of queries x keys that remain."""
-    if not recipe.compute.fuse_attention:
+    if not task.compute.fuse_attention:
         return {}
     fused, left, dense = attentions(trace.closed, mesh.devices.flat[0].platform, split_heads(mesh))
     for what, n_bytes in dense.items():

@@ -16,7 +16,7 @@ from .._tree import listed
 from ..distributed import Peers
 from ..errors import brief
 from ..optimizers import as_hyperparam, as_number, find_hyperparam, hyperparams, injected, short_names
-from ._state import TrainState
+from ..steps import Program, TrainState
 
 
 def _text(value: Any) -> str:
@@ -44,26 +44,26 @@ class Hyperparams:
         """The entry in `trainer.json`."""
         return {"given": self._given, "set": sorted(self._of_run)}
 
-    def begin(self, state: TrainState) -> None:
+    def begin(self, program: Program, state: TrainState) -> None:
         """Notes the values of a new optimizer state."""
-        self._given = {name: _text(value) for name, value in hyperparams(state.opt_tree, scheduled=False).items()}
+        self._given = {name: _text(value) for name, value in hyperparams(program.opt_tree(state), scheduled=False).items()}
 
     # --- setting -------------------------------------------------------------------------------------------------------
 
-    def set(self, state: TrainState, values: Mapping[str, Any], peers: Peers) -> None:
+    def set(self, program: Program, state: TrainState, values: Mapping[str, Any], peers: Peers) -> None:
         """Sets values by name, those of process 0.
 
         Raises ValueError for an unknown name and a value of a schedule, TypeError for anything but a number.
         """
-        known = hyperparams(state.opt_tree, scheduled=False)
+        known = hyperparams(program.opt_tree(state), scheduled=False)
         checked = {}
         for name, value in values.items():
-            full = find_hyperparam(state.opt_tree, name)
+            full = find_hyperparam(program.opt_tree(state), name)
             checked[full] = as_hyperparam(name, value, known[full])
         decided = peers.decide("set_hyperparams", {name: as_number(value) for name, value in checked.items()})
         for name, value in decided.items():
             value = np.asarray(value, known[name].dtype)
-            _put(state, name, value)
+            _put(program, state, name, value)
             if self.is_running:
                 self._of_run.add(name)
             else:
@@ -75,7 +75,7 @@ class Hyperparams:
         self._shown = [(prefix, node.hyperparams, dict(node.hyperparams)) for prefix, node in injected(opt_tree)]
         return opt_tree
 
-    def take_written(self, state: TrainState, peers: Peers) -> None:
+    def take_written(self, program: Program, state: TrainState, peers: Peers) -> None:
         """Sets the values that the user wrote into the state that `show` returned last."""
         written = {}
         for prefix, shown, before in self._shown:
@@ -88,11 +88,11 @@ class Hyperparams:
                 f"{', '.join(listed([*written]))}. Call `trainer.set_hyperparams` in every process."
             )
         if written:
-            self.set(state, written, peers)
+            self.set(program, state, written, peers)
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def match(self, state: TrainState, saved: Mapping[str, Any], log: Callable[[str], None]) -> None:
+    def match(self, program: Program, state: TrainState, saved: Mapping[str, Any], log: Callable[[str], None]) -> None:
         """Decides between the values of a loaded state and those of the script.
 
         **Arguments:**
@@ -100,10 +100,10 @@ class Hyperparams:
         - `saved`: the `record` of the checkpoint.
         - `log`: called with a message for each value that differs from the script's, or from before.
         """
-        loaded = hyperparams(state.opt_tree, scheduled=False)
+        loaded = hyperparams(program.opt_tree(state), scheduled=False)
         if not loaded:
             return
-        now, short = {**_made(state, loaded), **self._by_script}, short_names(loaded)
+        now, short = {**_made(program, state, loaded), **self._by_script}, short_names(loaded)
         for name, value in loaded.items():
             before, script = np.asarray(value), np.asarray(now[name], value.dtype)
             if saved["given"].get(name) == _text(script) or np.array_equal(before, script, equal_nan=True):
@@ -115,26 +115,26 @@ class Hyperparams:
                 )
             else:
                 log(f"hyperparameter `{short[name]}`: {_rounded(script)}, as in this script, before {_rounded(before)}")
-                _put(state, name, script)
+                _put(program, state, name, script)
         self._given = {name: _text(np.asarray(now[name], loaded[name].dtype)) for name in loaded}
         self._of_run = set(saved["set"]) & loaded.keys()
 
 
-def _indices(state: TrainState) -> dict[str, int]:
+def _indices(program: Program, state: TrainState) -> dict[str, int]:
     """Returns the position of each hyperparameter among the leaves of the optimizer state."""
-    tree = jax.tree.unflatten(state.program.opt_treedef, range(len(state.opt_state)))
+    tree = jax.tree.unflatten(program.opt_treedef, range(len(state.opt_state)))
     return hyperparams(tree, scheduled=False)
 
 
-def _put(state: TrainState, name: str, value: np.ndarray) -> None:
+def _put(program: Program, state: TrainState, name: str, value: np.ndarray) -> None:
     """Replaces a leaf of the state's optimizer state. The program stays: only the value changes."""
-    i = _indices(state)[name]
+    i = _indices(program, state)[name]
     state.opt_state[i] = jax.device_put(value, state.opt_state[i].sharding)
 
 
-def _made(state: TrainState, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _made(program: Program, state: TrainState, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns the values that the optimizer of this script gives, without making the rest of its state."""
-    indices, init = _indices(state), state.program.init_opt_state
+    indices, init = _indices(program, state), program.init_opt_state
 
     def values(trained: list[Array]) -> list[Array]:
         leaves = init(trained)

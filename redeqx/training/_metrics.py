@@ -1,18 +1,20 @@
 """The metrics of updates: read a few steps late, checked, shown and recorded."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
+from .._tree import listed, named_leaves
 from ..data import Batch
 from ..errors import warn
 from ..monitor import ProgressLine, Work
-from ._progress import Progress
+from ..steps import UNMOVED
+from ..tracing import Body, Known, Trace, called
 
-UNMOVED = "share of updates that rounding loses"  # computed by the step for 16-bit parameters; checked, not recorded
 _MOST_UNMOVED = 0.5  # warn above this share
 LAG = 2  # this many newest steps stay unread, so that the device has one queued while the host reads
 
@@ -69,63 +71,57 @@ class Metrics:
 
     - `record`: maps `(metrics, step, speed)` to nothing; records one row.
     - `say`: prints a line.
+    - `explain`: maps an update that is not finite to the reason and the next step, as sentences that end an error.
     - `skips`, `max_skipped`: whether steps skip updates that are not finite, and how many in a row.
 
     **Attributes:**
 
     - `last`: the metrics of the newest update that has been read.
+    - `n_skipped`: the number of skipped updates among those that have been read.
 
-    Methods raise ValueError for an update that is not finite, unless it may be skipped. Their argument `explain` maps
-    such an update to the reason and the next step, as sentences that end an error.
+    Methods raise ValueError for an update that is not finite, unless it may be skipped.
     """
 
-    def __init__(self, record: Callable[..., None], say: Callable[[str], None], skips: bool, max_skipped: int):
+    def __init__(
+        self, record: Callable[..., None], say: Callable[[str], None], explain: Explain, skips: bool, max_skipped: int
+    ):
+        self.n_skipped = 0
         self.last: dict[str, float] = {}
-        self._record, self._say = record, say
+        self._record, self._say, self._explain = record, say, explain
         self._skips, self._max_skipped = skips, max_skipped
         self._n_skipped_in_a_row = 0
         self._has_warned = False  # of parameters that do not move
         self._unread: deque[Update] = deque()
 
-    def add(self, update: Update, line: ProgressLine, progress: Progress, explain: Explain) -> None:
-        """Adds the newest update, and reads the one that is due.
-
-        **Arguments:**
-
-        - `progress`: counts skipped updates.
-        """
+    def add(self, update: Update, line: ProgressLine) -> None:
+        """Adds the newest update, and reads the one that is due."""
         update.vector.copy_to_host_async()
         self._unread.append(update)
         if len(self._unread) > LAG:
-            self._read(line, progress, explain)
+            self._read(line)
 
-    def read_all(self, line: ProgressLine, progress: Progress, explain: Explain) -> None:
-        """Reads all updates; arguments as for `add`."""
+    def read_all(self, line: ProgressLine) -> None:
+        """Reads all updates."""
         while self._unread:
-            self._read(line, progress, explain)
+            self._read(line)
 
     def forget(self) -> None:
         """Drops the unread updates, whose arrays have been replaced."""
         self._unread.clear()
         self._n_skipped_in_a_row = 0
 
-    def newest_unread(self, n_skipped: int, explain: Explain) -> tuple[dict[str, float], int]:
-        """Returns the newest update's metrics, and the number of skipped updates, without showing or removing anything.
-
-        **Arguments:**
-
-        - `n_skipped`: the number of skipped updates among those that have been read.
-        """
-        metrics = self.last
+    def newest_unread(self) -> tuple[dict[str, float], int]:
+        """Returns the newest update's metrics, and the number of skipped updates, without showing or removing anything."""
+        metrics, n_skipped = self.last, self.n_skipped
         for update in self._unread:
             metrics = update.metrics()
             if (name := _first_nonfinite(metrics)) is not None:
                 if not self._skips:
-                    raise self._error(update, name, metrics, explain)
+                    raise self._error(update, name, metrics)
                 n_skipped += 1
         return metrics, n_skipped
 
-    def _read(self, line: ProgressLine, progress: Progress, explain: Explain) -> None:
+    def _read(self, line: ProgressLine) -> None:
         update = self._unread.popleft()
         metrics = update.metrics()
         name = _first_nonfinite(metrics)
@@ -133,9 +129,9 @@ class Metrics:
         if name is not None:
             if not self._skips or self._n_skipped_in_a_row > self._max_skipped:
                 self._unread.clear()
-                raise self._error(update, name, metrics, explain)
-            progress.n_skipped += 1
-            text = f"skipped, as `{name}` is {metrics[name]}; {progress.n_skipped} so far"
+                raise self._error(update, name, metrics)
+            self.n_skipped += 1
+            text = f"skipped, as `{name}` is {metrics[name]}; {self.n_skipped} so far"
             self._say(f"step {update.step}: {text}")
         elif not self._has_warned and update.unmoved() > _MOST_UNMOVED:
             self._has_warned = True
@@ -158,9 +154,87 @@ class Metrics:
         shown = {} if epoch is None else {"epoch": epoch}
         self._record({**shown, **metrics}, update.step, line.speed())
 
-    def _error(self, update: Update, name: str, metrics: dict[str, float], explain: Explain) -> ValueError:
+    def _error(self, update: Update, name: str, metrics: dict[str, float]) -> ValueError:
         what = "the loss" if name == "loss" else "the gradient's norm"
         often = f" for {self._n_skipped_in_a_row} steps one after the other" if self._skips else ""
         return ValueError(
-            f"`{name}` at step {update.step}: expected {what} to be finite, got {metrics[name]}{often}. {explain(update)}"
+            f"`{name}` at step {update.step}: expected {what} to be finite, got {metrics[name]}{often}. "
+            f"{self._explain(update)}"
         )
+
+
+# --- why a loss is not finite -----------------------------------------------------------------------------------------
+
+
+def explain_nonfinite(batch: PyTree[np.ndarray], places: Sequence[int], trace: Callable[[], Trace]) -> str:
+    """Returns what in a batch makes its loss not finite, and the next step, as sentences that end an error.
+
+    **Arguments:**
+
+    - `places`: the index of each row's example.
+    - `trace`: traces the loss of `(model, batch, key)` for the shapes of this batch.
+    """
+    leaves = named_leaves(batch)
+    lines = [line for name, leaf in leaves.items() if (line := _describe_nonfinite(name, leaf, places))]
+    if lines:
+        return f"Its batch is not finite: {'; '.join(listed(lines, 3))}. Correct or remove these examples, or `collate_fn`."
+    try:
+        out_of_range = _out_of_range(trace(), list(leaves), jax.tree.leaves(batch))
+    except Exception:  # an error of the search must not hide that of the loss
+        out_of_range = []
+    if out_of_range:
+        return (
+            f"Its batch is finite, but labels or ids are out of range: {'; '.join(listed(out_of_range, 3))}. "
+            "Count classes from 0, and make as many outputs (or rows of an embedding) as there are."
+        )
+    return "Its batch is finite. Lower the learning rate, clip gradients, or look at that step's examples."
+
+
+def _describe_nonfinite(name: str, leaf: np.ndarray, places: Sequence[int]) -> str | None:
+    if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
+        return None
+    wide = leaf.astype(np.complex128 if leaf.dtype.kind == "c" else np.float64)  # NumPy does not support bfloat16
+    bad = ~np.isfinite(wide)
+    if not bad.any():
+        return None
+    rows = np.flatnonzero(bad.reshape(len(bad), -1).any(1))
+    kind = "NaN" if np.isnan(wide[bad]).any() else "infinite values"
+    return f"`{name}` has {kind} in {len(rows)} of {len(leaf)} rows, the first from example {places[rows[0]]}"
+
+
+# --- labels beyond the classes ---------------------------------------------------------------------------------------
+
+
+def _out_of_range(trace: Trace, names: Sequence[str], leaves: Sequence[np.ndarray]) -> list[str]:
+    """Describes lookups out of range whose indices depend on the batch alone."""
+    known = [Known(leaf, frozenset([name])) for name, leaf in zip(names, leaves, strict=True)]
+    n_rest = len(trace.closed.jaxpr.invars) - len(trace.leaves) - len(known)
+    body = Body(trace.closed, [None] * len(trace.leaves) + known + [None] * n_rest)
+    of = dict(zip(names, leaves, strict=True))
+    return list(
+        dict.fromkeys(
+            f"`{name}` has values from {of[name].min()} to {of[name].max()}, {what}"
+            for sources, what in _lookups(body)
+            for name in sorted(sources)
+        )
+    )
+
+
+def _lookups(body: Body) -> Iterator[tuple[frozenset[str], str]]:
+    """Yields each out-of-range lookup, and each value that is not finite, if the batch alone selects it: the leaves of the
+    batch that select it, and a description."""
+    for eqn in body.eqns:
+        if called(eqn) is not None:
+            yield from _lookups(body.inside(eqn))
+        if eqn.primitive.name == "gather" and (sources := body.sources(eqn.invars[1])):
+            indices, shape = np.asarray(body.value(eqn.invars[1])), eqn.invars[0].aval.shape
+            for i, dim in enumerate(eqn.params["dimension_numbers"].start_index_map):
+                last = shape[dim] - eqn.params["slice_sizes"][dim]
+                if ((indices[..., i] < 0) | (indices[..., i] > last)).any():
+                    yield sources, f"which index a dim of {shape[dim]}"
+        if eqn.primitive.name == "select_n" and (sources := body.sources(eqn.invars[0])):
+            which = np.asarray(body.value(eqn.invars[0]))
+            chosen = [case for i, case in enumerate(eqn.invars[1:]) if body.is_constant(case) and (which == i).any()]
+            for values in (np.asarray(body.value(case)) for case in chosen):
+                if values.dtype.kind == "f" and not np.isfinite(values).all():
+                    yield sources, f"for some of which the loss is {values.flat[0]}"

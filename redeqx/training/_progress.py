@@ -36,8 +36,6 @@ class Progress:
     - `position`: the current position.
     - `setting`: the sizes with which the current fit began; empty if unknown.
     - `best`: for each tag of a best checkpoint, `{"value": ..., "step": ...}`.
-    - `n_skipped`: updates that were skipped because they were not finite.
-    - `n_examples`: examples of all updates so far.
     - `first_step`: the number of updates before the current fit.
     - `metrics`: the metrics of the newest evaluation.
     - `learning_rate`: the learning rate of the newest update, if a checkpoint records it.
@@ -47,18 +45,16 @@ class Progress:
     position: Position = Position()
     setting: dict[str, Any] = field(default_factory=dict)
     best: dict[str, dict[str, float]] = field(default_factory=dict)
-    n_skipped: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     learning_rate: float | None = None
     saved: tuple[int, Position] | None = None
-    n_examples: int = 0
     first_step: int = 0
 
     def to_record(self) -> dict[str, Any]:
         """Returns the entries for `trainer.json`."""
         setting = {name: self.setting.get(name) for name in _SETTING}
-        counts = {name: getattr(self, name) for name in ("n_skipped", "n_examples", "first_step")}
-        return {**asdict(self.position), **setting, "best": plain_numbers(self.best), **counts}
+        best = plain_numbers(self.best)
+        return {**asdict(self.position), **setting, "best": best, "first_step": self.first_step}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Progress":
@@ -68,11 +64,9 @@ class Progress:
             position,
             {name: record[name] for name in _SETTING if record[name] is not None},
             numbers_of_record(record["best"]),
-            record["n_skipped"],
             numbers_of_record(record["metrics"]),
             numbers_of_record(record["learning_rate"]),
             (record["step"], position),
-            record["n_examples"],
             record["first_step"],
         )
 
@@ -112,3 +106,65 @@ def check_record(folder: Location, record: Mapping[str, Any]) -> None:
     for name, kind in _RECORDED.items():
         if name not in record or not isinstance(record[name], kind):
             raise damaged(folder / MANIFEST, f"`{name}` as a Trainer writes it", brief(record.get(name)))
+
+
+# --- where a fit starts -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a run.
+
+    **Arguments:**
+
+    - `position`: how far it has come.
+    - `path`: the checkpoint of an earlier process that says so; None if this process has trained that far.
+    """
+
+    position: Position
+    path: Location | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """The fit starts at this position; at that of a whole fit, it is a new one."""
+
+    position: Position
+
+    @property
+    def is_new(self) -> bool:
+        return self.position == Position(self.position.fit)
+
+
+@dataclass(frozen=True)
+class Done:
+    """The run had finished this fit before."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The fit must not continue the run of this checkpoint."""
+
+    path: Location
+
+
+def start(known: Known | None, fit_index: int, *, may_resume: bool) -> Start | Done | Refused:
+    """Returns where a fit starts.
+
+    **Arguments:**
+
+    - `known`: None if there was no run before.
+    - `fit_index`: the number of fits that this script has run before.
+    - `may_resume`: whether the fit may continue an earlier run, or an interrupted fit of this process.
+    """
+    if known is None:
+        return Start(Position(fit_index))
+    if known.path is not None and not may_resume:
+        return Refused(known.path)
+    if fit_index < known.position.fit:
+        return Done()
+    if fit_index > known.position.fit:
+        return Start(Position(fit_index))
+    if not may_resume:
+        return Start(Position(fit_index + 1))  # the interrupted fit is abandoned
+    return Start(known.position)

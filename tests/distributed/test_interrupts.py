@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -296,7 +297,7 @@ def test_ctrl_c_without_a_workdir_interrupts_immediately_without_thread_frames()
     trainer = make_trainer(5, lambda: (press_ctrl_c(), time.sleep(0.5)))
     with pytest.raises(KeyboardInterrupt) as caught:
         fit_all(trainer)
-    files = {entry.path.name for entry in caught.traceback}
+    files = {Path(entry.path).name for entry in caught.traceback}
     assert not files & {"threading.py", "queue.py"}
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
     assert trainer.step < 20

@@ -99,18 +99,16 @@ def test_memory_equals_that_of_the_compiled_step(shards, accumulate):
 def test_arguments_are_named_by_their_leaves():
     trainer = make_trainer(make_deployer(2, 2), trainable=lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim > 1)
     trainer.train(examples(8), batch_size=8)
-    state = trainer._engine.state
-    names = state.program.argument_names
-    for argument, arrays in (("trained", state.trained), ("frozen", state.frozen), ("opt_state", state.opt_state)):
-        assert len(arrays) == sum(name.startswith(argument) for name in names) > 0
+    program, state = trainer._engine.placed
+    names = program.argument_names
     trees = {**named_leaves(trainer.model), **named_leaves(trainer.opt_state)}
-    for argument, name in names.items():
-        kind, _, index = argument.rstrip("]").partition("[")
-        assert getattr(state, kind)[int(index)] is trees[name], argument
+    lists = {"state.trained": state.trained, "frozen": state.frozen, "state.opt_state": state.opt_state}
+    for argument, arrays in lists.items():
+        assert arrays and all(trees[names[f"{argument}[{i}]"]] is x for i, x in enumerate(arrays))
 
 
 def test_copied_arguments_are_named_in_the_report(monkeypatch):
-    copied = Buffer(2**20, "f32", (256, 1024), "jit(step_fn)/copy(trained[0])", ())
+    copied = Buffer(2**20, "f32", (256, 1024), "jit(step_fn)/copy(state.trained[0])", ())
     monkeypatch.setattr(
         "redeqx.dry_run._forecast._step", lambda *args: Step(needs=2**21, compile_seconds=0.0, largest=(copied,))
     )

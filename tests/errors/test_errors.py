@@ -51,7 +51,7 @@ def bits(trainer):
 
 def has_done_no_work(trainer):
     """Whether a trainer has placed no array and taken no step."""
-    return trainer._engine.given is not None and trainer.step == 0
+    return trainer.plan is None and trainer.step == 0
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,8 @@ def test_exhausted_examples_leave_the_checkpoint_of_the_previous_epoch(tmp_path)
 
     trainer = make_trainer(tmp_path)
     assert message(ValueError, trainer.fit, Once(), 4, 2, save_last_ckpt=True) == f"`train_examples`: {USED_UP}"
-    assert trainer._engine.checkpoints.record(trainer._engine.checkpoints.resolve("last"))["epoch"] == 1
+    last = json.loads((tmp_path / "ckpts" / "index.json").read_text())["last"]
+    assert json.loads((tmp_path / "ckpts" / last / "trainer.json").read_text())["epoch"] == 1
 
 
 @pytest.mark.parametrize(

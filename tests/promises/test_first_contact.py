@@ -300,13 +300,13 @@ MESSAGES = {
     ),
     "NaN in the batch": (
         "ValueError",
-        f"{NAN} not finite: `x` has NaN in 1 of 4 rows, the first from example 6. "
+        f"{NAN.replace('step 1', 'step 2')} not finite: `x` has NaN in 1 of 4 rows, the first from example 6. "
         "Correct or remove these examples, or `collate_fn`.",
     ),
-    "labels out of range": ("ValueError", f"{NAN} {RANGE} 2 to 6, which index a dim of 3. {CLASSES}"),
+    "labels out of range": ("ValueError", f"{NAN} {RANGE} 0 to 4, which index a dim of 3. {CLASSES}"),
     "labels from 1": ("ValueError", f"{NAN} {RANGE} 1 to 3, which index a dim of 3. {CLASSES}"),
     "labels beyond the vocabulary": (
-        "ValueError", f"{NAN} {RANGE} 2 to 6, for some of which the loss is nan. {CLASSES}",
+        "ValueError", f"{NAN} {RANGE} 0 to 4, for some of which the loss is nan. {CLASSES}",
     ),
     "a misspelt option of train": (
         "TypeError",
@@ -551,8 +551,8 @@ MESSAGES = {
     ),
     "a misspelt method of a callback": (
         "UserWarning",
-        "`callbacks[0].on_steps`: expected one of on_fit_start, on_step, on_eval, on_epoch_end, on_save, "
-        "on_fit_end, got a method that a fit never calls. Did you mean `on_step`?",
+        "`callbacks[0].on_steps`: expected one of on_fit_start, on_step, on_eval, on_epoch_end, "
+        "on_last_step, on_save, on_fit_end, got a method that a fit never calls. Did you mean `on_step`?",
     ),
     "a method of a callback without metrics": (
         "TypeError",
@@ -601,7 +601,7 @@ NOTES = {
     ),
     "collate_fn raises": (
         "TypeError", "tuple indices must be integers or slices, not str",
-        "`collate_fn` was called with examples 2, 4, 3, 6, counted from 0.", ["fit", "collate_wrongly"],
+        "`collate_fn` was called with examples 4, 0, 1, 3, counted from 0.", ["fit", "collate_wrongly"],
     ),
     "collate_fn raises in predict": (
         "TypeError", "tuple indices must be integers or slices, not str",

@@ -59,10 +59,10 @@ class RecordCalls(redeqx.Callback):
     """Records every call with its step and loss."""
 
     def __init__(self, calls, name="", every=1):
-        self.calls, self.name, self.every = calls, name, every
+        self.runner, self.name, self.every = calls, name, every
 
     def record(self, what, trainer, loss=None):
-        self.calls.append((self.name + what, trainer.step, loss))
+        self.runner.append((self.name + what, trainer.step, loss))
 
     def on_fit_start(self, trainer):
         self.record("start", trainer)
@@ -97,14 +97,14 @@ def test_methods_are_called_in_order_once_metrics_are_known(tmp_path):
     )  # fmt: skip
     assert [call[:2] for call in calls if call[0].startswith("a ")] == [
         ("a start", 0),
-        ("a step", 1), ("a step", 2), ("a eval", 2), ("a save step_00000002", 2),
+        ("a step", 1), ("a eval", 2), ("a step", 2), ("a save step_00000002", 2),
         ("a step", 3), ("a eval", 3), ("a epoch", 3),
-        ("a step", 4), ("a eval", 4), ("a save step_00000004", 4),
+        ("a eval", 4), ("a step", 4), ("a save step_00000004", 4),
         ("a step", 5), ("a step", 6), ("a eval", 6), ("a epoch", 6), ("a save step_00000006", 6),
         ("a end", 6),
     ]  # fmt: skip
     assert [call[1] for call in calls if call[0] == "b step"] == [2, 4, 6]
-    assert [call[0] for call in calls[1:6]] == ["b start", "a step", "a step", "b step", "a eval"]
+    assert [call[0] for call in calls[1:7]] == ["b start", "a step", "a eval", "b eval", "a step", "b step"]
     assert {step: loss for name, step, loss in calls if name == "a step"} == losses(tmp_path)
     assert calls[-1] == ("b end", 6, metrics["loss"])
 

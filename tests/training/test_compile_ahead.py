@@ -12,7 +12,7 @@ import pytest
 from jax._src import compiler
 
 import redeqx
-from redeqx.training import _calls
+from redeqx.training import _compilation as _calls
 
 EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -124,20 +124,20 @@ def test_an_evaluation_compiles_no_train_step(compiled):
 
 def test_another_batch_than_the_expected_one_compiles_by_itself(compiled, monkeypatch):
     trainer = make_trainer()
-    begin = _calls.Calls.compile_ahead
-    monkeypatch.setattr(_calls.Calls, "compile_ahead", lambda self, step, args, _: begin(self, step, args, "another"))
+    begin = _calls.Runner.compile_ahead
+    monkeypatch.setattr(_calls.Runner, "compile_ahead", lambda self, step, args, _: begin(self, step, args, "another"))
     trainer.train(EXAMPLES, batch_size=16)
     assert trainer.step == 4
 
 
 def test_the_time_of_the_whole_compilation_is_printed(monkeypatch, capsys):
-    compile_ahead = _calls.Calls.compile_ahead
+    compile_ahead = _calls.Runner.compile_ahead
 
     def slow(self, *args):
         compile_ahead(self, *args)
         self._ahead.began -= 100.0
 
-    monkeypatch.setattr(_calls.Calls, "compile_ahead", slow)
+    monkeypatch.setattr(_calls.Runner, "compile_ahead", slow)
     deployer = redeqx.Deployer()
     trainer = redeqx.Trainer(deployer, model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn)
     trainer.train(EXAMPLES, batch_size=16)
@@ -152,14 +152,14 @@ def test_an_error_of_the_compiler_is_raised_by_the_update(monkeypatch):
 
     threads = []
     trainer = make_trainer(optimizer=optax.sgd(0.1))
-    begin = _calls.Calls.compile_ahead
+    begin = _calls.Runner.compile_ahead
 
     def with_failing_compiler(self, *args):
         monkeypatch.setattr(compiler, "backend_compile_and_load", fails)
         begin(self, *args)
         self._ahead.wait()
 
-    monkeypatch.setattr(_calls.Calls, "compile_ahead", with_failing_compiler)
+    monkeypatch.setattr(_calls.Runner, "compile_ahead", with_failing_compiler)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         trainer.train(EXAMPLES, batch_size=16)
     assert threads[0] == "redeqx-compile"

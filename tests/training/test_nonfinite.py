@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.training._nonfinite import _describe_nonfinite
+from redeqx.training._metrics import _describe_nonfinite
 
 NAN_EXAMPLE = 7
 

@@ -15,9 +15,8 @@ from redeqx.machine import GPUS, has_fp8
 from redeqx.models import cross_entropy
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.steps import Parts, Precision, Sums, round_stochastically
 from redeqx.tracing import all_inside, equations, transformed
-from redeqx.training import Recipe
-from redeqx.training._precision import Precision, round_stochastically
 from redeqx.transforms import WeightProducts, fp8_products
 from tests._tree import named_leaves
 
@@ -191,12 +190,13 @@ def test_losses_softmaxes_and_norms_of_models_are_in_float32(name):
     def loss(model, ids, key):
         return cross_entropy(jax.vmap(model)(ids[:, :-1]), ids[:, 1:])
 
-    recipe = make_trainer(model=_MODELS[name](jax.random.key(0)), loss_fn=loss, compute="bfloat16")._engine.recipe
-    assert isinstance(recipe, Recipe)
-    shapes = jax.eval_shape(_MODELS[name], jax.random.key(0))
-    trace = recipe.trace(shapes, None, jax.ShapeDtypeStruct((2, 9), jnp.int32))
+    shapes = eqx.filter_eval_shape(_MODELS[name], jax.random.key(0))
+    parts, batch = Parts.of(shapes), jax.ShapeDtypeStruct((2, 9), jnp.int32)
+    of_arrays = Sums(parts, loss, precision=redeqx.Compute("bfloat16").precision).loss(inference=False)
+    weights = [leaf for leaves in parts.take(shapes) for leaf in leaves]
+    closed = jax.make_jaxpr(of_arrays)(weights, None, batch, jax.eval_shape(lambda: jax.random.key(0)))
     dtypes = {}
-    for eqn in all_equations(trace.closed):
+    for eqn in all_equations(closed):
         if eqn.primitive.name in ("reduce_sum", "reduce_max", "exp", "log", "rsqrt", "sqrt", "dot_general"):
             dtypes.setdefault(eqn.primitive.name, set()).add(str(eqn.invars[0].aval.dtype))
     assert dtypes["dot_general"] == {"bfloat16"}

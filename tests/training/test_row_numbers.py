@@ -44,7 +44,7 @@ def make_trainer(shards=(1, 1), accumulate=1, n_parts=1, loss_fn=loss_fn):
         loss_fn=loss_fn,
         accumulate_grad_batches=accumulate,
     )
-    trainer._engine.recipe = replace(trainer._engine.recipe, n_parts=n_parts)
+    trainer._engine.task = replace(trainer._engine.task, n_parts=n_parts)
     return trainer
 
 

@@ -16,7 +16,7 @@ from redeqx.data import BatchSize, CollatePool, batches, slices
 from redeqx.dims import RowUse
 from redeqx.machine import make_mesh
 from redeqx.memory import Memory, SearchSpace
-from redeqx.training import Recipe
+from redeqx.training import Task
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 MIXED = RowUse("mixed", 0, line="train.py:41", why="a reduction over rows")
@@ -52,11 +52,11 @@ def verdict(monkeypatch):
     calls = []
 
     def set_to(use):
-        def row_use(recipe, model, state, batch, *, inference=False):
+        def row_use(task, model, state, batch, *, inference=False):
             calls.append(((jax.tree.leaves(batch)[0].shape), threading.current_thread()))
             return use
 
-        monkeypatch.setattr(Recipe, "row_use", row_use)
+        monkeypatch.setattr(Task, "row_use", row_use)
         return calls
 
     return set_to
@@ -489,7 +489,7 @@ def noisy(model, batch, key):
 def test_parts_of_micro_batches_compute_the_same(loss_fn, n_parts):
     """4 rows a device, also as 2 x 2 and 4 x 1; a remainder of 16 rows, two a device, has 2 parts if no pair is divided."""
     trainer = make_trainer(loss_fn)
-    trainer._engine.recipe = dataclasses.replace(trainer._engine.recipe, n_parts=n_parts)
+    trainer._engine.task = dataclasses.replace(trainer._engine.task, n_parts=n_parts)
     trainer.train(np.concatenate([DATA, DATA[:8]]), batch_size=32)
     expected_trainer = make_trainer(loss_fn)
     expected_trainer.train(np.concatenate([DATA, DATA[:8]]), batch_size=32)

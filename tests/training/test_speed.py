@@ -2,8 +2,6 @@
 
 import json
 import time
-from collections import deque
-from contextlib import closing
 
 import equinox as eqx
 import jax
@@ -15,9 +13,8 @@ import pytest
 import redeqx
 from redeqx.machine import Chip, peak_memory
 from redeqx.monitor import Work
-from redeqx.training import _work, in_order
-from redeqx.training._calls import Calls
-from redeqx.training._passes import updates
+from redeqx.training import _compilation
+from redeqx.training._compilation import Runner
 
 D, N_LAYERS, SEQ, VOCAB = 16, 3, 4, 32
 RATES = Chip("cpu", 0, bfloat16=8e6, float32=4e6, bandwidth=1, link=1)
@@ -99,14 +96,14 @@ class AdvanceClock(redeqx.Callback):
 
 def test_examples_per_second_counts_steps_after_a_compilation(clock, monkeypatch, capsys):
     """Each step takes 2 s; the last one has fewer rows and compiles."""
-    train = Calls.train
+    train = Runner.train
 
     def delayed(*args):
         outs = train(*args)
         clock.now += 2.0
         return outs
 
-    monkeypatch.setattr(Calls, "train", delayed)
+    monkeypatch.setattr(Runner, "train", delayed)
     trainer = redeqx.Trainer(
         redeqx.Deployer(), model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
     )
@@ -129,7 +126,7 @@ def test_evaluation_shows_its_batch_count(capsys):
 
 def test_evaluation_rate_is_that_of_computed_batches(clock, monkeypatch, capsys):
     """A call returns at once, and the results of each batch take 2 s."""
-    evaluate = Calls.evaluate
+    evaluate = Runner.evaluate
 
     class Results:
         def __init__(self, vector):
@@ -142,7 +139,7 @@ def test_evaluation_rate_is_that_of_computed_batches(clock, monkeypatch, capsys)
             clock.now += 2.0
             return np.asarray(self.vector, dtype)
 
-    monkeypatch.setattr(Calls, "evaluate", lambda *args: Results(evaluate(*args)))
+    monkeypatch.setattr(Runner, "evaluate", lambda *args: Results(evaluate(*args)))
     trainer = redeqx.Trainer(
         redeqx.Deployer(), model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
     )
@@ -153,7 +150,7 @@ def test_evaluation_rate_is_that_of_computed_batches(clock, monkeypatch, capsys)
 
 def test_fused_attention_counts_without_its_recomputed_scores(clock, monkeypatch, tmp_path):
     """In the meter and in the dry run: how a kernel computes attention does not change the model's FLOPs."""
-    monkeypatch.setattr(_work, "chip_of_kind", lambda kind: RATES)
+    monkeypatch.setattr(_compilation, "chip_of_kind", lambda kind: RATES)
     n, d = 16, 8
     trainer = redeqx.Trainer(
         redeqx.Deployer(0, workdir=tmp_path, verbose=False),
@@ -178,7 +175,7 @@ def test_fused_attention_counts_without_its_recomputed_scores(clock, monkeypatch
 )
 def test_mfu_is_relative_to_the_chip_rate(kwargs, clock, monkeypatch, tmp_path):
     """Steps of 2 s on 8 devices of 4e6 float32 FLOP/s; remat, the mesh and micro-batches do not change the FLOP count."""
-    monkeypatch.setattr(_work, "chip_of_kind", lambda kind: RATES)
+    monkeypatch.setattr(_compilation, "chip_of_kind", lambda kind: RATES)
     trainer = make_trainer(tmp_path, loggers=[log := Recorder()], **kwargs)
     metrics = trainer.fit(examples(64), batch_size=16, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
     per_second = flops(16) / 8 / 2
@@ -213,7 +210,7 @@ def test_speed_of_a_custom_loop_counts_updates_only(clock, tmp_path):
 
 
 def test_mfu_in_bfloat16_uses_the_bfloat16_rate(clock, monkeypatch, tmp_path):
-    monkeypatch.setattr(_work, "chip_of_kind", lambda kind: RATES)
+    monkeypatch.setattr(_compilation, "chip_of_kind", lambda kind: RATES)
     trainer = make_trainer(tmp_path, compute=redeqx.Precision("bfloat16", gradients=None))
     trainer.fit(examples(32), batch_size=16, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
     line = json.loads((tmp_path / "speed.jsonl").read_text().splitlines()[0])
@@ -235,27 +232,14 @@ def test_padding_micro_batches_do_not_count_as_work(clock, tmp_path):
     assert line["step"] == 2 and line["model_flops_per_second"] == pytest.approx(flops(8) / 8 / 2)
 
 
-def test_data_wait_is_the_share_of_time_without_a_batch(clock, monkeypatch):
+def test_data_wait_is_the_share_of_time_without_a_batch(clock):
     """Each batch takes 3 s to arrive, and each update 1 s."""
-    trainer = make_trainer()
-    engine = trainer._engine
-    trainer.train(examples(16), batch_size=16)  # compiled
-    size = engine.batch_size(None, 16)
-
-    def delayed(prepared):
-        for batch in prepared:
+    line = redeqx.Deployer(verbose=False).progress()
+    for step in range(1, 6):
+        with line.waiting():
             clock.now += 3
-            yield batch
-
-    def update(batch, line, position=None):
         clock.now += 1
-        line.update(0, metrics={}, n_examples=batch.n_examples, work=Work(8.0))
-
-    steps = [next(in_order(examples(16), size)) for _ in range(5)]
-    line = engine.run.console.progress()
-    monkeypatch.setattr(engine, "update", update)
-    with closing(engine.batches(steps, size)) as upcoming:
-        deque(updates(engine, delayed(upcoming), line), maxlen=0)
+        line.update(step, metrics={}, n_examples=16, work=Work(8.0))
     assert line.speed()["data_wait"] == pytest.approx(0.75)
     assert line.speed() == {}  # recorded at most once a second
 

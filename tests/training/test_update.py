@@ -47,7 +47,7 @@ def test_updates_equal_the_steps_of_train(accumulate, tmp_path):
     trainer = make_trainer(tmp_path / "update", accumulate_grad_batches=accumulate)
     update_metrics = [trainer.update(DATA[start : start + 8]) for start in (0, 8, 16)]
     assert update_metrics[-1] == metrics
-    assert trainer.step == trainer._engine.progress.n_examples / 8 == 3
+    assert trainer.step == 3
     assert bits(trainer) == bits(expected_trainer)
     records = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("train", "update")]
     assert records[0] == records[1]

@@ -23,7 +23,7 @@ from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.lora import LoraLinear
 from redeqx.models.vit import ViTConfig, ViTForImageClassification
 from redeqx.partition import place
-from redeqx.training import Parts
+from redeqx.steps import Parts
 from tests._tree import named_leaves
 
 KEY = jax.random.key(0)

@@ -5,7 +5,7 @@ The Trainer creates these arrays; a dry run compiles the same steps without crea
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +21,8 @@ from ..partition import Plan, shardings_like, using_kinds
 from ..tracing import as_fun
 from ._functions import Functions
 from ._parts import Parts
-from ._run import stream_dtype
-from ._step import Layout, in_memory, make_eval_step, make_train_step, strong
+from ._state import TrainState, stream_dtype
+from ._step import EvalStep, TrainStep, in_memory, strong
 
 
 class Sizes(NamedTuple):
@@ -39,46 +39,66 @@ class Program:
 
     **Arguments:**
 
-    - `trained`, `frozen`, `opt_state`, `state`, `steps`, `stream`: shapes with shardings; `steps` as in the train step.
-    - `names`: the names of the trained and of the frozen leaves.
+    - `state`: shapes with shardings.
     - `init_opt_state`: maps the trained arrays to the optimizer state, whose shards are created in place.
     - `eval_params`: maps the optimizer state and the trained arrays to those to evaluate; None if these are the same.
     """
 
     plan: Plan
-    trained: list[jax.ShapeDtypeStruct]
-    frozen: list[jax.ShapeDtypeStruct]
-    opt_state: list[jax.ShapeDtypeStruct]
-    state: list[jax.ShapeDtypeStruct]
-    steps: jax.ShapeDtypeStruct
-    stream: jax.ShapeDtypeStruct
+    parts: Parts
+    state: TrainState
     opt_treedef: Any
-    state_treedef: Any
+    layers_treedef: Any
     init_opt_state: Callable[[list[Array]], list[Array]]
     train_step: Callable[..., Any]
     metric_names: list[str]
     eval_step: Callable[..., Any]
     eval_names: list[str]
     eval_params: Callable[[list[Array], list[Array]], list[Array]] | None
-    names: tuple[Sequence[str], Sequence[str]]
 
-    def train_shapes(self, groups: Any, n_rows: Any) -> tuple[Any, ...]:
-        """Returns the arguments of the train step, as shapes except for `groups` and `n_rows`."""
-        return (self.trained, self.opt_state, self.state, self.steps, self.frozen, self.stream, groups, n_rows)
+    # --- a state as trees --------------------------------------------------------------------------------------------
+
+    def model(self, state: TrainState) -> PyTree:
+        """Returns the model; the next step deletes its trained arrays."""
+        return self.parts.put(state.trained, state.frozen)
+
+    def eval_trained(self, state: TrainState) -> list[Any]:
+        """Returns the trained leaves as they are evaluated and saved."""
+        return state.trained if self.eval_params is None else self.eval_params(state.opt_state, state.trained)
+
+    def eval_model(self, state: TrainState) -> PyTree:
+        """Returns the model as it is evaluated and saved; the next step may delete its trained arrays."""
+        return self.parts.put(self.eval_trained(state), state.frozen)
+
+    def model_state(self, state: TrainState) -> PyTree | None:
+        """Returns the state of the model's stateful layers; None if there are none."""
+        return jax.tree.unflatten(self.layers_treedef, state.layers)
+
+    def opt_tree(self, state: TrainState) -> PyTree:
+        """Returns the optimizer state in optax's structure."""
+        return jax.tree.unflatten(self.opt_treedef, state.opt_state)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def train_args(self, state: TrainState, groups: Any, n_rows: Any) -> tuple[Any, ...]:
+        """Returns the arguments of the train step; the state may be shapes."""
+        return replace(state, frozen=[]), state.frozen, groups, n_rows
 
     @property
     def sizes(self) -> Sizes:
         """The bytes of all shards together."""
         bytes_of = lambda leaves: sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)  # noqa: E731
-        weights, opt_state = bytes_of([*self.trained, *self.frozen]), bytes_of(self.opt_state)
-        return Sizes(weights, weights + opt_state + bytes_of(self.state), opt_state)
+        state = self.state
+        weights, opt_state = bytes_of([*state.trained, *state.frozen]), bytes_of(state.opt_state)
+        return Sizes(weights, weights + opt_state + bytes_of(state.layers), opt_state)
 
     @property
     def argument_names(self) -> dict[str, str]:
-        """The names of the leaves that the steps receive in lists, by their names in a compiled program: `trained[3]`."""
-        opt_names = named_leaves(jax.tree.unflatten(self.opt_treedef, self.opt_state))
-        lists = zip(("trained", "frozen", "opt_state"), (*self.names, opt_names), strict=True)
-        return {f"{argument}[{i}]": name for argument, names in lists for i, name in enumerate(names)}
+        """The names of the leaves that the steps receive, by their names in a compiled program: `state.trained[3]`."""
+        trained, frozen = self.parts.names
+        opt_names = named_leaves(self.opt_tree(self.state))
+        lists = {"state.trained": trained, "trained": trained, "frozen": frozen, "state.opt_state": opt_names}
+        return {f"{argument}[{i}]": name for argument, names in lists.items() for i, name in enumerate(names)}
 
 
 def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -112,7 +132,7 @@ def make_program(
 
     **Arguments:**
 
-    - `skip_nonfinite`, `n_parts`, `options`: as for `make_train_step`.
+    - `skip_nonfinite`, `n_parts`, `options`: as for `TrainStep`.
     - `offload_opt_state`: whether the arrays of the optimizer state are stored in host memory.
     """
     parts, plan = functions.parts, functions.plan
@@ -133,33 +153,30 @@ def make_program(
         return [strong(leaf) for leaf in as_fun(traced)(*trained)]
 
     def evaluated(opt_state: list[Array], trained: list[Array]) -> list[Array]:
-        opt_tree = jax.tree.unflatten(opt_treedef, in_memory(jax.memory.Space.Device, opt_state, layout.opt_state))
+        opt_tree = jax.tree.unflatten(opt_treedef, in_memory(jax.memory.Space.Device, opt_state, shardings.opt_state))
         return jax.tree.leaves(eval_params(opt_tree, parts.trained_tree(trained)))
 
-    opt_treedef, state_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
-    states = [placed(leaf, replicate) for leaf in jax.tree.leaves(state)]
-    layout = Layout(*([leaf.sharding for leaf in leaves] for leaves in (trained, opt_state, states)))
-    train_step, metric_names = make_train_step(
-        functions, optimizer, lr_schedule_fn, opt_treedef, state_treedef, layout, skip_nonfinite, n_parts, options
+    opt_treedef, layers_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
+    layers = [placed(leaf, replicate) for leaf in jax.tree.leaves(state)]
+    counts, stream = (placed(jax.ShapeDtypeStruct((2,), d), replicate) for d in (np.int32, stream_dtype()))
+    shapes = TrainState(trained, frozen, opt_state, layers, counts, stream)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, replace(shapes, frozen=[]))
+    train = TrainStep(
+        functions, optimizer, lr_schedule_fn, opt_treedef, layers_treedef, shardings, skips=skip_nonfinite, n_parts=n_parts
     )
-    eval_step, eval_names = make_eval_step(functions, state_treedef, options)
+    evaluation = EvalStep(functions, layers_treedef)
     return Program(
         plan=plan,
-        trained=trained,
-        frozen=frozen,
-        opt_state=opt_state,
-        state=states,
-        steps=placed(jax.ShapeDtypeStruct((2,), np.int32), replicate),
-        stream=placed(jax.ShapeDtypeStruct((2,), stream_dtype()), replicate),
+        parts=parts,
+        state=shapes,
         opt_treedef=opt_treedef,
-        state_treedef=state_treedef,
-        init_opt_state=jax.jit(init_opt_state, out_shardings=layout.opt_state),
-        train_step=train_step,
-        metric_names=metric_names,
-        eval_step=eval_step,
-        eval_names=eval_names,
-        eval_params=jax.jit(evaluated, out_shardings=layout.trained) if has_eval_params(opt_tree) else None,
-        names=parts.names,
+        layers_treedef=layers_treedef,
+        init_opt_state=jax.jit(init_opt_state, out_shardings=shardings.opt_state),
+        train_step=train.jitted(options),
+        metric_names=train.metric_names,
+        eval_step=evaluation.jitted(options),
+        eval_names=evaluation.names,
+        eval_params=jax.jit(evaluated, out_shardings=shardings.trained) if has_eval_params(opt_tree) else None,
     )
 
 

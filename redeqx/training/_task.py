@@ -1,11 +1,12 @@
-"""The recipe: the arguments of a Trainer, and the plan and program that follow from them on any mesh. It holds no arrays."""
+"""The task: the arguments of a Trainer, and the plan and program that follow from them on any mesh. It holds no arrays."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -13,56 +14,16 @@ from jaxtyping import PyTree
 from .._tree import is_array_like, named_leaves
 from ..data import CollatePool
 from ..dims import UNKNOWN, RowUse
-from ..errors import warn
 from ..machine import Options, xla_settings
 from ..optimizers import follows_schedule
-from ..partition import Overrides, Plan, make_plan, mark_read
+from ..partition import Plan, mark_read
+from ..steps import Compute, Functions, Parts, Program, Sums, make_program, plan_model
 from ..tracing import Rule, Trace, restricted, shapes_in
 from ..transforms import KeepEverything
-from ._compute import Compute
-from ._functions import Functions, Sums
-from ._parts import Parts
-from ._program import Program, make_program
-
-
-def plan_model(
-    model: PyTree,
-    mesh: Mesh,
-    trace: Trace | None = None,
-    overrides: Overrides | None = None,
-    trained: Collection[str] | None = None,
-    row_use: RowUse = UNKNOWN,
-) -> Plan:
-    """Returns the plan of a model on a mesh, in the order of its traced loss if there is one; issues the plan's warnings."""
-    plan = make_plan(model, mesh, overrides, trace, trained)
-    for message in plan.warnings:
-        warn(message)
-    return plan if trace is None else mark_read(plan, trace, row_use)
-
-
-def plan_prediction(
-    model: PyTree, mesh: Mesh, parts: Parts, predict: Callable[..., PyTree], state: Sequence[Any], batch: PyTree
-) -> Plan:
-    """Returns the plan of a model on a mesh, in the order in which a prediction computes; issues the plan's warnings.
-
-    **Arguments:**
-
-    - `predict`: as `prediction` returns it. It is traced for the shapes of `state` and `batch`.
-    """
-
-    def of_model(model: PyTree, *rest: Any) -> PyTree:
-        trained, frozen = parts.take(model)
-        return predict([*trained, *frozen], *rest)
-
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))
-    plan = make_plan(model, mesh, trace=Trace.of(of_model, model, *shapes, jax.eval_shape(lambda: jax.random.key(0))))
-    for message in plan.warnings:
-        warn(message)
-    return plan
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Task:
     """How a model is trained: the user's functions, the optimizer, and the options of a step.
 
     **Arguments:**
@@ -70,7 +31,7 @@ class Recipe:
     - `parts`: how the model is partitioned.
     - `loss_fn`, `grad_fn`, `collate_fn`, `optimizer`, `lr_schedule_fn`: the Trainer's arguments.
     - `compute`: the Trainer's argument; `optimizer` was made for its precision.
-    - `pool`: calls `collate_fn`; it ends with the recipe.
+    - `pool`: calls `collate_fn`; it ends with the task.
     - `has_state`: whether the model has stateful layers.
     - `accumulate`: micro-batches per update.
     - `plan`: the user's own plan; None makes one from the loss.
@@ -117,14 +78,19 @@ class Recipe:
         """Returns what the loss does with the rows of a batch, for its shapes."""
         return self.sums.row_use_of(model, state, batch, inference=inference)
 
-    def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None) -> Plan:
-        """Returns the model's plan on a mesh; with a trace, in the order of the loss."""
-        row_use = self.rows or UNKNOWN
-        if self.plan is None:
+    def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None, placed: Plan | None = None) -> Plan:
+        """Returns the model's plan on a mesh; with a trace, in the order of the loss.
+
+        **Arguments:**
+
+        - `placed`: the plan by which the model is placed already: it stays, and learns what the loss does.
+        """
+        row_use, own = self.rows or UNKNOWN, placed or self.plan
+        if own is None:
             plan = plan_model(model, mesh, trace, trained=self.parts.names[0], row_use=row_use)
         else:
-            self.plan.check(model)
-            plan = self.plan.on(mesh)
+            own.check(model)
+            plan = own.on(mesh)
             plan = plan if trace is None else mark_read(plan, trace, row_use, with_kinds=plan.repeats is None)
         if self.grad_fn is None and all(plan[name].is_read is False for name in self.parts.names[0]):
             raise ValueError(
@@ -195,6 +161,11 @@ class Recipe:
 
         def of_model(model: PyTree, batch: PyTree, key: Any) -> Any:
             trained, frozen = self.parts.take(model)
-            return loss([*trained, *frozen], state, batch, key)[0]
+            return loss([*trained, *frozen], jax.tree.map(_any_value, state), batch, key)[0]
 
         return of_model
+
+
+def _any_value(leaf: Any) -> Any:
+    """Returns an array for a shape, as a traced function needs it, if the state is of shapes in a dry run."""
+    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf

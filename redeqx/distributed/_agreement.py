@@ -5,32 +5,29 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from .._tree import named_leaves
-from ..checkpoint import array_leaves
-from ..distributed import Peers, agree_on_values
-from ._run import Run
+from .._tree import is_array_like, named_leaves
+from ._peers import Peers
+from ._replicas import agree_on_values
 
 _FEW = 2**10  # larger leaves of the optimizer state are not compared: they belong to parameters
 
 
-def agree_on_trainer(run: Run, model: PyTree, model_state: PyTree, settings: Mapping[str, Any]) -> None:
+def _arrays(tree: PyTree) -> dict[str, Any]:
+    return {name: leaf for name, leaf in named_leaves(tree).items() if is_array_like(leaf)}
+
+
+def agree_on_trainer(peers: Peers, model: PyTree, model_state: PyTree, settings: Mapping[str, Any]) -> None:
     """Checks the model's arrays, the state of its layers, and further settings of a trainer by name."""
-    if run.peers.n == 1:
-        return
-    leaves = array_leaves((model, model_state))
-    run.peers.agree("model", {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves.items()})
-    run.peers.agree("Trainer", settings)
-    with run.watch.paused():
-        agree_on_values(run.peers, "model", array_leaves(model))
-        agree_on_values(run.peers, "model_state", array_leaves(model_state))
+    leaves = _arrays((model, model_state))
+    peers.agree("model", {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves.items()})
+    peers.agree("Trainer", settings)
+    agree_on_values(peers, "model", _arrays(model))
+    agree_on_values(peers, "model_state", _arrays(model_state))
 
 
 def agree_on_opt_state(peers: Peers, opt_state: PyTree) -> None:
     """Checks the small leaves of the optimizer state, such as the hyperparameters of `optax.inject_hyperparams`."""
-    if peers.n == 1:
-        return
-    leaves = {name: leaf for name, leaf in array_leaves(opt_state).items() if leaf.size <= _FEW}
-    agree_on_values(peers, "optimizer", leaves)
+    agree_on_values(peers, "optimizer", {name: leaf for name, leaf in _arrays(opt_state).items() if leaf.size <= _FEW})
 
 
 def agree_on_examples(peers: Peers, method: str, n: int | None, batch_size: int) -> None:

@@ -8,27 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from ..distributed import Peers, Preemption, Watch
-from ..machine import Options, n_batch_shards
-from ..monitor import Console
-from ..storage import Location, Staging
-
-
-def stream_dtype() -> np.dtype:
-    """Returns the dtype of a stream: 64 bits in 64-bit mode, where a key depends on all bits of its seed."""
-    return jax.dtypes.canonicalize_dtype(np.int64)
-
-
-def stream_key(stream: Array) -> PRNGKeyArray:
-    """Returns the key of a stream. As a part of a program it needs no compilation of its own."""
-    seed, n = stream
-    return jax.random.fold_in(jax.random.key(seed), n.astype(jnp.uint32))
-
+from .distributed import Peers, Preemption, Watch
+from .machine import Options, n_batch_shards
+from .monitor import Console
+from .steps import stream_dtype, stream_key
+from .storage import Location, Staging
 
 _key = jax.jit(stream_key)
 

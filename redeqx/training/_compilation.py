@@ -1,20 +1,29 @@
-"""Calls of jitted steps: shows, checks and counts what is new when a step compiles for a new batch."""
+"""What happens when a step compiles for a new batch: it is shown, checked, counted, and made to fit into memory."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
+from .._run import Run
 from ..compiled import checked as checked_work
 from ..data import Batch
+from ..dims import UNKNOWN
 from ..distributed import agree_on_program
-from ..machine import cache_use
+from ..machine import FSDP, MODEL, cache_use, chip_of_kind
+from ..memory import SearchSpace, Strategy, choose, levels_of
 from ..monitor import ProgressLine, Work
 from ..partition import Plan
-from ._run import Run
+from ..steps import n_rows, shard_bytes
+from ..tracing import REMATS, equations, matmul_flops
+from ..transforms import KeepEverything
+from ._task import Task
 
 
 class _TrainProgram(NamedTuple):
@@ -49,8 +58,8 @@ class _Compilation:
         self._thread.join()
 
 
-class Calls:
-    """Calls the steps of one model.
+class Runner:
+    """Runner the steps of one model.
 
     **Arguments:**
 
@@ -87,7 +96,7 @@ class Calls:
     def train(
         self, step: Any, args: tuple[Any, ...], batch: Batch, line: ProgressLine, plan: Plan, count: Callable[[], Work]
     ) -> tuple[Any, Work]:
-        """Calls a train step; returns its results, and its work on one device.
+        """Runner a train step; returns its results, and its work on one device.
 
         **Arguments:**
 
@@ -111,7 +120,7 @@ class Calls:
         return outs, programs[signature].work
 
     def evaluate(self, step: Any, args: tuple[Any, ...], batch: Batch, line: ProgressLine) -> Any:
-        """Calls an eval step; returns its results."""
+        """Runner an eval step; returns its results."""
         signature, programs = batch.signature, self._programs(_EVAL, step)
         if signature in programs:
             return step(*args)
@@ -148,3 +157,102 @@ class Calls:
 
 
 _TRAIN, _EVAL = "train step", "eval step"
+
+
+# --- the work of a step -----------------------------------------------------------------------------------------------
+
+
+def work_of(task: Task, plan: Plan, model: Any, state: Any, step: Any, args: tuple[Any, ...]) -> Work:
+    """Returns the work of one device in a step of a full batch.
+
+    **Arguments:**
+
+    - `step`, `args`: the jitted train step and its arguments. The subsequent call finds this trace in JAX's cache.
+    """
+    traced = step.trace(*args).jaxpr
+    if task.grad_fn is None and any(eqn.primitive.name in REMATS for eqn in equations(traced)):
+        # Recomputation is not counted: count the same step without it.
+        step = task.program(plan, model, state, change=KeepEverything()).train_step
+        traced = step.trace(*args).jaxpr
+    n_devices = plan.mesh.size
+    flops = matmul_flops(traced.jaxpr, with_recomputation=False)
+    chip = chip_of_kind(plan.mesh.devices.flat[0].device_kind)
+    at_peak = None if chip is None else sum(n / chip.rate(dtype) for dtype, n in flops.items()) / n_devices
+    return Work(flops.total() / n_devices, at_peak)
+
+
+def counted_share(batch: Batch) -> float:
+    """Returns the share of a step's rows that count; the others are repetitions, to reuse a larger program."""
+    return batch.n_examples / sum(math.prod(jax.tree.leaves(group)[0].shape[:2]) for group in batch.groups)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def choose_memory(engine: Any, batch: Batch) -> None:
+    """Chooses the strategy for a batch. Each program is compiled once: the step whose memory was checked is the one that
+    runs."""
+    run, task = engine.run, engine.task
+    if task.compute.memory is None or task.grad_fn is not None:
+        return
+    own = _strategy(engine, batch)
+
+    def compiled(strategy: Strategy) -> jax.stages.Compiled:
+        if strategy != own:
+            _use_strategy(engine, strategy, task)
+        with engine.line.compiling("train step"):
+            return engine.compiled(batch)
+
+    opt_state = 0 if task.compute.offload_opt_state else shard_bytes(engine.placed[1].opt_state)
+    with run.watch.paused():
+        tried, text = choose(own, run.mesh, run.peers, compiled, partial(_search_space, engine, own, batch), opt_state)
+    if tried and (tried[-1].strategy != own or not tried[-1].fits or not engine.has_chosen_memory):
+        run.console.info(text)
+    engine.has_chosen_memory |= bool(tried)
+
+
+def _strategy(engine: Any, batch: Batch) -> Strategy:
+    """Returns the strategy of this run for a batch."""
+    task, compute, mesh = engine.task, engine.task.compute, engine.run.mesh
+    rows = max(1, n_rows(batch.micro_batch) // engine.run.n_batch_shards // task.n_parts)
+    n_micro_batches, remat = task.accumulate * task.n_parts, compute.remat_level
+    shards = mesh.shape[MODEL], mesh.shape[FSDP]
+    return Strategy(*shards, rows, n_micro_batches, remat, compute.unroll, compute.offload_opt_state)
+
+
+def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> SearchSpace:
+    """Returns the strategies that make the same update on this mesh."""
+    task, mesh, (program, state) = engine.task, engine.run.mesh, engine.placed
+    args, device = program.train_args(state, batch.groups, jax.ShapeDtypeStruct((), "uint32")), mesh.devices.flat[0]
+
+    def trace(remat: str, unroll: bool) -> Any:
+        compute = replace(task.compute, remat=remat, unroll=unroll and own.unroll)
+        changed = replace(task, compute=compute).program(program.plan, *engine.trees)
+        return changed.train_step.trace(*args).jaxpr.jaxpr
+
+    remat, flops, unrolls = levels_of(own.remat, trace, device.platform)
+    sizes = program.sizes
+    return SearchSpace(
+        replace(own, remat=remat),
+        mesh.size,
+        flops,
+        sizes.weights,
+        sizes.state,
+        limit,
+        chip_of_kind(device.device_kind),
+        opt_state=0 if device.platform == "cpu" else sizes.opt_state,
+        unrolls=unrolls,
+        rows=task.rows or UNKNOWN,
+        has_state=task.has_state,
+        is_running=True,
+    )
+
+
+def _use_strategy(engine: Any, strategy: Strategy, given: Task) -> None:
+    """Switches from a given task to the train step of a strategy."""
+    old, _ = engine.placed
+    changed = {name: getattr(strategy, name) for name in ("remat", "unroll", "offload_opt_state")}
+    n_parts = strategy.accumulate_grad_batches // given.accumulate
+    engine.task = replace(engine.task, compute=replace(engine.task.compute, **changed), n_parts=n_parts)
+    new = engine.task.program(old.plan, *engine.trees)
+    engine.use_program(replace(new, eval_step=old.eval_step, eval_names=old.eval_names))  # it need not compile again

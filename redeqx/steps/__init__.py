@@ -1,0 +1,34 @@
+"""Steps: the loss, the gradient, the optimizer's update and a prediction as jitted programs, for every mesh.
+
+Owns the user's functions as sums over rows, their dtypes and rules, and the state that a step carries. It creates no array,
+and does not know engines, fits or checkpoints. Open `_step.py` first, then `_functions.py`.
+"""
+
+from ._compute import Compute as Compute
+from ._functions import (
+    Functions as Functions,
+    Sums as Sums,
+    effective_specs as effective_specs,
+    plan_rules as plan_rules,
+    weak_types as weak_types,
+    with_weak_types as with_weak_types,
+)
+from ._loss import Loss as Loss, as_sums as as_sums, n_rows as n_rows, trace_loss as trace_loss
+from ._micro_batches import accumulate as accumulate, number_rows as number_rows, row_span as row_span
+from ._parts import Parts as Parts
+from ._plans import plan_model as plan_model, plan_prediction as plan_prediction
+from ._precision import (
+    AS_GIVEN as AS_GIVEN,
+    Precision as Precision,
+    cast as cast,
+    round_stochastically as round_stochastically,
+)
+from ._program import (
+    Program as Program,
+    make_program as make_program,
+    placed as placed,
+    placed_shapes as placed_shapes,
+    shard_bytes as shard_bytes,
+)
+from ._state import TrainState as TrainState, stream_dtype as stream_dtype, stream_key as stream_key
+from ._step import UNMOVED as UNMOVED, make_predict_step as make_predict_step, prediction as prediction

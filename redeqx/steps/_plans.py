@@ -1,0 +1,50 @@
+"""Plans of a model for what is computed with it: its fields, its loss, or a prediction."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..dims import UNKNOWN, RowUse
+from ..errors import warn
+from ..partition import Overrides, Plan, make_plan, mark_read
+from ..tracing import Trace
+from ._parts import Parts
+
+
+def plan_model(
+    model: PyTree,
+    mesh: Mesh,
+    trace: Trace | None = None,
+    overrides: Overrides | None = None,
+    trained: Collection[str] | None = None,
+    row_use: RowUse = UNKNOWN,
+) -> Plan:
+    """Returns the plan of a model on a mesh, in the order of its traced loss if there is one; issues the plan's warnings."""
+    plan = make_plan(model, mesh, overrides, trace, trained)
+    for message in plan.warnings:
+        warn(message)
+    return plan if trace is None else mark_read(plan, trace, row_use)
+
+
+def plan_prediction(
+    model: PyTree, mesh: Mesh, parts: Parts, predict: Callable[..., PyTree], state: Sequence[Any], batch: PyTree
+) -> Plan:
+    """Returns the plan of a model on a mesh, in the order in which a prediction computes; issues the plan's warnings.
+
+    **Arguments:**
+
+    - `predict`: as `prediction` returns it. It is traced for the shapes of `state` and `batch`.
+    """
+
+    def of_model(model: PyTree, *rest: Any) -> PyTree:
+        trained, frozen = parts.take(model)
+        return predict([*trained, *frozen], *rest)
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))
+    plan = make_plan(model, mesh, trace=Trace.of(of_model, model, *shapes, jax.eval_shape(lambda: jax.random.key(0))))
+    for message in plan.warnings:
+        warn(message)
+    return plan

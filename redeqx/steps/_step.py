@@ -1,0 +1,367 @@
+"""The train, eval and predict steps: one jitted program each, for every mesh.
+
+An update reads from top to bottom in `TrainStep.__call__`: its micro-batches, the gradient, the values, the update.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jaxtyping import Array, PyTree
+
+from .._tree import is_array_like, named_leaves
+from ..dims import row_use
+from ..machine import Options, is_in_host, replicated, split_rows
+from ..optimizers import ascent, injected_rate, n_updates, update_with, widened
+from ..partition import Plan
+from ..tracing import transformed
+from ..transforms import Rows, by_row
+from ._functions import Functions, plan_rules
+from ._loss import n_rows
+from ._micro_batches import Part, accumulate, number_rows, split, with_whole
+from ._parts import Parts
+from ._state import TrainState, stream_key
+
+UNMOVED = "share of updates that rounding loses"  # computed for 16-bit parameters; checked, not recorded
+# Streams of one key, derived inside the steps: keys made outside would each compile a small program.
+_TRAIN, _EVAL, _ROUND = 0, 1, 2
+
+
+class _Batch(NamedTuple):
+    """The micro-batches of an update, the `Rows` of all of them, and whether there is only one."""
+
+    groups: Sequence[Part]
+    every: Rows
+    is_only: bool
+
+
+class _Sums(NamedTuple):
+    """Sums over the rows of an update: gradients by trained leaf, and metrics as pairs of a total and its weight."""
+
+    grads: list[Array]
+    total: Array
+    weight: Array
+    metrics: Mapping[str, tuple[Array, Array]]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStep:
+    """One update of a training state.
+
+    **Arguments:**
+
+    - `opt_treedef`, `layers_treedef`: the structures of the optimizer state and of the state of layers.
+    - `shardings`: those of the state that the step carries.
+    - `skips`: whether the state stays unchanged, bit for bit, if the loss or the gradient's norm is not finite.
+    - `n_parts`: the number of parts of each micro-batch, computed one after the other.
+    - `metric_names`: set once the step has been traced.
+    """
+
+    functions: Functions
+    optimizer: optax.GradientTransformation
+    lr_schedule_fn: Callable[[Any], Any] | None
+    opt_treedef: Any
+    layers_treedef: Any
+    shardings: TrainState
+    skips: bool = False
+    n_parts: int = 1
+    metric_names: list[str] = field(default_factory=list)
+
+    def jitted(self, options: Options | None = None) -> Callable[..., Any]:
+        """Returns the compiled function. It donates the state, which has no frozen leaves.
+
+        **Arguments:**
+
+        - `options`: for the compiler.
+        """
+
+        def step_fn(state: TrainState, frozen: list[Array], groups: Sequence[PyTree], n_rows: Array) -> Any:
+            return self(state, frozen, groups, n_rows)
+
+        out = (self.shardings, replicated(self.functions.plan.mesh))
+        return jax.jit(step_fn, donate_argnums=0, out_shardings=out, compiler_options=dict(options or {}))
+
+    def __call__(self, state: TrainState, frozen: list[Array], groups: Sequence[PyTree], n_rows: Array) -> Any:
+        """Returns the state after an update, and its metrics and then the weight of the loss as one vector.
+
+        **Arguments:**
+
+        - `groups`: the rows, in groups of micro-batches of equal size, `[n, rows, ...]`.
+        - `n_rows`: uint32 `[]`, how many rows count: rows with larger numbers are repetitions, see `accumulate`.
+        """
+        step, n_skipped = state.counts
+        opt_state = in_memory(jax.memory.Space.Device, state.opt_state, self.shardings.opt_state)
+        before = replace(state, opt_state=opt_state)
+        key, rounding_key = (_step_key(state.stream, of, step) for of in (_TRAIN, _ROUND))
+
+        batch = self._batch(before, frozen, groups, n_rows, key)
+        sums, layers = self._gradient(before, frozen, batch, key)
+        grads = [g / sums.weight for g in sums.grads]
+        values = {"loss": sums.total / sums.weight, "grad_norm": _norm(grads)}
+        loss_at = partial(self._loss_at, before, frozen, batch, key)
+        updates, opt_tree, n_before = self._updates(before, grads, values["loss"], loss_at)
+        rate = self._rate(opt_tree, step - n_skipped if n_before is None else n_before)
+        if rate is not None:
+            values["learning_rate"] = jnp.asarray(rate, sums.total.dtype)
+        # Sorted, as a scan sorts them: every program of a run must agree on the order.
+        values.update({name: metric / over for name, (metric, over) in sorted(sums.metrics.items())})
+        trained = self.functions.precision.updated(self._tree(before.trained), updates, rounding_key)
+        opt_leaves = [strong(leaf) for leaf in jax.tree.leaves(opt_tree)]
+        after = replace(before, trained=jax.tree.leaves(trained), opt_state=opt_leaves, layers=layers)
+
+        self._note_unmoved(before, updates, after, values)
+        self.metric_names[:] = values
+        if self.skips:
+            is_finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
+            after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)
+            n_skipped = n_skipped + jnp.where(is_finite, 0, 1).astype(n_skipped.dtype)
+        opt_state = in_memory(jax.memory.Space.Host, after.opt_state, self.shardings.opt_state)
+        after = replace(after, opt_state=opt_state, counts=jnp.stack([step + 1, n_skipped]), stream=state.stream)
+        return after, jnp.stack([*values.values(), sums.weight])
+
+    def _batch(self, state: TrainState, frozen: list[Array], groups: Sequence[PyTree], n_rows: Array, key: Array) -> _Batch:
+        """Returns the micro-batches with the numbers of their rows, and the values of the whole batch that they need."""
+        parts, every = number_rows(groups), Rows(jnp.zeros(0, jnp.uint32), n_rows, n_rows)
+        is_only = self.n_parts == 1 and len(parts) == len(parts[0].numbers) == 1
+        if not is_only:
+            weights, layers = [*state.trained, *frozen], jax.tree.unflatten(self.layers_treedef, state.layers)
+            parts, every, n_together = with_whole(self.functions, weights, layers, parts, key, every, inference=False)
+            parts = split(parts, self.n_parts, n_together, self.functions.plan.mesh)
+        return _Batch(parts, every, is_only)
+
+    def _gradient(self, state: TrainState, frozen: list[Array], batch: _Batch, key: Array) -> tuple[_Sums, list[Array]]:
+        """Returns the sums over all micro-batches, and the state of layers after them."""
+        gradient = self.functions.gradient(is_only=batch.is_only)
+
+        def of_part(layers: list[Array], rows: PyTree, numbers: Rows) -> Any:
+            tree = jax.tree.unflatten(self.layers_treedef, layers)
+            (total, weight, metrics, grads), tree = gradient(state.trained, frozen, tree, rows, key, numbers)
+            grads = jax.lax.with_sharding_constraint(grads, self.shardings.trained)
+            return _Sums(grads, total, weight, metrics), _layer_leaves(tree, layers, self.layers_treedef)
+
+        return accumulate(of_part, state.layers, batch.groups, batch.every)
+
+    def _loss_at(
+        self,
+        state: TrainState,
+        frozen: list[Array],
+        batch: _Batch,
+        key: Array,
+        tree: PyTree,
+    ) -> Array:
+        """Returns the loss of this update's rows at other parameters."""
+        weights, loss = [*jax.tree.leaves(tree), *frozen], self.functions.loss(inference=False, is_only=batch.is_only)
+
+        def of_part(layers: list[Array], rows: PyTree, numbers: Rows) -> Any:
+            before = jax.tree.unflatten(self.layers_treedef, layers)
+            (total, weight, _), after = loss(weights, before, rows, key, numbers)
+            return (total, weight), _layer_leaves(after, layers, self.layers_treedef)
+
+        (total, weight), _ = accumulate(of_part, state.layers, batch.groups, batch.every)
+        return total / weight
+
+    def _updates(
+        self, state: TrainState, grads: list[Array], loss: Array, loss_at: Callable[..., Array]
+    ) -> tuple[PyTree, PyTree, Any]:
+        """Returns the optimizer's updates, its new state, and how many updates it had made of the steps so far, if it counts
+        them itself."""
+        trained = state.trained
+        as_params = widened(trained) if self.functions.precision.rounds else trained
+        grads = [g.astype(x.dtype) for g, x in zip(grads, as_params, strict=True)]
+        opt_tree = jax.tree.unflatten(self.opt_treedef, state.opt_state)
+        if self.functions.sums.grad_fn is None:
+            grads = ascent(grads)
+        # For optimizers that use the value of the loss, search along a line, or depend on the plan.
+        of_loss = {"value": loss, "value_fn": loss_at, "grad_fn": lambda tree: ascent(jax.grad(loss_at)(tree))}
+        plan = self.functions.plan
+        updates, new = update_with(self.optimizer, plan, self._tree(grads), opt_tree, self._tree(trained), **of_loss)
+        return updates, new, n_updates(opt_tree)
+
+    def _rate(self, opt_tree: PyTree, n_updates: Any) -> Any:
+        """Returns the learning rate of an update, to be recorded; None if nothing tells it."""
+        rate = injected_rate(opt_tree)
+        if rate is None and self.lr_schedule_fn is not None:
+            return self.lr_schedule_fn(n_updates)  # a skipped step does not advance the optimizer's own count
+        return rate
+
+    def _note_unmoved(self, before: TrainState, updates: PyTree, after: TrainState, values: dict[str, Any]) -> None:
+        """Adds the share of updates of 16-bit parameters that rounding loses."""
+        if not self.functions.precision.rounds and any(map(_is_narrow, before.trained)):
+            share = _share_unmoved(before.trained, jax.tree.leaves(updates), after.trained)
+            values[UNMOVED] = share.astype(values["loss"].dtype)
+
+    def _tree(self, trained: Sequence[Any]) -> PyTree:
+        return self.functions.parts.trained_tree(trained)
+
+
+def _step_key(stream: Array, of: int, step: Array) -> Array:
+    return jax.random.fold_in(jax.random.fold_in(stream_key(stream), of), step)
+
+
+def _norm(grads: Sequence[Array]) -> Array:
+    """Returns the norm of a gradient. A sum of squares per leaf: `vdot` or raveling would gather every sharded gradient."""
+    squares = [jnp.sum(g * g) if jnp.isrealobj(g) else jnp.sum(jnp.real(g * jnp.conj(g))) for g in grads]
+    return jnp.sqrt(jnp.sum(jnp.stack(squares)))
+
+
+def _is_narrow(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+
+
+def _share_unmoved(before: Sequence[Array], updates: Sequence[Array], after: Sequence[Array]) -> Array:
+    """Returns which share of the updates of 16-bit parameters is lost: not zero, but rounded away."""
+    n_lost, n = jnp.float32(0), jnp.float32(0)
+    for old, update, new in zip(before, updates, after, strict=True):
+        if _is_narrow(old):
+            is_update = update != 0
+            n_lost += jnp.sum(is_update & (new == old), dtype=jnp.float32)
+            n += jnp.sum(is_update, dtype=jnp.float32)
+    return n_lost / jnp.maximum(n, 1)
+
+
+def strong(x: Array) -> Array:
+    """Returns an array of an optimizer state without its weak type. A checkpoint has none, and a state that loses it on the
+    way would compile the step again, and be computed in another dtype after a resume."""
+    return jnp.asarray(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def in_memory(space: Any, arrays: Sequence[Array], shardings: Sequence[NamedSharding]) -> list[Array]:
+    """Copies arrays whose sharding is in host memory to the given memory space; keeps the others."""
+    pairs = zip(arrays, shardings, strict=True)
+    return [jax.device_put(x, space) if is_in_host(sharding) else x for x, sharding in pairs]
+
+
+def _layer_leaves(tree: PyTree, before: Sequence[Array], treedef: Any) -> list[Array]:
+    if jax.tree.structure(tree) != treedef:
+        raise ValueError(
+            "`loss_fn` state: expected the structure of `model_state`, got another one. "
+            "Return the state that the model's call returned."
+        )
+    return [new.astype(old.dtype) for new, old in zip(jax.tree.leaves(tree), before, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class EvalStep:
+    """The sums of a loss and its metrics over a batch of an evaluation, with the model in inference mode.
+
+    **Arguments:**
+
+    - `names`: of the loss and the metrics, sorted; set once the step has been traced.
+    """
+
+    functions: Functions
+    layers_treedef: Any
+    names: list[str] = field(default_factory=list)
+
+    def jitted(self, options: Options | None = None) -> Callable[..., Any]:
+        """Returns the compiled function."""
+
+        def eval_fn(trained, frozen, layers, stream, span, groups):
+            return self(trained, frozen, layers, stream, span, groups)
+
+        out = replicated(self.functions.plan.mesh)
+        return jax.jit(eval_fn, out_shardings=out, compiler_options=dict(options or {}))
+
+    def __call__(
+        self,
+        trained: list[Array],
+        frozen: list[Array],
+        layers: list[Array],
+        stream: Array,
+        span: Array,
+        groups: Sequence[PyTree],
+    ) -> Array:
+        """Returns a vector of the total and the weight of each name.
+
+        **Arguments:**
+
+        - `span`: the place of the batch in the evaluation, see `row_span`.
+        """
+        loss, (before, total) = self.functions.loss(inference=True), span
+        key = jax.random.fold_in(stream_key(stream), _EVAL)
+        weights, tree = [*trained, *frozen], jax.tree.unflatten(self.layers_treedef, layers)
+        parts = number_rows(groups, before)
+        every = Rows(jnp.zeros(0, jnp.uint32), total, jnp.uint32(sum(part.numbers.size for part in parts)))
+        parts, every, _ = with_whole(self.functions, weights, tree, parts, key, every, inference=True)
+
+        def of_part(layers: list[Array], rows: PyTree, numbers: Rows) -> Any:
+            tree = jax.tree.unflatten(self.layers_treedef, layers)
+            (total, weight, metrics), _ = loss(weights, tree, rows, key, numbers)
+            return {"loss": (total, weight), **metrics}, layers
+
+        sums, _ = accumulate(of_part, layers, parts, every)
+        self.names[:] = sorted(sums)  # as a scan sorts them: every program of a run must agree on the order
+        return jnp.stack([x for name in self.names for x in sums[name]])
+
+
+def prediction(
+    parts: Parts, pred_fn: Callable[..., Any], state_treedef: Any = None, compute_dtype: Any = None
+) -> Callable[..., PyTree]:
+    """Returns `(weights, state, batch, key) -> outputs`: the user's `pred_fn` as a function of lists of arrays, with the
+    model in inference mode. It checks that each output has the rows of the batch.
+
+    **Arguments:**
+
+    - `state_treedef`: of the model state that `pred_fn` also receives; None if there is none.
+    """
+    n_trained = len(parts.names[0])
+
+    def predict(weights, state, batch, key):
+        model = parts.put(weights[:n_trained], weights[n_trained:], inference=True, compute_dtype=compute_dtype)
+        extra = [] if state_treedef is None else [jax.tree.unflatten(state_treedef, state)]
+        outputs = pred_fn(model, *extra, batch, key)
+        n, leaves = n_rows(batch), named_leaves(outputs)
+        if not leaves:
+            raise ValueError(
+                f"`pred_fn`: expected arrays with one row per example, got {outputs!r}. Return a PyTree of arrays."
+            )
+        for name, leaf in leaves.items():
+            if not is_array_like(leaf) or not leaf.shape or leaf.shape[0] != n:
+                found = getattr(leaf, "shape", type(leaf).__name__)
+                raise ValueError(
+                    f"`pred_fn` output `{name}`: expected {n} rows, one for each of the batch, got {found}. "
+                    "Return arrays whose leading dim is the batch."
+                )
+        return outputs
+
+    return predict
+
+
+def make_predict_step(
+    parts: Parts,
+    plan: Plan,
+    predict: Callable[..., PyTree],
+    *,
+    named: bool = False,
+    fuse_attention: bool = True,
+    options: Options | None = None,
+) -> Callable[..., Any]:
+    """Returns the jitted `(trained, frozen, state, batch, key, span) -> outputs`, with rows split over the batch axes.
+    `span` is the place of the batch in the prediction, see `row_span`.
+
+    **Arguments:**
+
+    - `predict`: as `prediction` returns it.
+    - `named`, `fuse_attention`: as for `plan_rules`.
+    - `options`: for the compiler.
+    """
+    rules = plan_rules(parts, plan, named=named, convolutions=False, fuse_attention=fuse_attention)
+
+    def of_part(*args):
+        return by_row(predict, row_use(predict, *args[:4], returns_rows=True))(*args)
+
+    planned_fn = transformed(of_part, rules)
+
+    def predict_fn(trained, frozen, state, batch, key, span):
+        (before, total), n = span, n_rows(batch)
+        rows = Rows(before + jnp.arange(n, dtype=jnp.uint32), total, jnp.uint32(n))
+        return planned_fn([*trained, *frozen], state, batch, key, rows)
+
+    # With several processes each one gets all rows, since each script uses them.
+    outputs = replicated(plan.mesh) if plan.mesh.is_multi_process else split_rows(plan.mesh)
+    return jax.jit(predict_fn, out_shardings=outputs, compiler_options=dict(options or {}))

@@ -1,0 +1,380 @@
+"""The checkpointer of a trainer: saves its engine, restores it, and knows how far its fits have come.
+
+What a checkpoint contains is decided here; its files belong to the package `checkpoint`. `_start.py` decides where a fit
+starts.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._origins import CHANGED, origin_of
+from .._version import __version__
+from ..checkpoint import Base, CheckpointFolder, Checkpoints, is_worth_naming
+from ..errors import DamagedError, warn
+from ..storage import Location, location
+from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
+from ._engine import Engine
+from ._progress import Done, Known, Position, Progress, Refused, check_record, numbers_of_record, plain_numbers, start
+from ._state import Checkpoint, checkpoint_trees, leaves_of
+
+
+class Checkpointer:
+    """Saves and restores one engine.
+
+    **Attributes:**
+
+    - `checkpoints`: the checkpoints of the workdir; None without one.
+    - `progress`: how far the fits have come.
+    - `fit_index`: the number of finished fits.
+    - `callbacks`: the callbacks of the running fit; None outside a fit.
+    - `callback_states`: the callbacks' states of the fit that was resumed, interrupted or ended last.
+    """
+
+    def __init__(self, engine: Engine):
+        run, task, folder = engine.run, engine.task, engine.name or ""
+        self.engine, self.progress, self.fit_index = engine, Progress(), 0
+        self.callbacks: Callbacks | None = None
+        self.callback_states: dict[str, dict[str, Any]] = {}
+        self._looks = True  # the next fit looks for an earlier run
+        self._source: Location | None = None  # of `progress`, if an earlier process made it
+        self._kept_step = 0  # the step of the newest save, or of the checkpoint that was loaded
+        self._keep_last = 2  # as in the newest save
+        self._warned: set[Location] = set()  # damaged checkpoints
+        frozen = zip(task.parts.names[1], map(origin_of, task.parts.take(engine.trees[0])[1]), strict=True)
+        self._origins = {name: origin for name, origin in frozen if origin is not None}
+        self._base: Base | None = None  # of the checkpoints that are saved, or of the loaded one
+        self.checkpoints = None
+        if run.workdir is not None:
+            self.checkpoints = Checkpoints(
+                run.workdir / "ckpts" / folder,
+                run.peers,
+                run.console.info,
+                run=run,
+                before_commit=run.upload,
+                root=run.workdir,
+            )
+            run.preemption.keep(self)
+            engine.newest_checkpoint = self._newest
+
+    def _newest(self) -> str | None:
+        """Returns the name of the newest checkpoint; None without one."""
+        return self.need_checkpoints().index().get("last")
+
+    def need_checkpoints(self) -> Checkpoints:
+        """Returns the checkpoints of the workdir, after a running background save has ended."""
+        if self.checkpoints is None:
+            raise ValueError("`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`.")
+        self.checkpoints.wait()
+        return self.checkpoints
+
+    # --- fits --------------------------------------------------------------------------------------------------------
+
+    def begin_fit(self, *, may_resume: bool) -> Position | None:
+        """Returns where the next fit starts, after it was resumed; None if an earlier run has finished it.
+
+        Raises ValueError if the workdir has a run that must not be resumed.
+        """
+        self._warned.clear()
+        known = self._look(may_resume=may_resume) if self._looks else Known(self.progress.position)
+        decision = start(known, self.fit_index, may_resume=may_resume)
+        if isinstance(decision, Refused):
+            raise ValueError(
+                f"`workdir`: expected no checkpoints, as `resume=False`, got {decision.path}. "
+                "Pass `resume=True` to continue from it, or another workdir for a new run."
+            )
+        self._looks = False
+        if isinstance(decision, Done):
+            self.fit_index += 1
+            return None
+        position, progress = decision.position, self.progress
+        self.fit_index, self._source = position.fit, None
+        if decision.is_new:
+            progress.position, progress.first_step = position, self.engine.step
+            progress.setting, progress.metrics, self.callback_states = {}, {}, {}
+        return position
+
+    def end_fit(self) -> None:
+        """Waits until the end of a fit is on disk."""
+        self.fit_index += 1
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        self.engine.run.upload()
+
+    def resume(self) -> None:
+        """Resumes from the newest checkpoint of the workdir, if there is one."""
+        self._look(may_resume=True)
+        self._looks = False
+
+    def _look(self, *, may_resume: bool) -> Known | None:
+        """Resumes from the workdir's newest undamaged checkpoint; warns about each damaged one that is skipped.
+
+        Raises ValueError if every checkpoint is damaged, since a run must not overwrite what may be repaired, and if the
+        run had another seed.
+        """
+        if self.checkpoints is None:
+            return None
+        self.checkpoints.wait()
+        candidates = self.checkpoints.newest()
+        if candidates and not may_resume:
+            return Known(Position(), candidates[0])
+        path, record = self._first_valid(self.checkpoints, candidates)
+        if path is None:
+            self.progress = Progress()  # that of a checkpoint loaded from another workdir is not this run's
+            return None
+        engine = self.engine
+        if record["seed"] != engine.run.seed:
+            raise ValueError(
+                f"`jax_seed`: expected {record['seed']}, as in {path}, got {engine.run.seed}. "
+                "Pass the same seed to continue, or another workdir for a new run."
+            )
+        self._resume_from(path, record)
+        engine.run.console.info(f"resuming from {path}, step {engine.step}")
+        return Known(self.progress.position, path)
+
+    def _first_valid(self, checkpoints: Checkpoints, paths: Sequence[Location]) -> tuple[Location | None, dict[str, Any]]:
+        """Returns the first undamaged checkpoint of these, with its record."""
+        problem: DamagedError | None = None
+        for path in paths:
+            if path not in checkpoints.damaged:
+                try:
+                    record = checkpoints.record(path)
+                    check_record(path, record)
+                    return path, record
+                except DamagedError as error:
+                    checkpoints.damaged[path] = error
+            if path not in self._warned:
+                self._warned.add(path)
+                warn(f"{checkpoints.damaged[path]} It is skipped for the previous one.")
+            problem = problem or checkpoints.damaged[path]
+        if problem is not None:
+            checkpoints.damaged.clear()  # all are verified again at the next attempt
+            raise problem
+        return None, {}
+
+    def check_setting(self, now: Mapping[str, Any]) -> None:
+        """Compares the sizes of a fit with those of the run that it resumes; prints harmless differences.
+
+        **Arguments:**
+
+        - `now`: the sizes by name; None if unknown.
+
+        Raises ValueError if the steps would have other examples.
+        """
+        engine, progress = self.engine, self.progress
+        if engine.step <= progress.first_step:  # no update was made with the earlier sizes
+            return
+        schedule = engine.task.checked_schedule(engine.trees[0])
+        otherwise = "pass `resume=False`" if self.checkpoints is None else "choose another workdir"
+        differs = {
+            name: (was, now[name])
+            for name, was in progress.setting.items()
+            if now.get(name) is not None and now[name] != was
+        }
+        if "batch_size" in differs:
+            was, found = differs["batch_size"]
+            raise ValueError(
+                f"`batch_size`: expected {was} examples per update, as in the resumed run, got {found}. "
+                f"Pass `batch_size={was}`, which sets the rows per device on any mesh, or {otherwise}."
+            )
+        if "train_size" in differs:
+            was, found = differs["train_size"]
+            raise ValueError(
+                f"`train_examples`: expected {was}, as in the resumed run, got {found}. "
+                f"The order of the examples would differ. For new examples {otherwise}."
+            )
+        differences = [
+            "other examples" if name == "sample" else f"`{name}` {found}, before {was}"
+            for name, (was, found) in differs.items()
+        ]
+        was = progress.learning_rate
+        if was is not None and schedule is not None and engine.step:
+            found = float(schedule(jnp.asarray(engine.step - 1 - engine.metrics.n_skipped, jnp.int32)))
+            if not math.isclose(found, was, rel_tol=1e-5, abs_tol=1e-12):
+                differences.append(f"a learning rate at step {engine.step} of {found:.6g}, before {was:.6g}")
+        if differences:
+            engine.run.console.info(f"resumed with settings that differ: {'; '.join(differences)}")
+
+    # --- saving ------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        tags: Sequence[str],
+        *,
+        metrics: Mapping[str, float],
+        keep_last: int,
+        save_opt_states: bool,
+        save_float_dtype: Any,
+        then: Callable[[Location], None] | None = None,
+    ) -> Location:
+        """Saves the current step; returns the checkpoint's folder.
+
+        **Arguments:**
+
+        - `tags`: its names in the index, in addition to `"last"`.
+        - `then`: called after a background save, see `Checkpoints.save`.
+        """
+        engine, run = self.engine, self.engine.run
+        if run.is_dry_run:
+            return self.need_checkpoints().folder / f"step_{engine.step:08d}"  # writes nothing
+        engine.take_hyperparams()  # places the model
+        # The metrics of the newest updates may be unread, for example if a tracker saves.
+        last_metrics, n_skipped = engine.metrics.newest_unread()
+        record = {
+            "redeqx": __version__,
+            "step": engine.step,
+            **self.progress.to_record(),
+            "n_skipped": n_skipped,
+            "n_examples": engine.n_examples,
+            "learning_rate": plain_numbers(last_metrics.get("learning_rate")),
+            "seed": run.seed,
+            "stream": int(engine.stream[1]),
+            "n_keys": run.n_keys,
+            "mesh": dict(run.mesh.shape),
+            "metrics": plain_numbers(dict(metrics)),
+            "train_metrics": plain_numbers(last_metrics),
+            "hyperparams": engine.hyperparams.record,
+        }
+        checkpoints, (program, state) = self.need_checkpoints(), engine.placed
+        trees = checkpoint_trees(program, state, program.eval_model(state), opt_states=save_opt_states)
+        if state.frozen:
+            record["trained"] = list(engine.task.parts.names[0])
+        states = self.callback_states if self.callbacks is None else self.callbacks.states()
+        record["callbacks"] = states_to_record(states)
+        if arrays := arrays_of(states):
+            trees["callbacks"] = arrays
+        if (base := self._find_base()) is not None:
+            record["base"] = base.folders
+            trees["model"] = base.without(trees["model"])
+        with run.preemption.held():
+            path = checkpoints.save(engine.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
+            self.progress.saved = (engine.step, self.progress.position)
+            self._kept_step, self._keep_last = engine.step, keep_last
+        if self.callbacks is not None:
+            self.callbacks.call_on_save(path, checkpoints)
+        return path
+
+    def is_unsaved(self) -> bool:
+        """Whether updates were made since the newest save, by a fit or by a loop that resumes or saves."""
+        resumes = not self._looks or self.progress.saved is not None
+        return resumes and self.engine.step != self._kept_step and self.engine.has_values
+
+    def save_to_resume(self) -> int:
+        """Saves the newest step with all that resuming needs, and waits until it is on disk; returns the step."""
+        self.save([], metrics={}, keep_last=self._keep_last, save_opt_states=True, save_float_dtype=None)
+        self.need_checkpoints().wait()
+        return self.engine.step
+
+    def end_if_preempted(self) -> None:
+        """Outside of a fit, after an update: saves it and ends the script if the run is preempted."""
+        if self.checkpoints is not None and self.engine.run.preemption.is_due_outside(self.engine.step):
+            self.engine.flush()
+            self.engine.run.preemption.end_outside()
+
+    # --- loading -----------------------------------------------------------------------------------------------------
+
+    def load(self, name: str | Location, *, opt_states: bool) -> None:
+        """Loads a checkpoint. Its files are verified before any current value is freed.
+
+        **Arguments:**
+
+        - `name`: as for `Checkpoints.resolve`.
+        - `opt_states`: whether to load the optimizer state, the step and the progress too.
+        """
+        engine = self.engine
+        if engine.is_updating:
+            raise ValueError("`load_ckpt`: expected after `fit` or `train`, got called inside it. Call it afterwards.")
+        checkpoints: CheckpointFolder
+        if self.checkpoints is None and (not isinstance(name, str) or "/" in name):  # a path needs no workdir
+            checkpoints = CheckpointFolder(location(name, "checkpoint").parent, engine.run.peers, engine.run.console.info)
+        else:
+            checkpoints = self.need_checkpoints()
+        path, fit, position = checkpoints.resolve(name), self.fit_index, self.progress.position
+        # Whether this script skipped fits that an earlier run had finished, and that run stopped within the next fit.
+        is_ahead = self._source is not None and 0 < fit <= position.fit and position != Position(fit)
+        record = checkpoints.record(path)
+        if opt_states:
+            check_record(path, record)
+        states = states_of_record(record["callbacks"], checkpoints, path) if opt_states else {}
+        engine.load(saved := Checkpoint(checkpoints, path, record, opt_states))
+        self._note_base(saved.base)
+        if opt_states:
+            self._continue_from(record, states)
+        if path.parent != checkpoints.folder:
+            return
+        if is_ahead and opt_states:
+            self._looks = True  # the next fit resumes the part of it that an earlier run has done
+        elif self._looks:  # the next fit begins from this checkpoint, not from the newest
+            self._looks, self.progress.position = False, Position(fit)
+
+    def _resume_from(self, path: Location, record: dict[str, Any]) -> None:
+        """Loads a checkpoint of an earlier run: now, or when the model is placed for the first batch."""
+        engine = self.engine
+        engine.run.n_keys = max(engine.run.n_keys, record["n_keys"])  # a key that was used is not returned again
+        with self._resuming(path):
+            checkpoints = self.need_checkpoints()
+            states = states_of_record(record["callbacks"], checkpoints, path)
+            self._continue_from(record, states)
+            self._source = path
+            saved = Checkpoint(checkpoints, path, record, explained=partial(self._resuming, path))
+            if engine.is_placed:
+                engine.load(saved)
+            else:
+                engine.restore = saved
+            self._note_base(saved.base)
+
+    def _continue_from(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
+        """Takes over the counts, the stream of keys, the progress and the callbacks' states of a checkpoint's record."""
+        self.progress, self.callback_states = Progress.of_record(record), states
+        self._kept_step = record["step"]
+        self.engine.continue_from(
+            record["step"], record["n_examples"], record["n_skipped"], numbers_of_record(record["train_metrics"])
+        )
+        if record["seed"] == self.engine.run.seed:
+            # The script may have drawn more keys, or fewer, before it made this trainer.
+            self.engine.use_stream(record["stream"])
+
+    @contextmanager
+    def _resuming(self, path: Location) -> Iterator[None]:
+        """Explains an error as one of resuming from a checkpoint."""
+        try:
+            yield
+        except ValueError as error:
+            # A later fit finds that run again, and does not overwrite it.
+            self.engine.continue_from(0, 0, 0, {})
+            self.progress, self._looks, self._source = Progress(), True, None
+            self.engine.restore, self.callback_states = None, {}
+            if isinstance(error, DamagedError):
+                raise
+            raise ValueError(
+                f"`workdir`: expected a run that this trainer can continue, got {path}, which it cannot: {error} "
+                "For a new run choose another workdir."
+            ) from error
+
+    # --- frozen leaves that other folders hold ------------------------------------------------------------------------
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """The folders of frozen leaves, by name."""
+        return self._origins
+
+    def _note_base(self, base: Base | None) -> None:
+        """Notes where frozen leaves come from, after a checkpoint with this base was loaded: all others were in it."""
+        changed = {name: origin for name, origin in self._origins.items() if origin == CHANGED}
+        self._origins, self._base = {**changed, **({} if base is None else base.origins)}, base
+
+    def _find_base(self) -> Base | None:
+        """Returns the frozen leaves that a checkpoint need not hold, since a known folder does; None if there are none."""
+        leaves, frozen = leaves_of(*self.engine.placed), self.engine.task.parts.names[1]
+        origins = {name: self._origins[name] for name in frozen if self._origins.get(name, CHANGED) != CHANGED}
+        if not is_worth_naming(origins, leaves):
+            return None
+        if self._base is None or self._base.origins != origins:
+            self._base = Base.of(origins, leaves)
+            n, folders = len(leaves) - len(origins), ", ".join(self._base.folders)
+            self.engine.run.console.info(f"checkpoints hold {n} leaves; the other {len(origins)} are those of {folders}")
+        return self._base

@@ -1,0 +1,434 @@
+"""A fit: a stream of moments, at each of which callbacks are called.
+
+`Fit.moments` is the loop: it takes the steps of all epochs. What else happens (evaluations, best checkpoints, saves, and
+what the user adds) are callbacks: those of `_handlers.py`, and the user's. `_start.py` decides where a fit begins.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, fields
+from itertools import count
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ..data import (
+    BatchSize,
+    Slice,
+    check_examples,
+    differs_by_epoch,
+    examples_of,
+    micro_batch_shapes,
+    n_slices,
+    sample_of,
+    size_of,
+    slices,
+)
+from ..dims import UNKNOWN
+from ..errors import (
+    FilteredTraceback,
+    check_count,
+    check_float_dtype,
+    check_function,
+    check_names,
+    check_predictor,
+    check_readable_again,
+)
+from ..monitor import ProgressLine
+from ..optimizers import warn_of_zero_rate
+from ..storage import Location, check_writable
+from ._callbacks import Callbacks
+from ._checkpointer import Checkpointer
+from ._engine import Engine
+from ._handlers import Evaluate, KeepBest, Save
+from ._loops import updates, warn_of_large_batch
+from ._progress import Position, Progress
+
+P = ParamSpec("P")
+Options = TypeVar("Options")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """The arguments of `Trainer.fit`, which documents them."""
+
+    train_examples: Any
+    per_device_batch_size: int | None = None
+    n_epochs: int | None = None
+    _: KW_ONLY
+    max_steps: int | None = None
+    batch_size: int | None = None
+    drop_remainder: bool = False
+    eval_examples: Any = None
+    eval_per_device_batch_size: int | None = None
+    eval_batch_size: int | None = None
+    eval_loss: bool = True
+    eval_predictor: Any = None
+    eval_metric_fn: Callable[[Any, list[Any]], Mapping[str, Any]] | None = None
+    eval_sanity_check: bool = True
+    eval_every_n_steps: int | None = None
+    save_every_n_steps: int | None = None
+    save_ckpt_every_k_epochs: int | None = None
+    save_last_ckpt: bool = False
+    save_argmin_ckpt_by_metrics: Sequence[str] = ()
+    save_argmax_ckpt_by_metrics: Sequence[str] = ()
+    save_end: bool = True
+    keep_last: int = 2
+    save_opt_states: bool = True
+    save_float_dtype: Any = None
+    resume: bool = True
+    callbacks: Sequence[Any] = ()
+
+    @property
+    def epochs(self) -> int | None:
+        """The number of epochs; None if only `max_steps` ends the fit."""
+        return 1 if self.n_epochs is None and self.max_steps is None else self.n_epochs
+
+    @property
+    def tracked(self) -> dict[str, tuple[str, float]]:
+        """Maps each tag of a best checkpoint to its metric, and to +1 if more is better, -1 if less is."""
+        least = {f"argmin_{name}": (name, -1.0) for name in self.save_argmin_ckpt_by_metrics}
+        return {**least, **{f"argmax_{name}": (name, 1.0) for name in self.save_argmax_ckpt_by_metrics}}
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The scalar options, and the sizes of the datasets."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        sizes = {f"len({name})": size_of(values[name]) for name in ("train_examples", "eval_examples")}
+        return {name: value for name, value in values.items() if isinstance(value, int | float | str | None)} | sizes
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return self.eval_examples is not None and (self.eval_loss or self.eval_metric_fn is not None)
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are requested in addition to the one at the end."""
+        return bool(self.save_every_n_steps or self.save_ckpt_every_k_epochs or self.save_last_ckpt or self.tracked)
+
+    def check(self, workdir: Location | None) -> None:
+        """Raises ValueError or TypeError for invalid arguments."""
+        check_count(self.keep_last, "keep_last")
+        check_float_dtype(self.save_float_dtype, "save_float_dtype", "Pass None to save what the model has.")
+        for name in ("n_epochs", "max_steps", "eval_every_n_steps", "save_every_n_steps", "save_ckpt_every_k_epochs"):
+            check_count(getattr(self, name), name, optional=True)
+        for name in ("save_argmin_ckpt_by_metrics", "save_argmax_ckpt_by_metrics"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(
+                    f"`{name}`: expected names of metrics in a list, got a string. Write [{getattr(self, name)!r}]."
+                )
+        check_examples(self.train_examples)
+        check_readable_again(self.train_examples, "train_examples", self.epochs or 1)
+        Callbacks.check(self.callbacks)
+        if self.eval_examples is not None and size_of(self.eval_examples) is None:
+            found = type(self.eval_examples).__name__
+            raise TypeError(f"`eval_examples`: expected `len()` and integer items, got {found}. Pass a list.")
+        if self.eval_examples is not None:
+            check_examples(self.eval_examples, "eval_examples")
+        if self.eval_metric_fn is not None:
+            check_function(self.eval_metric_fn, "eval_metric_fn", ["examples", "outputs"])
+        if self.eval_predictor is not None:
+            check_predictor(self.eval_predictor)
+        if self.eval_metric_fn is not None and self.eval_predictor is None:
+            raise ValueError("`eval_metric_fn`: expected with an `eval_predictor`, got None. Pass the predictor too.")
+        of_callbacks = any(callback.needs_eval for callback in self.callbacks)
+        needs_eval = self.eval_predictor is not None or self.eval_every_n_steps or self.tracked or of_callbacks
+        if needs_eval and not self.evaluates:
+            raise ValueError(
+                "`eval_examples`: expected examples and something to evaluate, got "
+                f"{'none' if self.eval_examples is None else 'no `eval_loss` and no `eval_metric_fn`'}. "
+                "The evaluation that was asked for needs them."
+            )
+        if self.saves and workdir is None:
+            raise ValueError("`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`.")
+
+
+def with_options(
+    options: Callable[P, Options],
+) -> Callable[[Callable[[Any, Options], Result]], Callable[Concatenate[Any, P], Result]]:
+    """Decorates a method of `(self, options)`, so that it is called, documented and type-checked with the fields of a
+    dataclass of options as arguments. Its errors show only the user's frames."""
+    parameters = inspect.signature(options).parameters.values()
+
+    def decorate(method: Callable[[Any, Options], Result]) -> Callable[Concatenate[Any, P], Result]:
+        own = inspect.signature(method)
+        signature = own.replace(parameters=[next(iter(own.parameters.values())), *parameters])
+
+        @functools.wraps(method)
+        def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> Result:
+            with FilteredTraceback():
+                check_names(signature, method.__name__, args, kwargs)
+                return method(self, options(*args, **kwargs))
+
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        return called
+
+    return decorate
+
+
+class Fit:
+    """One fit of an engine's model.
+
+    **Arguments:**
+
+    - `trainer`: passed to the callbacks.
+
+    **Attributes:**
+
+    - `metrics`: of the newest evaluation.
+    - `tags`: names of the next checkpoint, in addition to `"last"`.
+    - `began_at`: the step at which it began.
+    - `ends_epoch`: whether the newest step is the last one of its epoch.
+    - `stop_requested`: whether it is to end after this step.
+    """
+
+    def __init__(self, engine: Engine, checkpointer: Checkpointer, options: FitOptions, trainer: Any = None):
+        self.engine, self.checkpointer, self.options, self.trainer = engine, checkpointer, options, trainer
+        options.check(engine.run.workdir)
+        self.size = engine.batch_size(options.per_device_batch_size, options.batch_size)
+        given = (options.eval_per_device_batch_size, options.eval_batch_size)
+        self.eval_size_of_loss = BatchSize(self.size.micro_batch, self.size.micro_batch)  # at most; evaluations are even
+        if given != (None, None):
+            self.eval_size_of_loss = BatchSize.of(engine.run.mesh, *given, prefix="eval_")
+        handlers = ([Evaluate(self), KeepBest(self)], options.callbacks, [Save(self)])
+        self.callbacks = Callbacks(trainer, *handlers)
+        self.metrics: dict[str, float] = {}
+        self.tags: set[str] = set()
+        self.began_at, self.ends_epoch = engine.step, False
+        self.has_started = self.stop_requested = self._is_stopping = False
+
+    @property
+    def progress(self) -> Progress:
+        return self.checkpointer.progress
+
+    @property
+    def eval_size(self) -> BatchSize:
+        """The sizes of an evaluation's batch; they may depend on what the loss does with rows."""
+        examples = self.options.eval_examples
+        n, use = None if examples is None else size_of(examples), self.engine.task.eval_rows or UNKNOWN
+        return self.eval_size_of_loss.evenly(n, self.engine.run.mesh.size, use)
+
+    def first_evaluated(self) -> list[Any]:
+        """Returns the first batch of examples of the evaluation."""
+        n = min(size_of(self.options.eval_examples) or 0, self.eval_size.micro_batch)
+        return [self.options.eval_examples[i] for i in range(n)]
+
+    def result(self) -> dict[str, float]:
+        """Returns the metrics of the newest evaluation, or if nothing is evaluated, of the newest step."""
+        return dict(self.metrics if self.options.evaluates else self.engine.metrics.last)
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, float]:
+        """Trains to the end of the fit; returns its `result`."""
+        engine, checkpoints = self.engine, self.checkpointer.checkpoints
+        engine.run.peers.agree("fit", self.options.plain)
+        if self.options.saves and isinstance(engine.run.workdir, Path):
+            check_writable(engine.run.workdir, "workdir")
+        with nullcontext() if checkpoints is None else checkpoints.writing():
+            return self._run()
+
+    def _run(self) -> dict[str, float]:
+        engine, checkpointer, run = self.engine, self.checkpointer, self.engine.run
+        start = checkpointer.begin_fit(may_resume=self.options.resume)
+        run.begin_records(engine.step, engine.name)
+        self.metrics = dict(self.progress.metrics)
+        if start is None:
+            engine.place()
+            run.console.info("this fit is done already: the checkpoint was saved after it")
+            return self.result()
+        self.began_at = engine.step
+        line = run.console.progress(n_epochs=self.options.epochs, first_step=engine.step)
+        listening = nullcontext() if checkpointer.checkpoints is None else run.preemption.listening()
+        with self.callbacks, self._keeping_states(), listening, run.watch.on(), engine.showing(line):
+            with closing(self.moments(start, line)) as moments:
+                for moment in moments:
+                    self._call(moment)
+                    if self.is_over():
+                        break
+            engine.flush()
+            self._call("on_last_step")
+            checkpointer.callback_states = self.callbacks.states()
+            self._call("on_fit_end")
+        checkpointer.end_fit()
+        self._summarise()
+        return self.result()
+
+    def _call(self, moment: str) -> None:
+        """Runner the callbacks, with the metrics of the step or of the newest evaluation."""
+
+        def metrics() -> dict[str, float]:
+            if moment != "on_step":
+                return self.result()
+            self.engine.flush()
+            return dict(self.engine.metrics.last)
+
+        self.callbacks.call_at(moment, self.engine.step, metrics)
+
+    def moments(self, start: Position, line: ProgressLine) -> Generator[str, None, None]:
+        """Takes the steps of the fit, from its start; yields the method of the callbacks to call after each part."""
+        for epoch in self._epochs(start):
+            yield from self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), line)
+        if not self.has_started:  # no step was due; the plan is made from the examples nevertheless
+            self._place_for_examples(start)
+            yield self._started()
+
+    def _epoch(self, epoch: int, start: Position, line: ProgressLine) -> Iterator[str]:
+        engine, examples = self.engine, examples_of(self.options.train_examples, epoch)
+        n, is_first = size_of(examples), not self.has_started
+        self._check_epoch(epoch, start, examples, is_first=is_first)
+        self._note_length(n, start, line, is_first=is_first)
+        with closing(engine.batches(self.steps(start, examples), self.size, checks_end=n is None)) as upcoming:
+            if is_first:
+                # Before anything else is placed or evaluated, so that the plan is that of the loss.
+                if (batch := upcoming.peek()) is not None:
+                    engine.place_for(batch, is_update=True)
+                yield self._started()
+            with closing(updates(engine, self.checkpointer, upcoming, start)) as steps:
+                for self.ends_epoch in steps:
+                    yield "on_step"
+        engine.flush()
+        self.progress.position = Position(start.fit, epoch + 1)
+        yield "on_epoch_end"
+
+    def _started(self) -> str:
+        self.has_started = True
+        self.callbacks.load(self.checkpointer.callback_states)
+        return "on_fit_start"
+
+    def steps(self, start: Position, examples: Any) -> Iterator[Slice]:
+        """Returns the examples of each step of an epoch, from its start position."""
+        return slices(
+            examples,
+            self.size.examples,
+            seed=(self.engine.run.seed, start.fit, start.epoch),
+            position=start.examples,
+            state=start.data_state,
+            drop_remainder=self.options.drop_remainder,
+        )
+
+    # --- when it ends ------------------------------------------------------------------------------------------------
+
+    @property
+    def last_step(self) -> int | None:
+        """The step at which `max_steps` ends this fit."""
+        return None if self.options.max_steps is None else self.progress.first_step + self.options.max_steps
+
+    @property
+    def is_at_last_step(self) -> bool:
+        return self.last_step is not None and self.engine.step >= self.last_step
+
+    def _epochs(self, start: Position) -> Iterable[int]:
+        """Returns the remaining epochs."""
+        n, console = self.options.epochs, self.engine.run.console
+        if n is not None and start.epoch >= n:
+            console.info(f"epoch {start.epoch} of {n} is done already: nothing to train")
+        elif self.is_at_last_step:
+            console.info(f"step {self.engine.step} is reached already: nothing to train")
+            return ()
+        return count(start.epoch) if n is None else range(start.epoch, n)
+
+    def is_over(self) -> bool:
+        """Returns whether the fit ends after this moment, although more remain. All processes call it at the same points.
+
+        Process 0 decides. Unless a callback was called, in which `trainer.stop` may be called, nothing is communicated.
+        """
+        if self.engine.run.peers.n == 1:
+            self._is_stopping = self.stop_requested
+        elif self.callbacks.was_called:
+            self.callbacks.was_called, self._is_stopping = False, bool(self.engine.run.decide(self.stop_requested))
+        return self._is_stopping or self.is_at_last_step
+
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    def _check_epoch(self, epoch: int, start: Position, examples: Any, *, is_first: bool) -> None:
+        """Checks the examples of an epoch: the same in all processes, and those with which a resumed run began."""
+        options, n, differs = self.options, size_of(examples), differs_by_epoch(self.options.train_examples)
+        if differs:
+            advice = "Pass the same in every process."
+            self.engine.run.peers.agree("train_examples", {f"the size of epoch {epoch}": n}, advice)
+        if not is_first:
+            if differs:
+                self.progress.setting |= {"train_size": n, "sample": sample_of(examples)}
+            return
+        now = {
+            "batch_size": self.size.examples,
+            "train_size": n,
+            "drop_remainder": options.drop_remainder,
+            "accumulate_grad_batches": self.engine.task.accumulate,
+            "sample": sample_of(examples),
+            "precision": self.engine.precision,
+        }
+        # If epochs differ, their data must be the same only when a run resumes within an epoch.
+        unknown = () if start.examples or not differs else ("train_size", "sample")
+        self.checkpointer.check_setting({name: value for name, value in now.items() if name not in unknown})
+        self.progress.setting, self.progress.learning_rate = now, None
+        if not options.drop_remainder:
+            warn_of_large_batch(n, self.size, options.per_device_batch_size)
+
+    def _note_length(self, n: int | None, start: Position, line: ProgressLine, *, is_first: bool) -> None:
+        """Notes the number of steps, if it is known; warns of a schedule that ends before."""
+        engine, n_epochs = self.engine, self.options.epochs
+        line.n_steps = self.last_step
+        if n is not None and n_epochs is not None:
+            left = n_slices(n - start.examples, self.size.examples, self.options.drop_remainder)
+            later = (n_epochs - start.epoch - 1) * n_slices(n, self.size.examples, self.options.drop_remainder)
+            n_steps = engine.step + left + later
+            line.n_steps = n_steps if line.n_steps is None else min(n_steps, line.n_steps)
+        schedule = engine.task.checked_schedule(engine.trees[0]) if is_first else None
+        if line.n_steps is not None and schedule is not None:
+            warn_of_zero_rate(schedule, line.n_steps - engine.metrics.n_skipped)
+
+    def first_step(self) -> Slice:
+        """Returns the examples of the first step of the first fit."""
+        return next(self.steps(Position(), examples_of(self.options.train_examples, 0)))
+
+    def _place_for_examples(self, start: Position) -> None:
+        examples = examples_of(self.options.train_examples, 0)
+        step = None if size_of(examples) is None else next(self.steps(Position(start.fit), examples))
+        task, mesh = self.engine.task, self.engine.run.mesh
+        shapes = None if step is None else micro_batch_shapes(task.collate_fn, step.examples, self.size, mesh)
+        self.engine.place(shapes)
+
+    # --- what callbacks do -------------------------------------------------------------------------------------------
+
+    def report(self, metrics: dict[str, float]) -> None:
+        """Records the metrics of an evaluation, and calls `on_eval`."""
+        engine = self.engine
+        self.metrics = self.progress.metrics = metrics
+        engine.record({f"eval_{name}": value for name, value in metrics.items()}, engine.step)
+        engine.run.console.info(f"step {engine.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in metrics.items()))
+        self.callbacks.call("on_eval", dict(metrics))
+
+    @contextmanager
+    def _keeping_states(self) -> Iterator[None]:
+        """A context of a running fit. It keeps the callbacks' states if the fit fails, before the callbacks are closed."""
+        checkpointer = self.checkpointer
+        checkpointer.callbacks = self.callbacks
+        try:
+            yield
+        except BaseException:
+            if checkpointer.checkpoints is not None:
+                checkpointer.checkpoints.settle()
+            if self.has_started:
+                checkpointer.callback_states = self.callbacks.states()
+            raise
+        finally:
+            checkpointer.callbacks = None
+
+    def _summarise(self) -> None:
+        rows = {"steps": f"{self.engine.step:,}"}
+        rows.update({f"eval {name}": f"{value:.6g}" for name, value in self.metrics.items()})
+        checkpoints, best = self.checkpointer.checkpoints, self.progress.best
+        if checkpoints is not None:
+            folder, index, names = checkpoints.folder, checkpoints.index(), checkpoints.names()
+            # Somebody may have removed a checkpoint since: that ends no run.
+            paths = {tag: f"{folder / name}{'' if name in names else ', which was removed'}" for tag, name in index.items()}
+            for tag in (tag for tag in self.options.tracked if tag in best and tag in paths):
+                rows[tag] = f"{best[tag]['value']:.6g} at step {best[tag]['step']}: {paths[tag]}"
+            if "last" in paths:
+                rows["last"] = paths["last"]
+        self.engine.run.console.header(rows, title="done")

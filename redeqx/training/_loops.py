@@ -1,0 +1,203 @@
+"""Loops over examples: the updates of a pass, which `train`, `update` and an epoch of a fit share, and evaluations.
+
+Epochs, evaluations and saves belong to the fit, in `_fit.py`; the computation of one update to the engine, in `_engine.py`.
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import closing, nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ..checkpoint import array_leaves
+from ..data import Batch, BatchSize, Prefetch, Slice, check_examples, collated_shapes, is_function, size_of, slices
+from ..dims import UNKNOWN
+from ..errors import check_model, warn
+from ..partition import place
+from ..steps import row_span
+from ._checkpointer import Checkpointer
+from ._engine import Engine
+from ._metrics import LAG
+from ._progress import Position
+
+
+def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> Iterator[Slice]:
+    """Returns the examples of each step of one pass, in their given order."""
+    check_examples(examples, "examples")
+    if is_function(examples):
+        raise TypeError("`examples`: expected examples, got a function, which only `fit` calls, with an epoch. Call it.")
+    return slices(examples, size.examples, drop_remainder=drop_remainder, name="examples")
+
+
+def warn_of_large_batch(n: int | None, size: BatchSize, per_device: int | None) -> None:
+    """Warns if there are fewer examples than one update takes.
+
+    **Arguments:**
+
+    - `n`: the number of examples; None if unknown.
+    - `per_device`: the rows per device, if these were given instead of the examples per update.
+    """
+    # The smallest number of rows per device that takes all examples is meant, although it may take more.
+    step = 1 if per_device is None else size.examples // per_device
+    if n is not None and n <= size.examples - step:
+        name = "batch_size" if per_device is None else "per_device_batch_size"
+        warn(
+            f"`{name}`: expected at most {n} examples per update, all that there are, got {size.examples}. Each pass is one "
+            f"update of {n}. Pass `batch_size={n}` if this is meant, or less for more updates."
+        )
+
+
+def updates(
+    engine: Engine, checkpointer: Checkpointer, upcoming: Prefetch, start: Position | None = None
+) -> Generator[bool, None, None]:
+    """Takes the updates of one pass; after each, yields whether it was the last.
+
+    Counts and position change together, so that a checkpoint saved at any time is consistent.
+
+    **Arguments:**
+
+    - `start`: in an epoch of a fit, where the pass starts.
+    """
+    with engine.updating():
+        with engine.line.waiting():
+            batch = next(upcoming, None)
+        while batch is not None:
+            _update(engine, checkpointer, batch, start)
+            with engine.line.waiting():
+                following = next(upcoming, None)
+            yield following is None
+            batch = following
+
+
+def _update(engine: Engine, checkpointer: Checkpointer, batch: Batch, start: Position | None = None) -> None:
+    if checkpointer.checkpoints is not None:
+        checkpointer.checkpoints.check()
+    update, is_first = engine.update(batch, None if start is None else start.epoch)
+    if start is not None:
+        checkpointer.progress.position = Position(start.fit, start.epoch, batch.position, batch.state)
+    engine.metrics.add(update, engine.line)
+    if is_first:  # read late, the steps around a compilation would count in the rates without their time
+        engine.flush()
+
+
+def train(engine: Engine, checkpointer: Checkpointer, steps: Iterator[Slice], size: BatchSize) -> dict[str, float]:
+    """Takes one pass over the examples; returns the last step's metrics."""
+    run = engine.run
+    with run.watch.on(), engine.showing(run.console.progress(first_step=engine.step, title="train")):
+        with closing(engine.batches(steps, size)) as upcoming:
+            for _ in updates(engine, checkpointer, upcoming):
+                checkpointer.end_if_preempted()
+        engine.flush()
+    return dict(engine.metrics.last)
+
+
+def as_one_step(engine: Engine, examples: Any) -> tuple[Iterator[Slice], BatchSize]:
+    """Returns all of these examples as one step, and its sizes."""
+    check_examples(examples, "examples")
+    n = size_of(examples)
+    if n is None:
+        raise TypeError(
+            f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
+        )
+    size = engine.batch_size(None, n)
+    return in_order(examples, size), size
+
+
+def update(engine: Engine, checkpointer: Checkpointer, examples: Any) -> dict[str, float]:
+    """Takes one update on all of these examples; returns its metrics."""
+    steps, size = as_one_step(engine, examples)
+    engine.line.begin_step(engine.step)
+    shown = engine.line if engine.must_compile else nullcontext()  # shows the compilation
+    watched = engine.run.watch.on() if engine.run.peers.n > 1 else nullcontext()  # it costs a thread
+    with shown, engine.updating(), watched, closing(engine.batches(steps, size)) as upcoming:
+        _update(engine, checkpointer, next(upcoming))
+        engine.flush()
+        checkpointer.end_if_preempted()
+    return dict(engine.metrics.last)
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | None = None) -> dict[str, float]:
+    """Computes `{"loss": ...}` and every metric of `Loss.metrics` over all examples.
+
+    **Arguments:**
+
+    - `size`: the largest sizes of a batch.
+    - `model`: replaces the trained model, or the average of it that the optimizer keeps, with the same structure.
+
+    Raises ValueError for a `model` of another structure.
+    """
+    if model is not None:
+        _check_alike(engine, model)
+    run, task = engine.run, engine.task
+    run.need_values("eval_loss")
+    size = _even_size(engine, examples, size)
+    steps = in_order(examples, size)
+    sums: np.ndarray | float = 0.0
+    pending: deque[tuple[jax.Array, int, int | None]] = deque()  # not the batches, which take memory
+    n_done = n_rows = 0
+    weights: tuple[list[Any], list[Any]] | None = None
+
+    def finish_oldest() -> None:
+        nonlocal sums, n_done
+        vector, n_examples, n_tokens = pending.popleft()
+        sums, n_done = sums + np.asarray(vector, np.float64), n_done + 1
+        line.update(n_done, metrics={}, n_examples=n_examples, n_tokens=n_tokens)
+
+    progress = run.console.progress(title="evaluate", unit="batch")
+    with run.watch.on(), progress as line, closing(engine.batches(steps, size, inference=True)) as upcoming:
+        for batch in upcoming:
+            engine.place_for(batch)
+            program, state = engine.placed
+            if weights is None:
+                given = None if model is None else place(model, program.plan)
+                weights = (program.eval_trained(state), state.frozen) if given is None else task.parts.take(given)
+            args = (*weights, state.layers, state.stream, row_span(n_rows, size_of(examples)), batch.groups)
+            n_rows += batch.n_examples
+            vector = engine.runner.evaluate(program.eval_step, args, batch, line)
+            run.watch.beat()
+            vector.copy_to_host_async()
+            pending.append((vector, batch.n_examples, batch.n_tokens))
+            if len(pending) > LAG:
+                finish_oldest()
+        while pending:
+            finish_oldest()
+    pairs, names = np.asarray(sums).reshape(-1, 2), engine.placed[0].eval_names
+    if pairs[names.index("loss"), 1] == 0:
+        warn(
+            "`Loss.weight`: expected a sum above 0 over the evaluated examples, got 0, as if every row or token were "
+            "masked. Their loss is NaN: evaluate other examples."
+        )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return dict(zip(names, (pairs[:, 0] / pairs[:, 1]).tolist(), strict=True))
+
+
+def _even_size(engine: Engine, examples: Any, size: BatchSize) -> BatchSize:
+    """Returns the sizes of an evaluation's batch: these, or those of `BatchSize.evenly` where the loss allows them."""
+    task, n, n_devices = engine.task, size_of(examples), engine.run.mesh.size
+    use = task.eval_rows
+    if use is None and size.evenly(n, n_devices).examples != size.examples:  # so it matters what the loss does
+        first = [examples[i] for i in range(size.examples)]
+        with closing(Prefetch(map(partial(collated_shapes, task.collate_fn), [first]))) as shapes:
+            use = task.row_use(*engine.trees, next(shapes), inference=True)
+    return size.evenly(n, n_devices, use or UNKNOWN)
+
+
+def _check_alike(engine: Engine, model: PyTree) -> None:
+    """Raises ValueError for a model whose arrays differ from the trained one's in name or shape."""
+    check_model(model)
+    own, found = array_leaves(engine.trees[0]), array_leaves(model)
+    for name in [*own, *(name for name in found if name not in own)]:
+        shapes = [None if name not in of else of[name].shape for of in (own, found)]
+        if shapes[0] != shapes[1]:
+            expected, got = ("no array" if shape is None else f"shape {shape}" for shape in shapes)
+            raise ValueError(
+                f"`model`: `{name}`: expected {expected}, as in the trained model, got {got}. "
+                "Pass a model of the same structure."
+            )
