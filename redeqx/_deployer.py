@@ -1,5 +1,10 @@
-"""The Deployer: the devices, keys, plans, schedules and records of a run."""
+"""The Deployer: the devices, keys, plans, schedules and records of a run.
 
+It also holds what the trainers and predictors of a run share: processes, console, watchdog, preemption.
+"""
+
+import json
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,6 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
-from ._run import Run
 from ._tree import ModelT, PyTree, is_array_like, named_leaves
 from ._version import __version__
 from .data import BatchSize, n_slices
@@ -36,15 +40,18 @@ from .machine import (
     compiler_environment,
     dry,
     make_mesh,
+    n_batch_shards,
     peak_memory,
     start_cache,
 )
 from .monitor import RECORDS, Console, ProgressLine, Tracker, to_json
 from .optimizers import lr_schedule
 from .partition import Overrides, Plan
-from .steps import Compute, Parts, Precision, Sums, plan_model, trace_loss
+from .steps import Compute, Parts, Precision, Sums, plan_model, stream_dtype, stream_key, trace_loss
 from .storage import Location, Staging, StorePath, location, make_subfolder, write_file
 from .tracing import leak
+
+_key = jax.jit(stream_key)
 
 
 class Deployer(RedcoNames):
@@ -159,46 +166,59 @@ class Deployer(RedcoNames):
         cache = None if is_dry_run else start_cache(compiler.cache, mesh.devices.flat[0].platform)
         if folder is not None and not is_dry_run:
             preemption.guard()
-        self._run = Run(
-            mesh, peers, console, watch, preemption, folder, jax_seed, is_dry_run, compiler.settings, cache, staging
-        )
+        self.peers, self.console, self.watch, self.preemption = peers, console, watch, preemption
+        self.compiler, self.cache_text = compiler, cache
+        self.n_keys = self.n_passes = 0
+        self._mesh, self._workdir, self._jax_seed, self._is_dry_run, self._staging = (
+            mesh, folder, jax_seed, is_dry_run, staging
+        )  # fmt: skip
+        self._recorders: dict[str | None, Callable[[], Any]] = {}  # the trainer of each name that records
+        self._former_recorders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._begun: set[str | None] = set()  # the trainers, by name, whose records of an earlier process were rewound
 
     @property
     def mesh(self) -> Mesh:
         """The devices, on the axes `data`, `fsdp` and `model`."""
-        return self._run.mesh
+        return self._mesh
 
     @property
     def n_batch_shards(self) -> int:
         """The number of parts that the rows of a batch are split into: the data axis times the fsdp axis."""
-        return self._run.n_batch_shards
+        return n_batch_shards(self._mesh)
 
     @property
     def jax_seed(self) -> int:
         """The seed of the run."""
-        return self._run.seed
+        return self._jax_seed
 
     @property
     def workdir(self) -> Location | None:
         """The folder of the run; None records nothing. In an object store it is not a `pathlib.Path`: `str` returns its
         address, and `/` a path below it."""
-        return self._run.workdir
+        return self._workdir
 
     @property
     def local_workdir(self) -> Path | None:
         """The folder in which process 0 writes: `workdir`, or for one in an object store, a folder on this machine whose
         files are uploaded with each checkpoint and at the end. None if nothing is recorded."""
-        return self._run.local
+        if self._staging is not None:
+            return self._staging.folder
+        return self._workdir if isinstance(self._workdir, Path) else None
 
     @property
     def is_dry_run(self) -> bool:
         """Whether models are shapes and nothing is computed."""
-        return self._run.is_dry_run
+        return self._is_dry_run
 
     def next_key(self) -> PRNGKeyArray:
         """Returns the next key of the run: with the same seed, the n-th call returns the same key in every run. A resumed
         run continues after the keys that it had drawn when its checkpoint was saved."""
-        return self._run.next_key()
+        return _key(self.next_stream())
+
+    def next_stream(self) -> np.ndarray:
+        """Returns the seed and the number of the next key, int `[2]`: a trainer derives the keys of its steps from them."""
+        self.n_keys += 1
+        return np.array([self.jax_seed, self.n_keys]).astype(stream_dtype())
 
     def decide(self, value: Any) -> Any:
         """Returns process 0's value (anything that JSON can hold; a tuple becomes a list) in every process, for decisions
@@ -206,7 +226,14 @@ class Deployer(RedcoNames):
 
         Raises TypeError for any other value, such as a NumPy boolean.
         """
-        return self._run.decide(value)
+        try:
+            value = json.loads(json.dumps(value))  # as the others receive it: a tuple is a list
+        except TypeError:
+            raise TypeError(
+                f"`decide`: expected a value that JSON can hold, got {type(value).__name__}. Convert it first, as by `bool` "
+                "or `float`."
+            ) from None
+        return value if self.peers.n == 1 else self.peers.gather("decide", value)[0]
 
     # --- models ------------------------------------------------------------------------------------------------------
 
@@ -290,8 +317,8 @@ class Deployer(RedcoNames):
             return jax.tree.leaves(eqx.filter(make_model(), is_array_like))
 
         jitted = jax.jit(make, out_shardings=shardings)
-        if self._run.peers.n > 1:
-            agree_on_program(self._run.peers, "init", jitted.lower())
+        if self.peers.n > 1:
+            agree_on_program(self.peers, "init", jitted.lower())
         leaves = jitted()
         return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), static)
 
@@ -381,18 +408,18 @@ class Deployer(RedcoNames):
     @with_names
     def log_info(self, message: str, *, title: str | None = None) -> None:
         """Prints a message, once for the whole run."""
-        self._run.console.info(message, title=title)
+        self.console.info(message, title=title)
 
     @with_names
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         """Records numbers by name at a step: `metrics.jsonl`, TensorBoard, the loggers."""
-        self._run.console.metrics(metrics, step)
+        self.console.metrics(metrics, step)
 
     @with_names
     def log_config(self, config: dict[str, Any]) -> None:
         """Records the configuration of a run in the trackers by name: hyperparameters, versions, arguments. The header
         (devices, mesh, plan) is recorded automatically."""
-        self._run.console.records.config(config)
+        self.console.records.config(config)
 
     @with_names
     def log_image(self, name: str, image: Any, step: int | None = None) -> None:
@@ -416,12 +443,12 @@ class Deployer(RedcoNames):
         Every process may call it; process 0 records. Raises ValueError for another shape, numbers outside 0 to 1 and parts
         of an array, TypeError for anything else, and ImportError without pillow (extra `images`).
         """
-        self._run.console.records.image(name, image, step)
+        self.console.records.image(name, image, step)
 
     @with_names
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
         """Records a text, as `log_image` does an image, in `workdir/media/step_00000100_NAME.txt`."""
-        self._run.console.records.text(name, text, step)
+        self.console.records.text(name, text, step)
 
     @with_names
     def progress(
@@ -435,12 +462,54 @@ class Deployer(RedcoNames):
         - `first_step`: steps done before the loop begins; counted in `n_steps`.
         - `title`: printed at the start of the line.
         """
-        return self._run.console.progress(n_epochs=n_epochs, n_steps=n_steps, first_step=first_step, title=title)
+        return self.console.progress(n_epochs=n_epochs, n_steps=n_steps, first_step=first_step, title=title)
 
-    def begin_records(self, step: int) -> None:
+    def begin_records(self, step: int, name: str | None = None) -> None:
         """Deletes records in the workdir that an earlier process wrote after `step`, for a loop of your own that continues
-        from there; -1 deletes all. `fit` does this by itself. Only the first call in a run has an effect."""
-        self._run.begin_records(step)
+        from there; -1 deletes all. `fit` does this by itself. Only the first call in a run has an effect.
+
+        **Arguments:**
+
+        - `name`: of a trainer that has one: the records of others are kept.
+        """
+        if name not in self._begun:
+            self._begun.add(name)
+            self.console.records.rewind(step, name)
+
+    def forget_records(self, name: str | None = None) -> None:
+        """Lets `begin_records` act again, for a run that restarts from an earlier step."""
+        self._begun.discard(name)
+
+    def claim_records(self, engine: Any) -> None:
+        """Lets a trainer's engine record its steps from now on; another one of its name may follow it.
+
+        Raises ValueError if trainers of one name take turns: their steps have the same numbers, and their metrics the same
+        names.
+        """
+        before = self._recorders.get(engine.name, lambda: None)()
+        if before is engine or (self.workdir is None and not self.console.records.has_trackers):
+            return
+        if engine in self._former_recorders:
+            raise ValueError(
+                "`Trainer`: expected that one trainer of a name records after the other, got two in turn: nothing would "
+                "tell their steps apart. Give each a name: `Trainer(name='critic')`."
+            )
+        if before is not None:
+            self._former_recorders.add(before)
+        self._recorders[engine.name] = weakref.ref(engine)
+
+    def upload(self) -> None:
+        """Uploads the files in `local_workdir`, if the workdir is in an object store. Raises OSError if that fails."""
+        if self._staging is not None:
+            self._staging.upload()
+
+    def need_values(self, what: str) -> None:
+        """Raises ValueError in a dry run, where arrays have no values."""
+        if self.is_dry_run:
+            raise ValueError(
+                f"`{what}`: expected to come after `fit`, with which a dry run ends, got called before: nothing has a "
+                "value yet. Leave it out with `if not deployer.is_dry_run:`."
+            )
 
     def save_outputs(self, outputs: Sequence[Any], name: str = "outputs.jsonl") -> Location:
         """Writes one JSON line per output to `workdir/outputs/NAME` and returns its path. Arrays become nested lists.
@@ -460,7 +529,7 @@ class Deployer(RedcoNames):
 
         lines = "".join(to_json(output, default=plain) + "\n" for output in outputs)
         path = self.workdir / "outputs" / name
-        if self.is_dry_run or self._run.peers.index:
+        if self.is_dry_run or self.peers.index:
             return path
         if isinstance(path, StorePath):
             path.write_bytes(lines.encode())

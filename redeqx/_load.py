@@ -98,7 +98,7 @@ class Saved:
             return cls(path, like, kind, is_dry_run=True)
         if path.is_file():
             return cls(path, like, kind)
-        checkpoints, found = find_checkpoint(path, Peers() if deployer is None else deployer._run.peers)
+        checkpoints, found = find_checkpoint(path, Peers() if deployer is None else deployer.peers)
         record = checkpoints.record(found, kinds=[kind])
         base = None if kind in _WITHOUT_BASE else Base.of_record(record)
         if base is not None:

@@ -166,7 +166,7 @@ class Predictor(RedcoNames):
         Raises ValueError if `output_fn` does not return one entry per example.
         """
         batches = self.iterate(examples, per_device_batch_size, model, batch_size=batch_size, key=key)
-        with self._deployer._run.watch.on():
+        with self._deployer.watch.on():
             return [row for batch in batches for row in batch]
 
     @filter_traceback
@@ -194,7 +194,7 @@ class Predictor(RedcoNames):
             self._require_model(model)
         if key is not None:
             check_key(key)
-        agree_on_examples(self._deployer._run.peers, "predict", n, size.examples)
+        agree_on_examples(self._deployer.peers, "predict", n, size.examples)
         if n == 0:
             return iter(())
         at_once = min(size.examples, n)
@@ -227,7 +227,7 @@ class Predictor(RedcoNames):
                     parts, step = self._get_step(model, state, plan)
                     arrays = (*parts.take(model), jax.tree.leaves(state))
                 outputs = self._call(step, (*arrays, batch, key, row_span(start, n)))
-                self._deployer._run.watch.beat()
+                self._deployer.watch.beat()
                 jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
                 pending.append((n_rows, outputs))
                 if len(pending) > 1:  # the device computes one batch while the previous one is returned
@@ -242,7 +242,7 @@ class Predictor(RedcoNames):
         run. They have the shapes of the first batch, since only that one is collated."""
         if (run := dry()) is not None and not run.has_zeros:
             run.has_zeros = True
-            self._deployer._run.console.info("dry run: nothing has a value before the first `fit`: `predict` returns zeros")
+            self._deployer.console.info("dry run: nothing has a value before the first `fit`: `predict` returns zeros")
         batch = pad_rows(collate(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
         if self._engine is not None:
             own, state = self._engine.trees
@@ -276,7 +276,7 @@ class Predictor(RedcoNames):
         signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args[3]))
         if signature in self._compiled:
             return step(*args)
-        run = self._deployer._run
+        run = self._deployer
         line = run.console.progress(title="predict")
         with run.preemption.held(), run.watch.paused(), line, line.compiling("predict step"):
             if run.peers.n > 1:  # the call below reuses the lowering
@@ -347,7 +347,7 @@ class Predictor(RedcoNames):
     def _make_step(
         self, parts: Parts, plan: Plan, predict: Callable[..., PyTree], *, named: bool = False
     ) -> Callable[..., Any]:
-        options = xla_settings(plan.mesh, self._deployer._run.xla_settings).options
+        options = xla_settings(plan.mesh, self._deployer.compiler.settings).options
         fuse_attention = self._compute.fuse_attention
         return make_predict_step(parts, plan, predict, named=named, fuse_attention=fuse_attention, options=options)
 

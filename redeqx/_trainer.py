@@ -158,10 +158,10 @@ class Trainer(RedcoNames, Generic[ModelT]):
             accumulate=accumulate_grad_batches,
             plan=plan,
             skips=max_skipped is not None,
-            xla_settings=deployer._run.xla_settings,
+            xla_settings=deployer.compiler.settings,
         )
         self.deployer = deployer
-        self._engine = Engine(deployer._run, task, model, model_state, max_skipped or 0, name)
+        self._engine = Engine(deployer, task, model, model_state, max_skipped or 0, name)
         self._checkpointer = Checkpointer(self._engine)
         self._fit: Fit | None = None  # the running one
 
@@ -170,13 +170,13 @@ class Trainer(RedcoNames, Generic[ModelT]):
     @property
     def model(self) -> ModelT:
         """The current model. The next step deletes its arrays: save it, or copy what you want to keep."""
-        return self._engine.with_origins(self._engine.current[0], self._checkpointer.origins)
+        return self._checkpointer.with_origins(self._engine.current[0])
 
     @property
     def eval_model(self) -> ModelT:
         """The model that is evaluated, saved and used for predictions: the average, with `redeqx.optimizers.ema`. The next
         step may delete its arrays."""
-        return self._engine.with_origins(self._engine.eval_model, self._checkpointer.origins)
+        return self._checkpointer.with_origins(self._engine.eval_model)
 
     @property
     def model_state(self) -> PyTree | None:
@@ -266,7 +266,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         """
         size = self._engine.batch_size(per_device_batch_size, batch_size)
         steps = in_order(examples, size, drop_remainder)
-        agree_on_examples(self._engine.run.peers, "train", size_of(examples), size.examples)
+        agree_on_examples(self._engine.deployer.peers, "train", size_of(examples), size.examples)
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(self._workload(steps, size), run.machine, **run.options))
         if not drop_remainder:
@@ -341,7 +341,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         """Computes `{"loss": ...}` and every metric of `Loss.metrics` over all examples; arguments as for `eval_loss`."""
         size = BatchSize.of(self.deployer.mesh, per_device_batch_size, batch_size)
         check_examples(examples, "examples")
-        agree_on_examples(self._engine.run.peers, "eval_loss", size_of(examples), size.examples)
+        agree_on_examples(self._engine.deployer.peers, "eval_loss", size_of(examples), size.examples)
         return evaluate(self._engine, examples, size, model)
 
     @filter_traceback
@@ -499,8 +499,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
         if not self.deployer.is_dry_run:
             self._checkpointer.resume()
             engine.hyperparams.is_running = True
-            engine.run.forget_records(engine.name)  # of later steps, if this process has taken any
-            engine.run.begin_records(engine.step, engine.name)
+            engine.deployer.forget_records(engine.name)  # of later steps, if this process has taken any
+            engine.deployer.begin_records(engine.step, engine.name)
         return engine.step
 
     # --- whole runs --------------------------------------------------------------------------------------------------

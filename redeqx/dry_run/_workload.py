@@ -82,7 +82,7 @@ class Workload:
     def of_fit(cls, fit: Fit) -> "Workload":
         """Returns the workload of a fit: its first step, its evaluation and its checkpoints."""
         options, engine = fit.options, fit.engine
-        task, (model, state), mesh = engine.task, engine.trees, engine.run.mesh
+        task, (model, state), mesh = engine.task, engine.trees, engine.deployer.mesh
         work = cls.of_step(task, model, state, fit.first_step(), fit.size, mesh)
         if options.evaluates:
             examples = fit.first_evaluated()
@@ -93,7 +93,7 @@ class Workload:
                 work = replace(work, eval_batch=batch, eval_rows=use, eval_per_device_batch_size=rows)
             if (predictor := options.eval_predictor) is not None:
                 work = replace(work, trace_predict=lambda program: predictor.trace(model, examples, rows, program))
-        if options.saves or (options.save_end and engine.run.workdir is not None):
+        if options.saves or (options.save_end and engine.deployer.workdir is not None):
             files = {"model.safetensors": file_size(array_leaves(model), options.save_float_dtype)}
             if task.has_state:
                 files["model_state.safetensors"] = file_size(array_leaves(state))

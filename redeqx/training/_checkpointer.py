@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
-from .._origins import CHANGED, origin_of
+from .._origins import CHANGED, origin_of, set_origin
 from .._version import __version__
 from ..checkpoint import Base, CheckpointFolder, Checkpoints, is_worth_naming
 from ..errors import DamagedError, warn
@@ -36,7 +37,7 @@ class Checkpointer:
     """
 
     def __init__(self, engine: Engine):
-        run, task, folder = engine.run, engine.task, engine.name or ""
+        deployer, task, folder = engine.deployer, engine.task, engine.name or ""
         self.engine, self.progress, self.fit_index = engine, Progress(), 0
         self.callbacks: Callbacks | None = None
         self.callback_states: dict[str, dict[str, Any]] = {}
@@ -49,16 +50,16 @@ class Checkpointer:
         self._origins = {name: origin for name, origin in frozen if origin is not None}
         self._base: Base | None = None  # of the checkpoints that are saved, or of the loaded one
         self.checkpoints = None
-        if run.workdir is not None:
+        if deployer.workdir is not None:
             self.checkpoints = Checkpoints(
-                run.workdir / "ckpts" / folder,
-                run.peers,
-                run.console.info,
-                run=run,
-                before_commit=run.upload,
-                root=run.workdir,
+                deployer.workdir / "ckpts" / folder,
+                deployer.peers,
+                deployer.console.info,
+                run=deployer,
+                before_commit=deployer.upload,
+                root=deployer.workdir,
             )
-            run.preemption.keep(self)
+            deployer.preemption.keep(self)
             engine.newest_checkpoint = self._newest
 
     def _newest(self) -> str | None:
@@ -103,7 +104,7 @@ class Checkpointer:
         self.fit_index += 1
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        self.engine.run.upload()
+        self.engine.deployer.upload()
 
     def resume(self) -> None:
         """Resumes from the newest checkpoint of the workdir, if there is one."""
@@ -127,13 +128,13 @@ class Checkpointer:
             self.progress = Progress()  # that of a checkpoint loaded from another workdir is not this run's
             return None
         engine = self.engine
-        if record["seed"] != engine.run.seed:
+        if record["seed"] != engine.deployer.jax_seed:
             raise ValueError(
-                f"`jax_seed`: expected {record['seed']}, as in {path}, got {engine.run.seed}. "
+                f"`jax_seed`: expected {record['seed']}, as in {path}, got {engine.deployer.jax_seed}. "
                 "Pass the same seed to continue, or another workdir for a new run."
             )
         self._resume_from(path, record)
-        engine.run.console.info(f"resuming from {path}, step {engine.step}")
+        engine.deployer.console.info(f"resuming from {path}, step {engine.step}")
         return Known(self.progress.position, path)
 
     def _first_valid(self, checkpoints: Checkpoints, paths: Sequence[Location]) -> tuple[Location | None, dict[str, Any]]:
@@ -197,7 +198,7 @@ class Checkpointer:
             if not math.isclose(found, was, rel_tol=1e-5, abs_tol=1e-12):
                 differences.append(f"a learning rate at step {engine.step} of {found:.6g}, before {was:.6g}")
         if differences:
-            engine.run.console.info(f"resumed with settings that differ: {'; '.join(differences)}")
+            engine.deployer.console.info(f"resumed with settings that differ: {'; '.join(differences)}")
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -218,8 +219,8 @@ class Checkpointer:
         - `tags`: its names in the index, in addition to `"last"`.
         - `then`: called after a background save, see `Checkpoints.save`.
         """
-        engine, run = self.engine, self.engine.run
-        if run.is_dry_run:
+        engine, deployer = self.engine, self.engine.deployer
+        if deployer.is_dry_run:
             return self.need_checkpoints().folder / f"step_{engine.step:08d}"  # writes nothing
         engine.take_hyperparams()  # places the model
         # The metrics of the newest updates may be unread, for example if a tracker saves.
@@ -231,10 +232,10 @@ class Checkpointer:
             "n_skipped": n_skipped,
             "n_examples": engine.n_examples,
             "learning_rate": plain_numbers(last_metrics.get("learning_rate")),
-            "seed": run.seed,
+            "seed": deployer.jax_seed,
             "stream": int(engine.stream[1]),
-            "n_keys": run.n_keys,
-            "mesh": dict(run.mesh.shape),
+            "n_keys": deployer.n_keys,
+            "mesh": dict(deployer.mesh.shape),
             "metrics": plain_numbers(dict(metrics)),
             "train_metrics": plain_numbers(last_metrics),
             "hyperparams": engine.hyperparams.record,
@@ -250,7 +251,7 @@ class Checkpointer:
         if (base := self._find_base()) is not None:
             record["base"] = base.folders
             trees["model"] = base.without(trees["model"])
-        with run.preemption.held():
+        with deployer.preemption.held():
             path = checkpoints.save(engine.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
             self.progress.saved = (engine.step, self.progress.position)
             self._kept_step, self._keep_last = engine.step, keep_last
@@ -271,9 +272,9 @@ class Checkpointer:
 
     def end_if_preempted(self) -> None:
         """Outside of a fit, after an update: saves it and ends the script if the run is preempted."""
-        if self.checkpoints is not None and self.engine.run.preemption.is_due_outside(self.engine.step):
+        if self.checkpoints is not None and self.engine.deployer.preemption.is_due_outside(self.engine.step):
             self.engine.flush()
-            self.engine.run.preemption.end_outside()
+            self.engine.deployer.preemption.end_outside()
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -290,7 +291,9 @@ class Checkpointer:
             raise ValueError("`load_ckpt`: expected after `fit` or `train`, got called inside it. Call it afterwards.")
         checkpoints: CheckpointFolder
         if self.checkpoints is None and (not isinstance(name, str) or "/" in name):  # a path needs no workdir
-            checkpoints = CheckpointFolder(location(name, "checkpoint").parent, engine.run.peers, engine.run.console.info)
+            checkpoints = CheckpointFolder(
+                location(name, "checkpoint").parent, engine.deployer.peers, engine.deployer.console.info
+            )
         else:
             checkpoints = self.need_checkpoints()
         path, fit, position = checkpoints.resolve(name), self.fit_index, self.progress.position
@@ -314,7 +317,7 @@ class Checkpointer:
     def _resume_from(self, path: Location, record: dict[str, Any]) -> None:
         """Loads a checkpoint of an earlier run: now, or when the model is placed for the first batch."""
         engine = self.engine
-        engine.run.n_keys = max(engine.run.n_keys, record["n_keys"])  # a key that was used is not returned again
+        engine.deployer.n_keys = max(engine.deployer.n_keys, record["n_keys"])  # a key that was used is not returned again
         with self._resuming(path):
             checkpoints = self.need_checkpoints()
             states = states_of_record(record["callbacks"], checkpoints, path)
@@ -334,7 +337,7 @@ class Checkpointer:
         self.engine.continue_from(
             record["step"], record["n_examples"], record["n_skipped"], numbers_of_record(record["train_metrics"])
         )
-        if record["seed"] == self.engine.run.seed:
+        if record["seed"] == self.engine.deployer.jax_seed:
             # The script may have drawn more keys, or fewer, before it made this trainer.
             self.engine.use_stream(record["stream"])
 
@@ -357,10 +360,16 @@ class Checkpointer:
 
     # --- frozen leaves that other folders hold ------------------------------------------------------------------------
 
-    @property
-    def origins(self) -> Mapping[str, str]:
-        """The folders of frozen leaves, by name."""
-        return self._origins
+    def with_origins(self, model: PyTree) -> PyTree:
+        """Notes which of the model's arrays training changes, and where the others come from; returns the model."""
+        if self.engine.is_placed:
+            trained, frozen = self.engine.task.parts.take(model)
+            for array in trained:
+                set_origin(array, CHANGED)
+            for name, array in zip(self.engine.task.parts.names[1], frozen, strict=True):
+                if name in self._origins:
+                    set_origin(array, self._origins[name])
+        return model
 
     def _note_base(self, base: Base | None) -> None:
         """Notes where frozen leaves come from, after a checkpoint with this base was loaded: all others were in it."""
@@ -376,5 +385,7 @@ class Checkpointer:
         if self._base is None or self._base.origins != origins:
             self._base = Base.of(origins, leaves)
             n, folders = len(leaves) - len(origins), ", ".join(self._base.folders)
-            self.engine.run.console.info(f"checkpoints hold {n} leaves; the other {len(origins)} are those of {folders}")
+            self.engine.deployer.console.info(
+                f"checkpoints hold {n} leaves; the other {len(origins)} are those of {folders}"
+            )
         return self._base

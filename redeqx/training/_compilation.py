@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._run import Run
+from .._deployer import Deployer
 from ..compiled import checked as checked_work
 from ..data import Batch
 from ..dims import UNKNOWN
@@ -63,11 +63,11 @@ class Runner:
 
     **Arguments:**
 
-    - `run`: its processes check that they call the same program; its console shows compilations.
+    - `deployer`: its processes check that they call the same program; its console shows compilations.
     """
 
-    def __init__(self, run: Run):
-        self._run = run
+    def __init__(self, deployer: Deployer):
+        self._deployer = deployer
         # By name: the newest step that was called, and its programs by the signature of their batch.
         self._known: dict[str, tuple[Any, dict[Any, Any]]] = {}
         self._newest: _TrainProgram | None = None
@@ -145,13 +145,19 @@ class Runner:
         check: AbstractContextManager[Any] | None = None,
         ahead: _Compilation | None = None,
     ) -> Iterator[None]:
-        run = self._run
+        deployer = self._deployer
         began = None if ahead is None else ahead.began
         text = f"{name} for another batch shape" if self._programs(name, step) else name
-        held = run.preemption.held()  # a save computes nothing while a function is traced
-        with held, run.watch.paused(), line.compiling(text, began) as notes, check or nullcontext(), cache_use() as cached:
-            if run.peers.n > 1:  # the call below reuses the lowering
-                agree_on_program(run.peers, name, step.lower(*args))
+        held = deployer.preemption.held()  # a save computes nothing while a function is traced
+        with (
+            held,
+            deployer.watch.paused(),
+            line.compiling(text, began) as notes,
+            check or nullcontext(),
+            cache_use() as cached,
+        ):
+            if deployer.peers.n > 1:  # the call below reuses the lowering
+                agree_on_program(deployer.peers, name, step.lower(*args))
             yield
             notes.append(cached.text() if ahead is None else ahead.note)
 
@@ -192,7 +198,7 @@ def counted_share(batch: Batch) -> float:
 def choose_memory(engine: Any, batch: Batch) -> None:
     """Chooses the strategy for a batch. Each program is compiled once: the step whose memory was checked is the one that
     runs."""
-    run, task = engine.run, engine.task
+    deployer, task = engine.deployer, engine.task
     if task.compute.memory is None or task.grad_fn is not None:
         return
     own = _strategy(engine, batch)
@@ -204,17 +210,19 @@ def choose_memory(engine: Any, batch: Batch) -> None:
             return engine.compiled(batch)
 
     opt_state = 0 if task.compute.offload_opt_state else shard_bytes(engine.placed[1].opt_state)
-    with run.watch.paused():
-        tried, text = choose(own, run.mesh, run.peers, compiled, partial(_search_space, engine, own, batch), opt_state)
+    with deployer.watch.paused():
+        tried, text = choose(
+            own, deployer.mesh, deployer.peers, compiled, partial(_search_space, engine, own, batch), opt_state
+        )
     if tried and (tried[-1].strategy != own or not tried[-1].fits or not engine.has_chosen_memory):
-        run.console.info(text)
+        deployer.console.info(text)
     engine.has_chosen_memory |= bool(tried)
 
 
 def _strategy(engine: Any, batch: Batch) -> Strategy:
     """Returns the strategy of this run for a batch."""
-    task, compute, mesh = engine.task, engine.task.compute, engine.run.mesh
-    rows = max(1, n_rows(batch.micro_batch) // engine.run.n_batch_shards // task.n_parts)
+    task, compute, mesh = engine.task, engine.task.compute, engine.deployer.mesh
+    rows = max(1, n_rows(batch.micro_batch) // engine.deployer.n_batch_shards // task.n_parts)
     n_micro_batches, remat = task.accumulate * task.n_parts, compute.remat_level
     shards = mesh.shape[MODEL], mesh.shape[FSDP]
     return Strategy(*shards, rows, n_micro_batches, remat, compute.unroll, compute.offload_opt_state)
@@ -222,7 +230,7 @@ def _strategy(engine: Any, batch: Batch) -> Strategy:
 
 def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> SearchSpace:
     """Returns the strategies that make the same update on this mesh."""
-    task, mesh, (program, state) = engine.task, engine.run.mesh, engine.placed
+    task, mesh, (program, state) = engine.task, engine.deployer.mesh, engine.placed
     args, device = program.train_args(state, batch.groups, jax.ShapeDtypeStruct((), "uint32")), mesh.devices.flat[0]
 
     def trace(remat: str, unroll: bool) -> Any:

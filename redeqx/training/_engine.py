@@ -13,8 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .._origins import CHANGED, set_origin
-from .._run import Run
+from .._deployer import Deployer
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
 from ..dims import RowUse
 from ..distributed import agree_on_opt_state, agree_on_trainer, check_rows
@@ -38,7 +37,7 @@ class Engine:
 
     **Arguments:**
 
-    - `run`: the devices, processes, folder and console.
+    - `deployer`: the devices, processes, folder and console.
     - `task`: how the model is trained.
     - `model`, `model_state`: arrays, or their shapes in a dry run.
     - `max_skipped`: the number of updates that may be skipped in a row.
@@ -60,17 +59,19 @@ class Engine:
     - `has_chosen_memory`: whether a strategy that fits was chosen, with `memory="auto"`.
     """
 
-    def __init__(self, run: Run, task: Task, model: PyTree, model_state: PyTree, max_skipped: int, name: str | None):
-        self.run, self.task, self.name = run, task, name
+    def __init__(
+        self, deployer: Deployer, task: Task, model: PyTree, model_state: PyTree, max_skipped: int, name: str | None
+    ):
+        self.deployer, self.task, self.name = deployer, task, name
         self.plan: Plan | None = task.plan
         self.program: Program | None = None
         self.step = self.n_examples = 0
-        self.stream = run.next_stream()
+        self.stream = deployer.next_stream()
         self.restore: Checkpoint | None = None
-        self.runner = Runner(run)
-        self.metrics = Metrics(self.record, run.console.info, self._explain_nonfinite, task.skips, max_skipped)
+        self.runner = Runner(deployer)
+        self.metrics = Metrics(self.record, deployer.console.info, self._explain_nonfinite, task.skips, max_skipped)
         self.hyperparams = Hyperparams()
-        self.line: ProgressLine = run.console.progress(title="update")
+        self.line: ProgressLine = deployer.console.progress(title="update")
         self.is_updating = False
         self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until they are placed
         self._state: TrainState | None = None
@@ -132,17 +133,6 @@ class Engine:
         program, state = self.placed
         return program.eval_model(state)
 
-    def with_origins(self, model: PyTree, origins: Mapping[str, str]) -> PyTree:
-        """Notes which of the model's arrays training changes, and where the others come from; returns the model."""
-        if self.is_placed:
-            trained, frozen = self.task.parts.take(model)
-            for array in trained:
-                set_origin(array, CHANGED)
-            for name, array in zip(self.task.parts.names[1], frozen, strict=True):
-                if name in origins:
-                    set_origin(array, origins[name])
-        return model
-
     @property
     def precision(self) -> str:
         """A description of the dtypes of a step."""
@@ -161,17 +151,17 @@ class Engine:
         """
         if self.is_placed and (self._knows_loss or batch is None):
             return
-        self.run.need_values("trainer")
+        self.deployer.need_values("trainer")
         if not self.is_placed:
             self._agree()
         trace = None if batch is None else self.task.trace(*self.trees, batch)
         if self.is_placed or trace is not None or plan is None:
-            plan = self.task.plan_on(self.run.mesh, self.trees[0], trace, placed=self.plan if self.is_placed else plan)
+            plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace, placed=self.plan if self.is_placed else plan)
         self.plan, self._knows_loss = plan, trace is not None
         if self.is_placed:
             self._use_plan_of_loss(plan)
             for name, text in loss_rows(self.task, *self.placed, trace).items():  # the header was printed without a loss
-                self.run.console.info(f"{name}: {text}")
+                self.deployer.console.info(f"{name}: {text}")
             return
         program = (None if first is None else self._compile_ahead(plan, first)) or self.task.program(plan, *self.trees)
         if self.restore is None:
@@ -180,11 +170,11 @@ class Engine:
             self.hyperparams.begin(program, self._state)
         else:
             self._restore(program)
-        if self.run.peers.n > 1:
-            agree_on_opt_state(self.run.peers, program.opt_tree(self.placed[1]))
-        rows = header_rows(self.run, self.task, *self.placed, trace, self.precision)
-        self.run.console.header(rows)
-        self.run.console.records.begin(rows, plan.explain)
+        if self.deployer.peers.n > 1:
+            agree_on_opt_state(self.deployer.peers, program.opt_tree(self.placed[1]))
+        rows = header_rows(self.deployer, self.task, *self.placed, trace, self.precision)
+        self.deployer.console.header(rows)
+        self.deployer.console.records.begin(rows, plan.explain)
 
     def place_for(self, batch: Batch, *, is_update: bool = False) -> None:
         """Runner `place` with the shapes of this batch.
@@ -201,16 +191,18 @@ class Engine:
         model, state = self.trees
         check_alive(model, "model")  # another trainer may have donated the arrays of `deployer.init`
         settings = {"accumulate_grad_batches": self.task.accumulate, "precision": self.precision}
-        if self.run.peers.n > 1:
-            with self.run.watch.paused():
-                agree_on_trainer(self.run.peers, model, state, {**settings, "trained leaves": len(self.task.parts.names[0])})
+        if self.deployer.peers.n > 1:
+            with self.deployer.watch.paused():
+                agree_on_trainer(
+                    self.deployer.peers, model, state, {**settings, "trained leaves": len(self.task.parts.names[0])}
+                )
 
     def _compile_ahead(self, plan: Plan, batch: Batch) -> Program | None:
         """Starts to compile the train step for a batch, and returns its program; None if another program may run.
 
         `memory="auto"` may change the program, and several processes agree on it first.
         """
-        if self.run.peers.n > 1 or self.task.compute.memory is not None:
+        if self.deployer.peers.n > 1 or self.task.compute.memory is not None:
             return None
         program = self.task.program(plan, *self.trees)
         shapes = program.train_args(program.state, batch.groups, np.uint32(batch.n_examples))
@@ -242,7 +234,7 @@ class Engine:
     @property
     def opt_state(self) -> PyTree:
         """The optimizer state; in a dry run its shapes."""
-        if self.run.is_dry_run:
+        if self.deployer.is_dry_run:
             return as_shapes(self.task.opt_shapes(self.current[0]))
         self.take_hyperparams()
         program, state = self.placed
@@ -250,24 +242,24 @@ class Engine:
 
     def set_hyperparams(self, values: Mapping[str, Any]) -> None:
         """Sets hyperparameters in the optimizer's state, for the next update."""
-        if self.run.is_dry_run:
+        if self.deployer.is_dry_run:
             shapes = self.task.opt_shapes(self.trees[0])
             for name in values:
                 find_hyperparam(shapes, name)
             return
         self.take_hyperparams()
-        self.hyperparams.set(*self.placed, values, self.run.peers)
+        self.hyperparams.set(*self.placed, values, self.deployer.peers)
 
     def take_hyperparams(self) -> None:
         """Sets what the user wrote into the optimizer state that `opt_state` returned."""
         self.place()
-        self.hyperparams.take_written(*self.placed, self.run.peers)
+        self.hyperparams.take_written(*self.placed, self.deployer.peers)
 
     # --- batches ---------------------------------------------------------------------------------------------------------
 
     def batch_size(self, per_device: int | None, total: int | None, n_devices: int | None = None) -> BatchSize:
         """Returns the sizes of an update's batch, from the arguments of `fit`."""
-        return BatchSize.of(self.run.mesh, per_device, total, self.task.accumulate, n_devices=n_devices)
+        return BatchSize.of(self.deployer.mesh, per_device, total, self.task.accumulate, n_devices=n_devices)
 
     def batches(
         self, steps: Iterable[Slice], size: BatchSize, *, inference: bool = False, checks_end: bool = False
@@ -279,11 +271,11 @@ class Engine:
         - `inference`: whether they are batches of an evaluation.
         - `checks_end`: whether the processes compare where the steps end, since the number of examples is unknown.
         """
-        self.run.n_passes += 1
-        check = None if self.run.peers.n == 1 else partial(check_rows, self.run.peers, self.run.n_passes)
+        self.deployer.n_passes += 1
+        check = None if self.deployer.peers.n == 1 else partial(check_rows, self.deployer.peers, self.deployer.n_passes)
         known = self.task.eval_rows if inference else self.task.rows
         use = known or partial(self._find_row_use, size, inference)
-        return batches(steps, self.task.pool, size, self.run.mesh, check, use=use, checks_end=checks_end)
+        return batches(steps, self.task.pool, size, self.deployer.mesh, check, use=use, checks_end=checks_end)
 
     def _find_row_use(self, size: BatchSize, inference: bool, batch: PyTree) -> RowUse:
         """Finds what the loss does with the rows of a batch, given as shapes; warns of micro-batches that do not divide."""
@@ -293,8 +285,8 @@ class Engine:
             use = self.task.row_use(*self.trees, batch, inference=True)
             self.task = replace(self.task, eval_rows=use)
             if text := eval_text(use):
-                self.run.console.info(text)
-        n_shards, rows = self.run.n_batch_shards, size.micro_batch_for(use, self.run.mesh)
+                self.deployer.console.info(text)
+        n_shards, rows = self.deployer.n_batch_shards, size.micro_batch_for(use, self.deployer.mesh)
         if use.kind == "mixed" and rows % n_shards and n_rows(batch) == size.examples:
             warn(
                 f"`batch_size`: expected micro-batches of a multiple of {n_shards} rows, so that each device computes its "
@@ -312,7 +304,7 @@ class Engine:
                 "Call it after the first has ended."
             )
         self.is_updating = True
-        with self.run.preemption.held():
+        with self.deployer.preemption.held():
             try:
                 yield
             finally:
@@ -323,8 +315,8 @@ class Engine:
     def update(self, batch: Batch, epoch: int | None = None) -> tuple[Update, bool]:
         """Queues one update, which the device may still compute afterwards. Returns it, for `metrics`, and whether its
         program was compiled for it."""
-        self.run.peers.check()
-        self.run.claim_records(self)
+        self.deployer.peers.check()
+        self.deployer.claim_records(self)
         self.place_for(batch, is_update=True)
         self.hyperparams.is_running = True
         self.take_hyperparams()
@@ -341,7 +333,7 @@ class Engine:
         self._state = replace(after, frozen=state.frozen)
         self.step += 1
         self.n_examples += batch.n_examples
-        self.run.watch.beat(self.step)
+        self.deployer.watch.beat(self.step)
         work *= counted_share(batch)
         return Update(self.step, epoch, program.metric_names, vector, replace(batch, groups=()), work), is_first
 
@@ -353,7 +345,7 @@ class Engine:
         """Records one row of metrics, under the name of this engine."""
         prefix = "" if self.name is None else f"{self.name}/"
         named, rates = ({f"{prefix}{name}": x for name, x in of.items()} for of in (metrics, speed or {}))
-        self.run.console.metrics(named, step, speed=rates)
+        self.deployer.console.metrics(named, step, speed=rates)
 
     @contextmanager
     def showing(self, line: ProgressLine) -> Iterator[None]:
@@ -404,7 +396,7 @@ class Engine:
         """
         if not self.is_placed and checkpoint.base is None:
             model, names = self.trees[0], self.task.parts.names[0]
-            program = self.task.program(make_plan(model, self.run.mesh, trained=names), *self.trees)
+            program = self.task.program(make_plan(model, self.deployer.mesh, trained=names), *self.trees)
             match_state(program, program.state, checkpoint)
             self.restore = checkpoint
             return
@@ -435,7 +427,7 @@ class Engine:
         """Decides between the hyperparameters of a loaded state and those of the script."""
         if checkpoint.opt_states:
             saved = checkpoint.record["hyperparams"]
-            self.hyperparams.match(*self.placed, saved, self.run.console.info)
+            self.hyperparams.match(*self.placed, saved, self.deployer.console.info)
 
     def continue_from(self, step: int, n_examples: int, n_skipped: int, metrics: dict[str, float]) -> None:
         """Sets the counts and the newest metrics, as a checkpoint records them."""
@@ -446,4 +438,4 @@ class Engine:
         """Continues with the stream of keys of this number."""
         self.stream = np.array([self.stream[0], n], self.stream.dtype)
         if self._state is not None:
-            self._state = replace(self._state, stream=put(self.stream, replicated(self.run.mesh)))
+            self._state = replace(self._state, stream=put(self.stream, replicated(self.deployer.mesh)))

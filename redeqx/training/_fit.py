@@ -187,12 +187,12 @@ class Fit:
 
     def __init__(self, engine: Engine, checkpointer: Checkpointer, options: FitOptions, trainer: Any = None):
         self.engine, self.checkpointer, self.options, self.trainer = engine, checkpointer, options, trainer
-        options.check(engine.run.workdir)
+        options.check(engine.deployer.workdir)
         self.size = engine.batch_size(options.per_device_batch_size, options.batch_size)
         given = (options.eval_per_device_batch_size, options.eval_batch_size)
         self.eval_size_of_loss = BatchSize(self.size.micro_batch, self.size.micro_batch)  # at most; evaluations are even
         if given != (None, None):
-            self.eval_size_of_loss = BatchSize.of(engine.run.mesh, *given, prefix="eval_")
+            self.eval_size_of_loss = BatchSize.of(engine.deployer.mesh, *given, prefix="eval_")
         handlers = ([Evaluate(self), KeepBest(self)], options.callbacks, [Save(self)])
         self.callbacks = Callbacks(trainer, *handlers)
         self.metrics: dict[str, float] = {}
@@ -209,7 +209,7 @@ class Fit:
         """The sizes of an evaluation's batch; they may depend on what the loss does with rows."""
         examples = self.options.eval_examples
         n, use = None if examples is None else size_of(examples), self.engine.task.eval_rows or UNKNOWN
-        return self.eval_size_of_loss.evenly(n, self.engine.run.mesh.size, use)
+        return self.eval_size_of_loss.evenly(n, self.engine.deployer.mesh.size, use)
 
     def first_evaluated(self) -> list[Any]:
         """Returns the first batch of examples of the evaluation."""
@@ -225,25 +225,25 @@ class Fit:
     def run(self) -> dict[str, float]:
         """Trains to the end of the fit; returns its `result`."""
         engine, checkpoints = self.engine, self.checkpointer.checkpoints
-        engine.run.peers.agree("fit", self.options.plain)
-        if self.options.saves and isinstance(engine.run.workdir, Path):
-            check_writable(engine.run.workdir, "workdir")
+        engine.deployer.peers.agree("fit", self.options.plain)
+        if self.options.saves and isinstance(engine.deployer.workdir, Path):
+            check_writable(engine.deployer.workdir, "workdir")
         with nullcontext() if checkpoints is None else checkpoints.writing():
             return self._run()
 
     def _run(self) -> dict[str, float]:
-        engine, checkpointer, run = self.engine, self.checkpointer, self.engine.run
+        engine, checkpointer, deployer = self.engine, self.checkpointer, self.engine.deployer
         start = checkpointer.begin_fit(may_resume=self.options.resume)
-        run.begin_records(engine.step, engine.name)
+        deployer.begin_records(engine.step, engine.name)
         self.metrics = dict(self.progress.metrics)
         if start is None:
             engine.place()
-            run.console.info("this fit is done already: the checkpoint was saved after it")
+            deployer.console.info("this fit is done already: the checkpoint was saved after it")
             return self.result()
         self.began_at = engine.step
-        line = run.console.progress(n_epochs=self.options.epochs, first_step=engine.step)
-        listening = nullcontext() if checkpointer.checkpoints is None else run.preemption.listening()
-        with self.callbacks, self._keeping_states(), listening, run.watch.on(), engine.showing(line):
+        line = deployer.console.progress(n_epochs=self.options.epochs, first_step=engine.step)
+        listening = nullcontext() if checkpointer.checkpoints is None else deployer.preemption.listening()
+        with self.callbacks, self._keeping_states(), listening, deployer.watch.on(), engine.showing(line):
             with closing(self.moments(start, line)) as moments:
                 for moment in moments:
                     self._call(moment)
@@ -304,7 +304,7 @@ class Fit:
         return slices(
             examples,
             self.size.examples,
-            seed=(self.engine.run.seed, start.fit, start.epoch),
+            seed=(self.engine.deployer.jax_seed, start.fit, start.epoch),
             position=start.examples,
             state=start.data_state,
             drop_remainder=self.options.drop_remainder,
@@ -323,7 +323,7 @@ class Fit:
 
     def _epochs(self, start: Position) -> Iterable[int]:
         """Returns the remaining epochs."""
-        n, console = self.options.epochs, self.engine.run.console
+        n, console = self.options.epochs, self.engine.deployer.console
         if n is not None and start.epoch >= n:
             console.info(f"epoch {start.epoch} of {n} is done already: nothing to train")
         elif self.is_at_last_step:
@@ -336,10 +336,10 @@ class Fit:
 
         Process 0 decides. Unless a callback was called, in which `trainer.stop` may be called, nothing is communicated.
         """
-        if self.engine.run.peers.n == 1:
+        if self.engine.deployer.peers.n == 1:
             self._is_stopping = self.stop_requested
         elif self.callbacks.was_called:
-            self.callbacks.was_called, self._is_stopping = False, bool(self.engine.run.decide(self.stop_requested))
+            self.callbacks.was_called, self._is_stopping = False, bool(self.engine.deployer.decide(self.stop_requested))
         return self._is_stopping or self.is_at_last_step
 
     # --- checks ------------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class Fit:
         options, n, differs = self.options, size_of(examples), differs_by_epoch(self.options.train_examples)
         if differs:
             advice = "Pass the same in every process."
-            self.engine.run.peers.agree("train_examples", {f"the size of epoch {epoch}": n}, advice)
+            self.engine.deployer.peers.agree("train_examples", {f"the size of epoch {epoch}": n}, advice)
         if not is_first:
             if differs:
                 self.progress.setting |= {"train_size": n, "sample": sample_of(examples)}
@@ -389,7 +389,7 @@ class Fit:
     def _place_for_examples(self, start: Position) -> None:
         examples = examples_of(self.options.train_examples, 0)
         step = None if size_of(examples) is None else next(self.steps(Position(start.fit), examples))
-        task, mesh = self.engine.task, self.engine.run.mesh
+        task, mesh = self.engine.task, self.engine.deployer.mesh
         shapes = None if step is None else micro_batch_shapes(task.collate_fn, step.examples, self.size, mesh)
         self.engine.place(shapes)
 
@@ -400,7 +400,7 @@ class Fit:
         engine = self.engine
         self.metrics = self.progress.metrics = metrics
         engine.record({f"eval_{name}": value for name, value in metrics.items()}, engine.step)
-        engine.run.console.info(f"step {engine.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in metrics.items()))
+        engine.deployer.console.info(f"step {engine.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in metrics.items()))
         self.callbacks.call("on_eval", dict(metrics))
 
     @contextmanager
@@ -431,4 +431,4 @@ class Fit:
                 rows[tag] = f"{best[tag]['value']:.6g} at step {best[tag]['step']}: {paths[tag]}"
             if "last" in paths:
                 rows["last"] = paths["last"]
-        self.engine.run.console.header(rows, title="done")
+        self.engine.deployer.console.header(rows, title="done")

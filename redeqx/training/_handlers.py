@@ -68,9 +68,9 @@ class Evaluate(Callback):
                     examples, batch_size=fit.eval_size.micro_batch, model=engine.eval_model
                 )
                 if options.eval_metric_fn is not None:
-                    engine.run.watch.beat()
+                    engine.deployer.watch.beat()
                     metrics.update(as_metrics(options.eval_metric_fn(examples, outputs), taken=list(metrics)))
-            metrics = engine.run.peers.decide("eval_metric_fn", metrics)
+            metrics = engine.deployer.peers.decide("eval_metric_fn", metrics)
         missing = sorted({name for name, _ in options.tracked.values()} - set(metrics))
         if missing:
             raise ValueError(
@@ -125,7 +125,7 @@ class Save(Callback):
     def _is_wanted(self, step: int) -> bool:
         """Whether this step is to be saved. All processes call it after every step."""
         fit = self._fit
-        self._is_preempted = fit.checkpointer.checkpoints is not None and fit.engine.run.preemption.is_due(step)
+        self._is_preempted = fit.checkpointer.checkpoints is not None and fit.engine.deployer.preemption.is_due(step)
         return self._is_preempted or bool(fit.tags) or is_due(step, fit.options.save_every_n_steps)
 
     def _save(self) -> None:
@@ -141,10 +141,10 @@ class Save(Callback):
                 keep_last=options.keep_last,
                 save_opt_states=options.save_opt_states or self._is_preempted,
                 save_float_dtype=None if self._is_preempted else options.save_float_dtype,
-                then=lambda path: engine.run.console.info(f"step {step}: saved {path} ({names})"),
+                then=lambda path: engine.deployer.console.info(f"step {step}: saved {path} ({names})"),
             )
         fit.tags.clear()
         if self._is_preempted:
             assert fit.checkpointer.checkpoints is not None
             fit.checkpointer.checkpoints.wait()
-            engine.run.preemption.end(step, engine.run.console.info)
+            engine.deployer.preemption.end(step, engine.deployer.console.info)

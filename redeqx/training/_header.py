@@ -5,7 +5,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from .._run import Run
+from .._deployer import Deployer
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
 from ..machine import split_heads, xla_settings
@@ -21,7 +21,7 @@ _LARGE = 2**30  # warn about arrays of queries x keys of more than this many byt
 
 
 def header_rows(
-    run: Run, task: Task, program: Program, state: TrainState, trace: Trace | None, precision: str
+    deployer: Deployer, task: Task, program: Program, state: TrainState, trace: Trace | None, precision: str
 ) -> dict[str, str]:
     """Returns the rows of the header, by name.
 
@@ -30,10 +30,10 @@ def header_rows(
     - `trace`: the traced loss; None without a batch.
     - `precision`: a description of the run's dtypes.
     """
-    mesh, devices, plan = run.mesh, run.mesh.devices.flat, program.plan
+    mesh, devices, plan = deployer.mesh, deployer.mesh.devices.flat, program.plan
     weights, opt = shard_bytes([*state.trained, *state.frozen]), shard_bytes(state.opt_state)
     where = " in the host's memory" if task.compute.offload_opt_state else ""
-    compiler = {"xla": xla_settings(mesh, task.xla_settings).text(), "compilation cache": run.cache}
+    compiler = {"xla": xla_settings(mesh, task.xla_settings).text(), "compilation cache": deployer.cache_text}
     return {
         "devices": f"{mesh.size} x {devices[0].device_kind}",
         "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
@@ -44,7 +44,7 @@ def header_rows(
         "plan": plan.summary(),
         **loss_rows(task, program, state, trace),
         **{name: text for name, text in compiler.items() if text},
-        "workdir": str(run.workdir) if run.workdir else "none: nothing is recorded",
+        "workdir": str(deployer.workdir) if deployer.workdir else "none: nothing is recorded",
     }
 
 

@@ -86,8 +86,8 @@ def _update(engine: Engine, checkpointer: Checkpointer, batch: Batch, start: Pos
 
 def train(engine: Engine, checkpointer: Checkpointer, steps: Iterator[Slice], size: BatchSize) -> dict[str, float]:
     """Takes one pass over the examples; returns the last step's metrics."""
-    run = engine.run
-    with run.watch.on(), engine.showing(run.console.progress(first_step=engine.step, title="train")):
+    deployer = engine.deployer
+    with deployer.watch.on(), engine.showing(deployer.console.progress(first_step=engine.step, title="train")):
         with closing(engine.batches(steps, size)) as upcoming:
             for _ in updates(engine, checkpointer, upcoming):
                 checkpointer.end_if_preempted()
@@ -112,7 +112,7 @@ def update(engine: Engine, checkpointer: Checkpointer, examples: Any) -> dict[st
     steps, size = as_one_step(engine, examples)
     engine.line.begin_step(engine.step)
     shown = engine.line if engine.must_compile else nullcontext()  # shows the compilation
-    watched = engine.run.watch.on() if engine.run.peers.n > 1 else nullcontext()  # it costs a thread
+    watched = engine.deployer.watch.on() if engine.deployer.peers.n > 1 else nullcontext()  # it costs a thread
     with shown, engine.updating(), watched, closing(engine.batches(steps, size)) as upcoming:
         _update(engine, checkpointer, next(upcoming))
         engine.flush()
@@ -135,8 +135,8 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
     """
     if model is not None:
         _check_alike(engine, model)
-    run, task = engine.run, engine.task
-    run.need_values("eval_loss")
+    deployer, task = engine.deployer, engine.task
+    deployer.need_values("eval_loss")
     size = _even_size(engine, examples, size)
     steps = in_order(examples, size)
     sums: np.ndarray | float = 0.0
@@ -150,8 +150,8 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
         sums, n_done = sums + np.asarray(vector, np.float64), n_done + 1
         line.update(n_done, metrics={}, n_examples=n_examples, n_tokens=n_tokens)
 
-    progress = run.console.progress(title="evaluate", unit="batch")
-    with run.watch.on(), progress as line, closing(engine.batches(steps, size, inference=True)) as upcoming:
+    progress = deployer.console.progress(title="evaluate", unit="batch")
+    with deployer.watch.on(), progress as line, closing(engine.batches(steps, size, inference=True)) as upcoming:
         for batch in upcoming:
             engine.place_for(batch)
             program, state = engine.placed
@@ -161,7 +161,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
             args = (*weights, state.layers, state.stream, row_span(n_rows, size_of(examples)), batch.groups)
             n_rows += batch.n_examples
             vector = engine.runner.evaluate(program.eval_step, args, batch, line)
-            run.watch.beat()
+            deployer.watch.beat()
             vector.copy_to_host_async()
             pending.append((vector, batch.n_examples, batch.n_tokens))
             if len(pending) > LAG:
@@ -180,7 +180,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
 
 def _even_size(engine: Engine, examples: Any, size: BatchSize) -> BatchSize:
     """Returns the sizes of an evaluation's batch: these, or those of `BatchSize.evenly` where the loss allows them."""
-    task, n, n_devices = engine.task, size_of(examples), engine.run.mesh.size
+    task, n, n_devices = engine.task, size_of(examples), engine.deployer.mesh.size
     use = task.eval_rows
     if use is None and size.evenly(n, n_devices).examples != size.examples:  # so it matters what the loss does
         first = [examples[i] for i in range(size.examples)]

@@ -37,7 +37,7 @@ class Messages(list):
 def make_trainer(workdir=None, *, shards=(2, 2), accumulate=1, loggers=(), monkeypatch=None, **kwargs):
     deployer = redeqx.Deployer(3, *shards, workdir=workdir, verbose=False, loggers=loggers)
     messages = Messages()
-    deployer._run.console.info = lambda message, title=None: messages.append(message)
+    deployer.console.info = lambda message, title=None: messages.append(message)
     options = {"optimizer": optax.sgd(0.05), "loss_fn": loss_fn, **kwargs}
     trainer = redeqx.Trainer(
         deployer,

@@ -324,9 +324,9 @@ def test_watch_is_off_after_train(monkeypatch):
     trainer = make_trainer(5, lambda: None)
     trainer.train(list(range(24)), 1)
     assert trainer.step == 3
-    assert trainer.deployer._run.watch._last is None
+    assert trainer.deployer.watch._last is None
     trainer.eval_loss(list(range(8)), 1)
-    assert trainer.deployer._run.watch._last is None
+    assert trainer.deployer.watch._last is None
 
 
 def test_watch_thread_ends_with_its_loop():

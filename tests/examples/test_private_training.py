@@ -109,7 +109,7 @@ def sgd_update(shape, examples, n_micro, noise_multiplier, sample_size, width=8)
     """What one step of plain SGD subtracts from a model's parameters."""
     devices = jax.devices()[: int(np.prod(shape))]
     deployer = redeqx.Deployer(0, verbose=False)
-    deployer._run.mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    deployer._mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
     grad_fn = partial(
         private_gradient, loss_of_one, clip_norm=CLIP, noise_multiplier=noise_multiplier, sample_size=sample_size,
     )  # fmt: skip

@@ -465,7 +465,7 @@ mock.patch("redeqx.monitor._delivery.PATIENCE", 250).start()
 name, begin, end, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 deployer = redeqx.Deployer(workdir="run", loggers=[name])
 deployer.begin_records(begin)
-deployer._run.console.records.begin({"plan": "data=8", "seed": "1"}, lambda: "<split> by rule")  # as a Trainer does
+deployer.console.records.begin({"plan": "data=8", "seed": "1"}, lambda: "<split> by rule")  # as a Trainer does
 for step in range(begin + 1, end + 1):
     deployer.log_metrics({"loss": step / 2}, step)
     deployer.log_image("samples", np.full((4, 6, 3), step / 10))
@@ -473,7 +473,7 @@ for step in range(begin + 1, end + 1):
 if how == "cut":  # by a kill soon after the end
     time.sleep(30 if name == "trackio" else 15)
     os._exit(9)
-deployer._run.console.records.close()
+deployer.console.records.close()
 if how == "kill":
     os._exit(9)
 if how == "raise":

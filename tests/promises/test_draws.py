@@ -30,7 +30,7 @@ def make_deployer(mesh="8", **options):
     deployer = redeqx.Deployer(SEED, **{"verbose": False, **options})
     shape = MESHES[mesh]
     devices = jax.devices()[: int(np.prod(shape))]
-    deployer._run.mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    deployer._mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
     return deployer
 
 

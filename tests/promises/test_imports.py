@@ -23,7 +23,6 @@ LAYERS = (
     ("partition", "memory"),
     ("transforms", "optimizers"),
     ("steps",),
-    ("_run",),
     ("_deployer",),
     ("training",),
     ("dry_run",),
@@ -44,7 +43,7 @@ LAYERS = (
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
 # Their public interface is `redeqx` itself.
-FACADES = {"_deployer", "_load", "_predictor", "_trainer", "__init__"}
+FACADES = {"_load", "_predictor", "_trainer", "__init__"}
 FILES = {  # in a checkout `redeqx/models` is a link to `models`
     path.relative_to(FOLDER).with_suffix("").parts: path
     for path in sorted([*FOLDER.rglob("*.py"), *(FOLDER / "models").rglob("*.py")])

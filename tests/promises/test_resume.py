@@ -311,4 +311,4 @@ def test_a_loop_that_draws_keys_continues_with_the_next_ones(tmp_path):
     assert_same_bits(arrays(again), arrays(whole))
     more = with_more_keys(tmp_path / "parts", 9)  # more than the run had drawn: none is returned twice
     more.resume()
-    assert more.deployer._run.n_keys == 10
+    assert more.deployer.n_keys == 10

@@ -58,7 +58,7 @@ deployer = redeqx.Deployer(
     workdir=args.workdir,
     timeouts=redeqx.Timeouts(heartbeat=args.heartbeat, start=args.start, hang=args.hang),
 )
-is_culprit = deployer._run.peers.index == args.culprit or deployer._run.peers.n == 1
+is_culprit = deployer.peers.index == args.culprit or deployer.peers.n == 1
 
 
 class Net(eqx.Module):
@@ -177,7 +177,7 @@ FAULTS = {
 
 def collate_fn(numbers):
     if args.workdir is not None:
-        peers = deployer._run.peers
+        peers = deployer.peers
         path = args.workdir / f"rows_{peers.index}_of_{peers.n}.jsonl"
         with suppress(FileNotFoundError), open(path, "a") as file:
             file.write(json.dumps([trainer.step, numbers]) + "\n")
@@ -220,8 +220,8 @@ if args.fault == "sequential":  # as on a mounted object store
 
     os.pwrite = os.posix_fallocate = unsupported
 if args.fault == "unshared" and is_culprit:  # as a folder of the same name on a local disk
-    deployer._run.workdir = args.workdir.with_name("elsewhere")
-    deployer._run.workdir.mkdir(exist_ok=True)
+    deployer._workdir = args.workdir.with_name("elsewhere")
+    deployer._workdir.mkdir(exist_ok=True)
 
 
 def has_fault(fault):
@@ -275,6 +275,6 @@ metrics = trainer.fit(
 )
 predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(lambda x: model(x, None))(batch["x"]))
 outputs = np.stack(predictor.predict(list(range(N, N + N_PREDICTED)), 2))
-if deployer._run.peers.index == 0:
+if deployer.peers.index == 0:
     print(json.dumps({"metrics": metrics, "outputs": float(np.abs(outputs).sum())}))
 sys.exit(0)
