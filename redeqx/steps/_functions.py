@@ -19,17 +19,18 @@ from ..transforms import (
     FixGroupedConvolutions,
     FuseAttention,
     GatherAtUse,
+    KeepEverything,
     PickByComparison,
     RematLoops,
     Reshard,
     Rows,
     Shardings,
     StackBlocks,
-    UnrollLoops,
     WeightProducts,
     by_row,
     of_whole,
 )
+from ._compute import Compute
 from ._loss import as_sums, n_rows
 from ._parts import Parts
 from ._precision import AS_GIVEN, Precision
@@ -198,12 +199,9 @@ class Functions:
 
     sums: Sums
     plan: Plan
+    compute: Compute
     named: bool = False  # as for `plan_rules`
     change: Rule | None = None  # an additional rule, applied before those of the plan
-    fuse_attention: bool = True
-    remat: str = "none"  # for loops without their own; as for `Trainer`, except "auto"
-    unroll: UnrollLoops | None = None
-    stack_blocks: bool = False  # in the loss
 
     @property
     def parts(self) -> Parts:
@@ -214,20 +212,23 @@ class Functions:
         return self.sums.precision
 
     def _with_rules(self, fn: Callable[..., Any], *, is_loss: bool = False, is_trained: bool = False) -> Callable[..., Any]:
-        rules = plan_rules(self.parts, self.plan, named=self.named, fuse_attention=self.fuse_attention)
+        compute, mesh = self.compute, self.plan.mesh
+        rules = plan_rules(self.parts, self.plan, named=self.named, fuse_attention=compute.fuse_attention)
         in_fp8, summed_in = self.precision.in_fp8, self.precision.summed_in
         if in_fp8 or summed_in is not None:
             n_weights = sum(map(len, self.parts.names))
-            is_cpu = self.plan.mesh.devices.flat[0].platform == "cpu"
+            is_cpu = mesh.devices.flat[0].platform == "cpu"
             rules.append(WeightProducts(n_weights, in_fp8, summed_in, emulated=is_cpu))
         first: list[Rule] = []
-        if self.stack_blocks and is_loss:
+        if is_loss and compute.stacks_on(mesh):
             first.append(StackBlocks([effective_specs(self.plan, name) for names in self.parts.names for name in names]))
         first += [] if self.change is None else [self.change]
         if is_trained:  # without a backward pass nothing is kept or recomputed
             rules.append(PickByComparison())
-            first += [] if self.unroll is None else [self.unroll]
-            first += [] if self.remat == "none" else [RematLoops(self.remat)]
+            remat = "none" if isinstance(self.change, KeepEverything) else compute.remat_level
+            unroll = compute.unroll_on(mesh, remat)
+            first += [] if unroll is None else [unroll]
+            first += [] if remat == "none" else [RematLoops(remat)]
         return transformed(fn, [*first, *rules])
 
     def whole(self, *args: PyTree, inference: bool) -> Rows:

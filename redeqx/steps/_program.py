@@ -125,15 +125,12 @@ def make_program(
     skip_nonfinite: bool = False,
     n_parts: int = 1,
     options: Options | None = None,
-    *,
-    offload_opt_state: bool = False,
 ) -> Program:
     """Returns the program of a model and its state, given as arrays or shapes.
 
     **Arguments:**
 
     - `skip_nonfinite`, `n_parts`, `options`: as for `TrainStep`.
-    - `offload_opt_state`: whether the arrays of the optimizer state are stored in host memory.
     """
     parts, plan = functions.parts, functions.plan
     replicate = replicated(plan.mesh)
@@ -146,7 +143,7 @@ def make_program(
     traced, opt_tree = jax.make_jaxpr(init, return_shape=True)(trained)
     check_opt_state(opt_tree)
     opt_state = jax.tree.leaves(jax.tree.map(placed, opt_tree, shardings_like(opt_tree, plan)))
-    if offload_opt_state:  # scalars stay: copying them would take longer than using them
+    if functions.compute.offload_opt_state:  # scalars stay: copying them would take longer than using them
         opt_state = [placed(leaf, in_host(leaf.sharding)) if leaf.ndim else leaf for leaf in opt_state]
 
     def init_opt_state(trained: list[Array]) -> list[Array]:

@@ -19,7 +19,6 @@ from ..optimizers import follows_schedule
 from ..partition import Plan, mark_read
 from ..steps import Compute, Functions, Parts, Program, Sums, make_program, plan_model
 from ..tracing import Rule, Trace, restricted, shapes_in
-from ..transforms import KeepEverything
 
 
 @dataclass(frozen=True)
@@ -108,31 +107,10 @@ class Task:
 
         - `named`, `change`: as for `Functions`.
         """
-        compute = self.compute
-        compute.precision.check(plan.mesh)
-        remat = "none" if isinstance(change, KeepEverything) else compute.remat_level
-        functions = Functions(
-            self.sums,
-            plan,
-            named=named,
-            change=change,
-            fuse_attention=compute.fuse_attention,
-            remat=remat,
-            unroll=compute.unroll_on(plan.mesh, remat),
-            stack_blocks=compute.stacks_on(plan.mesh),
-        )
+        self.compute.precision.check(plan.mesh)
+        functions = Functions(self.sums, plan, self.compute, named, change)
         options = xla_settings(plan.mesh, self.xla_settings).options
-        return make_program(
-            functions,
-            model,
-            state,
-            self.optimizer,
-            self.lr_schedule_fn,
-            self.skips,
-            self.n_parts,
-            options,
-            offload_opt_state=compute.offload_opt_state,
-        )
+        return make_program(functions, model, state, self.optimizer, self.lr_schedule_fn, self.skips, self.n_parts, options)
 
     def opt_shapes(self, model: PyTree) -> PyTree:
         """Returns the shapes of the optimizer state."""
