@@ -60,11 +60,7 @@ class Checkpointer:
                 root=deployer.workdir,
             )
             deployer.preemption.keep(self)
-            engine.newest_checkpoint = self._newest
-
-    def _newest(self) -> str | None:
-        """Returns the name of the newest checkpoint; None without one."""
-        return self.need_checkpoints().index().get("last")
+            engine.newest_checkpoint = partial(_newest, self.checkpoints)
 
     def need_checkpoints(self) -> Checkpoints:
         """Returns the checkpoints of the workdir, after a running background save has ended."""
@@ -224,7 +220,7 @@ class Checkpointer:
             return self.need_checkpoints().folder / f"step_{engine.step:08d}"  # writes nothing
         engine.take_hyperparams()  # places the model
         # The metrics of the newest updates may be unread, for example if a tracker saves.
-        last_metrics, n_skipped = engine.metrics.newest_unread()
+        last_metrics, n_skipped = engine.metrics.newest_unread(engine)
         record = {
             "redeqx": __version__,
             "step": engine.step,
@@ -389,3 +385,9 @@ class Checkpointer:
                 f"checkpoints hold {n} leaves; the other {len(origins)} are those of {folders}"
             )
         return self._base
+
+
+def _newest(checkpoints: Checkpoints) -> str | None:
+    """Returns the name of the newest checkpoint; None without one."""
+    checkpoints.wait()
+    return checkpoints.index().get("last")

@@ -27,7 +27,7 @@ from ..storage import AtEnd
 from ._compilation import Runner, choose_memory, counted_share, work_of
 from ._header import eval_text, header_rows, loss_rows
 from ._hyperparams import Hyperparams
-from ._metrics import Metrics, Update, explain_nonfinite
+from ._metrics import Metrics, Update, describe_nonfinite
 from ._state import Checkpoint, given_state, load_state, match_state, new_state
 from ._task import Task
 
@@ -69,7 +69,7 @@ class Engine:
         self.stream = deployer.next_stream()
         self.restore: Checkpoint | None = None
         self.runner = Runner(deployer)
-        self.metrics = Metrics(self.record, deployer.console.info, self._explain_nonfinite, task.skips, max_skipped)
+        self.metrics = Metrics(deployer.console.info, task.skips, max_skipped)
         self.hyperparams = Hyperparams()
         self.line: ProgressLine = deployer.console.progress(title="update")
         self.is_updating = False
@@ -339,7 +339,7 @@ class Engine:
 
     def flush(self) -> None:
         """Waits for the device, and reads, checks and records the metrics of every step."""
-        self.metrics.read_all(self.line)
+        self.metrics.read_all(self)
 
     def record(self, metrics: Mapping[str, Any], step: int, speed: Mapping[str, float] | None = None) -> None:
         """Records one row of metrics, under the name of this engine."""
@@ -363,7 +363,7 @@ class Engine:
         program, state = self.placed
         return program.train_step.lower(*program.train_args(state, batch.groups, np.uint32(batch.n_examples))).compile()
 
-    def _explain_nonfinite(self, update: Update) -> str:
+    def explain_nonfinite(self, update: Update) -> str:
         """Names the last good checkpoint, and what makes the loss of an update not finite."""
         name = self.newest_checkpoint()
         last = "Nothing was saved yet." if name is None else f"The last good checkpoint is {name}."
@@ -373,7 +373,7 @@ class Engine:
                 "examples out, or pass a larger batch size."
             )
         rows, places = update.batch.rows, update.batch.places
-        return f"{last} {explain_nonfinite(rows, places, lambda: self.task.trace(*self.trees, rows))}"
+        return f"{last} {describe_nonfinite(rows, places, lambda: self.task.trace(*self.trees, rows))}"
 
     def to_predict(self, make_plan: Callable[[PyTree, PyTree], Plan]) -> tuple[PyTree, PyTree, Plan]:
         """Returns the model, the state of its layers and the plan that a Predictor of this trainer uses.

@@ -6,6 +6,7 @@ what the user adds) are callbacks: those of `_handlers.py`, and the user's. `_st
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, fields
@@ -193,8 +194,8 @@ class Fit:
         self.eval_size_of_loss = BatchSize(self.size.micro_batch, self.size.micro_batch)  # at most; evaluations are even
         if given != (None, None):
             self.eval_size_of_loss = BatchSize.of(engine.deployer.mesh, *given, prefix="eval_")
-        handlers = ([Evaluate(self), KeepBest(self)], options.callbacks, [Save(self)])
-        self.callbacks = Callbacks(trainer, *handlers)
+        itself = weakref.proxy(self)  # in a cycle, the arrays of a trainer that was deleted would stay for a while
+        self.callbacks = Callbacks(trainer, [Evaluate(itself), KeepBest(itself)], options.callbacks, [Save(itself)])
         self.metrics: dict[str, float] = {}
         self.tags: set[str] = set()
         self.began_at, self.ends_epoch = engine.step, False

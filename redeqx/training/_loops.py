@@ -79,7 +79,7 @@ def _update(engine: Engine, checkpointer: Checkpointer, batch: Batch, start: Pos
     update, is_first = engine.update(batch, None if start is None else start.epoch)
     if start is not None:
         checkpointer.progress.position = Position(start.fit, start.epoch, batch.position, batch.state)
-    engine.metrics.add(update, engine.line)
+    engine.metrics.add(update, engine)
     if is_first:  # read late, the steps around a compilation would count in the rates without their time
         engine.flush()
 

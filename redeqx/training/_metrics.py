@@ -1,8 +1,9 @@
 """The metrics of updates: read a few steps late, checked, shown and recorded."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -56,7 +57,18 @@ class Update:
         return dict(zip(self.names, np.asarray(self.vector)[:-1].tolist(), strict=True))
 
 
-Explain = Callable[[Update], str]
+class Recorder(Protocol):
+    """What shows, records and explains updates: the engine. It is passed to each call, since nothing may keep it alive."""
+
+    line: ProgressLine
+
+    def record(self, metrics: Mapping[str, Any], step: int, speed: Mapping[str, float] | None = None) -> None:
+        """Records one row."""
+        ...
+
+    def explain_nonfinite(self, update: Update) -> str:
+        """Returns why an update is not finite, and the next step, as sentences that end an error."""
+        ...
 
 
 def _first_nonfinite(metrics: dict[str, float]) -> str | None:
@@ -69,9 +81,7 @@ class Metrics:
 
     **Arguments:**
 
-    - `record`: maps `(metrics, step, speed)` to nothing; records one row.
     - `say`: prints a line.
-    - `explain`: maps an update that is not finite to the reason and the next step, as sentences that end an error.
     - `skips`, `max_skipped`: whether steps skip updates that are not finite, and how many in a row.
 
     **Attributes:**
@@ -82,46 +92,44 @@ class Metrics:
     Methods raise ValueError for an update that is not finite, unless it may be skipped.
     """
 
-    def __init__(
-        self, record: Callable[..., None], say: Callable[[str], None], explain: Explain, skips: bool, max_skipped: int
-    ):
+    def __init__(self, say: Callable[[str], None], skips: bool, max_skipped: int):
         self.n_skipped = 0
         self.last: dict[str, float] = {}
-        self._record, self._say, self._explain = record, say, explain
+        self._say = say
         self._skips, self._max_skipped = skips, max_skipped
         self._n_skipped_in_a_row = 0
         self._has_warned = False  # of parameters that do not move
         self._unread: deque[Update] = deque()
 
-    def add(self, update: Update, line: ProgressLine) -> None:
+    def add(self, update: Update, to: Recorder) -> None:
         """Adds the newest update, and reads the one that is due."""
         update.vector.copy_to_host_async()
         self._unread.append(update)
         if len(self._unread) > LAG:
-            self._read(line)
+            self._read(to)
 
-    def read_all(self, line: ProgressLine) -> None:
+    def read_all(self, to: Recorder) -> None:
         """Reads all updates."""
         while self._unread:
-            self._read(line)
+            self._read(to)
 
     def forget(self) -> None:
         """Drops the unread updates, whose arrays have been replaced."""
         self._unread.clear()
         self._n_skipped_in_a_row = 0
 
-    def newest_unread(self) -> tuple[dict[str, float], int]:
+    def newest_unread(self, to: Recorder) -> tuple[dict[str, float], int]:
         """Returns the newest update's metrics, and the number of skipped updates, without showing or removing anything."""
         metrics, n_skipped = self.last, self.n_skipped
         for update in self._unread:
             metrics = update.metrics()
             if (name := _first_nonfinite(metrics)) is not None:
                 if not self._skips:
-                    raise self._error(update, name, metrics)
+                    raise self._error(update, name, metrics, to)
                 n_skipped += 1
         return metrics, n_skipped
 
-    def _read(self, line: ProgressLine) -> None:
+    def _read(self, to: Recorder) -> None:
         update = self._unread.popleft()
         metrics = update.metrics()
         name = _first_nonfinite(metrics)
@@ -129,7 +137,7 @@ class Metrics:
         if name is not None:
             if not self._skips or self._n_skipped_in_a_row > self._max_skipped:
                 self._unread.clear()
-                raise self._error(update, name, metrics)
+                raise self._error(update, name, metrics, to)
             self.n_skipped += 1
             text = f"skipped, as `{name}` is {metrics[name]}; {self.n_skipped} so far"
             self._say(f"step {update.step}: {text}")
@@ -143,7 +151,7 @@ class Metrics:
             )
         self.last = metrics
         epoch = None if update.epoch is None else update.epoch + 1
-        line.update(
+        to.line.update(
             update.step,
             metrics=metrics,
             n_examples=update.batch.n_examples,
@@ -152,21 +160,21 @@ class Metrics:
             work=update.work,
         )
         shown = {} if epoch is None else {"epoch": epoch}
-        self._record({**shown, **metrics}, update.step, line.speed())
+        to.record({**shown, **metrics}, update.step, to.line.speed())
 
-    def _error(self, update: Update, name: str, metrics: dict[str, float]) -> ValueError:
+    def _error(self, update: Update, name: str, metrics: dict[str, float], to: Recorder) -> ValueError:
         what = "the loss" if name == "loss" else "the gradient's norm"
         often = f" for {self._n_skipped_in_a_row} steps one after the other" if self._skips else ""
         return ValueError(
             f"`{name}` at step {update.step}: expected {what} to be finite, got {metrics[name]}{often}. "
-            f"{self._explain(update)}"
+            f"{to.explain_nonfinite(update)}"
         )
 
 
 # --- why a loss is not finite -----------------------------------------------------------------------------------------
 
 
-def explain_nonfinite(batch: PyTree[np.ndarray], places: Sequence[int], trace: Callable[[], Trace]) -> str:
+def describe_nonfinite(batch: PyTree[np.ndarray], places: Sequence[int], trace: Callable[[], Trace]) -> str:
     """Returns what in a batch makes its loss not finite, and the next step, as sentences that end an error.
 
     **Arguments:**
