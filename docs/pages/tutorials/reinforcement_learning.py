@@ -114,11 +114,11 @@ def collate_fn(steps):
 # here each call gets a new key.
 
 # %%
-N_ROUNDS, N_STEPS, N_EPOCHS, BATCH_SIZE = 30, 64, 8, 512
+N_ROUNDS, N_STEPS, N_EPOCHS, BATCH_SIZE = 30, 64, 4, 512
 n_updates = N_ROUNDS * N_EPOCHS * N_GAMES * N_STEPS // BATCH_SIZE
 
 deployer = redeqx.Deployer(jax_seed=0)
-learning_rate = optax.linear_schedule(2e-3, 0.0, n_updates)
+learning_rate = optax.linear_schedule(1e-3, 0.0, n_updates)
 trainer = redeqx.Trainer(
     deployer,
     model=ActorCritic(deployer.next_key()),
@@ -169,7 +169,7 @@ def play(seen, ended):
 # %% [markdown]
 # ## Learn
 #
-# Play a round, then pass over it eight times in batches of 512 steps. `update` takes one step with the given examples
+# Play a round, then pass over it four times in batches of 512 steps. `update` takes one step with the given examples
 # and returns its metrics. Every fifth round, 32 complete episodes are played with the best actions.
 
 # %%
