@@ -42,6 +42,7 @@ class Checkpointer:
         self.callbacks: Callbacks | None = None
         self.callback_states: dict[str, dict[str, Any]] = {}
         self._looks = True  # the next fit looks for an earlier run
+        self._begins_anew = False  # the next fit is a new one, whatever `progress` says of the loaded checkpoint
         self._source: Location | None = None  # of `progress`, if an earlier process made it
         self._kept_step = 0  # the step of the newest save, or of the checkpoint that was loaded
         self._keep_last = 2  # as in the newest save
@@ -77,14 +78,16 @@ class Checkpointer:
         Raises ValueError if the workdir has a run that must not be resumed.
         """
         self._warned.clear()
-        known = self._look(may_resume=may_resume) if self._looks else Known(self.progress.position)
+        known = None if self._begins_anew else Known(self.progress.position)
+        if self._looks:
+            known = self._look(may_resume=may_resume)
         decision = start(known, self.fit_index, may_resume=may_resume)
         if isinstance(decision, Refused):
             raise ValueError(
                 f"`workdir`: expected no checkpoints, as `resume=False`, got {decision.path}. "
                 "Pass `resume=True` to continue from it, or another workdir for a new run."
             )
-        self._looks = False
+        self._looks = self._begins_anew = False
         if isinstance(decision, Done):
             self.fit_index += 1
             return None
@@ -308,7 +311,7 @@ class Checkpointer:
         if is_ahead and opt_states:
             self._looks = True  # the next fit resumes the part of it that an earlier run has done
         elif self._looks:  # the next fit begins from this checkpoint, not from the newest
-            self._looks, self.progress.position = False, Position(fit)
+            self._looks, self._begins_anew = False, True
 
     def _resume_from(self, path: Location, record: dict[str, Any]) -> None:
         """Loads a checkpoint of an earlier run: now, or when the model is placed for the first batch."""

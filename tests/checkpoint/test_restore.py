@@ -166,7 +166,7 @@ DAMAGE = {
     ),
     "invalid value": (
         lambda folder, patch: edit_manifest(folder, lambda record: {**record, "epoch": "once"}),
-        r"trainer.json`: expected `epoch` as .* got .once\.",
+        r"trainer.json`: expected `epoch` as a Trainer writes it, got .once.\.",
     ),
     "no tensors": (lambda folder, patch: (folder / "model.safetensors").unlink(), r"model.safetensors`: expected \d+ bytes"),
     "flipped bit": (lambda folder, patch: flip(folder / "model.safetensors"), r"model.safetensors`: expected crc32 \d+"),
