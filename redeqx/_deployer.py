@@ -105,6 +105,16 @@ class Deployer(RedcoNames):
     does not answer.
     """
 
+    # What the trainers and predictors of a run share.
+    peers: Peers
+    console: Console
+    watch: Watch
+    preemption: Preemption
+    compiler: Compiler
+    cache_text: str | None  # the header's text about the compilation cache
+    n_keys: int
+    n_passes: int  # over examples, by all trainers; numbers the comparisons between processes
+
     _redco_attributes, _redco_arguments = REDCO_DEPLOYER, {}
 
     def __init__(
