@@ -41,7 +41,9 @@ class Peers:
     """
 
     def __init__(self, n: int = 1, index: int = 0, heartbeat: float = HEARTBEAT):
-        self.n, self.index, self.heartbeat = n, index, heartbeat
+        self.n: int = n
+        self.index: int = index
+        self.heartbeat: float = heartbeat
         self.committed: int | None = None
         self.step: int | None = None
         self._links: dict[int, Link] = {}  # to the coordinator; at the coordinator, to each other process

@@ -38,8 +38,8 @@ class Terminal(RichConsole):
             file=stream, force_terminal=is_terminal, force_jupyter=False, highlight=False, markup=False, emoji=False
         )
         self.prints = prints
-        self.owns_stdout = stream is None
-        self.is_notebook = stream is None and RichConsole().is_jupyter
+        self.owns_stdout: bool = stream is None
+        self.is_notebook: bool = stream is None and RichConsole().is_jupyter
         self.shown: Any = None
 
     @property

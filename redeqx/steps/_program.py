@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
-from .._tree import is_key, named_leaves
+from .._tree import PyTree, is_key, named_leaves
 from ..machine import Options, in_host, replicated
 from ..optimizers import check_opt_state, eval_params, has_eval_params
 from ..partition import Plan, shardings_like, using_kinds
