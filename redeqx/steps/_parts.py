@@ -11,6 +11,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+
 from .._tree import PyTree, is_array_like, listed, named_leaves
 from ..errors import brief
 from ._precision import cast
