@@ -59,7 +59,7 @@ class _Compilation:
 
 
 class Runner:
-    """Runner the steps of one model.
+    """Runs the steps of one model.
 
     **Arguments:**
 
@@ -96,7 +96,7 @@ class Runner:
     def train(
         self, step: Any, args: tuple[Any, ...], batch: Batch, line: ProgressLine, plan: Plan, count: Callable[[], Work]
     ) -> tuple[Any, Work]:
-        """Runner a train step; returns its results, and its work on one device.
+        """Calls a train step; returns its results, and its work on one device.
 
         **Arguments:**
 
@@ -120,7 +120,7 @@ class Runner:
         return outs, programs[signature].work
 
     def evaluate(self, step: Any, args: tuple[Any, ...], batch: Batch, line: ProgressLine) -> Any:
-        """Runner an eval step; returns its results."""
+        """Calls an eval step; returns its results."""
         signature, programs = batch.signature, self._programs(_EVAL, step)
         if signature in programs:
             return step(*args)
