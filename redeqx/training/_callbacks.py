@@ -325,13 +325,13 @@ class Callbacks:
         return [callback for callback in self.each if getattr(type(callback), method) is not getattr(Callback, method)]
 
     def call(self, method: str, *args: Any) -> None:
-        """Runner a method of each callback that overrides it."""
+        """Calls a method of each callback that overrides it."""
         for callback in self.overriding(method):
             self.was_called = True
             getattr(callback, method)(self.trainer, *args)
 
     def call_at(self, moment: str, step: int, metrics: Callable[[], dict[str, float]]) -> None:
-        """Runner a method of a moment of a fit; `on_step` only of those that want this step.
+        """Calls a method of a moment of a fit; `on_step` only of those that want this step.
 
         **Arguments:**
 

@@ -259,7 +259,7 @@ class Fit:
         return self.result()
 
     def _call(self, moment: str) -> None:
-        """Runner the callbacks, with the metrics of the step or of the newest evaluation."""
+        """Calls the callbacks, with the metrics of the step or of the newest evaluation."""
 
         def metrics() -> dict[str, float]:
             if moment != "on_step":
