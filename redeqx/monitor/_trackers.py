@@ -190,11 +190,11 @@ class MLflow(NamedTracker):
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
             experiment = client.get_experiment_by_name(name)
             experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
-            run_id = client.create_run(experiment_id, run_name=_title(folder)).info.run_id
+            self.run_id = client.create_run(experiment_id, run_name=_title(folder)).info.run_id
         else:
             client.update_run(run_id, status="RUNNING")
-        self.run_id = run_id
-        self.where = f"{client.tracking_uri}, run {run_id}"
+            self.run_id = run_id
+        self.where = f"{client.tracking_uri}, run {self.run_id}"
 
     def config(self, values: Mapping[str, str]) -> None:
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]

@@ -344,7 +344,7 @@ class Callbacks:
             getattr(callback, moment)(self.trainer, *([] if moment == "on_fit_start" else [metrics()]))
 
     def call_on_save(self, path: Location, checkpoints: Checkpoints) -> None:
-        """Runner `on_save` once the checkpoint is on disk, except for checkpoints that are saved inside `on_save`."""
+        """Calls `on_save` once the checkpoint is on disk, except for checkpoints that are saved inside `on_save`."""
         if not self._is_saving and self.overriding("on_save"):
             checkpoints.wait()
             self._is_saving = True

@@ -177,7 +177,7 @@ class Engine:
         self.deployer.console.records.begin(rows, plan.explain)
 
     def place_for(self, batch: Batch, *, is_update: bool = False) -> None:
-        """Runner `place` with the shapes of this batch.
+        """Calls `place` with the shapes of this batch.
 
         **Arguments:**
 
