@@ -25,6 +25,7 @@ import optax
 
 import redeqx
 from redeqx.compiled import Module, collectives
+from redeqx.data import BatchSize
 from redeqx.dry_run._forecast import _options, _traced
 from redeqx.machine import describe
 from redeqx.machine._xla_settings import SETTINGS
@@ -58,7 +59,7 @@ def lowered(topology: str, n_model: int, n_fsdp: int) -> Any:
             compute=redeqx.Precision("bfloat16", gradients=None),
         )
         rows = ROWS * deployer.n_batch_shards
-        size = trainer._engine.batch_size(ROWS, None)
+        size = BatchSize.of(deployer.mesh, ROWS, None)
         work = trainer._workload(in_order(np.zeros((rows, TOKENS + 1), np.int32), size), size)
         batch = jax.ShapeDtypeStruct((rows, TOKENS + 1), np.int32)
         program = work.program(work.plan_on(deployer.mesh, batch), work.strategy)

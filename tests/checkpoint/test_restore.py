@@ -215,23 +215,21 @@ def test_two_checkpoints_damaged_differently(workdir, original):
     assert_same_end_state(trainer, original)
 
 
-def test_pruning_does_not_count_a_damaged_checkpoint(workdir):
+def test_pruning_does_not_count_a_damaged_checkpoint(workdir, monkeypatch):
     flip(workdir / "ckpts" / "step_00000004" / "model.safetensors")
-    trainer = make_trainer(workdir)
-    saved = []
+    save = Checkpoints.save
 
     class Stop(Exception):
         pass
 
-    def stop_after_a_save(path):
-        saved.append(path)
+    def stop_after_a_save(self, *args):
+        save(self, *args[:-1])  # not in the background
         raise Stop
 
-    with pytest.warns(UserWarning, match="It is skipped"), pytest.raises(Stop):
-        checkpoints = trainer._checkpointer.checkpoints
-        save = checkpoints.save
-        checkpoints.save = lambda *args: stop_after_a_save(save(*args[:-1]))
-        fit(trainer, keep_last=2)
+    with pytest.warns(UserWarning, match="It is skipped"), pytest.raises(Stop), monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", stop_after_a_save)
+        fit(make_trainer(workdir), keep_last=2)
+    checkpoints = Checkpoints(workdir / "ckpts")
     # The damaged checkpoint, which could be repaired, is kept but not counted.
     assert checkpoints.names() == ["step_00000003", "step_00000004", "step_00000004_1"]
     assert checkpoints.record(checkpoints.folder / "step_00000003")["step"] == 3

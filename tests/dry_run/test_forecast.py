@@ -96,24 +96,19 @@ def test_memory_equals_that_of_the_compiled_step(shards, accumulate):
     assert run.machine.name == "this" and run.fits and run.estimate is None  # CPUs have no published rates
 
 
-def test_arguments_are_named_by_their_leaves():
+def test_copied_arguments_are_named_by_their_leaves_in_the_report(monkeypatch):
     trainer = make_trainer(make_deployer(2, 2), trainable=lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim > 1)
-    trainer.train(examples(8), batch_size=8)
-    program, state = trainer._engine.placed
-    names = program.argument_names
-    trees = {**named_leaves(trainer.model), **named_leaves(trainer.opt_state)}
-    lists = {"state.trained": state.trained, "frozen": state.frozen, "state.opt_state": state.opt_state}
-    for argument, arrays in lists.items():
-        assert arrays and all(trees[names[f"{argument}[{i}]"]] is x for i, x in enumerate(arrays))
-
-
-def test_copied_arguments_are_named_in_the_report(monkeypatch):
-    copied = Buffer(2**20, "f32", (256, 1024), "jit(step_fn)/copy(state.trained[0])", ())
-    monkeypatch.setattr(
-        "redeqx.dry_run._forecast._step", lambda *args: Step(needs=2**21, compile_seconds=0.0, largest=(copied,))
-    )
-    run = make_trainer(make_deployer()).dry_run(examples(), batch_size=8)
-    assert run.to_json()["steps"]["train"]["largest"][0]["layer"] == "embedding.weight"
+    (state, frozen, *_), _ = trainer.compile(examples(8), batch_size=8).args_info
+    lists = {"state.trained": state.trained, "frozen": frozen, "state.opt_state": state.opt_state}
+    shapes = {f"{name}[{i}]": info.shape for name, infos in lists.items() for i, info in enumerate(infos)}
+    copies = [Buffer(2**20, "f32", shape, f"jit(step_fn)/copy({name})", ()) for name, shape in shapes.items()]
+    step = Step(needs=2**21, compile_seconds=0.0, largest=tuple(copies))
+    monkeypatch.setattr("redeqx.dry_run._forecast._step", lambda *args: step)
+    largest = trainer.dry_run(examples(8), batch_size=8).to_json()["steps"]["train"]["largest"]
+    leaves = {**named_leaves(eqx.filter(trainer.model, eqx.is_array)), **named_leaves(trainer.opt_state)}
+    found = [copy["layer"].removeprefix("copy/") for copy in largest]
+    assert sorted(found) == sorted(leaves)
+    assert [leaves[name].shape for name in found] == [*shapes.values()]
 
 
 def test_remainder_rows_are_computed_by_each_batch_shard():

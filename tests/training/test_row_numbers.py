@@ -3,8 +3,6 @@
 A loss sees them as `jnp.arange` over its rows.
 """
 
-from dataclasses import replace
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ import optax
 import pytest
 
 import redeqx
+from tests._memory import divide_micro_batches
 
 MOST = 48  # rows of an update
 
@@ -34,18 +33,17 @@ def seen_loss(model, batch, key):
     return redeqx.Loss(model.slots[batch].sum(), len(batch), seen)
 
 
-def make_trainer(shards=(1, 1), accumulate=1, n_parts=1, loss_fn=loss_fn):
+def make_trainer(shards=(1, 1), accumulate=1, loss_fn=loss_fn, **options):
     deployer = redeqx.Deployer(n_model_shards=shards[0], n_fsdp_shards=shards[1], verbose=False)
-    trainer = redeqx.Trainer(
+    return redeqx.Trainer(
         deployer,
         model=Model(jnp.zeros(MOST)),
         optimizer=optax.sgd(1.0),
         collate_fn=np.array,
         loss_fn=loss_fn,
         accumulate_grad_batches=accumulate,
+        **options,
     )
-    trainer._engine.task = replace(trainer._engine.task, n_parts=n_parts)
-    return trainer
 
 
 @pytest.mark.parametrize("n_parts", [1, 2])
@@ -61,8 +59,12 @@ def make_trainer(shards=(1, 1), accumulate=1, n_parts=1, loss_fn=loss_fn):
     ],
 )
 @pytest.mark.parametrize("shards", [(1, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
-def test_rows_of_an_update_are_numbered_in_order(shards, accumulate, n_rows, n_last, n_parts):
-    trainer = make_trainer(shards, accumulate, n_parts)
+def test_rows_of_an_update_are_numbered_in_order(shards, accumulate, n_rows, n_last, n_parts, monkeypatch):
+    options = {}
+    if n_parts > 1:
+        divide_micro_batches(monkeypatch, n_parts)
+        options = {"compute": redeqx.Compute(memory="auto")}
+    trainer = make_trainer(shards, accumulate, **options)
     trainer.train([*range(n_rows), *range(n_last)], batch_size=n_rows)
     expected = np.zeros(MOST)
     for n in filter(None, (n_rows, n_last)):

@@ -1,6 +1,5 @@
 """What the verdict about rows changes in training: how steps are cut into micro-batches, and what is said."""
 
-import dataclasses
 import threading
 from contextlib import closing
 
@@ -17,6 +16,7 @@ from redeqx.dims import RowUse
 from redeqx.machine import make_mesh
 from redeqx.memory import Memory, SearchSpace
 from redeqx.training import Task
+from tests._memory import divide_micro_batches
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 MIXED = RowUse("mixed", 0, line="train.py:41", why="a reduction over rows")
@@ -486,10 +486,10 @@ def noisy(model, batch, key):
 
 @pytest.mark.parametrize("loss_fn", [preference, masked, noisy])
 @pytest.mark.parametrize("n_parts", [2, 4])
-def test_parts_of_micro_batches_compute_the_same(loss_fn, n_parts):
+def test_parts_of_micro_batches_compute_the_same(loss_fn, n_parts, monkeypatch):
     """4 rows a device, also as 2 x 2 and 4 x 1; a remainder of 16 rows, two a device, has 2 parts if no pair is divided."""
-    trainer = make_trainer(loss_fn)
-    trainer._engine.task = dataclasses.replace(trainer._engine.task, n_parts=n_parts)
+    divide_micro_batches(monkeypatch, n_parts)
+    trainer = make_trainer(loss_fn, compute=redeqx.Compute(memory="auto"))
     trainer.train(np.concatenate([DATA, DATA[:8]]), batch_size=32)
     expected_trainer = make_trainer(loss_fn)
     expected_trainer.train(np.concatenate([DATA, DATA[:8]]), batch_size=32)
