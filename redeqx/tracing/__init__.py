@@ -6,7 +6,7 @@ the uses of weights, and the interpreter. It is independent of meshes, plans and
 """
 
 from ._alike import alike as alike, same_array as same_array
-from ._body import Body as Body, Known as Known
+from ._body import Body as Body
 from ._flow import flow as flow, union as union
 from ._fold import Entered as Entered, entered as entered, fold as fold
 from ._inner import (

@@ -1,140 +1,109 @@
-"""A jaxpr at its call site: the producer and readers of each value, and the values that are known while tracing.
+"""What is known of the values of a function in normal form: their producers, their readers, and those known while tracing.
 
-A value that depends on no input of the traced function is a constant: a causal mask, positions, a scale. It is a constant
-also inside a jit, a branch or a loop that takes it as an operand. Values are computed lazily.
+A value that depends on no input of the function is a constant: a causal mask, positions, a scale. It is a constant also
+inside a branch or a loop that takes it as an operand. Values are computed lazily.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
-from ._flow import flow
-from ._inner import Env, Inner, insides, run, variables
+from ._inner import Env, equations, insides, run, variables
 
 MAX_KNOWN = 2**22  # elements; larger values are not computed while tracing
 _Sources = frozenset[str] | None
 
 
-@dataclass(frozen=True)
-class Known:
-    """An input whose value is known."""
-
-    value: Any
-    sources: frozenset[str] = frozenset()  # the names of its sources; empty for a constant
-
-
-@dataclass(eq=False)
 class Body:
-    """A closed jaxpr at one call site of a traced function."""
+    """The values of a closed jaxpr in normal form, also inside its loops, branches and calls.
 
-    closed: Any
-    inputs: Sequence[Any] = ()  # for each a `Known`, an atom of the enclosing body, or None if nothing is known
-    around: "Body | None" = None  # the enclosing body
-    _inner: dict[tuple[Any, int], "Body"] = field(default_factory=dict, repr=False)
-    _values: Env = field(default_factory=Env, repr=False)
+    **Arguments:**
 
-    @property
-    def eqns(self) -> Sequence[Any]:
-        return self.closed.jaxpr.eqns
+    - `closed`: the closed jaxpr. In normal form each variable has one place.
+    - `known`: for each of its first inputs its name and value, or None if nothing is known.
+    """
 
-    @cached_property
-    def _producers(self) -> Mapping[Any, Any]:
-        return Env(((var, eqn) for eqn in self.eqns for var in eqn.outvars), literal=lambda _: None)
+    def __init__(self, closed: Any, known: Sequence[tuple[str, Any] | None] = ()):
+        self.closed = closed
+        self.eqns = list(equations(closed))  # without those of custom derivatives, which are not replaced
+        self._producers, self._outer = (Env(literal=lambda _: None) for _ in range(2))
+        self._readers: dict[Any, list[Any]] = {}
+        self._values = Env()
+        self._sources = Env(literal=lambda _: frozenset())
+        for var, named in zip(closed.jaxpr.invars, known, strict=False):
+            if named is not None:
+                self._sources[var], self._values[var] = frozenset(named[:1]), named[1]
+        self._read(closed)
 
-    @cached_property
-    def _readers(self) -> Mapping[Any, list[Any]]:
-        readers = Env(literal=lambda _: None)
-        for eqn in self.eqns:
+    def _read(self, closed: Any) -> None:
+        """Notes the equations of a closed jaxpr. The sources of its inputs are known."""
+        self._values.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        of_consts = (None if isinstance(const, Tracer) else frozenset() for const in closed.consts)
+        self._sources.update(zip(closed.jaxpr.constvars, of_consts, strict=True))
+        for eqn in closed.jaxpr.eqns:
             for var in variables(eqn.invars):
-                readers.setdefault(var, []).append(eqn)
-        for var in variables(self.closed.jaxpr.outvars):
-            readers.setdefault(var, []).append(None)
-        return readers
+                self._readers.setdefault(var, []).append(eqn)
+            self._producers.update(dict.fromkeys(eqn.outvars, eqn))
+            self._sources.update(dict.fromkeys(eqn.outvars, self._sources_of(eqn)))
+            for inner in insides(eqn):
+                if inner.role == "manual":  # its values are those of one device
+                    continue
+                for var, operand, kind in zip(inner.closed.jaxpr.invars, inner.operands, inner.kinds, strict=True):
+                    if kind == "same":
+                        self._outer[var], self._sources[var] = eqn.invars[operand], self.sources(eqn.invars[operand])
+                self._read(inner.closed)
+        for var in variables(closed.jaxpr.outvars):
+            self._readers.setdefault(var, []).append(None)
+
+    def _sources_of(self, eqn: Any) -> _Sources:
+        """Returns the sources of an equation's outputs. Calls, loops and branches are computed whole."""
+        size = max((math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), default=0)
+        sources = list(map(self.sources, eqn.invars))
+        if eqn.effects or size > MAX_KNOWN or None in sources:
+            return None
+        return frozenset[str]().union(*(each for each in sources if each))
 
     def producer(self, atom: Any) -> Any | None:
         """Returns the equation that computes an atom, or None for inputs, constants and literals."""
         return self._producers.get(atom)
 
     def readers(self, var: Any) -> Sequence[Any]:
-        """Returns the equations that read a value. The jaxpr's outputs count as a reader None."""
-        return self._readers.get(var) or ()
+        """Returns the equations that read a value. The outputs of its jaxpr count as a reader None."""
+        return self._readers.get(var, ())
 
-    def inside(self, eqn: Any, index: int = 0) -> "Body":
-        """Returns the body of jaxpr `index` inside an equation, in the order of `insides`."""
-        if (eqn, index) not in self._inner:
-            inner: Inner = insides(eqn)[index]
-            atoms = [eqn.invars[i] if kind == "same" else None for i, kind in zip(inner.operands, inner.kinds, strict=True)]
-            self._inner[eqn, index] = Body(inner.closed, atoms, self)
-        return self._inner[eqn, index]
+    def origin(self, atom: Any) -> Any:
+        """Returns the value outside of loops, branches and calls that an input of these is; the atom itself for others."""
+        while (outer := self._outer.get(atom)) is not None:
+            atom = outer
+        return atom
 
-    def given(self, atom: Any) -> "tuple[Body, Any] | None":
-        """Returns the enclosing body and the atom there that an input stands for, or None if the atom is no such input."""
-        invars = self.closed.jaxpr.invars
-        if self.around is None or atom not in invars[: len(self.inputs)]:
-            return None
-        known = self.inputs[invars.index(atom)]
-        return None if known is None or isinstance(known, Known) else (self.around, known)
-
-    # --- known values --------------------------------------------------------------------------------------------------
+    def sources(self, atom: Any) -> _Sources:
+        """Returns the names of the inputs that a value depends on: none for a constant. None if it is not known."""
+        return self._sources.get(atom)
 
     def is_constant(self, atom: Any) -> bool:
-        """Whether a value depends on no input of the traced function."""
+        """Whether a value depends on no input of the function."""
         return self.sources(atom) == frozenset()
 
     def value(self, atom: Any) -> Any | None:
         """Returns a value that can be computed while tracing, as an array, or None for others."""
-        if (value := self._values.get(atom)) is not None or self.sources(atom) is None:
-            return value
-        needed, todo = set[Any](), [atom]
+        if self.sources(atom) is None:
+            return None
+        todo = variables([atom])
         while todo:  # no recursion: a chain of equations may exceed Python's recursion limit
-            eqn = self._producers.get(todo.pop())
-            if eqn is not None and eqn not in needed and eqn.outvars[0] not in self._values:
-                needed.add(eqn)
-                todo += variables(eqn.invars)
-        for eqn in self.eqns:
-            if eqn in needed:
-                ins = list(map(self.value, eqn.invars))
+            var = todo[-1]
+            eqn, outer = self.producer(var), self._outer.get(var)
+            operands = [outer] if eqn is None else eqn.invars
+            if var in self._values:
+                todo.pop()
+            elif missing := [each for each in variables(operands) if each not in self._values]:
+                todo += missing
+            elif eqn is None:
+                self._values[var] = self._values[outer]
+            else:
                 with jax.ensure_compile_time_eval():
-                    self._values.update(zip(eqn.outvars, run(eqn, ins), strict=True))
-        return self._values[atom] if atom in self._values else self._input(atom)
-
-    def _input(self, var: Any) -> Any:
-        """Returns the value of an input or of a constvar."""
-        jaxpr = self.closed.jaxpr
-        if var in jaxpr.constvars:
-            return self.closed.consts[jaxpr.constvars.index(var)]
-        known = self.inputs[jaxpr.invars.index(var)]
-        if isinstance(known, Known):
-            return known.value
-        assert self.around is not None
-        return self.around.value(known)
-
-    @cached_property
-    def sources(self) -> Callable[[Any], _Sources]:
-        """From atoms to the sources of their values: empty for a constant, None for what is not known while tracing."""
-        of_inputs = list(map(self._sources_of_input, self.inputs))
-        of_inputs += [None] * (len(self.closed.jaxpr.invars) - len(self.inputs))
-        of_constant = lambda const: None if isinstance(const, Tracer) else frozenset()  # noqa: E731
-        return flow(self.closed, of_inputs, _sources_of, _union, constant=of_constant)
-
-    def _sources_of_input(self, known: Any) -> _Sources:
-        if known is None or isinstance(known, Known):
-            return known and known.sources
-        assert self.around is not None
-        return self.around.sources(known)
-
-
-def _sources_of(eqn: Any, ins: Sequence[_Sources]) -> list[_Sources]:
-    """Returns the sources of an equation's outputs. Calls, loops and branches are computed whole."""
-    size = max((math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), default=0)
-    return [None if eqn.effects or size > MAX_KNOWN else _union(ins)] * len(eqn.outvars)
-
-
-def _union(sources: Sequence[_Sources]) -> _Sources:
-    known = [each for each in sources if each is not None]
-    return frozenset().union(*known) if len(known) == len(sources) else None
+                    self._values.update(zip(eqn.outvars, run(eqn, self._values.read(operands)), strict=True))
+        return self._values[atom]

@@ -123,7 +123,7 @@ class Rule:
         return False
 
     def groups(self, body: Body) -> Iterable[Group]:
-        """Yields the groups of equations in a body."""
+        """Yields the groups of equations in a function. Those of a group are in one jaxpr."""
         del body
         return ()
 
@@ -165,21 +165,25 @@ def interpret(closed: Any, args: Sequence[Any], rules: Sequence[Rule]) -> list[A
     active = tuple(rule for rule in found if rule is not None)
     for rule in active:
         args = _or_without(rule, partial(rule.tag, args), lambda args=args: args)
-    interpreter, body = _Interpreter(active), Body(form, [None] * len(args))
-    if not interpreter.changes(body) and not any(isinstance(arg, Tagged) for arg in args):
+    interpreter = _Interpreter(form, active)
+    if not interpreter.changes(form) and not any(isinstance(arg, Tagged) for arg in args):
         return as_fun(closed if form is written else form)(*args)  # faster to trace than equation by equation
-    return interpreter.evaluate(body, args, active, ())
+    return interpreter.evaluate(form, args, active, ())
 
 
 @dataclass(frozen=True)
 class Site:
     """The context of an equation. It gives a rule access to the rules after it and to the jaxprs inside the equation."""
 
-    body: Body  # the jaxpr that contains the equation
     around: tuple[str, ...]  # the names of the primitives that enclose it, outermost first
     _interpreter: "_Interpreter"
     _rules: tuple[Rule, ...]  # all rules
     _later: tuple[Rule, ...]  # the rules that have not been asked yet
+
+    @property
+    def body(self) -> Body:
+        """The function that contains the equation."""
+        return self._interpreter.body
 
     def rest(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
         """Returns the outputs of an equation, computed by the rules after this one, or unchanged if none computes it."""
@@ -224,57 +228,60 @@ class Site:
         rules, around = self._later if by_rest else self._rules, (*self.around, eqn.primitive.name)
         around = (*around, "checkpoint") if remat else around
         new_insides, is_changed = [], False
-        for index, inner in enumerate(insides(eqn)):
-            body, of_inputs = self.body.inside(eqn, index), [tags[i] for i in inner.operands]
-            if remat is None and all(tag is None for tag in of_inputs) and not self._interpreter.changes(body):
+        for inner in insides(eqn):
+            of_inputs = [tags[i] for i in inner.operands]
+            if remat is None and all(tag is None for tag in of_inputs) and not self._interpreter.changes(inner.closed):
                 new_insides.append(inner.closed)
                 continue
             is_changed = True
 
-            def inside(*args: Any, body: Body = body, tags: Sequence[Tag | None] = of_inputs) -> list[Any]:
+            def inside(*args: Any, closed: Any = inner.closed, tags: Sequence[Tag | None] = of_inputs) -> list[Any]:
                 tagged = [arg if tag is None else tag.begin(arg) for arg, tag in zip(args, tags, strict=True)]
-                return self._interpreter.evaluate(body, tagged, rules, around)
+                return self._interpreter.evaluate(closed, tagged, rules, around)
 
             new_insides.append(jax.make_jaxpr(remat(inside) if remat else inside)(*shapes_in(inner.closed)))
         return run(*with_insides(eqn, values, new_insides)) if is_changed else run(eqn, values)
 
     def inline(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
         """Inlines an equation that calls one jaxpr: computes that jaxpr's equations here, under the rules."""
-        return self._interpreter.evaluate(self.body.inside(eqn), ins, self._rules, self.around)
+        return self._interpreter.evaluate(insides(eqn)[0].closed, ins, self._rules, self.around)
 
 
 @dataclass(frozen=True)
 class _Interpreter:
-    """Evaluates bodies under rules. Caches its searches, so each body is searched once."""
+    """Evaluates a function in normal form under rules. Caches its searches, so each equation is searched once."""
 
+    closed: Any
     rules: tuple[Rule, ...]
-    groups: dict[Any, tuple[Rule, Group]] = field(default_factory=dict)  # by the equation that calls a group
     _claims: dict[tuple[int, Any], bool] = field(default_factory=dict)
     _changes: dict[Any, bool] = field(default_factory=dict)
-    _grouped: dict[Body, dict[Any, Any]] = field(default_factory=dict)
 
-    def evaluate(self, body: Body, args: Sequence[Any], rules: tuple[Rule, ...], around: tuple[str, ...]) -> list[Any]:
-        """Returns the outputs of a body."""
-        jaxpr, grouped = body.closed.jaxpr, self.grouped(body)
-        env = Env(zip([*jaxpr.constvars, *jaxpr.invars], [*body.closed.consts, *args], strict=True))
-        site, done = Site(body, around, self, rules, rules), 0
-        for i, eqn in enumerate(body.eqns):
-            if i < done or grouped.get(eqn, eqn) is None:
+    @cached_property
+    def body(self) -> Body:
+        return Body(self.closed)
+
+    def evaluate(self, closed: Any, args: Sequence[Any], rules: tuple[Rule, ...], around: tuple[str, ...]) -> list[Any]:
+        """Returns the outputs of the function, or of a closed jaxpr inside it."""
+        jaxpr, calls = closed.jaxpr, self._calls
+        env = Env(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+        site, done = Site(around, self, rules, rules), 0
+        for i, eqn in enumerate(jaxpr.eqns):
+            if i < done or calls.get(eqn, eqn) is None:
                 continue
-            if (call := self._unchanged_call(body, i, env)) is not None:
+            if (call := self._unchanged_call(jaxpr, i, env)) is not None:
                 done, eqn, outvars = i + call.n_eqns, call.eqn, call.outs
                 outs = run(eqn, env.read(eqn.invars))
             else:
-                eqn = grouped.get(eqn, eqn)
+                eqn = calls.get(eqn, eqn)
                 outvars, outs = eqn.outvars, site.rest(eqn, env.read(eqn.invars))
             env.update((var, out) for var, out in zip(outvars, outs, strict=True) if variables([var]))
         return list(map(as_array, map(plain, env.read(jaxpr.outvars)), jaxpr.outvars))
 
-    def _unchanged_call(self, body: Body, i: int, env: Mapping[Any, Any]) -> Inlined | None:
+    def _unchanged_call(self, jaxpr: Any, i: int, env: Mapping[Any, Any]) -> Inlined | None:
         """Returns the outermost jit whose equations start at `i`, if no rule applies to any of them: JAX calls it faster."""
-        for call in inlined_at(body.closed.jaxpr, body.eqns[i]):
+        for call in inlined_at(jaxpr, jaxpr.eqns[i]):
             is_known = all(var in env and not isinstance(env[var], Tagged) for var in variables(call.eqn.invars))
-            if is_known and not any(self._applies(body, eqn) for eqn in body.eqns[i : i + call.n_eqns]):
+            if is_known and not any(map(self._applies, jaxpr.eqns[i : i + call.n_eqns])):
                 return call
         return None
 
@@ -288,28 +295,36 @@ class _Interpreter:
             self._claims[key] = _or_without(rule, partial(rule.claims, eqn), lambda: False, eqn)
         return self._claims[key]
 
-    def changes(self, body: Body) -> bool:
-        """Whether any rule applies to any equation of a body, even if no input is tagged."""
-        return any(self._applies(body, eqn) for eqn in body.eqns)
+    def changes(self, closed: Any) -> bool:
+        """Whether any rule applies to any equation of a closed jaxpr, even if no input is tagged."""
+        return any(map(self._applies, closed.jaxpr.eqns))
 
-    def _applies(self, body: Body, eqn: Any) -> bool:
+    def _applies(self, eqn: Any) -> bool:
         """Whether any rule applies to an equation or inside it."""
         if eqn not in self._changes:
-            inner = range(len(insides(eqn)) if is_replaceable(eqn) else 0)
-            is_own = eqn in self.grouped(body) or any(self.claims(rule, eqn) for rule in self._claiming)
-            self._changes[eqn] = is_own or any(self.changes(body.inside(eqn, i)) for i in inner)
+            is_own = eqn in self._calls or any(self.claims(rule, eqn) for rule in self._claiming)
+            inner = insides(eqn) if is_replaceable(eqn) else ()
+            self._changes[eqn] = is_own or any(self.changes(each.closed) for each in inner)
         return self._changes[eqn]
 
-    def grouped(self, body: Body) -> dict[Any, Any]:
-        """Returns, for the last equation of each group in a body, the equation that calls the group; for the others None."""
-        if body not in self._grouped:
-            found = self._grouped[body] = dict[Any, Any]()
-            for rule in self.rules:
-                for group, call in _or_without(rule, partial(_calls, rule, body), list):
-                    if found.keys().isdisjoint(group.eqns):
-                        found.update(dict.fromkeys(group.eqns) | {group.eqns[-1]: call})
-                        self.groups[call] = (rule, group)
-        return self._grouped[body]
+    @cached_property
+    def groups(self) -> dict[Any, tuple[Rule, Group]]:
+        """The groups, each by an equation that calls it."""
+        found, members = dict[Any, tuple[Rule, Group]](), set[Any]()
+        for rule in self.rules:
+            if type(rule).groups is Rule.groups:
+                continue
+            for group, call in _or_without(rule, partial(_calls, rule, self.body), list):
+                if members.isdisjoint(group.eqns):
+                    members.update(group.eqns)
+                    found[call] = (rule, group)
+        return found
+
+    @cached_property
+    def _calls(self) -> dict[Any, Any]:
+        """For the last equation of each group, the equation that calls the group; for its others None."""
+        last = {group.eqns[-1]: call for call, (_, group) in self.groups.items()}
+        return {eqn: last.get(eqn) for _, group in self.groups.values() for eqn in group.eqns}
 
 
 def _or_without(rule: Rule, attempt: Callable[[], T], otherwise: Callable[[], T], eqn: Any = None) -> T:
@@ -342,7 +357,7 @@ def _checked(eqn: Any, outs: Sequence[Any]) -> list[Any]:
 
 
 def _calls(rule: Rule, body: Body) -> list[tuple[Group, Any]]:
-    """Returns the groups of a rule in a body, each with an equation that calls it."""
+    """Returns the groups of a rule in a function, each with an equation that calls it."""
     return [(group, _call(group, type(rule).__name__)) for group in rule.groups(body) if group.is_closed_in(body)]
 
 

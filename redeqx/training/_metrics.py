@@ -14,7 +14,7 @@ from ..data import Batch
 from ..errors import warn
 from ..monitor import ProgressLine, Work
 from ..steps import UNMOVED
-from ..tracing import Body, Known, Trace, called
+from ..tracing import Body, Trace, called
 
 _MOST_UNMOVED = 0.5  # warn above this share
 LAG = 2  # this many newest steps stay unread, so that the device has one queued while the host reads
@@ -215,25 +215,23 @@ def _describe_nonfinite(name: str, leaf: np.ndarray, places: Sequence[int]) -> s
 
 def _out_of_range(trace: Trace, names: Sequence[str], leaves: Sequence[np.ndarray]) -> list[str]:
     """Describes lookups out of range whose indices depend on the batch alone."""
-    known = [Known(leaf, frozenset([name])) for name, leaf in zip(names, leaves, strict=True)]
-    n_rest = len(trace.closed.jaxpr.invars) - len(trace.leaves) - len(known)
-    body = Body(trace.closed, [None] * len(trace.leaves) + known + [None] * n_rest)
     of = dict(zip(names, leaves, strict=True))
+    body = Body(trace.closed, [*[None] * len(trace.leaves), *of.items()])
     return list(
         dict.fromkeys(
             f"`{name}` has values from {of[name].min()} to {of[name].max()}, {what}"
-            for sources, what in _lookups(body)
+            for sources, what in _lookups(body, trace.closed)
             for name in sorted(sources)
         )
     )
 
 
-def _lookups(body: Body) -> Iterator[tuple[frozenset[str], str]]:
+def _lookups(body: Body, closed: Any) -> Iterator[tuple[frozenset[str], str]]:
     """Yields each out-of-range lookup, and each value that is not finite, if the batch alone selects it: the leaves of the
     batch that select it, and a description."""
-    for eqn in body.eqns:
-        if called(eqn) is not None:
-            yield from _lookups(body.inside(eqn))
+    for eqn in closed.jaxpr.eqns:
+        if (inner := called(eqn)) is not None:
+            yield from _lookups(body, inner)
         if eqn.primitive.name == "gather" and (sources := body.sources(eqn.invars[1])):
             indices, shape = np.asarray(body.value(eqn.invars[1])), eqn.invars[0].aval.shape
             for i, dim in enumerate(eqn.params["dimension_numbers"].start_index_map):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding
 
 from ..kernels import AttentionSetting, dense_bytes, kernel_of
-from ..tracing import Body, insides, line_of, n_iterations, normal
+from ..tracing import Body, all_inside, line_of, n_iterations, normal
 from ._fuse_attention import describe, drop_known_mask, find_attentions
 
 
@@ -34,7 +34,8 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
 
     - `platform`, `split`: the target platform, and the split of queries as in `FuseAttention`.
     """
-    found = Attentions(Counter(), {}, {})
+    found, closed = Attentions(Counter(), {}, {}), normal(closed)
+    body = Body(closed)
 
     def record_fused(setting: AttentionSetting, arrays: Sequence[Any], line: str, times: int) -> None:
         with_split = replace(setting, split=split)
@@ -47,10 +48,10 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
         if n_bytes := n_bytes // (setting.row_shards * setting.head_shards):
             found.dense[origin] = max(found.dense.get(origin, 0), n_bytes)
 
-    def visit(body: Body, times: int) -> None:
+    def visit(closed: Any, times: int) -> None:
         fused: set[Any] = set()
         score_like, has_unfused = list[Any](), False
-        for eqn, attention in find_attentions(body):
+        for eqn, attention in find_attentions(body, closed.jaxpr.eqns):
             if isinstance(attention, str):
                 line, weights = line_of(eqn), eqn.outvars[0].aval
                 found.unfused[line], has_unfused = attention, True
@@ -60,7 +61,7 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
             else:
                 record_fused(*attention.operands(), line_of(attention.out[0]), times)
                 fused.update(attention.eqns)
-        for eqn in body.eqns:
+        for eqn in closed.jaxpr.eqns:
             if eqn.primitive.name == "attention":
                 setting, kept = drop_known_mask(body, eqn)
                 record_fused(setting, [eqn.invars[i].aval for i in kept], line_of(eqn), times)
@@ -68,10 +69,9 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
                 if _is_score_like(eqn):
                     score_like.append(eqn)
                 inner_times = times * n_iterations(eqn)
-                for index, inner in enumerate(insides(eqn)):
-                    if inner.role not in ("condition", "manual"):
-                        visit(body.inside(eqn, index), inner_times)
-        if has_unfused:  # a softmax of this body explains the products
+                for inner in all_inside(eqn):
+                    visit(inner, inner_times)
+        if has_unfused:  # a softmax of this jaxpr explains the products
             return
         for eqn in score_like:
             scores = eqn.outvars[0].aval
@@ -79,7 +79,7 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
                 f"the products at {line_of(eqn)}", scores.size * scores.dtype.itemsize, AttentionSetting(1.0, split=split)
             )
 
-    visit(Body(normal(closed), [None] * len(closed.jaxpr.invars)), 1)
+    visit(closed, 1)
     return found
 
 

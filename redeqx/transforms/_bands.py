@@ -57,7 +57,7 @@ def inequalities(body: Body, atom: Any, negated: bool = False) -> Inequalities |
 
     A floating array counts as True where it is zero; it must be a constant.
     """
-    body, atom = _resolve_input(body, atom)
+    atom = body.origin(atom)
     found = _from_equation(body, atom, negated)
     return _from_value(body, atom, negated) if found is None else found
 
@@ -174,19 +174,12 @@ def _from_value(body: Body, atom: Any, negated: bool) -> Inequalities | None:
 # --- integers ---------------------------------------------------------------------------------------------------------
 
 
-def _resolve_input(body: Body, atom: Any) -> tuple[Body, Any]:
-    """Follows an input of inner jaxprs to the body and the value that it comes from."""
-    while (outer := body.given(atom)) is not None:
-        body, atom = outer
-    return body, atom
-
-
 def _affine(body: Body, atom: Any, shape: Sequence[int]) -> Affine | None:
     """Returns an integer array, broadcast to `shape`, as an affine function of the index; None if it has no such form."""
     dtype, own = atom.aval.dtype, atom.aval.shape
     if not np.issubdtype(dtype, np.signedinteger) or dtype.itemsize < 4:  # other dtypes wrap around
         return None
-    body, atom = _resolve_input(body, atom)
+    atom = body.origin(atom)
     eqn = body.producer(atom)
     if eqn is None or eqn.effects:
         found = _affine_from_constant(body, atom)

@@ -42,7 +42,7 @@ class FuseAttention(Rule):
     split: NamedSharding | None = None
 
     def groups(self, body: Body) -> Iterable[Group]:
-        found = [each for _, each in find_attentions(body) if isinstance(each, _Attention)]
+        found = [each for _, each in find_attentions(body, body.eqns) if isinstance(each, _Attention)]
         return [replace(each, setting=self._with_split(each.setting)).group(body) for each in found]
 
     def claims(self, eqn: Any) -> bool:
@@ -202,9 +202,9 @@ def describe(setting: AttentionSetting) -> str:
 _OPERAND_WORDS = {"mask": "a mask", "bias": "a bias", "lengths": "lengths", "query_segments": "segments", "key": "dropout"}
 
 
-def find_attentions(body: Body) -> Iterator[tuple[Any, _Attention | str]]:
+def find_attentions(body: Body, eqns: Sequence[Any]) -> Iterator[tuple[Any, _Attention | str]]:
     """Yields each softmax between two products: its equation, and the attention, or the reason why it is not fused."""
-    for eqn in body.eqns:
+    for eqn in eqns:
         attempt = partial(_match, body, eqn)
         if (found := or_as_written(attempt, lambda: None, "the search for attention", eqn)) is not None:
             yield eqn, found

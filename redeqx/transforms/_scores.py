@@ -141,12 +141,12 @@ def match_softmax(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
     if eqn.primitive.name == "custom_jvp_call":
         if not _is_defined_by_jax(eqn.params["call_jaxpr"]):  # a user's rule may give another derivative
             return None
-        inner = body.inside(eqn)
-        last = inner.producer(inner.closed.jaxpr.outvars[0])
-        found = None if last is None else match_softmax(inner, last)
-        if found is None or found[0] not in inner.closed.jaxpr.invars:
+        inner = eqn.params["call_jaxpr"].jaxpr
+        last = body.producer(inner.outvars[0])
+        found = None if last is None else match_softmax(body, last)
+        if found is None or found[0] not in inner.invars:
             return None
-        return eqn.invars[inner.closed.jaxpr.invars.index(found[0])], [eqn], found[2]
+        return eqn.invars[inner.invars.index(found[0])], [eqn], found[2]
     if eqn.primitive.name != "div":
         return None
     exp, (divisor, sum_path) = body.producer(eqn.invars[0]), _trace_views(body, _labelled(eqn.invars[1]))
