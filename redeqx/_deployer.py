@@ -423,7 +423,7 @@ class Deployer(RedcoNames):
     @with_names
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         """Records numbers by name at a step: `metrics.jsonl`, TensorBoard, the loggers."""
-        self.console.metrics(metrics, step)
+        self.console.records.metrics(metrics, step)
 
     @with_names
     def log_config(self, config: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ It takes strings and Python numbers, and knows nothing of devices, meshes, model
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
 from rich.rule import Rule
 from rich.table import Table
@@ -102,22 +102,6 @@ class Console:
     def _title(self, title: str) -> None:
         bold = Text(printable(title), style="bold")
         self._terminal.show(Rule(bold, align="left", style="cyan") if self._terminal.is_terminal else bold)
-
-    def metrics(
-        self, values: Mapping[str, SupportsFloat], step: int, *, speed: Mapping[str, SupportsFloat] | None = None
-    ) -> None:
-        """Records metrics of one step in `metrics.jsonl`, TensorBoard, and every tracker.
-
-        **Arguments:**
-
-        - `values`: numbers by name. The name `step` is reserved.
-        - `step`: optimizer updates done.
-        - `speed`: more numbers, which a rerun does not reproduce; they are written to `speed.jsonl`. For a name in both,
-            TensorBoard and trackers get the value of `values`.
-
-        Raises ValueError for a metric called `step` and TypeError for a value that is not one number.
-        """
-        self.records.metrics(values, step, speed or {})
 
     def progress(
         self,

@@ -1,21 +1,24 @@
-"""The progress of a loop: a live line on a terminal, one updated display in a notebook, plain lines elsewhere.
+"""The progress and the speed of a loop: a live line on a terminal, one updated display in a notebook, plain lines elsewhere.
 
-It measures only time; `_terminal.py` owns the stream.
+It takes counts and reads a clock. Callers pass what a step computes, and the chip's published rates; `_terminal.py` owns the
+stream.
 """
 
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from ._meter import Meter, Work
 from ._terminal import Terminal, isatty
+from ._units import count_text, duration_text, flops_text, number_text, rate_text, short_name
 
 REDRAWS_PER_SECOND = 5
 NOTEBOOK_UPDATES_PER_SECOND = 2  # each is a message to the browser
@@ -27,7 +30,33 @@ SPEED_GAP = 1.0
 # Minimum share of time spent waiting for data that is shown.
 MIN_DATA_WAIT = 0.01
 BAR_WIDTH = 16
-SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad norm"}
+# Time constant of the rates, in seconds: after it the weight of a step is 1/e.
+MEMORY = 15.0
+# The rates by name, and what of a step each of them sums and divides by the seconds.
+RATES = {
+    "examples_per_second": "examples",
+    "tokens_per_second": "tokens",
+    "model_flops_per_second": "flops",
+    "mfu": "seconds at peak",
+    "data_wait": "seconds without data",
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one device in a step.
+
+    **Arguments:**
+
+    - `flops`: floating point operations of the model's matmuls, forward and backward. Recomputation is not counted.
+    - `seconds`: their time at the published rates of the chip; None if those are unknown.
+    """
+
+    flops: float
+    seconds: float | None = None
+
+    def __mul__(self, share: float) -> "Work":
+        return Work(self.flops * share, None if self.seconds is None else self.seconds * share)
 
 
 class ProgressLine:
@@ -58,8 +87,11 @@ class ProgressLine:
         self._step = self._first_step = self._printed_step = first_step
         self._epoch: int | None = None
         self._metrics: Mapping[str, float] = {}
-        self._activity, self._activity_began = "", 0.0
-        self._meter = Meter()
+        self._activity: tuple[str, float] | None = None  # other work than steps, and when it began
+        # Decaying sums over past steps, by name; their ratios are the rates. Unknown sums are missing.
+        self._sums: dict[str, float] = {}
+        self._last: float | None = None  # when the previous step was finished; None right after compiling
+        self._waited: float | None = None  # seconds spent waiting for a batch since then
         self._peak_memory: int | None = None
         self._speed_due = 0.0  # when the speed may be recorded next
         self._began = time.perf_counter()
@@ -93,7 +125,7 @@ class ProgressLine:
     def __exit__(self, *exc_info: object) -> None:
         if self._terminal.shown is self:
             self._terminal.shown = None
-        self._activity = ""
+        self._activity = None
         is_empty = self._step == self._first_step  # nothing was counted: a line would say "step 0"
         if isinstance(self._live, NotebookLine):
             self._live.stop(is_empty)
@@ -124,8 +156,22 @@ class ProgressLine:
         - `epoch`: the epoch of the step; the first is 1.
         - `work`: the work of one device in the step, if it is known.
         """
-        self._meter.step(step - self._step, n_examples, n_tokens, work)
         now = time.perf_counter()
+        if self._last is not None:
+            seconds = now - self._last
+            new = {
+                "seconds": seconds,
+                "steps": step - self._step,
+                "examples": n_examples,
+                "tokens": n_tokens,
+                "flops": None if work is None else work.flops,
+                "seconds at peak": None if work is None else work.seconds,
+                "seconds without data": self._waited,
+            }
+            memory, old = math.exp(-seconds / MEMORY), self._sums
+            self._sums = {of: memory * old.get(of, 0.0) + x for of, x in new.items() if x is not None}
+        self._last = now
+        self._waited = None if self._waited is None else 0.0
         self._step, self._epoch, self._metrics = step, epoch, metrics
         if self._shows and self._live is None and (now >= self._due or step == self.n_steps):
             self._print_line(now)
@@ -133,23 +179,33 @@ class ProgressLine:
     def speed(self) -> dict[str, float]:
         """Returns the rates of the newest steps and `peak_memory_bytes`, by name, to be recorded with a step's metrics.
 
-        Empty if nothing was measured yet, or within a second of the last non-empty result.
+        These are `examples_per_second`; `tokens_per_second`; `model_flops_per_second` of one device; `mfu`, its share of the
+        chip's published rate; `data_wait`, the share of the time spent waiting for a batch. Compilations and pauses do not
+        count. Empty if nothing was measured yet, or within a second of the last non-empty result.
         """
         now = time.perf_counter()
-        if now < self._speed_due or not (rates := self._meter.rates()):
+        if now < self._speed_due or not (rates := self._rates()):
             return {}
         self._speed_due = now + SPEED_GAP
         self._peak_memory = self._read_peak_memory()
         return rates if self._peak_memory is None else {**rates, "peak_memory_bytes": self._peak_memory}
 
+    def _rates(self) -> dict[str, float]:
+        sums = self._sums  # read once: another thread draws while `update` runs
+        return {name: sums[of] / sums["seconds"] for name, of in RATES.items() if of in sums} if sums.get("seconds") else {}
+
     def begin_step(self, done: int) -> None:
         """Begins the step after `done` steps now; the time before it is not counted. For the user's own loops."""
-        self._step = done
-        self._meter.begin()
+        self._step, self._last = done, time.perf_counter()
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Returns a context in which the loop waits for its next batch; this share of the time is shown and recorded."""
-        return self._meter.waiting()
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A context in which the loop waits for its next batch; this share of the time is shown and recorded."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited = (self._waited or 0.0) + time.perf_counter() - began
 
     @contextmanager
     def compiling(self, what: str, began: float | None = None) -> Iterator[list[str]]:
@@ -161,36 +217,29 @@ class ProgressLine:
 
         - `began`: by `time.perf_counter`, if the compilation has begun before.
         """
-        if self._outer is not None:
-            with self._outer.compiling(what, began) as notes:
-                yield notes
-            self._meter.restart()
-            return
-        notes: list[str] = []
-        if self._shows and self._live is None:
+        shown, notes = self._outer or self, list[str]()
+        if shown._shows and shown._live is None:
             self._terminal.say(f"compiling {what}")
         began = time.perf_counter() if began is None else began
         with self.pause(f"compiling {what}"):
             yield notes
-        self._meter.restart()
-        if self._shows:
-            took = f"compiled {what} in {_duration(time.perf_counter() - began)}"
+        self._last = shown._last = None
+        if shown._shows:
+            took = f"compiled {what} in {duration_text(time.perf_counter() - began)}"
             self._terminal.say(", ".join([took, *filter(None, notes)]))
 
     @contextmanager
     def pause(self, doing: str) -> Iterator[None]:
         """Shows other work ("evaluating", "saving"), whose time is not counted."""
-        if self._outer is not None:
-            with self._outer.pause(doing), self._meter.paused():
-                yield
-            return
-        before = self._activity, self._activity_began
-        self._activity, self._activity_began = doing, time.perf_counter()
+        before, last, began = self._activity, self._last, time.perf_counter()
+        self._activity = doing, began
         try:
-            with self._meter.paused():
+            with nullcontext() if self._outer is None else self._outer.pause(doing):
                 yield
         finally:
-            self._activity, self._activity_began = before
+            self._activity = before
+            if last is not None and self._last is not None:
+                self._last = last + time.perf_counter() - began
 
     def _print_line(self, now: float) -> None:
         width = self._terminal.width if self._terminal.is_terminal else sys.maxsize  # a log file has no width
@@ -203,31 +252,33 @@ class ProgressLine:
         now = time.perf_counter()
         fields = [Text(self._title, style="bold")] if self._title else []
         if self._epoch is not None:
-            fields.append(_field("epoch", _count_text(self._epoch, self.n_epochs)))
-        fields.append(_field(self._unit, _count_text(self._step, self.n_steps)))
-        fields += [_field(_short(name), _number_text(name, x)) for name, x in self._metrics.items()]
+            fields.append(_field("epoch", count_text(self._epoch, self.n_epochs)))
+        fields.append(_field(self._unit, count_text(self._step, self.n_steps)))
+        fields += [_field(short_name(name), number_text(name, x)) for name, x in self._metrics.items()]
         fields += self._speed_fields()
-        seconds = self._meter.seconds_per_step
+        sums = self._sums
+        # A step that is reported again adds time, but no step.
+        seconds = sums["seconds"] / sums["steps"] if sums.get("seconds", 0) > 0 and sums["steps"] > 0 else None
         if self.n_steps is not None and self._step >= self.n_steps:  # a loop of the user's own may exceed its total
-            fields.append(_field(_duration(now - self._began), "in all", dim_first=False))
+            fields.append(_field(duration_text(now - self._began), "in all", dim_first=False))
         elif self.n_steps is not None and seconds is not None:
-            fields.append(_field(_duration((self.n_steps - self._step) * seconds), "left", dim_first=False))
+            fields.append(_field(duration_text((self.n_steps - self._step) * seconds), "left", dim_first=False))
         else:
-            fields.append(_field(_duration(now - self._began), "so far", dim_first=False))
+            fields.append(_field(duration_text(now - self._began), "so far", dim_first=False))
         return fields
 
     def _speed_fields(self) -> list[Text]:
         """Returns the speed. MFU replaces FLOP/s if the chip's rate is known; short waiting times are left out."""
-        rates = self._meter.rates()
+        rates = self._rates()
         fields = [
-            _field(_rate(rates[name]), unit, dim_first=False)
+            _field(rate_text(rates[name]), unit, dim_first=False)
             for name, unit in (("examples_per_second", "examples/s"), ("tokens_per_second", "tokens/s"))
             if name in rates
         ]
         if "mfu" in rates:
             fields.append(_field("MFU", f"{rates['mfu']:.1%}"))
         elif "model_flops_per_second" in rates:
-            fields.append(_field(_flops(rates["model_flops_per_second"]), "a device", dim_first=False))
+            fields.append(_field(flops_text(rates["model_flops_per_second"]), "a device", dim_first=False))
         if self._peak_memory is not None:
             fields.append(_field("peak", f"{self._peak_memory / 2**30:.1f} GiB"))
         if rates.get("data_wait", 0) >= MIN_DATA_WAIT:
@@ -240,9 +291,9 @@ class ProgressLine:
             full, empty = "━─" if self._terminal.encoding.startswith("utf") else "#-"
             n_full = min(BAR_WIDTH * self._step // self.n_steps, BAR_WIDTH)
             fields.insert(0, Text.assemble((full * n_full, "cyan"), (empty * (BAR_WIDTH - n_full), "dim")))
-        if self._activity:
-            elapsed = _duration(time.perf_counter() - self._activity_began)
-            fields.insert(0, Text(f"{self._activity}, {elapsed}", style="yellow"))
+        if (activity := self._activity) is not None:  # read once: this is called in another thread
+            doing, began = activity
+            fields.insert(0, Text(f"{doing}, {duration_text(time.perf_counter() - began)}", style="yellow"))
         return fields
 
 
@@ -290,39 +341,3 @@ def _packed(fields: Sequence[Text], width: int) -> Iterator[Text]:
 
 def _field(first: str, second: str, *, dim_first: bool = True) -> Text:
     return Text.assemble((first, "dim" if dim_first else ""), " ", (second, "" if dim_first else "dim"))
-
-
-def _count_text(done: int, total: int | None) -> str:
-    return f"{done:,}" if total is None else f"{done:,}/{total:,}"
-
-
-def _short(name: str) -> str:
-    """Returns the name of a metric as the line shows it; that of a trainer with a name is `critic/learning_rate`."""
-    trainer, slash, metric = name.rpartition("/")
-    return f"{trainer}{slash}{SHORT_NAMES.get(metric, metric)}"
-
-
-def _number_text(name: str, value: float) -> str:
-    if name.rpartition("/")[2] == "learning_rate":
-        return f"{value:.2e}"
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"
-
-
-def _rate(per_second: float) -> str:
-    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
-
-
-def _flops(per_second: float) -> str:
-    for unit, factor in (("T", 1e12), ("G", 1e9)):
-        if per_second >= factor:
-            return f"{per_second / factor:.3g} {unit}FLOP/s"
-    return f"{per_second / 1e6:.3g} MFLOP/s"
-
-
-def _duration(seconds: float) -> str:
-    """Formats hours, minutes and seconds, such as `1:23` or `27:01:23`; below ten seconds, `4.2s`."""
-    if seconds < 10:
-        return f"{seconds:.1f}s"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

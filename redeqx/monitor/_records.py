@@ -12,8 +12,9 @@ from typing import Any, SupportsFloat
 from ..errors import warn
 from ._delivery import Delivery
 from ._jsonl import JsonLines
+from ._live import ProgressLine
 from ._media import MediaFile, check_image, check_name, png, rewind_media
-from ._trackers import TRACKERS, Row, Tracker, as_number, check_loggers
+from ._trackers import TRACKERS, Row, Tracker, check_loggers
 
 _METRICS, _SPEED = "metrics.jsonl", "speed.jsonl"
 # The files of a workdir that a resumed run continues.
@@ -46,17 +47,58 @@ class Records:
         self._step = 0  # the step of the newest metrics
         self._has_warned = False  # of a medium that cannot be written
 
-    def metrics(self, values: Mapping[str, SupportsFloat], step: int, speed: Mapping[str, SupportsFloat]) -> None:
-        """Records metrics of one step; arguments and errors as for `Console.metrics`."""
+    def step(
+        self,
+        line: ProgressLine,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        epoch: int | None = None,
+        name: str | None = None,
+        **counts: Any,
+    ) -> None:
+        """Shows a finished step in a line, and records its metrics with the line's speed.
+
+        **Arguments:**
+
+        - `name`: of the trainer, as for `metrics`. The others are those of `ProgressLine.update`.
+        """
+        line.update(step, metrics=metrics, epoch=epoch, **counts)
+        values = metrics if epoch is None else {"epoch": epoch, **metrics}
+        self.metrics(values, step, speed=line.speed(), name=name)
+
+    def metrics(
+        self,
+        values: Mapping[str, SupportsFloat],
+        step: int,
+        *,
+        speed: Mapping[str, SupportsFloat] | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Records metrics of one step in the files and every tracker.
+
+        **Arguments:**
+
+        - `values`: numbers by name. The name `step` is reserved.
+        - `step`: optimizer updates done.
+        - `speed`: more numbers, which a rerun does not reproduce; they are written to `speed.jsonl`. For a name in both,
+            trackers get the value of `values`.
+        - `name`: of the trainer, if it has one: its numbers are called `name/...`.
+
+        Raises ValueError for a metric called `step` and TypeError for a value that is not one number.
+        """
         self._step = step = _as_step(step)
         if not self._is_main:
             return
+        prefix = "" if name is None else f"{name}/"
+        values, speed = ({prefix + key: x for key, x in of.items()} for of in (values, speed or {}))
         if "step" in values:
             raise ValueError("`step`: expected another name for a metric, got the name of the step. Rename it.")
-        numbers, rates = ({name: as_number(name, x) for name, x in of.items()} for of in (values, speed))
-        for name, of in ((_METRICS, numbers), (_SPEED, rates)):
-            if self._files and (of or name == _METRICS):
-                self._files[name].write(step, of)
+        numbers, rates = ({key: _as_number(key, x) for key, x in of.items()} for of in (values, speed))
+        if self._files:
+            self._files[_METRICS].write(step, numbers)
+            if rates:
+                self._files[_SPEED].write(step, rates)
         together = {**rates, **numbers}
         for delivery in self._deliveries:
             delivery.row(Row(step, together))
@@ -141,6 +183,15 @@ def _as_step(step: Any) -> int:
         return operator.index(step)
     except TypeError:
         raise TypeError(f"`step`: expected an integer, got {step!r}. Pass `trainer.step`.") from None
+
+
+def _as_number(name: str, value: SupportsFloat) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        shape = getattr(value, "shape", None)
+        got = repr(value)[:80] if shape is None else f"an array of shape {shape}"
+        raise TypeError(f"`{name}`: expected one number as a metric, got {got}. Reduce it to one.") from None
 
 
 def _request_close(deliveries: Iterable[Delivery]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any, Literal, Protocol, SupportsFloat, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ..storage import make_subfolder
 from ._media import MediaFile, png_size
@@ -289,13 +289,3 @@ def check_loggers(loggers: Any, workdir: Path | None) -> tuple[list[str], list[T
                 f'Run `pip install "{tracker.install}"`, or do without this tracker.'
             )
     return named, objects
-
-
-def as_number(name: str, value: SupportsFloat) -> float:
-    """Converts a metric to a float. Raises TypeError if it is not one number."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        shape = getattr(value, "shape", None)
-        got = repr(value)[:80] if shape is None else f"an array of shape {shape}"
-        raise TypeError(f"`{name}`: expected one number as a metric, got {got}. Reduce it to one.") from None

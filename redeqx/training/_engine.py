@@ -19,7 +19,7 @@ from ..dims import RowUse
 from ..distributed import agree_on_opt_state, agree_on_trainer, check_rows
 from ..errors import check_alive, warn
 from ..machine import as_shapes, put, replicated
-from ..monitor import ProgressLine
+from ..monitor import ProgressLine, Records
 from ..optimizers import find_hyperparam
 from ..partition import Plan, make_plan
 from ..steps import Program, TrainState, n_rows
@@ -54,6 +54,7 @@ class Engine:
     - `metrics`: the metrics of its updates.
     - `hyperparams`: the hyperparameters in the optimizer's state.
     - `newest_checkpoint`: returns the name of the newest checkpoint, for errors.
+    - `records`: where its metrics are recorded.
     - `line`: shows the progress of what runs: a fit, a pass, or the updates of a user's own loop.
     - `is_updating`: whether updates are in progress.
     - `has_chosen_memory`: whether a strategy that fits was chosen, with `memory="auto"`.
@@ -72,6 +73,7 @@ class Engine:
         self.metrics = Metrics(deployer.console.info, task.skips, max_skipped)
         self.hyperparams = Hyperparams()
         self.line: ProgressLine = deployer.console.progress(title="update")
+        self.records: Records = deployer.console.records
         self.is_updating = False
         self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until they are placed
         self._state: TrainState | None = None
@@ -174,7 +176,7 @@ class Engine:
             agree_on_opt_state(self.deployer.peers, program.opt_tree(self.placed[1]))
         rows = header_rows(self.deployer, self.task, *self.placed, trace, self.precision)
         self.deployer.console.header(rows)
-        self.deployer.console.records.begin(rows, plan.explain)
+        self.records.begin(rows, plan.explain)
 
     def place_for(self, batch: Batch, *, is_update: bool = False) -> None:
         """Calls `place` with the shapes of this batch.
@@ -340,12 +342,6 @@ class Engine:
     def flush(self) -> None:
         """Waits for the device, and reads, checks and records the metrics of every step."""
         self.metrics.read_all(self)
-
-    def record(self, metrics: Mapping[str, Any], step: int, speed: Mapping[str, float] | None = None) -> None:
-        """Records one row of metrics, under the name of this engine."""
-        prefix = "" if self.name is None else f"{self.name}/"
-        named, rates = ({f"{prefix}{name}": x for name, x in of.items()} for of in (metrics, speed or {}))
-        self.deployer.console.metrics(named, step, speed=rates)
 
     @contextmanager
     def showing(self, line: ProgressLine) -> Iterator[None]:

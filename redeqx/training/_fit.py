@@ -400,7 +400,8 @@ class Fit:
         """Records the metrics of an evaluation, and calls `on_eval`."""
         engine = self.engine
         self.metrics = self.progress.metrics = metrics
-        engine.record({f"eval_{name}": value for name, value in metrics.items()}, engine.step)
+        values = {f"eval_{name}": value for name, value in metrics.items()}
+        engine.records.metrics(values, engine.step, name=engine.name)
         engine.deployer.console.info(f"step {engine.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in metrics.items()))
         self.callbacks.call("on_eval", dict(metrics))
 

@@ -1,9 +1,9 @@
 """The metrics of updates: read a few steps late, checked, shown and recorded."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .._tree import listed, named_leaves
 from ..data import Batch
 from ..errors import warn
-from ..monitor import ProgressLine, Work
+from ..monitor import ProgressLine, Records, Work
 from ..steps import UNMOVED
 from ..tracing import Body, Trace, called
 
@@ -61,10 +61,8 @@ class Recorder(Protocol):
     """What shows, records and explains updates: the engine. It is passed to each call, since nothing may keep it alive."""
 
     line: ProgressLine
-
-    def record(self, metrics: Mapping[str, Any], step: int, speed: Mapping[str, float] | None = None) -> None:
-        """Records one row."""
-        ...
+    records: Records
+    name: str | None
 
     def explain_nonfinite(self, update: Update) -> str:
         """Returns why an update is not finite, and the next step, as sentences that end an error."""
@@ -150,17 +148,16 @@ class Metrics:
                 "`rounding='stochastic'` to need none, or store them in float32: `compute='bfloat16'`."
             )
         self.last = metrics
-        epoch = None if update.epoch is None else update.epoch + 1
-        to.line.update(
+        to.records.step(
+            to.line,
             update.step,
-            metrics=metrics,
+            metrics,
             n_examples=update.batch.n_examples,
             n_tokens=update.batch.n_tokens,
-            epoch=epoch,
+            epoch=None if update.epoch is None else update.epoch + 1,
             work=update.work,
+            name=to.name,
         )
-        shown = {} if epoch is None else {"epoch": epoch}
-        to.record({**shown, **metrics}, update.step, to.line.speed())
 
     def _error(self, update: Update, name: str, metrics: dict[str, float], to: Recorder) -> ValueError:
         what = "the loss" if name == "loss" else "the gradient's norm"

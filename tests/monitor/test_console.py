@@ -85,7 +85,7 @@ def test_metrics_round_trip_bit_for_bit(tmp_path):
     values += [0.1, -0.0, 5e-324, 1.7976931348623157e308, float(np.float32(0.1)), math.nan, math.inf, -math.inf]
     console = Console(tmp_path / "new" / "run")
     for i, value in enumerate(values):
-        console.metrics({"x": value}, i)
+        console.records.metrics({"x": value}, i)
     console.records.close()
     read = lines(tmp_path / "new" / "run")
     assert [line["step"] for line in read] == list(range(len(values)))
@@ -99,10 +99,10 @@ def test_metrics_round_trip_bit_for_bit(tmp_path):
 
 def test_metrics_are_written_immediately_and_appended(tmp_path):
     console = Console(tmp_path)
-    console.metrics({"loss": 2.5}, 1)
+    console.records.metrics({"loss": 2.5}, 1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.5}\n'
     console.records.close()
-    console.metrics({"loss": np.float32(0.5), "n": 3}, 2)
+    console.records.metrics({"loss": np.float32(0.5), "n": 3}, 2)
     assert lines(tmp_path) == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 0.5, "n": 3.0}]
     console.records.close()
 
@@ -110,19 +110,19 @@ def test_metrics_are_written_immediately_and_appended(tmp_path):
 def test_invalid_metrics_are_refused(tmp_path):
     console = Console(tmp_path)
     with pytest.raises(ValueError, match=r"`step`: expected another name for a metric, .* Rename it\."):
-        console.metrics({"step": 1.0}, 1)
+        console.records.metrics({"step": 1.0}, 1)
     with pytest.raises(
         TypeError,
         match=r"`loss`: expected one number as a metric, got an array of shape \(3,\)\. Reduce it to one\.",
     ):
-        console.metrics({"ok": 1.0, "loss": np.zeros(3)}, 1)
+        console.records.metrics({"ok": 1.0, "loss": np.zeros(3)}, 1)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_rewind_drops_later_lines_and_an_incomplete_one(tmp_path):
     console = Console(tmp_path)
     for step in range(1, 6):
-        console.metrics({"loss": step / 3}, step)
+        console.records.metrics({"loss": step / 3}, step)
     console.records.close()
     path = tmp_path / "metrics.jsonl"
     before = path.read_text().splitlines(keepends=True)
@@ -132,10 +132,10 @@ def test_rewind_drops_later_lines_and_an_incomplete_one(tmp_path):
     assert path.read_text() == "".join(before[:3])
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
     for step in (4, 5):
-        resumed.metrics({"loss": step / 3}, step)
+        resumed.records.metrics({"loss": step / 3}, step)
     assert path.read_text() == "".join(before)
     resumed.records.rewind(4)  # while the file is open
-    resumed.metrics({"loss": 5 / 3}, 5)
+    resumed.records.metrics({"loss": 5 / 3}, 5)
     assert path.read_text() == "".join(before)
     resumed.records.close()
 
@@ -162,7 +162,7 @@ def test_resuming_without_rewind_drops_only_the_incomplete_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
     console = Console(tmp_path)
-    console.metrics({"loss": 2.0}, 2)
+    console.records.metrics({"loss": 2.0}, 2)
     console.records.close()
     assert lines(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
 
@@ -170,7 +170,7 @@ def test_resuming_without_rewind_drops_only_the_incomplete_line(tmp_path):
 def test_each_logger_gets_its_own_dict(tmp_path):
     first, second = Recorder(), Recorder()
     console = Console(None, loggers=[first, second])
-    console.metrics({"loss": np.float32(0.5), "bad": math.nan}, 7)
+    console.records.metrics({"loss": np.float32(0.5), "bad": math.nan}, 7)
     (metrics, step), (other, _) = first.seen[0], second.seen[0]
     assert step == 7 and metrics["loss"] == 0.5 and type(metrics["loss"]) is float and math.isnan(metrics["bad"])
     assert other is not metrics
@@ -237,7 +237,7 @@ def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboardX")
     console = Console(tmp_path, loggers=["tensorboard"])
     for step in (1, 2, 3):
-        console.metrics({"loss": step / 2, "eval/bleu": 1.0}, step)
+        console.records.metrics({"loss": step / 2, "eval/bleu": 1.0}, step)
     console.records.close()
     kept = [(step, name, step / 2 if name == "loss" else 1.0) for step in (1, 2) for name in ("loss", "eval/bleu")]
     assert scalars(tmp_path / "tensorboard")[:4] == kept
@@ -245,8 +245,8 @@ def test_tensorboard(tmp_path):
     time.sleep(1.1)
     resumed = Console(tmp_path, loggers=["tensorboard"])
     resumed.records.rewind(2)
-    resumed.metrics({"loss": 7.0}, 3)
-    resumed.metrics({"loss": math.nan}, 4)
+    resumed.records.metrics({"loss": 7.0}, 3)
+    resumed.records.metrics({"loss": math.nan}, 4)
     resumed.records.close()
     *again, (step, name, value) = scalars(tmp_path / "tensorboard")
     assert again == [*kept, (3, "loss", 7.0)]
@@ -259,12 +259,12 @@ def test_tensorboard_keeps_the_rows_of_other_trainers(tmp_path):
     console = Console(tmp_path, loggers=["tensorboard"])
     for step in (1, 2, 3):
         for name in ("critic", "actor"):
-            console.metrics({f"{name}/loss": step / 2}, step)
+            console.records.metrics({f"{name}/loss": step / 2}, step)
     console.records.close()
     time.sleep(1.1)
     resumed = Console(tmp_path, loggers=["tensorboard"])
     resumed.records.rewind(1, "critic")
-    resumed.metrics({"critic/loss": 7.0}, 2)
+    resumed.records.metrics({"critic/loss": 7.0}, 2)
     resumed.records.close()
     steps = {(tag, step): value for step, tag, value in scalars(tmp_path / "tensorboard")}
     assert steps == {
@@ -287,10 +287,10 @@ def test_tensorboard_purges_once(tmp_path):
     pytest.importorskip("tensorboardX")
     console = Console(tmp_path, loggers=["tensorboard"])
     console.records.rewind(0)
-    console.metrics({"loss": 1.0}, 1)
+    console.records.metrics({"loss": 1.0}, 1)
     console.records.close()
     time.sleep(1.1)
-    console.metrics({"loss": 2.0}, 2)
+    console.records.metrics({"loss": 2.0}, 2)
     console.records.close()
     assert scalars(tmp_path / "tensorboard") == [(1, "loss", 1.0), (2, "loss", 2.0)]
 
@@ -298,12 +298,12 @@ def test_tensorboard_purges_once(tmp_path):
 def test_tensorboard_keeps_what_was_written_within_the_same_second(tmp_path):
     pytest.importorskip("tensorboardX")
     console = Console(tmp_path, loggers=["tensorboard"])
-    console.metrics({"parameters": 9.0}, 0)  # before a fit
+    console.records.metrics({"parameters": 9.0}, 0)  # before a fit
     console.records.rewind(0)
     for step in (1, 2, 3):
-        console.metrics({"loss": 1.0}, step)
+        console.records.metrics({"loss": 1.0}, step)
     console.records.rewind(1)
-    console.metrics({"loss": 2.0}, 2)
+    console.records.metrics({"loss": 2.0}, 2)
     console.records.close()
     assert scalars(tmp_path / "tensorboard") == [(0, "parameters", 9.0), (1, "loss", 1.0), (2, "loss", 2.0)]
 
@@ -318,7 +318,7 @@ def test_tensorboard_missing_or_without_a_workdir(tmp_path, monkeypatch):
 
 def test_tensorboard_is_imported_only_on_request(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    Console(tmp_path).metrics({"loss": 1.0}, 1)
+    Console(tmp_path).records.metrics({"loss": 1.0}, 1)
 
 
 def print_everything(console: Console) -> None:
@@ -327,7 +327,7 @@ def print_everything(console: Console) -> None:
     console.info("hello", title="title")
     with console.progress(n_steps=2) as progress, progress.compiling("the step"):
         for step in (1, 2):
-            console.metrics(METRICS, step)
+            console.records.metrics(METRICS, step)
             progress.update(step, metrics=METRICS, n_examples=8)
     console.header({"best": "1"}, title="done")
     console.records.close()

@@ -114,7 +114,7 @@ def test_matplotlib_figure(tmp_path):
 def test_rewind_deletes_only_media_of_later_steps(tmp_path):
     console = Console(tmp_path)
     for step in (1, 2, 3):
-        console.metrics({"loss": 1.0}, step)
+        console.records.metrics({"loss": 1.0}, step)
         console.records.text("words", "x", None)
     (tmp_path / "media" / "step_notes.txt").write_text("mine")
     console.records.close()

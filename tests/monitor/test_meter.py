@@ -124,7 +124,7 @@ def run(console, clock, work, n_steps=5, seconds=0.4):
             with line.waiting():
                 clock.now += seconds * 0.25
             line.update(step, metrics={"loss": 1.0}, n_examples=8, n_tokens=4096, work=work)
-            console.metrics({"loss": 1.0}, step, speed=line.speed())
+            console.records.metrics({"loss": 1.0}, step, speed=line.speed())
     console.records.close()
 
 
@@ -153,7 +153,7 @@ def test_speed_is_recorded_once_a_second_with_the_metrics(tmp_path, clock):
 def test_user_metric_takes_precedence_over_speed(tmp_path):
     recorder = Recorder()
     console = Console(tmp_path, verbose=False, loggers=[recorder])
-    console.metrics({"mfu": 7.0}, 1, speed={"mfu": 0.5})
+    console.records.metrics({"mfu": 7.0}, 1, speed={"mfu": 0.5})
     console.records.close()
     assert recorder.seen == [(1, {"mfu": 7.0})]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "mfu": 7.0}\n'
@@ -163,7 +163,7 @@ def test_user_metric_takes_precedence_over_speed(tmp_path):
 def test_speed_is_rewound_with_the_metrics(tmp_path):
     console = Console(tmp_path, verbose=False)
     for step in (1, 2, 3):
-        console.metrics({"loss": 1.0}, step, speed={"mfu": 0.5})
+        console.records.metrics({"loss": 1.0}, step, speed={"mfu": 0.5})
     console.records.rewind(2)
     for name in ("metrics", "speed"):
         assert [json.loads(line)["step"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] == [1, 2]

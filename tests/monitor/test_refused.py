@@ -72,13 +72,13 @@ def test_letters_that_a_stream_lacks_do_not_end_a_run(tmp_path, setting):
 def test_metrics_that_a_full_disk_refused_are_written_later(tmp_path):
     console = Console(tmp_path, verbose=False)
     path = tmp_path / "metrics.jsonl"
-    console.metrics({"loss": 0.5}, 1)
+    console.records.metrics({"loss": 0.5}, 1)
     with file_limit(path.stat().st_size + 10):  # room for a part of a line
         with pytest.warns(UserWarning, match="metrics.jsonl`: expected to record, got File too large. Training goes on"):
-            console.metrics({"loss": 0.25}, 2)
-        console.metrics({"loss": 0.125}, 3)  # says nothing again
+            console.records.metrics({"loss": 0.25}, 2)
+        console.records.metrics({"loss": 0.125}, 3)  # says nothing again
         assert path.read_text() == '{"step": 1, "loss": 0.5}\n'
-    console.metrics({"loss": 0.0625}, 4)
+    console.records.metrics({"loss": 0.0625}, 4)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"step": i, "loss": 0.5**i} for i in (1, 2, 3, 4)]
 
@@ -86,7 +86,7 @@ def test_metrics_that_a_full_disk_refused_are_written_later(tmp_path):
 def test_full_disk_at_a_rewind_only_needs_room_to_shorten(tmp_path):
     console = Console(tmp_path, verbose=False)
     for step in (1, 2, 3):
-        console.metrics({"loss": 0.5}, step)
+        console.records.metrics({"loss": 0.5}, step)
     with file_limit(0):
         Console(tmp_path, verbose=False).records.rewind(2)
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]

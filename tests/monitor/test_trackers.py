@@ -81,7 +81,7 @@ def wait_for(condition) -> None:
 
 def record(console: Console, *steps: int) -> None:
     for step in steps:
-        console.metrics({"loss": step / 2}, step, speed={"rate": 7.0})
+        console.records.metrics({"loss": step / 2}, step, speed={"rate": 7.0})
 
 
 # The `loggers` argument
@@ -118,7 +118,7 @@ def test_loggers_are_checked_in_every_process(loggers, error, message, is_main, 
 def test_nothing_is_opened_before_something_is_recorded(tmp_path, fake):
     fake.fails.append(AssertionError("opened"))
     Console(tmp_path, loggers=["fake", "fake"], verbose=False).records.close()
-    Console(tmp_path, loggers=["fake"], is_main=False).metrics({"loss": 1.0}, 1)
+    Console(tmp_path, loggers=["fake"], is_main=False).records.metrics({"loss": 1.0}, 1)
     assert not fake.runs and fake.fails and not list(tmp_path.iterdir())
 
 
@@ -395,7 +395,7 @@ from redeqx.monitor import TRACKERS, Console
 TRACKERS["fake"] = Fake
 Fake.close = lambda self, failed: print(len(self.seen), "failed" if failed else "closed")
 console = Console(None, loggers=["fake"], verbose=False)
-console.metrics({{"loss": 1.0}}, 1)
+console.records.metrics({{"loss": 1.0}}, 1)
 {last}
 """
 
@@ -416,7 +416,7 @@ console.records.config({"seed": 1})
 console.records.rewind(0)
 console.records.begin({"mesh": "data=8"}, lambda: "whole")
 for step in range(1, 40):
-    console.metrics({"loss": step / 2}, step)
+    console.records.metrics({"loss": step / 2}, step)
 if sys.argv[1] == "raise":
     raise ValueError("boom")
 if sys.argv[1] == "leave":  # as a thread does if a process is gone
@@ -575,7 +575,7 @@ from redeqx.monitor import Console
 
 console, state = Console(Path.cwd(), loggers=["trackio"], verbose=False), Path("trackers/trackio.json")
 for step in range(30):
-    console.metrics({"loss": step / 2}, step)
+    console.records.metrics({"loss": step / 2}, step)
     while step in (0, 29) and not (state.exists() and json.loads(state.read_text())["sent"][0] == step):
         time.sleep(0.002)
 os._exit(9)
