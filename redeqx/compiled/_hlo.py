@@ -1,176 +1,112 @@
-"""Parses the HLO text of a compiled step, and lists its collectives.
+"""Parses the HLO text of a compiled step.
 
-Owns the grammar: computations, instructions, types, layouts, trip counts, source lines, and replica groups in each notation
-that XLA prints. Other modules interpret the numbers.
-
-*Bytes* are those of the unsharded array along the collective's axes: the operand of an all-reduce, the result of an
-all-gather, the operand of a reduce-scatter. *Moved* is the number of bytes that one device sends in a ring of n: 2(n-1)/n of
-the bytes for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter or an all-to-all, all of them for a permute.
+Owns the grammar: computations, instructions, types, layouts and trip counts, and the JAX name and the lines of code of each
+instruction. Other modules interpret them.
 """
 
-import dataclasses
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from jax.sharding import Mesh
+import optax
 
-from ..tracing import Entered, fold
+from ..tracing import Entered, fold, line_among, shortened
 
-_KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _CALLED = re.compile(
     r"\b(body|condition|to_apply|calls|true_computation|false_computation|branch_computations|called_computations)="
     r"(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_COMPARED = re.compile(r"%?([\w.\-]+), %?([\w.\-]+)\), direction=LT")
+_OPTAX = f"{Path(optax.__file__).parent}{os.sep}"
+# Parts of operation names that name JAX's transformations, not the operation.
+_TRANSFORMATIONS = {
+    *("jit", "pjit", "jvp", "transpose", "vmap", "while", "body", "cond", "closed_call", "custom_vjp_call"),
+    *("custom_jvp_call", "checkpoint", "remat2", "rematted_computation", "shard_map", "step_fn"),
+}
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One array that a collective moves. A collective that XLA combined from several moves several arrays.
+class Array(NamedTuple):
+    """An array in the type of an instruction. Its layout has the order of its dims, its tiles and its memory."""
 
-    **Arguments:**
-
-    - `kind`: `"all-reduce"`, `"all-gather"`, ..., without `-start`.
-    - `shape`, `dtype`, `bytes`: those of the unsharded array (see above).
-    - `group`: the devices of the first group. The other groups have the same form.
-    - `n_executions`: the number of executions in a step: the product of the trip counts of the enclosing loops.
-    - `exact`: whether `n_executions` is exact. False inside a loop of unknown trip count (counted once) or a conditional
-        (each branch is counted).
-    - `op_name`: the JAX operation that needs it, `jit(step)/transpose(jvp())/while/body/...`. May be empty.
-    - `instruction`: the HLO name, the same for all arrays of a combined collective.
-    - `source`: its Python source lines, `file.py:12`, innermost first.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
     dtype: str
-    bytes: int
-    group: tuple[int, ...]
-    n_executions: int
-    exact: bool = True
-    op_name: str = ""
-    instruction: str = ""
-    source: tuple[str, ...] = ()
+    shape: tuple[int, ...]
+    layout: str = ""
 
     @property
-    def group_size(self) -> int:
-        """The number of devices in one group."""
-        return len(self.group)
+    def bytes(self) -> int:
+        """Its bytes without padding."""
+        return self._bytes_of(self.shape)
 
     @property
-    def moved(self) -> float:
-        """The bytes that one device sends in a step, in all executions."""
-        n = self.group_size
-        share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
-        return self.n_executions * self.bytes * share.get(self.kind, (n - 1) / n)
-
-    def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """Returns the mesh axes that the groups span, for a program on this mesh."""
-        coordinates = np.array(np.unravel_index(self.group, tuple(mesh.shape.values())))
-        varying = (coordinates != coordinates[:, :1]).any(axis=1)
-        return tuple(axis for axis, varies in zip(mesh.shape, varying, strict=True) if varies)
+    def device_bytes(self) -> int:
+        """Its bytes in the device's memory, with the padding of its tiles. In on-chip or host memory these are 0."""
+        order, _, tiling = self.layout.partition(":")
+        if self.is_on_host or ("T(" in tiling and re.search(r"S\([1-9]\)", tiling)):
+            return 0
+        padded = list(self.shape)
+        if tile := re.match(r"T\(([\d,]+)\)", tiling):
+            for dim, size in zip(integers(order), reversed(integers(tile.group(1))), strict=False):
+                padded[dim] = math.ceil(padded[dim] / size) * size
+        return self._bytes_of(padded)
 
     @property
-    def is_backward(self) -> bool:
-        """Whether the collective is in the backward pass, including rematerialisation."""
-        return "transpose(" in self.op_name or "rematted_computation" in self.op_name
+    def is_on_host(self) -> bool:
+        return "S(5)" in self.layout
+
+    def _bytes_of(self, shape: Sequence[int]) -> int:
+        bits = 8 if self.dtype == "pred" else int((re.search(r"\d+", self.dtype) or ["0"])[0])
+        return math.ceil(math.prod(shape) * bits / 8)
 
 
-def collectives(hlo_text: str) -> list[Collective]:
-    """Returns the collectives that the entry computation reaches, for one device, in the order of the text.
-
-    **Arguments:**
-
-    - `hlo_text`: an optimised module, as returned by `compiled.as_text()`.
-
-    Raises ValueError if the text has no entry computation, or a replica group in an unknown notation.
-    """
-    module = Module.of(hlo_text)
-    return list(_collectives_in(module, module.entry, 1, True, {}))
+def arrays_of(result: str) -> list[Array]:
+    """Returns the arrays of a type, from the text `(f32[2,3]{1,0}, u32[])`."""
+    found = _ARRAY.findall(result)
+    return [Array(dtype, integers(dims), layout) for dtype, dims, layout in found]
 
 
-def _collectives_in(module: "Module", name: str, times: int, exact: bool, channels: dict[str, str]) -> Iterator[Collective]:
-    for instruction in module.computations[name]:
-        result, opcode, rest = instruction.type, instruction.opcode, instruction.rest
-        kind = opcode.removesuffix("-start")
-        if kind in _KINDS:
-            # The TPU compiler repeats an asynchronous collective in each fusion that advances it, with the same channel.
-            channel = _CHANNEL.search(rest)
-            if channel and channels.setdefault(f"{kind} {channel.group(1)}", name) != name:
-                continue
-            if name.startswith("all-reduce-scatter"):  # a fusion of an all-reduce and a slice
-                kind = "reduce-scatter"
-            group = _group(rest, module.n_devices)
-            for dtype, shape in arrays_of(result_type(result, opcode)):
-                if opcode.startswith("reduce-scatter"):
-                    shape = _unscattered(shape, len(group), rest)
-                yield Collective(
-                    kind=kind,
-                    shape=shape,
-                    dtype=dtype,
-                    bytes=n_bytes(dtype, shape),
-                    group=group,
-                    n_executions=times,
-                    exact=exact,
-                    op_name=instruction.op_name,
-                    instruction=instruction.name,
-                    source=module.source(instruction),
-                )
-            continue  # its `to_apply` is the sum, and the `calls` of an asynchronous one is the same collective
-        for role, called in instruction.calls():
-            if called not in module.computations:
-                continue
-            if opcode == "while":  # the condition runs once more than the body; no collectives were seen there
-                n = module.trip_count(instruction)
-                yield from _collectives_in(module, called, times * (n or 1), exact and n is not None, channels)
-            else:
-                branch = role.endswith(("true_computation", "false_computation", "branch_computations"))
-                yield from _collectives_in(module, called, times, exact and not branch, channels)
-
-
-# --- the grammar -------------------------------------------------------------------------------------------------------
-
-
-class Instruction(NamedTuple):
-    """An instruction, parsed from the line `%name = type opcode(rest`. `types` are those of its computation, by name."""
+@dataclass(eq=False)
+class Instruction:
+    """An instruction, parsed from the line `%name = type opcode(rest`."""
 
     name: str
     type: str
     opcode: str
     rest: str
-    types: Mapping[str, str]
+    module: "Module" = field(repr=False)
+    siblings: Mapping[str, "Instruction"] = field(repr=False)  # the instructions of its computation, by name
+
+    @cached_property
+    def operands(self) -> list["Instruction"]:
+        """The operands. Those that the text lacks have empty types."""
+        names = re.findall(r"%([\w.\-]+)", _cut(self.rest, ")")[0])
+        return [self.siblings.get(name) or Instruction(name, "", "", "", self.module, {}) for name in names]
 
     @property
-    def operands(self) -> list[str]:
-        """The names of the operands."""
-        depth = 1
-        for i, char in enumerate(self.rest):
-            depth += (char in "([{") - (char in ")]}")
-            if depth == 0:
-                return re.findall(r"%([\w.\-]+)", self.rest[:i])
-        return []
+    def arrays(self) -> list[Array]:
+        """The arrays of its type."""
+        return arrays_of(self.type)
 
     @property
-    def operand_types(self) -> list[str]:
-        """The types of the operands; empty strings for unknown ones."""
-        return [self.types.get(name, "") for name in self.operands]
+    def results(self) -> list[Array]:
+        """The arrays of its result. The type of a `-start` may also have operands and a context."""
+        if not self.opcode.endswith("-start") or self.opcode == "all-reduce-start":
+            return self.arrays
+        return arrays_of(elements_of(self.type)[0 if self.opcode == "copy-start" else 1])
+
+    @property
+    def number(self) -> int:
+        """The number of a parameter, or the value of a constant."""
+        return int(self.rest.split(")")[0])
 
     @property
     def op_name(self) -> str:
@@ -178,58 +114,87 @@ class Instruction(NamedTuple):
         found = _OP_NAME.search(self.rest)
         return found.group(1) if found else ""
 
+    @property
+    def source(self) -> tuple[str, ...]:
+        """Its Python source lines, `file.py:12`, innermost first."""
+        if named := re.search(r'source_file="([^"]*)" source_line=(\d+)', self.rest):
+            return (f"{named.group(1)}:{named.group(2)}",)
+        frame = re.search(r"stack_frame_id=(\d+)", self.rest)
+        return self.module.frames.get(int(frame.group(1)), ()) if frame else ()
+
+    @property
     def calls(self) -> list[tuple[str, str]]:
-        """Returns the roles and names of the computations that it calls."""
-        found = _CALLED.findall(self.rest)
-        return [(role, called) for role, many, one in found for called in re.findall(r"[\w.\-]+", many or one)]
+        """The roles and names of the computations that it calls."""
+        found = [(role, re.findall(r"[\w.\-]+", many or one)) for role, many, one in _CALLED.findall(self.rest)]
+        return [(role, name) for role, names in found for name in names if name in self.module.computations]
+
+    @property
+    def fused(self) -> list["Instruction"]:
+        """The instructions of a fusion; none for other operations."""
+        called = [name for role, name in self.calls if role == "calls"] if self.opcode == "fusion" else []
+        return self.module.computations[called[0]] if called else []
+
+    @property
+    def trip_count(self) -> int | None:
+        """The trip count of a while loop, or None if it is unknown.
+
+        It is the compiler's count, or else, as for a scan, the constant with which the condition compares a counter from 0.
+        A condition of any other form has no known count.
+        """
+        if known := _TRIP_COUNT.search(self.rest):
+            return int(known.group(1))
+        condition = next((name for role, name in self.calls if role == "condition"), None)
+        root = self.module.computations[condition][-1] if condition else self
+        if root.opcode != "compare" or not re.search(r"\bdirection=LT\b", root.rest):
+            return None
+        counter, limit = root.operands
+        is_counter = counter.opcode == "get-tuple-element" and counter.type.startswith(("s", "u"))
+        return limit.number if is_counter and limit.opcode == "constant" else None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(eq=False)
 class Module:
     """A parsed HLO module.
 
     **Arguments:**
 
+    - `head`: the first line of the text.
+    - `frames`: the source lines of each stack frame, innermost first.
     - `computations`: the instructions of each computation, in the order of the schedule.
     - `entry`: the name of the entry computation.
     """
 
-    computations: dict[str, list[Instruction]]
-    entry: str
     head: str
-    sources: "_Sources"
+    frames: dict[int, tuple[str, ...]]
+    computations: dict[str, list[Instruction]] = field(default_factory=dict)
+    entry: str = ""
 
     @classmethod
     def of(cls, text: str) -> "Module":
         """Parses an HLO text. Raises ValueError if it has no entry computation."""
-        computations: dict[str, list[Instruction]] = {}
-        entry = current = None
-        types: dict[str, str] = {}
+        module = cls(text.split("\n", 1)[0], _frames_of(text))
+        instructions, siblings = [], None
         for line in text.splitlines():
-            header = _COMPUTATION.match(line)
-            if header:
-                current = header.group(2)
-                computations[current], types = [], {}
-                entry = current if header.group(1) else entry
+            if header := _COMPUTATION.match(line):
+                is_entry, name = header.groups()
+                instructions, siblings = [], {}
+                module.computations[name] = instructions
+                module.entry = name if is_entry else module.entry
             elif line.startswith("}"):
-                current = None
-            elif current is not None and (instruction := _INSTRUCTION.match(line)):
+                siblings = None
+            elif siblings is not None and (instruction := _INSTRUCTION.match(line)):
                 name, rest = instruction.groups()
-                result, rest = _split_type(rest)
+                result, rest = _cut(rest, " ")
                 opcode, _, rest = rest.strip().partition("(")
-                computations[current].append(Instruction(name, result, opcode, rest, types))
-                types[name] = result
-        if entry is None:
+                siblings[name] = Instruction(name, result, opcode, rest, module, siblings)
+                instructions.append(siblings[name])
+        if not module.entry:
             raise ValueError("`hlo_text`: expected an ENTRY computation, got none. Pass `compiled.as_text()`.")
-        return cls(computations, entry, text.split("\n", 1)[0], _Sources(text))
+        return module
 
     @property
     def n_devices(self) -> int:
         return math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", self.head))
-
-    def source(self, instruction: Instruction) -> tuple[str, ...]:
-        """Returns the Python source lines of an instruction, `file.py:12`, innermost first."""
-        return self.sources.of(instruction.rest)
 
     def total(
         self, count: Callable[[Instruction], Mapping[Any, float] | None], *, conditions: bool = True, once: bool = False
@@ -244,80 +209,37 @@ class Module:
         """
 
         def enter(line: Instruction) -> Entered:
-            called = [
-                each for role, each in line.calls() if each in self.computations and (conditions or role != "condition")
-            ]
-            times = 1 if once or line.opcode != "while" else self.trip_count(line) or 1
+            called = [name for role, name in line.calls if conditions or role != "condition"]
+            times = 1 if once or line.opcode != "while" else line.trip_count or 1
             return Entered(called, times, line.opcode == "conditional")
 
         return fold(self.entry, count, enter, self.computations.__getitem__)
 
-    def trip_count(self, loop: Instruction) -> int | None:
-        """Returns the trip count of a while loop, or None if it is unknown.
 
-        It is the compiler's count, or else, as for a scan, the constant with which the condition compares a counter from 0.
-        A condition of any other form has no known count.
-        """
-        if known := _TRIP_COUNT.search(loop.rest):
-            return int(known.group(1))
-        condition = next((called for role, called in loop.calls() if role == "condition"), "")
-        lines = {line.name: line for line in self.computations.get(condition, [])}
-        root = next(reversed(lines.values()), None)
-        compared = _COMPARED.match(root.rest) if root and root.opcode == "compare" else None
-        if compared is None:
-            return None
-        counter, limit = (lines.get(name) for name in compared.groups())
-        is_counter = counter is not None and counter.opcode == "get-tuple-element" and counter.type.startswith(("s", "u"))
-        return int(limit.rest.split(")")[0]) if is_counter and limit and limit.opcode == "constant" else None
+def _frames_of(text: str) -> dict[int, tuple[str, ...]]:
+    """Returns the source lines of each stack frame, `file.py:12`, innermost first, from the tables in the text's head."""
+    head = text[: text.find("\n\n\n") + 1] if "\nStackFrames\n" in text else ""
 
+    def table(title: str, row: str) -> list[Any]:
+        found = re.search(rf"^{title}\n((?:\d+ .*\n)*)", head, re.M)
+        return re.findall(rf"^(\d+) {row}", found.group(1), re.M) if found else []
 
-class _Sources:
-    """The Python source lines of instructions, from the tables in the text's head."""
-
-    def __init__(self, text: str):
-        head = text[: text.find("\n\n\n") + 1] if "\nStackFrames\n" in text else ""
-        self._files = {int(i): name for i, name in re.findall(r'^(\d+) "(.*)"$', _section(head, "FileNames"), re.M)}
-        self._lines = {
-            int(i): (int(file), int(line))
-            for i, file, line in re.findall(
-                r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", _section(head, "FileLocations"), re.M
-            )
-        }
-        self._frames = {
-            int(i): (int(location), int(parent or 0))
-            for i, location, parent in re.findall(
-                r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _section(head, "StackFrames"), re.M
-            )
-        }
-
-    def of(self, rest: str) -> tuple[str, ...]:
-        """Returns `file.py:12` for each frame, innermost first. `rest` is an instruction's text after its opcode."""
-        if named := re.search(r'source_file="([^"]*)" source_line=(\d+)', rest):
-            return (f"{named.group(1)}:{named.group(2)}",)
-        found: list[str] = []
-        frame = re.search(r"stack_frame_id=(\d+)", rest)
-        i = int(frame.group(1)) if frame else 0
-        while i in self._frames:
-            location, parent = self._frames[i]
-            file, line = self._lines[location]
-            found.append(f"{self._files[file]}:{line}")
-            # Parents count from 1, and the first frame is its own parent.
-            i = parent - 1 if parent - 1 < i else 0
-        return tuple(found)
+    files = dict(table("FileNames", r'"(.*)"$'))
+    lines = {i: f"{files[file]}:{line}" for i, file, line in table("FileLocations", r"\{file_name_id=(\d+) .*?\bline=(\d+)")}
+    frames: dict[int, tuple[str, ...]] = {}
+    for i, location, parent in table("StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"):
+        # Parents count from 1, and the first frame is its own parent.
+        frames[int(i)] = (lines[location], *frames.get(int(parent or 0) - 1, ()))
+    return frames
 
 
-def _section(head: str, title: str) -> str:
-    found = re.search(rf"^{title}\n((?:\d+ .*\n)*)", head, re.M)
-    return found.group(1) if found else ""
-
-
-def _split_type(text: str) -> tuple[str, str]:
-    """Splits text after a type: `(f32[2]{0}, u32[]) while(...)` before `while`. TPU layouts nest brackets."""
+def _cut(text: str, mark: str) -> tuple[str, str]:
+    """Splits text at the first mark outside of brackets, which TPU layouts nest. Without one, the second part is empty."""
     depth = 0
     for i, char in enumerate(text):
+        if depth == 0 and char == mark:
+            return text[:i], text[i + 1 :]
         depth += (char in "([{") - (char in ")]}")
-        if char == " " and depth == 0:
-            return text[:i], text[i:]
     return text, ""
 
 
@@ -325,80 +247,41 @@ def elements_of(result: str) -> list[str]:
     """Returns the top-level elements of a tuple type. Another type is its only element."""
     if not result.startswith("("):
         return [result]
-    elements, depth = [""], 0
-    for char in re.sub(r"/\*.*?\*/", "", result[1:-1]):
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            elements.append("")
-        else:
-            elements[-1] += char
-    return [element.strip() for element in elements]
+    elements, rest = [], re.sub(r"/\*.*?\*/", "", result[1:-1])
+    while rest:
+        element, rest = _cut(rest, ",")
+        elements.append(element.strip())
+    return elements
 
 
-def result_type(result: str, opcode: str) -> str:
-    """Returns the result's part of an instruction's type. The type of a `-start` may also have operands and a context."""
-    if not opcode.endswith("-start") or opcode == "all-reduce-start":
-        return result
-    return elements_of(result)[0 if opcode == "copy-start" else 1]
-
-
-def arrays_of(result: str) -> list[tuple[str, tuple[int, ...]]]:
-    found = re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", result)
-    return [(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)) for dtype, dims in found]
-
-
-def n_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    bits = 8 if dtype == "pred" else int((re.search(r"\d+", dtype) or ["0"])[0])
-    return math.ceil(math.prod(shape) * bits / 8)
-
-
-def _unscattered(shape: tuple[int, ...], group_size: int, rest: str) -> tuple[int, ...]:
-    dimension = re.search(r"\bdimensions=\{(\d+)\}", rest)
-    dim = int(dimension.group(1)) if dimension else 0
-    return tuple(size * group_size if i == dim else size for i, size in enumerate(shape))
-
-
-def _group(rest: str, n_devices: int) -> tuple[int, ...]:
-    """Returns the devices of the first group, from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=4,'b'=2] {'a'}`.
-
-    For a permute, returns the first pair of two different devices.
-    """
-    if pairs := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest):
-        each = [_integers(pair) for pair in re.findall(r"\{([\d, ]*)\}", pairs.group(1))]
-        return next((pair for pair in each if len({*pair}) > 1), each[0])
-    if listed := re.search(r"replica_groups=\{\{([\d, ]*)\}", rest):
-        return _integers(listed.group(1))
-    if re.search(r"replica_groups=\{\}", rest):
-        return tuple(range(n_devices))
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\S*)", rest):
-        return tuple(_iota(iota.group(2)).reshape(_integers(iota.group(1)))[0].tolist())
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", rest):
-        sizes = {axis: int(size) for axis, size in re.findall(r"([^,=\s]+)=(\d+)", named.group(1))}
-        order = named.group(2) or ""
-        n_ids = math.prod(sizes.values())
-        ids = _iota(order) if "T(" in order else np.array(_integers(order) or range(n_ids))
-        # A group may extend over a factor of an axis: `'a':(2)4` is the factor 4 of axis a, after a factor of 2.
-        taken = {axis: (pre, size) for axis, pre, size in re.findall(r"([^,\s:]+)(?::\((\d+)\)(\d+))?", named.group(3))}
-        shape, in_group = [], []
-        for axis, whole in sizes.items():
-            pre, size = (int(n) for n in taken[axis]) if taken.get(axis, ("", ""))[1] else (1, whole)
-            shape += [pre, size, whole // (pre * size)]
-            in_group += [False, axis in taken, False]
-        index = tuple(slice(None) if is_in else 0 for is_in in in_group)
-        return tuple(ids.reshape(shape)[index].ravel().tolist())
-    notation = re.search(r"replica_groups=\S*", rest)
-    raise ValueError(
-        f"`replica_groups`: expected a list, an iota or a mesh, got `{notation.group(0) if notation else rest}`. "
-        "Please report it as a bug."
-    )
-
-
-def _iota(text: str) -> np.ndarray:
-    """Returns the integers of `[2,4]T(1,0)`: counted from 0, reshaped, transposed if there is a T, and flattened."""
-    dims, _, order = text.partition("T(")
-    ids = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
-    return ids.transpose(_integers(order.split(")")[0]) or range(ids.ndim)).ravel()
-
-
-def _integers(text: str) -> tuple[int, ...]:
+def integers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", text))
+
+
+# --- the origin of an operation ------------------------------------------------------------------------------------------
+
+
+def frames_of(source: Sequence[str]) -> list[tuple[str, int]]:
+    """Splits each line of an operation's source, `file.py:12`, into file and line."""
+    return [(name, int(line)) for name, _, line in (text.rpartition(":") for text in source)]
+
+
+def own_line(source: Sequence[str]) -> str:
+    """Returns the innermost line of the script or of a model, shortened, or else the innermost line of all.
+
+    **Arguments:**
+
+    - `source`: the lines of an operation, `file.py:12` each, innermost first.
+    """
+    line = line_among(frame for frame in frames_of(source) if not frame[0].startswith(_OPTAX))
+    return shortened(line or next(iter(source), ""))
+
+
+def split_name(op_name: str) -> list[str]:
+    """Splits the JAX name of an operation: `jit(step)/jvp(mlp)/dot_general` into `jit`, `step`, `jvp` and so on."""
+    return [part for part in re.split(r"[/()\s;:]+", op_name) if part]
+
+
+def words_of(op_name: str) -> str:
+    """Shortens the JAX name of an operation to its last two parts without transformations: `mlp/dot_general`."""
+    return "/".join([part for part in split_name(op_name) if part not in _TRANSFORMATIONS][-2:])

@@ -15,8 +15,7 @@ from typing import Any
 
 import jax
 
-from ._hlo import Instruction, Module
-from ._sources import own_line, words_of
+from ._hlo import Instruction, Module, own_line, words_of
 
 _TRAINING = f"{Path(__file__).parents[1] / 'training'}{os.sep}"
 # Not counted: the instructions in their bodies are.
@@ -109,7 +108,7 @@ def profile_of(trace: Path, text: str, n_steps: int) -> Profile | None:
     n, step = n_steps * len(devices), (end - begin) / n_steps
     operations: dict[tuple[str, str, str], Operation] = {}
     for op, total in seconds.items():
-        words = _names(module, instructions[op])
+        words = _names(instructions[op])
         old = operations.get(words, Operation(0.0, 0.0, 0.0, *words))
         took = old.seconds + total / n
         operations[words] = Operation(took, took / step, old.n + times[op] / n, *words)
@@ -152,10 +151,9 @@ def _events(trace: Path, module: str) -> Iterator[tuple[str, Any, float, float]]
 # --- the text ----------------------------------------------------------------------------------------------------------
 
 
-def _names(module: Module, instruction: Instruction) -> tuple[str, str, str]:
+def _names(instruction: Instruction) -> tuple[str, str, str]:
     """Returns the kind of an instruction, its JAX operation, and its line."""
-    inner = [each for _, called in instruction.calls() for each in module.computations.get(called, [])]
-    inner = inner if instruction.opcode == "fusion" else []
+    inner = instruction.fused
     heavy = next((each for opcode in _HEAVY for each in inner if each.opcode == opcode), None)
     main = heavy or instruction
     if not main.op_name:
@@ -165,7 +163,7 @@ def _names(module: Module, instruction: Instruction) -> tuple[str, str, str]:
         kind = f"fusion of {heavy.opcode}"
     elif target := re.search(r'custom_call_target="([^"]*)"', instruction.rest):
         kind = target.group(1)
-    return kind, _jax_name(main.op_name) or instruction.name, _line(module.source(main))
+    return kind, _jax_name(main.op_name) or instruction.name, _line(main.source)
 
 
 def _jax_name(op_name: str) -> str:

@@ -23,8 +23,7 @@ from jaxtyping import PyTree
 from ..errors import warn
 from ..machine import n_batch_shards
 from ..tracing import Entered, entered, fold, line_among, line_of, product_flops, shortened
-from ._hlo import Instruction, Module, arrays_of
-from ._sources import frames_of
+from ._hlo import Instruction, Module, frames_of, integers
 
 MAX_RATIO = 1.5  # of a device's work to its share of the step; larger ratios are reported
 _N_LINES = 5
@@ -113,7 +112,7 @@ def flops_by_line(module: Module) -> _Count:
 
     def count(line: Instruction) -> dict[str, int] | None:
         flops = _flops(line)
-        return {line_among(frames_of(module.source(line))): flops} if flops else None
+        return {line_among(frames_of(line.source)): flops} if flops else None
 
     return _Count(*(module.total(count, conditions=False, once=once) for once in (False, True)))
 
@@ -122,16 +121,15 @@ def _flops(instruction: Instruction) -> int:
     """Counts the FLOPs of a matmul or a convolution, also as a call to cuBLAS. Returns 0 for all others."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return 0
-    rest = instruction.rest
-    shapes = list(map(arrays_of, instruction.operand_types[:2]))
-    if len(shapes) < 2 or not all(shapes) or not arrays_of(instruction.type):
+    operands = [operand.arrays for operand in instruction.operands[:2]]
+    if len(operands) < 2 or not all(operands) or not instruction.arrays:
         return 0
-    (_, lhs), (_, rhs) = shapes[0][0], shapes[1][0]
-    n_out = math.prod(arrays_of(instruction.type)[0][1])
+    lhs, rhs = (arrays[0].shape for arrays in operands)
+    n_out = math.prod(instruction.arrays[0].shape)
     # In XLA's own syntax, and in the settings of a call to cuBLAS.
-    if contracted := re.search(r'lhs_contracting_(?:dims=\{|dimensions":\[)([\d,"]*)', rest):
-        return 2 * n_out * math.prod(lhs[int(dim)] for dim in re.findall(r"\d+", contracted.group(1)))
-    if labels := re.search(r"dim_labels=\w+_(\w+)->", rest):
+    if contracted := re.search(r'lhs_contracting_(?:dims=\{|dimensions":\[)([\d,"]*)', instruction.rest):
+        return 2 * n_out * math.prod(lhs[dim] for dim in integers(contracted.group(1)))
+    if labels := re.search(r"dim_labels=\w+_(\w+)->", instruction.rest):
         return 2 * n_out * math.prod(rhs) // rhs[labels.group(1).index("o")]
     return 0
 

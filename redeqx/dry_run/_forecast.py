@@ -277,7 +277,7 @@ def _step(traced: Any, machine: Machine, optimization: str | None, other_bytes: 
             needs=step.needs + allowance,
             allowance=allowance,
             largest=tuple(b for b in temporaries(module) if b.bytes >= 2**10),
-            collectives=tuple(c for c in collectives(text) if c.group_size > 1),
+            collectives=tuple(c for c in collectives(module) if c.group_size > 1),
             bytes_moved=bytes_moved(module),
             host_bytes=host_bytes(module),
         )

@@ -40,7 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import redeqx
 from redeqx._tree import map_named, named_leaves
-from redeqx.compiled import _hlo
+from redeqx.compiled import Collective, Module, collectives
 from redeqx.models.gpt2 import GPT2, GPT2Config
 
 MESHES = {
@@ -158,7 +158,7 @@ def gpt2(n_layers: int, remat: bool) -> GPT2:
 # --- their collectives ---------------------------------------------------------------------------------------------------
 
 
-def totals(found: Iterable[_hlo.Collective], mesh: Mesh) -> dict[str, tuple[int, float]]:
+def totals(found: Iterable[Collective], mesh: Mesh) -> dict[str, tuple[int, float]]:
     """Returns for each kind and axes the arrays moved per step and the bytes that one device sends."""
     sums: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for collective in found:
@@ -168,7 +168,7 @@ def totals(found: Iterable[_hlo.Collective], mesh: Mesh) -> dict[str, tuple[int,
     return sums
 
 
-def print_totals(sides: dict[str, list[_hlo.Collective]], mesh: Mesh) -> None:
+def print_totals(sides: dict[str, list[Collective]], mesh: Mesh) -> None:
     tables = {side: totals(found, mesh) for side, found in sides.items()}
     print(f"    {'':36}" + "".join(f"{side:>22}" for side in sides))
     for what in sorted({what for table in tables.values() for what in table}):
@@ -188,7 +188,7 @@ def is_activation(shape: tuple[int, ...]) -> bool:
     return any(size in merged for size in shape) or bool(lengths & {*shape} and rows & {*shape})
 
 
-def print_per_weight(model: Any, n_layers: int, found: list[_hlo.Collective], mesh: Mesh) -> None:
+def print_per_weight(model: Any, n_layers: int, found: list[Collective], mesh: Mesh) -> None:
     """Prints for each weight that the fsdp axis splits its gathers forward and backward and its reductions per step."""
 
     def canonical(shape: Iterable[int]) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ def print_per_weight(model: Any, n_layers: int, found: list[_hlo.Collective], me
         shape = leaf.shape[1:] if stacked else leaf.shape
         weights[canonical(shape)] += [name] * (n_layers if stacked else 1)
 
-    def owner(collective: _hlo.Collective) -> tuple[int, ...] | None:
+    def owner(collective: Collective) -> tuple[int, ...] | None:
         """Returns the shape of the weight that a collective moves, maybe split by the model axis, or as a gradient shard."""
         shape, n_model, n_fsdp = canonical(collective.shape), mesh.shape["model"], mesh.shape["fsdp"]
         candidates = []
@@ -214,8 +214,8 @@ def print_per_weight(model: Any, n_layers: int, found: list[_hlo.Collective], me
         return max(candidates, key=lambda whole: (whole == shape, -math.prod(whole)), default=None)
 
     tally: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
-    unexplained: list[_hlo.Collective] = []
-    activations: list[_hlo.Collective] = []
+    unexplained: list[Collective] = []
+    activations: list[Collective] = []
     for collective in found:
         axes = "+".join(collective.axes(mesh))
         if is_activation(collective.shape):
@@ -277,7 +277,7 @@ def main() -> None:
                 steps["by hand"] = _megatron.compile_step(mesh, fused=False, **by_hand)
                 steps["by hand, fused"] = _megatron.compile_step(mesh, fused=True, **by_hand)
             found = {
-                side: [c for c in _hlo.collectives(step.as_text() or "") if c.bytes > MAX_SCALAR]
+                side: [c for c in collectives(Module.of(step.as_text() or "")) if c.bytes > MAX_SCALAR]
                 for side, step in steps.items()
             }
             print(f"\n{kind}, {mesh_name}", flush=True)

@@ -18,7 +18,7 @@ import optax
 from collectives import BATCH, MAX_SCALAR, MESHES, SEQ, SIZES, LanguageModel, loss_fn
 
 import redeqx
-from redeqx.compiled import collectives
+from redeqx.compiled import Module, collectives
 from redeqx.optimizers import adamw, muon
 
 OPTIMIZERS = {
@@ -50,7 +50,7 @@ def measure(name: str, n_layers: int, n_model_shards: int, n_fsdp_shards: int) -
     examples = list(np.zeros((BATCH, SEQ), np.int32))
     mesh = deployer.mesh
     step = trainer.compile(examples, BATCH // (mesh.shape["data"] * mesh.shape["fsdp"]))
-    found = [c for c in collectives(step.as_text() or "") if c.bytes > MAX_SCALAR]
+    found = [c for c in collectives(Module.of(step.as_text() or "")) if c.bytes > MAX_SCALAR]
     leaves = [x for x in jax.tree.leaves(trainer.opt_state) if hasattr(x, "sharding")]
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     return held, sum(c.n_executions for c in found), sum(c.moved for c in found)

@@ -54,7 +54,7 @@ from _structures import STRUCTURES, batched
 from jax.sharding import NamedSharding
 
 import redeqx
-from redeqx.compiled import _hlo
+from redeqx.compiled import Module, collectives
 from redeqx.machine._mesh import BATCH_AXES
 from redeqx.partition import Plan, _plan, order
 from redeqx.partition._rules import Split
@@ -191,7 +191,7 @@ def measure(deployer: redeqx.Deployer, job: Job, plan: Plan) -> Found:
         n_bytes, is_split = math.prod(used) * leaf.dtype.itemsize, plan.spec_in_use(name) != leaf.spec
         needed += n_bytes * 2 * ((n_batch - 1) / n_batch + is_split * (n_fsdp - 1) / n_fsdp)
     sent, times = defaultdict[str, float](float), defaultdict[str, Counter[tuple[int, ...]]](Counter)
-    for collective in _hlo.collectives(compiled.as_text()):
+    for collective in collectives(Module.of(compiled.as_text())):
         if collective.group_size == 1 or collective.bytes <= MAX_SCALAR:
             continue
         is_batch, shape = not {*BATCH_AXES}.isdisjoint(collective.axes(mesh)), canonical_shape(collective.shape)

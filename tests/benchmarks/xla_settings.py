@@ -82,10 +82,10 @@ def hidden(text: str) -> tuple[int, float]:
 
     def _is_matmul(instruction: Any) -> bool:
         text = f"{instruction.opcode}({instruction.rest}"
-        return bool(_MATMUL.search(text)) or any(computes(called) for _, called in instruction.calls())
+        return bool(_MATMUL.search(text)) or any(computes(called) for _, called in instruction.calls)
 
     overlapped = {start for schedule in module.computations.values() for start in _overlapped(schedule, _is_matmul)}
-    found = [each for each in collectives(text) if each.group_size > 1]
+    found = [each for each in collectives(module) if each.group_size > 1]
     total = sum(each.moved for each in found)
     share = sum(each.moved for each in found if each.instruction in overlapped) / total if total else 0.0
     return sum({each.instruction: each.n_executions for each in found}.values()), share

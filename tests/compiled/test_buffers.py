@@ -99,7 +99,7 @@ def test_array_filled_by_a_loop_is_named_after_the_operation_that_fills_it():
 def test_loop_traffic_is_multiplied_by_the_trip_count():
     parsed = module(LOOP, BODY)
     (loop,) = [line for line in parsed.computations["main"] if line.opcode == "while"]
-    assert parsed.trip_count(loop) == 8
+    assert loop.trip_count == 8
     # %wide reads x twice; %y reads %wide and x; both are written. Of the stack, a row and two indices are read and written.
     iteration = (KIB + KIB + 4 * KIB) + (4 * KIB + KIB + KIB) + 2 * (KIB + 4 + 4)
     condition = 4 + 4 + 1

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from redeqx import compiled as hlo
+from redeqx.compiled import Collective, Module, collectives
 from redeqx.machine import make_mesh
 
 _MODULE = """HloModule jit_step, is_scheduled=true, num_partitions=8
@@ -49,8 +49,8 @@ def test_replica_groups_in_every_notation(groups, first):
         f"  ROOT %ar = f32[4,8]{{1,0}} all-reduce(%p), channel_id=1, replica_groups={groups}, "
         'use_global_device_ids=true, to_apply=%add, metadata={op_name="jit(step)/transpose(jvp())/dot_general"}'
     )
-    (found,) = hlo.collectives(text)
-    assert found == hlo.Collective(
+    (found,) = collectives(Module.of(text))
+    assert found == Collective(
         kind="all-reduce",
         shape=(4, 8),
         dtype="f32",
@@ -66,7 +66,7 @@ def test_replica_groups_in_every_notation(groups, first):
 
 def test_permute_group_is_the_first_exchanged_pair():
     text = _module("  ROOT %cp = f32[4,8]{1,0} collective-permute(%p), source_target_pairs={{0,0},{1,2},{2,1},{3,3}}")
-    assert [c.group for c in hlo.collectives(text)] == [(1, 2)]
+    assert [c.group for c in collectives(Module.of(text))] == [(1, 2)]
 
 
 def test_unknown_notation_of_replica_groups_is_an_error():
@@ -74,12 +74,12 @@ def test_unknown_notation_of_replica_groups_is_an_error():
     with pytest.raises(
         ValueError, match=r"`replica_groups`: expected a list, .* got `replica_groups=<new>,`. Please report"
     ):
-        hlo.collectives(text)
+        collectives(Module.of(text))
 
 
 def test_text_without_entry_is_an_error():
     with pytest.raises(ValueError, match=r"`hlo_text`: expected an ENTRY computation, got none. Pass"):
-        hlo.collectives("HloModule empty")
+        Module.of("HloModule empty")
 
 
 def test_asynchronous_collectives_are_counted_once_by_their_result():
@@ -99,7 +99,7 @@ def test_asynchronous_collectives_are_counted_once_by_their_result():
   ROOT %a2a = f32[4,8]{1,0} all-to-all(%q), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
 }""",
     )
-    found = [(c.kind, c.shape, c.dtype, c.bytes, c.group_size, c.moved) for c in hlo.collectives(text)]
+    found = [(c.kind, c.shape, c.dtype, c.bytes, c.group_size, c.moved) for c in collectives(Module.of(text))]
     assert found == [
         ("all-gather", (32, 8), "f32", 1024, 8, 896),
         ("all-reduce", (4, 8), "f32", 128, 2, 128),
@@ -123,7 +123,7 @@ def test_tpu_collective_fused_into_several_operations_is_counted_once():
             for name, line in (("started", gather), ("driven", gather), ("all-reduce-scatter.3", scatter))
         ),
     )
-    found = [(c.kind, c.bytes, c.n_executions) for c in hlo.collectives(text)]
+    found = [(c.kind, c.bytes, c.n_executions) for c in collectives(Module.of(text))]
     assert found == [("all-gather", 1024, 1), ("reduce-scatter", 128, 1)]
 
 
@@ -156,7 +156,7 @@ def test_source_lines_start_with_the_innermost():
   ROOT %c = f32[4,8]{1,0} all-reduce(%p), replica_groups={}
 }
 """
-    sources = [c.source for c in hlo.collectives(HEAD + entry)]
+    sources = [c.source for c in collectives(Module.of(HEAD + entry))]
     assert sources == [("/site/model.py:30", "/home/me/train.py:7"), ("old.py:3",), ()]
 
 
@@ -177,7 +177,7 @@ def test_loops_multiply_executions_and_unknown_trip_counts_are_marked():
         + body.format(name="outer", inside=inner)
         + body.format(name="unknown", inside=reduce),
     )
-    assert [(c.n_executions, c.exact, c.bytes) for c in hlo.collectives(text)] == [(15, True, 4), (1, False, 4)]
+    assert [(c.n_executions, c.exact, c.bytes) for c in collectives(Module.of(text))] == [(15, True, 4), (1, False, 4)]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_trip_count_from_the_condition_of_a_loop(kind, condition, n):
 }}
 """,
     )
-    module = hlo.Module.of(text)
+    module = Module.of(text)
     loop = module.computations[module.entry][-1]
-    assert module.trip_count(loop) == n
+    assert loop.trip_count == n
 
 
 def test_collectives_of_a_compiled_step():
@@ -225,7 +225,7 @@ def test_collectives_of_a_compiled_step():
     shardings = (sharding(None, "fsdp", "model"), sharding(None, "model", "fsdp"))
     step = jax.jit(jax.grad(loss), in_shardings=(shardings, sharding(("data", "fsdp"))), out_shardings=shardings)
     compiled = step.lower(shapes, jax.ShapeDtypeStruct((8, 16, 64), jnp.float32)).compile()
-    found = [c for c in hlo.collectives(compiled.as_text()) if c.bytes > 4]
+    found = [c for c in collectives(Module.of(compiled.as_text())) if c.bytes > 4]
     assert all(c.exact and c.n_executions == 6 for c in found)
 
     gathers = [c for c in found if c.kind == "all-gather"]

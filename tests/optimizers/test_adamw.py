@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redeqx
-from redeqx.compiled import collectives
+from redeqx.compiled import Module, collectives
 from redeqx.models import cross_entropy
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.optimizers import adamw, decay_mask, muon
@@ -216,7 +216,7 @@ def test_collectives_equal_those_of_optax_and_the_state_is_smaller(tmp_path):
     for optimizer in (optax.adamw(1e-3), adamw(1e-3, moments="8bit"), adamw(1e-3, moments="bfloat16")):
         trainer = make_trainer(optimizer, 2, 4)
         compiled = trainer.compile(BATCH, batch_size=64)
-        sent.append(sorted((c.kind, c.shape, c.group) for c in collectives(compiled.as_text())))
+        sent.append(sorted((c.kind, c.shape, c.group) for c in collectives(Module.of(compiled.as_text()))))
         held.append(trainer.dry_run(BATCH, batch_size=64).held["optimizer state"])
     assert sent[1] == sent[2] == sent[0]
     n = sum(int(np.prod(shape)) for shape in LARGE.values()) / 8

@@ -12,7 +12,7 @@ from _structures import STRUCTURES, batched
 from jax.sharding import PartitionSpec as P
 
 import redeqx
-from redeqx.compiled import collectives
+from redeqx.compiled import Module, collectives
 from redeqx.models import cross_entropy
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.optimizers import decay_mask, kinds, muon
@@ -269,7 +269,7 @@ def single_device_results():
 
 def count_exchanges(trainer):
     """The number of collectives that exchange matrices in a step, by kind and axis."""
-    found = [c for c in collectives(trainer.compiled_step.as_text()) if "shard_map" in c.op_name]
+    found = [c for c in collectives(Module.of(trainer.compiled_step.as_text())) if "shard_map" in c.op_name]
     unique = {c.instruction: f"{c.kind} {' '.join(c.axes(trainer.deployer.mesh))}" for c in found}
     return Counter(unique.values())
 
@@ -288,7 +288,7 @@ def test_results_equal_on_every_mesh_without_collectives_in_iterations(mesh, sin
         for name, leaf in wanted.items():
             np.testing.assert_allclose(got[name], leaf, rtol=1e-4, atol=2e-5, err_msg=name)
     text = trainer.compiled_step.as_text()
-    assert "newton_schulz" in text and not [c for c in collectives(text) if "newton_schulz" in c.op_name]
+    assert "newton_schulz" in text and not [c for c in collectives(Module.of(text)) if "newton_schulz" in c.op_name]
     assert count_exchanges(trainer) == EXCHANGES[mesh]
     plan = trainer.deployer.plan(make_model(), loss_fn, IDS[:16])
     momentum = {name.split(".mu.")[1]: x for name, x in named_leaves(trainer.opt_state).items() if ".0.mu." in name}
@@ -311,7 +311,7 @@ def test_exchange_moves_each_matrix_once_in_each_direction():
     trainer.train(np.ones((8, 64), np.float32), batch_size=8)
     assert count_exchanges(trainer) == {"all-to-all fsdp": 2}
     # The all-to-all is listed in parts, each with the bytes that a device sends to one other device.
-    found = [c for c in collectives(trainer.compiled_step.as_text()) if "shard_map" in c.op_name]
+    found = [c for c in collectives(Module.of(trainer.compiled_step.as_text())) if "shard_map" in c.op_name]
     assert sum(c.moved for c in found) == pytest.approx(2 * n_bytes / 8 * 7 / 8)
 
 

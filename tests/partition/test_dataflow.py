@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import redeqx
 from redeqx._tree import is_array_like, named_leaves
-from redeqx.compiled import collectives
+from redeqx.compiled import Module, collectives
 from redeqx.models.bert import BertConfig, BertForMaskedLM
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.nn import Stack
@@ -508,7 +508,7 @@ def test_user_written_scan_has_the_collectives_of_our_stack(n_model_shards, n_fs
         trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=mse_loss)
         compiled = trainer.compile(list(np.zeros((16, SEQ, D), np.float32)), 16 // deployer.n_batch_shards)
         counts = Counter()
-        for c in collectives(compiled.as_text()):
+        for c in collectives(Module.of(compiled.as_text())):
             counts[c.kind, c.dtype, c.shape, c.bytes, c.axes(deployer.mesh), c.is_backward] += c.n_executions
         sent.append(counts)
     assert sent[0] == sent[1]

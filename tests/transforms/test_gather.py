@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
-from redeqx.compiled import collectives
+from redeqx.compiled import Module, collectives
 from redeqx.machine import make_mesh, split_rows
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.partition import make_plan
@@ -437,7 +437,7 @@ def test_each_weight_has_one_gather_per_pass_and_one_reduction(loss, mesh_name):
         out_shardings=(None, [NamedSharding(mesh, P()), *[storage] * n]),
         compiler_options=QUICK,
     )
-    found = [c for c in collectives(step.lower(weights, x).compile().as_text()) if c.bytes > 4 * WIDTH]
+    found = [c for c in collectives(Module.of(step.lower(weights, x).compile().as_text())) if c.bytes > 4 * WIDTH]
     assert all(c.exact for c in found)
 
     sizes_of_batches = {n * ROWS // shards for n in (1, SEQ) for shards in (1, 2, 4, 8)}
@@ -479,7 +479,7 @@ def test_gpt2_gathers_weights_again_in_the_backward_pass():
     ]
     ids = jax.ShapeDtypeStruct((16, 80), jnp.int32, sharding=split_rows(mesh))
     step = jax.jit(jax.value_and_grad(gather_at_use(loss, shardings)), out_shardings=(None, storage), compiler_options=QUICK)
-    found = collectives(step.lower(weights, ids).compile().as_text())
+    found = collectives(Module.of(step.lower(weights, ids).compile().as_text()))
     gathers = [c for c in found if c.kind == "all-gather"]
     for is_backward in (False, True):
         in_pass = [c for c in gathers if c.is_backward == is_backward]
@@ -517,7 +517,8 @@ def test_checkpoint_policies_do_not_save_gathered_weights():
     assert memory.argument_size_in_bytes < model_bytes / 8 + 8192
     assert memory.temp_size_in_bytes < model_bytes / 2
     assert f"f32[{n_layers},{width},{width}]" not in compiled.as_text()
-    gathers = [c for c in collectives(compiled.as_text()) if c.kind == "all-gather" and c.bytes >= 4 * width * width]
+    found = collectives(Module.of(compiled.as_text()))
+    gathers = [c for c in found if c.kind == "all-gather" and c.bytes >= 4 * width * width]
     assert {c.is_backward: c.n_executions for c in gathers} == {False: n_layers, True: n_layers}
 
 
@@ -537,7 +538,7 @@ def test_while_loop_gathers_one_layer_at_a_time():
     weights = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=one.storage)] * 2
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=split_rows(mesh))
     compiled = jax.jit(gather_at_use(loop, [one, one]), compiler_options=QUICK).lower(weights, x).compile()
-    gathers = [c for c in collectives(compiled.as_text()) if c.kind == "all-gather"]
+    gathers = [c for c in collectives(Module.of(compiled.as_text())) if c.kind == "all-gather"]
     assert [sorted(size for size in c.shape if size != 1) for c in gathers] == [[WIDTH, 4 * WIDTH]] * 2
     assert not any(c.exact for c in gathers)  # inside the loop, whose trip count is unknown
 
@@ -551,7 +552,7 @@ def test_gathers_are_inside_the_branches_of_a_cond():
     weights = [jax.ShapeDtypeStruct(UP, jnp.float32, sharding=one.storage)] * 2
     x = jax.ShapeDtypeStruct((BATCH, D), jnp.float32, sharding=split_rows(one.storage.mesh))
     step = jax.jit(gather_at_use(branch, [one, one]), compiler_options=QUICK)
-    gathers = [c for c in collectives(step.lower(weights, x).compile().as_text()) if c.kind == "all-gather"]
+    gathers = [c for c in collectives(Module.of(step.lower(weights, x).compile().as_text())) if c.kind == "all-gather"]
     of_weights = [c for c in gathers if sorted(c.shape) == sorted(UP)]
     assert of_weights and not any(c.exact for c in of_weights)  # in a branch
 

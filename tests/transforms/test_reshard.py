@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from redeqx.compiled import collectives
+from redeqx.compiled import Module, collectives
 from redeqx.machine import make_mesh
 from redeqx.tracing import transformed
 from redeqx.transforms import Reshard
@@ -101,7 +101,7 @@ def test_each_part_moves_once_per_pass(k, n_shards, take):
     """Each pass has `k` permutes, each of which sends one shard of a part."""
     mesh, weights, x = mesh_weights_and_batch(k, n_shards)
     step = jax.jit(jax.grad(resharded(sum_of_parts_loss(take, k), [0, 0], mesh)))
-    moves = [c for c in collectives(step.lower(weights, x).compile().as_text()) if "model" in c.axes(mesh)]
+    moves = [c for c in collectives(Module.of(step.lower(weights, x).compile().as_text())) if "model" in c.axes(mesh)]
     unit = ROWS * n_shards // 8 * PART // n_shards * 4
     assert [(c.kind, c.bytes) for c in moves] == [("collective-permute", unit)] * (2 * k)
 

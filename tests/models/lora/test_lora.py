@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import redeqx
-from redeqx.compiled import _hlo as hlo
+from redeqx.compiled import Module, collectives
 from redeqx.models import lora
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.lora import LoraLinear
@@ -417,7 +417,7 @@ def test_adapters_add_small_all_reduces_and_no_other_collective_over_the_model_a
         params, static = eqx.partition(place(model, plan), eqx.is_array)
         step = jax.jit(lambda params, ids: jax.vmap(eqx.combine(params, static))(ids))
         ids = jnp.zeros((rows, 8), jnp.int32)
-        return hlo.collectives(step.lower(params, ids).compile().as_text())
+        return collectives(Module.of(step.lower(params, ids).compile().as_text()))
 
     plain, adapted = ([(c.kind, c.shape) for c in forward(a) for _ in range(c.n_executions)] for a in (False, True))
     extra = list(adapted)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
-from redeqx.compiled import _hlo as hlo
+from redeqx.compiled import Module, collectives
 from redeqx.models import cross_entropy
 from redeqx.models.generation import shift_right
 from redeqx.tracing import matmul_flops, transformed
@@ -200,7 +200,7 @@ def test_a_sharded_vocabulary_stays_sharded(chunk_size):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     # A device has two rows of ten tokens: it exchanges one number per token, or the gradients.
     assert VOCAB // 4 * D >= 2 * SEQ * 1
-    for collective in hlo.collectives(compiled.as_text()):
+    for collective in collectives(Module.of(compiled.as_text())):
         assert collective.kind == "all-reduce", collective
         assert collective.bytes <= 4 * max(2 * SEQ * D, VOCAB // 4 * D), collective
 

@@ -1,0 +1,173 @@
+"""Lists the collectives of a compiled step.
+
+Owns the notations of replica groups that XLA prints.
+
+*Bytes* are those of the unsharded array along the collective's axes: the operand of an all-reduce, the result of an
+all-gather, the operand of a reduce-scatter. *Moved* is the number of bytes that one device sends in a ring of n: 2(n-1)/n of
+the bytes for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter or an all-to-all, all of them for a permute.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+from ._hlo import Module, integers
+
+_KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One array that a collective moves. A collective that XLA combined from several moves several arrays.
+
+    **Arguments:**
+
+    - `kind`: `"all-reduce"`, `"all-gather"`, ..., without `-start`.
+    - `shape`, `dtype`, `bytes`: those of the unsharded array (see above).
+    - `group`: the devices of the first group. The other groups have the same form.
+    - `n_executions`: the number of executions in a step: the product of the trip counts of the enclosing loops.
+    - `exact`: whether `n_executions` is exact. False inside a loop of unknown trip count (counted once) or a conditional
+        (each branch is counted).
+    - `op_name`: the JAX operation that needs it, `jit(step)/transpose(jvp())/while/body/...`. May be empty.
+    - `instruction`: the HLO name, the same for all arrays of a combined collective.
+    - `source`: its Python source lines, `file.py:12`, innermost first.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    group: tuple[int, ...]
+    n_executions: int
+    exact: bool = True
+    op_name: str = ""
+    instruction: str = ""
+    source: tuple[str, ...] = ()
+
+    @property
+    def group_size(self) -> int:
+        """The number of devices in one group."""
+        return len(self.group)
+
+    @property
+    def moved(self) -> float:
+        """The bytes that one device sends in a step, in all executions."""
+        n = self.group_size
+        share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
+        return self.n_executions * self.bytes * share.get(self.kind, (n - 1) / n)
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """Returns the mesh axes that the groups span, for a program on this mesh."""
+        coordinates = np.array(np.unravel_index(self.group, tuple(mesh.shape.values())))
+        varying = (coordinates != coordinates[:, :1]).any(axis=1)
+        return tuple(axis for axis, varies in zip(mesh.shape, varying, strict=True) if varies)
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the collective is in the backward pass, including rematerialisation."""
+        return "transpose(" in self.op_name or "rematted_computation" in self.op_name
+
+
+def collectives(module: Module) -> list[Collective]:
+    """Returns the collectives that the entry computation reaches, for one device, in the order of the text.
+
+    Raises ValueError for a replica group in an unknown notation.
+    """
+    return list(_collectives_in(module, module.entry, 1, True, {}))
+
+
+def _collectives_in(module: Module, name: str, times: int, exact: bool, channels: dict[str, str]) -> Iterator[Collective]:
+    for line in module.computations[name]:
+        kind = line.opcode.removesuffix("-start")
+        if kind in _KINDS:
+            # The TPU compiler repeats an asynchronous collective in each fusion that advances it, with the same channel.
+            channel = _CHANNEL.search(line.rest)
+            if channel and channels.setdefault(f"{kind} {channel.group(1)}", name) != name:
+                continue
+            if name.startswith("all-reduce-scatter"):  # a fusion of an all-reduce and a slice
+                kind = "reduce-scatter"
+            group = _group(line.rest, module.n_devices)
+            for array in line.results:
+                if line.opcode.startswith("reduce-scatter"):
+                    array = array._replace(shape=_unscattered(array.shape, len(group), line.rest))
+                yield Collective(
+                    kind=kind,
+                    shape=array.shape,
+                    dtype=array.dtype,
+                    bytes=array.bytes,
+                    group=group,
+                    n_executions=times,
+                    exact=exact,
+                    op_name=line.op_name,
+                    instruction=line.name,
+                    source=line.source,
+                )
+            continue  # its `to_apply` is the sum, and the `calls` of an asynchronous one is the same collective
+        for role, called in line.calls:
+            if line.opcode == "while":  # the condition runs once more than the body; no collectives were seen there
+                n = line.trip_count
+                yield from _collectives_in(module, called, times * (n or 1), exact and n is not None, channels)
+            else:
+                branch = role.endswith(("true_computation", "false_computation", "branch_computations"))
+                yield from _collectives_in(module, called, times, exact and not branch, channels)
+
+
+def _unscattered(shape: tuple[int, ...], group_size: int, rest: str) -> tuple[int, ...]:
+    dimension = re.search(r"\bdimensions=\{(\d+)\}", rest)
+    dim = int(dimension.group(1)) if dimension else 0
+    return tuple(size * group_size if i == dim else size for i, size in enumerate(shape))
+
+
+def _group(rest: str, n_devices: int) -> tuple[int, ...]:
+    """Returns the devices of the first group, from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=4,'b'=2] {'a'}`.
+
+    For a permute, returns the first pair of two different devices.
+    """
+    if pairs := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest):
+        each = [integers(pair) for pair in re.findall(r"\{([\d, ]*)\}", pairs.group(1))]
+        return next((pair for pair in each if len({*pair}) > 1), each[0])
+    if listed := re.search(r"replica_groups=\{\{([\d, ]*)\}", rest):
+        return integers(listed.group(1))
+    if re.search(r"replica_groups=\{\}", rest):
+        return tuple(range(n_devices))
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\S*)", rest):
+        return tuple(_iota(iota.group(2)).reshape(integers(iota.group(1)))[0].tolist())
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}", rest):
+        sizes = {axis: int(size) for axis, size in re.findall(r"([^,=\s]+)=(\d+)", named.group(1))}
+        order = named.group(2) or ""
+        n_ids = math.prod(sizes.values())
+        ids = _iota(order) if "T(" in order else np.array(integers(order) or range(n_ids))
+        # A group may extend over a factor of an axis: `'a':(2)4` is the factor 4 of axis a, after a factor of 2.
+        taken = {axis: (pre, size) for axis, pre, size in re.findall(r"([^,\s:]+)(?::\((\d+)\)(\d+))?", named.group(3))}
+        shape, in_group = [], []
+        for axis, whole in sizes.items():
+            pre, size = (int(n) for n in taken[axis]) if taken.get(axis, ("", ""))[1] else (1, whole)
+            shape += [pre, size, whole // (pre * size)]
+            in_group += [False, axis in taken, False]
+        index = tuple(slice(None) if is_in else 0 for is_in in in_group)
+        return tuple(ids.reshape(shape)[index].ravel().tolist())
+    notation = re.search(r"replica_groups=\S*", rest)
+    raise ValueError(
+        f"`replica_groups`: expected a list, an iota or a mesh, got `{notation.group(0) if notation else rest}`. "
+        "Please report it as a bug."
+    )
+
+
+def _iota(text: str) -> np.ndarray:
+    """Returns the integers of `[2,4]T(1,0)`: counted from 0, reshaped, transposed if there is a T, and flattened."""
+    dims, _, order = text.partition("T(")
+    ids = np.arange(math.prod(integers(dims))).reshape(integers(dims))
+    return ids.transpose(integers(order.split(")")[0]) or range(ids.ndim)).ravel()
