@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from ..dry_run import DryRunDone
-from ..machine import GPUS, TPUS, Machine, describe, dry_for, simulate_devices
+from ..machine import GPUS, TPUS, Machine, describe, dry_for, host_memory, simulate_devices
 from ..monitor import Console
 from ..storage import disk_path
 from ._scripts import add_script, check_script
@@ -88,26 +88,15 @@ def _dry_run(args: argparse.Namespace) -> int:
         if error.code not in (None, 0) and not run.done:
             raise
     except BaseException as error:
-        if run.done:
-            return _show_report(run.done[0], args, console)
-        _print_own_traceback(error)
-        if run.has_zeros or "is not a valid JAX type" in str(error):
-            zeros = ", and `predict` returned zeros" if run.has_zeros else ""
-            print(
-                f"`{args.script}`: expected a script that needs no values before its first `fit`, got an error while models "
-                f"are shapes{zeros}. If that is the cause, skip that code with `if not deployer.is_dry_run:`.",
-                file=sys.stderr,
-            )
-        if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
-            print(
-                f"`{args.script}`: expected models that are shapes, got one whose arrays do not fit this machine's memory. "
-                "Make it with `deployer.init(lambda: Model(key=key))` or `from_pretrained(folder, deployer=deployer)`: in a "
-                "dry run these allocate nothing.",
-                file=sys.stderr,
-            )
-        return 1
-    if run.done:  # also if the script has caught `DryRunDone`
-        return _show_report(run.done[0], args, console)
+        if not run.done:
+            _explain(error, args.script, run.has_zeros)
+            return 1
+    if run.done:  # also if the script has caught `DryRunDone`, or failed after it
+        done = run.done[0]
+        done.run.show(console)
+        if args.json is not None:
+            done.run.save(args.json)
+        return int(done.code or 0)
     print(
         f"`{args.script}`: expected a call of `Trainer.fit` or `Trainer.train`, got none before the end of the script. "
         "Pass the script's arguments for training.",
@@ -116,12 +105,26 @@ def _dry_run(args: argparse.Namespace) -> int:
     return 2
 
 
-def _show_report(done: DryRunDone, args: argparse.Namespace, console: Console) -> int:
-    """Shows and saves the report; returns the exit code."""
-    done.run.show(console)
-    if args.json is not None:
-        done.run.save(args.json)
-    return int(done.code or 0)
+def _explain(error: BaseException, script: str, has_zeros: bool) -> None:
+    """Prints the traceback as Python does, without the frames of this command, and what may be the cause."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames or error.__traceback__)
+    if has_zeros or "is not a valid JAX type" in str(error):
+        zeros = ", and `predict` returned zeros" if has_zeros else ""
+        print(
+            f"`{script}`: expected a script that needs no values before its first `fit`, got an error while models "
+            f"are shapes{zeros}. If that is the cause, skip that code with `if not deployer.is_dry_run:`.",
+            file=sys.stderr,
+        )
+    if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
+        print(
+            f"`{script}`: expected models that are shapes, got one whose arrays do not fit this machine's memory. "
+            "Make it with `deployer.init(lambda: Model(key=key))` or `from_pretrained(folder, deployer=deployer)`: in a "
+            "dry run these allocate nothing.",
+            file=sys.stderr,
+        )
 
 
 def _describe_machine(topology: str, memory: int | None) -> Machine:
@@ -132,8 +135,8 @@ def _describe_machine(topology: str, memory: int | None) -> Machine:
         jax.config.update("jax_platforms", "cpu")  # for the script's own arrays; the steps are compiled for `topology`
         # A script that allocates a model too large for this host gets an error instead of exhausting the host's memory.
         soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        resource.setrlimit(resource.RLIMIT_DATA, (there if soft_limit < 0 else min(there, soft_limit), hard_limit))
+        limit = host_memory() if soft_limit < 0 else min(host_memory(), soft_limit)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
     return describe(topology, memory=memory)
 
 
@@ -145,11 +148,3 @@ def _run(script: str, args: list[str], is_module: bool) -> None:
     else:
         sys.path.insert(0, str(Path(script).resolve().parent))
         runpy.run_path(str(Path(script).resolve()), run_name="__main__")
-
-
-def _print_own_traceback(error: BaseException) -> None:
-    """Prints the traceback as Python does, without the frames of this command."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
-        frames = frames.tb_next
-    traceback.print_exception(type(error), error, frames or error.__traceback__)

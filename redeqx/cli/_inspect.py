@@ -9,16 +9,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from .._tree import listed, nearest
-from ..checkpoint import INDEX, MANIFEST, Base, CheckpointFolder, Manifest, TensorReader, find_checkpoint, read_manifest
+from ..checkpoint import INDEX, MANIFEST, Base, CheckpointFolder, TensorReader, find_checkpoint, read_manifest
 from ..distributed import Peers
 from ..errors import DamagedError, brief, brief_name, load_json
 from ..monitor import Console, size_text, to_json
-from ..storage import Location
-from ._paths import as_location
+from ..storage import Location, location
+
+Report = dict[str, Any]  # what `--json` prints
+Tensors = dict[str, dict[str, Any]]  # dtype, shape and bytes of each tensor, as a file's header says
 
 _CONFIGS = ("config.json", "adapter_config.json", "scheduler_config.json")
 # The keys of a Hugging Face configuration that are shown.
@@ -62,69 +63,53 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=_run)
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor as a file's header describes it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    n_bytes: int
-
-    @property
-    def n_numbers(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass
-class Contents:
-    """The contents of a path.
-
-    **Arguments:**
-
-    - `path`: the checkpoint, file or folder itself, if the user passed its workdir.
-    - `files`: the size of each file in bytes, by name.
-    - `sources`: the files with tensors, by kind (`model`, `optimizer`).
-    - `manifest`: the manifest of a checkpoint; None for other files.
-    - `tags`: the checkpoint's names in the index.
-    - `config`: the configuration of a Hugging Face folder.
-    - `siblings`: all checkpoints of the folder, if the user passed a workdir.
-    """
-
-    path: Location
-    files: dict[str, int]
-    sources: dict[str, Location]
-    manifest: Manifest | None = None
-    tags: list[str] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
-    siblings: list[dict[str, Any]] = field(default_factory=list)
+def as_location(text: str) -> Location:
+    """Parses a path for `argparse`, which would drop the message of a ValueError."""
+    try:
+        return location(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _run(args: argparse.Namespace) -> int:
-    found = inspect_path(args.path)
+    path, report, sources = describe_path(args.path)
     if args.check:
-        _check(found)
-    trees = {kind: _tensors(path) for kind, path in _select_kinds(found, args.kind).items()}
-    n_all = {kind: len(tensors) for kind, tensors in trees.items()}
-    if args.match:
-        trees = _filter_names(trees, args.match)
+        _check(path, report)
+    tensors = {kind: _tensors(source) for kind, source in _select_kinds(report, sources, args.kind).items()}
+    n_all = {kind: len(of) for kind, of in tensors.items()}
+    report["tensors"] = _filter_names(tensors, args.match) if args.match else tensors
+    report["totals"] = {kind: _totals(of) for kind, of in report["tensors"].items()}
     console = Console(None)
     if args.json:
-        console.info(to_json(_as_json(found, trees, args.check)))
-    else:
-        _show(console, found, trees, n_all, args.check)
+        console.info(to_json(report))
+        return 0
+    if rows := report.get("checkpoints"):
+        console.table(f"checkpoints of {path.parent}", ("name", "named", "size", "metrics"), map(_checkpoint_cells, rows))
+    console.header(_summary(report), title=str(path))
+    for kind, of in report["tensors"].items():
+        console.table(
+            sources[kind].name, ("tensor", "dtype", "shape", "size"), _cells(of, report["totals"][kind], n_all[kind])
+        )
     return 0
 
 
 # --- contents of a path ------------------------------------------------------------------------------------------------
 
 
-def inspect_path(path: Location) -> Contents:
-    """Finds the contents of a path. Raises ValueError for a path without tensors, and for damaged files."""
+def describe_path(path: Location) -> tuple[Location, Report, dict[str, Location]]:
+    """Finds the contents of a path.
+
+    Returns the path of the file, folder or checkpoint itself; what `--json` prints of it, except for its tensors; and its
+    files with tensors by kind (`model`, `optimizer`).
+
+    Raises ValueError for a path without tensors, and for damaged files.
+    """
     if path.is_file():
-        return Contents(path, {path.name: path.stat().st_size}, {_kind(path): path})
+        return path, {"path": str(path), "files": {path.name: path.stat().st_size}}, {_kind(path): path}
     if path.is_dir() and not (path / MANIFEST).is_file() and (sources := _sources(path)):
         files = {file.name: file.stat().st_size for file in sorted(path.iterdir()) if file.is_file()}
-        return Contents(path, files, sources, config=_config(path))
+        config = _config(path)
+        return path, {"path": str(path), "files": files, **({"config": config} if config else {})}, sources
     try:
         checkpoints, folder = find_checkpoint(path, Peers())
     except DamagedError:
@@ -134,13 +119,13 @@ def inspect_path(path: Location) -> Contents:
             raise _unknown_path(path) from None
         raise
     manifest = read_manifest(folder)
-    files = {name: of["size"] for name, of in manifest.files.items()}
-    files[MANIFEST] = (folder / MANIFEST).stat().st_size
+    files = {name: of["size"] for name, of in manifest.files.items()} | {MANIFEST: (folder / MANIFEST).stat().st_size}
     index = checkpoints.index() if folder.parent == checkpoints.folder else {}
     tags = [tag for tag, name in index.items() if name == folder.name]
-    is_of_many = path.is_dir() and path.resolve() != folder.resolve()
-    siblings = _checkpoint_rows(checkpoints, index) if is_of_many else []
-    return Contents(folder, files, _sources(folder), manifest, tags, siblings=siblings)
+    report: Report = {"path": str(folder), "files": files, "tags": tags, "record": manifest.record, "checked": False}
+    if path.is_dir() and path.resolve() != folder.resolve():  # a workdir, or its folder of checkpoints
+        report["checkpoints"] = _checkpoint_rows(checkpoints, index)
+    return folder, report, _sources(folder)
 
 
 def _unknown_path(path: Location) -> ValueError:
@@ -193,41 +178,38 @@ def _checkpoint_rows(checkpoints: CheckpointFolder, index: Mapping[str, str]) ->
     return rows
 
 
-def _check(found: Contents) -> None:
+def _check(path: Location, report: Report) -> None:
     """Reads all files of a checkpoint. Raises ValueError for a damaged one."""
-    if found.manifest is None:
+    if "record" not in report:
         raise ValueError(
-            f"`--check`: expected a checkpoint of redeqx, whose {MANIFEST} has checksums, got {found.path}. Leave it out: "
+            f"`--check`: expected a checkpoint of redeqx, whose {MANIFEST} has checksums, got {path}. Leave it out: "
             "the headers are checked in any case."
         )
-    CheckpointFolder(found.path.parent).record(found.path)
+    CheckpointFolder(path.parent).record(path)
+    report["checked"] = True
 
 
 # --- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def _select_kinds(found: Contents, kind: str | None) -> dict[str, Location]:
+def _select_kinds(report: Report, sources: Mapping[str, Location], kind: str | None) -> Mapping[str, Location]:
     """Returns the files whose tensors are shown, by kind."""
-    kinds = found.sources
-    if kind is None and found.manifest is not None and "model" in kinds:
+    if kind is None and "record" in report and "model" in sources:
         kind = "model"
     if kind in (None, "all"):
-        return kinds
-    if kind not in kinds:
+        return sources
+    if kind not in sources:
         raise ValueError(
-            f"`--kind`: expected {', '.join(kinds)} or all, got {kind!r}.{nearest(kind, kinds)} Pass one of them."
+            f"`--kind`: expected {', '.join(sources)} or all, got {kind!r}.{nearest(kind, sources)} Pass one of them."
         )
-    return {kind: kinds[kind]}
+    return {kind: sources[kind]}
 
 
-def _tensors(path: Location) -> dict[str, Tensor]:
+def _tensors(path: Location) -> Tensors:
     """Returns the tensors of a file or an index, with layers in numeric order."""
     reader = TensorReader(path)
-    found = {}
-    for name in sorted(reader.names(), key=_natural_key):
-        view = reader.view(name)
-        found[name] = Tensor(str(view.dtype), view.shape, view.nbytes)
-    return found
+    views = {name: reader.view(name) for name in sorted(reader.names(), key=_natural_key)}
+    return {name: {"dtype": str(of.dtype), "shape": of.shape, "bytes": of.nbytes} for name, of in views.items()}
 
 
 def _natural_key(name: str) -> list[tuple[bool, int, str]]:
@@ -235,7 +217,7 @@ def _natural_key(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
 
 
-def _filter_names(trees: Mapping[str, Mapping[str, Tensor]], patterns: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+def _filter_names(trees: Mapping[str, Tensors], patterns: Sequence[str]) -> dict[str, Tensors]:
     """Returns the tensors whose names match. Raises ValueError for a pattern without matches."""
     names = [name for tensors in trees.values() for name in tensors]
     for pattern in patterns:
@@ -245,86 +227,53 @@ def _filter_names(trees: Mapping[str, Mapping[str, Tensor]], patterns: Sequence[
                 f"`{pattern}`: expected a pattern of tensor names, got one that matches none of {len(names)}.{near} Quote "
                 'it, and write "*" for any text.'
             )
-    return {
-        kind: {name: of for name, of in tensors.items() if any(fnmatch.fnmatchcase(name, each) for each in patterns)}
-        for kind, tensors in trees.items()
-    }
+    matches = lambda name: any(fnmatch.fnmatchcase(name, each) for each in patterns)  # noqa: E731
+    return {kind: {name: of for name, of in tensors.items() if matches(name)} for kind, tensors in trees.items()}
 
 
-def _totals(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _totals(tensors: Tensors) -> dict[str, Any]:
     dtypes = Counter[str]()
     for of in tensors.values():
-        dtypes[of.dtype] += of.n_numbers
-    n_bytes = sum(of.n_bytes for of in tensors.values())
+        dtypes[of["dtype"]] += math.prod(of["shape"])
+    n_bytes = sum(of["bytes"] for of in tensors.values())
     return {"tensors": len(tensors), "numbers": sum(dtypes.values()), "bytes": n_bytes, "dtypes": dict(dtypes.most_common())}
 
 
 # --- output ------------------------------------------------------------------------------------------------------------
 
 
-def _as_json(found: Contents, trees: Mapping[str, Mapping[str, Tensor]], is_checked: bool) -> dict[str, Any]:
-    report: dict[str, Any] = {"path": str(found.path), "files": found.files}
-    if found.manifest is not None:
-        report |= {"tags": found.tags, "record": found.manifest.record, "checked": is_checked}
-    if found.config:
-        report["config"] = found.config
-    if found.siblings:
-        report["checkpoints"] = found.siblings
-    report["tensors"] = {
-        kind: {name: {"dtype": of.dtype, "shape": of.shape, "bytes": of.n_bytes} for name, of in tensors.items()}
-        for kind, tensors in trees.items()
-    }
-    report["totals"] = {kind: _totals(tensors) for kind, tensors in trees.items()}
-    return report
+def _checkpoint_cells(of: Mapping[str, Any]) -> tuple[str, ...]:
+    size = "damaged" if "damaged" in of else size_text(of["bytes"])
+    return of["name"], ", ".join(map(brief_name, of["tags"])), size, _metrics(of.get("metrics"))
 
 
-def _show(
-    console: Console,
-    found: Contents,
-    trees: Mapping[str, Mapping[str, Tensor]],
-    n_all: Mapping[str, int],
-    is_checked: bool,
-) -> None:
-    if found.siblings:
-        rows = [
-            (
-                of["name"],
-                ", ".join(map(brief_name, of["tags"])),
-                "damaged" if "damaged" in of else size_text(of["bytes"]),
-                _metrics(of.get("metrics")),
-            )
-            for of in found.siblings
-        ]
-        console.table(f"checkpoints of {found.path.parent}", ("name", "named", "size", "metrics"), rows)
-    console.header(_summary(found, is_checked), title=str(found.path))
-    for kind, tensors in trees.items():
-        totals = _totals(tensors)
-        dtypes = ", ".join(totals["dtypes"])
-        count = f"{len(tensors):,}" if len(tensors) == n_all[kind] else f"{len(tensors):,} of {n_all[kind]:,}"
-        rows = [(brief_name(name), of.dtype, _shape(of.shape), size_text(of.n_bytes)) for name, of in tensors.items()]
-        last = (f"{count} tensors", dtypes, f"{totals['numbers']:,} numbers", size_text(totals["bytes"]))
-        console.table(found.sources[kind].name, ("tensor", "dtype", "shape", "size"), [*rows, last])
+def _cells(tensors: Tensors, totals: Mapping[str, Any], n_all: int) -> list[tuple[str, ...]]:
+    """Returns a row for each tensor, and a last one for all of them."""
+    shapes = {name: " x ".join(map(str, of["shape"])) or "scalar" for name, of in tensors.items()}
+    rows = [(brief_name(name), of["dtype"], shapes[name], size_text(of["bytes"])) for name, of in tensors.items()]
+    count = f"{len(tensors):,}" if len(tensors) == n_all else f"{len(tensors):,} of {n_all:,}"
+    last = (f"{count} tensors", ", ".join(totals["dtypes"]), f"{totals['numbers']:,} numbers", size_text(totals["bytes"]))
+    return [*rows, last]
 
 
-def _summary(found: Contents, is_checked: bool) -> dict[str, str]:
+def _summary(report: Report) -> dict[str, str]:
     """Returns the rows printed above the tensors."""
     rows: dict[str, str] = {}
-    if found.manifest is not None:
-        record = found.manifest.record
+    if (record := report.get("record")) is not None:
         rows["step"] = str(record.get("step"))
         rows["metrics"] = _metrics(record.get("metrics")) or "none"
-        rows["named"] = ", ".join(map(brief_name, found.tags)) or "by no name of the index"
+        rows["named"] = ", ".join(map(brief_name, report["tags"])) or "by no name of the index"
         mesh = record.get("mesh")
         on = " x ".join(f"{axis}={n}" for axis, n in mesh.items()) if isinstance(mesh, dict) else "an unknown mesh"
         rows["saved by"] = brief_name(f"redeqx {record.get('redeqx', 'of an unknown version')} on {on}")
         if (base := Base.of_record(record)) is not None:
             n_of = "; ".join(f"{len(leaves):,} leaves of {brief_name(folder)}" for folder, leaves in base.folders.items())
             rows["base"] = f"{n_of}, which are not in these files"
-    for key, value in found.config.items():
+    for key, value in report.get("config", {}).items():
         rows[key.lstrip("_")] = brief_name(", ".join(map(str, value)) if isinstance(value, list) else str(value))
-    sizes = sorted(found.files.items(), key=lambda item: item[0].removesuffix(".json"))
+    sizes = sorted(report["files"].items(), key=lambda item: item[0].removesuffix(".json"))
     rows["files"] = "\n".join(f"{size_text(size):>9}  {brief_name(name)}" for name, size in sizes)
-    if is_checked:
+    if report.get("checked"):
         rows["checksums"] = "as they were written"
     return rows
 
@@ -340,7 +289,3 @@ def _number(value: Any) -> str:
     if isinstance(value, str):  # NaN or an infinity
         return brief_name(value)
     return f"{value:.4g}" if isinstance(value, float) else brief(value)
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"

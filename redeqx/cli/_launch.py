@@ -1,15 +1,90 @@
-"""`redeqx launch`: runs a script as several processes of one run, on this machine, or prints the file that submits it."""
+"""`redeqx launch`: runs a script as several processes of one run, on this machine, or prints the file that submits it.
+
+In each of these files exit code 75, of a run that was preempted after a save, starts the script again; an error does not.
+"""
 
 import argparse
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from ..distributed import launch
-from ._job_files import SUBMIT, job_file
 from ._scripts import add_script, check_script
+
+_SKYPILOT_KINDS = {"a100-40gb": "A100", "a100-80gb": "A100-80GB", "h100-80gb": "H100"}
+
+_SLURM = """\
+#!/bin/bash
+{comment}#SBATCH --job-name={name}
+#SBATCH --nodes={nodes} --ntasks-per-node={gpus} --gpus-per-node={gpus}
+#SBATCH --signal=USR1@120 --requeue --open-mode=append
+# One task a GPU. Two minutes before the time limit all of them save the same step, and exit with 75.
+export REDEQX_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')  # only the tasks of this job join the run
+srun {line}
+code=$?
+[ $code -eq 75 ] && scontrol requeue $SLURM_JOB_ID
+exit $code
+"""
+
+_JOBSET = """\
+{comment}apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: {name}
+spec:
+  replicatedJobs:
+  - name: worker
+    template:
+      spec:
+        completions: {nodes}
+        parallelism: {nodes}
+        completionMode: Indexed
+        backoffLimit: 3
+        podFailurePolicy:
+          rules:
+          - {{action: Ignore, onPodConditions: [{{type: DisruptionTarget}}]}}  # the node was taken away
+          - {{action: Ignore, onExitCodes: {{operator: In, values: [75]}}}}  # preempted: start again
+          - {{action: FailJob, onExitCodes: {{operator: In, values: [1]}}}}  # an error: do not
+        template:
+          spec:
+            restartPolicy: Never
+            terminationGracePeriodSeconds: 120
+            containers:
+            - name: train
+              image: IMAGE
+              command: {listed}
+              env:
+              - {{name: REDEQX_PROCESSES, value: "{nodes}"}}
+              - {{name: REDEQX_HOST0, value: "{name}-worker-0-0.{name}:55527"}}
+              - name: REDEQX_PROCESS_ID
+                valueFrom: {{fieldRef: {{fieldPath: "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}}}
+              - name: REDEQX_TOKEN
+                valueFrom: {{fieldRef: {{fieldPath: "metadata.labels['batch.kubernetes.io/controller-uid']"}}}}
+              resources:
+                limits: {{nvidia.com/gpu: {gpus}}}
+"""
+
+_SKYPILOT = """\
+{comment}name: {name}
+num_nodes: {nodes}
+resources:
+  accelerators: {kind}:{gpus}
+  job_recovery:
+    recover_on_exit_codes: [75]  # preempted: start again
+workdir: .
+setup: pip install redeqx
+run: {quoted}
+"""
+
+# By cluster: the file, and the command that submits it.
+_FILES = {
+    "slurm": (_SLURM, "sbatch job.sh"),
+    "jobset": (_JOBSET, "kubectl apply -f job.yaml"),
+    "skypilot": (_SKYPILOT, "sky jobs launch job.yaml"),
+}
 
 
 def add(commands: Any) -> None:
@@ -23,7 +98,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--processes", type=int, metavar="N", help="the number of processes")
     parser.add_argument("--port", type=int, help="the port of process 0; a free one by default")
-    parser.add_argument("--on", choices=tuple(SUBMIT), help="print the file for this cluster, and start nothing")
+    parser.add_argument("--on", choices=tuple(_FILES), help="print the file for this cluster, and start nothing")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="with --on: the number of hosts; 1 by default")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="with --on: the GPUs of a host; 8 by default")
     parser.add_argument(
@@ -71,7 +146,20 @@ def _print_file(args: argparse.Namespace) -> int:
         verdict += f": {found.group(1).strip()}" if found else ""
     stem = args.script.rpartition(".")[2] if args.is_module else Path(args.script).stem
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "train"  # Kubernetes takes these characters only
-    text = job_file(args.on, ["python", *_script(args)], name, args.nodes, args.gpus, args.topology or "", verdict)
-    print(text, end="")
-    print(f"# Submit it with: {SUBMIT[args.on]}")
+    kind = (args.topology or "").removeprefix("gpu:").partition(":")[0]
+    command = ["python", *_script(args)]
+    text, submit = _FILES[args.on]
+    print(
+        text.format(
+            comment=f"# {verdict}\n" if verdict else "", name=name, nodes=args.nodes, gpus=args.gpus,
+            kind=_SKYPILOT_KINDS.get(kind, "KIND"), line=shlex.join(command), quoted=_quoted(shlex.join(command)),
+            listed=f"[{', '.join(map(_quoted, command))}]",
+        ),
+        end=f"# Submit it with: {submit}\n",
+    )  # fmt: skip
     return code
+
+
+def _quoted(text: str) -> str:
+    """Returns a text as a string of YAML."""
+    return "'" + text.replace("'", "''") + "'"

@@ -27,6 +27,7 @@ from ._devices import (
     described as described,
     dry as dry,
     dry_for as dry_for,
+    host_memory as host_memory,
     of_devices as of_devices,
     peak_memory as peak_memory,
     simulate_devices as simulate_devices,

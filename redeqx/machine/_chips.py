@@ -3,7 +3,7 @@
 Owns only numbers. Rates are those of one JAX device, which is a chip for TPU v4 and later, but a core for TPU v3 and TPU7x.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 GIB = 2**30
@@ -117,52 +117,38 @@ class GPU:
 
 # Memory: as reported by CUDA, to about 1 %. Rates: NVIDIA's data sheets, dense. The CUDA 13 compiler supports capability 7.5
 # and later. Links: NVLink, or else PCIe, in one direction.
-GPUS = {
-    "rtx-2080ti": GPU(
-        Chip("NVIDIA GeForce RTX 2080 Ti", int(10.76 * GIB), 53.8 * _T, 13.4 * _T, 616 * _G, 15.8 * _G, 3 * _G),
-        (7, 5), 68, 1.545, 5.5,
-    ),
-    "t4": GPU(Chip("Tesla T4", int(14.75 * GIB), 65 * _T, 8.1 * _T, 320 * _G, 15.8 * _G, 6 * _G), (7, 5), 40, 1.59, 4),
-    "a10g": GPU(Chip("NVIDIA A10G", int(22.1 * GIB), 70 * _T, 35 * _T, 600 * _G, 31.5 * _G, 12 * _G), (8, 6), 80, 1.71, 6),
-    "rtx-3090": GPU(
-        Chip("NVIDIA GeForce RTX 3090", int(23.7 * GIB), 71 * _T, 35.6 * _T, 936 * _G, 31.5 * _G, 3 * _G),
-        (8, 6), 82, 1.695, 6,
-    ),
-    "a100-40gb": GPU(
-        Chip("NVIDIA A100-SXM4-40GB", 42505273344, 312 * _T, 156 * _T, 1555 * _G, 300 * _G, 25 * _G), (8, 0), 108, 1.41, 40
-    ),
-    "a100-80gb": GPU(
-        Chip("NVIDIA A100-SXM4-80GB", int(79.1 * GIB), 312 * _T, 156 * _T, 2039 * _G, 300 * _G, 25 * _G),
-        (8, 0), 108, 1.41, 40,
-    ),
-    "rtx-4090": GPU(
-        Chip("NVIDIA GeForce RTX 4090", int(23.6 * GIB), 165 * _T, 82.6 * _T, 1008 * _G, 31.5 * _G, 3 * _G, fp8=330 * _T),
-        (8, 9), 128, 2.52, 72,
-    ),
-    "l4": GPU(
-        Chip("NVIDIA L4", int(22.2 * GIB), 121 * _T, 60 * _T, 300 * _G, 31.5 * _G, 12 * _G, fp8=242 * _T),
-        (8, 9), 58, 2.04, 48,
-    ),
-    "l40s": GPU(
-        Chip("NVIDIA L40S", int(44.5 * GIB), 362 * _T, 183 * _T, 864 * _G, 31.5 * _G, 25 * _G, fp8=733 * _T),
-        (8, 9), 142, 2.52, 96,
-    ),
-    "h100-80gb": GPU(
-        Chip("NVIDIA H100 80GB HBM3", int(79.2 * GIB), 989 * _T, 495 * _T, 3350 * _G, 450 * _G, 50 * _G, fp8=1979 * _T),
-        (9, 0), 132, 1.98, 50,
-    ),
-    "h200-141gb": GPU(
-        Chip("NVIDIA H200", int(139.8 * GIB), 989 * _T, 495 * _T, 4800 * _G, 450 * _G, 50 * _G, fp8=1979 * _T),
-        (9, 0), 132, 1.98, 50,
-    ),
-    "b200-180gb": GPU(
-        Chip("NVIDIA B200", int(178 * GIB), 2250 * _T, 1125 * _T, 8000 * _G, 900 * _G, 50 * _G, fp8=4500 * _T),
-        (10, 0), 148, 1.965, 126,
-    ),
-}  # fmt: skip
-# PCIe of 16 lanes by the major version of the capability: generation 3, 4 or 5.
-_PCIE = {7: 15.8 * _G, 8: 31.5 * _G, 9: 63 * _G, 10: 63 * _G}
-GPUS = {name: replace(gpu, chip=replace(gpu.chip, host=_PCIE[gpu.capability[0]])) for name, gpu in GPUS.items()}
+_A100 = 42505273344 / GIB  # exactly
+# fmt: off
+_GPUS: dict[str, tuple[Any, ...]] = {
+    # kind, memory in GiB; TFLOP/s of 16 bit, float32, fp8; GB/s of memory, link, network; capability, cores, GHz, MiB of L2
+    "rtx-2080ti": ("NVIDIA GeForce RTX 2080 Ti", 10.76, 53.8, 13.4, None, 616,  15.8, 3,  (7, 5),  68,  1.545, 5.5),
+    "t4":         ("Tesla T4",                   14.75, 65,   8.1,  None, 320,  15.8, 6,  (7, 5),  40,  1.59,  4),
+    "a10g":       ("NVIDIA A10G",                22.1,  70,   35,   None, 600,  31.5, 12, (8, 6),  80,  1.71,  6),
+    "rtx-3090":   ("NVIDIA GeForce RTX 3090",    23.7,  71,   35.6, None, 936,  31.5, 3,  (8, 6),  82,  1.695, 6),
+    "a100-40gb":  ("NVIDIA A100-SXM4-40GB",      _A100, 312,  156,  None, 1555, 300,  25, (8, 0),  108, 1.41,  40),
+    "a100-80gb":  ("NVIDIA A100-SXM4-80GB",      79.1,  312,  156,  None, 2039, 300,  25, (8, 0),  108, 1.41,  40),
+    "rtx-4090":   ("NVIDIA GeForce RTX 4090",    23.6,  165,  82.6, 330,  1008, 31.5, 3,  (8, 9),  128, 2.52,  72),
+    "l4":         ("NVIDIA L4",                  22.2,  121,  60,   242,  300,  31.5, 12, (8, 9),  58,  2.04,  48),
+    "l40s":       ("NVIDIA L40S",                44.5,  362,  183,  733,  864,  31.5, 25, (8, 9),  142, 2.52,  96),
+    "h100-80gb":  ("NVIDIA H100 80GB HBM3",      79.2,  989,  495,  1979, 3350, 450,  50, (9, 0),  132, 1.98,  50),
+    "h200-141gb": ("NVIDIA H200",                139.8, 989,  495,  1979, 4800, 450,  50, (9, 0),  132, 1.98,  50),
+    "b200-180gb": ("NVIDIA B200",                178,   2250, 1125, 4500, 8000, 900,  50, (10, 0), 148, 1.965, 126),
+}
+# fmt: on
+# GB/s of 16 lanes of PCIe by the major version of the capability: generation 3, 4 or 5.
+_PCIE = {7: 15.8, 8: 31.5, 9: 63, 10: 63}
+
+
+def _gpu(kind: str, memory: float, half: float, single: float, fp8: float | None, *rest: Any) -> GPU:
+    bandwidth, link, network, capability, cores, clock, l2 = rest
+    chip = Chip(
+        kind, int(memory * GIB), half * _T, single * _T, bandwidth * _G, link * _G, network * _G,
+        host=_PCIE[capability[0]] * _G, fp8=fp8 and fp8 * _T,
+    )  # fmt: skip
+    return GPU(chip, capability, cores, clock, l2)
+
+
+GPUS = {name: _gpu(*figures) for name, figures in _GPUS.items()}
 
 
 def chip_of_kind(kind: str) -> Chip | None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ VARIABLE = "REDEQX_COMPILATION_CACHE"
 # The maximal size of the user's cache folder, in bytes. A program has some megabytes.
 MAX_BYTES = 16 * 2**30
 _MAX_SIZE = "jax_compilation_cache_max_size"
-_OFF = ("0", "false", "off", "no")
+_ON, _OFF = ("", "1", "true", "on", "yes"), ("0", "false", "off", "no")
 
 
 def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
@@ -33,25 +34,26 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
         environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True.
     - `platform`: the platform that steps are compiled for.
     """
-    before, own = _folder(), None
+    before = _folder()
     variable = os.environ.get(VARIABLE, "")
-    if given is True and variable.lower() in _OFF:
-        given = False
-    elif given is True and variable.lower() not in ("", "1", "true", "on", "yes"):
-        given = variable
-    if given is False or given is None or (given is True and platform == "cpu"):
+    if given is True and variable.lower() not in _ON:
+        given = False if variable.lower() in _OFF else variable
+    if not given or (given is True and (platform == "cpu" or before is not None)):
         return None if before is None else f"{before}, as JAX is set"
-    if given is True and before is not None:
-        return f"{before}, as JAX is set"
     try:
         if given is True:
-            given = own = _user_cache() / "redeqx" / "xla"
-        folder = Path(given).expanduser().absolute()
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redeqx" / "xla"
+        else:
+            folder = Path(given).expanduser().absolute()
     except RuntimeError:  # the account has no home folder, as in some containers
         return f"off: expected a home folder for `{'~/.cache' if given is True else given}`, got none"
-    if (problem := _unwritable(folder)) is not None:
-        return f"off: `{folder}` cannot be written ({problem})"
-    if given is own and getattr(jax.config, _MAX_SIZE) == -1 and find_spec("filelock"):  # which JAX needs for a limit
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, since others who can write here could run code
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return f"off: `{folder}` cannot be written ({error.strerror or error})"
+    if given is True and getattr(jax.config, _MAX_SIZE) == -1 and find_spec("filelock"):  # which JAX needs for a limit
         jax.config.update(_MAX_SIZE, MAX_BYTES)
     if before != str(folder):
         _use(str(folder))
@@ -80,21 +82,6 @@ def _use(folder: str | None) -> None:
 
 def _folder() -> str | None:
     return getattr(jax.config, "jax_compilation_cache_dir", None)
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
-def _unwritable(folder: Path) -> str | None:
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, since others who can write here could run code
-        probe = folder / f".redeqx-{os.getpid()}"
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # never through a link
-        probe.unlink()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
 
 
 @dataclass

@@ -63,7 +63,7 @@ def describe(name: str, *, memory: int | None = None) -> Machine:
     """
     kind, _, size = name.partition(":")
     if name == "this":
-        machine = this_machine()
+        machine = of_devices("this", jax.devices())
     elif kind == "cpu":
         machine = _simulated(name, size)
     elif kind == "gpu":
@@ -79,18 +79,13 @@ def _unknown(name: str, part: str, known: list[str]) -> ValueError:
     return ValueError(f"`{name}`: expected a topology: {_SPELLINGS}.{nearest(part, known)}")
 
 
-def this_machine() -> Machine:
-    """Returns a machine of the devices of this process."""
-    return of_devices("this", jax.devices())
-
-
 def of_devices(name: str, devices: Any) -> Machine:
     """Returns a machine of existing devices, with the memory that they report."""
     devices = tuple(devices)
     # Only a device of this process reports its memory.
     own = next((device for device in devices if device.process_index == jax.process_index()), devices[0])
     stats = own.memory_stats() if own.platform != "cpu" else None
-    memory = stats.get("bytes_limit") if stats else _host_memory() // len(devices)
+    memory = stats.get("bytes_limit") if stats else host_memory() // len(devices)
     return Machine(name, devices, memory, chip_of_kind(devices[0].device_kind))
 
 
@@ -100,7 +95,8 @@ def peak_memory(devices: Sequence[Any]) -> int | None:
     return max((each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each), default=None)
 
 
-def _host_memory() -> int:
+def host_memory() -> int:
+    """Returns the bytes of this host's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -126,27 +122,34 @@ def _gpus(name: str, size: str, memory: int | None) -> Machine:
     if memory is not None:  # the compiler reads it too: it recomputes values if memory is short
         gpu = replace(gpu, chip=replace(gpu.chip, memory=memory))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides the plugin's long warnings about memory
-    topology = f"1x{hosts or 1}x{devices}"
-    try:
-        with _default_environment(_CUDA):
-            described = _cuda_topology(topology, gpu.target_config())
-    except (NotImplementedError, RuntimeError) as error:
-        raise _no_compiler(name, "GPU", "topology-gpu", error) from error
+    options = {"topology": f"1x{hosts or 1}x{devices}", "target_config": gpu.target_config()}
+    with _compiler(name, "GPU", "topology-gpu", _CUDA):
+        try:
+            described = topologies.get_topology_desc(platform="cuda", topology_name="", **options)
+        except NotImplementedError:
+            # JAX started its backends earlier, with the version check that `_CUDA` skips, and did not load the plugin.
+            plugins = [plugin for plugin in entry_points(group="jax_plugins") if "cuda" in plugin.name]
+            if not plugins:
+                raise
+            for plugin in plugins:
+                plugin.load().initialize()
+            described = topologies.get_topology_desc(platform="cuda", topology_name="", **options)
     return Machine(name, tuple(described.devices), int(USABLE * gpu.chip.memory), gpu.chip)
 
 
-def _cuda_topology(topology: str, target_config: str) -> Any:
-    options = {"topology": topology, "target_config": target_config}
-    try:
-        return topologies.get_topology_desc(platform="cuda", topology_name="", **options)
-    except NotImplementedError:
-        # JAX started its backends earlier, with the version check that `_CUDA` skips, and did not load the plugin.
-        plugins = [plugin for plugin in entry_points(group="jax_plugins") if "cuda" in plugin.name]
-        if not plugins:
-            raise
-        for plugin in plugins:
-            plugin.load().initialize()
-        return topologies.get_topology_desc(platform="cuda", topology_name="", **options)
+def _tpus(name: str, kind: str, size: str) -> Machine:
+    if not re.fullmatch(r"\d+(x\d+){1,2}", size):
+        raise ValueError(f"`{name}`: expected chips along each side, got {size!r}. Write `{kind}:2x4`, or `{kind}:2x2x2`.")
+    # Both cores of a v4 chip are one device, as usual. This is the default for later kinds.
+    options = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    with _compiler(name, "TPU", "topology-tpu", _LIBTPU):
+        try:
+            described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(
+                f"`{name}`: expected a topology of {TPUS[kind].kind}, got one that is refused: {error}"
+            ) from error
+    return Machine(name, tuple(described.devices), TPUS[kind].memory, TPUS[kind])
 
 
 # JAX checks the versions of all CUDA libraries. Compiling needs none of them, and the newest do not load without a driver
@@ -164,38 +167,21 @@ _LIBTPU = {
 }
 
 
-def _tpus(name: str, kind: str, size: str) -> Machine:
-    if not re.fullmatch(r"\d+(x\d+){1,2}", size):
-        raise ValueError(f"`{name}`: expected chips along each side, got {size!r}. Write `{kind}:2x4`, or `{kind}:2x2x2`.")
-    # Both cores of a v4 chip are one device, as usual. This is the default for later kinds.
-    options = {"chip_config_name": "megacore"} if kind == "v4" else {}
-    try:
-        with _default_environment(_LIBTPU):
-            described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"`{name}`: expected a topology of {TPUS[kind].kind}, got one that is refused: {error}") from error
-    except RuntimeError as error:
-        raise _no_compiler(name, "TPU", "topology-tpu", error) from error
-    return Machine(name, tuple(described.devices), TPUS[kind].memory, TPUS[kind])
-
-
 @contextmanager
-def _default_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """A context that sets those of these environment variables that are not set."""
+def _compiler(name: str, kind: str, extra: str, variables: Mapping[str, str]) -> Iterator[None]:
+    """A context to start a vendor's compiler, with those of these environment variables that are not set."""
     added = {key: value for key, value in variables.items() if key not in os.environ}
     os.environ.update(added)
     try:
         yield
+    except RuntimeError as error:
+        raise ImportError(
+            f"`{name}`: expected the {kind} compiler, got none ({error}). "
+            f'Run `pip install "redeqx[{extra}]"`: it needs no {kind}.'
+        ) from error
     finally:
         for key in added:
             del os.environ[key]
-
-
-def _no_compiler(name: str, kind: str, extra: str, error: Exception) -> ImportError:
-    return ImportError(
-        f"`{name}`: expected the {kind} compiler, got none ({error}). "
-        f'Run `pip install "redeqx[{extra}]"`: it needs no {kind}.'
-    )
 
 
 # --- simulated devices ---------------------------------------------------------------------------------------------------
