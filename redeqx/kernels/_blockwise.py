@@ -175,7 +175,7 @@ def _scan_blocks(
     shared = {name: x for name, x in operands.items() if name not in _QUERY_DIM or x.shape[_QUERY_DIM[name]] == 1}
     size = -(-n_queries // n_blocks)
     blocks: Operands = {"rows": jnp.arange(n_blocks * size).reshape(n_blocks, size)}
-    for name in operands.keys() - shared.keys():
+    for name in (name for name in operands if name not in shared):  # in their order: all processes need the same program
         x, dim = operands[name], _QUERY_DIM[name]
         if n_blocks * size != n_queries:
             x = jnp.pad(x, [(0, n_blocks * size - n_queries if i == dim else 0) for i in range(x.ndim)])

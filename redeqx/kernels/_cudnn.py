@@ -39,24 +39,12 @@ def register_lowered(*primitives: Any) -> None:
 
 def forward(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[Any, Any]:
     """Same as `_blockwise.forward`."""
-    operands = _Operands(setting, q, k, v, extras)
+    operands, options = arguments(setting, q, k, v, extras)
+    attend: Any = dot_product_attention
     try:
-        outs: Any = dot_product_attention(
-            operands.q,
-            operands.k,
-            operands.v,
-            operands.bias,
-            None,
-            operands.query_lengths,
-            operands.lengths,
-            scale=setting.scale,
-            mask_type=operands.mask_type,
-            sliding_window_length=setting.window,
-            return_residual=True,
-        )
+        out, log_sum = attend(*operands[:4], None, *operands[4:], **options, return_residual=True)
     except (NotImplementedError, ValueError, RuntimeError) as error:
-        raise Unsupported(f"cuDNN: {error}") from error
-    out, log_sum = outs
+        raise Unsupported(str(error)) from error
     return out[:, : q.shape[1]], log_sum[:, :, : q.shape[1]].astype(jnp.float32)
 
 
@@ -65,30 +53,21 @@ def backward(
 ) -> list[Any]:
     """Same as `_blockwise.backward`."""
     jax.eval_shape(partial(forward, setting), q, k, v, extras)  # raises `Unsupported` if there is no kernel
-    operands = _Operands(setting, q, k, v, extras)
-    none = jnp.zeros(0, q.dtype)
-    has_bias = operands.bias is not None
+    operands, options = arguments(setting, q, k, v, extras)
+    none, has_bias, g = jnp.zeros(0, q.dtype), operands[3] is not None, g.astype(q.dtype)
+    if has_bias:
+        out, log_sum, g = _pad_to_even(out, 1), _pad_to_even(log_sum, 2), _pad_to_even(g, 1)
     d_operands = backward_p.bind(
-        operands.q,
-        operands.k,
-        operands.v,
-        operands.bias if has_bias else none,
-        none if operands.query_lengths is None else operands.query_lengths,
-        none if operands.lengths is None else operands.lengths,
-        none,
-        none,
-        none,
-        none,
-        operands.pad_to_even(log_sum, 2),
-        operands.pad_to_even(out, 1),
-        operands.pad_to_even(g.astype(q.dtype), 1),
-        scale=setting.scale,
+        *(none if x is None else x for x in operands),
+        *[none] * 4,
+        log_sum,
+        out,
+        g,
+        **options,
         seed=0,
         dropout_rate=0.0,
         variadic_args=(has_bias, has_bias),
-        mask_type=operands.mask_type,
         layout=AttentionLayout.BTNH.value,
-        sliding_window_length=setting.window,
     )
     grads = [d_operands[0][:, : q.shape[1]], *(x[:, : k.shape[1]] for x in d_operands[1:3])]
     if "bias" in extras:
@@ -98,46 +77,46 @@ def backward(
     return grads
 
 
-class _Operands:
-    """The operands of cuDNN's kernel; raises `Unsupported` if there is none.
+def arguments(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the kernel's queries, keys, values, bias, and lengths of queries and keys, None for those absent; its options.
 
     A mask or segments become a bias in the dtype of the queries. cuDNN needs this bias for all queries and keys, and an
     even number of both.
     """
+    q, k, v = _constrain_split(setting, q, k, v)
+    if (bias := _dense_bias(q, k, extras)) is not None:
+        q, k, v = (_pad_to_even(x, 1) for x in (q, k, v))
+    query_lengths, lengths = None, extras.get("lengths")
+    mask_type = MaskType.CAUSAL if setting.causal else MaskType.NO_MASK
+    if lengths is not None:
+        lengths = jnp.broadcast_to(lengths.astype(jnp.int32), q.shape[:1])
+        query_lengths = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
+        mask_type = MaskType.PADDING_CAUSAL if setting.causal else MaskType.PADDING
+    options = {"scale": setting.scale, "mask_type": mask_type, "sliding_window_length": setting.window}
+    return [q, k, v, bias, query_lengths, lengths], options
 
-    def __init__(self, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]):
-        if (reason := unsupported_reason(setting, q, k, v, extras)) is not None:
-            raise Unsupported(f"cuDNN: {reason}")
-        q, k, v = _constrain_split(setting, q, k, v)
-        self.bias, self.lengths, self.query_lengths = None, None, None
-        mask = extras.get("mask")
-        if "query_segments" in extras:
-            same_segment = (extras["query_segments"][:, :, None] == extras["key_segments"][:, None])[:, None]
-            mask = same_segment if mask is None else mask & same_segment
-        if mask is not None or "bias" in extras:
-            low = get_large_negative_number(q.dtype)
-            bias = jnp.zeros((), q.dtype) if "bias" not in extras else extras["bias"].astype(q.dtype)
-            bias = bias if mask is None else jnp.where(mask, bias, low)
-            heads = q.shape[2] if "bias" in extras else bias.shape[1]
-            bias = jnp.broadcast_to(bias, (bias.shape[0], heads, q.shape[1], k.shape[1]))
-            query_padding = [(0, 0), (0, 0), (0, q.shape[1] % 2), (0, 0)]
-            bias = jnp.pad(bias, query_padding)
-            self.bias = jnp.pad(bias, [(0, 0), (0, 0), (0, 0), (0, k.shape[1] % 2)], constant_values=low)
-            q, k, v = (self.pad_to_even(x, 1) for x in (q, k, v))
-        if "lengths" in extras:
-            self.lengths = jnp.broadcast_to(extras["lengths"].astype(jnp.int32), q.shape[:1])
-            self.query_lengths = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
-        self.q, self.k, self.v = q, k, v
-        if self.lengths is None:
-            self.mask_type = MaskType.CAUSAL if setting.causal else MaskType.NO_MASK
-        else:
-            self.mask_type = MaskType.PADDING_CAUSAL if setting.causal else MaskType.PADDING
 
-    def pad_to_even(self, x: Any, dim: int) -> Any:
-        """Pads a dim of positions to an even size if there is a bias."""
-        if self.bias is None or x.shape[dim] % 2 == 0:
-            return x
-        return jnp.pad(x, [(0, int(i == dim)) for i in range(x.ndim)])
+def _dense_bias(q: Any, k: Any, extras: dict[str, Any]) -> Any | None:
+    """Returns the bias made from a mask, segments and a bias, for an even number of queries and keys; None without these."""
+    mask = extras.get("mask")
+    if "query_segments" in extras:
+        same_segment = (extras["query_segments"][:, :, None] == extras["key_segments"][:, None])[:, None]
+        mask = same_segment if mask is None else mask & same_segment
+    if mask is None and "bias" not in extras:
+        return None
+    low = get_large_negative_number(q.dtype)
+    bias = jnp.zeros((), q.dtype) if "bias" not in extras else extras["bias"].astype(q.dtype)
+    bias = bias if mask is None else jnp.where(mask, bias, low)
+    heads = q.shape[2] if "bias" in extras else bias.shape[1]
+    bias = _pad_to_even(jnp.broadcast_to(bias, (bias.shape[0], heads, q.shape[1], k.shape[1])), 2)
+    return _pad_to_even(bias, 3, low)
+
+
+def _pad_to_even(x: Any, dim: int, value: Any = 0) -> Any:
+    """Pads a dim of positions to an even size."""
+    if x.shape[dim] % 2 == 0:
+        return x
+    return jnp.pad(x, [(0, int(i == dim)) for i in range(x.ndim)], constant_values=value)
 
 
 def _constrain_split(setting: AttentionSetting, *operands: Any) -> list[Any]:
@@ -169,9 +148,8 @@ def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras
     return None
 
 
-def dense_bytes(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
-    """Returns the bytes of the bias made from a mask, segments and a bias; 0 if there are none, or no kernel."""
-    if unsupported_reason(setting, q, k, v, extras) is not None:
-        return 0
-    bias = jax.eval_shape(lambda *operands: _Operands(setting, *operands).bias, q, k, v, extras)
+def dense_bytes(q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
+    """Returns the bytes of the bias made from a mask, segments and a bias; 0 if there are none."""
+    del v
+    bias = jax.eval_shape(_dense_bias, q, k, extras)
     return 0 if bias is None else bias.size * bias.dtype.itemsize

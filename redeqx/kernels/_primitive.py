@@ -29,19 +29,9 @@ _tangent_p = jex.Primitive("attention_tangent")
 gradient_p = jex.Primitive("attention_gradient")
 
 
-def _jitted_impl(primitive: Any) -> Callable[..., Any]:
-    """Returns the implementation of a primitive outside of transformations: a jitted `bind`, as for JAX's own primitives."""
-
-    @cache
-    def compiled(setting: AttentionSetting) -> Callable[..., Any]:
-        return jax.jit(partial(primitive.bind, setting=setting))
-
-    return lambda *operands, setting: compiled(setting)(*operands)
-
-
 for _primitive in (attention_p, _tangent_p, gradient_p):
     _primitive.multiple_results = True
-    _primitive.def_impl(_jitted_impl(_primitive))
+    _primitive.def_impl(jax.jit(_primitive.bind, static_argnames="setting"))
 
 
 def _split_operands(
@@ -103,28 +93,25 @@ def _formula(is_gradient: bool, setting: AttentionSetting, avals: tuple[Any, ...
     return jax.make_jaxpr(partial(_dense_gradient, setting=setting) if is_gradient else partial(_dense, setting))(*avals)
 
 
-def _dense_fn(setting: AttentionSetting, operands: Sequence[Any]) -> Callable[..., Any]:
-    """Returns the output of the dense formula as a function of the differentiable operands."""
+def _dense_fn(setting: AttentionSetting, operands: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns the output of the dense formula as a function of the differentiable operands, and these operands."""
+    places = _differentiable(setting)
 
     def fn(*args: Any) -> Any:
-        values = list(operands)
-        for i, value in zip(_differentiable(setting), args, strict=True):
-            values[i] = value
-        return _dense(setting, *values)[0]
+        values = {**dict(enumerate(operands)), **dict(zip(places, args, strict=True))}
+        return _dense(setting, *values.values())[0]
 
-    return fn
+    return fn, [operands[i] for i in places]
 
 
 def _dense_tangent(*operands: Any, setting: AttentionSetting) -> list[Any]:
-    n, n_tangents = 3 + len(setting.names), len(_differentiable(setting))
-    primals, tangents = operands[:n], operands[len(operands) - n_tangents :]
-    fn = _dense_fn(setting, primals)
-    return [jax.jvp(fn, [primals[i] for i in _differentiable(setting)], list(tangents))[1]]
+    fn, primals = _dense_fn(setting, operands[: 3 + len(setting.names)])
+    return [jax.jvp(fn, primals, list(operands[-len(primals) :]))[1]]
 
 
 def _dense_gradient(*operands: Any, setting: AttentionSetting) -> list[Any]:
-    primals, g = operands[: 3 + len(setting.names)], operands[-1]
-    return list(jax.vjp(_dense_fn(setting, primals), *(primals[i] for i in _differentiable(setting)))[1](g))
+    fn, primals = _dense_fn(setting, operands[: 3 + len(setting.names)])
+    return list(jax.vjp(fn, *primals)[1](operands[-1]))
 
 
 # --- derivatives ------------------------------------------------------------------------------------------------------
@@ -134,10 +121,8 @@ def _attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, setting: 
     out, log_sum = attention_p.bind(*primals, setting=setting)
     tangents_in = [ad.instantiate_zeros(tangents[i]) for i in _differentiable(setting)]
     (tangent,) = _tangent_p.bind(*primals, out, log_sum, *tangents_in, setting=setting)
-    return [out, log_sum], [
-        tangent,
-        ad.Zero(jax.typeof(log_sum).to_tangent_aval()),
-    ]  # `log_sum` is never returned to the user
+    no_tangent = ad.Zero(jax.typeof(log_sum).to_tangent_aval())  # `log_sum` is never returned to the user
+    return [out, log_sum], [tangent, no_tangent]
 
 
 def _tangent_transpose(cotangents: Sequence[Any], *operands: Any, setting: AttentionSetting) -> list[Any]:
@@ -231,72 +216,81 @@ def _backward(kernel: Any, *operands: Any, setting: AttentionSetting) -> list[An
     return [convert(grad)[0] for convert, grad in zip(from_kernel, grads, strict=True)]
 
 
-def _or_blockwise(fn: Callable[..., list[Any]], kernel: Any, *operands: Any, setting: AttentionSetting) -> list[Any]:
-    """Computes `_forward` or `_backward` by a platform's kernel, or in plain XLA if the kernel does not support it."""
-    try:
-        return fn(kernel, *operands, setting=setting)
-    except Unsupported as error:
-        _log_fallback(str(error))
-        return fn(_blockwise, *operands, setting=setting)
-
-
-@cache
-def _log_fallback(reason: str) -> None:
-    """Logs, once per reason, that the platform's kernel is not used."""
-    logging.getLogger("redeqx").info("attention is computed in blocks of queries, not by %s", reason)
-
-
 KERNELS: dict[str, Any] = {"XLA": _blockwise, "cuDNN": _cudnn, "splash attention": _splash}
 _NAMES = {"cuda": "cuDNN", "gpu": "cuDNN", "tpu": "splash attention"}  # by platform
 
 
-def _kernel_shapes(
-    kernel: Any, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]
-) -> tuple[Any, ...]:
+def _or_blockwise(fn: Callable[..., list[Any]], name: str, *operands: Any, setting: AttentionSetting) -> list[Any]:
+    """Computes `_forward` or `_backward` by a platform's kernel, or in plain XLA if the kernel does not support it."""
+    reason = _unsupported_reason(name, setting, *_split_operands(setting, operands)[:4])
+    if reason is None:
+        try:
+            return fn(KERNELS[name], *operands, setting=setting)
+        except Unsupported as error:
+            reason = str(error)
+    _log_fallback(name, reason)
+    return fn(_blockwise, *operands, setting=setting)
+
+
+@cache
+def _log_fallback(name: str, reason: str) -> None:
+    """Logs, once per reason, that the platform's kernel is not used."""
+    logging.getLogger("redeqx").info("attention is computed in blocks of queries, not by %s: %s", name, reason)
+
+
+def _kernel_shapes(kernel: Any, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> Sequence[Any]:
     """Returns the shapes of the kernel's operands."""
     operands = [q, k, v, *extras.values()]
     pairs = zip(_to_kernel(kernel, setting, operands), operands, strict=True)
-    q, k, v, *rest = (jax.eval_shape(convert, x) for convert, x in pairs)
-    return q, k, v, dict(zip(extras, rest, strict=True))
+    return _split_operands(setting, [jax.eval_shape(convert, x) for convert, x in pairs])[:4]
+
+
+def _unsupported_reason(name: str, setting: AttentionSetting, *operands: Any) -> str | None:
+    """Returns why a kernel does not support queries, keys, values and optional operands of these shapes."""
+    return KERNELS[name].unsupported_reason(setting, *_kernel_shapes(KERNELS[name], setting, *operands))
 
 
 def kernel_of(platform: str, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str:
     """Describes how a platform computes attention of operands of these shapes."""
     if (name := _NAMES.get(platform)) is None:
         return "in blocks of queries"
-    reason = KERNELS[name].unsupported_reason(setting, *_kernel_shapes(KERNELS[name], setting, q, k, v, extras))
+    reason = _unsupported_reason(name, setting, q, k, v, extras)
     return f"by {name}" if reason is None else f"in blocks of queries, not by {name}: {reason}"
 
 
 def dense_bytes(platform: str, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
     """Returns the bytes of the array of one number per query and key that a platform's kernel takes; 0 if it takes none."""
-    if _NAMES.get(platform) != "cuDNN":
+    name = _NAMES.get(platform)
+    if name != "cuDNN" or _unsupported_reason(name, setting, q, k, v, extras) is not None:
         return 0
-    return _cudnn.dense_bytes(setting, *_kernel_shapes(_cudnn, setting, q, k, v, extras))
+    return _cudnn.dense_bytes(*_kernel_shapes(_cudnn, setting, q, k, v, extras))
 
 
-def _lowering(fn: Callable[..., list[Any]]) -> Callable[..., Any]:
-    return mlir.lower_fun(fn, multiple_results=True)
+def _register(primitive: Any, fn: Callable[..., list[Any]]) -> None:
+    """Registers the lowering of the attention or its gradient for each platform.
 
-
-def _splash_lowering(fn: Callable[..., list[Any]]) -> Callable[..., Any]:
-    """Lowers to splash attention, or to blocks if several devices share arrays and the split is unknown.
-
-    The compiler cannot partition the kernel.
+    The compiler cannot partition splash attention: if several devices share arrays and the split is unknown, TPUs compute in
+    blocks too.
     """
-    by_kernel, in_blocks = _lowering(partial(_or_blockwise, fn, _splash)), _lowering(partial(fn, _blockwise))
+    in_blocks, by_cudnn, by_splash = (
+        mlir.lower_fun(each, multiple_results=True)
+        for each in (
+            partial(fn, _blockwise),
+            partial(_or_blockwise, fn, "cuDNN"),
+            partial(_or_blockwise, fn, "splash attention"),
+        )
+    )
 
-    def lower(ctx: Any, *operands: Any, setting: AttentionSetting) -> Any:
-        context = ctx.module_context.axis_context
-        is_shared = getattr(context, "num_devices", 1) != 1 and setting.split is None
-        return (in_blocks if is_shared else by_kernel)(ctx, *operands, setting=setting)
+    def on_tpu(ctx: Any, *operands: Any, setting: AttentionSetting) -> Any:
+        is_shared = getattr(ctx.module_context.axis_context, "num_devices", 1) != 1 and setting.split is None
+        return (in_blocks if is_shared else by_splash)(ctx, *operands, setting=setting)
 
-    return lower
+    mlir.register_lowering(primitive, in_blocks)
+    mlir.register_lowering(primitive, by_cudnn, platform="cuda")
+    mlir.register_lowering(primitive, on_tpu, platform="tpu")
 
 
-for _primitive, _fn in ((attention_p, _forward), (gradient_p, _backward)):
-    mlir.register_lowering(_primitive, _lowering(partial(_fn, _blockwise)))
-    mlir.register_lowering(_primitive, _lowering(partial(_or_blockwise, _fn, _cudnn)), platform="cuda")
-    mlir.register_lowering(_primitive, _splash_lowering(_fn), platform="tpu")
+_register(attention_p, _forward)
+_register(gradient_p, _backward)
 _cudnn.register_lowered(attention_p, gradient_p)
-mlir.register_lowering(_tangent_p, _lowering(_dense_tangent))
+mlir.register_lowering(_tangent_p, mlir.lower_fun(_dense_tangent, multiple_results=True))

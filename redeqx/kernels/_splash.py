@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ._setting import AttentionSetting, Unsupported
+from ._setting import AttentionSetting
 
 # The arguments of the backward pass, a private function, in the version of JAX that this module supports.
 _ARGUMENTS = (
@@ -26,8 +26,8 @@ _ARGUMENTS = (
 
 
 @cache
-def _library() -> tuple[Any, Any]:
-    """Imports Pallas's kernels and masks, lazily because it is slow; raises `Unsupported` for another version of JAX."""
+def _library() -> Any:
+    """Imports Pallas's kernels and masks, lazily because it is slow; None for another version of JAX."""
     try:
         from jax.experimental.pallas.ops.tpu.splash_attention import (
             splash_attention_kernel as kernels,
@@ -38,7 +38,7 @@ def _library() -> tuple[Any, Any]:
             return kernels, masks
     except (ImportError, AttributeError):  # pragma: no cover
         pass
-    raise Unsupported("this version of JAX has another interface")
+    return None
 
 
 _LANES = 128
@@ -49,10 +49,8 @@ _BLOCK_SIZES = (512, 256, 128)
 
 def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str | None:
     """Returns why no kernel supports operands of these shapes; None if one does."""
-    try:
-        _library()
-    except Unsupported as error:
-        return str(error)
+    if _library() is None:
+        return "this version of JAX has another interface"
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it supports bfloat16 and float32, not {q.dtype}"
     if q.dtype == jnp.float32 and setting.precision not in _DEFAULTS:
@@ -80,7 +78,6 @@ def forward(
 
     - `interpret`: whether to interpret the kernel, which works on any platform.
     """
-    _check_supported(setting, q, k, v, extras)
     on_device = partial(_forward_on_device, setting, interpret)
     out, log_sum = _shard_map(setting, on_device, 2)(q, k, v, _segments(q, k, extras))
     return out, log_sum
@@ -98,14 +95,8 @@ def backward(
     interpret: bool = False,
 ) -> list[Any]:
     """Same as `_blockwise.backward`."""
-    _check_supported(setting, q, k, v, extras)
     on_device = partial(_backward_on_device, setting, interpret)
     return list(_shard_map(setting, on_device, 3)(q, k, v, _segments(q, k, extras), out, log_sum, g))
-
-
-def _check_supported(setting: AttentionSetting, *operands: Any) -> None:
-    if (reason := unsupported_reason(setting, *operands)) is not None:
-        raise Unsupported(f"splash attention: {reason}")
 
 
 # --- on one device ----------------------------------------------------------------------------------------------------

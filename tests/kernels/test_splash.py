@@ -84,19 +84,17 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_operands_raise_with_the_reason(name):
+def test_unsupported_operands_have_a_reason(name):
     kwargs, extras, sizes, reason = UNSUPPORTED[name]
     q, k, v, _ = draw(**sizes)
     if name == "float16":
         q, k, v = (x.astype(jnp.float16) for x in (q, k, v))
-    with pytest.raises(splash.Unsupported, match=f"splash attention: .*{reason}"):
-        splash.forward(AttentionSetting(1.0, names=tuple(extras), **kwargs), q, k, v, extras)
+    assert reason in splash.unsupported_reason(AttentionSetting(1.0, names=tuple(extras), **kwargs), q, k, v, extras)
 
 
 def test_values_of_another_head_size_are_unsupported():
     q, k, v, _ = draw()
-    with pytest.raises(splash.Unsupported, match="equal head sizes, not 8 and 4"):
-        splash.forward(AttentionSetting(1.0), q, k, v[..., :4], {})
+    assert "equal head sizes, not 8 and 4" in splash.unsupported_reason(AttentionSetting(1.0), q, k, v[..., :4], {})
 
 
 def lowered(fn, *args):
