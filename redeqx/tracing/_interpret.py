@@ -242,10 +242,6 @@ class Site:
             new_insides.append(jax.make_jaxpr(remat(inside) if remat else inside)(*shapes_in(inner.closed)))
         return run(*with_insides(eqn, values, new_insides)) if is_changed else run(eqn, values)
 
-    def inline(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
-        """Inlines an equation that calls one jaxpr: computes that jaxpr's equations here, under the rules."""
-        return self._interpreter.evaluate(insides(eqn)[0].closed, ins, self._rules, self.around)
-
 
 @dataclass(frozen=True)
 class _Interpreter:

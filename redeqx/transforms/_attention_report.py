@@ -1,7 +1,6 @@
 """Reports which attentions of a traced function are fused, by which kernel, and why the others are not."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,15 +36,14 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
     found, closed = Attentions(Counter(), {}, {}), normal(closed)
     body = Body(closed)
 
-    def record_fused(setting: AttentionSetting, arrays: Sequence[Any], line: str, times: int) -> None:
+    def record_fused(setting: AttentionSetting, operands: tuple[Any, ...], line: str, times: int) -> None:
         with_split = replace(setting, split=split)
-        q, k, v, *extras = arrays
-        operands = q, k, v, dict(zip(setting.names, extras, strict=True))
         found.fused[f"{describe(setting)}, {kernel_of(platform, with_split, *operands)}"] += times
-        record_dense(f"a mask or bias at {line}", dense_bytes(platform, with_split, *operands), with_split)
+        record_dense(f"a mask or bias at {line}", dense_bytes(platform, with_split, *operands))
 
-    def record_dense(origin: str, n_bytes: int, setting: AttentionSetting) -> None:
-        if n_bytes := n_bytes // (setting.row_shards * setting.head_shards):
+    def record_dense(origin: str, n_bytes: int) -> None:
+        of_all = AttentionSetting(1.0, split=split)
+        if n_bytes := n_bytes // (of_all.row_shards * of_all.head_shards):
             found.dense[origin] = max(found.dense.get(origin, 0), n_bytes)
 
     def visit(closed: Any, times: int) -> None:
@@ -55,16 +53,15 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
             if isinstance(attention, str):
                 line, weights = line_of(eqn), eqn.outvars[0].aval
                 found.unfused[line], has_unfused = attention, True
-                record_dense(
-                    f"the weights at {line}", weights.size * weights.dtype.itemsize, AttentionSetting(1.0, split=split)
-                )
+                record_dense(f"the weights at {line}", weights.size * weights.dtype.itemsize)
             else:
-                record_fused(*attention.operands(), line_of(attention.out[0]), times)
+                record_fused(*attention.shapes(), line_of(attention.out[0]), times)
                 fused.update(attention.eqns)
         for eqn in closed.jaxpr.eqns:
             if eqn.primitive.name == "attention":
                 setting, kept = drop_known_mask(body, eqn)
-                record_fused(setting, [eqn.invars[i].aval for i in kept], line_of(eqn), times)
+                q, k, v, *extras = (eqn.invars[i].aval for i in kept)
+                record_fused(setting, (q, k, v, dict(zip(setting.names, extras, strict=True))), line_of(eqn), times)
             if eqn not in fused:
                 if _is_score_like(eqn):
                     score_like.append(eqn)
@@ -75,9 +72,7 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
             return
         for eqn in score_like:
             scores = eqn.outvars[0].aval
-            record_dense(
-                f"the products at {line_of(eqn)}", scores.size * scores.dtype.itemsize, AttentionSetting(1.0, split=split)
-            )
+            record_dense(f"the products at {line_of(eqn)}", scores.size * scores.dtype.itemsize)
 
     visit(closed, 1)
     return found

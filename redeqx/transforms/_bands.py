@@ -6,7 +6,6 @@ functions of the array index (`iota`, sums, differences), and comparisons of the
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,38 +17,18 @@ from ..tracing import Body
 _MAX_LENGTH = 2**20  # of a constant vector that is checked for being an `arange`
 
 
-@dataclass(frozen=True)
-class Affine:
-    """An integer array whose entries are `start` plus, for each dim, the slope times the index."""
+Affine = np.ndarray  # of integers, for an integer array: its entry at index `i` is `affine[0] + affine[1:] @ i`
+Inequalities = tuple[Affine, ...]  # for a boolean array: its entries are True where all of these are at least 0
 
-    start: int
-    slopes: tuple[int, ...]
 
-    def select_dims(self, dims: Sequence[int | None]) -> "Affine":
-        """Returns the array whose dim `i` is this array's dim `dims[i]`; None for a new dim."""
-        return Affine(self.start, tuple(0 if dim is None else self.slopes[dim] for dim in dims))
-
-    def add(self, other: "Affine", times: int = 1) -> "Affine":
-        """Returns `self + times * other`."""
-        slopes = tuple(a + times * b for a, b in zip(self.slopes, other.slopes, strict=True))
-        return Affine(self.start + times * other.start, slopes)
-
-    def scaled(self, factor: int) -> "Affine":
-        return Affine(factor * self.start, tuple(factor * slope for slope in self.slopes))
-
-    def bounds(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Returns the smallest and the largest entry."""
-        ends = [slope * (size - 1) for slope, size in zip(self.slopes, shape, strict=True)]
-        return self.start + sum(min(end, 0) for end in ends), self.start + sum(max(end, 0) for end in ends)
+def select_dims(affine: Affine, dims: Sequence[int | None]) -> Affine:
+    """Returns the array whose dim `i` is the given array's dim `dims[i]`; None for a new dim."""
+    return np.array([affine[0], *(0 if dim is None else affine[1 + dim] for dim in dims)])
 
 
 def whole_view(eqn: Any) -> Sequence[int | None] | None:
     """Returns the dims of a view that has all entries of its operand; None for any other equation."""
     return None if eqn.primitive.name in ("slice", "dynamic_slice") else view(eqn)
-
-
-# A boolean array whose entries are True where all of these are at least 0; an empty tuple is True everywhere.
-Inequalities = tuple[Affine, ...]
 
 
 def inequalities(body: Body, atom: Any, negated: bool = False) -> Inequalities | None:
@@ -75,7 +54,7 @@ def _from_equation(body: Body, atom: Any, negated: bool) -> Inequalities | None:
     def of_operand(operand: Any, negated: bool) -> Inequalities | None:
         found = inequalities(body, operand, negated)
         is_scalar = len(operand.aval.shape) < len(shape)
-        return tuple(each.select_dims([None] * len(shape)) for each in found) if found and is_scalar else found
+        return tuple(select_dims(each, [None] * len(shape)) for each in found) if found and is_scalar else found
 
     if name == "not":
         return of_operand(eqn.invars[0], not negated)
@@ -93,7 +72,7 @@ def _from_equation(body: Body, atom: Any, negated: bool) -> Inequalities | None:
     if dims is None or not is_of_kind:
         return None
     found = inequalities(body, eqn.invars[0], negated)
-    return None if found is None else tuple(each.select_dims(dims) for each in found)
+    return None if found is None else tuple(select_dims(each, dims) for each in found)
 
 
 def find_band(found: Inequalities, shape: Sequence[int], query: int, key: int) -> tuple[int | None, int | None] | None:
@@ -103,46 +82,45 @@ def find_band(found: Inequalities, shape: Sequence[int], query: int, key: int) -
 
     - `query`, `key`: the dims of the queries' and the keys' positions.
     """
-    lower: int | None = None
-    upper: int | None = None
-    for each in found:
-        smallest, _ = each.bounds(shape)
-        if smallest >= 0:
+    lowers, uppers = list[int](), list[int]()
+    for affine in found:
+        start, slopes = int(affine[0]), affine[1:]
+        if _bounds(affine, shape)[0] >= 0:
             continue
-        others = [slope for dim, slope in enumerate(each.slopes) if dim not in (query, key)]
-        if any(others) or (each.slopes[query], each.slopes[key]) not in ((1, -1), (-1, 1)):
+        others = [slope for dim, slope in enumerate(slopes) if dim not in (query, key)]
+        if any(others) or (slopes[query], slopes[key]) not in ((1, -1), (-1, 1)):
             return None
-        if each.slopes[query] == 1:  # query - key >= -start
-            lower = -each.start if lower is None else max(lower, -each.start)
-        else:
-            upper = each.start if upper is None else min(upper, each.start)
-    return lower, upper
+        lowers += [-start] if slopes[query] == 1 else []  # query - key >= -start
+        uppers += [start] if slopes[query] == -1 else []
+    return max(lowers, default=None), min(uppers, default=None)
+
+
+def _bounds(affine: Affine, shape: Sequence[int]) -> tuple[int, int]:
+    """Returns the smallest and the largest entry of an array of this shape."""
+    ends = affine[1:] * (np.array(shape, int) - 1)
+    return affine[0] + np.minimum(ends, 0).sum(), affine[0] + np.maximum(ends, 0).sum()
 
 
 # --- booleans ---------------------------------------------------------------------------------------------------------
 
 _COMPARISONS: Mapping[str, Callable[[Affine, Affine], Inequalities | None]] = {
-    "ge": lambda a, b: (a.add(b, -1),),
-    "le": lambda a, b: (b.add(a, -1),),
-    "gt": lambda a, b: (_minus_one(a.add(b, -1)),),
-    "lt": lambda a, b: (_minus_one(b.add(a, -1)),),
-    "eq": lambda a, b: (a.add(b, -1), b.add(a, -1)),
+    "ge": lambda a, b: (a - b,),
+    "le": lambda a, b: (b - a,),
+    "gt": lambda a, b: (a - b - _one(a),),
+    "lt": lambda a, b: (b - a - _one(a),),
+    "eq": lambda a, b: (a - b, b - a),
     "ne": lambda a, b: None,
 }
 _NEGATED = {"ge": "lt", "lt": "ge", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 
 
-def _minus_one(a: Affine) -> Affine:
-    return Affine(a.start - 1, a.slopes)
-
-
-def _constant(value: bool, shape: Sequence[int]) -> Inequalities:
-    return () if value else (Affine(-1, (0,) * len(shape)),)
+def _one(like: Affine) -> Affine:
+    return np.eye(1, len(like), dtype=int)[0]
 
 
 def _is_false(found: Inequalities | None, shape: Sequence[int]) -> bool:
     """Whether a boolean array is known to be False everywhere."""
-    return found is not None and any(each.bounds(shape)[1] < 0 for each in found)
+    return found is not None and any(_bounds(each, shape)[1] < 0 for each in found)
 
 
 def _all_of(a: Inequalities | None, b: Inequalities | None) -> Inequalities | None:
@@ -156,19 +134,20 @@ def _from_value(body: Body, atom: Any, negated: bool) -> Inequalities | None:
         return None
     value = np.asarray(body.value(atom))
     value = (value == 0 if is_floating else value) != negated
+    distance = np.zeros(1 + value.ndim, int)
     if value.all() or not value.any():
-        return _constant(bool(value.all()), value.shape)
+        return () if value.all() else (distance - _one(distance),)
     long_dims = [dim for dim, size in enumerate(value.shape) if size != 1]
     if len(long_dims) != 2:
         return None
     mask = value.reshape([value.shape[dim] for dim in long_dims])
     rows, columns = np.nonzero(mask)
-    lower, upper = int((rows - columns).min()), int((rows - columns).max())
-    distance = np.arange(mask.shape[0])[:, None] - np.arange(mask.shape[1])
-    if not np.array_equal(mask, (distance >= lower) & (distance <= upper)):
+    lower, upper = (rows - columns).min(), (rows - columns).max()
+    distances = np.arange(mask.shape[0])[:, None] - np.arange(mask.shape[1])
+    if not np.array_equal(mask, (distances >= lower) & (distances <= upper)):
         return None
-    slopes = tuple(0 if dim not in long_dims else 1 if dim == long_dims[0] else -1 for dim in range(value.ndim))
-    return Affine(-lower, slopes), Affine(upper, tuple(-slope for slope in slopes))
+    distance[1 + long_dims[0]], distance[1 + long_dims[1]] = 1, -1
+    return distance - lower * _one(distance), upper * _one(distance) - distance
 
 
 # --- integers ---------------------------------------------------------------------------------------------------------
@@ -180,32 +159,31 @@ def _affine(body: Body, atom: Any, shape: Sequence[int]) -> Affine | None:
     if not np.issubdtype(dtype, np.signedinteger) or dtype.itemsize < 4:  # other dtypes wrap around
         return None
     atom = body.origin(atom)
-    eqn = body.producer(atom)
+    eqn, found = body.producer(atom), None
     if eqn is None or eqn.effects:
         found = _affine_from_constant(body, atom)
     elif eqn.primitive.name == "iota":
-        found = Affine(0, tuple(int(dim == eqn.params["dimension"]) for dim in range(len(own))))
+        found = np.array([0, *(int(dim == eqn.params["dimension"]) for dim in range(len(own)))])
     elif eqn.primitive.name in _ARITHMETIC:
         operands = [_affine(body, operand, own) for operand in eqn.invars]
-        found = None if None in operands else _ARITHMETIC[eqn.primitive.name](*operands)
-    else:
-        dims = whole_view(eqn)
-        found = None if dims is None else _affine(body, eqn.invars[0], eqn.invars[0].aval.shape)
-        found = None if found is None or dims is None else found.select_dims(dims)
+        found = None if any(each is None for each in operands) else _ARITHMETIC[eqn.primitive.name](*operands)
+    elif (dims := whole_view(eqn)) is not None:
+        found = _affine(body, eqn.invars[0], eqn.invars[0].aval.shape)
+        found = None if found is None else select_dims(found, dims)
     if found is None or len(own) == len(shape):
         return found
-    return None if own else found.select_dims([None] * len(shape))
+    return None if own else select_dims(found, [None] * len(shape))
 
 
 def _product(a: Affine, b: Affine) -> Affine | None:
-    constant, other = (b, a) if any(a.slopes) else (a, b)
-    return None if any(constant.slopes) else other.scaled(constant.start)
+    constant, other = (b, a) if a[1:].any() else (a, b)
+    return None if constant[1:].any() else constant[0] * other
 
 
 _ARITHMETIC: Mapping[str, Callable[..., Affine | None]] = {
-    "add": Affine.add,
-    "sub": lambda a, b: a.add(b, -1),
-    "neg": lambda a: a.scaled(-1),
+    "add": np.add,
+    "sub": np.subtract,
+    "neg": np.negative,
     "mul": _product,
 }
 
@@ -215,9 +193,8 @@ def _affine_from_constant(body: Body, atom: Any) -> Affine | None:
     shape = atom.aval.shape
     if sum(size != 1 for size in shape) > 1 or max(shape, default=1) > _MAX_LENGTH or not body.is_constant(atom):
         return None
-    value = np.asarray(body.value(atom))
-    entries = value.reshape(-1).astype(np.int64)
-    step = int(entries[1] - entries[0]) if len(entries) > 1 else 0
+    entries = np.asarray(body.value(atom)).reshape(-1).astype(np.int64)
+    step = entries[1] - entries[0] if len(entries) > 1 else 0
     if len(entries) == 0 or not np.array_equal(entries, entries[0] + step * np.arange(len(entries))):
         return None
-    return Affine(int(entries[0]), tuple(step if size != 1 else 0 for size in shape))
+    return np.array([entries[0], *(step if size != 1 else 0 for size in shape)])

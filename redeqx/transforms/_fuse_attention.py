@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from ..dims import Related, view
 from ..kernels import AttentionSetting, attend
 from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run
-from ._bands import Affine, Inequalities, find_band, inequalities
+from ._bands import Affine, Inequalities, find_band, inequalities, select_dims
 from ._scores import SIZE, Operand, Scores, match_softmax, trace_scores, trace_weights
 
 MIN_QUERIES = 16  # with fewer, as when decoding one token at a time, the weights are small and fusing does not pay off
@@ -99,34 +99,27 @@ class _Attention:
         reads = [operand.atom for operand, _ in (*self.masks, *self.biases)]
         return Group([eqn for eqn in body.eqns if eqn in own], self.compute, reads)
 
-    def operands(self) -> tuple[AttentionSetting, list[Any]]:
-        """Returns the setting, and the shapes of queries, keys, values and the operands in `setting.names`."""
-        size, value_size = (x.atom.aval.shape[x.labels.index(SIZE)] for x in (self.q, self.v))
-        heads = math.prod(self.sizes[label] for label in self.heads)
-        groups = math.prod(self.sizes[label] for label in self.heads[:1] if label in self.k.labels)
-        n_rows = math.prod(self.sizes[label] for label in self.rows)
-        n_queries, n_keys = self.sizes[self.query], self.sizes[self.key]
-        dtype = self.q.atom.aval.dtype
-        shapes = (n_queries, heads, size), (n_keys, groups, size), (n_keys, groups, value_size)
-        arrays = [jax.ShapeDtypeStruct((n_rows, *shape), dtype) for shape in shapes]
-        names = []
-        for name, operands, operand_dtype in (("mask", self.masks, bool), ("bias", self.biases, dtype)):
-            if operands:
-                present = {label for operand, _ in operands for label in operand.labels}
-                dims = (n_rows, self.rows), (heads, self.heads), (n_queries, [self.query])
-                shape = (*(n if present & set(labels) else 1 for n, labels in dims), n_keys)
-                arrays.append(jax.ShapeDtypeStruct(shape, operand_dtype))
-                names.append(name)
-        return replace(self.setting, names=tuple(names)), arrays
-
     def compute(self, read: Any) -> list[Any]:
         """Computes the output, given a function that reads the value of an atom."""
-        lead, head_sizes = ([self.sizes[label] for label in labels] for labels in (self.rows, self.heads))
-        query_order, groups = [*self.rows, self.query, *self.heads, SIZE], self.heads[:1]
-        q = self.q.arrange(read, query_order)  # of size 1 along rows that share their queries
-        q = jnp.broadcast_to(q, (*lead, self.sizes[self.query], *head_sizes, q.shape[-1]))
-        q = q.reshape(*lead, self.sizes[self.query], math.prod(head_sizes), q.shape[-1])
-        k, v = (x.arrange(read, [*self.rows, self.key, *(groups or [None]), SIZE]) for x in (self.k, self.v))
+        q, k, v, extras = self._operands(read)
+        out = attend(q, k, v, extras, self.setting)
+        eqn, labels = self.out
+        out = out.reshape(*out.shape[:-2], *(self.sizes[label] for label in self.heads), out.shape[-1])
+        order = [*self.rows, self.query, *self.heads, SIZE]
+        return [jnp.transpose(out, [order.index(label) for label in labels]).astype(eqn.outvars[0].aval.dtype)]
+
+    def shapes(self) -> tuple[AttentionSetting, tuple[Any, ...]]:
+        """Returns the setting, and the shapes of queries, keys, values and optional operands."""
+        q, k, v, extras = jax.eval_shape(lambda: self._operands(lambda atom: jnp.zeros(atom.aval.shape, atom.aval.dtype)))
+        return replace(self.setting, names=tuple(extras)), (q, k, v, extras)
+
+    def _operands(self, read: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """Returns queries, keys, values and the optional operands, as `attend` takes them."""
+        head_sizes = [self.sizes[label] for label in self.heads]
+        q = self.q.arrange(read, [*self.rows, self.query, *self.heads, SIZE])  # of size 1 along rows that share queries
+        lead = [self.sizes[label] for label in (*self.rows, self.query)]
+        q = jnp.broadcast_to(q, (*lead, *head_sizes, q.shape[-1])).reshape(*lead, math.prod(head_sizes), q.shape[-1])
+        k, v = (x.arrange(read, [*self.rows, self.key, *(self.heads[:1] or [None]), SIZE]) for x in (self.k, self.v))
         extras: dict[str, Any] = {}
         for mask, keep in self.masks:
             x = self._expand(mask, read)
@@ -137,24 +130,17 @@ class _Attention:
         for bias, factor in self.biases:
             x = factor * self._expand(bias, read).astype(jnp.float32)
             extras["bias"] = x if "bias" not in extras else extras["bias"] + x
-        out = attend(q, k, v, extras, self.setting)
-        eqn, labels = self.out
-        out = out.reshape(*lead, self.sizes[self.query], *head_sizes, out.shape[-1])
-        aval = eqn.outvars[0].aval
-        return [jnp.transpose(out, [query_order.index(label) for label in labels]).astype(aval.dtype)]
+        return q, k, v, extras
 
     def _expand(self, operand: Operand, read: Any) -> Any:
         """Returns a mask or a bias as `[*rows, heads, query, key]`: of full size along keys, of size 1 where it repeats."""
-        n = len(self.rows)
         x = operand.arrange(read, [*self.rows, *self.heads, self.query, self.key])
-        *lead, n_queries, n_keys = x.shape
-        head_sizes = [self.sizes[label] for label in self.heads]
-        if math.prod(lead[n:]) > 1:
-            x = jnp.broadcast_to(x, (*lead[:n], *head_sizes, n_queries, n_keys))
-        return jnp.broadcast_to(
-            x.reshape(*lead[:n], math.prod(x.shape[n:-2]), n_queries, n_keys),
-            (*lead[:n], math.prod(x.shape[n:-2]), n_queries, self.sizes[self.key]),
-        )
+        rows, heads, n_queries = x.shape[: len(self.rows)], x.shape[len(self.rows) : -2], x.shape[-2]
+        if math.prod(heads) > 1:
+            heads = [self.sizes[label] for label in self.heads]
+            x = jnp.broadcast_to(x, (*rows, *heads, *x.shape[-2:]))
+        x = x.reshape(*rows, math.prod(heads), n_queries, x.shape[-1])
+        return jnp.broadcast_to(x, (*x.shape[:-1], self.sizes[self.key]))
 
 
 def drop_known_mask(body: Body, eqn: Any) -> tuple[AttentionSetting, list[int]]:
@@ -349,7 +335,7 @@ def _interpret_masks(
             continue
         known.append((mask, keep))
         dims = [mask.labels.index(label) if label in mask.labels else None for label in range(len(shape))]
-        found += [each.select_dims(dims) for each in conditions]
+        found += [select_dims(each, dims) for each in conditions]
     for query in [default, *(label for label in queries if label != default)]:
         setting = _with_band(AttentionSetting(scores.scale), tuple(found), shape, query, key)
         if setting is not None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ..tracing import PRODUCTS, REMATS, Rule, Site, normal, scan_counts
+from ..tracing import PRODUCTS, REMATS, Rule, Site, normal, scan_counts, without_remats
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class RematLoops(Rule):
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         if self.level == "offload":
-            return site.enter(eqn, ins, remat=partial(_offloaded, carries=_carries(eqn)), by_rest=True)
+            n_consts, n_carry = scan_counts(eqn)
+            remat = partial(_offloaded, carries=range(n_consts, n_consts + n_carry))
+            return site.enter(eqn, ins, remat=remat, by_rest=True)
         policy = is_product if self.level == "matmuls" else None
         return site.enter(eqn, ins, remat=partial(jax.checkpoint, prevent_cse=False, policy=policy), by_rest=True)
 
@@ -62,12 +64,6 @@ def _offloaded(body: Callable[..., Any], carries: range) -> Callable[..., Any]:
 _CARRY = "redeqx: a loop's carry"
 
 
-def _carries(eqn: Any) -> range:
-    """Returns the indices of a scan's operands that are its carry."""
-    n_consts, n_carry = scan_counts(eqn)
-    return range(n_consts, n_consts + n_carry)
-
-
 # `pallas_call` covers the kernels of other libraries; primitives of their own have unknown names.
 _PRODUCTS = {*PRODUCTS, "pallas_call"}
 
@@ -82,15 +78,11 @@ def is_product(primitive: Any, *args: Any, **params: Any) -> bool:
     return primitive.name in _PRODUCTS and not is_complex
 
 
-@dataclass(frozen=True)
 class KeepEverything(Rule):
     """Removes all remats, so that nothing is recomputed."""
 
-    def claims(self, eqn: Any) -> bool:
-        return eqn.primitive.name in REMATS
-
-    def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        return site.inline(eqn, ins)
+    def rewritten(self, closed: Any) -> Any:
+        return without_remats(closed)
 
 
 def is_scan_without_remat(eqn: Any) -> bool:

@@ -14,7 +14,7 @@ Cost: k permutes forward and k backward for each value whose parts are taken. In
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,6 +24,10 @@ from jax.sharding import Mesh, PartitionSpec as P
 from ..machine import MODEL
 from ..partition import parts_taken
 from ..tracing import Rule, Site, plain
+
+# Which of the equal parts of a dim an equation takes: their number, and the part of each output, or None if it takes all of
+# them, in a new dim.
+_Taken = tuple[int, Sequence[int] | None]
 
 
 @dataclass(frozen=True)
@@ -37,37 +41,21 @@ class Reshard(Rule):
 
     splits: Sequence[int | None]
     mesh: Mesh
+    # For one function: the equations that take parts, each with the split dim of its operand; the values resharded so far.
+    taken: Mapping[Any, tuple[int, _Taken]] = field(default_factory=dict)
+    resharded: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = field(default_factory=dict)
 
     def of(self, closed: Any) -> Rule | None:
         n_shards = self.mesh.shape[MODEL]
         found = parts_taken(closed, self.splits, n_shards) if n_shards > 1 else {}
-        taken = {i: (eqn, dim, taken) for i, (eqn, dim) in found.items() if (taken := _parts_taken(eqn, dim)) is not None}
-        return _ReshardOf(taken, self.mesh) if taken else None
-
-
-# Which of the equal parts of a dim an equation takes: their number, and the part of each output, or None if it takes all of
-# them, in a new dim.
-_Taken = tuple[int, Sequence[int] | None]
-
-
-@dataclass(frozen=True)
-class _ReshardOf(Rule):
-    """The rule for one function.
-
-    **Arguments:**
-
-    - `taken`: the equations that take parts, by id: the equation, the split dim of its operand, and the parts.
-    """
-
-    taken: Mapping[int, tuple[Any, int, _Taken]]
-    mesh: Mesh
-    _resharded: dict[tuple[int, int], tuple[jax.Array, jax.Array]] = field(default_factory=dict)
+        taken = {eqn: (dim, taken) for eqn, dim in found.values() if (taken := _parts_taken(eqn, dim)) is not None}
+        return replace(self, taken=taken, resharded={}) if taken else None
 
     def claims(self, eqn: Any) -> bool:
-        return id(eqn) in self.taken
+        return eqn in self.taken
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        _, dim, (n_parts, which) = self.taken[id(eqn)]
+        dim, (n_parts, which) = self.taken[eqn]
         parts = self._parts(plain(ins[0]), dim, n_parts)
         if which is None:
             return [parts.reshape(eqn.outvars[0].aval.shape)]
@@ -75,9 +63,9 @@ class _ReshardOf(Rule):
 
     def _parts(self, x: jax.Array, dim: int, n_parts: int) -> jax.Array:
         """Reshards a value once for all slices of it."""
-        found = self._resharded.get((id(x), n_parts))
+        found = self.resharded.get((id(x), n_parts))
         if found is None:  # keeps `x` alive: its id is the key
-            found = self._resharded[id(x), n_parts] = (x, _reshard(x, dim, n_parts, self.mesh))
+            found = self.resharded[id(x), n_parts] = (x, _reshard(x, dim, n_parts, self.mesh))
         return found[1]
 
 

@@ -339,8 +339,8 @@ def _includes_diagonal(body: Body, atom: Any, keep: bool) -> bool:
     found = inequalities(body, atom, negated=not keep)
     if found is None:
         return False
-    sizes = {n for each in found for n, slope in zip(atom.aval.shape, each.slopes, strict=True) if slope}
-    return len(sizes) <= 1 and all(sum(each.slopes) == 0 and each.start >= 0 for each in found)
+    sizes = {n for _, *slopes in found for n, slope in zip(atom.aval.shape, slopes, strict=True) if slope}
+    return len(sizes) <= 1 and all(sum(slopes) == 0 and start >= 0 for start, *slopes in found)
 
 
 def _split_mask(body: Body, operand: Operand, keep: bool) -> list[tuple[Operand, bool]]:

@@ -12,10 +12,10 @@ Cost: a copy of the stacked weights, in the dtype that they are used in, and of 
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cache, cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,52 +68,29 @@ class StackBlocks(Rule):
 _Place = tuple[int, int]
 
 
-class _Carry(NamedTuple):
-    """An output, at `place`, of the block that is `depth` blocks before the reader."""
-
-    place: _Place
-    depth: int
-
-
-class _Read(NamedTuple):
-    """An operand of a block.
-
-    **Arguments:**
-
-    - `reader`: the index of the block that reads it.
-    - `block`: the index of the block that computes it, or None if it is computed before all blocks.
-    - `place`: the output of that block.
-    """
-
-    atom: Any
-    reader: int
-    block: int | None = None
-    place: _Place = (-1, -1)
-
-
 @dataclass(frozen=True)
 class _Blocks:
     """A run of equal blocks: equations `start` to `start + n * period`, and the source of each operand.
 
     **Arguments:**
 
-    - `carries`: the values that blocks read from earlier blocks, with the initial value of each.
-    - `carried`: maps the place of an operand to its carry.
+    - `carries`: the outputs that each block reads from the one before, with the values that the first block reads instead.
+    - `carried`: maps the place of an operand to the output of the block before that it is.
     - `stacked`: the values to stack: lists with one value for each block.
     - `sliced`: maps the place of an operand to its list in `stacked`.
     - `hoisted`: indices of equations that differ between blocks, such as slices with different starts. They are computed
         before the scan.
-    - `outputs`: maps the place of each output that is read after the run to the blocks whose output is read.
+    - `outputs`: maps each output that is read after the run to the blocks whose output is read.
     """
 
     start: int
     period: int
     n: int
-    carries: dict[_Carry, Any]
-    carried: dict[_Place, _Carry]
-    stacked: list[list[Any]]
+    carries: dict[_Place, Any]
+    carried: dict[_Place, _Place]
+    stacked: list[Sequence[Any]]
     sliced: dict[_Place, int]
-    hoisted: frozenset[int]
+    hoisted: set[int]
     outputs: dict[_Place, list[int]]
 
     @property
@@ -122,8 +99,7 @@ class _Blocks:
 
     def line(self, closed: Any) -> str:
         eqns = closed.jaxpr.eqns[self.start : self.start + self.period]
-        first = next(eqn for eqn in eqns if _has_product(eqn))
-        return line_of(first)
+        return line_of(next(eqn for eqn in eqns if _has_product(eqn)))
 
 
 def _has_product(eqn: Any) -> bool:
@@ -133,15 +109,11 @@ def _has_product(eqn: Any) -> bool:
 # --- search ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class _Search:
     """The search for runs of blocks in one traced function."""
 
-    closed: Any
-    kinds: Sequence[Any]
-
-    def __post_init__(self):
-        jaxpr = self.closed.jaxpr
+    def __init__(self, closed: Any, kinds: Sequence[Any]):
+        jaxpr = closed.jaxpr
         self.eqns = jaxpr.eqns
         self.producer = Env(
             ((var, (i, out)) for i, eqn in enumerate(self.eqns) for out, var in enumerate(eqn.outvars)), literal=_no_value
@@ -150,12 +122,17 @@ class _Search:
         for i, eqn in enumerate(self.eqns):
             self.last_read.update((var, i) for var in variables(eqn.invars))
         self.last_read.update((var, len(self.eqns)) for var in variables(jaxpr.outvars))
-        self.kind_of = self._kinds_of_values()
+        # The kind of each weight, and of values that are computed from one weight only.
+        self.kind_of = Env(zip(jaxpr.invars, kinds, strict=False), literal=_no_value)
+        for eqn in self.eqns:
+            operands = variables(eqn.invars)
+            if len(operands) == 1 and operands[0] in self.kind_of:
+                self.kind_of.update(dict.fromkeys(eqn.outvars, self.kind_of[operands[0]]))
         ids: dict[Any, int] = {}
         self.forms = np.array([ids.setdefault(self._form(eqn), len(ids)) for eqn in self.eqns], np.int64)
         self.products = [i for i, eqn in enumerate(self.eqns) if _has_product(eqn)]
-        self.consts = Env(zip(jaxpr.constvars, self.closed.consts, strict=True))
-        self._alike: dict[tuple[int, int], bool] = {}
+        self.consts = Env(zip(jaxpr.constvars, closed.consts, strict=True))
+        self.alike = cache(alike)
 
     def runs(self) -> list[_Blocks]:
         """Returns all runs of blocks, in the order of the equations."""
@@ -206,15 +183,6 @@ class _Search:
             change[self.last_read.get(var, made) + 1] -= n_bytes
         return np.cumsum(change)
 
-    def _kinds_of_values(self) -> Env:
-        """Returns the kind of each weight, and of values that are computed from one weight only."""
-        found = Env(zip(self.closed.jaxpr.invars, self.kinds, strict=False), literal=_no_value)
-        for eqn in self.eqns:
-            operands = variables(eqn.invars)
-            if len(operands) == 1 and operands[0] in found:
-                found.update(dict.fromkeys(eqn.outvars, found[operands[0]]))
-        return found
-
     def _form(self, eqn: Any) -> Any:
         """Returns a key that corresponding equations of equal blocks share."""
         if eqn.effects:
@@ -222,43 +190,38 @@ class _Search:
         kinds = [self.kind_of.get(atom) for atom in eqn.invars]
         return eqn.primitive.name, tuple(str(atom.aval) for atom in (*eqn.invars, *eqn.outvars)), tuple(kinds)
 
-    def _is_alike(self, i: int, j: int) -> bool:
-        if (i, j) not in self._alike:
-            self._alike[i, j] = alike(self.eqns[i], self.eqns[j])
-        return self._alike[i, j]
-
     def _blocks(self, start: int, period: int, n: int) -> _Blocks | None:
         """Returns the run of blocks at a candidate, or None unless each block reads its operands from the same places."""
-        different = {j for j in range(period) for i in range(1, n) if not self._is_alike(start + j, start + i * period + j)}
+        columns = list(zip(*(self.eqns[start + i * period : start + (i + 1) * period] for i in range(n)), strict=True))
         reads = {
-            (j, k): [self._read(atom, start, period, i) for i, atom in enumerate(atoms)]
-            for j in range(period)
-            for k, atoms in enumerate(zip(*(self.eqns[start + i * period + j].invars for i in range(n)), strict=True))
+            (j, k): atoms
+            for j, eqns in enumerate(columns)
+            for k, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True))
         }
-        hoisted = self._hoisted(different, reads)
+        sources = {place: [self._source(atom, start, period) for atom in atoms] for place, atoms in reads.items()}
+        different = [j for j, eqns in enumerate(columns) if not all(self.alike(eqns[0], eqn) for eqn in eqns[1:])]
+        hoisted = _with_dependencies(different, sources)
         if hoisted is None:
             return None
-        carries: dict[_Carry, Any] = {}
+        carries: dict[_Place, Any] = {}
         carried, sliced, stacked = {}, {}, []
         lists: dict[tuple[int, ...], int] = {}
         has_weights = False
-        for (j, k), of_blocks in reads.items():
+        for (j, k), atoms in reads.items():
             if j in hoisted:
                 continue
-            depth, place = _depth(of_blocks), of_blocks[-1].place
-            if depth == 0 and place[0] not in hoisted:
-                continue
-            if depth:
-                if place[0] in hoisted:
+            first, *others = sources[j, k]
+            place = (-1, -1) if others[0] is None else others[0][1]
+            if first is None and others == [(i, place) for i in range(n - 1)] and place[0] not in hoisted:
+                if carries.setdefault(place, atoms[0]) is not atoms[0]:
                     return None
-                initial = {_Carry(place, depth - i): of_blocks[i].atom for i in range(depth)}
-                if any(carries.setdefault(carry, atom) is not atom for carry, atom in initial.items()):
-                    return None
-                carried[j, k] = _Carry(place, depth)
+                carried[j, k] = place
                 continue
-            if depth is None and any(each.block is not None for each in of_blocks):
+            if [first, *others] == [(i, place) for i in range(n)]:
+                if place[0] not in hoisted:
+                    continue
+            elif any(source is not None for source in sources[j, k]):
                 return None
-            atoms = [each.atom for each in of_blocks]
             if all(self._is_same(atoms[0], atom) for atom in atoms[1:]):
                 continue
             kinds = list(map(self.kind_of.get, variables(atoms)))
@@ -272,66 +235,47 @@ class _Search:
             sliced[j, k] = lists[key]
         if not has_weights or not any(start <= i < start + period for i in self.products):
             return None
-        outputs = self._outputs(start, period, n, hoisted)
-        return _Blocks(start, period, n, carries, carried, stacked, sliced, frozenset(hoisted), outputs)
+        end, outputs = start + n * period, defaultdict(list)
+        for i in range(n):
+            for j, eqns in enumerate(columns):
+                for out, var in enumerate(eqns[i].outvars):
+                    if j not in hoisted and self.last_read.get(var, -1) >= end:
+                        outputs[j, out].append(i)
+        return _Blocks(start, period, n, carries, carried, stacked, sliced, hoisted, outputs)
 
-    def _read(self, atom: Any, start: int, period: int, block: int) -> "_Read":
-        """Finds where a block's operand is computed."""
+    def _source(self, atom: Any, start: int, period: int) -> tuple[int, _Place] | None:
+        """Returns the block that computes a value, and the place of its output; None for a value from before the blocks."""
         made, out = self.producer.get(atom) or (-1, 0)
         if made < start:
-            return _Read(atom, block)
-        by, j = divmod(made - start, period)
-        return _Read(atom, block, by, (j, out))
-
-    def _hoisted(self, different: set[int], reads: dict[_Place, list[_Read]]) -> set[int] | None:
-        """Returns the equations that differ between blocks and those that they depend on.
-
-        Returns None if one of these reads an output of another block.
-        """
-        operands = defaultdict(list)
-        for (j, _), of_blocks in reads.items():
-            operands[j].append(of_blocks)
-        found, todo = set(), list(different)
-        while todo:
-            j = todo.pop()
-            if j in found:
-                continue
-            found.add(j)
-            for of_blocks in operands[j]:
-                if any(each.block not in (None, each.reader) for each in of_blocks):
-                    return None
-                todo += [each.place[0] for each in of_blocks if each.block is not None]
-        return found
+            return None
+        block, j = divmod(made - start, period)
+        return block, (j, out)
 
     def _is_same(self, a: Any, b: Any) -> bool:
         """Whether two operands are the same value."""
         is_known = all(var in self.consts for var in variables([a, b]))
         return a is b or (is_known and same_array(*self.consts.read([a, b])))
 
-    def _outputs(self, start: int, period: int, n: int, hoisted: set[int]) -> dict[tuple[int, int], list[int]]:
-        """Maps the place of each output that is read after the last block to the blocks whose output is read."""
-        end, found = start + n * period, defaultdict(list)
-        for i in range(n):
-            for j in range(period):
-                for out, var in enumerate(self.eqns[start + i * period + j].outvars):
-                    if j not in hoisted and self.last_read.get(var, -1) >= end:
-                        found[j, out].append(i)
-        return dict(found)
+
+def _with_dependencies(different: Sequence[int], sources: Mapping[_Place, Sequence[Any]]) -> set[int] | None:
+    """Returns these equations of a block and those that they depend on; None if one reads an output of another block."""
+    found, todo = set[int](), [*different]
+    while todo:
+        j = todo.pop()
+        if j in found:
+            continue
+        found.add(j)
+        for i, source in (each for place, of in sources.items() if place[0] == j for each in enumerate(of)):
+            if source is not None:
+                block, (made, _) = source
+                if block != i:
+                    return None
+                todo.append(made)
+    return found
 
 
 def _no_value(literal: Any) -> None:
     del literal
-
-
-def _depth(of_blocks: Sequence[_Read]) -> int | None:
-    """Returns by how many blocks before the reader an operand is computed, at the same place of each: 0 by its own block.
-
-    The first blocks read initial values. Returns None for any other operand.
-    """
-    depth = next((i for i, each in enumerate(of_blocks) if each.block is not None), len(of_blocks))
-    place = of_blocks[-1].place
-    is_same = all(each.block == each.reader - depth and each.place == place for each in of_blocks[depth:])
-    return depth if depth < len(of_blocks) and is_same else None
 
 
 # --- computation -----------------------------------------------------------------------------------------------------
@@ -378,9 +322,9 @@ def _scan(blocks: _Blocks, eqns: Sequence[Any], env: Env) -> dict[Any, Any]:
     xs = [jnp.stack([value(atom) for atom in atoms]) for atoms in blocks.stacked]
     first = of_block(0)
     last = blocks.n - 1
-    only_last = [_Carry(place, 1) for place, read_of in blocks.outputs.items() if read_of == [last]]
-    zeros = {carry: jnp.zeros(var.aval.shape, var.aval.dtype) for carry in only_last for var in [_made(first, carry.place)]}
-    initial = {**zeros, **{carry: value(atom) for carry, atom in blocks.carries.items()}}
+    only_last = [place for place, read_of in blocks.outputs.items() if read_of == [last]]
+    zeros = {place: jnp.zeros(var.aval.shape, var.aval.dtype) for place in only_last for var in [_made(first, place)]}
+    initial = {**zeros, **{place: value(atom) for place, atom in blocks.carries.items()}}
     several = [place for place, read_of in blocks.outputs.items() if read_of != [last]]
 
     def body(values: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -399,12 +343,11 @@ def _scan(blocks: _Blocks, eqns: Sequence[Any], env: Env) -> dict[Any, Any]:
             outs = run(eqn, ins)
             within.update(zip(eqn.outvars, outs, strict=True))
             made.update({(j, out): value for out, value in enumerate(outs)})
-        after = [made[each.place] if each.depth == 1 else carry[_Carry(each.place, each.depth - 1)] for each in carry]
-        return after, [made[place] for place in several]
+        return [made[place] for place in carry], [made[place] for place in several]
 
     values, stacks = jax.lax.scan(body, list(initial.values()), xs, length=blocks.n)
     after = dict(zip(initial, values, strict=True))
-    found = {_made(of_block(last), each.place): after[each] for each in only_last}
+    found = {_made(of_block(last), place): after[place] for place in only_last}
     for place, stack in zip(several, stacks, strict=True):
         found.update({_made(of_block(i), place): stack[i] for i in blocks.outputs[place]})
     return {**found, **{var: known[var] for i in range(blocks.n) for j in blocks.hoisted for var in of_block(i)[j].outvars}}

@@ -19,7 +19,7 @@ all-reduce of one number if the operand is split. Cost of wide gradients: twice 
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -51,19 +51,10 @@ class WeightProducts(Rule):
     fp8: bool = False
     gradients: Any = None
     emulated: bool = False
+    uses: Any = None  # the `WeightUses` of one function
 
     def of(self, closed: Any) -> Rule | None:
-        return _WeightProductsOf(WeightUses(closed, self.n_weights), self.fp8, self.gradients, self.emulated)
-
-
-@dataclass(frozen=True)
-class _WeightProductsOf(Rule):
-    """The rule for one function."""
-
-    uses: WeightUses
-    fp8: bool
-    gradients: Any
-    emulated: bool
+        return replace(self, uses=WeightUses(closed, self.n_weights))
 
     def claims(self, eqn: Any) -> bool:
         return self._widens(eqn) or (self.fp8 and _is_for_fp8(eqn, self.uses))
@@ -85,33 +76,18 @@ class _WeightProductsOf(Rule):
         assert side is not None, "it is claimed"
         weight, store = gather_without_derivative(ins[side]) if widens else (plain(ins[side]), lambda gradient: gradient)
         values = [weight if i == side else plain(value) for i, value in enumerate(ins)]
-        weight_gradient = _WeightGradient(side, self.gradients if widens else weight.dtype, store)
+        dtype = self.gradients if widens else weight.dtype  # in which the weight's gradient is summed
         if eqn.primitive.name == "dot_general":
             in_fp8 = self.fp8 and _is_for_fp8(eqn, self.uses)
-            return _run_instead(eqn, _product(eqn, weight_gradient, in_fp8, self.emulated), values)
+            return _run_instead(eqn, _product(eqn, side, dtype, store, in_fp8=in_fp8, emulated=self.emulated), values)
         if eqn.primitive.name in SPREAD:  # the implicit broadcast, then the equation
             shape = eqn.outvars[0].aval.shape
-            values[side] = _linear(weight, lambda w: jnp.broadcast_to(w, shape), weight_gradient)(weight)
+            values[side] = _linear(weight, lambda w: jnp.broadcast_to(w, shape), dtype, store)(weight)
             return run(eqn, values)
-        return _run_instead(eqn, _linear(weight, lambda *values: run(eqn, values)[0], weight_gradient), values)
+        return _run_instead(eqn, _linear(weight, lambda *values: run(eqn, values)[0], dtype, store), values)
 
 
 _SUMMED = ("dot_general", "gather", "broadcast_in_dim", *SPREAD)
-
-
-class _WeightGradient(NamedTuple):
-    """How to compute the gradient of an equation's weight.
-
-    **Arguments:**
-
-    - `side`: which operand is the weight.
-    - `dtype`: the dtype in which its gradient is summed.
-    - `store`: reshards its gradient to the weight's storage sharding.
-    """
-
-    side: int
-    dtype: Any
-    store: Callable[[Array], Array]
 
 
 def _is_for_fp8(eqn: Any, uses: WeightUses) -> bool:
@@ -193,31 +169,28 @@ def _scaled(x: Array, dtype: Any) -> _Scaled:
     return _Scaled((x * scale).astype(dtype), 1 / scale)
 
 
-class _Dot(NamedTuple):
-    """How to multiply operands. The fields are arguments of `dot_general`, and `emulated` is that of the rule."""
-
-    dims: Any
-    precision: Any
-    dtype: Any
-    emulated: bool
-
-    def __call__(self, lhs: _Scaled, rhs: _Scaled) -> Array:
-        # Scaled products could overflow in float16.
-        wide = jnp.float32 if self.emulated or (lhs.unscale is not None and self.dtype == jnp.float16) else self.dtype
-        left, right = (x.values.astype(wide) if self.emulated else x.values for x in (lhs, rhs))
-        out = jax.lax.dot_general(left, right, self.dims, self.precision, wide)
-        if lhs.unscale is not None and rhs.unscale is not None:
-            out = out * (lhs.unscale * rhs.unscale).astype(out.dtype)
-        return out if self.dtype is None else out.astype(self.dtype)
+def _multiply(lhs: _Scaled, rhs: _Scaled, dims: Any, precision: Any, dtype: Any, *, emulated: bool) -> Array:
+    """Returns the product in a dtype; the arguments are those of `dot_general`, and `emulated` is that of the rule."""
+    # Scaled products could overflow in float16.
+    wide = jnp.float32 if emulated or (lhs.unscale is not None and dtype == jnp.float16) else dtype
+    left, right = (x.values.astype(wide) if emulated else x.values for x in (lhs, rhs))
+    out = jax.lax.dot_general(left, right, dims, precision, wide)
+    if lhs.unscale is not None and rhs.unscale is not None:
+        out = out * (lhs.unscale * rhs.unscale).astype(out.dtype)
+    return out if dtype is None else out.astype(dtype)
 
 
-def _product(eqn: Any, weight_gradient: _WeightGradient, in_fp8: bool, emulated: bool) -> Callable[..., Array]:
-    """Returns the product of an equation as a function with a custom derivative."""
-    dims, given = eqn.params["dimension_numbers"], eqn.params["precision"]
-    out = eqn.outvars[0].aval
-    avals, related = [var.aval for var in eqn.invars], Related(eqn)
+def _product(eqn: Any, side: int, dtype: Any, store: Callable[[Array], Array], *, in_fp8: bool, emulated: bool) -> Any:
+    """Returns the product of an equation as a function with a custom derivative.
+
+    **Arguments:**
+
+    - `side`: which operand is the weight.
+    - `dtype`, `store`: the dtype in which the weight's gradient is summed, and what reshards it to the storage sharding.
+    """
+    out_dtype, avals, related = eqn.outvars[0].aval.dtype, [var.aval for var in eqn.invars], Related(eqn)
     # The backward pass must not use cuBLAS's less precise sums in fp8 (XLA's `use_fast_accum`).
-    precision = jax.lax.Precision.HIGHEST if in_fp8 else given
+    precision = jax.lax.Precision.HIGHEST if in_fp8 else eqn.params["precision"]
 
     @jax.custom_vjp
     def product(lhs: Array, rhs: Array) -> Array:
@@ -227,48 +200,44 @@ def _product(eqn: Any, weight_gradient: _WeightGradient, in_fp8: bool, emulated:
         if not in_fp8:
             return run(eqn, [lhs, rhs])[0], (_Scaled(lhs), _Scaled(rhs))
         operands = _scaled(lhs, _E4M3), _scaled(rhs, _E4M3)
-        return _Dot(dims, None, out.dtype, emulated)(*operands), operands
+        return _multiply(*operands, eqn.params["dimension_numbers"], None, out_dtype, emulated=emulated), operands
 
     def backward(operands: Any, g: Array) -> Any:
         g_scaled = _scaled(g, _E5M2) if in_fp8 else _Scaled(g)
         grads = []
         for i, (aval, other) in enumerate(zip(avals, reversed(operands), strict=True)):
-            is_weight = i == weight_gradient.side
             own = aval.dtype if in_fp8 else eqn.params["preferred_element_type"]
-            dtype = weight_gradient.dtype if is_weight else own
-            dot = _Dot(dims, precision, dtype, emulated and (in_fp8 or dtype != aval.dtype))
-            grad = _gradient(g_scaled, other, i, related, dot)
-            grads.append((weight_gradient.store(grad) if is_weight else grad).astype(aval.dtype))
+            summed_in = dtype if i == side else own
+            dims, order = _gradient_dims(related, i)
+            is_emulated = emulated and (in_fp8 or summed_in != aval.dtype)
+            grad = _multiply(g_scaled, other, dims, precision, summed_in, emulated=is_emulated)
+            grad = jax.lax.transpose(grad, order)
+            grads.append((store(grad) if i == side else grad).astype(aval.dtype))
         return tuple(grads)
 
     product.defvjp(forward, backward)
     return product
 
 
-def _gradient(g: _Scaled, other: _Scaled, side: int, related: Related, dot: _Dot) -> Array:
-    """Computes the gradient of one operand of a product: the output's gradient times the other operand.
-
-    **Arguments:**
-
-    - `side`, `related`: the index of the operand, and the dims of the product.
-    - `dot`: how to compute it; its dims are replaced.
-    """
+def _gradient_dims(related: Related, side: int) -> tuple[Any, list[int]]:
+    """Returns how to multiply a product's output gradient and one operand to the gradient of the other, operand `side`:
+    the dimension numbers of the product, and the order of its dims."""
     of_g, of_other, own = related.outs[0], related.ins[1 - side], related.ins[side]
     contracted = [dim for dim in of_other if dim not in own]
     batched = [dim for dim in of_g if dim in own and dim in of_other]
     dims = tuple(tuple([of.index(dim) for dim in each] for of in (of_g, of_other)) for each in (contracted, batched))
     kept = [dim for of in (of_g, of_other) for dim in of if dim not in (*contracted, *batched)]
-    grad = dot._replace(dims=dims)(g, other)
-    return jax.lax.transpose(grad, [[*batched, *kept].index(dim) for dim in own])
+    return dims, [[*batched, *kept].index(dim) for dim in own]
 
 
-def _linear(aval: Any, linear: Callable[..., Array], weight_gradient: _WeightGradient) -> Callable[..., Array]:
+def _linear(aval: Any, linear: Callable[..., Array], dtype: Any, store: Callable[[Array], Array]) -> Callable[..., Array]:
     """Returns a function that is linear in a weight, its first argument, with a custom derivative.
 
     **Arguments:**
 
     - `aval`: has the weight's shape and dtype.
     - `linear`: the function: a gather from the weight, or a broadcast of it.
+    - `dtype`, `store`: as for `_product`.
     """
 
     @jax.custom_vjp
@@ -279,9 +248,9 @@ def _linear(aval: Any, linear: Callable[..., Array], weight_gradient: _WeightGra
         return fn(weight, *rest), rest
 
     def backward(rest: Any, g: Array) -> Any:
-        wide = jax.ShapeDtypeStruct(aval.shape, weight_gradient.dtype)
-        (grad,) = jax.linear_transpose(lambda weight: linear(weight, *rest), wide)(g.astype(weight_gradient.dtype))
-        return (weight_gradient.store(grad).astype(aval.dtype), *[None] * len(rest))
+        wide = jax.ShapeDtypeStruct(aval.shape, dtype)
+        (grad,) = jax.linear_transpose(lambda weight: linear(weight, *rest), wide)(g.astype(dtype))
+        return (store(grad).astype(aval.dtype), *[None] * len(rest))
 
     fn.defvjp(forward, backward)
     return fn
