@@ -51,7 +51,7 @@ def make_deployer(n_model_shards=8, n_fsdp_shards=1, **kwargs):
 
 
 def prefetch_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "redeqx-prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("redeqx-prefetch")]
 
 
 # --- one output per example -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Owns which rows are read when. `_examples` chooses the examples of a step, `_col
 places it, `_workers` collates several batches at once, and `_prefetch` is the thread.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from ._collate import check_leading_dims, collate, n_tokens, read
 from ._examples import Slice
 from ._prefetch import Prefetch
 from ._rows import BatchSize, Group, local_rows, place_batch
-from ._workers import CollatePool, drawn_ahead
+from ._workers import CollatePool
 
 
 @dataclass(frozen=True)
@@ -80,30 +81,29 @@ def batches(
     """
     known = use if isinstance(use, RowUse) else UNKNOWN
 
-    def read_step(i: int, step: Slice) -> "_Step":
-        cut = cut_of(i, step)
-        rows = local_rows(cut, mesh)
-        examples = read(step.examples, rows, step.places)
-        return _Step(i, step, cut, rows, [step.places[row] for row in rows], examples, pool.start(examples))
-
     def cut_of(i: int, step: Slice) -> tuple[Group, ...]:
         if i == 0 and step.n_last is not None:  # so that a remainder that cannot be cut is an error now, not after an epoch
             size.cut(step.n_last, known, mesh)
         return size.cut(len(step.examples), known, mesh)
 
+    def begun(i: int, step: Slice) -> "_Step":
+        rows = local_rows(cut_of(i, step), mesh)
+        examples = read(step.examples, rows, step.places)
+        return _Step(i, step, rows, [step.places[row] for row in rows], examples, pool.start(examples))
+
     def collated(given: "_Step") -> PyTree:
-        batch = collate(lambda _: given.collated(), given.examples, given.places)
+        batch = given.batch()
         if check is not None:
             check(given.i, batch, len(given.step.examples))
         return batch
 
     def prepared(given: "_Step", batch: PyTree) -> Batch:
-        n_rows, rows = len(given.step.examples), size.micro_batch_for(known, mesh)
+        cut, n_rows, rows = cut_of(given.i, given.step), len(given.step.examples), size.micro_batch_for(known, mesh)
         # A remainder of full micro-batches runs in the program of a full step, unless the repeated rows would count.
-        is_full = len(given.cut) == 1 and given.cut[0].rows == rows and known.kind != "after"
+        is_full = len(cut) == 1 and cut[0].rows == rows and known.kind != "after"
         tokens = n_tokens(batch)  # of this process's rows; the rows of other processes have the same length
         return Batch(
-            place_batch(batch, given.cut, mesh, given.rows, size.examples // rows if is_full else 0),
+            place_batch(batch, cut, mesh, given.rows, size.examples // rows if is_full else 0),
             n_rows,
             None if tokens is None else tokens * n_rows // len(given.rows),
             given.step.position,
@@ -115,19 +115,16 @@ def batches(
     def every() -> Iterator[Any]:  # with `map`, StopIteration in a collate_fn would end the pass
         n, numbered = 0, enumerate(steps)
         if not isinstance(use, RowUse) and (first := next(numbered, None)) is not None:
-            given = read_step(*first)
+            given = begun(*first)
             batch = collated(given)
             check_leading_dims(batch, len(given.examples), lambda: pool.start(given.examples[:1])())
             yield with_rows(batch, len(first[1].examples))  # `known` is set before this continues
-            cut = cut_of(*first)
-            if np.array_equal(local_rows(cut, mesh), given.rows):
-                given = given._replace(cut=cut)
-            else:  # this process needs other rows
-                given = read_step(*first)
-                batch = collate(lambda _: given.collated(), given.examples, given.places)
+            if not np.array_equal(local_rows(cut_of(*first), mesh), given.rows):  # this process needs other rows
+                given = begun(*first)
+                batch = given.batch()
             yield prepared(given, batch)
             n += 1
-        for given in drawn_ahead((read_step(i, step) for i, step in numbered), pool.n):
+        for given in _drawn_ahead((begun(i, step) for i, step in numbered), pool.n):
             yield prepared(given, collated(given))
             n += 1
         if check is not None and checks_end:
@@ -149,8 +146,27 @@ class _Step(NamedTuple):
 
     i: int
     step: Slice
-    cut: tuple[Group, ...]
     rows: np.ndarray
     places: Sequence[int]
     examples: list[Any]
     collated: Callable[[], PyTree]
+
+    def batch(self) -> PyTree:
+        """Returns the checked batch."""
+        return collate(lambda _: self.collated(), self.examples, self.places)
+
+
+def _drawn_ahead(items: Iterable[Any], n: int) -> Iterator[Any]:
+    """Yields the same items, with up to `n` drawn ahead. An exception from drawing is raised after the items before it."""
+    drawn: deque[Any] = deque()
+    error = None
+    try:
+        for item in items:
+            drawn.append(item)
+            if len(drawn) > n:
+                yield drawn.popleft()
+    except Exception as raised:
+        error = raised
+    yield from drawn
+    if error is not None:
+        raise error

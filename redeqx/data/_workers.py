@@ -15,8 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process, resource_tracker
@@ -113,25 +112,6 @@ class CollatePool:
 
     def __exit__(self, kind: Any, error: BaseException | None, frames: TracebackType | None) -> None:
         self.close()
-
-
-def drawn_ahead(items: Iterator[Any], n: int) -> Iterator[Any]:
-    """Yields the same items, with up to `n` drawn ahead. An exception from drawing is raised after the items before it."""
-    drawn: deque[Any] = deque()
-    error: Exception | None = None
-    while True:
-        while error is None and len(drawn) <= n:
-            try:
-                drawn.append(next(items))
-            except Exception as raised:  # including StopIteration
-                error = raised
-        if drawn:
-            yield drawn.popleft()
-        elif isinstance(error, StopIteration):
-            return
-        else:
-            assert error is not None
-            raise error
 
 
 # --- processes -------------------------------------------------------------------------------------------------------

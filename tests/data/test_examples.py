@@ -549,7 +549,7 @@ def test_invalid_examples_raise(examples):
 
 
 def prefetch_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "redeqx-prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("redeqx-prefetch")]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 50])

@@ -183,7 +183,7 @@ def test_collate_fn_output_is_checked(collate_fn, error, expected):
 
 
 def prefetch_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "redeqx-prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("redeqx-prefetch")]
 
 
 @pytest.mark.parametrize("how", ["loss_fn", "collate_fn", "eval_metric_fn"])
