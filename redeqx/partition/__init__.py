@@ -23,4 +23,4 @@ from ._plan import (
     make_plan as make_plan,
     mark_read as mark_read,
 )
-from ._search import Order as Order, order as order
+from ._search import order as order

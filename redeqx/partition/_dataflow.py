@@ -40,7 +40,7 @@ def followed(trace: Trace, n_shards: int, dims: Mapping[str, int | None] = Mappi
     - `n_shards`: size of the model axis.
     - `dims`: the dim of each leaf that the model axis splits, by name. All others are replicated.
     """
-    return follow(trace, n_shards, decided={i: Split(dims.get(name), "") for i, name in enumerate(trace.names)})
+    return follow(trace, n_shards, splits={name: Split(dims.get(name), "") for name in trace.names})
 
 
 def parts_taken(closed: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[int, tuple[Any, int]]:
@@ -61,8 +61,8 @@ _related: WeakKeyDictionary[Any, Callable[[Any], Related]] = WeakKeyDictionary()
 def follow(trace: Trace, n_shards: int, **kwargs: Any) -> Pass:
     """Follows a traced function. All inputs after the leaves count as data, except PRNG keys."""
     related = _related.setdefault(trace.closed.jaxpr, cache(Related))
-    run = Pass(trace.names, trace.leaves, n_shards, _follow, related, **kwargs)
-    ins = [Flow(views=(View(i, tuple(range(len(leaf.shape)))),), grad=True) for i, leaf in enumerate(run.leaves)]
+    run = Pass(dict(zip(trace.names, trace.leaves, strict=True)), n_shards, _follow, related, **kwargs)
+    ins = [Flow(views=(View(name, tuple(range(len(leaf.shape)))),), grad=True) for name, leaf in run.leaves.items()]
     rest = trace.closed.jaxpr.invars[len(ins) :]
     ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
     run.evaluate(trace.closed, ins)
@@ -243,9 +243,9 @@ def _loop(run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow],
     start = run.snapshot()
     if any(run.is_open(flow) for flow in carry):  # parameters in the carry: the first iteration decides their splits
         run.evaluate(closed, [*consts, *carry, *slices])
-        decided = {view.leaf for flow in carry for view in flow.views} & run.decided.keys()
-        start.decided |= {leaf: run.decided[leaf] for leaf in decided}
-        start.options |= {leaf: run.options[leaf] for leaf in decided & run.options.keys()}
+        leaves = [view.leaf for flow in carry for view in flow.views]
+        start.splits |= {leaf: run.splits[leaf] for leaf in leaves if leaf in run.splits}
+        start.options |= {leaf: run.options[leaf] for leaf in leaves if leaf in run.options}
         run.restore(start)
     carried = [Flow(*run.split(flow), data=flow.data, grad=flow.grad) for flow in carry]
     outs, returned = _iterate(run, closed, consts, carried, slices)

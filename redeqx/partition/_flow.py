@@ -9,14 +9,14 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from ..dims import Related
 from ..tracing import Env
 from ._rules import Split, follow
-from ._values import Flow, Use, View
+from ._values import Flow, View
 
 # The cost of a plan is the number of bytes that a device sends in a step. This table has the cost of a collective over a
 # ring of n devices, for each byte of the full array. An all-gather in the forward pass is a reduce-scatter in the backward
@@ -35,6 +35,14 @@ _FLOPS_PER_BYTE = 1000  # FLOPs in the time of sending one byte, roughly, from p
 _PRODUCTS_PER_STEP = 3  # matmuls in a step for each one of the loss: one forward, two backward
 
 
+class Use(NamedTuple):
+    """A product of data and a view of a leaf, with the leaf's dims that are its outputs, and those that it contracts."""
+
+    eqn: Any
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
 @dataclass
 class Pass:
     """One pass over the loss, from its first equation to its last.
@@ -44,7 +52,7 @@ class Pass:
     - `follow`: a function from an equation and the flows of its inputs to the flows of its outputs.
     - `related`: a function from an equation to how it relates dims.
     - `forced`: the dim to split of some leaves, which overrides the rules.
-    - `decided`: the split of each leaf that was used with data, with the reason.
+    - `splits`: the split of each leaf that was used with data, with the reason.
     - `options`: the dims along which a leaf could be split instead.
     - `candidates`: leaves to try with other splits, since theirs caused more collectives than the rules need, in the order
         of the loss.
@@ -64,22 +72,21 @@ class Pass:
     - `resharded`: equations that take equal parts of a split dim of their operand, by id, with the dim.
     """
 
-    names: Sequence[str]
-    leaves: Sequence[jax.ShapeDtypeStruct]
+    leaves: Mapping[str, jax.ShapeDtypeStruct]
     n: int
     follow: Callable[["Pass", Any, list[Flow]], list[Flow]]
     related: Callable[[Any], Related]
-    forced: Mapping[int, int | None] = field(default_factory=dict)
-    decided: dict[int, Split] = field(default_factory=dict)
-    options: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    stacked: dict[int, int] = field(default_factory=dict)
-    candidates: dict[int, None] = field(default_factory=dict)
-    gathered: set[int] = field(default_factory=set)
-    recurrent: set[int] = field(default_factory=set)
-    sliced: set[int] = field(default_factory=set)
-    follows: Mapping[int, tuple[int, Sequence[int | None]]] = field(default_factory=dict)
-    uses: dict[tuple[int, int], Use] = field(default_factory=dict)
-    looked_up: set[int] = field(default_factory=set)
+    forced: Mapping[str, int | None] = field(default_factory=dict)
+    splits: dict[str, Split] = field(default_factory=dict)
+    options: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    stacked: dict[str, int] = field(default_factory=dict)
+    candidates: dict[str, None] = field(default_factory=dict)
+    gathered: set[str] = field(default_factory=set)
+    recurrent: set[str] = field(default_factory=set)
+    sliced: set[str] = field(default_factory=set)
+    follows: Mapping[str, tuple[str, Sequence[int | None]]] = field(default_factory=dict)
+    uses: dict[tuple[str, int], Use] = field(default_factory=dict)
+    looked_up: set[str] = field(default_factory=set)
     resharded: dict[int, tuple[Any, int]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
@@ -105,8 +112,8 @@ class Pass:
         A loop is followed several times, with different splits of its carry, and so are the loops inside it. Without
         memoization the time would be exponential in the depth.
         """
-        decided, stacked = frozenset(self.decided.items()), frozenset(self.stacked.items())
-        key = (id(closed.jaxpr), *map(tuple, flows), decided, tuple(self.candidates), stacked, self.n_iterations)
+        splits, stacked = frozenset(self.splits.items()), frozenset(self.stacked.items())
+        key = (id(closed.jaxpr), *map(tuple, flows), splits, tuple(self.candidates), stacked, self.n_iterations)
         key += tuple(map(id, self.calls))
         if key in self.memo:
             outs, found, cost = self.memo[key]
@@ -143,22 +150,22 @@ class Pass:
 
     # --- the state of a value ------------------------------------------------------------------------------------------
 
-    def split(self, flow: Flow) -> tuple[int | None, int | None]:
+    def split(self, flow: Flow) -> tuple[int | None, str | None]:
         """Returns the dim that is split, and the leaf that caused it."""
         if not flow.views:
             return flow.dim, flow.cause
         for view in flow.views:
-            split = self.decided.get(view.leaf)
+            split = self.splits.get(view.leaf)
             if split is not None and split.dim is not None and split.dim in view.dims:
                 return view.dims.index(split.dim), view.leaf
         return None, None
 
     def is_open(self, flow: Flow) -> bool:
         """Whether the value is a view of a parameter whose split is not decided yet."""
-        return any(view.leaf not in self.decided for view in flow.views)
+        return any(view.leaf not in self.splits for view in flow.views)
 
-    def name(self, leaf: int | None) -> str:
-        return "" if leaf is None else f"`{self.names[leaf].removesuffix('.weight')}`"
+    def name(self, leaf: str | None) -> str:
+        return "" if leaf is None else f"`{leaf.removesuffix('.weight')}`"
 
     # --- costs and decisions -------------------------------------------------------------------------------------------
 
@@ -172,30 +179,30 @@ class Pass:
 
     def add_replicated_leaves(self) -> None:
         """Adds the cost of the replicated leaves."""
-        for i, split in self.decided.items():
+        for name, split in self.splits.items():
             if split.dim is None:
-                leaf = self.leaves[i]
+                leaf = self.leaves[name]
                 self.cost += (1 - 1 / self.n) * _REPLICATED_COST * math.prod(leaf.shape) * leaf.dtype.itemsize
 
-    def reconsider(self, *leaves: int | None) -> None:
+    def reconsider(self, *leaves: str | None) -> None:
         self.candidates.update(dict.fromkeys(leaf for leaf in leaves if leaf is not None))
 
     def decide(self, flow: Flow, dim: int | None, reason: str) -> None:
         """Decides the split of each undecided parameter that the value is a view of: along dim `dim` of the value."""
         for view in flow.views:
-            if view.leaf not in self.decided:
-                self.decided[view.leaf] = Split(None if dim is None else view.dims[dim], reason)
+            if view.leaf not in self.splits:
+                self.splits[view.leaf] = Split(None if dim is None else view.dims[dim], reason)
 
-    def decide_as_declared(self, flow: Flow, leaf: int) -> None:
+    def decide_as_declared(self, flow: Flow, leaf: str) -> None:
         weight_leaf, dims = self.follows[leaf]
-        n_stacked, weight = len(self.leaves[leaf].shape) - len(dims), self.decided[weight_leaf]
+        n_stacked, weight = len(self.leaves[leaf].shape) - len(dims), self.splits[weight_leaf]
         split = follow(weight if weight.dim is None else replace(weight, dim=weight.dim - n_stacked), dims)
         dim = None if split.dim is None else split.dim + n_stacked
         self.decide(flow, None if dim is None else flow.views[0].dims.index(dim), split.reason)
 
     def choose(self, flow: Flow, shape: Sequence[int], dims: Sequence[int]) -> int | None:
         """Returns the first of these dims along which an undecided parameter can be split, or the forced one, else None."""
-        view = next(view for view in flow.views if view.leaf not in self.decided)
+        view = next(view for view in flow.views if view.leaf not in self.splits)
         possible = [i for i in dims if shape[i] and shape[i] % self.n == 0 and self.divides(view, i)]
         self.options[view.leaf] = tuple(dim for i in possible if (dim := view.dims[i]) is not None)
         if view.leaf in self.forced:
@@ -211,6 +218,20 @@ class Pass:
         """Whether the leaf can be split along dim `dim` of the view, which may be only a part of a dim of the leaf."""
         leaf_dim = view.dims[dim]
         return leaf_dim is not None and self.leaves[view.leaf].shape[leaf_dim] % self.n == 0
+
+    def dims_of_leaf(self, view: View, shape: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
+        """Returns the dims of the leaf that make up these dims of a view, which may have merged several."""
+        leaf, found = self.leaves[view.leaf].shape, []
+        for i in dims:
+            if (dim := view.dims[i]) is None:
+                continue
+            found.append(dim)
+            size = leaf[dim]
+            while size < shape[i] and dim + 1 < len(leaf):
+                dim += 1
+                found.append(dim)
+                size *= leaf[dim]
+        return tuple(sorted(found))
 
     def is_forced(self, flow: Flow) -> bool:
         return any(view.leaf in self.forced for view in flow.views)
@@ -300,7 +321,7 @@ class Pass:
         tail = next((ins[i].tail for i in full if splits[i][0] == dim is not None), None)
         return [Flow(dim=dim, cause=cause, broadcast=alike, tail=tail) for _ in eqn.outvars]
 
-    def decide_elementwise(self, eqn: Any, flow: Flow, shape: Sequence[int], dim: int | None, cause: int | None) -> None:
+    def decide_elementwise(self, eqn: Any, flow: Flow, shape: Sequence[int], dim: int | None, cause: str | None) -> None:
         """Decides the split of a parameter that is combined elementwise with data, such as a bias or a scale."""
         with_ = "added to" if eqn.primitive.name in ("add", "add_any", "sub") else "combined elementwise with"
         if dim is None:
@@ -330,9 +351,12 @@ class Pass:
         ]
         for side, weight in enumerate(ins):
             if ins[1 - side].data and not weight.data:
-                batched = frozenset(outs[side].keys() & partners[side].keys())
-                sizes = (eqn.invars[side].aval.shape, frozenset(summed[side]), batched)
-                self.uses.update({(view.leaf, id(eqn)): Use(eqn, view, *sizes) for view in weight.views})
+                own = [dim for dim in outs[side] if dim not in partners[side]]
+                for view in weight.views:
+                    outputs, inputs = (
+                        self.dims_of_leaf(view, eqn.invars[side].aval.shape, dims) for dims in (own, summed[side])
+                    )
+                    self.uses[view.leaf, id(eqn)] = Use(eqn, outputs, inputs)
         for side in (1, 0):  # in most matmuls the second operand is the weight; if both are weights, it is decided first
             if self.is_open(ins[side]):
                 self.decide_weight(eqn, ins, side, partners[1 - side], summed[side], outs[side])
@@ -381,7 +405,7 @@ class Pass:
         weight, data, shape = ins[side], ins[1 - side], eqn.invars[side].aval.shape
         if not data.data:
             return  # the result of a product of parameters only is no activation
-        if (leaf := weight.views[0].leaf) in self.follows and self.follows[leaf][0] in self.decided:
+        if (leaf := weight.views[0].leaf) in self.follows and self.follows[leaf][0] in self.splits:
             self.decide_as_declared(weight, leaf)
             return
         free = [dim for dim in outs if dim not in partners.values()]

@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 from .._tree import is_array_like, named_leaves, render
 from ..tracing import Trace, WeightUses
 from ._dataflow import followed
+from ._flow import Use
 from ._layers import _CONVS, _LAYERS, NORMS, _n_stacked, _within
-from ._values import Use
 
 KINDS = ("matrix", "head", "embedding", "convolution", "bias", "norm", "other")
 
@@ -126,31 +126,18 @@ def _by_loss(trace: Trace) -> Mapping[str, Kind]:
     """Returns the kind of each leaf whose rows a traced loss looks up, or that it multiplies with data."""
     weights = WeightUses(trace.closed, len(trace.leaves))
     run = followed(trace, 1)  # no leaf is split: all of its views are followed
-    of_leaf: dict[int, list[Use]] = {}
-    for use in run.uses.values():
-        of_leaf.setdefault(use.view.leaf, []).append(use)
-    kinds = {trace.names[i]: _of_products(found, trace.leaves[i].shape, weights) for i, found in of_leaf.items()}
-    return kinds | {trace.names[i]: Kind("embedding") for i in run.looked_up}
+    of_leaf: dict[str, list[Use]] = {}
+    for (leaf, _), use in run.uses.items():
+        of_leaf.setdefault(leaf, []).append(use)
+    return {leaf: _of_products(uses, weights) for leaf, uses in of_leaf.items()} | dict.fromkeys(
+        run.looked_up, Kind("embedding")
+    )
 
 
-def _of_products(found: Sequence[Use], shape: Sequence[int], weights: WeightUses) -> Kind:
-    if any(use.eqn.primitive.name != "dot_general" for use in found):
+def _of_products(uses: Sequence[Use], weights: WeightUses) -> Kind:
+    if any(use.eqn.primitive.name != "dot_general" for use in uses):
         return Kind("convolution")
-    outputs, inputs = _dims(found[0], shape)
+    outputs, inputs = uses[0].outputs, uses[0].inputs
     if not outputs or not inputs:
         return OTHER  # a vector: it scales or sums its input
-    return Kind("head" if all(weights.is_last(use.eqn) for use in found) else "matrix", outputs, inputs)
-
-
-def _dims(use: Use, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the dims of a leaf that are a product's outputs, and those that are its inputs."""
-    outputs, inputs = [], []
-    for i, leaf_dim in enumerate(use.view.dims):
-        if leaf_dim is None or i in use.batched:
-            continue
-        dims, size = [leaf_dim], shape[leaf_dim]
-        while size < use.shape[i] and dims[-1] + 1 < len(shape):  # dims that the view has merged
-            dims.append(dims[-1] + 1)
-            size *= shape[dims[-1]]
-        (inputs if i in use.summed else outputs).extend(dims)
-    return tuple(sorted(outputs)), tuple(sorted(inputs))
+    return Kind("head" if all(weights.is_last(use.eqn) for use in uses) else "matrix", outputs, inputs)

@@ -28,7 +28,8 @@ from ._draw import Picture, draw
 from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
 from ._overrides import Overrides, specs_of
-from ._search import Order, order
+from ._flow import Pass
+from ._search import order
 
 # The fsdp axis does not split leaves with fewer elements: the latency of gathering one would outweigh the memory saved.
 MIN_FSDP_SIZE = 2**12
@@ -331,7 +332,7 @@ def _n_replicated(splits: Mapping[str, _rules.Split], sizes: Mapping[str, int]) 
 
 
 def _reorder(
-    splits: dict[str, _rules.Split], stacked: dict[str, int], found: Order, sizes: Mapping[str, int], max_replicated: int
+    splits: dict[str, _rules.Split], stacked: dict[str, int], found: Pass, sizes: Mapping[str, int], max_replicated: int
 ) -> set[str]:
     """Replaces the splits of the field-order traversal by those of the dataflow analysis.
 

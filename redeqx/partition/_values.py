@@ -11,11 +11,11 @@ class View:
 
     **Arguments:**
 
-    - `leaf`: the index of the parameter among the leaves.
+    - `leaf`: the name of the parameter.
     - `dims`: for each dim of the value, the dim of the leaf that is split if this dim is split; None where there is none.
     """
 
-    leaf: int
+    leaf: str
     dims: tuple[int | None, ...]
 
     def of(self, source: Sequence[int | None]) -> "View":
@@ -40,7 +40,7 @@ class Flow:
     """
 
     dim: int | None = None
-    cause: int | None = None
+    cause: str | None = None
     views: tuple[View, ...] = ()
     broadcast: frozenset[int] = frozenset()
     data: bool = False
@@ -60,21 +60,3 @@ class Flow:
         if not dims:  # shared: a sum of many parameters has as many views, and copying them at each addition is quadratic
             return self.views
         return tuple(view.of([None if i in dims else i for i in range(len(view.dims))]) for view in self.views)
-
-
-@dataclass(frozen=True)
-class Use:
-    """A product of data and a view of a leaf.
-
-    **Arguments:**
-
-    - `shape`: the shape of the view.
-    - `summed`: the view's dims over which the product sums.
-    - `batched`: the view's batch dims, which the data has too.
-    """
-
-    eqn: Any
-    view: View
-    shape: tuple[int, ...]
-    summed: frozenset[int]
-    batched: frozenset[int]

@@ -48,7 +48,7 @@ def test_unsupported_equations_are_counted_and_replicated(monkeypatch):
     monkeypatch.setattr(Related, "places", unknown)
     w = jnp.ones((8, 8))
     found = order(Trace.of(lambda ws, x: jnp.sum(x @ ws[0] @ ws[1]), [w, w], jnp.ones((2, 8))), 4)
-    assert found.errors == {"dot_general: KeyError": 2}
+    assert [*found.errors.values()] == ["dot_general: KeyError"] * 2
     assert {name: split.dim for name, split in found.splits.items()} == {"0": None, "1": None}
 
 
