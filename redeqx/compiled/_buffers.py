@@ -31,19 +31,13 @@ _LIBRARY_CALL = re.compile(r'custom_call_target="__cu(blas|dnn)\$')
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array in a device's memory.
+    """An array in a device's memory."""
 
-    **Arguments:**
-
-    - `bytes`: its size, with the padding of its layout.
-    - `op_name`, `source`: the JAX operation that creates it, and its Python source lines, innermost first.
-    """
-
-    bytes: int
+    bytes: int  # with the padding of its layout
     dtype: str
     shape: tuple[int, ...]
-    op_name: str
-    source: tuple[str, ...]
+    op_name: str  # the JAX operation that creates it
+    source: tuple[str, ...]  # its Python source lines, innermost first
 
 
 def temporaries(module: Module) -> list[Buffer]:
@@ -70,26 +64,15 @@ _Value = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class _Peak:
-    """The memory peak of a computation, without its arguments.
-
-    **Arguments:**
-
-    - `bytes`, `buffers`: the total size at the peak, and the arrays.
-    - `writers`: for each argument that the computation updates, the operation that computes the update.
-    """
+    """The memory peak of a computation, without its arguments."""
 
     bytes: int = 0
     buffers: tuple[Buffer, ...] = ()
-    writers: Mapping[int, Instruction] = field(default_factory=dict)
+    writers: Mapping[int, Instruction] = field(default_factory=dict)  # what updates an argument, by its index
 
 
 def _simulate(lines: Sequence[Instruction], peak_of: Callable[[str], _Peak], donated_outputs: set[int]) -> _Peak:
-    """Returns the peak of a computation.
-
-    **Arguments:**
-
-    - `peak_of`: takes the name of another computation, and returns its peak.
-    """
+    """Returns the peak of a computation. `peak_of` returns that of another one, by its name."""
     buffers: list[Buffer] = []
     writers: dict[int, Instruction] = {}
     values: dict[Instruction, _Value] = {}

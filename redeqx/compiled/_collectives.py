@@ -33,29 +33,19 @@ _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 class Collective:
     """One array that a collective moves. A collective that XLA combined from several moves several arrays.
 
-    **Arguments:**
-
-    - `kind`: `"all-reduce"`, `"all-gather"`, ..., without `-start`.
-    - `shape`, `dtype`, `bytes`: those of the unsharded array (see above).
-    - `group`: the devices of the first group. The other groups have the same form.
-    - `n_executions`: the number of executions in a step: the product of the trip counts of the enclosing loops.
-    - `exact`: whether `n_executions` is exact. False inside a loop of unknown trip count (counted once) or a conditional
-        (each branch is counted).
-    - `op_name`: the JAX operation that needs it, `jit(step)/transpose(jvp())/while/body/...`. May be empty.
-    - `instruction`: the HLO name, the same for all arrays of a combined collective.
-    - `source`: its Python source lines, `file.py:12`, innermost first.
+    `shape`, `dtype` and `bytes` are those of the unsharded array (see above).
     """
 
-    kind: str
+    kind: str  # "all-reduce", "all-gather", ..., without "-start"
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-    group: tuple[int, ...]
-    n_executions: int
-    exact: bool = True
-    op_name: str = ""
-    instruction: str = ""
-    source: tuple[str, ...] = ()
+    group: tuple[int, ...]  # the devices of the first group; the other groups have the same form
+    n_executions: int  # in a step: the product of the trip counts of the enclosing loops
+    exact: bool = True  # not in a loop of unknown trip count (counted once) or a conditional (each branch is counted)
+    op_name: str = ""  # the JAX operation that needs it, `jit(step)/transpose(jvp())/while/body/...`
+    instruction: str = ""  # the HLO name, the same for all arrays of a combined collective
+    source: tuple[str, ...] = ()  # its Python source lines, `file.py:12`, innermost first
 
     @property
     def group_size(self) -> int:

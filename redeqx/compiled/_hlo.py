@@ -154,20 +154,12 @@ class Instruction:
 
 @dataclass(eq=False)
 class Module:
-    """A parsed HLO module.
+    """A parsed HLO module."""
 
-    **Arguments:**
-
-    - `head`: the first line of the text.
-    - `frames`: the source lines of each stack frame, innermost first.
-    - `computations`: the instructions of each computation, in the order of the schedule.
-    - `entry`: the name of the entry computation.
-    """
-
-    head: str
-    frames: dict[int, tuple[str, ...]]
-    computations: dict[str, list[Instruction]] = field(default_factory=dict)
-    entry: str = ""
+    head: str  # the first line of the text
+    frames: dict[int, tuple[str, ...]]  # the source lines of each stack frame, innermost first
+    computations: dict[str, list[Instruction]] = field(default_factory=dict)  # in the order of the schedule
+    entry: str = ""  # the name of the entry computation
 
     @classmethod
     def of(cls, text: str) -> "Module":

@@ -26,40 +26,23 @@ _HEAVY = ("dot", "convolution", "custom-call", "sort", "scatter", "gather", "red
 
 @dataclass(frozen=True)
 class Operation:
-    """An instruction of the compiled step.
+    """An instruction of the compiled step."""
 
-    **Arguments:**
-
-    - `seconds`: the total time of its executions on one device in one step.
-    - `share`: its share of the step's time.
-    - `n`: the number of executions in a step.
-    - `kind`: the HLO operation: `fusion of dot`, `all-gather`, the target of a custom call.
-    - `op`: the JAX operation: `mlp/dot_general, backward`.
-    - `line`: the line of the user's code, `train.py:12`. Empty if unknown.
-    """
-
-    seconds: float
-    share: float
-    n: float
-    kind: str
-    op: str
-    line: str
+    seconds: float  # the total time of its executions on one device in one step
+    share: float  # of the step's time
+    n: float  # the number of executions in a step
+    kind: str  # the HLO operation: `fusion of dot`, `all-gather`, the target of a custom call
+    op: str  # the JAX operation: `mlp/dot_general, backward`
+    line: str  # of the user's code, `train.py:12`; empty if unknown
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A profile of some steps.
+    """A profile of some steps."""
 
-    **Arguments:**
-
-    - `operations`: the operations of a step, costliest first.
-    - `seconds`: the wall time of one step.
-    - `n_devices`: the number of devices in the trace.
-    """
-
-    operations: tuple[Operation, ...]
-    seconds: float
-    n_devices: int
+    operations: tuple[Operation, ...]  # of a step, costliest first
+    seconds: float  # the wall time of one step
+    n_devices: int  # in the trace
 
     def text(self, n: int = 10) -> str:
         """Returns a table of the `n` costliest operations."""

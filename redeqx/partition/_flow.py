@@ -36,65 +36,58 @@ _PRODUCTS_PER_STEP = 3  # matmuls in a step for each one of the loss: one forwar
 
 
 class Use(NamedTuple):
-    """A product of data and a view of a leaf, with the leaf's dims that are its outputs, and those that it contracts."""
+    """A product of data and a view of a leaf."""
 
     eqn: Any
-    outputs: tuple[int, ...]
-    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]  # the leaf's dims that the product's output has
+    inputs: tuple[int, ...]  # those that it contracts
 
 
 @dataclass
 class Pass:
-    """One pass over the loss, from its first equation to its last.
-
-    **Arguments:**
-
-    - `follow`: a function from an equation and the flows of its inputs to the flows of its outputs.
-    - `related`: a function from an equation to how it relates dims.
-    - `forced`: the dim to split of some leaves, which overrides the rules.
-    - `splits`: the split of each leaf that was used with data, with the reason.
-    - `options`: the dims along which a leaf could be split instead.
-    - `candidates`: leaves to try with other splits, since theirs caused more collectives than the rules need, in the order
-        of the loss.
-    - `gathered`: the leaves whose split output had to be gathered.
-    - `recurrent`: the candidates whose output a loop carries to its next iteration.
-    - `sliced`: the leaves that are split over a dim of stacked layers, along which a loop slices.
-    - `follows`: for each leaf that is split like another leaf, that leaf, and its dim for each dim of the follower, both
-        without stacked dims.
-    - `products`: tuples of each product that was followed; the number of shards that each compute all of it (None for a
-        product of parameters only); and the equation that has its source line. A product inside a call with a custom
-        derivative is listed twice: with its own line, and with the line of the call, which the derivative's products have.
-    - `calls`: the enclosing calls, outermost first.
-    - `errors`: the primitive and the error of each equation of an unknown form, by the equation's id.
-    - `uses`: the products of data with a view of a leaf, by the leaf and the equation's id.
-    - `looked_up`: leaves whose rows data selects.
-    - `memo`: the results of loops that were followed. They survive `restore`.
-    - `resharded`: equations that take equal parts of a split dim of their operand, by id, with the dim.
-    """
+    """One pass over the loss, from its first equation to its last. Leaves are named, equations known by their ids."""
 
     leaves: Mapping[str, jax.ShapeDtypeStruct]
-    n: int
-    follow: Callable[["Pass", Any, list[Flow]], list[Flow]]
-    related: Callable[[Any], Related]
+    n: int  # the size of the model axis
+    follow: Callable[["Pass", Any, list[Flow]], list[Flow]]  # from an equation and its inputs' flows to its outputs'
+    related: Callable[[Any], Related]  # how an equation relates dims
+
+    # Given: the dim to split of some leaves, which overrides the rules; and for each leaf that is split like another one,
+    # that leaf, and its dim for each dim of the follower, both without stacked dims.
     forced: Mapping[str, int | None] = field(default_factory=dict)
-    splits: dict[str, Split] = field(default_factory=dict)
-    options: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    stacked: dict[str, int] = field(default_factory=dict)
-    candidates: dict[str, None] = field(default_factory=dict)
-    gathered: set[str] = field(default_factory=set)
-    recurrent: set[str] = field(default_factory=set)
-    sliced: set[str] = field(default_factory=set)
     follows: Mapping[str, tuple[str, Sequence[int | None]]] = field(default_factory=dict)
+
+    # The result: the split of each leaf that was used with data, the number of leading dims over which loops slice it, and
+    # the bytes that a device sends in a step.
+    splits: dict[str, Split] = field(default_factory=dict)
+    stacked: dict[str, int] = field(default_factory=dict)
+    cost: float = 0.0
+
+    # For the search: the dims along which a leaf could be split instead, and the leaves to try with other splits, since
+    # theirs caused more collectives than the rules need, in the order of the loss.
+    options: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    candidates: dict[str, None] = field(default_factory=dict)
+    gathered: set[str] = field(default_factory=set)  # whose split output had to be gathered
+    recurrent: set[str] = field(default_factory=set)  # candidates whose output a loop carries to its next iteration
+    sliced: set[str] = field(default_factory=set)  # split over a dim of stacked layers, along which a loop slices
+
+    # Facts for others. `products`: each product that was followed, the number of shards that each compute all of it (None
+    # for a product of parameters only), and the equation that has its source line. A product inside a call with a custom
+    # derivative is listed twice: with its own line, and with that of the call, which the derivative's products have.
+    # `resharded`: equations that take equal parts of a split dim of their operand, with the dim. `errors`: the primitive and
+    # the error of each equation of an unknown form.
     uses: dict[tuple[str, int], Use] = field(default_factory=dict)
-    looked_up: set[str] = field(default_factory=set)
+    looked_up: set[str] = field(default_factory=set)  # leaves whose rows data selects
+    products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
     resharded: dict[int, tuple[Any, int]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
-    calls: tuple[Any, ...] = ()
-    n_row_reads: dict[Any, int] = field(default_factory=dict)  # by split value: the number of row-split weights that read it
-    cost: float = 0.0
-    n_iterations: int = 1
+
+    # Where the pass is.
+    calls: tuple[Any, ...] = ()  # the enclosing calls, outermost first
+    n_iterations: int = 1  # of the enclosing loops
+    n_row_reads: dict[Any, int] = field(default_factory=dict)  # of row-split weights, by the split value that they read
     reduced: set[Any] = field(default_factory=set)  # values whose gradient's all-reduce is counted
+    # The results of loops that were followed. They survive `restore`.
     memo: MutableMapping[Any, tuple[list[Flow], dict[str, Any], float]] = field(default_factory=UserDict)
 
     def snapshot(self) -> "Pass":

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
-import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._tree import is_array_like, named_leaves, render
 from ..tracing import Trace, WeightUses
 from ._dataflow import followed
 from ._flow import Use
-from ._layers import _CONVS, _LAYERS, NORMS, _n_stacked, _within
+from ._layers import CONVS, LAYERS, NORMS, modules, n_stacked, within
 
 KINDS = ("matrix", "head", "embedding", "convolution", "bias", "norm", "other")
 
@@ -78,26 +77,20 @@ def kinds_of(model: PyTree, trace: Trace | None = None) -> dict[str, Kind]:
     kinds = {name: OTHER for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     last: tuple[str, eqx.nn.Linear] | None = None  # the last fully connected layer, and the name of its weight
     widths: set[int] = set()
-    for path, node in jtu.tree_flatten_with_path(model, is_leaf=_is_layer)[0]:
-        if not _is_layer(node):
-            continue
+    for path, node in modules(model, lambda node: isinstance(node, (*LAYERS, *_CELLS))):
         arrays = {leaf: array for leaf, array in named_leaves(node).items() if is_array_like(array)}
-        kinds |= {_within(render(path), leaf): _by_type(node, leaf, array) for leaf, array in arrays.items()}
+        kinds |= {within(render(path), leaf): _by_type(node, leaf, array) for leaf, array in arrays.items()}
         if isinstance(node, eqx.nn.Linear):
-            last = _within(render(path), "weight"), node
+            last = within(render(path), "weight"), node
         elif isinstance(node, eqx.nn.Embedding):
             widths.add(node.embedding_size)
     if trace is not None:
         return of_loss(kinds, trace)
     if last is not None:
         name, layer = last
-        if is_array_like(layer.weight) and _n_stacked(layer) == 0 and layer.out_features not in widths:
+        if is_array_like(layer.weight) and n_stacked(layer) == 0 and layer.out_features not in widths:
             kinds[name] = Kind("head", (0,), (1,))
     return kinds
-
-
-def _is_layer(node: Any) -> bool:
-    return isinstance(node, (*_LAYERS, *_CELLS))
 
 
 def _by_type(layer: Any, leaf: str, array: Any) -> Kind:
@@ -106,8 +99,8 @@ def _by_type(layer: Any, leaf: str, array: Any) -> Kind:
         return Kind("norm")
     if leaf == "bias" or (isinstance(layer, _CELLS) and leaf.startswith("bias")):
         return Kind("bias")
-    if leaf == "weight" and isinstance(layer, (*_CONVS, eqx.nn.Embedding)):
-        return Kind("convolution" if isinstance(layer, _CONVS) else "embedding")
+    if leaf == "weight" and isinstance(layer, (*CONVS, eqx.nn.Embedding)):
+        return Kind("convolution" if isinstance(layer, CONVS) else "embedding")
     is_matrix = leaf == "weight" or isinstance(layer, _CELLS) or len(getattr(layer, "follows_weight", {}).get(leaf, ())) == 2
     n = max(array.ndim - 2, 0)
     return Kind("matrix", (n,), (n + 1,)) if is_matrix else OTHER

@@ -17,7 +17,7 @@ class LoraLinear(eqx.nn.Linear):
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -32,12 +32,12 @@ _Heads = str | Callable[[Any], int] | None
 
 @dataclass(frozen=True)
 class _Attention:
-    """The names of an attention class's fields: those of query, key, value and output, and of the numbers of heads."""
+    """The names of an attention class's fields."""
 
-    projections: tuple[str, ...]
+    projections: tuple[str, ...]  # query, key, value and output
     heads: _Heads
     kv_heads: _Heads
-    by_name: bool = False
+    by_name: bool = False  # whether it was recognised by these names
 
     def n_heads(self, module: Any) -> tuple[int | None, int | None]:
         heads, kv_heads = (
@@ -115,95 +115,94 @@ def _attention_of(node: Any) -> _Attention | None:
 
 
 NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm, eqx.nn.BatchNorm)
-_CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
-_LAYERS = (eqx.nn.Linear, eqx.nn.Embedding, *_CONVS, *NORMS)
+CONVS = (eqx.nn.Conv, eqx.nn.ConvTranspose)
+LAYERS = (eqx.nn.Linear, eqx.nn.Embedding, *CONVS, *NORMS)
 
 
-def _n_stacked(layer: Any) -> int:
+def n_stacked(layer: Any) -> int:
     """Returns the number of leading dims over which a known layer is stacked (`eqx.filter_vmap` over its constructor)."""
     weight = layer.weight
     if not is_array_like(weight):
         return 0
-    if isinstance(layer, _CONVS):
+    if isinstance(layer, CONVS):
         return len(weight.shape) - 2 - layer.num_spatial_dims
     if isinstance(layer, eqx.nn.LayerNorm | eqx.nn.RMSNorm):
         return len(weight.shape) - len(layer.shape)
     return len(weight.shape) - (1 if isinstance(layer, NORMS) else 2)
 
 
+def modules(model: PyTree, is_wanted: Callable[[Any], bool]) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns the outermost modules that are wanted, each with its path, in field order."""
+    flat = jtu.tree_flatten_with_path(model, is_leaf=is_wanted)[0]
+    return [(path, node) for path, node in flat if is_wanted(node)]
+
+
+def is_layer(node: Any) -> bool:
+    return isinstance(node, LAYERS)
+
+
 def split_in_field_order(model: PyTree, n_shards: int) -> tuple[dict[str, _rules.Split], dict[str, int]]:
-    """Returns the split of each leaf of each known layer, and the number of stacked dims of each leaf, both by name.
-
-    Splits count the dims of one layer, without the stacked dims.
-    """
-
-    def is_layer(node: Any) -> bool:
-        return isinstance(node, _LAYERS) or _attention_of(node) is not None
-
-    splits: dict[str, _rules.Split] = {}
-    layers: dict[str, Any] = {}  # path -> Linear or Conv
+    """Returns the split of each leaf of each known layer, and the number of stacked dims of each leaf, both by name."""
+    weights: dict[str, _rules.Split] = {}  # by the path of the layer
+    others: dict[str, _rules.Split] = {}
     sequence: list[_rules.Layer | None] = []  # rule 1's layers in calling order
     siblings: dict[str, list[int]] = {}  # module -> positions of its fields in `sequence`
 
     def visit(path: tuple[Any, ...], node: Any) -> None:
         name = render(path)
-        if isinstance(node, eqx.nn.Linear | eqx.nn.Conv | eqx.nn.ConvTranspose):
+        if isinstance(node, (eqx.nn.Linear, *CONVS)):
             parent = render(path[:-1]) if path and isinstance(path[-1], jtu.GetAttrKey) else None
             if parent is not None:
                 siblings.setdefault(parent, []).append(len(sequence))
-            layers[name] = node
             sequence.append(_as_layer(name, node, parent))
+        elif isinstance(node, NORMS):
+            others.update(
+                {within(name, leaf): _rules.Split(None, "replicated: normalisation") for leaf in named_leaves(node)}
+            )
         elif isinstance(node, eqx.nn.Embedding):
             sequence.append(None)
-            splits[_within(name, "weight")] = _rules.embedding(node.num_embeddings, n_shards)
-        elif isinstance(node, NORMS):
-            for leaf_name in named_leaves(node):
-                splits[_within(name, leaf_name)] = _rules.Split(None, "replicated: normalisation")
-        elif (attention := _attention_of(node)) is not None:
+            others[within(name, "weight")] = _rules.embedding(node.num_embeddings, n_shards)
+        elif (how := _attention_of(node)) is not None:
             sequence.append(None)
-            visit_attention(path, node, attention)
+            weights.update(_split_attention(path, node, how, n_shards))
+            for (key,), child in jtu.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]:
+                if render((key,)) not in how.projections:
+                    visit_all((*path, key), child)
 
-    def visit_attention(path: tuple[Any, ...], node: Any, how: _Attention) -> None:
-        roles = {}
-        for role in how.projections:
-            linear = getattr(node, role)
-            role_path = (*path, jtu.GetAttrKey(role))
-            if not isinstance(linear, eqx.nn.Linear):
-                raise TypeError(
-                    f"`{render(role_path)}`: expected an eqx.nn.Linear, as registered for {type(node).__name__}, "
-                    f"got {type(linear).__name__}. Register the field that holds the layer."
-                )
-            roles[role] = _as_layer(render(role_path), linear, None)
-            layers[render(role_path)] = linear
-        heads, kv_heads = how.n_heads(node)
-        found = _rules.attention(*roles.values(), n_shards=n_shards, heads=heads, kv_heads=kv_heads)
-        note = f"; recognised by the names of its fields, register {type(node).__name__} to be sure" if how.by_name else ""
-        for name, split in found.items():
-            _set_layer(splits, name, _rules.Split(split.dim, split.reason + note), layers[name])
-        rest = [(key, child) for key, child in _children(node) if render((key,)) not in roles]
-        for key, child in rest:
-            for sub_path, leaf in jtu.tree_flatten_with_path(child, is_leaf=is_layer)[0]:
-                visit((*path, key, *sub_path), leaf)
+    def visit_all(path: tuple[Any, ...], tree: PyTree) -> None:
+        for own, node in modules(tree, lambda node: is_layer(node) or _attention_of(node) is not None):
+            visit((*path, *own), node)
 
-    for path, node in jtu.tree_flatten_with_path(model, is_leaf=is_layer)[0]:
-        visit(path, node)
+    visit_all((), model)
     for positions in siblings.values():
         ordered = _rules.in_calling_order([layer for i in positions if (layer := sequence[i]) is not None])
         for position, layer in zip(positions, ordered, strict=True):
             sequence[position] = layer
-    for name, split in _rules.alternate(sequence, n_shards).items():
-        _set_layer(splits, name, split, layers[name])
-    arrays = {name for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    weights |= _rules.alternate(sequence, n_shards)
+    biases = {within(name, "bias"): _rules.bias(split) for name, split in weights.items()}
+    splits = {within(name, "weight"): split for name, split in weights.items()} | biases | others
     for name, (weight, dims) in followers(model).items():
-        if {name, weight} <= arrays and weight in splits:
+        if weight in splits:
             splits.setdefault(name, _rules.follow(splits[weight], dims))
-    return splits, _stacked(model)
+    stacked = _stacked(model)
+    return {name: split.past(stacked[name]) for name, split in splits.items() if name in stacked}, stacked
 
 
-def _children(node: eqx.Module) -> list[tuple[Any, Any]]:
-    """Returns the direct children of a module with their keys, not flattened."""
-    flat = jtu.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
-    return [(path[0], child) for path, child in flat]
+def _split_attention(path: tuple[Any, ...], attention: Any, how: _Attention, n_shards: int) -> dict[str, _rules.Split]:
+    """Returns the splits of the weights of an attention's four projections, by the projections' paths."""
+    layers, cls = [], type(attention).__name__
+    for field in how.projections:
+        name, linear = render((*path, jtu.GetAttrKey(field))), getattr(attention, field)
+        if not isinstance(linear, eqx.nn.Linear):
+            raise TypeError(
+                f"`{name}`: expected an eqx.nn.Linear, as registered for {cls}, got {type(linear).__name__}. "
+                "Register the field that holds the layer."
+            )
+        layers.append(_as_layer(name, linear, None))
+    heads, kv_heads = how.n_heads(attention)
+    found = _rules.attention(*layers, n_shards=n_shards, heads=heads, kv_heads=kv_heads)
+    note = f"; recognised by the names of its fields, register {cls} to be sure" if how.by_name else ""
+    return {name: replace(split, reason=split.reason + note) for name, split in found.items()}
 
 
 def _as_layer(name: str, node: Any, parent: str | None) -> _rules.Layer:
@@ -213,34 +212,23 @@ def _as_layer(name: str, node: Any, parent: str | None) -> _rules.Layer:
     return _rules.Layer(name, node.in_channels, node.out_channels, parent, node.groups)
 
 
-def _set_layer(splits: dict[str, _rules.Split], name: str, split: _rules.Split, node: Any) -> None:
-    splits[_within(name, "weight")] = split
-    if getattr(node, "bias", None) is not None:
-        splits[_within(name, "bias")] = _rules.bias(split)
-
-
 def followers(model: PyTree) -> dict[str, tuple[str, tuple[int | None, ...]]]:
     """Returns the arrays that classes declare by `follows_weight`, with the name of their weight and the tuple."""
-
-    def declares(node: Any) -> bool:
-        return isinstance(node, eqx.Module) and hasattr(type(node), "follows_weight")
-
     found = {}
-    for path, node in jtu.tree_flatten_with_path(model, is_leaf=declares)[0]:
-        if declares(node):
-            for field, dims in node.follows_weight.items():
-                name = _within(render(path), field)
-                if isinstance(node, _LAYERS) and is_array_like(node.weight) and is_array_like(getattr(node, field)):
-                    _check_follows(name, node, field, dims)
-                found[name] = _within(render(path), "weight"), tuple(dims)
+    for path, node in modules(model, lambda node: isinstance(node, eqx.Module) and hasattr(type(node), "follows_weight")):
+        for field, dims in node.follows_weight.items():
+            name = within(render(path), field)
+            if is_layer(node) and is_array_like(node.weight) and is_array_like(getattr(node, field)):
+                _check_follows(name, node, field, dims)
+            found[name] = within(render(path), "weight"), tuple(dims)
     return found
 
 
 def _check_follows(name: str, node: Any, field: str, dims: Sequence[int | None]) -> None:
     """Raises ValueError if the shape of a layer's array contradicts its class's `follows_weight`."""
-    n_stacked = max(_n_stacked(node), 0)
+    n = max(n_stacked(node), 0)
     shape, weight = tuple(getattr(node, field).shape), tuple(node.weight.shape)
-    own, of_weight = shape[n_stacked:], weight[n_stacked:]
+    own, of_weight = shape[n:], weight[n:]
     wanted = [size if dim is None else of_weight[dim] for dim, size in zip(dims, own, strict=False)]
     if len(own) != len(dims) or list(own) != wanted:
         raise ValueError(
@@ -249,26 +237,24 @@ def _check_follows(name: str, node: Any, field: str, dims: Sequence[int | None])
         )
 
 
-def _within(module: str, leaf: str) -> str:
+def within(module: str, leaf: str) -> str:
     """Returns the name of a module's leaf. A model that is itself a layer adds no prefix."""
     return leaf if module == render(()) else f"{module}.{leaf}"
 
 
 def _stacked(model: PyTree) -> dict[str, int]:
-    """Returns the number of stacked dims of each leaf of a known layer; other leaves have those of the known layers in the
-    nearest enclosing module."""
+    """Returns the number of stacked dims of each array.
+
+    An array outside known layers has those of the known layers in the nearest enclosing module.
+    """
+    known: dict[str, int] = {}
+    for path, layer in modules(model, is_layer):
+        known |= {within(render(path), leaf): max(n_stacked(layer), 0) for leaf in named_leaves(layer)}
     stacked: dict[str, int] = {}
-    for path, node in jtu.tree_flatten_with_path(model, is_leaf=lambda node: isinstance(node, _LAYERS))[0]:
-        if isinstance(node, _LAYERS):
-            stacked |= {_within(render(path), leaf): max(_n_stacked(node), 0) for leaf in named_leaves(node)}
-    leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
-    for name, leaf in leaves.items():
-        parts = name.split(".")
-        for depth in range(len(parts) - 1, 0, -1):
-            if name in stacked:
-                break
-            module = ".".join(parts[:depth]) + "."
-            known = [n for other, n in stacked.items() if other.startswith(module) and n <= len(leaf.shape)]
-            if known:
-                stacked[name] = min(known)
+    for name, leaf in named_leaves(model).items():
+        if is_array_like(leaf):
+            module, found = name, [known[name]] if name in known else []
+            while not found and (module := module.rpartition(".")[0]):
+                found = [n for other, n in known.items() if other.startswith(f"{module}.") and n <= leaf.ndim]
+            stacked[name] = min(found, default=0)
     return stacked

@@ -25,10 +25,10 @@ from ..tracing import Trace, line_of, product_flops
 from . import _rules
 from ._dataflow import followed
 from ._draw import Picture, draw
+from ._flow import Pass
 from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
 from ._overrides import Overrides, specs_of
-from ._flow import Pass
 from ._search import order
 
 # The fsdp axis does not split leaves with fewer elements: the latency of gathering one would outweigh the memory saved.
@@ -243,7 +243,6 @@ def make_plan(
     """
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     splits, stacked = split_in_field_order(model, mesh.shape[MODEL])
-    splits = {name: _past_stack(split, stacked.get(name, 0)) for name, split in splits.items() if name in leaves}
     stored: set[str] = set()  # leaves that are stored split and gathered for use
     if trace is not None:
         sizes = {name: math.prod(leaf.shape) for name, leaf in leaves.items()}
@@ -319,11 +318,6 @@ def _why_replicated(leaves: Mapping[str, LeafPlan], total: int) -> list[str]:
             "`overrides=`."
         )
     return found
-
-
-def _past_stack(split: _rules.Split, n_stacked: int) -> _rules.Split:
-    """Returns the split of a stacked leaf, given the split of one of its layers."""
-    return split if split.dim is None else replace(split, dim=n_stacked + split.dim)
 
 
 def _n_replicated(splits: Mapping[str, _rules.Split], sizes: Mapping[str, int]) -> int:

@@ -22,24 +22,20 @@ class Split:
     dim: int | None
     reason: str
 
+    def past(self, n_stacked: int) -> "Split":
+        """Returns the split of a stack of layers, from that of one of them."""
+        return self if self.dim is None else Split(n_stacked + self.dim, self.reason)
+
 
 @dataclass(frozen=True)
 class Layer:
-    """The sizes of a fully connected layer, or of a convolution by its channels.
-
-    **Arguments:**
-
-    - `name`: its path, for the reasons.
-    - `in_size`, `out_size`: the numbers of features (or channels).
-    - `parent`: the module that has it as a field; None for an element of a list, which is called after the one before it.
-    - `groups`: the number of groups of a convolution.
-    """
+    """The sizes of a fully connected layer, in features, or of a convolution, in channels."""
 
     name: str
     in_size: int
     out_size: int
-    parent: str | None = None
-    groups: int = 1
+    parent: str | None = None  # the module with this field; None for an element of a list, called after the one before it
+    groups: int = 1  # of a convolution
 
     @property
     def widens(self) -> bool:

@@ -2,21 +2,14 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 
 @dataclass(frozen=True)
 class View:
-    """A value that is a view of a parameter: transposed, sliced or scaled.
+    """A value that is a view of a parameter: transposed, sliced or scaled."""
 
-    **Arguments:**
-
-    - `leaf`: the name of the parameter.
-    - `dims`: for each dim of the value, the dim of the leaf that is split if this dim is split; None where there is none.
-    """
-
-    leaf: str
-    dims: tuple[int | None, ...]
+    leaf: str  # the name of the parameter
+    dims: tuple[int | None, ...]  # for each dim of the value, the dim of the leaf that is split if this dim is, or None
 
     def of(self, source: Sequence[int | None]) -> "View":
         """Returns the view whose dim `i` is this one's dim `source[i]`."""
@@ -27,25 +20,16 @@ class View:
 class Flow:
     """The tracked state of a value.
 
-    **Arguments:**
-
-    - `dim`: the dim that the model axis splits; None for a replicated value.
-    - `cause`: the leaf that caused the split, or the replication.
-    - `views`: the parameters that the value is a view of. The splits of these parameters then determine its split, and `dim`
-        and `cause` do not count.
-    - `tail`: a later dim that is split together with `dim`, if `dim` alone does not divide over the shards.
-    - `broadcast`: dims along which all entries are equal, so that slicing is free, also in the gradient.
-    - `data`: whether the value depends on data. A parameter that data selects among others still counts as a parameter.
-    - `grad`: whether a gradient flows back through the value.
+    The splits of the parameters that it is a view of determine its split, and then `dim` and `cause` do not count.
     """
 
-    dim: int | None = None
-    cause: str | None = None
-    views: tuple[View, ...] = ()
-    broadcast: frozenset[int] = frozenset()
-    data: bool = False
-    grad: bool = False
-    tail: int | None = None
+    dim: int | None = None  # the dim that the model axis splits; None for a replicated value
+    cause: str | None = None  # the leaf that caused the split, or the replication
+    views: tuple[View, ...] = ()  # of parameters
+    broadcast: frozenset[int] = frozenset()  # dims along which all entries are equal: slicing is free, also in the gradient
+    data: bool = False  # whether it depends on data; not for a parameter that data selects among others
+    grad: bool = False  # whether a gradient flows back through it
+    tail: int | None = None  # a later dim that is split together with `dim`, if `dim` alone does not divide over the shards
 
     def through(self, source: Sequence[int | None], new: Collection[int] = ()) -> "Flow":
         """Returns the flow of the value whose dim `i` is this one's dim `source[i]`. It is repeated along the dims `new`."""
