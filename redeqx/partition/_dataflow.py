@@ -171,12 +171,12 @@ def _chosen(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 def _joined(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     """A concatenation along a split dim moves the parts between devices."""
     axis, aval = eqn.params["dimension"], eqn.outvars[0].aval
-    splits = [run.split(flow) for flow in ins]
     if not any(flow.data for flow in ins):
         same = len({view.leaf for flow in ins for view in flow.views}) == 1  # views of one parameter, as in `jnp.roll`
         view = ins[0].views[0] if same and ins[0].views else None
         kept = view and View(view.leaf, tuple(None if i == axis else dim for i, dim in enumerate(view.dims)))
         return [Flow(views=(kept,) if kept else ())]
+    splits = [run.split(flow) for flow in ins]
     along = {dim for dim, _ in splits if dim is not None}
     if axis in along and len(along) == 1 and aval.shape[axis] % run.n == 0 and all(dim is not None for dim, _ in splits):
         run.add_collective("join", aval)
@@ -225,9 +225,9 @@ def _branches(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 def _common(run: Pass, aval: Any, flows: Sequence[Flow]) -> Flow:
     """Returns the flow of an output of several branches: it is split if all of them split it along the same dim."""
-    splits = {run.split(flow) for flow in flows}
+    splits = [run.split(flow) for flow in flows]
     if len({dim for dim, _ in splits}) == 1:
-        dim, cause = splits.pop()
+        dim, cause = splits[0]
         return Flow(dim=dim, cause=cause)
     for flow in flows:
         run.gather(aval, flow)
@@ -249,6 +249,7 @@ def _loop(run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow],
         run.restore(start)
     carried = [Flow(*run.split(flow), data=flow.data, grad=flow.grad) for flow in carry]
     outs, returned = _iterate(run, closed, consts, carried, slices)
+    best = run.snapshot(), outs
     as_returned = [
         replace(flow, dim=out.dim, cause=out.cause) if not initial.data and not initial.views and flow.dim is None else flow
         for initial, flow, out in zip(carry, carried, returned, strict=False)
@@ -257,17 +258,15 @@ def _loop(run: Pass, closed: Any, consts: Sequence[Flow], carry: Sequence[Flow],
     for other in (as_returned, gathered):
         if other == carried:
             continue
-        end = run.snapshot()
         run.restore(start)
         if other is gathered:
             for var, flow in zip(closed.jaxpr.outvars, carried, strict=False):
                 run.gather(var.aval, flow)
-        others, _ = _iterate(run, closed, consts, other, slices)
-        if run.cost < end.cost:
-            outs = others
-        else:
-            run.restore(end)
-    return outs
+        outs, _ = _iterate(run, closed, consts, other, slices)
+        if run.cost < best[0].cost:
+            best = run.snapshot(), outs
+    run.restore(best[0])
+    return best[1]
 
 
 def _iterate(
