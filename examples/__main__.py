@@ -39,12 +39,7 @@ class Run:
 
 
 RUNS = (
-    Run(
-        "classification_regression",
-        "accuracy {test_accuracy:.2%}",
-        ">= 98 %",
-        lambda s: s["test_accuracy"] >= 0.98,
-    ),
+    Run("classification_regression", "accuracy {test_accuracy:.2%}", ">= 98 %", lambda s: s["test_accuracy"] >= 0.98),
     Run("classification_regression --task diabetes", "R2 {test_r2:.3f}", "-"),
     Run(
         "text_to_text",
@@ -53,10 +48,7 @@ RUNS = (
         lambda s: all(s[f"test_{name}"] > s[f"test_copy_{name}"] for name in ("rouge1", "rouge2", "rougeL")),
     ),
     Run(
-        "language_modeling",
-        "{test_bits_per_byte:.3f} bits per byte",
-        "<= 1.68",
-        lambda s: s["test_bits_per_byte"] <= 1.6805,
+        "language_modeling", "{test_bits_per_byte:.3f} bits per byte", "<= 1.68", lambda s: s["test_bits_per_byte"] <= 1.6805
     ),
     Run("image_to_text", "exact {test_exact:.2%}", ">= 95 %", lambda s: s["test_exact"] >= 0.95),
     Run("text_to_image", "agreement {test_agreement:.2%}", ">= 90 %", lambda s: s["test_agreement"] >= 0.9),
@@ -84,12 +76,7 @@ RUNS = (
         ">= -100",
         lambda s: s["test_return"] >= -100,
     ),
-    Run(
-        "reinforcement_learning ddpg",
-        "return {test_return:.1f}",
-        ">= -250",
-        lambda s: s["test_return"] >= -250,
-    ),
+    Run("reinforcement_learning ddpg", "return {test_return:.1f}", ">= -250", lambda s: s["test_return"] >= -250),
     Run(
         "reinforcement_learning maddpg",
         "return {test_return:.1f}, independent {test_independent_return:.1f}, random {test_random_return:.1f}",

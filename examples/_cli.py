@@ -1,10 +1,11 @@
-"""The command line of an example: parses flags from its `Args`, sets up devices, and calls its `main`."""
+"""The command line of an example: the flags of all examples, and a `main` that is called with them."""
 
 import dataclasses
 import inspect
 import re
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,6 +19,23 @@ CONTINUES = {
     "eval_every_n_steps", "save_every_n_steps", "n_beams", "length_penalty", "n_samples", "guidance", "n_denoising_steps",
     "n_test", "n_test_tasks", "centralised_epochs", "epsilons",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags that all examples have."""
+
+    n_model_shards: int = 1  # Devices over which each layer is sharded.
+    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
+    seed: int = 0
+
+    def check_positive(self, *names: str) -> None:
+        """Raises ValueError for a flag below 1."""
+        for name in names:
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise ValueError(f"`--{flag}`: expected at least 1, got {getattr(self, name)}. Pass a positive number.")
 
 
 def start(main: Callable[[Any], Any]) -> None:

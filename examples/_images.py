@@ -1,4 +1,4 @@
-"""Reads and draws images [channels, height, width] for several examples: scikit-learn's digits, and folders of files."""
+"""Reads, judges and draws images [channels, height, width] for several examples: digits, and folders of files."""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image, UnidentifiedImageError
+from scipy.spatial.distance import cdist
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+from sklearn.svm import SVC
 
 from ._texts import read_table
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"}
 
 Labelled = list[tuple[np.ndarray, int]]  # images [channels, height, width], float32 in [0, 1], and their classes
+Captioned = list[tuple[np.ndarray, str]]  # such images, and their captions
 
 
 def digits() -> tuple[Labelled, Labelled, Labelled]:
@@ -75,20 +78,57 @@ def read_parts(folder: Path | None, size: int) -> tuple[tuple[Labelled, Labelled
     return split(examples), names
 
 
-def read_captions(folder: Path, size: int, n_channels: int = 3) -> list[tuple[np.ndarray, str]]:
-    """Returns the images of a folder with their captions, from `metadata.jsonl`, whose lines have `file_name` and `text`."""
+def read_captions(folder: Path, size: int, n_channels: int = 3) -> tuple[Captioned, Captioned, Captioned]:
+    """Returns the images of a folder with their captions: 70 % for training, 10 % for validation, 20 % for testing,
+    deterministically. All captions of an image are in the same part.
+
+    The captions are in `metadata.jsonl`, whose lines have `file_name` and `text`.
+    """
     table = folder / "metadata.jsonl"
     if not table.is_file():
         found = f"{sum(f.suffix.lower() in SUFFIXES for f in folder.iterdir())} images" if folder.is_dir() else "no folder"
         raise ValueError(
             f"`{table}`: expected a line of `file_name` and `text` for each image, got {found} and no such file. Create it."
         )
-    examples = []
+    of_images: dict[bytes, Captioned] = {}
     for number, row in enumerate(read_table(table, ["file_name", "text"]), start=1):
         if not (folder / row["file_name"]).is_file():
             raise ValueError(f"`{table}` row {number}: expected the file {row['file_name']!r} next to it, got none. Add it.")
-        examples.append((read_image(folder / row["file_name"], size, n_channels), row["text"]))
-    return examples
+        image = read_image(folder / row["file_name"], size, n_channels)
+        of_images.setdefault(image.tobytes(), []).append((image, row["text"]))
+    groups, n = list(of_images.values()), len(of_images) // 10
+    if n == 0:
+        raise ValueError(
+            f"`{folder}`: expected at least 10 images that differ, got {len(groups)}. Add more, with their captions."
+        )
+    order = np.random.default_rng(0).permutation(len(groups))
+    test, validation, train = ([example for i in part for example in groups[i]] for part in np.split(order, [2 * n, 3 * n]))
+    return train, validation, test
+
+
+def judge(drawn: np.ndarray, train: Labelled, test: Labelled) -> tuple[np.ndarray, dict[str, float]]:
+    """Returns the class of each drawing, by a support vector machine that was trained on real images, and scores: its
+    accuracy on real test images, and the mean distance to the nearest training image, of drawings and of real test images.
+    If the former were much smaller, the model would have memorized its training images.
+
+    **Arguments:**
+
+    - `drawn`: [n, channels, height, width], in [0, 1].
+    """
+    (images, labels), (real, real_labels) = (
+        (np.stack([image.ravel() for image, _ in part]), np.array([label for _, label in part])) for part in (train, test)
+    )
+    drawn, machine = drawn.reshape(len(drawn), -1), SVC().fit(images, labels)
+    return machine.predict(drawn), {
+        "test_judge_accuracy": float(machine.score(real, real_labels)),
+        "test_distance": float(cdist(drawn, images).min(1).mean()),
+        "test_real_distance": float(cdist(real, images).min(1).mean()),
+    }
+
+
+def accuracy(examples: Labelled, outputs: Sequence[Any]) -> dict[str, float]:
+    """Returns the share of images whose class was predicted."""
+    return {"accuracy": float(np.mean(np.equal([label for _, label in examples], outputs)))}
 
 
 def draw_grid(

@@ -24,12 +24,12 @@ import optax
 
 import redeqx
 
-from .._images import draw_grid, read_parts
-from .judge import judge
+from .._cli import Flags
+from .._images import draw_grid, judge, read_parts
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Flags):
     data: Path | None = None  # A folder with one subfolder of images for each class. scikit-learn's digits by default.
     image_size: int = 16  # Height and width to which the images of `--data` are resized, in pixels. Digits are 8 x 8.
     pretrained: Path | None = None  # A checkpoint folder of an earlier run to start from.
@@ -42,10 +42,6 @@ class Args:
     batch_size: int = 128  # Examples of one update, on all devices together.
     learning_rate: float = 5e-4
     n_samples: int = 360  # Number of drawings that are scored at the end.
-    n_model_shards: int = 1  # Devices over which each layer is sharded.
-    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
-    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0
 
 
 class Pair(eqx.Module):
@@ -123,7 +119,9 @@ def main(args: Args) -> dict[str, float]:
     rows = [train[i % len(train)] for i in range(args.n_samples)]
     drawn = predictor.predict(rows, batch_size=args.batch_size)
     draw_grid(args.workdir / "drawings.png", drawn[:64], [""] * 64, heading="drawn by the generator")
-    scores = judge(np.stack(drawn), train, test)
+    classes, scores = judge(np.stack(drawn), train, test)
+    counts = np.bincount(classes, minlength=1 + max(label for _, label in train))
+    scores |= {"test_rarest_share": float(counts.min() / len(drawn)), "test_even_share": 1 / len(counts)}
     deployer.log_info(str(scores), title=str(args.workdir / "drawings.png"))
     deployer.log_metrics(scores, trainer.step)
     return scores

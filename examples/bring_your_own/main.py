@@ -16,21 +16,18 @@ import numpy as np
 import optax
 
 import redeqx
-from examples._images import draw_grid, read_parts
+from examples._cli import Flags
+from examples._images import accuracy, draw_grid, read_parts
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Flags):
     data: Path | None = None  # A folder with one subfolder of images for each class. scikit-learn's digits by default.
     pretrained: Path | None = None  # A checkpoint folder of an earlier run to start from.
     workdir: Path = Path("workdir/bring_your_own")  # For metrics, checkpoints and the picture. A run resumes from it.
     n_epochs: int = 20
     batch_size: int = 32  # Examples of one update, on all devices together.
     learning_rate: float = 1e-3
-    n_model_shards: int = 1  # Devices over which each layer is sharded.
-    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
-    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0
 
 
 class Mixer(eqx.Module):
@@ -66,10 +63,6 @@ def pred_fn(model: Mixer, batch: dict[str, jax.Array], key: jax.Array) -> jax.Ar
     return jax.vmap(model)(batch["images"]).argmax(-1)
 
 
-def metric_fn(examples: list, outputs: list) -> dict[str, float]:
-    return {"accuracy": float(np.mean([label == output for (_, label), output in zip(examples, outputs, strict=True)]))}
-
-
 def main(args: Args) -> dict[str, float]:
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     train, validation, test = read_parts(args.data, size=32)[0]
@@ -81,13 +74,13 @@ def main(args: Args) -> dict[str, float]:
     predictor = trainer.get_default_predictor(pred_fn)
     trainer.fit(
         train, batch_size=args.batch_size, n_epochs=args.n_epochs, eval_examples=validation,
-        eval_predictor=predictor, eval_metric_fn=metric_fn,
+        eval_predictor=predictor, eval_metric_fn=accuracy,
         save_last_ckpt=True, save_argmax_ckpt_by_metrics=["accuracy"],
     )  # fmt: skip
     trainer.load_ckpt("argmax_accuracy")
     outputs = predictor.predict(test, batch_size=args.batch_size)
     draw_grid(args.workdir / "test.png", [image for image, _ in test[:48]], [str(output) for output in outputs[:48]])
-    scores = {f"test_{name}": value for name, value in metric_fn(test, outputs).items()}
+    scores = {f"test_{name}": value for name, value in accuracy(test, outputs).items()}
     deployer.log_info(f"{scores['test_accuracy']:.2%} of {len(test)} images", title=str(args.workdir / "test.png"))
     deployer.log_metrics(scores, trainer.step)
     return scores

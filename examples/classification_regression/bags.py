@@ -1,22 +1,16 @@
-"""Bags of words and word pairs: a model for small text data sets, and the baselines."""
+"""Bags of words and word pairs: a model for small text data sets."""
 
 import re
 from collections import Counter
 from itertools import pairwise
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import sparse
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression, Ridge
 
 from .._texts import embedding_rows
-from .tasks import METRICS, Examples, Task, map_examples, measure
-
-PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0)  # candidates for the linear baseline; one is selected on the validation set
+from .tasks import Examples, Task, map_examples
 
 
 class Bag(eqx.Module):
@@ -79,43 +73,3 @@ def encode_bags(task: Task, ids: dict[str, int], n_words: int) -> Task:
         return [({"ids": np.array([row(text) for text in texts], np.int32)}, target) for texts, target in examples]
 
     return map_examples(task, encoded)
-
-
-# --- baselines -------------------------------------------------------------------------------------------------------
-
-
-def baselines(task: Task) -> dict[str, dict[str, float]]:
-    """Returns the test scores of two baselines: the most frequent class (or the mean), and a linear model of the words.
-
-    The linear model is a logistic or a ridge regression on tf-idf features of words, or of words and word pairs. The
-    features and the penalty are selected on the validation set. For a pair of texts, it has the same inputs as `Bag`.
-    """
-    targets = np.array([target for _, target in task.train])
-    constant = np.bincount(targets, minlength=2) if task.classes else targets.mean(keepdims=True)
-    scores = {"majority": measure(task, task.test, np.tile(constant, (len(task.test), 1)))}
-    found = []
-    for n_most in (1, 2):
-        vectorizer = TfidfVectorizer(ngram_range=(1, n_most), min_df=2, sublinear_tf=True, token_pattern=r"\w+|[^\w\s]")
-        vectorizer.fit([text for texts, _ in task.train for text in texts])
-        train, validation, test = (_features(vectorizer, part) for part in (task.train, task.validation, task.test))
-        for penalty in PENALTIES:
-            if task.classes:
-                model = LogisticRegression(C=1 / penalty, max_iter=1000).fit(train, targets)
-                outputs = [model.decision_function(x) for x in (validation, test)]
-                outputs = [np.stack([-x, x], 1) if x.ndim == 1 else x for x in outputs]
-            else:
-                model = Ridge(penalty).fit(train, targets)
-                outputs = [model.predict(x)[:, None] for x in (validation, test)]
-            found.append((measure(task, task.validation, outputs[0])[METRICS[task.name][0]], len(found), outputs[1]))
-    scores["bag of words"] = measure(task, task.test, max(found, key=lambda entry: entry[:2])[2])
-    return scores
-
-
-def _features(vectorizer: TfidfVectorizer, examples: Examples) -> Any:
-    n_texts = len(examples[0][0])
-    parts = [vectorizer.transform([texts[i] for texts, _ in examples]) for i in range(n_texts)]
-    if n_texts == 1:
-        return parts[0]
-    a, b = parts
-    both = a.multiply(b)
-    return sparse.hstack([abs(a - b), both, sparse.csr_matrix(both.sum(1))]).tocsr()

@@ -14,7 +14,6 @@ with one subfolder of images for each class. For comparison, the same model is a
 Central training reaches 0.969 each time.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,16 +24,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 
 import redeqx
-from examples._images import read_parts
-from examples._records import curve
+from examples._cli import Flags
+from examples._images import Labelled, accuracy, read_parts
+from examples._records import curve, draw_curves
 from examples.federated_learning.fedavg import Client, client_of, cut_clients, draw_rounds, federated_gradient
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Flags):
     data: Path | None = None  # A folder with one subfolder of images for each class. The digits by default.
     image_size: int = 28  # Height and width to which a folder's images are resized, in grayscale.
     pretrained: Path | None = None  # A checkpoint folder of an earlier run, from which both trainings start.
@@ -50,10 +49,6 @@ class Args:
     hidden_size: int = 128
     centralised_epochs: int = 60  # Epochs of central training.
     centralised_batch_size: int = 16
-    n_model_shards: int = 1  # Devices over which each layer is sharded.
-    n_fsdp_shards: int = 1  # Devices over which parameters, optimizer state and clients are sharded.
-    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0
 
 
 class Classifier(eqx.Module):
@@ -75,6 +70,11 @@ def collate_fn(clients: list[Client], n_rows: int) -> dict[str, np.ndarray]:
     return {"images": np.stack([fill(x, 0) for x in images]), "labels": np.stack([fill(x, -1) for x in labels])}
 
 
+def collate_images(examples: Labelled) -> dict[str, np.ndarray]:
+    """Returns each image as a client with a single row, for evaluation and central training."""
+    return collate_fn([client_of([example]) for example in examples], n_rows=1)
+
+
 def loss_of(model: Classifier, images: jax.Array, labels: jax.Array) -> redeqx.Loss:
     """Returns the loss on one client's images."""
     nats = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(images), jnp.maximum(labels, 0))
@@ -92,32 +92,9 @@ def pred_fn(model: Classifier, batch: dict[str, jax.Array], key: jax.Array) -> j
     return jnp.argmax(jax.vmap(model)(batch["images"][:, 0]), axis=-1)
 
 
-def accuracy(examples: Sequence[Client], outputs: list) -> dict[str, float]:
-    return {"accuracy": float(np.mean([labels[0] == output for (_, labels), output in zip(examples, outputs, strict=True)]))}
-
-
-def draw(workdir: Path, level: float, clients: Sequence[Client], names: list[str]) -> None:
-    """Draws validation accuracy over rounds with the level of central training, and the labels of each client."""
-    counts = np.stack([np.bincount(labels, minlength=len(names)) for _, labels in clients])
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
-    left.plot(*curve(workdir, "eval_accuracy"), marker=".", linewidth=1, label="federated")
-    left.axhline(level, linestyle="--", linewidth=1, color="C1", label="all images in one place")
-    left.set(xlabel="round", ylabel="validation accuracy", ylim=(None, 1))
-    left.legend(loc="lower right")
-    table = right.imshow(counts, aspect="auto", cmap="Blues")
-    right.set(xlabel="label", ylabel="client", title="images of each label")
-    right.set_xticks(range(len(names)), names, rotation=90 if max(map(len, names)) > 2 else 0)
-    right.yaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(table, ax=right)
-    figure.savefig(workdir / "federated.png", dpi=120)
-
-
 def check(args: Args) -> None:
     """Raises ValueError for numbers that do not give valid rounds."""
-    for name in ("local_epochs", "local_batch_size", "rounds_per_epoch"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"`--{name.replace('_', '-')}`: expected at least 1, got {getattr(args, name)}. Raise it.")
+    args.check_positive("local_epochs", "local_batch_size", "rounds_per_epoch")
     if not 1 <= args.clients_per_round <= args.n_clients:
         raise ValueError(
             f"`--clients-per-round`: expected 1 to the number of clients, {args.n_clients}, got "
@@ -128,59 +105,48 @@ def check(args: Args) -> None:
 def main(args: Args) -> dict[str, float]:
     """Trains in rounds, then centrally. Returns the test accuracies of both."""
     check(args)
-    (train, *held_out), names = read_parts(args.data, args.image_size)
+    (train, validation, test), names = read_parts(args.data, args.image_size)
     clients = cut_clients(train, args.n_clients, args.shards_per_client, args.seed)
-    # An image is also a client with a single row. Evaluation and central training can thus use the functions above.
-    images, validation, test = ([client_of([example]) for example in examples] for examples in (train, *held_out))
-    collate_images = partial(collate_fn, n_rows=1)
 
-    def make(workdir: Path) -> tuple[redeqx.Deployer, Classifier, redeqx.Predictor]:
+    def fit(workdir: Path, examples: Any, batch_size: int, n_epochs: int, **options: Any) -> tuple[redeqx.Trainer, Any]:
+        """Returns a trainer with the best model on the validation images, and a function that returns its accuracy."""
         deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=workdir)
         sizes, key = (train[0][0].size, len(names), args.hidden_size, 1), deployer.next_key()
         model = deployer.init(lambda: Classifier(eqx.nn.MLP(*sizes, key=key)))
-        return deployer, model, redeqx.Predictor(deployer, collate_fn=collate_images, pred_fn=pred_fn)
-
-    def fit(trainer: redeqx.Trainer, examples: Any, batch_size: int, n_epochs: int, predictor: redeqx.Predictor) -> None:
+        trainer = redeqx.Trainer(deployer, model=model, loss_fn=loss_fn, **options)
         if args.pretrained is not None:
             trainer.load_ckpt(args.pretrained, load_opt_states=False)
+        predictor = trainer.get_default_predictor(pred_fn, collate_fn=collate_images)
         trainer.fit(
             examples, batch_size=batch_size, n_epochs=n_epochs, eval_examples=validation,
             eval_batch_size=len(validation), eval_loss=False,
             eval_predictor=predictor, eval_metric_fn=accuracy, save_last_ckpt=True, save_argmax_ckpt_by_metrics=["accuracy"],
         )  # fmt: skip
         trainer.load_ckpt("argmax_accuracy")
+        return trainer, lambda part: accuracy(part, predictor.predict(part, batch_size=len(part)))["accuracy"]
 
-    def score(trainer: redeqx.Trainer, predictor: redeqx.Predictor, examples: list[Client]) -> float:
-        return accuracy(examples, predictor.predict(examples, len(examples), model=trainer.model))["accuracy"]
-
-    # Federated training. Each client is padded to the number of local batches of the largest.
-    deployer, model, predictor = make(args.workdir)
+    # Each client is padded to the number of local batches of the largest.
     n_rows = -(-max(len(labels) for _, labels in clients) // args.local_batch_size) * args.local_batch_size
     local = {"epochs": args.local_epochs, "batch_size": args.local_batch_size, "learning_rate": args.learning_rate}
-    trainer = redeqx.Trainer(
-        deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=partial(collate_fn, n_rows=n_rows), loss_fn=loss_fn,
+    draw_epoch = partial(draw_rounds, clients, args.clients_per_round, args.rounds_per_epoch)
+    trainer, federated = fit(
+        args.workdir, lambda epoch: draw_epoch((args.seed, epoch)), args.clients_per_round, args.n_epochs,
+        optimizer=optax.sgd(1.0), collate_fn=partial(collate_fn, n_rows=n_rows),
         grad_fn=partial(federated_gradient, loss_of, **local),
     )  # fmt: skip
-    draw_epoch = partial(draw_rounds, clients, args.clients_per_round, args.rounds_per_epoch)
-    fit(trainer, lambda epoch: draw_epoch((args.seed, epoch)), args.clients_per_round, args.n_epochs, predictor)
+    _, central = fit(
+        args.workdir / "centralised", train, args.centralised_batch_size, args.centralised_epochs,
+        optimizer=optax.sgd(args.learning_rate), collate_fn=collate_images,
+    )  # fmt: skip
 
-    # Central training.
-    central, model, central_predictor = make(args.workdir / "centralised")
-    central_trainer = redeqx.Trainer(
-        central, model=model, optimizer=optax.sgd(args.learning_rate), collate_fn=collate_images, loss_fn=loss_fn
-    )
-    fit(central_trainer, images, args.centralised_batch_size, args.centralised_epochs, central_predictor)
-
-    level = score(central_trainer, central_predictor, validation)
-    draw(args.workdir, level, clients, names)
-    scores = {
-        "test_accuracy": score(trainer, predictor, test),
-        "test_centralised_accuracy": score(central_trainer, central_predictor, test),
-    }
+    curves = {"federated": curve(args.workdir, "eval_accuracy")}
+    levels = {"all images in one place": central(validation)}
+    draw_curves(args.workdir / "federated.png", curves, levels, xlabel="round", ylabel="validation accuracy")
+    scores = {"test_accuracy": federated(test), "test_centralised_accuracy": central(test)}
     lines = [f"{scores['test_accuracy']:.3f}  {len(clients)} clients"]
     lines += [f"{scores['test_centralised_accuracy']:.3f}  in one place"]
     files = [args.workdir / file for file in ("federated.png", "ckpts", "centralised/ckpts")]
     title = f"accuracy on {len(test)} test images, by the checkpoints that are best on {len(validation)} others"
-    deployer.log_info("\n".join([*lines, *map(str, files)]), title=title)
-    deployer.log_metrics(scores, trainer.step)
+    trainer.deployer.log_info("\n".join([*lines, *map(str, files)]), title=title)
+    trainer.deployer.log_metrics(scores, trainer.step)
     return scores

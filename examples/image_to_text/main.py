@@ -24,8 +24,10 @@ from rouge_score.rouge_scorer import RougeScorer
 from tokenizers import Tokenizer
 
 import redeqx
+from examples._cli import Flags
+from examples._images import Captioned, read_captions
 from examples._texts import BOS, EOS, PAD, embedding_rows, learn_tokenizer, load_tokenizer
-from examples.image_to_text.pictures import CELL, Captioned, Parts, draw, of_folder, two_digits
+from examples.image_to_text.pictures import CELL, Parts, draw, two_digits
 from redeqx.models import cross_entropy, generate, save_pretrained, weight_decay_mask
 from redeqx.models.gpt2 import GPT2Config
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
@@ -33,7 +35,7 @@ from redeqx.models.vit import ViTConfig
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Flags):
     data: Path | None = None  # A folder of images with metadata.jsonl. Pictures of two digits by default.
     pretrained: Path | None = None  # A Hugging Face folder of a captioner to start from. It determines the model's sizes.
     workdir: Path = Path("workdir/image_to_text")  # For metrics, checkpoints and pictures. A run resumes from it.
@@ -54,16 +56,14 @@ class Args:
     batch_size: int = 64  # Examples of one update, on all devices together.
     learning_rate: float = 2e-3
     weight_decay: float = 0.05
-    n_model_shards: int = 1  # Devices over which each layer is sharded.
-    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
-    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0
 
 
 def read_data(args: Args, encoder: ViTConfig | None) -> Parts:
     """Returns the training, validation and test data, at the encoder's image size if an encoder is given."""
     if args.data is not None:
-        return of_folder(args.data, *((args.image_size, 3) if encoder is None else (encoder.image_size, encoder.n_channels)))
+        size, n_channels = (args.image_size, 3) if encoder is None else (encoder.image_size, encoder.n_channels)
+        train, validation, test = read_captions(args.data, size, n_channels)
+        return lambda _: train, validation, test
     if encoder is not None and (encoder.n_channels, encoder.image_size) != (1, 2 * CELL):
         raise ValueError(
             f"`--pretrained`: expected a model of images [1, {2 * CELL}, {2 * CELL}] for pictures of digits, got "

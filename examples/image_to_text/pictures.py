@@ -1,4 +1,4 @@
-"""Captioned pictures for training, validation and testing: composed of two digits, or read from a folder."""
+"""Pictures of two digits with their captions, and a drawing of images with generated captions."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -6,11 +6,9 @@ from pathlib import Path
 
 import numpy as np
 from scipy.ndimage import affine_transform
-from sklearn.model_selection import GroupShuffleSplit
 
-from examples._images import Labelled, digits, draw_grid, read_captions
+from examples._images import Captioned, Labelled, digits, draw_grid
 
-Captioned = list[tuple[np.ndarray, str]]  # images [channels, height, width], float32 in [0, 1], and their captions
 Parts = tuple[Callable[[int], Captioned], Captioned, Captioned]  # training data of an epoch, validation data, test data
 
 NAMES = ("a zero", "a one", "a two", "a three", "a four", "a five", "a six", "a seven", "an eight", "a nine")
@@ -46,24 +44,6 @@ def two_digits(n_train: int, n_held_out: int, *, bend: float, seed: int) -> Part
     train, validation, test = digits()
     held_out = compose(validation, n_held_out, (0, 1)), compose(test, n_held_out, (0, 2))
     return lambda epoch: compose(train, n_train, (seed, 0, epoch), bend=bend), *held_out
-
-
-def of_folder(folder: Path, size: int, n_channels: int) -> Parts:
-    """Splits a folder: 70 % for training, 10 % for validation, 20 % for testing, deterministically. All captions of an image
-    are in the same part."""
-    examples = read_captions(folder, size, n_channels)
-    _, images = np.unique([image.tobytes() for image, _ in examples], return_inverse=True)
-    if (n := images.max() + 1) < 10:
-        raise ValueError(f"`{folder}`: expected at least 10 images that differ, got {n}. Add more, with their captions.")
-
-    def split(rows: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
-        first, second = next(GroupShuffleSplit(test_size=share, random_state=0).split(rows, groups=images[rows]))
-        return rows[first], rows[second]
-
-    rest, test = split(np.arange(len(examples)), 0.2)
-    train, validation = split(rest, 0.125)
-    parts = [[examples[i] for i in part] for part in (train, validation, test)]
-    return lambda _: parts[0], parts[1], parts[2]
 
 
 def draw(path: Path, examples: Captioned, captions: Sequence[str]) -> None:

@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 
 import redeqx
-from examples._records import checkpoint, curve
+from examples._cli import Flags
+from examples._records import checkpoint, curve, draw_curves
 from examples.language_modeling.texts import Vocabulary, load_vocabulary, pad_left, prompt_of, read_examples
 from redeqx.models import Decoder, cross_entropy, from_pretrained, generate, lora, save_pretrained, weight_decay_mask
 from redeqx.models.gpt2 import GPT2, GPT2Config
@@ -39,7 +38,7 @@ from redeqx.optimizers import muon
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Flags):
     data: Path | None = None  # A text file, a folder of them, or a .jsonl. The standard library's source by default.
     prompt_key: str = "prompt"  # Key of the prompt in a .jsonl.
     response_key: str = "response"  # Key of the response in a .jsonl.
@@ -59,12 +58,10 @@ class Args:
     per_device_batch_size: int | None = None  # Rows of a micro-batch on one device. By default all of an update.
     optimizer: Literal["adamw", "muon"] = "adamw"  # One learning rate suits both.
     learning_rate: float = 3e-3
-    n_model_shards: int | None = None  # Devices over which each layer is sharded. By default 2 simulated ones, or 1.
-    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
+    n_model_shards: int = 0  # Devices over which each layer is sharded. By default 2 simulated ones, or 1.
     simulate_devices: int = 8  # CPU devices to simulate on a machine without an accelerator.
     eval_every_n_steps: int = 1000
     save_every_n_steps: int = 250
-    seed: int = 0
 
 
 def make_model(args: Args, deployer: redeqx.Deployer) -> tuple[Any, Any, Vocabulary]:
@@ -88,17 +85,11 @@ def collate_fn(examples: list[np.ndarray]) -> dict[str, np.ndarray]:
     return {"ids": rows[:, 0], "labels": rows[:, 1]}
 
 
-def loss_fn(model: GPT2, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """Returns the loss in nats, summed over tokens. A label of -1 has no weight."""
-    keys = jax.random.split(key, len(batch["ids"]))
-    logits = jax.vmap(lambda ids, key: model(ids, key=key))(batch["ids"], keys)
-    weights, labels = batch["labels"] >= 0, jnp.maximum(batch["labels"], 0)
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
-    return redeqx.Loss(total=jnp.sum(nats * weights), weight=jnp.sum(weights))
+def loss_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
+    """Returns the loss in nats, summed over tokens. A label of -1 has no weight.
 
-
-def chunked_loss_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """As `loss_fn`, for the large vocabularies of published models: computes the logits of 256 tokens per row at a time."""
+    The logits of 256 tokens per row are computed at a time, since published models have large vocabularies.
+    """
     keys = jax.random.split(key, len(batch["ids"]))
     hidden = jax.vmap(lambda ids, key: model.hidden(ids, key=key))(batch["ids"], keys)
     return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=256, ignore_index=-1)
@@ -109,20 +100,6 @@ def pred_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Arra
     n_new = min(96, model.config.n_positions - batch["ids"].shape[1])
     drawn = {"sample": True, "temperature": 0.8, "key": key}
     return generate(model, batch["ids"], mask=batch["mask"], max_new_tokens=n_new, eos_token_id=(), **drawn)
-
-
-def draw_curve(workdir: Path, bits_per_nat: float, levels: dict[str, float]) -> None:
-    """Draws `loss.png`: the losses in `metrics.jsonl` over steps, in bits per byte, with the compressors as levels."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, label, marker, alpha in (("loss", "train", "", 0.4), ("eval_loss", "held out", "o", 1.0)):
-        steps, nats = curve(workdir, name)
-        axes.plot(steps, bits_per_nat * np.array(nats), linewidth=1, marker=marker, alpha=alpha, label=label)
-    for i, (name, level) in enumerate(levels.items(), start=2):
-        axes.axhline(level, linestyle="--", linewidth=1, color=f"C{i}", label=f"{name}, held out")
-    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
-    axes.legend()
-    figure.savefig(workdir / "loss.png", dpi=150)
 
 
 def save_folders(args: Args, model: Any, config: Any) -> list[Path]:
@@ -153,8 +130,7 @@ def main(args: Args) -> dict[str, float]:
     if args.lora_rank is not None:
         model = lora.add(model, rank=args.lora_rank, where="*.attention.*", key=deployer.next_key())
         trainable = {"trainable": lora.trainable(model)}
-    loss = loss_fn if args.pretrained is None else chunked_loss_fn
-    deployer.log_info(deployer.plan(model, loss, collate_fn(list(train[: args.batch_size]))).explain(), title="plan")
+    deployer.log_info(deployer.plan(model, loss_fn, collate_fn(list(train[: args.batch_size]))).explain(), title="plan")
 
     lr = deployer.get_lr_schedule_fn(
         len(train), batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=args.learning_rate,
@@ -165,7 +141,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer = muon(lr, weight_decay=0.1, rest=optimizer)
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), optimizer), collate_fn=collate_fn,
-        loss_fn=loss, lr_schedule_fn=lr, accumulate_grad_batches=n_micro, **trainable,
+        loss_fn=loss_fn, lr_schedule_fn=lr, accumulate_grad_batches=n_micro, **trainable,
     )  # fmt: skip
     trainer.fit(
         train, batch_size=args.batch_size, n_epochs=args.n_epochs, eval_examples=held_out,
@@ -179,7 +155,9 @@ def main(args: Args) -> dict[str, float]:
     levels = {name: 8 * len(data) / n_bytes for name, data in packed.items()}
     name = "GPT-2" if args.pretrained is None else json.loads((args.pretrained / "config.json").read_text())["model_type"]
     scores = {name: trainer.eval_loss(held_out, batch_size=args.batch_size) * bits_per_nat, **levels}
-    draw_curve(args.workdir, bits_per_nat, levels)
+    losses = {"train": curve(args.workdir, "loss"), "held out": curve(args.workdir, "eval_loss")}
+    curves = {label: (steps, bits_per_nat * np.array(nats)) for label, (steps, nats) in losses.items()}
+    draw_curves(args.workdir / "loss.png", curves, levels, xlabel="step", ylabel="bits per byte", ylim=(0, None))
 
     prompt = prompt_of(held_out[len(held_out) // 2])
     (new,) = trainer.get_default_predictor(pred_fn, collate_fn=pad_left).predict([prompt], 1)

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 
 import redeqx
-from examples._records import checkpoint, curve
+from examples._cli import Flags
+from examples._records import checkpoint, curve, draw_curves
 from examples._texts import load_tokenizer
 from examples.lora.base import optimizer, train_base
 from examples.lora.sentences import WORDS, Labelled, documentation_sentences, encode, read_sentences, split
@@ -33,7 +33,7 @@ from redeqx.models import Decoder, from_pretrained, lora, save_pretrained
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Flags):
     data: Path | None = None  # A table with the columns `sentence` and `label`. Python's documentation by default.
     words: tuple[str, ...] = WORDS  # The words for the labels in the prompt, from label 0.
     pretrained: Path | None = None  # A Hugging Face folder of a decoder, with its tokenizer.json.
@@ -53,10 +53,6 @@ class Args:
     d_model: int = 192
     n_heads: int = 4
     eval_every_n_steps: int = 30
-    n_model_shards: int = 1  # Devices over which each layer is sharded.
-    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
-    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0
 
 
 def make_deployer(args: Args, name: str) -> redeqx.Deployer:
@@ -132,18 +128,6 @@ def tune(args: Args, name: str, base: Path, parts: tuple[Labelled, ...]) -> dict
     return {**scores, "trained": n_trained, "bytes": n_bytes, "saved": saved, "best": best, "steps": trainer.step}
 
 
-def draw_curves(workdir: Path, tuned: dict[str, dict[str, Any]]) -> None:
-    """Draws `accuracy.png`: validation accuracy over steps for both methods."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, result in tuned.items():
-        label = f"{name}: {result['trained']:,} parameters"
-        axes.plot(*curve(workdir / name, "eval_accuracy"), marker="o", markersize=3, label=label)
-    axes.set(xlabel="step", ylabel="validation accuracy")
-    axes.legend()
-    figure.savefig(workdir / "accuracy.png", dpi=150)
-
-
 def main(args: Args) -> dict[str, float]:
     """Trains the base if needed, fine-tunes it in both ways, and compares them."""
     deployer = make_deployer(args, ".")
@@ -161,7 +145,9 @@ def main(args: Args) -> dict[str, float]:
         )
 
     tuned = {name: tune(args, name, base, parts) for name in ("full", "lora")}
-    draw_curves(args.workdir, tuned)
+    labels = {name: f"{name}: {result['trained']:,} parameters" for name, result in tuned.items()}
+    curves = {label: curve(args.workdir / name, "eval_accuracy") for name, label in labels.items()}
+    draw_curves(args.workdir / "accuracy.png", curves, {}, xlabel="step", ylabel="validation accuracy")
     table = [f"{'':6}{'accuracy':>10}{'trained':>12}{'share':>9}{'saved bytes':>14}"]
     for name, t in tuned.items():
         numbers = f"{t['accuracy']:>10.2%}{t['trained']:>12,}{t['share']:>9.2%}{t['bytes']:>14,}"

@@ -31,16 +31,17 @@ import optax
 
 import redeqx
 
+from .._cli import Flags
+from .._records import draw_curves
 from .network import ConvNet
-from .pictures import draw_characters, draw_sinusoids, interval
 from .tasks import AFTER, N_STEPS, SHOWN, Sinusoids, Tasks, filled, omniglot
 
 RATES = (0.003, 0.01, 0.03)  # step sizes that are tried for the pretrained network
-N_TRAIN, N_VALIDATION, N_TEST, N_PICTURE = range(4)  # indices of the random streams
+N_TRAIN, N_VALIDATION, N_TEST = range(3)  # indices of the random streams
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Flags):
     data: Path | None = None  # Omniglot: a folder with alphabet/character/*.png, or its .zip. Sinusoids by default.
     pretrained: Path | None = None  # A checkpoint of an earlier run.
     workdir: Path = Path("workdir/meta_learning")  # For metrics, checkpoints and the picture. A run resumes from it.
@@ -57,10 +58,6 @@ class Args:
     learning_rate: float | None = None  # Learning rate of the outer updates.
     n_validation_tasks: int | None = None
     n_test_tasks: int = 1000
-    n_model_shards: int = 1  # Devices over which each layer is sharded.
-    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
-    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0
 
 
 class Learner(eqx.Module):
@@ -118,6 +115,11 @@ def pred_fn(model: Learner, batch: dict[str, jax.Array], key: jax.Array) -> dict
     return jax.vmap(adapt)(**batch)
 
 
+def interval(errors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns means over tasks, and the half-widths of their 95 % confidence intervals."""
+    return errors.mean(0), 1.96 * errors.std(0, ddof=1) / len(errors) ** 0.5
+
+
 def metric_fn(tasks: np.ndarray, outputs: list[dict[str, np.ndarray]]) -> dict[str, float]:
     return {"error": float(np.mean([out["errors"][AFTER] for out in outputs]))}
 
@@ -171,26 +173,22 @@ def main(args: Args) -> dict[str, float]:
             predictor.predict, per_device_batch_size=rows, model=models[best]
         )
     tasks = test.draw(run.n_test_tasks, run.n_query, (run.seed, N_TEST))
-    outputs = {name: of(tasks) for name, of in predict.items()}
-    errors = {name: np.stack([out["errors"] for out in found]) for name, found in outputs.items()}
+    errors = {name: np.stack([out["errors"] for out in of(tasks)]) for name, of in predict.items()}
 
     before, after = interval(errors["MAML"])[0][[0, AFTER]].tolist()
     scores = {"test_error_before": before, "test_error_after": after, "test_ratio": after / before}
-    picture = run.workdir / "tasks.png"
     if run.data is None:
         scores["test_pretrained_error_after"] = float(list(errors.values())[1][:, AFTER].mean())
-        tasks = test.draw(3, 0, (run.seed, N_PICTURE))
-        tasks = np.concatenate([tasks, np.tile(np.linspace(-5, 5, 200, dtype=np.float32), (3, 1))], axis=1)
-        draw_sinusoids(picture, test.collate_fn(list(tasks)), {name: of(tasks) for name, of in predict.items()}, errors)
     else:
         scores["test_accuracy"] = 1 - after
-        draw_characters(picture, test.collate_fn(list(tasks[:1])), outputs["MAML"][0], run.n_ways)
+    what = "share of wrong characters" if run.data else "mean squared error"
+    curves = {name: (range(N_STEPS + 1), found.mean(0)) for name, found in errors.items()}
+    draw_curves(run.workdir / "errors.png", curves, {}, xlabel="gradient steps", ylabel=what, yscale="log")
     lines = [f"{'steps':>28}" + "".join(f"{step:>16}" for step in SHOWN)]
     for name, found in errors.items():
         mean, half = interval(found)
         lines.append(f"{name:>28}" + "".join(f"{f'{mean[i]:.4f} ± {half[i]:.4f}':>16}" for i in SHOWN))
-    lines += [str(picture), str(run.workdir / f"ckpts/step_{trainer.step:08}")]
-    what = "share of wrong characters" if run.data else "mean squared error"
+    lines += [str(run.workdir / "errors.png"), str(run.workdir / f"ckpts/step_{trainer.step:08}")]
     deployer.log_info("\n".join(lines), title=f"{what} in {run.n_test_tasks} test tasks, with 95 % intervals; picture; best")
     deployer.log_metrics(scores, trainer.step)
     return scores

@@ -1,15 +1,16 @@
 """Tasks for meta-learning: sinusoids, and Omniglot's characters. An example is a task: a support set and a query set."""
 
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
 from einops import rearrange, repeat
-from PIL import Image, UnidentifiedImageError
+
+from .._images import read_image
 
 N_STEPS, AFTER = 10, 5  # steps of adaptation at test time, and the number after which the error is reported
 SHOWN = (0, 1, AFTER, N_STEPS)  # the numbers of steps whose results are printed and drawn
@@ -84,7 +85,7 @@ def omniglot(path: Path, n_ways: int, n_shots: int, n_query: int) -> tuple[Chara
 
     **Arguments:**
 
-    - `path`: a folder with `alphabet/character/*.png`, or its .zip, which is read without unpacking.
+    - `path`: a folder with `alphabet/character/*.png`, or its .zip.
 
     Raises ValueError if there are too few characters, or too few drawings of one.
     """
@@ -112,32 +113,19 @@ def omniglot(path: Path, n_ways: int, n_shots: int, n_query: int) -> tuple[Chara
     return train, validation, test
 
 
-def _files(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields the names and contents of the PNG files of a folder or a .zip."""
-    if path.is_dir():
-        for file in sorted(path.rglob("*.png")):
-            yield file.relative_to(path).as_posix(), file.read_bytes()
-    elif zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            for name in sorted(name for name in archive.namelist() if name.endswith(".png")):
-                yield name, archive.read(name)
-    else:
+def _read(path: Path) -> dict[str, list[np.ndarray]]:
+    """Returns the drawings of each character, by the name of its folder, from a folder or a .zip of it."""
+    if zipfile.is_zipfile(path):
+        with TemporaryDirectory() as folder:
+            zipfile.ZipFile(path).extractall(folder)
+            return _read(Path(folder))
+    if not path.is_dir():
         found = "a file of another kind" if path.exists() else "none"
         raise ValueError(f"`{path}`: expected a folder or a .zip of `alphabet/character/*.png`, got {found}. Pass one.")
-
-
-def _read(path: Path) -> dict[str, list[np.ndarray]]:
-    """Returns the drawings of each character, by the name of its folder."""
     drawings: dict[str, list[np.ndarray]] = {}
-    for name, content in _files(path):
-        try:
-            with Image.open(BytesIO(content)) as image:
-                pixels = np.asarray(image.convert("L").resize((SIZE, SIZE)))
-        except (UnidentifiedImageError, OSError) as error:
-            raise ValueError(
-                f"`{path}` file {name!r}: expected a PNG, got a file that Pillow cannot read. {error}."
-            ) from None
-        drawings.setdefault(name.rpartition("/")[0], []).append(255 - pixels)  # the files have black ink on white
+    for file in sorted(path.rglob("*.png")):
+        ink = 1 - read_image(file, SIZE, 1)[0]  # the files have black ink on white
+        drawings.setdefault(file.parent.relative_to(path).as_posix(), []).append((255 * ink).round().astype(np.uint8))
     return drawings
 
 
@@ -159,7 +147,5 @@ def filled(args: Any) -> Any:
     """Returns the arguments of a run, with the values of RECIPES for those that are None."""
     recipe = RECIPES["sinusoids" if args.data is None else "omniglot"]
     args = replace(args, **{name: value for name, value in recipe.items() if getattr(args, name) is None})
-    for name, value in vars(args).items():
-        if type(value) is int and value < 1 and name != "seed":
-            raise ValueError(f"`--{name.replace('_', '-')}`: expected at least 1, got {value}. Pass a positive number.")
+    args.check_positive(*(name for name, value in vars(args).items() if type(value) is int and name != "seed"))
     return args

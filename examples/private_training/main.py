@@ -29,16 +29,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 
 import redeqx
-from examples._images import Labelled, read_parts
-from examples._records import curve
+from examples._cli import Flags
+from examples._images import Labelled, accuracy, read_parts
+from examples._records import curve, draw_curves
 from examples.private_training.privacy import calibrate, hold_to, poisson_samples, private_gradient, room_for, spent
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Flags):
     data: Path | None = None  # A folder with one subfolder of images for each class. The digits by default.
     image_size: int = 16  # Height and width to which a folder's images are resized, in grayscale.
     pretrained: Path | None = None  # A checkpoint folder of an earlier run to start from. Its data must be public.
@@ -53,9 +53,6 @@ class Args:
     momentum: float = 0.9
     hidden_size: int = 0  # Width of a hidden layer with tanh; 0 for none.
     accumulate_grad_batches: int = 1  # Micro-batches in a step, if all its images' gradients do not fit in memory.
-    n_model_shards: int = 1  # Devices over which each layer is sharded.
-    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
-    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
     seed: int = 0  # Seed of the samples and the noise. It must stay secret for the guarantee to hold.
 
 
@@ -106,10 +103,6 @@ def pred_fn(model: Classifier, batch: dict[str, jax.Array], key: jax.Array) -> j
     return jnp.argmax(jax.vmap(model)(batch["images"]), axis=-1)
 
 
-def accuracy(examples: Labelled, outputs: list) -> dict[str, float]:
-    return {"accuracy": float(np.mean(np.equal([label for _, label in examples], outputs)))}
-
-
 def fit(args: Args, folder: Path, seed: int, data: Sequence[Labelled], n_classes: int, noise: float | None) -> float:
     """Trains one model, without privacy if `noise` is None. Returns its test accuracy."""
     train, validation, test = data
@@ -145,25 +138,6 @@ def fit(args: Args, folder: Path, seed: int, data: Sequence[Labelled], n_classes
     return accuracy(test, predictor.predict(test, batch_size=n_rows))["accuracy"]
 
 
-def draw(path: Path, epsilons: Sequence[float], accuracies: Sequence[float], folders: Sequence[Path]) -> None:
-    """Draws test accuracy over epsilon, with the result without privacy last; and each model's validation accuracy over
-    training."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(epsilons, accuracies[:-1], marker="o", label="private")
-    left.axhline(accuracies[-1], linestyle="--", linewidth=1, color="black", label="without privacy")
-    left.set(xscale="log", xlabel="epsilon", ylabel="test accuracy")
-    left.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
-    left.set_xticks([], minor=True)
-    for folder in folders:
-        right.plot(*curve(folder, "eval_accuracy"), linewidth=1, label=folder.name)
-    right.set(xlabel="step", ylabel="validation accuracy")
-    for axes in (left, right):
-        axes.set_ylim(None, 1)
-        axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
-
-
 def main(args: Args) -> dict[str, float]:
     """Trains a model for each budget and one without privacy. Returns their test accuracies."""
     check(args)
@@ -176,7 +150,9 @@ def main(args: Args) -> dict[str, float]:
     # A separate seed for each model: noise that two models share could be removed by comparing them.
     seeds = range(args.seed * len(names), (args.seed + 1) * len(names))
     accuracies = [fit(args, folders[i], seeds[i], data, len(classes), noise[i]) for i in range(len(names))]
-    draw(args.workdir / "accuracy.png", args.epsilons, accuracies, folders)
+    levels = {f"{name}, test": value for name, value in zip(names, accuracies, strict=True)}
+    curves = {folder.name: curve(folder, "eval_accuracy") for folder in folders}
+    draw_curves(args.workdir / "accuracy.png", curves, levels, xlabel="step", ylabel="validation accuracy", ylim=(None, 1))
 
     table = ["epsilon  noise  accuracy"]
     for multiplier, value in zip(noise, accuracies, strict=True):

@@ -14,12 +14,14 @@ from jaxtyping import PyTree
 
 import redeqx
 
-from .environments import make_envs, play_episodes
-from .training import Best, Replay, check_sizes, collate_fn, report
+from .._cli import Flags
+from .._records import curve
+from .environments import make_envs, play_episodes, random_returns
+from .training import TEST_SEED, Best, Replay, collate_fn, learn, report
 
 
 @dataclass(frozen=True)
-class DDPG:
+class DDPG(Flags):
     """Deep deterministic policy gradient, for continuous actions. The default environment is Pendulum."""
 
     env: str = "Pendulum-v1"  # A gymnasium environment with bounded continuous actions.
@@ -39,10 +41,6 @@ class DDPG:
     noise: float = 0.1  # Standard deviation of the noise that is added to actions, which are in [-1, 1].
     eval_every_n_steps: int = 2_000  # Environment steps between two evaluations.
     eval_episodes: int = 100  # Episodes that select the best checkpoint. The same number of others test it.
-    n_model_shards: int = 1  # Devices over which each layer is sharded.
-    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
-    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0
 
 
 class ActorCritic(eqx.Module):
@@ -86,7 +84,7 @@ def pred_fn(model: ActorCritic, targets: PyTree, observations: jax.Array, key: j
 
 def main(args: DDPG) -> dict[str, float]:
     """Trains and reports. Returns the mean test return."""
-    check_sizes(args, "n_envs", "rollout", "n_updates", "replay", "eval_episodes", "eval_every_n_steps", "width")
+    args.check_positive("n_envs", "rollout", "n_updates", "replay", "eval_episodes", "eval_every_n_steps", "width")
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     deployer.begin_records(-1)  # drops the records of an earlier run
     envs, eval_envs = (make_envs(args.env, "ddpg", n) for n in (args.n_envs, args.eval_episodes))
@@ -104,39 +102,36 @@ def main(args: DDPG) -> dict[str, float]:
     def act(observations: np.ndarray) -> np.ndarray:
         return np.stack(predictor.predict(observations, batch_size=len(observations)))
 
-    best = Best(trainer, partial(play_episodes, eval_envs, act))
-    best.validate(0)
-    rng, curve = np.random.default_rng(args.seed), []
+    rng = np.random.default_rng(args.seed)
     sizes = {"observation": n_seen, "action": n_actions, "next": n_seen}
     fields = [(name, np.float32, (size,)) for name, size in sizes.items()]
     dtype = np.dtype([*fields, ("reward", np.float32), ("terminated", np.float32)])
     replay = Replay(args.replay, dtype)
-    n_a_rollout = args.rollout * args.n_envs
-    n_steps = -(-args.n_steps // n_a_rollout) * n_a_rollout
     envs.action_space.seed(args.seed)
     (observations, _), ended = envs.reset(seed=args.seed), np.zeros(args.n_envs, bool)
-    with deployer.progress(title="ddpg", n_steps=n_steps) as progress:
-        for n_played in range(n_a_rollout, n_steps + 1, n_a_rollout):
-            for _ in range(args.rollout):
-                if n_played <= args.n_random_steps:
-                    actions = envs.action_space.sample()
-                else:
-                    actions = act(observations)
-                    actions = np.clip(actions + rng.normal(0, args.noise, actions.shape), -1, 1).astype(np.float32)
-                following, rewards, terminated, truncated, _ = envs.step(actions)
-                rows = np.zeros(args.n_envs, dtype)
-                rows["observation"], rows["action"], rows["reward"] = observations, actions, rewards
-                rows["next"], rows["terminated"] = following, terminated
-                replay.add(rows[~ended])  # the step after an episode's end only resets
-                observations, ended = following, terminated | truncated
-            metrics = {}
-            if n_played >= args.n_random_steps:
-                metrics = trainer.train(replay.sample(args.n_updates * args.batch_size, rng), batch_size=args.batch_size)
-            if envs.return_queue:
-                curve.append((n_played, float(np.mean(envs.return_queue))))
-                metrics = {"return": curve[-1][1], **metrics}
-            if n_played % args.eval_every_n_steps < n_a_rollout or n_played == n_steps:
-                with progress.pause("evaluating"):
-                    best.validate(n_played)
-            progress.update(n_played, metrics=metrics, n_examples=n_a_rollout)
-    return report(best, args.env, "ddpg", act, eval_envs, curve)
+
+    def play_and_train(n_played: int) -> dict[str, float]:
+        nonlocal observations, ended
+        for _ in range(args.rollout):
+            if n_played <= args.n_random_steps:
+                actions = envs.action_space.sample()
+            else:
+                actions = act(observations)
+                actions = np.clip(actions + rng.normal(0, args.noise, actions.shape), -1, 1).astype(np.float32)
+            following, rewards, terminated, truncated, _ = envs.step(actions)
+            rows = np.zeros(args.n_envs, dtype)
+            rows["observation"], rows["action"], rows["reward"] = observations, actions, rewards
+            rows["next"], rows["terminated"] = following, terminated
+            replay.add(rows[~ended])  # the step after an episode's end only resets
+            observations, ended = following, terminated | truncated
+        metrics = {"return": float(np.mean(envs.return_queue))} if envs.return_queue else {}
+        if n_played < args.n_random_steps:
+            return metrics
+        sample = replay.sample(args.n_updates * args.batch_size, rng)
+        return {**metrics, **trainer.train(sample, batch_size=args.batch_size)}
+
+    best = Best(trainer, partial(play_episodes, eval_envs, act))
+    n_a_round = args.rollout * args.n_envs
+    learn(best, "ddpg", -(-args.n_steps // n_a_round), n_a_round, args.eval_every_n_steps, play_and_train)
+    returns = {"ddpg": best.test(), "random actions": random_returns(eval_envs, TEST_SEED)}
+    return report(best, args.env, returns, {"validation": curve(args.workdir, "eval_return")})

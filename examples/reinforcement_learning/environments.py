@@ -1,14 +1,12 @@
 """Environments: gymnasium's, run in parallel, and the multi-agent games of mpe2."""
 
 import importlib
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import gymnasium
 import numpy as np
-from einops import rearrange
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import VectorEnv
 from gymnasium.wrappers import RescaleAction
@@ -17,7 +15,7 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics
 Act = Callable[[np.ndarray], np.ndarray]  # from the observations of all environments to their actions
 
 
-def make_envs(name: str, algorithm: str, n_envs: int, **options: Any) -> RecordEpisodeStatistics:
+def make_envs(name: str, algorithm: str, n_envs: int) -> RecordEpisodeStatistics:
     """Creates environments that run in parallel. Continuous actions are in [-1, 1].
 
     The step after the end of an episode only resets: its action is ignored and its reward is 0.
@@ -41,9 +39,12 @@ def make_envs(name: str, algorithm: str, n_envs: int, **options: Any) -> RecordE
         other = "Use `ddpg` for it." if continuous else "Use `ppo` for it." if discrete else "Choose another."
         raise ValueError(f"`--env {name}`: expected {rule} for `{algorithm}`, got {actions}. {other}")
     to_unit = partial(RescaleAction, min_action=np.float32(-1), max_action=np.float32(1))
-    return RecordEpisodeStatistics(
-        gymnasium.make_vec(name, n_envs, "sync", wrappers=[to_unit] if continuous else [], **options)
-    )
+    return RecordEpisodeStatistics(gymnasium.make_vec(name, n_envs, "sync", wrappers=[to_unit] if continuous else []))
+
+
+def random_returns(envs: VectorEnv, seed: int) -> np.ndarray:
+    """Returns the return of one episode with random actions in each environment."""
+    return play_episodes(envs, lambda _: envs.action_space.sample(), seed)
 
 
 def play_episodes(envs: VectorEnv, act: Act, seed: int) -> np.ndarray:
@@ -56,23 +57,6 @@ def play_episodes(envs: VectorEnv, act: Act, seed: int) -> np.ndarray:
         returns += rewards * running
         running &= ~(terminated | truncated)
     return returns
-
-
-def film(name: str, algorithm: str, act: Act, seed: int, n_frames: int = 8) -> list[np.ndarray]:
-    """Returns frames of one episode at equal intervals; an empty list if the environment cannot render."""
-    if "rgb_array" not in gymnasium.make(name).metadata.get("render_modes", []):
-        return []
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # lets pygame draw without a screen
-    envs = make_envs(name, algorithm, 1, render_mode="rgb_array")
-    frames: list[Any] = []
-
-    def look_and_act(observations: np.ndarray) -> np.ndarray:
-        frames.extend(envs.render() or ())
-        return act(observations)
-
-    play_episodes(envs, look_and_act, seed)
-    envs.close()
-    return [frames[i] for i in np.linspace(0, len(frames) - 1, n_frames).astype(int)]
 
 
 class Games:
@@ -113,21 +97,6 @@ class Games:
             rows["reward"] = self._stacked([out[1] for out in outs])
             played.append(rows)
         return np.stack(played)
-
-    def watch(self, act: Act, seed: int, n_games: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns the paths of the agents in a few games, `[agent, xy, time]`, and the positions of the landmarks, `[xy,
-        landmark]`."""
-        worlds = [game.unwrapped.world for game in self.games[:n_games]]
-        places = []
-
-        def look_and_act(observations: np.ndarray) -> np.ndarray:
-            places.append([[agent.state.p_pos.copy() for agent in world.agents] for world in worlds])
-            return act(observations)
-
-        self.play(look_and_act, seed)
-        paths = rearrange(np.array(places), "time game agent xy -> game agent xy time")
-        landmarks = [np.array([landmark.state.p_pos for landmark in world.landmarks]).T for world in worlds]
-        return list(zip(paths, landmarks, strict=True))
 
     def _stacked(self, dicts: list[dict[str, Any]]) -> np.ndarray:
         return np.array([[of[agent] for agent in self.agents] for of in dicts], np.float32)

@@ -16,16 +16,17 @@ import numpy as np
 import optax
 from einops import rearrange
 from jaxtyping import PyTree
-from matplotlib.axes import Axes
 
 import redeqx
 
-from .environments import Act, Games, returns_of
-from .training import TEST_SEED, Best, Replay, check_sizes, collate_fn, draw, mean
+from .._cli import Flags
+from .._records import curve
+from .environments import Games, returns_of
+from .training import TEST_SEED, Best, Replay, collate_fn, learn, report
 
 
 @dataclass(frozen=True)
-class MADDPG:
+class MADDPG(Flags):
     """Multi-agent DDPG and independent DDPG. By default, three agents must cover three landmarks."""
 
     env: str = "simple_spread_v3"  # A module of mpe2 whose agents have equal observation and action spaces.
@@ -44,10 +45,6 @@ class MADDPG:
     noise: float = 1.0  # Standard deviation of the noise that is added to actions, which are in [-1, 1].
     eval_every_n_episodes: int = 400
     eval_episodes: int = 400  # Episodes that select the best checkpoint. The same number of others test it.
-    n_model_shards: int = 1  # Devices over which each layer is sharded.
-    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
-    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0
 
 
 class Team(eqx.Module):
@@ -109,14 +106,13 @@ def pred_fn(model: Team, targets: PyTree, observations: jax.Array, key: jax.Arra
     return model.act(observations)
 
 
-def train(args: MADDPG, games: Games, eval_games: Games, independent: bool) -> tuple[Best, Act]:
-    """Trains one of the two methods. Returns its best checkpoint and its policy."""
+def train(args: MADDPG, games: Games, eval_games: Games, independent: bool) -> Best:
+    """Trains one of the two methods. Returns its best checkpoint."""
     workdir = args.workdir / "independent" if independent else args.workdir
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=workdir)
     deployer.begin_records(-1)  # drops the records of an earlier run
     key, sizes = deployer.next_key(), (len(games.agents), games.n_seen, games.n_actions, args.width)
     model = deployer.init(lambda: Team(*sizes, independent, key=key))
-    n_rounds = -(-args.n_episodes // args.n_envs)
     trainer = redeqx.Trainer(
         deployer, model=model, model_state=eqx.filter(model, eqx.is_array), optimizer=optax.adam(args.learning_rate),
         collate_fn=collate_fn, loss_fn=partial(loss_fn, discount=args.discount, target_rate=args.target_rate),
@@ -132,54 +128,28 @@ def train(args: MADDPG, games: Games, eval_games: Games, independent: bool) -> t
         actions = act(observations)
         return np.clip(actions + rng.normal(0, args.noise, actions.shape), -1, 1)
 
-    best = Best(trainer, lambda seed: returns_of(eval_games.play(act, seed)))
-    best.validate(0)
-    replay = Replay(args.replay, games.dtype)
-    with deployer.progress(title="independent" if independent else "maddpg", n_steps=n_rounds * args.n_envs) as progress:
-        for n_played in range(args.n_envs, (n_rounds + 1) * args.n_envs, args.n_envs):
-            played = games.play(explore, seed=n_played)
-            replay.add(played.reshape(-1))
-            metrics = trainer.train(replay.sample(args.n_updates * args.batch_size, rng), batch_size=args.batch_size)
-            if n_played % args.eval_every_n_episodes < args.n_envs or n_played == n_rounds * args.n_envs:
-                with progress.pause("evaluating"):
-                    best.validate(n_played * len(played))
-            metrics = {"return": float(returns_of(played).mean()), **metrics}
-            progress.update(n_played, metrics=metrics, n_examples=played.size)
-    return best, act
+    def play_and_train(n_played: int) -> dict[str, float]:
+        played = games.play(explore, seed=n_played)
+        replay.add(played.reshape(-1))
+        metrics = trainer.train(replay.sample(args.n_updates * args.batch_size, rng), batch_size=args.batch_size)
+        return {"return": float(returns_of(played).mean()), **metrics}
 
-
-def draw_paths(paths: np.ndarray, landmarks: np.ndarray, axes: Axes) -> None:
-    """Draws the path of each agent, with a dot at its end, and the landmarks in gray."""
-    axes.scatter(*landmarks, s=250, color="lightgrey", edgecolors="grey")
-    for i, path in enumerate(paths):
-        axes.plot(*path, color=f"C{i}", linewidth=1, marker=".", markersize=3)
-        axes.plot(*path[:, -1], color=f"C{i}", marker="o", markersize=8)
-    limit = 1.15 * max(np.abs(paths).max(), np.abs(landmarks).max())
-    axes.set(aspect="equal", xlim=(-limit, limit), ylim=(-limit, limit))
+    best, replay = Best(trainer, lambda seed: returns_of(eval_games.play(act, seed))), Replay(args.replay, games.dtype)
+    n_rounds = -(-args.n_episodes // args.n_envs)
+    learn(best, workdir.name, n_rounds, args.n_envs, args.eval_every_n_episodes, play_and_train)
+    return best
 
 
 def main(args: MADDPG) -> dict[str, float]:
     """Trains and reports. Returns the mean test returns."""
-    check_sizes(args, "n_envs", "eval_episodes", "eval_every_n_episodes", "n_updates", "width")
+    args.check_positive("n_envs", "eval_episodes", "eval_every_n_episodes", "n_updates", "width")
     games, eval_games = Games(args.env, args.n_envs), Games(args.env, args.eval_episodes)
     rng, shape = np.random.default_rng(args.seed), (args.eval_episodes, len(games.agents), games.n_actions)
-    random = eval_games.play(lambda _: rng.uniform(-1, 1, shape), TEST_SEED)
-    returns, curves = {"random actions": returns_of(random)}, {}
+    returns = {"random actions": returns_of(eval_games.play(lambda _: rng.uniform(-1, 1, shape), TEST_SEED))}
+    curves = {}
     if args.independent:
-        best, _ = train(args, games, eval_games, independent=True)
-        returns["independent DDPG"], curves["independent DDPG, validation"] = best.test(), best.curve
-    best, act = train(args, games, eval_games, independent=False)
-    returns["MADDPG"], curves["MADDPG, validation"] = best.test(), best.curve
-    means = {name: float(x.mean()) for name, x in returns.items()}
-    keys = {"random actions": "test_random_return", "independent DDPG": "test_independent_return", "MADDPG": "test_return"}
-    scores = {keys[name]: score for name, score in means.items()}
-    deployer, picture = best.trainer.deployer, args.workdir / "returns.png"
-    deployer.log_metrics(scores, best.trainer.step)
-    panels = [partial(draw_paths, *seen) for seen in eval_games.watch(act, TEST_SEED, 5)]
-    draw(picture, curves, {f"{name}, test": score for name, score in means.items()}, panels)
-    lines = [f"{name:32}{mean(x)}" for name, x in returns.items()]
-    # All methods play the same episodes, so the error of a difference is smaller than the two errors suggest.
-    lines += [f"{f'MADDPG minus {name}':32}{mean(returns['MADDPG'] - x)}" for name, x in list(returns.items())[:-1]]
-    lines += [f"paths of the agents: {picture}", f"best checkpoint: {best.path}"]
-    deployer.log_info("\n".join(lines), title=f"{args.env}: mean return of {args.eval_episodes} test episodes +- its error")
-    return scores
+        returns["independent DDPG"] = train(args, games, eval_games, independent=True).test()
+        curves["independent DDPG, validation"] = curve(args.workdir / "independent", "eval_return")
+    best = train(args, games, eval_games, independent=False)
+    curves["MADDPG, validation"] = curve(args.workdir, "eval_return")
+    return report(best, args.env, {"MADDPG": best.test(), **returns}, curves)

@@ -15,12 +15,14 @@ from gymnasium.vector import VectorEnv
 
 import redeqx
 
-from .environments import make_envs, play_episodes
-from .training import Best, check_sizes, collate_fn, report
+from .._cli import Flags
+from .._records import curve
+from .environments import make_envs, play_episodes, random_returns
+from .training import TEST_SEED, Best, collate_fn, learn, report
 
 
 @dataclass(frozen=True)
-class PPO:
+class PPO(Flags):
     """Proximal policy optimization, for discrete actions. The default environment is CartPole."""
 
     env: str = "CartPole-v1"  # A gymnasium environment with discrete actions.
@@ -39,10 +41,6 @@ class PPO:
     entropy_weight: float = 0.01
     eval_every_n_steps: int = 10_000  # Environment steps between two evaluations.
     eval_episodes: int = 64  # Episodes that select the best checkpoint. The same number of others test it.
-    n_model_shards: int = 1  # Devices over which each layer is sharded.
-    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
-    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0
 
 
 class ActorCritic(eqx.Module):
@@ -132,7 +130,7 @@ def play(
 
 def main(args: PPO) -> dict[str, float]:
     """Trains and reports. Returns the mean test return."""
-    check_sizes(args, "n_envs", "rollout", "n_epochs", "eval_episodes", "eval_every_n_steps", "width")
+    args.check_positive("n_envs", "rollout", "n_epochs", "eval_episodes", "eval_every_n_steps", "width")
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     deployer.begin_records(-1)  # drops the records of an earlier run
     envs, eval_envs = (make_envs(args.env, "ppo", n) for n in (args.n_envs, args.eval_episodes))
@@ -140,9 +138,9 @@ def main(args: PPO) -> dict[str, float]:
     key = deployer.next_key()
     model = deployer.init(lambda: ActorCritic(n_seen, n_actions, args.width, key=key))
 
-    n_a_rollout = args.rollout * args.n_envs
-    n_rollouts, n_updates = -(-args.n_steps // n_a_rollout), -(-n_a_rollout * args.n_epochs // args.batch_size)
-    lr = optax.linear_schedule(args.learning_rate, 0.0, max(n_rollouts * n_updates, 1))
+    n_a_round = args.rollout * args.n_envs
+    n_rounds, n_updates = -(-args.n_steps // n_a_round), -(-n_a_round * args.n_epochs // args.batch_size)
+    lr = optax.linear_schedule(args.learning_rate, 0.0, max(n_rounds * n_updates, 1))
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(0.5), optax.adam(lr)), lr_schedule_fn=lr,
         collate_fn=collate_fn, loss_fn=partial(loss_fn, clip=args.clip, entropy_weight=args.entropy_weight),
@@ -158,20 +156,17 @@ def main(args: PPO) -> dict[str, float]:
     def act_greedily(observations: np.ndarray) -> np.ndarray:
         return act(observations)[3]
 
-    best = Best(trainer, partial(play_episodes, eval_envs, act_greedily))
-    best.validate(0)
-    rng, curve = np.random.default_rng(args.seed), []
+    rng = np.random.default_rng(args.seed)
     (observations, _), ended = envs.reset(seed=args.seed), np.zeros(args.n_envs, bool)
-    with deployer.progress(title="ppo", n_steps=n_rollouts * n_a_rollout) as progress:
-        for n_played in range(n_a_rollout, (n_rollouts + 1) * n_a_rollout, n_a_rollout):
-            played, observations, ended = play(envs, act, observations, ended, args)
-            orders = [rng.permutation(n_a_rollout) for _ in range(args.n_epochs)]
-            metrics = trainer.train(played.reshape(-1)[np.concatenate(orders)], batch_size=args.batch_size)
-            if envs.return_queue:
-                curve.append((n_played, float(np.mean(envs.return_queue))))
-            if n_played % args.eval_every_n_steps < n_a_rollout or n_played == n_rollouts * n_a_rollout:
-                with progress.pause("evaluating"):
-                    best.validate(n_played)
-            shown = {"return": curve[-1][1]} if curve else {}
-            progress.update(n_played, metrics={**shown, **metrics}, n_examples=n_a_rollout)
-    return report(best, args.env, "ppo", act_greedily, eval_envs, curve)
+
+    def play_and_train(n_played: int) -> dict[str, float]:
+        nonlocal observations, ended
+        played, observations, ended = play(envs, act, observations, ended, args)
+        orders = [rng.permutation(n_a_round) for _ in range(args.n_epochs)]
+        metrics = trainer.train(played.reshape(-1)[np.concatenate(orders)], batch_size=args.batch_size)
+        return {"return": float(np.mean(envs.return_queue)), **metrics} if envs.return_queue else metrics
+
+    best = Best(trainer, partial(play_episodes, eval_envs, act_greedily))
+    learn(best, "ppo", n_rounds, n_a_round, args.eval_every_n_steps, play_and_train)
+    returns = {"ppo": best.test(), "random actions": random_returns(eval_envs, TEST_SEED)}
+    return report(best, args.env, returns, {"validation": curve(args.workdir, "eval_return")})

@@ -1,32 +1,17 @@
-"""Code shared by the three algorithms: the replay buffer, the selection of the best checkpoint, the plots."""
+"""Code shared by the three algorithms: the replay buffer, the rounds of playing and training, the report."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
-from gymnasium.vector import VectorEnv
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 import redeqx
 
-from .._records import checkpoint
-from .environments import Act, film, play_episodes
-
-Curve = list[tuple[int, float]]  # environment steps, mean return
+from .._records import Curve, checkpoint, draw_curves
 
 # The first seeds of the episodes for selection and for testing. Training uses seeds near 0.
 VALIDATION_SEED, TEST_SEED = 1_000_000, 2_000_000
-
-
-def check_sizes(args: Any, *names: str) -> None:
-    for name in names:
-        if getattr(args, name) < 1:
-            flag = name.replace("_", "-")
-            raise ValueError(f"`--{flag}`: expected at least 1, got {getattr(args, name)}. Pass a positive number.")
 
 
 class Replay:
@@ -61,22 +46,14 @@ class Best:
     """
 
     def __init__(self, trainer: redeqx.Trainer, play: Callable[[int], np.ndarray]):
-        self.trainer, self.play = trainer, play
-        self.curve: Curve = []
+        self.trainer, self.play, self.score = trainer, play, -np.inf
 
     def validate(self, n_played: int) -> None:
         score = float(self.play(VALIDATION_SEED).mean())
-        self.curve.append((n_played, score))
-        self.trainer.deployer.log_metrics({"eval_return": score, "env_steps": n_played}, self.trainer.step)
-        if score >= max(score for _, score in self.curve):  # the later one of equal scores
+        self.trainer.deployer.log_metrics({"eval_return": score, "n_played": n_played}, self.trainer.step)
+        if score >= self.score:  # the later one of equal scores
+            self.score = score
             self.trainer.save_ckpt("argmax_return", metrics={"return": score})
-
-    @property
-    def path(self) -> str:
-        """The folder of the best checkpoint."""
-        workdir = self.trainer.deployer.workdir
-        assert isinstance(workdir, Path)
-        return str(checkpoint(workdir, "argmax_return"))
 
     def test(self) -> np.ndarray:
         """Tests the best checkpoint in episodes other than those that selected it. Returns the episodes' returns."""
@@ -84,56 +61,42 @@ class Best:
         return self.play(TEST_SEED)
 
 
-def mean(returns: np.ndarray) -> str:
-    """Returns the mean and its standard error, as text."""
-    return f"{returns.mean():8.2f} +- {returns.std() / np.sqrt(len(returns)):.2f}"
+def learn(best: Best, title: str, n_rounds: int, n_a_round: int, every: int, play_and_train: Callable[[int], Any]) -> None:
+    """Runs the rounds of an algorithm, and validates its policy at the start, after every `every` steps and at the end.
+
+    **Arguments:**
+
+    - `n_a_round`: the steps (or episodes) of a round.
+    - `play_and_train`: runs a round, given the number of steps played at its end. Returns metrics to show.
+    """
+    best.validate(0)
+    with best.trainer.deployer.progress(title=title, n_steps=n_rounds * n_a_round) as progress:
+        for n_played in range(n_a_round, n_rounds * n_a_round + 1, n_a_round):
+            metrics = play_and_train(n_played)
+            if n_played % every < n_a_round or n_played == n_rounds * n_a_round:
+                with progress.pause("evaluating"):
+                    best.validate(n_played)
+            progress.update(n_played, metrics=metrics, n_examples=n_a_round)
 
 
-def report(best: Best, name: str, algorithm: str, act: Act, envs: VectorEnv, curve: Curve) -> dict[str, float]:
-    """Tests the best checkpoint and random actions, and draws the returns and an episode."""
-    deployer = best.trainer.deployer
-    returns = {
-        algorithm: best.test(),
-        "random actions": play_episodes(envs, lambda _: envs.action_space.sample(), TEST_SEED),
-    }
+def report(best: Best, name: str, returns: Mapping[str, np.ndarray], curves: Mapping[str, Curve]) -> dict[str, float]:
+    """Reports the returns of test episodes, those of the algorithm first, and draws them with the validation curves.
+    Returns the means."""
+    deployer, workdir, (first, *others) = best.trainer.deployer, best.trainer.deployer.workdir, returns
     means = {name: float(x.mean()) for name, x in returns.items()}
-    scores = {"test_return": means[algorithm], "test_random_return": means["random actions"]}
+    scores = {"test_return": means[first], **{f"test_{other.split()[0]}_return": means[other] for other in others}}
     deployer.log_metrics(scores, best.trainer.step)
-    levels = {f"{name}, test": score for name, score in means.items()}
-    if (target := gymnasium.spec(name).reward_threshold) is not None:
-        levels["solved"] = target
-    assert deployer.local_workdir is not None
-    picture = deployer.local_workdir / "returns.png"
-    curves = {"training, last 100 episodes": curve, "validation": best.curve}
-    draw(picture, curves, levels, [partial(show, frame) for frame in film(name, algorithm, act, TEST_SEED)])
-    lines = [f"{name:16}{mean(x)}" for name, x in returns.items()]
-    lines += [f"an episode: {picture}", f"best checkpoint: {best.path}"]
-    deployer.log_info("\n".join(lines), title=f"{name}: mean return of {envs.num_envs} test episodes +- its error")
+    assert isinstance(workdir, Path)
+    levels = {f"{name}, test: {score:.1f}": score for name, score in means.items()}
+    draw_curves(workdir / "returns.png", curves, levels, xlabel="updates", ylabel="return of an episode")
+
+    def line(name: str, returns: np.ndarray) -> str:
+        return f"{name:32}{returns.mean():8.2f} +- {returns.std() / np.sqrt(len(returns)):.2f}"
+
+    lines = [line(name, x) for name, x in returns.items()]
+    # All play the same episodes, so the error of a difference is smaller than the two errors suggest.
+    lines += [line(f"{first} minus {other}", returns[first] - returns[other]) for other in others]
+    lines += [str(workdir / "returns.png"), f"best checkpoint: {checkpoint(workdir, 'argmax_return')}"]
+    n = len(returns[first])
+    deployer.log_info("\n".join(lines), title=f"{name}: mean return of {n} test episodes +- its error")
     return scores
-
-
-def show(frame: np.ndarray, axes: Axes) -> None:
-    axes.imshow(frame)
-
-
-def draw(
-    path: Path,
-    curves: dict[str, Curve],
-    levels: dict[str, float],
-    panels: Sequence[Callable[[Axes], object]],
-) -> None:
-    """Draws the returns over environment steps, with the other panels below them."""
-    figure = Figure(figsize=(10, 6.5), layout="constrained")
-    grid = figure.add_gridspec(2, max(len(panels), 1), height_ratios=(2, 1) if panels else (1, 0.01))
-    axes = figure.add_subplot(grid[0, :])
-    for name, curve in curves.items():
-        if curve:
-            axes.plot(*np.array(curve).T, linewidth=1.5, label=name)
-    for i, (name, level) in enumerate(levels.items(), start=len(curves)):
-        axes.axhline(level, linestyle="--", linewidth=1, color=f"C{i}", label=f"{name}: {level:.1f}")
-    axes.set(xlabel="environment steps", ylabel="return of an episode")
-    axes.legend()
-    for i, panel in enumerate(panels):
-        below = figure.add_subplot(grid[1, i], xticks=[], yticks=[])
-        panel(below)
-    figure.savefig(path, dpi=150)

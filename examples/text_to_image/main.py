@@ -26,15 +26,16 @@ from redeqx.models import save_pretrained
 from redeqx.models.clip import CLIPTextConfig
 from redeqx.models.vae import VAE, VAEConfig
 
-from .._images import draw_grid
+from .._cli import Flags
+from .._images import Captioned, digits, draw_grid, judge, read_captions
 from .._records import checkpoint
 from .._texts import BOS, EOS, learn_tokenizer
-from .captioned import PHRASES, WORDS, Captioned, captioned_digits, captioned_folder, judge_digits, whole_batches
+from .captioned import PHRASES, WORDS, captioned_digits, whole_batches
 from .pipeline import Pipeline, encode_captions, without_words
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Flags):
     data: Path | None = None  # A folder of images with `metadata.jsonl` (`file_name`, `text`). Digits by default.
     pretrained: Path | None = None  # A folder with `vae`, `text_encoder`, `unet`, `tokenizer` and `scheduler`.
     workdir: Path = Path("workdir/text_to_image")
@@ -54,10 +55,6 @@ class Args:
     n_epochs: int = 12
     batch_size: int = 64  # Examples of one update, on all devices together.
     learning_rate: float = 2e-3
-    n_model_shards: int = 1  # Devices over which each layer is sharded.
-    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
-    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0
 
 
 # --- the functions of both trainings ----------------------------------------------------------------------------------
@@ -138,7 +135,7 @@ def main(args: Args) -> dict[str, float]:
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     pipeline, tokenizer = (None, None) if args.pretrained is None else Pipeline.load(args.pretrained, deployer)
     n_channels = 3 if pipeline is None else pipeline.vae.config.in_channels
-    parts = captioned_digits() if args.data is None else captioned_folder(args.data, args.image_size, n_channels)
+    parts = captioned_digits() if args.data is None else read_captions(args.data, args.image_size, n_channels)
     if args.pretrained is not None and len(parts[0][0][0]) != n_channels:
         raise ValueError(
             f"`{args.pretrained / 'vae'}`: expected `in_channels` 1, since the digits are grayscale, got {n_channels}. "
@@ -191,7 +188,8 @@ def main(args: Args) -> dict[str, float]:
 
     scores = {"test_loss": trainer.eval_loss(test, batch_size=args.batch_size)}
     if args.data is None:
-        scores |= judge_digits(np.stack(drawn), np.arange(len(drawn)) % len(WORDS))
+        classes, judged = judge(np.stack(drawn), digits()[0], digits()[2])
+        scores |= {"test_agreement": float(np.mean(classes == np.arange(len(drawn)) % len(WORDS))), **judged}
     deployer.log_metrics(scores, trainer.step)
     deployer.log_info("\n".join(f"{name:20}{score:.3f}" for name, score in scores.items()), title="on the test set")
     files = [args.workdir / "samples.png", args.workdir / "pipeline", checkpoint(args.workdir, "argmin_loss")]

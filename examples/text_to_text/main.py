@@ -31,6 +31,7 @@ import optax
 from tokenizers import Tokenizer, processors
 
 import redeqx
+from examples._cli import Flags
 from examples._texts import EOS, PAD, embedding_rows, fixed_length, learn_tokenizer, load_tokenizer, standard_library
 from examples.text_to_text.pairs import Pair, aligned_pairs, denoising_pairs, docstring_pairs, rouge, split, table_pairs
 from examples.text_to_text.report import report
@@ -41,7 +42,7 @@ IGNORED = -100  # the label of padding
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(Flags):
     data: Path | None = None  # A .jsonl, .tsv or .csv file of pairs. The standard library's docstrings by default.
     target_data: Path | None = None  # A text file with the target of each line of `data`, which is then a text file too.
     source_column: str = "source"  # Column of that table with the sources.
@@ -66,10 +67,6 @@ class Args:
     batch_size: int = 16  # Examples of one update, on all devices together.
     accumulate_grad_batches: int = 1  # Micro-batches in one update.
     learning_rate: float = 4e-2  # For Adafactor, relative to the scale of each parameter.
-    n_model_shards: int = 1  # Devices over which each layer is sharded.
-    n_fsdp_shards: int = 1  # Devices over which the rows of parameters and optimizer state are sharded.
-    simulate_devices: int = 1  # CPU devices to simulate on a machine without an accelerator.
-    seed: int = 0
 
 
 def load_pretrained(folder: Path, deployer: redeqx.Deployer) -> tuple[Any, Tokenizer]:

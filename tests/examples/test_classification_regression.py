@@ -15,7 +15,7 @@ from scipy.stats import rankdata
 
 import redeqx
 from examples._texts import PAD, learn_tokenizer
-from examples.classification_regression.bags import Bag, baselines, encode_bags, learn_words, words
+from examples.classification_regression.bags import Bag, encode_bags, learn_words, words
 from examples.classification_regression.cnn import CNN, Shift
 from examples.classification_regression.glue import read_glue
 from examples.classification_regression.main import Args, apply, collate_fn, main, make_bert
@@ -85,13 +85,13 @@ def test_learns_digits(tmp_path):
 
 
 @pytest.mark.sweep
-def test_learns_a_table_and_reports_ridge(tmp_path, capsys):
+def test_learns_a_table_and_reports_ridge(tmp_path):
     scores = main(Args("diabetes", workdir=tmp_path, n_epochs=10, learning_rate=3e-3, n_model_shards=2))
     assert scores["test_r2"] > 0.1
     assert scores["test_pearson"] > 0.4
     assert metrics(tmp_path, "test_r2") == [scores["test_r2"]]
     assert (tmp_path / "test.png").read_bytes().startswith(PNG)
-    assert "ridge r2" in capsys.readouterr().out
+    assert metrics(tmp_path, "test_ridge_r2")[0] > 0.2
     # Another run can start from its checkpoint.
     best = tmp_path / "ckpts" / json.loads((tmp_path / "ckpts/index.json").read_text())["argmin_loss"]
     main(Args("diabetes", pretrained=best, workdir=tmp_path / "again", n_epochs=1, n_model_shards=2))
@@ -102,7 +102,6 @@ def test_learns_a_table_and_reports_ridge(tmp_path, capsys):
 def test_learns_sentences(cola, tmp_path):
     scores = main(Args("cola", cola, workdir=tmp_path, n_epochs=12, learning_rate=3e-2, **SMALL))
     assert scores["test_matthews"] > 0.9
-    assert (scores["test_majority_matthews"], scores["test_bag_of_words_matthews"]) == (0, 1)
     assert (tmp_path / "test.png").read_bytes().startswith(PNG)
 
 
@@ -184,15 +183,6 @@ def test_bag_ignores_order_and_measures_overlap():
     assert same[0] == pytest.approx(1, abs=1e-4)
     assert abs(other[0]) < 0.9
     assert empty[0] == 0
-
-
-def test_baselines_of_texts(cola, stsb):
-    found = baselines(read_task("cola", cola, 8, 1))
-    assert found["majority"] == {"matthews": 0, "accuracy": pytest.approx(42 / 64)}
-    assert found["bag of words"]["accuracy"] == 1
-    found = baselines(read_task("stsb", stsb, 8, 1))
-    assert found["majority"] == {"pearson": 0, "spearman": 0}
-    assert found["bag of words"]["pearson"] > 0.9
 
 
 def test_glue_folders_are_read_without_changes(tmp_path):

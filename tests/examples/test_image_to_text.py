@@ -13,7 +13,7 @@ import redeqx
 from examples._images import digits
 from examples._texts import EOS, learn_tokenizer
 from examples.image_to_text.main import Args, collate_fn, draw, load, loss_fn, main, read_data, score
-from examples.image_to_text.pictures import CELL, NAMES, compose, of_folder, two_digits
+from examples.image_to_text.pictures import CELL, NAMES, compose, two_digits
 from redeqx.models import save_pretrained
 from redeqx.models.gpt2 import GPT2Config
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
@@ -112,17 +112,6 @@ def test_epochs_differ_and_are_reproducible():
     assert [caption for _, caption in train(0)] == [caption for _, caption in train(0)]
     assert [caption for _, caption in train(0)] != [caption for _, caption in train(1)]
     assert np.array_equal(train(1)[7][0], two_digits(50, 20, bend=0.1, seed=3)[0](1)[7][0])
-
-
-def test_captions_of_one_image_stay_in_one_part(tmp_path):
-    rows = write_images(tmp_path, 20)
-    again = [{**row, "text": row["text"] + " again"} for row in rows]
-    write_table(tmp_path, rows + again)
-    train, validation, test = of_folder(tmp_path, 12, 3)
-    parts = [{image.tobytes() for image, _ in part} for part in (train(0), validation, test)]
-    assert [len(part) for part in parts] == [14, 2, 4]
-    assert len(set.union(*parts)) == 20
-    assert [len(train(0)), len(validation), len(test)] == [28, 4, 8]
 
 
 # --- batches and scores ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples._images import digits, draw_grid, read_captions, read_classes, read_image, read_parts
+from examples._images import digits, draw_grid, judge, read_captions, read_classes, read_image, read_parts
 
 
 def save(path, colour, size=(6, 4)):
@@ -41,11 +41,18 @@ def test_subfolder_is_a_class(tmp_path):
 
 
 def test_captions_are_read_from_a_table_next_to_the_images(tmp_path):
-    save(tmp_path / "a.png", (0, 255, 0))
-    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": "a green field"}) + "\n")
-    ((image, text),) = read_captions(tmp_path, size=4)
-    assert text == "a green field"
-    np.testing.assert_allclose(image, np.array([0, 1, 0], np.float32)[:, None, None] * np.ones((3, 4, 4)))
+    """All captions of an image are in the same part."""
+    rows = [{"file_name": f"{i}.png", "text": f"a green of {i}{again}"} for i in range(20) for again in ("", " again")]
+    for i in range(20):
+        save(tmp_path / f"{i}.png", (0, 10 * i, 0))
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parts = read_captions(tmp_path, size=4)
+    assert [len(part) for part in parts] == [28, 4, 8]
+    of_parts = [{image.tobytes() for image, _ in part} for part in parts]
+    assert [len(found) for found in of_parts] == [14, 2, 4] and len(set.union(*of_parts)) == 20
+    for image, text in parts[0]:
+        green = 10 * int(text.split()[3]) / 255
+        np.testing.assert_allclose(image, np.array([0, green, 0], np.float32)[:, None, None] * np.ones((3, 4, 4)))
 
 
 def test_bad_folders_are_named(tmp_path):
@@ -68,6 +75,15 @@ def test_bad_folders_are_named(tmp_path):
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "b.png", "text": "b"}) + "\n")
     with pytest.raises(ValueError, match=r"`.*metadata\.jsonl` row 1: expected the file 'b\.png' next to it, got none\."):
         read_captions(tmp_path, size=8)
+
+
+def test_judge_accepts_real_digits_and_detects_copies():
+    train, _, test = digits()
+    images, labels = zip(*test, strict=True)
+    classes, real = judge(np.stack(images), train, test)
+    assert np.mean(classes == labels) == real["test_judge_accuracy"] > 0.97
+    assert real["test_distance"] == real["test_real_distance"] > 0.5
+    assert judge(np.stack([image for image, _ in train]), train, test)[1]["test_distance"] == 0
 
 
 def test_grid_is_drawn_as_one_picture(tmp_path):

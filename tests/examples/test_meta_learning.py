@@ -12,9 +12,8 @@ import pytest
 from PIL import Image
 
 import redeqx
-from examples.meta_learning.main import AFTER, Args, Learner, loss_fn, main, metric_fn, pred_fn
+from examples.meta_learning.main import AFTER, Args, Learner, interval, loss_fn, main, metric_fn, pred_fn
 from examples.meta_learning.network import convolve
-from examples.meta_learning.pictures import interval
 from examples.meta_learning.tasks import SIZE, Sinusoids, filled, omniglot
 
 from ._run import run_example
@@ -212,7 +211,7 @@ def test_tiny_run_learns_sinusoids(tmp_path):
     assert scores["test_error_after"] < 0.8 * scores["test_pretrained_error_after"]
     losses = out.series("loss")
     assert np.mean(losses[-20:]) < 0.7 * np.mean(losses[:20])
-    assert (tmp_path / "tasks.png").stat().st_size > 20_000
+    assert (tmp_path / "errors.png").stat().st_size > 20_000
     best = f"ckpts/step_{scores['step']:08}"
     assert best in out.output and (tmp_path / best / "model.safetensors").is_file()
 
@@ -226,7 +225,7 @@ def test_tiny_run_learns_characters(tmp_path):
     (scores,) = [line for line in out.metrics if "test_accuracy" in line]
     assert scores["test_accuracy"] > 0.5  # chance is one third; with 240 drawings one standard deviation is 0.03
     assert scores["test_accuracy"] == pytest.approx(1 - scores["test_error_after"])
-    assert (tmp_path / "tasks.png").is_file()
+    assert (tmp_path / "errors.png").is_file()
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def test_path_that_is_neither_folder_nor_zip_is_refused(tmp_path, name, found):
 def test_file_that_is_not_an_image_is_refused(tmp_path):
     (tmp_path / "Alphabet/character01").mkdir(parents=True)
     (tmp_path / "Alphabet/character01/01.png").write_text("not an image")
-    with pytest.raises(ValueError, match=r"file 'Alphabet/character01/01.png': expected a PNG, got a file that"):
+    with pytest.raises(ValueError, match=r"Alphabet/character01/01.png`: expected an image, got a file that"):
         omniglot(tmp_path, 5, 1, 1)
 
 
