@@ -193,7 +193,7 @@ print("trained", flush=True)
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        ("none", "trained"),
+        pytest.param("none", "trained", marks=pytest.mark.sweep),
         ("shards", "ValueError: `model`: expected `weight(slice(2, 4, None), slice(None, None, None))` to have the same"),
         (
             "flags",

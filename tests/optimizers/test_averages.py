@@ -121,8 +121,12 @@ def test_a_plain_optimizer_saves_one_model(tmp_path):
     [
         (lambda: ema(optax.adam(1e-2), 0.9), {}),
         (schedule_free, {}),
-        (lambda: ema(optax.adam(1e-2), 0.9), {"compute": redeqx.Precision(parameters="bfloat16")}),
-        (lambda: optax.MultiSteps(ema(optax.adam(1e-2), 0.9), 2), {}),
+        pytest.param(
+            lambda: ema(optax.adam(1e-2), 0.9),
+            {"compute": redeqx.Precision(parameters="bfloat16")},
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(lambda: optax.MultiSteps(ema(optax.adam(1e-2), 0.9), 2), {}, marks=pytest.mark.sweep),
     ],
     ids=["ema", "schedule_free", "masters", "multi_steps"],
 )

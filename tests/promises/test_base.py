@@ -80,8 +80,17 @@ def test_a_checkpoint_holds_the_trained_leaves(tmp_path, base, capsys):
     assert "checkpoints hold 4 leaves; the other" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("shards", [(2, 2), (1, 1), (4, 1)])
-@pytest.mark.parametrize("on_mesh", [True, False])
+@pytest.mark.parametrize(
+    ("shards", "on_mesh"),
+    [
+        ((1, 1), True),
+        ((2, 2), False),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in [((2, 2), True), ((4, 1), True), ((1, 1), False), ((4, 1), False)]
+        ),
+    ],
+)
 def test_a_run_continues_from_it_on_any_mesh(tmp_path, base, shards, on_mesh):
     make = (lambda deployer: adapted(base, deployer=deployer)) if on_mesh else adapted(base)
     whole = train(make, tmp_path / "whole", max_steps=6)

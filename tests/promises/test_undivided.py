@@ -1,6 +1,5 @@
 """An update is that of the undivided loss, also of one whose rows share a count, an order or a statistic of the data."""
 
-import itertools
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -77,6 +76,9 @@ QUICK = {
     (constant_weight, "4", 2),
     (pairs, "4", 2),
 }
+COVERING = {  # each loss on each mesh, and with each number of micro-batches
+    (loss_fn, mesh, (1, 2, 4)[(i + j) % 3]) for i, loss_fn in enumerate(EXACT) for j, mesh in enumerate(MESHES)
+}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ QUICK = {
         pytest.param(
             *case, id="-".join((case[0].__name__, *map(str, case[1:]))), marks=() if case in QUICK else pytest.mark.sweep
         )
-        for case in itertools.product(EXACT, MESHES, (1, 2, 4))
+        for case in sorted({*QUICK, *COVERING}, key=lambda case: (case[0].__name__, *case[1:]))
     ],
 )
 def test_an_update_is_that_of_the_undivided_loss(loss_fn, mesh, accumulate):
@@ -103,7 +105,7 @@ def test_a_masked_mean_whose_remainder_has_no_unmasked_row_is_finite():
 
 @pytest.mark.parametrize(
     "loss_fn",
-    [masked_mean, mixup, sum_of_rows, pytest.param(spread_times, marks=pytest.mark.sweep)],
+    [masked_mean, mixup, *(pytest.param(each, marks=pytest.mark.sweep) for each in (sum_of_rows, spread_times))],
     ids=lambda f: f.__name__,
 )
 def test_a_last_update_of_fewer_micro_batches_counts_its_rows_alone(loss_fn):
@@ -118,7 +120,7 @@ def test_a_last_update_of_fewer_micro_batches_counts_its_rows_alone(loss_fn):
         np.testing.assert_allclose(found, value, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("loss_fn", [row_losses_mean, masked_mean, sum_of_rows], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", [row_losses_mean, masked_mean], ids=lambda f: f.__name__)
 def test_a_step_traces_the_loss_once_for_each_number_of_rows(loss_fn):
     """16 rows in two micro-batches, then 4 rows on each device."""
     n_traces = Counter()
@@ -194,7 +196,7 @@ METRICS = {
             *(((loss_fn, "1", n), ()) for n in (2,)),
             *(
                 ((loss_fn, mesh, n), () if i < 2 and (mesh, n) == ("8", 1) else pytest.mark.sweep)
-                for mesh, n in itertools.product(MESHES, (1, 2, 4))
+                for mesh, n in {("8", 1): None} | {(mesh, (1, 2, 4)[(i + j) % 3]): None for j, mesh in enumerate(MESHES)}
                 if (mesh, n) != ("1", 2)
             ),
         )

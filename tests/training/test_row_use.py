@@ -86,7 +86,7 @@ def check_update(trainer, loss_fn, n_rows, parts):
 
 
 @pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
-@pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("shards", [(1, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("n_rows, accumulate", [(16, 1), (20, 1), (21, 2), (24, 2)])
 def test_rows_that_mix_are_cut_only_as_the_user_asked(n_rows, accumulate, shards):
     parts = np.split(DATA[:n_rows], [-(-n_rows // accumulate)]) if accumulate == 2 else [DATA[:n_rows]]
@@ -94,8 +94,8 @@ def test_rows_that_mix_are_cut_only_as_the_user_asked(n_rows, accumulate, shards
 
 
 @pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
-@pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
-@pytest.mark.parametrize("n_rows", [6, 8, 16, 20, 34])
+@pytest.mark.parametrize("shards", [(1, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("n_rows", [6, *(pytest.param(n, marks=pytest.mark.sweep) for n in (8, 16)), 20, 34])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_rows_of_a_group_stay_together(n_rows, accumulate, shards):
     check_update(
@@ -485,7 +485,7 @@ def noisy(model, batch, key):
 
 
 @pytest.mark.parametrize("loss_fn", [preference, masked, noisy])
-@pytest.mark.parametrize("n_parts", [2, 4])
+@pytest.mark.parametrize("n_parts", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_parts_of_micro_batches_compute_the_same(loss_fn, n_parts, monkeypatch):
     """4 rows a device, also as 2 x 2 and 4 x 1; a remainder of 16 rows, two a device, has 2 parts if no pair is divided."""
     divide_micro_batches(monkeypatch, n_parts)
