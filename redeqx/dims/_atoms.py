@@ -6,13 +6,12 @@ others stands for those.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ..tracing import insides, line_of
+from ..tracing import line_of
 
 
 @dataclass(eq=False)
@@ -73,6 +72,15 @@ class Value:
     columns: tuple[Dim | None, ...] | None = None  # the same for each entry of the last dim, as of the indices of a gather
     is_negative: bool = False  # whether it is `index < 0`
     literal: Any = None  # its value, if the traced function contains it
+    reads: "list[Value]" = field(default_factory=list)  # what it is computed from, also in loops, branches and calls
+    readers: "list[Value]" = field(default_factory=list)  # what is computed from it
+
+    def depends(self, *values: "Value") -> "Value":
+        """Records that this value is computed from others. Returns it."""
+        for each in values:
+            self.reads.append(each.source)
+            each.source.readers.append(self)
+        return self
 
     @property
     def source(self) -> "Value":
@@ -133,46 +141,12 @@ def steps_of(block: Block) -> Iterator[Step]:
             yield from steps_of(inner)
 
 
-Edges = Mapping[int, Sequence[Value]]
-
-
-def dependencies(root: Block) -> tuple[Edges, Edges]:
-    """Returns, by the id of each value, what it is computed from, also in loops, branches and calls; and the inverse."""
-    reads, readers = defaultdict[int, list[Value]](list), defaultdict[int, list[Value]](list)
-
-    def add(value: Value, of: Sequence[Value]) -> None:
-        for each in of:
-            if each.source is not value.source:
-                reads[id(value.source)].append(each.source)
-                readers[id(each.source)].append(value.source)
-
-    for step in steps_of(root):
-        inner = insides(step.eqn)
-        for i, out in enumerate(() if step.blocks else step.outs):
-            add(out, [step.copied[i]] if step.copied else step.ins)
-        for k, block in enumerate(step.blocks):
-            operands = inner[k].operands if inner else range(len(step.ins))
-            for value, operand in zip(block.ins, operands, strict=True):
-                add(value, [step.ins[operand]])
-            if inner and inner[k].role == "condition":
-                for out in step.outs:
-                    add(out, block.outs)
-                continue
-            for out, of in zip(step.outs, block.outs, strict=True):
-                add(out, [of, *(step.ins[:1] if step.name == "cond" else ())])
-            carry = [j for j, kind in enumerate(inner[k].kinds if inner else ()) if kind == "carry"]
-            for j, before, after in zip(carry, block.outs, step.outs, strict=False):
-                add(block.ins[j], [before])
-                add(after, [step.ins[operands[j]]])
-    return reads, readers
-
-
-def reached(starts: Iterable[Value], edges: Edges) -> set[int]:
+def reached(starts: Iterable[Value], edges: Callable[[Value], Iterable[Value]]) -> set[int]:
     """Returns the ids of the values that can be reached from some."""
     found, todo = set[int](), [value.source for value in starts]
     while todo:
         value = todo.pop()
         if id(value) not in found:
             found.add(id(value))
-            todo += edges.get(id(value), ())
+            todo += edges(value)
     return found

@@ -6,8 +6,6 @@ mean. What is not explained is not known to be the same function of each row.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -160,38 +158,26 @@ def _factor(one: Any, two: Any) -> Any:
     return 1 if a == b else b / a if a else None
 
 
-@dataclass(frozen=True)
-class Constants:
-    """The constants of a function's equations, and how they change with the number of rows.
+def have_same_constants(found: Sequence[tuple[Any, Any]], closed: Any, ratio: float) -> bool:
+    """Whether the constants of a function for some rows are those for other rows, as far as these are known.
 
     **Arguments:**
 
-    - `n_rows`: the number of rows of its first trace.
-    - `closed`, `other`: its closed jaxprs in normal form, for this number of rows and for twice as many.
+    - `found`: pairs of its constants, for one number of rows and for twice as many.
+    - `closed`: its closed jaxpr in normal form for `ratio` times that number.
     """
 
-    n_rows: int
-    closed: Any
-    other: Any
+    def is_same(pair: tuple[Any, Any], y: Any) -> bool:
+        x, other = pair
+        if isinstance(x, str | tuple):
+            return x == y or x != other
+        if (degree := degree_of(x, other)) is None:
+            return True
+        factor, tolerance = _factor(x, y), _rounding(x) if degree else 0
+        return factor is not None and abs(factor - ratio**degree) <= tolerance * abs(factor)
 
-    @cached_property
-    def _found(self) -> list[tuple[Any, Any]]:
-        return list(zip(*map(_constants, (self.closed, self.other)), strict=False))
-
-    def have(self, closed: Any, n_rows: int) -> bool:
-        """Whether a closed jaxpr in normal form, for another number of rows, has these constants."""
-        found, ratio = list(_constants(closed)), n_rows / self.n_rows
-
-        def is_same(pair: tuple[Any, Any], y: Any) -> bool:
-            x, other = pair
-            if isinstance(x, str | tuple):
-                return x == y or x != other
-            if (degree := degree_of(x, other)) is None:
-                return True
-            factor, tolerance = _factor(x, y), _rounding(x) if degree else 0
-            return factor is not None and abs(factor - ratio**degree) <= tolerance * abs(factor)
-
-        return len(found) == len(self._found) and all(map(is_same, self._found, found))
+    its = list(constants_of(closed))
+    return len(its) == len(found) and all(map(is_same, found, its))
 
 
 def _rounding(x: Any) -> float:
@@ -199,7 +185,7 @@ def _rounding(x: Any) -> float:
     return max(1e-6, 2 * float(jnp.finfo(dtype).eps)) if jnp.issubdtype(dtype, jnp.inexact) else 1e-12
 
 
-def _constants(closed: Any) -> Iterator[Any]:
+def constants_of(closed: Any) -> Iterator[Any]:
     """Yields, for each equation of a closed jaxpr and of those inside, its name, the numbers among its parameters, and its
     constants."""
     constants, none = Env(zip(closed.jaxpr.constvars, closed.consts, strict=True)), object()
@@ -209,4 +195,4 @@ def _constants(closed: Any) -> Iterator[Any]:
         found = (constants.get(atom, none) for atom in eqn.invars)
         yield from (value for value in found if value is not none)
         for inner in insides(eqn):
-            yield from _constants(inner.closed)
+            yield from constants_of(inner.closed)

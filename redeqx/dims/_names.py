@@ -6,11 +6,10 @@ draw is named by its use. A size is never a reason to unify two dims; sizes are 
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ..tracing import REMATS, Env, equations
-from ._atoms import Block, Dim, Edges, Step, Value, dependencies, flat, reached, size_of, steps_of
+from ._atoms import Block, Dim, Step, Value, flat, reached, size_of, steps_of
 from ._inference import Inference
 from ._lookups import follow_indices
 from ._loops import LOOPS
@@ -75,11 +74,6 @@ class Names(Inference):
         """The rows of the batch; several atoms if a reshape divides them."""
         return flat(self._rows)
 
-    @cached_property
-    def edges(self) -> tuple[Edges, Edges]:
-        """What each value is computed from, and what is computed from it (see `dependencies`)."""
-        return dependencies(self.root)
-
     def needed(self, outputs: Collection[int], ends: Iterable[Value] = (), *, with_own_indices: bool = True) -> set[int]:
         """Returns the ids of the values that some outputs and the equations with effects depend on.
 
@@ -88,13 +82,14 @@ class Names(Inference):
         - `ends`: values whose own dependencies do not count.
         - `with_own_indices`: whether a lookup of each row's own entry depends on the numbers of the rows.
         """
-        steps, reads = list(steps_of(self.root)), {**self.edges[0]} | {id(value): [] for value in ends}
+        steps, reads = list(steps_of(self.root)), dict[int, list[Value]]({id(value): [] for value in ends})
         for step in () if with_own_indices else steps:
             if step.own_columns:
                 others = [value.source for i, value in enumerate(step.ins) if i != 1]
                 reads |= {id(out): others for out in step.outs}
         effects = [value for step in steps if step.eqn.effects for value in (*step.ins, *step.outs)]
-        return reached([*(self.root.outs[i] for i in outputs), *effects], reads)
+        starts = [*(self.root.outs[i] for i in outputs), *effects]
+        return reached(starts, lambda value: reads.get(id(value), value.reads))
 
     # --- blocks and equations --------------------------------------------------------------------------------------------
 
@@ -130,5 +125,7 @@ class Names(Inference):
             for out in step.outs:
                 assert [size_of(flat(dim)) for dim in out.dims] == [*getattr(out.aval, "shape", ())], step.eqn
             follow_indices(step.eqn, step.ins, step.outs)
+            for i, out in enumerate(step.outs):
+                out.depends(*(step.ins if step.copied is None else step.copied[i : i + 1]))
         finally:
             self._step = outer

@@ -354,10 +354,7 @@ _TABLE: dict[str, Relation] = {
     "concatenate": _concatenate,
     "stack": _stack,
     "unstack": _unstack,
-    # A repeated dim is its copies, then the dim.
-    "tile": lambda names, eqn, ins: [
-        [(*names.dim(n), *dim) for n, dim in zip(eqn.params["reps"], ins[0].dims, strict=True)]
-    ],
+    "tile": _tile,
     "slice": _slice,
     "split": _split,
     "dynamic_slice": _replaced("pick", _has_another_size),

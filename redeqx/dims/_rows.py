@@ -65,7 +65,7 @@ class Rows:
         self.names, self.growth, self._rows = names, growth, growth.rows
         self._judged = {i: value for i, value in enumerate(names.root.outs) if i in judged}
         self._live = names.needed(judged)
-        self._trained = reached(names.root.ins[: names.inputs.n_weights], names.edges[1])
+        self._trained = reached(names.root.ins[: names.inputs.n_weights], lambda value: value.readers)
         self._made = {id(value): step for step in names.root.steps for value in step.outs}
         self._whole: dict[int, Step] = {}
         self._run()
@@ -81,7 +81,8 @@ class Rows:
         self.scaled: dict[int, tuple[int, ...]] = {}
         self._found: dict[int, tuple[str, Step]] = {}  # by the id of the step
         self._wanted: dict[int, Step] = {}  # the root's, on data alone, because of which rows are mixed
-        self._of_whole = reached((out for step in self._whole.values() for out in step.outs), self.names.edges[1])
+        of_whole = (out for step in self._whole.values() for out in step.outs)
+        self._of_whole = reached(of_whole, lambda value: value.readers)
         batch = self.names.inputs.batch
         ins = enumerate(self.names.root.ins)
         self._follow(

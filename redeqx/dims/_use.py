@@ -15,10 +15,9 @@ from jaxtyping import PyTree
 from .._tree import as_bare_shapes
 from ..errors import is_ours
 from ..tracing import as_fun, insides, normal, shapes_in, shortened, without_remats
-from ._atoms import Step, steps_of
+from ._atoms import Dim, Step, flat, steps_of
 from ._draws import ByNumber, Draws, Factors, factors_of
-from ._gathers import gathers_of
-from ._growth import Constants, Growth
+from ._growth import Growth, constants_of, have_same_constants
 from ._names import Inputs, Names
 from ._rows import NOT_KNOWN, ROW, TOGETHER, Rows
 
@@ -73,12 +72,19 @@ class RowUse:
     scaled: tuple[Scaled, ...] = field(default=(), repr=False)
     degrees: tuple[int | None, ...] = field(default=(), repr=False)
     own: tuple[int, ...] = field(default=(), repr=False)
-    constants: Constants | None = field(default=None, repr=False, compare=False)  # a part with others is another function
+    n_rows: int = field(default=0, repr=False, compare=False)  # of the trace
+    # Pairs of the constants for so many rows and for twice as many. A part with others is another function.
+    constants: Sequence[tuple[Any, Any]] = field(default=(), repr=False, compare=False)
 
     @property
     def is_exact(self) -> bool:
         """Whether parts of the batch give together what the whole batch gives."""
         return self.kind in ("separable", "after")
+
+    def is_about(self, closed: Any, n_rows: int) -> bool:
+        """Whether it is a proof for a closed jaxpr in normal form of the function, for another number of rows."""
+        is_known = self.is_exact and not self.draws and self.n_rows
+        return bool(is_known) and have_same_constants(self.constants, closed, n_rows / self.n_rows)
 
     @property
     def is_plain(self) -> bool:
@@ -130,10 +136,8 @@ def row_use(
         return RowUse("unknown", why=f"it cannot be traced for {n} and {2 * n} rows: {first}")
     names, other = (Names(without_remats(closed), inputs, returns_rows=returns_rows) for closed in (ours, theirs))
     growth = Growth(names, other)
-    found: dict[str, Any] = {
-        "trace": ours,
-        "gathers": gathers_of(names),
-    }
+    gathers = dict.fromkeys((step.line, why) for step in steps_of(names.root) if (why := _why_gathered(names.rows, step)))
+    found: dict[str, Any] = {"trace": ours, "gathers": tuple(gathers)}
     # A layer's state takes the statistics of each part, so what the layer computes is not taken from the whole batch. Of the
     # rows of a prediction, no more than one batch is known at a time.
     metrics, with_whole = {} if returns_rows else _metrics_in(outs), not inputs.n_state and not returns_rows
@@ -180,7 +184,8 @@ def row_use(
         degrees=degrees,
         metrics=tuple(mixing.values()),
         own=own,
-        constants=Constants(n, ours, theirs),
+        n_rows=n,
+        constants=tuple(zip(*map(constants_of, (ours, theirs)), strict=False)),
         **found,
     )
 
@@ -227,6 +232,23 @@ def shapes_of_row(weights: PyTree, state: PyTree, batch: PyTree) -> tuple[Any, .
     is_key = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in leaves]
     dtypes = [x.dtype if key else jax.dtypes.canonicalize_dtype(x.dtype) for x, key in zip(leaves, is_key, strict=True)]
     return treedef, tuple(zip((x.shape for x in leaves), dtypes, strict=True))
+
+
+def _why_gathered(rows: Dim, step: Step) -> str:
+    """Returns why XLA cannot split an equation over rows, so that it gathers all of them; an empty string if it can."""
+
+    def has_rows(dim: Dim, rows: Dim = rows) -> bool:
+        return any(atom in rows for atom in flat(dim))
+
+    if has_rows(step.scanned):
+        return "a loop takes one after the other"
+    hows = {how for how, dim in step.mixes if has_rows(dim)}
+    if "order" in hows:
+        return f"`{step.name}` depends on their order"
+    if hows and step.name.startswith(("gather", "scatter", "dynamic_slice", "dynamic_update_slice")):
+        return f"`{step.name}` looks them up by index"
+    is_some = any(how == "part" and has_rows(dim, rows[:1]) for how, dim in step.mixes)
+    return f"`{step.name}` takes some of them" if is_some else ""
 
 
 # --- derivatives of the user's own --------------------------------------------------------------------------------------

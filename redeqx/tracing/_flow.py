@@ -27,7 +27,6 @@ def flow(
     join: Callable[[Sequence[T]], T],
     *,
     visit: Callable[[Any, Sequence[T]], None] = lambda eqn, ins: None,
-    constant: Callable[[Any], T] | None = None,
 ) -> Callable[[Any], T]:
     """Returns a function from the atoms of a closed jaxpr to their values.
 
@@ -36,18 +35,16 @@ def flow(
     - `inputs`: the values of the inputs. Values are hashable.
     - `rule`: takes an equation and the values of its operands, and returns those of its outputs. If it returns None, the
         equation is entered; one without inner jaxprs has outputs with the joined values of all its operands.
-    - `join`: merges values, in any order. Literals have the value `join([])`, which changes no other.
+    - `join`: merges values, in any order. Constants have the value `join([])`, which changes no other.
     - `visit`: is called for each equation in each of its contexts, with the values of its operands; in a loop only with
         those of the fixed point.
-    - `constant`: takes a constant of a jaxpr and returns its value. By default this is that of literals.
     """
     nothing = join([])
     memo: dict[Any, list[T]] = {}  # without it, the time would be exponential in the depth of nested loops
 
     def follow(closed: Any, inputs: Sequence[T], is_settled: bool) -> Callable[[Any], T]:
-        consts = [nothing if constant is None else constant(const) for const in closed.consts]
-        of_inputs = zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*consts, *inputs], strict=True)
-        env = Env(of_inputs, literal=lambda _: nothing)
+        env = Env(zip(closed.jaxpr.invars, inputs, strict=True), literal=lambda _: nothing)
+        env.update(dict.fromkeys(closed.jaxpr.constvars, nothing))
         for eqn in closed.jaxpr.eqns:
             ins = env.read(eqn.invars)
             if is_settled:

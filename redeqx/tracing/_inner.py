@@ -23,13 +23,8 @@ _CALLS = ("jit", *REMATS, *_CUSTOM, "closed_call")
 # for, nor shard_map, whose inner jaxpr computes on shards.
 _REPLACEABLE = ("jit", *REMATS, "scan", "while", "cond")
 
-# How an input of an inner jaxpr is made from an operand: it is the operand, in every iteration; the operand is its initial
-# value; it is one slice of the operand along dim 0; it is a device's shard of the operand.
-Kind = Literal["same", "carry", "slice", "shard"]
-_SAME: Kind = "same"
-_CARRY: Kind = "carry"
-_SLICE: Kind = "slice"
-_SHARD: Kind = "shard"
+# How an input of an inner jaxpr is made from an operand: it is the "same" as the operand, in every iteration; a "carry", whose
+# initial value is the operand; a "slice" of the operand along dim 0; a device's "shard" of the operand.
 Role = Literal["call", "body", "condition", "branch", "manual"]
 
 
@@ -71,7 +66,7 @@ class Inner:
     closed: Any
     role: Role  # "manual" is the body of a shard_map
     operands: tuple[int, ...]  # for each of its inputs, the index of the equation's operand that it comes from
-    kinds: tuple[Kind, ...]  # for each of its inputs, how it is made from that operand
+    kinds: tuple[str, ...]  # for each of its inputs, how it is made from that operand
     param: str  # the name of the equation's parameter that holds the jaxpr
 
 
@@ -84,7 +79,7 @@ class Place:
     index: int
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> str:
         return self.inner.kinds[self.index]
 
     @property
@@ -259,35 +254,35 @@ def _call(eqn: Any) -> tuple[Inner, ...]:
         if param in eqn.params:
             inner = closed(eqn.params[param])
             n = len(inner.jaxpr.invars)
-            return (Inner(inner, "call", tuple(range(n)), (_SAME,) * n, param),) if n == len(eqn.invars) else ()
+            return (Inner(inner, "call", tuple(range(n)), ("same",) * n, param),) if n == len(eqn.invars) else ()
     return ()
 
 
 def _shard_map(eqn: Any) -> tuple[Inner, ...]:
     n = len(eqn.invars)
-    return (Inner(closed(eqn.params["jaxpr"]), "manual", tuple(range(n)), (_SHARD,) * n, "jaxpr"),)
+    return (Inner(closed(eqn.params["jaxpr"]), "manual", tuple(range(n)), ("shard",) * n, "jaxpr"),)
 
 
 def _scan(eqn: Any) -> tuple[Inner, ...]:
     n, (n_consts, n_carry) = len(eqn.invars), scan_counts(eqn)
-    kinds = (_SAME,) * n_consts + (_CARRY,) * n_carry + (_SLICE,) * (n - n_consts - n_carry)
+    kinds = ("same",) * n_consts + ("carry",) * n_carry + ("slice",) * (n - n_consts - n_carry)
     return (Inner(eqn.params["jaxpr"], "body", tuple(range(n)), kinds, "jaxpr"),)
 
 
 def _while(eqn: Any) -> tuple[Inner, ...]:
     n, n_cond, n_body = len(eqn.invars), eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     of_cond, of_body, carry = range(n_cond), range(n_cond, n_cond + n_body), range(n_cond + n_body, n)
-    carried = (_CARRY,) * len(carry)
+    carried = ("carry",) * len(carry)
     return (
-        Inner(eqn.params["cond_jaxpr"], "condition", (*of_cond, *carry), (_SAME,) * n_cond + carried, "cond_jaxpr"),
-        Inner(eqn.params["body_jaxpr"], "body", (*of_body, *carry), (_SAME,) * n_body + carried, "body_jaxpr"),
+        Inner(eqn.params["cond_jaxpr"], "condition", (*of_cond, *carry), ("same",) * n_cond + carried, "cond_jaxpr"),
+        Inner(eqn.params["body_jaxpr"], "body", (*of_body, *carry), ("same",) * n_body + carried, "body_jaxpr"),
     )
 
 
 def _cond(eqn: Any) -> tuple[Inner, ...]:
     n = len(eqn.invars) - 1  # the first operand is the branch's index
     operands = tuple(range(1, n + 1))
-    return tuple(Inner(branch, "branch", operands, (_SAME,) * n, "branches") for branch in eqn.params["branches"])
+    return tuple(Inner(branch, "branch", operands, ("same",) * n, "branches") for branch in eqn.params["branches"])
 
 
 _TABLE: dict[str, Callable[[Any], tuple[Inner, ...]]] = {

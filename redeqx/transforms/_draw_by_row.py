@@ -55,8 +55,7 @@ class _Traced(NamedTuple):
 def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> _Traced:
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*as_bare_shapes(args))
     closed = normal(closed)
-    n_rows = jax.tree.leaves(args[2])[0].shape[0]
-    is_known = use.is_exact and not use.draws and use.constants is not None and use.constants.have(closed, n_rows)
+    is_known = use.is_about(closed, jax.tree.leaves(args[2])[0].shape[0])
     return _Traced(closed, shapes, equations_of(closed) if is_known else None)
 
 
@@ -113,7 +112,7 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
     def of_part(weights: PyTree, state: PyTree, batch: PyTree, key: Array, rows: Rows) -> Any:
         original = batch
         n_rows = rows.numbers.shape[0]
-        if use.is_plain and (use.constants is None or n_rows == use.constants.n_rows):
+        if use.is_plain and use.n_rows in (0, n_rows):
             return fn(weights, state, batch, key)
         n_copies = 2 if n_rows == use.group else 1  # JAX writes other equations for dims of size 1
         if n_copies > 1:
