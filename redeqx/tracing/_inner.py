@@ -23,8 +23,8 @@ _CALLS = ("jit", *REMATS, *_CUSTOM, "closed_call")
 # for, nor shard_map, whose inner jaxpr computes on shards.
 _REPLACEABLE = ("jit", *REMATS, "scan", "while", "cond")
 
-# How an input of an inner jaxpr is made from an operand: it is the "same" as the operand, in every iteration; a "carry", whose
-# initial value is the operand; a "slice" of the operand along dim 0; a device's "shard" of the operand.
+# How an input of an inner jaxpr is made from an operand: it is the "same" as the operand, in every iteration; it is a "carry"
+# with the operand as its initial value, or a "slice" of the operand along dim 0, or a device's "shard" of the operand.
 Role = Literal["call", "body", "condition", "branch", "manual"]
 
 
@@ -312,16 +312,9 @@ def run(eqn: Any, ins: Sequence[Any]) -> list[Any]:
 
     An operand may have another value than its literal, or than another operand that is the same variable.
     """
-    values = dict(zip(map(id, eqn.invars), ins, strict=True))
-    if any(_LITERALS.get(atom, values[id(atom)]) is not value for atom, value in zip(eqn.invars, ins, strict=True)):
-        invars = [jex.Var(atom.aval) for atom in eqn.invars]
-        eqn, values = eqn.replace(invars=invars), dict(zip(map(id, invars), ins, strict=True))
-    invars = variables(eqn.invars)
-    jaxpr = jex.Jaxpr((), invars, eqn.outvars, [eqn], eqn.effects, _unnamed(eqn))
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*(values[id(var)] for var in invars))
-
-
-_LITERALS = Env()
+    invars = [jex.Var(atom.aval) for atom in eqn.invars]
+    jaxpr = jex.Jaxpr((), invars, eqn.outvars, [eqn.replace(invars=invars)], eqn.effects, _unnamed(eqn))
+    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*ins)
 
 
 def as_fun(traced: Any) -> Callable[..., list[Any]]:
