@@ -23,8 +23,8 @@ _CALLS = ("jit", *REMATS, *_CUSTOM, "closed_call")
 # for, nor shard_map, whose inner jaxpr computes on shards.
 _REPLACEABLE = ("jit", *REMATS, "scan", "while", "cond")
 
-# How an input of an inner jaxpr is made from an operand: it is the "same" as the operand, in every iteration; it is a "carry"
-# with the operand as its initial value, or a "slice" of the operand along dim 0, or a device's "shard" of the operand.
+# How an input of an inner jaxpr is made from an operand: it is the "same" as the operand, in every iteration; or a "carry",
+# with the operand as its initial value; or a "slice" of the operand along dim 0; or a device's "shard" of it.
 Role = Literal["call", "body", "condition", "branch", "manual"]
 
 

@@ -281,10 +281,6 @@ class _Interpreter:
                 return call
         return None
 
-    @cached_property
-    def _claiming(self) -> Sequence[Rule]:
-        return [rule for rule in self.rules if type(rule).claims is not Rule.claims]
-
     def claims(self, rule: Rule, eqn: Any) -> bool:
         key = (id(rule), eqn)
         if key not in self._claims:
@@ -298,7 +294,7 @@ class _Interpreter:
     def _applies(self, eqn: Any) -> bool:
         """Whether any rule applies to an equation or inside it."""
         if eqn not in self._changes:
-            is_own = eqn in self._calls or any(self.claims(rule, eqn) for rule in self._claiming)
+            is_own = eqn in self._calls or any(self.claims(rule, eqn) for rule in self.rules)
             inner = insides(eqn) if is_replaceable(eqn) else ()
             self._changes[eqn] = is_own or any(self.changes(each.closed) for each in inner)
         return self._changes[eqn]
