@@ -207,15 +207,12 @@ class Site:
         """Whether the rules are applied inside the equation: it contains jaxprs that may be replaced."""
         return is_replaceable(eqn) and eqn not in self._interpreter.groups
 
-    def enter(
-        self, eqn: Any, ins: Sequence[Any], *, remat: Callable[..., Any] | None = None, by_rest: bool = False
-    ) -> list[Any]:
+    def enter(self, eqn: Any, ins: Sequence[Any], *, remat: Callable[..., Any] | None = None) -> list[Any]:
         """Returns the outputs of an equation whose inner jaxprs are computed under the rules.
 
         **Arguments:**
 
-        - `remat`: wraps each inner function, as `jax.checkpoint` does.
-        - `by_rest`: whether to apply only the rules after this one inside.
+        - `remat`: wraps each inner function, as `jax.checkpoint` does. Only the rules after this one are then applied inside.
         """
         values: list[Any] = list(ins)
         tags: list[Tag | None] = [None] * len(ins)
@@ -225,7 +222,7 @@ class Site:
                 outside = lambda value=value: (plain(value), None)  # noqa: E731
                 into = outside if place is None else partial(value.tag.enter, value.value, place)
                 values[i], tags[i] = or_as_written(into, outside, f"the tag `{type(value.tag).__name__}`", eqn)
-        rules, around = self._later if by_rest else self._rules, (*self.around, eqn.primitive.name)
+        rules, around = self._later if remat else self._rules, (*self.around, eqn.primitive.name)
         around = (*around, "checkpoint") if remat else around
         new_insides, is_changed = [], False
         for inner in insides(eqn):

@@ -39,9 +39,9 @@ class RematLoops(Rule):
         if self.level == "offload":
             n_consts, n_carry = scan_counts(eqn)
             remat = partial(_offloaded, carries=range(n_consts, n_consts + n_carry))
-            return site.enter(eqn, ins, remat=remat, by_rest=True)
+            return site.enter(eqn, ins, remat=remat)
         policy = is_product if self.level == "matmuls" else None
-        return site.enter(eqn, ins, remat=partial(jax.checkpoint, prevent_cse=False, policy=policy), by_rest=True)
+        return site.enter(eqn, ins, remat=partial(jax.checkpoint, prevent_cse=False, policy=policy))
 
 
 def _offloaded(body: Callable[..., Any], carries: range) -> Callable[..., Any]:
