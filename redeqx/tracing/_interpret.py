@@ -191,12 +191,14 @@ class Site:
         for i, rule in enumerate(self._later):
             if group is not None and group[0] is rule:
                 values = list(map(plain, ins))
-                return _or_without(rule, partial(_by_group, group[1], eqn, values), partial(run, eqn, values), eqn)
+                read = Env(zip(eqn.invars, values, strict=True)).__getitem__
+                by_group = partial(_checked, eqn, partial(group[1].compute, read))
+                return _or_without(rule, by_group, partial(run, eqn, values), eqn)
             is_followed = rule.follows is not None and any(has_tag(value, rule.follows) for value in ins)
             if not is_followed and not self._interpreter.claims(rule, eqn):
                 continue
             later = replace(self, _later=self._later[i + 1 :])
-            by_rule = partial(_by_rule, rule, eqn, ins, later)
+            by_rule = partial(_checked, eqn, partial(rule, eqn, ins, later))
             if (outs := _or_without(rule, by_rule, partial(later.rest, eqn, ins), eqn)) is not None:
                 return outs
         if self.enters(eqn):
@@ -212,7 +214,7 @@ class Site:
 
         **Arguments:**
 
-        - `remat`: wraps each inner function, as `jax.checkpoint` does. Only the rules after this one are then applied inside.
+        - `remat`: wraps each inner function, as `jax.checkpoint` does. Inside, only the rules after this one apply then.
         """
         values: list[Any] = list(ins)
         tags: list[Tag | None] = [None] * len(ins)
@@ -324,17 +326,10 @@ def _or_without(rule: Rule, attempt: Callable[[], T], otherwise: Callable[[], T]
     return or_as_written(attempt, otherwise, f"the rule `{name}`", eqn)
 
 
-def _by_rule(rule: Rule, eqn: Any, ins: Sequence[Any], site: Site) -> list[Any] | None:
-    outs = rule(eqn, ins, site)
-    return None if outs is None else _checked(eqn, outs)
-
-
-def _by_group(group: Group, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    return _checked(eqn, group.compute(Env(zip(eqn.invars, values, strict=True)).__getitem__))
-
-
-def _checked(eqn: Any, outs: Sequence[Any]) -> list[Any]:
-    """Returns the outputs that a rule computed for an equation. Raises TypeError unless they have the equation's types."""
+def _checked(eqn: Any, compute: Callable[[], Sequence[Any] | None]) -> Any:
+    """Returns the outputs that a rule computes for an equation, or None. Raises TypeError unless they have its types."""
+    if (outs := compute()) is None:
+        return None
     if len(outs) != len(eqn.outvars):
         raise TypeError(f"{len(outs)} outputs instead of {len(eqn.outvars)}")
     for var, out in zip(eqn.outvars, outs, strict=True):
