@@ -32,11 +32,10 @@ from .errors import (
     check_model_function,
     filter_traceback,
     with_batch_note,
-    with_names,
 )
 from .machine import (
     Compiler,
-    as_shapes,
+    as_zeros,
     compiler_environment,
     dry,
     make_mesh,
@@ -217,7 +216,7 @@ class Deployer(RedcoNames):
 
     @property
     def is_dry_run(self) -> bool:
-        """Whether models are shapes and nothing is computed."""
+        """Whether this is a dry run: models are zeros that take no memory, and nothing is computed."""
         return self._is_dry_run
 
     def next_key(self) -> PRNGKeyArray:
@@ -296,9 +295,10 @@ class Deployer(RedcoNames):
         row_use = Sums(Parts.of(model), cast_fn).row_use_of(model, None, batch)
         return plan_model(model, self.mesh, trace, overrides, row_use=row_use)
 
-    @with_names
+    @filter_traceback
     def init(self, make_model: Callable[[], ModelT], plan: Plan | None = None) -> ModelT:
-        """Returns the model of `make_model()`, where each device creates only its own shards; in a dry run, its shapes.
+        """Returns the model of `make_model()`, where each device creates only its own shards; in a dry run, zeros
+        that take no memory.
 
         **Arguments:**
 
@@ -316,7 +316,7 @@ class Deployer(RedcoNames):
                 "static field cannot keep values of a traced function. Call it yourself instead: `model = make_model()`."
             )
         if self.is_dry_run:
-            return as_shapes(shapes)
+            return as_zeros(shapes)
         if plan is not None:
             plan.check(shapes)
         plan = self.plan(shapes) if plan is None else plan.on(self.mesh)
@@ -334,7 +334,7 @@ class Deployer(RedcoNames):
 
     # --- batches and schedules ---------------------------------------------------------------------------------------
 
-    @with_names
+    @filter_traceback
     def get_per_device_batch_size(self, global_batch_size: int, accumulate_grad_batches: int = 1) -> int:
         """Returns the rows of a micro-batch at one position of the data and fsdp axes, for updates of `global_batch_size`
         examples: with it, the same script takes the same updates on any mesh.
@@ -351,7 +351,7 @@ class Deployer(RedcoNames):
             )
         return global_batch_size // n_parts
 
-    @with_names
+    @filter_traceback
     def get_accumulate_grad_batches(self, global_batch_size: int, per_device_batch_size: int) -> int:
         """Returns the number of micro-batches in an update of `global_batch_size` examples.
 
@@ -367,7 +367,7 @@ class Deployer(RedcoNames):
             )
         return global_batch_size // micro
 
-    @with_names
+    @filter_traceback
     def get_lr_schedule_fn(
         self,
         train_size: int,
@@ -415,23 +415,23 @@ class Deployer(RedcoNames):
 
     # --- printed and recorded ----------------------------------------------------------------------------------------
 
-    @with_names
+    @filter_traceback
     def log_info(self, message: str, *, title: str | None = None) -> None:
         """Prints a message, once for the whole run."""
         self.console.info(message, title=title)
 
-    @with_names
+    @filter_traceback
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         """Records numbers by name at a step: `metrics.jsonl`, TensorBoard, the loggers."""
         self.console.records.metrics(metrics, step)
 
-    @with_names
+    @filter_traceback
     def log_config(self, config: dict[str, Any]) -> None:
         """Records the configuration of a run in the trackers by name: hyperparameters, versions, arguments. The header
         (devices, mesh, plan) is recorded automatically."""
         self.console.records.config(config)
 
-    @with_names
+    @filter_traceback
     def log_image(self, name: str, image: Any, step: int | None = None) -> None:
         """Records an image: as `workdir/media/step_00000100_NAME.png`, and in each tracker that supports images.
 
@@ -455,12 +455,12 @@ class Deployer(RedcoNames):
         """
         self.console.records.image(name, image, step)
 
-    @with_names
+    @filter_traceback
     def log_text(self, name: str, text: str, step: int | None = None) -> None:
         """Records a text, as `log_image` does an image, in `workdir/media/step_00000100_NAME.txt`."""
         self.console.records.text(name, text, step)
 
-    @with_names
+    @filter_traceback
     def progress(
         self, *, n_epochs: int | None = None, n_steps: int | None = None, first_step: int = 0, title: str = ""
     ) -> ProgressLine:

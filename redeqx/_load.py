@@ -12,7 +12,7 @@ from ._tree import ModelT, PyTree, map_named, named_leaves
 from .checkpoint import Base, CheckpointFolder, TensorReader, check_tree, find_checkpoint, load_tree
 from .distributed import Peers
 from .errors import check_alive, check_deployer, check_model, filter_traceback
-from .machine import as_shapes
+from .machine import as_zeros
 from .partition import Plan, check_plan, place
 from .storage import Location, location
 
@@ -53,7 +53,7 @@ def load(
     - `plan`: how the model is split; `deployer.plan(like)` by default.
     - `kind`: the tree of the checkpoint: `"model"`, or `"model_state"` with the state of the layers as `like`.
 
-    In a dry run it returns shapes and reads nothing.
+    In a dry run it returns zeros that take no memory, and reads nothing.
 
     Raises ValueError if there is no such checkpoint, it is damaged, or it or the plan belongs to another model: the error
     names the tensors that differ. Raises OSError if an object store does not answer.
@@ -118,9 +118,9 @@ class Saved:
         return self.like if self.base is None else self.base.without(self.like)
 
     def read(self, plan: Plan | None) -> Any:
-        """Returns `like` with the saved values, each device with its own slices; in a dry run, its shapes."""
+        """Returns `like` with the saved values, each device with its own slices; in a dry run, zeros."""
         if self.is_dry_run:
-            return as_shapes(self.like)
+            return as_zeros(self.like)
         if plan is not None:
             plan.check(self.like)
         shardings = None if plan is None else plan.sharding

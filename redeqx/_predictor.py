@@ -240,8 +240,8 @@ class Predictor(RedcoNames):
     ) -> Iterator[list[Any]]:
         """Yields zeros in place of the outputs, so that a script that predicts before its first `fit` reaches it in a dry
         run. They have the shapes of the first batch, since only that one is collated."""
-        if (run := dry()) is not None and not run.has_zeros:
-            run.has_zeros = True
+        if (run := dry()) is not None and "predictions" not in run.zeros:
+            run.zeros.add("predictions")
             self._deployer.console.info("dry run: nothing has a value before the first `fit`: `predict` returns zeros")
         batch = pad_rows(collate(self._collate_fn, [examples[i] for i in range(at_once)]), rows)
         if self._engine is not None:

@@ -185,7 +185,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
     @property
     def opt_state(self) -> PyTree:
-        """The current optimizer state; in a dry run its shapes. A value written into a dict of hyperparameters, as in
+        """The current optimizer state; in a dry run zeros. A value written into a dict of hyperparameters, as in
         `trainer.opt_state.hyperparams["learning_rate"] = 1e-4`, is set as by `set_hyperparams`; other changes have no
         effect."""
         return self._engine.opt_state

@@ -21,7 +21,7 @@ from redeqx._origins import set_origin
 from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest
 from redeqx.checkpoint import INDEX, TensorReader
 from redeqx.errors import brief_name, check_float_dtype
-from redeqx.machine import as_shapes, dry
+from redeqx.machine import as_zeros, dry
 from redeqx.storage import Location, View, fetch
 
 from ._files import CONFIG, read_config, weights_of
@@ -60,7 +60,7 @@ def load(
     if source is None:
         fields = read_config(folder)
         kept = jnp.dtype(dtype or fields.get("dtype") or fields.get("torch_dtype") or "float32")
-        return as_shapes(map_named(lambda _, leaf: _cast(leaf, kept), shapes))
+        return as_zeros(map_named(lambda _, leaf: _cast(leaf, kept), shapes))
     _check_index(source, folder / f"{stem}{INDEX}")
     tensors = _match(source, weight_map, wanted, folder / CONFIG)
     if dtype is None:
@@ -73,7 +73,7 @@ def load(
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) if is_array_like(leaf) else leaf, shapes
     )
     if dry() is not None:
-        return as_shapes(shapes)
+        return as_zeros(shapes)
     if deployer is not None and plan is None:
         plan = deployer.plan(shapes)
     stacked = {leaf for name in weight_map.tensors if name.n_layers is not None for leaf in name.leaves}

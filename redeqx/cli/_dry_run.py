@@ -89,7 +89,7 @@ def _dry_run(args: argparse.Namespace) -> int:
             raise
     except BaseException as error:
         if not run.done:
-            _explain(error, args.script, run.has_zeros)
+            _explain(error, args.script, run.zeros)
             return 1
     if run.done:  # also if the script has caught `DryRunDone`, or failed after it
         done = run.done[0]
@@ -105,22 +105,22 @@ def _dry_run(args: argparse.Namespace) -> int:
     return 2
 
 
-def _explain(error: BaseException, script: str, has_zeros: bool) -> None:
+def _explain(error: BaseException, script: str, zeros: set[str]) -> None:
     """Prints the traceback as Python does, without the frames of this command, and what may be the cause."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         frames = frames.tb_next
     traceback.print_exception(type(error), error, frames or error.__traceback__)
-    if has_zeros or "is not a valid JAX type" in str(error):
-        zeros = ", and `predict` returned zeros" if has_zeros else ""
+    if zeros:
         print(
-            f"`{script}`: expected a script that needs no values before its first `fit`, got an error while models "
-            f"are shapes{zeros}. If that is the cause, skip that code with `if not deployer.is_dry_run:`.",
+            f"`{script}`: expected a script that needs no values before its first `fit`, got an error while "
+            f"{' and '.join(sorted(zeros))} are zeros. If that is the cause, skip that code with `if not "
+            "deployer.is_dry_run:`.",
             file=sys.stderr,
         )
     if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
         print(
-            f"`{script}`: expected models that are shapes, got one whose arrays do not fit this machine's memory. "
+            f"`{script}`: expected models without values, got one whose arrays do not fit this machine's memory. "
             "Make it with `deployer.init(lambda: Model(key=key))` or `from_pretrained(folder, deployer=deployer)`: in a "
             "dry run these allocate nothing.",
             file=sys.stderr,

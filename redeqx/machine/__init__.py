@@ -22,7 +22,7 @@ from ._compilation_cache import (
 from ._devices import (
     USABLE as USABLE,
     Machine as Machine,
-    as_shapes as as_shapes,
+    as_zeros as as_zeros,
     describe as describe,
     described as described,
     dry as dry,

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jaxtyping import PyTree
@@ -218,26 +219,31 @@ class Dry:
     **Arguments:**
 
     - `options`: further arguments of the dry run.
-    - `has_zeros`: whether the script predicted before its first `fit`, which gave zeros.
+    - `zeros`: what the script received with zeros as values: `"models"`, `"predictions"`.
     - `done`: the exception with the report that ended the script, also if the script caught it. Empty before.
     """
 
     machine: Machine
     options: dict[str, Any]
-    has_zeros: bool = False
+    zeros: set[str] = field(default_factory=set)
     done: list[Any] = field(default_factory=list)
 
 
-class Shape(jax.ShapeDtypeStruct):
-    """The shape of a model's array in a dry run. NumPy converts it to zeros."""
+def as_zeros(shapes: PyTree) -> PyTree:
+    """Returns a tree of shapes with read-only zeros in their place, which take no memory: a model in a dry run.
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.zeros(self.shape, dtype or self.dtype)
+    They are NumPy's, as JAX allocates its own. `eqx.is_array` is true for both, so that a script can filter the model.
+    """
 
+    if _dry is not None:
+        _dry.zeros.add("models")
 
-def as_shapes(model: PyTree) -> PyTree:
-    """Converts the shapes of a model in a dry run to shapes that a script can pass to NumPy."""
-    return jax.tree.map(lambda x: Shape(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, model)
+    def zeros(x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct) or jnp.issubdtype(x.dtype, jax.dtypes.extended):  # PRNG keys
+            return x
+        return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+
+    return jax.tree.map(zeros, shapes)
 
 
 _dry: Dry | None = None

@@ -18,7 +18,7 @@ from ..data import Batch, BatchSize, Prefetch, Slice, batches
 from ..dims import RowUse
 from ..distributed import agree_on_opt_state, agree_on_trainer, check_rows
 from ..errors import check_alive, warn
-from ..machine import as_shapes, put, replicated
+from ..machine import as_zeros, put, replicated
 from ..monitor import ProgressLine, Records
 from ..optimizers import find_hyperparam
 from ..partition import Plan, make_plan
@@ -235,9 +235,9 @@ class Engine:
 
     @property
     def opt_state(self) -> PyTree:
-        """The optimizer state; in a dry run its shapes."""
+        """The optimizer state; in a dry run zeros."""
         if self.deployer.is_dry_run:
-            return as_shapes(self.task.opt_shapes(self.current[0]))
+            return as_zeros(self.task.opt_shapes(self.current[0]))
         self.take_hyperparams()
         program, state = self.placed
         return self.hyperparams.show(program.opt_tree(state))

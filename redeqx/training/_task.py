@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -145,5 +146,5 @@ class Task:
 
 
 def _any_value(leaf: Any) -> Any:
-    """Returns an array for a shape, as a traced function needs it, if the state is of shapes in a dry run."""
-    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    """Returns a JAX array of the trace for a shape or a NumPy array, as in a dry run: NumPy would compute outside of it."""
+    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) else leaf

@@ -1,5 +1,6 @@
 """Three algorithms: they learn, their formulas match naive implementations, and unsuitable environments are refused."""
 
+import dataclasses
 import json
 import warnings
 
@@ -10,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import redeqx
 from examples.reinforcement_learning import ddpg, maddpg, ppo
 from examples.reinforcement_learning.ddpg import DDPG
 from examples.reinforcement_learning.environments import Games, make_envs, play_episodes, returns_of
 from examples.reinforcement_learning.maddpg import MADDPG, Team
 from examples.reinforcement_learning.ppo import PPO
 from examples.reinforcement_learning.training import Replay
+from redeqx.dry_run import DryRunDone
 from tests.examples._run import refusal, run_example
 
 PNG = b"\x89PNG"
@@ -41,6 +44,26 @@ def assert_complete(workdir, run):
     returns = run.series("eval_return")
     assert len(returns) >= 3
     assert record["metrics"]["return"] == max(returns)
+
+
+SMALL_RUN = {"width": 16, "n_envs": 4, "n_updates": 2, "batch_size": 16, "eval_episodes": 4}
+
+
+@pytest.mark.parametrize(
+    ("main", "args"),
+    [
+        pytest.param(ddpg.main, DDPG(**SMALL_RUN, n_random_steps=64), marks=pytest.mark.sweep),
+        (maddpg.main, MADDPG(**SMALL_RUN)),
+    ],
+    ids=["ddpg", "maddpg"],
+)
+def test_target_networks_reach_the_dry_run(main, args, tmp_path):
+    """Their state is the model's own arrays, by `eqx.filter(model, eqx.is_array)`."""
+    with redeqx.described("cpu:8"), pytest.raises(DryRunDone) as done:
+        main(dataclasses.replace(args, workdir=tmp_path / "run"))
+    run = done.value.run
+    assert run.held["model state"] == run.held["parameters"] > 0
+    assert run.fits and not (tmp_path / "run").exists()
 
 
 @pytest.mark.sweep
