@@ -5,7 +5,7 @@ from typing import Any
 import equinox as eqx
 
 from redeqx import Deployer, Plan
-from redeqx.errors import brief, check_deployer, with_names
+from redeqx.errors import brief, check_deployer, filter_traceback
 from redeqx.partition import check_plan
 from redeqx.storage import Location, location
 
@@ -46,7 +46,7 @@ MODELS: tuple[type[Pretrained], ...] = (
 )
 
 
-@with_names
+@filter_traceback
 def from_pretrained(
     folder: str | Location,
     *,

@@ -14,7 +14,7 @@ import numpy as np
 
 from redeqx._tree import is_array_like, listed, named_leaves, nearest
 from redeqx.checkpoint import INDEX, to_host, write_tensors
-from redeqx.errors import check_alive, check_folder, with_names
+from redeqx.errors import check_alive, check_folder, filter_traceback
 from redeqx.machine import dry
 from redeqx.storage import disk_path, replacing
 
@@ -109,7 +109,7 @@ def to_disk(model: Any, weight_map: WeightMap) -> dict[str, _Saved]:
     return tensors
 
 
-@with_names
+@filter_traceback
 def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
     """Writes a model and its config as a folder that `transformers` or `diffusers` loads. Returns the folder's path.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
-from redeqx.errors import brief, check_count, check_function, check_key, check_number, with_names
+from redeqx.errors import brief, check_count, check_function, check_key, check_number, filter_traceback
 
 Where = str | Sequence[str] | Callable[[str, eqx.nn.Linear], bool]
 
@@ -65,7 +65,7 @@ class LoraLinear(eqx.nn.Linear):
         return out[..., 0] if self.out_features == "scalar" else out
 
 
-@with_names
+@filter_traceback
 def add(model: ModelT, *, rank: int, alpha: int | float | None = None, where: Where, key: PRNGKeyArray) -> ModelT:
     """Adds an adapter to each linear layer that `where` selects. The outputs are the same until the adapters are trained.
 
@@ -106,7 +106,7 @@ def add(model: ModelT, *, rank: int, alpha: int | float | None = None, where: Wh
     return replace_layers(model, {path: draw(layer, key) for (path, layer), key in zip(picked.items(), keys, strict=True)})
 
 
-@with_names
+@filter_traceback
 def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
     """Returns a mask for `Trainer(trainable=...)`: True for the adapters' leaves, and for those that `also` matches.
 

@@ -19,7 +19,7 @@ import numpy as np
 from redeqx._origins import CHANGED, origin_of, set_origin
 from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
 from redeqx.checkpoint import TensorReader, write_tensors
-from redeqx.errors import brief, check_alive, check_folder, with_names
+from redeqx.errors import brief, check_alive, check_folder, filter_traceback
 from redeqx.storage import disk_path, replacing
 
 from .._kinds import INTEGER, NUMBER
@@ -131,7 +131,7 @@ def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx
     return None
 
 
-@with_names
+@filter_traceback
 def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) -> Path:
     """Saves adapters as a folder that `peft.PeftModel.from_pretrained` loads over the same base. Returns the folder's path.
 
@@ -302,7 +302,7 @@ def _targets(model: PyTree, saved: Mapping[_Module, Any]) -> list[str]:
     return sorted(last if {name for name in known if name.rpartition(".")[2] in last} == adapted else adapted)
 
 
-@with_names
+@filter_traceback
 def load_adapter(model: ModelT, folder: str | Path) -> ModelT:
     """Loads the adapters of a folder that PEFT or `save_adapter` wrote into a model.
 

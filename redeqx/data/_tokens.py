@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Integer
 
-from ..errors import check_count, with_names
+from ..errors import check_count, filter_traceback
 
 
 class TokenRows(Sequence[Any]):
@@ -28,7 +28,7 @@ class TokenRows(Sequence[Any]):
     stride that would leave tokens out.
     """
 
-    @with_names
+    @filter_traceback
     def __init__(
         self,
         tokens: Integer[np.ndarray, " n_tokens"],

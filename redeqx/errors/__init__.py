@@ -25,8 +25,7 @@ from ._arguments import (
     check_predictor as check_predictor,
     check_readable_again as check_readable_again,
 )
-from ._frames import is_ours as is_ours, warn as warn
-from ._names import check_names as check_names, with_names as with_names
+from ._names import check_names as check_names
 from ._redco import (
     REDCO_DEPLOYER as REDCO_DEPLOYER,
     REDCO_PREDICTOR as REDCO_PREDICTOR,
@@ -49,9 +48,11 @@ from ._untrusted import (
 )
 from ._user_code import (
     FilteredTraceback as FilteredTraceback,
-    Note as Note,
     RemoteTraceback as RemoteTraceback,
     example_note as example_note,
     filter_traceback as filter_traceback,
+    is_ours as is_ours,
+    note as note,
+    warn as warn,
     with_batch_note as with_batch_note,
 )

@@ -51,13 +51,7 @@ def described(value: Any) -> str:
 
 
 def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False, advice: str = "") -> None:
-    """Raise TypeError if `value` is not an integer, ValueError if it is below `least`.
-
-    **Arguments:**
-
-    - `optional`: whether None is also allowed.
-    - `advice`: the next step in the error for an integer that is too small.
-    """
+    """Raise TypeError if `value` is not an integer, ValueError if it is below `least`; `advice` is then the next step."""
     if optional and value is None:
         return
     or_none = " or None" if optional else ""
@@ -77,13 +71,9 @@ def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False
 def check_number(
     value: Any, name: str, expected: str, holds: Callable[[Any], bool], advice: str, *, optional: bool = False
 ) -> None:
-    """Raise TypeError if `value` is not a real number, ValueError if `holds(value)` is false.
+    """Raise TypeError if `value` is not a real number, ValueError if `holds(value)` is false, as it must be for NaN.
 
-    **Arguments:**
-
-    - `expected`, `holds`: the valid numbers, in words and as a function, which must be false for NaN.
-    - `advice`: the next step.
-    - `optional`: whether None is also allowed.
+    `expected` describes the valid numbers, and `advice` is the next step.
     """
     if optional and value is None:
         return
@@ -110,21 +100,16 @@ def alternatives(choices: Sequence[Any]) -> str:
 
 
 def check_float_dtype(value: Any, name: str, advice: str) -> None:
-    """Raise ValueError if `value` is no floating dtype of 16 bits or more, TypeError if it is no dtype. None is allowed.
-
-    **Arguments:**
-
-    - `advice`: the next step.
-    """
+    """Raise ValueError if `value` is no floating dtype of 16 bits or more, TypeError if it is no dtype. None is allowed."""
     if value is None:
         return
     try:
         dtype = jnp.dtype(value)
     except TypeError:
         raise wrong(name, "a floating dtype or None", described(value), "Pass 'bfloat16'", TypeError) from None
-    for is_right, rule in ((jnp.issubdtype(dtype, jnp.floating), ""), (dtype.itemsize >= 2, " of 16 bits or more")):
-        if not is_right:  # no model computes with narrower ones, or keeps its values
-            raise wrong(name, f"a floating dtype{rule}", str(dtype), advice.removesuffix("."))
+    is_floating = jnp.issubdtype(dtype, jnp.floating)
+    if not is_floating or dtype.itemsize < 2:  # no model computes with narrower ones, or keeps its values
+        raise wrong(name, f"a floating dtype{' of 16 bits or more' * is_floating}", str(dtype), advice.removesuffix("."))
 
 
 def check_path(path: Any, name: str, *, optional: bool = False) -> None:
@@ -138,13 +123,9 @@ def check_path(path: Any, name: str, *, optional: bool = False) -> None:
 
 def check_folder(path: Any, name: str, *, optional: bool = True, make: bool = False) -> None:
     """Raise ValueError if a part of the path is a file, so that the folder cannot exist; TypeError if it is not a path; an
-    OSError of the same kind, with the name of the argument, if the system refuses it.
+    OSError of the same kind, with the name of the argument, if the system refuses it. With `make`, create the folder.
 
     An object store's address is not checked.
-
-    **Arguments:**
-
-    - `make`: whether to create the folder and its parents.
     """
     check_path(path, name, optional=optional)
     if isinstance(path, str) and "://" in path:
@@ -271,13 +252,7 @@ def _package(value: Any) -> str:
 
 
 def check_function(fn: Any, name: str, parameters: Sequence[str], why: str = "") -> None:
-    """Raise TypeError if `fn` is not a function that takes these positional arguments.
-
-    **Arguments:**
-
-    - `parameters`: the names in the documentation; only their number is checked.
-    - `why`: added to the rule in the error.
-    """
+    """Raise TypeError if `fn` is not a function that takes these positional arguments. `why` is added to the rule."""
     expected = f"a function of `({', '.join(parameters)})`{why}" if parameters else f"a function without arguments{why}"
     if not callable(fn):
         raise wrong(name, expected, described(fn), "Pass the function itself", TypeError)
@@ -330,11 +305,8 @@ def check_predictor(predictor: Any) -> None:
 def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
     """Convert the metrics that `eval_metric_fn` returned to Python floats.
 
-    **Arguments:**
-
-    - `taken`: the names of the evaluation's own metrics.
-
-    Raises TypeError if they are not a mapping from strings to numbers, ValueError for arrays and for names in `taken`.
+    Raises TypeError if they are not a mapping from strings to numbers, ValueError for arrays and for names in `taken`, those
+    of the evaluation's own metrics.
     """
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
         advice = "Return one: `{'accuracy': ...}`"

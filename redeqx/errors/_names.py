@@ -1,14 +1,11 @@
 """Names of arguments: a call with one that a function does not take raises an error with the nearest that it takes."""
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .._tree import nearest
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -21,11 +18,7 @@ def check_names(
 ) -> None:
     """Raises TypeError for arguments that a signature does not take.
 
-    **Arguments:**
-
-    - `of`: the name of the class or function.
-    - `args`: without `self`.
-    - `redco`: maps names of Redco to what takes their place.
+    `of` is the name of the class or function, `args` excludes `self`, and `redco` maps Redco's names to what replaces them.
     """
     parameters = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
     names = {p.name: p for p in parameters if p.kind not in _VARIADIC}
@@ -50,27 +43,6 @@ def check_names(
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
         raise TypeError(f"`{of}({missing[0]}=)`: expected this argument, got none. Pass {listed}.")
-
-
-def with_names(fn: Callable[P, Result]) -> Callable[P, Result]:
-    """Decorates a public function or method: a call with arguments that it does not take raises the error of `check_names`
-    in place of Python's."""
-    signature = inspect.signature(fn)
-    is_bound = next(iter(signature.parameters), "") in ("self", "cls")
-    of = fn.__qualname__.rpartition(".")[0] if fn.__name__ == "__init__" else fn.__name__
-
-    @functools.wraps(fn)
-    def called(*args: P.args, **kwargs: P.kwargs) -> Result:
-        try:
-            return fn(*args, **kwargs)
-        except TypeError as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                raise  # by the function, and not by its call
-            of_python = error
-        check_names(signature, of, args[is_bound:], kwargs)
-        raise of_python
-
-    return called
 
 
 def _listed(names: Mapping[str, Any]) -> str:

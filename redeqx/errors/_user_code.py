@@ -1,22 +1,26 @@
-"""Errors in the user's functions: notes on their arguments, and tracebacks without the library's frames.
+"""Errors in the user's functions: notes on their arguments, and tracebacks and warnings that show the user's own lines.
 
 `with_batch_note` adds a note about the batch to an error. `FilteredTraceback` removes the frames of redeqx and JAX from the
 traceback, so that the line of the script is next to the line of the user's function.
 """
 
+import contextlib
 import functools
+import inspect
+import os
 import re
 import sysconfig
 import types
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
 
 from .._tree import is_array_like, listed, named_leaves
-from ._frames import is_ours
-from ._names import with_names
+from ._names import check_names
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -29,7 +33,7 @@ def with_batch_note(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(fn, updated=())
     def with_note(*args: Any) -> Any:
-        with Note(f"`{name}` was called with ", lambda: _describe_batch(args[-2])):
+        with note(f"`{name}` was called with ", lambda: _describe_batch(args[-2])):
             return fn(*args)
 
     return with_note
@@ -45,39 +49,21 @@ def _describe_batch(batch: Any) -> str:
     )
 
 
-class Note:
-    """A context manager that adds a note to errors.
-
-    **Arguments:**
-
-    - `text`: the note, or its beginning.
-    - `rest`: returns the rest of it. It is called only for an error.
-    """
-
-    def __init__(self, text: str, rest: Callable[[], str] = str):
-        self._text, self._rest = text, rest
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: types.TracebackType | None) -> None:
-        if not isinstance(error, Exception) or any(note.startswith(self._text) for note in getattr(error, "__notes__", ())):
-            return  # an inner function added it
-        try:
-            error.add_note(self._text + self._rest())
-        except Exception:  # a note that fails must not hide the error
-            return
+def example_note(what: str, places: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+    """A context that adds the indices of examples, or their positions in an iterable, to errors. `what` is the beginning."""
+    return note(what, lambda: f" {', '.join(listed([str(i) for i in places], 16))}, counted from 0.")
 
 
-def example_note(what: str, places: Sequence[int]) -> Note:
-    """Returns a context manager that adds a note with the examples' numbers to errors.
-
-    **Arguments:**
-
-    - `what`: the beginning of the note.
-    - `places`: the examples' indices, or their positions in an iterable.
-    """
-    return Note(what, lambda: f" {', '.join(listed([str(i) for i in places], 16))}, counted from 0.")
+@contextlib.contextmanager
+def note(text: str, rest: Callable[[], str] = str) -> Iterator[None]:
+    """A context that adds a note to errors: `text`, and what `rest` returns, which is called only for an error."""
+    try:
+        yield
+    except Exception as error:
+        if not any(note.startswith(text) for note in getattr(error, "__notes__", ())):  # else an inner function added it
+            with contextlib.suppress(Exception):  # a note that fails must not hide the error
+                error.add_note(text + rest())
+        raise
 
 
 class RemoteTraceback(Exception):
@@ -90,10 +76,29 @@ class RemoteTraceback(Exception):
 # --- tracebacks ------------------------------------------------------------------------------------------------------
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")})
-
+_JAX = str(Path(jax.__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_MODELS = _PACKAGE + "models" + os.sep  # the reference models count as the user's
 
 # The message of `eqx.error_if`, inside the runtime's error.
 _RAISED_IN_STEP = re.compile(r"_EquinoxRuntimeError: (.*?)(?:\n-{10}|\Z)", re.DOTALL)
+
+
+@functools.cache
+def is_ours(file: str) -> bool:
+    """Return whether a file belongs to the library, except for the reference models."""
+    return file.startswith(_PACKAGE) and not file.startswith(_MODELS)
+
+
+def warn(message: str) -> None:
+    """Warn at the innermost line outside of the library, JAX and the import system."""
+    between, level, frame = (_JAX, "<frozen", "<string", "<@", contextlib.__file__), 1, inspect.currentframe()
+    while frame is not None and frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if not (is_ours(file) or file.startswith(between)):
+            break
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 class FilteredTraceback:
@@ -120,13 +125,23 @@ class FilteredTraceback:
 
 
 def filter_traceback(fn: Callable[P, Result]) -> Callable[P, Result]:
-    """Wrap a public method in a `FilteredTraceback` context, and in `with_names`."""
-    named = with_names(fn)
+    """Decorates a public function or method: its errors are filtered by `FilteredTraceback`, and a call with arguments that
+    it does not take raises the error of `check_names` in place of Python's."""
+    signature = inspect.signature(fn)
+    is_bound = next(iter(signature.parameters), "") in ("self", "cls")
+    of = fn.__qualname__.rpartition(".")[0] if fn.__name__ == "__init__" else fn.__name__
 
     @functools.wraps(fn)
     def called(*args: P.args, **kwargs: P.kwargs) -> Result:
         with FilteredTraceback():
-            return named(*args, **kwargs)
+            try:
+                return fn(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                    raise  # by the function, and not by its call
+                of_python = error
+            check_names(signature, of, args[is_bound:], kwargs)
+            raise of_python
 
     return called
 
@@ -136,25 +151,18 @@ def _filter_frames(error: Exception, traceback: types.TracebackType | None) -> t
     while traceback is not None:
         frames.append(traceback)
         traceback = traceback.tb_next
-    last = max((i for i, frame in enumerate(frames) if _is_library_frame(frame)), default=-1)
-    below = frames[last + 1 :]
+    files = [frame.tb_frame.f_code.co_filename for frame in frames]
+    is_users = [not is_ours(file) and not file.startswith((*_INSTALLED, "<frozen")) for file in files]
+    last = max((i for i, file in enumerate(files) if is_ours(file)), default=-1)
     if isinstance(error.__cause__, RemoteTraceback):
         last = len(frames)  # the cause shows the user's function
-    elif not any(_is_user_frame(frame) for frame in below):
-        if not (below == [] and str(error).startswith("`") and ": expected " in str(error)):
+    elif not any(is_users[last + 1 :]):
+        is_of_argument = str(error).startswith("`") and ": expected " in str(error)
+        if last + 1 < len(frames) or not is_of_argument:
             return frames[0] if frames else None
         last -= 1
-    kept = [frame for i, frame in enumerate(frames) if i > last or _is_user_frame(frame)]
     made = None
-    for frame in reversed(kept):
-        made = types.TracebackType(made, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    for i, frame in reversed([*enumerate(frames)]):
+        if i > last or is_users[i]:
+            made = types.TracebackType(made, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return made
-
-
-def _is_library_frame(traceback: types.TracebackType) -> bool:
-    return is_ours(traceback.tb_frame.f_code.co_filename)
-
-
-def _is_user_frame(traceback: types.TracebackType) -> bool:
-    file = traceback.tb_frame.f_code.co_filename
-    return not _is_library_frame(traceback) and not file.startswith((*_INSTALLED, "<frozen"))

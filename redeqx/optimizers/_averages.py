@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from .._tree import listed, named_leaves
-from ..errors import check_optimizer, with_names
+from ..errors import check_optimizer, filter_traceback
 from ._checks import check_decay_rate
 from ._masters import MasterState, widened
 from ._states import states_in
@@ -50,7 +50,7 @@ _COPIES: dict[type, str] = {
 }
 
 
-@with_names
+@filter_traceback
 def ema(optimizer: optax.GradientTransformation, decay: float = 0.999) -> optax.GradientTransformationExtraArgs:
     """Returns the optimizer with an exponential moving average of its parameters, which a Trainer evaluates and saves.
 
@@ -86,7 +86,7 @@ def ema(optimizer: optax.GradientTransformation, decay: float = 0.999) -> optax.
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-@with_names
+@filter_traceback
 def with_eval_params(
     optimizer: optax.GradientTransformation, eval_params: Callable[[PyTree, PyTree], PyTree]
 ) -> optax.GradientTransformationExtraArgs:

@@ -14,7 +14,7 @@ from jax.tree_util import GetAttrKey
 from jaxtyping import PyTree
 
 from .._tree import is_array_like, map_named, nearest, render
-from ..errors import check_optimizer, with_names
+from ..errors import check_optimizer, filter_traceback
 from ..partition import KINDS, Kind, Plan, check_plan, current_kinds, kinds_of
 
 _DECAYING = ("matrix", "head", "embedding", "convolution")
@@ -86,7 +86,7 @@ def decay_mask(params: PyTree, plan: Plan | None = None) -> PyTree[bool]:
     return jtu.tree_map_with_path(decays, params)
 
 
-@with_names
+@filter_traceback
 def groups(
     transforms: Mapping[str, optax.GradientTransformation],
     default: optax.GradientTransformation,

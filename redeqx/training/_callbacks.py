@@ -17,7 +17,7 @@ import numpy as np
 from .._tree import nearest
 from ..checkpoint import CheckpointFolder, Checkpoints
 from ..compiled import profile_of
-from ..errors import check_choice, check_count, check_function, check_number, warn, with_names
+from ..errors import check_choice, check_count, check_function, check_number, filter_traceback, warn
 from ..storage import Location, make_subfolder, write_file
 
 
@@ -119,7 +119,7 @@ class EarlyStopping(Callback):
     best: float | None
     n_worse: int
 
-    @with_names
+    @filter_traceback
     def __init__(self, metric: str, patience: int, mode: str = "min", min_delta: int | float = 0.0):
         check_count(patience, "patience")
         check_choice(mode, "mode", ("min", "max"))
@@ -182,7 +182,7 @@ class SaveEvery(Callback):
     every: int
     keep_last: int
 
-    @with_names
+    @filter_traceback
     def __init__(self, minutes: int | float, *, every: int = 10, keep_last: int = 2):
         advice = "Pass the minutes between two checkpoints."
         check_number(minutes, "minutes", "a number above 0", lambda minutes: minutes > 0, advice)
@@ -219,7 +219,7 @@ class Profile(Callback):
     Raises ValueError for an empty range or anything but a range, and without a workdir.
     """
 
-    @with_names
+    @filter_traceback
     def __init__(self, steps: range):
         if not isinstance(steps, range) or not steps or steps.step != 1 or steps.start < 1:
             raise ValueError(

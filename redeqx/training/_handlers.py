@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from ..data import size_of
-from ..errors import Note, as_metrics
+from ..errors import as_metrics, note
 from ._callbacks import Callback
 from ._loops import evaluate
 
@@ -38,7 +38,7 @@ class Evaluate(Callback):
         if options.eval_examples is None or not options.eval_sanity_check or fit.is_at_last_step:
             return
         some, n_all = fit.first_evaluated(), size_of(options.eval_examples)
-        with nullcontext() if len(some) == n_all else Note(_SANITY_CHECK.format(len(some), n_all)):
+        with nullcontext() if len(some) == n_all else note(_SANITY_CHECK.format(len(some), n_all)):
             self._metrics_of(some)
 
     def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
