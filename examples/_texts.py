@@ -1,10 +1,12 @@
 """Reads texts for several examples: tables, tokenizers, and the source of Python's standard library."""
 
+import ast
 import csv
 import json
 import sysconfig
+import warnings
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -59,6 +61,19 @@ def read_table(
     return rows
 
 
+def read_pairs(path: Path, first: str, second: str) -> list[tuple[str, str]]:
+    """Returns the texts of two columns of a table. Raises ValueError for a row without a text."""
+    rows = read_table(path, [first, second])
+    for number, row in enumerate(rows, start=1 if path.suffix == ".jsonl" else 2):
+        for column in (first, second):
+            if not isinstance(row[column], str) or not row[column].strip():
+                raise ValueError(
+                    f"`{path}` row {number}: `{column}`: expected a text, got {row[column]!r}. "
+                    "Fill it in, remove the row, or pass another column."
+                )
+    return [(row[first], row[second]) for row in rows]
+
+
 def _check_columns(path: Path, columns: Sequence[str], found: Iterable[str], where: str) -> None:
     if missing := [name for name in columns if name not in found]:
         raise ValueError(
@@ -75,6 +90,17 @@ def standard_library() -> list[Path]:
     foreign = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files = [file for file in root.rglob("*.py") if not foreign & set(file.relative_to(root).parts)]
     return sorted(files, key=lambda file: (zlib.crc32(file.relative_to(root).as_posix().encode()), file))
+
+
+def parse(files: Iterable[Path]) -> Iterator[tuple[Path, ast.Module]]:
+    """Yields source files with their syntax trees. Files that contain Python 2 code, for conversion, are skipped."""
+    for file in files:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # about escapes in old code
+                tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):
+            continue
+        yield file, tree
 
 
 def load_tokenizer(path: Path, n_ids: int | None = None) -> Tokenizer:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from examples._texts import embedding_rows, load_tokenizer, read_table, standard_library
+from examples._texts import embedding_rows, load_tokenizer, read_pairs, standard_library
 
 PROMPT = 32  # maximum number of held-out tokens that a sample continues
 
@@ -54,7 +54,7 @@ def read_examples(
     - `keys`: the keys of a prompt and a response in a .jsonl.
     """
     if path is not None and path.suffix == ".jsonl":
-        pairs = [within(part, n) for part, n in zip(read_pairs(path, *keys), limits, strict=True)]
+        pairs = [within(part, n) for part, n in zip(split_pairs(path, *keys), limits, strict=True)]
         train, held_out = (cut_pairs(part, vocabulary, seq_len) for part in pairs)
         return train, held_out, "\n".join(response for _, response in pairs[1])
     texts = [text.encode()[:n].decode(errors="ignore") for text, n in zip(read_texts(path), limits, strict=True)]
@@ -104,16 +104,10 @@ def cut(ids: Sequence[int], seq_len: int) -> np.ndarray:
 # --- instructions -----------------------------------------------------------------------------------------------------
 
 
-def read_pairs(path: Path, prompt_key: str, response_key: str) -> tuple[Pairs, Pairs]:
+def split_pairs(path: Path, prompt_key: str, response_key: str) -> tuple[Pairs, Pairs]:
     """Reads prompts and responses from a .jsonl with one object per line: those for training, and one in twenty held out."""
-    pairs = []
-    for number, row in enumerate(read_table(path, [prompt_key, response_key]), start=1):
-        for key in (prompt_key, response_key):
-            if not isinstance(row[key], str) or not row[key].strip():
-                raise ValueError(
-                    f"`{path}` row {number}: `{key}`: expected text, got {row[key]!r}. Write it, or drop the row."
-                )
-        pairs.append((row[prompt_key].strip() + "\n\n", row[response_key].strip()))
+    rows = read_pairs(path, prompt_key, response_key)
+    pairs = [(prompt.strip() + "\n\n", response.strip()) for prompt, response in rows]
     if len(pairs) < 2:
         raise ValueError(f"`{path}`: expected rows for training and evaluation, got {len(pairs)}. Add more.")
     return [pair for i, pair in enumerate(pairs) if i % 20], pairs[::20]

@@ -6,7 +6,6 @@ a sentence is its source; the text itself is unchanged. No sentence is in two pa
 
 import ast
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -16,7 +15,7 @@ import numpy as np
 from sklearn.model_selection import train_test_split
 from tokenizers import Tokenizer
 
-from examples._texts import read_table, standard_library
+from examples._texts import parse, read_table, standard_library
 
 Labelled = list[tuple[str, int]]
 
@@ -64,14 +63,9 @@ def documentation_sentences(n: int) -> tuple[Labelled, list[str]]:
     """
     reference = dict.fromkeys(sentence for text in topics.values() for sentence in sentences_of(text))
     library: dict[str, None] = {}  # each sentence once, in order
-    for file in standard_library():
+    for _, tree in parse(standard_library()):
         if len(library) >= n:
             break
-        try:
-            with warnings.catch_warnings(action="ignore"):  # about escapes in old code
-                tree = ast.parse(file.read_text("utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
-            continue
         docs = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
         library |= dict.fromkeys(sentence for text in docs for sentence in sentences_of(text) if sentence not in reference)
     sides = [[sentence for sentence in side if is_plain(sentence)] for side in (reference, library)]

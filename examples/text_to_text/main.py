@@ -31,12 +31,13 @@ import optax
 from tokenizers import Tokenizer, processors
 
 import redeqx
-from examples._cli import Flags
-from examples._texts import EOS, PAD, embedding_rows, fixed_length, learn_tokenizer, load_tokenizer, standard_library
-from examples.text_to_text.pairs import Pair, aligned_pairs, denoising_pairs, docstring_pairs, rouge, split, table_pairs
-from examples.text_to_text.report import report
 from redeqx.models import EncoderDecoder, cross_entropy, from_pretrained, generate, save_pretrained
 from redeqx.models.t5 import T5, T5Config
+
+from .._cli import Flags
+from .._texts import EOS, PAD, embedding_rows, fixed_length, learn_tokenizer, load_tokenizer, read_pairs, standard_library
+from .pairs import Pair, aligned_pairs, denoising_pairs, docstring_pairs, rouge, split
+from .report import report
 
 IGNORED = -100  # the label of padding
 
@@ -139,7 +140,7 @@ def main(args: Args) -> dict[str, float]:
     elif args.target_data is not None:
         pairs = aligned_pairs(args.data, args.target_data)
     else:
-        pairs = table_pairs(args.data, args.source_column, args.target_column)
+        pairs = read_pairs(args.data, args.source_column, args.target_column)
     train, validation, test = split(pairs)
     n_train = min(args.n_train, len(train)) // args.batch_size * args.batch_size  # a smaller update would recompile
     train, validation, test = train[:n_train], validation[: args.n_validation], test[: args.n_test]

@@ -3,7 +3,6 @@
 import ast
 import gzip
 import re
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from rouge_score.rouge_scorer import RougeScorer
 
-from examples._texts import read_table
+from examples._texts import parse
 
 Pair = tuple[str, str]  # source and target
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -56,12 +55,7 @@ def docstring_pairs(files: Sequence[Path]) -> tuple[list[Pair], int]:
     pairs: list[Pair] = []
     seen: set[str | tuple[str, str, str]] = set()
     n_repeated = 0
-    for file in files:
-        try:
-            with warnings.catch_warnings(action="ignore"):  # about invalid escapes in strings
-                tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):
-            continue  # some files contain Python 2 code, for conversion
+    for file, tree in parse(files):
         for node, owner in definitions(tree):
             if target := first_sentence(ast.get_docstring(node) or ""):
                 name, heading, body = code = describe(node)
@@ -72,19 +66,6 @@ def docstring_pairs(files: Sequence[Path]) -> tuple[list[Pair], int]:
                     pairs.append((f"{name} ({heading}) {words(owner)}, {words(file.stem)}: {body}", target))
                 seen |= {code, sentence}
     return pairs, n_repeated
-
-
-def table_pairs(path: Path, source_column: str, target_column: str) -> list[Pair]:
-    """Returns the pairs of a table. Raises ValueError for a pair without text."""
-    rows = read_table(path, [source_column, target_column])
-    for number, row in enumerate(rows, start=1 if path.suffix == ".jsonl" else 2):
-        for column in (source_column, target_column):
-            if not isinstance(row[column], str) or not row[column].strip():
-                raise ValueError(
-                    f"`{path}` row {number}: `{column}`: expected a text, got {row[column]!r}. "
-                    "Fill it in, remove the row, or pass another column."
-                )
-    return [(row[source_column], row[target_column]) for row in rows]
 
 
 def aligned_pairs(sources: Path, targets: Path) -> list[Pair]:

@@ -24,8 +24,8 @@ from examples.language_modeling.texts import (
     load_vocabulary,
     pad_left,
     prompt_of,
-    read_pairs,
     read_texts,
+    split_pairs,
     within,
 )
 from redeqx.models import from_pretrained, lora, save_pretrained
@@ -348,7 +348,7 @@ def test_only_the_response_and_its_end_are_labels(folder):
 def test_loss_is_summed_over_labelled_tokens(folder, pairs_file):
     model, _ = from_pretrained(folder)
     vocabulary = load_vocabulary(folder, end=2)
-    examples = cut_pairs(read_pairs(pairs_file, "question", "answer")[0][:4], vocabulary, 32)
+    examples = cut_pairs(split_pairs(pairs_file, "question", "answer")[0][:4], vocabulary, 32)
     batch = collate_fn(list(examples))
     found = eqx.filter_jit(loss_fn)(model, batch, jax.random.key(0))
     log_probs = jax.nn.log_softmax(jax.vmap(model)(batch["ids"]).astype(np.float32))
@@ -358,7 +358,7 @@ def test_loss_is_summed_over_labelled_tokens(folder, pairs_file):
 
 
 def test_pairs_are_held_out_and_limited_by_bytes(pairs_file):
-    train, held_out = read_pairs(pairs_file, "question", "answer")
+    train, held_out = split_pairs(pairs_file, "question", "answer")
     assert (len(train), len(held_out)) == (190, 10)
     assert held_out[0] == ("Say alpha 0.\n\n", "ALPHA")
     assert not set(train) & set(held_out)
@@ -373,11 +373,11 @@ def test_invalid_input_is_refused(folder, pairs_file, tmp_path):
         return str(raised.value)
 
     assert f"`{pairs_file}` row 1: expected columns prompt, response, got question, answer. " in refused(
-        read_pairs, pairs_file, "prompt", "response"
+        split_pairs, pairs_file, "prompt", "response"
     )
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": 3}\n')
-    assert refused(read_pairs, bad, "prompt", "response").startswith(f"`{bad}` row 2: `response`: expected text, got 3. ")
+    assert refused(split_pairs, bad, "prompt", "response").startswith(f"`{bad}` row 2: `response`: expected a text, got 3. ")
     assert "`--seq-len`: expected at least 5, for the response 'long'..., got 4. " in refused(
         cut_pairs, [("p", "long")], load_vocabulary(None), 4
     )

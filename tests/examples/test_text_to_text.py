@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import redeqx
-from examples._texts import fixed_length, learn_tokenizer
+from examples._texts import fixed_length, learn_tokenizer, read_pairs
 from examples.text_to_text.main import IGNORED, Args, collate_fn, load_pretrained, main, pred_fn
 from examples.text_to_text.pairs import (
     METRICS,
@@ -22,7 +22,6 @@ from examples.text_to_text.pairs import (
     first_sentence,
     rouge,
     split,
-    table_pairs,
     words,
 )
 from tests.examples._run import run_example
@@ -146,7 +145,7 @@ def test_parts_share_no_source():
 def test_pairs_from_a_table(tmp_path):
     path = tmp_path / "pairs.tsv"
     path.write_text('source\ttarget\na\tone\nb\t"two\n')
-    assert table_pairs(path, "source", "target") == [("a", "one"), ("b", '"two')]
+    assert read_pairs(path, "source", "target") == [("a", "one"), ("b", '"two')]
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -231,7 +230,7 @@ def test_target_that_is_not_text_is_refused(tmp_path, value):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"source": "a", "target": "b"}\n' + json.dumps({"source": "a", "target": value}))
     with pytest.raises(ValueError, match=r"pairs\.jsonl` row 2: `target`: expected a text, got .*Fill it in"):
-        table_pairs(path, "source", "target")
+        read_pairs(path, "source", "target")
 
 
 def test_too_few_pairs_are_refused(tmp_path):
