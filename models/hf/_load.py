@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDevi
 from redeqx import Deployer, Plan
 from redeqx._origins import set_origin
 from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest
-from redeqx.checkpoint import INDEX, TensorReader
+from redeqx.checkpoint import INDEX, TensorReader, read_sharded
 from redeqx.errors import brief_name, check_float_dtype
 from redeqx.machine import as_zeros, dry
-from redeqx.storage import Location, View, fetch
+from redeqx.storage import Location, View
 
 from ._files import CONFIG, read_config, weights_of
 from ._weight_map import WeightMap
@@ -82,7 +82,7 @@ def load(
         if not is_array_like(leaf):
             return leaf
         sharding = SingleDeviceSharding(jax.local_devices()[0]) if plan is None else plan.sharding(name)
-        array = _read_stack(held[name], leaf, sharding) if name in stacked else _read(held[name][0], leaf, sharding)
+        array = _read_stack(held[name], leaf, sharding) if name in stacked else read_sharded(held[name][0], leaf, sharding)
         set_origin(array, os.path.abspath(folder) if isinstance(folder, Path) else str(folder))
         return array
 
@@ -98,7 +98,7 @@ def _check_index(source: TensorReader, index: Location) -> None:
     except ValueError:  # the remains of shards that were removed
         return
     names = {*source.names(), *shards.names()}
-    for name in sorted(names) if {*shards.paths()} != {source.path} else ():
+    for name in sorted(names) if {*shards.paths} != {source.path} else ():
         views = [tensors.view(name) if name in tensors else None for tensors in (source, shards)]
         a, b = views
         if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape or not _equal(a, b):
@@ -147,14 +147,6 @@ def _dtype(parts: Sequence[View], dtype: Any) -> Any:
     return functools.reduce(jnp.promote_types, [part.dtype for part in parts])
 
 
-def _read(view: View, leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
-    """Reads a leaf from a view of its file. Each device reads only its own slice."""
-    indices = {str(index): index for index in sharding.addressable_devices_indices_map(leaf.shape).values()}
-    # Copies: otherwise JAX on CPU would share the file's pages, and later changes of the file would change the model.
-    parts = dict(zip(indices, fetch([view[index] for index in indices.values()], leaf.dtype), strict=True))
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: parts[str(index)])
-
-
 def _read_stack(views: Sequence[View], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
     """Reads a stacked leaf layer by layer, so that the host holds only one layer's tensor at a time."""
     one, whole = sharding, sharding
@@ -165,7 +157,7 @@ def _read_stack(views: Sequence[View], leaf: jax.ShapeDtypeStruct, sharding: Sha
     stack = jnp.zeros(leaf.shape, leaf.dtype, device=whole)
     layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     for i, view in enumerate(views):
-        stack = _put(stack, _read(view, layer, one), np.int32(i), whole)
+        stack = _put(stack, read_sharded(view, layer, one), np.int32(i), whole)
         stack.block_until_ready()  # otherwise the host runs ahead and holds all pending layers
     return jax.device_put(stack, sharding)
 

@@ -9,7 +9,13 @@ from ._folder import CheckpointFolder as CheckpointFolder, find_checkpoint as fi
 from ._lock import Lock as Lock, LockedError as LockedError
 from ._manager import Checkpoints as Checkpoints
 from ._manifest import MANIFEST as MANIFEST, Manifest as Manifest, read_manifest as read_manifest
-from ._reader import INDEX as INDEX, TensorReader as TensorReader, check_tree as check_tree, load_tree as load_tree
+from ._reader import (
+    INDEX as INDEX,
+    TensorReader as TensorReader,
+    check_tree as check_tree,
+    load_tree as load_tree,
+    read_sharded as read_sharded,
+)
 from ._safetensors import (
     array_leaves as array_leaves,
     file_size as file_size,

@@ -21,24 +21,14 @@ from ..storage import Location
 
 @dataclass(frozen=True)
 class Base:
-    """The leaves that a checkpoint does not hold.
-
-    **Arguments:**
-
-    - `folders`: for each folder of weights, the checksums of the leaves that are read from it, by name: the entry `base` of
-        a checkpoint's record.
-    """
+    """The leaves that a checkpoint does not hold: for each folder of weights, the checksums of the leaves that are read from
+    it, by name. This is the entry `base` of a checkpoint's record."""
 
     folders: Mapping[str, Mapping[str, str]]
 
     @classmethod
     def of(cls, origins: Mapping[str, str], leaves: Mapping[str, Array]) -> "Base":
-        """Returns the base with these leaves.
-
-        **Arguments:**
-
-        - `origins`: the folder of each leaf, by name.
-        """
+        """Returns the base with the leaves that `origins` names, with the folder of each."""
         folders: dict[str, dict[str, str]] = {}
         for name, folder in origins.items():
             folders.setdefault(folder, {})[name] = checksum(leaves[name])
@@ -65,13 +55,7 @@ class Base:
         return map_named(lambda name, leaf: None if name in names else leaf, tree)
 
     def check(self, path: Location, leaves: Mapping[str, Any]) -> None:
-        """Raises ValueError if these leaves are not those with which the checkpoint was saved.
-
-        **Arguments:**
-
-        - `path`: the checkpoint.
-        - `leaves`: those of a model, by name.
-        """
+        """Raises ValueError if the leaves of a model are not those with which the checkpoint at `path` was saved."""
         checksums = self.checksums
         missing = [name for name in checksums if not isinstance(leaves.get(name), jax.Array | np.ndarray)]
         folders = ", ".join(f"`{folder}`" for folder in self.folders)
@@ -83,11 +67,11 @@ class Base:
                 f"{got} for `{name}`{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}. Build the model as for "
                 f"training, from {folders}: `redeqx.models.from_pretrained`, then `lora.add`, for example."
             )
-        different = [name for name, sum_ in checksums.items() if checksum(leaves[name]) != sum_]
+        found = {name: checksum(leaves[name]) for name in checksums}
+        different = [name for name in checksums if found[name] != checksums[name]]
         if different:
-            name = different[0]
-            dtypes = [text.partition("[")[0] for text in (checksums[name], checksum(leaves[name]))]
-            got = f"{dtypes[1]} instead of {dtypes[0]}" if dtypes[0] != dtypes[1] else "others"
+            then, now = (sums[different[0]].partition("[")[0] for sums in (checksums, found))
+            got = f"{now} instead of {then}" if now != then else "others"
             shown = ", ".join(f"`{each}`" for each in listed(different, 3))
             raise ValueError(
                 f"`{path}`: expected the base that it was trained on, {folders}, with the values of then, got {got} in "

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed import Peers
-from ..storage import Location, StorePath, fsync_folder, make_subfolder, open_old, read_file, replacing, write_new
+from ..storage import StorePath, fsync_folder, make_subfolder, open_old, read_file, replacing, write_new
 from ._folder import INDEX_FILE, order
+from ._lock import Lock
 from ._manifest import MANIFEST, TMP, write_json, write_manifest
 
 _SLOT = 16  # bytes per process in the probe file
@@ -23,25 +24,14 @@ _SLOT = 16  # bytes per process in the probe file
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The capabilities of a folder's file system.
+    """The capabilities of a folder's file system."""
 
-    **Arguments:**
-
-    - `is_shared`: whether all processes see the same folder.
-    - `in_place`: whether they can write into one file, each at its own positions.
-    """
-
-    is_shared: bool = True
-    in_place: bool = True
+    is_shared: bool = True  # whether all processes see the same folder
+    in_place: bool = True  # whether they can write into one file, each at its own positions
 
 
 class Disk:
-    """A folder in a file system.
-
-    **Arguments:**
-
-    - `root`: the folder that the user named, above this one.
-    """
+    """A folder in a file system, below the folder that the user named, its root."""
 
     def __init__(self, folder: Path, root: Path):
         self.folder, self._root = folder, root
@@ -53,13 +43,15 @@ class Disk:
             why = "expected the run's folder, which existed at its start, got none. Mount it again, or save elsewhere"
             raise OSError(errno.ENOENT, why, str(self._root))
 
-    def make_parent(self) -> None:
-        """Creates the folder's parent, in which its lock is, if the run's folder exists."""
+    def lock(self, log: Callable[[str], None]) -> Lock:
+        """Locks the folder, which need not exist."""
         if self._root.is_dir():
             make_subfolder(self.folder.parent, self._root)
+        return Lock(self.folder, log)
 
     def create(self) -> None:
         """Creates the folder."""
+        self.check_root()
         make_subfolder(self.folder, self._root)
         above = self.folder
         while above != self._root:
@@ -114,11 +106,6 @@ class Disk:
         for path in self.folder.glob(f"{TMP}*"):
             _delete(path)
 
-    def end(self) -> None:
-        """Called when a save has ended, even if it failed."""
-        with contextlib.suppress(OSError):  # must not hide the error of the save; the next save sweeps again
-            self.sweep()
-
     def remove(self, name: str) -> None:
         """Removes a checkpoint."""
         # Renamed first, so that a kill leaves no partial folder that looks like a checkpoint.
@@ -139,7 +126,10 @@ class Store:
     def check_root(self) -> None:
         """Does nothing: a store has no folders that could be missing, or must be made."""
 
-    make_parent = create = check_root
+    create = check_root
+
+    def lock(self, log: Callable[[str], None]) -> Lock:
+        return Lock(self.folder, log)
 
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
         del peers, log
@@ -167,19 +157,10 @@ class Store:
         folders = {key: key.partition("/")[0] for key in keys if "/" in key}
         self.folder.delete(key for key, name in folders.items() if order(name)[0] >= 0 and name not in complete)
 
-    def end(self) -> None:
-        """Does not sweep: if another run has taken over the folder, its files would look like remains. The next save sweeps,
-        after checking the lock."""
-
     def remove(self, name: str) -> None:
         path = self.folder / name
         (path / MANIFEST).unlink()  # first, so that a kill leaves no partial checkpoint
         path.delete(path.sizes())
-
-
-def commits_in(folder: Location, root: Any) -> Disk | Store:
-    """Returns how checkpoints are committed in a folder below `root`, which a user named."""
-    return Store(folder) if isinstance(folder, StorePath) else Disk(folder, root)
 
 
 def _delete(path: Path) -> None:

@@ -6,15 +6,12 @@ Zeros multiply a checksum by a power of x, as in zlib's `crc32_combine`, which P
 """
 
 import zlib
-from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 
-from ..storage import Location, StorePath
+from ..storage import Location, read_chunks
 
 _ONES = 0xFFFFFFFF
 _POLYNOMIAL = 0xEDB88320  # of crc32, bits reversed
-_CHUNK = 2**24  # bytes per read
 
 
 class Crc32:
@@ -41,7 +38,7 @@ def crc32_of_range(path: Location, start: int, stop: int, size: int) -> int:
     """Returns the contribution of the bytes `[start, stop)` to the checksum of a file of `size` bytes; reads each byte once,
     in order. Raises OSError."""
     crc32 = Crc32()
-    for chunk in path.chunks(start, stop) if isinstance(path, StorePath) else _chunks(path, start, stop):
+    for chunk in read_chunks(path, start, stop):
         crc32.add(chunk, start)
         start += len(chunk)
     return crc32.contribution(size)
@@ -53,14 +50,6 @@ def crc32_of(contributions: list[int], size: int) -> int:
     for contribution in contributions:
         total ^= contribution
     return total ^ _ONES
-
-
-def _chunks(path: Path, start: int, stop: int) -> Iterator[bytes]:
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        while start < stop and (chunk := file.read(min(_CHUNK, stop - start))):
-            yield chunk
-            start += len(chunk)
 
 
 # A register is a polynomial over GF(2), modulo that of crc32; its highest bit is the coefficient of x**0. A zero bit

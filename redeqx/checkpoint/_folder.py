@@ -219,12 +219,7 @@ class CheckpointFolder:
 
     def match(self, path: Location, kind: str, template: PyTree) -> None:
         """Raises, in all processes, the errors that `load` raises for a file's header. Reads no tensors."""
-        with self._noting(path):
-
-            def check() -> None:
-                check_tree(TensorReader(self._file(path, kind)), template, kind)
-
-            run_everywhere(self._peers, f"check {kind}", path / f"{kind}{TENSORS}", check)
+        self._read(path, kind, "check", lambda file: check_tree(TensorReader(file), template, kind))
 
     def match_base(self, path: Location, base: Base, leaves: Mapping[str, Any]) -> None:
         """Raises, in all processes, the errors of `Base.check`."""
@@ -242,14 +237,15 @@ class CheckpointFolder:
         Raises DamagedError if a file is unreadable, ValueError if the checkpoint has no such tree, or one that differs from
         the template. All processes raise the same error.
         """
-        trees: list[PyTree] = []
+        return self._read(path, kind, "load", lambda file: load_tree(file, template, shardings, kind))
 
-        def read() -> None:
-            trees.append(load_tree(self._file(path, kind), template, shardings, kind))
-
+    def _read(self, path: Location, kind: str, topic: str, act: Callable[[Location], Any]) -> Any:
+        """Returns the result of calling a function with the file of a tree. If it raises in one process, all raise."""
+        found = []
         with self._noting(path):
-            run_everywhere(self._peers, f"load {kind}", path / f"{kind}{TENSORS}", read)
-        return trees[0]
+            file = path / f"{kind}{TENSORS}"
+            run_everywhere(self._peers, f"{topic} {kind}", file, lambda: found.append(act(self._file(path, kind))))
+        return found[0]
 
     def _file(self, path: Location, kind: str) -> Location:
         """Returns the file of one of a checkpoint's trees, or the index of its files. Raises ValueError if there is none."""

@@ -7,11 +7,13 @@ over: at once on the same machine, where processes can be looked up; elsewhere a
 measured only by this host's clock, so clocks need not agree. NFS supports all of it, and so do S3 and Google Cloud Storage,
 which write on a condition. An owner that was frozen for longer finds the lock taken over, and stops writing.
 
-If the file system refuses the file, or the store the condition, there is no lock. `_claim` arbitrates within a process.
+If the file system refuses the file, or the store the condition, there is no lock. Within a process, a `Claim` decides which
+trainer writes.
 """
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import secrets
@@ -22,19 +24,86 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
+from ..distributed import Peers
 from ..errors import brief_name
 from ..storage import AtEnd, Location, StoreError, StorePath, remove_foreign
 
 _MOST = 4096  # the most bytes read from a lock
 _MOST_TRIES = 5
 
-_Found: TypeAlias = tuple[dict[str, Any], Any]  # the owner of a lock, and a value that changes with each touch
+# By the folder's real path: the claim of this process that holds it or was the last to hold it.
+_holders: "weakref.WeakValueDictionary[str, Claim]" = weakref.WeakValueDictionary()
 
 
 class LockedError(ValueError):
     """Another run writes into the folder."""
+
+
+class Claim:
+    """One trainer's claim on a folder. A trainer may take over a folder from another one of this process, as when a script
+    runs again in a notebook, but not from one that is in a fit, and the former trainer may not take it back.
+
+    Process 0 of the peers holds the lock. `run` is an object that all trainers of one run share.
+    """
+
+    def __init__(self, folder: Location, peers: Peers, run: Any, make_lock: "Callable[[], Lock]"):
+        self.is_kept = False  # while a fit is writing: nobody may then take over the folder
+        self.has_saved = False
+        self._folder, self._peers, self._run, self._make_lock = folder, peers, run, make_lock
+        self._key = os.path.realpath(folder) if isinstance(folder, Path) else str(folder)
+        self._lock: Lock | None = None  # of process 0
+        self._is_held = self._was_held = False
+
+    def hold(self) -> None:
+        """Locks the folder for this run, until this object is collected or the process ends.
+
+        Raises LockedError, in all processes, if another run or another trainer of this script writes into it.
+        """
+        if self._is_held:
+            return
+        if _holders.get(self._key) not in (None, self):
+            gc.collect()  # an unused trainer is collected only with its cycles
+        other = _holders.get(self._key)
+        other = None if other is self else other
+
+        def take() -> None:
+            if other is not None and not self._may_take_over(other):
+                raise LockedError(
+                    f"`workdir`: expected a folder that no other trainer writes into, got {self._folder}, into which "
+                    "another Trainer of this script saves. Give each a name: `Trainer(name=...)`."
+                )
+            self._lock = self._make_lock()  # takes over the lock of this process
+
+        self._peers.together("claim", take, alone=True, kinds=(LockedError, StoreError, OSError))
+        if other is not None:
+            other.release()
+        self._is_held = self._was_held = True
+        _holders[self._key] = self
+
+    def _may_take_over(self, other: "Claim") -> bool:
+        is_one_run = self._run is not None and other._run is self._run
+        return not other.is_kept and not (other.has_saved and (is_one_run or self._was_held))
+
+    def check(self) -> None:
+        """Raises OSError if another run took over the folder while this process was frozen."""
+        if self._lock is not None:
+            self._lock.check()
+
+    def release(self) -> None:
+        """Lets others write into the folder."""
+        self._is_held = False
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+
+class _Found(NamedTuple):
+    """What is known about a lock: its owner, empty if unreadable, and a value that differs after each touch."""
+
+    owner: dict[str, Any]
+    version: Any
 
 
 class Lock:
@@ -52,14 +121,13 @@ class Lock:
         self._me = {**this_process(), "token": secrets.token_hex(8)}
         self._file = _ObjectLock(self.path) if isinstance(self.path, StorePath) else _FileLock(self.path)
         in_store = isinstance(self._file, _ObjectLock)
-        self.beat, self.stale = (1 + in_store) * self.beat, (1 + in_store) * self.stale
+        self.stale *= 1 + in_store
         self._end: Callable[[], Any] | None = None  # None if there is no lock
         if not self._acquire():
             return
         ended = threading.Event()
-        threading.Thread(
-            target=_beat, args=(self._file, self._me, self.beat, ended), name="redeqx-lock", daemon=True
-        ).start()
+        beat = partial(_beat, self._file, self._me, self.beat * (1 + in_store), ended)
+        threading.Thread(target=beat, name="redeqx-lock", daemon=True).start()
         release = partial(_release, self._file, self._me, ended)
         # A request must not be sent by the garbage collector, which runs in any thread.
         self._end = AtEnd(self, release) if in_store else weakref.finalize(self, release)
@@ -73,17 +141,16 @@ class Lock:
         """Raises OSError if another run took over the lock while this process was frozen."""
         if self._end is None or _is_mine(found := self._file.read(), self._me):
             return
-        who = _describe_owner({} if found is None else found[0])
+        who = _describe_owner(found)
         why = f"expected a folder that is this run's own, got one that {who} has taken over since. Leave it"
         raise OSError(errno.EBUSY, why, str(self._folder))
 
     def _acquire(self) -> bool:
         """Acquires the lock. Returns False if there can be none."""
-        content = json.dumps(self._me).encode()
         found = None
         for _ in range(_MOST_TRIES):
             try:
-                if self._file.create(content):
+                if self._file.create(self._me):
                     return True
             except OSError as error:
                 if isinstance(error, StoreError) and error.errno != errno.ENOTSUP:
@@ -91,35 +158,35 @@ class Lock:
                 self._log(f"{self._folder}: no lock can be kept there, so nothing keeps another run out ({error.strerror})")
                 return False
             found = self._file.read()
-            if found is None:
-                continue
-            if _is_mine(found, self._me) or (self._is_abandoned(found) and self._file.replace(content, found)):
+            if _is_mine(found, self._me):
                 return True
-        raise self._locked_error({} if found is None else found[0])
+            if found is not None and self._is_abandoned(found) and self._file.replace(self._me, found):
+                return True
+        raise self._locked_error(found)
 
     def _is_abandoned(self, found: _Found) -> bool:
         """Returns whether a lock exists whose owner has ended; waits to find out. Raises LockedError if the owner lives."""
-        owner, is_here = found[0], found[0].get("machine") == self._me["machine"]
+        owner, is_here = found.owner, found.owner.get("machine") == self._me["machine"]
         if not is_here:
-            who = _describe_owner(owner)
+            who = _describe_owner(found)
             self._log(f"{self._folder}: {who} wrote here; waiting up to {self.stale:g} s to see whether it still does")
         until = time.monotonic() + (self.grace if is_here else self.stale)
         while not is_here or (_is_alive(owner) and not _is_same(owner, self._me)):
             if time.monotonic() >= until:
                 if is_here:
-                    raise self._locked_error(owner)
+                    raise self._locked_error(found)
                 break
             time.sleep(0.1)
             if (now := self._file.read()) is None:
                 return False
             if not is_here and now != found:
-                raise self._locked_error(now[0])
+                raise self._locked_error(now)
         return True
 
-    def _locked_error(self, owner: dict[str, Any]) -> LockedError:
+    def _locked_error(self, found: _Found | None) -> LockedError:
         return LockedError(
             f"`workdir`: expected a folder that no other run writes into, got {self._folder}, which "
-            f"{_describe_owner(owner)} does. Wait for its end, or choose another workdir; if it is gone, delete {self.path}."
+            f"{_describe_owner(found)} does. Wait for its end, or choose another workdir; if it is gone, delete {self.path}."
         )
 
 
@@ -129,7 +196,7 @@ class _FileLock:
     def __init__(self, path: Path):
         self.path = path
 
-    def create(self, content: bytes) -> bool:
+    def create(self, owner: dict[str, Any]) -> bool:
         """Creates the lock if there is none; returns whether it did. Raises OSError if there can be none."""
         with contextlib.suppress(FileNotFoundError):
             remove_foreign(self.path)
@@ -138,7 +205,7 @@ class _FileLock:
         except FileExistsError:
             return False
         try:
-            os.write(fd, content)
+            os.write(fd, json.dumps(owner).encode())
         except OSError:  # a full disk
             self.path.unlink(missing_ok=True)
             raise
@@ -153,14 +220,14 @@ class _FileLock:
         except OSError:
             return None
         with os.fdopen(fd, "rb") as file:
-            return _owner_in(file.read(_MOST)), os.fstat(fd).st_mtime_ns
+            return _Found(_owner_in(file.read(_MOST)), os.fstat(fd).st_mtime_ns)
 
-    def touch(self, owner: dict[str, Any]) -> None:
-        """Shows that the owner is alive."""
-        del owner
+    def touch(self, found: _Found) -> None:
+        """Shows that the owner of the lock that was found is alive."""
+        del found
         os.utime(self.path)
 
-    def replace(self, content: bytes, found: _Found) -> bool:
+    def replace(self, owner: dict[str, Any], found: _Found) -> bool:
         """Replaces the lock that was found; returns whether it did."""
         # Renamed first, so that only one of several processes succeeds. One that renamed a newer lock restores it.
         aside = _FileLock(self.path.with_name(f"{self.path.name}.{secrets.token_hex(8)}"))
@@ -170,7 +237,7 @@ class _FileLock:
                 with contextlib.suppress(OSError):
                     os.link(aside.path, self.path)
             aside.path.unlink()
-        return self.create(content)
+        return self.create(owner)
 
     def delete(self) -> None:
         """Deletes the lock."""
@@ -183,7 +250,8 @@ class _ObjectLock:
     def __init__(self, path: StorePath):
         self.path = path
 
-    def create(self, content: bytes) -> bool:
+    def create(self, owner: dict[str, Any]) -> bool:
+        content = json.dumps(owner).encode()
         if self.path.write_bytes(content, replacing=None) is None:
             return False
         if self.path.write_bytes(content, replacing=None) is not None:
@@ -195,17 +263,13 @@ class _ObjectLock:
             content, version = self.path.version()
         except FileNotFoundError:
             return None
-        return _owner_in(content), version
+        return _Found(_owner_in(content), version)
 
-    def touch(self, owner: dict[str, Any]) -> None:
-        found = self.read()
-        if _is_mine(found, owner):
-            assert found is not None
-            content = json.dumps({**owner, "beat": time.time_ns()}).encode()  # so that each version differs
-            self.path.write_bytes(content, replacing=found[1])
+    def touch(self, found: _Found) -> None:
+        self.replace({**found.owner, "beat": time.time_ns()}, found)  # so that each version differs
 
-    def replace(self, content: bytes, found: _Found) -> bool:
-        return self.path.write_bytes(content, replacing=found[1]) is not None
+    def replace(self, owner: dict[str, Any], found: _Found) -> bool:
+        return self.path.write_bytes(json.dumps(owner).encode(), replacing=found.version) is not None
 
     def delete(self) -> None:
         self.path.unlink()
@@ -214,8 +278,9 @@ class _ObjectLock:
 def _beat(file: _FileLock | _ObjectLock, me: dict[str, Any], seconds: float, ended: threading.Event) -> None:
     while not ended.wait(seconds):
         with contextlib.suppress(OSError):
-            if _is_mine(file.read(), me):  # else it was taken over, which `check` reports
-                file.touch(me)
+            found = file.read()
+            if found is not None and _is_mine(found, me):  # else it was taken over, which `check` reports
+                file.touch(found)
 
 
 def _release(file: _FileLock | _ObjectLock, me: dict[str, Any], ended: threading.Event) -> None:
@@ -235,15 +300,15 @@ def _owner_in(content: bytes) -> dict[str, Any]:
 
 
 def _is_mine(found: _Found | None, me: dict[str, Any]) -> bool:
-    return found is not None and found[0].get("token") == me["token"]
+    return found is not None and found.owner.get("token") == me["token"]
 
 
-def _describe_owner(owner: dict[str, Any]) -> str:
+def _describe_owner(found: _Found | None) -> str:
     """Describes the owner, for a message."""
-    if not owner:
+    if found is None or not found.owner:
         return "another process"
-    shown = {name: brief_name(str(owner.get(name, "unknown"))) for name in ("pid", "host", "since")}
-    return f"process {shown['pid']} on {shown['host']} (since {shown['since']} UTC)"
+    pid, host, since = (brief_name(str(found.owner.get(name, "unknown"))) for name in ("pid", "host", "since"))
+    return f"process {pid} on {host} (since {since} UTC)"
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -272,26 +337,22 @@ def _machine() -> str:
 def _started(pid: int) -> str | None:
     """Returns the start time of a process in kernel ticks, to distinguish it from a later process with the same id. None if
     it has ended, empty if the system does not report it."""
-    try:
+    with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except FileNotFoundError:
-        return None if Path("/proc/self/stat").exists() else ""
-    except OSError:
-        return ""
-    return None if fields[0] in "ZX" else fields[19]  # a zombie has ended
+        return None if fields[0] in "ZX" else fields[19]  # a zombie has ended
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return None
+    except OSError:  # the process of another user
+        pass
+    return ""
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:
     pid = owner.get("pid")
-    if type(pid) is not int or pid <= 0:
-        return False
-    if (started := _started(pid)) != "":
-        return started is not None and started == owner.get("started")
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True
+    started = _started(pid) if type(pid) is int and pid > 0 else None
+    return started is not None and started in ("", owner.get("started"))
 
 
 def _is_same(owner: dict[str, Any], other: dict[str, Any]) -> bool:

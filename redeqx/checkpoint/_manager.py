@@ -1,8 +1,7 @@
 """The checkpoints of a run: saving, the index, and pruning.
 
-`_folder` describes and reads a folder of checkpoints; `_tree_files` and `_safetensors` own the files with tensors, `_commit`
-how they become a checkpoint, `_claim` who may write. The trainer decides what a record contains, when to save, and how to
-resume.
+`_folder` reads a folder of checkpoints; `_tree_files` writes the files with tensors, `_commit` turns them into a checkpoint,
+`_lock` knows who may write. The trainer decides what a record contains, when to save, and how to resume.
 
 On a disk, a checkpoint is written into a folder of another name, each file is fsynced, and the folder is renamed. The index
 is replaced in the same way. Only then are old checkpoints removed, and they are renamed first. So every folder `step_*` is
@@ -15,9 +14,10 @@ process fails, all raise its error.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jaxtyping import PyTree
@@ -25,13 +25,12 @@ from jaxtyping import PyTree
 from ..distributed import Peers
 from ..errors import check_count
 from ..storage import Location, StoreError, StorePath
-from ._claim import Claim
-from ._commit import Capabilities, Disk, Store, commits_in
+from ._commit import Capabilities, Disk, Store
 from ._folder import CheckpointFolder, order
-from ._lock import Lock
+from ._lock import Claim
 from ._manifest import RESERVED
-from ._safetensors import INCOMPLETE, array_leaves, check_arrays
-from ._tree_files import FilePerProcess, InPlace
+from ._safetensors import array_leaves, check_arrays
+from ._tree_files import INCOMPLETE, FilePerProcess, InPlace
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,8 @@ class _Save:
     tags: Sequence[str]
     keep_last: int
     record: dict[str, Any]
-    files: InPlace | FilePerProcess
+    files: Mapping[str, Any]  # by kind of tree: those of `_tree_files`
+    size: int  # bytes on the disk of this process
     free: int
 
 
@@ -58,7 +58,7 @@ class Checkpoints(CheckpointFolder):
         log: Callable[[str], None] = lambda text: None,
         run: Any = None,
         before_commit: Callable[[], None] = lambda: None,
-        root: Location | None = None,
+        root: Any = None,
     ):
         """**Arguments:**
 
@@ -70,10 +70,10 @@ class Checkpoints(CheckpointFolder):
         - `before_commit`: called by process 0 before a checkpoint is committed, possibly in the thread of a background save.
         """
         super().__init__(folder, peers, log)
-        self._commits = commits_in(folder, folder.parent if root is None else root)
+        self._commits = Store(folder) if isinstance(folder, StorePath) else Disk(folder, root or folder.parent)
         self._before_commit = before_commit
         # Without a reference to this object: it must be freed, and the lock released, as soon as nobody uses it.
-        self._claim = Claim(folder, self._peers, run, partial(_make_lock, self._commits, log))
+        self._claim = Claim(folder, self._peers, run, partial(self._commits.lock, log))
         self._capabilities: Capabilities | None = None  # tested by the first save
         self._saving: Future[None] | None = None  # the background save
 
@@ -123,13 +123,18 @@ class Checkpoints(CheckpointFolder):
         self._claim.hold()
         capabilities = self._capabilities = self._capabilities or self._commits.capabilities(self._peers, self._log)
         self._sees_all = self._peers.n == 1 or capabilities.is_shared
-        files = (
-            InPlace(trees_) if capabilities.in_place else FilePerProcess(trees_, self._peers.index, capabilities.is_shared)
-        )
-        free = min(self._per_folder("save begins", lambda: self._make_room(name, files.size)))
-        if then is not None or files.needs_copy:
-            files.copy()
-        save = _Save(step, name, self.index(), tags, keep_last, plain, files, free)
+        files: dict[str, InPlace | FilePerProcess] = {
+            kind: InPlace(kind, *tree)
+            if capabilities.in_place
+            else FilePerProcess(kind, *tree, self._peers.index, capabilities.is_shared)
+            for kind, tree in trees_.items()
+        }
+        size = sum(file.size for file in files.values())
+        free = min(self._per_folder("save begins", lambda: self._make_room(name, size)))
+        for file in files.values():
+            if then is not None or file.needs_copy:
+                file.copy()
+        save = _Save(step, name, self.index(), tags, keep_last, plain, files, size, free)
         if then is None:
             self._write(save)
             return self.folder / name
@@ -183,11 +188,10 @@ class Checkpoints(CheckpointFolder):
 
     def _together(self, topic: str, act: Callable[[], Any], *, alone: bool = False) -> list[Any]:
         """As `Peers.together`, but apart from the saves of another trainer, whose thread may save at the same time."""
-        return self._peers.together(f"{topic} {self.folder.name}", act, alone=alone)
+        return self._peers.together(f"{topic} {self.folder.name}", act, alone=alone, kinds=(StoreError, OSError))
 
     def _name(self, step: int) -> str:
         """Returns the name of the new checkpoint of that step; creates the folder."""
-        self._commits.check_root()
         self._commits.create()
         # A checkpoint that the index names is never touched. Any other one of this step is left from a crash.
         taken = [repeat for other, repeat in map(order, self.index().values()) if other == step]
@@ -206,13 +210,27 @@ class Checkpoints(CheckpointFolder):
     def _write(self, save: _Save) -> None:
         """Runs a save: creates the files, writes every process's part, commits the checkpoint."""
         assert self._capabilities is not None
-        files: Any = save.files  # of the kind that the folder's capabilities allow
-        target = self._commits.target(save.name)
+        files = save.files
+        target: Any = self._commits.target(save.name)
         index = {**save.index, **dict.fromkeys(save.tags, save.name)}
+
+        def create() -> None:
+            if isinstance(target, Path):
+                target.mkdir()
+            for file in files.values():
+                file.create(target)
+
+        def commit() -> None:
+            sums = [file.finish(target, [each[kind] for each in written]) for kind, file in files.items()]
+            if isinstance(target, StorePath):  # on a disk, the folder of a run that was frozen is gone, so the commit fails
+                self._claim.check()
+            self._before_commit()
+            self._commits.commit(save.name, save.record, save.tags, {k: v for each in sums for k, v in each.items()})
+
         try:
-            self._per_folder("save created", lambda: files.create(target))
-            written = self._together("save written", lambda: files.write(target))
-            self._per_folder("save complete", lambda: self._commit(save, target, written))
+            self._per_folder("save created", create)
+            written = self._together("save written", lambda: {kind: file.write(target) for kind, file in files.items()})
+            self._per_folder("save complete", commit)
             # After all folders are committed, so that every process has what an index names.
             self._per_folder("save committed", lambda: self._commits.write_index(index))
         except OSError as error:
@@ -220,17 +238,12 @@ class Checkpoints(CheckpointFolder):
                 self._commits.check_root()
             raise OSError(error.errno, _why(error, save), str(self.folder / save.name)) from error
         finally:
-            if self._peers.index == 0 or not self._capabilities.is_shared:
-                self._commits.end()
+            # Not in a store: if another run has taken over the folder, its files would look like remains.
+            if isinstance(self._commits, Disk) and (self._peers.index == 0 or not self._capabilities.is_shared):
+                with suppress(OSError):  # must not hide the error of the save; the next save sweeps again
+                    self._commits.sweep()
         self._peers.committed, self._claim.has_saved = save.step, True
         self._per_folder("save pruned", lambda: self._prune(save.keep_last))
-
-    def _commit(self, save: _Save, target: Any, written: Sequence[Mapping[str, Any]]) -> None:
-        files = save.files.finish(target, written)
-        if isinstance(self.folder, StorePath):  # on a disk, the folder of a run that was frozen is gone, so the commit fails
-            self._claim.check()
-        self._before_commit()
-        self._commits.commit(save.name, save.record, save.tags, files)
 
     def _prune(self, keep_last: int) -> None:
         """Removes checkpoints older than the `keep_last` newest complete ones, unless the index names them.
@@ -245,11 +258,6 @@ class Checkpoints(CheckpointFolder):
                 self._commits.remove(name)
 
 
-def _make_lock(commits: Disk | Store, log: Callable[[str], None]) -> Lock:
-    commits.make_parent()
-    return Lock(commits.folder, log)
-
-
 def _why(error: OSError, save: _Save) -> str:
     """Returns the reason for a save that could not be written, and the next step."""
     if error.errno == INCOMPLETE:
@@ -257,6 +265,6 @@ def _why(error: OSError, save: _Save) -> str:
     if isinstance(error, StoreError):
         return f"{error.strerror}. Earlier checkpoints are complete: run the script again to continue from the last one"
     return (
-        f"expected to write {save.files.size} bytes, got {error.strerror!r} with {save.free} bytes free at first. "
+        f"expected to write {save.size} bytes, got {error.strerror!r} with {save.free} bytes free at first. "
         "Earlier checkpoints are complete. Make room, or save elsewhere"
     )

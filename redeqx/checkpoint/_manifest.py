@@ -10,17 +10,16 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.experimental import multihost_utils
 
 from ..distributed import Peers
 from ..errors import DamagedError, brief, damaged, is_plain, is_size, load_json, unreadable
-from ..storage import Location, StoreError, StorePath, exists, open_new, write_new
+from ..storage import Location, StoreError, StorePath, exists, open_new, read_chunks, write_new
 from ._crc32 import crc32_of, crc32_of_range
 from ._safetensors import CHUNK
 
@@ -29,8 +28,6 @@ VERSION = 1
 MANIFEST = "trainer.json"
 RESERVED = ("format", "version", "tags", "files", "crc32")  # the manifest's own fields
 TENSORS = ".safetensors"  # the suffix of files with tensors
-# Errors that all processes raise together; the first that matches.
-_SHARED = {"damaged": DamagedError, "store": StoreError, "value": ValueError}
 TMP = ".tmp_"  # the prefix of names that are not part of a checkpoint yet
 
 
@@ -79,54 +76,30 @@ def checked_entry(path: Location) -> Location:
 def write_manifest(
     folder: Location, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
 ) -> None:
-    """Writes the manifest, and calls fsync.
-
-    **Arguments:**
-
-    - `record`: the record of the run, as JSON, without the names in `RESERVED`.
-    - `tags`: the checkpoint's tags in the index, from which a lost index is rebuilt.
-    - `files`: `{"size": bytes, "crc32": checksum}` of each other file, by name.
-    """
+    """Writes the manifest, and calls fsync. Of each other file it has `{"size": bytes, "crc32": checksum}` by name, and the
+    tags in the index, from which a lost index is rebuilt."""
     full = {**record, "format": FORMAT, "version": VERSION, "tags": list(tags), "files": files}
-    write_json(folder / MANIFEST, {**full, "crc32": _crc32_of_manifest(full)})
+    write_json(folder / MANIFEST, {**full, "crc32": _own_crc32(full)})
 
 
 def run_everywhere(peers: Peers, topic: str, file: Location, act: Callable[[], Any]) -> list[Any]:
-    """Returns the result of every process's `act()` (JSON), in the processes' order. If it raises in one, all raise the
-    same.
+    """As `Peers.together`, for an `act` that reads: all processes raise DamagedError if the system cannot read the file,
+    StoreError if an object store does not answer, and any ValueError of `act`."""
 
-    Raises DamagedError if the system cannot read the file, StoreError if an object store does not answer, and any ValueError
-    that `act` raises.
-    """
-    value = raised = None
-    try:
-        value = act()
-    except StoreError as error:
-        raised = error
-    except OSError as error:
-        raised = unreadable(file, error)
-    except ValueError as error:
-        raised = error
-    kind = next((name for name, cls in _SHARED.items() if isinstance(raised, cls)), None)
-    found = peers.gather(topic, [value, kind and [kind, str(raised)]])
-    if raised is not None and peers.n == 1:
-        raise raised
-    for _, problem in found:
-        if problem is not None:
-            raise _SHARED[problem[0]](problem[1]) from raised
-    return [value for value, _ in found]
+    def read() -> Any:
+        try:
+            return act()
+        except StoreError:
+            raise
+        except OSError as error:
+            raise unreadable(file, error) from error
+
+    return peers.together(topic, read, kinds=(DamagedError, StoreError, ValueError))
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """A checkpoint as its `trainer.json` describes it.
+class Manifest(NamedTuple):
+    """A checkpoint as its `trainer.json` describes it: see `write_manifest`."""
 
-    **Arguments:**
-
-    - `record`, `tags`, `files`: as for `write_manifest`.
-    """
-
-    folder: Location
     record: dict[str, Any]
     tags: list[str]
     files: dict[str, dict[str, int]]
@@ -171,7 +144,7 @@ def _parsed(folder: Location) -> Manifest:
         )
     crc32 = record.pop("crc32", None)
     try:
-        own_crc32 = _crc32_of_manifest(record)
+        own_crc32 = _own_crc32(record)
     except RecursionError as error:  # nested so deeply that it can be read but not written
         raise damaged(file, "a manifest that can be written again", str(error)) from error
     if crc32 != own_crc32:
@@ -179,7 +152,7 @@ def _parsed(folder: Location) -> Manifest:
     match record:
         case {"tags": list(tags), "files": dict(files)} if all(map(_is_file, files.items())):
             plain = {key: value for key, value in record.items() if key not in RESERVED}
-            return Manifest(folder, plain, tags, files)
+            return Manifest(plain, tags, files)
     raise damaged(file, "`tags`, and `files` of its folder with size and crc32", brief(record))
 
 
@@ -192,11 +165,8 @@ def verified_manifest(
     folder: Location, peers: Peers, log: Callable[[str], None], kinds: Collection[str] | None = None
 ) -> Manifest:
     """As `read_manifest`, for all processes together, after copying files to the processes that lack them, and verifying the
-    checksums of the files. In a shared folder each process reads its share of every file, otherwise those on its own disk.
-
-    **Arguments:**
-
-    - `kinds`: the trees whose files are verified; None for all.
+    checksums of the files of the trees `kinds`, or of all. In a shared folder each process reads its share of every file,
+    otherwise those on its own disk.
 
     Raises as `read_manifest` does, and DamagedError for a wrong checksum, in all processes.
     """
@@ -217,9 +187,9 @@ def verified_manifest(
     return manifest
 
 
-def _crc32_of_manifest(record: Mapping[str, Any]) -> int:
+def _own_crc32(fields: Mapping[str, Any]) -> int:
     """Returns the checksum that a manifest stores of itself: of its JSON as `json.dumps` writes it, with sorted keys."""
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 def _is_file(item: tuple[Any, Any]) -> bool:
@@ -251,21 +221,20 @@ def _complete(folder: Location, peers: Peers, log: Callable[[str], None]) -> boo
 
 def _copy(file: Path, size: int, peers: Peers, having: Sequence[int]) -> None:
     """Copies a file from the first process that has it to those that lack it."""
-    lacks = peers.index not in having
+    is_source, lacks = peers.index == having[0], peers.index not in having
     beside = file.with_name(f"{TMP}{file.name}")
     if lacks:
         file.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as files:
-        source = files.enter_context(open(file, "rb")) if peers.index == having[0] else None
         copy = files.enter_context(os.fdopen(open_new(beside), "wb")) if lacks else None
         for start in range(0, size, CHUNK):
             n = min(CHUNK, size - start)
-            chunk = np.zeros(CHUNK // 4, np.uint32)  # all of one size, so that only one program is compiled
-            if source is not None:
-                chunk.view(np.uint8)[:n] = np.frombuffer(source.read(n), np.uint8)
-            chunk = np.asarray(multihost_utils.broadcast_one_to_all(chunk, is_source=source is not None))
+            chunk = np.zeros(CHUNK, np.uint8)  # all of one size, so that only one program is compiled
+            if is_source:
+                chunk[:n] = np.frombuffer(b"".join(read_chunks(file, start, start + n)), np.uint8)
+            words = multihost_utils.broadcast_one_to_all(chunk.view(np.uint32), is_source=is_source)
             if copy is not None:
-                copy.write(chunk.view(np.uint8)[:n].data)
+                copy.write(np.asarray(words).view(np.uint8)[:n].data)
         if copy is not None:
             copy.flush()
             os.fsync(copy.fileno())

@@ -4,8 +4,7 @@ Owns the index, in the format of Hugging Face folders, and loads a PyTree's leav
 single file, `redeqx.models` the tensor names of other libraries.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +16,8 @@ from jaxtyping import PyTree
 from .._tree import MOST_LISTED, is_array_like, is_key, listed, map_named, nearest
 from ..errors import brief, brief_name, is_plain, load_json
 from ..storage import Location, View, fetch
-from ._safetensors import array_leaves, is_float, open_tensors, stored
+from ._safetensors import array_leaves, is_float, open_tensors
+from ._shards import stored
 
 INDEX = ".safetensors.index.json"
 
@@ -31,16 +31,19 @@ class TensorReader:
         - `path`: any safetensors file, also of other libraries, or the index (`*.safetensors.index.json`) of several in the
             same folder.
 
+        **Attributes:**
+
+        - `paths`: the files.
+
         Raises ValueError if a file is not a safetensors file, or disagrees with the index.
         """
         self.path = path
         self._views: dict[str, View] = {}
-        self._paths: dict[str, Location] = {}
+        self.paths: list[Location] = []
         if path.name.endswith(INDEX):
             self._open_shards()
         else:
-            self._views = open_tensors(path)
-            self._paths = dict.fromkeys(self._views, path)
+            self._views, self.paths = open_tensors(path), [path]
 
     @classmethod
     def find(cls, folder: Location, stem: str) -> "TensorReader":
@@ -86,20 +89,17 @@ class TensorReader:
                 if not path.is_file():
                     raise ValueError(f"`{path}`: expected the shard that `{index.name}` names, got none. Fetch it again.")
                 files[shard] = open_tensors(path)
+                self.paths.append(path)
             if name not in files[shard]:
                 raise ValueError(
                     f"`{path}`: expected the tensor `{brief_name(name)}`, as `{index.name}` says, got none. "
                     "Fetch the folder again."
                 )
-            self._views[name], self._paths[name] = files[shard][name], path
+            self._views[name] = files[shard][name]
 
     def names(self) -> Collection[str]:
         """Returns the tensors' names, in the order of the files."""
         return self._views.keys()
-
-    def paths(self) -> Iterable[Location]:
-        """Returns the files that contain them."""
-        return dict.fromkeys(self._paths.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._views
@@ -121,11 +121,14 @@ class TensorReader:
         # A copy: JAX on CPU would otherwise share the file's pages, and change with the file.
         return np.array(self.view(name)[index])
 
-    def read_parts(self, name: str, indices: Sequence[Any], dtype: Any) -> list[np.ndarray]:
-        """As `read`, for several indices, cast to `dtype`. Bytes that they share are read from a store once."""
-        if isinstance(self.path, Path):
-            return [self.read(name, index).astype(dtype, copy=False) for index in indices]
-        return fetch([self.view(name)[index] for index in indices], dtype)
+
+def read_sharded(view: View, leaf: Any, sharding: Sharding) -> jax.Array:
+    """Returns a tensor, cast to the dtype of a leaf with the same shape. Each device reads only its own slice."""
+    # Several devices may need the same slice.
+    indices = {str(index): index for index in sharding.addressable_devices_indices_map(leaf.shape).values()}
+    # Copies: otherwise JAX on CPU would share the file's pages, and later changes of the file would change the model.
+    slices = dict(zip(indices, fetch([view[index] for index in indices.values()], leaf.dtype), strict=True))
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: slices[str(index)])
 
 
 def check_tree(source: TensorReader, template: PyTree, what: str = "model") -> None:
@@ -210,11 +213,8 @@ def load_tree(
         if sharding is None:
             array = jnp.asarray(source.read(name).astype(dtype, copy=False))
         else:
-            # Slices of this tensor, since several devices may need the same one.
-            indices = {str(index): index for index in sharding.addressable_devices_indices_map(shape).values()}
-            slices = dict(zip(indices, source.read_parts(name, [*indices.values()], dtype), strict=True))
             # A PRNG key's sharding also fits its data, whose additional last dim is not split.
-            array = jax.make_array_from_callback(shape, sharding, lambda index: slices[str(index)])
+            array = read_sharded(source.view(name), jax.ShapeDtypeStruct(shape, dtype), sharding)
         if array.dtype != dtype:
             raise ValueError(f"`{name}`: expected {dtype}, got {array.dtype} from JAX. Set `jax_enable_x64` to load it.")
         if is_key(leaf):

@@ -1,36 +1,29 @@
-"""One safetensors file: writes arrays by name, reads slices of arrays.
+"""One safetensors file: its layout, a writer from the first byte to the last, and a reader of slices.
 
-Owns the file's layout, writers and reader. `_reader` loads a PyTree's leaves onto a mesh; `_manager` owns folders of files,
-and makes them crash-safe.
+`_tree_files` writes one from several processes, `_reader` loads a PyTree's leaves onto a mesh.
 
 `safetensors.numpy.save_file` (0.8) silently writes arrays that are not C-contiguous in the wrong order, keeps the whole file
-in memory and never fsyncs. The writers here compute every offset before the first byte. So they keep one tensor in memory,
-and several processes can each write their own shards in place.
+in memory and never fsyncs. Here every offset is computed before the first byte is written, so one tensor is in memory.
 """
 
-import errno
 import json
 import math
 import os
 import struct
 import zlib
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .._tree import is_array_like, is_key, named_leaves
+from .._tree import is_array_like, named_leaves
 from ..errors import brief, brief_name, damaged, is_size, parse_json
-from ..storage import Location, StoredArray, StorePath, View, open_new, open_old
-from ._crc32 import Crc32, crc32_of
-from ._shards import Block, whole
+from ..storage import Location, StoredArray, StorePath, View, open_new, read_chunks
+from ._shards import as_stored, held, stored
 
 # Every dtype of safetensors that NumPy supports, except the packed ones of 4 and 6 bits.
 DTYPES: dict[str, np.dtype] = {
@@ -57,9 +50,6 @@ DTYPES: dict[str, np.dtype] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 CHUNK = 2**24  # bytes per write: bounds the extra memory of casts and checksums
-_LARGE = 2**20  # from this many bytes on, another thread writes
-_WRITERS = 3  # threads: two write and one flushes; more are no faster
-INCOMPLETE = errno.ENODATA
 _MAX_HEADER = 10**8  # bytes; the limit of the safetensors library
 _MAX_DIMS = 64  # NumPy's limit
 
@@ -69,13 +59,6 @@ _MAX_DIMS = 64  # NumPy's limit
 
 def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
-
-
-def stored(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Returns the shape and dtype of a leaf in a file."""
-    if is_key(leaf):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    return tuple(leaf.shape), leaf.dtype
 
 
 def array_leaves(tree: PyTree) -> dict[str, Any]:
@@ -92,14 +75,13 @@ def to_host(leaf: Any) -> np.ndarray:
             f"`array`: expected one that this process holds whole, got parts of {leaf.dtype} {leaf.shape}. Gather it first: "
             "`jax.experimental.multihost_utils.process_allgather(model, tiled=True)`."
         )
-    return whole(leaf)
+    return held(as_stored(leaf)).values()
 
 
 # --- one file -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Tensor:
+class Tensor(NamedTuple):
     """A tensor's dtype and shape, and its bytes `[start, stop)`, counted from the end of the header."""
 
     dtype: np.dtype
@@ -108,9 +90,9 @@ class _Tensor:
     stop: int
 
 
-def _header_of(
+def header_of(
     leaves: Mapping[str, Any], float_dtype: Any, metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, _Tensor], int]:
+) -> tuple[bytes, dict[str, Tensor], int]:
     """Returns header, ordered tensors and file size. They depend only on shapes and dtypes: all processes agree."""
     if float_dtype is not None and not is_float(np.dtype(float_dtype)):
         raise ValueError(f"`float_dtype`: expected a floating dtype, got {np.dtype(float_dtype)}. Pass None to cast none.")
@@ -124,12 +106,12 @@ def _header_of(
             known = ", ".join(map(str, _CODES))
             raise TypeError(f"`{name}`: expected a dtype that safetensors has ({known}), got {dtype}. Cast it first.")
         specs[name] = dtype, shape
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     stop = 0
     # The widest dtype first, so that each tensor is aligned: safetensors allows no gaps.
     for name, (dtype, shape) in sorted(specs.items(), key=lambda item: -item[1][0].itemsize):
         start, stop = stop, stop + math.prod(shape) * dtype.itemsize
-        tensors[name] = _Tensor(dtype, shape, start, stop)
+        tensors[name] = Tensor(dtype, shape, start, stop)
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     fields |= {
         name: {"dtype": _CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [tensor.start, tensor.stop]}
@@ -140,21 +122,11 @@ def _header_of(
     return struct.pack("<Q", len(text)) + text, tensors, 8 + len(text) + stop
 
 
-def _chunks(flat: np.ndarray, dtype: np.dtype) -> Iterator[memoryview]:
+def chunks_of(flat: np.ndarray, dtype: np.dtype) -> Iterator[memoryview]:
     """Yields the bytes of a one-dimensional array, cast to a dtype, in pieces."""
     n = CHUNK // dtype.itemsize
     for start in range(0, flat.size, n):
         yield flat[start : start + n].astype(dtype, copy=False).view(np.uint8).data
-
-
-def _pwrite(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def _flush(fd: int) -> None:
-    getattr(os, "fdatasync", os.fsync)(fd)  # macOS has no fdatasync
 
 
 def check_arrays(leaves: Mapping[str, Any], float_dtype: Any = None) -> None:
@@ -162,116 +134,12 @@ def check_arrays(leaves: Mapping[str, Any], float_dtype: Any = None) -> None:
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(f"`{name}`: expected an array, got only its shape {leaf}. Create the arrays, then save.")
-    _header_of(leaves, float_dtype)
+    header_of(leaves, float_dtype)
 
 
 def file_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
     """Returns the bytes of the file that `write_tensors` would write; raises the same errors for dtypes. Accepts shapes."""
-    return _header_of(leaves, float_dtype)[2]
-
-
-def tensors_size(leaves: Mapping[str, Any], float_dtype: Any = None) -> int:
-    """Returns the bytes of the file's tensors alone."""
-    header, _, size = _header_of(leaves, float_dtype)
-    return size - len(header)
-
-
-class Writer:
-    """Writes one safetensors file in place, from one process or from several, each with its own blocks.
-
-    One process calls `create` before all call `write`, and `finish` afterwards.
-
-    **Arguments:**
-
-    - `leaves`, `float_dtype`: as for `write_tensors`; only the leaves' shapes and dtypes are used.
-    """
-
-    def __init__(self, leaves: Mapping[str, Any], float_dtype: Any = None):
-        self._header, self._tensors, self.size = _header_of(leaves, float_dtype)
-
-    def create(self, path: Path) -> None:
-        """Creates the file with its full size."""
-        fd = open_new(path)
-        try:
-            if hasattr(os, "posix_fallocate"):  # not on macOS
-                os.posix_fallocate(fd, 0, self.size)  # raises if the disk is full, before any work
-        finally:
-            os.close(fd)
-
-    def write(self, path: Path, blocks: Mapping[str, Sequence[Block]]) -> tuple[int, list[int]]:
-        """Writes blocks by tensor name, and calls fsync; returns their contribution to the file's crc32, and how many items
-        of each tensor were written."""
-        contribution, n_items = 0, []
-        fd = open_old(path, os.O_WRONLY)
-        try:
-            # Threads write and flush while this one casts the next bytes and updates the checksum.
-            with ThreadPoolExecutor(_WRITERS, "redeqx-write") as pool:
-                flush = pool.submit(_flush, fd)
-                for name, tensor in self._tensors.items():
-                    n_items.append(sum(math.prod(block.shape) for block in blocks.get(name, ())))
-                    for block in blocks.get(name, ()):
-                        contribution ^= self._write_block(fd, tensor, block, pool)
-                        if flush.done():
-                            flush.result()
-                            flush = pool.submit(_flush, fd)
-                flush.result()
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        return contribution, n_items
-
-    def _write_block(self, fd: int, tensor: _Tensor, block: Block, pool: ThreadPoolExecutor) -> int:
-        crc32, begin = Crc32(), len(self._header) + tensor.start
-        flat = block.values().reshape(-1)
-        written: deque[Future[None]] = deque()
-        for there, at, n in block.runs(tensor.shape):
-            offset = begin + there * tensor.dtype.itemsize
-            for chunk in _chunks(flat[at : at + n], tensor.dtype):
-                if len(chunk) >= _LARGE:
-                    if len(written) == _WRITERS - 1:  # bounds the queue of cast chunks on a slow disk
-                        written.popleft().result()
-                    written.append(pool.submit(_pwrite, fd, chunk, offset))
-                else:
-                    _pwrite(fd, chunk, offset)
-                crc32.add(chunk, offset)
-                offset += len(chunk)
-        for future in written:
-            future.result()
-        return crc32.contribution(self.size)
-
-    def finish(self, path: Path, written: Sequence[tuple[int, Sequence[int]]]) -> dict[str, int]:
-        """Writes the header, and calls fsync; returns the file's `{"size": bytes, "crc32": checksum}`.
-
-        **Arguments:**
-
-        - `written`: the result of each process's `write`.
-
-        Raises OSError if they did not write every item of every tensor.
-        """
-        for i, (name, tensor) in enumerate(self._tensors.items()):
-            expected, found = math.prod(tensor.shape), sum(n_items[i] for _, n_items in written)
-            if found != expected:
-                raise incomplete(path, f"all {expected} numbers of `{name}`", f"{found} from {len(written)} process(es)")
-        crc32 = Crc32()
-        crc32.add(self._header, 0)
-        fd = open_old(path, os.O_WRONLY)
-        try:
-            _pwrite(fd, memoryview(self._header)[8:], 8)
-            # The header's length is written last: until then it is 0, and every reader refuses the file.
-            _pwrite(fd, memoryview(self._header)[:8], 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        return {
-            "size": self.size,
-            "crc32": crc32_of([crc32.contribution(self.size), *(each for each, _ in written)], self.size),
-        }
-
-
-def incomplete(path: Location, rule: str, got: str) -> OSError:
-    """Returns the error, of errno `INCOMPLETE`, for a save in which some process did not take part."""
-    why = f"expected {rule}, got {got}: JAX has {jax.process_count()}, and some hold the rest"
-    return OSError(INCOMPLETE, f"{why}. Let redeqx start all of them: `Deployer(n_processes=, host0_address=)`", str(path))
+    return header_of(leaves, float_dtype)[2]
 
 
 def write_tensors(
@@ -292,7 +160,7 @@ def write_tensors(
     Raises TypeError for a leaf whose dtype safetensors cannot store, OSError if the disk is full or the store refuses.
     """
     check_arrays(leaves)
-    header, tensors, size = _header_of(leaves, float_dtype, metadata)
+    header, tensors, size = header_of(leaves, float_dtype, metadata)
     crc32 = 0
 
     def content() -> Iterator[memoryview | bytes]:
@@ -300,7 +168,7 @@ def write_tensors(
         crc32 = zlib.crc32(header)
         yield header
         for name, tensor in tensors.items():
-            for chunk in _chunks(to_host(leaves[name]).reshape(-1), tensor.dtype):
+            for chunk in chunks_of(to_host(leaves[name]).reshape(-1), tensor.dtype):
                 crc32 = zlib.crc32(chunk, crc32)
                 yield chunk
 
@@ -315,16 +183,7 @@ def write_tensors(
     return {"size": size, "crc32": crc32}
 
 
-def _read_range(path: Location, start: int, stop: int) -> bytes:
-    """Returns bytes of a file, without a mapping: if the disk fails, a mapping kills the process without an exception."""
-    if isinstance(path, StorePath):
-        return path.read(start, stop)
-    with open(path, "rb") as file:
-        file.seek(start)
-        return file.read(stop - start)
-
-
-def _parsed(path: Location, name: str, field: Any) -> _Tensor:
+def _parsed(path: Location, name: str, field: Any) -> Tensor:
     """Returns the entry of a header, checked by itself."""
     name = brief_name(name)
     match field:
@@ -346,7 +205,7 @@ def _parsed(path: Location, name: str, field: Any) -> _Tensor:
     n_bytes = 0 if 0 in shape else n_bytes
     if stop - start != n_bytes:
         raise damaged(path, f"`{name}` to take {n_bytes} bytes, as {code} {brief(shape)} does", f"{stop - start}")
-    return _Tensor(DTYPES[code], tuple(shape), start, stop)
+    return Tensor(DTYPES[code], tuple(shape), start, stop)
 
 
 def open_tensors(path: Location) -> dict[str, View]:
@@ -358,11 +217,12 @@ def open_tensors(path: Location) -> dict[str, View]:
     size = path.stat().st_size
     if size < 8:
         raise damaged(path, "at least the 8 bytes of a header's length", f"{size} bytes")
-    (length,) = struct.unpack("<Q", _read_range(path, 0, 8))
+    # Without a mapping: if the disk fails, a mapping kills the process without an exception.
+    (length,) = struct.unpack("<Q", b"".join(read_chunks(path, 0, 8)))
     if not 2 <= length <= min(size - 8, _MAX_HEADER):
         raise damaged(path, f"a header of 2 to {min(size - 8, _MAX_HEADER)} bytes", f"a length of {length}")
     try:
-        fields = parse_json(_read_range(path, 8, 8 + length))
+        fields = parse_json(b"".join(read_chunks(path, 8, 8 + length)))
     except ValueError as error:
         raise damaged(path, "a header of JSON", str(error)) from error
     if not isinstance(fields, dict):

@@ -22,18 +22,11 @@ _IMBALANCE = 8  # a process may write up to 1/8 of its share more than another
 
 @dataclass(frozen=True)
 class Block:
-    """A box of an array, with its values.
+    """A box of an array, with its values."""
 
-    **Arguments:**
-
-    - `start`: its first index in each dim of the array.
-    - `shape`: its sizes.
-    - `shards`: its pieces: the first index of each, and its array on one device or on the host.
-    """
-
-    start: tuple[int, ...]
+    start: tuple[int, ...]  # its first index in each dim of the array
     shape: tuple[int, ...]
-    shards: Sequence[tuple[tuple[int, ...], Any]]
+    shards: Sequence[tuple[tuple[int, ...], Any]]  # its pieces: the first index, and an array on one device or on the host
 
     def values(self) -> np.ndarray:
         """Returns the block on the host, in C order."""
@@ -65,6 +58,12 @@ class Block:
 def as_stored(leaf: Any) -> Any:
     """Returns a leaf as it is stored in a file: typed PRNG keys as their data."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def stored(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Returns the shape and dtype of a leaf in a file."""
+    leaf = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+    return tuple(leaf.shape), leaf.dtype
 
 
 def own_blocks(leaves: Mapping[str, Any]) -> dict[str, list[Block]]:
@@ -125,16 +124,10 @@ def gathered(leaf: Any, owner: int) -> np.ndarray | None:
         stored = jax.jit(lambda x: x, out_shardings=NamedSharding(stored.sharding.mesh, P()))(stored)
     if owner != jax.process_index():
         return None
-    (_, values) = _held(stored).copied().shards[0]
-    return values
+    return held(stored).copied().values()
 
 
-def whole(leaf: jax.Array) -> np.ndarray:
-    """Returns an array of which this process holds every part, in host memory and C order."""
-    return _held(as_stored(leaf)).values()
-
-
-def _held(stored: jax.Array) -> Block:
+def held(stored: jax.Array) -> Block:
     """Returns the block that this process's shards fill together."""
     parts = {
         tuple(part.indices(size)[0] for part, size in zip(shard.index, stored.shape, strict=True)): shard.data
@@ -146,8 +139,8 @@ def _held(stored: jax.Array) -> Block:
 
 def _n_bytes(leaf: Any) -> int:
     """Returns the bytes of an array in a file."""
-    leaf = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
+    shape, dtype = stored(leaf)
+    return math.prod(shape) * dtype.itemsize
 
 
 def _shard_devices(stored: Any) -> dict[tuple[tuple[int, int], ...], list[Any]]:

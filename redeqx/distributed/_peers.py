@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import warn
@@ -130,32 +130,37 @@ class Peers:
                 f"process {missing[0]} of {self.n} has come to the end of its script, while others wait for it", FAILURE
             )
 
-    def together(self, topic: str, act: Callable[[], Any], *, alone: bool = False) -> list[Any]:
+    def together(
+        self, topic: str, act: Callable[[], Any], *, alone: bool = False, kinds: Sequence[type[Exception]] = (OSError,)
+    ) -> list[Any]:
         """Call `act` in every process; returns the results (JSON) in the order of the processes.
 
-        If one raises OSError, all raise it with the same text.
+        If it raises in one process, all raise an error of the same kind with the same text.
 
         **Arguments:**
 
         - `alone`: whether only process 0 calls `act`; the others contribute None.
+        - `kinds`: the errors that are shared; of several that match, the first is raised.
         """
-        value = error = None
+        value = error = problem = None
         if not alone or self.index == 0:
             try:
                 value = act()
-            except OSError as raised:
+            except tuple(kinds) as raised:
                 error = raised
-        problem = None
         if error is not None:
-            problem = [error.errno, error.strerror or str(error), None if error.filename is None else str(error.filename)]
+            args = [str(error)]
+            if isinstance(error, OSError):
+                args = [f"{error.strerror or error} (process {self.index})"]
+                if error.errno is not None:
+                    args = [error.errno, *args, None if error.filename is None else str(error.filename)]
+            problem = [next(i for i, kind in enumerate(kinds) if isinstance(error, kind)), args]
         found = self.gather(topic, [value, problem])
         if error is not None and self.n == 1:
             raise error
-        for index, (_, problem) in enumerate(found):
+        for _, problem in found:
             if problem is not None:
-                number, text, file = problem
-                text = f"{text} (process {index})"
-                raise (OSError(text) if number is None else OSError(number, text, file)) from error
+                raise kinds[problem[0]](*problem[1]) from error
         return [value for value, _ in found]
 
     def agree(self, what: str, values: Mapping[str, Any], advice: str = _SAME_SCRIPT) -> None:

@@ -25,6 +25,7 @@ from ._path import (
     exists as exists,
     fsync_folder as fsync_folder,
     location as location,
+    read_chunks as read_chunks,
 )
 from ._requests import Limits as Limits, StoreError as StoreError, limits as limits
 from ._staging import Staging as Staging

@@ -31,6 +31,8 @@ class StoredArray:
 
     def __init__(self, path: StorePath, addresses: np.ndarray, base: int):
         self.path, self._addresses, self._base = path, addresses, base
+        self.shape, self.ndim, self.dtype = addresses.shape, addresses.ndim, addresses.dtype
+        self.size, self.nbytes = addresses.size, addresses.nbytes
 
     @classmethod
     def of(cls, path: StorePath, size: int) -> "StoredArray":
@@ -40,26 +42,6 @@ class StoredArray:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
         addresses = np.frombuffer(memory, np.uint8)
         return cls(path, addresses, addresses.ctypes.data)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._addresses.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self._addresses.dtype
-
-    @property
-    def ndim(self) -> int:
-        return self._addresses.ndim
-
-    @property
-    def size(self) -> int:
-        return self._addresses.size
-
-    @property
-    def nbytes(self) -> int:
-        return self._addresses.nbytes
 
     @property
     def T(self) -> "StoredArray":
@@ -101,7 +83,7 @@ View: TypeAlias = np.ndarray | StoredArray  # a tensor of a file, on a disk or i
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a view, and where its values go. Its bytes lie in `[start, stop)` of the object."""
+    """A part of a view, and where its values go. Its bytes have the addresses `[start, stop)`."""
 
     start: int
     stop: int
@@ -118,9 +100,9 @@ def fetch(views: Sequence[Any], dtype: Any = None) -> list[np.ndarray]:
     if not all(isinstance(view, StoredArray) for view in views):
         return [np.array(view, dtype, order="C") for view in views]
     outs = [np.empty(view.shape, view.dtype if dtype is None else dtype) for view in views]
-    pieces = [piece for view, out in zip(views, outs, strict=True) for piece in _pieces(view._addresses, out, view._base)]
+    pieces = [piece for view, out in zip(views, outs, strict=True) for piece in _pieces(view._addresses, out)]
     with ThreadPoolExecutor(limits.concurrent, "redeqx-read") as pool:
-        reads = [pool.submit(_read, views[0].path, group) for group in _groups(pieces)]
+        reads = [pool.submit(_read, views[0].path, views[0]._base, group) for group in _groups(pieces)]
         try:
             for read in reads:
                 read.result()
@@ -130,52 +112,40 @@ def fetch(views: Sequence[Any], dtype: Any = None) -> list[np.ndarray]:
     return outs
 
 
-def _pieces(addresses: np.ndarray, out: np.ndarray, base: int) -> Iterator[_Piece]:
-    """Yields the pieces of a view in the order of the object, each spanning at most one part if it can be split."""
+def _pieces(addresses: np.ndarray, out: np.ndarray) -> Iterator[_Piece]:
+    """Yields the pieces of a view, each within one part and without large gaps. Halves the view until they are."""
     if addresses.size == 0:
         return
-    order = sorted(range(addresses.ndim), key=lambda axis: -abs(addresses.strides[axis]))
-    addresses, out = addresses.transpose(order), out.transpose(order)
-    low, high = byte_bounds(addresses)
-    if high - low <= limits.part or addresses.ndim == 0:
-        yield _Piece(low - base, high - base, addresses, out)
+    start, stop = byte_bounds(addresses)
+    axes = [axis for axis, n in enumerate(addresses.shape) if n > 1]
+    if not axes or (stop - start <= limits.part and stop - start - addresses.nbytes <= limits.gap):
+        yield _Piece(start, stop, addresses, out)
         return
-    inner_low, inner_high = byte_bounds(addresses[:1])
-    stride, inner = abs(addresses.strides[0]), inner_high - inner_low
-    if inner > limits.part and addresses.ndim > 1:
-        for i in range(len(addresses)):
-            yield from _pieces(addresses[i], out[i], base)
-        return
-    # One by one if the gaps between them should not be read.
-    n = 1 if stride - inner > limits.gap else max(1, limits.part // max(stride, 1))
-    for i in range(0, len(addresses), n):
-        low, high = byte_bounds(addresses[i : i + n])
-        yield _Piece(low - base, high - base, addresses[i : i + n], out[i : i + n])
+    outer = max(axes, key=lambda axis: abs(addresses.strides[axis]))
+    for halves in zip(np.array_split(addresses, 2, outer), np.array_split(out, 2, outer), strict=True):
+        yield from _pieces(*halves)
 
 
 def _groups(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
     """Yields groups of pieces that one request reads: overlapping ones, and small ones close to each other."""
     group: list[_Piece] = []
-    start = stop = 0
+    stop = 0
     for piece in sorted(pieces, key=lambda piece: (piece.start, piece.stop)):
-        is_near = piece.start - stop <= limits.gap and max(stop, piece.stop) - start <= limits.part
-        if group and not (piece.start < stop or is_near):
-            yield group
-            group = []
-        if not group:
-            start = piece.start
-            stop = piece.stop
+        if group:
+            is_near = piece.start - stop <= limits.gap and max(stop, piece.stop) - group[0].start <= limits.part
+            if not (piece.start < stop or is_near):
+                yield group
+                group = []
         group.append(piece)
         stop = max(stop, piece.stop)
     if group:
         yield group
 
 
-def _read(path: StorePath, group: list[_Piece]) -> None:
+def _read(path: StorePath, base: int, group: list[_Piece]) -> None:
     start, stop = group[0].start, max(piece.stop for piece in group)
-    data = path.read(start, stop)
+    data = path.read(start - base, stop - base)
     for piece in group:
         addresses = piece.addresses
-        first = sum((n - 1) * stride for n, stride in zip(addresses.shape, addresses.strides, strict=True) if stride < 0)
-        offset = piece.start - start - first  # of the item at index 0, which with negative strides is not the first
+        offset = addresses.ctypes.data - start  # of the item at index 0, which with negative strides is not the first
         piece.out[...] = np.ndarray(addresses.shape, addresses.dtype, data, offset, addresses.strides)

@@ -8,7 +8,7 @@ import fnmatch
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from ._requests import SCHEMES, check_installed, limits, request
 
 T = TypeVar("T")
 _MOST_PARTS = 9_000  # S3 allows 10,000
+_CHUNK = 2**24  # bytes per read from a disk
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)(?:/(.*))?", re.DOTALL)
 
 
@@ -128,16 +129,6 @@ class StorePath:
             raise OSError(errno.EIO, text, str(self))
         return found
 
-    def chunks(self, start: int, stop: int) -> Iterator[bytes]:
-        """Yields the bytes `[start, stop)` of an object in order, in pieces; a few are read concurrently."""
-        places = [(at, min(at + limits.part, stop)) for at in range(start, stop, limits.part)]
-        with ThreadPoolExecutor(limits.concurrent, "redeqx-read") as pool:
-            pending = [pool.submit(self.read, *place) for place in places[: limits.concurrent]]
-            later = iter(places[limits.concurrent :])
-            while pending:
-                yield pending.pop(0).result()
-                pending += [pool.submit(self.read, *place) for place in [next(later, None)] if place is not None]
-
     def version(self) -> tuple[bytes, dict[str, str]]:
         """Returns an object's bytes, and their version, which `write_bytes` can replace."""
 
@@ -181,15 +172,13 @@ class StorePath:
         options = {"chunk_size": max(limits.part, math.ceil(n_bytes / _MOST_PARTS)), "max_concurrency": limits.concurrent}
         self._request(lambda ob, store: ob.put(store, self.key, iter(content()), **options), also=FileNotFoundError)
 
-    def delete(self, names: Iterable[str]) -> None:
-        """Deletes objects below this path, by their paths from here. Missing ones count as deleted."""
-        self._delete([(self / name).key for name in names])
-
     def unlink(self) -> None:
         """Deletes the object, if there is one."""
-        self._delete([self.key])
+        self.parent.delete([self.name])
 
-    def _delete(self, keys: Sequence[str]) -> None:
+    def delete(self, names: Iterable[str]) -> None:
+        """Deletes objects below this path, by their paths from here. Missing ones count as deleted."""
+        keys = [(self / name).key for name in names]
         try:
             if keys:
                 self._request(lambda ob, store: ob.delete(store, keys))
@@ -259,3 +248,21 @@ def fsync_folder(folder: Path) -> None:
 def exists(path: Location) -> bool:
     """Returns whether something exists at a path; on a disk a link counts even if it is broken."""
     return os.path.lexists(path) if isinstance(path, Path) else path.exists()
+
+
+def read_chunks(path: Location, start: int, stop: int) -> Iterator[bytes]:
+    """Yields the bytes `[start, stop)` of a file in order, in pieces; from a store, a few are read concurrently."""
+    if isinstance(path, Path):
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            while start < stop and (chunk := file.read(min(_CHUNK, stop - start))):
+                yield chunk
+                start += len(chunk)
+        return
+    places = [(at, min(at + limits.part, stop)) for at in range(start, stop, limits.part)]
+    with ThreadPoolExecutor(limits.concurrent, "redeqx-read") as pool:
+        pending = [pool.submit(path.read, *place) for place in places[: limits.concurrent]]
+        later = iter(places[limits.concurrent :])
+        while pending:
+            yield pending.pop(0).result()
+            pending += [pool.submit(path.read, *place) for place in [next(later, None)] if place is not None]

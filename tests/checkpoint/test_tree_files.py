@@ -104,12 +104,27 @@ def test_missing_folder_raises(tmp_path):
 # --- a file per process -----------------------------------------------------------------------------------------------
 
 
+def files_of(trees, cls, *args):
+    """The files of each tree, of one process."""
+    return {kind: cls(kind, *tree, *args) for kind, tree in trees.items()}
+
+
 def save_all(each, folder):
     """Saves with the files of each process, one after the other, and returns the checksums."""
+    folder.mkdir()
     for files in each:
-        files.copy()
-    each[0].create(folder)
-    return each[0].finish(folder, [files.write(folder) for files in each])
+        for file in files.values():
+            file.copy()
+    for file in each[0].values():
+        file.create(folder)
+    sums = {}
+    for kind, file in each[0].items():
+        sums |= file.finish(folder, [files[kind].write(folder) for files in each])
+    return sums
+
+
+def n_bytes(files):
+    return sum(file.size for file in files.values())
 
 
 def assert_checksums(folder, sums):
@@ -121,13 +136,14 @@ def assert_checksums(folder, sums):
 
 def test_both_ways_write_identical_files_for_one_process(tmp_path):
     trees = {"model": (arrays(), jnp.bfloat16), "optimizer": (arrays(), None)}
-    one = save_all([InPlace(trees)], tmp_path / "in_place")
-    each = save_all([FilePerProcess(trees, 0, is_shared=True)], tmp_path / "each")
+    one = save_all([files_of(trees, InPlace)], tmp_path / "in_place")
+    each = save_all([files_of(trees, FilePerProcess, 0, True)], tmp_path / "each")
     assert one == each
     assert_checksums(tmp_path / "each", each)
     for name in one:
         assert (tmp_path / "in_place" / name).read_bytes() == (tmp_path / "each" / name).read_bytes()
-    assert InPlace(trees).size == FilePerProcess(trees, 0, is_shared=True).size == sum(sums["size"] for sums in one.values())
+    expected = sum(sums["size"] for sums in one.values())
+    assert n_bytes(files_of(trees, InPlace)) == n_bytes(files_of(trees, FilePerProcess, 0, True)) == expected
 
 
 def test_several_processes_write_whole_arrays_and_an_index(tmp_path, monkeypatch):
@@ -145,7 +161,7 @@ def test_several_processes_write_whole_arrays_and_an_index(tmp_path, monkeypatch
 
     trees = {"model": (leaves, jnp.bfloat16), "optimizer": ({"count": leaves["count"]}, None)}
     folder = tmp_path / "each"
-    sums = save_all([ProcessFiles(trees, i, is_shared=True) for i in range(3)], folder)
+    sums = save_all([files_of(trees, ProcessFiles, i, True) for i in range(3)], folder)
     assert_checksums(folder, sums)
     assert sorted(sums) == [
         "model-00001-of-00002.safetensors",
@@ -166,8 +182,8 @@ def test_several_processes_write_whole_arrays_and_an_index(tmp_path, monkeypatch
             expected = expected.astype(ml_dtypes.bfloat16)
         np.testing.assert_array_equal(found.read(name), expected)
     shared = sum(sums[file]["size"] for file in sums if not file.endswith(".json"))
-    assert abs(FilePerProcess(trees, 1, is_shared=True).size - shared) < 200  # one header in place of two
-    assert [FilePerProcess(trees, i, is_shared=False).size for i in (0, 2)] == [
+    assert abs(n_bytes(files_of(trees, FilePerProcess, 1, True)) - shared) < 200  # one header in place of two
+    assert [n_bytes(files_of(trees, FilePerProcess, i, False)) for i in (0, 2)] == [
         sums[files[0]]["size"] + sums["optimizer.safetensors"]["size"],
         sums[files[2]]["size"] + 16,  # an optimizer file without tensors, which is not written
     ]
@@ -176,7 +192,7 @@ def test_several_processes_write_whole_arrays_and_an_index(tmp_path, monkeypatch
 def test_copies_outlive_the_arrays(tmp_path):
     leaves = arrays()
     expected = {name: as_numpy(leaf).copy() for name, leaf in leaves.items()}
-    files = FilePerProcess({"model": (leaves, None)}, 0, is_shared=True)
+    files = FilePerProcess("model", leaves, None, 0, True)
     files.copy()
     for leaf in leaves.values():
         if isinstance(leaf, jax.Array):

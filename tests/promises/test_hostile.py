@@ -737,7 +737,7 @@ def test_mutated_indexes_of_shards(folder):
                 raise
             n_read += 1
             assert set(source.names()) <= set(right)
-            assert {*source.paths()} <= {folder / shard for shard in right.values()}
+            assert {*source.paths} <= {folder / shard for shard in right.values()}
     assert 0 < n_read < 150, n_read
 
 

@@ -74,9 +74,9 @@ def test_their_saves_do_not_answer_each_other(tmp_path):
     class Recording(Peers):
         topics: ClassVar[list[str]] = []
 
-        def together(self, topic, act, *, alone=False):
+        def together(self, topic, act, **kwargs):
             self.topics.append(topic)
-            return super().together(topic, act, alone=alone)
+            return super().together(topic, act, **kwargs)
 
     seen = []
     for folder in ("ckpts", "ckpts/critic"):
