@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -37,13 +37,11 @@ class Staging:
         for name, content in downloaded.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_bytes(content)
-        self._uploaded = {name: _version(self.folder / name) for name in downloaded}
-        self._busy = threading.Lock()  # a background save uploads too
-        AtEnd(self, partial(_end, self.folder, to, self._uploaded, self._busy))
-
-    def upload(self) -> None:
-        """Uploads the files that have changed. Raises OSError if the store refuses one."""
-        _upload(self.folder, self.to, self._uploaded, self._busy)
+        uploaded = {name: _version(self.folder / name) for name in downloaded}
+        busy = threading.Lock()  # a background save uploads too
+        # Uploads the files that have changed. Raises OSError if the store refuses one.
+        self.upload = partial(_upload, self.folder, to, uploaded, busy)
+        AtEnd(self, partial(_end, self.folder, to, self.upload))
 
 
 def _version(path: Path) -> tuple[int, int]:
@@ -65,9 +63,9 @@ def _upload(folder: Path, to: StorePath, uploaded: dict[str, tuple[int, int]], b
             uploaded[name] = version
 
 
-def _end(folder: Path, to: StorePath, uploaded: dict[str, tuple[int, int]], busy: threading.Lock) -> None:
+def _end(folder: Path, to: StorePath, upload: Callable[[], None]) -> None:
     try:
-        _upload(folder, to, uploaded, busy)
+        upload()
     except OSError as error:
         warnings.warn(f"`{to}`: expected to receive the run's records, got {error}. They are in {folder}.", stacklevel=2)
         return
