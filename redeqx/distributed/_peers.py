@@ -142,6 +142,8 @@ class Peers:
         - `alone`: whether only process 0 calls `act`; the others contribute None.
         - `kinds`: the errors that are shared; of several that match, the first is raised.
         """
+        if self.n == 1:
+            return self.gather(topic, act())
         value = error = problem = None
         if not alone or self.index == 0:
             try:
@@ -156,8 +158,6 @@ class Peers:
                     args = [error.errno, *args, None if error.filename is None else str(error.filename)]
             problem = [next(i for i, kind in enumerate(kinds) if isinstance(error, kind)), args]
         found = self.gather(topic, [value, problem])
-        if error is not None and self.n == 1:
-            raise error
         for _, problem in found:
             if problem is not None:
                 raise kinds[problem[0]](*problem[1]) from error
