@@ -222,7 +222,7 @@ _NAMES = {"cuda": "cuDNN", "gpu": "cuDNN", "tpu": "splash attention"}  # by plat
 
 def _or_blockwise(fn: Callable[..., list[Any]], name: str, *operands: Any, setting: AttentionSetting) -> list[Any]:
     """Computes `_forward` or `_backward` by a platform's kernel, or in plain XLA if the kernel does not support it."""
-    reason = _unsupported_reason(name, setting, *_split_operands(setting, operands)[:4])
+    reason = _unsupported_reason(name, setting, operands)
     if reason is None:
         try:
             return fn(KERNELS[name], *operands, setting=setting)
@@ -238,32 +238,31 @@ def _log_fallback(name: str, reason: str) -> None:
     logging.getLogger("redeqx").info("attention is computed in blocks of queries, not by %s: %s", name, reason)
 
 
-def _kernel_shapes(kernel: Any, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> Sequence[Any]:
-    """Returns the shapes of the kernel's operands."""
-    operands = [q, k, v, *extras.values()]
+def _kernel_shapes(kernel: Any, setting: AttentionSetting, operands: Sequence[Any]) -> Sequence[Any]:
+    """Returns the shapes of queries, keys and values as the kernel takes them, and of the optional operands by name."""
+    operands = operands[: 3 + len(setting.names)]
     pairs = zip(_to_kernel(kernel, setting, operands), operands, strict=True)
     return _split_operands(setting, [jax.eval_shape(convert, x) for convert, x in pairs])[:4]
 
 
-def _unsupported_reason(name: str, setting: AttentionSetting, *operands: Any) -> str | None:
-    """Returns why a kernel does not support queries, keys, values and optional operands of these shapes."""
-    return KERNELS[name].unsupported_reason(setting, *_kernel_shapes(KERNELS[name], setting, *operands))
+def _unsupported_reason(name: str, setting: AttentionSetting, operands: Sequence[Any]) -> str | None:
+    return KERNELS[name].unsupported_reason(setting, *_kernel_shapes(KERNELS[name], setting, operands))
 
 
-def kernel_of(platform: str, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str:
-    """Describes how a platform computes attention of operands of these shapes."""
+def kernel_of(platform: str, setting: AttentionSetting, operands: Sequence[Any]) -> str:
+    """Describes how a platform computes attention of operands of these shapes, in the order of the primitive's."""
     if (name := _NAMES.get(platform)) is None:
         return "in blocks of queries"
-    reason = _unsupported_reason(name, setting, q, k, v, extras)
+    reason = _unsupported_reason(name, setting, operands)
     return f"by {name}" if reason is None else f"in blocks of queries, not by {name}: {reason}"
 
 
-def dense_bytes(platform: str, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
+def dense_bytes(platform: str, setting: AttentionSetting, operands: Sequence[Any]) -> int:
     """Returns the bytes of the array of one number per query and key that a platform's kernel takes; 0 if it takes none."""
     name = _NAMES.get(platform)
-    if name != "cuDNN" or _unsupported_reason(name, setting, q, k, v, extras) is not None:
+    if name != "cuDNN" or _unsupported_reason(name, setting, operands) is not None:
         return 0
-    return _cudnn.dense_bytes(*_kernel_shapes(_cudnn, setting, q, k, v, extras))
+    return _cudnn.dense_bytes(*_kernel_shapes(_cudnn, setting, operands))
 
 
 def _register(primitive: Any, fn: Callable[..., list[Any]]) -> None:

@@ -36,10 +36,10 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
     found, closed = Attentions(Counter(), {}, {}), normal(closed)
     body = Body(closed)
 
-    def record_fused(setting: AttentionSetting, operands: tuple[Any, ...], line: str, times: int) -> None:
+    def record_fused(setting: AttentionSetting, operands: list[Any], line: str, times: int) -> None:
         with_split = replace(setting, split=split)
-        found.fused[f"{describe(setting)}, {kernel_of(platform, with_split, *operands)}"] += times
-        record_dense(f"a mask or bias at {line}", dense_bytes(platform, with_split, *operands))
+        found.fused[f"{describe(setting)}, {kernel_of(platform, with_split, operands)}"] += times
+        record_dense(f"a mask or bias at {line}", dense_bytes(platform, with_split, operands))
 
     def record_dense(origin: str, n_bytes: int) -> None:
         of_all = AttentionSetting(1.0, split=split)
@@ -60,8 +60,7 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
         for eqn in closed.jaxpr.eqns:
             if eqn.primitive.name == "attention":
                 setting, kept = drop_known_mask(body, eqn)
-                q, k, v, *extras = (eqn.invars[i].aval for i in kept)
-                record_fused(setting, (q, k, v, dict(zip(setting.names, extras, strict=True))), line_of(eqn), times)
+                record_fused(setting, [eqn.invars[i].aval for i in kept], line_of(eqn), times)
             if eqn not in fused:
                 if _is_score_like(eqn):
                     score_like.append(eqn)

@@ -75,8 +75,8 @@ def _from_equation(body: Body, atom: Any, negated: bool) -> Inequalities | None:
     return None if found is None else tuple(select_dims(each, dims) for each in found)
 
 
-def find_band(found: Inequalities, shape: Sequence[int], query: int, key: int) -> tuple[int | None, int | None] | None:
-    """Returns the bounds of `query - key` at True entries, each None if there is no bound; None if this is not a band.
+def find_band(found: Sequence[Affine], shape: Sequence[int], query: int, key: int) -> tuple[bool, int | None] | None:
+    """Returns `causal` and `window` of the kernels' settings, if inequalities hold for a band of keys that these express.
 
     **Arguments:**
 
@@ -92,7 +92,12 @@ def find_band(found: Inequalities, shape: Sequence[int], query: int, key: int) -
             return None
         lowers += [-start] if slopes[query] == 1 else []  # query - key >= -start
         uppers += [start] if slopes[query] == -1 else []
-    return max(lowers, default=None), min(uppers, default=None)
+    lower, upper = max(lowers, default=None), min(uppers, default=None)  # of `query - key`
+    if lower is None and upper is None:
+        return False, None
+    if lower == 0:
+        return True, None if upper is None else upper + 1
+    return (False, upper + 1) if lower is not None and upper is not None and lower == -upper else None
 
 
 def _bounds(affine: Affine, shape: Sequence[int]) -> tuple[int, int]:

@@ -43,20 +43,13 @@ class Rows(NamedTuple):
     shared: Sequence[Array] = ()
 
 
-class _Traced(NamedTuple):
-    closed: Any
-    shapes: PyTree
-    eqns: list[Any] | None  # by their places; None if they are not those that the verdict is about
-
-    def __call__(self, *args: PyTree) -> Any:
-        return jax.tree.unflatten(jax.tree.structure(self.shapes), as_fun(self.closed)(*jax.tree.leaves(args)))
-
-
-def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> _Traced:
+def _trace(fn: Callable[..., Any], use: RowUse, args: Sequence[PyTree]) -> tuple[Any, PyTree, list[Any] | None]:
+    """Returns a function's closed jaxpr, the shapes of its outputs, and its equations by their places: None if they are not
+    those that the verdict is about."""
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*as_bare_shapes(args))
     closed = normal(closed)
     is_known = use.is_about(closed, jax.tree.leaves(args[2])[0].shape[0])
-    return _Traced(closed, shapes, equations_of(closed) if is_known else None)
+    return closed, shapes, equations_of(closed) if is_known else None
 
 
 def of_whole(
@@ -70,9 +63,12 @@ def of_whole(
     - `batch`, `rows`: the whole batch, and its rows without these values.
     """
     args = (weights, state, batch, key)
-    if not use.whole or (traced := _trace(fn, use, args)).eqns is None:
+    if not use.whole:
         return rows
-    closed = without_remats(traced.closed)
+    closed, _, known = _trace(fn, use, args)
+    if known is None:
+        return rows
+    closed = without_remats(closed)
     eqns = equations_of(closed)
     outvars = [var for of in use.whole for var in eqns[of.place].outvars]
     found = interpret(restricted(closed, outvars), jax.tree.leaves(args), [_ByRow(rows, use, eqns)])
@@ -119,26 +115,31 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
             doubled = jax.tree.map(lambda x: jnp.concatenate([x, x]), (batch, rows.numbers, rows.own))
             batch, rows = doubled[0], rows._replace(numbers=doubled[1], own=doubled[2])
         args = (weights, state, batch, key)
-        traced = _trace(fn, use, args)
-        if traced.eqns is None or (use.whole and not (rows.own or rows.shared)):
+        closed, shapes, eqns = _trace(fn, use, args)
+
+        def as_written(key: Array) -> Any:
+            if n_copies > 1:
+                return fn(weights, state, original, key)
+            return jax.tree.unflatten(jax.tree.structure(shapes), as_fun(closed)(*jax.tree.leaves((*args[:3], key))))
+
+        if eqns is None or (use.whole and not (rows.own or rows.shared)):
             if use.is_exact and not use.draws:
                 warn(
                     f"`loss_fn`: expected the same equations for {n_rows} rows as for the whole batch, got "
                     "others. These rows are computed as a batch of their own. Write a loss whose equations and constants do "
                     "not depend on the number of rows."
                 )
-            key = _own_key(key, rows.numbers[0]) if use.is_random else key
-            return fn(weights, state, original, key) if n_copies > 1 else traced(weights, state, batch, key)
+            return as_written(_own_key(key, rows.numbers[0]) if use.is_random else key)
         if use.is_plain:
-            return fn(weights, state, original, key) if n_copies > 1 else traced(*args)
+            return as_written(key)
         share = rows.size.astype(jnp.zeros(()).dtype) / (n_rows * n_copies)
         flat = jax.tree.leaves(args)
-        outs = interpret(traced.closed, flat, [_ByRow(rows, use, traced.eqns, share)])
+        outs = interpret(closed, flat, [_ByRow(rows, use, eqns, share)])
         draws = tuple(made for made in use.by_number if made.is_draw)
         if use.own and (use.whole or use.scaled or len(draws) < len(use.by_number)):  # else they are among the outputs
-            closed = restricted(traced.closed, [traced.closed.jaxpr.outvars[i] for i in use.own])
-            only_draws = _ByRow(rows, replace(use, by_number=draws, whole=(), scaled=()), traced.eqns)
-            for i, out in zip(use.own, interpret(closed, flat, [only_draws]), strict=True):
+            of_own = restricted(closed, [closed.jaxpr.outvars[i] for i in use.own])
+            only_draws = _ByRow(rows, replace(use, by_number=draws, whole=(), scaled=()), eqns)
+            for i, out in zip(use.own, interpret(of_own, flat, [only_draws]), strict=True):
                 outs[i] = out
         scaled = []
         n_judged = len(use.degrees)
@@ -149,7 +150,7 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
                 of = out * (share ** (degree - 1) / n_copies)
                 out = of.astype(out.dtype) if jnp.issubdtype(out.dtype, jnp.inexact) else jnp.round(of).astype(out.dtype)
             scaled.append(out)
-        return jax.tree.unflatten(jax.tree.structure(traced.shapes), [*scaled, *outs[n_judged:]])  # the state is not added
+        return jax.tree.unflatten(jax.tree.structure(shapes), [*scaled, *outs[n_judged:]])  # the state is not added
 
     return of_part
 
@@ -173,14 +174,14 @@ class _ByRow(Rule):
 
     def __init__(self, rows: Rows, use: RowUse, eqns: Sequence[Any], share: Array | None = None):
         self._rows, self._share = rows, share
-        self._by_number = {id(eqns[made.place]): made for made in use.by_number}
-        self._powers = {} if share is None else {id(eqns[scaled.place]): scaled.powers for scaled in use.scaled}
-        self._whole: dict[int, list[Array]] = {}
+        self._by_number = {eqns[made.place]: made for made in use.by_number}
+        self._powers = {} if share is None else {eqns[scaled.place]: scaled.powers for scaled in use.scaled}
+        self._whole: dict[Any, list[Array]] = {}
         if share is not None:
             own, shared = iter(rows.own), iter(rows.shared)
             for of in use.whole:
                 outs = zip((var.aval.shape for var in eqns[of.place].outvars), of.factors, strict=True)
-                self._whole[id(eqns[of.place])] = [
+                self._whole[eqns[of.place]] = [
                     next(shared)
                     if (place := _place_of_rows(factors)) is None
                     else jnp.moveaxis(next(own), 0, place[0] + 1).reshape(shape)
@@ -188,19 +189,19 @@ class _ByRow(Rule):
                 ]
 
     def claims(self, eqn: Any) -> bool:
-        return any(id(eqn) in claimed for claimed in (self._by_number, self._whole, self._powers))
+        return any(eqn in claimed for claimed in (self._by_number, self._whole, self._powers))
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
-        if id(eqn) in self._whole:
-            return self._whole[id(eqn)]
+        if eqn in self._whole:
+            return self._whole[eqn]
         ins = list(map(plain, ins))
-        if powers := self._powers.get(id(eqn)):
+        if powers := self._powers.get(eqn):
             assert self._share is not None
             scales = (self._share**power for power in powers)
             ins = [x * scale.astype(x.dtype) if power else x for x, scale, power in zip(ins, scales, powers, strict=True)]
-        if id(eqn) not in self._by_number:
+        if eqn not in self._by_number:
             return site.rest(eqn, ins)
-        made, aval = self._by_number[id(eqn)], eqn.outvars[0].aval
+        made, aval = self._by_number[eqn], eqn.outvars[0].aval
         if eqn.primitive.name == "iota":
             (_, numbers), dim = self._index(made.factors), eqn.params["dimension"]
             return [jax.lax.broadcast_in_dim(numbers.astype(aval.dtype), aval.shape, (dim,))]

@@ -10,7 +10,6 @@ Source: FlashAttention (arXiv:2205.14135). Cost: each product is inspected while
 recomputes the weights instead of reading them.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from ..dims import Related, view
+from ..dims import Related
 from ..kernels import AttentionSetting, attend
 from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run
-from ._bands import Affine, Inequalities, find_band, inequalities, select_dims
-from ._scores import SIZE, Operand, Scores, match_softmax, trace_scores, trace_weights
+from ._bands import Affine, find_band, inequalities, select_dims
+from ._scores import SIZE, Operand, Scores, WeightsUse, match_softmax, trace_scores, uses_of_weights
 
 MIN_QUERIES = 16  # with fewer, as when decoding one token at a time, the weights are small and fusing does not pay off
 
@@ -108,10 +107,10 @@ class _Attention:
         order = [*self.rows, self.query, *self.heads, SIZE]
         return [jnp.transpose(out, [order.index(label) for label in labels]).astype(eqn.outvars[0].aval.dtype)]
 
-    def shapes(self) -> tuple[AttentionSetting, tuple[Any, ...]]:
+    def shapes(self) -> tuple[AttentionSetting, list[Any]]:
         """Returns the setting, and the shapes of queries, keys, values and optional operands."""
         q, k, v, extras = jax.eval_shape(lambda: self._operands(lambda atom: jnp.zeros(atom.aval.shape, atom.aval.dtype)))
-        return replace(self.setting, names=tuple(extras)), (q, k, v, extras)
+        return replace(self.setting, names=tuple(extras)), [q, k, v, *extras.values()]
 
     def _operands(self, read: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
         """Returns queries, keys, values and the optional operands, as `attend` takes them."""
@@ -154,28 +153,11 @@ def drop_known_mask(body: Body, eqn: Any) -> tuple[AttentionSetting, list[int]]:
     mask_index = 3 + setting.names.index("mask")
     mask = eqn.invars[mask_index]
     found = inequalities(body, mask)
-    known = None if found is None else _with_band(setting, found, mask.aval.shape, mask.aval.ndim - 2, mask.aval.ndim - 1)
-    if known is None or setting.causal or setting.window is not None:
+    band = None if found is None else find_band(found, mask.aval.shape, mask.aval.ndim - 2, mask.aval.ndim - 1)
+    if band is None or setting.causal or setting.window is not None:
         return setting, kept
     names = tuple(name for name in setting.names if name != "mask")
-    return replace(known, names=names), [i for i in kept if i != mask_index]
-
-
-def _with_band(
-    setting: AttentionSetting, found: Inequalities, shape: Sequence[int], query: int, key: int
-) -> AttentionSetting | None:
-    """Adds the band of a mask to a setting as `causal` and `window`; returns None if these cannot express the mask."""
-    bounds = find_band(found, shape, query, key)
-    if bounds is None:
-        return None
-    lower, upper = bounds
-    if lower is None and upper is None:
-        return setting
-    if lower == 0:
-        return replace(setting, causal=True, window=None if upper is None else upper + 1)
-    if lower is not None and upper is not None and lower == -upper:
-        return replace(setting, window=upper + 1)
-    return None
+    return replace(setting, names=names, causal=band[0], window=band[1]), [i for i in kept if i != mask_index]
 
 
 def describe(setting: AttentionSetting) -> str:
@@ -206,60 +188,40 @@ def _match(body: Body, eqn: Any) -> _Attention | str | None:
     softmax = match_softmax(body, eqn)
     if softmax is None:
         return None
-    (source, members, axis), scores = softmax, Scores()
-    is_of_product = trace_scores(body, source, tuple(range(source.aval.ndim)), scores)
-    readers = [reader for reader in body.readers(eqn.outvars[0]) if reader is not None]
-    products = [product for reader in readers if (product := _following_product(body, reader)) is not None]
-    if not is_of_product:
-        is_changed = bool(products) and scores.stopped_at in _SCORE_CHANGES
+    source, members, axis = softmax
+    scores = trace_scores(body, source)
+    readers, uses = body.readers(eqn.outvars[0]), uses_of_weights(body, eqn)
+    names = [reader.primitive.name for reader in readers if reader is not None]
+    if scores.product is None:
+        is_changed = bool(uses) and scores.stopped_at in _SCORE_CHANGES
         return f"`{scores.stopped_at}` between the scores and their softmax" if is_changed else None
-    if not products:
-        is_masked = not _DROPOUT.isdisjoint(reader.primitive.name for reader in readers)
-        between = f"`{readers[0].primitive.name}` between the weights and the values" if is_masked else None
-        return between and f"{between}, such as dropout or a mask"
-    reason = f"`{readers[0].primitive.name}` between the weights and the values"
-    for product, side in itertools.product(products, (0, 1)):
-        weights = trace_weights(body, product.invars[side], eqn)
-        if weights is None:
-            continue
-        found = _build(body, [*weights[0], *members], product, side, weights[1], source.aval.shape, axis, scores)
-        if isinstance(found, str) or found.group(body).is_closed_in(body):
-            return found
-        reason = "its scores or weights are also used elsewhere"
+    if not uses:
+        is_masked = not _DROPOUT.isdisjoint(names)
+        return f"`{names[0]}` between the weights and the values, such as dropout or a mask" if is_masked else None
+    reason = f"`{names[0]}` between the weights and the values"
+    for use in uses:
+        if use.is_unchanged:
+            found = _build(body, [*use.path, *members], use, source.aval.shape, axis, scores)
+            if isinstance(found, str) or found.group(body).is_closed_in(body):
+                return found
+            reason = "its scores or weights are also used elsewhere"
     return reason
-
-
-def _following_product(body: Body, eqn: Any) -> Any | None:
-    """Follows an equation forward through views with one reader; returns the product at their end, or None."""
-    while eqn is not None and eqn.primitive.name != "dot_general":
-        if view(eqn) is None or len(readers := body.readers(eqn.outvars[0])) != 1:
-            return None
-        eqn = readers[0]
-    return eqn
 
 
 # --- the roles of dims and operands -----------------------------------------------------------------------------------
 
 
 def _build(
-    body: Body,
-    eqns: Sequence[Any],
-    product: Any,
-    side: int,
-    dims: Sequence[int],
-    shape: Sequence[int],
-    axis: int,
-    scores: Scores,
+    body: Body, eqns: Sequence[Any], use: WeightsUse, shape: Sequence[int], axis: int, scores: Scores
 ) -> _Attention | str:
     """Returns an `_Attention`, or the reason why kernels do not compute it.
 
     **Arguments:**
 
-    - `eqns`: the equations of the softmax, and those between it and `product`.
-    - `product`, `side`: the product with the values, and the index of the weights among its operands.
-    - `dims`: for each dim of the weights there, the dim of the softmax, which is its label.
-    - `shape`, `axis`: the shape and the axis of the softmax.
+    - `eqns`: the equations of the softmax, and those between it and the product with the values.
+    - `shape`, `axis`: the shape and the axis of the softmax. Its dims are the labels.
     """
+    product, side, _, dims, _ = use
     assert scores.product is not None
     first, labels = scores.product
     if product.outvars[0].aval.dtype == jnp.float64 or first.outvars[0].aval.dtype == jnp.float64:
@@ -337,7 +299,6 @@ def _interpret_masks(
         dims = [mask.labels.index(label) if label in mask.labels else None for label in range(len(shape))]
         found += [select_dims(each, dims) for each in conditions]
     for query in [default, *(label for label in queries if label != default)]:
-        setting = _with_band(AttentionSetting(scores.scale), tuple(found), shape, query, key)
-        if setting is not None:
-            return query, setting, unknown
+        if (band := find_band(found, shape, query, key)) is not None:
+            return query, AttentionSetting(scores.scale, *band), unknown
     return default, AttentionSetting(scores.scale), [*unknown, *known]

@@ -7,8 +7,8 @@ the dims of each operand. `_fuse_attention` decides whether the result is an att
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,42 +57,61 @@ class Mask:
     bias: tuple[Operand, float] | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Scores:
     """The computation between the product of queries and keys and the softmax.
 
     **Arguments:**
 
-    - `eqns`: the equations, in any order.
+    - `product`: the product, and the labels of its dims; None if the equations are not those of an attention, or if its
+        masks cannot be combined into one.
+    - `stopped_at`: the primitive at which tracing stopped.
+    - `eqns`, `masks`: in any order.
     - `scale`: the factor of the product.
-    - `masks`: in any order.
     - `biases`: each with its factor.
-    - `product`: the product, and the labels of its dims.
-    - `stopped_at`: the primitive at which tracing stopped. If it failed, this primitive is not part of an attention.
     """
 
-    eqns: list[Any] = field(default_factory=list)
-    scale: float = 1.0
-    masks: list[Mask] = field(default_factory=list)
-    biases: list[tuple[Operand, float]] = field(default_factory=list)
     product: tuple[Any, tuple[Any, ...]] | None = None
     stopped_at: str | None = None
+    eqns: tuple[Any, ...] = ()
+    scale: float = 1.0
+    masks: tuple[Mask, ...] = ()
+    biases: tuple[tuple[Operand, float], ...] = ()
 
 
 # --- the softmax ------------------------------------------------------------------------------------------------------
 
 
-def trace_weights(body: Body, atom: Any, softmax: Any) -> tuple[list[Any], tuple[int, ...]] | None:
-    """Traces an operand of a product back to the equation of a softmax.
+class WeightsUse(NamedTuple):
+    """A product that reads the output of a softmax, or a view of it.
 
-    Returns the equations in between, and for each dim of the operand the dim of the softmax; None if it is another operand.
+    **Arguments:**
+
+    - `side`: the index of the weights among its operands.
+    - `path`: the equations of the views, from the softmax to the product.
+    - `dims`: for each dim of the weights there, the dim of the softmax.
+    - `is_unchanged`: whether it reads the weights themselves, maybe in another order of dims.
     """
-    dims = range(len(atom.aval.shape))
-    source, path = _trace_views(body, Operand(atom, tuple(dims)))
-    is_same = set(source.labels) == set(dims) and len(source.labels) == len(dims)
-    if body.producer(source.atom) is not softmax or not is_same or not all(map(_preserves_values, path)):
-        return None
-    return path, tuple(map(source.labels.index, dims))
+
+    product: Any
+    side: int
+    path: Sequence[Any]
+    dims: Sequence[int | None]
+    is_unchanged: bool
+
+
+def uses_of_weights(body: Body, softmax: Any) -> list[WeightsUse]:
+    """Follows the output of a softmax through views with one reader, and returns the products at their ends."""
+    found, all_dims = [], set(range(softmax.outvars[0].aval.ndim))
+    for eqn in body.readers(softmax.outvars[0]):
+        atom, path, dims = softmax.outvars[0], [], [*all_dims]
+        while eqn is not None and (source := view(eqn)) is not None and len(readers := body.readers(eqn.outvars[0])) == 1:
+            atom, path, dims = eqn.outvars[0], [*path, eqn], [None if dim is None else dims[dim] for dim in source]
+            (eqn,) = readers
+        if eqn is not None and eqn.primitive.name == "dot_general":
+            is_unchanged = {*dims} == all_dims and all(map(_preserves_values, path))
+            found += [WeightsUse(eqn, i, path, dims, is_unchanged) for i in (0, 1) if eqn.invars[i] is atom]
+    return found
 
 
 def _trace_views(
@@ -100,10 +119,7 @@ def _trace_views(
 ) -> tuple[Operand, list[Any]]:
     """Follows a value back through views, except slices. Returns what they view, with the labels of its dims, and the views.
 
-    **Arguments:**
-
-    - `is_followed`: which views to follow.
-    - `bounded`: also follows a `max` with a lower bound, if the value is constant along the dim of this label.
+    If `bounded` is given, a `max` with a lower bound is followed too, if the value is constant along the dim of this label.
     """
     path: list[Any] = []
     while (eqn := body.producer(operand.atom)) is not None:
@@ -189,16 +205,14 @@ def _is_defined_by_jax(closed: Any) -> bool:
 # --- from the softmax back to the product of queries and keys ---------------------------------------------------------
 
 
-def trace_scores(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores) -> bool:
-    """Traces a value with these labels back to the product of queries and keys, and fills `scores`.
-
-    Returns False if the equations are not those of an attention, or if its masks cannot be combined into one.
-    """
-    return _trace_scores(body, atom, labels, scores) and _resolve_masks(body, scores)
+def trace_scores(body: Body, atom: Any) -> Scores:
+    """Traces the input of a softmax, whose dims are the labels, back to the product of queries and keys."""
+    scores = _trace_scores(body, atom, tuple(range(atom.aval.ndim)), Scores())
+    return scores if scores.product is None else _resolve_masks(body, scores)
 
 
-def _resolve_masks(body: Body, scores: Scores) -> bool:
-    """Turns added masks back into biases where a single mask would give other weights; returns False if it still would.
+def _resolve_masks(body: Body, scores: Scores) -> Scores:
+    """Turns added masks back into biases where a single mask would give other weights.
 
     If all keys of a query are masked, a kernel weighs them equally. The original code does too if they have one level, but
     not if masks have several levels, or one at which scores and biases still count. (One case is not detected: if a bias
@@ -209,17 +223,16 @@ def _resolve_masks(body: Body, scores: Scores) -> bool:
     levels = {mask.level for mask in scores.masks}
     if all(_includes_diagonal(body, mask.operand.atom, mask.keep) for mask in scores.masks):  # each query attends to a key
         if not lows or max(levels, default=-math.inf) <= min(_ABSORBING_SCORE, *lows):
-            return True
+            return scores
     elif not lows and len(levels) == 1 and (not scores.biases or max(levels) <= _ABSORBING_SCORE):
-        return True
-    added = [mask for mask in scores.masks if mask.bias is not None]
-    scores.biases += [mask.bias for mask in added if mask.bias is not None]
-    scores.masks = [mask for mask in scores.masks if mask.bias is None]
-    lows, levels = [*lows, *(mask.level for mask in added)], {mask.level for mask in scores.masks}
+        return scores
+    added = [mask.bias for mask in scores.masks if mask.bias is not None]
+    lows += [mask.level for mask in scores.masks if mask.bias is not None]
+    masks = tuple(mask for mask in scores.masks if mask.bias is None)
+    levels = {mask.level for mask in masks}
     if not levels or (len(levels) == 1 and max(levels) <= min([_ABSORBING_SCORE, *lows])):
-        return True
-    scores.stopped_at = "select_n"
-    return False
+        return replace(scores, masks=masks, biases=(*scores.biases, *added))
+    return replace(scores, product=None, stopped_at="select_n")
 
 
 def _lowest_constant(body: Body, atom: Any, factor: float) -> float | None:
@@ -247,67 +260,67 @@ def _constants(body: Body, atom: Any, depth: int) -> Iterator[float]:
             yield from _constants(body, eqn.invars[0], depth - 1)
 
 
-def _trace_scores(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores) -> bool:
-    """Same as `trace_scores`, without checking that the masks can be combined."""
+def _trace_scores(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores) -> Scores:
+    """Same as `trace_scores` for a value with these labels, without checking that the masks can be combined."""
     while (eqn := body.producer(atom)) is not None:
-        name = scores.stopped_at = eqn.primitive.name
+        name = eqn.primitive.name
+        scores = replace(scores, stopped_at=name)
         if name == "dot_general":
-            scores.product = (eqn, labels)
-            return True
+            return replace(scores, product=(eqn, labels))
         if name in ("mul", "div"):
             value = _scalar_value(body, eqn.invars[1])
             side = 0
             if value is None and name == "mul":
                 value, side = _scalar_value(body, eqn.invars[0]), 1
             if value is None or value <= 0:
-                return False
-            scores.scale *= value if name == "mul" else 1 / value
+                return scores
+            scores = replace(scores, scale=scores.scale * (value if name == "mul" else 1 / value))
         elif name == "select_n" and len(eqn.invars) == 3:
             fills = [_scalar_value(body, operand) for operand in eqn.invars[1:]]
             low = [fill is not None and fill * scores.scale <= _MASKED_SCORE for fill in fills]
             if low[0] == low[1]:
-                return False
+                return scores
             which = Operand(eqn.invars[0], labels if eqn.invars[0].aval.ndim else ())
             fill = fills[low.index(True)]
             assert fill is not None
             parts = _split_mask(body, which, keep=low[0])
-            scores.masks += [Mask(operand, keep, fill * scores.scale) for operand, keep in parts]
+            scores = replace(
+                scores, masks=(*scores.masks, *(Mask(operand, keep, fill * scores.scale) for operand, keep in parts))
+            )
             side = 1 + low.index(False)
         elif name in ("add", "sub"):
             return _trace_sum(body, eqn, labels, scores)
         else:
             dims = view(eqn)
             if dims is None or repeats(eqn) or not _preserves_values(eqn):
-                return False
+                return scores
             labels, side = _operand_labels(eqn, dims, labels), 0
-        scores.eqns.append(eqn)
+        scores = replace(scores, eqns=(*scores.eqns, eqn))
         atom = eqn.invars[side]
         if math.prod(atom.aval.shape) != math.prod(eqn.outvars[0].aval.shape):
-            return False
-    return False
+            return scores
+    return scores
 
 
-def _trace_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) -> bool:
+def _trace_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) -> Scores:
     """Traces the side of a sum that comes from the product; the other side is a bias or a mask."""
     for side in (0, 1) if eqn.primitive.name == "add" else (0,):
         own, other = eqn.invars[side], eqn.invars[1 - side]
-        eqns, masks, biases = [*scores.eqns, eqn], [*scores.masks], [*scores.biases]
-        tried = replace(scores, eqns=eqns, masks=masks, biases=biases, stopped_at=None)
         if own.aval.shape != eqn.outvars[0].aval.shape:
             continue
-        if not _trace_scores(body, own, labels, tried):
-            if tried.stopped_at not in (None, "broadcast_in_dim"):  # where tracing a mask or a bias stops
-                scores.stopped_at = tried.stopped_at
+        found = _trace_scores(body, own, labels, replace(scores, eqns=(*scores.eqns, eqn), stopped_at=None))
+        if found.product is None:
+            if found.stopped_at not in (None, "broadcast_in_dim"):  # where tracing a mask or a bias stops
+                scores = replace(scores, stopped_at=found.stopped_at)
             continue
+        if _scalar_value(body, other) is not None:  # adding a scalar does not change the softmax
+            return found
         factor = scores.scale * (1 if eqn.primitive.name == "add" else -1)
-        if _scalar_value(body, other) is None:  # adding a scalar does not change the softmax
-            bias = _strip_broadcasts(body, Operand(other, labels if other.aval.ndim else ()))
-            mask = _bias_to_mask(body, bias, factor)
-            tried.masks += [] if mask is None else [mask]
-            tried.biases += [(bias, factor)] if mask is None else []
-        vars(scores).update(vars(tried))
-        return True
-    return False
+        bias = _strip_broadcasts(body, Operand(other, labels if other.aval.ndim else ()))
+        if (mask := _bias_to_mask(body, bias, factor)) is not None:
+            return replace(found, masks=(*found.masks, mask))
+        return replace(found, biases=(*found.biases, (bias, factor)))
+    return scores
 
 
 def _bias_to_mask(body: Body, bias: Operand, factor: float) -> Mask | None:

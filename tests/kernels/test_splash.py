@@ -147,7 +147,7 @@ def test_fewer_key_heads_than_devices_are_repeated_for_the_kernel(platform, name
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert key_shapes == [(4, 128, 4, 8)]
     half = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k, v)]
-    assert kernel_of(platform, AttentionSetting(0.3, split=split), *half, {}) == f"by {name}"
+    assert kernel_of(platform, AttentionSetting(0.3, split=split), half) == f"by {name}"
 
 
 def test_the_header_names_the_kernel():
