@@ -40,21 +40,12 @@ class Operand:
         return jnp.expand_dims(x, [dim for dim, label in enumerate(order) if label not in labels])
 
 
-@dataclass(frozen=True)
-class Mask:
-    """A mask, and the score that it gives to masked keys.
-
-    **Arguments:**
-
-    - `keep`: the value of `operand` at keys that are attended to.
-    - `level`: the score of masked keys, or the number added to their scores.
-    - `bias`: the mask as a bias and its factor, if it is added; None if it replaces scores.
-    """
+class Mask(NamedTuple):
+    """A mask, the value of `operand` at keys that are attended to, and the score of the others or what is added to it."""
 
     operand: Operand
     keep: bool
     level: float
-    bias: tuple[Operand, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -212,26 +203,27 @@ def trace_scores(body: Body, atom: Any) -> Scores:
 
 
 def _resolve_masks(body: Body, scores: Scores) -> Scores:
-    """Turns added masks back into biases where a single mask would give other weights.
+    """Turns biases into masks, unless a single mask would give other weights.
 
     If all keys of a query are masked, a kernel weighs them equally. The original code does too if they have one level, but
     not if masks have several levels, or one at which scores and biases still count. (One case is not detected: if a bias
     masks keys at the same level as a mask, as with two masks of -1e9 one of which is added, the original code may weigh
     only some of the keys.)
     """
-    lows = [low for bias, factor in scores.biases if (low := _lowest_constant(body, bias.atom, factor)) is not None]
-    levels = {mask.level for mask in scores.masks}
-    if all(_includes_diagonal(body, mask.operand.atom, mask.keep) for mask in scores.masks):  # each query attends to a key
-        if not lows or max(levels, default=-math.inf) <= min(_ABSORBING_SCORE, *lows):
-            return scores
-    elif not lows and len(levels) == 1 and (not scores.biases or max(levels) <= _ABSORBING_SCORE):
-        return scores
-    added = [mask.bias for mask in scores.masks if mask.bias is not None]
-    lows += [mask.level for mask in scores.masks if mask.bias is not None]
-    masks = tuple(mask for mask in scores.masks if mask.bias is None)
+    added = [_bias_to_mask(body, bias, factor) for bias, factor in scores.biases]
+    biases = tuple(bias for bias, mask in zip(scores.biases, added, strict=True) if mask is None)
+    masks = (*scores.masks, *(mask for mask in added if mask is not None))
+    lows = [low for bias, factor in biases if (low := _lowest_constant(body, bias.atom, factor)) is not None]
     levels = {mask.level for mask in masks}
+    if all(_includes_diagonal(body, mask.operand.atom, mask.keep) for mask in masks):  # each query attends to a key
+        if not lows or max(levels, default=-math.inf) <= min(_ABSORBING_SCORE, *lows):
+            return replace(scores, masks=masks, biases=biases)
+    elif not lows and len(levels) == 1 and (not biases or max(levels) <= _ABSORBING_SCORE):
+        return replace(scores, masks=masks, biases=biases)
+    lows += [mask.level for mask in added if mask is not None]
+    levels = {mask.level for mask in scores.masks}
     if not levels or (len(levels) == 1 and max(levels) <= min([_ABSORBING_SCORE, *lows])):
-        return replace(scores, masks=masks, biases=(*scores.biases, *added))
+        return scores
     return replace(scores, product=None, stopped_at="select_n")
 
 
@@ -284,9 +276,8 @@ def _trace_scores(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores
             fill = fills[low.index(True)]
             assert fill is not None
             parts = _split_mask(body, which, keep=low[0])
-            scores = replace(
-                scores, masks=(*scores.masks, *(Mask(operand, keep, fill * scores.scale) for operand, keep in parts))
-            )
+            masks = (Mask(operand, keep, fill * scores.scale) for operand, keep in parts)
+            scores = replace(scores, masks=(*scores.masks, *masks))
             side = 1 + low.index(False)
         elif name in ("add", "sub"):
             return _trace_sum(body, eqn, labels, scores)
@@ -317,8 +308,6 @@ def _trace_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) ->
             return found
         factor = scores.scale * (1 if eqn.primitive.name == "add" else -1)
         bias = _strip_broadcasts(body, Operand(other, labels if other.aval.ndim else ()))
-        if (mask := _bias_to_mask(body, bias, factor)) is not None:
-            return replace(found, masks=(*found.masks, mask))
         return replace(found, biases=(*found.biases, (bias, factor)))
     return scores
 
@@ -338,7 +327,7 @@ def _bias_to_mask(body: Body, bias: Operand, factor: float) -> Mask | None:
     low = np.zeros(0) if numbers is None else numbers[numbers != 0] * factor
     if not low.size or low.max() > _MASKED_SCORE or not _includes_diagonal(body, bias.atom, keep=True):
         return None
-    return Mask(bias, True, float(low.max()), (bias, factor))
+    return Mask(bias, True, float(low.max()))
 
 
 def _inspected(body: Body, atom: Any) -> np.ndarray | None:
