@@ -51,35 +51,27 @@ class AttentionSetting:
     split: NamedSharding | None = None
     names: tuple[str, ...] = ()
 
-    @property
-    def row_shards(self) -> int:
-        """The number of devices that the rows are split over."""
-        return self._shards(0)
-
-    @property
-    def head_shards(self) -> int:
-        """The number of devices that the heads are split over."""
-        return self._shards(2)
-
-    def _shards(self, dim: int) -> int:
+    def n_shards(self, *dims: int) -> int:
+        """Returns the number of devices that dims of the queries are split over."""
         if self.split is None:
             return 1
-        axes = self.split.spec[dim] or ()
-        return math.prod(self.split.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+        entries = [self.split.spec[dim] or () for dim in dims]
+        axes = [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)]
+        return math.prod(self.split.mesh.shape[axis] for axis in axes)
 
     def mesh_axes(self, q: Any, k: Any) -> tuple[Any, Any]:
         """Returns the mesh axes that split the rows and the heads of `q` and `k`; None for a dim that does not divide."""
         assert self.split is not None
         rows, _, heads, *_ = self.split.spec
-        heads_divide = q.shape[2] % self.head_shards == k.shape[2] % self.head_shards == 0
-        return None if q.shape[0] % self.row_shards else rows, heads if heads_divide else None
+        heads_divide = q.shape[2] % self.n_shards(2) == k.shape[2] % self.n_shards(2) == 0
+        return None if q.shape[0] % self.n_shards(0) else rows, heads if heads_divide else None
 
     def n_repeats(self, n_heads: int, n_groups: int) -> int:
         """Returns how often to repeat each key and value head, so that they divide over the devices that split query heads.
 
         It is 1 if the query heads do not divide.
         """
-        return 1 if n_heads % self.head_shards else math.lcm(n_groups, self.head_shards) // n_groups
+        return 1 if n_heads % self.n_shards(2) else math.lcm(n_groups, self.n_shards(2)) // n_groups
 
     @property
     def may_mask_all_keys(self) -> bool:

@@ -79,8 +79,7 @@ def forward(
     - `interpret`: whether to interpret the kernel, which works on any platform.
     """
     on_device = partial(_forward_on_device, setting, interpret)
-    out, log_sum = _shard_map(setting, on_device, 2)(q, k, v, _segments(q, k, extras))
-    return out, log_sum
+    return _on_each_device(setting, on_device, q, k, v, _segments(q, k, extras))
 
 
 def backward(
@@ -96,7 +95,7 @@ def backward(
 ) -> list[Any]:
     """Same as `_blockwise.backward`."""
     on_device = partial(_backward_on_device, setting, interpret)
-    return list(_shard_map(setting, on_device, 3)(q, k, v, _segments(q, k, extras), out, log_sum, g))
+    return list(_on_each_device(setting, on_device, q, k, v, _segments(q, k, extras), out, log_sum, g))
 
 
 # --- on one device ----------------------------------------------------------------------------------------------------
@@ -136,16 +135,9 @@ def _kernel(setting: AttentionSetting, q: Any, k: Any, interpret: bool) -> Any:
     # With wide heads, the largest blocks do not fit into the memory of a core.
     fitting = _BLOCK_SIZES if q.dtype.itemsize * q.shape[-1] <= 512 else _BLOCK_SIZES[1:]
     block_q, block_kv = (next(block for block in fitting if n % block == 0) for n in shape)
-    sizes = kernels.BlockSizes(
-        block_q=block_q,
-        block_kv=block_kv,
-        block_kv_compute=block_kv,
-        block_q_dkv=block_q,
-        block_kv_dkv=block_kv,
-        block_kv_dkv_compute=block_kv,
-        block_q_dq=block_q,
-        block_kv_dq=block_kv,
-    )
+    of_queries = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), block_q)
+    of_keys = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq")
+    sizes = kernels.BlockSizes(**of_queries, **dict.fromkeys(of_keys, block_kv))
     with jax.ensure_compile_time_eval():
         return kernels.make_splash_mha(
             masks.MultiHeadMask([mask] * q.shape[2]),
@@ -207,23 +199,17 @@ def _segments(q: Any, k: Any, extras: dict[str, Any]) -> Any:
 # --- on several devices -----------------------------------------------------------------------------------------------
 
 
-def _shard_map(setting: AttentionSetting, fn: Callable[..., Any], n_outputs: int) -> Callable[..., Any]:
-    """Maps `fn` over devices, each with its own rows and heads. Rows or heads that do not divide are replicated.
+def _on_each_device(setting: AttentionSetting, fn: Callable[..., Any], q: Any, k: Any, *others: Any) -> Any:
+    """Calls `fn` on each device, with its own rows and heads. Rows or heads that do not divide are replicated.
 
-    **Arguments:**
-
-    - `fn`: takes queries, keys, values, segments and, in the backward pass, outputs, log-sum-exps and gradients.
+    The operands are queries, keys, values, segments and, in the backward pass, outputs, log-sum-exps and gradients.
     """
     if setting.split is None or setting.split.mesh.size == 1:
-        return fn
-    mesh = setting.split.mesh
-
-    def mapped_fn(q: Any, k: Any, v: Any, segments: Any, *others: Any) -> Any:
-        rows, heads = setting.mesh_axes(q, k)
-        qkv_spec, log_sum_spec, segment_spec = P(rows, None, heads, None), P(rows, heads, None), P(rows, None)
-        in_specs = (*(qkv_spec,) * 3, segment_spec, qkv_spec, log_sum_spec, qkv_spec)[: 4 + len(others)]
-        out_specs = (qkv_spec, log_sum_spec) if n_outputs == 2 else (qkv_spec,) * 3
-        sharded_fn = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return sharded_fn(q, k, v, segments, *others)
-
-    return mapped_fn
+        return fn(q, k, *others)
+    rows, heads = setting.mesh_axes(q, k)
+    qkv_spec, log_sum_spec, segment_spec = P(rows, None, heads, None), P(rows, heads, None), P(rows, None)
+    is_forward = len(others) == 2
+    in_specs = (*(qkv_spec,) * 3, segment_spec, *(() if is_forward else (qkv_spec, log_sum_spec, qkv_spec)))
+    out_specs = (qkv_spec, log_sum_spec) if is_forward else (qkv_spec,) * 3
+    sharded = jax.shard_map(fn, mesh=setting.split.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return sharded(q, k, *others)
