@@ -29,8 +29,9 @@ def text_of(path):
 
 
 PAGES = {name: text_of(path) for name, path in FILES.items() if name not in TUTORIALS}
-WITH_CODE = [name for name, text in PAGES.items() if "```python" in text]
-QUICK = {"index.md"}
+WITH_CODE = [
+    name for name, text in PAGES.items() if "```python" in text and name != "index.md"
+]  # the README's, tested there
 WITH_TORCH = {"guides/data.md"}
 WARNINGS = "error,ignore:'set_vital' is deprecated"  # torch's own, which torchdata calls
 # Made by `make docs`.
@@ -52,13 +53,10 @@ def runnable(text):
                 yield f"import subprocess; subprocess.run({command}, check=True)"
 
 
-def marks(name):
-    if name in WITH_TORCH:
-        return [pytest.mark.sweep, pytest.mark.parity]
-    return [] if name in QUICK else [pytest.mark.sweep]
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in WITH_CODE])
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.parity] * (name in WITH_TORCH)) for name in WITH_CODE]
+)
 def test_snippets_of_a_page_run_in_order(name, tmp_path):
     (tmp_path / "page.py").write_text("\n".join(runnable(PAGES[name])))
     env = {**os.environ, "PYTHONPATH": str(DOCS.parent), "PYTHONWARNINGS": WARNINGS}
