@@ -19,7 +19,7 @@ from jaxtyping import PRNGKeyArray
 from ._tree import ModelT, PyTree, is_array_like, named_leaves
 from ._version import __version__
 from .data import BatchSize, n_slices
-from .distributed import Peers, Preemption, Timeouts, Watch, agree_on_program, crowding, start
+from .distributed import Peers, Preemption, Timeouts, Watch, agree_on_program, start
 from .errors import (
     REDCO_DEPLOYER,
     FilteredTraceback,
@@ -168,8 +168,6 @@ class Deployer(RedcoNames):
                 is_main=is_main,
                 peak_memory=lambda: peak_memory(mesh.local_devices),
             )
-            if mesh.devices.flat[0].platform == "cpu" and (advice := crowding(mesh.size)) is not None:
-                console.info(advice)
         watch, preemption = Watch(peers, timeouts.hang), Preemption(peers)
         is_dry_run = described is not None
         cache = None if is_dry_run else start_cache(compiler.cache, mesh.devices.flat[0].platform)

@@ -7,15 +7,16 @@ and the local launcher. Knows nothing of models or files. Open `_cluster.py` fir
 from ._agreement import (
     agree_on_examples as agree_on_examples,
     agree_on_opt_state as agree_on_opt_state,
+    agree_on_program as agree_on_program,
     agree_on_trainer as agree_on_trainer,
+    agree_on_values as agree_on_values,
     check_rows as check_rows,
 )
 from ._cluster import WORKER as WORKER, start as start
 from ._exits import at_end as at_end, discard as discard
 from ._interrupts import Preempted as Preempted, Preemption as Preemption
-from ._launch import crowding as crowding, launch as launch
+from ._launch import launch as launch
 from ._launchers import Member as Member, find_member as find_member
 from ._links import PeerError as PeerError
 from ._peers import Peers as Peers
-from ._replicas import agree_on_program as agree_on_program, agree_on_values as agree_on_values
 from ._watch import Timeouts as Timeouts, Watch as Watch

@@ -1,5 +1,6 @@
 """Addresses and ports of this host: where process 0 listens, and where the others reach it."""
 
+import errno
 import ipaddress
 import socket
 
@@ -49,3 +50,33 @@ def free_port(host: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
         free.bind((host, 0))
         return free.getsockname()[1]
+
+
+def listen(host: str, port: int, bind: str) -> socket.socket:
+    """Return a socket that listens on `port` of the address `bind`; `""` for all addresses. `host` is for errors.
+
+    Raises ValueError if the port is in use or not allowed, or the address is not this host's.
+    """
+    try:
+        found = socket.getaddrinfo(bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise unknown_host(host, error) from error
+    family, _, _, _, address = found[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    # JAX's coordinator listens on the same port later, while these connections stay open.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE or "in use" in str(error):
+            name, rule, got = "host0_port", "a free port", f"{port}, which another program holds. Pass another everywhere"
+        elif error.errno == errno.EACCES:
+            name, rule = "host0_port", "a port that this user may listen on"
+            got = f"{port} ({error.strerror}). Pass one above 1023 everywhere"
+        else:
+            name, rule = "host0_address", "an address of process 0's own host"
+            got = f"{host!r} ({error.strerror}). Pass the one under which the others reach it"
+        raise ValueError(f"`{name}`: expected {rule}, got {got}.") from error
+    return listener

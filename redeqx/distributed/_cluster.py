@@ -18,12 +18,11 @@ from types import TracebackType
 import jax
 
 from ._addresses import free_port, reachable
-from ._exits import attempt, exit_now, run_exit_callbacks
+from ._exits import attempt, exit_now
 from ._launchers import Member, find_member
-from ._links import PeerError
+from ._links import START, PeerError
 from ._peers import FAILURE, HEARTBEAT, Peers
-from ._relay import Relay
-from ._rendezvous import START
+from ._relay import HOST, start_relay
 
 _NEVER = 10**8  # seconds
 _HOOK = 30.0  # seconds that an exception hook may take, for example one that reports to a service
@@ -65,12 +64,10 @@ def start(
             return Peers()
         _check_unused()
     peers = Peers(member.n, member.index, heartbeat)
-    relay = None
     if member.n > 1:
         peers.meet(member.host, member.port, bind=member.bind, timeout=timeout, token=member.token, source=member.source)
     if not jax.distributed.is_initialized():
-        relay = Relay(member.host, member.port, timeout)
-        _start_jax(member, relay, timeout)
+        _start_jax(member, start_relay(member.host, member.port, timeout), timeout)
     if threading.current_thread() is threading.main_thread():
         # JAX installs a handler that only records the signal (JAX 0.10.2; 2026-11-25). Restore Python's, which applies
         # outside of `fit`.
@@ -79,7 +76,7 @@ def start(
     _peers = peers
     if member.n > 1:
         _report_ends(peers)
-        os.register_at_fork(after_in_child=lambda: _detach_child(peers, relay))
+        os.register_at_fork(after_in_child=lambda: _detach_child(peers))
     _check_span(member.n)
     return peers
 
@@ -108,7 +105,7 @@ def _running_member(port: int | None, timeout: float) -> Member:
     n, index, store = global_state.num_processes, global_state.process_id, global_state.client
     assert store is not None
     if n == 1:
-        return Member(1, 0, Relay.host, 1)
+        return Member(1, 0, HOST, 1)
     source = "jax.distributed.initialize"
     if index == 0:
         host, bind = reachable((global_state.coordinator_address or "").rpartition(":")[0].strip("[]"))
@@ -125,12 +122,12 @@ def _running_member(port: int | None, timeout: float) -> Member:
     return Member(n, index, host, listens, token=token, source=source)
 
 
-def _start_jax(member: Member, relay: Relay, timeout: float) -> None:
+def _start_jax(member: Member, port: int, timeout: float) -> None:
     # If there is no address to bind, this is JAX's own default. Without this argument JAX would bind the relay's port.
     bind = f"[{member.bind or '::'}]" if ":" in (member.bind or "::") else member.bind
     with _no_proxies():
         jax.distributed.initialize(
-            f"{relay.host}:{relay.port}",
+            f"{HOST}:{port}",
             member.n,
             member.index,
             local_device_ids=None if member.local_devices is None else list(member.local_devices),
@@ -179,8 +176,7 @@ def _report_ends(peers: Peers) -> None:
     def failing(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if os.getpid() != pid or peers.fail(in_runtime=_is_of_runtime(error)):  # a forked child fails alone
             attempt(lambda: hook(kind, error, frames), seconds=_HOOK)
-            attempt(run_exit_callbacks, seconds=_HOOK)
-        exit_now(FAILURE)  # at a normal exit JAX would wait for processes that are gone
+        exit_now(FAILURE, _HOOK)  # at a normal exit JAX would wait for processes that are gone
 
     pid = os.getpid()
     sys.excepthook = failing
@@ -194,7 +190,7 @@ def _is_of_runtime(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _detach_child(peers: Peers, relay: Relay | None) -> None:
+def _detach_child(peers: Peers) -> None:
     """In a forked child: detach from the run, so that the child's exit does not end the run."""
     atexit.unregister(peers.close)
     with contextlib.suppress(ImportError, AttributeError):
@@ -202,5 +198,3 @@ def _detach_child(peers: Peers, relay: Relay | None) -> None:
 
         atexit.unregister(clean_up)
     peers.forget()
-    if relay is not None:
-        relay.forget()

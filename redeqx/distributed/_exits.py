@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NoReturn
 
 PATIENCE = 2.0  # seconds that printing the last lines may take
@@ -38,8 +37,10 @@ def say(text: str) -> None:
     attempt(lambda: print(f"{text}\n", end="", file=sys.stderr, flush=True))
 
 
-def exit_now(code: int) -> NoReturn:
-    """End this process without waiting for any thread, peer, or reader of its output."""
+def exit_now(code: int, seconds: float | None = None) -> NoReturn:
+    """Call the functions of `at_end`, for at most that many seconds (by default `PATIENCE`), and end this process without
+    waiting for any thread, peer, or reader of its output."""
+    attempt(_run_callbacks, seconds)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             attempt(stream.flush)
@@ -58,30 +59,30 @@ def discard(stream: Any) -> None:
 def end_in_time(code: int) -> None:
     """After the main thread ends, give threads `STAY` seconds and exit handlers `CLEANUP` seconds, then end the process
     with that code."""
-    threading.Thread(target=_end_in_time, args=(code,), name="redeqx-exit", daemon=True).start()
 
-
-def _end_in_time(code: int) -> None:
-    main = threading.main_thread()
-    main.join()  # from now on the interpreter waits for the other threads
-    until = time.monotonic() + STAY
-    others = [each for each in threading.enumerate() if each is not main and not each.daemon]
-    for thread in others:
-        thread.join(max(until - time.monotonic(), 0))
-    if names := [thread.name for thread in others if thread.is_alive()]:
-        say(f"redeqx: thread {', '.join(names)} still runs {STAY:g} s after the end. Leaving with exit code {code}.")
+    def end() -> None:
+        main = threading.main_thread()
+        main.join()  # from now on the interpreter waits for the other threads
+        others = [each for each in threading.enumerate() if each is not main and not each.daemon]
+        until = time.monotonic() + STAY
+        for thread in others:
+            thread.join(max(until - time.monotonic(), 0))
+        if names := [thread.name for thread in others if thread.is_alive()]:
+            what = f"thread {', '.join(names)} still runs {STAY:g} s after the end"
+        else:
+            time.sleep(CLEANUP)
+            what = f"exit handlers still run after {CLEANUP:g} s"  # such as a tracker without an answer
+        say(f"redeqx: {what}. Leaving with exit code {code}.")
         exit_now(code)
-    time.sleep(CLEANUP)  # such as a tracker without an answer
-    say(f"redeqx: exit handlers still run after {CLEANUP:g} s. Leaving with exit code {code}.")
-    exit_now(code)
+
+    threading.Thread(target=end, name="redeqx-exit", daemon=True).start()
 
 
 _exit_callbacks: list[Callable[[], object]] = []
 
 
 def at_end(act: Callable[[], object]) -> Callable[[], None]:
-    """Register `act` to be called at exit, also after an exception that ends all processes. Returns a function that
-    unregisters it."""
+    """Register `act` to be called at exit, also one that skips `atexit`. Returns a function that unregisters it."""
     _exit_callbacks.append(act)
     atexit.register(act)
 
@@ -93,24 +94,13 @@ def at_end(act: Callable[[], object]) -> Callable[[], None]:
     return forget
 
 
-def run_exit_callbacks() -> None:
-    """Call the functions registered by `at_end`, before an exit that skips `atexit`: all at once, as one may hang."""
+def _run_callbacks() -> None:
+    """Call them all at once, as one may hang."""
     threads = [threading.Thread(target=act, name="redeqx-end", daemon=True) for act in _exit_callbacks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def keep_quiet(error: BaseException) -> None:
-    """Suppress the traceback if this exception ends the script: its reason has been printed."""
-    hook = sys.excepthook
-
-    def print_others(kind: type[BaseException], raised: BaseException, frames: TracebackType | None) -> None:
-        if raised is not error:
-            hook(kind, raised, frames)
-
-    sys.excepthook = print_others
 
 
 def stacks() -> str:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import NoReturn, Protocol
 
 from ..errors import warn
-from ._exits import attempt, end_in_time, exit_now, keep_quiet, run_exit_callbacks, say
+from ._exits import PATIENCE, end_in_time, exit_now, say
 from ._links import PeerError
 from ._peers import EXIT_CODE, Peers
 from ._signals import handle_always, handled, woken
@@ -43,6 +43,10 @@ class Preempted(SystemExit):
         self.step = step
 
 
+class _Interrupted(SystemExit, KeyboardInterrupt):
+    """Ends a script that Ctrl-C has stopped, without a traceback."""
+
+
 class Preemption:
     """Stops all processes of a run after the same step, when a scheduler or Ctrl-C preempts it.
 
@@ -63,23 +67,20 @@ class Preemption:
         self._keepers: list[weakref.ref[Keeper]] = []  # in the same order in all processes
         self._change = threading.Lock()
         self._begin(is_on=False)
-        self._register()
 
     @property
     def _is_noticed(self) -> bool:
         return self._is_signalled or self._n_interrupts > 0
 
-    def _register(self) -> None:
-        """Handle the message that another process was preempted, in place of any earlier `Preemption`."""
-        self._peers.on("preempted", lambda index, is_interrupt: self._handle(is_interrupt))
-
     def _begin(self, *, is_on: bool) -> None:
-        self._is_on = is_on
-        self._is_broadcast = False
-        self._step = 0  # the last step of this process
-        self._contributed = 0  # the step that this process contributed
-        self._gathering: str | None = None  # the name of the gathering, once this process has contributed
-        self._steps: list[int | None] | None = None  # the steps of all processes; None for one whose fit has ended
+        with self._change:
+            self._is_on = is_on
+            self._step = 0  # the last step of this process
+            self._contributed = 0  # the step that this process contributed
+            self._gathering: str | None = None  # the name of the gathering, once this process has contributed its step
+            self._end: int | None = None  # the step after which all stop; 0 if the fit of one has ended
+        # In place of another deployer of this run, which may have been made since.
+        self._peers.on("preempted", lambda index, is_interrupt: self._handle(is_interrupt))
 
     def _notice(self) -> None:
         self._is_signalled = True  # do nothing else: the main thread may hold any lock
@@ -95,7 +96,6 @@ class Preemption:
     def _handle(self, is_interrupt: bool = False) -> None:
         self._is_signalled |= not is_interrupt
         self._n_interrupts += is_interrupt
-        self._is_broadcast = True
         self._contribute_step()
 
     def _contribute_step(self) -> None:
@@ -110,9 +110,7 @@ class Preemption:
         acts = dict.fromkeys(SIGNALS, self._notice)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a script that a shell runs in the background
             acts[signal.SIGINT] = self._interrupt
-        with self._change:
-            self._begin(is_on=True)
-        self._register()  # another deployer of this run may have been made since
+        self._begin(is_on=True)
         self._is_in_fit, is_late = True, False
         try:
             with handled(acts), nullcontext() if _is_interactive() else _second_exits():
@@ -141,17 +139,16 @@ class Preemption:
         return True
 
     def _is_common_step(self, step: int) -> bool:
-        if not self._is_broadcast:
-            self._is_broadcast = True
+        if self._gathering is None:  # no message of another process has come first
             self._peers.broadcast("preempted", self._n_interrupts > 0)
         self._contribute_step()
-        if step == self._contributed:
+        if step == self._contributed:  # does not wait: the others' messages may take longer than a step
             return False
-        if self._steps is None:
+        if self._end is None:
             assert self._gathering is not None
-            self._steps = self._peers.wait(self._gathering)
-        reached = [at for at in self._steps if at is not None]
-        return len(reached) == self._peers.n and step == max(reached) + 1
+            steps = self._peers.wait(self._gathering)
+            self._end = 0 if None in steps else max(steps) + 1
+        return step == self._end
 
     def end(self, step: int, log: Callable[[str], None]) -> NoReturn:
         """End the script after that step is saved: with exit code 75, or by KeyboardInterrupt, which a notebook survives."""
@@ -160,15 +157,13 @@ class Preemption:
         what = "`fit`" if _is_interactive() else "the script"
         log(f"{why}: step {step} is saved; run {what} again to go on from it")
         if self._is_guarded and threading.current_thread() is not threading.main_thread():
-            self._exit()  # an exception would end this thread alone
+            self._peers.close()
+            exit_now(EXIT_CODE)  # an exception would end this thread alone
         if not _is_interactive():
             end_in_time(_INTERRUPTED if is_interrupt else EXIT_CODE)
         if not is_interrupt:
             raise Preempted(step)
-        error = KeyboardInterrupt(f"step {step} is saved")
-        if not _is_interactive():
-            keep_quiet(error)
-        raise error
+        raise KeyboardInterrupt(f"step {step} is saved") if _is_interactive() else _Interrupted(_INTERRUPTED)
 
     # --- outside of a fit --------------------------------------------------------------------------------------------
 
@@ -209,9 +204,7 @@ class Preemption:
         if not self._is_guarded or self._is_in_fit:
             return False
         if not self._is_on:
-            with self._change:
-                self._begin(is_on=True)
-            self._register()
+            self._begin(is_on=True)
         return self.is_due(step)
 
     def end_outside(self) -> NoReturn:
@@ -219,12 +212,16 @@ class Preemption:
         update, or there is nothing to save."""
         self._is_signalled = False
         self._n_held += 1  # a second signal must not end the save
-        for keeper in self._unsaved():
+        unsaved = self._unsaved()
+        for keeper in unsaved:
             try:
                 say(f"redeqx: preempted: step {keeper.save_to_resume()} is saved")
             except Exception as error:  # this process ends in any case
                 say(f"redeqx: preempted: the newest step could not be saved: {error}")
         if self._peers.n > 1:
+            if unsaved:  # then all processes are here, and the first one to leave ends the others
+                with suppress(PeerError):
+                    self._peers.gather("saved", timeout=PATIENCE)
             self._peers.end(_OUTSIDE, EXIT_CODE)
         say(f"redeqx: {_OUTSIDE}. Leaving with exit code {EXIT_CODE}: run it again to go on.")
         end_in_time(EXIT_CODE)
@@ -248,11 +245,6 @@ class Preemption:
         time.sleep(_GRACE)
         if self._is_signalled and not self._is_in_fit:  # else the processes save the same step, or a fit ends by itself
             self._peers.end(_OUTSIDE, EXIT_CODE)
-
-    def _exit(self) -> NoReturn:
-        self._peers.close()
-        attempt(run_exit_callbacks)
-        exit_now(EXIT_CODE)
 
 
 _OUTSIDE = "preempted outside of `fit`"

@@ -6,21 +6,21 @@ index.
 
 import os
 import secrets
-import selectors
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Sequence
+from typing import IO, Any, TextIO
 
 from ._addresses import free_port
 from ._exits import discard
+from ._links import TOKEN
 from ._peers import EXIT_CODE
-from ._rendezvous import TOKEN
 
 GRACE = 10.0  # seconds that the other processes have to exit after one has failed
+_LAST_LINES = 5.0  # seconds to print what they have written, although a child of theirs may hold its end open
 # Asks Linux to kill the process when its parent, this process, is gone, and then executes the command. Without the parent
 # nobody would read its output, or end it if another process fails. (`preexec_fn` would run fork hooks.)
 _DIE_WITH_PARENT = """
@@ -61,14 +61,14 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
         )
         for i in range(n)
     ]
-    sources = {
-        source: (f"[{i}] ".encode(), target)
+    lock = threading.Lock()  # lines of several processes stay whole
+    printing = [
+        threading.Thread(target=_print, args=(source, f"[{i}] ".encode(), stream, lock), daemon=True)
         for i, process in enumerate(processes)
-        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-        if source is not None
-    }
-    printing = threading.Thread(target=_print, args=(sources,), daemon=True)
-    printing.start()
+        for source, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+    ]
+    for thread in printing:
+        thread.start()
 
     def pass_on(number: int, _: Any) -> None:
         for process in processes:
@@ -85,19 +85,10 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
                 process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
-    printing.join(timeout=5)
+    until = time.monotonic() + _LAST_LINES
+    for thread in printing:
+        thread.join(max(until - time.monotonic(), 0))
     return code
-
-
-def crowding(n_devices: int) -> str | None:
-    """Return advice if the processes that `launch` started simulate more devices than this machine has cores."""
-    if not os.environ.get("REDEQX_HOST0", "").startswith("127.0.0.1:") or n_devices <= (cores := os.cpu_count() or 1):
-        return None
-    n = int(os.environ.get("REDEQX_PROCESSES", "1"))
-    return (
-        f"{n_devices} simulated devices of {n} processes share {cores} cores, which makes each step many times slower. For "
-        f"fewer, call `redeqx.simulate_devices({max(cores // n, 1)})` at the start of the script."
-    )
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -111,34 +102,13 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     return 128 - code if code < 0 else code  # as a shell reports a signal
 
 
-def _print(sources: Mapping[IO[bytes], tuple[bytes, Any]]) -> None:
-    """Print the lines of each source after its prefix, until all have ended.
-
-    Among lines that are ready at the same time, those of stderr are printed last, so that the reason of a failure comes
-    after what the others printed before it.
-    """
-    unfinished = dict.fromkeys(sources, b"")
-    with selectors.DefaultSelector() as selector:
-        for source in sources:
-            selector.register(source, selectors.EVENT_READ)
-        while selector.get_map():
-            ready: list[Any] = [key.fileobj for key, _ in selector.select()]
-            for source in sorted(ready, key=lambda source: sources[source][1] is sys.stderr):
-                prefix, target = sources[source]
-                came = os.read(source.fileno(), 2**16)
-                *lines, unfinished[source] = (unfinished[source] + came).split(b"\n")
-                if not came:
-                    selector.unregister(source)
-                    source.close()
-                    lines += filter(None, [unfinished[source]])
-                text = b"".join(prefix + line + b"\n" for line in lines)
+def _print(source: IO[bytes], prefix: bytes, stream: TextIO, lock: threading.Lock) -> None:
+    """Print the lines of a source after its prefix, until it ends."""
+    with source:
+        for line in source:
+            with lock:
                 try:
-                    target.write(_printable(text, getattr(target, "encoding", None) or "utf-8"))
-                    target.flush()
+                    stream.buffer.write(prefix + line.removesuffix(b"\n") + b"\n")
+                    stream.flush()
                 except OSError:  # the reader, such as `tee`, is gone; the processes continue
-                    discard(target)
-
-
-def _printable(text: bytes, encoding: str) -> str:
-    """Decodes output of a process, whose streams have the encoding of this one's, and replaces what it cannot express."""
-    return text.decode(encoding, "replace").encode(encoding, "replace").decode(encoding)
+                    discard(stream)

@@ -11,12 +11,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import check_count
 from ._addresses import interface, unknown_host
-from ._rendezvous import START
+from ._links import START
 from ._secrets import job_token
 
 PORT = 55527  # process 0's default port; JAX's own detection uses the same on Kubernetes
@@ -105,46 +106,30 @@ def _checked(member: Member) -> Member | None:
         time.sleep(_LOOK_UP)
 
 
+@dataclass(eq=False)
 class _Missing(Exception):
-    """A launcher is recognised, and does not tell this process's place.
+    """A launcher is recognised, and does not tell this process's place."""
 
-    **Arguments:**
-
-    - `name`: the variable that is missing.
-    - `rule`, `got`: what is expected and what was found, if the variable is set.
-    """
-
-    def __init__(self, name: str, rule: str = "", got: str = "none"):
-        super().__init__(name)
-        self.name, self.rule, self.got = name, rule, got
+    name: str  # of a variable
+    rule: str = ""  # what is expected and what was found, if it is set
+    got: str = "none"
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher, and the variables by which it tells a process its place.
+    """A launcher, and the variables by which it tells a process its place."""
 
-    **Arguments:**
-
-    - `name`, `remedy`: for errors: what started the process, and what to do if a variable is missing.
-    - `n`, `index`: the variables with the number of processes and this one's index; the first one that is set counts.
-    - `needs`: further variables, first the one with the address of process 0.
-    - `local`: the variable with the index of the device that is this process's; `""` for all devices.
-    - `where`: returns the address and the port of process 0, and a token; by default they are in JAX's own variables.
-    - `detect`: replaces all of these for a launcher without such variables.
-    - `only_with`: the variable without which the others mean nothing.
-    - `is_shared`: whether other programs set such variables too: then a text as a number, or index 0 alone, means nothing.
-    """
-
-    name: str
+    name: str  # for errors: what started the process, and what to do if a variable is missing
     remedy: str
-    n: tuple[str, ...] = ()
+    n: tuple[str, ...] = ()  # the number of processes, and this one's index; the first variable that is set counts
     index: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    local: str = ""
+    needs: tuple[str, ...] = ()  # further variables, first the one with the address of process 0
+    local: str = ""  # the index of the device that is this process's; "" for all devices
+    # Returns the address and the port of process 0, and a token; by default they are in JAX's own variables.
     where: Callable[[], tuple[str, int, str]] = lambda: ("", PORT, "")
-    detect: Callable[[], Member | None] | None = None
-    only_with: str = ""
-    is_shared: bool = False
+    detect: Callable[[], Member | None] | None = None  # replaces all of these for a launcher without such variables
+    only_with: str = ""  # the variable without which the others mean nothing
+    is_shared: bool = False  # other programs set such variables too: a text as a number, or index 0 alone, means nothing
 
     def read(self) -> Member | None:
         """Return the place; None if the launcher did not start several processes. Raises `_Missing`."""
@@ -191,9 +176,9 @@ def _detect() -> Member | None:
             )
             if launcher is LAUNCHERS[0]:
                 break
-            continue
-        if member is not None:
-            return _checked(replace(member, source=launcher.name))
+        else:
+            if member is not None:
+                return _checked(replace(member, source=launcher.name))
     if error is not None:
         raise error
     return None
@@ -307,13 +292,10 @@ def _jax_detection() -> Member | None:
     try:
         address, n, index, local = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(START))
     except Exception:
-        if not is_pod or in_job:
-            raise
-        try:
+        n_pods = None
+        with suppress(Exception):  # it has no Job, or no permission to look it up
             n_pods = K8sCluster.get_process_count()
-        except Exception:  # it has no Job, or no permission to look it up
-            return None
-        if n_pods in (None, 1):  # outside of any Job of several pods, such as a notebook's
+        if is_pod and not in_job and n_pods in (None, 1):  # outside of any Job of several pods, such as a notebook's
             return None
         raise
     if n == 1:

@@ -2,7 +2,7 @@
 
 JAX's collectives, and `multihost_utils` over them, carry arrays, belong to the thread that takes the steps, and wait for
 ever for a missing peer. This channel carries JSON over TCP, in its own threads: whether all processes agree, how far each
-one is, which one is gone or fails. It is a star, as `_rendezvous` connects it: process 0 is the coordinator, and forwards
+one is, which one is gone or fails. It is a star, as `_links.meet` connects it: process 0 is the coordinator, and forwards
 broadcasts. This module makes sure that no process waits for one that has ended.
 """
 
@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import warn
-from ._exits import PATIENCE, attempt, exit_now, run_exit_callbacks, say
-from ._links import Link, PeerError
-from ._rendezvous import START, meet
+from ._exits import PATIENCE, exit_now, say
+from ._links import START, Link, PeerError, meet
 
 EXIT_CODE = 75  # EX_TEMPFAIL: schedulers are configured to requeue on it
 # After an error of the script, which a rerun would repeat. `srun` returns the highest code of its tasks: none may be 75.
@@ -54,7 +53,7 @@ class Peers:
         self._difference_found: str | None = None  # the error message of a comparison that failed
         self._left: set[int] = set()  # the processes that have ended, announced or not
         self._failed: int | None = None  # the failed process that reports the reason for all
-        self._silent: set[int] | None = None  # at the coordinator: those that have not answered it; None before it asks
+        self._answered: dict[int, float] = {}  # at the coordinator: when each other process last answered `ask`
         self._is_leaving = False  # this process is about to leave, and a thread of it prints the reason
         self._is_forked = False
         self._change = threading.Condition()
@@ -190,9 +189,7 @@ class Peers:
     def compare(self, topic: str, what: str, values: Mapping[str, Any], advice: str = _SAME_SCRIPT) -> None:
         """As `agree`, without waiting: once the coordinator finds a difference, `check` raises it in every process.
 
-        **Arguments:**
-
-        - `topic`: the name of this comparison; each process uses it at most once.
+        `topic` is the name of this comparison; each process uses it at most once.
         """
         plain = _plain(values)
         if self.index == 0:
@@ -222,9 +219,13 @@ class Peers:
 
     def broadcast(self, topic: str, value: Any = None) -> None:
         """Send a message to every other process, without waiting."""
-        self._send(0, "broadcast", [self.index, topic, value]) if self.index else self._forward(0, topic, value)
+        if self.index == 0:
+            self._forward(0, topic, value)
+        else:
+            self._send(0, "message", [self.index, topic, value])
 
     def _forward(self, index: int, topic: str, value: Any) -> None:
+        """At the coordinator: send a process's message to the others."""
         for i in self._links:
             if i != index:
                 self._send(i, "message", [index, topic, value])
@@ -235,7 +236,7 @@ class Peers:
         return self._n_calls.total()
 
     def meet(self, host: str, port: int, *, bind: str, timeout: float = START, token: str = "", source: str = "") -> None:
-        """Connect to all processes by `_rendezvous.meet`, and receive their messages from then on."""
+        """Connect to all processes by `_links.meet`, and receive their messages from then on."""
         self._links = meet(self.n, self.index, host, port, bind=bind, timeout=timeout, token=token, source=source)
         for i, link in self._links.items():
             link.limit(self.heartbeat)
@@ -278,21 +279,23 @@ class Peers:
             with self._change:
                 self._results[value[0]] = value[1]
                 self._change.notify_all()
-        elif kind == "broadcast":
-            self._forward(*value)
-            self._handle(*value)
         elif kind == "message":
-            self._handle(*value)
+            sender, topic, content = value
+            if self.index == 0:
+                self._forward(sender, topic, content)
+            if topic in self._handlers:
+                self._handlers[topic](sender, content)
         elif kind == "ask":
             self._send(0, "answer")
         elif kind == "answer":
-            self._hear_from(index)
+            with self._change:
+                self._answered[index] = time.monotonic()
+                self._change.notify_all()
         elif kind == "bye":
             with self._change:
                 self._left.add(index)
                 self._change.notify_all()
             if self.index == 0:
-                self._hear_from(index)
                 self._end_if_missing()
         elif kind == "fails":
             # In a thread: this one receives the answer of the process that fails.
@@ -302,14 +305,10 @@ class Peers:
                 self._failed = value
                 self._change.notify_all()
             if value != self.index:
-                _exit(FAILURE)
+                exit_now(FAILURE)
         elif kind == "lost":
             why, code = value
-            leave(why, code, self.committed)
-
-    def _handle(self, index: int, topic: str, value: Any) -> None:
-        if topic in self._handlers:
-            self._handlers[topic](index, value)
+            self.leave(why, code)
 
     # --- ends ------------------------------------------------------------------------------------------------------------
 
@@ -328,7 +327,15 @@ class Peers:
             return
         for i in self._links:
             self._send(i, "lost", [why, code])
-        leave(why, code, self.committed)
+        self.leave(why, code)
+
+    def leave(self, why: str, code: int) -> NoReturn:
+        """End this process at once, from any thread. The last line names the step that is safe on disk."""
+        safe = "no step was committed yet" if self.committed is None else f"the last committed step is {self.committed}"
+        advice = ": run it again to go on" if code == EXIT_CODE else ""
+        say(f"redeqx: {why}; {safe}. Leaving with exit code {code}{advice}.")
+        # Not `sys.exit`: the main thread may be in a collective that never ends, and JAX waits at exit for those missing.
+        exit_now(code)
 
     def claim_end(self) -> bool:
         """Return whether the caller is the first to end this process: it then prints the reason, and calls `leave`.
@@ -342,10 +349,8 @@ class Peers:
     def fail(self, *, in_runtime: bool = False) -> bool:
         """Announce that an exception ends this process, and wait until the others have left.
 
-        **Arguments:**
-
-        - `in_runtime`: whether JAX's runtime raised the exception. So does a collective if a process is gone, maybe before
-            this channel notices it. Then that process is the reason: this call does not return, as `end` ends the run.
+        JAX's runtime raises one (`in_runtime`) also if a process is gone, maybe before this channel notices it. Then that
+        process is the reason: this call does not return, as `end` ends the run.
 
         Returns True if this process prints the traceback: if several fail at once, only one does.
         """
@@ -377,25 +382,16 @@ class Peers:
             self._send(i, "failed", index)
         if index != 0:
             self._wait_for_ends()
-            _exit(FAILURE)
+            exit_now(FAILURE)
 
     def _wait_for_answers(self) -> None:
         """At the coordinator: wait until each process that runs has answered. If one is gone, `end` ends the run."""
-        asked: set[int] = set()
-        with self._change:
-            if self._silent is None:  # otherwise they have been asked, as several processes fail
-                asked = set(self._links) - self._left
-                self._silent = set(asked)
-        for i in asked:
+        now = time.monotonic()
+        for i in self._links:
             self._send(i, "ask")
+        has_answered = lambda i: i in self._left or self._answered.get(i, 0) > now  # noqa: E731
         with self._change:
-            self._change.wait_for(lambda: not self._silent, timeout=self.heartbeat)
-
-    def _hear_from(self, index: int) -> None:
-        with self._change:
-            if self._silent is not None:
-                self._silent.discard(index)
-                self._change.notify_all()
+            self._change.wait_for(lambda: all(map(has_answered, self._links)), timeout=self.heartbeat)
 
     def _wait_for_ends(self) -> None:
         """Wait until the others have left, except for the one that reports. The coordinator leaves last."""
@@ -438,17 +434,3 @@ def _difference(what: str, values_of: Mapping[int, Mapping[str, Any]], advice: s
                     f"{index}. {advice}"
                 )
     return None
-
-
-def leave(why: str, code: int, committed: int | None) -> NoReturn:
-    """End this process at once, from any thread. The last line names the step that is safe on disk."""
-    safe = "no step was committed yet" if committed is None else f"the last committed step is {committed}"
-    advice = ": run it again to go on" if code == EXIT_CODE else ""
-    say(f"redeqx: {why}; {safe}. Leaving with exit code {code}{advice}.")
-    attempt(run_exit_callbacks)  # trackers get their last records
-    _exit(code)
-
-
-def _exit(code: int) -> NoReturn:
-    # Not `sys.exit`: the main thread may be in a collective that never ends, and JAX waits at exit for missing processes.
-    exit_now(code)

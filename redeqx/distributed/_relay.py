@@ -12,65 +12,44 @@ import contextlib
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
+HOST = "127.0.0.1"
 
-class Relay:
-    """Forwards connections to `relay.host:relay.port`, on this host, to another address.
 
-    **Arguments:**
+def start_relay(host: str, port: int, timeout: float) -> int:
+    """Forward connections to a port of `HOST`, which is returned, to another address: a program must listen there within
+    `timeout` seconds."""
+    listener = socket.create_server((HOST, 0))
 
-    - `host`, `port`: the other address.
-    - `timeout`: seconds within which a program must listen there.
-    """
-
-    host = "127.0.0.1"
-
-    def __init__(self, host: str, port: int, timeout: float):
-        self._address, self._timeout = (host, port), timeout
-        self._listener = socket.create_server((self.host, 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._sockets = weakref.WeakSet([self._listener])
-        _run(self._accept)
-
-    def _accept(self) -> None:
+    def accept() -> None:
         while True:
-            client = self._listener.accept()[0]
-            self._sockets.add(client)
-            _run(self._serve, client)
+            _run(_serve, listener.accept()[0], (host, port), timeout)
 
-    def _serve(self, client: socket.socket) -> None:
-        """Forward one connection, until JAX's client closes it."""
-        with client:
-            server = self._connect()
-            if server is None:
-                return
-            with server:
-                _run(_forward, server, client)
-                _forward(client, server)
-                with contextlib.suppress(OSError):
-                    server.shutdown(socket.SHUT_RDWR)  # ends the other direction too
+    _run(accept)
+    return listener.getsockname()[1]
 
-    def forget(self) -> None:
-        """In a forked child, where these threads do not run: close its copies of the sockets."""
-        for each in list(self._sockets):
-            each.close()
 
-    def _connect(self) -> socket.socket | None:
-        until = time.monotonic() + self._timeout
-        while (left := until - time.monotonic()) > 0:
+def _serve(client: socket.socket, address: tuple[str, int], timeout: float) -> None:
+    """Forward one connection, until JAX's client closes it."""
+    until = time.monotonic() + timeout
+    server = None
+    with client:
+        while server is None:
             try:
-                server = socket.create_connection(self._address, timeout=left)
+                server = socket.create_connection(address, timeout=max(until - time.monotonic(), 0.01))
             except OSError:
+                if time.monotonic() >= until:
+                    return
                 time.sleep(0.02)  # the coordinator starts after the rendezvous
-            else:
-                self._sockets.add(server)
-                server.settimeout(None)
-                server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return server
-        return None
+        with server:
+            server.settimeout(None)
+            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _run(_forward, server, client)
+            _forward(client, server)
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)  # ends the other direction too
 
 
 def _run(act: Callable[..., None], *args: Any) -> None:

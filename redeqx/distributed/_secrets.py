@@ -17,13 +17,8 @@ _SHARED = "9p|afs|beegfs|ceph|cifs|fhgfs|gpfs|lustre|nfs|nfs4|panfs|smb3|virtiof
 
 
 def job_token(job: str, *, is_one_host: bool) -> str:
-    """Return a token that is the same in all processes of the job; `""` if they cannot share one.
-
-    **Arguments:**
-
-    - `job`: identifies the job, the same in all of its processes.
-    - `is_one_host`: whether all processes of the job run on this host.
-    """
+    """Return a token that is the same in all processes of the job (`is_one_host`: all are here); `""` if they cannot share
+    one."""
     try:
         home = Path.home()
         if not is_one_host and not re.fullmatch(_SHARED, _file_system(home)):

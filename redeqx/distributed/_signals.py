@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 _DEBOUNCE = 0.5  # seconds within which a second signal counts as the same Ctrl-C: a shell and a wrapper may both forward it
 _replaced: list[dict[int, Any]] = []  # for each running fit, the handlers before it
 _wakeup: list[int] = []  # for each running fit, the wakeup file descriptor before it
-_is_registered = False
 _thread_mask = threading.local()  # the signal mask of the thread that forks
 
 
@@ -25,7 +25,7 @@ def handled(handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
 
     In another thread it changes nothing: Python delivers signals to the main thread only.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_in_main_thread():
         yield
         return
     _register()
@@ -45,7 +45,7 @@ def handle_always(numbers: Sequence[int], act: Callable[[], None]) -> bool:
 
     Returns whether this was possible: only the main thread may install handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_in_main_thread():
         return False
     # None: not installed by Python, such as JAX's, which only records the signal.
     own = [number for number in numbers if signal.getsignal(number) in (signal.SIG_DFL, None)]
@@ -59,13 +59,9 @@ def handle_always(numbers: Sequence[int], act: Callable[[], None]) -> bool:
 
 @contextmanager
 def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
-    """Return a context in which a thread calls `act(n)` at the n-th signal of this number.
-
-    This works even while the main thread is in a call that Python cannot interrupt.
-
-    A signal within half a second of the previous one is not counted.
-    """
-    if threading.current_thread() is not threading.main_thread():
+    """Return a context in which a thread calls `act(n)` at the n-th signal of this number, even if Python cannot interrupt
+    what the main thread does. A signal within half a second of the previous one is not counted."""
+    if not _is_in_main_thread():
         yield
         return
     _register()
@@ -80,6 +76,10 @@ def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
             if _wakeup:  # empty in a forked child, which has no such thread
                 signal.set_wakeup_fd(_wakeup.pop())
                 writer.shutdown(socket.SHUT_RDWR)  # ends the thread, even if a forked child has a copy
+
+
+def _is_in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _count(reader: socket.socket, number: int, act: Callable[[int], None]) -> None:
@@ -97,11 +97,9 @@ def _restore(before: Mapping[int, Any]) -> None:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+@cache
 def _register() -> None:
-    global _is_registered
-    if not _is_registered:
-        _is_registered = True
-        os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child)
+    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child)
 
 
 def _block_signals() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 from ..errors import check_number
 from ._exits import say, stacks
-from ._links import PeerError
-from ._peers import EXIT_CODE, HEARTBEAT, Peers, leave
-from ._rendezvous import START
+from ._links import START, PeerError
+from ._peers import EXIT_CODE, HEARTBEAT, Peers
 
 
 @dataclass(frozen=True)
@@ -43,43 +42,36 @@ class Timeouts:
 
 
 class Watch:
-    """Ends a run that hangs; prints the stack of every thread, and which process is behind.
-
-    **Arguments:**
-
-    - `seconds`: the time without progress after which the run ends; None for no limit.
-    """
+    """Ends a run after that many seconds without progress (None: never); prints the stack of every thread, and which process
+    is behind."""
 
     def __init__(self, peers: Peers, seconds: float | None = Timeouts.hang):
         self._peers, self._seconds = peers, seconds
         self._last: float | None = None  # the time of the last progress; None while none is expected
         self._n_loops = 0  # loops over steps or batches, one inside another
-        self._left: threading.Event | None = None  # tells the watching thread that the loop was left
         peers.on("stuck", lambda index, seconds: self._report(seconds))
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Return a context in which progress is expected, from the first `beat` on: a step, or a batch of an evaluation."""
+        is_left = threading.Event()
+        if not self._n_loops and self._seconds is not None:
+            threading.Thread(target=self._watch, args=(is_left, self._seconds), name="redeqx-watch", daemon=True).start()
         self._n_loops += 1
         try:
             yield
         finally:
             self._n_loops -= 1
+            is_left.set()
             if not self._n_loops:
                 self._last = None
-                if self._left is not None:
-                    self._left.set()
-                    self._left = None
 
     def beat(self, step: int | None = None) -> None:
         """Record progress, and the step that was finished if one is given; more progress is expected."""
-        self._peers.step = self._peers.step if step is None else step
-        if not self._n_loops:
-            return
-        self._last = time.monotonic()
-        if self._left is None and self._seconds is not None:
-            self._left = threading.Event()
-            threading.Thread(target=self._watch_steps, args=(self._left,), name="redeqx-watch", daemon=True).start()
+        if step is not None:
+            self._peers.step = step
+        if self._n_loops:
+            self._last = time.monotonic()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -91,13 +83,12 @@ class Watch:
             if was_on:
                 self.beat()
 
-    def _watch_steps(self, left: threading.Event) -> None:
-        assert self._seconds is not None
-        while not left.wait(min(1.0, self._seconds / 4)):
+    def _watch(self, is_left: threading.Event, seconds: float) -> None:
+        while not is_left.wait(min(1.0, seconds / 4)):
             last = self._last
-            if last is not None and time.monotonic() - last > self._seconds:
-                self._peers.broadcast("stuck", self._seconds)
-                self._report(self._seconds)
+            if last is not None and time.monotonic() - last > seconds:
+                self._peers.broadcast("stuck", seconds)
+                self._report(seconds)
 
     def _report(self, seconds: float) -> None:
         if not self._peers.claim_end():
@@ -119,4 +110,4 @@ class Watch:
             who = "no process is behind another" if len(behind) == self._peers.n else who
             why = f"no progress for {seconds:g} s: {who}, after step {min(reached)[0]}"
         say(f"redeqx: {why}. What each thread of process {self._peers.index} is at:\n{stacks()}")
-        leave(why, EXIT_CODE, self._peers.committed)
+        self._peers.leave(why, EXIT_CODE)

@@ -54,10 +54,8 @@ def test_invalid_utf8_is_replaced(capfd):
     assert capfd.readouterr().out == "[0] a\N{REPLACEMENT CHARACTER}b\n"
 
 
-@pytest.mark.parametrize(
-    "encoding, shown", [pytest.param("latin-1", b"\xe9\xff", marks=pytest.mark.sweep), ("ascii", b"??")]
-)
-def test_output_that_the_terminal_cannot_show_does_not_stop_the_others(tmp_path, encoding, shown):
+@pytest.mark.parametrize("encoding", [pytest.param("latin-1", marks=pytest.mark.sweep), "ascii"])
+def test_bytes_that_the_terminal_cannot_show_are_passed_on(tmp_path, encoding):
     (tmp_path / "run.py").write_text(
         r"""
 import sys
@@ -72,7 +70,7 @@ for i in range(20_000):  # more than a pipe holds
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == b"[0] " + shown and lines[-1] == b"[0] line 19999"
+    assert lines[0] == b"[0] \xe9\xff" and lines[-1] == b"[0] line 19999"
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -197,16 +195,3 @@ def test_command_line_launches_a_script(tmp_path):
     assert [run.returncode for run in runs] == [4, 1]
     assert nothing == ""
     assert why == "`missing.py`: expected a script, got no such file. For a module write `-m missing.py`.\n"
-
-
-def test_more_simulated_devices_than_cores_are_reported(tmp_path):
-    """Once, by process 0."""
-    (tmp_path / "script.py").write_text(
-        "import os, redeqx\nos.cpu_count = lambda: 2\nredeqx.simulate_devices(2)\nredeqx.Deployer()\n"
-    )
-    launcher = start_launcher("--processes", "2", str(tmp_path / "script.py"))
-    out, err = launcher.communicate(timeout=100)
-    assert launcher.returncode == 0, err
-    words = " ".join(line.removeprefix("[0]") for line in out.splitlines())
-    assert " ".join(words.split()).count("4 simulated devices of 2 processes share 2 cores") == 1
-    assert "`redeqx.simulate_devices(1)`" in words

@@ -80,7 +80,7 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch):
     cluster, hook = Cluster(), threading.excepthook
-    monkeypatch.setattr("redeqx.distributed._peers._exit", cluster.leave)
+    monkeypatch.setattr("redeqx.distributed._peers.exit_now", cluster.leave)
     monkeypatch.setattr(threading, "excepthook", lambda args: None if args.exc_type is SystemExit else hook(args))
     # Every process has a host of its own, named after its thread.
     monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
@@ -467,7 +467,7 @@ def test_unrelated_connections_do_not_disturb_the_start(cluster):
 def test_slow_or_flooding_connections_do_not_delay_the_start(cluster, monkeypatch):
     """Even if there are more of them than the coordinator serves at once."""
     monkeypatch.setattr(
-        "redeqx.distributed._rendezvous._GREETING_TIMEOUT", 2 * LIMIT
+        "redeqx.distributed._links._GREETING_TIMEOUT", 2 * LIMIT
     )  # to wait for one of them would take too long
     port = free_port()
     coordinator, other = cluster.process(2, 0), cluster.process(2, 1)
@@ -496,7 +496,7 @@ def test_slow_or_flooding_connections_do_not_delay_the_start(cluster, monkeypatc
 
 
 def test_coordinator_times_out_if_only_strangers_connect(cluster, monkeypatch):
-    monkeypatch.setattr("redeqx.distributed._rendezvous._GREETING_TIMEOUT", 2 * LIMIT)
+    monkeypatch.setattr("redeqx.distributed._links._GREETING_TIMEOUT", 2 * LIMIT)
     port = free_port()
     coordinator, over = cluster.process(2, 0), threading.Event()
 
@@ -574,7 +574,7 @@ class Environment(dict):
 
 @pytest.mark.parametrize("answer", [b"[", b"x" * 2**17])
 def test_joining_process_times_out_whatever_the_answer(cluster, answer, monkeypatch):
-    monkeypatch.setattr("redeqx.distributed._rendezvous._LATE", 0.2)
+    monkeypatch.setattr("redeqx.distributed._links._LATE", 0.2)
     with socket.create_server((LOCAL, 0)) as server:
         server.settimeout(0.05)
         over = threading.Event()
@@ -757,10 +757,10 @@ def test_forked_child_sends_nothing(cluster):
     coordinator, other = cluster.connect(2)
     links = dict(other._links)
     copy = Peers(2, 1)
-    copy._links = {i: type(link)(socket.socket(fileno=os.dup(link.fileno()))) for i, link in links.items()}
+    copy._links = {i: type(link)(socket.socket(fileno=os.dup(link._socket.fileno()))) for i, link in links.items()}
     copies = list(copy._links.values())
     copy.forget()
-    assert [link.fileno() for link in copies] == [-1]
+    assert [link._socket.fileno() for link in copies] == [-1]
     copy.broadcast("word")
     copy.close()
     with pytest.raises(PeerError, match=r"^`Deployer`: expected a call from a process of the run, got one from a forked"):

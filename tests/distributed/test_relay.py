@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from redeqx.distributed._relay import Relay
+from redeqx.distributed._relay import start_relay
 
 LIMIT = 10.0
 
@@ -28,10 +28,10 @@ def port_of(listener):
 
 
 def test_bytes_pass_in_both_directions(coordinator):
-    relay = Relay("127.0.0.1", port_of(coordinator), LIMIT)
+    relay = start_relay("127.0.0.1", port_of(coordinator), LIMIT)
     data = bytes(range(256)) * 4000  # more than a socket buffer holds
     for _ in range(2):
-        with client(relay.port) as near, coordinator.accept()[0] as far:
+        with client(relay) as near, coordinator.accept()[0] as far:
             for source, target in ((near, far), (far, near)):
                 sending = threading.Thread(target=source.sendall, args=(data,))
                 sending.start()
@@ -43,8 +43,8 @@ def test_bytes_pass_in_both_directions(coordinator):
 
 
 def test_client_does_not_see_the_coordinator_end(coordinator):
-    relay = Relay("127.0.0.1", port_of(coordinator), LIMIT)
-    with client(relay.port) as near:
+    relay = start_relay("127.0.0.1", port_of(coordinator), LIMIT)
+    with client(relay) as near:
         far = coordinator.accept()[0]
         far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, as when a process is killed
         far.close()
@@ -56,8 +56,8 @@ def test_client_does_not_see_the_coordinator_end(coordinator):
 
 
 def test_coordinator_sees_the_client_end(coordinator):
-    relay = Relay("127.0.0.1", port_of(coordinator), LIMIT)
-    with client(relay.port):
+    relay = start_relay("127.0.0.1", port_of(coordinator), LIMIT)
+    with client(relay):
         far = coordinator.accept()[0]
     far.settimeout(LIMIT)
     with far:
@@ -68,8 +68,8 @@ def test_coordinator_may_start_later():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = port_of(reserved)
-    relay = Relay("127.0.0.1", port, LIMIT)
-    with client(relay.port) as near:
+    relay = start_relay("127.0.0.1", port, LIMIT)
+    with client(relay) as near:
         near.settimeout(0.3)
         with pytest.raises(TimeoutError):
             near.recv(1)
@@ -84,6 +84,6 @@ def test_coordinator_may_start_later():
 def test_connection_is_refused_if_no_coordinator_starts_in_time():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
-        relay = Relay("127.0.0.1", port_of(reserved), 0.2)
-        with client(relay.port) as near:
+        relay = start_relay("127.0.0.1", port_of(reserved), 0.2)
+        with client(relay) as near:
             assert near.recv(1) == b""
