@@ -13,11 +13,17 @@ from ._chips import (
     chip_of_kind as chip_of_kind,
     has_fp8 as has_fp8,
 )
-from ._compilation_cache import (
+from ._compiler import (
+    SETTINGS as SETTINGS,
     CacheUse as CacheUse,
+    Compiler as Compiler,
+    Options as Options,
+    XlaSettings as XlaSettings,
     cache_use as cache_use,
+    compiler_environment as compiler_environment,
     start_cache as start_cache,
     uncached_where_described as uncached_where_described,
+    xla_settings as xla_settings,
 )
 from ._devices import (
     USABLE as USABLE,
@@ -46,12 +52,4 @@ from ._mesh import (
     replicated as replicated,
     split_heads as split_heads,
     split_rows as split_rows,
-)
-from ._xla_settings import (
-    SETTINGS as SETTINGS,
-    Compiler as Compiler,
-    Options as Options,
-    XlaSettings as XlaSettings,
-    compiler_environment as compiler_environment,
-    xla_settings as xla_settings,
 )

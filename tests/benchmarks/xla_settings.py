@@ -27,8 +27,7 @@ import redeqx
 from redeqx.compiled import Module, collectives
 from redeqx.data import BatchSize
 from redeqx.dry_run._forecast import _options, _traced
-from redeqx.machine import describe
-from redeqx.machine._xla_settings import SETTINGS
+from redeqx.machine import SETTINGS, describe
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.nn import cross_entropy
 from redeqx.training import in_order

@@ -22,9 +22,7 @@ def test_cpu_has_no_default_settings():
 @pytest.fixture
 def compiler_accepts_all(monkeypatch):
     """A compiler that accepts all options."""
-    monkeypatch.setattr(
-        "redeqx.machine._xla_settings._accepted", lambda device, given: XlaSettings({n: x for n, _, x in given})
-    )
+    monkeypatch.setattr("redeqx.machine._compiler._accepted", lambda device, given: XlaSettings({n: x for n, _, x in given}))
 
 
 @dataclass(frozen=True)

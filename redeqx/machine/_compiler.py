@@ -1,0 +1,285 @@
+"""The compiler of a run: its settings by platform, and the cache of compiled programs.
+
+Settings are passed to the compiler of a step (`jax.jit(compiler_options=...)`), so no environment variable is set, and other
+programs of the process are not affected. A compiler raises an error for an unknown option, so each option is first tried on
+a program with one addition.
+
+JAX's persistent cache is off for CPUs unless a folder is given. Its entries contain machine code, which other CPUs may not
+support. XLA checks this, but its check also prints errors and rejects entries on the machine that wrote them (jax issue
+38445).
+"""
+
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import jax
+import jax.monitoring
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+from jax.extend.backend import get_backend
+from jax.sharding import Mesh, SingleDeviceSharding
+
+Options = Mapping[str, bool | int | float | str]
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """How programs are compiled, and where they are kept.
+
+    **Arguments:**
+
+    - `cache`: True keeps compiled programs for the next run, in JAX's folder if `JAX_COMPILATION_CACHE_DIR` or `jax.config`
+        sets one, else in `~/.cache/redeqx/xla` (`XDG_CACHE_HOME`). A folder keeps them there, also on CPUs, for which True
+        does nothing, as their machine code does not run on every other CPU. False leaves JAX's setting unchanged. The
+        environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True. Let nobody else write to this
+        folder: its contents are executed.
+    - `settings`: XLA options for the train, eval and predict steps, as in `XLA_FLAGS` but without dashes:
+        `{"xla_gpu_enable_pipelined_all_gather": True}`; `"auto"`, the options recommended for training on this platform;
+        None for none. Options that the compiler does not know are left out, and the header names them.
+
+    Raises TypeError or ValueError for any other value.
+    """
+
+    cache: bool | str | Path | None = True
+    settings: Options | str | None = "auto"
+
+    def __post_init__(self) -> None:
+        if self.cache is not None and not isinstance(self.cache, bool | str | os.PathLike):
+            raise TypeError(f"`compiler.cache`: expected True, False or a folder, got {self.cache!r}. Pass one of them.")
+        given = self.settings
+        if given is None or given == "auto":
+            return
+        if not isinstance(given, Mapping):
+            kind, got = (ValueError, repr(given)) if isinstance(given, str) else (TypeError, type(given).__name__)
+            raise kind(f'`compiler.settings`: expected "auto", a dict or None, got {got}. Pass one of them.')
+        for name, value in given.items():
+            if not isinstance(name, str) or not isinstance(value, bool | int | float | str):
+                raise TypeError(
+                    f"`compiler.settings`: expected a bool, a number or a string by name, got {name!r}: {value!r}. "
+                    'Write {"xla_gpu_...": True}.'
+                )
+            if name.startswith("-"):
+                advice = f"Pass {name.lstrip('-')!r}."
+                raise ValueError(f"`compiler.settings`: expected names without dashes, got {name!r}. {advice}")
+
+
+# --- settings ----------------------------------------------------------------------------------------------------------
+
+MIB = 2**20
+# For more than one device. Their effect on a compiled step is in tests/benchmarks/compiled.md. Sources: (1) JAX, "GPU
+# performance tips", docs.jax.dev; (2) NVIDIA JAX-Toolbox, "Tips for High-Performance LLMs with JAX and XLA",
+# docs/GPU_performance.md; (3) MaxText, benchmarks/xla_flags_library.py.
+SETTINGS: dict[str, dict[str, bool | int]] = {
+    "gpu": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,  # (1), (2): overlaps collectives with computation
+        "xla_gpu_enable_pipelined_all_gather": True,  # (2), (1): gathers a layer's weights during the layer before
+        "xla_gpu_enable_pipelined_reduce_scatter": True,  # (2), (1)
+        "xla_gpu_enable_pipelined_all_reduce": True,  # (2), (1)
+        # (2): at least the weights of a layer; XLA's default is 30 MiB. A much larger value would gather several layers of
+        # an unrolled model at once.
+        "xla_gpu_all_gather_combine_threshold_bytes": 128 * MIB,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * MIB,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 128 * MIB,
+    },
+}
+# Flags that change no program: where files are, and how many devices are simulated.
+_NEUTRAL = re.compile("dump|cache|autotune_results|vmodule|log_level|host_platform_device_count")
+
+
+def compiler_environment() -> dict[str, Any]:
+    """Returns what decides how this process compiles a given program, by name: the compiler's version, and the environment's
+    flags. Processes in which they differ round differently, so that values that should be equal drift apart."""
+    texts = {name: os.environ.get(name, "").split() for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")}
+    kept = {name: sorted(flag for flag in text if not _NEUTRAL.search(flag)) for name, text in texts.items()}
+    flags = {name: " ".join(text) or "unset" for name, text in kept.items()}
+    return {"the version of jaxlib": version("jaxlib"), "the platform": get_backend().platform_version, **flags}
+
+
+@dataclass(frozen=True)
+class XlaSettings:
+    """Settings for the compiler of one platform.
+
+    **Arguments:**
+
+    - `options`: the options that it accepts.
+    - `dropped`: the options that it rejects, each with the reason.
+    """
+
+    options: dict[str, bool | int | float | str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """Returns a line to print, or an empty string if there are no settings."""
+        spelled = {name: str(x).lower() if isinstance(x, bool) else x for name, x in self.options.items()}
+        texts = [f"{name}={x}" for name, x in spelled.items()]
+        texts += [f"{name} left out: {reason}" for name, reason in self.dropped.items()]
+        return ", ".join(texts)
+
+
+def xla_settings(mesh: Mesh, given: Options | str | None) -> XlaSettings:
+    """Returns the settings for steps on a mesh.
+
+    **Arguments:**
+
+    - `given`: `"auto"` for the platform's settings, without options that `XLA_FLAGS` sets; a dict of other settings;
+        or None.
+    """
+    if given is None:
+        return XlaSettings()
+    device = next(iter(mesh.local_devices), mesh.devices.flat[0])
+    platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
+    if isinstance(given, str):
+        environment = os.environ.get("XLA_FLAGS", "")
+        own = SETTINGS.get(platform, {}) if mesh.size > 1 else {}
+        given = {name: value for name, value in own.items() if not re.search(rf"--{name}\b", environment)}
+    return _accepted(device, tuple((name, type(value), value) for name, value in given.items()))
+
+
+@cache
+def _accepted(device: Any, given: tuple[tuple[str, type, Any], ...]) -> XlaSettings:
+    options = {name: value for name, _, value in given}  # the type tells True from 1, which are equal keys of the cache
+    if not options or _refusal(device, options) is None:
+        return XlaSettings(options)
+    refusals = {name: _refusal(device, {name: value}) for name, value in options.items()}
+    dropped = {name: reason for name, reason in refusals.items() if reason is not None}
+    return XlaSettings({name: value for name, value in options.items() if name not in dropped}, dropped)
+
+
+def _refusal(device: Any, options: dict[str, Any]) -> str | None:
+    """Returns the reason why the compiler of a device rejects these options, or None if it accepts them."""
+    one = jax.ShapeDtypeStruct((), np.float32, sharding=SingleDeviceSharding(device))
+    try:
+        with uncached_where_described(device):
+            jax.jit(lambda x: x + 1).lower(one).compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        return re.sub(r"^\w+: ", "", str(error).splitlines()[0])
+    return None
+
+
+# --- the cache ---------------------------------------------------------------------------------------------------------
+
+VARIABLE = "REDEQX_COMPILATION_CACHE"
+# The maximal size of the user's cache folder, in bytes. A program has some megabytes.
+MAX_BYTES = 16 * 2**30
+_MAX_SIZE = "jax_compilation_cache_max_size"
+_ON, _OFF = ("", "1", "true", "on", "yes"), ("0", "false", "off", "no")
+
+
+def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
+    """Sets JAX's cache folder for this process. Returns the line to print, or None.
+
+    **Arguments:**
+
+    - `given`: a folder; True for JAX's own setting or else the user's cache folder; False or None to set nothing. The
+        environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True.
+    - `platform`: the platform that steps are compiled for.
+    """
+    before = _folder()
+    variable = os.environ.get(VARIABLE, "")
+    if given is True and variable.lower() not in _ON:
+        given = False if variable.lower() in _OFF else variable
+    if not given or (given is True and (platform == "cpu" or before is not None)):
+        return None if before is None else f"{before}, as JAX is set"
+    try:
+        if given is True:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redeqx" / "xla"
+        else:
+            folder = Path(given).expanduser().absolute()
+    except RuntimeError:  # the account has no home folder, as in some containers
+        return f"off: expected a home folder for `{'~/.cache' if given is True else given}`, got none"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, since others who can write here could run code
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return f"off: `{folder}` cannot be written ({error.strerror or error})"
+    if given is True and getattr(jax.config, _MAX_SIZE) == -1 and find_spec("filelock"):  # which JAX needs for a limit
+        jax.config.update(_MAX_SIZE, MAX_BYTES)
+    if before != str(folder):
+        _use(str(folder))
+    return str(folder)
+
+
+@contextmanager
+def uncached_where_described(device: Any) -> Iterator[None]:
+    """A context that turns the cache off if a device is only described: its compiler cannot load programs from the cache
+    (jax 0.10.2: "PjRtCompiler must be constructed with a Client")."""
+    folder = _folder()
+    if folder is None or type(device.client).__name__ != "CompileOnlyPyClient":
+        yield
+        return
+    _use(None)
+    try:
+        yield
+    finally:
+        _use(folder)
+
+
+def _use(folder: str | None) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()  # JAX keeps the cache of an earlier folder open
+
+
+def _folder() -> str | None:
+    return getattr(jax.config, "jax_compilation_cache_dir", None)
+
+
+@dataclass
+class CacheUse:
+    """The use of the compilation cache during some compilations.
+
+    **Arguments:**
+
+    - `n_hits`, `n_misses`: the numbers of programs that were read from the cache, and of others.
+    - `seconds_saved`: the time that compiling would have taken, minus the time of reading.
+    """
+
+    n_hits: int = 0
+    n_misses: int = 0
+    seconds_saved: float = 0.0
+
+    def text(self) -> str:
+        """Returns a phrase to print, or an empty string if there is no cache."""
+        if self.n_hits:  # misses are then small programs: JAX stores none that compiles within a second
+            return f"read from the compilation cache, which saved {self.seconds_saved:.1f}s"
+        has_cache = _folder() is not None and getattr(jax.config, "jax_enable_compilation_cache", True)
+        return "not found in the compilation cache" if self.n_misses and has_cache else ""
+
+
+_REQUESTS, _HITS = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits"
+_SAVED = "/jax/compilation_cache/compile_time_saved_sec"
+
+
+@contextmanager
+def cache_use() -> Iterator[CacheUse]:
+    """A context that counts this thread's hits and misses, from the events that JAX reports to `jax.monitoring`."""
+    use, thread = CacheUse(), threading.get_ident()
+
+    def count(event: str, **kwargs: str | int) -> None:
+        del kwargs
+        if threading.get_ident() != thread:
+            return
+        use.n_misses += (event == _REQUESTS) - (event == _HITS)
+        use.n_hits += event == _HITS
+
+    def add(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del kwargs
+        use.seconds_saved += duration_secs if event == _SAVED and threading.get_ident() == thread else 0.0
+
+    jax.monitoring.register_event_listener(count)
+    jax.monitoring.register_event_duration_secs_listener(add)
+    try:
+        yield use
+    finally:
+        jax.monitoring.unregister_event_listener(count)
+        jax.monitoring.unregister_event_duration_listener(add)
