@@ -220,8 +220,12 @@ class _Arrivals:
     def _accept(self, link: Link, index: int, n: int, token: str) -> None:
         """Accept a connection that has sent its greeting, if that fits."""
         if not hmac.compare_digest(token.encode(errors="replace"), self._token.encode(errors="replace")):
+            text = (
+                f"`{TOKEN}`: expected the value of process 0 in the environment, got another at {link.host}. "
+                "Set the same in every process."
+            )
             with contextlib.suppress(OSError):
-                link.send("start", ["ValueError", _other_token(link.host)])
+                link.send("start", ["ValueError", text])
             link.close()
             return
         link.limit(0.0)  # `has_ended` does not wait
@@ -241,13 +245,6 @@ class _Arrivals:
             self.links[index] = link
             return
         self._problem = self._problem or ValueError(f"{rule}, got {got} at {link.host}. {advice}.")
-
-
-def _other_token(host: str) -> str:
-    return (
-        f"`{TOKEN}`: expected the value of process 0 in the environment, got another at {host}. "
-        "Set the same in every process."
-    )
 
 
 def _join(n: int, index: int, host: str, port: int, token: str, timeout: float, alone: str) -> Link:
