@@ -497,7 +497,7 @@ class Deployer(RedcoNames):
         before = self._recorders.get(engine.name, lambda: None)()
         if before is engine or (self.workdir is None and not self.console.records.has_trackers):
             return
-        if engine in self._former_recorders:
+        if engine in self._former_recorders or (before is not None and before.is_updating):
             raise ValueError(
                 "`Trainer`: expected that one trainer of a name records after the other, got two in turn: nothing would "
                 "tell their steps apart. Give each a name: `Trainer(name='critic')`."

@@ -15,7 +15,7 @@ from ._deployer import Deployer
 from ._load import Saved
 from ._tree import PyTree, is_array_like
 from .data import BatchSize, Group, Prefetch, collate, local_rows, pad_rows, place_rows, read, size_of
-from .distributed import agree_on_examples, agree_on_program
+from .distributed import agree_on_examples
 from .errors import (
     REDCO_PREDICTOR,
     REDCO_PREDICTOR_ARGUMENTS,
@@ -47,7 +47,7 @@ from .steps import (
     with_weak_types,
 )
 from .storage import Location
-from .training import Engine
+from .training import Engine, compiling
 
 
 class Predictor(RedcoNames):
@@ -276,11 +276,8 @@ class Predictor(RedcoNames):
         signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args[3]))
         if signature in self._compiled:
             return step(*args)
-        run = self._deployer
-        line = run.console.progress(title="predict")
-        with run.preemption.held(), run.watch.paused(), line, line.compiling("predict step"):
-            if run.peers.n > 1:  # the call below reuses the lowering
-                agree_on_program(run.peers, "predict step", step.lower(*args))
+        line, is_another = self._deployer.console.progress(title="predict"), bool(self._compiled)
+        with line, compiling(self._deployer, "predict step", step, args, line, is_another=is_another):
             outputs = step(*args)
         self._compiled.add(signature)
         return outputs

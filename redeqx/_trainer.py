@@ -374,7 +374,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
     @property
     def compiled_step(self) -> jax.stages.Compiled | None:
         """The compiled program of the newest step, for inspection; None before the first. Reading it compiles nothing."""
-        return self._engine.runner.newest_step
+        newest = self._engine.newest_program
+        return None if newest is None else newest.lowered.compile()
 
     @filter_traceback
     def compile(

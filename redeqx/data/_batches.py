@@ -4,10 +4,10 @@ Owns which rows are read when. `_examples` chooses the examples of a step, `_col
 places it, `_workers` collates several batches at once, and `_prefetch` is the thread.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,8 @@ class Batch:
     **Arguments:**
 
     - `groups`: the result of `place_batch`.
+    - `signature`: its structure, shapes and dtypes, which determine the compiled program.
+    - `counted_share`: the share of the rows in `groups` that count; the others are repetitions, to reuse a larger program.
     - `n_examples`, `n_tokens`: the numbers in the whole step, over all processes; `n_tokens` is None if the batch has no
         tokens. Rows of `groups` after the first `n_examples` are repetitions.
     - `position`, `state`: those of the step's `Slice`.
@@ -37,18 +39,14 @@ class Batch:
     """
 
     groups: tuple[PyTree, ...]
+    signature: Any
+    counted_share: float
     n_examples: int
     n_tokens: int | None
     position: int
     state: Any
     rows: PyTree
     places: Sequence[int]
-
-    @cached_property
-    def signature(self) -> Any:
-        """The structure, shapes and dtypes, which determine the compiled program."""
-        leaves, treedef = jax.tree.flatten(self.groups)
-        return treedef, *((x.shape, x.dtype) for x in leaves)
 
     @property
     def micro_batch(self) -> PyTree:
@@ -102,8 +100,12 @@ def batches(
         # A remainder of full micro-batches runs in the program of a full step, unless the repeated rows would count.
         is_full = len(cut) == 1 and cut[0].rows == rows and known.kind != "after"
         tokens = n_tokens(batch)  # of this process's rows; the rows of other processes have the same length
+        groups = place_batch(batch, cut, mesh, given.rows, size.examples // rows if is_full else 0)
+        leaves, treedef = jax.tree.flatten(groups)
         return Batch(
-            place_batch(batch, cut, mesh, given.rows, size.examples // rows if is_full else 0),
+            groups,
+            (treedef, *((x.shape, x.dtype) for x in leaves)),
+            n_rows / sum(math.prod(jax.tree.leaves(group)[0].shape[:2]) for group in groups),
             n_rows,
             None if tokens is None else tokens * n_rows // len(given.rows),
             given.step.position,

@@ -11,6 +11,7 @@ from ._callbacks import (
     SaveEvery as SaveEvery,
 )
 from ._checkpointer import Checkpointer as Checkpointer
+from ._compilation import compiling as compiling
 from ._engine import Engine as Engine
 from ._fit import Fit as Fit, FitOptions as FitOptions, with_options as with_options
 from ._loops import (

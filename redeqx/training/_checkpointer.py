@@ -7,6 +7,7 @@ starts.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,18 @@ from ..errors import DamagedError, warn
 from ..storage import Location, location
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._engine import Engine
-from ._progress import Done, Known, Position, Progress, Refused, check_record, numbers_of_record, plain_numbers, start
+from ._progress import (
+    Done,
+    Known,
+    Position,
+    Progress,
+    Refused,
+    check_record,
+    numbers_of_record,
+    plain_numbers,
+    position_of_record,
+    start,
+)
 from ._state import Checkpoint, checkpoint_trees, leaves_of
 
 
@@ -78,7 +90,7 @@ class Checkpointer:
         Raises ValueError if the workdir has a run that must not be resumed.
         """
         self._warned.clear()
-        known = None if self._begins_anew else Known(self.progress.position)
+        known = None if self._begins_anew else Known(self.engine.position)
         if self._looks:
             known = self._look(may_resume=may_resume)
         decision = start(known, self.fit_index, may_resume=may_resume)
@@ -94,7 +106,7 @@ class Checkpointer:
         position, progress = decision.position, self.progress
         self.fit_index, self._source = position.fit, None
         if decision.is_new:
-            progress.position, progress.first_step = position, self.engine.step
+            self.engine.position, progress.first_step = position, self.engine.step
             progress.setting, progress.metrics, self.callback_states = {}, {}, {}
         return position
 
@@ -124,7 +136,8 @@ class Checkpointer:
             return Known(Position(), candidates[0])
         path, record = self._first_valid(self.checkpoints, candidates)
         if path is None:
-            self.progress = Progress()  # that of a checkpoint loaded from another workdir is not this run's
+            # Those of a checkpoint loaded from another workdir are not this run's.
+            self.progress, self.engine.position = Progress(), Position()
             return None
         engine = self.engine
         if record["seed"] != engine.deployer.jax_seed:
@@ -134,7 +147,7 @@ class Checkpointer:
             )
         self._resume_from(path, record)
         engine.deployer.console.info(f"resuming from {path}, step {engine.step}")
-        return Known(self.progress.position, path)
+        return Known(engine.position, path)
 
     def _first_valid(self, checkpoints: Checkpoints, paths: Sequence[Location]) -> tuple[Location | None, dict[str, Any]]:
         """Returns the first undamaged checkpoint of these, with its record."""
@@ -227,6 +240,7 @@ class Checkpointer:
         record = {
             "redeqx": __version__,
             "step": engine.step,
+            **asdict(engine.position),
             **self.progress.to_record(),
             "n_skipped": n_skipped,
             "n_examples": engine.n_examples,
@@ -252,7 +266,7 @@ class Checkpointer:
             trees["model"] = base.without(trees["model"])
         with deployer.preemption.held():
             path = checkpoints.save(engine.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
-            self.progress.saved = (engine.step, self.progress.position)
+            self.progress.saved = (engine.step, engine.position)
             self._kept_step, self._keep_last = engine.step, keep_last
         if self.callbacks is not None:
             self.callbacks.call_on_save(path, checkpoints)
@@ -269,9 +283,13 @@ class Checkpointer:
         self.need_checkpoints().wait()
         return self.engine.step
 
-    def end_if_preempted(self) -> None:
-        """Outside of a fit, after an update: saves it and ends the script if the run is preempted."""
-        if self.checkpoints is not None and self.engine.deployer.preemption.is_due_outside(self.engine.step):
+    def after_update(self) -> None:
+        """Outside of a fit, after an update: raises the error of a background save; saves and ends the script if the run is
+        preempted."""
+        if self.checkpoints is None:
+            return
+        self.checkpoints.check()
+        if self.engine.deployer.preemption.is_due_outside(self.engine.step):
             self.engine.flush()
             self.engine.deployer.preemption.end_outside()
 
@@ -295,7 +313,7 @@ class Checkpointer:
             )
         else:
             checkpoints = self.need_checkpoints()
-        path, fit, position = checkpoints.resolve(name), self.fit_index, self.progress.position
+        path, fit, position = checkpoints.resolve(name), self.fit_index, engine.position
         # Whether this script skipped fits that an earlier run had finished, and that run stopped within the next fit.
         is_ahead = self._source is not None and 0 < fit <= position.fit and position != Position(fit)
         record = checkpoints.record(path)
@@ -334,7 +352,11 @@ class Checkpointer:
         self.progress, self.callback_states = Progress.of_record(record), states
         self._kept_step = record["step"]
         self.engine.continue_from(
-            record["step"], record["n_examples"], record["n_skipped"], numbers_of_record(record["train_metrics"])
+            record["step"],
+            record["n_examples"],
+            position_of_record(record),
+            record["n_skipped"],
+            numbers_of_record(record["train_metrics"]),
         )
         if record["seed"] == self.engine.deployer.jax_seed:
             # The script may have drawn more keys, or fewer, before it made this trainer.
@@ -347,7 +369,7 @@ class Checkpointer:
             yield
         except ValueError as error:
             # A later fit finds that run again, and does not overwrite it.
-            self.engine.continue_from(0, 0, 0, {})
+            self.engine.continue_from(0, 0, Position(), 0, {})
             self.progress, self._looks, self._source = Progress(), True, None
             self.engine.restore, self.callback_states = None, {}
             if isinstance(error, DamagedError):

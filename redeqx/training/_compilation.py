@@ -1,9 +1,8 @@
 """What happens when a step compiles for a new batch: it is shown, checked, counted, and made to fit into memory."""
 
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 
 from .._deployer import Deployer
-from ..compiled import checked as checked_work
 from ..data import Batch
 from ..dims import UNKNOWN
 from ..distributed import agree_on_program
@@ -26,14 +24,14 @@ from ..transforms import KeepEverything
 from ._task import Task
 
 
-class _TrainProgram(NamedTuple):
-    """A program of the train step, and its work on one device."""
+class TrainProgram(NamedTuple):
+    """A compiled train step, and its work on one device."""
 
     lowered: jax.stages.Lowered
     work: Work
 
 
-class _Compilation:
+class Compilation:
     """Compiles a step in a thread, for the call that follows: it finds the compiled program in JAX's caches.
 
     **Arguments:**
@@ -58,111 +56,40 @@ class _Compilation:
         self._thread.join()
 
 
-class Runner:
-    """Runs the steps of one model.
+@contextmanager
+def compiling(
+    deployer: Deployer,
+    name: str,
+    step: Any,
+    args: tuple[Any, ...],
+    line: ProgressLine,
+    *,
+    is_another: bool = False,
+    check: AbstractContextManager[Any] | None = None,
+    ahead: Compilation | None = None,
+) -> Iterator[None]:
+    """A context for the first call of a jitted step with these shapes, which compiles it: a line shows that, and the
+    processes check that they call the same program.
 
     **Arguments:**
 
-    - `deployer`: its processes check that they call the same program; its console shows compilations.
+    - `is_another`: whether the step was compiled for other shapes before.
+    - `check`: a context for the call itself.
+    - `ahead`: the compilation that has begun already.
     """
-
-    def __init__(self, deployer: Deployer):
-        self._deployer = deployer
-        # By name: the newest step that was called, and its programs by the signature of their batch.
-        self._known: dict[str, tuple[Any, dict[Any, Any]]] = {}
-        self._newest: _TrainProgram | None = None
-        self._ahead: _Compilation | None = None
-
-    @property
-    def newest_step(self) -> jax.stages.Compiled | None:
-        """The compiled program of the newest train step; None before the first."""
-        return None if self._newest is None else self._newest.lowered.compile()
-
-    def has_called(self, step: Any, signature: Any = None) -> bool:
-        """Returns whether a train step has been called; with `signature`, with such a batch."""
-        called, programs = self._known.get(_TRAIN, (None, {}))
-        return called is step and (signature is None or signature in programs)
-
-    def compile_ahead(self, step: Any, args: tuple[Any, ...], signature: Any) -> None:
-        """Compiles a train step in a thread, while its arrays are made or read.
-
-        **Arguments:**
-
-        - `args`: the arguments of the call, or their shapes.
-        - `signature`: of the batch.
-        """
-        self._ahead = _Compilation(step, args, signature)
-
-    def train(
-        self, step: Any, args: tuple[Any, ...], batch: Batch, line: ProgressLine, plan: Plan, count: Callable[[], Work]
-    ) -> tuple[Any, Work]:
-        """Calls a train step; returns its results, and its work on one device.
-
-        **Arguments:**
-
-        - `plan`: the model's plan, to check that no device repeats the work of others.
-        - `count`: counts the work; called once for each program.
-        """
-        signature, programs = batch.signature, self._programs(_TRAIN, step)
-        if signature in programs:
-            outs = step(*args)
-        else:
-            ahead, self._ahead = self._ahead, None
-            if ahead is not None and (ahead.step is not step or ahead.signature != signature):
-                ahead = None
-            with self._compiling(_TRAIN, step, args, line, checked_work(step, args, plan, batch.groups), ahead):
-                program = _TrainProgram(step.lower(*args), count())  # the call below reuses the lowering
-                if ahead is not None:
-                    ahead.wait()
-                outs = step(*args)
-            programs[signature] = program
-        self._newest = programs[signature]
-        return outs, programs[signature].work
-
-    def evaluate(self, step: Any, args: tuple[Any, ...], batch: Batch, line: ProgressLine) -> Any:
-        """Calls an eval step; returns its results."""
-        signature, programs = batch.signature, self._programs(_EVAL, step)
-        if signature in programs:
-            return step(*args)
-        with self._compiling(_EVAL, step, args, line):
-            outs = step(*args)
-        programs[signature] = None
-        return outs
-
-    def _programs(self, name: str, step: Any) -> dict[Any, Any]:
-        """Returns the programs of a step; empty if the step has just replaced another."""
-        if name not in self._known or self._known[name][0] is not step:
-            self._known[name] = (step, {})
-        return self._known[name][1]
-
-    @contextmanager
-    def _compiling(
-        self,
-        name: str,
-        step: Any,
-        args: tuple[Any, ...],
-        line: ProgressLine,
-        check: AbstractContextManager[Any] | None = None,
-        ahead: _Compilation | None = None,
-    ) -> Iterator[None]:
-        deployer = self._deployer
-        began = None if ahead is None else ahead.began
-        text = f"{name} for another batch shape" if self._programs(name, step) else name
-        held = deployer.preemption.held()  # a save computes nothing while a function is traced
-        with (
-            held,
-            deployer.watch.paused(),
-            line.compiling(text, began) as notes,
-            check or nullcontext(),
-            cache_use() as cached,
-        ):
-            if deployer.peers.n > 1:  # the call below reuses the lowering
-                agree_on_program(deployer.peers, name, step.lower(*args))
-            yield
-            notes.append(cached.text() if ahead is None else ahead.note)
-
-
-_TRAIN, _EVAL = "train step", "eval step"
+    text = f"{name} for another batch shape" if is_another else name
+    began = None if ahead is None else ahead.began
+    with (
+        deployer.preemption.held(),  # a save computes nothing while a function is traced
+        deployer.watch.paused(),
+        line.compiling(text, began) as notes,
+        check or nullcontext(),
+        cache_use() as cached,
+    ):
+        if deployer.peers.n > 1:  # the call reuses the lowering
+            agree_on_program(deployer.peers, name, step.lower(*args))
+        yield
+        notes.append(cached.text() if ahead is None else ahead.note)
 
 
 # --- the work of a step -----------------------------------------------------------------------------------------------
@@ -185,11 +112,6 @@ def work_of(task: Task, plan: Plan, model: Any, state: Any, step: Any, args: tup
     chip = chip_of_kind(plan.mesh.devices.flat[0].device_kind)
     at_peak = None if chip is None else sum(n / chip.rate(dtype) for dtype, n in flops.items()) / n_devices
     return Work(flops.total() / n_devices, at_peak)
-
-
-def counted_share(batch: Batch) -> float:
-    """Returns the share of a step's rows that count; the others are repetitions, to reuse a larger program."""
-    return batch.n_examples / sum(math.prod(jax.tree.leaves(group)[0].shape[:2]) for group in batch.groups)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

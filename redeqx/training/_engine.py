@@ -3,7 +3,7 @@
 It plans, places, updates and evaluates. What it does not know: fits, checkpoints and their order.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._deployer import Deployer
+from ..compiled import checked as checked_work
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
 from ..dims import RowUse
 from ..distributed import agree_on_opt_state, agree_on_trainer, check_rows
@@ -24,10 +25,11 @@ from ..optimizers import find_hyperparam
 from ..partition import Plan, make_plan
 from ..steps import Program, TrainState, n_rows
 from ..storage import AtEnd
-from ._compilation import Runner, choose_memory, counted_share, work_of
+from ._compilation import Compilation, TrainProgram, choose_memory, compiling, work_of
 from ._header import eval_text, header_rows, loss_rows
 from ._hyperparams import Hyperparams
 from ._metrics import Metrics, Update, describe_nonfinite
+from ._progress import Position
 from ._state import Checkpoint, given_state, load_state, match_state, new_state
 from ._task import Task
 
@@ -46,16 +48,17 @@ class Engine:
     **Attributes:**
 
     - `plan`: how the model is split; None until something was computed.
-    - `program`: the compiled steps; None until the model is placed.
-    - `step`, `n_examples`: the numbers of updates and of their examples so far.
+    - `program`: the jitted steps; None until the model is placed.
+    - `step`, `n_examples`, `position`: the numbers of updates and of their examples so far, and where that is in the
+        trainer's fits. They change together, so that a checkpoint that is saved at any time is consistent.
     - `stream`: from which each step derives its key (`Run.next_stream`).
     - `restore`: the checkpoint to load when the model is placed, instead of the given values.
-    - `calls`: calls the compiled steps.
     - `metrics`: the metrics of its updates.
     - `hyperparams`: the hyperparameters in the optimizer's state.
     - `newest_checkpoint`: returns the name of the newest checkpoint, for errors.
     - `records`: where its metrics are recorded.
     - `line`: shows the progress of what runs: a fit, a pass, or the updates of a user's own loop.
+    - `newest_program`: the train program that was called last; None before the first update.
     - `is_updating`: whether updates are in progress.
     - `has_chosen_memory`: whether a strategy that fits was chosen, with `memory="auto"`.
     """
@@ -66,15 +69,19 @@ class Engine:
         self.deployer, self.task, self.name = deployer, task, name
         self.plan: Plan | None = task.plan
         self.program: Program | None = None
-        self.step = self.n_examples = 0
+        self.step, self.n_examples, self.position = 0, 0, Position()
         self.stream = deployer.next_stream()
         self.restore: Checkpoint | None = None
-        self.runner = Runner(deployer)
         self.metrics = Metrics(deployer.console.info, task.skips, max_skipped)
         self.hyperparams = Hyperparams()
         self.line: ProgressLine = deployer.console.progress(title="update")
         self.records: Records = deployer.console.records
         self.is_updating = False
+        self.newest_program: TrainProgram | None = None
+        # By the signature of their batch: the train programs, and whether an eval step was called. Empty for new steps.
+        self._train_programs: dict[Any, TrainProgram] = {}
+        self._evaluated: set[Any] = set()
+        self._ahead: Compilation | None = None
         self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until they are placed
         self._state: TrainState | None = None
         self._knows_loss = False  # whether the plan tells what the loss does with leaves and rows
@@ -98,7 +105,7 @@ class Engine:
     @property
     def must_compile(self) -> bool:
         """Whether the train step has to compile for any batch."""
-        return self.program is None or not self.runner.has_called(self.program.train_step)
+        return not self._train_programs
 
     @property
     def placed(self) -> tuple[Program, TrainState]:
@@ -185,7 +192,7 @@ class Engine:
 
         - `is_update`: whether the batch is that of the next update.
         """
-        if not self.is_placed or not self._knows_loss:  # every step calls this: make shapes only if needed
+        if not self.is_placed or not self._knows_loss:
             self.place(batch.micro_batch, batch if is_update else None)
 
     def _agree(self) -> None:
@@ -208,7 +215,7 @@ class Engine:
             return None
         program = self.task.program(plan, *self.trees)
         shapes = program.train_args(program.state, batch.groups, np.uint32(batch.n_examples))
-        self.runner.compile_ahead(program.train_step, shapes, batch.signature)
+        self._ahead = Compilation(program.train_step, shapes, batch.signature)
         return program
 
     def _use_plan_of_loss(self, plan: Plan) -> None:
@@ -222,14 +229,15 @@ class Engine:
                     "structures. Pass the plan: `functools.partial(decay_mask, plan=deployer.plan(model, loss_fn, batch))`."
                 )
             state = replace(state, opt_state=program.init_opt_state(state.trained))
-        self.program, self._state = program, state
+        self.program, self._state, self._train_programs = program, state, {}
+        self._evaluated.clear()
 
     def use_program(self, program: Program) -> None:
         """Switches to another program of the same model, and moves the optimizer state to its memory, leaf after leaf."""
         _, state = self.placed
         for i, shape in enumerate(program.state.opt_state):
             state.opt_state[i] = jax.device_put(state.opt_state[i], shape.sharding)
-        self.program = program
+        self.program, self._train_programs = program, {}
 
     # --- hyperparameters -------------------------------------------------------------------------------------------------
 
@@ -305,6 +313,7 @@ class Engine:
                 "`fit`, `train`: expected to be called one after the other, got one inside the other. "
                 "Call it after the first has ended."
             )
+        self.deployer.claim_records(self)
         self.is_updating = True
         with self.deployer.preemption.held():
             try:
@@ -314,30 +323,88 @@ class Engine:
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, epoch: int | None = None) -> tuple[Update, bool]:
-        """Queues one update, which the device may still compute afterwards. Returns it, for `metrics`, and whether its
-        program was compiled for it."""
-        self.deployer.peers.check()
-        self.deployer.claim_records(self)
-        self.place_for(batch, is_update=True)
+    def updates(self, upcoming: Prefetch, epoch: Position | None = None) -> Generator[bool, None, None]:
+        """Takes the updates of one pass; after each, yields whether it was the last.
+
+        **Arguments:**
+
+        - `epoch`: in an epoch of a fit, where the pass starts.
+        """
+        with self.updating():
+            with self.line.waiting():
+                batch = next(upcoming, None)
+            while batch is not None:
+                self.update(batch, epoch)
+                with self.line.waiting():
+                    following = next(upcoming, None)
+                yield following is None
+                batch = following
+
+    def update(self, batch: Batch, epoch: Position | None = None) -> None:
+        """Queues one update, which the device may still compute afterwards, and reads the metrics of an earlier one.
+
+        **Arguments:**
+
+        - `epoch`: as for `updates`.
+        """
+        deployer, is_first = self.deployer, batch.signature not in self._train_programs
+        if deployer.peers.n > 1:
+            deployer.peers.check()
         self.hyperparams.is_running = True
-        self.take_hyperparams()
-        program, state = self.placed
-        is_first = not self.runner.has_called(program.train_step, batch.signature)
         if is_first:
+            self.place_for(batch, is_update=True)
             self.flush()
             choose_memory(self, batch)
-            program, state = self.placed
-        assert self.plan is not None
-        plan, args = self.plan, program.train_args(state, batch.groups, np.uint32(batch.n_examples))
-        count = lambda: work_of(self.task, plan, *self.trees, program.train_step, args)  # noqa: E731
-        (after, vector), work = self.runner.train(program.train_step, args, batch, self.line, plan, count)
+        if self.hyperparams.shown:
+            self.take_hyperparams()
+        program, state = self.placed
+        args = program.train_args(state, batch.groups, np.uint32(batch.n_examples))
+        after, vector = self._compile_and_call(batch, *args) if is_first else program.train_step(*args)
         self._state = replace(after, frozen=state.frozen)
+        self.newest_program = self._train_programs[batch.signature]
         self.step += 1
         self.n_examples += batch.n_examples
-        self.deployer.watch.beat(self.step)
-        work *= counted_share(batch)
-        return Update(self.step, epoch, program.metric_names, vector, replace(batch, groups=()), work), is_first
+        if epoch is not None:
+            self.position = Position(epoch.fit, epoch.epoch, batch.position, batch.state)
+        deployer.watch.beat(self.step)
+        work = self.newest_program.work * batch.counted_share
+        n_epochs = None if epoch is None else epoch.epoch + 1
+        self.metrics.add(Update(self.step, n_epochs, program.metric_names, vector, replace(batch, groups=()), work), self)
+        if is_first:  # read late, the steps around a compilation would count in the rates without their time
+            self.flush()
+
+    def _compile_and_call(self, batch: Batch, *args: Any) -> Any:
+        """Calls the train step for a batch with a new signature, which compiles it."""
+        program, ahead, self._ahead = self.placed[0], self._ahead, None
+        step, plan = program.train_step, program.plan
+        if ahead is not None and (ahead.step is not step or ahead.signature != batch.signature):
+            ahead = None
+        check, is_another = checked_work(step, args, plan, batch.groups), bool(self._train_programs)
+        with compiling(self.deployer, "train step", step, args, self.line, is_another=is_another, check=check, ahead=ahead):
+            of = TrainProgram(step.lower(*args), work_of(self.task, plan, *self.trees, step, args))
+            if ahead is not None:
+                ahead.wait()
+            outs = step(*args)  # finds this lowering in JAX's caches
+        self._train_programs[batch.signature] = of
+        return outs
+
+    def evaluate(self, batch: Batch, weights: tuple[list[Any], list[Any]], span: Any, line: ProgressLine) -> jax.Array:
+        """Queues the evaluation of a batch; returns the sums.
+
+        **Arguments:**
+
+        - `weights`: the trained and the frozen arrays.
+        - `span`: the numbers of its rows, see `row_span`.
+        """
+        program, state = self.placed
+        args = (*weights, state.layers, state.stream, span, batch.groups)
+        if batch.signature in self._evaluated:
+            return program.eval_step(*args)
+        is_another = bool(self._evaluated)
+        with compiling(self.deployer, "eval step", program.eval_step, args, line, is_another=is_another):
+            sums = program.eval_step(*args)
+        self._evaluated.add(batch.signature)
+        return sums
 
     def flush(self) -> None:
         """Waits for the device, and reads, checks and records the metrics of every step."""
@@ -425,9 +492,12 @@ class Engine:
             saved = checkpoint.record["hyperparams"]
             self.hyperparams.match(*self.placed, saved, self.deployer.console.info)
 
-    def continue_from(self, step: int, n_examples: int, n_skipped: int, metrics: dict[str, float]) -> None:
+    def continue_from(
+        self, step: int, n_examples: int, position: Position, n_skipped: int, metrics: dict[str, float]
+    ) -> None:
         """Sets the counts and the newest metrics, as a checkpoint records them."""
-        self.step, self.n_examples, self.metrics.n_skipped, self.metrics.last = step, n_examples, n_skipped, metrics
+        self.step, self.n_examples, self.position = step, n_examples, position
+        self.metrics.n_skipped, self.metrics.last = n_skipped, metrics
         self.metrics.forget()
 
     def use_stream(self, n: int) -> None:

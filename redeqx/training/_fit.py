@@ -43,7 +43,7 @@ from ._callbacks import Callbacks
 from ._checkpointer import Checkpointer
 from ._engine import Engine
 from ._handlers import Evaluate, KeepBest, Save
-from ._loops import updates, warn_of_large_batch
+from ._loops import warn_of_large_batch
 from ._progress import Position, Progress
 
 P = ParamSpec("P")
@@ -288,11 +288,11 @@ class Fit:
                 if (batch := upcoming.peek()) is not None:
                     engine.place_for(batch, is_update=True)
                 yield self._started()
-            with closing(updates(engine, self.checkpointer, upcoming, start)) as steps:
+            with closing(engine.updates(upcoming, start)) as steps:
                 for self.ends_epoch in steps:
                     yield "on_step"
         engine.flush()
-        self.progress.position = Position(start.fit, epoch + 1)
+        engine.position = Position(start.fit, epoch + 1)
         yield "on_epoch_end"
 
     def _started(self) -> str:

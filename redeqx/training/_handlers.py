@@ -110,22 +110,24 @@ class Save(Callback):
         self._save()
 
     def on_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        fit, n_epochs = self._fit, self._fit.progress.position.epoch
+        fit, n_epochs = self._fit, self._fit.engine.position.epoch
         if is_due(n_epochs, fit.options.save_ckpt_every_k_epochs):
             fit.tags.add(f"epoch_{n_epochs}")
         if self._is_wanted(fit.engine.step) or fit.options.save_last_ckpt:
             self._save()
 
     def on_last_step(self, trainer: Any, metrics: dict[str, float]) -> None:
-        fit, progress = self._fit, self._fit.progress
-        is_saved = progress.saved == (fit.engine.step, progress.position)
+        fit = self._fit
+        is_saved = fit.progress.saved == (fit.engine.step, fit.engine.position)
         if fit.tags or (fit.options.save_end and fit.checkpointer.checkpoints is not None and not is_saved):
             self._save()
 
     def _is_wanted(self, step: int) -> bool:
         """Whether this step is to be saved. All processes call it after every step."""
-        fit = self._fit
-        self._is_preempted = fit.checkpointer.checkpoints is not None and fit.engine.deployer.preemption.is_due(step)
+        fit, checkpoints = self._fit, self._fit.checkpointer.checkpoints
+        if checkpoints is not None:
+            checkpoints.check()
+            self._is_preempted = fit.engine.deployer.preemption.is_due(step)
         return self._is_preempted or bool(fit.tags) or is_due(step, fit.options.save_every_n_steps)
 
     def _save(self) -> None:

@@ -29,6 +29,7 @@ class Hyperparams:
     **Attributes:**
 
     - `is_running`: whether the run has begun. Values that are set before belong to the script, like its optimizer.
+    - `shown`: the dicts in the state that the user received, and what they held: a changed one is a value to set.
     """
 
     def __init__(self) -> None:
@@ -36,8 +37,7 @@ class Hyperparams:
         self._given: dict[str, str] = {}  # the values of the script, as texts
         self._of_run: set[str] = set()  # the names of those set during the run
         self._by_script: dict[str, np.ndarray] = {}  # set before the run
-        # The dicts in the state that the user received, and what they held: a changed one is a value to set.
-        self._shown: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self.shown: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
 
     @property
     def record(self) -> dict[str, Any]:
@@ -72,13 +72,13 @@ class Hyperparams:
     def show(self, opt_tree: PyTree) -> PyTree:
         """Returns an optimizer state for the user, who may write into its dicts as with optax."""
         opt_tree = jax.tree.map(lambda x: x, opt_tree)  # with dicts of its own
-        self._shown = [(prefix, node.hyperparams, dict(node.hyperparams)) for prefix, node in injected(opt_tree)]
+        self.shown = [(prefix, node.hyperparams, dict(node.hyperparams)) for prefix, node in injected(opt_tree)]
         return opt_tree
 
     def take_written(self, program: Program, state: TrainState, peers: Peers) -> None:
         """Sets the values that the user wrote into the state that `show` returned last."""
         written = {}
-        for prefix, shown, before in self._shown:
+        for prefix, shown, before in self.shown:
             changed = {name: value for name, value in shown.items() if value is not before.get(name)}
             written.update({f"{prefix}{name}": value for name, value in changed.items()})
             before.update(changed)

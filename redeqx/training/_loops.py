@@ -1,10 +1,10 @@
-"""Loops over examples: the updates of a pass, which `train`, `update` and an epoch of a fit share, and evaluations.
+"""Passes over examples outside of a fit: `train`, `update`, and evaluations.
 
 Epochs, evaluations and saves belong to the fit, in `_fit.py`; the computation of one update to the engine, in `_engine.py`.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..checkpoint import array_leaves
-from ..data import Batch, BatchSize, Prefetch, Slice, check_examples, collated_shapes, is_function, size_of, slices
+from ..data import BatchSize, Prefetch, Slice, check_examples, collated_shapes, is_function, size_of, slices
 from ..dims import UNKNOWN
 from ..errors import check_model, warn
 from ..partition import place
@@ -22,7 +22,6 @@ from ..steps import row_span
 from ._checkpointer import Checkpointer
 from ._engine import Engine
 from ._metrics import LAG
-from ._progress import Position
 
 
 def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> Iterator[Slice]:
@@ -51,46 +50,13 @@ def warn_of_large_batch(n: int | None, size: BatchSize, per_device: int | None) 
         )
 
 
-def updates(
-    engine: Engine, checkpointer: Checkpointer, upcoming: Prefetch, start: Position | None = None
-) -> Generator[bool, None, None]:
-    """Takes the updates of one pass; after each, yields whether it was the last.
-
-    Counts and position change together, so that a checkpoint saved at any time is consistent.
-
-    **Arguments:**
-
-    - `start`: in an epoch of a fit, where the pass starts.
-    """
-    with engine.updating():
-        with engine.line.waiting():
-            batch = next(upcoming, None)
-        while batch is not None:
-            _update(engine, checkpointer, batch, start)
-            with engine.line.waiting():
-                following = next(upcoming, None)
-            yield following is None
-            batch = following
-
-
-def _update(engine: Engine, checkpointer: Checkpointer, batch: Batch, start: Position | None = None) -> None:
-    if checkpointer.checkpoints is not None:
-        checkpointer.checkpoints.check()
-    update, is_first = engine.update(batch, None if start is None else start.epoch)
-    if start is not None:
-        checkpointer.progress.position = Position(start.fit, start.epoch, batch.position, batch.state)
-    engine.metrics.add(update, engine)
-    if is_first:  # read late, the steps around a compilation would count in the rates without their time
-        engine.flush()
-
-
 def train(engine: Engine, checkpointer: Checkpointer, steps: Iterator[Slice], size: BatchSize) -> dict[str, float]:
     """Takes one pass over the examples; returns the last step's metrics."""
     deployer = engine.deployer
     with deployer.watch.on(), engine.showing(deployer.console.progress(first_step=engine.step, title="train")):
         with closing(engine.batches(steps, size)) as upcoming:
-            for _ in updates(engine, checkpointer, upcoming):
-                checkpointer.end_if_preempted()
+            for _ in engine.updates(upcoming):
+                checkpointer.after_update()
         engine.flush()
     return dict(engine.metrics.last)
 
@@ -114,9 +80,9 @@ def update(engine: Engine, checkpointer: Checkpointer, examples: Any) -> dict[st
     shown = engine.line if engine.must_compile else nullcontext()  # shows the compilation
     watched = engine.deployer.watch.on() if engine.deployer.peers.n > 1 else nullcontext()  # it costs a thread
     with shown, engine.updating(), watched, closing(engine.batches(steps, size)) as upcoming:
-        _update(engine, checkpointer, next(upcoming))
+        engine.update(next(upcoming))
         engine.flush()
-        checkpointer.end_if_preempted()
+        checkpointer.after_update()
     return dict(engine.metrics.last)
 
 
@@ -158,9 +124,8 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
             if weights is None:
                 given = None if model is None else place(model, program.plan)
                 weights = (program.eval_trained(state), state.frozen) if given is None else task.parts.take(given)
-            args = (*weights, state.layers, state.stream, row_span(n_rows, size_of(examples)), batch.groups)
+            vector = engine.evaluate(batch, weights, row_span(n_rows, size_of(examples)), line)
             n_rows += batch.n_examples
-            vector = engine.runner.evaluate(program.eval_step, args, batch, line)
             deployer.watch.beat()
             vector.copy_to_host_async()
             pending.append((vector, batch.n_examples, batch.n_tokens))

@@ -27,7 +27,7 @@ class Update:
     **Arguments:**
 
     - `step`: the engine's step after it.
-    - `epoch`: in a fit, the epoch, from 0; None outside a fit.
+    - `epoch`: in a fit, the epoch, from 1; None outside a fit.
     - `names`, `vector`: the names of the metrics; their values, and then the weight of the loss.
     - `batch`: without its arrays on devices, so that their memory can be freed.
     - `work`: its work on one device.
@@ -154,7 +154,7 @@ class Metrics:
             metrics,
             n_examples=update.batch.n_examples,
             n_tokens=update.batch.n_tokens,
-            epoch=None if update.epoch is None else update.epoch + 1,
+            epoch=update.epoch,
             work=update.work,
             name=to.name,
         )

@@ -5,7 +5,7 @@ These few numbers suffice for a killed and resumed run to end with the same bits
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoint import MANIFEST
@@ -27,13 +27,17 @@ class Position:
     data_state: Any = None
 
 
+def position_of_record(record: Mapping[str, Any]) -> Position:
+    """Returns the position in a `trainer.json` that `check_record` has found valid."""
+    return Position(**{name: record[name] for name in ("fit", "epoch", "examples", "data_state")})
+
+
 @dataclass
 class Progress:
-    """The progress of a trainer in its fits.
+    """What the fits of a trainer have come to.
 
     **Arguments:**
 
-    - `position`: the current position.
     - `setting`: the sizes with which the current fit began; empty if unknown.
     - `best`: for each tag of a best checkpoint, `{"value": ..., "step": ...}`.
     - `first_step`: the number of updates before the current fit.
@@ -42,7 +46,6 @@ class Progress:
     - `saved`: step and position of the newest checkpoint.
     """
 
-    position: Position = Position()
     setting: dict[str, Any] = field(default_factory=dict)
     best: dict[str, dict[str, float]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -54,19 +57,17 @@ class Progress:
         """Returns the entries for `trainer.json`."""
         setting = {name: self.setting.get(name) for name in _SETTING}
         best = plain_numbers(self.best)
-        return {**asdict(self.position), **setting, "best": best, "first_step": self.first_step}
+        return {**setting, "best": best, "first_step": self.first_step}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Progress":
         """Returns the progress in a `trainer.json` that `check_record` has found valid."""
-        position = Position(**{name: record[name] for name in ("fit", "epoch", "examples", "data_state")})
         return cls(
-            position,
             {name: record[name] for name in _SETTING if record[name] is not None},
             numbers_of_record(record["best"]),
             numbers_of_record(record["metrics"]),
             numbers_of_record(record["learning_rate"]),
-            (record["step"], position),
+            (record["step"], position_of_record(record)),
             record["first_step"],
         )
 

@@ -59,10 +59,10 @@ class RecordCalls(redeqx.Callback):
     """Records every call with its step and loss."""
 
     def __init__(self, calls, name="", every=1):
-        self.runner, self.name, self.every = calls, name, every
+        self.calls, self.name, self.every = calls, name, every
 
     def record(self, what, trainer, loss=None):
-        self.runner.append((self.name + what, trainer.step, loss))
+        self.calls.append((self.name + what, trainer.step, loss))
 
     def on_fit_start(self, trainer):
         self.record("start", trainer)

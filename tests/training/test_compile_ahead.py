@@ -12,7 +12,7 @@ import pytest
 from jax._src import compiler
 
 import redeqx
-from redeqx.training import _compilation as _calls
+from redeqx.training._compilation import Compilation
 
 EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -46,6 +46,18 @@ def make_trainer(workdir=None, shards=(2, 2), **options):
 
 
 EXAMPLES = list(np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32))
+
+
+def with_change(monkeypatch, change, prepare=lambda: None):
+    """Calls `prepare` before each compilation that starts ahead, and `change` of it afterwards."""
+    begin = Compilation.__init__
+
+    def changed(self, *args):
+        prepare()
+        begin(self, *args)
+        change(self)
+
+    monkeypatch.setattr(Compilation, "__init__", changed)
 
 
 @pytest.fixture
@@ -124,20 +136,13 @@ def test_an_evaluation_compiles_no_train_step(compiled):
 
 def test_another_batch_than_the_expected_one_compiles_by_itself(compiled, monkeypatch):
     trainer = make_trainer()
-    begin = _calls.Runner.compile_ahead
-    monkeypatch.setattr(_calls.Runner, "compile_ahead", lambda self, step, args, _: begin(self, step, args, "another"))
+    with_change(monkeypatch, lambda ahead: setattr(ahead, "signature", "another"))
     trainer.train(EXAMPLES, batch_size=16)
     assert trainer.step == 4
 
 
 def test_the_time_of_the_whole_compilation_is_printed(monkeypatch, capsys):
-    compile_ahead = _calls.Runner.compile_ahead
-
-    def slow(self, *args):
-        compile_ahead(self, *args)
-        self._ahead.began -= 100.0
-
-    monkeypatch.setattr(_calls.Runner, "compile_ahead", slow)
+    with_change(monkeypatch, lambda ahead: setattr(ahead, "began", ahead.began - 100.0))
     deployer = redeqx.Deployer()
     trainer = redeqx.Trainer(deployer, model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn)
     trainer.train(EXAMPLES, batch_size=16)
@@ -152,14 +157,7 @@ def test_an_error_of_the_compiler_is_raised_by_the_update(monkeypatch):
 
     threads = []
     trainer = make_trainer(optimizer=optax.sgd(0.1))
-    begin = _calls.Runner.compile_ahead
-
-    def with_failing_compiler(self, *args):
-        monkeypatch.setattr(compiler, "backend_compile_and_load", fails)
-        begin(self, *args)
-        self._ahead.wait()
-
-    monkeypatch.setattr(_calls.Runner, "compile_ahead", with_failing_compiler)
+    with_change(monkeypatch, Compilation.wait, lambda: monkeypatch.setattr(compiler, "backend_compile_and_load", fails))
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         trainer.train(EXAMPLES, batch_size=16)
     assert threads[0] == "redeqx-compile"
