@@ -13,8 +13,7 @@ import pytest
 import redeqx
 from redeqx.machine import Chip, peak_memory
 from redeqx.monitor import Work
-from redeqx.training import _compilation
-from redeqx.training._compilation import Runner
+from redeqx.training import Engine, _compilation
 
 D, N_LAYERS, SEQ, VOCAB = 16, 3, 4, 32
 RATES = Chip("cpu", 0, bfloat16=8e6, float32=4e6, bandwidth=1, link=1)
@@ -96,17 +95,15 @@ class AdvanceClock(redeqx.Callback):
 
 def test_examples_per_second_counts_steps_after_a_compilation(clock, monkeypatch, capsys):
     """Each step takes 2 s; the last one has fewer rows and compiles."""
-    train = Runner.train
+    deployer = redeqx.Deployer()
+    beat = deployer.watch.beat  # called after each step
 
-    def delayed(*args):
-        outs = train(*args)
-        clock.now += 2.0
-        return outs
+    def delayed(step=None):
+        clock.now += 0.0 if step is None else 2.0
+        beat(step)
 
-    monkeypatch.setattr(Runner, "train", delayed)
-    trainer = redeqx.Trainer(
-        redeqx.Deployer(), model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
-    )
+    monkeypatch.setattr(deployer.watch, "beat", delayed)
+    trainer = redeqx.Trainer(deployer, model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn)
     trainer.fit(examples(68), batch_size=16, n_epochs=1)
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "compiling" in line] == [
@@ -126,7 +123,7 @@ def test_evaluation_shows_its_batch_count(capsys):
 
 def test_evaluation_rate_is_that_of_computed_batches(clock, monkeypatch, capsys):
     """A call returns at once, and the results of each batch take 2 s."""
-    evaluate = Runner.evaluate
+    evaluate = Engine.evaluate
 
     class Results:
         def __init__(self, vector):
@@ -139,7 +136,7 @@ def test_evaluation_rate_is_that_of_computed_batches(clock, monkeypatch, capsys)
             clock.now += 2.0
             return np.asarray(self.vector, dtype)
 
-    monkeypatch.setattr(Runner, "evaluate", lambda *args: Results(evaluate(*args)))
+    monkeypatch.setattr(Engine, "evaluate", lambda *args: Results(evaluate(*args)))
     trainer = redeqx.Trainer(
         redeqx.Deployer(), model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
     )
