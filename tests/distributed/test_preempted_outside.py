@@ -131,12 +131,11 @@ def saved(folder):
     ("where", "number", "step"),
     [
         ("loop", "SIGTERM", 4),
-        ("data", "SIGUSR1", None),
         ("saving", "SIGTERM", 1),
         ("failing", "SIGTERM", None),
-        ("second", "SIGTERM", 5),  # within an update of the second of two deployers
         *(pytest.param(*each, marks=pytest.mark.sweep) for each in [
             ("inside", "SIGTERM", 5), ("bare", "SIGTERM", None), ("evaluation", "SIGTERM", 4), ("data", "SIGTERM", None),
+            ("data", "SIGUSR1", None), ("second", "SIGTERM", 5),  # within an update of the second of two deployers
         ]),
     ],
 )  # fmt: skip
