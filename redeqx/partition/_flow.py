@@ -187,11 +187,10 @@ class Pass:
                 self.splits[view.leaf] = Split(None if dim is None else view.dims[dim], reason)
 
     def decide_as_declared(self, flow: Flow, leaf: str) -> None:
-        weight_leaf, dims = self.follows[leaf]
-        n_stacked, weight = len(self.leaves[leaf].shape) - len(dims), self.splits[weight_leaf]
-        split = follow(weight if weight.dim is None else replace(weight, dim=weight.dim - n_stacked), dims)
-        dim = None if split.dim is None else split.dim + n_stacked
-        self.decide(flow, None if dim is None else flow.views[0].dims.index(dim), split.reason)
+        weight, dims = self.follows[leaf]
+        n_stacked = len(self.leaves[leaf].shape) - len(dims)
+        split = follow(self.splits[weight].past(-n_stacked), dims).past(n_stacked)
+        self.decide(flow, None if split.dim is None else flow.views[0].dims.index(split.dim), split.reason)
 
     def choose(self, flow: Flow, shape: Sequence[int], dims: Sequence[int]) -> int | None:
         """Returns the first of these dims along which an undecided parameter can be split, or the forced one, else None."""

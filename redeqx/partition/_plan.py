@@ -25,7 +25,6 @@ from ..tracing import Trace, line_of, product_flops
 from . import _rules
 from ._dataflow import followed
 from ._draw import Picture, draw
-from ._flow import Pass
 from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
 from ._overrides import Overrides, specs_of
@@ -248,9 +247,9 @@ def make_plan(
         sizes = {name: math.prod(leaf.shape) for name, leaf in leaves.items()}
         # Users enlarge the model axis to save memory. So the dataflow must not replicate more of the model than the
         # traversal does, even if that sends fewer bytes.
-        max_replicated = _n_replicated(splits, sizes)
-        found = order(trace, mesh.shape[MODEL], followers(model), max_replicated)
-        stored = _reorder(splits, stacked, found, sizes, max_replicated)
+        found = order(trace, mesh.shape[MODEL], followers(model), _n_replicated(splits, sizes))
+        splits, stored = _reorder(splits, found.splits, sizes)
+        stacked |= {name: max(n, stacked[name]) for name, n in found.stacked.items()}
     kinds = kinds_of(model, trace)
     chosen = specs_of(overrides or {}, leaves, mesh)
     unknown = _rules.Split(None, "replicated: no known layer")
@@ -263,7 +262,7 @@ def make_plan(
     twins: dict[str, str] = {}  # trained leaves with the array of another trained leaf
     for name, leaf in leaves.items():
         shape, twin = tuple(leaf.shape), decides.get(id(leaf), name)
-        split, n_stacked = splits.get(twin, unknown), stacked.get(twin, 0)
+        split, n_stacked = splits.get(twin, unknown), stacked[twin]
         if twin != name:
             split = replace(split, reason=f"tied: the same array as `{twin}`")
             if trained is None or (name in trained and twin in trained):  # a frozen one is a copy, as of a reference model
@@ -280,13 +279,7 @@ def make_plan(
 
 
 def _about_twins(twins: Mapping[str, str], are_trained: bool) -> list[str]:
-    """Returns a warning about leaves of one array that training lets drift apart, if there are any.
-
-    **Arguments:**
-
-    - `twins`: maps each of these leaves to the other one of its array.
-    - `are_trained`: whether they are known to be trained.
-    """
+    """Returns a warning about twins, leaves of one array that training lets drift apart, if there are any."""
     if not twins:
         return []
     name, twin = next(iter(twins.items()))
@@ -305,12 +298,11 @@ def _why_replicated(leaves: Mapping[str, LeafPlan], total: int) -> list[str]:
         f"({leaves[name].reason}). Split it with `overrides={{'{name}': ...}}`."
         for name in large
     ]
-    small = sum(sizes[name] for name in sizes.keys() - large)
-    if small >= max(LARGE_SIZE, total // 10):
-        rest = Counter[str]()
-        for name in sizes.keys() - large:
-            pattern, reason = map(without_indices, (name, leaves[name].reason))
-            rest[f"`{pattern}` ({reason})"] += sizes[name]
+    rest = Counter[str]()
+    for name in (name for name in leaves if name not in large):
+        pattern, reason = map(without_indices, (name, leaves[name].reason))
+        rest[f"`{pattern}` ({reason})"] += sizes[name]
+    if (small := rest.total()) >= max(LARGE_SIZE, total // 10):
         most = "; ".join(text for text, _ in rest.most_common(_N_SHOWN))
         found.append(
             f"{small / total:.0%} of the model ({small:,} of {total:,} parameters, in small leaves) is "
@@ -326,29 +318,23 @@ def _n_replicated(splits: Mapping[str, _rules.Split], sizes: Mapping[str, int]) 
 
 
 def _reorder(
-    splits: dict[str, _rules.Split], stacked: dict[str, int], found: Pass, sizes: Mapping[str, int], max_replicated: int
-) -> set[str]:
-    """Replaces the splits of the field-order traversal by those of the dataflow analysis.
+    guesses: Mapping[str, _rules.Split], found: Mapping[str, _rules.Split], sizes: Mapping[str, int]
+) -> tuple[dict[str, _rules.Split], set[str]]:
+    """Replaces the splits of the field-order traversal, the guesses, by those of the dataflow analysis.
 
-    If that replicates more than `max_replicated` elements, the largest leaves are stored with the traversal's split and
-    gathered for use. Returns their names.
+    If that replicates more elements, the largest leaves are stored with the traversal's split and gathered for use. Returns
+    the splits, and the names of these leaves.
     """
-    stored = set()
-    guesses = dict(splits)
-    for name, split in found.splits.items():
-        guess = splits.get(name, split)
-        note = f" (by field order: {guess.reason})" if guess.dim != split.dim else ""
-        splits[name] = replace(split, reason=split.reason + note)
+    splits, stored = {**guesses, **found}, set()
+    notes = {name: f" (by field order: {guess.reason})" for name, guess in guesses.items() if guess.dim != splits[name].dim}
+    limit = _n_replicated(guesses, sizes)
     for name in sorted(guesses, key=lambda name: -sizes[name]):
-        if _n_replicated(splits, sizes) <= max_replicated:
+        if _n_replicated(splits, sizes) <= limit:
             break
         if splits[name].dim is None and guesses[name].dim is not None:
-            reason = f"stored split, gathered for use: {found.splits[name].reason} (by field order: {guesses[name].reason})"
-            splits[name] = replace(guesses[name], reason=reason)
+            splits[name] = replace(guesses[name], reason=f"stored split, gathered for use: {splits[name].reason}")
             stored.add(name)
-    for name, n in found.stacked.items():
-        stacked[name] = max(n, stacked.get(name, 0))
-    return stored
+    return {name: replace(split, reason=split.reason + notes.get(name, "")) for name, split in splits.items()}, stored
 
 
 def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mesh) -> tuple[P, str]:
