@@ -188,22 +188,18 @@ class Module:
     def n_devices(self) -> int:
         return math.prod(int(n) for n in re.findall(r"(?:num_partitions|replica_count)=(\d+)", self.head))
 
-    def total(
-        self, count: Callable[[Instruction], Mapping[Any, float] | None], *, conditions: bool = True, once: bool = False
-    ) -> Counter[Any]:
+    def total(self, count: Callable[[Instruction], Mapping[Any, float] | None], *, once: bool = False) -> Counter[Any]:
         """Returns the sums of numbers, by key, over the instructions of a step.
 
         **Arguments:**
 
         - `count`: takes an instruction and returns its numbers, or None to count the computations that it calls.
-        - `conditions`: whether the conditions of loops count.
         - `once`: whether each loop counts as one iteration.
         """
 
         def enter(line: Instruction) -> Entered:
-            called = [name for role, name in line.calls if conditions or role != "condition"]
             times = 1 if once or line.opcode != "while" else line.trip_count or 1
-            return Entered(called, times, line.opcode == "conditional")
+            return Entered([name for _, name in line.calls], times, line.opcode == "conditional")
 
         return fold(self.entry, count, enter, self.computations.__getitem__)
 

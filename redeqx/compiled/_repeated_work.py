@@ -114,7 +114,7 @@ def flops_by_line(module: Module) -> _Count:
         flops = _flops(line)
         return {line_among(frames_of(line.source)): flops} if flops else None
 
-    return _Count(*(module.total(count, conditions=False, once=once) for once in (False, True)))
+    return _Count(*(module.total(count, once=once) for once in (False, True)))
 
 
 def _flops(instruction: Instruction) -> int:
