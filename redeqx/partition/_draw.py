@@ -28,20 +28,13 @@ _MAX_CUTS = 32  # more lines would merge into a grey area
 
 @dataclass(frozen=True)
 class Picture:
-    """An array to draw, or several that are split alike.
+    """An array to draw, or several that are split alike."""
 
-    **Arguments:**
-
-    - `layer`, `name`: the first and the last components of its path.
-    - `spec`: with one entry for each dim.
-    - `text`: the reason in one word.
-    """
-
-    layer: str
-    name: str
+    layer: str  # the first components of its path
+    name: str  # the last ones
     shape: tuple[int, ...]
-    spec: P
-    text: str = ""
+    spec: P  # with one entry for each dim
+    text: str = ""  # the reason in one word
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -75,11 +68,8 @@ class Picture:
 def draw(pictures: Sequence[Picture], sizes: Mapping[str, int], path: Path, *, title: str) -> None:
     """Draws the arrays, in rows for each layer, and writes the picture in the format of the path's suffix.
 
-    **Arguments:**
-
-    - `sizes`: of the mesh axes.
-
-    Raises ImportError without matplotlib, and ValueError for a suffix that it does not write.
+    `sizes` are those of the mesh axes. Raises ImportError without matplotlib, and ValueError for a suffix that it does not
+    write.
     """
     try:
         from matplotlib.figure import Figure  # not pyplot, which would change the caller's figures and backend
