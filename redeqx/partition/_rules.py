@@ -115,29 +115,26 @@ def attention(
     - `heads`, `kv_heads`: the numbers of query heads and of key/value heads; None if unknown, and then the numbers of
         features must divide evenly instead.
     """
-    known = "" if heads is not None else " (number of heads unknown)"
     units = query.out_size if heads is None else heads
     kv_units = min(key.out_size, value.out_size) if kv_heads is None else kv_heads
     if units % n_shards or output.in_size % n_shards:
         why = f"{units} {'features' if heads is None else 'heads'} do not divide over {n_shards} shards"
         flipped = {layer.name: _other(layer, IN, why, n_shards) for layer in (query, key, value)}
         return {**flipped, output.name: _other(output, OUT, why, n_shards)}
-    over = f"{units} heads over {n_shards} shards" if heads is not None else f"{n_shards} shards"
-    splits = {
-        query.name: Split(OUT, f"attention: query by heads, {over}{known}"),
+    known = "" if heads is not None else " (number of heads unknown)"
+
+    def by_heads(role: str, n: int | None) -> Split:
+        over = f"{n_shards} shards" if n is None else f"{n} heads over {n_shards} shards"
+        return Split(OUT, f"attention: {role} by heads, {over}{known}")
+
+    what = "features" if kv_heads is None else "heads"
+    too_few = f"replicated: {kv_units} key/value {what} do not divide over {n_shards} shards, queries on each read them"
+    return {
+        query.name: by_heads("query", heads),
+        key.name: Split(None, too_few) if kv_units % n_shards else by_heads("key", kv_heads),
+        value.name: Split(None, too_few) if kv_units % n_shards else by_heads("value", kv_heads),
         output.name: Split(IN, f"attention: output contracts the split heads{known}"),
     }
-    for role, layer in (("key", key), ("value", value)):
-        if kv_units % n_shards:
-            what = "features" if kv_heads is None else "heads"
-            reason = (
-                f"replicated: {kv_units} key/value {what} do not divide over {n_shards} shards, queries on each read them"
-            )
-            splits[layer.name] = Split(None, reason)
-        else:
-            over = f"{kv_units} heads over {n_shards} shards" if kv_heads is not None else f"{n_shards} shards"
-            splits[layer.name] = Split(OUT, f"attention: {role} by heads, {over}{known}")
-    return splits
 
 
 def _other(layer: Layer, dim: int, why: str, n_shards: int) -> Split:
