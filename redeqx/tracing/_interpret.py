@@ -322,7 +322,7 @@ def _or_without(rule: Rule, attempt: Callable[[], T], otherwise: Callable[[], T]
     """Returns the result of one of a rule's methods, or that of `otherwise`, with a warning, if the rule fails."""
     if rule.corrects:
         return attempt()
-    name = type(rule).__name__.removeprefix("_").removesuffix("Of")
+    name = type(rule).__name__.removeprefix("_")
     return or_as_written(attempt, otherwise, f"the rule `{name}`", eqn)
 
 
