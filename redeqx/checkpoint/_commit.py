@@ -1,23 +1,22 @@
 """How a checkpoint appears in a folder and disappears: by a rename on a disk, by its manifest in an object store.
 
-A checkpoint is written to `target(name)`, and exists after `commit`. A kill at any moment leaves the committed checkpoints,
-and remains that `sweep` removes. `_manager` decides what is written, kept and removed, and when.
+A checkpoint is written to `target(name)`, the manifest last, and exists after `commit`. A kill at any moment leaves the
+committed checkpoints, and remains that `sweep` removes. `_manager` decides what is written, kept and removed, and when.
 """
 
 import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..distributed import Peers
 from ..storage import StorePath, fsync_folder, make_subfolder, open_old, read_file, replacing, write_new
 from ._folder import INDEX_FILE, order
 from ._lock import Lock
-from ._manifest import MANIFEST, TMP, write_json, write_manifest
+from ._manifest import MANIFEST, TMP, write_json
 
 _SLOT = 16  # bytes per process in the probe file
 
@@ -86,11 +85,8 @@ class Disk:
         """Returns where the files of a new checkpoint are written."""
         return self.folder / f"{TMP}{name}"
 
-    def commit(
-        self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
-    ) -> None:
-        """Turns the files at `target(name)` into a checkpoint. The arguments are those of `write_manifest`."""
-        write_manifest(self.target(name), record, tags, files)
+    def commit(self, name: str) -> None:
+        """Turns the files at `target(name)` into a checkpoint."""
         fsync_folder(self.target(name))
         os.rename(self.target(name), self.folder / name)
         fsync_folder(self.folder)
@@ -143,10 +139,8 @@ class Store:
     def target(self, name: str) -> StorePath:
         return self.folder / name
 
-    def commit(
-        self, name: str, record: Mapping[str, Any], tags: Sequence[str], files: Mapping[str, Mapping[str, int]]
-    ) -> None:
-        write_manifest(self.target(name), record, tags, files)
+    def commit(self, name: str) -> None:
+        """Does nothing: a folder with a manifest is a checkpoint."""
 
     def write_index(self, index: Mapping[str, str]) -> None:
         write_json(self.folder / INDEX_FILE, index)

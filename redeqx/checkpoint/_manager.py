@@ -28,7 +28,7 @@ from ..storage import Location, StoreError, StorePath
 from ._commit import Capabilities, Disk, Store
 from ._folder import CheckpointFolder, order
 from ._lock import Claim
-from ._manifest import RESERVED
+from ._manifest import RESERVED, write_manifest
 from ._safetensors import array_leaves, check_arrays
 from ._tree_files import INCOMPLETE, FilePerProcess, InPlace
 
@@ -221,11 +221,14 @@ class Checkpoints(CheckpointFolder):
                 file.create(target)
 
         def commit() -> None:
-            sums = [file.finish(target, [each[kind] for each in written]) for kind, file in files.items()]
+            sums: dict[str, dict[str, int]] = {}
+            for kind, file in files.items():
+                sums |= file.finish(target, [each[kind] for each in written])
             if isinstance(target, StorePath):  # on a disk, the folder of a run that was frozen is gone, so the commit fails
                 self._claim.check()
             self._before_commit()
-            self._commits.commit(save.name, save.record, save.tags, {k: v for each in sums for k, v in each.items()})
+            write_manifest(target, save.record, save.tags, sums)
+            self._commits.commit(save.name)
 
         try:
             self._per_folder("save created", create)

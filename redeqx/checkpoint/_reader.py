@@ -57,9 +57,8 @@ class TensorReader:
             return cls(single)
         if index.is_file():
             return cls(index)
-        pickles = sorted(
-            brief_name(p.name) for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
-        )
+        suffixes = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
+        pickles = sorted(brief_name(path.name) for path in folder.iterdir() if path.name.endswith(suffixes))
         found = ", ".join(pickles) if pickles else "none"
         remedy = (
             "Convert it with its own library (`save_pretrained` writes safetensors): pickled weights can run any code, "

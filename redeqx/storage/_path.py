@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import brief_name, check_path
 from ._disk import disk_path
@@ -25,8 +25,7 @@ _CHUNK = 2**24  # bytes per read from a disk
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)(?:/(.*))?", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Stat:
+class Stat(NamedTuple):
     """What is known about an object without reading it."""
 
     st_size: int
@@ -55,11 +54,6 @@ class StorePath:
     def name(self) -> str:
         """The last part; empty for a bucket."""
         return PurePosixPath(self.key).name
-
-    @property
-    def suffix(self) -> str:
-        """The end of the name, from its last dot."""
-        return PurePosixPath(self.key).suffix
 
     @property
     def parent(self) -> "StorePath":
