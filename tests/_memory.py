@@ -13,5 +13,5 @@ def divide_micro_batches(monkeypatch, n_parts):
         rows, n = own.strategy.per_device_batch_size // n_parts, own.strategy.accumulate_grad_batches * n_parts
         return [measure(replace(own.strategy, per_device_batch_size=rows, accumulate_grad_batches=n))]
 
-    monkeypatch.setattr("redeqx.memory._choose.memory_of", lambda mesh: next(memories, Memory(2**40)))
+    monkeypatch.setattr("redeqx.memory._need.memory_of", lambda mesh: next(memories, Memory(2**40)))
     monkeypatch.setattr(SearchSpace, "search", search)

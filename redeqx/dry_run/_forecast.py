@@ -22,7 +22,7 @@ from ..compiled import Module, bytes_moved, collectives, host_bytes, temporaries
 from ..data import BatchSize, Group, group_sharding
 from ..dims import RowUse
 from ..machine import Machine, dry, is_in_host, make_mesh, uncached_where_described
-from ..memory import SearchSpace, Strategy, Tried, levels_of, refused_bytes
+from ..memory import SearchSpace, Strategy, Tried, refused_bytes
 from ..steps import Program, shard_bytes
 from ..tracing import matmul_flops
 from ..transforms import KeepEverything
@@ -101,29 +101,21 @@ def _as_tried(run: DryRun, model_flops: Mapping[str, int]) -> Tried:
 def _search_space(work: Workload, run: DryRun) -> SearchSpace:
     """Returns the strategies to try for a workload, with the numbers that traces and shapes give without compiling."""
     machine, own = run.machine, run.strategy
-    assert machine.memory is not None
-    platform = machine.devices[0].platform
     plan = run.plan.on(make_mesh(own.n_model_shards, 1, machine.devices))  # where loops are unrolled
 
-    def trace(remat: str, unroll: bool) -> Any:
-        strategy = replace(own, n_fsdp_shards=1, remat=remat, unroll=unroll and own.unroll)
+    def trace(strategy: Strategy) -> Any:
+        strategy = replace(strategy, n_fsdp_shards=1)
         return _traced(work, work.program(plan, strategy), strategy, only_train=True)["train"].jaxpr.jaxpr
 
-    if work.can_remat:
-        remat, flops, unrolls = levels_of(own.remat, trace, platform)
-    else:
-        remat, flops, unrolls = own.remat, {own.remat: matmul_flops(trace(own.remat, own.unroll))}, False
-    sizes = work.program(run.plan, replace(own, remat=remat)).sizes
-    return SearchSpace(
-        replace(own, remat=remat),
-        len(machine.devices),
-        flops,
-        sizes.weights,
-        sizes.state,
-        machine.memory,
-        machine.chip,
-        opt_state=0 if platform == "cpu" else sizes.opt_state,  # CPU devices have no separate host memory
-        unrolls=unrolls,
+    return SearchSpace.of(
+        own,
+        trace,
+        work.program(run.plan, own).sizes,
+        machine.devices[0].platform,
+        can_remat=work.can_remat,
+        n_devices=len(machine.devices),
+        memory=machine.memory,
+        chip=machine.chip,
         rows=work.rows,
         has_state=work.task.has_state,
     )

@@ -126,6 +126,5 @@ class Workload:
 
     def program(self, plan: Plan, strategy: Strategy, change: Rule | None = None) -> Program:
         """Returns the steps, whose operations name their weights."""
-        chosen = {name: getattr(strategy, name) for name in ("remat", "unroll", "offload_opt_state")}
-        task = replace(self.task, compute=replace(self.task.compute, **chosen))
+        task = replace(self.task, compute=strategy.applied(self.task.compute))
         return task.program(plan, self.model, self.state, named=True, change=change)

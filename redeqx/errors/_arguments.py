@@ -26,8 +26,12 @@ from .._tree import is_key, listed, named_leaves
 
 
 def wrong(name: str, expected: str, got: str, advice: str, error: type[Exception] = ValueError) -> Exception:
-    """Return the error for an argument; `advice` is the next step, without a period."""
-    return error(f"`{name}`: expected {expected}, got {got}. {advice}.")
+    """Return the error for an argument; `advice` is the next step."""
+    return error(f"`{name}`: expected {expected}, got {got}. {advice.removesuffix('.')}.")
+
+
+def wrong_type(name: str, expected: str, value: Any, advice: str) -> Exception:
+    return wrong(name, expected, described(value), advice, TypeError)
 
 
 def described(value: Any) -> str:
@@ -60,12 +64,12 @@ def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False
             raise TypeError
         count = operator.index(value)
     except TypeError:
-        whole = isinstance(value, float) and value.is_integer() and value >= least
-        what = f"Pass {int(value)}" if whole else "Pass a whole number"
-        raise wrong(name, f"an integer{or_none}", described(value), what, TypeError) from None
+        is_whole = isinstance(value, float) and value.is_integer() and value >= least
+        advice = f"Pass {int(value)}" if is_whole else "Pass a whole number"
+        raise wrong_type(name, f"an integer{or_none}", value, advice) from None
     if count < least:
-        advice = advice or ("Pass a positive number." if least == 1 else f"Pass {least} or more.")
-        raise wrong(name, f"at least {least}{or_none}", str(count), advice.removesuffix("."))
+        advice = advice or ("Pass a positive number" if least == 1 else f"Pass {least} or more")
+        raise wrong(name, f"at least {least}{or_none}", str(count), advice)
 
 
 def check_number(
@@ -81,9 +85,8 @@ def check_number(
     if isinstance(value, Tracer) and is_number:
         return  # as of `optax.inject_hyperparams`; its value is unknown
     if not is_number or not holds(value):
-        rule = f"{expected}{' or None' if optional else ''}"
-        kind = ValueError if is_number else TypeError
-        raise wrong(name, rule, described(value), advice.removesuffix("."), kind)
+        expected += " or None" * optional
+        raise wrong(name, expected, described(value), advice, ValueError if is_number else TypeError)
 
 
 def check_choice(value: Any, name: str, choices: Sequence[Any]) -> None:
@@ -106,10 +109,10 @@ def check_float_dtype(value: Any, name: str, advice: str) -> None:
     try:
         dtype = jnp.dtype(value)
     except TypeError:
-        raise wrong(name, "a floating dtype or None", described(value), "Pass 'bfloat16'", TypeError) from None
+        raise wrong_type(name, "a floating dtype or None", value, "Pass 'bfloat16'") from None
     is_floating = jnp.issubdtype(dtype, jnp.floating)
     if not is_floating or dtype.itemsize < 2:  # no model computes with narrower ones, or keeps its values
-        raise wrong(name, f"a floating dtype{' of 16 bits or more' * is_floating}", str(dtype), advice.removesuffix("."))
+        raise wrong(name, f"a floating dtype{' of 16 bits or more' * is_floating}", str(dtype), advice)
 
 
 def check_path(path: Any, name: str, *, optional: bool = False) -> None:
@@ -118,7 +121,7 @@ def check_path(path: Any, name: str, *, optional: bool = False) -> None:
     if path == "":
         raise wrong(name, expected, "''", "Pass '.' for the current folder")
     if not isinstance(path, str | Path):
-        raise wrong(name, expected, described(path), "Pass a string or a `pathlib.Path`", TypeError)
+        raise wrong_type(name, expected, path, "Pass a string or a `pathlib.Path`")
 
 
 def check_folder(path: Any, name: str, *, optional: bool = True, make: bool = False) -> None:
@@ -255,7 +258,7 @@ def check_function(fn: Any, name: str, parameters: Sequence[str], why: str = "")
     """Raise TypeError if `fn` is not a function that takes these positional arguments. `why` is added to the rule."""
     expected = f"a function of `({', '.join(parameters)})`{why}" if parameters else f"a function without arguments{why}"
     if not callable(fn):
-        raise wrong(name, expected, described(fn), "Pass the function itself", TypeError)
+        raise wrong_type(name, expected, fn, "Pass the function itself")
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -292,14 +295,13 @@ def check_model_function(fn: Any, name: str, *, has_state: bool) -> None:
 def check_deployer(deployer: Any, cls: type) -> None:
     """Raise TypeError if `deployer` is not of this class."""
     if not isinstance(deployer, cls):
-        raise wrong("deployer", "a Deployer", described(deployer), "Pass `redeqx.Deployer()`", TypeError)
+        raise wrong_type("deployer", "a Deployer", deployer, "Pass `redeqx.Deployer()`")
 
 
 def check_predictor(predictor: Any) -> None:
     """Raise TypeError if `eval_predictor` has no `predict`, for example if it is `pred_fn` itself."""
     if not callable(getattr(predictor, "predict", None)):
-        advice = "Pass `trainer.get_default_predictor(pred_fn)`"
-        raise wrong("eval_predictor", "a Predictor", described(predictor), advice, TypeError)
+        raise wrong_type("eval_predictor", "a Predictor", predictor, "Pass `trainer.get_default_predictor(pred_fn)`")
 
 
 def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
@@ -309,22 +311,19 @@ def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
     of the evaluation's own metrics.
     """
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
-        advice = "Return one: `{'accuracy': ...}`"
-        raise wrong("eval_metric_fn", "a dict of numbers by name", described(returned), advice, TypeError)
+        raise wrong_type("eval_metric_fn", "a dict of numbers by name", returned, "Return one: `{'accuracy': ...}`")
     metrics = {}
     for name, value in returned.items():
         of = f"eval_metric_fn` metric `{name}"
         if name in taken:
-            advice = "Rename that metric, or pass `eval_loss=False`"
-            raise wrong(
-                "eval_metric_fn", f"names other than {name!r}, which the evaluation itself reports", "it too", advice
-            )
+            expected = f"names other than {name!r}, which the evaluation itself reports"
+            raise wrong("eval_metric_fn", expected, "it too", "Rename that metric, or pass `eval_loss=False`")
         if getattr(value, "shape", ()) != ():
             raise wrong(of, "a number", described(value), "Return its mean, or a metric for each entry")
         try:
             metrics[name] = float(value)
         except (TypeError, ValueError):
-            raise wrong(of, "a number", described(value), "Return a number", TypeError) from None
+            raise wrong_type(of, "a number", value, "Return a number") from None
     return metrics
 
 

@@ -5,15 +5,19 @@ Owns the levels of recomputation, the order in which strategies are tried, and h
 `_strategy.py` first.
 """
 
-from ._choose import choose as choose
 from ._need import (
     Memory as Memory,
-    Tried as Tried,
-    fastest as fastest,
+    choose as choose,
     least_memory as least_memory,
     memory_of as memory_of,
     refused_bytes as refused_bytes,
     try_step as try_step,
 )
-from ._search import SearchSpace as SearchSpace, levels_of as levels_of, matmul_seconds as matmul_seconds
-from ._strategy import REMATS as REMATS, Strategy as Strategy, may_cut as may_cut
+from ._search import SearchSpace as SearchSpace, matmul_seconds as matmul_seconds
+from ._strategy import (
+    REMATS as REMATS,
+    Strategy as Strategy,
+    Tried as Tried,
+    fastest as fastest,
+    may_cut as may_cut,
+)

@@ -1,4 +1,4 @@
-"""The memory of a device, and what a compiled step needs of it."""
+"""The memory of a device, what a compiled step needs of it, and `memory="auto"`: a strategy with which a step fits."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,19 +9,15 @@ import jax
 from jax.sharding import Mesh
 
 from ..distributed import Peers
-from ..machine import chip_of_kind
-from ._strategy import Strategy
+from ..machine import GIB, chip_of_kind
+from ._search import SearchSpace
+from ._strategy import Strategy, Tried
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one device, in bytes.
-
-    **Arguments:**
-
-    - `limit`: the memory that a program may use.
-    - `in_use`: the memory in use before a step, including its arguments; None if the device does not report it.
-    """
+    """The bytes of one device that a program may use, and those in use before a step, including its arguments; None if the
+    device does not report these."""
 
     limit: int
     in_use: int | None = None
@@ -46,33 +42,51 @@ def least_memory(memory: Memory | None, peers: Peers) -> Memory | None:
     return Memory(min(limits), None if None in in_use else max(in_use))
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A strategy whose train step was compiled.
+def choose(
+    own: Strategy,
+    mesh: Mesh,
+    peers: Peers,
+    compiled: Callable[[Strategy], jax.stages.Compiled],
+    space: Callable[[int], SearchSpace],
+    opt_state: int = 0,
+) -> tuple[Sequence[Tried], str]:
+    """Returns the strategies that had to be compiled, and a text about the last one: the first that fits. Returns none of
+    them if the memory of a device is unknown. All processes compile the same.
 
     **Arguments:**
 
-    - `needs`: bytes on each device at the step's peak. A lower bound if the compiler refused the step (`is_refused`).
-    - `held`: the part of these bytes that is in memory between steps.
-    - `seconds`: bounds on the time of a step at published rates, with perfect overlap and without any; None if unknown.
+    - `own`: the strategy of the script.
+    - `compiled`: returns the compiled train step of a strategy.
+    - `space`: maps the bytes of a device to the strategies that make the same update; called if `own` does not fit.
+    - `opt_state`: bytes of the optimizer state on a device, where it is not in host memory yet.
     """
+    memory = least_memory(memory_of(mesh), peers)
+    if memory is None:
+        return [], ""
 
-    strategy: Strategy
-    needs: int
-    held: int
-    fits: bool
-    is_refused: bool = False
-    seconds: tuple[float, float] | None = None
+    def measure(strategy: Strategy) -> Tried:
+        moved = opt_state if strategy.offload_opt_state else 0
+        return try_step(strategy, lambda: compiled(strategy), memory, peers, moved)
 
-    @property
-    def cost(self) -> float:
-        """The time by which strategies are compared: that of a step without overlap, or infinity if unknown."""
-        return float("inf") if self.seconds is None else self.seconds[1]
+    tried = [measure(own)]
+    if not tried[0].fits:
+        tried += space(memory.limit).search(tried[0], measure, to_fastest=False)
+    return tried, _describe(tried, memory.limit)
 
 
-def fastest(tried: Sequence[Tried]) -> Tried | None:
-    """Returns the fastest strategy that fits (the first of equally fast ones), or None if none fits."""
-    return min((each for each in tried if each.fits), key=lambda each: each.cost, default=None)
+def _describe(tried: Sequence[Tried], limit: int) -> str:
+    def size(each: Tried) -> str:
+        return ("at least " if each.is_refused else "") + f"{each.needs / GIB:,.2f} GiB"
+
+    *others, chosen = tried
+    text = f"memory: {size(chosen)} of {limit / GIB:,.2f} GiB a device with {chosen.strategy.code()}"
+    text += "".join(f"; {each.strategy.code()} needs {size(each)}" for each in others)
+    if not chosen.fits:
+        text += (
+            ". Nothing fits: expect the step to fail. Take more shards; `python -m redeqx dry-run --fit` finds the fastest "
+            "strategy that fits"
+        )
+    return text
 
 
 def try_step(

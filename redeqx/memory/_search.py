@@ -14,8 +14,7 @@ from jax.extend import core as jex
 from ..dims import UNKNOWN, RowUse
 from ..machine import GPUS, Chip
 from ..tracing import matmul_flops
-from ._need import Tried, fastest
-from ._strategy import REMATS, Strategy, may_cut
+from ._strategy import REMATS, Strategy, Tried, fastest, may_cut
 
 # The relative cost of recomputation. Saving only the outputs of matmuls may be faster than saving everything, since a step
 # that is bound by memory bandwidth then reads less.
@@ -55,6 +54,33 @@ class SearchSpace:
     rows: RowUse = UNKNOWN
     has_state: bool = False
     is_running: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        own: Strategy,
+        trace: Callable[[Strategy], Any],
+        sizes: Any,
+        platform: str,
+        *,
+        can_remat: bool = True,
+        **known: Any,
+    ) -> "SearchSpace":
+        """Returns the strategies to try, with the numbers that traces give.
+
+        **Arguments:**
+
+        - `trace`: maps a strategy to the jaxpr of its train step.
+        - `sizes`: has the bytes `weights`, `state` and `opt_state`.
+        - `can_remat`: whether levels of recomputation make a difference.
+        - `known`: the other fields.
+        """
+        if can_remat:
+            own, flops, unrolls = _levels_of(own, trace, platform)
+        else:
+            flops, unrolls = {own.remat: matmul_flops(trace(own))}, False
+        opt_state = 0 if platform == "cpu" else sizes.opt_state  # CPU devices have no separate host memory
+        return cls(own, flops=flops, unrolls=unrolls, weights=sizes.weights, state=sizes.state, opt_state=opt_state, **known)
 
     def search(self, own: Tried, measure: Callable[[Strategy], Tried | None], *, to_fastest: bool) -> Iterator[Tried]:
         """Yields the strategies that had to be compiled, each when it is compiled.
@@ -210,28 +236,25 @@ def matmul_seconds(flops: Mapping[str, int], chip: Chip, n_devices: int) -> floa
     return sum((n / n_devices / chip.rate(dtype) for dtype, n in flops.items()), 0.0)
 
 
-def levels_of(own: str, trace: Callable[[str, bool], Any], platform: str) -> tuple[str, dict[str, Mapping[str, int]], bool]:
-    """Returns the script's own level of recomputation, the FLOPs of a step's matmuls for each level that makes another
-    program, and whether loops are unrolled by default.
+def _levels_of(
+    own: Strategy, trace: Callable[[Strategy], Any], platform: str
+) -> tuple[Strategy, dict[str, Mapping[str, int]], bool]:
+    """Returns the script's own strategy with its level of recomputation (`"auto"` is one of them), the FLOPs of a step's
+    matmuls for each level that makes another program, and whether loops are unrolled by default.
 
     If all levels make the same program, because the loss has no loops or has remats itself, only the own level is returned.
-
-    **Arguments:**
-
-    - `own`: a level, or `"auto"`.
-    - `trace`: maps a level, and whether loops are unrolled, to the jaxpr of the train step.
     """
-    own_jaxpr = trace(own, True)
+    own_jaxpr = trace(own)
     programs: dict[str, Any] = {}  # jaxprs
     for remat in REMATS[:-1] if platform == "cpu" else REMATS:  # a CPU is its own host
-        jaxpr = trace(remat, True)
+        jaxpr = trace(replace(own, remat=remat))
         if all(_content(jaxpr) != _content(other) for other in programs.values()):
             programs[remat] = jaxpr
-    unrolls = _content(trace("none", False)) != _content(programs["none"])
+    unrolls = _content(trace(replace(own, remat="none", unroll=False))) != _content(programs["none"])
     same = [remat for remat, jaxpr in programs.items() if _content(jaxpr) == _content(own_jaxpr)]
     if len(programs) < 2 or not same:
-        same, programs = [own], {own: own_jaxpr}
-    return same[0], {remat: matmul_flops(jaxpr) for remat, jaxpr in programs.items()}, unrolls
+        same, programs = [own.remat], {own.remat: own_jaxpr}
+    return replace(own, remat=same[0]), {remat: matmul_flops(jaxpr) for remat, jaxpr in programs.items()}, unrolls
 
 
 def _content(jaxpr: Any) -> Counter[str]:

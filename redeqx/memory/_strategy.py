@@ -1,6 +1,8 @@
 """Strategies: how a run is distributed over devices, and what it recomputes or moves to save memory."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -35,6 +37,10 @@ class Strategy:
         n = self.accumulate_grad_batches
         return BatchSize(self.batch_size or rows * n, rows, by_examples=self.batch_size is not None, asked=n)
 
+    def applied(self, compute: Any) -> Any:
+        """Returns the `Compute` with the options of this strategy."""
+        return replace(compute, remat=self.remat, unroll=self.unroll, offload_opt_state=self.offload_opt_state)
+
     def code(self) -> str:
         """Returns the arguments to write in a script."""
         options = [] if self.remat == "auto" else [f'remat="{self.remat}"']
@@ -48,6 +54,35 @@ class Strategy:
             f"fit({rows if self.batch_size is None else f'batch_size={self.batch_size}'})",
         ]
         return "; ".join(lines)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A strategy whose train step was compiled.
+
+    **Arguments:**
+
+    - `needs`: bytes on each device at the step's peak. A lower bound if the compiler refused the step (`is_refused`).
+    - `held`: the part of these bytes that is in memory between steps.
+    - `seconds`: bounds on the time of a step at published rates, with perfect overlap and without any; None if unknown.
+    """
+
+    strategy: Strategy
+    needs: int
+    held: int
+    fits: bool
+    is_refused: bool = False
+    seconds: tuple[float, float] | None = None
+
+    @property
+    def cost(self) -> float:
+        """The time by which strategies are compared: that of a step without overlap, or infinity if unknown."""
+        return float("inf") if self.seconds is None else self.seconds[1]
+
+
+def fastest(tried: Sequence[Tried]) -> Tried | None:
+    """Returns the fastest strategy that fits (the first of equally fast ones), or None if none fits."""
+    return min((each for each in tried if each.fits), key=lambda each: each.cost, default=None)
 
 
 def may_cut(use: RowUse, *, has_state: bool) -> bool:

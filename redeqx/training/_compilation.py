@@ -15,7 +15,7 @@ from ..data import Batch
 from ..dims import UNKNOWN
 from ..distributed import agree_on_program
 from ..machine import FSDP, MODEL, cache_use, chip_of_kind
-from ..memory import SearchSpace, Strategy, choose, levels_of
+from ..memory import SearchSpace, Strategy, choose
 from ..monitor import ProgressLine, Work
 from ..partition import Plan
 from ..steps import n_rows, shard_bytes
@@ -155,23 +155,18 @@ def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> Searc
     task, mesh, (program, state) = engine.task, engine.deployer.mesh, engine.placed
     args, device = program.train_args(state, batch.groups, jax.ShapeDtypeStruct((), "uint32")), mesh.devices.flat[0]
 
-    def trace(remat: str, unroll: bool) -> Any:
-        compute = replace(task.compute, remat=remat, unroll=unroll and own.unroll)
-        changed = replace(task, compute=compute).program(program.plan, *engine.trees)
+    def trace(strategy: Strategy) -> Any:
+        changed = replace(task, compute=strategy.applied(task.compute)).program(program.plan, *engine.trees)
         return changed.train_step.trace(*args).jaxpr.jaxpr
 
-    remat, flops, unrolls = levels_of(own.remat, trace, device.platform)
-    sizes = program.sizes
-    return SearchSpace(
-        replace(own, remat=remat),
-        mesh.size,
-        flops,
-        sizes.weights,
-        sizes.state,
-        limit,
-        chip_of_kind(device.device_kind),
-        opt_state=0 if device.platform == "cpu" else sizes.opt_state,
-        unrolls=unrolls,
+    return SearchSpace.of(
+        own,
+        trace,
+        program.sizes,
+        device.platform,
+        n_devices=mesh.size,
+        memory=limit,
+        chip=chip_of_kind(device.device_kind),
         rows=task.rows or UNKNOWN,
         has_state=task.has_state,
         is_running=True,
@@ -181,8 +176,7 @@ def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> Searc
 def _use_strategy(engine: Any, strategy: Strategy, given: Task) -> None:
     """Switches from a given task to the train step of a strategy."""
     old, _ = engine.placed
-    changed = {name: getattr(strategy, name) for name in ("remat", "unroll", "offload_opt_state")}
     n_parts = strategy.accumulate_grad_batches // given.accumulate
-    engine.task = replace(engine.task, compute=replace(engine.task.compute, **changed), n_parts=n_parts)
+    engine.task = replace(engine.task, compute=strategy.applied(engine.task.compute), n_parts=n_parts)
     new = engine.task.program(old.plan, *engine.trees)
     engine.use_program(replace(new, eval_step=old.eval_step, eval_names=old.eval_names))  # it need not compile again

@@ -59,7 +59,7 @@ def bytes_needed(remat, shards=(1, 1), **options):
 @pytest.fixture
 def set_device_memory(monkeypatch):
     """Returns a function that sets the device memory, as a CPU reports none."""
-    return lambda n_bytes: monkeypatch.setattr("redeqx.memory._choose.memory_of", lambda mesh: Memory(n_bytes))
+    return lambda n_bytes: monkeypatch.setattr("redeqx.memory._need.memory_of", lambda mesh: Memory(n_bytes))
 
 
 def train(trainer, examples=EXAMPLES):
@@ -250,7 +250,7 @@ def test_all_processes_try_the_same(monkeypatch, is_refused):
     flops = {remat: {"bfloat16": 10**15} for remat in ("none", "matmuls", "full")}
     steps = [{"none": 900, "matmuls": 500, "full": 100}, {"none": 1300, "matmuls": 700, "full": 100}]
     devices = [Memory(1000, 100), Memory(990, 350)]
-    monkeypatch.setattr("redeqx.memory._choose.memory_of", lambda index: devices[index])
+    monkeypatch.setattr("redeqx.memory._need.memory_of", lambda index: devices[index])
     pair = FakePeers()
 
     def process(index):

@@ -212,7 +212,7 @@ def test_rows_that_memory_auto_divides_draw_the_same(monkeypatch, capsys):
 
     found = make_trainer(loss_fn, model, "4").compile(examples, batch_size=len(examples)).memory_analysis()
     limit = found.argument_size_in_bytes + found.temp_size_in_bytes // 2
-    monkeypatch.setattr("redeqx.memory._choose.memory_of", lambda mesh: Memory(limit))
+    monkeypatch.setattr("redeqx.memory._need.memory_of", lambda mesh: Memory(limit))
     monkeypatch.setattr(SearchSpace, "strategies", in_parts)
     deployer = make_deployer("4", verbose=True)
     trainer = make_trainer(loss_fn, model, deployer=deployer, compute=redeqx.Compute(memory="auto"))

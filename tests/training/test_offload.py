@@ -71,7 +71,7 @@ def test_memory_auto_offloads_if_nothing_else_fits(monkeypatch, capsys):
     expected.fit(EXAMPLES, batch_size=32, n_epochs=1)
     needed = expected.compiled_step.memory_analysis()
     memory = Memory(needed.argument_size_in_bytes, 2**20)
-    monkeypatch.setattr("redeqx.memory._choose.memory_of", lambda mesh: memory)
+    monkeypatch.setattr("redeqx.memory._need.memory_of", lambda mesh: memory)
     monkeypatch.setattr(SearchSpace, "strategies", lambda of: [dataclasses.replace(of.own, offload_opt_state=True)])
     trainer = make_trainer(False, compute=redeqx.Compute(memory="auto"))
     trainer.fit(EXAMPLES, batch_size=32, n_epochs=1)

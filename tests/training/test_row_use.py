@@ -469,7 +469,7 @@ def test_memory_auto_cuts_only_rows_that_may_be_cut(use, n_groups, verdict, monk
         given.append(max(each.accumulate_grad_batches for each in strategies(space)))
         return []
 
-    monkeypatch.setattr("redeqx.memory._choose.memory_of", lambda mesh: Memory(1))
+    monkeypatch.setattr("redeqx.memory._need.memory_of", lambda mesh: Memory(1))
     monkeypatch.setattr(SearchSpace, "strategies", recorded)
     make_trainer(draws, compute=redeqx.Compute(memory="auto")).update(DATA[:32])
     assert given == [n_groups]
