@@ -16,7 +16,6 @@ from ._averages import (
 )
 from ._decay import decaying as decaying
 from ._groups import decay_mask as decay_mask, groups as groups, kinds as kinds, of_kind as of_kind
-from ._masters import in_float32 as in_float32, widened as widened, with_masters as with_masters
 from ._muon import muon as muon
 from ._schedules import lr_schedule as lr_schedule, warn_of_zero_rate as warn_of_zero_rate
 from ._states import (
@@ -32,4 +31,10 @@ from ._states import (
     n_updates as n_updates,
     short_names as short_names,
 )
-from ._update import ascent as ascent, update_with as update_with
+from ._update import (
+    ascent as ascent,
+    in_float32 as in_float32,
+    update_with as update_with,
+    widened as widened,
+    with_masters as with_masters,
+)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .._tree import nearest
 from ..errors import filter_traceback
-from ._checks import check_at_least_0, check_decay_rate, check_rate, check_weight_decay
+from ._checks import check_numbers
 from ._groups import decay_mask
 from ._moments import FORMATS, noises, read, write, zeros
 
@@ -69,11 +69,7 @@ def adamw(
         raise ValueError(
             f"`moments`: expected {named}, got {moments!r}.{nearest(str(moments), FORMATS)} For float32 use `optax.adamw`."
         )
-    check_rate(learning_rate)
-    check_decay_rate(b1, "b1")
-    check_decay_rate(b2, "b2")
-    check_at_least_0(eps, "eps", "1e-8 is usual.")
-    check_weight_decay(weight_decay)
+    check_numbers(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     if isinstance(mask, str):
         advice = f"Pass `redeqx.optimizers.of_kind({mask!r})`, say"
         raise TypeError(f"`mask`: expected a function of the parameters or a PyTree of booleans, got {mask!r}. {advice}.")

@@ -16,10 +16,9 @@ from jaxtyping import Array, Float, PyTree
 
 from .._tree import listed, named_leaves
 from ..errors import check_optimizer, filter_traceback
-from ._checks import check_decay_rate
-from ._masters import MasterState, widened
+from ._checks import check_numbers
 from ._states import states_in
-from ._update import accepting
+from ._update import MasterState, accepting, widened
 
 _HIDDEN = optax.MaskedNode  # stands for a leaf that belongs to another group
 
@@ -69,7 +68,7 @@ def ema(optimizer: optax.GradientTransformation, decay: float = 0.999) -> optax.
     Raises ValueError for another decay, TypeError for anything but a number.
     """
     check_optimizer(optimizer)
-    check_decay_rate(decay, "decay")
+    check_numbers(decay=decay)
     inner = accepting(optimizer)
 
     def init(params: Any) -> Any:

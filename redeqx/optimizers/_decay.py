@@ -16,9 +16,8 @@ from jaxtyping import PyTree
 
 from ..partition import Plan
 from ..tracing import Env, flow, insides, union
-from ._masters import MasterState, widened
-from ._states import has_state
-from ._update import update_with
+from ._states import states_in
+from ._update import MasterState, update_with, widened
 
 _KEPT = (
     "add", "add_any", "broadcast_in_dim", "convert_element_type", "copy", "max", "min", "neg", "optimization_barrier",
@@ -29,13 +28,10 @@ _KEPT = (
 def decaying(optimizer: optax.GradientTransformation, plan: Plan, params: PyTree, state: PyTree) -> list[bool] | None:
     """Returns for each trained leaf whether the optimizer shrinks it; None for an optimizer that cannot be traced alone.
 
-    **Arguments:**
-
-    - `params`: the trained leaves as the optimizer receives them, as arrays or shapes.
-    - `state`: the optimizer's state.
+    `params` are the trained leaves as the optimizer receives them, and `state` is its state, as arrays or shapes.
     """
     params, state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
-    grads = jax.eval_shape(widened, params) if has_state(state, MasterState) else params
+    grads = jax.eval_shape(widened, params) if states_in(state, MasterState) else params
 
     def update(params: PyTree, state: PyTree, grads: PyTree, value: Any) -> PyTree:
         of_loss = {"value": value, "value_fn": lambda *_: value, "grad_fn": lambda *_: grads}

@@ -72,13 +72,7 @@ class Blocks:
 
 
 def zeros(shape: Sequence[int], which: str, form: str) -> tuple[Array, Array | None]:
-    """Returns a moment of zeros, and its scales; None if it has none.
-
-    **Arguments:**
-
-    - `which`: `"first"` or `"second"`.
-    - `form`: one of `FORMATS`.
-    """
+    """Returns the `"first"` or the `"second"` moment, of zeros, in one of `FORMATS`; and its scales, or None."""
     blocks = Blocks.of(shape)
     if blocks is None:
         return jnp.zeros(shape, jnp.float32), None
@@ -99,14 +93,7 @@ def read(stored: Array, scales: Array | None, which: str) -> Array:
 
 
 def write(x: Array, like: Array, which: str, noise: Array) -> tuple[Array, Array | None]:
-    """Returns a moment in its stored format, and its scales.
-
-    **Arguments:**
-
-    - `x`: float32.
-    - `like`: the previously stored moment, for its dtype.
-    - `noise`: uint16 in the shape of `x`.
-    """
+    """Returns the moment `x`, in float32, in the stored format of `like`, and its scales. `noise` is uint16, as `x`."""
     if like.dtype == jnp.float32:
         return x, None
     if like.dtype == jnp.bfloat16:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .._tree import is_array_like, map_named, named_leaves, nearest
 from ..errors import check_float_dtype, check_number, check_optimizer, filter_traceback
 from ..partition import Kind, Plan, check_plan
-from ._checks import check_at_least_0, check_decay_rate, check_rate, check_weight_decay
+from ._checks import check_numbers
 from ._groups import decay_mask, kinds_by_name
 from ._newton_schulz import Iterate, orthogonalize
 from ._update import accepting
@@ -80,11 +80,8 @@ def muon(
 
     Raises ValueError if no leaf is such a matrix, if a glob matches none, and for coefficients that are not triples.
     """
-    check_rate(learning_rate)
     check_plan(plan)
-    check_weight_decay(weight_decay)
-    check_decay_rate(beta, "beta")
-    check_at_least_0(eps, "eps", "1e-8 is usual.")
+    check_numbers(learning_rate=learning_rate, weight_decay=weight_decay, beta=beta, eps=eps)
     check_number(consistent_rms, "consistent_rms", "a number above 0", lambda rms: rms > 0, "0.2 is usual.", optional=True)
     check_float_dtype(ns_dtype, "ns_dtype", "Pass 'bfloat16', or None for that of the gradients.")
     check_float_dtype(mu_dtype, "mu_dtype", "Pass 'bfloat16', or None for that of the parameters.")

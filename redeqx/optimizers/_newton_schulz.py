@@ -29,17 +29,11 @@ Iterate = Callable[[Float[Array, "batch rows cols"]], Float[Array, "batch rows c
 
 @dataclass(frozen=True)
 class _View:
-    """A leaf as a batch of matrices with no more rows than columns.
-
-    **Arguments:**
-
-    - `dims`: the leaf's dims that form the batch, the rows and the columns.
-    - `axes`: for each dim of the leaf, the mesh axes that split it while the batch is made.
-    """
+    """A leaf as a batch of matrices with no more rows than columns."""
 
     shape: tuple[int, ...]
-    dims: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    axes: tuple[Axes, ...]
+    dims: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # those that form the batch, the rows and the columns
+    axes: tuple[Axes, ...]  # for each dim of the leaf, the mesh axes that split it while the batch is made
 
     @classmethod
     def of(cls, shape: Sequence[int], kind: Kind, axes: Sequence[Axes]) -> "_View":
@@ -81,13 +75,8 @@ class _View:
 def orthogonalize(
     matrices: Mapping[str, Array], kinds: Mapping[str, Kind], plan: Plan | None, iterate: Iterate
 ) -> dict[str, Array]:
-    """Returns the leaves with orthogonalized matrices, in their shardings.
-
-    **Arguments:**
-
-    - `matrices`: leaves of at least one matrix, by name.
-    - `kinds`: determine the dims of one matrix; all other dims stack them.
-    - `plan`: the shardings of these leaves; None for one device, or a computation that XLA shards.
+    """Returns the leaves with orthogonalized matrices, in their shardings: those of the plan, or of one device, or as XLA
+    chooses. `kinds` determine the dims of a matrix; all other dims stack them.
     """
     views = {name: _View.of(x.shape, kinds[name], _axes_of(name, x, plan)) for name, x in matrices.items()}
     if plan is None or plan.mesh.size == 1:

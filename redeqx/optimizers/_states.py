@@ -25,10 +25,6 @@ def states_in(opt_tree: PyTree, kinds: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_tree, is_leaf=lambda x: isinstance(x, kinds)) if isinstance(x, kinds)]
 
 
-def has_state(opt_tree: PyTree, kinds: Any) -> bool:
-    return bool(states_in(opt_tree, kinds))
-
-
 def injected(tree: PyTree) -> Iterator[tuple[str, Any]]:
     """Yields each state of `optax.inject_hyperparams` in an optimizer state, with the prefix of its names."""
     for path, node in tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, _INJECTED))[0]:
@@ -125,13 +121,8 @@ def follows_schedule(opt_tree: PyTree) -> bool:
 
 
 def check_opt_state(opt_tree: PyTree) -> None:
-    """Raises ValueError for optimizers that would compute something else than they seem to.
-
-    **Arguments:**
-
-    - `opt_tree`: an optimizer state, as shapes.
-    """
-    if has_state(opt_tree, optax.LookaheadState):
+    """Raises ValueError for optimizers that would compute something else than they seem to, by the shapes of their state."""
+    if states_in(opt_tree, optax.LookaheadState):
         raise ValueError(
             "`optimizer`: expected one of the model's parameters, got `optax.lookahead`, which trains pairs of a fast and a "
             "slow copy. Average the weights instead: `redeqx.optimizers.ema(optimizer)`."
