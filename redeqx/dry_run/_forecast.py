@@ -231,12 +231,7 @@ def _groups(batch: PyTree, size: BatchSize, use: RowUse, mesh: Mesh) -> tuple[Py
 
 
 def _step(traced: Any, machine: Machine, optimization: str | None, other_bytes: int) -> Step:
-    """Compiles a traced step.
-
-    **Arguments:**
-
-    - `other_bytes`: bytes that are in memory while it runs, but are not its arguments.
-    """
+    """Compiles a traced step. `other_bytes` are in memory while it runs, but are not its arguments."""
     flops = matmul_flops(traced.jaxpr.jaxpr)
     lowered = traced.lower()
     began = time.perf_counter()

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from ..compiled import Buffer, own_line, split_name, words_of
+from ..compiled import own_line, split_name, words_of
 from ..dims import UNKNOWN
 from ..machine import USABLE, Machine, n_batch_shards
 from ..memory import Strategy, Tried, fastest
@@ -64,7 +64,9 @@ class DryRun:
     @property
     def fits(self) -> bool:
         """Whether the run fits into the memory of each device. True if the size of that memory is unknown."""
-        return _fits(self.machine, self.steps)
+        if any(step.is_refused for step in self.steps.values()):
+            return False
+        return self.machine.memory is None or self.needs <= self.machine.memory
 
     @property
     def estimate(self) -> Estimate | None:
@@ -114,7 +116,8 @@ class DryRun:
         step, names = self.steps[name], set(self.plan.leaves)
         sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for each in step.largest:
-            sizes[_array(each), *_where(each, names)].append(each.bytes)
+            array = f"{each.dtype}[{', '.join(map(str, each.shape))}]"
+            sizes[array, *_where(each, names)].append(each.bytes)
         most = sorted(sizes.items(), key=lambda item: -sum(item[1]))[:_N_ROWS]
         rows = [(size_text(sum(ns)), str(len(ns)), *key) for key, ns in most if sum(ns) > 1e-3 * step.needs]
         title = f"largest temporaries at the peak of the {name} step"
@@ -175,7 +178,6 @@ class DryRun:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain values: bytes, seconds, counts."""
-        steps = {name: self._plain_step(step) for name, step in self.steps.items()}
         return {
             "topology": self.machine.name,
             "n_devices": len(self.machine.devices),
@@ -189,7 +191,7 @@ class DryRun:
             "rows": self.plan.row_use.text,
             "held": dict(self.held),
             "in_host": self.in_host,
-            "steps": steps,
+            "steps": {name: self._plain_step(step) for name, step in self.steps.items()},
             "files": dict(self.files),
             "model_flops": dict(self.model_flops),
             "estimate": None if self.estimate is None else asdict(self.estimate),
@@ -262,18 +264,15 @@ class DryRun:
         return [(what, size_text(size)) for what, size in rows.items() if size]
 
     def _like_weights(self, step: Step) -> int:
-        """Counts the bytes, at a step's peak, of arrays with the shape of a weight.
-
-        The shape is that of the weight's shard, as stored or as used, or of a layer's slice of a stacked weight.
-        """
+        """Counts the bytes, at a step's peak, of arrays with the shape of a weight's shard, as stored or as used, or of a
+        layer's slice of a stacked weight."""
         shapes = set()
         for name, leaf in self.plan.leaves.items():
             for spec in (leaf.spec, self.plan.spec_in_use(name)):
                 shape = NamedSharding(self.plan.mesh, spec).shard_shape(leaf.shape)
                 shapes |= {_sides(shape), _sides(shape[1:])}
-        return sum(
-            buffer.bytes for buffer in step.largest if _sides(buffer.shape) in shapes and len(_sides(buffer.shape)) > 1
-        )
+        sides = [(_sides(buffer.shape), buffer.bytes) for buffer in step.largest]
+        return sum(n_bytes for of, n_bytes in sides if of in shapes and len(of) > 1)
 
     def _sent(self) -> list[tuple[str, ...]]:
         names = set(self.plan.leaves)
@@ -318,12 +317,6 @@ class DryRun:
 # --- helpers ---------------------------------------------------------------------------------------------------------------
 
 
-def _fits(machine: Machine, steps: Mapping[str, Step]) -> bool:
-    if any(step.is_refused for step in steps.values()):
-        return False
-    return machine.memory is None or all(step.needs <= machine.memory for step in steps.values())
-
-
 def _where(item: Any, names: set[str]) -> tuple[str, str]:
     """Returns the layer (or else the operation) and the line of code of an array or a collective."""
     layer = next((part for part in reversed(split_name(item.op_name)) if part in names), "")
@@ -338,10 +331,6 @@ def _plain(item: Any, names: set[str]) -> dict[str, Any]:
 def _sides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the sorted sizes of a shape, without dims of size 1."""
     return tuple(sorted(size for size in shape if size != 1))
-
-
-def _array(buffer: Buffer) -> str:
-    return f"{buffer.dtype}[{', '.join(map(str, buffer.shape))}]"
 
 
 def _seconds(seconds: float) -> str:

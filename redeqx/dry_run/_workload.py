@@ -21,30 +21,18 @@ from ..training import Fit, Task
 
 @dataclass(frozen=True)
 class Workload:
-    """What a script computes, which can be compiled for any mesh and strategy.
+    """What a script computes, which can be compiled for any mesh and strategy."""
 
-    **Arguments:**
-
-    - `strategy`: the script's own.
-    - `task`: how the model is trained; knows what the loss does with rows.
-    - `model`, `state`: of arrays or their shapes.
-    - `batch`: shapes of the first step's rows, as `collate_fn` returns them.
-    - `eval_batch`: shapes of the rows of an evaluation's first batch; None without an evaluation.
-    - `eval_rows`: what the loss does with them.
-    - `trace_predict`: maps a program to the traced predict step of the evaluation; None without one.
-    - `files`: the bytes of each file of a checkpoint; empty if none is saved.
-    """
-
-    strategy: Strategy
-    task: Task
+    strategy: Strategy  # the script's own
+    task: Task  # knows what the loss does with rows
     model: PyTree
     state: PyTree
-    batch: PyTree
-    eval_batch: PyTree | None = None
+    batch: PyTree  # shapes of the first step's rows, as `collate_fn` returns them
+    eval_batch: PyTree | None = None  # the same of an evaluation's first batch; None without an evaluation
     eval_per_device_batch_size: int = 0
     eval_rows: RowUse = UNKNOWN
-    trace_predict: Callable[[Program], Any] | None = None
-    files: Mapping[str, int] = field(default_factory=dict)
+    trace_predict: Callable[[Program], Any] | None = None  # traces the predict step of the evaluation
+    files: Mapping[str, int] = field(default_factory=dict)  # bytes of each file of a checkpoint
 
     @classmethod
     def of_step(
@@ -57,14 +45,8 @@ class Workload:
         mesh: Mesh,
         n_devices: int | None = None,
     ) -> "Workload":
-        """Returns the workload of one training step.
-
-        **Arguments:**
-
-        - `step`: the examples of the step.
-        - `mesh`: defines the numbers of shards.
-        - `n_devices`: devices of the target machine; the mesh's by default.
-        """
+        """Returns the workload of one training step, on as many shards as the mesh has, and on `n_devices`, by default the
+        mesh's."""
         batch = collated_shapes(task.collate_fn, step.examples)
         strategy = Strategy(
             mesh.shape[MODEL],

@@ -9,7 +9,7 @@ import inspect
 import operator
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from numbers import Real
@@ -174,11 +174,10 @@ def _why_no_model(model: Any) -> tuple[str, str] | None:
     """Return what was passed in place of a model, and the next step; None for a model."""
     if isinstance(model, type):
         return f"the class {model.__name__}", f"Make one: `{model.__name__}(..., key=key)`"
-    for cls in type(model).__mro__:
-        if _package(cls) in _LIBRARIES and cls.__name__ in _LAYERS:
-            return f"{_LIBRARIES[_package(cls)]}'s {type(model).__name__}", (
-                "Write it as an `eqx.Module`; `redeqx.models.from_pretrained` loads the folders of many Hugging Face models"
-            )
+    if (found := _of_library(model, _LAYERS)) is not None:
+        return found, (
+            "Write it as an `eqx.Module`; `redeqx.models.from_pretrained` loads the folders of many Hugging Face models"
+        )
     if isinstance(model, tuple) and any(isinstance(part, eqx.nn.State) for part in model):
         return "a tuple of a model and its state", "Pass them apart: `model=model, model_state=state`"
     if not jax.tree_util.all_leaves([model]) or eqx.is_array_like(model):
@@ -235,9 +234,8 @@ def check_optimizer(optimizer: Any, argument: str = "optimizer") -> None:
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
     got, advice = described(optimizer), "Pass, for example, `optax.adamw(learning_rate)`"
-    library = next((_LIBRARIES[_package(cls)] for cls in type(optimizer).__mro__ if _package(cls) in _LIBRARIES), None)
-    if library is not None:
-        got, advice = f"{library}'s {type(optimizer).__name__}", f"{advice}, which holds no weights"
+    if (found := _of_library(optimizer)) is not None:
+        got, advice = found, f"{advice}, which holds no weights"
     elif callable(optimizer):
         name = getattr(optimizer, "__name__", "optimizer")
         name = f"optax.{name}" if _package(optimizer) == "optax" else name
@@ -249,6 +247,13 @@ def check_optimizer(optimizer: Any, argument: str = "optimizer") -> None:
 
 def _package(value: Any) -> str:
     return (getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _of_library(value: Any, bases: Collection[str] = ()) -> str | None:
+    """Return what a value is, if its class or a base of it, with one of these names if given, is of another library."""
+    of = (_LIBRARIES.get(_package(cls)) for cls in type(value).__mro__ if not bases or cls.__name__ in bases)
+    library = next(filter(None, of), None)
+    return None if library is None else f"{library}'s {type(value).__name__}"
 
 
 # --- functions -------------------------------------------------------------------------------------------------------

@@ -87,9 +87,8 @@ _OTHERS = {
         "max_length max_tokens": "max_new_tokens",
         "attention_mask": "mask",
         "input_ids prompts": "inputs",
-        "num_proc num_workers": "n_workers",
+        "num_proc num_workers n_workers": "workers",
         "block_size seq_len max_seq_length context_length": "length",
-        "datasets": "sources",
         "monitor": "metric",
         "rules specs": "overrides",
     }.items()

@@ -49,12 +49,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: bytes | memoryview, *, unique: bool = True) -> Any:
-    """Parse a JSON text. Raises ValueError for any other text.
-
-    **Arguments:**
-
-    - `unique`: whether to refuse objects with duplicate names. If False, the last one is used.
-    """
+    """Parse a JSON text. Raises ValueError for any other text, and if names must be `unique`, for an object that has one
+    twice; else the last one is used."""
     try:
         # As a string: for bytes `json` guesses the encoding.
         return json.loads(str(text, "utf-8"), object_pairs_hook=_unique if unique else None)

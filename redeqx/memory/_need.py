@@ -93,12 +93,7 @@ def try_step(
     strategy: Strategy, compiled: Callable[[], jax.stages.Compiled], memory: Memory, peers: Peers, moved: int = 0
 ) -> Tried:
     """Compiles the step of a strategy, and returns what it needs. A compiler may choose different kernels in each process,
-    so the largest need counts.
-
-    **Arguments:**
-
-    - `memory`: the same in all processes.
-    - `moved`: bytes of the memory in use that this strategy moves to the host.
+    so the largest need counts. `moved` are bytes of the memory in use that this strategy moves to the host.
     """
     held, of_step, is_refused = 0 if memory.in_use is None else memory.in_use - moved, 0, False
     try:
@@ -123,11 +118,8 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def refused_bytes(error: Exception, limit: int | None) -> int | None:
-    """Returns the bytes that a step needs at least, from a compiler's error about memory; None for any other error.
-
-    **Arguments:**
-
-    - `limit`: bytes of a device; None if unknown.
+    """Returns the bytes that a step needs at least, from a compiler's error about memory; None for any other error. `limit`
+    is the bytes of a device; None if unknown.
     """
     found = _OUT_OF_MEMORY.search(str(error))
     if "RESOURCE_EXHAUSTED" not in str(error) or found is None:

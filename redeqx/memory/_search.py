@@ -90,7 +90,6 @@ class SearchSpace:
 
         **Arguments:**
 
-        - `own`: the strategy of the script.
         - `measure`: compiles a strategy. Returns None if it cannot be compiled.
         - `to_fastest`: whether to go on after a strategy fits, to those that may be faster, if estimates are known.
         """
@@ -227,12 +226,7 @@ def _powers(n: int) -> list[int]:
 
 
 def matmul_seconds(flops: Mapping[str, int], chip: Chip, n_devices: int) -> float:
-    """Returns a lower bound on the time of matmuls that are split over devices, in seconds.
-
-    **Arguments:**
-
-    - `flops`: FLOPs by dtype, for all devices together.
-    """
+    """Returns a lower bound on the time of matmuls, in seconds, for the FLOPs by dtype of all devices together."""
     return sum((n / n_devices / chip.rate(dtype) for dtype, n in flops.items()), 0.0)
 
 
