@@ -21,16 +21,10 @@ class Slice:
     """The examples of one step, read on access so that each process reads only its own, and the position after it."""
 
     examples: Sequence[Any]
+    places: Sequence[int]  # the number of each example: its index, or its position in an iterable
     position: int  # the number of examples of the epoch up to the end of this step
     state: Any = None  # that of the `Stream` at the end of this step
     n_last: int | None = None  # the number of examples of the pass's last step; None if unknown
-
-    @property
-    def places(self) -> Sequence[int]:
-        """The number of each example: its index, or its position in an iterable."""
-        if isinstance(self.examples, _Subset):
-            return self.examples.places
-        return range(self.position - len(self.examples), self.position)
 
 
 @dataclass(frozen=True)
@@ -123,9 +117,9 @@ def slices(
             break
         position += len(taken)
         if isinstance(upcoming, Stream):
-            yield Slice(taken, position, upcoming.state())
+            yield Slice(taken, range(position - len(taken), position), position, upcoming.state())
         else:
-            yield Slice(_Subset(examples, taken), position, n_last=last)
+            yield Slice(_Subset(examples, taken), taken, position, n_last=last)
     if position:
         return
     if drop_remainder:

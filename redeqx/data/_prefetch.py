@@ -5,6 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, ClassVar
 
 _NAME = "redeqx-prefetch"
@@ -87,7 +88,7 @@ class Prefetch(Iterator[Any]):
         assert self._thread is not None and self._items is not None, "started"
         while len(self._ahead) < depth:
             # The thread refers to the items, not to this object, so that an unused one is collected and ends its thread.
-            self._ahead.append(self._thread.submit(_next, self._items))
+            self._ahead.append(self._thread.submit(partial(next, self._items, _END)))
 
     def _start(self) -> None:
         self._reader = threading.get_ident()
@@ -96,10 +97,6 @@ class Prefetch(Iterator[Any]):
                 wait(other._ahead)
         self._under_way.add(self)
         self._thread = ThreadPoolExecutor(1, _NAME)
-
-
-def _next(items: Iterator[Any]) -> Any:
-    return next(items, _END)
 
 
 def _without_thread_frames(wait: Callable[[], Any]) -> Any:

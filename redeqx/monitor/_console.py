@@ -52,7 +52,7 @@ class Console:
     ):
         self._terminal = Terminal(file, terminal, is_main and verbose)
         self._peak_memory = peak_memory
-        self.records: Records = Records(workdir, loggers, is_main, self.info)
+        self.records: Records = Records(workdir, loggers, is_main, self._terminal.say)
 
     def info(self, message: str, *, title: str | None = None) -> None:
         """Prints a message unchanged, under a `title` if one is given."""
@@ -103,24 +103,9 @@ class Console:
         bold = Text(printable(title), style="bold")
         self._terminal.show(Rule(bold, align="left", style="cyan") if self._terminal.is_terminal else bold)
 
-    def progress(
-        self,
-        *,
-        n_epochs: int | None = None,
-        n_steps: int | None = None,
-        first_step: int = 0,
-        title: str = "",
-        unit: str = "step",
-    ) -> ProgressLine:
-        """Returns a context manager that shows a loop's progress; call `update` after each step.
+    def progress(self, **options: Any) -> ProgressLine:
+        """Returns a context manager that shows a loop's progress; call its `update` after each step.
 
-        A nested one (an evaluation inside a fit) has no line of its own: the outer one reports compilations.
-
-        **Arguments:**
-
-        - `n_epochs`, `n_steps`: the totals, or `None` if unknown; then the time left is not shown.
-        - `first_step`: steps done before the loop begins, as after a resume; counted in `n_steps`.
-        - `title`: printed at the beginning of the line.
-        - `unit`: the name of what is counted, instead of steps.
+        Options as for `ProgressLine`.
         """
-        return ProgressLine(self._terminal, self._peak_memory, n_epochs, n_steps, first_step, title, unit)
+        return ProgressLine(self._terminal, self._peak_memory, **options)

@@ -206,30 +206,29 @@ class Delivery:
                 first = list(islice(self._pending, BATCH))
             if not first:
                 return
-            if rows := [item for item, _ in takewhile(lambda each: isinstance(each[0], Row), first)]:
-                first = first[: len(rows)]
-                self._tracker.rows([row for row in rows if isinstance(row, Row)])
+            item = first[0][0]
+            if isinstance(item, Row):
+                first = list(takewhile(lambda each: isinstance(each[0], Row), first))
+                rows = [row for row, _ in first if isinstance(row, Row)]
+                self._tracker.rows(rows)
                 for _, mark in first:
                     if mark[0] > self._delivered[0]:
                         self._before_newest = self._delivered
                     self._delivered = max(self._delivered, mark)
                 if self._kind.keeps == "at once":
                     self._mark_as_sent(self._delivered)
+            elif isinstance(item, MediaFile):
+                first = first[:1]
+                self._tracker.medium(item)
+                self._sent_media = _advanced(self._sent_media, item)
+                self._save_state()
             else:
                 first = first[:1]
-                self._deliver_other(self._tracker, first[0][0])
+                self._tracker.config(item)
             delivered = {id(each) for each in first}
             with self._lock:  # some may have been dropped already, above `ROOM`
                 while self._pending and id(self._pending[0]) in delivered:
                     self._size -= _size(self._pending.popleft()[0])
-
-    def _deliver_other(self, tracker: NamedTracker, item: Record) -> None:
-        if isinstance(item, MediaFile):
-            tracker.medium(item)
-            self._sent_media = _advanced(self._sent_media, item)
-            self._save_state()
-        elif isinstance(item, dict):
-            tracker.config(item)
 
     def _save_state(self) -> None:
         if self._file is not None:

@@ -71,13 +71,13 @@ class JsonLines:
         *lines, _torn = text.split(b"\n")
         kept = []
         for number, line in enumerate(lines, start=1):
-            line_step = _step_of(line)
-            if line_step is None:
+            row = _row_of(line)
+            if row is None:
                 warn(
                     f"`{self._path}`: expected JSON with a `step` in line {number}, got "
                     f"{brief(line[:80].decode('utf-8', 'replace'))}. It is left out.",
                 )
-            elif line_step <= step or (name is not None and _owner_of(line) not in (None, name)):
+            elif row["step"] <= step or (name is not None and _owner_of(row) not in (None, name)):
                 kept.append(line + b"\n")
         if (content := b"".join(kept)) == text:
             return
@@ -92,8 +92,8 @@ class JsonLines:
     def read(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yields the step and the numbers of each readable line."""
         for line in self._text().splitlines():
-            if (step := _step_of(line)) is not None:
-                yield step, {name: float(value) for name, value in json.loads(line).items() if name != "step"}
+            if (row := _row_of(line)) is not None:
+                yield row.pop("step"), {name: float(value) for name, value in row.items()}
 
     def close(self) -> None:
         """Closes the file. A later write opens it again."""
@@ -139,15 +139,15 @@ def _without_nonfinite(value: Any) -> Any:
     return value
 
 
-def _owner_of(line: bytes) -> str | None:
-    """Returns the prefix of the numbers of a line, as in `critic/loss`; None without one."""
-    return next((name.partition("/")[0] for name in json.loads(line) if "/" in name), None)
-
-
-def _step_of(line: bytes) -> int | None:
-    """Returns the step of a line, or `None` if the line cannot be read."""
+def _row_of(line: bytes) -> dict[str, Any] | None:
+    """Returns what a line holds, with an integer as its `step`; None if it cannot be read."""
     try:
-        step = json.loads(line)["step"]
+        row = json.loads(line)
+        return row if isinstance(row["step"], int) else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return step if isinstance(step, int) else None
+
+
+def _owner_of(row: Mapping[str, Any]) -> str | None:
+    """Returns the prefix of the numbers of a row, as in `critic/loss`; None without one."""
+    return next((name.partition("/")[0] for name in row if "/" in name), None)

@@ -63,19 +63,27 @@ class ProgressLine:
     """The progress of a loop; `Console.progress` makes it.
 
     On a terminal it is a line that a thread redraws a few times per second, also while a model compiles. Elsewhere plain
-    lines are printed: for the first step, then at growing intervals, and for the last. `n_epochs` and `n_steps` may be set
-    later, once they are known.
+    lines are printed: for the first step, then at growing intervals, and for the last. A nested one (an evaluation inside a
+    fit) has no line of its own: the outer one reports compilations.
+
+    **Arguments:**
+
+    - `n_epochs`, `n_steps`: the totals, or None if unknown; then the time left is not shown. They may be set later.
+    - `first_step`: steps done before the loop begins, as after a resume; counted in `n_steps`.
+    - `title`: printed at the beginning of the line.
+    - `unit`: the name of what is counted, instead of steps.
     """
 
     def __init__(
         self,
         terminal: Terminal,
         peak_memory: Callable[[], int | None],
-        n_epochs: int | None,
-        n_steps: int | None,
-        first_step: int,
-        title: str,
-        unit: str,
+        *,
+        n_epochs: int | None = None,
+        n_steps: int | None = None,
+        first_step: int = 0,
+        title: str = "",
+        unit: str = "step",
     ):
         self.n_epochs = n_epochs
         self.n_steps = n_steps

@@ -124,9 +124,8 @@ def png(image: Any) -> bytes:
     return file.getvalue()
 
 
-def png_size(data: bytes) -> tuple[int, int]:
-    """Returns the height and width of a PNG file, in pixels."""
+def pixels(data: bytes) -> np.ndarray:
+    """Returns the pixels of a PNG file, uint8 `[height, width]` or `[height, width, channels]`."""
     from PIL import Image
 
-    with Image.open(io.BytesIO(data)) as image:
-        return image.height, image.width
+    return np.asarray(Image.open(io.BytesIO(data)))

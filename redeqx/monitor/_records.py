@@ -29,7 +29,7 @@ class Records:
     - `workdir`: the folder of the run; None writes no files.
     - `loggers`: trackers, as names or objects.
     - `is_main`: whether this process records.
-    - `say`: prints a line; a bound method, held by a weak reference.
+    - `say`: prints a line. Threads hold it, so it must not hold this object.
 
     Attributes: `has_trackers`, whether there are trackers by name, also in other processes than the main one.
 
@@ -42,7 +42,7 @@ class Records:
         self._workdir, self._is_main = workdir, is_main
         self._objects = objects if is_main else []
         self._files = {name: JsonLines(workdir / name) for name in (_METRICS, _SPEED)} if workdir and is_main else {}
-        self._deliveries = [Delivery(name, workdir, _weak_method(say)) for name in named] if is_main else []
+        self._deliveries = [Delivery(name, workdir, say) for name in named] if is_main else []
         weakref.finalize(self, _request_close, self._deliveries).atexit = False
         self._step = 0  # the step of the newest metrics
         self._has_warned = False  # of a medium that cannot be written
@@ -109,19 +109,32 @@ class Records:
         """Records an image; arguments and errors as for `Deployer.log_image`."""
         check_name(name)
         image = check_image(image)
-        step = self._step if step is None else _as_step(step)
-        if self._files or self._deliveries:
-            self._medium(MediaFile(name, step, png(image)))
-        self._call("log_image", name, image, step)
+        content = png(image) if self._files or self._deliveries else b""
+        self._medium(MediaFile(name, self._step if step is None else _as_step(step), content), "log_image", image)
 
     def text(self, name: str, text: str, step: int | None) -> None:
         """Records a text."""
         check_name(name)
         if not isinstance(text, str):
             raise TypeError(f"`text`: expected a string, got {type(text).__name__}. Pass `str(text)`.")
-        step = self._step if step is None else _as_step(step)
-        self._medium(MediaFile(name, step, text))
-        self._call("log_text", name, text, step)
+        self._medium(MediaFile(name, self._step if step is None else _as_step(step), text), "log_text", text)
+
+    def _medium(self, medium: MediaFile, method: str, value: Any) -> None:
+        """Records an image or a text, also by this method of the trackers that are objects and have it."""
+        if self._files and self._workdir is not None:
+            try:
+                medium.write(self._workdir / "media")
+            except OSError as error:
+                if not self._has_warned:
+                    self._has_warned = True
+                    warn(
+                        f"`{self._workdir / 'media'}`: expected to record, got {error.strerror or error}. Training goes on."
+                    )
+        for delivery in self._deliveries:
+            delivery.medium(medium)
+        for logger in self._objects:
+            if callable(log := getattr(logger, method, None)):
+                log(medium.name, value, medium.step)
 
     def config(self, values: Mapping[str, Any]) -> None:
         """Records the configuration of the run in the built-in trackers."""
@@ -158,25 +171,6 @@ class Records:
         for each in (*self._files.values(), *self._deliveries):
             each.close()
 
-    def _medium(self, medium: MediaFile) -> None:
-        if self._files and self._workdir is not None:
-            try:
-                medium.write(self._workdir / "media")
-            except OSError as error:
-                if not self._has_warned:
-                    self._has_warned = True
-                    warn(
-                        f"`{self._workdir / 'media'}`: expected to record, got {error.strerror or error}. Training goes on."
-                    )
-        for delivery in self._deliveries:
-            delivery.medium(medium)
-
-    def _call(self, method: str, name: str, value: Any, step: int) -> None:
-        """Calls the method of the trackers that are objects and have it."""
-        for logger in self._objects:
-            if callable(log := getattr(logger, method, None)):
-                log(name, value, step)
-
 
 def _as_step(step: Any) -> int:
     try:
@@ -197,13 +191,3 @@ def _as_number(name: str, value: SupportsFloat) -> float:
 def _request_close(deliveries: Iterable[Delivery]) -> None:
     for delivery in deliveries:
         delivery.request_close()
-
-
-def _weak_method(say: Callable[[str], None]) -> Callable[[str], None]:
-    method = weakref.WeakMethod(say)
-
-    def call_if_alive(line: str) -> None:
-        if (found := method()) is not None:
-            found(line)
-
-    return call_if_alive

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ..storage import make_subfolder
-from ._media import MediaFile, png_size
+from ._media import MediaFile, pixels
 
 PROJECT = "redeqx"  # if the environment names none
 
@@ -111,12 +111,8 @@ class TensorBoard(NamedTracker):
             indented = "\n".join("    " + line for line in str(medium.content).splitlines())  # a code block in Markdown
             self._writer.add_text(medium.name, indented, medium.step)
         else:
-            from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
-            height, width = png_size(medium.data)
-            image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=medium.data)
-            summary = Summary(value=[Summary.Value(tag=medium.name, image=image)])
-            self._writer.file_writer.add_summary(summary, medium.step)
+            image = pixels(medium.data)
+            self._writer.add_image(medium.name, image, medium.step, dataformats="HW" if image.ndim == 2 else "HWC")
         self._writer.flush()
 
     def close(self, failed: bool) -> None:
