@@ -1,15 +1,47 @@
 """Prefetch: prepares items in a thread ahead of their reader. Of each reader, only one such thread works at a time."""
 
+import collections
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import Any, ClassVar
 
-_NAME = "redeqx-prefetch"
-_END = object()  # after the last item
+
+class _Buffer:
+    """The items that a thread has prepared and its reader has not yet taken."""
+
+    def __init__(self, items: Iterator[Any], depth: int):
+        self.items: Iterator[Any] | None = items
+        self.depth = depth
+        self.ready: collections.deque[Any] = collections.deque()
+        self.is_done = False  # no more items are prepared
+        self.error: BaseException | None = None  # raised after the items that are ready
+        self.change = threading.Condition()
+
+    def fill(self) -> None:
+        """Prepares items, at most `depth` ahead, until the last one, an error, or `is_done`."""
+        items, self.items = self.items, None
+        if items is None:  # closed before the thread began
+            return
+        error = None
+        try:
+            while True:
+                with self.change:
+                    self.change.wait_for(lambda: self.is_done or len(self.ready) < self.depth)
+                    if self.is_done:
+                        return
+                item = next(items)
+                with self.change:
+                    self.ready.append(item)
+                    self.change.notify_all()
+        except StopIteration:
+            pass
+        except BaseException as raised:  # raised in the thread that reads
+            error = raised
+        finally:
+            with self.change:
+                self.is_done, self.error = True, error
+                self.change.notify_all()
 
 
 class Prefetch(Iterator[Any]):
@@ -25,78 +57,78 @@ class Prefetch(Iterator[Any]):
     _under_way: ClassVar["weakref.WeakSet[Prefetch]"] = weakref.WeakSet()
 
     def __init__(self, items: Iterator[Any], depth: int = 2):
-        self._items: Iterator[Any] | None = items  # None if closed
-        self._depth = depth
-        self._ahead: deque[Future[Any]] = deque()
-        self._thread: ThreadPoolExecutor | None = None
-
-    def __next__(self) -> Any:
-        if (item := self._wait()) is _END:
-            raise StopIteration
-        self._ahead.popleft()
-        self._prepare(self._depth)
-        return item
-
-    def peek(self) -> Any:
-        """Returns the next item, without taking it; None after the last one."""
-        return None if (item := self._wait()) is _END else item
+        self._buffer = _Buffer(items, depth)
+        self._thread: threading.Thread | None = None
 
     def hand_over(self, take: Callable[[Any], None]) -> None:
         """Calls `take` with the first item, in this thread. The other thread prepares the next one only afterwards.
 
         Nothing is called if there is no item. Closes this if `take` raises.
         """
-        if (item := self._wait(depth=1)) is _END:
+        buffer = self._buffer
+        depth, buffer.depth = buffer.depth, 1
+        if self.peek() is None and not buffer.ready:
             return
         try:
-            take(item)
+            take(buffer.ready[0])
         except BaseException:
             self.close()
             raise
-        self._ahead.popleft()
+        buffer.depth = depth
+        next(self)
+
+    def peek(self) -> Any:
+        """Returns the next item, without taking it; None after the last one."""
+        self._start()
+        buffer = self._buffer
+        with buffer.change:
+            _without_thread_frames(lambda: buffer.change.wait_for(lambda: buffer.ready or buffer.is_done))
+            if buffer.ready:
+                return buffer.ready[0]
+            error, buffer.error = buffer.error, None
+        self.close()
+        if error is not None:
+            raise error
+        return None
+
+    def __next__(self) -> Any:
+        if self.peek() is None and not self._buffer.ready:
+            raise StopIteration
+        with self._buffer.change:
+            item = self._buffer.ready.popleft()
+            self._buffer.change.notify_all()
+        return item
+
+    def settle(self) -> None:
+        """Waits until the thread has prepared as much as it may."""
+        if self._thread is not None:
+            with self._buffer.change:
+                self._buffer.change.wait_for(lambda: self._buffer.is_done or len(self._buffer.ready) >= self._buffer.depth)
 
     def close(self) -> None:
         """Ends the thread, and waits for its end."""
-        thread, self._thread, self._items = self._thread, None, None
-        self._ahead.clear()
+        with self._buffer.change:
+            self._buffer.is_done, self._buffer.items = True, None
+            self._buffer.ready.clear()
+            self._buffer.change.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            _without_thread_frames(self._thread.join)
         self._under_way.discard(self)
-        if thread is not None:
-            is_own = threading.current_thread().name.startswith(_NAME)  # if garbage is collected there
-            _without_thread_frames(lambda: thread.shutdown(wait=not is_own, cancel_futures=True))
 
     def __del__(self) -> None:
         self.close()
 
-    def _wait(self, depth: int | None = None) -> Any:
-        """Waits for the next item, and returns it, or `_END`. Closes this after an error and at the end."""
-        if self._items is None:
-            return _END
-        if self._thread is None:
-            self._start()
-        self._prepare(depth or self._depth)
-        try:
-            _without_thread_frames(lambda: wait([self._ahead[0]]))
-            item = self._ahead[0].result()
-        except BaseException:
-            self.close()
-            raise
-        if item is _END:
-            self.close()
-        return item
-
-    def _prepare(self, depth: int) -> None:
-        assert self._thread is not None and self._items is not None, "started"
-        while len(self._ahead) < depth:
-            # The thread refers to the items, not to this object, so that an unused one is collected and ends its thread.
-            self._ahead.append(self._thread.submit(partial(next, self._items, _END)))
-
     def _start(self) -> None:
+        if self._thread is not None or self._buffer.items is None:
+            return
         self._reader = threading.get_ident()
         for other in list(self._under_way):
             if other._reader == self._reader:
-                wait(other._ahead)
+                other.settle()
         self._under_way.add(self)
-        self._thread = ThreadPoolExecutor(1, _NAME)
+        # The thread refers to the buffer, not to this object, so that an unused one is collected and ends its thread.
+        self._thread = threading.Thread(target=self._buffer.fill, name="redeqx-prefetch", daemon=True)
+        self._thread.start()
 
 
 def _without_thread_frames(wait: Callable[[], Any]) -> Any:

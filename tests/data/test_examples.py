@@ -5,6 +5,8 @@ import contextlib
 import functools
 import itertools
 import random
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -549,7 +551,7 @@ def test_invalid_examples_raise(examples):
 
 
 def prefetch_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("redeqx-prefetch")]
+    return [thread for thread in threading.enumerate() if thread.name == "redeqx-prefetch"]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 50])
@@ -629,6 +631,22 @@ def test_unused_prefetch_starts_no_thread():
     prefetch = Prefetch(fails_at(0))
     assert not prefetch_threads()
     prefetch.close()
+
+
+def test_a_thread_may_read_on_after_the_main_thread_has_ended():
+    script = """
+import threading, time
+from redeqx.data import Prefetch
+
+def read():
+    main.join()  # the interpreter waits for this thread
+    print(list(Prefetch(iter(range(3)))))
+
+main = threading.main_thread()
+threading.Thread(target=read).start()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[0, 1, 2]", done.stderr
 
 
 def test_many_interrupted_passes_leave_no_thread():
