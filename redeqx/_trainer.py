@@ -374,7 +374,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
     @property
     def compiled_step(self) -> jax.stages.Compiled | None:
         """The compiled program of the newest step, for inspection; None before the first. Reading it compiles nothing."""
-        newest = self._engine.newest_program
+        newest = self._engine.programs.newest
         return None if newest is None else newest.lowered.compile()
 
     @filter_traceback

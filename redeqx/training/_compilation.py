@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._deployer import Deployer
+from ..compiled import checked as checked_work
 from ..data import Batch
 from ..dims import UNKNOWN
 from ..distributed import agree_on_program
@@ -29,6 +30,68 @@ class TrainProgram(NamedTuple):
 
     lowered: jax.stages.Lowered
     work: Work
+
+
+class Programs:
+    """The steps of one model that have been called, by the signature of their batch.
+
+    **Attributes:**
+
+    - `train`: the programs of the train step; the engine empties it when it takes another step.
+    - `newest`: the train program that was called last; None before the first update.
+    """
+
+    def __init__(self, deployer: Deployer):
+        self.train: dict[Any, TrainProgram] = {}
+        self.newest: TrainProgram | None = None
+        self._deployer = deployer
+        self._evaluated: tuple[Any, set[Any]] = None, set()  # the eval step, and the signatures
+        self._ahead: Compilation | None = None
+
+    def compile_ahead(self, step: Any, args: tuple[Any, ...], signature: Any) -> None:
+        """Compiles a train step in a thread, while its arrays are made or read. `args` may be shapes."""
+        self._ahead = Compilation(step, args, signature)
+
+    def call_first(
+        self,
+        task: Task,
+        plan: Plan,
+        trees: tuple[Any, Any],
+        step: Any,
+        args: tuple[Any, ...],
+        batch: Batch,
+        line: ProgressLine,
+    ) -> Any:
+        """Calls a train step for a batch with a new signature, which compiles it; returns its results.
+
+        **Arguments:**
+
+        - `trees`: the model and its state, to count the work.
+        - `args`: the arguments of the call.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and (ahead.step is not step or ahead.signature != batch.signature):
+            ahead = None
+        check, is_another = checked_work(step, args, plan, batch.groups), bool(self.train)
+        with compiling(self._deployer, "train step", step, args, line, is_another=is_another, check=check, ahead=ahead):
+            of = TrainProgram(step.lower(*args), _work(task, plan, *trees, step, args))
+            if ahead is not None:
+                ahead.wait()
+            outs = step(*args)  # finds this lowering in JAX's caches
+        self.train[batch.signature] = of
+        return outs
+
+    def evaluate(self, step: Any, args: tuple[Any, ...], signature: Any, line: ProgressLine) -> Any:
+        """Calls an eval step; returns its results."""
+        if self._evaluated[0] is not step:
+            self._evaluated = step, set()
+        known = self._evaluated[1]
+        if signature in known:
+            return step(*args)
+        with compiling(self._deployer, "eval step", step, args, line, is_another=bool(known)):
+            outs = step(*args)
+        known.add(signature)
+        return outs
 
 
 class Compilation:
@@ -95,7 +158,7 @@ def compiling(
 # --- the work of a step -----------------------------------------------------------------------------------------------
 
 
-def work_of(task: Task, plan: Plan, model: Any, state: Any, step: Any, args: tuple[Any, ...]) -> Work:
+def _work(task: Task, plan: Plan, model: Any, state: Any, step: Any, args: tuple[Any, ...]) -> Work:
     """Returns the work of one device in a step of a full batch.
 
     **Arguments:**

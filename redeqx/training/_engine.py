@@ -14,21 +14,20 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._deployer import Deployer
-from ..compiled import checked as checked_work
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
 from ..dims import RowUse
 from ..distributed import agree_on_opt_state, agree_on_trainer, check_rows
-from ..errors import check_alive, warn
+from ..errors import check_alive
 from ..machine import as_zeros, put, replicated
 from ..monitor import ProgressLine, Records
 from ..optimizers import find_hyperparam
 from ..partition import Plan, make_plan
 from ..steps import Program, TrainState, n_rows
 from ..storage import AtEnd
-from ._compilation import Compilation, TrainProgram, choose_memory, compiling, work_of
-from ._header import eval_text, header_rows, loss_rows
+from ._compilation import Programs, choose_memory
+from ._header import eval_text, header_rows, loss_rows, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
-from ._metrics import Metrics, Update, describe_nonfinite
+from ._metrics import Metrics, Update, explained
 from ._progress import Position
 from ._state import Checkpoint, given_state, load_state, match_state, new_state
 from ._task import Task
@@ -58,7 +57,7 @@ class Engine:
     - `newest_checkpoint`: returns the name of the newest checkpoint, for errors.
     - `records`: where its metrics are recorded.
     - `line`: shows the progress of what runs: a fit, a pass, or the updates of a user's own loop.
-    - `newest_program`: the train program that was called last; None before the first update.
+    - `programs`: the steps that have been called, with their work.
     - `is_updating`: whether updates are in progress.
     - `has_chosen_memory`: whether a strategy that fits was chosen, with `memory="auto"`.
     """
@@ -77,11 +76,7 @@ class Engine:
         self.line: ProgressLine = deployer.console.progress(title="update")
         self.records: Records = deployer.console.records
         self.is_updating = False
-        self.newest_program: TrainProgram | None = None
-        # By the signature of their batch: the train programs, and whether an eval step was called. Empty for new steps.
-        self._train_programs: dict[Any, TrainProgram] = {}
-        self._evaluated: set[Any] = set()
-        self._ahead: Compilation | None = None
+        self.programs = Programs(deployer)
         self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until they are placed
         self._state: TrainState | None = None
         self._knows_loss = False  # whether the plan tells what the loss does with leaves and rows
@@ -101,11 +96,6 @@ class Engine:
     def has_values(self) -> bool:
         """Whether the model is on the mesh and has values."""
         return self._state is not None
-
-    @property
-    def must_compile(self) -> bool:
-        """Whether the train step has to compile for any batch."""
-        return not self._train_programs
 
     @property
     def placed(self) -> tuple[Program, TrainState]:
@@ -186,12 +176,7 @@ class Engine:
         self.records.begin(rows, plan.explain)
 
     def place_for(self, batch: Batch, *, is_update: bool = False) -> None:
-        """Calls `place` with the shapes of this batch.
-
-        **Arguments:**
-
-        - `is_update`: whether the batch is that of the next update.
-        """
+        """Calls `place` with the shapes of this batch, which with `is_update` is that of the next update."""
         if not self.is_placed or not self._knows_loss:
             self.place(batch.micro_batch, batch if is_update else None)
 
@@ -199,12 +184,11 @@ class Engine:
         """Checks that the arrays still exist, and that the trainers of all processes agree."""
         model, state = self.trees
         check_alive(model, "model")  # another trainer may have donated the arrays of `deployer.init`
-        settings = {"accumulate_grad_batches": self.task.accumulate, "precision": self.precision}
         if self.deployer.peers.n > 1:
+            settings = {"accumulate_grad_batches": self.task.accumulate, "precision": self.precision}
+            settings["trained leaves"] = len(self.task.parts.names[0])
             with self.deployer.watch.paused():
-                agree_on_trainer(
-                    self.deployer.peers, model, state, {**settings, "trained leaves": len(self.task.parts.names[0])}
-                )
+                agree_on_trainer(self.deployer.peers, model, state, settings)
 
     def _compile_ahead(self, plan: Plan, batch: Batch) -> Program | None:
         """Starts to compile the train step for a batch, and returns its program; None if another program may run.
@@ -215,7 +199,7 @@ class Engine:
             return None
         program = self.task.program(plan, *self.trees)
         shapes = program.train_args(program.state, batch.groups, np.uint32(batch.n_examples))
-        self._ahead = Compilation(program.train_step, shapes, batch.signature)
+        self.programs.compile_ahead(program.train_step, shapes, batch.signature)
         return program
 
     def _use_plan_of_loss(self, plan: Plan) -> None:
@@ -229,15 +213,16 @@ class Engine:
                     "structures. Pass the plan: `functools.partial(decay_mask, plan=deployer.plan(model, loss_fn, batch))`."
                 )
             state = replace(state, opt_state=program.init_opt_state(state.trained))
-        self.program, self._state, self._train_programs = program, state, {}
-        self._evaluated.clear()
+        self.program, self._state = program, state
+        self.programs.train.clear()
 
     def use_program(self, program: Program) -> None:
         """Switches to another program of the same model, and moves the optimizer state to its memory, leaf after leaf."""
         _, state = self.placed
         for i, shape in enumerate(program.state.opt_state):
             state.opt_state[i] = jax.device_put(state.opt_state[i], shape.sharding)
-        self.program, self._train_programs = program, {}
+        self.program = program
+        self.programs.train.clear()
 
     # --- hyperparameters -------------------------------------------------------------------------------------------------
 
@@ -296,13 +281,8 @@ class Engine:
             self.task = replace(self.task, eval_rows=use)
             if text := eval_text(use):
                 self.deployer.console.info(text)
-        n_shards, rows = self.deployer.n_batch_shards, size.micro_batch_for(use, self.deployer.mesh)
-        if use.kind == "mixed" and rows % n_shards and n_rows(batch) == size.examples:
-            warn(
-                f"`batch_size`: expected micro-batches of a multiple of {n_shards} rows, so that each device computes its "
-                f"share, got {rows}. The loss mixes rows{f' at {use.line}' if use.line else ''}, so they are not cut, and "
-                f"every device computes all of them. Choose a multiple of {n_shards * size.asked}."
-            )
+        if n_rows(batch) == size.examples:
+            warn_of_uncut_rows(use, size, self.deployer.mesh)
         return use
 
     @contextmanager
@@ -341,13 +321,10 @@ class Engine:
                 batch = following
 
     def update(self, batch: Batch, epoch: Position | None = None) -> None:
-        """Queues one update, which the device may still compute afterwards, and reads the metrics of an earlier one.
-
-        **Arguments:**
-
-        - `epoch`: as for `updates`.
-        """
-        deployer, is_first = self.deployer, batch.signature not in self._train_programs
+        """Queues one update, which the device may still compute afterwards, and reads the metrics of an earlier one; `epoch`
+        as for `updates`."""
+        deployer, programs = self.deployer, self.programs
+        is_first = batch.signature not in programs.train
         if deployer.peers.n > 1:
             deployer.peers.check()
         self.hyperparams.is_running = True
@@ -359,52 +336,23 @@ class Engine:
             self.take_hyperparams()
         program, state = self.placed
         args = program.train_args(state, batch.groups, np.uint32(batch.n_examples))
-        after, vector = self._compile_and_call(batch, *args) if is_first else program.train_step(*args)
+        if is_first:
+            outs = programs.call_first(self.task, program.plan, self.trees, program.train_step, args, batch, self.line)
+        else:
+            outs = program.train_step(*args)
+        after, vector = outs
         self._state = replace(after, frozen=state.frozen)
-        self.newest_program = self._train_programs[batch.signature]
+        programs.newest = programs.train[batch.signature]
         self.step += 1
         self.n_examples += batch.n_examples
         if epoch is not None:
             self.position = Position(epoch.fit, epoch.epoch, batch.position, batch.state)
         deployer.watch.beat(self.step)
-        work = self.newest_program.work * batch.counted_share
+        work = programs.newest.work * batch.counted_share
         n_epochs = None if epoch is None else epoch.epoch + 1
         self.metrics.add(Update(self.step, n_epochs, program.metric_names, vector, replace(batch, groups=()), work), self)
         if is_first:  # read late, the steps around a compilation would count in the rates without their time
             self.flush()
-
-    def _compile_and_call(self, batch: Batch, *args: Any) -> Any:
-        """Calls the train step for a batch with a new signature, which compiles it."""
-        program, ahead, self._ahead = self.placed[0], self._ahead, None
-        step, plan = program.train_step, program.plan
-        if ahead is not None and (ahead.step is not step or ahead.signature != batch.signature):
-            ahead = None
-        check, is_another = checked_work(step, args, plan, batch.groups), bool(self._train_programs)
-        with compiling(self.deployer, "train step", step, args, self.line, is_another=is_another, check=check, ahead=ahead):
-            of = TrainProgram(step.lower(*args), work_of(self.task, plan, *self.trees, step, args))
-            if ahead is not None:
-                ahead.wait()
-            outs = step(*args)  # finds this lowering in JAX's caches
-        self._train_programs[batch.signature] = of
-        return outs
-
-    def evaluate(self, batch: Batch, weights: tuple[list[Any], list[Any]], span: Any, line: ProgressLine) -> jax.Array:
-        """Queues the evaluation of a batch; returns the sums.
-
-        **Arguments:**
-
-        - `weights`: the trained and the frozen arrays.
-        - `span`: the numbers of its rows, see `row_span`.
-        """
-        program, state = self.placed
-        args = (*weights, state.layers, state.stream, span, batch.groups)
-        if batch.signature in self._evaluated:
-            return program.eval_step(*args)
-        is_another = bool(self._evaluated)
-        with compiling(self.deployer, "eval step", program.eval_step, args, line, is_another=is_another):
-            sums = program.eval_step(*args)
-        self._evaluated.add(batch.signature)
-        return sums
 
     def flush(self) -> None:
         """Waits for the device, and reads, checks and records the metrics of every step."""
@@ -428,15 +376,7 @@ class Engine:
 
     def explain_nonfinite(self, update: Update) -> str:
         """Names the last good checkpoint, and what makes the loss of an update not finite."""
-        name = self.newest_checkpoint()
-        last = "Nothing was saved yet." if name is None else f"The last good checkpoint is {name}."
-        if not update.has_weight:
-            return (
-                f"{last} The sum of `Loss.weight` over the update is 0, as if every row or token were masked: leave such "
-                "examples out, or pass a larger batch size."
-            )
-        rows, places = update.batch.rows, update.batch.places
-        return f"{last} {describe_nonfinite(rows, places, lambda: self.task.trace(*self.trees, rows))}"
+        return explained(update, self.newest_checkpoint(), lambda rows: self.task.trace(*self.trees, rows))
 
     def to_predict(self, make_plan: Callable[[PyTree, PyTree], Plan]) -> tuple[PyTree, PyTree, Plan]:
         """Returns the model, the state of its layers and the plan that a Predictor of this trainer uses.

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from .._deployer import Deployer
+from ..data import BatchSize
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
-from ..machine import split_heads, xla_settings
+from ..machine import n_batch_shards, split_heads, xla_settings
 from ..monitor import size_text
 from ..optimizers import decaying
 from ..partition import Plan
@@ -119,6 +120,17 @@ def eval_text(use: RowUse) -> str:
         return ""
     depends = "may depend" if use.kind == "unknown" else "depends"
     return f"evaluation: the loss {depends} on the batch size. Rows: {'; '.join([use.text, *use.draws])}"
+
+
+def warn_of_uncut_rows(use: RowUse, size: BatchSize, mesh: Mesh) -> None:
+    """Warns if every device computes all rows of a micro-batch, since the loss mixes them and they do not divide."""
+    n_shards, rows = n_batch_shards(mesh), size.micro_batch_for(use, mesh)
+    if use.kind == "mixed" and rows % n_shards:
+        warn(
+            f"`batch_size`: expected micro-batches of a multiple of {n_shards} rows, so that each device computes its "
+            f"share, got {rows}. The loss mixes rows{f' at {use.line}' if use.line else ''}, so they are not cut, and "
+            f"every device computes all of them. Choose a multiple of {n_shards * size.asked}."
+        )
 
 
 def _loop_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:

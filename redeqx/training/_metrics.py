@@ -171,20 +171,30 @@ class Metrics:
 # --- why a loss is not finite -----------------------------------------------------------------------------------------
 
 
-def describe_nonfinite(batch: PyTree[np.ndarray], places: Sequence[int], trace: Callable[[], Trace]) -> str:
-    """Returns what in a batch makes its loss not finite, and the next step, as sentences that end an error.
+def explained(update: Update, newest: str | None, trace: Callable[[PyTree[np.ndarray]], Trace]) -> str:
+    """Returns what makes the loss of an update not finite, and the next step, as sentences that end an error.
 
     **Arguments:**
 
-    - `places`: the index of each row's example.
-    - `trace`: traces the loss of `(model, batch, key)` for the shapes of this batch.
+    - `newest`: the name of the newest checkpoint.
+    - `trace`: traces the loss of `(model, batch, key)` for the shapes of a batch.
     """
-    leaves = named_leaves(batch)
-    lines = [line for name, leaf in leaves.items() if (line := _describe_nonfinite(name, leaf, places))]
+    last = "Nothing was saved yet." if newest is None else f"The last good checkpoint is {newest}."
+    if not update.has_weight:
+        return (
+            f"{last} The sum of `Loss.weight` over the update is 0, as if every row or token were masked: leave such "
+            "examples out, or pass a larger batch size."
+        )
+    return f"{last} {_describe_batch(update.batch, trace)}"
+
+
+def _describe_batch(batch: Batch, trace: Callable[[PyTree[np.ndarray]], Trace]) -> str:
+    leaves = named_leaves(batch.rows)
+    lines = [line for name, leaf in leaves.items() if (line := _describe_nonfinite(name, leaf, batch.places))]
     if lines:
         return f"Its batch is not finite: {'; '.join(listed(lines, 3))}. Correct or remove these examples, or `collate_fn`."
     try:
-        out_of_range = _out_of_range(trace(), list(leaves), jax.tree.leaves(batch))
+        out_of_range = _out_of_range(trace(batch.rows), list(leaves), jax.tree.leaves(batch.rows))
     except Exception:  # an error of the search must not hide that of the loss
         out_of_range = []
     if out_of_range:

@@ -13,7 +13,7 @@ import pytest
 import redeqx
 from redeqx.machine import Chip, peak_memory
 from redeqx.monitor import Work
-from redeqx.training import Engine, _compilation
+from redeqx.training import _compilation
 
 D, N_LAYERS, SEQ, VOCAB = 16, 3, 4, 32
 RATES = Chip("cpu", 0, bfloat16=8e6, float32=4e6, bandwidth=1, link=1)
@@ -123,7 +123,7 @@ def test_evaluation_shows_its_batch_count(capsys):
 
 def test_evaluation_rate_is_that_of_computed_batches(clock, monkeypatch, capsys):
     """A call returns at once, and the results of each batch take 2 s."""
-    evaluate = Engine.evaluate
+    evaluate = _compilation.Programs.evaluate
 
     class Results:
         def __init__(self, vector):
@@ -136,7 +136,7 @@ def test_evaluation_rate_is_that_of_computed_batches(clock, monkeypatch, capsys)
             clock.now += 2.0
             return np.asarray(self.vector, dtype)
 
-    monkeypatch.setattr(Engine, "evaluate", lambda *args: Results(evaluate(*args)))
+    monkeypatch.setattr(_compilation.Programs, "evaluate", lambda *args: Results(evaluate(*args)))
     trainer = redeqx.Trainer(
         redeqx.Deployer(), model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
     )
