@@ -46,7 +46,7 @@ from .machine import (
 from .monitor import RECORDS, Console, ProgressLine, Tracker, to_json
 from .optimizers import lr_schedule
 from .partition import Overrides, Plan
-from .steps import Compute, Parts, Precision, Sums, plan_model, stream_dtype, stream_key, trace_loss
+from .steps import Compute, Precision, Structure, Sums, plan_model, stream_dtype, stream_key, trace_loss
 from .storage import Location, Staging, StorePath, location, make_subfolder, write_file
 from .tracing import leak
 
@@ -285,12 +285,12 @@ class Deployer(RedcoNames):
         own_fn = with_batch_note(loss_fn, "loss_fn")
 
         def cast_fn(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
-            parts = Parts.of(model)
-            return own_fn(parts.put(*parts.take(model), compute_dtype=compute_dtype), batch, key)
+            structure = Structure.of(model)
+            return own_fn(structure.put(*structure.take(model), compute_dtype=compute_dtype), batch, key)
 
         with FilteredTraceback():
             trace = trace_loss(cast_fn, model, batch)
-        row_use = Sums(Parts.of(model), cast_fn).row_use_of(model, None, batch)
+        row_use = Sums(Structure.of(model), cast_fn).row_use_of(model, None, batch)
         return plan_model(model, self.mesh, trace, overrides, row_use=row_use)
 
     @filter_traceback

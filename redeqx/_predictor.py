@@ -33,9 +33,9 @@ from .machine import dry, n_batch_shards, put, replicated, split_rows, xla_setti
 from .partition import Plan, check_plan, place
 from .steps import (
     Compute,
-    Parts,
     Precision,
     Program,
+    Structure,
     effective_specs,
     make_predict_step,
     placed,
@@ -101,7 +101,7 @@ class Predictor(RedcoNames):
         if plan is not None and model is not None:
             plan.check(model)
         self._plan = None if plan is None else plan.on(deployer.mesh)
-        self._step: tuple[Any, Parts, Callable[..., Any]] | None = None
+        self._step: tuple[Any, Structure, Callable[..., Any]] | None = None
         self._compiled: set[Any] = set()
         self._placed: tuple[PyTree, PyTree] | None = None
         self._read: Callable[[Plan], PyTree] | None = None  # reads the model, of which `_model` has the shapes
@@ -224,8 +224,8 @@ class Predictor(RedcoNames):
             for start, n_rows, batch in batches:
                 if start == 0:
                     model, state, plan = self._resolve(model, batch)
-                    parts, step = self._get_step(model, state, plan)
-                    arrays = (*parts.take(model), jax.tree.leaves(state))
+                    structure, step = self._get_step(model, state, plan)
+                    arrays = (*structure.take(model), jax.tree.leaves(state))
                 outputs = self._call(step, (*arrays, batch, key, row_span(start, n)))
                 self._deployer.watch.beat()
                 jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
@@ -250,9 +250,9 @@ class Predictor(RedcoNames):
         else:
             model, state = self._require_model(model), self._model_state
             plan = self._plan = self._plan or self._make_plan(model, self._model_state, batch)
-        parts, step = self._get_step(model, state, plan)
+        structure, step = self._get_step(model, state, plan)
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
-        shapes = jax.eval_shape(step, *parts.take(model), jax.tree.leaves(state), batch, key, row_span(0, n))
+        shapes = jax.eval_shape(step, *structure.take(model), jax.tree.leaves(state), batch, key, row_span(0, n))
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         for start in range(0, n, at_once):
             yield self._unbatch(min(at_once, n - start), zeros)
@@ -264,12 +264,12 @@ class Predictor(RedcoNames):
         batch_size = min(per_device_batch_size * n_shards, -(-len(examples) // n_shards) * n_shards)
         batch = pad_rows(collate(self._collate_fn, list(examples[:batch_size])), batch_size)
         batch = jax.tree.map(lambda x: placed(x, split_rows(mesh)), batch)
-        parts = Parts.of(model)
-        predict = self._prediction(parts, program.layers_treedef if program.state.layers else None)
-        step = self._make_step(parts, program.plan, predict, named=True)
+        structure = Structure.of(model)
+        predict = self._prediction(structure, program.layers_treedef if program.state.layers else None)
+        step = self._make_step(structure, program.plan, predict, named=True)
         key = placed(jax.eval_shape(lambda: jax.random.key(0)), replicated(mesh))
         span = jax.ShapeDtypeStruct((2,), np.uint32)
-        return step.trace(*placed_shapes(parts, model, program.plan), program.state.layers, batch, key, span)
+        return step.trace(*placed_shapes(structure, model, program.plan), program.state.layers, batch, key, span)
 
     def _call(self, step: Callable[..., Any], args: tuple[Any, ...]) -> PyTree:
         """Calls the jitted step; shows when it has to compile first."""
@@ -310,9 +310,9 @@ class Predictor(RedcoNames):
     def _make_plan(self, model: PyTree, state: PyTree, batch: PyTree) -> Plan:
         """Returns the plan of a model, by the trace of `pred_fn` for the shapes of a batch."""
         check_model_function(self._pred_fn, "pred_fn", has_state=state is not None)
-        parts, treedef = Parts.of(model), None if state is None else jax.tree.structure(state)
-        predict = self._prediction(parts, treedef)
-        return plan_prediction(model, self._deployer.mesh, parts, predict, jax.tree.leaves(state), batch)
+        structure, treedef = Structure.of(model), None if state is None else jax.tree.structure(state)
+        predict = self._prediction(structure, treedef)
+        return plan_prediction(model, self._deployer.mesh, structure, predict, jax.tree.leaves(state), batch)
 
     def _placed_state(self) -> PyTree:
         return jax.tree.map(lambda leaf: put(leaf, replicated(self._deployer.mesh)), self._model_state)
@@ -323,30 +323,30 @@ class Predictor(RedcoNames):
             raise ValueError("`model`: expected a model, got None. Pass it to `Predictor` or to `predict`.")
         return own if model is None else model
 
-    def _get_step(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Parts, Callable[..., Any]]:
+    def _get_step(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Structure, Callable[..., Any]]:
         """Returns the compiled step, rebuilt if the model differs in more than its arrays."""
         arrays, static = eqx.partition(model, is_array_like)
         # Neither the reasons, which the first update replaces by those of the loss, nor axes of size 1.
         splits = [(name, effective_specs(plan, name)) for name in plan.leaves]
-        structure = jax.tree.structure(arrays), jax.tree.leaves(static), plan.mesh, splits
-        if self._step is None or self._step[0] != structure:
+        signature = jax.tree.structure(arrays), jax.tree.leaves(static), plan.mesh, splits
+        if self._step is None or self._step[0] != signature:
             check_model_function(self._pred_fn, "pred_fn", has_state=state is not None)
-            parts = Parts.of(model)
+            structure = Structure.of(model)
             treedef = None if state is None else jax.tree.structure(state)
-            step = self._make_step(parts, plan, self._prediction(parts, treedef))
-            self._step = (structure, parts, step)
+            step = self._make_step(structure, plan, self._prediction(structure, treedef))
+            self._step = (signature, structure, step)
             self._compiled.clear()
         return self._step[1], self._step[2]
 
-    def _prediction(self, parts: Parts, treedef: Any) -> Callable[..., PyTree]:
-        return prediction(parts, self._pred_fn, treedef, self._compute.dtype)
+    def _prediction(self, structure: Structure, treedef: Any) -> Callable[..., PyTree]:
+        return prediction(structure, self._pred_fn, treedef, self._compute.dtype)
 
     def _make_step(
-        self, parts: Parts, plan: Plan, predict: Callable[..., PyTree], *, named: bool = False
+        self, structure: Structure, plan: Plan, predict: Callable[..., PyTree], *, named: bool = False
     ) -> Callable[..., Any]:
         options = xla_settings(plan.mesh, self._deployer.compiler.settings).options
         fuse_attention = self._compute.fuse_attention
-        return make_predict_step(parts, plan, predict, named=named, fuse_attention=fuse_attention, options=options)
+        return make_predict_step(structure, plan, predict, named=named, fuse_attention=fuse_attention, options=options)
 
 
 def _rows(outputs: PyTree) -> list[Any]:

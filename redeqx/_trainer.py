@@ -35,7 +35,7 @@ from .errors import (
 from .machine import describe, dry, of_devices
 from .optimizers import hyperparam_values
 from .partition import Plan, check_plan
-from .steps import Compute, Parts, Precision, weak_types, with_weak_types
+from .steps import Compute, Precision, Structure, weak_types, with_weak_types
 from .storage import Location
 from .training import (
     Checkpointer,
@@ -136,17 +136,17 @@ class Trainer(RedcoNames, Generic[ModelT]):
         if lr_schedule_fn is not None:
             check_function(lr_schedule_fn, "lr_schedule_fn", ["step"])
         check_plan(plan)
-        parts = Parts.of(model, trainable)
-        if not parts.names[0]:
+        structure = Structure.of(model, trainable)
+        if not structure.names[0]:
             raise ValueError(
                 "`trainable`: expected at least one trainable leaf, got none of "
-                f"{len(parts.names[1])} arrays. Check the filter and the model."
+                f"{len(structure.names[1])} arrays. Check the filter and the model."
             )
         if dtypes.parameters is not None:
-            trained, frozen = parts.take(model)
-            model = parts.put(dtypes.stored(trained), frozen)
+            trained, frozen = structure.take(model)
+            model = structure.put(dtypes.stored(trained), frozen)
         task = Task(
-            parts=parts,
+            structure=structure,
             loss_fn=with_batch_note(with_weak_types(loss_fn, self._weak), "loss_fn"),
             collate_fn=collate_fn,
             pool=CollatePool(collate_fn, workers),

@@ -83,7 +83,7 @@ class Workload:
                 opt_state = task.opt_shapes(model)
                 files["optimizer.safetensors"] = file_size(array_leaves(opt_state))
                 if has_eval_params(opt_state):
-                    files["trained.safetensors"] = file_size(array_leaves(task.parts.take(model)[0]))
+                    files["trained.safetensors"] = file_size(array_leaves(task.structure.take(model)[0]))
             work = replace(work, files=files)
         return work
 

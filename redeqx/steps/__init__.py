@@ -15,7 +15,6 @@ from ._functions import (
 )
 from ._loss import Loss as Loss, as_sums as as_sums, n_rows as n_rows, trace_loss as trace_loss
 from ._micro_batches import accumulate as accumulate, number_rows as number_rows, row_span as row_span
-from ._parts import Parts as Parts
 from ._plans import plan_model as plan_model, plan_prediction as plan_prediction
 from ._precision import (
     AS_GIVEN as AS_GIVEN,
@@ -32,3 +31,4 @@ from ._program import (
 )
 from ._state import TrainState as TrainState, stream_dtype as stream_dtype, stream_key as stream_key
 from ._step import UNMOVED as UNMOVED, make_predict_step as make_predict_step, prediction as prediction
+from ._structure import Structure as Structure

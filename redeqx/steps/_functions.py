@@ -32,8 +32,8 @@ from ..transforms import (
 )
 from ._compute import Compute
 from ._loss import as_sums, n_rows
-from ._parts import Parts
 from ._precision import AS_GIVEN, Precision
+from ._structure import Structure
 
 
 def effective_specs(plan: Plan, name: str) -> Any:
@@ -45,7 +45,7 @@ def effective_specs(plan: Plan, name: str) -> Any:
 
 
 def plan_rules(
-    parts: Parts, plan: Plan, *, named: bool = False, convolutions: bool = True, fuse_attention: bool = True
+    structure: Structure, plan: Plan, *, named: bool = False, convolutions: bool = True, fuse_attention: bool = True
 ) -> list[Rule]:
     """Returns the rules that rewrite a function of the trained and then the frozen arrays, in the order in which they apply.
 
@@ -58,7 +58,7 @@ def plan_rules(
     - `fuse_attention`: whether attention is computed by the platform's kernel.
     """
     shardings, splits = [], []
-    for name in (name for names in parts.names for name in names):
+    for name in (name for names in structure.names for name in names):
         of = Shardings(plan.sharding(name), NamedSharding(plan.mesh, plan.spec_in_use(name)), name)
         shardings.append(of if of.is_gathered or named else None)
         splits.append(plan.model_dim(name))
@@ -73,7 +73,7 @@ def plan_rules(
 
 @dataclass(frozen=True)
 class Sums:
-    """The user's loss, or loss and gradients, as sums over the rows of a batch, for a model in parts.
+    """The user's loss, or loss and gradients, as sums over the rows of a batch, for a model as a flat list of arrays.
 
     They are functions `(weights, state, batch, key) -> (sums, state)` of the trained and then the frozen arrays.
 
@@ -82,7 +82,7 @@ class Sums:
     - `uses`: the verdicts so far, see `row_use`.
     """
 
-    parts: Parts
+    structure: Structure
     loss_fn: Callable[..., Any]
     has_state: bool = False
     precision: Precision = AS_GIVEN
@@ -120,7 +120,7 @@ class Sums:
             total, weight, metrics = as_sums(out, 1 if is_only else n_rows(batch), "grad_fn")
             leaves = {name: leaf for name, leaf in named_leaves(grads).items() if is_array_like(leaf)}
             picked = []
-            for name, param in zip(self.parts.names[0], weights, strict=False):
+            for name, param in zip(self.structure.names[0], weights, strict=False):
                 if name not in leaves or leaves[name].shape != param.shape:
                     found = leaves[name].shape if name in leaves else "none"
                     raise ValueError(
@@ -158,7 +158,7 @@ class Sums:
 
     def row_use_of(self, model: PyTree, state: PyTree, batch: PyTree, *, inference: bool = False) -> RowUse:
         """Returns what the function does with the rows of a batch, for a model in one piece."""
-        trained, frozen = self.parts.take(model)
+        trained, frozen = self.structure.take(model)
         key = jax.eval_shape(lambda: jax.random.key(0))
         return self.row_use([*trained, *frozen], state, batch, key, inference=inference)
 
@@ -173,8 +173,8 @@ class Sums:
         *,
         inference: bool,
     ) -> tuple[Any, PyTree]:
-        n, dtype = len(self.parts.names[0]), self.precision.dtype
-        model = self.parts.put(weights[:n], weights[n:], inference=inference, compute_dtype=dtype)
+        n, dtype = len(self.structure.names[0]), self.precision.dtype
+        model = self.structure.put(weights[:n], weights[n:], inference=inference, compute_dtype=dtype)
         if not self.has_state:
             return fn(model, batch, key), state
         state = jax.tree.map(lambda x: x, state)  # a copy: `state.set` makes the object that it is called on unusable
@@ -204,8 +204,8 @@ class Functions:
     change: Rule | None = None  # an additional rule, applied before those of the plan
 
     @property
-    def parts(self) -> Parts:
-        return self.sums.parts
+    def structure(self) -> Structure:
+        return self.sums.structure
 
     @property
     def precision(self) -> Precision:
@@ -213,15 +213,15 @@ class Functions:
 
     def _with_rules(self, fn: Callable[..., Any], *, is_loss: bool = False, is_trained: bool = False) -> Callable[..., Any]:
         compute, mesh = self.compute, self.plan.mesh
-        rules = plan_rules(self.parts, self.plan, named=self.named, fuse_attention=compute.fuse_attention)
+        rules = plan_rules(self.structure, self.plan, named=self.named, fuse_attention=compute.fuse_attention)
         in_fp8, summed_in = self.precision.in_fp8, self.precision.summed_in
         if in_fp8 or summed_in is not None:
-            n_weights = sum(map(len, self.parts.names))
+            n_weights = sum(map(len, self.structure.names))
             is_cpu = mesh.devices.flat[0].platform == "cpu"
             rules.append(WeightProducts(n_weights, in_fp8, summed_in, emulated=is_cpu))
         first: list[Rule] = []
         if is_loss and compute.stacks_on(mesh):
-            first.append(StackBlocks([effective_specs(self.plan, name) for names in self.parts.names for name in names]))
+            first.append(StackBlocks([effective_specs(self.plan, name) for names in self.structure.names for name in names]))
         first += [] if self.change is None else [self.change]
         if is_trained:  # without a backward pass nothing is kept or recomputed
             rules.append(PickByComparison())

@@ -11,7 +11,7 @@ from ..dims import UNKNOWN, RowUse
 from ..errors import warn
 from ..partition import Overrides, Plan, make_plan, mark_read
 from ..tracing import Trace
-from ._parts import Parts
+from ._structure import Structure
 
 
 def plan_model(
@@ -30,7 +30,7 @@ def plan_model(
 
 
 def plan_prediction(
-    model: PyTree, mesh: Mesh, parts: Parts, predict: Callable[..., PyTree], state: Sequence[Any], batch: PyTree
+    model: PyTree, mesh: Mesh, structure: Structure, predict: Callable[..., PyTree], state: Sequence[Any], batch: PyTree
 ) -> Plan:
     """Returns the plan of a model on a mesh, in the order in which a prediction computes; issues the plan's warnings.
 
@@ -40,7 +40,7 @@ def plan_prediction(
     """
 
     def of_model(model: PyTree, *rest: Any) -> PyTree:
-        trained, frozen = parts.take(model)
+        trained, frozen = structure.take(model)
         return predict([*trained, *frozen], *rest)
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))

@@ -20,9 +20,9 @@ from ..optimizers import check_opt_state, eval_params, has_eval_params
 from ..partition import Plan, shardings_like, using_kinds
 from ..tracing import as_fun
 from ._functions import Functions
-from ._parts import Parts
 from ._state import TrainState, stream_dtype
 from ._step import EvalStep, TrainStep, in_memory, strong
+from ._structure import Structure
 
 
 class Sizes(NamedTuple):
@@ -45,7 +45,7 @@ class Program:
     """
 
     plan: Plan
-    parts: Parts
+    structure: Structure
     state: TrainState
     opt_treedef: Any
     layers_treedef: Any
@@ -60,7 +60,7 @@ class Program:
 
     def model(self, state: TrainState) -> PyTree:
         """Returns the model; the next step deletes its trained arrays."""
-        return self.parts.put(state.trained, state.frozen)
+        return self.structure.put(state.trained, state.frozen)
 
     def eval_trained(self, state: TrainState) -> list[Any]:
         """Returns the trained leaves as they are evaluated and saved."""
@@ -68,7 +68,7 @@ class Program:
 
     def eval_model(self, state: TrainState) -> PyTree:
         """Returns the model as it is evaluated and saved; the next step may delete its trained arrays."""
-        return self.parts.put(self.eval_trained(state), state.frozen)
+        return self.structure.put(self.eval_trained(state), state.frozen)
 
     def model_state(self, state: TrainState) -> PyTree | None:
         """Returns the state of the model's stateful layers; None if there are none."""
@@ -95,7 +95,7 @@ class Program:
     @property
     def argument_names(self) -> dict[str, str]:
         """The names of the leaves that the steps receive, by their names in a compiled program: `state.trained[3]`."""
-        trained, frozen = self.parts.names
+        trained, frozen = self.structure.names
         opt_names = named_leaves(self.opt_tree(self.state))
         lists = {"state.trained": trained, "trained": trained, "frozen": frozen, "state.opt_state": opt_names}
         return {f"{argument}[{i}]": name for argument, names in lists.items() for i, name in enumerate(names)}
@@ -107,11 +107,13 @@ def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
 
-def placed_shapes(parts: Parts, model: PyTree, plan: Plan) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
+def placed_shapes(
+    structure: Structure, model: PyTree, plan: Plan
+) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
     """Returns the shapes of a model's trained and frozen arrays, with their shardings by the plan."""
     trained, frozen = (
         [placed(leaf, plan.sharding(name)) for name, leaf in zip(names, leaves, strict=True)]
-        for names, leaves in zip(parts.names, parts.take(model), strict=True)
+        for names, leaves in zip(structure.names, structure.take(model), strict=True)
     )
     return trained, frozen
 
@@ -132,13 +134,13 @@ def make_program(
 
     - `skip_nonfinite`, `n_parts`, `options`: as for `TrainStep`.
     """
-    parts, plan = functions.parts, functions.plan
+    structure, plan = functions.structure, functions.plan
     replicate = replicated(plan.mesh)
-    trained, frozen = placed_shapes(parts, model, plan)
+    trained, frozen = placed_shapes(structure, model, plan)
 
     def init(trained: Sequence[Array]) -> PyTree:
         with using_kinds(plan.kinds_of_loss):
-            return optimizer.init(parts.trained_tree(trained))
+            return optimizer.init(structure.trained_tree(trained))
 
     traced, opt_tree = jax.make_jaxpr(init, return_shape=True)(trained)
     check_opt_state(opt_tree)
@@ -151,7 +153,7 @@ def make_program(
 
     def evaluated(opt_state: list[Array], trained: list[Array]) -> list[Array]:
         opt_tree = jax.tree.unflatten(opt_treedef, in_memory(jax.memory.Space.Device, opt_state, shardings.opt_state))
-        return jax.tree.leaves(eval_params(opt_tree, parts.trained_tree(trained)))
+        return jax.tree.leaves(eval_params(opt_tree, structure.trained_tree(trained)))
 
     opt_treedef, layers_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
     layers = [placed(leaf, replicate) for leaf in jax.tree.leaves(state)]
@@ -164,7 +166,7 @@ def make_program(
     evaluation = EvalStep(functions, layers_treedef)
     return Program(
         plan=plan,
-        parts=parts,
+        structure=structure,
         state=shapes,
         opt_treedef=opt_treedef,
         layers_treedef=layers_treedef,

@@ -24,8 +24,8 @@ from ..transforms import Rows, by_row
 from ._functions import Functions, plan_rules
 from ._loss import n_rows
 from ._micro_batches import Part, accumulate, number_rows, split, with_whole
-from ._parts import Parts
 from ._state import TrainState, stream_key
+from ._structure import Structure
 
 UNMOVED = "share of updates that rounding loses"  # computed for 16-bit parameters; checked, not recorded
 # Streams of one key, derived inside the steps: keys made outside would each compile a small program.
@@ -196,7 +196,7 @@ class TrainStep:
             values[UNMOVED] = share.astype(values["loss"].dtype)
 
     def _tree(self, trained: Sequence[Any]) -> PyTree:
-        return self.functions.parts.trained_tree(trained)
+        return self.functions.structure.trained_tree(trained)
 
 
 def _step_key(stream: Array, of: int, step: Array) -> Array:
@@ -300,7 +300,7 @@ class EvalStep:
 
 
 def prediction(
-    parts: Parts, pred_fn: Callable[..., Any], state_treedef: Any = None, compute_dtype: Any = None
+    structure: Structure, pred_fn: Callable[..., Any], state_treedef: Any = None, compute_dtype: Any = None
 ) -> Callable[..., PyTree]:
     """Returns `(weights, state, batch, key) -> outputs`: the user's `pred_fn` as a function of lists of arrays, with the
     model in inference mode. It checks that each output has the rows of the batch.
@@ -309,10 +309,10 @@ def prediction(
 
     - `state_treedef`: of the model state that `pred_fn` also receives; None if there is none.
     """
-    n_trained = len(parts.names[0])
+    n_trained = len(structure.names[0])
 
     def predict(weights, state, batch, key):
-        model = parts.put(weights[:n_trained], weights[n_trained:], inference=True, compute_dtype=compute_dtype)
+        model = structure.put(weights[:n_trained], weights[n_trained:], inference=True, compute_dtype=compute_dtype)
         extra = [] if state_treedef is None else [jax.tree.unflatten(state_treedef, state)]
         outputs = pred_fn(model, *extra, batch, key)
         n, leaves = n_rows(batch), named_leaves(outputs)
@@ -333,7 +333,7 @@ def prediction(
 
 
 def make_predict_step(
-    parts: Parts,
+    structure: Structure,
     plan: Plan,
     predict: Callable[..., PyTree],
     *,
@@ -350,7 +350,7 @@ def make_predict_step(
     - `named`, `fuse_attention`: as for `plan_rules`.
     - `options`: for the compiler.
     """
-    rules = plan_rules(parts, plan, named=named, convolutions=False, fuse_attention=fuse_attention)
+    rules = plan_rules(structure, plan, named=named, convolutions=False, fuse_attention=fuse_attention)
 
     def of_part(*args):
         return by_row(predict, row_use(predict, *args[:4], returns_rows=True))(*args)

@@ -59,7 +59,7 @@ class Checkpointer:
         self._kept_step = 0  # the step of the newest save, or of the checkpoint that was loaded
         self._keep_last = 2  # as in the newest save
         self._warned: set[Location] = set()  # damaged checkpoints
-        frozen = zip(task.parts.names[1], map(origin_of, task.parts.take(engine.trees[0])[1]), strict=True)
+        frozen = zip(task.structure.names[1], map(origin_of, task.structure.take(engine.trees[0])[1]), strict=True)
         self._origins = {name: origin for name, origin in frozen if origin is not None}
         self._base: Base | None = None  # of the checkpoints that are saved, or of the loaded one
         self.checkpoints = None
@@ -256,7 +256,7 @@ class Checkpointer:
         checkpoints, (program, state) = self.need_checkpoints(), engine.placed
         trees = checkpoint_trees(program, state, program.eval_model(state), opt_states=save_opt_states)
         if state.frozen:
-            record["trained"] = list(engine.task.parts.names[0])
+            record["trained"] = list(engine.task.structure.names[0])
         states = self.callback_states if self.callbacks is None else self.callbacks.states()
         record["callbacks"] = states_to_record(states)
         if arrays := arrays_of(states):
@@ -384,10 +384,10 @@ class Checkpointer:
     def with_origins(self, model: PyTree) -> PyTree:
         """Notes which of the model's arrays training changes, and where the others come from; returns the model."""
         if self.engine.is_placed:
-            trained, frozen = self.engine.task.parts.take(model)
+            trained, frozen = self.engine.task.structure.take(model)
             for array in trained:
                 set_origin(array, CHANGED)
-            for name, array in zip(self.engine.task.parts.names[1], frozen, strict=True):
+            for name, array in zip(self.engine.task.structure.names[1], frozen, strict=True):
                 if name in self._origins:
                     set_origin(array, self._origins[name])
         return model
@@ -399,7 +399,7 @@ class Checkpointer:
 
     def _find_base(self) -> Base | None:
         """Returns the frozen leaves that a checkpoint need not hold, since a known folder does; None if there are none."""
-        leaves, frozen = leaves_of(*self.engine.placed), self.engine.task.parts.names[1]
+        leaves, frozen = leaves_of(*self.engine.placed), self.engine.task.structure.names[1]
         origins = {name: self._origins[name] for name in frozen if self._origins.get(name, CHANGED) != CHANGED}
         if not is_worth_naming(origins, leaves):
             return None

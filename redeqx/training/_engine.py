@@ -135,7 +135,7 @@ class Engine:
     @property
     def precision(self) -> str:
         """A description of the dtypes of a step."""
-        return self.task.compute.precision.describe([leaf.dtype for leaf in self.task.parts.take(self.trees[0])[0]])
+        return self.task.compute.precision.describe([leaf.dtype for leaf in self.task.structure.take(self.trees[0])[0]])
 
     def place(self, batch: PyTree | None = None, first: Batch | None = None, plan: Plan | None = None) -> None:
         """Makes the plan and the program, places the model, and creates or restores the optimizer state.
@@ -186,7 +186,7 @@ class Engine:
         check_alive(model, "model")  # another trainer may have donated the arrays of `deployer.init`
         if self.deployer.peers.n > 1:
             settings = {"accumulate_grad_batches": self.task.accumulate, "precision": self.precision}
-            settings["trained leaves"] = len(self.task.parts.names[0])
+            settings["trained leaves"] = len(self.task.structure.names[0])
             with self.deployer.watch.paused():
                 agree_on_trainer(self.deployer.peers, model, state, settings)
 
@@ -398,7 +398,7 @@ class Engine:
         Raises ValueError if it belongs to another model or optimizer; the values are then unchanged.
         """
         if not self.is_placed and checkpoint.base is None:
-            model, names = self.trees[0], self.task.parts.names[0]
+            model, names = self.trees[0], self.task.structure.names[0]
             program = self.task.program(make_plan(model, self.deployer.mesh, trained=names), *self.trees)
             match_state(program, program.state, checkpoint)
             self.restore = checkpoint

@@ -51,7 +51,7 @@ def header_rows(
 
 def _decay_rows(task: Task, program: Program, state: TrainState) -> dict[str, str]:
     """Describes how much of the model has weight decay."""
-    decays = decaying(task.optimizer, program.plan, task.parts.trained_tree(state.trained), program.opt_tree(state))
+    decays = decaying(task.optimizer, program.plan, task.structure.trained_tree(state.trained), program.opt_tree(state))
     if decays is None:
         return {}
     sizes = [x.size for x, does in zip(state.trained, decays, strict=True) if does]

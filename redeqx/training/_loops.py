@@ -123,7 +123,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
             program, state = engine.placed
             if weights is None:
                 given = None if model is None else place(model, program.plan)
-                weights = (program.eval_trained(state), state.frozen) if given is None else task.parts.take(given)
+                weights = (program.eval_trained(state), state.frozen) if given is None else task.structure.take(given)
             args = (*weights, state.layers, state.stream, row_span(n_rows, size_of(examples)), batch.groups)
             vector = engine.programs.evaluate(program.eval_step, args, batch.signature, line)
             n_rows += batch.n_examples

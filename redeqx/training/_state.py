@@ -44,7 +44,7 @@ class Checkpoint:
 def new_state(program: Program, model: PyTree, model_state: PyTree | None, stream: np.ndarray) -> TrainState:
     """Returns the state of step 0, with the model and the state of its layers copied to the program's mesh."""
     replicate = replicated(program.plan.mesh)
-    trained, frozen = program.parts.take(place(model, program.plan))
+    trained, frozen = program.structure.take(place(model, program.plan))
     layers = [put(copied(leaf), replicate) for leaf in jax.tree.leaves(model_state)]  # as `place` copies
     counts = put(np.zeros(2, np.int32), replicate)
     return TrainState(trained, frozen, program.init_opt_state(trained), layers, counts, put(stream, replicate))
@@ -58,7 +58,7 @@ def given_state(program: Program, model: PyTree, stream: np.ndarray, base: Base 
         model = map_named(lambda name, x: kept.get(name, x), model)
     trained, frozen = (
         [leaf if isinstance(leaf, jax.Array) and leaf.sharding == shape.sharding else shape for leaf, shape in pairs]
-        for pairs in map(zip, program.parts.take(model), (program.state.trained, program.state.frozen))
+        for pairs in map(zip, program.structure.take(model), (program.state.trained, program.state.frozen))
     )
     replicate = replicated(program.plan.mesh)
     counts, stream_array = put(np.zeros(2, np.int32), replicate), put(stream, replicate)
@@ -67,7 +67,7 @@ def given_state(program: Program, model: PyTree, stream: np.ndarray, base: Base 
 
 def leaves_of(program: Program, state: TrainState) -> dict[str, Any]:
     """Returns the arrays of the model, by name."""
-    trained, frozen = program.parts.names
+    trained, frozen = program.structure.names
     return dict(zip((*trained, *frozen), (*state.trained, *state.frozen), strict=True))
 
 
@@ -82,7 +82,7 @@ def checkpoint_trees(program: Program, state: TrainState, model: PyTree, *, opt_
     if opt_states:
         trees["optimizer"] = program.opt_tree(state)
         if program.eval_params is not None:
-            trees["trained"] = program.parts.trained_tree(state.trained)
+            trees["trained"] = program.structure.trained_tree(state.trained)
     return trees
 
 
@@ -106,7 +106,7 @@ def load_state(program: Program, state: TrainState, checkpoint: Checkpoint) -> T
     _free(program, state, kept, opt_states=opt_states)
     trees = {kind: folder.load(checkpoint.path, kind, *of) for kind, of in templates.items()}
     leaves = {**named_leaves(trees["model"]), **kept, **named_leaves(trees.get("trained"))}
-    trained, frozen = ([leaves[name] for name in names] for names in program.parts.names)
+    trained, frozen = ([leaves[name] for name in names] for names in program.structure.names)
     layers = jax.tree.leaves(trees["model_state"]) if state.layers else state.layers
     state = replace(state, trained=trained, frozen=frozen, layers=layers)
     if opt_states:
@@ -116,7 +116,7 @@ def load_state(program: Program, state: TrainState, checkpoint: Checkpoint) -> T
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in state.opt_state):
         return replace(state, opt_state=program.init_opt_state(trained))
     # Master copies and averages of the old parameters would bring these back at the next step.
-    new = program.parts.trained_tree(trained)
+    new = program.structure.trained_tree(trained)
     opt_tree = with_new_copies(program.opt_tree(state), new)
     return replace(state, opt_state=jax.tree.leaves(opt_tree))
 
@@ -142,7 +142,7 @@ def _free(program: Program, state: TrainState, kept: Mapping[str, Any], *, opt_s
     """Deletes the arrays that a checkpoint replaces, except for the `kept` ones, even if they are referenced elsewhere, as a
     step does: the caller's reference must not keep a second model alive."""
     # Frozen arrays are only dropped, since another model may share them; a step does not delete them either.
-    trained = [x for name, x in zip(program.parts.names[0], state.trained, strict=True) if name not in kept]
+    trained = [x for name, x in zip(program.structure.names[0], state.trained, strict=True) if name not in kept]
     for array in [*trained, *state.layers, *(state.opt_state if opt_states else [])]:
         if isinstance(array, jax.Array):
             array.delete()

@@ -18,7 +18,7 @@ from ..dims import UNKNOWN, RowUse
 from ..machine import Options, xla_settings
 from ..optimizers import follows_schedule
 from ..partition import Plan, mark_read
-from ..steps import Compute, Functions, Parts, Program, Sums, make_program, plan_model
+from ..steps import Compute, Functions, Program, Structure, Sums, make_program, plan_model
 from ..tracing import Rule, Trace, restricted, shapes_in
 
 
@@ -28,7 +28,7 @@ class Task:
 
     **Arguments:**
 
-    - `parts`: how the model is partitioned.
+    - `structure`: the names of the trained and the frozen leaves, and everything else of the model.
     - `loss_fn`, `grad_fn`, `collate_fn`, `optimizer`, `lr_schedule_fn`: the Trainer's arguments.
     - `compute`: the Trainer's argument; `optimizer` was made for its precision.
     - `pool`: calls `collate_fn`; it ends with the task.
@@ -43,7 +43,7 @@ class Task:
     - `uses`: as for `Sums`.
     """
 
-    parts: Parts
+    structure: Structure
     loss_fn: Callable[..., Any]
     collate_fn: Callable[[list], PyTree]
     pool: CollatePool
@@ -68,7 +68,7 @@ class Task:
         shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
         if traced is not None and [v.aval.shape for v in traced.jaxpr.invars[len(names) : -1]] == shapes:
             weights, rest = traced.jaxpr.invars[: len(names)], traced.jaxpr.invars[len(names) :]
-            by_name = dict(zip((*self.parts.names[0], *self.parts.names[1]), weights, strict=True))
+            by_name = dict(zip((*self.structure.names[0], *self.structure.names[1]), weights, strict=True))
             closed = restricted(traced, traced.jaxpr.outvars[:1], [*map(by_name.__getitem__, names), *rest])
             return Trace(names, tuple(shapes_in(closed)[: len(names)]), closed)
         loss = self._loss(state, inference=False)
@@ -87,15 +87,15 @@ class Task:
         """
         row_use, own = self.rows or UNKNOWN, placed or self.plan
         if own is None:
-            plan = plan_model(model, mesh, trace, trained=self.parts.names[0], row_use=row_use)
+            plan = plan_model(model, mesh, trace, trained=self.structure.names[0], row_use=row_use)
         else:
             own.check(model)
             plan = own.on(mesh)
             plan = plan if trace is None else mark_read(plan, trace, row_use, with_kinds=plan.repeats is None)
-        if self.grad_fn is None and all(plan[name].is_read is False for name in self.parts.names[0]):
+        if self.grad_fn is None and all(plan[name].is_read is False for name in self.structure.names[0]):
             raise ValueError(
                 "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of "
-                f"{len(self.parts.names[0])}. Use the model that `loss_fn` is given, not one from outside."
+                f"{len(self.structure.names[0])}. Use the model that `loss_fn` is given, not one from outside."
             )
         return plan
 
@@ -116,7 +116,7 @@ class Task:
     def opt_shapes(self, model: PyTree) -> PyTree:
         """Returns the shapes of the optimizer state."""
         try:
-            return jax.eval_shape(self.optimizer.init, self.parts.trained_tree(self.parts.take(model)[0]))
+            return jax.eval_shape(self.optimizer.init, self.structure.trained_tree(self.structure.take(model)[0]))
         except Exception as error:
             error.add_note(
                 "Raised by `optimizer.init` of the trained arrays, which are the model with None for everything else. Masks "
@@ -132,14 +132,14 @@ class Task:
     @property
     def sums(self) -> Sums:
         """The user's functions as sums over rows."""
-        return Sums(self.parts, self.loss_fn, self.has_state, self.compute.precision, self.grad_fn, self.uses)
+        return Sums(self.structure, self.loss_fn, self.has_state, self.compute.precision, self.grad_fn, self.uses)
 
     def _loss(self, state: PyTree, *, inference: bool) -> Callable[..., Any]:
         """Returns `(model, batch, key) -> (total, weight, metrics)`."""
         loss = self.sums.loss(inference=inference)
 
         def of_model(model: PyTree, batch: PyTree, key: Any) -> Any:
-            trained, frozen = self.parts.take(model)
+            trained, frozen = self.structure.take(model)
             return loss([*trained, *frozen], jax.tree.map(_any_value, state), batch, key)[0]
 
         return of_model

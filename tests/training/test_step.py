@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import redeqx
 from redeqx.machine import replicated
-from redeqx.steps import Parts, _functions, accumulate, as_sums, number_rows, plan_rules
+from redeqx.steps import Structure, _functions, accumulate, as_sums, number_rows, plan_rules
 from redeqx.transforms import Rows
 from tests._compilations import counted_compilations
 from tests._tree import named_leaves
@@ -264,26 +264,26 @@ def test_the_mean_of_a_single_micro_batch_has_weight_1(accumulate, is_only, monk
 
 def test_parts_recombine_to_the_model():
     model = Mixed()
-    parts = Parts.of(model)
-    assert parts.names == (FLOATS, ("count",))
-    assert eqx.tree_equal(parts.put(*parts.take(model)), model)
-    trained, frozen = parts.take(model)
+    structure = Structure.of(model)
+    assert structure.names == (FLOATS, ("count",))
+    assert eqx.tree_equal(structure.put(*structure.take(model)), model)
+    trained, frozen = structure.take(model)
     assert [leaf.shape for leaf in trained] == [(8, 4), (8,), (8, 8), (8,), (2,)]
     assert [leaf.shape for leaf in frozen] == [(3,)]
-    tree = parts.trained_tree(trained)
+    tree = structure.trained_tree(trained)
     assert tuple(named_leaves(tree)) == FLOATS
     assert tree.count is None
 
 
 def test_parts_of_shapes_equal_parts_of_the_model():
     shapes = eqx.filter_eval_shape(Mixed)
-    assert Parts.of(shapes).names == Parts.of(Mixed()).names
+    assert Structure.of(shapes).names == Structure.of(Mixed()).names
 
 
 def test_parts_set_inference_mode_and_cast():
     model = Mixed()
-    parts = Parts.of(model)
-    inference_model = parts.put(*parts.take(model), inference=True, compute_dtype=jnp.bfloat16)
+    structure = Structure.of(model)
+    inference_model = structure.put(*structure.take(model), inference=True, compute_dtype=jnp.bfloat16)
     assert inference_model.layers[1].inference
     assert not model.layers[1].inference
     dtypes = {name: leaf.dtype for name, leaf in to_numpy(inference_model).items()}
@@ -295,21 +295,21 @@ def test_parts_set_inference_mode_and_cast():
 def test_trainable_accepts_a_function_or_a_tree():
     model = Mixed()
     only_first = eqx.tree_at(lambda m: m.first.weight, jax.tree.map(lambda _: False, model), True)
-    names, frozen = Parts.of(model, only_first).names
+    names, frozen = Structure.of(model, only_first).names
     assert names == ("first.weight",)
     assert set(frozen) == {"first.bias", "layers.0.weight", "layers.0.bias", "count", "scale"}
-    matrices = Parts.of(model, lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim == 2)
+    matrices = Structure.of(model, lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim == 2)
     assert matrices.names[0] == ("first.weight", "layers.0.weight")
     assert eqx.tree_equal(matrices.put(*matrices.take(model)), model)
 
 
 def test_8_bit_weights_are_frozen():
     model = {"a": jnp.ones(3, jnp.float8_e4m3fn), "b": jnp.ones(3, jnp.bfloat16), "c": jnp.ones(3, jnp.complex64)}
-    assert Parts.of(model).names == (("b", "c"), ("a",))
+    assert Structure.of(model).names == (("b", "c"), ("a",))
     expected = (
         "`trainable`: expected floating leaves of 16 bits or more, which have gradients, got `a` (float8_e4m3fn). Pass"
     )
-    assert message(ValueError, Parts.of, model, lambda leaf: True).startswith(expected)
+    assert message(ValueError, Structure.of, model, lambda leaf: True).startswith(expected)
 
 
 EXPECTED_TRAINABLE = "`trainable`: expected a function of a leaf, or a PyTree of booleans in the model's structure,"
@@ -330,7 +330,7 @@ EXPECTED_TRAINABLE = "`trainable`: expected a function of a leaf, or a PyTree of
     ],
 )
 def test_invalid_trainable_raises(trainable, expected):
-    assert message(ValueError, Parts.of, Mixed(), trainable).startswith(expected)
+    assert message(ValueError, Structure.of, Mixed(), trainable).startswith(expected)
 
 
 # --- trainable leaves ---------------------------------------------------------------------------------------------------
@@ -784,5 +784,5 @@ def test_rules_of_each_mesh_are_in_order(n_model_shards, n_fsdp_shards, expected
     """`plan_rules` returns the transformation rules that a mesh needs."""
     model = eqx.nn.Linear(256, 256, key=jax.random.key(0))
     plan = make_deployer(n_model_shards, n_fsdp_shards).plan(model)
-    assert [type(rule).__name__ for rule in plan_rules(Parts.of(model), plan)] == expected
-    assert [type(rule).__name__ for rule in plan_rules(Parts.of(model), plan, fuse_attention=False)] == expected[:-1]
+    assert [type(rule).__name__ for rule in plan_rules(Structure.of(model), plan)] == expected
+    assert [type(rule).__name__ for rule in plan_rules(Structure.of(model), plan, fuse_attention=False)] == expected[:-1]

@@ -23,7 +23,7 @@ from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.lora import LoraLinear
 from redeqx.models.vit import ViTConfig, ViTForImageClassification
 from redeqx.partition import place
-from redeqx.steps import Parts
+from redeqx.steps import Structure
 from tests._tree import named_leaves
 
 KEY = jax.random.key(0)
@@ -211,8 +211,8 @@ def test_dtypes(base, gpt2):
     np.testing.assert_allclose(
         run(merged, IDS), logits.astype(np.float32), atol=scale * (1e-5 if base == jnp.float32 else 0.1)
     )
-    parts = Parts.of(model, lora.trainable(model))
-    computed = parts.put(*parts.take(model), compute_dtype=jnp.bfloat16)
+    structure = Structure.of(model, lora.trainable(model))
+    computed = structure.put(*structure.take(model), compute_dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in arrays(computed).values()} == {jnp.dtype(jnp.bfloat16)}
     assert run(computed, IDS).dtype == jnp.bfloat16
 

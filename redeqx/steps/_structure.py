@@ -1,4 +1,4 @@
-"""Parts of a model: the trained arrays, the frozen arrays, and everything else.
+"""The structure of a model: which arrays are trained, which are frozen, and everything else.
 
 A model is partitioned once, and a step jits a function of flat lists of arrays. `eqx.filter_jit` would traverse the whole
 module on every call.
@@ -18,8 +18,8 @@ from ._precision import cast
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Partitions a model into flat lists of arrays, and combines them again.
+class Structure:
+    """Takes the arrays of a model as flat lists, and puts a model together from such lists.
 
     `trained` and `frozen` arrays are lists in the tree's order; everything else stays in `static`.
     """
@@ -29,8 +29,8 @@ class Parts:
     static: PyTree
 
     @classmethod
-    def of(cls, model: PyTree, trainable: Any = eqx.is_inexact_array) -> "Parts":
-        """Returns the parts of a model, or of its shapes."""
+    def of(cls, model: PyTree, trainable: Any = eqx.is_inexact_array) -> "Structure":
+        """Returns the structure of a model, or of its shapes."""
         arrays, static = eqx.partition(model, is_array_like)
         # `eqx.is_inexact_array` is False for shapes, and True for 8-bit floats, which are quantised weights without
         # arithmetic.
