@@ -28,7 +28,7 @@ class Body:
 
     def __init__(self, closed: Any, known: Sequence[tuple[str, Any] | None] = ()):
         self.closed = closed
-        self.eqns = list(equations(closed))  # without those of custom derivatives, which are not replaced
+        self.eqns: list[Any] = list(equations(closed))  # without those of custom derivatives, which are not replaced
         self._producers, self._outer = (Env(literal=lambda _: None) for _ in range(2))
         self._readers: dict[Any, list[Any]] = {}
         self._values = Env()
