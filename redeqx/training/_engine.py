@@ -335,13 +335,16 @@ class Engine:
         if self.hyperparams.shown:
             self.take_hyperparams()
         program, state = self.placed
-        args = program.train_args(state, batch.groups, np.uint32(batch.n_examples))
+        n_rows = np.uint32(batch.n_examples)
         if is_first:
-            outs = programs.call_first(self.task, program.plan, self.trees, program.train_step, args, batch, self.line)
+            args = program.train_args(state, batch.groups, n_rows)
+            after, vector = programs.call_first(
+                self.task, program.plan, self.trees, program.train_step, args, batch, self.line
+            )
+            after.frozen.extend(state.frozen)
         else:
-            outs = program.train_step(*args)
-        after, vector = outs
-        self._state = replace(after, frozen=state.frozen)
+            after, vector = program.train(state, batch.groups, n_rows)
+        self._state = after
         programs.newest = programs.train[batch.signature]
         self.step += 1
         self.n_examples += batch.n_examples
