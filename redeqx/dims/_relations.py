@@ -289,11 +289,18 @@ def _dot(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 
 
 def _ragged_dot(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """Rows in groups, each with a matrix of its own. In the gradient of the matrices, the rows of each group are summed."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    dims = _product(names, ins, numbers.dot_dimension_numbers, numbers.rhs_group_dimensions)
-    for i in numbers.lhs_ragged_dimensions:
-        names.mix("order", ins[0].dims[i])
-    return dims if len(numbers.rhs_group_dimensions) == 1 else names.give_up(eqn, ins)
+    (contracted, _), _ = dot = numbers.dot_dimension_numbers
+    groups = ins[2].dims[-1]
+    for i in numbers.rhs_group_dimensions:
+        names.unify(ins[1].dims[i], groups)
+    (dims,) = _product(names, ins, dot, numbers.rhs_group_dimensions)
+    for how, of in (("reduce", contracted), ("order", numbers.lhs_ragged_dimensions)):
+        for i in of:
+            names.mix(how, ins[0].dims[i])
+    is_sum = set(numbers.lhs_ragged_dimensions) <= set(contracted)
+    return [[groups, *dims] if is_sum else dims]
 
 
 def _product(names: Inference, ins: Sequence[Value], numbers: Any, groups: Sequence[int] = ()) -> Outs:

@@ -100,6 +100,22 @@ def _conv(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     return run.contract(eqn, ins)
 
 
+def _ragged(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """Rows in groups, each multiplied with the matrix of its group, such as tokens sorted by their experts.
+
+    Rows are not split: a shard would have parts of groups of which it does not know the sizes. Neither are groups: a shard
+    would need the rows of its groups, wherever they are.
+    """
+    numbers, related = eqn.params["ragged_dot_dimension_numbers"], run.related(eqn)
+    rows = [*numbers.lhs_ragged_dimensions], [related.partners(0).get(dim) for dim in numbers.lhs_ragged_dimensions]
+    whole = rows[0], [*rows[1], *numbers.rhs_group_dimensions]
+    flows = [
+        run.gather(atom.aval, flow) if run.split(flow)[0] in dims and not run.is_open(flow) else flow
+        for atom, flow, dims in zip(eqn.invars, ins, whole, strict=False)
+    ]
+    return run.contract(eqn, flows)
+
+
 def _reduce(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     related, (flow,) = run.related(eqn), ins
     dim, cause = run.split(flow)
@@ -386,6 +402,7 @@ _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
     **dict.fromkeys(_REDUCTIONS, _reduce),
     "attention": _attention,
     "dot_general": Pass.contract,
+    "ragged_dot_general": _ragged,
     "conv_general_dilated": _conv,
     "gather": _gather,
     "select_n": _chosen,

@@ -32,6 +32,7 @@ _COLLECTIVE_COST: dict[str, Callable[[int], float]] = {
 # save memory, so each of these counts as two bytes sent.
 _REPLICATED_COST = 8
 _FLOPS_PER_BYTE = 1000  # FLOPs in the time of sending one byte, roughly, from published figures of accelerators
+EXPERTS = "experts: each shard holds its own"  # why a stack of weights is split over its matrices
 _PRODUCTS_PER_STEP = 3  # matmuls in a step for each one of the loss: one forward, two backward
 
 
@@ -401,11 +402,15 @@ class Pass:
             self.decide_as_declared(weight, leaf)
             return
         free = [dim for dim in outs if dim not in partners.values()]
+        # A batch dim of a matmul: a stack of experts, each with an input of its own. (Not the groups of a convolution.)
+        experts = [dim for dim in outs if dim not in free] if eqn.primitive.name == "dot_general" else []
         arrived, cause = self.split(data)
         if arrived is None:
-            dim = self.choose(weight, shape, [*free, *summed])
+            dim = self.choose(weight, shape, [*experts, *free, *summed])
             if dim is None:
-                self.decide(weight, None, self.why_replicated(weight, shape, [*free, *summed]))
+                self.decide(weight, None, self.why_replicated(weight, shape, [*experts, *free, *summed]))
+            elif dim in experts:
+                self.decide(weight, dim, EXPERTS)
             elif dim in summed:
                 sizes = " x ".join(str(shape[i]) for i in free)
                 why = f"{sizes} outputs do not divide over {self.n} shards, its inputs do"
@@ -425,7 +430,11 @@ class Pass:
                 self.reconsider(cause)
         dim = self.choose(weight, shape, [matching, *free])
         kind = "row: its input arrives split by" if row else "follows: its input arrives split in the same way by"
-        if dim == matching:
+        if dim == matching and matching in experts:
+            self.decide(weight, dim, EXPERTS)
+            if cause is not None and (split := self.splits[cause]).reason.startswith("column:"):
+                self.splits[cause] = Split(split.dim, EXPERTS)  # of the same experts, which all had one input
+        elif dim == matching:
             self.decide(weight, dim, f"{kind} {self.name(cause)}")
         elif dim is not None:
             why = "costs less than a row" if self.is_forced(weight) else "the dim that matches its input cannot be split"
