@@ -1,7 +1,7 @@
 """Data: turns raw examples into the batches of steps: order, position, collation, placing and prefetch.
 
 Owns the choice of each step's examples, and how they are placed on the mesh. Does not know models or losses. Open
-`_examples.py` first, then `_streams.py`. Public: `TokenRows`. The other names are internal.
+`_examples.py` first, then `_streams.py`. Public: `TokenRows`, and `pack` with what it returns. The other names are internal.
 """
 
 from ._batches import Batch as Batch, batches as batches
@@ -22,6 +22,8 @@ from ._examples import (
     size_of as size_of,
     slices as slices,
 )
+from ._packed_stream import PackedStream as PackedStream, pack as pack
+from ._packing import PackedRows as PackedRows
 from ._prefetch import Prefetch as Prefetch
 from ._rows import (
     BatchSize as BatchSize,
