@@ -62,6 +62,8 @@ class Deployer(RedcoNames):
     - `n_model_shards`: devices over which each layer's tensors are split. Raise this number when a model does not fit.
     - `n_fsdp_shards`: devices over which parameters and optimizer state are split while the batch stays split. The
         remaining devices are used for data parallelism.
+    - `n_sequence_shards`: devices over which the positions of each sequence are split, for sequences that do not fit on one
+        device; parameters and optimizer state are split over these devices too. They share the rows of a batch.
     - `workdir`: the folder of the run: metrics, checkpoints, outputs; or a path in an object store, `"s3://bucket/run"` or
         `"gs://bucket/run"` (extra `stores`). Checkpoints are written to a store as they are saved; metrics and the like with
         each checkpoint and at the end. None records nothing. A relative path counts from the current folder at this call,
@@ -121,6 +123,7 @@ class Deployer(RedcoNames):
         jax_seed: int = 0,
         n_model_shards: int = 1,
         n_fsdp_shards: int = 1,
+        n_sequence_shards: int = 1,
         workdir: str | Path | None = None,
         verbose: bool = True,
         n_processes: int | None = None,
@@ -149,10 +152,10 @@ class Deployer(RedcoNames):
                 n_processes, host0_address, host0_port, process_id, n_local_devices,
                 heartbeat=timeouts.heartbeat, timeout=timeouts.start,
             )  # fmt: skip
-        given = {"jax_seed": jax_seed, "n_model_shards": n_model_shards, "n_fsdp_shards": n_fsdp_shards}
+        shards = {"n_model_shards": n_model_shards, "n_fsdp_shards": n_fsdp_shards, "n_sequence_shards": n_sequence_shards}
         # With different XLA settings, processes would compile different collectives and wait for each other.
-        _agree(peers, {**given, "compiler.settings": str(compiler.settings), "workdir": workdir})
-        mesh = make_mesh(n_model_shards, n_fsdp_shards, None if described is None else described.machine.devices)
+        _agree(peers, {"jax_seed": jax_seed, **shards, "compiler.settings": str(compiler.settings), "workdir": workdir})
+        mesh = make_mesh(**shards, devices=None if described is None else described.machine.devices)
         staging, is_main = None, peers.index == 0
         if described is not None:
             console = Console(None, verbose=verbose)
@@ -185,7 +188,7 @@ class Deployer(RedcoNames):
 
     @property
     def mesh(self) -> Mesh:
-        """The devices, on the axes `data`, `fsdp` and `model`."""
+        """The devices, on the axes `data`, `fsdp`, `sequence` and `model`."""
         return self._mesh
 
     @property

@@ -36,16 +36,17 @@ def message(error, fn, *args, **kwargs):
 @pytest.mark.parametrize(
     ("shards", "shape"),
     [
-        ({}, (8, 1, 1)),
-        ({"n_model_shards": 2}, (4, 1, 2)),
-        ({"n_fsdp_shards": 4}, (2, 4, 1)),
-        ({"n_model_shards": 2, "n_fsdp_shards": 2}, (2, 2, 2)),
-        ({"n_model_shards": 8}, (1, 1, 8)),
+        ({}, (8, 1, 1, 1)),
+        ({"n_model_shards": 2}, (4, 1, 1, 2)),
+        ({"n_fsdp_shards": 4}, (2, 4, 1, 1)),
+        ({"n_model_shards": 2, "n_fsdp_shards": 2}, (2, 2, 1, 2)),
+        ({"n_model_shards": 2, "n_sequence_shards": 4}, (1, 1, 4, 2)),
+        ({"n_model_shards": 8}, (1, 1, 1, 8)),
     ],
 )
 def test_mesh_shape_follows_the_shard_counts(shards, shape):
     deployer = make_deployer(**shards)
-    assert deployer.mesh.axis_names == ("data", "fsdp", "model")
+    assert deployer.mesh.axis_names == ("data", "fsdp", "sequence", "model")
     assert tuple(deployer.mesh.shape.values()) == shape
     assert deployer.n_batch_shards == shape[0] * shape[1]
 
@@ -251,7 +252,7 @@ def test_plan_requires_both_loss_fn_and_batch():
         ),
         (
             {"weight": ("modle", None)},
-            "`overrides['weight']`: expected mesh axes among ('data', 'fsdp', 'model'), got 'modle'. Did you mean `model`?",
+            "`overrides['weight']`: expected mesh axes among ('data', 'fsdp', 'sequence', 'model'), got 'modle'. Did you mean `model`?",
         ),
         (
             {"weight": (None, "model")},

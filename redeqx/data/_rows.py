@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from ..dims import UNKNOWN, RowUse
 from ..errors import check_count
-from ..machine import MODEL, n_batch_shards, replicated, split_rows
+from ..machine import MODEL, SEQUENCE, n_batch_shards, replicated, split_rows
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class BatchSize:
     ) -> "BatchSize":
         """Returns the sizes for one of the user's two arguments: rows per device, or examples per update.
 
-        With `batch_size` the rows of a micro-batch are a multiple of `n_devices`, by default the mesh's. So the split does
-        not depend on the mesh's shape, nor on the number of devices if that divides `batch_size / n_micro_batches`.
+        With `batch_size` the rows of a micro-batch are a multiple of `n_devices`, by default the mesh's, over the sequence
+        shards, which need no rows of their own. So the split does not depend on the other axes, nor on the number of
+        devices if that divides `batch_size / n_micro_batches`.
 
         Raises ValueError unless exactly one of the two sizes is given, and for a size below 1. `prefix` is that of the
         arguments' names.
@@ -75,11 +76,12 @@ class BatchSize:
         n_devices = n_devices or mesh.size
         if batch_size is not None:
             check_count(batch_size, f"{prefix}batch_size")
-            rows = -(-batch_size // n_micro_batches) // n_devices * n_devices
-            return cls(batch_size, rows or n_devices, by_examples=True, asked=n_micro_batches)
+            least = n_devices // mesh.shape[SEQUENCE]
+            rows = -(-batch_size // n_micro_batches) // least * least
+            return cls(batch_size, rows or least, by_examples=True, asked=n_micro_batches)
         check_count(per_device_batch_size, f"{prefix}per_device_batch_size")
         assert per_device_batch_size is not None
-        rows = per_device_batch_size * (n_devices // mesh.shape[MODEL])
+        rows = per_device_batch_size * (n_devices // (mesh.shape[SEQUENCE] * mesh.shape[MODEL]))
         return cls(rows * n_micro_batches, rows, asked=n_micro_batches)
 
     def micro_batch_for(self, use: RowUse, mesh: Mesh) -> int:

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from ..compiled import Module, bytes_moved, collectives, host_bytes, temporaries, workspace_allowance
 from ..data import BatchSize, Group, group_sharding
 from ..dims import RowUse
-from ..machine import Machine, dry, is_in_host, make_mesh, uncached_where_described
+from ..machine import Machine, dry, is_in_host, uncached_where_described
 from ..memory import SearchSpace, Strategy, Tried, refused_bytes
 from ..steps import Program, shard_bytes
 from ..tracing import matmul_flops
@@ -101,10 +101,10 @@ def _as_tried(run: DryRun, model_flops: Mapping[str, int]) -> Tried:
 def _search_space(work: Workload, run: DryRun) -> SearchSpace:
     """Returns the strategies to try for a workload, with the numbers that traces and shapes give without compiling."""
     machine, own = run.machine, run.strategy
-    plan = run.plan.on(make_mesh(own.n_model_shards, 1, machine.devices))  # where loops are unrolled
+    plan = run.plan.on(replace(own, n_fsdp_shards=1, n_sequence_shards=1).mesh(machine.devices))  # where loops are unrolled
 
     def trace(strategy: Strategy) -> Any:
-        strategy = replace(strategy, n_fsdp_shards=1)
+        strategy = replace(strategy, n_fsdp_shards=1, n_sequence_shards=1)
         return _traced(work, work.program(plan, strategy), strategy, only_train=True)["train"].jaxpr.jaxpr
 
     return SearchSpace.of(
@@ -130,7 +130,7 @@ def _compiled(
     only_train: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> DryRun:
-    mesh = make_mesh(strategy.n_model_shards, strategy.n_fsdp_shards, machine.devices)
+    mesh = strategy.mesh(machine.devices)
     rows = _groups(work.batch, strategy.size(mesh), work.rows, mesh)[0]
     micro_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
     with warnings.catch_warnings():

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from ..compiled import own_line, split_name, words_of
 from ..dims import UNKNOWN
-from ..machine import USABLE, Machine, n_batch_shards
+from ..machine import USABLE, Machine, mesh_text, n_batch_shards
 from ..memory import Strategy, Tried, fastest
 from ..monitor import Console, HtmlPage, size_text, to_json
 from ..partition import Plan
@@ -239,7 +239,7 @@ class DryRun:
             batch += f"; each batch shard computes all {repeated} rows that do not divide over the {n_shards} shards"
         return {
             "devices": f"{mesh.size} x {machine.devices[0].device_kind}, {memory}{hosts}",
-            "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+            "mesh": mesh_text(mesh),
             "batch": batch,
             **({} if self.plan.row_use == UNKNOWN else {"rows": self.plan.row_use.text}),
             "parameters": f"{self.plan.n_parameters:,}; {self.plan.summary()}",

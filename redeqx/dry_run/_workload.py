@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from ..checkpoint import array_leaves, file_size
 from ..data import BatchSize, Slice, collated_shapes
 from ..dims import UNKNOWN, RowUse
-from ..machine import FSDP, MODEL, n_batch_shards
+from ..machine import FSDP, MODEL, SEQUENCE, n_batch_shards
 from ..memory import Strategy
 from ..optimizers import has_eval_params
 from ..partition import Plan
@@ -51,11 +51,12 @@ class Workload:
         strategy = Strategy(
             mesh.shape[MODEL],
             mesh.shape[FSDP],
-            size.micro_batch // ((n_devices or mesh.size) // mesh.shape[MODEL]),
+            size.micro_batch // ((n_devices or mesh.size) // (mesh.shape[SEQUENCE] * mesh.shape[MODEL])),
             task.accumulate,
             task.compute.remat,
             task.compute.unroll,
             task.compute.offload_opt_state,
+            mesh.shape[SEQUENCE],
             batch_size=size.examples if size.by_examples else None,
         )
         return cls(strategy, replace(task, rows=task.rows or task.row_use(model, state, batch)), model, state, batch)

@@ -1,7 +1,7 @@
-"""The mesh and its three axes.
+"""The mesh and its four axes.
 
-Owns the names of the mesh axes: no other module has the strings "data", "fsdp" or "model". *Axis* always means a mesh axis.
-A tensor has *dims*.
+Owns the names of the mesh axes: no other module has the strings "data", "fsdp", "sequence" or "model". *Axis* always
+means a mesh axis. A tensor has *dims*.
 """
 
 import math
@@ -18,32 +18,43 @@ from ..errors import check_count
 
 DATA = "data"
 FSDP = "fsdp"
+SEQUENCE = "sequence"
 MODEL = "model"
-AXES = (DATA, FSDP, MODEL)
+AXES = (DATA, FSDP, SEQUENCE, MODEL)
 _HOST = "pinned_host"  # JAX's name of host memory
-BATCH_AXES = (DATA, FSDP)  # the axes that split the rows of a batch, which are replicated over the model axis
+BATCH_AXES = (DATA, FSDP)  # the axes that split the rows of a batch, which are replicated over the others
+STORAGE_AXES = (FSDP, SEQUENCE)  # the axes that split weights in memory; each weight is gathered over them at its use
 
 
-def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """Makes a mesh with axes `("data", "fsdp", "model")`. The size of the data axis follows from the number of devices.
+def make_mesh(
+    n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence[Any] | None = None, n_sequence_shards: int = 1
+) -> Mesh:
+    """Makes a mesh with axes `("data", "fsdp", "sequence", "model")`.
+
+    The size of the data axis follows from the number of devices.
 
     **Arguments:**
 
     - `n_model_shards`: the number of devices over which a layer's tensors are split (tensor parallelism).
     - `n_fsdp_shards`: the number of devices over which parameters and optimizer state are split, together with the batch.
     - `devices`: all of JAX's devices by default.
+    - `n_sequence_shards`: the number of devices over which the positions of each sequence are split, and also parameters
+        and optimizer state.
 
     Raises ValueError if the product does not divide the number of devices.
     """
     n_devices = jax.device_count() if devices is None else len(devices)
-    for name, value in (("n_model_shards", n_model_shards), ("n_fsdp_shards", n_fsdp_shards)):
+    sizes = {"n_model_shards": n_model_shards, "n_fsdp_shards": n_fsdp_shards, "n_sequence_shards": n_sequence_shards}
+    for name, value in sizes.items():
         check_count(value, name, advice="Pass 1 to leave that axis unused.")
-    n_shards = n_model_shards * n_fsdp_shards
+    n_shards = math.prod(sizes.values())
     if n_devices % n_shards:
-        asked = f"`n_model_shards`={n_model_shards} x `n_fsdp_shards`={n_fsdp_shards} = {n_shards}"
+        # The first two are always named; the third only if it is used.
+        factors = [f"`{name}`={value}" for name, value in sizes.items() if name != "n_sequence_shards" or value > 1]
+        asked = f"{' x '.join(factors)} = {n_shards}"
         if n_devices == 1:
             raise ValueError(
-                f"{asked}: expected 1 on one device, got {n_shards}. Leave both out, or simulate devices on the CPU with "
+                f"{asked}: expected 1 on one device, got {n_shards}. Leave them out, or simulate devices on the CPU with "
                 "`redeqx.simulate_devices(8)` and JAX_PLATFORMS=cpu."
             )
         divisors = ", ".join(str(d) for d in range(1, n_devices + 1) if n_devices % d == 0)
@@ -51,13 +62,18 @@ def make_mesh(n_model_shards: int = 1, n_fsdp_shards: int = 1, devices: Sequence
             f"{asked}: expected a product that divides the {n_devices} devices, got a remainder of "
             f"{n_devices % n_shards}. Choose a product among {divisors}."
         )
-    shape = (n_devices // n_shards, n_fsdp_shards, n_model_shards)
+    shape = (n_devices // n_shards, n_fsdp_shards, n_sequence_shards, n_model_shards)
     # Auto: the plan sets the shardings of parameters and inputs, and XLA the others. (Newer JAX defaults to Explicit.)
     types = (AxisType.Auto,) * len(AXES)
     try:
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     except NotImplementedError:  # such as 8 x 8 shards on a torus of 4 x 4 x 4 chips: two axes share a side
         return Mesh(create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES, axis_types=types)
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """Returns the sizes of the axes as text: `data=2 x fsdp=1 x model=4`. The sequence axis is named only if it is used."""
+    return " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if axis != SEQUENCE or size > 1)
 
 
 def n_batch_shards(mesh: Mesh) -> int:
@@ -116,6 +132,6 @@ def split_rows(mesh: Mesh, dim: int = 0) -> NamedSharding:
 def split_heads(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an attention's queries `[rows, positions, heads, size]`.
 
-    Rows are split as in a batch, and heads over the model axis.
+    Rows are split as in a batch, positions over the sequence axis, and heads over the model axis.
     """
-    return NamedSharding(mesh, P(BATCH_AXES, None, MODEL, None))
+    return NamedSharding(mesh, P(BATCH_AXES, SEQUENCE if mesh.shape[SEQUENCE] > 1 else None, MODEL, None))

@@ -116,7 +116,7 @@ class SearchSpace:
         own = self.own
         offload = sorted({own.offload_opt_state, own.offload_opt_state or self.opt_state > 0})
         for n_model, n_fsdp in self._meshes():
-            for n_micro_batches, rows in self._cuts(self.n_devices // n_model):
+            for n_micro_batches, rows in self._cuts(self.n_row_devices // n_model):
                 cut = replace(
                     own,
                     n_model_shards=n_model,
@@ -129,8 +129,13 @@ class SearchSpace:
                     for unroll in (True, False) if unrolls else (own.unroll,):
                         yield replace(cut, remat=remat, unroll=unroll, offload_opt_state=in_host)
 
+    @property
+    def n_row_devices(self) -> int:
+        """The number of devices without those that share rows over the sequence axis, which no strategy changes."""
+        return self.n_devices // self.own.n_sequence_shards
+
     def _meshes(self) -> Iterator[tuple[int, int]]:
-        own, n = self.own, self.n_devices
+        own, n = self.own, self.n_row_devices
         if self.is_running:
             yield own.shards
             return
@@ -142,14 +147,14 @@ class SearchSpace:
     def _cuts(self, n_shards: int) -> Iterator[tuple[int, int]]:
         """Yields the numbers of micro-batches that an update can be split into, each with the rows of a shard."""
         own = self.own
-        n_rows = own.per_device_batch_size * (self.n_devices // own.n_model_shards) * own.accumulate_grad_batches
+        n_rows = own.per_device_batch_size * (self.n_row_devices // own.n_model_shards) * own.accumulate_grad_batches
         if self.is_running:
             counts = {own.accumulate_grad_batches * part for part in _powers(own.per_device_batch_size)}
         else:
             counts = {own.accumulate_grad_batches, *(2**i for i in range(n_rows.bit_length()))}
         for count in sorted(counts):
-            if own.batch_size is not None and not self.is_running:  # as in `BatchSize.of`: a multiple of the devices
-                rows = -(-own.batch_size // count) // self.n_devices * self.n_devices // n_shards
+            if own.batch_size is not None and not self.is_running:  # as in `BatchSize.of`: a multiple of `n_row_devices`
+                rows = -(-own.batch_size // count) // self.n_row_devices * self.n_row_devices // n_shards
             else:
                 rows = 0 if n_rows % (n_shards * count) else n_rows // (n_shards * count)
             may = may_cut(self.rows, has_state=self.has_state) and rows % self.rows.group == 0
@@ -167,21 +172,22 @@ class SearchSpace:
         of weights and gradients, and of copies to and from the host.
         """
         chip = self.chip or _DEFAULT_CHIP
-        (n_model, n_fsdp), n_micro_batches = strategy.shards, strategy.accumulate_grad_batches
-        n_data = self.n_devices // (n_model * n_fsdp)
+        n_model, n_micro_batches = strategy.n_model_shards, strategy.accumulate_grad_batches
+        n_stored = strategy.n_fsdp_shards * strategy.n_sequence_shards
+        n_data = self.n_devices // (n_model * n_stored)
         weights = self.weights / n_model / 2  # in half precision
-        moved = n_micro_batches * 2 * weights + 2 * self.state / (n_model * n_fsdp)
-        # Ring collectives: two all-gathers of each weight and a reduce-scatter of its gradient over the fsdp axis, then an
-        # all-reduce of the gradient's shards over the data axis.
-        sent = 3 * weights * (n_fsdp - 1) / n_fsdp + 2 * weights / n_fsdp * (n_data - 1) / n_data
+        moved = n_micro_batches * 2 * weights + 2 * self.state / (n_model * n_stored)
+        # Ring collectives: two all-gathers of each weight and a reduce-scatter of its gradient over the storage axes, then
+        # an all-reduce of the gradient's shards over the data axis.
+        sent = 3 * weights * (n_stored - 1) / n_stored + 2 * weights / n_stored * (n_data - 1) / n_data
         seconds = matmul_seconds(self.flops[strategy.remat], chip, self.n_devices)
-        copied = 2 * self.opt_state / (n_model * n_fsdp) if strategy.offload_opt_state else 0
+        copied = 2 * self.opt_state / (n_model * n_stored) if strategy.offload_opt_state else 0
         return seconds + moved / chip.bandwidth + n_micro_batches * sent / chip.link + copied / chip.host
 
     def _is_ruled_out(self, strategy: Strategy, known: Sequence[Tried]) -> bool:
         """Whether a strategy cannot fit or cannot be the fastest, given those that were compiled."""
         state = self.state - (self.opt_state if strategy.offload_opt_state else 0)
-        if state / (strategy.n_model_shards * strategy.n_fsdp_shards) > self.memory:
+        if state / (strategy.n_model_shards * strategy.n_fsdp_shards * strategy.n_sequence_shards) > self.memory:
             return True
         if any(self._min_bytes(strategy, tried) > self.memory for tried in known if not tried.fits):
             return True

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from ..data import BatchSize
 from ..dims import RowUse
-from ..machine import n_batch_shards
+from ..machine import make_mesh, n_batch_shards
 
 # What the loops of a loss recompute in the backward pass, from the most memory to the least.
 REMATS = ("none", "matmuls", "full", "offload")
@@ -25,11 +25,15 @@ class Strategy:
     remat: str = "auto"  # this and the next two as for `Compute`
     unroll: bool = True
     offload_opt_state: bool = False
+    n_sequence_shards: int = 1
     batch_size: int | None = None  # examples per update, if the script sets them instead of rows per device
 
     @property
     def shards(self) -> tuple[int, int]:
         return self.n_model_shards, self.n_fsdp_shards
+
+    def mesh(self, devices: Sequence[Any]) -> Mesh:
+        return make_mesh(*self.shards, devices, self.n_sequence_shards)
 
     def size(self, mesh: Mesh) -> BatchSize:
         """Returns the sizes of an update's batch."""
@@ -48,8 +52,10 @@ class Strategy:
         options += ["offload_opt_state=True"] if self.offload_opt_state else []
         compute = f", compute=Compute({', '.join(options)})" if options else ""
         rows = f"per_device_batch_size={self.per_device_batch_size}"
+        shards = f"n_model_shards={self.n_model_shards}, n_fsdp_shards={self.n_fsdp_shards}"
+        shards += f", n_sequence_shards={self.n_sequence_shards}" if self.n_sequence_shards > 1 else ""
         lines = [
-            f"Deployer(n_model_shards={self.n_model_shards}, n_fsdp_shards={self.n_fsdp_shards})",
+            f"Deployer({shards})",
             f"Trainer(accumulate_grad_batches={self.accumulate_grad_batches}{compute})",
             f"fit({rows if self.batch_size is None else f'batch_size={self.batch_size}'})",
         ]

@@ -12,10 +12,18 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from ..machine import FSDP, MODEL, axes_of
+from ..machine import FSDP, MODEL, SEQUENCE, axes_of
 
 # From Okabe and Ito: colour-blind readers can distinguish them. The axes are also written below each array.
-_COLORS = {(): "#7f7f7f", (MODEL,): "#0072b2", (FSDP,): "#e69f00", (FSDP, MODEL): "#009e73"}
+_COLORS = {
+    (): "#7f7f7f",
+    (MODEL,): "#0072b2",
+    (FSDP,): "#e69f00",
+    (FSDP, MODEL): "#009e73",
+    (SEQUENCE,): "#f0e442",
+    (FSDP, SEQUENCE): "#d55e00",
+    (MODEL, SEQUENCE): "#56b4e9",
+}
 _OTHER = "#cc79a7"  # for the axes of an override that are not listed above
 _PALE = 0.25  # opacity of the other devices' parts
 # All sizes are in inches.

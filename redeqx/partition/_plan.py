@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._tree import PyTree, is_array_like, merged, named_leaves, nearest, without_indices
 from ..dims import UNKNOWN, RowUse
-from ..machine import FSDP, MODEL, axes_of, n_shards
+from ..machine import MODEL, STORAGE_AXES, axes_of, mesh_text, n_shards
 from ..monitor import HtmlPage, size_text
 from ..storage import disk_path
 from ..tracing import Trace, line_of, product_flops
@@ -90,7 +90,7 @@ class Plan:
 
     def spec_in_use(self, name: str) -> P:
         """Returns the spec of a leaf while a layer computes with it: its spec without the axes that split only storage."""
-        stored = {FSDP, MODEL} if self[name].is_stored_split else {FSDP}
+        stored = {*STORAGE_AXES, MODEL} if self[name].is_stored_split else {*STORAGE_AXES}
         return P(*(tuple(axis for axis in axes_of(entry) if axis not in stored) or None for entry in self[name].spec))
 
     def on(self, mesh: Mesh) -> "Plan":
@@ -129,7 +129,7 @@ class Plan:
         axes = [{axis for entry in leaf.spec for axis in axes_of(entry)} for leaf in self.leaves.values()]
         if self.mesh.size == 1:
             return f"{len(axes)} leaves on one device"
-        counts = {axis: sum(axis in used for used in axes) for axis in (MODEL, FSDP) if self.mesh.shape[axis] > 1}
+        counts = {axis: sum(axis in used for used in axes) for axis in (MODEL, *STORAGE_AXES) if self.mesh.shape[axis] > 1}
         split = "".join(f"{n} split over {axis}, " for axis, n in counts.items())
         return f"{len(axes)} leaves: {split}{sum(used.isdisjoint(counts) for used in axes)} replicated"
 
@@ -179,9 +179,8 @@ class Plan:
         page.warnings(self.warnings)
 
     def _totals(self) -> str:
-        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         total = f"{self.n_parameters:,} parameters, {size_text(self.n_bytes)}"
-        return f"mesh {mesh}: {total}, {size_text(self.n_bytes_per_device)} a device"
+        return f"mesh {mesh_text(self.mesh)}: {total}, {size_text(self.n_bytes_per_device)} a device"
 
     def _rows_note(self) -> list[str]:
         return [] if self.row_use == UNKNOWN else [f"rows: {self.row_use.text}"]
@@ -272,7 +271,7 @@ def make_plan(
         n_parts = n_shards(spec, mesh)
         planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, n_parts, kind=kinds[name], is_stored_split=is_stored)
     warnings = _about_twins(twins, trained is not None)
-    if mesh.shape[MODEL] * mesh.shape[FSDP] > 1:
+    if math.prod(mesh.shape[axis] for axis in (MODEL, *STORAGE_AXES)) > 1:
         replicated_leaves = {name: leaf for name, leaf in planned.items() if leaf.n_shards == 1 and name not in chosen}
         warnings += _why_replicated(replicated_leaves, sum(math.prod(leaf.shape) for leaf in planned.values()))
     return Plan(mesh, planned, tuple(warnings))
@@ -338,20 +337,22 @@ def _reorder(
 
 
 def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mesh) -> tuple[P, str]:
-    """Returns the spec and reason of a leaf: the model axis on the dim of `split`, the fsdp axis on the largest free dim."""
+    """Returns the spec and reason of a leaf: the model axis on the dim of `split`, and the storage axes on the largest free
+    dim."""
     axes: list[tuple[str, ...]] = [()] * len(shape)
     if split.dim is not None:
         axes[split.dim] = (MODEL,)
-    reason, n_fsdp = split.reason, mesh.shape[FSDP]
-    if n_fsdp > 1 and math.prod(shape) >= MIN_FSDP_SIZE:
-        dim = _rules.largest_free_dim(shape, {*range(n_stacked), split.dim}, n_fsdp)
-        if dim is None and split.dim is not None and shape[split.dim] % (mesh.shape[MODEL] * n_fsdp) == 0:
+    storage = tuple(axis for axis in STORAGE_AXES if mesh.shape[axis] > 1)
+    reason, n_storage = split.reason, math.prod(mesh.shape[axis] for axis in storage)
+    if n_storage > 1 and math.prod(shape) >= MIN_FSDP_SIZE:
+        dim = _rules.largest_free_dim(shape, {*range(n_stacked), split.dim}, n_storage)
+        if dim is None and split.dim is not None and shape[split.dim] % (mesh.shape[MODEL] * n_storage) == 0:
             dim = split.dim  # both axes on one dim, such as that of a long bias
         if dim is None:
-            reason += f"; no free dim for {n_fsdp} fsdp shards"
+            reason += f"; no free dim for {n_storage} {'+'.join(storage)} shards"
         else:
-            axes[dim] += (FSDP,)
-            reason += f"; fsdp on dim {dim}"
+            axes[dim] += storage
+            reason += f"; {'+'.join(storage)} on dim {dim}"
     return P(*(entry or None for entry in axes)), reason
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ..errors import check_choice
-from ..machine import FSDP, chip_of_kind
+from ..machine import STORAGE_AXES, chip_of_kind
 from ..memory import REMATS
 from ..transforms import UnrollLoops
 from ._precision import Precision
@@ -81,7 +81,8 @@ class Compute:
         """Returns which loops are unrolled on the devices of a mesh. None are if whole bodies are recomputed, which XLA
         would undo, or if weights are gathered layer by layer, which XLA would then do for several layers at once."""
         device = mesh.devices.flat[0]
-        if not self.unroll or device.platform not in ("cuda", "gpu") or remat in ("full", "offload") or mesh.shape[FSDP] > 1:
+        is_gathered = any(mesh.shape[axis] > 1 for axis in STORAGE_AXES)
+        if not self.unroll or device.platform not in ("cuda", "gpu") or remat in ("full", "offload") or is_gathered:
             return None
         chip = chip_of_kind(device.device_kind)
         return None if chip is None else UnrollLoops(chip, mesh.size)

@@ -15,7 +15,7 @@ from ..compiled import checked as checked_work
 from ..data import Batch
 from ..dims import UNKNOWN
 from ..distributed import agree_on_program
-from ..machine import FSDP, MODEL, cache_use, chip_of_kind
+from ..machine import FSDP, MODEL, SEQUENCE, cache_use, chip_of_kind
 from ..memory import SearchSpace, Strategy, choose
 from ..monitor import ProgressLine, Work
 from ..partition import Plan
@@ -210,7 +210,8 @@ def _strategy(engine: Any, batch: Batch) -> Strategy:
     rows = max(1, n_rows(batch.micro_batch) // engine.deployer.n_batch_shards // task.n_parts)
     n_micro_batches, remat = task.accumulate * task.n_parts, compute.remat_level
     shards = mesh.shape[MODEL], mesh.shape[FSDP]
-    return Strategy(*shards, rows, n_micro_batches, remat, compute.unroll, compute.offload_opt_state)
+    options = compute.unroll, compute.offload_opt_state, mesh.shape[SEQUENCE]
+    return Strategy(*shards, rows, n_micro_batches, remat, *options)
 
 
 def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> SearchSpace:

@@ -9,7 +9,7 @@ from .._deployer import Deployer
 from ..data import BatchSize
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
-from ..machine import n_batch_shards, split_heads, xla_settings
+from ..machine import mesh_text, n_batch_shards, split_heads, xla_settings
 from ..monitor import size_text
 from ..optimizers import decaying
 from ..partition import Plan
@@ -37,7 +37,7 @@ def header_rows(
     compiler = {"xla": xla_settings(mesh, task.xla_settings).text(), "compilation cache": deployer.cache_text}
     return {
         "devices": f"{mesh.size} x {devices[0].device_kind}",
-        "mesh": " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+        "mesh": mesh_text(mesh),
         "parameters": f"{sum(x.size for x in state.trained):,} trained"
         + (f", {sum(x.size for x in state.frozen):,} frozen" if state.frozen else ""),
         "bytes per device": f"{size_text(weights)} parameters, {size_text(opt)} optimizer state{where}",

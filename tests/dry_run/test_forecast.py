@@ -455,7 +455,10 @@ def test_mesh_axes_that_share_a_side_of_the_torus():
     """`jax.make_mesh` raises for 8 x 8 on 4 x 4 x 4 chips."""
     with redeqx.described("v4:4x4x4"):
         mesh = make_deployer(8, 8).mesh
-    assert mesh.shape == {"data": 1, "fsdp": 8, "model": 8} and len({device.id for device in mesh.devices.flat}) == 64
+    assert (
+        mesh.shape == {"data": 1, "fsdp": 8, "sequence": 1, "model": 8}
+        and len({device.id for device in mesh.devices.flat}) == 64
+    )
 
 
 @requires_tpu_compiler

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import redeqx
 from examples._images import digits
 from examples.federated_learning.fedavg import client_of, cut_clients, draw_rounds, federated_gradient
 from examples.federated_learning.main import Args, Classifier, check, collate_fn, loss_fn, loss_of
+from redeqx.machine import make_mesh
 
 from ._run import run_example
 
@@ -79,7 +79,7 @@ def test_unit_step_along_the_gradient_averages_the_client_models(clients):
 def make_trainer(shape, local):
     devices = jax.devices()[: int(np.prod(shape))]
     deployer = redeqx.Deployer(0, verbose=False)
-    deployer._mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    deployer._mesh = make_mesh(shape[2], shape[1], devices)
     return redeqx.Trainer(
         deployer, model=make_model(), optimizer=optax.sgd(1.0), collate_fn=partial(collate_fn, n_rows=16), loss_fn=loss_fn,
         grad_fn=partial(federated_gradient, loss_of, **local),

@@ -102,7 +102,7 @@ def test_values_and_meta_gradients_do_not_depend_on_the_mesh():
     plain = jax.jit(lambda: pred_fn(model, data, jax.random.key(0)))()
 
     deployer = redeqx.Deployer(0, n_model_shards=2, n_fsdp_shards=2, verbose=False)
-    assert dict(deployer.mesh.shape) == {"data": 2, "fsdp": 2, "model": 2}
+    assert dict(deployer.mesh.shape) == {"data": 2, "fsdp": 2, "sequence": 1, "model": 2}
     trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=TASKS.collate_fn, loss_fn=loss_fn)
     assert trainer.eval_loss(tasks, 2) == pytest.approx(float(loss), rel=1e-5)
     outputs = trainer.get_default_predictor(pred_fn).predict(tasks, 2)

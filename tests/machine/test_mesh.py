@@ -15,27 +15,29 @@ from redeqx.machine import make_mesh, n_batch_shards, of_devices, replicated, sp
 
 
 @pytest.mark.parametrize(
-    "n_model_shards, n_fsdp_shards, shape, batch_shards",
+    "n_model_shards, n_fsdp_shards, n_sequence_shards, shape, batch_shards",
     [
-        (1, 1, (8, 1, 1), 8),
-        (2, 1, (4, 1, 2), 4),
-        (8, 1, (1, 1, 8), 1),
-        (1, 8, (1, 8, 1), 8),
-        (2, 2, (2, 2, 2), 4),
-        (4, 2, (1, 2, 4), 2),
+        (1, 1, 1, (8, 1, 1, 1), 8),
+        (2, 1, 1, (4, 1, 1, 2), 4),
+        (8, 1, 1, (1, 1, 1, 8), 1),
+        (1, 8, 1, (1, 8, 1, 1), 8),
+        (2, 2, 1, (2, 2, 1, 2), 4),
+        (4, 2, 1, (1, 2, 1, 4), 2),
+        (2, 1, 2, (2, 1, 2, 2), 2),
+        (1, 2, 4, (1, 2, 4, 1), 2),
     ],
 )
-def test_mesh_shape(n_model_shards, n_fsdp_shards, shape, batch_shards):
-    mesh = make_mesh(n_model_shards, n_fsdp_shards)
-    assert tuple(mesh.shape.items()) == tuple(zip(("data", "fsdp", "model"), shape, strict=True))
+def test_mesh_shape(n_model_shards, n_fsdp_shards, n_sequence_shards, shape, batch_shards):
+    mesh = make_mesh(n_model_shards, n_fsdp_shards, n_sequence_shards=n_sequence_shards)
+    assert tuple(mesh.shape.items()) == tuple(zip(("data", "fsdp", "sequence", "model"), shape, strict=True))
     assert n_batch_shards(mesh) == batch_shards
-    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert mesh.axis_types == (AxisType.Auto,) * 4
     assert set(mesh.devices.flat) == set(jax.devices())
 
 
 def test_model_shards_are_on_neighbouring_devices():
     """The model axis communicates most, so its devices are neighbours."""
-    ids = [device.id for device in make_mesh(2, 2).devices[0, 0]]
+    ids = [device.id for device in make_mesh(2, 2).devices[0, 0, 0]]
     assert ids == [0, 1]
 
 
@@ -59,7 +61,7 @@ def test_invalid_numbers_of_shards_are_errors(arguments, message):
 
 def test_split_on_one_device_is_an_error():
     message = (
-        "`n_model_shards`=2 x `n_fsdp_shards`=1 = 2: expected 1 on one device, got 2. Leave both out, or simulate devices "
+        "`n_model_shards`=2 x `n_fsdp_shards`=1 = 2: expected 1 on one device, got 2. Leave them out, or simulate devices "
         "on the CPU with `redeqx.simulate_devices(8)` and JAX_PLATFORMS=cpu."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -105,7 +107,7 @@ def test_simulate_devices():
         "mesh = redeqx.Deployer(n_model_shards=2, verbose=False).mesh; "
         "print(jax.device_count(), int(os.environ['NPROC']) >= 8, list(mesh.shape.values()))"
     )
-    assert run_python(code, JAX_PLATFORMS="cpu") == "4 True [2, 1, 2]"
+    assert run_python(code, JAX_PLATFORMS="cpu") == "4 True [2, 1, 1, 2]"
 
 
 def test_simulate_devices_after_jax_has_started_is_an_error():

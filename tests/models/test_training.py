@@ -52,7 +52,7 @@ def marked(training):
 @pytest.mark.timeout(900)  # the UNet and the VAE take minutes on a loaded machine
 def test_trains_to_the_same_numbers_on_every_mesh(training):
     trainer, losses = fit(training, 2, 2)
-    assert dict(trainer.deployer.mesh.shape) == {"data": 2, "fsdp": 2, "model": 2}
+    assert dict(trainer.deployer.mesh.shape) == {"data": 2, "fsdp": 2, "sequence": 1, "model": 2}
     assert losses[-1] < 0.9 * losses[0]
 
     single, expected = fit(training, 1, 1)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import redeqx
+from redeqx.machine import make_mesh
 from redeqx.memory import Memory, SearchSpace
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from tests.promises.drawing import EXAMPLES, GRID, LOSSES, MODELS, D, collate_fn
@@ -29,7 +29,7 @@ def make_deployer(mesh="8", **options):
     deployer = redeqx.Deployer(SEED, **{"verbose": False, **options})
     shape = MESHES[mesh]
     devices = jax.devices()[: int(np.prod(shape))]
-    deployer._mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    deployer._mesh = make_mesh(shape[2], shape[1], devices)
     return deployer
 
 

@@ -344,7 +344,7 @@ def trained(tmp_path_factory):
 @pytest.mark.sweep
 def test_training_on_a_mesh_equals_training_on_one_device(trained):
     base, trainer, losses = trained
-    assert dict(trainer.deployer.mesh.shape) == {"data": 2, "fsdp": 2, "model": 2}
+    assert dict(trainer.deployer.mesh.shape) == {"data": 2, "fsdp": 2, "sequence": 1, "model": 2}
     assert losses[-1] < 0.95 * losses[0]
     log = Log()
     single = trainer_of(base, 1, 1, log=log)
