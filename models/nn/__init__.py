@@ -1,4 +1,5 @@
-"""Layers that all model families share: attention with a cache, stacks, rotary positions, losses.
+"""Layers that all model families share: attention with a cache, mixtures of experts, stacks, rotary positions,
+losses.
 
 This package does not depend on folders, config files or generation. Start with `_attention.py`, then `_stack.py`.
 """
@@ -18,6 +19,7 @@ from ._checks import (
     check_rates as check_rates,
     check_sizes as check_sizes,
 )
+from ._experts import MixtureOfExperts as MixtureOfExperts, Routing as Routing, add_routing as add_routing
 from ._layers import (
     embed as embed,
     linear as linear,

@@ -296,7 +296,7 @@ def _ragged_dot(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     for i in numbers.rhs_group_dimensions:
         names.unify(ins[1].dims[i], groups)
     (dims,) = _product(names, ins, dot, numbers.rhs_group_dimensions)
-    for how, of in (("reduce", contracted), ("order", numbers.lhs_ragged_dimensions)):
+    for how, of in (("sum", contracted), ("order", numbers.lhs_ragged_dimensions)):
         for i in of:
             names.mix(how, ins[0].dims[i])
     is_sum = set(numbers.lhs_ragged_dimensions) <= set(contracted)

@@ -74,7 +74,7 @@ TERMS = {
     **dict.fromkeys((*SCATTERS, "scatter"), slice(0, None, 2)),
     **dict.fromkeys(("select_n", "select_if_vmap"), slice(1, None)),
 }
-_BILINEAR = {"mul", *BY_WEIGHT}
+_BILINEAR = {"mul", *BY_WEIGHT, "ragged_dot_general"}  # in the first two operands
 
 
 def of_constant(x: Any, degree: int | None) -> State:
@@ -90,7 +90,8 @@ def is_linear(step: Step, ins: Sequence[State]) -> bool:
     terms = _terms(step)
     if terms is not None and all(ins[i].kind == FREE for i in _others(terms, ins)):
         return True
-    return step.name in _BILINEAR and sum(state.kind != FREE for state in ins) == 1
+    depends = [state.kind != FREE for state in ins]
+    return step.name in _BILINEAR and sum(depends[:2]) == 1 and not any(depends[2:])
 
 
 def is_of_any_degree(step: Step, ins: Sequence[State]) -> bool:
@@ -110,7 +111,7 @@ def degree_of_outputs(step: Step, ins: Sequence[State], is_sum: bool) -> int | N
     """
     name, degrees, terms = step.name, [state.degree for state in ins], _terms(step)
     if name in _BILINEAR:
-        return sum(degrees) + is_sum
+        return None if any(degrees[2:]) else sum(degrees) + is_sum
     if name == "div" and terms is not None:
         return degrees[0] - degrees[1]
     if name in ("integer_pow", "square"):

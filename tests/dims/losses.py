@@ -972,6 +972,46 @@ def a_union_of_graphs(p, batch, key):
     return (jnp.tanh(received) @ p["v"]).mean()
 
 
+# --- experts -------------------------------------------------------------------------------------------------------------
+
+
+def by_experts(p, x):
+    """Returns the tokens `[..., T, D]` of each sequence, sorted by expert and multiplied with their expert's weights."""
+    chosen = jnp.argmax(x @ p["w"][:, :3], -1)
+    sizes = jnp.sum(chosen[..., None] == jnp.arange(3), -2)
+    tokens = jnp.take_along_axis(x, jnp.argsort(chosen, -1)[..., None], -2)
+    numbers = lax.RaggedDotDimensionNumbers((((x.ndim - 1,), (1,)), ((), ())), [x.ndim - 2], [0])
+    return lax.ragged_dot_general(tokens, p["layers"], sizes, numbers)
+
+
+@separable
+def experts_of_each_row(p, batch, key):
+    return jnp.square(by_experts(p, batch["x"])).mean()
+
+
+@separable
+def experts_of_each_row_in_a_derivative_of_its_own(p, batch, key):
+    """The gradient of the experts' weights sums over rows."""
+
+    @jax.custom_jvp
+    def square(x):
+        return x**2
+
+    square.defjvp(lambda x, dx: (x[0] ** 2, 2 * x[0] * dx[0]))
+    return square(by_experts(p, batch["x"])).mean()
+
+
+@cautious
+def experts_of_all_tokens(p, batch, key):
+    return jnp.square(by_experts(p, batch["x"].reshape(-1, D))).mean()
+
+
+@mixed
+def experts_with_places_for_the_first_tokens(p, batch, key):
+    x = batch["x"].reshape(-1, D)
+    return jnp.square(by_experts(p, x)[: len(x) // 2]).mean()
+
+
 # --- derivatives, solvers, loops -----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,341 @@
+"""`MixtureOfExperts`: a router that sends each token to a few of many MLPs, and what it did, for the loss and its metrics.
+
+This module owns the routing. The product with the weights of experts is in `_grouped`. How experts are split over devices is
+the plan's.
+
+Sources: Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021, *Switch Transformers* (arXiv:2101.03961); Zoph et al.
+2022, *ST-MoE* (arXiv:2202.08906), for the z-loss; *Mixtral of Experts* (arXiv:2401.04088); *Qwen3* (arXiv:2505.09388);
+*DeepSeek-V3* (arXiv:2412.19437), for sigmoid routing and its correction.
+
+Dims: seq = tokens of one sequence, d = width, experts, chosen = the experts of a token; dims = any leading dims.
+"""
+
+import math
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from redeqx import Loss
+
+from ._grouped import grouped_linear
+from ._layers import linear, normal_linear
+
+# A grouped matmul in passes takes up to so many times the mean number of rows of each group at once.
+_ROWS_A_PASS = 1.25
+
+
+class Routing(eqx.Module):
+    """What a router did with each sequence. Each field is a sum over the sequence's tokens, float32 `[*dims]`.
+
+    So fields of several sequences or layers are added up, and divided by `tokens` they are means; `add_routing` does both.
+
+    **Arguments:**
+
+    - `tokens`: the number of tokens that count.
+    - `balance`: the balance loss, `experts * sum(f * p)`, where f is the number of a sequence's choices that fell on each
+        expert, over its tokens, and p the mean probability that the router gave it. It is `n_chosen` if all experts get the
+        same, as in Mixtral.
+    - `z`: the square of the log of the softmax's denominator.
+    - `dropped`: the share of a token's choices that exceed the capacity.
+    - `imbalance`: the number of choices that the most frequent expert of the sequence got, over the mean of all experts.
+    - `passes`: the number of passes of a grouped matmul that takes 1.25 times the mean of each group at once.
+    - `correction`: zero. Its gradient with respect to the router's correction is the number of choices that each expert got
+        above the mean.
+    """
+
+    tokens: Float[Array, "*dims"]
+    balance: Float[Array, "*dims"]
+    z: Float[Array, "*dims"]
+    dropped: Float[Array, "*dims"]
+    imbalance: Float[Array, "*dims"]
+    passes: Float[Array, "*dims"]
+    correction: Float[Array, "*dims"]
+
+
+def add_routing(loss: Loss, routings: Any, *, balance_loss: float = 0.01, z_loss: float = 0.0) -> Loss:
+    """Adds what the routers of a model did to its loss and its metrics.
+
+    Each sequence's balance loss depends on its own tokens alone, and weighs its tokens. So the loss is a sum over sequences,
+    and the same however a batch is cut into devices and micro-batches.
+
+    **Arguments:**
+
+    - `loss`: a sum over tokens with the number of tokens as weight, such as `cross_entropy`.
+    - `routings`: a `Routing`, or any PyTree of them, such as a list with one for each layer. The fields may have any leading
+        dims, such as those of a batch and of a scan over layers.
+    - `balance_loss`, `z_loss`: coefficients. The losses of the layers are added up.
+
+    Returns a loss with the metrics `balance_loss`, `router_z_loss`, `dropped`, `imbalance` and `passes`, each a mean over
+    tokens and layers, without the coefficients.
+    """
+    leaves = jax.tree.leaves(routings, is_leaf=lambda node: isinstance(node, Routing))
+    if not leaves or not all(isinstance(leaf, Routing) for leaf in leaves):
+        got = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "none"
+        raise TypeError(f"`routings`: expected a PyTree of `Routing`, got {got}. Pass what the layers return as second.")
+    total = reduce(lambda a, b: jax.tree.map(jnp.add, a, b), (jax.tree.map(jnp.sum, leaf) for leaf in leaves))
+    added = balance_loss * total.balance + z_loss * total.z + total.correction
+    of_metrics = {
+        "balance_loss": total.balance,
+        "router_z_loss": total.z,
+        "dropped": total.dropped,
+        "imbalance": total.imbalance,
+        "passes": total.passes,
+    }
+    metrics = {name: (value, total.tokens) for name, value in of_metrics.items()}
+    return Loss(loss.total + added, loss.weight, {**loss.metrics, **metrics})
+
+
+class Expert(eqx.Module):
+    """An MLP without biases: two layers, or three of which one gates another (SwiGLU, arXiv:2002.05202). Also a stack of
+    them, whose weights are `[experts, out, in]`."""
+
+    gate: eqx.nn.Linear | None
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+
+    def __init__(
+        self, d: int, d_hidden: int, *, is_gated: bool, activation: Callable[..., Any], std: float, key: PRNGKeyArray
+    ):
+        gate_key, up_key, down_key = jax.random.split(key, 3)
+        self.gate = normal_linear(d, d_hidden, std=std, use_bias=False, key=gate_key) if is_gated else None
+        self.up = normal_linear(d, d_hidden, std=std, use_bias=False, key=up_key)
+        self.down = normal_linear(d_hidden, d, std=std, use_bias=False, key=down_key)
+        self.activation = activation
+
+    def __call__(
+        self,
+        x: Float[Array, "*dims d"],
+        product: Callable[[eqx.nn.Linear, Array], Array] = linear,
+        factors: Float[Array, "*dims 1"] | None = None,
+    ) -> Float[Array, "*dims d"]:
+        """Applies the layers by `product`, and multiplies each token's output with its factor.
+
+        The factor is applied to the inner layer: it is the same, and the outputs need not be kept for the backward pass.
+        """
+        hidden = product(self.up, x)
+        hidden = self.activation(hidden) if self.gate is None else self.activation(product(self.gate, x)) * hidden
+        if factors is not None:
+            hidden *= factors.astype(hidden.dtype)
+        return product(self.down, hidden)
+
+
+class MixtureOfExperts(eqx.Module):
+    """A sparse layer in place of an MLP: each token is sent to `n_chosen` of `n_experts` MLPs, whose outputs are summed with
+    the router's weights.
+
+    ```python
+    y, routing = layer(x)  # x: [..., seq, d], or [d] for one token
+    ```
+
+    No token is dropped unless `capacity_factor` is given, and the work is that of the chosen experts: tokens are sorted by
+    expert, and each expert's weights are multiplied with its own tokens. Each sequence is sorted, balanced and limited by
+    itself. So a sequence's output depends on no other, and `layer(x)` of a batch equals `jax.vmap(layer)(x)`.
+
+    **Arguments:**
+
+    - `d_model`, `d_expert`: the width of the model, and the inner width of an expert.
+    - `n_experts`, `n_chosen`: the number of experts, and of those that a token is sent to.
+    - `is_gated`, `activation`: whether experts have a gate (SwiGLU), and the function of their inner layer.
+    - `score`: `"softmax"` over all experts, or `"sigmoid"` of each.
+    - `renormalize`: whether the weights of the chosen experts are divided by their sum, as in Mixtral and Qwen3.
+    - `scale`: multiplies the weights, as DeepSeek-V3's `routed_scaling_factor`.
+    - `has_correction`: whether a number for each expert is added to its score when experts are chosen, but not to its weight
+        (DeepSeek-V3). Its gradient is the number of choices above the mean, so an optimizer that uses the sign alone, or
+        Adam, balances the experts without a balance loss. `add_routing` adds it.
+    - `d_shared`: the inner width of an expert that every token is sent to besides; 0 for none.
+    - `capacity_factor`: an expert takes up to so many times the mean number of a sequence's choices, first tokens first. The
+        others are dropped, and counted. None drops nothing.
+    - `init_std`: standard deviation of the initial weights.
+    - `key`: draws the initial weights.
+
+    Raises ValueError for sizes below 1, for more chosen experts than there are, for an unknown score, and for a
+    `capacity_factor` that is not above 0.
+    """
+
+    router: eqx.nn.Linear
+    experts: Expert
+    shared: Expert | None
+    correction: Float[Array, "*layers experts"] | None
+    n_chosen: int = eqx.field(static=True)
+    score: str = eqx.field(static=True)
+    renormalize: bool = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
+    capacity_factor: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        d_model: int,
+        d_expert: int,
+        n_experts: int,
+        n_chosen: int,
+        *,
+        is_gated: bool = True,
+        activation: Callable[[Array], Array] = jax.nn.silu,
+        score: str = "softmax",
+        renormalize: bool = True,
+        scale: float = 1.0,
+        has_correction: bool = False,
+        d_shared: int = 0,
+        capacity_factor: float | None = None,
+        init_std: float = 0.02,
+        key: PRNGKeyArray,
+    ):
+        sizes = {"d_model": d_model, "d_expert": d_expert, "n_experts": n_experts, "n_chosen": n_chosen}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"`{name}`: expected at least 1, got {size}. Pass a positive size.")
+        if n_chosen > n_experts:
+            raise ValueError(f"`n_chosen`: expected at most `n_experts`={n_experts}, got {n_chosen}. Choose fewer.")
+        if d_shared < 0:
+            raise ValueError(f"`d_shared`: expected at least 0, got {d_shared}. Pass 0 for no shared expert.")
+        if score not in ("softmax", "sigmoid"):
+            raise ValueError(f"`score`: expected 'softmax' or 'sigmoid', got {score!r}. Mixtral and Qwen3 have 'softmax'.")
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise ValueError(
+                f"`capacity_factor`: expected a finite number above 0, got {capacity_factor}. Pass None to drop nothing."
+            )
+        router_key, experts_key, shared_key = jax.random.split(key, 3)
+
+        def make(key: PRNGKeyArray, d_hidden: int = d_expert) -> Expert:
+            return Expert(d_model, d_hidden, is_gated=is_gated, activation=activation, std=init_std, key=key)
+
+        self.router = normal_linear(d_model, n_experts, std=init_std, use_bias=False, key=router_key)
+        self.experts = eqx.filter_vmap(make)(jax.random.split(experts_key, n_experts))
+        self.shared = make(shared_key, d_shared) if d_shared else None
+        self.correction = jnp.zeros(n_experts) if has_correction else None
+        self.n_chosen, self.score, self.renormalize = n_chosen, score, renormalize
+        self.scale, self.capacity_factor = scale, capacity_factor
+
+    def __call__(
+        self, x: Float[Array, "*dims d"], *, mask: Bool[Array, "..."] | None = None
+    ) -> tuple[Float[Array, "*dims d"], Routing]:
+        """Returns the outputs, and what the router did.
+
+        **Arguments:**
+
+        - `x`: tokens, `[..., seq, d]`; or one token, `[d]`.
+        - `mask`: `[..., seq]`, False for tokens that do not count, such as padding: they are sent to the shared expert
+            alone, and the routing does not count them. None for all.
+
+        Raises ValueError for a mask of another shape.
+        """
+        if mask is not None and mask.shape != x.shape[:-1]:
+            raise ValueError(
+                f"`mask`: expected the shape of `x` without its last dim, {x.shape[:-1]}, got {mask.shape}. "
+                "Pass one boolean a token."
+            )
+        if x.ndim == 1:
+            y, routing = self(x[None], mask=None if mask is None else mask[None])
+            return y[0], routing
+        with jax.named_scope("router"):
+            logits, scores = self._scores(x)
+            chosen, weights = self._choose(scores)
+            wanted = chosen if mask is None else jnp.where(mask[..., None], chosen, self._n_experts)
+            placed = self._limit(wanted)
+        with jax.named_scope("experts"):
+            y = self._mix(x, placed, weights)
+        if self.shared is not None:
+            with jax.named_scope("shared_expert"):
+                y += self.shared(x)
+        return y, self._routing(logits, scores, wanted, placed, mask)
+
+    @property
+    def _n_experts(self) -> int:
+        """The number of experts, and the index that stands for none of them."""
+        return self.router.out_features  # pyright: ignore[reportReturnType]
+
+    def _scores(
+        self, x: Float[Array, "*dims seq d"]
+    ) -> tuple[Float[Array, "*dims seq experts"], Float[Array, "*dims seq experts"]]:
+        """Returns the router's logits and scores, at least float32: rounded ones choose other experts."""
+        logits = linear(self.router, x)
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        return logits, jax.nn.softmax(logits) if self.score == "softmax" else jax.nn.sigmoid(logits)
+
+    def _choose(
+        self, scores: Float[Array, "*dims seq experts"]
+    ) -> tuple[Int[Array, "*dims seq chosen"], Float[Array, "*dims seq chosen"]]:
+        """Returns the indices of the chosen experts, and the weights of their outputs."""
+        corrected = scores if self.correction is None else scores + self.correction.astype(scores.dtype)
+        chosen = jax.lax.top_k(jax.lax.stop_gradient(corrected), self.n_chosen)[1]
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.renormalize:
+            weights /= weights.sum(-1, keepdims=True) + (1e-20 if self.score == "sigmoid" else 0.0)
+        return chosen, self.scale * weights
+
+    def _count(self, placed: Int[Array, "*dims seq chosen"]) -> Int[Array, "*dims experts"]:
+        """Counts the choices of each sequence that fell on each expert. XLA fuses the comparison with the sum."""
+        return jnp.sum(placed[..., None] == jnp.arange(self._n_experts), axis=(-3, -2), dtype=jnp.int32)
+
+    def _limit(self, wanted: Int[Array, "*dims seq chosen"]) -> Int[Array, "*dims seq chosen"]:
+        """Replaces choices that exceed the capacity by the index of no expert."""
+        if self.capacity_factor is None:
+            return wanted
+        flat = rearrange(wanted, "... seq chosen -> ... (seq chosen)")
+        sizes = self._count(wanted)
+        mean = sizes.sum(-1, keepdims=True) / self._n_experts
+        order = jnp.argsort(flat, axis=-1, stable=True)
+        # Each choice's place in its group: its place in the order, minus the group's start.
+        starts = jnp.concatenate([jnp.zeros_like(sizes[..., :1]), jnp.cumsum(sizes, -1)], -1)
+        place = jnp.argsort(order, axis=-1) - jnp.take_along_axis(starts, flat, axis=-1)
+        kept = place < jnp.ceil(self.capacity_factor * mean)
+        return jnp.where(kept, flat, self._n_experts).reshape(wanted.shape)
+
+    def _mix(
+        self,
+        x: Float[Array, "*dims seq d"],
+        placed: Int[Array, "*dims seq chosen"],
+        weights: Float[Array, "*dims seq chosen"],
+    ) -> Float[Array, "*dims seq d"]:
+        """Returns the weighted sums of the outputs of each token's experts."""
+        flat = rearrange(placed, "... seq chosen -> ... (seq chosen)")
+        order = jnp.argsort(flat, axis=-1, stable=True)  # choices of no expert come last, after all groups
+        sizes = self._count(placed)
+        rows = _take(x, order // self.n_chosen)
+        factors = _take(rearrange(weights, "... seq chosen -> ... (seq chosen) 1"), order)
+        out = self.experts(rows, lambda layer, x: grouped_linear(layer, x, sizes), factors)
+        out = _take(out, jnp.argsort(order, axis=-1))
+        return rearrange(out, "... (seq chosen) d -> ... seq chosen d", chosen=self.n_chosen).sum(-2)
+
+    def _routing(
+        self,
+        logits: Float[Array, "*dims seq experts"],
+        scores: Float[Array, "*dims seq experts"],
+        wanted: Int[Array, "*dims seq chosen"],
+        placed: Int[Array, "*dims seq chosen"],
+        mask: Bool[Array, "*dims seq"] | None,
+    ) -> Routing:
+        *dims, seq, n = logits.shape
+        dtype = logits.dtype
+        counts = jnp.ones((*dims, seq), dtype) if mask is None else mask.astype(dtype)
+        tokens = counts.sum(-1)
+        shares = scores if self.score == "softmax" else scores / (scores.sum(-1, keepdims=True) + 1e-20)
+        asked, given = self._count(wanted).astype(dtype), self._count(placed).astype(dtype)
+        at_least_1 = jnp.maximum(tokens, 1)
+        mean = at_least_1 * self.n_chosen / n
+        probabilities = jnp.einsum("...se,...s->...e", shares, counts)
+        correction = jnp.zeros(dims, dtype)
+        if self.correction is not None:
+            excess = jnp.einsum("...e,e->...", asked - asked.mean(-1, keepdims=True), self.correction.astype(dtype))
+            correction = excess - jax.lax.stop_gradient(excess)
+        a_pass = math.ceil(_ROWS_A_PASS * seq * self.n_chosen / n)
+        return Routing(
+            tokens=tokens,
+            balance=n * (asked * probabilities).sum(-1) / at_least_1,
+            z=(counts * jax.nn.logsumexp(logits, axis=-1) ** 2).sum(-1),
+            dropped=(asked - given).sum(-1) / self.n_chosen,
+            imbalance=tokens * asked.max(-1) / mean,
+            passes=tokens * jnp.maximum(jnp.ceil(given.max(-1) / a_pass), 1),
+            correction=correction,
+        )
+
+
+def _take(x: Float[Array, "*dims n d"], index: Int[Array, "*dims rows"]) -> Float[Array, "*dims rows d"]:
+    return jnp.take_along_axis(x, index[..., None], axis=-2, mode="promise_in_bounds")
