@@ -54,7 +54,8 @@ def _product(x: Array, weight: Array, sizes: Array) -> Array:
 # --- vmap -------------------------------------------------------------------------------------------------------------
 # JAX (0.10.2) has no `jax.vmap` of a product whose weights are not batched, though the product itself takes leading dims.
 
-_equation = jax.make_jaxpr(_product)(jnp.zeros((1, 1)), jnp.zeros((1, 1, 1)), jnp.zeros(1, jnp.int32)).eqns[0]
+_shapes = [jax.ShapeDtypeStruct((1,) * n, dtype) for n, dtype in ((2, jnp.float32), (3, jnp.float32), (1, jnp.int32))]
+_equation = jax.make_jaxpr(_product)(*_shapes).eqns[0]  # of shapes: importing starts no devices
 _all_batched = batching.fancy_primitive_batchers[_equation.primitive]
 
 
