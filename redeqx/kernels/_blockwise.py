@@ -42,7 +42,7 @@ def forward(
         return sums, {"out": (out / total).astype(q.dtype), "log_sum": log_sum[..., 0]}
 
     operands = {"q": _group_queries(q, groups), **_group_heads(extras, groups)}
-    _, outs = _scan_blocks(attend_block, {}, block_size, n_queries, operands)
+    _, outs = _scan_blocks(attend_block, {}, block_size, n_queries, operands, setting.offset)
     return rearrange(outs["out"], "b g r t h -> b t (g r) h"), rearrange(outs["log_sum"], "b g r t -> b (g r) t")
 
 
@@ -89,7 +89,7 @@ def backward(
     zeros = {"k": jnp.zeros(keys.shape, jnp.float32), "v": jnp.zeros(values.shape, jnp.float32)}
     if bias is not None and bias_is_shared:
         zeros["bias"] = jnp.zeros(bias.shape, jnp.float32)
-    sums, outs = _scan_blocks(differentiate_block, zeros, BLOCK_SIZE, n_queries, operands)
+    sums, outs = _scan_blocks(differentiate_block, zeros, BLOCK_SIZE, n_queries, operands, setting.offset)
     grads = [rearrange(outs["q"], "b g r t h -> b t (g r) h").astype(q.dtype)]
     grads += [rearrange(sums[name], "b g s h -> b s g h").astype(x.dtype) for name, x in (("k", k), ("v", v))]
     if bias is not None:
@@ -164,17 +164,18 @@ def _scan_blocks(
     block_size: int,
     n_queries: int,
     operands: Operands,
+    offset: int,
 ) -> tuple[Operands, Operands]:
     """Scans `fn(sums, block) -> sums, outputs` over blocks of at most `block_size` queries, and concatenates the outputs.
 
-    `block["rows"]` holds the positions of the block's queries. The last block is padded.
+    `block["rows"]` holds the positions of the block's queries, the first of which is `offset`. The last block is padded.
     """
     n_blocks = max(1, -(-n_queries // block_size))
     if n_blocks == 1:
-        return fn(sums, {**operands, "rows": jnp.arange(n_queries)})
+        return fn(sums, {**operands, "rows": _positions(offset, n_queries)})
     shared = {name: x for name, x in operands.items() if name not in _QUERY_DIM or x.shape[_QUERY_DIM[name]] == 1}
     size = -(-n_queries // n_blocks)
-    blocks: Operands = {"rows": jnp.arange(n_blocks * size).reshape(n_blocks, size)}
+    blocks: Operands = {"rows": _positions(offset, n_blocks * size).reshape(n_blocks, size)}
     for name in (name for name in operands if name not in shared):  # in their order: all processes need the same program
         x, dim = operands[name], _QUERY_DIM[name]
         if n_blocks * size != n_queries:
@@ -188,3 +189,7 @@ def _scan_blocks(
         x = x.reshape(*x.shape[:dim], n_blocks * size, *x.shape[dim + 2 :])
         joined[name] = jax.lax.slice_in_dim(x, 0, n_queries, axis=dim)
     return sums, joined
+
+
+def _positions(offset: int, n: int) -> Any:
+    return jnp.arange(n) + offset if offset else jnp.arange(n)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from ._offset import WithOffset
 from ._setting import AttentionSetting, Unsupported
 
 try:
@@ -37,8 +38,7 @@ def register_lowered(*primitives: Any) -> None:
     _requires_devices.update(primitives)
 
 
-def forward(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[Any, Any]:
-    """Same as `_blockwise.forward`."""
+def _forward(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[Any, Any]:
     operands, options = arguments(setting, q, k, v, extras)
     attend: Any = dot_product_attention
     try:
@@ -48,11 +48,10 @@ def forward(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str,
     return out[:, : q.shape[1]], log_sum[:, :, : q.shape[1]].astype(jnp.float32)
 
 
-def backward(
+def _backward(
     setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any], out: Any, log_sum: Any, g: Any
 ) -> list[Any]:
-    """Same as `_blockwise.backward`."""
-    jax.eval_shape(partial(forward, setting), q, k, v, extras)  # raises `Unsupported` if there is no kernel
+    jax.eval_shape(partial(_forward, setting), q, k, v, extras)  # raises `Unsupported` if there is no kernel
     operands, options = arguments(setting, q, k, v, extras)
     none, has_bias, g = jnp.zeros(0, q.dtype), operands[3] is not None, g.astype(q.dtype)
     if has_bias:
@@ -75,6 +74,10 @@ def backward(
         repeated = [dim for dim in (1, 2) if extras["bias"].shape[dim] == 1 != d_bias.shape[dim]]
         grads.append((d_bias.sum(repeated, keepdims=True) if repeated else d_bias).astype(extras["bias"].dtype))
     return grads
+
+
+_with_offset = WithOffset(_forward, _backward)
+forward, backward = _with_offset.forward, _with_offset.backward
 
 
 def arguments(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -142,6 +145,11 @@ def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras
         return "its dropout takes no key"
     if setting.window is not None and not setting.causal:
         return "its window covers only keys before the query"
+    if setting.splits_positions and setting.causal:
+        if q.shape[1] != k.shape[1]:
+            return f"over split positions it needs as many keys as queries, not {k.shape[1]} and {q.shape[1]}"
+        if (n := q.shape[1] // setting.n_shards(1)) % 2:
+            return f"it needs an even number of queries on a device, not {n}"
     bias = extras.get("bias")
     if bias is not None and (bias.shape[0] != 1 or "mask" in extras or "query_segments" in extras):
         return "it supports a bias only if all rows share it and there is no mask"

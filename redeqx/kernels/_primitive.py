@@ -21,7 +21,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
-from . import _blockwise, _cudnn, _splash
+from . import _blockwise, _cudnn, _sequence, _splash
 from ._setting import AttentionSetting, Unsupported
 
 attention_p = jex.Primitive("attention")
@@ -80,7 +80,7 @@ def _gradient_shape(*operands: Any, setting: AttentionSetting) -> list[Any]:
 def _dense(setting: AttentionSetting, *operands: Any) -> list[Any]:
     """Computes the outputs for all queries at once, by a formula that JAX differentiates."""
     one_block = SimpleNamespace(forward=partial(_blockwise.forward, block_size=operands[0].shape[-3]))
-    return _forward(one_block, *operands, setting=setting)
+    return _forward(one_block, *operands, setting=_sequence.whole(setting))
 
 
 def formula(eqn: Any) -> Any:
@@ -195,23 +195,46 @@ def _to_kernel(kernel: Any, setting: AttentionSetting, operands: Sequence[Any]) 
     """
     q, k = operands[:2]
     flatten = partial(_flatten_batch, batch=q.shape[:-3])
-    n = 1 if kernel is _blockwise else setting.n_repeats(q.shape[-2], k.shape[-2])
+    resolved = _resolve(kernel, setting, operands)
+    by_xla = kernel is _blockwise and resolved == _sequence.whole(setting)
+    n = 1 if by_xla else resolved.n_repeats(q.shape[-2], k.shape[-2])
     repeat = (lambda x: einops.repeat(flatten(x), "b s g h -> b s (g n) h", n=n)) if n > 1 else flatten
     return [repeat if i in (1, 2) else flatten for i in range(len(operands))]
+
+
+def _resolve(kernel: Any, setting: AttentionSetting, operands: Sequence[Any]) -> AttentionSetting:
+    """Returns the setting with the split that a kernel computes operands with."""
+    return _sequence.resolve(setting, operands, segments_are_dense=kernel is _cudnn)
 
 
 def _forward(kernel: Any, *operands: Any, setting: AttentionSetting) -> list[Any]:
     batch = operands[0].shape[:-3]
     converted = [convert(x) for convert, x in zip(_to_kernel(kernel, setting, operands), operands, strict=True)]
     q, k, v, extras, _ = _split_operands(setting, converted)
-    return [x.reshape(*batch, *x.shape[1:]) for x in kernel.forward(setting, q, k, v, extras)]
+    resolved = _resolve(kernel, setting, operands)
+    if resolved.splits_positions:
+        outs = _sequence.forward_by_positions(kernel, resolved, q, k, v, extras)
+    elif resolved.n_shards(2) > setting.n_shards(2):
+        out, log_sum = kernel.forward(resolved, *_sequence.to_heads(setting, q, k, v), extras)
+        outs = [*_sequence.to_positions(setting, out), log_sum]
+    else:
+        outs = kernel.forward(resolved, q, k, v, extras)
+    return [x.reshape(*batch, *x.shape[1:]) for x in outs]
 
 
 def _backward(kernel: Any, *operands: Any, setting: AttentionSetting) -> list[Any]:
     to_kernel = _to_kernel(kernel, setting, operands)
     converted = [convert(x) for convert, x in zip(to_kernel, operands, strict=True)]
     q, k, v, extras, (out, log_sum, g) = _split_operands(setting, converted)
-    grads = kernel.backward(setting, q, k, v, extras, out, log_sum, g)
+    resolved = _resolve(kernel, setting, operands)
+    if resolved.splits_positions:
+        grads = _sequence.backward_by_positions(kernel, resolved, q, k, v, extras, out, log_sum, g)
+    elif resolved.n_shards(2) > setting.n_shards(2):
+        q, k, v, out, g = _sequence.to_heads(setting, q, k, v, out, g)
+        grads = kernel.backward(resolved, q, k, v, extras, out, log_sum, g)
+        grads = [*_sequence.to_positions(setting, *grads[:3]), *grads[3:]]
+    else:
+        grads = kernel.backward(resolved, q, k, v, extras, out, log_sum, g)
     from_kernel = [jax.linear_transpose(to_kernel[i], operands[i]) for i in _differentiable(setting)]
     return [convert(grad)[0] for convert, grad in zip(from_kernel, grads, strict=True)]
 
@@ -246,15 +269,18 @@ def _kernel_shapes(kernel: Any, setting: AttentionSetting, operands: Sequence[An
 
 
 def _unsupported_reason(name: str, setting: AttentionSetting, operands: Sequence[Any]) -> str | None:
-    return KERNELS[name].unsupported_reason(setting, *_kernel_shapes(KERNELS[name], setting, operands))
+    kernel = KERNELS[name]
+    return kernel.unsupported_reason(_resolve(kernel, setting, operands), *_kernel_shapes(kernel, setting, operands))
 
 
 def kernel_of(platform: str, setting: AttentionSetting, operands: Sequence[Any]) -> str:
     """Describes how a platform computes attention of operands of these shapes, in the order of the primitive's."""
-    if (name := _NAMES.get(platform)) is None:
-        return "in blocks of queries"
-    reason = _unsupported_reason(name, setting, operands)
-    return f"by {name}" if reason is None else f"in blocks of queries, not by {name}: {reason}"
+    name = _NAMES.get(platform, "XLA")
+    reason = None if name == "XLA" else _unsupported_reason(name, setting, operands)
+    how = _sequence.describe(setting, _resolve(KERNELS["XLA" if reason else name], setting, operands))
+    if name == "XLA":
+        return f"in blocks of queries{how}"
+    return f"by {name}{how}" if reason is None else f"in blocks of queries{how}, not by {name}: {reason}"
 
 
 def dense_bytes(platform: str, setting: AttentionSetting, operands: Sequence[Any]) -> int:

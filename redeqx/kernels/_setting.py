@@ -17,6 +17,11 @@ from jaxtyping import Array, Bool, Int
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a spec, which may be None, an axis, or several."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 class Unsupported(Exception):
     """Raised if a platform's kernel cannot compute an attention; the message is the reason."""
 
@@ -34,6 +39,7 @@ class AttentionSetting:
     - `precision`: that of the products, a `jax.lax.Precision` or a `jax.lax.DotAlgorithmPreset`; None for the platform's
         default.
     - `split`: the sharding of queries `[B, T, N, H]`; None if it is unknown or there is one device.
+    - `offset`: the position of the first query among the keys; not 0 if the queries are one of several chunks.
     - `names`: the names of the operands after queries, keys and values, in order. Their leading dims may be 1:
 
         - `bias`: float `[B, N or 1, T or 1, S]`, added to the scaled scores;
@@ -49,15 +55,19 @@ class AttentionSetting:
     dropout: float = 0.0
     precision: Any = None
     split: NamedSharding | None = None
+    offset: int = 0
     names: tuple[str, ...] = ()
 
     def n_shards(self, *dims: int) -> int:
         """Returns the number of devices that dims of the queries are split over."""
         if self.split is None:
             return 1
-        entries = [self.split.spec[dim] or () for dim in dims]
-        axes = [axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)]
-        return math.prod(self.split.mesh.shape[axis] for axis in axes)
+        return math.prod(self.split.mesh.shape[axis] for dim in dims for axis in axes_of(self.split.spec[dim]))
+
+    @property
+    def splits_positions(self) -> bool:
+        """Whether several devices share the positions of the queries."""
+        return self.n_shards(1) > 1
 
     def mesh_axes(self, q: Any, k: Any) -> tuple[Any, Any]:
         """Returns the mesh axes that split the rows and the heads of `q` and `k`; None for a dim that does not divide."""

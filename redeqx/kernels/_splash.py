@@ -57,8 +57,9 @@ def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras
         return f"it does not support precision {setting.precision.name}"
     if q.shape[-1] != v.shape[-1]:
         return f"it needs equal head sizes, not {q.shape[-1]} and {v.shape[-1]}"
-    if min(q.shape[1], k.shape[1]) < _MIN_LENGTH:
-        return f"it needs at least {_MIN_LENGTH} queries and keys, not {q.shape[1]} and {k.shape[1]}"
+    n_queries = q.shape[1] // setting.n_shards(1)  # those of a device
+    if min(n_queries, k.shape[1]) < _MIN_LENGTH:
+        return f"it needs at least {_MIN_LENGTH} queries and keys, not {n_queries} and {k.shape[1]}"
     if setting.window is not None and q.shape[1] != k.shape[1]:
         return f"its window needs as many keys as queries, not {k.shape[1]} and {q.shape[1]}"
     for name, option in (("bias", "a bias"), ("key", "dropout")):
@@ -129,19 +130,20 @@ def _kernel(setting: AttentionSetting, q: Any, k: Any, interpret: bool) -> Any:
     kernels, masks = _library()
     shape = _round_up(q.shape[1]), _round_up(k.shape[1])
     if setting.window is not None:
-        mask = masks.LocalMask(shape, (setting.window - 1, 0 if setting.causal else setting.window - 1), 0)
+        sizes = setting.window - 1, 0 if setting.causal else setting.window - 1
+        mask = masks.LocalMask(shape, sizes, setting.offset)
     else:
-        mask = masks.CausalMask(shape) if setting.causal else masks.FullMask(shape)
+        mask = masks.CausalMask(shape, setting.offset) if setting.causal else masks.FullMask(shape)
     # With wide heads, the largest blocks do not fit into the memory of a core.
     fitting = _BLOCK_SIZES if q.dtype.itemsize * q.shape[-1] <= 512 else _BLOCK_SIZES[1:]
     block_q, block_kv = (next(block for block in fitting if n % block == 0) for n in shape)
     of_queries = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), block_q)
     of_keys = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq")
-    sizes = kernels.BlockSizes(**of_queries, **dict.fromkeys(of_keys, block_kv))
+    blocks = kernels.BlockSizes(**of_queries, **dict.fromkeys(of_keys, block_kv))
     with jax.ensure_compile_time_eval():
         return kernels.make_splash_mha(
             masks.MultiHeadMask([mask] * q.shape[2]),
-            block_sizes=sizes,
+            block_sizes=blocks,
             head_shards=1,
             q_seq_shards=1,
             save_residuals=True,

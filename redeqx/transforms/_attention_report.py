@@ -42,7 +42,7 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
         record_dense(f"a mask or bias at {line}", dense_bytes(platform, with_split, operands))
 
     def record_dense(origin: str, n_bytes: int) -> None:
-        if n_bytes := n_bytes // AttentionSetting(1.0, split=split).n_shards(0, 2):
+        if n_bytes := n_bytes // AttentionSetting(1.0, split=split).n_shards(0, 1, 2):
             found.dense[origin] = max(found.dense.get(origin, 0), n_bytes)
 
     def visit(closed: Any, times: int) -> None:

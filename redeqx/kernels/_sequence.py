@@ -1,0 +1,201 @@
+"""Attention whose positions are split over a mesh axis.
+
+Owns where each head and each query is computed; the kernels know of it only the position of their first query. Two ways:
+
+- *By heads*: an all-to-all gives each device all positions of some heads, and another one brings the output back
+    (DeepSpeed-Ulysses, arXiv:2309.14509). Work is equal, no array is larger than before, and all options of a kernel work.
+- *By positions*, if the heads do not divide, and where it takes less memory or sends less: each device computes its own
+    queries, with the keys that it gathers. `_chunks.py` says which.
+
+Lengths that do not divide are computed by heads, or else on each device as if positions were not split.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from ._chunks import Layout, halo
+from ._setting import MASK_VALUE, AttentionSetting, axes_of
+
+Operands = dict[str, Any]
+
+
+def resolve(setting: AttentionSetting, shapes: Sequence[Any], *, segments_are_dense: bool = False) -> AttentionSetting:
+    """Returns the setting with the split that an attention is computed with.
+
+    By positions, it is the same. By heads, positions are whole and the heads are split over their axis too.
+
+    **Arguments:**
+
+    - `shapes`: those of the operands, in order.
+    - `segments_are_dense`: whether the kernel takes segments as a number per query and key.
+    """
+    if not setting.splits_positions:
+        return setting
+    n, n_queries, n_heads, n_keys = setting.n_shards(1), *shapes[0].shape[-3:-1], shapes[1].shape[-3]
+    dense = segments_are_dense and "query_segments" in setting.names
+    for name, x in zip(setting.names, shapes[3:], strict=False):
+        dense = dense or (name in ("bias", "mask") and x.shape[-3] == 1 < x.shape[-2])
+    # A dense mask of all heads is split along queries, and a window reads few keys of other devices.
+    by_positions = n_queries % n == 0 and (dense or halo(setting, n_queries // n, n_keys) is not None)
+    # Fewer queries than devices are a step of decoding, for which all keys would be exchanged.
+    if n_queries >= n and n_heads % setting.n_shards(1, 2) == 0 and not by_positions:
+        return _with_spec(setting, is_by_heads=True)
+    return setting if n_queries % n == 0 else whole(setting)
+
+
+def whole(setting: AttentionSetting) -> AttentionSetting:
+    """Returns the setting for positions that are not split."""
+    return _with_spec(setting) if setting.splits_positions else setting
+
+
+def describe(setting: AttentionSetting, resolved: AttentionSetting) -> str:
+    """Returns how positions are split, to append to the name of a kernel; empty if they are not asked to be."""
+    if not setting.splits_positions:
+        return ""
+    if resolved.splits_positions:
+        return " split by positions"
+    return " split by heads" if resolved.n_shards(2) > setting.n_shards(2) else " without a split of positions"
+
+
+def _with_spec(setting: AttentionSetting, *, is_by_heads: bool = False) -> AttentionSetting:
+    assert setting.split is not None
+    rows, positions, heads, *_ = setting.split.spec
+    if is_by_heads:
+        heads = (*axes_of(heads), *axes_of(positions))
+    return replace(setting, split=NamedSharding(setting.split.mesh, P(rows, None, heads, None)))
+
+
+# --- by heads ---------------------------------------------------------------------------------------------------------
+
+
+def to_heads(setting: AttentionSetting, *arrays: Any) -> list[Any]:
+    """Exchanges positions for heads: arrays `[B, T, heads, size]` get all positions of some heads on each device.
+
+    **Arguments:**
+
+    - `setting`: that of the attention, before `resolve`.
+    """
+    return [_exchange(x, setting, _with_spec(setting, is_by_heads=True), 2, 1) for x in arrays]
+
+
+def to_positions(setting: AttentionSetting, *arrays: Any) -> list[Any]:
+    """Exchanges heads for positions."""
+    return [_exchange(x, _with_spec(setting, is_by_heads=True), setting, 1, 2) for x in arrays]
+
+
+def _exchange(x: Any, old: AttentionSetting, new: AttentionSetting, split_dim: int, joined_dim: int) -> Any:
+    """Exchanges the shards of an array.
+
+    It is written out, since XLA merges equal exchanges in the forward and the backward pass only then. If positions do not
+    divide, XLA chooses how to exchange them.
+    """
+    by_positions = old if joined_dim == 1 else new
+    assert old.split is not None and new.split is not None and by_positions.split is not None
+    rows = old.split.spec[0] if x.shape[0] % old.n_shards(0) == 0 else None
+    old_spec, new_spec = (P(rows, *setting.split.spec[1:]) for setting in (old, new) if setting.split is not None)
+    if x.shape[1] % by_positions.n_shards(1):
+        spec = new_spec if joined_dim == 1 else P(rows, None, *new_spec[2:])
+        return jax.lax.with_sharding_constraint(x, NamedSharding(new.split.mesh, spec))
+    fn = partial(
+        jax.lax.all_to_all,
+        axis_name=by_positions.split.spec[1],
+        split_axis=split_dim,
+        concat_axis=joined_dim,
+        tiled=True,
+    )
+    return jax.shard_map(fn, mesh=new.split.mesh, in_specs=old_spec, out_specs=new_spec, check_vma=False)(x)
+
+
+# --- by positions -----------------------------------------------------------------------------------------------------
+
+
+def forward_by_positions(
+    kernel: Any, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands
+) -> tuple[Any, Any]:
+    """Same as `_blockwise.forward`, by any kernel, over split positions."""
+    layout = Layout.of(setting, q, k, extras)
+
+    def on_device(q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
+        own_v = v
+        k, v = layout.fetch_keys(k), layout.fetch_keys(v)
+        q, extras = layout.exchange(q, 1), layout.exchange_extras(extras)
+
+        def attend(device: int, q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
+            results = []
+            for chunk in layout.chunks(device):
+                operands = chunk.queries(q), chunk.keys(k), chunk.keys(v), chunk.extras(extras)
+                results.append(kernel.forward(chunk.setting, *operands))
+            outs, log_sums = zip(*results, strict=True)
+            return jnp.concatenate(outs, 1), jnp.concatenate(log_sums, 2)
+
+        out, log_sum = layout.on_each_device(attend, q, k, v, extras)
+        if layout.may_lack_keys:
+            mean = jnp.sum(own_v.astype(jnp.float32), 1, keepdims=True)
+            mean = (layout.sum_keys(mean) / layout.n_keys).astype(out.dtype)
+            mean = jnp.repeat(mean, q.shape[2] // k.shape[2], 2)
+            out = jnp.where(_lacks_keys(log_sum), mean, out)
+        return layout.exchange(out, 1, back=True), layout.exchange(log_sum, 2, back=True)
+
+    in_specs = (layout.queries, layout.keys, layout.keys, layout.extras)
+    return layout.map(on_device, in_specs, (layout.queries, layout.log_sums))(q, k, v, extras)
+
+
+def backward_by_positions(
+    kernel: Any, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any
+) -> list[Any]:
+    """Same as `_blockwise.backward`, by any kernel, over split positions."""
+    layout = Layout.of(setting, q, k, extras)
+    has_bias = "bias" in extras
+    bias_is_shared = has_bias and extras["bias"].shape[2] == 1  # by all queries
+
+    def on_device(q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> list[Any]:
+        own_k, own_v = k, v
+        k, v = layout.fetch_keys(k), layout.fetch_keys(v)
+        q, out, log_sum, g = (layout.exchange(x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1)))
+        extras = layout.exchange_extras(extras)
+        d_mean: Any = None
+        if layout.may_lack_keys:
+            lacks_keys = _lacks_keys(log_sum)
+            d_mean = jnp.sum(jnp.where(lacks_keys, g, 0).astype(jnp.float32), 1, keepdims=True)
+            d_mean = jnp.sum(d_mean.reshape(*d_mean.shape[:2], k.shape[2], -1, d_mean.shape[-1]), 3)
+            g = jnp.where(lacks_keys, 0, g)
+
+        def differentiate(device: int, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> Any:
+            dqs, dk, dv, d_biases = [], jnp.zeros_like(k), jnp.zeros_like(v), []
+            for chunk in layout.chunks(device):
+                operands = chunk.queries(q), chunk.keys(k), chunk.keys(v), chunk.extras(extras)
+                results = chunk.queries(out), chunk.queries(log_sum, 2), chunk.queries(g)
+                dq, chunk_dk, chunk_dv, *d_bias = kernel.backward(chunk.setting, *operands, *results)
+                dqs.append(dq)
+                dk, dv = chunk.add_keys(dk, chunk_dk), chunk.add_keys(dv, chunk_dv)
+                d_biases += [chunk.pad_columns(x, layout.n_keys) for x in d_bias]
+            grads = [jnp.concatenate(dqs, 1), dk, dv]
+            if has_bias:
+                grads.append(sum(d_biases) if bias_is_shared else jnp.concatenate(d_biases, 2))
+            return grads
+
+        dq, dk, dv, *d_bias = layout.on_each_device(differentiate, q, k, v, extras, out, log_sum, g)
+        dq, dk, dv = layout.exchange(dq, 1, back=True), layout.return_keys(dk, own_k), layout.return_keys(dv, own_v)
+        if d_mean is not None:
+            dv = dv + (jax.lax.psum(d_mean, layout.axis) / layout.n_keys).astype(dv.dtype)
+        if has_bias:
+            d_bias = [d_bias[0] if bias_is_shared else layout.exchange(d_bias[0], 2, back=True)]
+            repeats = layout.axes_without(layout.extras["bias"])
+            d_bias = [jax.lax.psum(x, repeats) if repeats else x for x in d_bias]
+        return [dq, dk, dv, *d_bias]
+
+    results = layout.queries, layout.log_sums, layout.queries
+    in_specs = (layout.queries, layout.keys, layout.keys, layout.extras, *results)
+    out_specs = [layout.queries, layout.keys, layout.keys, *([layout.extras["bias"]] if has_bias else [])]
+    return layout.map(on_device, in_specs, out_specs)(q, k, v, extras, out, log_sum, g)
+
+
+def _lacks_keys(log_sum: Any) -> Any:
+    """Returns `[B, T, N, 1]`, True for queries whose keys are all masked."""
+    return jnp.swapaxes(log_sum <= MASK_VALUE / 2, 1, 2)[..., None]

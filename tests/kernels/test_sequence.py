@@ -1,0 +1,308 @@
+"""Attention over split positions: values and gradients of one device, by heads and by positions, and what it sends."""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from redeqx.compiled import Module, collectives
+from redeqx.kernels import KERNELS, AttentionSetting, WithOffset, attend, backward_by_positions, forward_by_positions
+
+AXES = ("data", "fsdp", "sequence", "model")
+ROWS, T = 4, 64
+rng = np.random.default_rng(0)
+SEGMENTS = jnp.asarray(np.sort(rng.integers(0, 4, (ROWS, T))))
+LENGTHS = jnp.array([3, 0, 64, 40])  # in one row, all keys are masked
+DROPOUT = {"key": jax.random.split(jax.random.key(0), ROWS)}
+ODD = {"n_heads": 3, "groups": 3}  # heads that do not divide: by positions
+
+
+def normal(*shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+@cache
+def split(n_sequence, n_model=1):
+    shape = 8 // n_sequence // n_model, 1, n_sequence, n_model
+    mesh = Mesh(np.array(jax.devices()).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 4)
+    return NamedSharding(mesh, P(("data", "fsdp"), "sequence", "model", None))
+
+
+def draw(n_queries=T, n_keys=T, n_heads=8, groups=2):
+    shapes = ((n_queries, n_heads), (n_keys, groups), (n_keys, groups), (n_queries, n_heads))
+    return [normal(ROWS, *shape, 8) for shape in shapes]
+
+
+def place(x, sharding):
+    """Splits an array like the queries, except for dims that do not divide."""
+    n = AttentionSetting(1.0, split=sharding).n_shards
+    spec = P(*(None if x.shape[dim] % n(dim) else entry for dim, entry in enumerate(sharding.spec)))
+    return jax.device_put(x, NamedSharding(sharding.mesh, spec))
+
+
+def compiled(setting, extras, operands):
+    """Compiles the output and the gradients of queries, keys, values and bias; returns it with its arguments."""
+
+    def fn(q, k, v, g, extras):
+        bias = {name: x for name, x in extras.items() if name == "bias"}
+        out, pull = jax.vjp(lambda q, k, v, bias: attend(q, k, v, {**extras, **bias}, setting), q, k, v, bias)
+        return out, pull(g)
+
+    if setting.split is not None:
+        operands = [place(x, setting.split) for x in operands]
+    return jax.jit(fn).lower(*operands, extras).compile(), (*operands, extras)
+
+
+def assert_close(got, want, tolerance=1e-6):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(jnp.max(jnp.abs(b))))
+
+
+CASES = {
+    "all keys": ({}, {}, {}),
+    "causal": ({"causal": True}, {}, {}),
+    "lengths": ({"causal": True}, {"lengths": LENGTHS}, {}),
+    "segments": ({"causal": True}, {"query_segments": SEGMENTS, "key_segments": SEGMENTS}, {}),
+    "bias of heads": ({}, {"bias": normal(1, 8, T, T)}, {}),
+    "dropout": ({"causal": True, "dropout": 0.3}, DROPOUT, {}),
+    "no even length": ({"causal": True}, {}, {"n_queries": 63, "n_keys": 63}),
+    "all keys by positions": ({}, {}, ODD),
+    "causal by positions": ({"causal": True}, {}, {"n_heads": 6, "groups": 1}),
+    "lengths by positions": ({"causal": True}, {"lengths": LENGTHS}, ODD),
+    "segments by positions": ({"causal": True}, {"query_segments": SEGMENTS, "key_segments": SEGMENTS}, ODD),
+    "bias of heads by positions": ({"causal": True}, {"bias": normal(1, 3, T, T)}, ODD),
+    "bias of rows": ({}, {"bias": normal(ROWS, 1, T, T)}, {}),
+    "bias of keys by positions": ({"causal": True}, {"bias": normal(ROWS, 1, 1, T)}, ODD),
+    "mask": ({"causal": True}, {"mask": jnp.asarray(rng.random((ROWS, 1, T, T)) < 0.3)}, {}),
+    "dropout by positions": ({"causal": True, "window": 9, "dropout": 0.3}, DROPOUT, ODD),
+    "window": ({"window": 4}, {"lengths": LENGTHS}, ODD),
+    "causal window": ({"causal": True, "window": 8}, {}, {}),
+    "window wider than a shard": ({"causal": True, "window": 50}, {"lengths": LENGTHS}, ODD),
+    "other keys": ({}, {"lengths": jnp.array([3, 0, 37, 20])}, {**ODD, "n_keys": 37}),
+    "fewer keys, causal": ({"causal": True}, {}, {**ODD, "n_keys": 40}),
+    "more keys, causal window": ({"causal": True, "window": 9}, {}, {**ODD, "n_keys": 72}),
+    "whole": ({"causal": True}, {}, {**ODD, "n_queries": 63, "n_keys": 63}),
+    "decoding": ({}, {"lengths": LENGTHS}, {"n_queries": 1}),
+}
+MESHES = [(2, 1), (4, 1), (8, 1), (2, 2)]
+# The others are in sweeps: each device has a branch of the program, so these take long to compile.
+QUICK = [
+    ("all keys", (4, 1)),
+    ("dropout", (2, 2)),
+    ("bias of heads", (2, 2)),
+    ("no even length", (4, 1)),
+    ("causal by positions", (4, 1)),
+    ("lengths by positions", (2, 1)),
+    ("bias of heads by positions", (2, 1)),
+    ("bias of rows", (4, 1)),
+    ("mask", (2, 2)),
+    ("dropout by positions", (2, 1)),
+    ("window", (4, 1)),
+    ("window wider than a shard", (2, 1)),
+    ("other keys", (2, 2)),
+    ("more keys, causal window", (2, 1)),
+    ("decoding", (2, 1)),
+]
+
+
+@cache
+def on_one_device(name):
+    kwargs, extras, sizes = CASES[name]
+    operands = draw(**sizes)
+    fn, args = compiled(AttentionSetting(0.3, **kwargs), extras, operands)
+    return operands, fn(*args)
+
+
+IN_SWEEPS = [(name, mesh) for name in CASES for mesh in MESHES if (name, mesh) not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.sweep) for pair in IN_SWEEPS)], ids=str
+)
+def test_values_and_gradients_are_those_of_one_device(name, mesh):
+    kwargs, extras, _ = CASES[name]
+    operands, want = on_one_device(name)
+    fn, args = compiled(AttentionSetting(0.3, split=split(*mesh), **kwargs), extras, operands)
+    assert_close(fn(*args), want)
+
+
+def test_a_window_of_one_key_sends_nothing():
+    """Its output is the query's own value, and the gradients of queries and keys are 0."""
+    q, k, v, g = draw(**ODD)
+    fn, args = compiled(AttentionSetting(0.3, causal=True, window=1, split=split(4)), {}, (q, k, v, g))
+    out, (dq, dk, dv, _) = fn(*args)
+    assert not collectives(Module.of(fn.as_text()))
+    assert_close([out, dv], [v, g])
+    np.testing.assert_allclose(np.stack([dq, dk]), 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [{}, ODD], ids=["by heads", "by positions"])
+def test_under_vmap_scan_and_remat(sizes):
+    q, k, v, g = draw(**sizes)
+
+    def loss(q, k, v, setting):
+        def one(x, k, v):  # one row without a batch dim
+            return x + attend(x, k, v, {}, setting)
+
+        def step(x, _):
+            return jax.checkpoint(jax.vmap(one))(x, k, v), None
+
+        return jnp.vdot(jax.lax.scan(step, q, None, length=3)[0], g)
+
+    setting = AttentionSetting(0.3, causal=True)
+    grad = jax.jit(jax.value_and_grad(loss, (0, 1, 2)), static_argnames="setting")
+    args = [place(x, split(4)) for x in (q, k, v)]
+    assert_close(grad(*args, setting=replace(setting, split=split(4))), grad(q, k, v, setting=setting), 2e-6)
+
+
+def test_second_derivatives():
+    q, k, v, g = draw(16, 16)
+
+    def twice(q, setting):
+        return jax.grad(lambda q: jnp.sum(jax.grad(lambda q: jnp.vdot(attend(q, k, v, {}, setting), g))(q) ** 2))(q)
+
+    setting = AttentionSetting(0.3, causal=True)
+    got = jax.jit(partial(twice, setting=replace(setting, split=split(4))))(place(q, split(4)))
+    assert_close(got, jax.jit(partial(twice, setting=setting))(q), 1e-5)
+
+
+# --- what devices send and compute --------------------------------------------------------------------------------------
+
+
+def sent(kwargs, sizes, mesh, extras=None):
+    """Returns the bytes of each kind of collective of an attention and its gradient."""
+    fn, _ = compiled(AttentionSetting(0.3, split=split(*mesh), **kwargs), extras or {}, draw(**sizes))
+    found = {}
+    for each in collectives(Module.of(fn.as_text())):
+        found[each.kind] = found.get(each.kind, 0) + each.moved
+    return found
+
+
+@pytest.mark.parametrize("mesh", [(4, 1), (2, 2)], ids=str)
+def test_by_heads_only_exchanges(mesh):
+    assert set(sent({"causal": True}, {}, mesh)) == {"all-to-all"}
+
+
+def test_a_window_reads_only_the_keys_of_neighbours():
+    found = sent({"causal": True, "window": 5}, {}, (4, 1))
+    assert set(found) == {"collective-permute"}
+    row = 2 * 2 * 2 * 8 * 4  # keys and values of 2 rows, 2 groups, 8 features, in bytes
+    assert found["collective-permute"] == 2 * 4 * row  # 4 keys, and their gradients
+
+
+def test_by_positions_gathers_keys_and_scatters_their_gradients():
+    found = sent({}, ODD, (4, 1))
+    assert set(found) == {"all-gather", "reduce-scatter"}
+
+
+@pytest.mark.parametrize(("sizes", "share"), [({}, 1), (ODD, 9 / 16)], ids=["by heads", "by positions"])
+def test_the_work_is_split(sizes, share):
+    """By positions, each of 4 devices computes 9 of the 16 pairs of chunks that its queries have on one device."""
+
+    def flops(setting):
+        q, k, v, _ = (x if setting.split is None else place(x, setting.split) for x in draw(256, 256, **sizes))
+        compiled = jax.jit(lambda q, k, v: attend(q, k, v, {}, setting)).lower(q, k, v).compile()
+        return compiled.cost_analysis()["flops"]
+
+    setting = AttentionSetting(0.3, causal=True)
+    assert 8 * flops(replace(setting, split=split(4))) <= 1.05 * share * flops(setting)
+
+
+# --- other kernels --------------------------------------------------------------------------------------------------------
+
+
+def scores_of(setting, q, k, extras):
+    assert not setting.offset and setting.split is None
+    k = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * setting.scale
+    i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
+    mask = jnp.ones((1, 1, q.shape[1], k.shape[1]), bool)
+    if setting.causal:
+        assert q.shape[1] == k.shape[1]
+        mask = mask & (i >= j)
+    if setting.window is not None:
+        mask = mask & (i - j < setting.window)
+    if "lengths" in extras:
+        mask = mask & (j < extras["lengths"][:, None])[:, None, None]
+    if "query_segments" in extras:
+        mask = mask & (extras["query_segments"][:, :, None] == extras["key_segments"][:, None])[:, None]
+    if "mask" in extras:
+        mask = mask & extras["mask"]
+    return jnp.where(mask, scores + extras.get("bias", 0), -jnp.inf)
+
+
+def dense_forward(setting, q, k, v, extras):
+    """Like cuDNN's kernel: its causal mask has no offset, and the result for a row without keys is NaN."""
+    scores = scores_of(setting, q, k, extras)
+    log_sum = jax.nn.logsumexp(scores, -1)
+    v = jnp.repeat(v, q.shape[2] // v.shape[2], 2)
+    return jnp.einsum("bnts,bsnh->btnh", jnp.exp(scores - log_sum[..., None]), v), log_sum
+
+
+def dense_backward(setting, q, k, v, extras, out, log_sum, g):
+    """Takes the weights from the log-sum-exps that it gets, as cuDNN's kernel does."""
+    repeats = q.shape[2] // k.shape[2]
+    weights = jnp.exp(scores_of(setting, q, k, extras) - log_sum[..., None])
+    d_weights = jnp.einsum("btnh,bsnh->bnts", g, jnp.repeat(v, repeats, 2))
+    d_scores = weights * (d_weights - jnp.einsum("btnh,btnh->bnt", out, g)[..., None])
+    dq = jnp.einsum("bnts,bsnh->btnh", d_scores, jnp.repeat(k, repeats, 2)) * setting.scale
+    dk = jnp.einsum("bnts,btnh->bsnh", d_scores, q) * setting.scale
+    dv = jnp.einsum("bnts,btnh->bsnh", weights, g)
+    dk, dv = (x.reshape(*x.shape[:2], -1, repeats, x.shape[-1]).sum(3) for x in (dk, dv))
+    bias = extras.get("bias")
+    return [dq, dk, dv, *([] if bias is None else [d_scores.sum(0, keepdims=True)])]
+
+
+DENSE = WithOffset(dense_forward, dense_backward)
+WITH_OFFSETS = {
+    "all keys": ({}, {}),
+    "causal": ({"causal": True}, {}),
+    "window": ({"causal": True, "window": 7}, {}),
+    "wide window": ({"causal": True, "window": 30}, {}),
+    "lengths": ({"causal": True}, {"lengths": jnp.array([3, 17, 64, 40])}),
+    "window and lengths": ({"causal": True, "window": 60}, {"lengths": jnp.array([60, 61, 64, 62])}),
+    "segments": ({"causal": True}, {"query_segments": SEGMENTS, "key_segments": SEGMENTS}),
+    "bias": ({"causal": True, "window": 40}, {"bias": normal(1, 6, T, T)}),
+    "mask": ({"causal": True}, {"mask": jnp.ones((1, 1, 1, T), bool).at[..., 5].set(False)}),
+}
+
+
+def run_by_positions(kernel, setting, extras, q, k, v, g):
+    out, log_sum = forward_by_positions(kernel, setting, q, k, v, extras)
+    return [out, log_sum, *backward_by_positions(kernel, setting, q, k, v, extras, out, log_sum, g)]
+
+
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.sweep) for n in (4, 8))])
+@pytest.mark.parametrize("name", WITH_OFFSETS)
+def test_a_kernel_whose_causal_mask_has_no_offset(name, n):
+    kwargs, extras = WITH_OFFSETS[name]
+    setting = AttentionSetting(0.3, names=tuple(extras), **kwargs)
+    q, k, v, g = operands = draw(n_heads=6, groups=2)
+    if "lengths" in extras and "window" in kwargs:
+        # Queries whose window lies behind a row's length have no keys: their result is unspecified, and their gradient 0.
+        g = operands[3] = jnp.where((jnp.arange(T) < extras["lengths"][:, None])[..., None, None], g, 0)
+    got = jax.jit(partial(run_by_positions, DENSE, replace(setting, split=split(n)), extras))(*operands)
+    out, log_sum = dense_forward(setting, q, k, v, extras)
+    want = [out, log_sum, *dense_backward(setting, q, k, v, extras, out, log_sum, g)]
+    assert_close(got, want)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kwargs", [{"causal": True}, {"causal": True, "window": 100}, {"window": 70}], ids=str)
+def test_splash_attention(kwargs):
+    class Interpreted:
+        forward = staticmethod(partial(KERNELS["splash attention"].forward, interpret=True))
+        backward = staticmethod(partial(KERNELS["splash attention"].backward, interpret=True))
+
+    extras = {name: jnp.repeat(SEGMENTS[:1], 16, 1) for name in ("query_segments", "key_segments")}
+    q, k, v, g = (x[:1] for x in draw(16 * T, 16 * T, 2, 1))
+    setting = AttentionSetting(0.3, names=tuple(extras), **kwargs)
+    by_blocks = KERNELS["XLA"]
+    out, log_sum = by_blocks.forward(setting, q, k, v, extras)
+    want = [out, log_sum, *by_blocks.backward(setting, q, k, v, extras, out, log_sum, g)]
+    got = jax.jit(partial(run_by_positions, Interpreted, replace(setting, split=split(4)), extras))(q, k, v, g)
+    assert_close(got, want, 1e-5)
