@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx.compiled import Module, collectives
 from redeqx.kernels import KERNELS, AttentionSetting, WithOffset, attend, backward_by_positions, forward_by_positions
+from redeqx.machine import make_mesh, split_heads
 
-AXES = ("data", "fsdp", "sequence", "model")
 ROWS, T = 4, 64
 rng = np.random.default_rng(0)
 SEGMENTS = jnp.asarray(np.sort(rng.integers(0, 4, (ROWS, T))))
@@ -27,9 +27,7 @@ def normal(*shape):
 
 @cache
 def split(n_sequence, n_model=1):
-    shape = 8 // n_sequence // n_model, 1, n_sequence, n_model
-    mesh = Mesh(np.array(jax.devices()).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 4)
-    return NamedSharding(mesh, P(("data", "fsdp"), "sequence", "model", None))
+    return split_heads(make_mesh(n_model, n_sequence_shards=n_sequence))
 
 
 def draw(n_queries=T, n_keys=T, n_heads=8, groups=2):
