@@ -5,15 +5,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Simulated devices need a thread each in XLA's pool, or their collectives wait for each other for ever. (The examples see to
 # that themselves: one device is faster without.)
-test sweep parity benchmarks: export NPROC ?= 16
-# A file at a time in each of two processes: compilation, which takes most of the time, uses one core.
-PYTEST_WORKERS ?= -n 2 --dist loadfile
+test quick sweep parity benchmarks: export NPROC ?= 16
+# A file at a time in each process: compilation, which takes most of the time, uses one core. One process more than there are
+# cores, since a fifth of the time they wait for files, sockets and processes that they started.
+PYTEST_WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$(( (n < 4 ? n : 4) + 1 ))) --dist loadfile --no-loadscope-reorder
 
 TUTORIALS := $(patsubst %.py,%.md,$(wildcard docs/pages/tutorials/*.py))
 FIGURES := docs/pages/figures/.made
 LIBRARY := $(shell find redeqx/ models -name '*.py')
 
-.PHONY: demo examples test lint sweep parity benchmarks table1 docs docs-serve clean
+.PHONY: demo examples test quick lint style types sweep parity benchmarks table1 docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.language_modeling
@@ -22,13 +23,21 @@ demo: $(VENV)/.demo
 examples: $(VENV)/.demo
 	$(BIN)/python -m examples $(EXAMPLES)
 
-# `make test TYPECHECK=redeqx` also checks the library's annotations at run time, and takes half as long again.
-test: lint
+# The style first, then the types beside the tests. `make test TYPECHECK=redeqx` also checks the library's annotations at run
+# time, and takes half as long again.
+test: style
+	$(MAKE) --no-print-directory -j 2 types quick
+
+quick: $(VENV)/.test
 	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m "not sweep and not parity"
 
-lint: $(VENV)/.test
+lint: style types
+
+style: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Long sweeps, left out of a newcomer's first test.
