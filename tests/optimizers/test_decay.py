@@ -62,7 +62,7 @@ WEIGHTS = {"first", "lower", "cell.weight_ih", "cell.weight_hh", "head.weight"}
 ADAMW = {"learning_rate": 1e-2, "weight_decay": 0.5}
 
 
-@pytest.mark.parametrize("cell", [eqx.nn.GRUCell, eqx.nn.LSTMCell])
+@pytest.mark.parametrize("cell", [eqx.nn.GRUCell, pytest.param(eqx.nn.LSTMCell, marks=pytest.mark.sweep)])
 def test_what_the_loss_multiplies_with_data_decays(capsys, cell):
     model = Recurrent(cell)
     names, row = shrunk(capsys, model, optax.adamw(**ADAMW, mask=weight_decay_mask))
@@ -96,16 +96,21 @@ def pulled_to_the_start(rate):
     ("optimizer", "expected"),
     [
         (optax.adamw(**ADAMW), None),
-        (optax.adam(1e-2), set()),
+        pytest.param(optax.adam(1e-2), set(), marks=pytest.mark.sweep),
         pytest.param(optax.adamw(1e-2, weight_decay=0.0), set(), marks=pytest.mark.sweep),
-        (optax.stateless_with_tree_map(lambda grad, param: -1e-2 * (grad + 0.0 * param)), set()),
+        pytest.param(
+            optax.stateless_with_tree_map(lambda grad, param: -1e-2 * (grad + 0.0 * param)), set(), marks=pytest.mark.sweep
+        ),
         (pulled_to_the_start(1e-2), set()),
         pytest.param(optax.lamb(**ADAMW, mask=decay_mask), WEIGHTS, marks=pytest.mark.sweep),
-        (adamw(**ADAMW, moments="8bit", mask=decay_mask), WEIGHTS),
+        pytest.param(adamw(**ADAMW, moments="8bit", mask=decay_mask), WEIGHTS, marks=pytest.mark.sweep),
         (muon(**ADAMW), WEIGHTS),
         pytest.param(optax.MultiSteps(optax.adamw(**ADAMW, mask=decay_mask), 1), WEIGHTS, marks=pytest.mark.sweep),
         pytest.param(optax.masked(optax.adamw(**ADAMW), decay_mask), WEIGHTS, marks=pytest.mark.sweep),
-        (groups({"matrix": optax.adamw(**ADAMW)}, default=optax.sgd(1e-3)), {"cell.weight_ih", "cell.weight_hh"}),
+        pytest.param(
+            groups({"matrix": optax.adamw(**ADAMW)}, default=optax.sgd(1e-3)), {"cell.weight_ih", "cell.weight_hh"},
+            marks=pytest.mark.sweep,
+        ),
     ],
     ids=["all", "adam", "zero", "times zero", "to a copy", "lamb", "8bit", "muon", "multi", "masked", "groups"],
 )  # fmt: skip
@@ -118,7 +123,7 @@ def test_the_header_counts_what_decays_under_any_optimizer(capsys, optimizer, ex
         assert row.startswith(f"{len(expected)} of 11") if expected else row == "none"
 
 
-@pytest.mark.parametrize("rounding", ["master", "stochastic"])
+@pytest.mark.parametrize("rounding", ["master", pytest.param("stochastic", marks=pytest.mark.sweep)])
 def test_the_header_counts_what_decays_with_bfloat16_parameters(capsys, rounding):
     precision = redeqx.Precision("float32", parameters="bfloat16", rounding=rounding)
     optimizer = optax.adamw(0.1, weight_decay=0.5, mask=decay_mask)
@@ -126,6 +131,7 @@ def test_the_header_counts_what_decays_with_bfloat16_parameters(capsys, rounding
     assert names == WEIGHTS and row.startswith("5 of 11")
 
 
+@pytest.mark.sweep
 def test_a_mask_knows_the_loss_after_a_prediction_too(capsys):
     """The model is then first placed without a loss, by the types of its layers."""
     model = Recurrent()

@@ -100,8 +100,13 @@ def wait_until(holds):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("interrupts", [1, 2])
-@pytest.mark.parametrize("place", ["step", "save", "evaluation"])
+@pytest.mark.parametrize(
+    ("place", "interrupts"),
+    [
+        ("step", 1), ("save", 1), ("evaluation", 2),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in [("step", 2), ("save", 2), ("evaluation", 1)]),
+    ],
+)  # fmt: skip
 def test_the_fit_after_an_interrupted_one_trains_to_its_end(notebook, place, interrupts):
     (notebook.folder / f"at_{place}").unlink(missing_ok=True)
     before = notebook.run("pass")

@@ -37,15 +37,17 @@ def value(checkpoints, which):
     return checkpoints.load(folder, "model", {"w": np.zeros(3, np.float32)})["w"][0]
 
 
-@pytest.fixture(params=["disk", "store"])
-def root(request, tmp_path):
-    if request.param == "disk":
+@pytest.fixture
+def root(request, tmp_path, medium):
+    if medium == "disk":
         (tmp_path / "run").mkdir()
         return tmp_path / "run"
     return location(request.getfixturevalue("bucket") + "/run")
 
 
-@pytest.mark.parametrize("names", [("actor", "critic"), ("critic", "actor")])
+@pytest.mark.parametrize(
+    ("medium", "names"), [("disk", ("actor", "critic")), pytest.param("store", ("critic", "actor"), marks=pytest.mark.sweep)]
+)
 def test_two_trainers_save_side_by_side(root, names):
     run = object()
     folders = {"actor": root / "ckpts", "critic": root / "ckpts" / "critic"}

@@ -46,19 +46,25 @@ def make_trainer(shards=(1, 1), accumulate=1, loss_fn=loss_fn, **options):
     )
 
 
-@pytest.mark.parametrize("n_parts", [1, 2])
+# Micro-batches, rows of a step and of the last one; and in how many parts each micro-batch is computed.
+CASES = [
+    (1, 37, 0, 1),  # 32 + 5
+    (1, 44, 0, 2),  # 40 + 4
+    (2, 37, 0, 2),  # 2 x 16 + 5 x 1
+    (2, 45, 0, 1),  # 2 x 16 + 8 + 5 x 1
+    (4, 32, 8, 2),  # the last step has one of four micro-batches, and runs in the program of the first
+    (3, 48, 37, 1),  # the last one has two of three, and more rows
+]
+SWEPT = [(accumulate, n_rows, n_last, 3 - n_parts) for accumulate, n_rows, n_last, n_parts in CASES]
+
+
 @pytest.mark.parametrize(
-    ("accumulate", "n_rows", "n_last"),
+    ("accumulate", "n_rows", "n_last", "n_parts", "shards"),
     [
-        (1, 37, 0),  # 32 + 5
-        (1, 44, 0),  # 40 + 4
-        (2, 37, 0),  # 2 x 16 + 5 x 1
-        (2, 45, 0),  # 2 x 16 + 8 + 5 x 1
-        (4, 32, 8),  # the last step has one of four micro-batches, and runs in the program of the first
-        (3, 48, 37),  # the last one has two of three, and more rows
+        *((*case, (1, 1)) for case in CASES),
+        *(pytest.param(*case, (2, 2), marks=pytest.mark.sweep) for case in SWEPT),
     ],
 )
-@pytest.mark.parametrize("shards", [(1, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
 def test_rows_of_an_update_are_numbered_in_order(shards, accumulate, n_rows, n_last, n_parts, monkeypatch):
     options = {}
     if n_parts > 1:
@@ -72,6 +78,7 @@ def test_rows_of_an_update_are_numbered_in_order(shards, accumulate, n_rows, n_l
     np.testing.assert_allclose(trainer.model.slots, expected, atol=1e-5)
 
 
+@pytest.mark.sweep
 def test_rows_of_an_evaluation_are_numbered_through_all_batches():
     def numbers_in(metrics):
         found = [metrics[f"row {i}"] for i in range(MOST)]

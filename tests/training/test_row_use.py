@@ -87,7 +87,9 @@ def check_update(trainer, loss_fn, n_rows, parts):
 
 @pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
 @pytest.mark.parametrize("shards", [(1, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("n_rows, accumulate", [(16, 1), (20, 1), (21, 2), (24, 2)])
+@pytest.mark.parametrize(
+    "n_rows, accumulate", [(20, 1), (21, 2), *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((16, 1), (24, 2)))]
+)
 def test_rows_that_mix_are_cut_only_as_the_user_asked(n_rows, accumulate, shards):
     parts = np.split(DATA[:n_rows], [-(-n_rows // accumulate)]) if accumulate == 2 else [DATA[:n_rows]]
     check_update(make_trainer(contrastive, shards=shards, accumulate_grad_batches=accumulate), contrastive, n_rows, parts)
@@ -95,8 +97,15 @@ def test_rows_that_mix_are_cut_only_as_the_user_asked(n_rows, accumulate, shards
 
 @pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
 @pytest.mark.parametrize("shards", [(1, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("n_rows", [6, *(pytest.param(n, marks=pytest.mark.sweep) for n in (8, 16)), 20, 34])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("n_rows", "accumulate"),
+    [
+        (6, 1),
+        (20, 2),
+        (34, 2),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((8, 2), (16, 1), (20, 1), (34, 1))),
+    ],
+)
 def test_rows_of_a_group_stay_together(n_rows, accumulate, shards):
     check_update(
         make_trainer(preference, shards=shards, accumulate_grad_batches=accumulate), preference, n_rows, [DATA[:n_rows]]
@@ -217,6 +226,7 @@ def dropout_loss(model, batch, key):
     return jnp.square(jax.vmap(jax.vmap(model))(x)).mean()
 
 
+@pytest.mark.sweep
 def test_batches_of_other_lengths_are_divided_as_exactly_as_the_first():
     texts = [DATA[i : i + 3 + i // 16, :5] for i in range(36)]
     found = []
@@ -484,8 +494,13 @@ def noisy(model, batch, key):
     return jnp.square(jax.vmap(model)(batch[:, :5] + jax.random.normal(key, batch[:, :5].shape))).mean()
 
 
-@pytest.mark.parametrize("loss_fn", [preference, masked, noisy])
-@pytest.mark.parametrize("n_parts", [2, pytest.param(4, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    ("loss_fn", "n_parts"),
+    [
+        (preference, 2),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((masked, 2), (noisy, 2), (preference, 4), (noisy, 4))),
+    ],
+)
 def test_parts_of_micro_batches_compute_the_same(loss_fn, n_parts, monkeypatch):
     """4 rows a device, also as 2 x 2 and 4 x 1; a remainder of 16 rows, two a device, has 2 parts if no pair is divided."""
     divide_micro_batches(monkeypatch, n_parts)

@@ -58,12 +58,18 @@ def gradients(model, batch, n_model_shards, n_fsdp_shards, **options):
     )
 
 
+KINDS = [
+    (12, "plain", 12), (3, "plain", 12), (12, "1d", 12), (12, "scan", 12), (3, "plain", 9), (9, "1d", 9), (9, "scan", 9),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "mesh", [pytest.param((4, 1), marks=pytest.mark.sweep), (2, 2), pytest.param((2, 1), marks=pytest.mark.sweep)]
-)
-@pytest.mark.parametrize(
-    ("groups", "kind", "n_channels"),
-    [(12, "plain", 12), (3, "plain", 12), (12, "1d", 12), (12, "scan", 12), (3, "plain", 9), (9, "1d", 9), (9, "scan", 9)],
+    ("mesh", "groups", "kind", "n_channels"),
+    [
+        *(((2, 2), *KINDS[i]) for i in (0, 4, 6)),
+        *(pytest.param((2, 2), *KINDS[i], marks=pytest.mark.sweep) for i in (1, 2, 3, 5)),
+        *(pytest.param([(4, 1), (2, 1)][i % 2], *kind, marks=pytest.mark.sweep) for i, kind in enumerate(KINDS)),
+    ],
 )
 def test_gradient_of_a_grouped_convolution(x64, mesh, groups, kind, n_channels):
     model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, Net(groups, kind, n_channels))
