@@ -79,8 +79,16 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("groups", [2, *(pytest.param(groups, marks=pytest.mark.sweep) for groups in (1, 4))])
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "groups"),
+    [
+        *(pytest.param(setting, 2, id=name) for name, setting in SETTINGS.items()),
+        *(
+            pytest.param(setting, (1, 4)[i % 2], id=f"{name}-{(1, 4)[i % 2]}", marks=pytest.mark.sweep)
+            for i, (name, setting) in enumerate(SETTINGS.items())
+        ),
+    ],
+)
 def test_values_and_gradients_match_the_formula(setting, groups):
     assert_matches_formula(qkv(groups=groups), **setting)
 

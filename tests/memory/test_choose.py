@@ -95,10 +95,10 @@ def test_warns_and_continues_if_nothing_fits(set_device_memory, capsys):
     assert trainer.step == 1 and "Nothing fits: expect the step to fail. Take more shards" in chosen(capsys)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.sweep
-def test_divides_micro_batches_without_changing_results(set_device_memory, accumulate, monkeypatch, capsys):
+def test_divides_micro_batches_without_changing_results(set_device_memory, monkeypatch, capsys):
     """Includes a smaller last step with fewer micro-batches, and rows that do not divide evenly."""
+    accumulate = 2
 
     def in_two_parts(space):
         rows, n = space.own.per_device_batch_size, space.own.accumulate_grad_batches
@@ -144,6 +144,7 @@ def test_compiles_each_strategy_once(set_device_memory, caplog):
     assert len(compiled) == 2
 
 
+@pytest.mark.sweep
 def test_chooses_again_for_a_larger_batch(set_device_memory, capsys):
     set_device_memory(bytes_needed("none"))
     trainer = make_trainer()

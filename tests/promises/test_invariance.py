@@ -12,7 +12,6 @@ from redeqx.models.gpt2 import GPT2, GPT2Config
 from tests._tree import named_leaves
 
 VOCAB, SEQ, BATCH = 64, 8, 16
-MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (2, 4)]  # (n_model_shards, n_fsdp_shards)
 EXAMPLES = [row.astype(np.int32) for row in np.random.default_rng(0).integers(0, VOCAB, (3 * BATCH, SEQ + 1))]
 REST = 5  # examples to leave out, so that the last step is smaller and does not divide over the devices
 
@@ -87,7 +86,7 @@ def reference():
 
 @pytest.mark.parametrize(
     ("n_model", "n_fsdp"),
-    [mesh if mesh == (2, 2) else pytest.param(*mesh, marks=pytest.mark.sweep) for mesh in MESHES[1:]],
+    [(2, 2), *(pytest.param(*mesh, marks=pytest.mark.sweep) for mesh in [(8, 1), (1, 4), (2, 4)])],
 )
 def test_parameters_do_not_depend_on_the_mesh(n_model, n_fsdp, reference):
     trainer, losses = train(n_model, n_fsdp, optax.sgd(0.1, momentum=0.9))
@@ -104,10 +103,7 @@ def cut_reference():
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("n_model", "n_fsdp", "accumulate"),
-    [
-        *[(1, 1, 2), (1, 2, 1), (1, 4, 2), (1, 8, 1), (2, 1, 2), (2, 4, 4), (4, 1, 4), (4, 2, 2), (8, 1, 1), (8, 1, 4)],
-        *[(2, 2, 1), (2, 2, 2), (2, 2, 4)],
-    ],
+    [(1, 1, 2), (1, 2, 1), (1, 8, 1), (2, 1, 2), (2, 4, 4), (4, 2, 2), (8, 1, 4), (2, 2, 1)],
 )
 def test_parameters_do_not_depend_on_mesh_and_accumulation(n_model, n_fsdp, accumulate, cut_reference):
     """With a smaller last step."""

@@ -341,8 +341,13 @@ def unsharded_values_and_gradients(name):
     return jax.jit(jax.value_and_grad(loss_of(fn)), compiler_options=QUICK)(*random_weights_and_batch(shapes))
 
 
-@pytest.mark.parametrize("mesh_name", [pytest.param(x, marks=[pytest.mark.sweep] * (x == "fsdp=8")) for x in MESHES])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "mesh_name"),
+    [
+        *((name, "data=2, fsdp=2, model=2") for name in CASES),
+        *(pytest.param(name, "fsdp=8", marks=pytest.mark.sweep) for name in [*CASES][::2]),
+    ],
+)
 def test_values_and_gradients_equal_the_unsharded_ones(name, mesh_name):
     fn, shapes, rtol, atol = CASES[name]
     weights, x = random_weights_and_batch(shapes)
