@@ -43,7 +43,9 @@ else:
 """
 
 
-@pytest.mark.parametrize("fault", ["shards", "files", "parts"])
+@pytest.mark.parametrize(
+    "fault", ["shards", *(pytest.param(fault, marks=pytest.mark.sweep) for fault in ("files", "parts"))]
+)
 def test_without_peers_a_part_is_never_saved(tmp_path, fault):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -826,7 +826,8 @@ print(n - 1, sum(old))
 """
 
 
-@pytest.mark.parametrize("step", [200, pytest.param(300, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("step", [200, 300])
+@pytest.mark.sweep
 def test_save_killed_at_every_system_call(tmp_path, step):
     """Step 300 is a new checkpoint; step 200 is saved next to a committed checkpoint of the same step."""
     n_kills, n_old = map(int, run(KILLED.replace("STEP)", f"{step})").replace("STEP,", f"{step},"), tmp_path).split())

@@ -103,6 +103,7 @@ trainer.fit(np.zeros((8, 4), "float32"), batch_size=8)
 """
 
 
+@pytest.mark.sweep
 def test_verdict_of_the_dry_run_is_the_first_comment(capfd, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     command = ("launch", "--on", "slurm", "--topology", "cpu:8", tmp_path / "train.py")

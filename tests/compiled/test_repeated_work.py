@@ -160,14 +160,14 @@ PART = "`slice` takes some of them"
     "loss, times, why",
     [
         (by_map, "8.0", [LOOP]),
-        (by_map_of_eight, "8.0", [LOOP]),
+        pytest.param(by_map_of_eight, "8.0", [LOOP], marks=pytest.mark.sweep),
         (by_map_with_a_remainder, "7.6", [PART]),
-        (by_python, "8.0", [PART]),
+        pytest.param(by_python, "8.0", [PART], marks=pytest.mark.sweep),
         (ragged, "4.0", ["`ragged_dot_general` depends on their order"]),
         (scattered, "8.0", ["`cumsum` depends on their order", "`scatter` looks them up by index"]),
         (WITHOUT_FILE["sorted_without_a_file"], "8.0", ["`sort` depends on their order", "`gather` looks them up by index"]),
-        (WITHOUT_FILE["by_map_without_a_file"], "8.0", [LOOP]),
-        (WITHOUT_FILE["by_batches_without_a_file"], "7.6", [PART]),
+        pytest.param(WITHOUT_FILE["by_map_without_a_file"], "8.0", [LOOP], marks=pytest.mark.sweep),
+        pytest.param(WITHOUT_FILE["by_batches_without_a_file"], "7.6", [PART], marks=pytest.mark.sweep),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )

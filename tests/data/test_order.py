@@ -44,6 +44,7 @@ def test_first_indices_of_a_huge_order_differ_and_lie_in_all_of_it(n):
 
 
 @pytest.mark.parametrize("n", [3, 4, 5])
+@pytest.mark.sweep
 def test_every_order_of_few_examples_is_equally_likely(n):
     counts = dict.fromkeys(itertools.permutations(range(n)), 0)
     for epoch in range(50 * len(counts)):

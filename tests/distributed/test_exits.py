@@ -164,6 +164,7 @@ def test_the_watch_prints_the_position_of_each_thread(codes, capsys):
     assert "in waits\n" in mine
 
 
+@pytest.mark.sweep
 def test_running_thread_does_not_prevent_the_exit(tmp_path):
     script = tmp_path / "ends.py"
     script.write_text("""
@@ -183,6 +184,7 @@ Preemption(Peers()).end(7, lambda text: None)
     assert ended.stderr == "redeqx: thread uploads still runs 0.3 s after the end. Leaving with exit code 75.\n"
 
 
+@pytest.mark.sweep
 def test_exit_handler_that_hangs_does_not_prevent_the_exit(tmp_path):
     """Such as that of a tracker whose server is down; a scheduler would kill the process, and not requeue it."""
     script = tmp_path / "ends.py"

@@ -55,6 +55,7 @@ def test_invalid_utf8_is_replaced(capfd):
 
 
 @pytest.mark.parametrize("encoding", [pytest.param("latin-1", marks=pytest.mark.sweep), "ascii"])
+@pytest.mark.sweep
 def test_bytes_that_the_terminal_cannot_show_are_passed_on(tmp_path, encoding):
     (tmp_path / "run.py").write_text(
         r"""
@@ -149,6 +150,7 @@ def test_processes_end_with_the_launcher(tmp_path):
         time.sleep(0.02)
 
 
+@pytest.mark.sweep
 def test_processes_continue_after_stdout_is_closed(tmp_path):
     """The exit code is preserved."""
     script = tmp_path / "script.py"

@@ -668,6 +668,7 @@ def test_silent_process_is_abandoned_after_the_heartbeat_timeout(cluster, capsys
     ]
 
 
+@pytest.mark.sweep
 def test_heartbeats_keep_idle_processes_alive(cluster):
     peers = cluster.connect(2, heartbeat=2.0)
     time.sleep(4.5)

@@ -195,9 +195,10 @@ print("trained", flush=True)
     [
         pytest.param("none", "trained", marks=pytest.mark.sweep),
         ("shards", "ValueError: `model`: expected `weight(slice(2, 4, None), slice(None, None, None))` to have the same"),
-        (
+        pytest.param(
             "flags",
             "ValueError: `Deployer`: expected `XLA_FLAGS` to be unset, as in process 0, got --xla_cpu_enable_fast_math=true",
+            marks=pytest.mark.sweep,
         ),
     ],
 )

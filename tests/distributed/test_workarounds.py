@@ -58,6 +58,7 @@ def port():
         return free.getsockname()[1]
 
 
+@pytest.mark.sweep
 def test_jax_ends_a_process_whose_coordinator_is_gone(port):
     """It aborts before the process can say which step is safe: answered by `_relay.py`.
 
@@ -69,6 +70,7 @@ def test_jax_ends_a_process_whose_coordinator_is_gone(port):
     assert code != 0 and lines == ["connected"]
 
 
+@pytest.mark.sweep
 def test_grpc_uses_a_proxy_for_the_own_host(port):
     """Answered by `_cluster._no_proxies`."""
     code, lines = end(begin(CONNECT, port, 1, 0, http_proxy="http://127.0.0.1:9"))

@@ -96,6 +96,7 @@ def test_memory_equals_that_of_the_compiled_step(shards, accumulate):
     assert run.machine.name == "this" and run.fits and run.estimate is None  # CPUs have no published rates
 
 
+@pytest.mark.sweep
 def test_copied_arguments_are_named_by_their_leaves_in_the_report(monkeypatch):
     trainer = make_trainer(make_deployer(2, 2), trainable=lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim > 1)
     (state, frozen, *_), _ = trainer.compile(examples(8), batch_size=8).args_info
@@ -111,6 +112,7 @@ def test_copied_arguments_are_named_by_their_leaves_in_the_report(monkeypatch):
     assert [leaves[name].shape for name in found] == [*shapes.values()]
 
 
+@pytest.mark.sweep
 def test_remainder_rows_are_computed_by_each_batch_shard():
     """Each of 8 batch shards computes all of these rows, so their FLOPs are not divided by 8."""
     trainer = make_trainer(make_deployer())
@@ -124,6 +126,7 @@ def test_remainder_rows_are_computed_by_each_batch_shard():
     assert [sum(run.model_flops.values()) / sum(full.model_flops.values()) for run in (two, twelve)] == [0.25, 1.5]
 
 
+@pytest.mark.sweep
 def test_estimate_of_collectives_between_hosts_and_of_copies_to_the_host():
     run = make_trainer(make_deployer(2, 2)).dry_run(examples(), 2)
     moved = {True: 0, False: 0}  # bytes within a host of the first or last four devices, and between the two hosts

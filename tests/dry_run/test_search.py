@@ -69,6 +69,7 @@ def test_search_for_the_fastest_exits_with_0():
     assert own.fits and own.best.strategy == own.strategy and "Fastest that fits: Deployer(" in own.verdict()
 
 
+@pytest.mark.sweep
 def test_verdict_says_what_the_nearest_setting_lacks():
     mlp = eqx.nn.MLP(16, 16, 256, 3, key=jax.random.key(0))
     memory = 4 * sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(mlp, eqx.is_array))) // 7

@@ -124,6 +124,7 @@ def sgd_update(shape, examples, n_micro, noise_multiplier, sample_size, width=8)
 
 
 @pytest.mark.parametrize("n_micro", [pytest.param(1, marks=pytest.mark.sweep), 4])
+@pytest.mark.sweep
 def test_noise_matches_the_accountant_on_every_mesh(n_micro):
     """Padding rows have no gradient, so a step contains only noise."""
     one, four = (sgd_update(shape, [PADDING] * 16, n_micro, 2.0, 10.0, width=256) for shape in ((1, 1, 1), (2, 1, 2)))

@@ -57,6 +57,7 @@ SMALL_RUN = {"width": 16, "n_envs": 4, "n_updates": 2, "batch_size": 16, "eval_e
     ],
     ids=["ddpg", "maddpg"],
 )
+@pytest.mark.sweep
 def test_target_networks_reach_the_dry_run(main, args, tmp_path):
     """Their state is the model's own arrays, by `eqx.filter(model, eqx.is_array)`."""
     with redeqx.described("cpu:8"), pytest.raises(DryRunDone) as done:
@@ -283,6 +284,7 @@ def assert_targets_moved_by_a_tenth(state, targets, model):
     assert_same(state, jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, targets, arrays))
 
 
+@pytest.mark.sweep
 def test_ddpg_losses_of_critic_and_actor():
     model, other = (ddpg.ActorCritic(4, 2, 8, key=jax.random.key(seed)) for seed in (0, 1))
     batch = transitions(np.random.default_rng(0))

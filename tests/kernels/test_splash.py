@@ -127,6 +127,7 @@ def test_an_unknown_split_over_devices_falls_back_to_blocks():
 
 
 @pytest.mark.parametrize(("platform", "name"), [("cuda", "cuDNN"), ("tpu", "splash attention")])
+@pytest.mark.sweep
 def test_fewer_key_heads_than_devices_are_repeated_for_the_kernel(platform, name):
     """Otherwise each device would compute all heads. Gradients are summed over the repeats."""
     q, k, v, g = draw(heads=8, groups=2, rows=4)

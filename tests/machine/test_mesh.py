@@ -110,6 +110,7 @@ def test_simulate_devices():
     assert run_python(code, JAX_PLATFORMS="cpu") == "4 True [2, 1, 1, 2]"
 
 
+@pytest.mark.sweep
 def test_simulate_devices_after_jax_has_started_is_an_error():
     code = """
 import os, jax, redeqx

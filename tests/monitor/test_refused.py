@@ -51,6 +51,7 @@ def assert_complete(workdir):
     assert json.loads((workdir / "ckpts" / "index.json").read_text())["last"] == "step_00000100"
 
 
+@pytest.mark.sweep
 def test_full_disk_of_logs_does_not_end_a_run(tmp_path):
     with open("/dev/full", "w") as full:
         ended = run(tmp_path, full)
@@ -62,6 +63,7 @@ def test_full_disk_of_logs_does_not_end_a_run(tmp_path):
 @pytest.mark.parametrize(
     "setting", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
 )
+@pytest.mark.sweep
 def test_letters_that_a_stream_lacks_do_not_end_a_run(tmp_path, setting):
     ended = run(tmp_path, subprocess.PIPE, **setting)
     assert ended.returncode == 0, ended.stderr.decode()

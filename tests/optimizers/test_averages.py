@@ -120,7 +120,7 @@ def test_a_plain_optimizer_saves_one_model(tmp_path):
     ("optimizer", "options"),
     [
         (lambda: ema(optax.adam(1e-2), 0.9), {}),
-        (schedule_free, {}),
+        pytest.param(schedule_free, {}, marks=pytest.mark.sweep),
         pytest.param(
             lambda: ema(optax.adam(1e-2), 0.9),
             {"compute": redeqx.Precision(parameters="bfloat16")},

@@ -296,6 +296,7 @@ def test_results_equal_on_every_mesh_without_collectives_in_iterations(mesh, sin
         assert momentum[name].sharding.is_equivalent_to(plan.sharding(name), momentum[name].ndim)
 
 
+@pytest.mark.sweep
 def test_exchange_moves_each_matrix_once_in_each_direction():
     """Each device sends its shards of all matrices to the other devices and receives the results."""
     keys = jax.random.split(jax.random.key(0), 9)
@@ -315,6 +316,7 @@ def test_exchange_moves_each_matrix_once_in_each_direction():
     assert sum(c.moved for c in found) == pytest.approx(2 * n_bytes / 8 * 7 / 8)
 
 
+@pytest.mark.sweep
 def test_indivisible_matrices_and_merged_dims():
     """Weights `[d, heads, size]` split by heads, one matrix of each shape for eight devices, and kinds from the plan."""
     structure = STRUCTURES["einsum_attention"](jax.random.key(0))
@@ -357,6 +359,7 @@ def test_custom_splits_of_any_dim(single_device_results):
         np.testing.assert_allclose(leaf, single_device_results[0][name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.sweep
 def test_split_stacked_dim():
     deployer = redeqx.Deployer(0, 2, 2, verbose=False)
     stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(8, 8, key=key))(jax.random.split(jax.random.key(0), 6))

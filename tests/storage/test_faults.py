@@ -38,7 +38,7 @@ def verified_step(checkpoints):
     return step
 
 
-@pytest.mark.parametrize("status", [500, 503, "cut"])
+@pytest.mark.parametrize("status", [500, *(pytest.param(status, marks=pytest.mark.sweep) for status in (503, "cut"))])
 def test_failed_requests_are_retried(bucket, server, status, short_pauses):
     count = itertools.count()
     server.fault = lambda method, path: status if next(count) % 3 == 0 else None
@@ -189,6 +189,7 @@ print(sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in childre
 """
 
 
+@pytest.mark.sweep
 def test_one_of_several_takes_over_a_lock(bucket):
     location(f"{bucket}/ckpts.lock").write_bytes(b'{"pid": 12, "host": "node7", "machine": "another"}')
     found = subprocess.run([sys.executable, "-c", RACE, f"{bucket}/ckpts"], capture_output=True, text=True, timeout=120)

@@ -72,6 +72,7 @@ def test_run_in_a_store_matches_a_local_run(bucket, tmp_path):
     assert (there / step).read_bytes() == (here / step).read_bytes()
 
 
+@pytest.mark.sweep
 def test_run_in_a_failing_store_has_the_same_bits(bucket, server, short_pauses, tmp_path):
     """A third of all requests fail: during the first fit, after the restart, and while the result is loaded."""
     alone = run(tmp_path / "run")
@@ -98,6 +99,7 @@ def test_saved_model_is_loaded_from_its_address(bucket, capsys):
     assert len(predictor.predict(DATA, batch_size=8)) == len(DATA)
 
 
+@pytest.mark.sweep
 def test_second_run_is_locked_out(bucket):
     run(f"{bucket}/run", stop=2)
     checkpoints = Checkpoints(location(f"{bucket}/run/ckpts"))

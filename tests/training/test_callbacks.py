@@ -311,6 +311,7 @@ def test_interrupted_fit_continues_in_the_same_process_with_its_callback_state()
 # --- profiles -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_profile_writes_a_trace_and_a_table(tmp_path):
     trainer = make_trainer(tmp_path)
     assert trainer.compiled_step is None

@@ -485,7 +485,7 @@ def test_stochastic_rounding_does_not_depend_on_the_mesh():
     assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "master"])
+@pytest.mark.parametrize("rounding", ["stochastic", pytest.param("master", marks=pytest.mark.sweep)])
 def test_resume_ends_with_the_same_bits(tmp_path, rounding):
     def run(folder, n_steps):
         precision = redeqx.Precision(**HALF, rounding=rounding)

@@ -211,6 +211,7 @@ def test_schedule_is_called_with_an_array():
     assert trainer.step == 3
 
 
+@pytest.mark.sweep
 def test_rerun_resumes_a_second_fit_started_from_the_best_checkpoint(tmp_path):
     def run(kill_at=None):
         trainer, seen = make_trainer(tmp_path, loss_fn=loss_fn), []

@@ -350,6 +350,7 @@ def losses_and_leaves(n_model, n_fsdp, stack_blocks, remat="auto"):
     return losses, jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))
 
 
+@pytest.mark.sweep
 def test_attention_is_fused_inside_the_scan():
     params, static = eqx.partition(Decoder(jax.random.key(0)), eqx.is_array)
 

@@ -371,13 +371,14 @@ VIT_CONFIG = ViTConfig(8, 4, 3, 8, 8, 1, 2)
 @pytest.mark.parametrize(
     ("cls", "config"),
     [
-        (T5, T5_CONFIG),
+        pytest.param(T5, T5_CONFIG, marks=pytest.mark.sweep),
         (T5, dataclasses.replace(T5_CONFIG, is_tied=False)),
         (Bert, BertConfig(16, 8, 2, 8, 8, 1, 2)),
-        (ViT, VIT_CONFIG),
-        (
+        pytest.param(ViT, VIT_CONFIG, marks=pytest.mark.sweep),
+        pytest.param(
             VisionEncoderDecoder,
             VisionEncoderDecoderConfig(VIT_CONFIG, GPT2Config(16, 8, 8, 1, 2, has_cross_attention=True), 0, 1, 2, 0),
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=["tied", "untied", "bert", "vit", "captioner"],

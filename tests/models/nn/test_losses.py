@@ -48,6 +48,7 @@ def of_head(hidden, weight, chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.sweep
 def test_forward_mode_and_second_derivatives(chunk_size):
     """The gradient that is computed with the value can be differentiated again."""
     along = jnp.asarray(rng.normal(size=HIDDEN.shape), jnp.float32), jnp.asarray(rng.normal(size=WEIGHT.shape), jnp.float32)
