@@ -117,7 +117,7 @@ def sizes_of_other_dims():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("name", "n_rows"), sizes_of_other_dims())
+@pytest.mark.parametrize(("name", "n_rows"), [*sizes_of_other_dims()])
 def test_a_size_that_is_also_one_of_another_dim_changes_no_verdict(name, n_rows):
     use = row_use(sums_of(name), weights(), (), batch_of(n_rows), KEY)
     assert (use.kind, use.group) == (CASES[name].kind, CASES[name].group), use.text

@@ -104,6 +104,6 @@ def test_conjunctions_of_masks_keep_values_and_gradients(masks, how):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", covering(6, 150))
+@pytest.mark.parametrize("seed", [*covering(6, 150)])
 def test_conjunctions_of_masks_keep_values_and_gradients_in_any_order(seed):
     check(*drawn(seed))
