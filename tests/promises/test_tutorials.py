@@ -1,4 +1,4 @@
-"""The tutorials: each runs as a script and as a notebook, and each link has a target."""
+"""The tutorials: they run as scripts and as notebooks, and each link has a target."""
 
 import os
 import re
@@ -26,18 +26,22 @@ def run_python(script, *args, folder):
 
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("source", [each for each in SOURCES if each.stem != "diffusion"], ids=lambda path: path.stem)
-def test_a_tutorial_runs_as_a_script(source, tmp_path):
-    """Its own assertions check its claims. The diffusion runs as a notebook."""
-    run_python(source, folder=tmp_path)
+def test_a_tutorial_runs_as_a_script(tmp_path):
+    """`make docs` runs all of them as notebooks: their own assertions check their claims."""
+    run_python(FOLDER / "mini_gpt.py", folder=tmp_path)
     assert not list(tmp_path.iterdir())  # the reader's folder is unchanged
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_a_tutorial_runs_as_a_notebook_and_is_converted_to_a_page(tmp_path):
+    """With 2 of 100 epochs, and without the judgement of what is drawn after them."""
+    text = (FOLDER / "diffusion.py").read_text()
+    for long, short in (("n_epochs=100", "n_epochs=2"), ("every = 300", "every = 12"), ("assert shares[1] > 0.8\n", "")):
+        assert text.count(long) == 1
+        text = text.replace(long, short)
     source = tmp_path / "diffusion.py"
-    source.write_text((FOLDER / "diffusion.py").read_text())
+    source.write_text(text)
     run_python(DOCS / "tutorials.py", source, folder=tmp_path)
     page = (tmp_path / "diffusion.md").read_text()
     pictures = re.findall(r"!\[[^]]*\]\((\S+)\)", page)
@@ -48,7 +52,7 @@ def test_a_tutorial_runs_as_a_notebook_and_is_converted_to_a_page(tmp_path):
     (fit,) = [cell for cell in notebook.cells if "trainer.fit(" in cell.source]
     line, lines, figure = fit.outputs  # the line that is updated in place, the printed lines, the picture
     assert [output.output_type for output in fit.outputs] == ["display_data", "stream", "display_data"]
-    assert "step 1,200/1,200" in line.data["text/plain"] and "\ncompiled train step in" in lines.text
+    assert "step 24/24" in line.data["text/plain"] and "\ncompiled train step in" in lines.text
     assert "image/png" in figure.data
 
 
