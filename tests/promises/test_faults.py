@@ -27,7 +27,7 @@ def leftovers(workdir):
     return [path.name for path in (workdir / "ckpts").iterdir() if path.name.startswith(".tmp_")]
 
 
-@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.sweep), 1])
+@pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.sweep
 def test_the_others_leave_when_a_peer_is_killed(tmp_path, culprit):
     run = train(tmp_path, "--fault", "kill", "--in", culprit)
@@ -97,9 +97,10 @@ def test_a_peer_that_hangs_is_named(tmp_path):
     assert any(line.startswith("[0] ") and "in updates" in line for line in run.lines)
 
 
-@pytest.mark.parametrize("culprit", [0, pytest.param(1, marks=pytest.mark.sweep)])
 @pytest.mark.sweep
-def test_an_exception_in_one_process_ends_all_and_is_printed_once_and_last(tmp_path, culprit):
+def test_an_exception_in_one_process_ends_all_and_is_printed_once_and_last(tmp_path):
+    """In process 0, which the others need for theirs."""
+    culprit = 0
     run = train(tmp_path, "--fault", "raise", "--in", culprit)
     assert run.code == 1
     assert run.seconds_after_fault() < SOON
@@ -111,11 +112,10 @@ def test_an_exception_in_one_process_ends_all_and_is_printed_once_and_last(tmp_p
     assert last_complete_step(tmp_path) >= 3
 
 
-@pytest.mark.parametrize("fault", [*(pytest.param(name, marks=pytest.mark.sweep) for name in ("term", "usr1")), "twice"])
 @pytest.mark.sweep
-def test_a_signal_of_the_scheduler_saves_the_same_step(tmp_path, fault):
-    """This checkpoint contains the optimizer state, although the others are saved without it."""
-    run = train(tmp_path, "--fault", fault, "--params-only")
+def test_signals_of_the_scheduler_save_the_same_step(tmp_path):
+    """SIGTERM twice, and SIGUSR1. This checkpoint contains the optimizer state, although the others are saved without it."""
+    run = train(tmp_path, "--fault", "twice", "--params-only")
     assert run.code == 75
     step = last_complete_step(tmp_path)
     assert f"[0] preempted: step {step} is saved; run the script again to go on from it" in run.lines
@@ -163,13 +163,11 @@ def test_forked_children_do_not_affect_the_run(tmp_path):
     ("fault", "culprit", "why"),
     [
         ("disk", 1, "'No space left on device (process 1)' with"),
-        pytest.param("full", 0, "'No space left on device (process 0)' with", marks=pytest.mark.sweep),
-        pytest.param("readonly", 0, "'Read-only file system (process 0)' with", marks=pytest.mark.sweep),
-        pytest.param(
+        ("readonly", 0, "'Read-only file system (process 0)' with"),
+        (
             "vanished",
             1,
             "expected the run's folder, which existed at its start, got none. Mount it again, or save elsewhere",
-            marks=pytest.mark.sweep,
         ),
     ],
 )
@@ -187,9 +185,9 @@ def test_a_disk_failure_ends_all_processes_with_the_same_error(tmp_path, fault, 
         assert not leftovers(workdir)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.sweep
-def test_a_script_that_ends_before_the_others_is_named(tmp_path, culprit):
+def test_a_script_that_ends_before_the_others_is_named(tmp_path):
+    culprit = 1
     run = train(tmp_path, "--fault", "ends", "--in", culprit)
     assert run.code == 1
     assert "Leaving with exit code 75" not in run.text
@@ -219,21 +217,18 @@ def test_arguments_that_differ_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
-        pytest.param(
+        (
             "rate",
             r"`train step`: expected the same program in all processes, got in line \d+ `.*0\.01|0\.00999.*` in process 0, ",
-            marks=pytest.mark.sweep,
         ),
-        pytest.param(
-            "init", r"`init`: expected the same program in all processes, got in line \d+ `.*", marks=pytest.mark.sweep
-        ),
-        pytest.param(
+        ("init", r"`init`: expected the same program in all processes, got in line \d+ `.*"),
+        (
             "weights",
             r"`model`: expected `up\.weight` to have the same values in all processes, got crc32 [0-9a-f]{8} in process 0, ",
-            marks=pytest.mark.sweep,
         ),
     ],
 )
+@pytest.mark.sweep
 def test_a_process_with_another_program_or_other_values_is_refused(tmp_path, fault, why):
     """It is refused before its first step is used."""
     run = train(tmp_path, "--fault", fault, *QUICK)
@@ -273,19 +268,22 @@ def test_two_processes_train_like_one(tmp_path):
             assert np.linalg.norm(a.read(name) - b.read(name)) <= 1e-6 * np.linalg.norm(b.read(name)), name
 
 
-@pytest.mark.parametrize(
-    ("n_devices", "mesh"),
-    [
-        pytest.param(8, (), marks=pytest.mark.sweep),
-        pytest.param(4, ("--model", 4), marks=pytest.mark.sweep),
-        pytest.param(4, ("--model", 1, "--fsdp", 4), marks=pytest.mark.sweep),
-    ],
-)
-def test_a_run_continues_on_other_devices(tmp_path, n_devices, mesh):
-    """One of two processes is killed. A single process resumes the run on as many or fewer devices, with another mesh."""
+@pytest.fixture(scope="module")
+def killed_and_whole(tmp_path_factory):
+    """The folder of a run of which one of two processes was killed, and the same run in one process, without an end."""
+    folder = tmp_path_factory.mktemp("killed")
     # Without dropout: its masks depend on how devices share the last, smaller step of an epoch.
-    killed = train(tmp_path / "run", "--fault", "kill", "--at", 10, "--rest", "--dropout", 0, *QUICK)
+    killed = train(folder / "run", "--fault", "kill", "--at", 10, "--rest", "--dropout", 0, *QUICK)
     assert killed.code == 137
+    return folder / "run", folder / "whole", train(folder / "whole", "--rest", "--dropout", 0, n_processes=1, n_devices=8)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("n_devices", "mesh"), [(8, ()), (4, ("--model", 4)), (4, ("--model", 1, "--fsdp", 4))])
+def test_a_run_continues_on_other_devices(killed_and_whole, tmp_path, n_devices, mesh):
+    """A single process resumes it on as many or fewer devices, with another mesh."""
+    killed, whole_folder, whole = killed_and_whole
+    shutil.copytree(killed, tmp_path / "run")
     step = last_complete_step(tmp_path / "run")
     assert 3 <= step < 14
     again = train(tmp_path / "run", *mesh, "--rest", "--dropout", 0, n_processes=1, n_devices=n_devices)
@@ -293,8 +291,7 @@ def test_a_run_continues_on_other_devices(tmp_path, n_devices, mesh):
     steps = trained_on(tmp_path / "run", N)
     seen = Counter(number for numbers in [*steps["2"][:step], *steps["1"]] for number in numbers)
     assert seen == dict.fromkeys(range(N), 2)  # in two epochs
-    whole = train(tmp_path / "whole", "--rest", "--dropout", 0, n_processes=1, n_devices=8)
-    assert trained_on(tmp_path / "whole", N)["1"][step:] == steps["1"]
+    assert trained_on(whole_folder, N)["1"][step:] == steps["1"]
     np.testing.assert_allclose(again.result["metrics"]["loss"], whole.result["metrics"]["loss"], rtol=1e-5)
 
 
@@ -337,13 +334,21 @@ def test_without_writes_at_a_position_each_process_writes_its_own_file(tmp_path,
     check_same_bits(Checkpoints(tmp_path / "ckpts").resolve("last"), uninterrupted_checkpoint)
 
 
+@pytest.fixture(scope="module")
+def on_separate_disks(tmp_path_factory):
+    """The folder of both disks after an epoch, and its run."""
+    folder = tmp_path_factory.mktemp("disks")
+    return folder, train(folder / "run", "--fault", "unshared", "--epochs", 1)
+
+
 @pytest.mark.sweep
-def test_on_separate_disks_each_process_keeps_its_part(tmp_path, uninterrupted_checkpoint):
+def test_on_separate_disks_each_process_keeps_its_part(on_separate_disks, tmp_path, uninterrupted_checkpoint):
     """When all processes resume together, each gets the parts that it lacks from the others."""
-    first = train(tmp_path / "run", "--fault", "unshared", "--epochs", 1)
+    folder, first = on_separate_disks
     assert first.code == 0, first.text
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (said,) = [line for line in first.lines if "not shared" in line]
-    assert said.startswith(f"[0] {tmp_path}/run/ckpts: not shared by all 2 processes, so each keeps its part of every ")
+    assert said.startswith(f"[0] {folder}/run/ckpts: not shared by all 2 processes, so each keeps its part of every ")
     folders = [Checkpoints(tmp_path / name / "ckpts") for name in ("run", "elsewhere")]
     parts = [{file.name for file in each.resolve("last").iterdir()} for each in folders]
     assert parts[0] & parts[1] == {*INDEXES, "trainer.json"}
@@ -361,9 +366,8 @@ def test_on_separate_disks_each_process_keeps_its_part(tmp_path, uninterrupted_c
 
 
 @pytest.mark.sweep
-def test_all_processes_detect_a_damaged_part_on_one_disk(tmp_path):
-    run = train(tmp_path / "run", "--fault", "unshared", "--epochs", 1)
-    assert run.code == 0, run.text
+def test_all_processes_detect_a_damaged_part_on_one_disk(on_separate_disks, tmp_path):
+    shutil.copytree(on_separate_disks[0], tmp_path, dirs_exist_ok=True)
     path = Checkpoints(tmp_path / "elsewhere" / "ckpts").resolve("last")
     (file,) = path.glob("model-*")
     content = bytearray(file.read_bytes())

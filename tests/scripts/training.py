@@ -167,8 +167,6 @@ FAULTS = {
     "kill": kills,
     "hang": hangs,
     "stop": stops,
-    "term": signals(signal.SIGTERM),
-    "usr1": signals(signal.SIGUSR1),
     "int": signals(signal.SIGINT),
     "int_twice": interrupts_twice,
     "twice": signals(signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1),
@@ -208,8 +206,6 @@ def break_call(call, number):
 
 if args.fault == "disk":
     break_call("pwrite", errno.ENOSPC)
-if args.fault == "full":
-    break_call("posix_fallocate", errno.ENOSPC)
 if args.fault == "readonly":
     break_call("mkdir", errno.EROFS)
 
