@@ -252,7 +252,8 @@ def test_plan_requires_both_loss_fn_and_batch():
         ),
         (
             {"weight": ("modle", None)},
-            "`overrides['weight']`: expected mesh axes among ('data', 'fsdp', 'sequence', 'model'), got 'modle'. Did you mean `model`?",
+            "`overrides['weight']`: expected mesh axes among ('data', 'fsdp', 'sequence', 'model'), got 'modle'. "
+            "Did you mean `model`?",
         ),
         (
             {"weight": (None, "model")},

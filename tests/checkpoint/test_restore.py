@@ -185,7 +185,7 @@ DAMAGE = {
 }
 
 
-QUICK = ("no folder", "flipped bit in the optimizer")
+QUICK = ("flipped bit in the optimizer",)
 
 
 @pytest.mark.parametrize("kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.sweep) for kind in DAMAGE])

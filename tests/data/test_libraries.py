@@ -118,7 +118,15 @@ def source_factory(kind, folder):
 
 SWEEP = [
     pytest.param(x, marks=pytest.mark.sweep)
-    for x in ("datasets rows", "datasets stream", "grain map", "grain iterable", "grain workers", "grain mixture by epoch")
+    for x in (
+        "datasets rows",
+        "datasets stream",
+        "grain map",
+        "grain iterable",
+        "grain workers",
+        "grain mixture by epoch",
+        "datasets map",
+    )
 ]
 PARITY = [  # these need torch
     pytest.param(x, marks=[pytest.mark.parity, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")])
@@ -126,7 +134,7 @@ PARITY = [  # these need torch
 ]
 
 
-@pytest.mark.parametrize("kind", ["datasets map", "grain mixture stream", *SWEEP, *PARITY])
+@pytest.mark.parametrize("kind", ["grain mixture stream", *SWEEP, *PARITY])
 def test_stopped_fit_resumes_to_the_same_bits(kind, tmp_path):
     make_source = source_factory(kind, tmp_path)
     bits, numbers, steps = train(make_source, tmp_path / "whole")

@@ -569,12 +569,10 @@ def test_the_verdict_about_a_hard_loss(name):
 
 QUICK = (
     "its_cube",
-    "its_whole_part",
     "the_number_in_a_nonlinear_function",
     "rows_counted_from_the_end",
     "groups_with_a_draw_for_each_place",
     "a_loop_under_vmap",
-    "as_many_of_a_table_as_rows",
     "labels_of_four_parts_of_the_rows",
 )
 EXACT = [name for name, (_, kind, _) in CASES.items() if kind in ("separable", "after")]

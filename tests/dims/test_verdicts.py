@@ -135,14 +135,11 @@ def test_a_divisor_that_is_nearly_the_number_of_rows_is_no_mean(divisor, n_rows)
 
 
 QUICK = (
-    "a_solve_with_one_matrix",
     "a_scan_of_equinox_that_saves_checkpoints",
     "mixup_in_nested_checkpoints",
-    "a_sum_of_rows",
     "masked_by_mean_where",
     "grpo_groups",
     "the_longest_mask",
-    "by_map_of_some_rows_at_a_time",
 )
 EXACT = [name for name, case in CASES.items() if case.kind in ("separable", "after")]
 

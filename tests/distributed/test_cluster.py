@@ -541,6 +541,7 @@ def test_running_processes_of_jax_are_joined(tmp_path):
         assert out == ["2 2 0"]  # the last is process 0's value, by redeqx's own channel
 
 
+@pytest.mark.sweep
 def test_arguments_must_agree_with_the_running_processes(tmp_path):
     for code, _, err in run_own(tmp_path, "{'n_processes': 1}"):
         assert code != 0

@@ -193,15 +193,15 @@ print("trained", flush=True)
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        pytest.param("none", "trained", marks=pytest.mark.sweep),
+        ("none", "trained"),
         ("shards", "ValueError: `model`: expected `weight(slice(2, 4, None), slice(None, None, None))` to have the same"),
-        pytest.param(
+        (
             "flags",
             "ValueError: `Deployer`: expected `XLA_FLAGS` to be unset, as in process 0, got --xla_cpu_enable_fast_math=true",
-            marks=pytest.mark.sweep,
         ),
     ],
 )
+@pytest.mark.sweep
 def test_processes_with_other_shards_or_flags_are_refused(tmp_path, fault, expected):
     """Each process holds both shards of the weight, and computes with one half of the rows."""
     (tmp_path / "run.py").write_text(SCRIPT)

@@ -591,7 +591,12 @@ def test_exit_code_is_3_if_the_step_does_not_fit(script, tmp_path):
     "kind, code, expected",
     [
         ("raises", 1, "KeyError: 'mine'"),
-        ("never", 2, "train.py`: expected a call of `Trainer.fit` or `Trainer.train`, got none before the end of"),
+        pytest.param(
+            "never",
+            2,
+            "train.py`: expected a call of `Trainer.fit` or `Trainer.train`, got none before the end of",
+            marks=pytest.mark.sweep,
+        ),
         pytest.param("huge", 1, "Make it with `deployer.init(lambda: Model(key=key))`", marks=pytest.mark.sweep),
         pytest.param(
             "divides",
@@ -617,6 +622,7 @@ def test_scripts_that_do_not_reach_fit(script, tmp_path, kind, code, expected):
         assert done.stderr == python_run.stderr
 
 
+@pytest.mark.sweep
 def test_invalid_arguments_are_errors(script):
     done = command(script, topology="v9:2x2")
     assert done.returncode == 1 and "`v9:2x2`: expected a topology" in done.stderr and "Traceback" not in done.stderr

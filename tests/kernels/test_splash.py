@@ -52,7 +52,7 @@ SUPPORTED = {
 }
 
 
-IN_SWEEPS = set(SUPPORTED) - {"segments", "split"}
+IN_SWEEPS = set(SUPPORTED) - {"split"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.sweep] * (x in IN_SWEEPS)) for x in SUPPORTED])

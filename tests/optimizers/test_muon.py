@@ -114,8 +114,8 @@ def leaves_on_host(tree):
 @pytest.mark.parametrize(
     ("options", "optax_options"),
     [
-        ({}, {"consistent_rms": 0.2}),
-        ({"consistent_rms": None}, {}),
+        pytest.param({}, {"consistent_rms": 0.2}, marks=pytest.mark.sweep),
+        pytest.param({"consistent_rms": None}, {}, marks=pytest.mark.sweep),
         (
             {"nesterov": False, "ns_coeffs": (PUBLISHED,) * 3, "beta": 0.9, "consistent_rms": 1.0},
             {"nesterov": False, "ns_steps": 3, "beta": 0.9, "consistent_rms": 1.0},

@@ -355,8 +355,10 @@ def test_frozen_leaves_are_bitwise_unchanged(kind, shards):
     assert state_names == [f"0.{moment}.layers.{i}.weight" for moment in ("mu", "nu") for i in (0, 1)]
 
 
-@pytest.mark.parametrize("made_on_the_mesh", [True, False])
-@pytest.mark.parametrize("shards", [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("made_on_the_mesh", "shards"),
+    [(True, (2, 2)), *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((False, (2, 2)), (True, (1, 1))))],
+)
 def test_frozen_reference_may_have_the_arrays_of_the_trained_model(made_on_the_mesh, shards):
     """As in DPO: no warning, and a step that donates the policy's arrays leaves the reference's."""
     make = lambda: eqx.nn.MLP(4, 4, 32, 2, key=jax.random.key(0))  # noqa: E731

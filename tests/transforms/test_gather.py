@@ -344,7 +344,8 @@ def unsharded_values_and_gradients(name):
 @pytest.mark.parametrize(
     ("name", "mesh_name"),
     [
-        *((name, "data=2, fsdp=2, model=2") for name in CASES),
+        *((name, "data=2, fsdp=2, model=2") for name in [*CASES][::2]),
+        *(pytest.param(name, "data=2, fsdp=2, model=2", marks=pytest.mark.sweep) for name in [*CASES][1::2]),
         *(pytest.param(name, "fsdp=8", marks=pytest.mark.sweep) for name in [*CASES][::2]),
     ],
 )
