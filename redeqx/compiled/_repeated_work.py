@@ -1,13 +1,14 @@
 """Checks that each device computes only its share of a step: compares the compiled program's products with the trace's.
 
 XLA cannot split some operations, such as a sort, a cumulative sum or a scatter over all rows of the batch. It gathers the
-rows instead, and every device computes the following operations for all rows, without a warning. So this module counts the
-FLOPs of matmuls and convolutions in the compiled program by their line of code, and compares them with those of the traced
-step.
+rows instead, and every device computes the following operations for all rows, without a warning. (A rule of `transforms`
+splits the matmuls among them, where a dim divides.) So this module counts the FLOPs of matmuls and convolutions in the
+compiled program by their line of code, and compares them with those of the traced step.
 
 The check allows for work that the plan repeats on purpose: every device computes the products of parameters only, and every
 shard of the model axis computes the products that this axis does not split. Work outside the loss, such as an optimizer's
-matmuls, is not checked.
+matmuls, is not checked. Neither is a line with a product of rows in groups: its cost depends on the sizes of the groups, and
+on the platform, which may multiply all rows with all groups.
 """
 
 import math
@@ -27,6 +28,7 @@ from ._hlo import Instruction, Module, frames_of, integers
 
 MAX_RATIO = 1.5  # of a device's work to its share of the step; larger ratios are reported
 _N_LINES = 5
+_BY_GROUP = ("ragged_dot_general", "grouped_matmul", "grouped_matmul_gradient")  # products whose FLOPs depend on data
 
 
 class _Count(NamedTuple):
@@ -60,7 +62,7 @@ def excess(
         repeats = {line: n for line, n in repeats.items() if line}
     shares: dict[str, float] = {}
     works: dict[str, float] = {}
-    for line in repeats.keys() & total.all.keys():
+    for line in repeats.keys() & total.all.keys() - _lines_by_group(traced):
         is_unknown = not math.isfinite(total.all[line])  # in a `while` loop, whose length is not in the trace
         of_trace, of_program = (total.once, per_device.once) if is_unknown else (total.all, per_device.all)
         shares[line] = of_trace[line] * repeats[line] / module.n_devices
@@ -87,9 +89,9 @@ def message(
     because = f"Rows are gathered {found}. " if found else ""
     return (
         f"`loss_fn`: expected each of {n_devices} devices to compute 1/{n_devices} of a step, got {ratio:.1f} times that: "
-        f"the work of {where} is repeated on several devices. {because}XLA cannot split products without rows of the "
-        "batch, nor work that follows a sort, cumulative sum, scatter or lookup over all rows: compute it for each example, "
-        "under `jax.vmap`."
+        f"the work of {where} is repeated on several devices. {because}Work without rows of the batch, as after a sort, "
+        "cumulative sum, scatter or lookup over all rows, is split only in matmuls, along a dim that divides over the "
+        "devices. Pad that dim, or compute the work for each example, under `jax.vmap`."
     )
 
 
@@ -105,6 +107,15 @@ def _of_jaxpr(jaxpr: Any) -> _Count:
         return entered(eqn)._replace(times=math.inf) if eqn.primitive.name == "while" else entered(eqn)
 
     return _Count(fold(jaxpr, count, enter), fold(jaxpr, count, lambda eqn: entered(eqn)._replace(times=1)))
+
+
+def _lines_by_group(jaxpr: Any) -> set[str]:
+    """Returns the lines with a product of rows in groups."""
+
+    def count(eqn: Any) -> dict[str, int] | None:
+        return {line_of(eqn): 1} if eqn.primitive.name in _BY_GROUP else None
+
+    return set(fold(jaxpr, count))
 
 
 def flops_by_line(module: Module) -> _Count:

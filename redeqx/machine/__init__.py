@@ -39,6 +39,7 @@ from ._devices import (
     simulate_devices as simulate_devices,
 )
 from ._mesh import (
+    BATCH_AXES as BATCH_AXES,
     FSDP as FSDP,
     MODEL as MODEL,
     SEQUENCE as SEQUENCE,

@@ -25,6 +25,7 @@ from ..transforms import (
     Reshard,
     Rows,
     Shardings,
+    SplitRepeated,
     StackBlocks,
     WeightProducts,
     by_row,
@@ -65,6 +66,7 @@ def plan_rules(
     rules: list[Rule] = []
     if any(of is not None for of in shardings):
         rules.append(GatherAtUse(shardings))
+    rules.append(SplitRepeated(plan.mesh, len(shardings)))
     if plan.mesh.shape[MODEL] > 1:
         rules += [FixGroupedConvolutions(plan.mesh)] if convolutions else []
         rules.append(Reshard(splits, plan.mesh))

@@ -27,6 +27,8 @@ def flow(
     join: Callable[[Sequence[T]], T],
     *,
     visit: Callable[[Any, Sequence[T]], None] = lambda eqn, ins: None,
+    entry: Callable[[T], T] = lambda value: value,
+    stack: Callable[[T], T] = lambda value: value,
 ) -> Callable[[Any], T]:
     """Returns a function from the atoms of a closed jaxpr to their values.
 
@@ -38,6 +40,8 @@ def flow(
     - `join`: merges values, in any order. Constants have the value `join([])`, which changes no other.
     - `visit`: is called for each equation in each of its contexts, with the values of its operands; in a loop only with
         those of the fixed point.
+    - `entry`, `stack`: from the value of an array that a scan slices to that of its entries, and the reverse. Values
+        that tell dims apart need them.
     """
     nothing = join([])
     memo: dict[Any, list[T]] = {}  # without it, the time would be exponential in the depth of nested loops
@@ -71,12 +75,13 @@ def flow(
             return [join([*index, *of_output]) for of_output in zip(*each, strict=True)]
         (body,) = inner
         carry = [i for i, kind in enumerate(body.kinds) if kind == "carry"]
-        values, before = [ins[i] for i in body.operands], None
+        values = [entry(ins[i]) if kind == "slice" else ins[i] for i, kind in zip(body.operands, body.kinds, strict=True)]
+        before = None
         while values != before:
             before = list(values)
             for i, out in zip(carry, outputs(body.closed, values, False), strict=False):
                 values[i] = join([values[i], out])
-        stacked = outputs(body.closed, values, is_settled)[len(carry) :]
+        stacked = map(stack, outputs(body.closed, values, is_settled)[len(carry) :])
         return [*(values[i] for i in carry), *stacked]  # with the initial values: a loop may have no iterations
 
     return follow(closed, inputs, True)

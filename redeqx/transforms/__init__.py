@@ -1,9 +1,9 @@
 """Rules on the traced step: they replace some equations of a loss, with the same values and gradients.
 
 Each file is one `tracing.Rule`: draws by the numbers of rows, gathering weights at use, resharding equal parts of a split
-dim, grouped convolutions, fused attention, label picking by comparison, products with weights in fp8, rematerialisation,
-unrolling loops, and stacking equal blocks into one loop. The package is independent of optimizers, batches and files. Open
-`_gather.py` first.
+dim, grouped convolutions, splitting products that have lost the rows, fused attention, label picking by comparison, products
+with weights in fp8, rematerialisation, unrolling loops, and stacking equal blocks into one loop. The package is independent
+of optimizers, batches and files. Open `_gather.py` first.
 """
 
 from ._attention_report import Attentions as Attentions, attentions as attentions
@@ -14,6 +14,7 @@ from ._grouped_convolution import FixGroupedConvolutions as FixGroupedConvolutio
 from ._pick import PickByComparison as PickByComparison
 from ._remat import KeepEverything as KeepEverything, RematLoops as RematLoops
 from ._reshard import Reshard as Reshard
+from ._split_repeated import SplitRepeated as SplitRepeated
 from ._stack_blocks import StackBlocks as StackBlocks
 from ._unroll import UnrollLoops as UnrollLoops
 from ._weight_products import (

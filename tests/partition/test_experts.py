@@ -6,6 +6,7 @@ import pytest
 from _mixtures import MIXTURES, LanguageModel, T, loss_fn
 
 import redeqx
+from redeqx.models.nn import MixtureOfExperts
 from redeqx.partition import order
 from redeqx.tracing import Trace
 
@@ -47,6 +48,16 @@ def test_plan_of_each_mixture(name, n):
     router, why = own.pop("router")
     assert (router, why.split(":")[0]) == (None, "replicated")
     assert own == PLANS[name]
+
+
+def test_plan_of_the_layer():
+    layer = MixtureOfExperts(32, 64, 8, 2, d_shared=16, key=jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((16, T, 32), jnp.float32)
+    splits = splits_of(layer, lambda layer, x: jnp.square(jax.vmap(layer)(x)[0]).sum(), batch)
+    for part, first in (("experts", 1), ("shared", 0)):  # a stack of experts has one dim more
+        for name in ("up", "gate"):
+            assert splits[f"{part}.{name}.weight"] == (first, COLUMN)
+        assert splits[f"{part}.down.weight"] == (first + 1, row(f"{part}.gate"))
 
 
 def test_a_plan_explains_experts():

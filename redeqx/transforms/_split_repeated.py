@@ -1,0 +1,110 @@
+"""Splitting repeated products: computes a product that has lost the rows of the batch once, instead of on every device.
+
+After a sort of all rows, or a scatter or a lookup of rows by index, as in mixtures of experts, no dim of a value begins with
+the rows of the batch any more. XLA then computes what follows on every device. Such a product can still be split along any
+other dim of its data, over the axes that split the batch. A constraint on that dim does it, and the function stays the same.
+Products that have rows, and small ones, are left as they are, so the programs of other models do not change.
+
+Cost: the values travel to where they are computed, and back to the rows. A small model that scatters the tokens of all rows
+into buffers of eight experts had 7.2 times the FLOPs of one device on eight, and has 1.1 times (jax 0.10.2, CPU).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from ..dims import Related, Spread, spread
+from ..machine import BATCH_AXES, n_batch_shards
+from ..tracing import Rule, Site, Tagged, product_flops
+
+MIN_FLOPS = 2**18
+
+
+class _Cut(NamedTuple):
+    """How a product is split: over which axes, along which dim of each operand, and along which dim of the output."""
+
+    axes: tuple[str, ...]
+    operands: Mapping[int, int]
+    out: int
+
+
+@dataclass(frozen=True)
+class SplitRepeated(Rule):
+    """Splits matmuls that have no rows of the batch over the axes that split the batch.
+
+    **Arguments:**
+
+    - `n_weights`: the number of the function's first inputs, which are weights. Dim 0 of the others is rows.
+    - `min_flops`: of a product, for the whole batch. Smaller ones cost less than what would be sent.
+    """
+
+    mesh: Mesh
+    n_weights: int
+    min_flops: int = MIN_FLOPS
+    cuts: Mapping[Any, _Cut] = field(default_factory=dict)  # for one function
+
+    def of(self, closed: Any) -> Rule | None:
+        if n_batch_shards(self.mesh) == 1:
+            return None
+        cuts: dict[Any, _Cut] = {}
+
+        def split(eqn: Any, ins: Sequence[Spread]) -> frozenset[tuple[int, int]] | None:
+            cuts.pop(eqn, None)  # in a loop more may be known the second time
+            if (cut := self._cut(eqn, ins)) is None:
+                return None
+            cuts[eqn] = cut
+            return frozenset({(cut.out, self._size(cut.axes))})
+
+        spread(closed, self.n_weights, split)
+        return replace(self, cuts=cuts) if cuts else None
+
+    def claims(self, eqn: Any) -> bool:
+        return eqn in self.cuts
+
+    def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
+        axes, operands, out = self.cuts[eqn]
+        ins = [
+            x if i not in operands or isinstance(x, Tagged) else self._constrain(x, operands[i], axes)
+            for i, x in enumerate(ins)
+        ]
+        return [self._constrain(x, out, axes) for x in site.rest(eqn, ins)]
+
+    def _constrain(self, x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+        spec = P(*(axes if i == dim else P.UNCONSTRAINED for i in range(x.ndim)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def _size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def _cut(self, eqn: Any, ins: Sequence[Spread]) -> _Cut | None:
+        """Returns how to split an equation; None for one that is no matmul of data, has rows, is small, or divides nowhere.
+
+        It is split along a free dim of the data, first along one that an earlier product made. Else along a dim that the
+        operands share, such as experts.
+        """
+        is_product = eqn.primitive.name == "dot_general" and any(value.is_data for value in ins)
+        if not is_product or any(value.rows for value in ins) or (product_flops(eqn) or 0) < self.min_flops:
+            return None
+        related = Related(eqn)
+        shared = related.partners(0)
+        free: list[tuple[int, Mapping[int, int], int]] = []
+        experts: list[tuple[int, Mapping[int, int], int]] = []
+        for side, (value, atom) in enumerate(zip(ins, eqn.invars, strict=True)):
+            for dim, out in related.places(side).items():
+                if dim not in (shared.values() if side else shared) and value.is_data:
+                    free.append((atom.aval.shape[dim], {side: dim}, out))
+                elif side == 0 and dim in shared:
+                    data = {i: own for i, own in enumerate((dim, shared[dim])) if ins[i].is_data}
+                    experts.append((atom.aval.shape[dim], data, out))
+        made = {(side, dim) for side, value in enumerate(ins) for dim, _ in value.made}
+        free.sort(key=lambda option: made.isdisjoint(option[1].items()))
+        used = [axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1]
+        for axes in (tuple(used), *((axis,) for axis in used)):
+            for size, operands, out in (*free, *experts):
+                if size % self._size(axes) == 0:
+                    return _Cut(axes, operands, out)
+        return None
