@@ -1,5 +1,4 @@
-"""Layers that all model families share: attention with a cache, mixtures of experts, stacks, rotary positions,
-losses.
+"""Layers that all model families share: attention with a cache, mixtures of experts, stacks, rotary positions, losses.
 
 This package does not depend on folders, config files or generation. Start with `_attention.py`, then `_stack.py`.
 """
