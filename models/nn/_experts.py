@@ -18,7 +18,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from einops import rearrange
+from einops import rearrange, repeat
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from redeqx import Loss
@@ -264,7 +264,7 @@ class MixtureOfExperts(eqx.Module):
     ) -> tuple[Int[Array, "*dims seq chosen"], Float[Array, "*dims seq chosen"]]:
         """Returns the indices of the chosen experts, and the weights of their outputs."""
         corrected = scores if self.correction is None else scores + self.correction.astype(scores.dtype)
-        chosen = jax.lax.top_k(jax.lax.stop_gradient(corrected), self.n_chosen)[1]
+        chosen = _largest(jax.lax.stop_gradient(corrected), self.n_chosen)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.renormalize:
             weights /= weights.sum(-1, keepdims=True) + (1e-20 if self.score == "sigmoid" else 0.0)
@@ -298,10 +298,10 @@ class MixtureOfExperts(eqx.Module):
         flat = rearrange(placed, "... seq chosen -> ... (seq chosen)")
         order = jnp.argsort(flat, axis=-1, stable=True)  # choices of no expert come last, after all groups
         sizes = self._count(placed)
-        rows = _take(x, order // self.n_chosen)
-        factors = _take(rearrange(weights, "... seq chosen -> ... (seq chosen) 1"), order)
+        rows = _permute(repeat(x, "... seq d -> ... (seq chosen) d", chosen=self.n_chosen), order)
+        factors = _permute(rearrange(weights, "... seq chosen -> ... (seq chosen) 1"), order)
         out = self.experts(rows, lambda layer, x: grouped_linear(layer, x, sizes), factors)
-        out = _take(out, jnp.argsort(order, axis=-1))
+        out = _permute(out, jnp.argsort(order, axis=-1))
         return rearrange(out, "... (seq chosen) d -> ... seq chosen d", chosen=self.n_chosen).sum(-2)
 
     def _routing(
@@ -314,13 +314,14 @@ class MixtureOfExperts(eqx.Module):
     ) -> Routing:
         *dims, seq, n = logits.shape
         dtype = logits.dtype
-        counts = jnp.ones((*dims, seq), dtype) if mask is None else mask.astype(dtype)
-        tokens = counts.sum(-1)
+        tokens = jnp.full(dims, seq, dtype) if mask is None else mask.sum(-1, dtype=dtype)
         shares = scores if self.score == "softmax" else scores / (scores.sum(-1, keepdims=True) + 1e-20)
+        squares = jax.nn.logsumexp(logits, axis=-1) ** 2
+        if mask is not None:
+            shares, squares = jnp.where(mask[..., None], shares, 0), jnp.where(mask, squares, 0)
         asked, given = self._count(wanted).astype(dtype), self._count(placed).astype(dtype)
         at_least_1 = jnp.maximum(tokens, 1)
         mean = at_least_1 * self.n_chosen / n
-        probabilities = jnp.einsum("...se,...s->...e", shares, counts)
         correction = jnp.zeros(dims, dtype)
         if self.correction is not None:
             excess = jnp.einsum("...e,e->...", asked - asked.mean(-1, keepdims=True), self.correction.astype(dtype))
@@ -328,8 +329,8 @@ class MixtureOfExperts(eqx.Module):
         a_pass = math.ceil(_ROWS_A_PASS * seq * self.n_chosen / n)
         return Routing(
             tokens=tokens,
-            balance=n * (asked * probabilities).sum(-1) / at_least_1,
-            z=(counts * jax.nn.logsumexp(logits, axis=-1) ** 2).sum(-1),
+            balance=n * (asked * shares.sum(-2)).sum(-1) / at_least_1,
+            z=squares.sum(-1),
             dropped=(asked - given).sum(-1) / self.n_chosen,
             imbalance=tokens * asked.max(-1) / mean,
             passes=tokens * jnp.maximum(jnp.ceil(given.max(-1) / a_pass), 1),
@@ -337,5 +338,24 @@ class MixtureOfExperts(eqx.Module):
         )
 
 
-def _take(x: Float[Array, "*dims n d"], index: Int[Array, "*dims rows"]) -> Float[Array, "*dims rows d"]:
-    return jnp.take_along_axis(x, index[..., None], axis=-2, mode="promise_in_bounds")
+def _largest(scores: Float[Array, "*dims experts"], n: int) -> Int[Array, "*dims chosen"]:
+    """Returns the indices of the `n` largest scores, the largest first, and of equal ones the first.
+
+    `jax.lax.top_k` would be the same, but XLA (jax 0.10.2) gathers the scores of all devices for it.
+    """
+    found: list[Array] = []
+    for _ in range(n):
+        found.append(jnp.argmax(scores, axis=-1))
+        scores = jnp.where(jnp.arange(scores.shape[-1]) == found[-1][..., None], -jnp.inf, scores)
+    return jnp.stack(found, axis=-1)
+
+
+def _permute(x: Float[Array, "*dims rows d"], order: Int[Array, "*dims rows"]) -> Float[Array, "*dims rows d"]:
+    """Returns the rows of each sequence in another order. As no index repeats, the gradient needs no atomic additions."""
+
+    def permute(x: Array, order: Array) -> Array:
+        return x.at[order].get(mode="promise_in_bounds", unique_indices=True)
+
+    for _ in range(x.ndim - 2):
+        permute = jax.vmap(permute)
+    return permute(x, order)

@@ -235,7 +235,7 @@ def around():
     }
 
 before = around()
-import redeqx
+import redeqx.models
 after = around()
 import jax._src.xla_bridge as bridge
 started = bridge.backends_are_initialized()
