@@ -121,7 +121,7 @@ class Layout:
 
     @classmethod
     def of(cls, setting: AttentionSetting, q: Any, k: Any, extras: Operands) -> "Layout":
-        """Returns the layout of operands of these shapes; the positions of the queries must divide."""
+        """Returns the layout of operands of these shapes; the number of queries must divide."""
         assert setting.split is not None
         rows, heads = setting.mesh_axes(q, k)
         if setting.dropout:  # a device draws which weights to drop for all heads

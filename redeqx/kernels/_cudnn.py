@@ -146,10 +146,11 @@ def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras
     if setting.window is not None and not setting.causal:
         return "its window covers only keys before the query"
     if setting.splits_positions and setting.causal:
-        if q.shape[1] != k.shape[1]:
-            return f"over split positions it needs as many keys as queries, not {k.shape[1]} and {q.shape[1]}"
-        if (n := q.shape[1] // setting.n_shards(1)) % 2:
-            return f"it needs an even number of queries on a device, not {n}"
+        n_queries, n = q.shape[1], 2 * setting.n_shards(1)
+        if n_queries != k.shape[1] or n_queries % n:
+            return (
+                f"split by positions it needs as many keys as queries, a multiple of {n}, not {k.shape[1]} and {n_queries}"
+            )
     bias = extras.get("bias")
     if bias is not None and (bias.shape[0] != 1 or "mask" in extras or "query_segments" in extras):
         return "it supports a bias only if all rows share it and there is no mask"

@@ -7,7 +7,7 @@ Owns where each head and each query is computed; the kernels know of it only the
 - *By positions*, if the heads do not divide, and where it takes less memory or sends less: each device computes its own
     queries, with the keys that it gathers. `_chunks.py` says which.
 
-Lengths that do not divide are computed by heads, or else on each device as if positions were not split.
+Lengths need not divide: by positions, queries are padded. Fewer queries than devices are computed as if not split.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def resolve(setting: AttentionSetting, shapes: Sequence[Any], *, segments_are_de
     # Fewer queries than devices are a step of decoding, for which all keys would be exchanged.
     if n_queries >= n and n_heads % setting.n_shards(1, 2) == 0 and not by_positions:
         return _with_spec(setting, is_by_heads=True)
-    return setting if n_queries % n == 0 else whole(setting)
+    return setting if n_queries >= n else whole(setting)
 
 
 def whole(setting: AttentionSetting) -> AttentionSetting:
@@ -119,6 +119,8 @@ def forward_by_positions(
     kernel: Any, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands
 ) -> tuple[Any, Any]:
     """Same as `_blockwise.forward`, by any kernel, over split positions."""
+    n_queries = q.shape[1]
+    q, extras = _pad(setting, q, 1), _pad_extras(setting, extras)
     layout = Layout.of(setting, q, k, extras)
 
     def on_device(q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
@@ -143,13 +145,17 @@ def forward_by_positions(
         return layout.exchange(out, 1, back=True), layout.exchange(log_sum, 2, back=True)
 
     in_specs = (layout.queries, layout.keys, layout.keys, layout.extras)
-    return layout.map(on_device, in_specs, (layout.queries, layout.log_sums))(q, k, v, extras)
+    out, log_sum = layout.map(on_device, in_specs, (layout.queries, layout.log_sums))(q, k, v, extras)
+    return out[:, :n_queries], log_sum[:, :, :n_queries]
 
 
 def backward_by_positions(
     kernel: Any, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any
 ) -> list[Any]:
     """Same as `_blockwise.backward`, by any kernel, over split positions."""
+    n_queries = q.shape[1]
+    q, out, log_sum, g = (_pad(setting, x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1)))
+    extras = _pad_extras(setting, extras)
     layout = Layout.of(setting, q, k, extras)
     has_bias = "bias" in extras
     bias_is_shared = has_bias and extras["bias"].shape[2] == 1  # by all queries
@@ -193,7 +199,23 @@ def backward_by_positions(
     results = layout.queries, layout.log_sums, layout.queries
     in_specs = (layout.queries, layout.keys, layout.keys, layout.extras, *results)
     out_specs = [layout.queries, layout.keys, layout.keys, *([layout.extras["bias"]] if has_bias else [])]
-    return layout.map(on_device, in_specs, out_specs)(q, k, v, extras, out, log_sum, g)
+    dq, dk, dv, *d_bias = layout.map(on_device, in_specs, out_specs)(q, k, v, extras, out, log_sum, g)
+    return [dq[:, :n_queries], dk, dv, *(x[:, :, :n_queries] for x in d_bias)]
+
+
+def _pad(setting: AttentionSetting, x: Any, dim: int, value: Any = 0) -> Any:
+    """Pads queries that do not divide, to an even number of them on each device, which cuDNN needs."""
+    n = setting.n_shards(1)
+    missing = -x.shape[dim] % (2 * n) if x.shape[dim] % n else 0
+    return jnp.pad(x, [(0, missing if i == dim else 0) for i in range(x.ndim)], constant_values=value) if missing else x
+
+
+def _pad_extras(setting: AttentionSetting, extras: Operands) -> Operands:
+    out = dict(extras)
+    for name, dim, value in (("bias", 2, 0), ("mask", 2, True), ("query_segments", 1, 0)):
+        if name in out and out[name].shape[dim] > 1:
+            out[name] = _pad(setting, out[name], dim, value)
+    return out
 
 
 def _lacks_keys(log_sum: Any) -> Any:

@@ -57,7 +57,7 @@ def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras
         return f"it does not support precision {setting.precision.name}"
     if q.shape[-1] != v.shape[-1]:
         return f"it needs equal head sizes, not {q.shape[-1]} and {v.shape[-1]}"
-    n_queries = q.shape[1] // setting.n_shards(1)  # those of a device
+    n_queries = -(-q.shape[1] // setting.n_shards(1))  # those of a device
     if min(n_queries, k.shape[1]) < _MIN_LENGTH:
         return f"it needs at least {_MIN_LENGTH} queries and keys, not {n_queries} and {k.shape[1]}"
     if setting.window is not None and q.shape[1] != k.shape[1]:

@@ -83,7 +83,11 @@ CASES = {
     "other keys": ({}, {"lengths": jnp.array([3, 0, 37, 20])}, {**ODD, "n_keys": 37}),
     "fewer keys, causal": ({"causal": True}, {}, {**ODD, "n_keys": 40}),
     "more keys, causal window": ({"causal": True, "window": 9}, {}, {**ODD, "n_keys": 72}),
-    "whole": ({"causal": True}, {}, {**ODD, "n_queries": 63, "n_keys": 63}),
+    "no even length by positions": (
+        {"causal": True},
+        {"bias": normal(1, 3, 61, 61), "query_segments": SEGMENTS[:, :61], "key_segments": SEGMENTS[:, :61]},
+        {**ODD, "n_queries": 61, "n_keys": 61},
+    ),
     "decoding": ({}, {"lengths": LENGTHS}, {"n_queries": 1}),
 }
 MESHES = [(2, 1), (4, 1), (8, 1), (2, 2)]
@@ -93,6 +97,7 @@ QUICK = [
     ("dropout", (2, 2)),
     ("bias of heads", (2, 2)),
     ("no even length", (4, 1)),
+    ("no even length by positions", (4, 1)),
     ("causal by positions", (4, 1)),
     ("lengths by positions", (2, 1)),
     ("bias of heads by positions", (2, 1)),
