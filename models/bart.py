@@ -40,17 +40,21 @@ from .hf import (
 from .nn import (
     Attention,
     Cache,
+    Mask,
     Stack,
     causal_mask,
     check_choice,
     check_heads,
     check_rates,
+    check_segments,
     check_sizes,
     embed,
+    learned_positions,
     linear,
     norm,
     normal_embedding,
     normal_linear,
+    token_mask,
 )
 
 Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
@@ -247,9 +251,9 @@ class Block(eqx.Module):
     def __call__(
         self,
         carry: Carry,
-        mask: Bool[Array, "#seq source"] | None,
+        mask: Mask | None,
         memory: Float[Array, "memory d"] | None = None,
-        memory_mask: Bool[Array, "1 memory"] | None = None,
+        memory_mask: Mask | None = None,
         *,
         key: PRNGKeyArray | None = None,
     ) -> Carry:
@@ -297,17 +301,21 @@ class TransformerStack(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "seq d"],
-        mask: Bool[Array, "#seq source"] | None,
+        mask: Mask | None,
         memory: Float[Array, "memory d"] | None = None,
-        memory_mask: Bool[Array, "1 memory"] | None = None,
+        memory_mask: Mask | None = None,
         *,
+        segments: Int[Array, " seq"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Carry:
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
-        # Positions are slots: padding counts, as in the original.
-        start = _FIRST_POSITION if cache is None else _FIRST_POSITION + cache.index
-        x = x + jax.lax.dynamic_slice_in_dim(self.positions, start, len(x))
+        if segments is None:
+            # Positions are slots: padding counts, as in the original.
+            start = _FIRST_POSITION if cache is None else _FIRST_POSITION + cache.index
+            x = x + jax.lax.dynamic_slice_in_dim(self.positions, start, len(x))
+        else:
+            x = x + learned_positions(self.positions, None, len(x), offset=_FIRST_POSITION, segments=segments)
         x = self.dropout(norm(self.norm, x), key=dropout_key)
         return self.stack((x, cache), mask, memory, memory_mask, key=stack_key)
 
@@ -362,22 +370,28 @@ class Bart(EncoderDecoder, Pretrained):
         ids: Int[Array, " source"],
         *,
         mask: Bool[Array, " source"] | None = None,
+        segments: Int[Array, " source"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "source d"]:
         """Returns the encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
-        self._check_length("ids", len(ids))
+        check_segments(segments, mask, len(ids))
+        if segments is None:
+            self._check_length("ids", len(ids))
         with jax.named_scope("encoder"):
-            return self.encoder(self._embed(ids), None if mask is None else mask[None], key=key)[0]
+            sees = token_mask(mask, segments=segments)
+            return self.encoder(self._embed(ids), sees, segments=segments, key=key)[0]
 
     @property
     def _kv_heads(self) -> tuple[int, int]:
         return self.config.n_decoder_heads, self.config.d_model // self.config.n_decoder_heads
 
-    def _run(self, ids, mask, cache, key, memory, memory_mask) -> tuple[Float[Array, "target d"], Any]:
-        memory_mask = None if memory_mask is None else memory_mask[None]
+    def _run(
+        self, ids, mask, cache, key, memory, memory_mask, segments=None, memory_segments=None
+    ) -> tuple[Float[Array, "target d"], Any]:
+        memory_mask = token_mask(memory_mask, segments=memory_segments, query_segments=segments)
         with jax.named_scope("decoder"):
-            sees = causal_mask(mask, ids.shape[0], cache)
-            return self.decoder(self._embed(ids), sees, memory, memory_mask, cache=cache, key=key)
+            sees = causal_mask(mask, ids.shape[0], cache, segments=segments)
+            return self.decoder(self._embed(ids), sees, memory, memory_mask, segments=segments, cache=cache, key=key)
 
     def _embed(self, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
         x = embed(self.embedding, ids)

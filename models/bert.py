@@ -38,17 +38,21 @@ from .hf import (
 )
 from .nn import (
     Attention,
+    Mask,
     Stack,
     check_choice,
     check_heads,
     check_length,
     check_rates,
+    check_segments,
     check_sizes,
     embed,
+    learned_positions,
     linear,
     norm,
     normal_embedding,
     normal_linear,
+    token_mask,
 )
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -217,7 +221,7 @@ class Block(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.dropout)
 
     def __call__(
-        self, x: Float[Array, "seq d"], mask: Bool[Array, "1 seq"] | None, *, key: PRNGKeyArray | None = None
+        self, x: Float[Array, "seq d"], mask: Mask | None, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "seq d"]:
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         with jax.named_scope("attention"):
@@ -284,6 +288,7 @@ class Bert(Pretrained):
         *,
         token_types: Int[Array, " seq"] | None = None,
         mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
         """Returns the hidden state of each token, given all of them.
@@ -293,20 +298,24 @@ class Bert(Pretrained):
         - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
         - `token_types`: the type of each token: 0 in the first sentence, 1 in the second; None if all are 0.
         - `mask`: True for tokens, False for padding; None if all are tokens. Padding counts in positions.
+        - `segments`: the segments of a packed row, as `redeqx.data.pack` returns them, in place of a mask. A token attends
+            to its own segment only, positions start again in each, and each may have `n_positions` tokens.
         - `key`: for dropout; not needed in inference.
 
-        Raises ValueError if there are more ids than positions.
+        Raises ValueError if there are more ids than positions, and for a mask together with segments.
         """
         (seq,) = ids.shape
-        check_length("ids", seq, self.config.n_positions)
+        check_segments(segments, mask, seq)
+        if segments is None:
+            check_length("ids", seq, self.config.n_positions)
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("embedding"):
             types = self.token_types[0]
             if token_types is not None:  # a type out of range gives NaN, as a token id does
                 types = self.token_types.at[token_types].get(mode="fill", wrap_negative_indices=False)
-            x = embed(self.embedding, ids) + types + self.positions[:seq]
+            x = embed(self.embedding, ids) + types + learned_positions(self.positions, None, seq, segments=segments)
             x = self.dropout(norm(self.norm, x), key=dropout_key)
-        return self.stack(x, None if mask is None else mask[None], key=stack_key)
+        return self.stack(x, token_mask(mask, segments=segments), key=stack_key)
 
     def pool(self, hidden: Float[Array, "seq d"]) -> Float[Array, " d"]:
         """Returns the vector that represents the text: the first token's hidden state after one more linear layer and tanh.
@@ -404,10 +413,11 @@ class BertForMaskedLM(Pretrained):
         *,
         token_types: Int[Array, " seq"] | None = None,
         mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq vocab"]:
         """Returns the logits of the token at each position. See `Bert` for the arguments."""
-        return self.logits(self.hidden(ids, token_types=token_types, mask=mask, key=key))
+        return self.logits(self.hidden(ids, token_types=token_types, mask=mask, segments=segments, key=key))
 
     def hidden(
         self,
@@ -415,11 +425,12 @@ class BertForMaskedLM(Pretrained):
         *,
         token_types: Int[Array, " seq"] | None = None,
         mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
         """Returns the input of `logits`: the hidden state of each token, transformed and normalized. See `Bert` for the
         arguments."""
-        hidden = self.bert(ids, token_types=token_types, mask=mask, key=key)
+        hidden = self.bert(ids, token_types=token_types, mask=mask, segments=segments, key=key)
         with jax.named_scope("head"):
             activate = _ACTIVATIONS[self.config.activation]
             return norm(self.norm, activate(linear(self.transform, hidden)))

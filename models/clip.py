@@ -37,14 +37,17 @@ from .hf import (
 )
 from .nn import (
     Attention,
+    Mask,
     Stack,
     causal_mask,
     check_heads,
     check_length,
     check_patches,
     check_rates,
+    check_segments,
     check_sizes,
     embed,
+    learned_positions,
     linear,
     norm,
     normal_embedding,
@@ -352,7 +355,7 @@ class Block(eqx.Module):
         self.mlp = Mlp(config, key=mlp_key)
 
     def __call__(
-        self, x: Float[Array, "seq d"], mask: Bool[Array, "seq seq"] | None = None, *, key: PRNGKeyArray | None = None
+        self, x: Float[Array, "seq d"], mask: Mask | None = None, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "seq d"]:
         with jax.named_scope("attention"):
             x = x + self.attention(norm(self.attention_norm, x), mask=mask, key=key)[0]
@@ -412,7 +415,12 @@ class CLIPText(Pretrained):
         self.config = config
 
     def __call__(
-        self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
         """Returns the normalized hidden state of each token, given that token and all before it.
 
@@ -421,15 +429,19 @@ class CLIPText(Pretrained):
         - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
         - `mask`: True for tokens, False for padding; None if all are tokens, as in Stable Diffusion. Padding counts in
             positions.
+        - `segments`: the segments of a packed row, as `redeqx.data.pack` returns them, in place of a mask. A token attends
+            to its own segment only, positions start again in each, and each may have `n_positions` tokens.
         - `key`: for dropout; not needed in inference.
 
-        Raises ValueError if there are more ids than positions.
+        Raises ValueError if there are more ids than positions, and for a mask together with segments.
         """
         (seq,) = ids.shape
-        check_length("ids", seq, self.config.n_positions)
+        check_segments(segments, mask, seq)
+        if segments is None:
+            check_length("ids", seq, self.config.n_positions)
         with jax.named_scope("embedding"):
-            x = embed(self.embedding, ids) + self.positions[:seq]
-        return norm(self.norm, self.stack(x, causal_mask(mask, seq), key=key))
+            x = embed(self.embedding, ids) + learned_positions(self.positions, None, seq, segments=segments)
+        return norm(self.norm, self.stack(x, causal_mask(mask, seq, segments=segments), key=key))
 
     def pool(self, hidden: Float[Array, "seq d"], ids: Int[Array, " seq"]) -> Float[Array, " d"]:
         """Returns the hidden state that represents the text: at its first `eos_token_id`, or at its first id if it has

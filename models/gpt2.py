@@ -34,11 +34,13 @@ from .hf import (
 from .nn import (
     Attention,
     Cache,
+    Mask,
     Stack,
     causal_mask,
     check_heads,
     check_length,
     check_rates,
+    check_segments,
     check_sizes,
     embed,
     learned_positions,
@@ -217,7 +219,7 @@ class Block(eqx.Module):
     def __call__(
         self,
         carry: Carry,
-        mask: Bool[Array, "seq source"],
+        mask: Mask,
         memory: Float[Array, "memory d"] | None = None,
         memory_mask: Bool[Array, "1 memory"] | None = None,
         *,
@@ -293,6 +295,7 @@ class GPT2(Decoder, Pretrained):
         ids: Int[Array, " seq"],
         *,
         mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
         memory: Float[Array, "memory d"] | None = None,
         memory_mask: Bool[Array, " memory"] | None = None,
         key: PRNGKeyArray | None = None,
@@ -303,28 +306,39 @@ class GPT2(Decoder, Pretrained):
 
         - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
         - `mask`: True for tokens, False for padding on either side; None if all are tokens. Positions count tokens only.
+        - `segments`: the segments of a packed row, as `redeqx.data.pack` returns them, in place of a mask. A token attends
+            to its own segment only, positions start again in each, and each may have `n_positions` tokens.
         - `memory`, `memory_mask`: the sequence for the cross-attentions, and True for its rows that are attended to. None if
             there are no cross-attentions.
         - `key`: for dropout; not needed in inference.
 
-        Raises ValueError if there are more ids than positions, and for a memory without cross-attentions or the reverse.
+        Raises ValueError if there are more ids than positions, for a mask or a memory together with segments, and for a
+        memory without cross-attentions or the reverse.
         """
-        return self.logits(self.hidden(ids, mask=mask, memory=memory, memory_mask=memory_mask, key=key))
+        hidden = self.hidden(ids, mask=mask, segments=segments, memory=memory, memory_mask=memory_mask, key=key)
+        return self.logits(hidden)
 
     def hidden(
         self,
         ids: Int[Array, " seq"],
         *,
         mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
         memory: Float[Array, "memory d"] | None = None,
         memory_mask: Bool[Array, " memory"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
         """Returns the input of `logits`: the residual stream after all blocks and the final norm. See `__call__` for the
         arguments."""
-        check_length("ids", ids.shape[0], self.config.n_positions)
+        check_segments(segments, mask, len(ids))
+        if segments is None:
+            check_length("ids", len(ids), self.config.n_positions)
+        elif memory is not None:
+            raise ValueError(
+                f"`segments`: expected None with a memory, got {list(segments.shape)}. Pass one text with its memory."
+            )
         self._check_memory(memory)
-        return self._run(ids, mask, None, key, memory, memory_mask)[0]
+        return self._run(ids, mask, None, key, segments, memory, memory_mask)[0]
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
         """Returns the logits of the next tokens, from hidden states."""
@@ -361,15 +375,16 @@ class GPT2(Decoder, Pretrained):
                 "Change one of the two."
             )
 
-    def _run(self, ids, mask, cache, key, memory=None, memory_mask=None) -> tuple[Float[Array, "seq d"], Any]:
+    def _run(self, ids, mask, cache, key, segments=None, memory=None, memory_mask=None) -> tuple[Float[Array, "seq d"], Any]:
         (seq,) = ids.shape
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
         memory_mask = memory_mask if cache is None else cache.memory_mask
         memory_mask = None if memory_mask is None else memory_mask[None]
         with jax.named_scope("embedding"):
-            x = embed(self.embedding, ids) + learned_positions(self.positions, mask, seq, cache)
+            x = embed(self.embedding, ids) + learned_positions(self.positions, mask, seq, cache, segments=segments)
             x = self.dropout(x, key=dropout_key)
-        x, cache = self.stack((x, cache), causal_mask(mask, seq, cache), memory, memory_mask, key=stack_key)
+        sees = causal_mask(mask, seq, cache, segments=segments)
+        x, cache = self.stack((x, cache), sees, memory, memory_mask, key=stack_key)
         return norm(self.norm, x), cache
 
     @staticmethod

@@ -17,7 +17,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ._kinds import RATE, SIZE
 from .generation import Decoder, Generation
@@ -37,6 +37,7 @@ from .hf import (
 from .nn import (
     Attention,
     Cache,
+    Mask,
     Stack,
     causal_mask,
     check_heads,
@@ -217,7 +218,7 @@ class Block(eqx.Module):
     def __call__(
         self,
         carry: Carry,
-        mask: Bool[Array, "seq source"],
+        mask: Mask,
         rotation: Rotation,
         *,
         key: PRNGKeyArray | None = None,
@@ -281,13 +282,13 @@ class GPTJ(Decoder, Pretrained):
             assert self.head_bias is not None
             return hidden @ self.embedding.weight.T + self.head_bias
 
-    def _run(self, ids, mask, cache, key) -> tuple[Float[Array, "seq d"], Any]:
+    def _run(self, ids, mask, cache, key, segments=None) -> tuple[Float[Array, "seq d"], Any]:
         (seq,) = ids.shape
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("embedding"):
             x = self.dropout(embed(self.embedding, ids), key=dropout_key)
-        angles = rotation(token_positions(mask, seq, cache), self.config.rotary_size)
-        x, cache = self.stack((x, cache), causal_mask(mask, seq, cache), angles, key=stack_key)
+        angles = rotation(token_positions(mask, seq, cache, segments=segments), self.config.rotary_size)
+        x, cache = self.stack((x, cache), causal_mask(mask, seq, cache, segments=segments), angles, key=stack_key)
         return norm(self.norm, x), cache
 
     @staticmethod

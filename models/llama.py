@@ -45,6 +45,7 @@ from .nn import (
     Cache,
     Llama3Scaling,
     Scaling,
+    SegmentMask,
     Stack,
     apply_rotary,
     causal_mask,
@@ -464,6 +465,7 @@ class Block(eqx.Module):
         kinds: Int[Array, " layers"],
         cos: Float[Array, "seq 1 half"],
         sin: Float[Array, "seq 1 half"],
+        segments: Int[Array, " seq"] | None = None,
         *,
         key: PRNGKeyArray | None = None,
     ) -> Carry:
@@ -472,6 +474,8 @@ class Block(eqx.Module):
         mask = masks[0]
         if len(masks) > 1:
             mask = jax.lax.dynamic_index_in_dim(jnp.stack(masks), kinds[layer], keepdims=False)
+        if segments is not None:
+            mask = SegmentMask(mask, segments, segments)
         with jax.named_scope("attention"):
             normed = norm(self.attention_norm, x)
             rotary = functools.partial(apply_rotary, cos=cos, sin=sin)
@@ -524,7 +528,7 @@ class Llama(Decoder, Pretrained):
         with jax.named_scope("head"):
             return hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
 
-    def _run(self, ids, mask, cache, key) -> tuple[Float[Array, "seq d"], Any]:
+    def _run(self, ids, mask, cache, key, segments=None) -> tuple[Float[Array, "seq d"], Any]:
         (seq,) = ids.shape
         with jax.named_scope("embedding"):
             x = embed(self.embedding, ids)
@@ -532,8 +536,9 @@ class Llama(Decoder, Pretrained):
         different = list(dict.fromkeys(windows))
         masks = tuple(causal_mask(mask, seq, cache, window=window) for window in different)
         kinds = jnp.array([different.index(window) for window in windows])
-        cos, sin = rotation(token_positions(mask, seq, cache), config.size, config.rope_theta, config.rope_scaling)
-        x, cache, _ = self.stack((x, cache, jnp.int32(0)), masks, kinds, cos, sin, key=key)
+        positions = token_positions(mask, seq, cache, segments=segments)
+        cos, sin = rotation(positions, config.size, config.rope_theta, config.rope_scaling)
+        x, cache, _ = self.stack((x, cache, jnp.int32(0)), masks, kinds, cos, sin, segments, key=key)
         return norm(self.norm, x), cache
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._kinds import RATE
 from .generation import Decoder, Generation
@@ -33,6 +33,7 @@ from .hf import (
 from .nn import (
     Attention,
     Cache,
+    Mask,
     Stack,
     causal_mask,
     check_choice,
@@ -259,7 +260,7 @@ class Block(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.residual_dropout)
         self.is_pre_norm = config.is_pre_norm
 
-    def __call__(self, carry: Carry, mask: Bool[Array, "seq source"], *, key: PRNGKeyArray | None = None) -> Carry:
+    def __call__(self, carry: Carry, mask: Mask, *, key: PRNGKeyArray | None = None) -> Carry:
         x, cache = carry
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         before, after = (norm, _unchanged) if self.is_pre_norm else (_unchanged, norm)
@@ -332,13 +333,13 @@ class OPT(Decoder, Pretrained):
         with jax.named_scope("head"):
             return hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
 
-    def _run(self, ids, mask, cache, key) -> tuple[Float[Array, "seq embedding"], Any]:
+    def _run(self, ids, mask, cache, key, segments=None) -> tuple[Float[Array, "seq embedding"], Any]:
         (seq,) = ids.shape
         with jax.named_scope("embedding"):
             x = embed(self.embedding, ids)
             x = x if self.project_in is None else linear(self.project_in, x)
-            x = x + learned_positions(self.positions, mask, seq, cache, offset=_OFFSET)
-        x, cache = self.stack((x, cache), causal_mask(mask, seq, cache), key=key)
+            x = x + learned_positions(self.positions, mask, seq, cache, offset=_OFFSET, segments=segments)
+        x, cache = self.stack((x, cache), causal_mask(mask, seq, cache, segments=segments), key=key)
         x = x if self.norm is None else norm(self.norm, x)
         x = x if self.project_out is None else linear(self.project_out, x)
         return x, cache

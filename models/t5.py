@@ -42,15 +42,18 @@ from .hf import (
 from .nn import (
     Attention,
     Cache,
+    Mask,
     Stack,
     causal_mask,
     check_rates,
+    check_segments,
     check_sizes,
     embed,
     linear,
     norm,
     normal_embedding,
     normal_linear,
+    token_mask,
 )
 
 Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
@@ -361,10 +364,10 @@ class Block(eqx.Module):
     def __call__(
         self,
         carry: Carry,
-        mask: Bool[Array, "#seq source"] | None,
+        mask: Mask | None,
         bias: Float[Array, "heads seq source"],
         memory: Float[Array, "memory d"] | None = None,
-        memory_mask: Bool[Array, "1 memory"] | None = None,
+        memory_mask: Mask | None = None,
         *,
         key: PRNGKeyArray | None = None,
     ) -> Carry:
@@ -410,9 +413,9 @@ class TransformerStack(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "seq d"],
-        mask: Bool[Array, "#seq source"] | None,
+        mask: Mask | None,
         memory: Float[Array, "memory d"] | None = None,
-        memory_mask: Bool[Array, "1 memory"] | None = None,
+        memory_mask: Mask | None = None,
         *,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
@@ -481,21 +484,25 @@ class T5(EncoderDecoder, Pretrained):
         ids: Int[Array, " source"],
         *,
         mask: Bool[Array, " source"] | None = None,
+        segments: Int[Array, " source"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "source d"]:
         """Returns the encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
+        check_segments(segments, mask, len(ids))
         with jax.named_scope("encoder"):
-            return self.encoder(embed(self.embedding, ids), None if mask is None else mask[None], key=key)[0]
+            return self.encoder(embed(self.embedding, ids), token_mask(mask, segments=segments), key=key)[0]
 
     @property
     def _kv_heads(self) -> tuple[int, int]:
         return self.config.n_heads, self.config.d_kv
 
-    def _run(self, ids, mask, cache, key, memory, memory_mask) -> tuple[Float[Array, "target d"], Any]:
-        memory_mask = None if memory_mask is None else memory_mask[None]
+    def _run(
+        self, ids, mask, cache, key, memory, memory_mask, segments=None, memory_segments=None
+    ) -> tuple[Float[Array, "target d"], Any]:
+        memory_mask = token_mask(memory_mask, segments=memory_segments, query_segments=segments)
         with jax.named_scope("decoder"):
             x = embed(self.embedding, ids)
-            sees = causal_mask(mask, ids.shape[0], cache)
+            sees = causal_mask(mask, ids.shape[0], cache, segments=segments)
             return self.decoder(x, sees, memory, memory_mask, cache=cache, key=key)
 
     @classmethod
@@ -563,6 +570,7 @@ class T5Encoder(Pretrained):
         ids: Int[Array, " seq"],
         *,
         mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
         """Returns the encoder's output for each token.
@@ -571,10 +579,15 @@ class T5Encoder(Pretrained):
 
         - `ids`: token ids below `vocab_size`.
         - `mask`: True for tokens, False for padding on either side; None if all are tokens.
+        - `segments`: the segments of a packed row, as `redeqx.data.pack` returns them, in place of a mask. A token attends
+            to its own segment only.
         - `key`: for dropout; not needed in inference.
+
+        Raises ValueError for a mask together with segments.
         """
+        check_segments(segments, mask, len(ids))
         with jax.named_scope("encoder"):
-            return self.encoder(embed(self.embedding, ids), None if mask is None else mask[None], key=key)[0]
+            return self.encoder(embed(self.embedding, ids), token_mask(mask, segments=segments), key=key)[0]
 
     @classmethod
     def architecture(cls, config: T5Config) -> str:

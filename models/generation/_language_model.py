@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
-from ..nn import Cache, check_length
+from ..nn import Cache, check_length, check_segments
 
 NO_LABEL = -100  # labels with this value are ignored
 
@@ -26,7 +26,12 @@ class Decoder(eqx.Module):
     embedding: eqx.AbstractVar[eqx.nn.Embedding]
 
     def __call__(
-        self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq vocab"]:
         """Returns the logits of the token that follows each of `ids`, given that token and all before it.
 
@@ -34,19 +39,28 @@ class Decoder(eqx.Module):
 
         - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
         - `mask`: True for tokens, False for padding on either side; None if all are tokens. Positions count tokens only.
+        - `segments`: the segments of a packed row, as `redeqx.data.pack` returns them, in place of a mask. A token attends
+            to its own segment only, positions start again in each, and each may have `n_positions` tokens.
         - `key`: for dropout; not needed in inference.
 
-        Raises ValueError if there are more ids than positions.
+        Raises ValueError if there are more ids than positions, and for a mask together with segments.
         """
-        return self.logits(self.hidden(ids, mask=mask, key=key))
+        return self.logits(self.hidden(ids, mask=mask, segments=segments, key=key))
 
     def hidden(
-        self, ids: Int[Array, " seq"], *, mask: Bool[Array, " seq"] | None = None, key: PRNGKeyArray | None = None
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
         """Returns the input of `logits`: the residual stream after all blocks and the final norm. See `__call__` for the
         arguments."""
-        check_length("ids", ids.shape[0], self.config.n_positions)
-        return self._run(ids, mask, None, key)[0]
+        check_segments(segments, mask, len(ids))
+        if segments is None:
+            check_length("ids", len(ids), self.config.n_positions)
+        return self._run(ids, mask, None, key, segments)[0]
 
     @abstractmethod
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
@@ -82,7 +96,12 @@ class Decoder(eqx.Module):
 
     @abstractmethod
     def _run(
-        self, ids: Int[Array, " seq"], mask: Bool[Array, " seq"] | None, cache: Any, key: PRNGKeyArray | None
+        self,
+        ids: Int[Array, " seq"],
+        mask: Bool[Array, " seq"] | None,
+        cache: Any,
+        key: PRNGKeyArray | None,
+        segments: Int[Array, " seq"] | None = None,
     ) -> tuple[Float[Array, "seq d"], Any]:
         """Returns the hidden states of `ids` after all blocks, and the cache that the blocks have written to. The caller has
         called `cache.begin`."""
@@ -106,6 +125,8 @@ class EncoderDecoder(eqx.Module):
         *,
         mask: Bool[Array, " source"] | None = None,
         decoder_mask: Bool[Array, " target"] | None = None,
+        segments: Int[Array, " source"] | None = None,
+        decoder_segments: Int[Array, " target"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "target vocab"]:
         """Returns the logits of the token that follows each of `decoder_ids`, given `ids`, that token and all before it.
@@ -115,11 +136,16 @@ class EncoderDecoder(eqx.Module):
         - `ids`, `decoder_ids`: token ids below `vocab_size`, at most `n_positions` of each if the model has a limit.
             `decoder_ids` start with `decoder_start_token_id`, as `shift_right` returns them.
         - `mask`, `decoder_mask`: True for tokens, False for padding on either side; None if all are tokens.
+        - `segments`, `decoder_segments`: the segments of a packed row, as `redeqx.data.pack` returns them, in place of both
+            masks. A token attends to its own segment only, positions start again in each, and each may have `n_positions`
+            tokens.
         - `key`: for dropout; not needed in inference.
 
-        Raises ValueError if there are more ids than positions.
+        Raises ValueError if there are more ids than positions, for segments of one side only, and for a mask together with
+        segments.
         """
-        return self.logits(self.hidden(ids, decoder_ids, mask=mask, decoder_mask=decoder_mask, key=key))
+        masks = {"mask": mask, "decoder_mask": decoder_mask, "segments": segments, "decoder_segments": decoder_segments}
+        return self.logits(self.hidden(ids, decoder_ids, **masks, key=key))
 
     def hidden(
         self,
@@ -128,14 +154,22 @@ class EncoderDecoder(eqx.Module):
         *,
         mask: Bool[Array, " source"] | None = None,
         decoder_mask: Bool[Array, " target"] | None = None,
+        segments: Int[Array, " source"] | None = None,
+        decoder_segments: Int[Array, " target"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "target d"]:
         """Returns the input of `logits`: the decoder's residual stream after all blocks. See `__call__` for the
         arguments."""
-        self._check_length("decoder_ids", decoder_ids.shape[0])
+        if (segments is None) != (decoder_segments is None):
+            missing, given = ("segments", "decoder_segments") if segments is None else ("decoder_segments", "segments")
+            raise ValueError(f"`{missing}`: expected segments with `{given}`, got None. Pass both, or neither.")
+        check_segments(segments, mask, len(ids))
+        check_segments(decoder_segments, decoder_mask, len(decoder_ids), "decoder_")
+        if decoder_segments is None:
+            self._check_length("decoder_ids", len(decoder_ids))
         encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
-        memory = self.encode(ids, mask=mask, key=encoder_key)
-        return self._run(decoder_ids, decoder_mask, None, decoder_key, memory, mask)[0]
+        memory = self.encode(ids, mask=mask, segments=segments, key=encoder_key)
+        return self._run(decoder_ids, decoder_mask, None, decoder_key, memory, mask, decoder_segments, segments)[0]
 
     @abstractmethod
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
@@ -143,7 +177,12 @@ class EncoderDecoder(eqx.Module):
 
     @abstractmethod
     def encode(
-        self, ids: Int[Array, " source"], *, mask: Bool[Array, " source"] | None = None, key: PRNGKeyArray | None = None
+        self,
+        ids: Int[Array, " source"],
+        *,
+        mask: Bool[Array, " source"] | None = None,
+        segments: Int[Array, " source"] | None = None,
+        key: PRNGKeyArray | None = None,
     ) -> Float[Array, "source d"]:
         """Returns the encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
 
@@ -209,6 +248,8 @@ class EncoderDecoder(eqx.Module):
         key: PRNGKeyArray | None,
         memory: Float[Array, "source d"] | None,
         memory_mask: Bool[Array, " source"] | None,
+        segments: Int[Array, " target"] | None = None,
+        memory_segments: Int[Array, " source"] | None = None,
     ) -> tuple[Float[Array, "target d"], Any]:
         """Returns the decoder's hidden states after all blocks, and the cache that they have written to. The caller has
         called `cache.begin`.

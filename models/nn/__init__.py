@@ -6,8 +6,11 @@ This package does not depend on folders, config files or generation. Start with 
 from ._attention import (
     Attention as Attention,
     Cache as Cache,
+    Mask as Mask,
+    SegmentMask as SegmentMask,
     causal_mask as causal_mask,
     learned_positions as learned_positions,
+    token_mask as token_mask,
     token_positions as token_positions,
 )
 from ._checks import (
@@ -16,6 +19,7 @@ from ._checks import (
     check_length as check_length,
     check_patches as check_patches,
     check_rates as check_rates,
+    check_segments as check_segments,
     check_sizes as check_sizes,
 )
 from ._experts import MixtureOfExperts as MixtureOfExperts, Routing as Routing, add_routing as add_routing

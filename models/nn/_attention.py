@@ -1,7 +1,7 @@
 """The attention layer of all model families, and the key-value cache for decoding.
 
-This module owns the four projections, grouped key/value heads, masks and the cache. Rotary positions, relative positions and
-the initialization of weights belong to the families' own files.
+This module owns the four projections, grouped key/value heads, masks, the segments of packed rows and the cache. Rotary
+positions, relative positions and the initialization of weights belong to the families' own files.
 
 Dims: seq = queries, source = the attended positions, heads x size = width of the queries, groups x size = width of keys and
 values (kv_heads), length = slots of a cache.
@@ -103,7 +103,33 @@ class Cache(eqx.Module):
 # --- positions and masks --------------------------------------------------------------------------------------------
 
 
-def token_positions(mask: Bool[Array, " seq"] | None, seq: int, cache: Cache | None = None) -> Int[Array, " seq"]:
+class SegmentMask(eqx.Module):
+    """A mask for packed rows: a query attends to the positions of its own segment, and of these to those that `mask` allows.
+
+    Kernels get the segments themselves, which take less memory than an array of queries x positions.
+    """
+
+    mask: Bool[Array, "#seq source"] | None  # None for all
+    query_segments: Int[Array, " seq"]
+    segments: Int[Array, " source"]
+
+    def dense(self) -> Bool[Array, "seq source"]:
+        """Returns the mask as one array."""
+        same_segment = self.query_segments[:, None] == self.segments
+        return same_segment if self.mask is None else self.mask & same_segment
+
+
+# True for positions that are attended to: `[queries, sources]`, or `[1, sources]` for the same ones in all queries.
+Mask = Bool[Array, "_ _"] | SegmentMask
+
+
+def token_positions(
+    mask: Bool[Array, " seq"] | None,
+    seq: int,
+    cache: Cache | None = None,
+    *,
+    segments: Int[Array, " seq"] | None = None,
+) -> Int[Array, " seq"]:
     """Returns the position of each token, counting tokens only. Padding before the first token has position 0.
 
     **Arguments:**
@@ -111,7 +137,11 @@ def token_positions(mask: Bool[Array, " seq"] | None, seq: int, cache: Cache | N
     - `mask`: True for tokens, False for padding; None if all are tokens. With a cache, the mask that was passed to
         `cache.begin`.
     - `cache`: the cache after `begin`. Its tokens come before these.
+    - `segments`: the segments of a packed row, in each of which positions start at 0.
     """
+    if segments is not None:
+        places = jnp.arange(seq)
+        return places - jax.lax.cummax(jnp.where(segments != jnp.roll(segments, 1), places, 0))
     if cache is not None:
         counted = jnp.maximum(jnp.cumsum(cache.mask) - 1, 0)
         return jax.lax.dynamic_slice(counted, (cache.index,), (seq,))
@@ -127,22 +157,32 @@ def learned_positions(
     cache: Cache | None = None,
     *,
     offset: int = 0,
+    segments: Int[Array, " seq"] | None = None,
 ) -> Float[Array, "seq d"]:
-    """Returns the rows of a table of learned positions, at the positions that `token_positions` returns.
+    """Returns the rows of a table of learned positions, at the positions that `token_positions` returns. If a segment is
+    longer than the table, the tokens after it get NaN.
 
     **Arguments:**
 
     - `offset`: the row of position 0.
     """
+    if segments is not None:
+        return table.at[offset + token_positions(None, seq, segments=segments)].get(mode="fill")
     if mask is None and cache is None:
         return table[offset : offset + seq]  # a lookup would need the whole table on every device
     return table[offset + token_positions(mask, seq, cache)]
 
 
 def causal_mask(
-    mask: Bool[Array, " seq"] | None, seq: int, cache: Cache | None = None, *, window: int | None = None
-) -> Bool[Array, "seq source"]:
-    """Returns the mask of causal attention: each token attends to tokens up to itself, or to the last `window` of them.
+    mask: Bool[Array, " seq"] | None,
+    seq: int,
+    cache: Cache | None = None,
+    *,
+    window: int | None = None,
+    segments: Int[Array, " seq"] | None = None,
+) -> Mask:
+    """Returns the mask of causal attention: each token attends to tokens up to itself, or to the last `window` of them, and
+    with `segments` only to those of its own segment.
 
     Padding attends to itself, so that no softmax is empty. `source` is `seq`, or the number of slots of the cache.
     """
@@ -151,8 +191,27 @@ def causal_mask(
     attends = sources <= queries
     if window is not None:
         attends &= queries - sources < window
+    if segments is not None:
+        return SegmentMask(attends, segments, segments)
     is_token = mask if cache is None else cache.mask
     return attends if is_token is None else attends & is_token | (sources == queries)
+
+
+def token_mask(
+    mask: Bool[Array, " source"] | None,
+    *,
+    segments: Int[Array, " source"] | None = None,
+    query_segments: Int[Array, " seq"] | None = None,
+) -> Mask | None:
+    """Returns the mask of attention to all tokens: of the sequence, or of a query's own segment.
+
+    **Arguments:**
+
+    - `query_segments`: the segments of the queries; None if queries and sources are the same tokens.
+    """
+    if segments is not None:
+        return SegmentMask(None, segments if query_segments is None else query_segments, segments)
+    return None if mask is None else mask[None]
 
 
 # --- the attention --------------------------------------------------------------------------------------------------
@@ -187,7 +246,7 @@ class Attention(eqx.Module):
         x: Float[Array, "seq d"],
         *,
         memory: Float[Array, "source width"] | None = None,
-        mask: Bool[Array, "seq source"] | Bool[Array, "1 source"] | None = None,
+        mask: Mask | None = None,
         bias: Float[Array, "heads seq source"] | None = None,
         rotary: Callable[[Array], Array] | None = None,
         cache: Cache | None = None,
@@ -198,7 +257,7 @@ class Attention(eqx.Module):
         **Arguments:**
 
         - `memory`: the sequence to attend to. If None, it is `x` itself; for the cache's memory, use `attend_memory`.
-        - `mask`: True for positions that are attended to; None for all.
+        - `mask`: the positions that are attended to; None for all.
         - `bias`: added to the scores before the softmax.
         - `rotary`: applied to queries and keys, `[seq, heads, size]` each.
         - `cache`: if given, keys and values are written to it, and `source` is its slots.
@@ -218,7 +277,7 @@ class Attention(eqx.Module):
         x: Float[Array, "seq d"],
         memory: tuple[Float[Array, "groups source size"], Float[Array, "groups source size"]],
         *,
-        mask: Bool[Array, "1 source"] | None = None,
+        mask: Mask | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
         """Returns the attention output for each row of `x`, from keys and values that `project_memory` returned."""
@@ -240,17 +299,24 @@ class Attention(eqx.Module):
     def _attend(self, queries, keys, values, mask, bias, key) -> Float[Array, "seq d"]:
         scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
         keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
-        if mask is not None:
-            mask = mask[None]
         drops = not self.dropout.inference and self.dropout.p > 0
         if drops and key is None:
             raise RuntimeError("Dropout requires a key: pass `key=`, or use `eqx.nn.inference_mode`.")  # as Equinox's own
         # A fused kernel does not pay for one query, as in decoding, and would need a transposed copy of the whole cache.
         if queries.shape[0] == 1 and not drops:
-            mixed = self._attend_unfused(queries, keys, values, mask, bias, scale)
+            mask = mask.dense() if isinstance(mask, SegmentMask) else mask
+            mixed = self._attend_unfused(queries, keys, values, None if mask is None else mask[None], bias, scale)
         else:
             keys, values = (rearrange(array, "groups source size -> source groups size") for array in (keys, values))
-            given = {"mask": mask, "bias": bias, "key": key if drops else None}
+            segments = mask if isinstance(mask, SegmentMask) else None
+            array = mask.mask if isinstance(mask, SegmentMask) else mask
+            given = {
+                "mask": None if array is None else array[None],
+                "query_segments": None if segments is None else segments.query_segments,
+                "key_segments": None if segments is None else segments.segments,
+                "bias": bias,
+                "key": key if drops else None,
+            }
             given = {name: value for name, value in given.items() if value is not None}
             setting = AttentionSetting(scale, dropout=self.dropout.p if drops else 0.0)
             mixed = attend(queries, keys, values, given, setting)

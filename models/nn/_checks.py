@@ -1,7 +1,9 @@
-"""Checks for the configs of all families: sizes, heads, dropout rates, and lengths of examples."""
+"""Checks for all families: sizes, heads and dropout rates of configs; lengths, masks and segments of examples."""
 
 from collections.abc import Iterable
 from typing import Any
+
+import jax.numpy as jnp
 
 from redeqx import errors
 
@@ -49,4 +51,25 @@ def check_length(what: str, length: int, n_positions: int) -> None:
         raise ValueError(
             f"`{what}`: expected at most `n_positions`={n_positions} tokens, got {length}. "
             "Cut the example, or make the model with more positions."
+        )
+
+
+def check_segments(segments: Any, mask: Any, length: int, prefix: str = "") -> None:
+    """Raises ValueError if segments are not one integer per token, or if there is a mask too.
+
+    **Arguments:**
+
+    - `prefix`: what the names of both arguments begin with.
+    """
+    if segments is None:
+        return
+    if segments.shape != (length,) or not jnp.issubdtype(segments.dtype, jnp.integer):
+        raise ValueError(
+            f"`{prefix}segments`: expected integers, one for each of {length} tokens, got "
+            f"{segments.dtype}{list(segments.shape)}. "
+            "Pass those of `redeqx.data.pack`."
+        )
+    if mask is not None:
+        raise ValueError(
+            f"`{prefix}mask`: expected None with `{prefix}segments`, got {list(mask.shape)}. Give padding another segment."
         )

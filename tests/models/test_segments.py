@@ -1,0 +1,291 @@
+"""Packed rows: each family computes for a packed sequence what it computes for the sequence alone, values and gradients."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.data import pack
+from redeqx.models import cross_entropy
+from redeqx.models.bart import Bart, BartConfig
+from redeqx.models.bert import Bert, BertConfig, BertForMaskedLM
+from redeqx.models.clip import CLIPText, CLIPTextConfig
+from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.models.gptj import GPTJ, GPTJConfig
+from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.nn import check_segments
+from redeqx.models.opt import OPT, OPTConfig
+from redeqx.models.t5 import T5, T5Config, T5Encoder
+from redeqx.transforms import attentions
+from tests._tree import named_leaves
+
+VOCAB, LENGTH, LONGEST = 64, 32, 24
+SIZES = {"vocab_size": VOCAB, "n_positions": LONGEST, "d_model": 32, "n_layers": 2, "n_heads": 4, "init_std": 0.1}
+LLAMA = {**SIZES, "d_mlp": 48, "n_kv_heads": 2}
+TABLE = jnp.asarray(np.random.default_rng(1).normal(size=(VOCAB, 32)), jnp.float32)
+
+
+def decoder_sums(model, row):
+    given = {name: row[name] for name in ("mask", "segments") if name in row}
+    loss = cross_entropy(model.hidden(row["tokens"], **given), row["labels"], head=model.logits, chunk_size=8)
+    return loss.total, loss.weight
+
+
+def encoder_sums(model, row):
+    """The sum over tokens of the distance of a hidden state from a target that depends on the token."""
+    given = {name: row[name] for name in ("mask", "segments") if name in row}
+    numbers = jnp.mean((model(row["tokens"], **given) - TABLE[row["tokens"]]) ** 2, -1)
+    is_token = row["segments"] > 0 if "segments" in row else row["mask"]
+    return jnp.where(is_token, numbers, 0).sum(), is_token.sum(dtype=jnp.float32)
+
+
+def pair_sums(model, row):
+    source, target = row["source"], row["target"]
+    if "segments" in source:
+        given = {"segments": source["segments"], "decoder_segments": target["segments"]}
+    else:
+        given = {"mask": source["mask"], "decoder_mask": target["mask"]}
+    hidden = model.hidden(source["tokens"], target["tokens"], **given)
+    loss = cross_entropy(hidden, target["labels"], head=model.logits)
+    return loss.total, loss.weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model, and the sums over the tokens of a row: of their losses, and of their weights."""
+
+    name: str
+    make: type
+    config: object
+    sums: object
+    is_quick: bool = False
+
+    @property
+    def model(self):
+        return eqx.filter_jit(self.make)(self.config.without_dropout(), key=jax.random.key(0))
+
+    def loss_fn(self, model, batch, key=None):
+        del key
+        totals, weights = jax.vmap(self.sums, (None, 0))(model, batch)
+        return redeqx.Loss(totals.sum(), weights.sum())
+
+
+T5_CONFIG = T5Config(
+    vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, n_layers=2, n_decoder_layers=2, n_heads=4, n_buckets=8, max_distance=12
+)
+BERT_CONFIG = BertConfig(**SIZES, d_ff=48)
+FAMILIES = [
+    Family("gpt2", GPT2, GPT2Config(**SIZES), decoder_sums, is_quick=True),
+    Family("gptj", GPTJ, GPTJConfig(**SIZES, rotary_size=4), decoder_sums),
+    Family("opt", OPT, OPTConfig(**SIZES), decoder_sums),
+    Family("opt-350m", OPT, OPTConfig(**SIZES, is_pre_norm=False, d_embedding=16), decoder_sums),
+    Family("llama", Llama, LlamaConfig(**LLAMA), decoder_sums),
+    Family("mistral", Llama, LlamaConfig(**LLAMA, model_type="mistral", window=5), decoder_sums),
+    Family("qwen2", Llama, LlamaConfig(**LLAMA, model_type="qwen2", window=5, windowed_layers=(1,)), decoder_sums),
+    Family("qwen3", Llama, LlamaConfig(**LLAMA, model_type="qwen3"), decoder_sums),
+    Family("bert", Bert, dataclasses.replace(BERT_CONFIG, has_pooler=False), encoder_sums),
+    Family("bert-mlm", BertForMaskedLM, BERT_CONFIG, decoder_sums),
+    Family("clip-text", CLIPText, CLIPTextConfig(**SIZES, d_ff=48), encoder_sums),
+    Family("t5-encoder", T5Encoder, T5_CONFIG, encoder_sums),
+    Family("t5", T5, T5_CONFIG, pair_sums, is_quick=True),
+    Family("bart", Bart, BartConfig(**SIZES, n_decoder_layers=2, n_decoder_heads=4, d_ff=48, d_decoder_ff=48), pair_sums),
+]  # fmt: skip
+
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def sequences(family, n, seed=0):
+    """Sequences of different lengths, or pairs of them."""
+    rng = np.random.default_rng(seed)
+    draw = lambda most: rng.integers(1, VOCAB, rng.integers(1, most + 1))  # noqa: E731
+    if family.sums is pair_sums:
+        return [{"source": draw(LONGEST), "target": draw(LONGEST // 2)} for _ in range(n)]
+    return [draw(LONGEST) for _ in range(n)]
+
+
+def packed(family, examples):
+    length = {"source": LENGTH, "target": LENGTH // 2} if family.sums is pair_sums else LENGTH
+    return list(pack(examples, length))
+
+
+def stack(rows):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+
+
+def alone(family, examples):
+    """Returns rows of one sequence each, padded on the right, with a mask in place of segments."""
+
+    def pad(tokens, length):
+        n = len(tokens)
+        row = {
+            "tokens": np.zeros(length, np.int32),
+            "labels": np.full(length, -100, np.int32),
+            "mask": np.arange(length) < n,
+        }
+        row["tokens"][:n], row["labels"][: n - 1] = tokens, tokens[1:]
+        return row
+
+    if family.sums is pair_sums:
+        lengths = {"source": LONGEST, "target": LONGEST // 2}
+        return [{side: pad(example[side], length) for side, length in lengths.items()} for example in examples]
+    return [pad(example, LONGEST) for example in examples]
+
+
+def total_and_gradient(family, rows):
+    @eqx.filter_jit
+    def compute(model, batch):
+        def total_fn(model):
+            loss = family.loss_fn(model, batch)
+            return loss.total, loss.weight
+
+        return eqx.filter_value_and_grad(total_fn, has_aux=True)(model)
+
+    (total, weight), gradient = compute(family.model, stack(rows))
+    return total, weight, named_leaves(gradient)
+
+
+def assert_close(found, wanted, tolerance=1e-6):
+    """Compares by the norm of each leaf, and those with a gradient near zero (the biases of keys) by the norm of all."""
+    norm = np.sqrt(sum(float(np.sum(np.square(leaf))) for leaf in wanted.values()))
+    assert found.keys() == wanted.keys()
+    for name, leaf in wanted.items():
+        error = np.linalg.norm(np.asarray(found[name], np.float64) - np.asarray(leaf, np.float64))
+        assert error <= tolerance * max(np.linalg.norm(leaf), 0.1 * norm), (name, error / np.linalg.norm(leaf), error / norm)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(x, id=x.name, marks=[] if x.is_quick else pytest.mark.sweep) for x in FAMILIES]
+)
+def test_packed_sequences_have_the_losses_and_gradients_of_sequences_alone(family):
+    examples = sequences(family, 24)
+    rows = packed(family, examples)
+    assert len(rows) < 0.8 * len(examples)
+    total, weight, gradient = total_and_gradient(family, rows)
+    expected_total, expected_weight, expected_gradient = total_and_gradient(family, alone(family, examples))
+    assert weight == expected_weight
+    np.testing.assert_allclose(total, expected_total, rtol=1e-6)
+    assert_close(gradient, expected_gradient)
+
+
+# --- on a mesh ----------------------------------------------------------------------------------------------------------
+
+
+def updated(family, rows, learning_rate, **shards):
+    """Returns the leaves after one step on a mesh."""
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(verbose=False, **shards),
+        model=family.model,
+        optimizer=optax.sgd(learning_rate),
+        collate_fn=stack,
+        loss_fn=family.loss_fn,
+    )
+    trainer.fit(rows, batch_size=len(rows), n_epochs=1)
+    assert trainer.step == 1
+    return named_leaves(eqx.filter(trainer.model, eqx.is_inexact_array))
+
+
+MESHES = {
+    "data=8": {},
+    "data=2 fsdp=2 model=2": {"n_model_shards": 2, "n_fsdp_shards": 2},
+    "data=4 sequence=2": {"n_sequence_shards": 2},
+    "data=2 sequence=2 model=2": {"n_sequence_shards": 2, "n_model_shards": 2},
+}
+MIXED = ("data=2 fsdp=2 model=2", "data=2 sequence=2 model=2")
+ON_A_MESH = [(x.name, mesh) for x in FAMILIES for mesh in (MESHES if x.name in ("gpt2", "t5") else MIXED)]
+QUICK_ON_A_MESH = [("gpt2", "data=2 sequence=2 model=2")]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [pytest.param(*pair, marks=[] if pair in QUICK_ON_A_MESH else pytest.mark.sweep) for pair in ON_A_MESH],
+)
+def test_a_step_on_packed_rows_is_that_of_the_sequences_alone(name, mesh):
+    family = BY_NAME[name]
+    examples = sequences(family, 36)
+    rows = packed(family, examples)
+    assert len(rows) == 16
+    _, weight, gradient = total_and_gradient(family, alone(family, examples))
+    before = named_leaves(eqx.filter(family.model, eqx.is_inexact_array))
+    # So large that the step changes a weight by about its own size: an error of the gradient is not hidden by the weight.
+    norm = np.sqrt(sum(float(np.sum(np.square(leaf))) for leaf in gradient.values()))
+    learning_rate = float(np.sqrt(sum(float(np.sum(np.square(leaf))) for leaf in before.values())) / (norm / weight))
+    wanted = {name: leaf - learning_rate / weight * gradient[name] for name, leaf in before.items()}
+    assert_close(updated(family, rows, learning_rate, **MESHES[mesh]), wanted)
+
+
+# --- what segments mean -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(x, marks=pytest.mark.sweep) for x in ("qwen2", "bert", "gptj"))])
+def test_no_token_sees_another_segment(name):
+    model = BY_NAME[name].model
+    call = eqx.filter_jit(lambda model, ids, segments: model(ids, segments=segments))
+    segments = jnp.repeat(jnp.array([3, 1, 2, 0]), jnp.array([6, 9, 5, 4]), total_repeat_length=24)  # in any order
+    ids = jnp.arange(1, 25)
+    before, after = call(model, ids, segments), call(model, ids.at[8].set(50), segments)
+    changed = np.any(np.asarray(before != after), axis=-1)
+    assert not changed[:6].any() and not changed[15:].any() and changed[8:15].all()
+    assert np.isfinite(before).all()
+    # The numbers of the segments do not count.
+    np.testing.assert_array_equal(before, call(model, ids, segments + 7))
+
+
+def test_kernels_get_segments_and_a_causal_mask():
+    def of(family, *rows, **options):
+        return list(attentions(jax.make_jaxpr(lambda: family.model(*rows, **options))())[0])
+
+    ids, segments = jnp.arange(8), jnp.repeat(jnp.arange(2), 4)
+    assert of(BY_NAME["gpt2"], ids, segments=segments) == ["causal, segments, in blocks of queries"]
+    assert of(BY_NAME["bert-mlm"], ids, segments=segments) == ["segments, in blocks of queries"]
+
+
+def test_a_row_of_one_token_needs_no_kernel():
+    model, ids = BY_NAME["gpt2"].model, jnp.array([5])
+    np.testing.assert_allclose(model(ids, segments=jnp.array([1])), model(ids), rtol=1e-6, atol=1e-6)
+
+
+def test_a_segment_with_more_tokens_than_positions_is_nan():
+    """Only the segments' numbers say so. A row may be longer, as those of all tests here."""
+    model, ids = BY_NAME["gpt2"].model, jnp.ones(LONGEST + 3, int)
+    assert np.isnan(model(ids, segments=jnp.ones(LONGEST + 3, int))[LONGEST:]).all()
+    assert np.isfinite(model(ids, segments=jnp.arange(LONGEST + 3) // LONGEST)).all()
+
+
+def test_what_does_not_fit_together_is_refused():
+    gpt2, t5, bert = (BY_NAME[name].model for name in ("gpt2", "t5", "bert"))
+    ids, mask, segments = jnp.ones(4, int), jnp.ones(4, bool), jnp.ones(4, int)
+
+    def refused(call, *args, **options):
+        with pytest.raises(ValueError) as raised:
+            call(*args, **options)
+        return str(raised.value)
+
+    both = "`mask`: expected None with `segments`, got [4]. Give padding another segment."
+    assert refused(gpt2, ids, mask=mask, segments=segments) == both
+    assert refused(bert, ids, mask=mask, segments=segments) == both
+    assert "`decoder_mask`: expected None with `decoder_segments`, got [4]." in refused(
+        t5, ids, ids, segments=segments, decoder_segments=segments, decoder_mask=mask
+    )
+    assert refused(t5, ids, ids, segments=segments) == (
+        "`decoder_segments`: expected segments with `segments`, got None. Pass both, or neither."
+    )
+    assert refused(t5, ids, ids, decoder_segments=segments).startswith(
+        "`segments`: expected segments with `decoder_segments`"
+    )
+    assert refused(check_segments, segments[:3], None, 4) == (
+        "`segments`: expected integers, one for each of 4 tokens, got int32[3]. Pass those of `redeqx.data.pack`."
+    )
+    assert "one for each of 4 tokens, got float32[4]." in refused(check_segments, jnp.ones(4), None, 4)
+    assert "`ids`: expected at most `n_positions`=24 tokens, got 25." in refused(gpt2, jnp.ones(25, int))
+    captioner = eqx.filter_eval_shape(
+        GPT2, dataclasses.replace(gpt2.config, has_cross_attention=True), key=jax.random.key(0)
+    )
+    assert "`segments`: expected None with a memory, got [4]." in refused(
+        captioner, ids, segments=segments, memory=jnp.ones((3, 32))
+    )
