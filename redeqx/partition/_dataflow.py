@@ -147,7 +147,7 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     of_weights = bool(looked_up) and len(kept) > 1 and any(run.could_split(table, shape, dim) for dim in kept)
     if indices.data and not of_weights:
         run.looked_up.update(view.leaf for view in table.views)
-    if run.is_open(table) and (not indices.data or of_weights):
+    if (of_weights and run.split(table)[0] in (None, *of_table)) or (run.is_open(table) and not indices.data):
         return [table.through(of_table)]
     if run.is_open(table):
         # A table whose indices the model computes (experts' biases) may be split like the value that its rows are added to.

@@ -128,7 +128,7 @@ def _by_loss(trace: Trace) -> Mapping[str, Kind]:
 
 
 def _of_products(uses: Sequence[Use], weights: WeightUses) -> Kind:
-    if any(use.eqn.primitive.name != "dot_general" for use in uses):
+    if any(use.eqn.primitive.name == "conv_general_dilated" for use in uses):
         return Kind("convolution")
     outputs, inputs = uses[0].outputs, uses[0].inputs
     if not outputs or not inputs:

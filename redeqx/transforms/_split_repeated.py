@@ -6,7 +6,9 @@ other dim of its data, over the axes that split the batch. A constraint on that 
 Products that have rows, and small ones, are left as they are, so the programs of other models do not change.
 
 Cost: the values travel to where they are computed, and back to the rows. A small model that scatters the tokens of all rows
-into buffers of eight experts had 7.2 times the FLOPs of one device on eight, and has 1.1 times (jax 0.10.2, CPU).
+into buffers of eight experts had 7.2 times the FLOPs of one device on eight, and has 1.1 times (jax 0.10.2, CPU). Compiled
+for eight TPU v5e, with 32 x 512 tokens of 512 features, it has 1.07 instead of 8.1 times, and 162 MiB of temporaries instead
+of 851.
 """
 
 import math
@@ -48,7 +50,8 @@ class SplitRepeated(Rule):
     cuts: Mapping[Any, _Cut] = field(default_factory=dict)  # for one function
 
     def of(self, closed: Any) -> Rule | None:
-        if n_batch_shards(self.mesh) == 1:
+        sizes = [var.aval.shape[:1] for var in closed.jaxpr.invars[self.n_weights :]]
+        if n_batch_shards(self.mesh) == 1 or (1,) in sizes:  # every device has a batch of one row
             return None
         cuts: dict[Any, _Cut] = {}
 

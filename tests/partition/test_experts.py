@@ -67,6 +67,18 @@ def test_a_plan_explains_experts():
     assert sorted(line.split()[0] for line in lines) == ["mixture.down", "mixture.up"]
 
 
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_stack_is_a_stack_of_matrices(name):
+    """An optimizer such as Muon takes each expert's matrix by itself."""
+    deployer = redeqx.Deployer(verbose=False)
+    plan = deployer.plan(LanguageModel(name, jax.random.key(0)), loss_fn, IDS)
+    stacks = {leaf: of.kind for leaf, of in plan.leaves.items() if len(of.shape) == 3}
+    in_equinox = name == "vmapped"  # [experts, out, in]
+    assert len(stacks) >= 2
+    for kind in stacks.values():
+        assert (kind.name, kind.outputs, kind.inputs) == ("matrix", *(((1,), (2,)) if in_equinox else ((2,), (1,))))
+
+
 @pytest.mark.parametrize("equation", ["etd,edf->etf", "edf,etd->etf", "dte,dfe->tfe", "fed,etd->tef", "td,edf->etf"])
 def test_a_stack_is_split_by_experts_wherever_the_dim_stands(equation):
     """Eight experts, whose number divides, with more hidden features, which divide too."""

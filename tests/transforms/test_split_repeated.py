@@ -169,6 +169,10 @@ def test_small_products_do_not_change():
     assert is_unchanged(loss, w, x, min_flops=flops + 1) and not is_unchanged(loss, w, x, min_flops=flops)
 
 
+def test_a_batch_of_one_row_does_not_change():
+    assert is_unchanged(lambda w, x: jnp.square(x @ w).sum(), jnp.zeros((K, K)), jnp.zeros((1, N, K)))
+
+
 def test_one_device_changes_nothing():
     rule = SplitRepeated(make_mesh(devices=jax.devices()[:1]), 1, 0)
     assert rule.of(Trace.of(lambda w, x: by_order(w, x).sum(), jnp.zeros((K, K)), jnp.zeros((N, K))).closed) is None
