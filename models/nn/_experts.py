@@ -26,9 +26,6 @@ from redeqx import Loss
 from ._grouped import grouped_linear
 from ._layers import linear, normal_linear
 
-# A grouped matmul in passes takes up to so many times the mean number of rows of each group at once.
-_ROWS_A_PASS = 1.25
-
 
 class Routing(eqx.Module):
     """What a router did with each sequence. Each field is a sum over the sequence's tokens, float32 `[*dims]`.
@@ -44,7 +41,6 @@ class Routing(eqx.Module):
     - `z`: the square of the log of the softmax's denominator.
     - `dropped`: the share of a token's choices that exceed the capacity.
     - `imbalance`: the number of choices that the most frequent expert of the sequence got, over the mean of all experts.
-    - `passes`: the number of passes of a grouped matmul that takes 1.25 times the mean of each group at once.
     - `correction`: zero. Its gradient with respect to the router's correction is the number of choices that each expert got
         above the mean.
     """
@@ -54,7 +50,6 @@ class Routing(eqx.Module):
     z: Float[Array, "*dims"]
     dropped: Float[Array, "*dims"]
     imbalance: Float[Array, "*dims"]
-    passes: Float[Array, "*dims"]
     correction: Float[Array, "*dims"]
 
 
@@ -71,8 +66,8 @@ def add_routing(loss: Loss, routings: Any, *, balance_loss: float = 0.01, z_loss
         dims, such as those of a batch and of a scan over layers.
     - `balance_loss`, `z_loss`: coefficients. The losses of the layers are added up.
 
-    Returns a loss with the metrics `balance_loss`, `router_z_loss`, `dropped`, `imbalance` and `passes`, each a mean over
-    tokens and layers, without the coefficients.
+    Returns a loss with the metrics `balance_loss`, `router_z_loss`, `dropped` and `imbalance`, each a mean over tokens and
+    layers, without the coefficients.
     """
     leaves = jax.tree.leaves(routings, is_leaf=lambda node: isinstance(node, Routing))
     if not leaves or not all(isinstance(leaf, Routing) for leaf in leaves):
@@ -85,7 +80,6 @@ def add_routing(loss: Loss, routings: Any, *, balance_loss: float = 0.01, z_loss
         "router_z_loss": total.z,
         "dropped": total.dropped,
         "imbalance": total.imbalance,
-        "passes": total.passes,
     }
     metrics = {name: (value, total.tokens) for name, value in of_metrics.items()}
     return Loss(loss.total + added, loss.weight, {**loss.metrics, **metrics})
@@ -143,7 +137,7 @@ class MixtureOfExperts(eqx.Module):
     - `d_model`, `d_expert`: the width of the model, and the inner width of an expert.
     - `n_experts`, `n_chosen`: the number of experts, and of those that a token is sent to.
     - `is_gated`, `activation`: whether experts have a gate (SwiGLU), and the function of their inner layer.
-    - `score`: `"softmax"` over all experts, or `"sigmoid"` of each.
+    - `score`: `"softmax"` over all experts, or `"sigmoid"` of each (as DeepSeek-V3, but without its groups of experts).
     - `renormalize`: whether the weights of the chosen experts are divided by their sum, as in Mixtral and Qwen3.
     - `scale`: multiplies the weights, as DeepSeek-V3's `routed_scaling_factor`.
     - `has_correction`: whether a number for each expert is added to its score when experts are chosen, but not to its weight
@@ -326,14 +320,12 @@ class MixtureOfExperts(eqx.Module):
         if self.correction is not None:
             excess = jnp.einsum("...e,e->...", asked - asked.mean(-1, keepdims=True), self.correction.astype(dtype))
             correction = excess - jax.lax.stop_gradient(excess)
-        a_pass = math.ceil(_ROWS_A_PASS * seq * self.n_chosen / n)
         return Routing(
             tokens=tokens,
             balance=n * (asked * shares.sum(-2)).sum(-1) / at_least_1,
             z=squares.sum(-1),
             dropped=(asked - given).sum(-1) / self.n_chosen,
             imbalance=tokens * asked.max(-1) / mean,
-            passes=tokens * jnp.maximum(jnp.ceil(given.max(-1) / a_pass), 1),
             correction=correction,
         )
 

@@ -80,11 +80,6 @@ def trainer_of(n_layers, optimizer, *, workdir=None, accumulate=1, **mesh):
     )  # fmt: skip
 
 
-# XLA on CPU (jax 0.10.2) multiplies each row with the weights of all experts.
-dense_on_cpu = pytest.mark.filterwarnings("ignore:`loss_fn`. expected each of 8 devices to compute 1/8")
-
-
-@dense_on_cpu
 def test_a_gpt_with_experts_trains(tmp_path):
     trainer = trainer_of(2, optax.adam(1e-2), workdir=tmp_path, n_model_shards=2, n_fsdp_shards=2)
     trainer.fit(texts(64), 8, 20)
@@ -92,7 +87,7 @@ def test_a_gpt_with_experts_trains(tmp_path):
     rows = [row for row in rows if "imbalance" in row]
     assert rows[-1]["loss"] < 0.3 * rows[0]["loss"]
     for row in rows:
-        assert 1.5 < row["balance_loss"] < 8 and 1 <= row["imbalance"] <= 4 and row["passes"] >= 1 and row["dropped"] == 0
+        assert 1.5 < row["balance_loss"] < 8 and 1 <= row["imbalance"] <= 4 and row["dropped"] == 0
         assert row["router_z_loss"] > 0
 
 
@@ -107,7 +102,6 @@ def test_a_gpt_with_experts_trains(tmp_path):
     ],
     ids=str,
 )
-@dense_on_cpu
 def test_every_mesh_trains_to_the_numbers_of_one_device(mesh):
     """Key biases would be noise: their gradient is zero. Equinox's attention has none."""
     trainer, data = trainer_of(2, optax.sgd(0.5), **mesh), texts(32)

@@ -74,7 +74,7 @@ def by_hand(layer, x, *, asked, given, mask):
     for expert, own in enumerate(jax.vmap(mlp, (0, None))(layer.experts, x)):
         y += jnp.where(given[:, expert, None], weights[:, expert, None] * own, 0)
     n, shares = mask.sum(), scores / scores.sum(-1, keepdims=True)
-    per_expert, largest = asked.sum(0), given.sum(0).max()
+    per_expert = asked.sum(0)
     excess = 0.0 if layer.correction is None else (per_expert - n * CHOSEN / EXPERTS) @ layer.correction
     return y, {
         "tokens": n,
@@ -82,7 +82,6 @@ def by_hand(layer, x, *, asked, given, mask):
         "z": jnp.sum(jnp.where(mask, jnp.log(jnp.exp(logits).sum(-1)) ** 2, 0)),
         "dropped": (asked.sum() - given.sum()) / CHOSEN,
         "imbalance": n * per_expert.max() / (n * CHOSEN / EXPERTS),
-        "passes": n * math.ceil(largest / math.ceil(1.25 * SEQ * CHOSEN / EXPERTS)),
         "correction": excess - jax.lax.stop_gradient(excess),
     }
 
@@ -226,7 +225,6 @@ def test_a_balanced_router_has_the_least_balance_loss():
     skewed = run(even, jnp.tile(one_hot[:1], (12, 1)))[1]
     assert skewed.balance > 1.2 * routing.balance
     assert skewed.imbalance / skewed.tokens == EXPERTS / CHOSEN
-    assert skewed.passes / skewed.tokens == 2  # 12 tokens in passes of 1.25 x 6 rows
 
 
 @pytest.mark.parametrize("options", [{}, {**LAYERS["deepseek"], "capacity_factor": 1.0}], ids=["mixtral", "deepseek"])
