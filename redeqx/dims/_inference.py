@@ -11,6 +11,7 @@ class Inference:
 
     def __init__(self) -> None:
         self._step: Step | None = None  # whose operands are being related
+        self.parts: list[tuple[str, Dim, Dim]] = []  # how a dim was made of some entries of another, that one, and the dim
 
     def dim(self, size: int) -> Dim:
         """Returns a new dim."""
@@ -55,7 +56,9 @@ class Inference:
     def part(self, dim: Dim, size: int, how: str = "part") -> Dim:
         """Returns a new dim of some entries of another."""
         self.mix(how, dim)
-        return self.dim(size)
+        new = self.dim(size)
+        self.parts.append((how, dim, new))
+        return new
 
     def mark_own(self, column: int) -> None:
         """Records that a column of the present equation's indices is the index of each entry itself."""

@@ -193,9 +193,11 @@ def _concatenate(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
         elif own[0] and all(flat(dim) == flat(own[0]) for dim in own):  # several values of one dim: a stack of them
             dims.append((*names.dim(len(ins)), *own[0]))
         else:
+            joined = names.dim(shape[i])
             for dim in own:
                 names.mix("join", dim)
-            dims.append(names.dim(shape[i]))
+                names.parts.append(("join", dim, joined))
+            dims.append(joined)
     return [dims]
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 
 from .._tree import as_bare_shapes, is_array_like, named_leaves
 from ..dims import RowUse, row_use, shapes_of_row
-from ..machine import MODEL, axes_of, split_heads
+from ..machine import MODEL, SEQUENCE, axes_of, split_heads
 from ..partition import Plan
 from ..tracing import Rule, normal, restricted, transformed, variables
 from ..transforms import (
@@ -26,6 +26,7 @@ from ..transforms import (
     Rows,
     Shardings,
     SplitRepeated,
+    SplitPositions,
     StackBlocks,
     WeightProducts,
     by_row,
@@ -231,7 +232,16 @@ class Functions:
             unroll = compute.unroll_on(mesh, remat)
             first += [] if unroll is None else [unroll]
             first += [] if remat == "none" else [RematLoops(remat)]
-        return transformed(fn, [*first, *rules])
+        return self._with_positions(fn, [*first, *rules]) if mesh.shape[SEQUENCE] > 1 else transformed(fn, [*first, *rules])
+
+    def _with_positions(self, fn: Callable[..., Any], rules: Sequence[Rule]) -> Callable[..., Any]:
+        """Returns a function of `(weights, state, batch, ...)` under rules that split its positions too."""
+
+        def split(*args: Any) -> Any:
+            counts = (len(jax.tree.leaves(tree)) for tree in args[:3])
+            return transformed(fn, [SplitPositions(self.plan.mesh, *counts), *rules])(*args)
+
+        return split
 
     def whole(self, *args: PyTree, inference: bool) -> Rows:
         """Returns the `Rows` of the whole batch, with the values of it that its parts need.

@@ -547,7 +547,7 @@ def test_overrides():
         ({"*.kernel": None}, "`overrides['*.kernel']`: expected a path of the model."),
         (
             {"up.weight": ("modle",)},
-            "`overrides['up.weight']`: expected mesh axes among ('data', 'fsdp', 'model'), got 'modle'. "
+            "`overrides['up.weight']`: expected mesh axes among ('data', 'fsdp', 'sequence', 'model'), got 'modle'. "
             "Did you mean `model`?",
         ),
         (
