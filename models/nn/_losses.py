@@ -144,9 +144,10 @@ class _Chunks:
         rows = [(0, 0)] * (labels.ndim - 1)
         labels = jnp.pad(labels, [*rows, (0, n_padded)], constant_values=self.ignore_index)
         x = jnp.pad(x, [*rows, (0, n_padded), (0, 0)], mode="edge")  # real tokens: a head may have no derivative at 0
+        # Each chunk takes every n-th token: where devices have parts of the sequence, each has its part of every chunk.
         chunks = (
-            rearrange(x, "... (n chunk) d -> n ... chunk d", chunk=self.size),
-            rearrange(labels, "... (n chunk) -> n ... chunk", chunk=self.size),
+            rearrange(x, "... (chunk n) d -> n ... chunk d", chunk=self.size),
+            rearrange(labels, "... (chunk n) -> n ... chunk", chunk=self.size),
         )
 
         def add(sums: Any, chunk: tuple[Array, Array]) -> tuple[Any, Array | None]:
@@ -157,7 +158,7 @@ class _Chunks:
         shapes = jax.eval_shape(lambda *first: chunk_fn(*first)[0], *first)
         zeros = jax.tree.map(lambda sum: jnp.zeros(sum.shape, sum.dtype), shapes)
         sums, x_gradient = jax.lax.scan(add, zeros, chunks)
-        return sums, None if x_gradient is None else rearrange(x_gradient, "n ... chunk d -> ... (n chunk) d")[..., :seq, :]
+        return sums, None if x_gradient is None else rearrange(x_gradient, "n ... chunk d -> ... (chunk n) d")[..., :seq, :]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -242,6 +242,7 @@ class DryRun:
             "mesh": mesh_text(mesh),
             "batch": batch,
             **({} if self.plan.row_use == UNKNOWN else {"rows": self.plan.row_use.text}),
+            **({"positions": "; ".join(self.plan.positions)} if self.plan.positions else {}),
             "parameters": f"{self.plan.n_parameters:,}; {self.plan.summary()}",
             "compiled": ", ".join(f"{name} step {step.compile_seconds:.1f} s" for name, step in self.steps.items()),
         }

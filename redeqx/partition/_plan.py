@@ -28,6 +28,7 @@ from ._draw import Picture, draw
 from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
 from ._overrides import Overrides, specs_of
+from ._positions import describe_positions, positions_note
 from ._search import order
 
 # The fsdp axis does not split leaves with fewer elements: the latency of gathering one would outweigh the memory saved.
@@ -69,6 +70,7 @@ class Plan:
     # For each line of the loss with a matmul, the number of devices that repeat its work; None if no loss was traced.
     repeats: Mapping[str, float] | None = None
     row_use: RowUse = UNKNOWN  # what the loss does with the rows of its batch
+    positions: tuple[str, ...] = ()  # how it combines positions: one sentence for each place; empty without a sequence axis
 
     def __getitem__(self, name: str) -> LeafPlan:
         if name not in self.leaves:
@@ -158,7 +160,7 @@ class Plan:
         widths = [max(len(row[i]) for row in table) for i in range(3)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in table]
         lines.insert(1, "-" * max(map(len, lines)))
-        return "\n".join([*lines, self._totals(), *self._rows_note(), *(f"warning: {warning}" for warning in self.warnings)])
+        return "\n".join([*lines, self._totals(), *self._notes(), *(f"warning: {warning}" for warning in self.warnings)])
 
     def __str__(self) -> str:
         return self.explain()
@@ -174,7 +176,7 @@ class Plan:
 
     def add_to(self, page: HtmlPage) -> None:
         """Adds the table and the warnings to a page."""
-        title = "; ".join([f"plan on {self._totals()}", *self._rows_note()])
+        title = "; ".join([f"plan on {self._totals()}", *self._notes()])
         page.table(title, ("leaf", "shape", "split", "reason"), self.rows())
         page.warnings(self.warnings)
 
@@ -182,8 +184,9 @@ class Plan:
         total = f"{self.n_parameters:,} parameters, {size_text(self.n_bytes)}"
         return f"mesh {mesh_text(self.mesh)}: {total}, {size_text(self.n_bytes_per_device)} a device"
 
-    def _rows_note(self) -> list[str]:
-        return [] if self.row_use == UNKNOWN else [f"rows: {self.row_use.text}"]
+    def _notes(self) -> list[str]:
+        rows = [] if self.row_use == UNKNOWN else [f"rows: {self.row_use.text}"]
+        return [*rows, *positions_note(self.positions)]
 
     def draw(self, path: str | Path, *, where: str = "*") -> Path:
         """Draws each array as a rectangle, divided where mesh axes split it, in a row for each layer. Returns the path.
@@ -373,7 +376,8 @@ def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dic
 
 
 def mark_read(plan: Plan, trace: Trace, row_use: RowUse = UNKNOWN, *, with_kinds: bool = False) -> Plan:
-    """Adds to a plan what a traced loss does: a note on each leaf that it does not read, `Plan.repeats`, `Plan.row_use`.
+    """Adds to a plan what a traced loss does: a note on each leaf that it does not read, `Plan.repeats`,
+    `Plan.row_use`, `Plan.positions`.
 
     **Arguments:**
 
@@ -392,7 +396,8 @@ def mark_read(plan: Plan, trace: Trace, row_use: RowUse = UNKNOWN, *, with_kinds
     if row_use == UNKNOWN:
         row_use = plan.row_use
     row_use = replace(row_use, trace=None, constants=None)  # a plan can be copied, and keeps no arrays alive
-    return replace(plan, leaves=marked, repeats=repeats, row_use=row_use)
+    positions = describe_positions(trace, plan.mesh)
+    return replace(plan, leaves=marked, repeats=repeats, row_use=row_use, positions=positions)
 
 
 def check_plan(plan: Any) -> None:

@@ -102,16 +102,17 @@ def loss_rows(task: Task, program: Program, state: TrainState, trace: Trace | No
 
 
 def _use_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
-    """Describes what the loss does with rows, and which draws do not follow them."""
-    use = plan.row_use
+    """Describes what the loss does with rows and positions, and which draws do not follow rows."""
+    use, positions = plan.row_use, {"positions": "; ".join(plan.positions)} if plan.positions else {}
     if use == UNKNOWN:
-        return {}
+        return positions
     text = use.text
     if use.kind == "mixed" and task.accumulate > 1:
         n_rows = trace.closed.in_avals[len(trace.leaves)].shape[0]
         text += f", so each of the {task.accumulate} micro-batches, of {n_rows} rows, is a batch of its own"
     draws = "; ".join(use.draws)
-    return {"rows": text} | ({"draws": f"differ with the number of micro-batches: {draws}"} if draws else {})
+    drawn = {"draws": f"differ with the number of micro-batches: {draws}"} if draws else {}
+    return {"rows": text, **drawn, **positions}
 
 
 def eval_text(use: RowUse) -> str:

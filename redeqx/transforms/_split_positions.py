@@ -60,8 +60,8 @@ class _SplitPositions(Rule):
         return is_constrained or eqn in self.positions.loops
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        if (loop := self.positions.loops.get(eqn)) is not None:
-            arranged = self._part_of_each if loop.is_chunked else self._all
+        if (is_chunked := self.positions.loops.get(eqn)) is not None:
+            arranged = self._part_of_each if is_chunked else self._all
             first = sum(scan_counts(eqn))
             of_slices = [arranged(x, var) for x, var in zip(ins[first:], eqn.invars[first:], strict=True)]
             ins = [*ins[:first], *of_slices]

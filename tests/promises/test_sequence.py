@@ -1,0 +1,347 @@
+"""`n_sequence_shards` splits the positions of sequences in any model, and changes no number."""
+
+import re
+from functools import cache
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import redeqx
+from redeqx.models.bart import Bart, BartConfig
+from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.nn import cross_entropy
+from redeqx.models.t5 import T5, T5Config
+from redeqx.models.vit import ViT, ViTConfig
+from tests._tree import named_leaves
+
+VOCAB, SEQ, ROWS, D = 64, 64, 8, 32
+KEY = jax.random.key(0)
+RATE = 1024.0  # so that the gradients are read from the new parameters without loss of digits
+RNG = np.random.default_rng(0)
+TEXTS = [{"ids": RNG.integers(0, VOCAB, SEQ, dtype=np.int32)} for _ in range(ROWS)]
+PAIRS = [
+    {"ids": RNG.integers(0, VOCAB, 32, dtype=np.int32), "labels": RNG.integers(0, VOCAB, 16, dtype=np.int32)}
+    for _ in range(ROWS)
+]
+IMAGES = [{"pixels": RNG.normal(size=(3, 32, 32)).astype(np.float32), "label": np.int32(i % 10)} for i in range(ROWS)]
+# Softmax is invariant to a shift of all scores of a query: the gradient of a key's bias is rounding errors.
+ZERO_GRADIENT = "key.bias"
+
+
+def collate_fn(examples):
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def next_token(model, batch, key):
+    """A mean over all tokens but the last: 63 of 64, which no number of devices divides."""
+    logits = jax.vmap(model)(batch["ids"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["ids"][:, 1:]).mean()
+
+
+def in_chunks(model, batch, key):
+    hidden = jax.vmap(model.hidden)(batch["ids"])
+    labels = jnp.pad(batch["ids"][:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+    return cross_entropy(hidden, labels, head=model.logits, chunk_size=16)
+
+
+def in_own_chunks(model, batch, key):
+    """The user's own loop over chunks of positions."""
+    hidden = jax.vmap(model.hidden)(batch["ids"])
+    hidden = hidden.reshape(ROWS, 4, 16, D).swapaxes(0, 1)
+    labels = jnp.roll(batch["ids"], -1, axis=1).reshape(ROWS, 4, 16).swapaxes(0, 1)
+
+    def add(total, chunk):
+        x, y = chunk
+        return total + optax.softmax_cross_entropy_with_integer_labels(jax.vmap(jax.vmap(model.logits))(x), y).sum(), None
+
+    total, _ = jax.lax.scan(add, 0.0, (hidden, labels))
+    return total / (ROWS * SEQ)
+
+
+def of_pairs(model, batch, key):
+    logits = jax.vmap(model)(batch["ids"], batch["labels"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["labels"][:, 1:]).mean()
+
+
+def of_images(model, batch, key):
+    return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(batch["pixels"]), batch["label"]).mean()
+
+
+class Embedded(eqx.Module):
+    """Tokens in, logits out, around layers that know nothing of devices."""
+
+    embedding: eqx.nn.Embedding
+    layers: list
+    head: eqx.nn.Linear
+
+    def __init__(self, *layers):
+        self.embedding = eqx.nn.Embedding(VOCAB, D, key=jax.random.key(1))
+        self.layers, self.head = list(layers), eqx.nn.Linear(D, VOCAB, key=jax.random.key(2))
+
+    def __call__(self, ids):
+        x = jax.vmap(self.embedding)(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return jax.vmap(self.head)(x)
+
+
+class SelfAttention(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+
+    def __call__(self, x):
+        return self.attention(x, x, x, mask=jnp.tril(jnp.ones((len(x), len(x)), bool)))
+
+
+class PerPosition(eqx.Module):
+    mlp: eqx.nn.MLP
+
+    def __call__(self, x):
+        return jax.vmap(self.mlp)(x)
+
+
+class Recurrence(eqx.Module):
+    cell: eqx.nn.GRUCell
+
+    def __call__(self, x):
+        def step(hidden, x):
+            hidden = self.cell(x, hidden)
+            return hidden, hidden
+
+        return jax.lax.scan(step, jnp.zeros(D), x)[1]
+
+
+class StateSpace(eqx.Module):
+    """As in Mamba: a causal convolution, then a linear recurrence by an associative scan."""
+
+    convolution: eqx.nn.Conv1d
+    gate: eqx.nn.Linear
+
+    def __call__(self, x):
+        x = self.convolution(x.T).T
+        gate = jax.nn.sigmoid(jax.vmap(self.gate)(x))
+
+        def combine(one, two):
+            return one[0] * two[0], two[0] * one[1] + two[1]
+
+        return jax.lax.associative_scan(combine, (gate, (1 - gate) * x))[1]
+
+
+class Classifier(eqx.Module):
+    vit: ViT
+    head: eqx.nn.Linear
+
+    def __call__(self, pixels):
+        return self.head(self.vit(pixels)[0])
+
+
+def attention_model():
+    mlp = eqx.nn.MLP(D, D, 2 * D, 1, key=jax.random.key(3))
+    return Embedded(SelfAttention(eqx.nn.MultiheadAttention(4, D, key=KEY)), PerPosition(mlp))
+
+
+def llama(**options):
+    config = LlamaConfig(
+        **options, vocab_size=VOCAB, n_positions=SEQ, d_model=D, d_mlp=64, n_layers=2, n_heads=4, n_kv_heads=2, init_std=0.2
+    )
+    return Llama(config, key=KEY)
+
+
+GPT2_CONFIG = GPT2Config(VOCAB, SEQ, d_model=D, n_layers=2, n_heads=4).without_dropout()
+T5_CONFIG = T5Config(vocab_size=VOCAB, d_model=D, d_kv=8, d_ff=64, n_layers=1, n_decoder_layers=1, n_heads=4)
+BART_CONFIG = BartConfig(
+    vocab_size=VOCAB, n_positions=SEQ, d_model=D, n_layers=1, n_decoder_layers=1, n_heads=4, n_decoder_heads=4, d_ff=64,
+    d_decoder_ff=64, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+)  # fmt: skip
+VIT_CONFIG = ViTConfig(image_size=32, patch_size=4, d_model=D, d_ff=64, n_layers=1, n_heads=4, has_pooler=False)
+CASES = {
+    "gpt2": (lambda: GPT2(GPT2_CONFIG, key=KEY), next_token, TEXTS),
+    "gpt2_loss_in_chunks": (lambda: GPT2(GPT2_CONFIG, key=KEY), in_chunks, TEXTS),
+    "gpt2_own_chunks": (lambda: GPT2(GPT2_CONFIG, key=KEY), in_own_chunks, TEXTS),
+    "llama": (llama, next_token, TEXTS),
+    "llama_with_a_window": (lambda: llama(window=24, windowed_layers=(0, 1)), next_token, TEXTS),
+    "bart": (lambda: Bart(BART_CONFIG, key=KEY), of_pairs, PAIRS),
+    "t5": (lambda: eqx.nn.inference_mode(T5(T5_CONFIG, key=KEY)), of_pairs, PAIRS),
+    "vit": (lambda: Classifier(ViT(VIT_CONFIG, key=KEY), eqx.nn.Linear(D, 10, key=KEY)), of_images, IMAGES),
+    "equinox_attention": (attention_model, next_token, TEXTS),
+    "recurrence": (lambda: Embedded(Recurrence(eqx.nn.GRUCell(D, D, key=KEY))), next_token, TEXTS),
+    "state_space": (
+        lambda: Embedded(
+            StateSpace(eqx.nn.Conv1d(D, D, 4, padding=[(3, 0)], key=KEY), eqx.nn.Linear(D, D, key=jax.random.key(4)))
+        ),
+        next_token,
+        TEXTS,
+    ),
+}
+QUICK = {
+    ("gpt2", 8, 1),
+    ("gpt2_loss_in_chunks", 4, 1),
+    ("equinox_attention", 2, 2),
+    ("recurrence", 8, 1),
+    ("state_space", 2, 2),
+}
+GRID = [
+    pytest.param(name, *mesh, marks=[] if (name, *mesh) in QUICK else pytest.mark.sweep)
+    for name in CASES
+    for mesh in ((2, 1), (4, 1), (8, 1), (2, 2))  # sequence and model shards; data shards are the others
+]
+
+
+def make_trainer(name, n_sequence=1, n_model=1, **options):
+    make, loss_fn, _ = CASES[name]
+    deployer = redeqx.Deployer(0, n_model_shards=n_model, n_sequence_shards=n_sequence, verbose=False)
+    return redeqx.Trainer(
+        deployer, model=make(), optimizer=optax.sgd(RATE), collate_fn=collate_fn, loss_fn=loss_fn, **options
+    )
+
+
+def floating(model):
+    return {name: np.asarray(x, np.float64) for name, x in named_leaves(eqx.filter(model, eqx.is_inexact_array)).items()}
+
+
+@cache
+def by_hand(name):
+    """The loss of a batch and its gradients, without redeqx, on one device."""
+    make, loss_fn, examples = CASES[name]
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def value(model, batch):
+        loss = loss_fn(model, batch, KEY)
+        return loss.total / loss.weight if isinstance(loss, redeqx.Loss) else loss
+
+    loss, grads = value(make(), collate_fn(examples))
+    return float(loss), floating(grads)
+
+
+@pytest.mark.parametrize(("name", "n_sequence", "n_model"), GRID)
+def test_an_update_is_that_of_one_device(name, n_sequence, n_model):
+    trainer = make_trainer(name, n_sequence, n_model)
+    before = floating(trainer.model)
+    loss = trainer.update(CASES[name][2])["loss"]
+    after = floating(trainer.model)
+    expected, grads = by_hand(name)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for leaf, grad in grads.items():
+        if not leaf.endswith(ZERO_GRADIENT):
+            found = (before[leaf] - after[leaf]) / RATE
+            np.testing.assert_allclose(found, grad, atol=1e-6 * np.abs(grad).max(), rtol=1e-5, err_msg=leaf)
+
+
+def test_positions_are_split_in_the_program():
+    """Each of 8 devices does an eighth of the work on one row, and has no array of all of its positions and features."""
+    flops, texts = [], []
+    for n in (1, 8):
+        compiled = make_trainer("equinox_attention", n).compile(TEXTS[: 8 // n], batch_size=8 // n)
+        flops.append(compiled.cost_analysis()["flops"])
+        texts.append(compiled.as_text())
+    assert flops[1] <= 1.1 * flops[0]  # of one row in all, and of one row a device
+    assert f"f32[1,{SEQ},{2 * D}]" in texts[0] and f"f32[1,{SEQ},{2 * D}]" not in texts[1]  # the MLP's hidden values
+
+
+def test_a_recurrence_is_computed_once():
+    """Its devices take a part of the rows: all rows on each would be 8 times the work."""
+    flops = [make_trainer("recurrence", n).compile(TEXTS, batch_size=ROWS).cost_analysis()["flops"] for n in (1, 8)]
+    assert flops[1] <= 1.1 * flops[0]
+
+
+def test_draws_evaluation_prediction_and_checkpoint_do_not_depend_on_the_shards(tmp_path):
+    config = GPT2Config(VOCAB, SEQ, d_model=D, n_layers=1, n_heads=4)  # with dropout
+
+    def loss_fn(model, batch, key):
+        logits = jax.vmap(lambda ids, key: model(ids, key=key))(batch["ids"], jax.random.split(key, len(batch["ids"])))
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["ids"][:, 1:]).mean()
+
+    numbers = []
+    for n in (1, 4):
+        deployer = redeqx.Deployer(0, n_sequence_shards=n, workdir=tmp_path / str(n), verbose=False)
+        model = GPT2(config, key=KEY)
+        trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=collate_fn, loss_fn=loss_fn)
+        losses = [trainer.update(TEXTS)["loss"] for _ in range(2)]
+        predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(model)(batch["ids"]).argmax(-1))
+        tokens = np.stack(predictor.predict(TEXTS[:3], per_device_batch_size=1))
+        numbers.append((*losses, trainer.eval_loss(TEXTS[:3], batch_size=3), tokens))
+        trainer.save_ckpt()
+    for one, four in zip(*numbers, strict=True):
+        np.testing.assert_allclose(one, four, rtol=1e-6)
+    one, four = (redeqx.load(tmp_path / n / "ckpts", GPT2(config, key=KEY)) for n in "14")
+    for name, leaf in floating(one).items():
+        np.testing.assert_allclose(leaf, floating(four)[name], atol=1e-6, err_msg=name)
+
+
+# --- what the plan says -------------------------------------------------------------------------------------------------
+
+
+def positions_of(name, n_sequence):
+    make, loss_fn, examples = CASES[name]
+    deployer = redeqx.Deployer(0, n_sequence_shards=n_sequence, verbose=False)
+    return deployer.plan(make(), loss_fn, collate_fn(examples))
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "expected"),
+    [
+        ("equinox_attention", 8, r"64 in attention at \S*test_sequence.py:\d+: split over 8 devices"),
+        (
+            "recurrence",
+            8,
+            r"64 in a loop at \S*test_sequence.py:\d+: each device computes all of them, for its part of the rows",
+        ),
+        ("state_space", 2, r"64 in conv_general_dilated at \S*test_sequence.py:\d+: split over 2 devices"),
+        ("vit", 2, r"none found in the batch; the 2 sequence shards repeat the work of each other"),
+    ],
+)
+def test_the_plan_says_how_positions_are_computed(name, n, expected):
+    plan = positions_of(name, n)
+    assert re.search(expected, "; ".join(plan.positions))
+    assert f"positions: {plan.positions[0]}" in plan.explain() and f"sequence={n}" in plan.explain()
+    assert not positions_of(name, 1).positions
+
+
+def test_weights_are_stored_over_the_sequence_axis():
+    plan = positions_of("gpt2", 4)
+    leaf = plan["stack.blocks.mlp.up.weight"]  # [layers, hidden, d]
+    assert leaf.spec == P(None, "model", "sequence") and leaf.n_shards == 4
+    assert leaf.reason.endswith("; sequence on dim 2")
+    assert plan.spec_in_use("stack.blocks.mlp.up.weight") == P(None, "model", None)
+
+
+def test_attention_over_lengths_that_do_not_divide_is_refused():
+    def loss_fn(model, batch, key):
+        logits = jax.vmap(model)(batch["ids"][:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["ids"][:, 1:]).mean()
+
+    deployer = redeqx.Deployer(0, n_sequence_shards=8, verbose=False)
+    with pytest.raises(ValueError, match=r"`n_sequence_shards`.*8 divides, got 63.*attends to 56 or 64 positions"):
+        deployer.plan(attention_model(), loss_fn, collate_fn(TEXTS))
+
+
+def test_positions_that_the_model_adds_may_not_divide():
+    """As a class token does: XLA pads them, and the numbers stay."""
+
+    class WithToken(eqx.Module):
+        inner: Embedded
+        token: jax.Array
+
+        def __call__(self, ids):
+            x = jnp.concatenate([self.token[None], jax.vmap(self.inner.embedding)(ids)])
+            for layer in self.inner.layers:
+                x = x + layer(x)
+            return self.inner.head(x[-1])
+
+    def loss_fn(model, batch, key):
+        return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(batch["ids"]), batch["ids"][:, 3]).mean()
+
+    model, losses = WithToken(attention_model(), jax.random.normal(KEY, (D,))), []
+    for n, n_model in ((1, 1), (8, 1), (2, 2)):
+        deployer = redeqx.Deployer(0, n_model, 1, n, verbose=False)
+        plan = deployer.plan(model, loss_fn, collate_fn(TEXTS))
+        assert n == 1 or ("65 in attention" in plan.positions[0] and "do not divide them" in plan.positions[0])
+        trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=collate_fn, loss_fn=loss_fn)
+        losses.append([trainer.update(TEXTS)["loss"] for _ in range(2)])
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-6)
