@@ -140,10 +140,11 @@ class _Chunks:
         seq = labels.shape[-1]
         if self.size >= seq:
             return chunk_fn(x, labels)
-        n_padded = -seq % self.size
-        rows = [(0, 0)] * (labels.ndim - 1)
-        labels = jnp.pad(labels, [*rows, (0, n_padded)], constant_values=self.ignore_index)
-        x = jnp.pad(x, [*rows, (0, n_padded), (0, 0)], mode="edge")  # real tokens: a head may have no derivative at 0
+        if n_padded := -seq % self.size:
+            rows = [(0, 0)] * (labels.ndim - 1)
+            labels = jnp.pad(labels, [*rows, (0, n_padded)], constant_values=self.ignore_index)
+            # Real tokens: a head may have no derivative at 0. (`jnp.pad` with mode "edge" reads the first row of all dims.)
+            x = jnp.concatenate([x, jnp.repeat(x[..., -1:, :], n_padded, axis=-2)], axis=-2)
         # Each chunk takes every n-th token: where devices have parts of the sequence, each has its part of every chunk.
         chunks = (
             rearrange(x, "... (chunk n) d -> n ... chunk d", chunk=self.size),

@@ -7,7 +7,14 @@ and the verdict `RowUse`. It is independent of meshes, plans and training. Open 
 from ._draws import ByNumber as ByNumber, Factors as Factors
 from ._equation import VIEWS as VIEWS, Related as Related, repeats as repeats, view as view
 from ._names import equations_of as equations_of
-from ._positions import Along as Along, Positions as Positions, positions_of as positions_of
+from ._positions import (
+    ATTENTION as ATTENTION,
+    CHUNKS as CHUNKS,
+    RECURRENCE as RECURRENCE,
+    Along as Along,
+    Positions as Positions,
+    positions_of as positions_of,
+)
 from ._relations import is_elementwise as is_elementwise
 from ._split_rows import Spread as Spread, spread as spread
 from ._use import (

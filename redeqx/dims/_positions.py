@@ -5,7 +5,7 @@ an attention compares its entries with one another, or a loop, a convolution, an
 it. The dims are hints: a rule constrains values by them, so a missing or a wrong one costs traffic and no correctness.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from ._names import Inputs, Names, equations_of
 
 # How a step may combine entries along positions, so that they are more than features.
 _ALONG = {"window", "order", "fft"}
+ATTENTION, RECURRENCE, CHUNKS = "attention", "a recurrence", "a loop over chunks"
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Along:
 
     **Arguments:**
 
-    - `what`: "attention", "recurrence", or the name of a primitive.
+    - `what`: `ATTENTION`, `RECURRENCE`, `CHUNKS`, or the name of a primitive.
     - `line`: `file:line`, or an empty string inside a library.
     - `size`: the number of positions; of the queries in an attention.
     - `is_given`: whether the batch has these positions, or they are a slice of its; otherwise the model has added some.
@@ -86,7 +87,7 @@ def positions_of(closed: Any, n_weights: int, n_state: int, n_batch: int) -> Pos
         if (step := by_place.get(place)) is not None:
             of_variables += zip(eqn.outvars, step.outs, strict=True)
             if step.name == "scan" and sets.of_dim(step.scanned) in seen:
-                loops[eqn] = any(len(positions_in(value)) > 1 for value in (*step.ins, *step.outs))
+                loops[eqn] = _is_chunked(step, seen, sets)
     dims = {var: found for var, value in of_variables if (found := positions_in(value))}
     rows = {
         var: i
@@ -138,13 +139,13 @@ class _Sets:
 def _uses(step: Step, sets: _Sets) -> Iterator[_Use]:
     """Yields what a step does along the dims of its operands, if that makes them positions."""
     if step.name == "scan" and (root := sets.of_dim(step.scanned)) is not None:
-        yield root, "recurrence", step, step.scanned
+        yield root, CHUNKS if _is_chunked(step, {root}, sets) else RECURRENCE, step, step.scanned
     if step.name == "dot_general":  # the scores of an attention have the positions twice
         dims = step.outs[0].dims
         roots = list(map(sets.of_dim, dims))
         for i, root in enumerate(roots):
             if root is not None and root in roots[i + 1 :]:
-                yield root, "attention", step, dims[i]
+                yield root, ATTENTION, step, dims[i]
                 break
     for how, dim in step.mixes:
         is_strided = how == "part" and step.name == "slice" and any(n > 1 for n in step.eqn.params["strides"] or ())
@@ -152,13 +153,18 @@ def _uses(step: Step, sets: _Sets) -> Iterator[_Use]:
             yield root, step.name, step, dim
 
 
+def _is_chunked(step: Step, roots: Collection[Atom | None], sets: _Sets) -> bool:
+    """Whether a loop along positions has further positions in what it takes or returns at a time."""
+    values = (*step.ins, *step.outs)
+    return any(sum(sets.of_dim(dim) in roots for dim in value.dims) > 1 for value in values)
+
+
 def _along(uses: Sequence[_Use], given: set[Atom]) -> tuple[Along, ...]:
     """Returns the uses, each once. Of the primitives of one line only the largest counts: scans halve their positions."""
     found: dict[Any, Along] = {}
     for _, what, step, dim in uses:
         own = Along(what, step.line, size_of(flat(dim)), given.issuperset(flat(dim)))
-        is_of_size = what in ("attention", "recurrence")
-        key = (what, own.line, own.size if is_of_size else None)
+        key = (what, own.line, own.size if what in (ATTENTION, RECURRENCE, CHUNKS) else None)
         if key not in found or found[key].size < own.size:
             found[key] = own
     return tuple(found.values())

@@ -63,7 +63,7 @@ def chosen(state: State, by: State) -> State:
 # output, or are added, and so have one degree.
 SCATTERS = ("scatter-add", "scatter_add", "scatter-sub")
 TERMS = {
-    **dict.fromkeys(("add", "sub", "neg", "add_any", "real", "imag", "conj", "reduce_precision"), slice(None)),
+    **dict.fromkeys(("add", "sub", "neg", "add_any", "real", "imag", "conj", "reduce_precision", "name"), slice(None)),
     **dict.fromkeys(
         ("copy", "copy_p", "convert_element_type", "stop_gradient", "reduce_sum", "psum", "cumsum"), slice(None)
     ),

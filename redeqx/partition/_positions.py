@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from ..dims import Along, positions_of
+from ..dims import ATTENTION, CHUNKS, RECURRENCE, Along, positions_of
 from ..machine import SEQUENCE
 from ..tracing import Trace, shortened
 
@@ -22,7 +22,7 @@ def describe_positions(trace: Trace, mesh: Mesh) -> tuple[str, ...]:
     found = positions_of(trace.closed, n_weights, 0, n_batch).along
     if not found:
         return (f"none found in the batch; the {n} sequence shards repeat the work of each other",)
-    wrong = [each for each in found if each.what == "attention" and each.is_given and each.size % n]
+    wrong = [each for each in found if each.what == ATTENTION and each.is_given and each.size % n]
     if wrong:
         size, below = wrong[0].size, wrong[0].size // n * n
         fitting = " or ".join(str(length) for length in (below, below + n) if length)
@@ -34,13 +34,15 @@ def describe_positions(trace: Trace, mesh: Mesh) -> tuple[str, ...]:
 
 
 def _sentence(each: Along, n: int) -> str:
-    if each.what == "recurrence":
+    if each.what == RECURRENCE:
         how = "each device computes all of them, for its part of the rows if these divide"
+    elif each.what == CHUNKS:
+        how = "each device computes a part of each chunk"
     elif each.size % n:
         how = f"{n} devices do not divide them, so XLA pads them"
     else:
         how = f"split over {n} devices"
-    return f"{each.size} in {'a loop' if each.what == 'recurrence' else each.what}{_at(each)}: {how}"
+    return f"{each.size} in {each.what}{_at(each)}: {how}"
 
 
 def _at(each: Along) -> str:

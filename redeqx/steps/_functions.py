@@ -25,8 +25,8 @@ from ..transforms import (
     Reshard,
     Rows,
     Shardings,
-    SplitRepeated,
     SplitPositions,
+    SplitRepeated,
     StackBlocks,
     WeightProducts,
     by_row,
@@ -232,14 +232,13 @@ class Functions:
             unroll = compute.unroll_on(mesh, remat)
             first += [] if unroll is None else [unroll]
             first += [] if remat == "none" else [RematLoops(remat)]
-        return self._with_positions(fn, [*first, *rules]) if mesh.shape[SEQUENCE] > 1 else transformed(fn, [*first, *rules])
+        if mesh.shape[SEQUENCE] == 1:
+            return transformed(fn, [*first, *rules])
 
-    def _with_positions(self, fn: Callable[..., Any], rules: Sequence[Rule]) -> Callable[..., Any]:
-        """Returns a function of `(weights, state, batch, ...)` under rules that split its positions too."""
-
-        def split(*args: Any) -> Any:
-            counts = (len(jax.tree.leaves(tree)) for tree in args[:3])
-            return transformed(fn, [SplitPositions(self.plan.mesh, *counts), *rules])(*args)
+        def split(*args: Any) -> Any:  # weights, state, batch, and others
+            counts = [len(jax.tree.leaves(tree)) for tree in args[:3]]
+            positions, loops = SplitPositions(mesh, *counts), SplitPositions(mesh, *counts, of_loops=True)
+            return transformed(fn, [loops, *first, positions, *rules])(*args)
 
         return split
 

@@ -38,33 +38,32 @@ class SplitPositions(Rule):
     **Arguments:**
 
     - `n_weights`, `n_state`, `n_batch`: as for `dims.positions_of`.
+    - `of_loops`: whether to arrange the operands and results of loops along positions, or to split all other values. A rule
+        that recomputes the body of a loop stands between the two.
     """
 
     mesh: Mesh
     n_weights: int
     n_state: int
     n_batch: int
+    of_loops: bool = False
 
     def of(self, closed: Any) -> Rule | None:
         positions = positions_of(closed, self.n_weights, self.n_state, self.n_batch)
-        return _SplitPositions(positions, self.mesh) if positions.dims else None
+        if self.of_loops:
+            return _ArrangeLoops(positions, self.mesh) if positions.loops else None
+        return _SplitValues(positions, self.mesh) if positions.dims else None
 
 
 @dataclass(frozen=True, eq=False)
-class _SplitPositions(Rule):
+class _SplitValues(Rule):
     positions: Positions
     mesh: Mesh
 
     def claims(self, eqn: Any) -> bool:
-        is_constrained = eqn.primitive.name in _CONSTRAINED and any(self._dim(var) is not None for var in eqn.outvars)
-        return is_constrained or eqn in self.positions.loops
+        return eqn.primitive.name in _CONSTRAINED and any(self._dim(var) is not None for var in eqn.outvars)
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        if (is_chunked := self.positions.loops.get(eqn)) is not None:
-            arranged = self._part_of_each if is_chunked else self._all
-            first = sum(scan_counts(eqn))
-            of_slices = [arranged(x, var) for x, var in zip(ins[first:], eqn.invars[first:], strict=True)]
-            ins = [*ins[:first], *of_slices]
         outs = site.rest(eqn, ins)
         return [self._constrained(out, {self._dim(var): SEQUENCE}) for out, var in zip(outs, eqn.outvars, strict=True)]
 
@@ -80,6 +79,17 @@ class _SplitPositions(Rule):
             return value
         spec = P(*(entries.get(dim, P.UNCONSTRAINED) for dim in range(value.ndim)))
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
+
+
+class _ArrangeLoops(_SplitValues):
+    def claims(self, eqn: Any) -> bool:
+        return eqn in self.positions.loops
+
+    def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
+        arranged = self._part_of_each if self.positions.loops[eqn] else self._all
+        first = sum(scan_counts(eqn))
+        slices = [arranged(x, var) for x, var in zip(ins[first:], eqn.invars[first:], strict=True)]
+        return super().__call__(eqn, [*ins[:first], *slices], site)
 
     def _part_of_each(self, value: Any, var: Any) -> Any:
         """Arranges chunks for a loop over them: each device has a part of each chunk."""

@@ -290,7 +290,7 @@ def positions_of(name, n_sequence):
         (
             "recurrence",
             8,
-            r"64 in a loop at \S*test_sequence.py:\d+: each device computes all of them, for its part of the rows",
+            r"64 in a recurrence at \S*test_sequence.py:\d+: each device computes all of them, for its part of the rows",
         ),
         ("state_space", 2, r"64 in conv_general_dilated at \S*test_sequence.py:\d+: split over 2 devices"),
         ("vit", 2, r"none found in the batch; the 2 sequence shards repeat the work of each other"),
@@ -301,6 +301,12 @@ def test_the_plan_says_how_positions_are_computed(name, n, expected):
     assert re.search(expected, "; ".join(plan.positions))
     assert f"positions: {plan.positions[0]}" in plan.explain() and f"sequence={n}" in plan.explain()
     assert not positions_of(name, 1).positions
+
+
+def test_a_loss_in_chunks_does_not_mix_rows():
+    plan = positions_of("gpt2_loss_in_chunks", 4)
+    assert plan.row_use.kind == "separable"
+    assert re.search(r"4 in a loop over chunks at \S*: each device computes a part of each chunk", "; ".join(plan.positions))
 
 
 def test_weights_are_stored_over_the_sequence_axis():
