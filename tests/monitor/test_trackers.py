@@ -245,7 +245,9 @@ def test_rows_that_a_kill_may_lose_are_delivered_again(tmp_path, fake, monkeypat
     assert json.loads(state.read_text())["sent"] == [3, 2]  # closed, and so complete
 
 
-@pytest.mark.parametrize("keeps", ["at once", "soon", "after the step"])
+@pytest.mark.parametrize(
+    "keeps", ["at once", *(pytest.param(keeps, marks=pytest.mark.sweep) for keeps in ("soon", "after the step"))]
+)
 def test_rows_count_as_sent_when_a_kill_no_longer_loses_them(tmp_path, fake, monkeypatch, keeps):
     monkeypatch.setattr(fake, "keeps", keeps)
     monkeypatch.setattr("redeqx.monitor._delivery.GAP", 1.5)
@@ -428,7 +430,9 @@ if sys.argv[1] == "leave":  # as a thread does if a process is gone
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1), ("leave", 75)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("end", 0), *(pytest.param(*how, marks=pytest.mark.sweep) for how in (("raise", 1), ("leave", 75)))]
+)
 def test_tensorboard_has_all_records_of_a_short_run(tmp_path, how, code):
     """tensorboardX closes its writer at exit, before what was registered earlier; records after that are lost in silence."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -483,10 +487,13 @@ if how == "raise":
 
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 @pytest.mark.parametrize(
-    "runs",
-    [((0, 4, "kill", 9), (2, 5, "raise", 1), (5, 6, "end", 0)), ((0, 4, "cut", 9), (4, 5, "kill", 9), (5, 6, "end", 0))],
+    ("name", "runs"),
+    [
+        ("wandb", ((0, 4, "cut", 9), (4, 5, "kill", 9), (5, 6, "end", 0))),
+        ("mlflow", ((0, 4, "kill", 9), (2, 5, "raise", 1), (5, 6, "end", 0))),
+        ("trackio", ((0, 4, "kill", 9), (2, 5, "raise", 1), (5, 6, "end", 0))),
+    ],
 )
 def test_real_package_killed_and_resumed(name, runs, tmp_path):
     pytest.importorskip(name)
