@@ -146,8 +146,9 @@ EXACT = [name for name, case in CASES.items() if case.kind in ("separable", "aft
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.sweep) for name in EXACT])
 def test_what_is_called_exact_is_exact(name):
-    """Loss and gradient of two parts are those of the whole batch."""
-    for parts in cuts(CASES[name].group):
+    """Loss and gradient of two parts are those of the whole batch; in the sweep, each loss is cut in one of the ways."""
+    found = [*cuts(CASES[name].group)]
+    for parts in found if name in QUICK else [found[EXACT.index(name) % len(found)]]:
         assert error_of_the_verdict(name, parts) < 1e-6
 
 

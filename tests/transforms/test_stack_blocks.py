@@ -372,9 +372,7 @@ def unstacked_training():
     ("n_model", "n_fsdp", "options"),
     [
         (2, 2, {}),
-        pytest.param(1, 1, {}, marks=pytest.mark.sweep),
         pytest.param(1, 8, {}, marks=pytest.mark.sweep),
-        pytest.param(4, 1, {}, marks=pytest.mark.sweep),
         pytest.param(2, 4, {"remat": "matmuls"}, marks=pytest.mark.sweep),
         pytest.param(1, 4, {"remat": "full"}, marks=pytest.mark.sweep),
     ],
