@@ -535,6 +535,7 @@ def run_own(tmp_path, arguments="{}"):
     return [(process.returncode, out.splitlines()[-1:], err) for process, (out, err) in zip(processes, ended, strict=True)]
 
 
+@pytest.mark.sweep
 def test_running_processes_of_jax_are_joined(tmp_path):
     for code, out, err in run_own(tmp_path):
         assert code == 0, err

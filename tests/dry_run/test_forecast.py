@@ -612,6 +612,7 @@ def test_exit_code_is_3_if_the_step_does_not_fit(script, tmp_path):
         ),
     ],
 )
+@pytest.mark.sweep
 def test_scripts_that_do_not_reach_fit(script, tmp_path, kind, code, expected):
     done = command(script, kind, str(tmp_path / "run"))
     assert done.returncode == code and expected in done.stderr, done.stderr

@@ -272,6 +272,7 @@ def test_sample_depends_only_on_its_prompt():
 
 
 @pytest.mark.parametrize(("seq_len", "length"), [(128, 32), (32, 16)])
+@pytest.mark.sweep
 def test_sample_leaves_room_in_short_rows(seq_len, length):
     (row, *_) = cut(range(1, 2 * seq_len), seq_len)
     prompt = prompt_of(row)

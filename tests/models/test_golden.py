@@ -16,7 +16,14 @@ CASES = collect("CASES")
 FIRST = re.compile(r"[a-z0-9]+|vision-encoder-decoder")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if FIRST.fullmatch(case.name)])
+SLOW = ("unet", "vae", "clip", "vision-encoder-decoder")
+
+
+def marked(case):
+    return pytest.param(case, id=case.name, marks=pytest.mark.sweep if case.name in SLOW else [])
+
+
+@pytest.mark.parametrize("case", [marked(case) for case in CASES if FIRST.fullmatch(case.name)])
 def test_outputs(case, tmp_path):
     golden = read_golden(case)
     (tmp_path / "config.json").write_text(json.dumps(golden["config"]))

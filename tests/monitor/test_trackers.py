@@ -402,7 +402,13 @@ console.records.metrics({{"loss": 1.0}}, 1)
 """
 
 
-@pytest.mark.parametrize("last, output, code", [("", "2 closed\n", 0), ("raise ValueError('x')", "2 failed\n", 1)])
+@pytest.mark.parametrize(
+    "last, output, code",
+    [
+        pytest.param("", "2 closed\n", 0, marks=pytest.mark.sweep),
+        ("raise ValueError('x')", "2 failed\n", 1),
+    ],
+)
 def test_run_is_closed_at_the_end_of_a_script(last, output, code):
     script = SCRIPT.format(tests=str(Path(__file__).parent), last=last)
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)

@@ -217,6 +217,7 @@ def test_scales_are_split_like_their_parameters():
     assert specs["0.mu.weight"] == P("fsdp", "model") and specs["0.mu_scales.weight"] == P("fsdp", None)
 
 
+@pytest.mark.sweep
 def test_collectives_equal_those_of_optax_and_the_state_is_smaller(tmp_path):
     sent, held = [], []
     for optimizer in (optax.adamw(1e-3), adamw(1e-3, moments="8bit"), adamw(1e-3, moments="bfloat16")):

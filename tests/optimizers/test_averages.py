@@ -130,6 +130,7 @@ def test_a_plain_optimizer_saves_one_model(tmp_path):
     ],
     ids=["ema", "schedule_free", "masters", "multi_steps"],
 )
+@pytest.mark.sweep
 def test_a_resumed_run_is_equal_bit_by_bit(tmp_path, optimizer, options):
     whole = make_trainer(optimizer(), tmp_path / "whole", **options)
     fit(whole, eval_examples=EVALUATED)

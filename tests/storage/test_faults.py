@@ -121,7 +121,7 @@ def test_a_version_that_is_deleted_is_not_replaced(bucket):
     assert not path.exists()
 
 
-@pytest.mark.parametrize("change", ["flipped", "short", "missing"])
+@pytest.mark.parametrize("change", ["flipped", *(pytest.param(x, marks=pytest.mark.sweep) for x in ("short", "missing"))])
 def test_damage_is_detected_and_skipped(bucket, change):
     checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
     checkpoints.save(2, {"model": TREE}, {"step": 2})

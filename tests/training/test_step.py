@@ -183,7 +183,10 @@ def weighted_loss(model, batch, key):
     return redeqx.Loss(jnp.sum(errors * batch["w"]), weight, {"error": jnp.sum(errors * batch["w"]), "seen": seen})
 
 
-@pytest.mark.parametrize(("shards", "accumulate"), [((1, 1), 1), ((2, 2), 1), ((8, 1), 4)])
+@pytest.mark.parametrize(
+    ("shards", "accumulate"),
+    [pytest.param((1, 1), 1, marks=pytest.mark.sweep), ((2, 2), 1), pytest.param((8, 1), 4, marks=pytest.mark.sweep)],
+)
 def test_weighted_mean_does_not_depend_on_devices_or_micro_batches(shards, accumulate):
     """One step of 11 rows of unequal weight: on eight devices, on four, and in micro-batches with a remainder."""
     examples = [{**e, "w": np.asarray(i % 4 + 1)} for i, e in enumerate(make_examples(11))]
@@ -680,7 +683,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.sweep] * (i % 2)) for i, x in enumerate(OPTIMIZERS)])
 def test_optimizers_on_a_mesh_match_a_plain_loop(name):
     model, examples = eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0)), make_examples(24, 64, 64)
     optimizer = OPTIMIZERS[name]()
