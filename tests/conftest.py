@@ -4,8 +4,12 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 
+# Bytecode is kept, also on machines that keep none: the tests start hundreds of processes, each of which would compile the
+# library, and pytest would rewrite the assertions of all files in each.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 # Before JAX starts its CPU client: with fewer cores than devices, collectives dispatched asynchronously deadlock unless
 # the client believes that it has a thread for each.
 os.environ["NPROC"] = "16"
@@ -27,6 +31,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
 
 # The models' annotations have shapes and dtypes. Checking those of the library too (`make test TYPECHECK=redeqx`) takes a
