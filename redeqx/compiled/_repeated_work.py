@@ -141,7 +141,12 @@ def _flops(instruction: Instruction) -> int:
     if contracted := re.search(r'lhs_contracting_(?:dims=\{|dimensions":\[)([\d,"]*)', instruction.rest):
         return 2 * n_out * math.prod(lhs[dim] for dim in integers(contracted.group(1)))
     if labels := re.search(r"dim_labels=\w+_(\w+)->", instruction.rest):
-        return 2 * n_out * math.prod(rhs) // rhs[labels.group(1).index("o")]
+        flops = 2 * n_out * math.prod(rhs) // rhs[labels.group(1).index("o")]
+        # A TPU's compiler makes convolutions of matmuls. A batch dim becomes a window over zeros and the one entry it needs.
+        zeros = re.search(r"lhs_dilate=([\dx]+)", instruction.rest)
+        if zeros is not None and instruction.op_name.endswith("dot_general"):
+            flops //= math.prod(map(int, zeros.group(1).split("x")))
+        return flops
     return 0
 
 

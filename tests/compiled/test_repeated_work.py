@@ -289,6 +289,23 @@ def test_flops_counted_by_source_line():
     assert count.once == {"/a.py:1": dot, "/a.py:3": longer, "/a.py:4": conv}
 
 
+def test_a_batched_matmul_is_counted_in_the_form_of_a_tpu():
+    """As compiled for TPU v5e: experts become a window whose entries are zeros but for one."""
+    program = """\
+HloModule jit_step, num_partitions=8
+
+ENTRY %main (x: f32[2,40,16], w: f32[2,16,64]) -> f32[2,40,64] {
+  %x = f32[2,40,16]{2,1,0} parameter(0)
+  %w = f32[2,16,64]{2,1,0} parameter(1)
+  ROOT %dot = f32[2,40,64]{2,1,0} convolution(%x, %w), window={size=2 stride=1 lhs_dilate=2}, dim_labels=0bf_0io->0bf, metadata={op_name="jit(step)/jvp(ecd,edf->ecf)/dot_general" source_file="/a.py" source_line=1}
+}
+"""
+    matmul = 2 * 2 * 40 * 16 * 64
+    assert flops_by_line(Module.of(program)).all == {"/a.py:1": matmul}
+    of_conv = program.replace("dot_general", "conv_general_dilated")  # the gradient of one with strides, as in a trace
+    assert flops_by_line(Module.of(of_conv)).all == {"/a.py:1": 2 * matmul}
+
+
 def test_loop_of_unknown_length_is_counted_once():
     """The compiler may find a trip count that the trace does not have."""
 
