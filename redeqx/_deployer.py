@@ -91,7 +91,7 @@ class Deployer(RedcoNames):
     - `examples_per_second`; `tokens_per_second`, if the batch has an integer array `[rows, seq]`: its elements, including
         padding. Compilation, evaluation and saving do not count.
     - `model_flops_per_second`: FLOPs of one device in matmuls, convolutions and attention, forward and backward, counted on
-        the trace; recomputation does not count.
+        the trace; recomputation and keys that a causal mask or a window excludes do not count.
     - `mfu`: model FLOPs utilization, the share (0 to 1) of the chip's published rate for these dtypes; left out for chips
         with an unknown rate, such as CPUs.
     - `peak_memory_bytes`: the largest memory use of a device so far, if it reports this.

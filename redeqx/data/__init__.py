@@ -9,6 +9,7 @@ from ._collate import (
     collate as collate,
     collated_shapes as collated_shapes,
     micro_batch_shapes as micro_batch_shapes,
+    n_tokens as n_tokens,
     read as read,
 )
 from ._examples import (

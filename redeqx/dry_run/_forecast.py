@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..compiled import Module, bytes_moved, collectives, host_bytes, temporaries, workspace_allowance
-from ..data import BatchSize, Group, group_sharding
+from ..data import BatchSize, Group, group_sharding, n_tokens
 from ..dims import RowUse
 from ..machine import Machine, dry, is_in_host, uncached_where_described
 from ..memory import SearchSpace, Strategy, Tried, refused_bytes
@@ -149,7 +149,10 @@ def _compiled(
     held = {what: size for what, size in held.items() if size}
     resident = sum(held.values())
     failed: dict[str, str] = {}
-    run = DryRun(machine, strategy, plan, held, {}, {}, {}, in_host=in_host, failed=failed)
+    size, tokens = strategy.size(mesh), n_tokens(work.batch)
+    if tokens is not None:
+        tokens = tokens // jax.tree.leaves(work.batch)[0].shape[0] * size.examples
+    run = DryRun(machine, strategy, plan, held, {}, {}, {}, in_host=in_host, n_tokens=tokens, failed=failed)
     if only_train and machine.memory is not None and resident > machine.memory:
         return replace(run, steps={"train": Step(needs=resident, compile_seconds=0.0, is_refused=True)})
 
@@ -180,7 +183,7 @@ def _compiled(
     def model_flops() -> Mapping[str, int]:
         ideal = work.program(plan, strategy, KeepEverything() if work.can_remat else None)
         jaxpr = _traced(work, ideal, strategy, only_train=True)["train"].jaxpr.jaxpr
-        return matmul_flops(jaxpr, with_recomputation=False)
+        return matmul_flops(jaxpr, with_recomputation=False, with_masked=False)
 
     return replace(run, steps=steps, files=work.files, model_flops=attempt(MODEL_FLOPS, model_flops, {}, failed))
 
@@ -232,7 +235,8 @@ def _groups(batch: PyTree, size: BatchSize, use: RowUse, mesh: Mesh) -> tuple[Py
 
 def _step(traced: Any, machine: Machine, optimization: str | None, other_bytes: int) -> Step:
     """Compiles a traced step. `other_bytes` are in memory while it runs, but are not its arguments."""
-    flops = matmul_flops(traced.jaxpr.jaxpr)
+    # Of the kernels that compute attention on CPUs, in blocks of queries, masked keys are computed too.
+    flops = matmul_flops(traced.jaxpr.jaxpr, with_masked=machine.devices[0].platform == "cpu")
     lowered = traced.lower()
     began = time.perf_counter()
     try:

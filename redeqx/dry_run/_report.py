@@ -35,6 +35,7 @@ class DryRun:
 
     - `held`: bytes on each device that stay in memory during the whole run, by their kind.
     - `in_host`: bytes of the optimizer's state that are in host memory, for each device.
+    - `n_tokens`: the tokens of a train step; None if its batch has none.
     - `steps`: the `"train"` step, and the `"eval"` and `"predict"` steps of the evaluation.
     - `files`: bytes of each file of a checkpoint.
     - `model_flops`: FLOPs of a step's matmuls without recomputation, by dtype, for all devices together.
@@ -52,6 +53,7 @@ class DryRun:
     files: Mapping[str, int]
     model_flops: Mapping[str, int]
     in_host: int = 0
+    n_tokens: int | None = None
     tried: tuple[Tried, ...] = ()
     is_searched: bool = False
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -191,6 +193,7 @@ class DryRun:
             "rows": self.plan.row_use.text,
             "held": dict(self.held),
             "in_host": self.in_host,
+            "n_tokens": self.n_tokens,
             "steps": {name: self._plain_step(step) for name, step in self.steps.items()},
             "files": dict(self.files),
             "model_flops": dict(self.model_flops),
@@ -312,6 +315,9 @@ class DryRun:
             f"at least {_seconds(estimate.step)} where all of this overlaps (MFU {estimate.mfu:.0%}), "
             f"{_seconds(estimate.serial)} where nothing does ({estimate.serial_mfu:.0%})"
         )
+        if self.n_tokens and estimate.serial:
+            at_best, serial = (self.n_tokens / seconds for seconds in (estimate.step, estimate.serial))
+            rows["tokens"] = f"{self.n_tokens:,}: at most {at_best:,.0f} a second, {serial:,.0f} without overlap"
         return rows
 
 

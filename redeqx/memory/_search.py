@@ -78,7 +78,7 @@ class SearchSpace:
         if can_remat:
             own, flops, unrolls = _levels_of(own, trace, platform)
         else:
-            flops, unrolls = {own.remat: matmul_flops(trace(own))}, False
+            flops, unrolls = {own.remat: matmul_flops(trace(own), with_masked=False)}, False
         opt_state = 0 if platform == "cpu" else sizes.opt_state  # CPU devices have no separate host memory
         return cls(own, flops=flops, unrolls=unrolls, weights=sizes.weights, state=sizes.state, opt_state=opt_state, **known)
 

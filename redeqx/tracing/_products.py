@@ -6,10 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ._fold import fold
 
 
-def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True) -> Counter[str]:
+def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True, with_masked: bool = True) -> Counter[str]:
     """Counts the FLOPs of a jaxpr's products, by the dtype of their inputs.
 
     A loop of unknown length counts as one iteration, and a `cond` as its costliest branch.
@@ -17,10 +19,14 @@ def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True) -> Counter[str]
     **Arguments:**
 
     - `with_recomputation`: whether to count the attention scores that an attention's gradient recomputes.
+    - `with_masked`: whether to count the keys that a causal mask or a window excludes, which fused kernels skip.
     """
 
     def count(eqn: Any) -> dict[str, int] | None:
         flops = product_flops(eqn, with_recomputation=with_recomputation)
+        if flops and not with_masked and eqn.primitive.name in ("attention", "attention_gradient"):
+            n_queries, n_keys = (var.aval.shape[-3] for var in eqn.invars[:2])
+            flops = flops * _n_pairs(eqn.params["setting"], n_queries, n_keys) // (n_queries * n_keys)
         return None if flops is None else {str(eqn.invars[0].aval.dtype): flops}
 
     return fold(jaxpr, count)
@@ -54,12 +60,21 @@ def _of_convolution(eqn: Any) -> int:
 
 
 def _of_attention(eqn: Any, with_keys: int, with_values: int) -> int:
-    """Counts the products whose inner dim is the size of a key, and those where it is that of a value.
-
-    Keys that a causal mask excludes count too, as in a model without fused attention.
-    """
+    """Counts the products whose inner dim is the size of a key, and those where it is that of a value, for all keys."""
     q, k, v = (var.aval.shape for var in eqn.invars[:3])
     return 2 * math.prod(q[:-1]) * k[-3] * (with_keys * q[-1] + with_values * v[-1])
+
+
+def _n_pairs(setting: Any, n_queries: int, n_keys: int) -> int:
+    """Counts the pairs of a query and a key that a causal mask and a window leave."""
+    first, last = np.zeros(n_queries, np.int64), np.full(n_queries, n_keys - 1)
+    rows = np.arange(n_queries)
+    if setting.causal:
+        last = np.minimum(last, rows)
+    if setting.window is not None:
+        first = np.maximum(first, rows - setting.window + 1)
+        last = np.minimum(last, rows + setting.window - 1)
+    return int(np.maximum(last - first + 1, 0).sum())
 
 
 # Products of two operands, either of which may be a weight.

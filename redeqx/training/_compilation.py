@@ -171,7 +171,7 @@ def _work(task: Task, plan: Plan, model: Any, state: Any, step: Any, args: tuple
         step = task.program(plan, model, state, change=KeepEverything()).train_step
         traced = step.trace(*args).jaxpr
     n_devices = plan.mesh.size
-    flops = matmul_flops(traced.jaxpr, with_recomputation=False)
+    flops = matmul_flops(traced.jaxpr, with_recomputation=False, with_masked=False)
     chip = chip_of_kind(plan.mesh.devices.flat[0].device_kind)
     at_peak = None if chip is None else sum(n / chip.rate(dtype) for dtype, n in flops.items()) / n_devices
     return Work(flops.total() / n_devices, at_peak)

@@ -1,0 +1,141 @@
+"""How long a sequence fits machines that are not here, by their compilers: one row, its positions over all devices.
+
+    pip install -e ".[topology-gpu]"                                                   # 4 GB
+    python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --tokens 262144       # one length
+    python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --remat offload       # doubled until it does not fit
+    python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --tokens 32768 --sequence 2 --explain
+
+- 8b, 1b: the shapes of LLaMA 3 8B and LLaMA 3.2 1B, all parameters trained by AdamW in float32, products in bfloat16, blocks
+  recomputed in the backward pass, the loss in chunks of 8,192 tokens.
+- stranger: a decoder of 1.1 billion parameters from `eqx.nn` layers, with `eqx.nn.MultiheadAttention` and a mask, in a Python
+  list, that knows nothing of redeqx.
+
+Devices that are not shards of a sequence (`--sequence`) are fsdp shards, each with a row of its own.
+"""
+
+import argparse
+import dataclasses
+import math
+import time
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import redeqx
+from redeqx.models import cross_entropy
+from redeqx.models.llama import Llama, LlamaConfig
+
+CHUNK = 8192
+
+
+class StrangersBlock(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+    norms: list[eqx.nn.LayerNorm]
+
+    def __init__(self, d: int, key: jax.Array):
+        one, two = jax.random.split(key)
+        self.attention = eqx.nn.MultiheadAttention(d // 128, d, key=one)
+        self.mlp = eqx.nn.MLP(d, d, 4 * d, 1, jax.nn.gelu, key=two)
+        self.norms = [eqx.nn.LayerNorm(d), eqx.nn.LayerNorm(d)]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = jax.vmap(self.norms[0])(x)
+        x = x + self.attention(h, h, h, mask=jnp.tril(jnp.ones((len(x), len(x)), bool)))
+        return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
+
+
+class Stranger(eqx.Module):
+    table: eqx.nn.Embedding
+    blocks: list[StrangersBlock]
+    head: eqx.nn.Linear
+
+    def __init__(self, vocab: int = 32000, d: int = 2048, n_layers: int = 20, *, key: jax.Array):
+        one, two, *keys = jax.random.split(key, 2 + n_layers)
+        self.table, self.head = eqx.nn.Embedding(vocab, d, key=one), eqx.nn.Linear(d, vocab, key=two)
+        self.blocks = [StrangersBlock(d, key) for key in keys]
+
+    def hidden(self, ids: jax.Array) -> jax.Array:
+        x = jax.vmap(self.table)(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        return jax.vmap(self.head)(x) if x.ndim == 2 else jax.vmap(self.logits)(x)
+
+
+def make_model(name: str, n_tokens: int, key: jax.Array) -> eqx.Module:
+    if name == "stranger":
+        return Stranger(key=key)
+    config = LlamaConfig.llama3("8b")
+    if name == "1b":
+        config = dataclasses.replace(config, d_model=2048, d_mlp=8192, n_layers=16, head_size=64, is_tied=True)
+    return Llama(dataclasses.replace(config, n_positions=n_tokens), key=key)
+
+
+def loss_fn(model: eqx.Module, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
+    hidden = jax.vmap(model.hidden)(batch["ids"])
+    return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=min(CHUNK, hidden.shape[1]))
+
+
+def collate_fn(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+    ids = np.stack(rows)
+    labels = np.concatenate([ids[:, 1:], np.full((len(ids), 1), -100, ids.dtype)], axis=1)
+    return {"ids": ids, "labels": labels}
+
+
+def forecast(name: str, machine: str, n_tokens: int, n_sequence: int | None, remat: str):
+    with redeqx.described(machine):
+        n_devices = redeqx.Deployer(verbose=False).mesh.size
+        n_sequence = n_sequence or n_devices
+        deployer = redeqx.Deployer(n_fsdp_shards=n_devices // n_sequence, n_sequence_shards=n_sequence, verbose=False)
+        trainer = redeqx.Trainer(
+            deployer,
+            model=deployer.init(partial(make_model, name, n_tokens, jax.random.key(0))),
+            optimizer=optax.adamw(1e-4),
+            collate_fn=collate_fn,
+            loss_fn=loss_fn,
+            compute=redeqx.Compute("bfloat16", remat=remat),
+        )
+        return trainer.dry_run([np.zeros(n_tokens, np.int32)] * (n_devices // n_sequence), per_device_batch_size=1)
+
+
+def row(run, n_tokens: int, seconds: float) -> str:
+    step, estimate = run.steps["train"], run.estimate
+    sent = sum(each.moved for each in step.collectives) / 2**30
+    speed = "" if estimate is None or not run.n_tokens else f"{run.n_tokens / estimate.step:10,.0f} tokens/s at most"
+    flops = sum(step.flops.values()) / run.plan.mesh.size
+    return (
+        f"{n_tokens:>11,} tokens  {run.needs / 2**30:6.1f} GiB  {'fits' if run.fits else 'no  '}  "
+        f"{flops:8.3g} FLOPs a device  {sent:7.1f} GiB sent  {speed}  ({seconds:.0f} s to compile)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=("8b", "1b", "stranger"))
+    parser.add_argument("machine", help="such as gpu:h100-80gb:8, gpu:h100-80gb:8x8, v5e:4x4")
+    parser.add_argument("--tokens", type=int, default=None, help="one length; by default doubled from 16,384 on")
+    parser.add_argument("--sequence", type=int, default=None, help="sequence shards; by default all devices")
+    parser.add_argument("--remat", default="full", choices=("matmuls", "full", "offload"))
+    parser.add_argument("--explain", action="store_true", help="print the whole report")
+    args = parser.parse_args()
+    print(f"{args.model} on {args.machine}, remat {args.remat}")
+    lengths = [args.tokens] if args.tokens else [2**14 * 2**i for i in range(int(math.log2(2**26 / 2**14)))]
+    for n_tokens in lengths:
+        began = time.perf_counter()
+        run = forecast(args.model, args.machine, n_tokens, args.sequence, args.remat)
+        print(row(run, n_tokens, time.perf_counter() - began), flush=True)
+        if args.explain:
+            print(run)
+        if not run.fits:
+            break
+
+
+if __name__ == "__main__":
+    main()
