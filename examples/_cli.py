@@ -15,9 +15,9 @@ import redeqx
 
 # With other values of these flags a run continues where it stopped. Any other flag makes another run.
 CONTINUES = {
-    "n_epochs", "n_model_shards", "n_fsdp_shards", "simulate_devices", "per_device_batch_size", "accumulate_grad_batches",
-    "eval_every_n_steps", "save_every_n_steps", "n_beams", "length_penalty", "n_samples", "guidance", "n_denoising_steps",
-    "n_test", "n_test_tasks", "centralised_epochs", "epsilons",
+    "n_epochs", "n_model_shards", "n_fsdp_shards", "n_sequence_shards", "simulate_devices", "per_device_batch_size",
+    "accumulate_grad_batches", "eval_every_n_steps", "save_every_n_steps", "n_beams", "length_penalty", "n_samples",
+    "guidance", "n_denoising_steps", "n_test", "n_test_tasks", "centralised_epochs", "epsilons",
 }  # fmt: skip
 
 

@@ -59,6 +59,7 @@ class Args(Flags):
     optimizer: Literal["adamw", "muon"] = "adamw"  # One learning rate suits both.
     learning_rate: float = 3e-3
     n_model_shards: int = 0  # Devices over which each layer is sharded. By default 2 simulated ones, or 1.
+    n_sequence_shards: int = 1  # Devices over which the tokens of each row are sharded.
     simulate_devices: int = 8  # CPU devices to simulate on a machine without an accelerator.
     eval_every_n_steps: int = 1000
     save_every_n_steps: int = 250
@@ -117,7 +118,8 @@ def main(args: Args) -> dict[str, float]:
     if args.lora_rank is not None and args.pretrained is None:
         raise ValueError(f"`--lora-rank`: expected with `--pretrained`, got {args.lora_rank} alone. Pass a folder to adapt.")
     n_model_shards = args.n_model_shards or (2 if jax.default_backend() == "cpu" and jax.device_count() > 1 else 1)
-    deployer = redeqx.Deployer(args.seed, n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
+    shards = (n_model_shards, args.n_fsdp_shards, args.n_sequence_shards)
+    deployer = redeqx.Deployer(args.seed, *shards, workdir=args.workdir)
     rows = args.per_device_batch_size
     n_micro = 1 if rows is None else deployer.get_accumulate_grad_batches(args.batch_size, rows)
 

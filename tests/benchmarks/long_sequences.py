@@ -7,8 +7,8 @@
 
 - 8b, 1b: the shapes of LLaMA 3 8B and LLaMA 3.2 1B, all parameters trained by AdamW in float32, products in bfloat16, blocks
   recomputed in the backward pass, the loss in chunks of 8,192 tokens.
-- stranger: a decoder of 1.1 billion parameters from `eqx.nn` layers, with `eqx.nn.MultiheadAttention` and a mask, in a Python
-  list, that knows nothing of redeqx.
+- stranger: a decoder of 1.1 billion parameters from `eqx.nn` layers, with `eqx.nn.MultiheadAttention` and a mask, in a
+  Python list. It knows nothing of redeqx.
 
 Devices that are not shards of a sequence (`--sequence`) are fsdp shards, each with a row of its own.
 """
