@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..errors import check_count, check_number
 from ._primitive import attention_p
+from ._sequence import constrain_positions
 from ._setting import AttentionSetting, default_precision
 
 
@@ -93,7 +94,7 @@ def attend(q: Array, k: Array, v: Array, extras: dict[str, Any], setting: Attent
     dtype = jnp.result_type(q, k, v)
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     setting = replace(setting, names=tuple(extras))
-    return attention_p.bind(q, k, v, *extras.values(), setting=setting)[0]
+    return constrain_positions(setting, attention_p.bind(q, k, v, *extras.values(), setting=setting)[0])
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

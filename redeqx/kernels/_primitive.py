@@ -216,7 +216,7 @@ def _forward(kernel: Any, *operands: Any, setting: AttentionSetting) -> list[Any
         outs = _sequence.forward_by_positions(kernel, resolved, q, k, v, extras)
     elif resolved.n_shards(2) > setting.n_shards(2):
         out, log_sum = kernel.forward(resolved, *_sequence.to_heads(setting, q, k, v), extras)
-        outs = [*_sequence.to_positions(setting, out), log_sum]
+        outs = [_sequence.constrain_heads(setting, out), log_sum]
     else:
         outs = kernel.forward(resolved, q, k, v, extras)
     return [x.reshape(*batch, *x.shape[1:]) for x in outs]
@@ -230,7 +230,8 @@ def _backward(kernel: Any, *operands: Any, setting: AttentionSetting) -> list[An
     if resolved.splits_positions:
         grads = _sequence.backward_by_positions(kernel, resolved, q, k, v, extras, out, log_sum, g)
     elif resolved.n_shards(2) > setting.n_shards(2):
-        q, k, v, out, g = _sequence.to_heads(setting, q, k, v, out, g)
+        q, k, v, g = _sequence.to_heads(setting, q, k, v, g)
+        out = _sequence.constrain_heads(setting, out)
         grads = kernel.backward(resolved, q, k, v, extras, out, log_sum, g)
         grads = [*_sequence.to_positions(setting, *grads[:3]), *grads[3:]]
     else:

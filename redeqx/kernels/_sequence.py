@@ -89,6 +89,26 @@ def to_positions(setting: AttentionSetting, *arrays: Any) -> list[Any]:
     return [_exchange(x, _with_spec(setting, is_by_heads=True), setting, 1, 2) for x in arrays]
 
 
+def constrain_heads(setting: AttentionSetting, out: Any) -> Any:
+    """Constrains an output to the split of heads, in which the backward pass takes it."""
+    by_heads = _with_spec(setting, is_by_heads=True).split
+    assert by_heads is not None
+    rows = by_heads.spec[0] if out.shape[0] % setting.n_shards(0) == 0 else None
+    return jax.lax.with_sharding_constraint(out, NamedSharding(by_heads.mesh, P(rows, *by_heads.spec[1:])))
+
+
+def constrain_positions(setting: AttentionSetting, out: Any) -> Any:
+    """Constrains an attention's output `[..., T, N, H]` to the split of positions, unless it does not divide.
+
+    It is done outside of the primitive: the output is saved for the backward pass as it was computed, split by heads.
+    """
+    if setting.split is None or not setting.splits_positions or out.shape[-3] % setting.n_shards(1):
+        return out
+    free = P.UNCONSTRAINED
+    spec = P(*[free] * (out.ndim - 3), setting.split.spec[1], free, free)
+    return jax.lax.with_sharding_constraint(out, NamedSharding(setting.split.mesh, spec))
+
+
 def _exchange(x: Any, old: AttentionSetting, new: AttentionSetting, split_dim: int, joined_dim: int) -> Any:
     """Exchanges the shards of an array.
 

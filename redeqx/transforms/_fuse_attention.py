@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from ..dims import Related
-from ..kernels import AttentionSetting, attend
+from ..kernels import AttentionSetting, attend, constrain_positions
 from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run
 from ._bands import Affine, find_band, inequalities, select_dims
 from ._scores import SIZE, Operand, Scores, WeightsUse, match_softmax, trace_scores, uses_of_weights
@@ -52,9 +52,11 @@ class FuseAttention(Rule):
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         setting, kept = drop_known_mask(site.body, eqn)
-        params = {**eqn.params, "setting": self._with_split(setting)}
+        setting = self._with_split(setting)
+        params = {**eqn.params, "setting": setting}
         kept_eqn = eqn.replace(params=params, invars=[eqn.invars[i] for i in kept])
-        return run(kept_eqn, [plain(ins[i]) for i in kept])
+        out, *others = run(kept_eqn, [plain(ins[i]) for i in kept])
+        return [constrain_positions(setting, out), *others]
 
     def _with_split(self, setting: AttentionSetting) -> AttentionSetting:
         return replace(setting, split=self.split)
