@@ -54,6 +54,11 @@ class Console:
         self._peak_memory = peak_memory
         self.records: Records = Records(workdir, loggers, is_main, self._terminal.say)
 
+    @property
+    def shows_speed(self) -> bool:
+        """Whether the rates of a run are printed or recorded in this process."""
+        return self._terminal.prints or self.records.is_kept
+
     def info(self, message: str, *, title: str | None = None) -> None:
         """Prints a message unchanged, under a `title` if one is given."""
         if title is not None:

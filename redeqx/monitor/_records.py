@@ -31,7 +31,8 @@ class Records:
     - `is_main`: whether this process records.
     - `say`: prints a line. Threads hold it, so it must not hold this object.
 
-    Attributes: `has_trackers`, whether there are trackers by name, also in other processes than the main one.
+    Attributes: `has_trackers`, whether there are trackers by name, also in other processes than the main one; `is_kept`,
+    whether this process writes or sends what it records.
 
     Raises the errors of `check_loggers`.
     """
@@ -43,6 +44,7 @@ class Records:
         self._objects = objects if is_main else []
         self._files = {name: JsonLines(workdir / name) for name in (_METRICS, _SPEED)} if workdir and is_main else {}
         self._deliveries = [Delivery(name, workdir, say) for name in named] if is_main else []
+        self.is_kept: bool = bool(self._objects or self._files or self._deliveries)
         weakref.finalize(self, _request_close, self._deliveries).atexit = False
         self._step = 0  # the step of the newest metrics
         self._has_warned = False  # of a medium that cannot be written

@@ -26,10 +26,10 @@ from ._task import Task
 
 
 class TrainProgram(NamedTuple):
-    """A compiled train step, and its work on one device."""
+    """A compiled train step, and its work on one device; None if nothing shows the rates."""
 
     lowered: jax.stages.Lowered
-    work: Work
+    work: Work | None
 
 
 class Programs:
@@ -74,7 +74,8 @@ class Programs:
             ahead = None
         check, is_another = checked_work(step, args, plan, batch.groups), bool(self.train)
         with compiling(self._deployer, "train step", step, args, line, is_another=is_another, check=check, ahead=ahead):
-            of = TrainProgram(step.lower(*args), _work(task, plan, *trees, step, args))
+            is_shown = self._deployer.console.shows_speed  # the step may be traced once more to count its work
+            of = TrainProgram(step.lower(*args), _work(task, plan, *trees, step, args) if is_shown else None)
             if ahead is not None:
                 ahead.wait()
             outs = step(*args)  # finds this lowering in JAX's caches

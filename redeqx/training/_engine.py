@@ -351,7 +351,7 @@ class Engine:
         if epoch is not None:
             self.position = Position(epoch.fit, epoch.epoch, batch.position, batch.state)
         deployer.watch.beat(self.step)
-        work = programs.newest.work * batch.counted_share
+        work = None if programs.newest.work is None else programs.newest.work * batch.counted_share
         n_epochs = None if epoch is None else epoch.epoch + 1
         self.metrics.add(Update(self.step, n_epochs, program.metric_names, vector, replace(batch, groups=()), work), self)
         if is_first:  # read late, the steps around a compilation would count in the rates without their time

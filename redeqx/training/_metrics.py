@@ -30,7 +30,7 @@ class Update:
     - `epoch`: in a fit, the epoch, from 1; None outside a fit.
     - `names`, `vector`: the names of the metrics; their values, and then the weight of the loss.
     - `batch`: without its arrays on devices, so that their memory can be freed.
-    - `work`: its work on one device.
+    - `work`: its work on one device; None if nothing shows the rates.
     """
 
     step: int
@@ -38,7 +38,7 @@ class Update:
     names: Sequence[str]
     vector: jax.Array
     batch: Batch
-    work: Work
+    work: Work | None
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics; waits for the device."""
