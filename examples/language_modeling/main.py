@@ -14,6 +14,7 @@ A published decoder (GPT-2, GPT-J, OPT, LLaMA, Mistral, Qwen) can be fine-tuned 
     python -m examples.language_modeling --data pairs.jsonl --pretrained FOLDER --lora-rank 8 --learning-rate 1e-4
 
 Each line of the .jsonl is an object with `prompt` and `response`. The loss covers the tokens of the response and its end.
+Several pairs are packed into a row of `--seq-len` tokens; they do not attend to each other.
 """
 
 import json
@@ -81,19 +82,19 @@ def make_model(args: Args, deployer: redeqx.Deployer) -> tuple[Any, Any, Vocabul
     return deployer.init(lambda: GPT2(config, key=key)), config, vocabulary
 
 
-def collate_fn(examples: list[np.ndarray]) -> dict[str, np.ndarray]:
-    rows = np.stack(examples)
-    return {"ids": rows[:, 0], "labels": rows[:, 1]}
+def collate_fn(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0] if name != "positions"}
 
 
 def loss_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    """Returns the loss in nats, summed over tokens. A label of -1 has no weight.
+    """Returns the loss in nats, summed over tokens. A label of -100 has no weight.
 
-    The logits of 256 tokens per row are computed at a time, since published models have large vocabularies.
+    Packed rows have segments, which keep their texts apart. The logits of 256 tokens per row are computed at a time, since
+    published models have large vocabularies.
     """
-    keys = jax.random.split(key, len(batch["ids"]))
-    hidden = jax.vmap(lambda ids, key: model.hidden(ids, key=key))(batch["ids"], keys)
-    return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=256, ignore_index=-1)
+    keys = jax.random.split(key, len(batch["tokens"]))
+    run = lambda row, key: model.hidden(row["tokens"], segments=row.get("segments"), key=key)  # noqa: E731
+    return cross_entropy(jax.vmap(run)(batch, keys), batch["labels"], head=model.logits, chunk_size=256)
 
 
 def pred_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
@@ -152,7 +153,9 @@ def main(args: Args) -> dict[str, float]:
     )  # fmt: skip
 
     n_bytes = len(text.encode())
-    bits_per_nat = int((held_out[:, 1] >= 0).sum()) / n_bytes / math.log(2)  # the loss is in nats per token
+    bits_per_nat = (
+        sum(int((row["labels"] >= 0).sum()) for row in held_out) / n_bytes / math.log(2)
+    )  # the loss is in nats per token
     packed = {"zlib": zlib.compress(text.encode(), 9), "lzma": lzma.compress(text.encode(), preset=9)}
     levels = {name: 8 * len(data) / n_bytes for name, data in packed.items()}
     name = "GPT-2" if args.pretrained is None else json.loads((args.pretrained / "config.json").read_text())["model_type"]

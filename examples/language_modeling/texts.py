@@ -1,6 +1,7 @@
-"""Training data of a language model: texts cut into rows of tokens, or instructions with responses.
+"""Training data of a language model: texts cut into rows of tokens, or instructions with responses, packed into rows.
 
-An example is an array `[2, seq_len]`: ids, and the label of each, which is the next token, or -1 for no label.
+An example is a dict of arrays `[seq_len]`: `tokens`, and `labels`, which are the next tokens, or -100 for no label. Packed
+rows also have `segments`, so that no pair attends to another.
 """
 
 import zlib
@@ -11,10 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from examples._texts import embedding_rows, load_tokenizer, read_pairs, standard_library
+from redeqx.data import pack
 
 PROMPT = 32  # maximum number of held-out tokens that a sample continues
 
 Pairs = list[tuple[str, str]]  # prompts and their responses
+Rows = Sequence[dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def load_vocabulary(path: Path | None, end: int | None = None, n_ids: int | None
 
 def read_examples(
     path: Path | None, vocabulary: Vocabulary, seq_len: int, limits: tuple[int, int], keys: tuple[str, str]
-) -> tuple[np.ndarray, np.ndarray, str]:
+) -> tuple[Rows, Rows, str]:
     """Returns training examples, held-out examples, and the text that the latter predict.
 
     **Arguments:**
@@ -55,7 +58,7 @@ def read_examples(
     """
     if path is not None and path.suffix == ".jsonl":
         pairs = [within(part, n) for part, n in zip(split_pairs(path, *keys), limits, strict=True)]
-        train, held_out = (cut_pairs(part, vocabulary, seq_len) for part in pairs)
+        train, held_out = (pack_pairs(part, vocabulary, seq_len) for part in pairs)
         return train, held_out, "\n".join(response for _, response in pairs[1])
     texts = [text.encode()[:n].decode(errors="ignore") for text, n in zip(read_texts(path), limits, strict=True)]
     train, held_out = (cut(vocabulary.encode(text), seq_len) for text in texts)
@@ -93,12 +96,12 @@ def read_texts(path: Path | None) -> tuple[str, str]:
     return train, held_out
 
 
-def cut(ids: Sequence[int], seq_len: int) -> np.ndarray:
+def cut(ids: Sequence[int], seq_len: int) -> Rows:
     """Cuts ids into examples that overlap by one token, so that each token but the first is predicted once. The last row
     is padded."""
-    filled = np.pad(np.array(ids, np.int32), (0, -(len(ids) - 1) % seq_len), constant_values=-1)
+    filled = np.pad(np.array(ids, np.int32), (0, -(len(ids) - 1) % seq_len), constant_values=-100)
     rows = np.lib.stride_tricks.sliding_window_view(filled, seq_len + 1)[::seq_len]
-    return np.stack([np.maximum(rows[:, :-1], 0), rows[:, 1:]], axis=1)
+    return [{"tokens": np.maximum(row[:-1], 0), "labels": row[1:]} for row in rows]
 
 
 # --- instructions -----------------------------------------------------------------------------------------------------
@@ -119,12 +122,11 @@ def within(pairs: Pairs, n_bytes: int) -> Pairs:
     return pairs[: max(1, int(np.searchsorted(sizes, n_bytes, side="right")))]
 
 
-def cut_pairs(pairs: Pairs, vocabulary: Vocabulary, seq_len: int) -> np.ndarray:
-    """Cuts pairs into examples of a prompt, a response and an end token. A prompt that is too long for the row keeps its
-    last tokens."""
-    examples = np.zeros((len(pairs), 2, seq_len), np.int32)
-    examples[:, 1] = -1
-    for (ids, labels), (prompt, response) in zip(examples, pairs, strict=True):
+def pack_pairs(pairs: Pairs, vocabulary: Vocabulary, seq_len: int) -> Rows:
+    """Packs pairs, each a prompt, a response and an end token, into rows. A prompt that is too long for a row keeps its last
+    tokens."""
+    examples = []
+    for prompt, response in pairs:
         answer = [*vocabulary.encode(response), vocabulary.end]
         if len(answer) > seq_len:
             raise ValueError(
@@ -132,16 +134,15 @@ def cut_pairs(pairs: Pairs, vocabulary: Vocabulary, seq_len: int) -> np.ndarray:
                 "Raise it, or remove that row."
             )
         tokens = [*vocabulary.encode(prompt)[-(seq_len + 1 - len(answer)) :], *answer]
-        ids[: len(tokens) - 1] = tokens[:-1]
-        labels[len(tokens) - 1 - len(answer) : len(tokens) - 1] = answer
-    return examples
+        labels = [*[-100] * (len(tokens) - 1 - len(answer)), *answer]
+        examples.append({"tokens": tokens[:-1], "labels": labels})
+    return pack(examples, seq_len)
 
 
-def prompt_of(example: np.ndarray) -> list[int]:
-    """Returns the start of a sample: the prompt of an instruction, or the first tokens of a text, at most half of the row,
-    because a model of such rows may have no more positions."""
-    ids, labels = example
-    n = int(np.argmax(labels >= 0)) + 1
+def prompt_of(example: dict[str, np.ndarray]) -> list[int]:
+    """Returns the start of a sample: the prompt of the first instruction, or the first tokens of a text, at most half of the
+    row, because a model of such rows may have no more positions."""
+    ids, n = example["tokens"], int(np.argmax(example["labels"] >= 0)) + 1
     return ids[: min(PROMPT, len(ids) // 2) if n == 1 else n].tolist()
 
 

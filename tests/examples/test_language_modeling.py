@@ -20,8 +20,8 @@ from examples._texts import learn_tokenizer
 from examples.language_modeling.main import Args, collate_fn, loss_fn, main, pred_fn
 from examples.language_modeling.texts import (
     cut,
-    cut_pairs,
     load_vocabulary,
+    pack_pairs,
     pad_left,
     prompt_of,
     read_texts,
@@ -232,8 +232,8 @@ def test_each_token_is_predicted_once():
     ids = list(range(1, 24))
     for seq_len in (5, 11, 22, 30):
         examples = cut(ids, seq_len)
-        assert examples.shape[1:] == (2, seq_len)
-        given, labels = examples[:, 0].ravel(), examples[:, 1].ravel()
+        assert all(array.shape == (seq_len,) for row in examples for array in row.values())
+        given, labels = (np.concatenate([row[name] for row in examples]) for name in ("tokens", "labels"))
         assert labels[labels >= 0].tolist() == ids[1:]
         assert given[labels >= 0].tolist() == ids[:-1]
 
@@ -305,7 +305,7 @@ def folder(tmp_path_factory, pairs_file):
 
 
 def tune(folder, pairs_file, workdir, **changes):
-    settings = {"batch_size": 8, "n_model_shards": 2, "n_epochs": 4, "learning_rate": 1e-2, "eval_every_n_steps": 50}
+    settings = {"batch_size": 8, "n_model_shards": 2, "n_epochs": 10, "learning_rate": 1e-2, "eval_every_n_steps": 50}
     keys = {"prompt_key": "question", "response_key": "answer", "seq_len": 32}
     return main(Args(data=pairs_file, pretrained=folder, workdir=workdir, **settings, **keys, **changes))
 
@@ -333,28 +333,43 @@ def test_folder_is_tuned_on_instructions_and_saved(rank, folder, pairs_file, tmp
 def test_only_the_response_and_its_end_are_labels(folder):
     vocabulary = load_vocabulary(folder, end=2)
     pairs = [("Say alpha.\n\n", "ALPHA"), ("Say beta, and then some more of it. " * 5, "BETA")]
-    examples = cut_pairs(pairs, vocabulary, 24)
-    for (ids, labels), (prompt, response) in zip(examples, pairs, strict=True):
+    examples = pack_pairs(pairs, vocabulary, 24)
+    for row, (prompt, response) in zip(examples, pairs, strict=True):
+        ids, labels = row["tokens"], row["labels"]
         answer = [*vocabulary.encode(response), 2]
         assert labels[labels >= 0].tolist() == answer
         assert ids[labels >= 0][1:].tolist() == answer[:-1]  # each token is predicted from those before it
-        assert vocabulary.encode(prompt)[-5:] == prompt_of([ids, labels])[-5:]
+        assert vocabulary.encode(prompt)[-5:] == prompt_of(row)[-5:]
     assert prompt_of(examples[0]) == vocabulary.encode(pairs[0][0])
     assert len(prompt_of(examples[1])) == 25 - len(vocabulary.encode("BETA")) - 1  # a long prompt keeps its end
-    rest = examples[0, 0, int((examples[0, 1] >= 0).nonzero()[0][-1]) + 1 :]
+    rest = examples[0]["tokens"][int((examples[0]["labels"] >= 0).nonzero()[0][-1]) + 1 :]
     assert len(rest) and not rest.any()
     assert prompt_of(cut(list(range(1, 200)), 64)[1]) == list(range(65, 97))
+
+
+def test_pairs_are_packed_and_kept_apart(folder, pairs_file):
+    vocabulary, pairs = load_vocabulary(folder, end=2), split_pairs(pairs_file, "question", "answer")[0]
+    rows = pack_pairs(pairs, vocabulary, 64)
+    assert len(rows) <= -(-len(pairs) // 4) + 1
+    assert np.mean([row["segments"] == 0 for row in rows]) < 0.1  # pairs of 14 to 16 tokens in rows of 64
+    n_labels = sum(len(vocabulary.encode(response)) + 1 for _, response in pairs)
+    assert sum((row["labels"] >= 0).sum() for row in rows) == n_labels
+
+    model, row = from_pretrained(folder)[0], rows[0]
+    loss = lambda row: eqx.filter_jit(loss_fn)(model, collate_fn([row]), jax.random.key(0))  # noqa: E731
+    apart = [loss({name: array[row["segments"] == i] for name, array in row.items()}) for i in np.unique(row["segments"])]
+    np.testing.assert_allclose(loss(row).total, sum(each.total for each in apart), rtol=1e-6)
 
 
 def test_loss_is_summed_over_labelled_tokens(folder, pairs_file):
     model, _ = from_pretrained(folder)
     vocabulary = load_vocabulary(folder, end=2)
-    examples = cut_pairs(split_pairs(pairs_file, "question", "answer")[0][:4], vocabulary, 32)
+    examples = [pack_pairs([pair], vocabulary, 32)[0] for pair in split_pairs(pairs_file, "question", "answer")[0][:4]]
     batch = collate_fn(list(examples))
     found = eqx.filter_jit(loss_fn)(model, batch, jax.random.key(0))
-    log_probs = jax.nn.log_softmax(jax.vmap(model)(batch["ids"]).astype(np.float32))
+    log_probs = jax.nn.log_softmax(jax.vmap(model)(batch["tokens"]).astype(np.float32))
     expected = -sum(log_probs[i, t, batch["labels"][i, t]] for i, t in np.argwhere(batch["labels"] >= 0))
-    assert found.weight == (examples[:, 1] >= 0).sum()
+    assert found.weight == (batch["labels"] >= 0).sum()
     np.testing.assert_allclose(found.total, expected, rtol=1e-5)
 
 
@@ -380,7 +395,7 @@ def test_invalid_input_is_refused(folder, pairs_file, tmp_path):
     bad.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": 3}\n')
     assert refused(split_pairs, bad, "prompt", "response").startswith(f"`{bad}` row 2: `response`: expected a text, got 3. ")
     assert "`--seq-len`: expected at least 5, for the response 'long'..., got 4. " in refused(
-        cut_pairs, [("p", "long")], load_vocabulary(None), 4
+        pack_pairs, [("p", "long")], load_vocabulary(None), 4
     )
     assert "`--lora-rank`: expected with `--pretrained`, got 4 alone." in refused(main, Args(lora_rank=4, workdir=tmp_path))
 
