@@ -61,6 +61,7 @@ benchmarks: $(VENV)/.bench
 	$(BIN)/python tests/benchmarks/soak.py
 	$(BIN)/python tests/benchmarks/step_speed.py
 	$(BIN)/python tests/benchmarks/draws.py
+	NPROC=16 $(BIN)/python tests/benchmarks/packing.py
 	$(BIN)/python tests/benchmarks/generation.py
 
 # The documentation into build/docs; every link is checked. The tutorials and the figures, which take nearly all of the time, are
