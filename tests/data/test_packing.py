@@ -228,6 +228,30 @@ def test_rows_have_set_epoch_if_the_examples_do():
     assert not hasattr(pack(Source([[1]]), 2), "set_epoch")
 
 
+@pytest.mark.parametrize("kind", ["datasets, shuffled", "grain"])
+def test_streams_of_libraries_go_on_with_the_same_rows(kind):
+    """The state of `datasets` leaves out its shuffle buffer: the examples before the position are then read again."""
+    given = [{"tokens": sequence.tolist()} for sequence in sequences(120)]
+
+    def stream():
+        if kind == "grain":
+            grain = pytest.importorskip("grain", exc_type=ImportError)
+            examples = grain.MapDataset.source(given).shuffle(seed=0).to_iter_dataset()
+        else:
+            datasets = pytest.importorskip("datasets", exc_type=ImportError)
+            examples = datasets.Dataset.from_list(given).to_iterable_dataset(num_shards=3).shuffle(seed=0, buffer_size=7)
+        return pack(examples, LENGTH, n_waiting=20)
+
+    rows = list(stream())
+    assert sorted(token for row in rows for token in row["tokens"].tolist() if token) == sorted(
+        token for example in given for token in example["tokens"]
+    )
+    steps = list(slices(stream(), 2))
+    for step in steps[:-1:3]:
+        resumed = slices(stream(), 2, position=step.position, state=json.loads(json.dumps(step.state)))
+        equal([row for later in resumed for row in later.examples], rows[step.position :])
+
+
 # --- errors -------------------------------------------------------------------------------------------------------------
 
 
