@@ -1,4 +1,4 @@
-"""Every family trains and evaluates on a mesh of three axes in 64 bits, to the numbers of one device in 32 bits."""
+"""Every family trains on a mesh of three axes in 64 bits, to the numbers of one device in 32 bits."""
 
 import fnmatch
 
@@ -15,6 +15,8 @@ from tests.models.families._case import collect
 TRAININGS = collect("TRAININGS")
 # These have the layers of `bert-mlm` and of `qwen3`.
 LEFT_OUT = ("bert-classes", "llama")
+# A decoder and an encoder-decoder are evaluated too: what an evaluation adds is the same for all.
+EVALUATED = ("gpt2", "t5")
 
 
 class Log:
@@ -40,7 +42,7 @@ def fit(training, n_model_shards, n_fsdp_shards, *, x64):
         loss_fn=training.loss_fn,
     )
     rows = len(training.examples) // deployer.n_batch_shards
-    trainer.fit(training.examples, rows, 6, eval_examples=training.examples)
+    trainer.fit(training.examples, rows, 6, eval_examples=training.examples if training.name in EVALUATED else None)
     jax.config.update("jax_enable_x64", False)
     return trainer, log.losses, log.evaluated
 
@@ -57,7 +59,7 @@ def test_trains_to_the_same_numbers_on_a_mesh_and_in_64_bits(training, x64):
     single, expected, expected_evaluated = fit(training, 1, 1, x64=False)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_allclose(evaluated, expected_evaluated, rtol=1e-5)
-    assert len(evaluated) == 6
+    assert len(evaluated) == 6 * (training.name in EVALUATED)
     found, wanted = (named_leaves(eqx.filter(t.model, eqx.is_array)) for t in (trainer, single))
     for name, leaf in wanted.items():
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in training.zero_gradient):

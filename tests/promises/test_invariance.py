@@ -86,7 +86,7 @@ def reference():
 
 @pytest.mark.parametrize(
     ("n_model", "n_fsdp"),
-    [(2, 2), *(pytest.param(*mesh, marks=pytest.mark.sweep) for mesh in [(8, 1), (1, 4), (2, 4)])],
+    [(2, 2), *(pytest.param(*mesh, marks=pytest.mark.sweep) for mesh in [(8, 1), (2, 4)])],
 )
 def test_parameters_do_not_depend_on_the_mesh(n_model, n_fsdp, reference):
     trainer, losses = train(n_model, n_fsdp, optax.sgd(0.1, momentum=0.9))
@@ -123,13 +123,6 @@ def test_metrics_keep_their_names_for_any_number_of_micro_batches():
     for step, counted in enumerate(logged.counted):
         labels = np.stack(EXAMPLES[:-REST][BATCH * 2 * step : BATCH * 2 * (step + 1)])[:, 1:]
         assert counted == pytest.approx((labels < VOCAB // 2).mean(), rel=1e-6)
-
-
-@pytest.mark.sweep
-def test_adamw_logs_the_same_losses_on_a_mesh():
-    _, reference = train(1, 1, optax.adamw(1e-2))
-    _, losses = train(2, 4, optax.adamw(1e-2))
-    np.testing.assert_allclose(losses, reference, rtol=1e-5)
 
 
 @pytest.mark.sweep
