@@ -88,7 +88,7 @@ def test_only_gpus_unroll_and_only_where_it_helps():
 
     def mesh(kind=CHIP.kind, platform="gpu", fsdp=1):
         devices = np.array([SimpleNamespace(platform=platform, device_kind=kind)])
-        return SimpleNamespace(devices=devices, shape={"fsdp": fsdp}, size=4)
+        return SimpleNamespace(devices=devices, shape={"fsdp": fsdp, "sequence": 1}, size=4)
 
     assert redeqx.Compute().unroll_on(mesh(), "matmuls") == UnrollLoops(CHIP, 4)
     assert redeqx.Compute(unroll=False).unroll_on(mesh(), "matmuls") is None
