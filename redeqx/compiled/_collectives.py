@@ -109,10 +109,12 @@ def _collectives_in(module: Module, name: str, times: int, exact: bool, channels
         for role, called in line.calls:
             if line.opcode == "while":  # the condition runs once more than the body; no collectives were seen there
                 n = line.trip_count
-                yield from _collectives_in(module, called, times * (n or 1), exact and n is not None, channels)
+                yield from _collectives_in(module, called, times * (n or 1), exact and n is not None, {})
             else:
                 branch = role.endswith(("true_computation", "false_computation", "branch_computations"))
-                yield from _collectives_in(module, called, times, exact and not branch, channels)
+                # All collectives of `jax.shard_map` have the same channel, so it identifies one only among fusions.
+                seen = channels if line.opcode == "fusion" else {}
+                yield from _collectives_in(module, called, times, exact and not branch, seen)
 
 
 def _unscattered(shape: tuple[int, ...], group_size: int, rest: str) -> tuple[int, ...]:

@@ -166,7 +166,8 @@ class Module:
         """Parses an HLO text. Raises ValueError if it has no entry computation."""
         module = cls(text.split("\n", 1)[0], _frames_of(text))
         instructions, siblings = [], None
-        for line in text.splitlines():
+        # A TPU kernel's attributes span lines, the last of which would look like the end of the computation.
+        for line in text.replace('{\n"', '{"').replace("\n}}", "}}").splitlines():
             if header := _COMPUTATION.match(line):
                 is_entry, name = header.groups()
                 instructions, siblings = [], {}

@@ -110,6 +110,33 @@ def test_asynchronous_collectives_are_counted_once_by_their_result():
     ]
 
 
+def test_collectives_of_two_loops_with_one_channel_are_both_counted():
+    """As those of `jax.shard_map` in the forward and the backward pass."""
+    text = _module(
+        """  %a = f32[4,8]{1,0} call(%p), to_apply=%forward
+  ROOT %b = f32[4,8]{1,0} call(%a), to_apply=%backward""",
+        "".join(
+            f"%{name} (q: f32[4,8]) -> f32[4,8] {{\n  %q = f32[4,8]{{1,0}} parameter(0)\n"
+            "  ROOT %x = f32[4,8]{1,0} all-to-all(%q), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}\n}\n"
+            for name in ("forward", "backward")
+        ),
+    )
+    assert len(collectives(Module.of(text))) == 2
+
+
+def test_instructions_after_a_tpu_kernel_are_read():
+    """Its attributes span lines, the last of which begins like the end of a computation."""
+    text = _module(
+        """  %k = f32[4,8]{1,0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(f)/pallas_call"}
+  ROOT %ar = f32[4,8]{1,0} all-reduce(%k), channel_id=1, replica_groups={}, to_apply=%add""",
+    )
+    module = Module.of(text)
+    assert [each.kind for each in collectives(module)] == ["all-reduce"]
+    assert [line.op_name for line in module.computations[module.entry] if line.name == "k"] == ["jit(f)/pallas_call"]
+
+
 def test_tpu_collective_fused_into_several_operations_is_counted_once():
     """Every fusion that takes part in an asynchronous collective contains its text, with the same channel."""
     gather = "%ag = f32[32,8]{1,0} all-gather(%q), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}"
