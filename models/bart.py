@@ -378,8 +378,8 @@ class Bart(EncoderDecoder, Pretrained):
         if segments is None:
             self._check_length("ids", len(ids))
         with jax.named_scope("encoder"):
-            sees = token_mask(mask, segments=segments)
-            return self.encoder(self._embed(ids), sees, segments=segments, key=key)[0]
+            x = self._embed(ids)
+            return self.encoder(x, token_mask(mask, segments=segments), segments=segments, key=key)[0]
 
     @property
     def _kv_heads(self) -> tuple[int, int]:

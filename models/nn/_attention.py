@@ -299,19 +299,20 @@ class Attention(eqx.Module):
     def _attend(self, queries, keys, values, mask, bias, key) -> Float[Array, "seq d"]:
         scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
         keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
+        array = mask.mask if isinstance(mask, SegmentMask) else mask
+        array = None if array is None else array[None]
         drops = not self.dropout.inference and self.dropout.p > 0
         if drops and key is None:
             raise RuntimeError("Dropout requires a key: pass `key=`, or use `eqx.nn.inference_mode`.")  # as Equinox's own
         # A fused kernel does not pay for one query, as in decoding, and would need a transposed copy of the whole cache.
         if queries.shape[0] == 1 and not drops:
-            mask = mask.dense() if isinstance(mask, SegmentMask) else mask
-            mixed = self._attend_unfused(queries, keys, values, None if mask is None else mask[None], bias, scale)
+            array = mask.dense()[None] if isinstance(mask, SegmentMask) else array
+            mixed = self._attend_unfused(queries, keys, values, array, bias, scale)
         else:
             keys, values = (rearrange(array, "groups source size -> source groups size") for array in (keys, values))
             segments = mask if isinstance(mask, SegmentMask) else None
-            array = mask.mask if isinstance(mask, SegmentMask) else mask
             given = {
-                "mask": None if array is None else array[None],
+                "mask": array,
                 "query_segments": None if segments is None else segments.query_segments,
                 "key_segments": None if segments is None else segments.segments,
                 "bias": bias,
