@@ -305,6 +305,29 @@ def _ragged_dot(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return [[groups, *dims] if is_sum else dims]
 
 
+def _grouped_matmul(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """The primitive of `kernels`, for rows `[batch, rows, k]` and matrices `[batch or 1, groups, k, n]`."""
+    x, weights, sizes = (value.dims for value in ins)
+    inputs, outputs = (3, 2) if eqn.params["setting"].transposed else (2, 3)
+    names.unify_all((x[0], weights[1], x[2]), (sizes[0], sizes[1], weights[inputs]))
+    if ins[1].aval.shape[0] == ins[0].aval.shape[0]:
+        names.unify(x[0], weights[0])
+    names.mix("reduce", x[2])
+    names.mix("order", x[1])
+    return [[x[0], x[1], weights[outputs]]]
+
+
+def _grouped_matmul_gradient(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """The gradient of the matrices, for rows `[batch, rows, k]` and `[batch, rows, n]`."""
+    x, g, sizes = (value.dims for value in ins)
+    names.unify_all((x[0], x[1], x[0]), (g[0], g[1], sizes[0]))
+    is_summed = eqn.params["setting"].is_summed
+    for dim in x[:2] if is_summed else x[1:2]:
+        names.mix("reduce", dim)
+    names.mix("order", x[1])
+    return [[names.dim(1) if is_summed else x[0], sizes[1], x[2], g[2]]]
+
+
 def _product(names: Inference, ins: Sequence[Value], numbers: Any, groups: Sequence[int] = ()) -> Outs:
     """Unifies the contracted and the batch dims of two operands; the others of both follow the batch dims in the output."""
     (lc, rc), (lb, rb) = numbers
@@ -371,6 +394,8 @@ _TABLE: dict[str, Relation] = {
     "pad": _replaced("part", lambda eqn, dim: any(eqn.params["padding_config"][dim])),
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
+    "grouped_matmul": _grouped_matmul,
+    "grouped_matmul_gradient": _grouped_matmul_gradient,
     "conv_general_dilated": _convolution,
     "gather": gather,
     "top_k": _replaced("order", lambda eqn, dim: dim == eqn.params.get("axis", -1) % len(eqn.outvars[0].aval.shape)),

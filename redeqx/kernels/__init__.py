@@ -1,10 +1,21 @@
-"""Kernels: memory-efficient attention, computed by each platform's fused kernel.
+"""Kernels: memory-efficient attention and grouped matmuls, computed by each platform's kernel.
 
-Owns the attention primitive, its derivatives, and the kernel of each platform. Knows nothing of plans or losses.
-Open `_attention.py` first, then `_primitive.py`; `_sequence.py` is for positions that are split over devices.
+Owns the primitives of both, their derivatives, and the kernels of each platform. Knows nothing of plans or losses. Open
+`_attention.py` first, then `_primitive.py`; `_sequence.py` is for positions that are split over devices, and `_grouped.py`
+for grouped matmuls.
 """
 
 from ._attention import attend as attend, attention as attention
+from ._grouped import (
+    grouped_gradient_p as grouped_gradient_p,
+    grouped_matmul as grouped_matmul,
+    grouped_matmul_p as grouped_matmul_p,
+)
+from ._grouped_lowering import (
+    GROUPED_KERNELS as GROUPED_KERNELS,
+    GroupedSetting as GroupedSetting,
+    n_grouped_tiles as n_grouped_tiles,
+)
 from ._offset import WithOffset as WithOffset
 from ._primitive import KERNELS as KERNELS, dense_bytes as dense_bytes, formula as formula, kernel_of as kernel_of
 from ._sequence import (

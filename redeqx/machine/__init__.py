@@ -56,4 +56,5 @@ from ._mesh import (
     replicated as replicated,
     split_heads as split_heads,
     split_rows as split_rows,
+    split_sorted_rows as split_sorted_rows,
 )

@@ -135,3 +135,9 @@ def split_heads(mesh: Mesh) -> NamedSharding:
     Rows are split as in a batch, positions over the sequence axis, and heads over the model axis.
     """
     return NamedSharding(mesh, P(BATCH_AXES, SEQUENCE if mesh.shape[SEQUENCE] > 1 else None, MODEL, None))
+
+
+def split_sorted_rows(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of rows `[rows, features]` that are in another order than those of a batch, such as tokens sorted
+    by their experts: over all axes but the model axis."""
+    return NamedSharding(mesh, P((*BATCH_AXES, SEQUENCE), None))

@@ -50,8 +50,25 @@ def parts_taken(closed: Any, splits: Sequence[int | None], n_shards: int) -> Map
 
     - `splits`: the dim that the model axis splits, for each of the jaxpr's first inputs, which are the weights.
     """
+    return _followed(closed, splits, n_shards).resharded
+
+
+def operand_dims(
+    closed: Any, eqns: Sequence[Any], splits: Sequence[int | None], n_shards: int
+) -> Mapping[Any, tuple[int | None, int | None]]:
+    """Returns for some products of a closed jaxpr the dims of both operands that the model axis splits.
+
+    **Arguments:**
+
+    - `splits`: as for `parts_taken`.
+    """
+    found = _followed(closed, splits, n_shards).operands
+    return {eqn: found[id(eqn)] for eqn in eqns if id(eqn) in found}
+
+
+def _followed(closed: Any, splits: Sequence[int | None], n_shards: int) -> Pass:
     dims = {str(i): dim for i, dim in enumerate(splits)}
-    return followed(Trace(tuple(dims), tuple(shapes_in(closed)[: len(dims)]), closed), n_shards, dims).resharded
+    return followed(Trace(tuple(dims), tuple(shapes_in(closed)[: len(dims)]), closed), n_shards, dims)
 
 
 # How the equations of a function relate dims, found once for all passes over it.
@@ -106,9 +123,12 @@ def _ragged(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     Rows are not split: a shard would have parts of groups of which it does not know the sizes. Neither are groups: a shard
     would need the rows of its groups, wherever they are.
     """
-    numbers, related = eqn.params["ragged_dot_dimension_numbers"], run.related(eqn)
-    rows = [*numbers.lhs_ragged_dimensions], [related.partners(0).get(dim) for dim in numbers.lhs_ragged_dimensions]
-    whole = rows[0], [*rows[1], *numbers.rhs_group_dimensions]
+    related = run.related(eqn)
+    if (numbers := eqn.params.get("ragged_dot_dimension_numbers")) is not None:
+        rows, groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+    else:  # those of the primitives of `kernels`
+        rows, groups = (1,), (1,) if eqn.primitive.name == "grouped_matmul" else ()
+    whole = rows, [*(related.partners(0).get(dim) for dim in rows), *groups]
     flows = [
         run.gather(atom.aval, flow) if run.split(flow)[0] in dims and not run.is_open(flow) else flow
         for atom, flow, dims in zip(eqn.invars, ins, whole, strict=False)
@@ -402,7 +422,7 @@ _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
     **dict.fromkeys(_REDUCTIONS, _reduce),
     "attention": _attention,
     "dot_general": Pass.contract,
-    "ragged_dot_general": _ragged,
+    **dict.fromkeys(("ragged_dot_general", "grouped_matmul", "grouped_matmul_gradient"), _ragged),
     "conv_general_dilated": _conv,
     "gather": _gather,
     "select_n": _chosen,

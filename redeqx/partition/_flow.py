@@ -75,11 +75,12 @@ class Pass:
     # Facts for others. `products`: each product that was followed, the number of shards that each compute all of it (None
     # for a product of parameters only), and the equation that has its source line. A product inside a call with a custom
     # derivative is listed twice: with its own line, and with that of the call, which the derivative's products have.
-    # `resharded`: equations that take equal parts of a split dim of their operand, with the dim. `errors`: the primitive and
-    # the error of each equation of an unknown form.
+    # `operands`: the split dims of both operands of each product. `resharded`: equations that take equal parts of a split
+    # dim of their operand, with the dim. `errors`: the primitive and the error of each equation of an unknown form.
     uses: dict[tuple[str, int], Use] = field(default_factory=dict)
     looked_up: set[str] = field(default_factory=set)  # leaves whose rows data selects
     products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
+    operands: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
     resharded: dict[int, tuple[Any, int]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
@@ -366,6 +367,7 @@ class Pass:
             self.reconsider(cause0, cause1)
             flows[side] = self.gather(eqn.invars[side].aval, flows[side])
             (dim0, cause0), (dim1, cause1) = [(None, None) if i == side else self.split(flows[i]) for i in (0, 1)]
+        self.operands[id(eqn)] = dim0, dim1
         is_replicated, is_data = dim0 is None and dim1 is None, any(flow.data for flow in ins)
         n_replicated = (self.n if is_replicated else 1) if is_data else None
         own = [call for call in self.calls if call.primitive.name.startswith("custom_vjp")]

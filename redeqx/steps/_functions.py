@@ -12,13 +12,14 @@ from jaxtyping import Array, PyTree
 
 from .._tree import as_bare_shapes, is_array_like, named_leaves
 from ..dims import RowUse, row_use, shapes_of_row
-from ..machine import MODEL, SEQUENCE, axes_of, split_heads
+from ..machine import MODEL, SEQUENCE, axes_of, split_heads, split_sorted_rows
 from ..partition import Plan
 from ..tracing import Rule, normal, restricted, transformed, variables
 from ..transforms import (
     FixGroupedConvolutions,
     FuseAttention,
     GatherAtUse,
+    GroupMatmuls,
     KeepEverything,
     PickByComparison,
     RematLoops,
@@ -71,6 +72,7 @@ def plan_rules(
     if plan.mesh.shape[MODEL] > 1:
         rules += [FixGroupedConvolutions(plan.mesh)] if convolutions else []
         rules.append(Reshard(splits, plan.mesh))
+    rules.append(GroupMatmuls(split_sorted_rows(plan.mesh), splits))
     return [*rules, FuseAttention(split_heads(plan.mesh))] if fuse_attention else rules
 
 

@@ -53,6 +53,10 @@ def _of_ragged_dot(eqn: Any) -> int:
     return 2 * math.prod(lhs) * math.prod(size for dim, size in enumerate(rhs) if dim not in others)
 
 
+def _of_grouped_matmul(eqn: Any) -> int:
+    return 2 * math.prod(eqn.invars[0].aval.shape) * eqn.outvars[0].aval.shape[-1]
+
+
 def _of_convolution(eqn: Any) -> int:
     kernel = eqn.invars[1].aval.shape
     terms = math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]]  # for each output feature
@@ -82,6 +86,7 @@ BY_WEIGHT: dict[str, Callable[[Any], int]] = {"dot_general": _of_dot, "conv_gene
 PRODUCTS: dict[str, Callable[[Any], int]] = {
     **BY_WEIGHT,
     "ragged_dot_general": _of_ragged_dot,
+    **dict.fromkeys(("grouped_matmul", "grouped_matmul_gradient"), _of_grouped_matmul),
     "attention": partial(_of_attention, with_keys=1, with_values=1),
     "attention_gradient": partial(_of_attention, with_keys=3, with_values=2),
 }

@@ -6,11 +6,11 @@ Both are optional, and work for any model.
 and the backward pass. Each scale is the largest power of two with which the operand's largest entry fits. Products are
 summed in float32. Scales are computed from the current values (current scaling), so a step needs no history, and powers of
 two cause no rounding. Products that stay in their dtype: the first, which reads the data; the last, which computes the
-logits; those of attention; batched ones; and those with a side that is no multiple of 16.
+logits; those of attention; batched and grouped ones; and those with a side that is no multiple of 16.
 
 **Wide gradients**: the gradient of a weight is a sum over the rows of all devices. JAX computes it in the weight's compute
 dtype, so devices add bfloat16 values. Here products, gathers and broadcasts of weights sum it in a wider dtype, over rows
-and over devices, and round once. Convolutions are unchanged.
+and over devices, and round once. Convolutions and grouped matmuls are unchanged.
 
 Source: FP8 formats (arXiv:2209.05433); first and last products as in DeepSeek-V3 (arXiv:2412.19437); scales that are powers
 of two as in the MX formats (arXiv:2310.10537). Cost of fp8: a pass over each operand for its largest entry, and an

@@ -779,10 +779,10 @@ def test_default_remat_level_is_matmuls():
 @pytest.mark.parametrize(
     ("n_model_shards", "n_fsdp_shards", "expected"),
     [
-        (1, 1, ["SplitRepeated", "FuseAttention"]),
-        (1, 8, ["GatherAtUse", "SplitRepeated", "FuseAttention"]),
-        (4, 1, ["SplitRepeated", "FixGroupedConvolutions", "Reshard", "FuseAttention"]),
-        (2, 2, ["GatherAtUse", "SplitRepeated", "FixGroupedConvolutions", "Reshard", "FuseAttention"]),
+        (1, 1, ["SplitRepeated", "GroupMatmuls", "FuseAttention"]),
+        (1, 8, ["GatherAtUse", "SplitRepeated", "GroupMatmuls", "FuseAttention"]),
+        (4, 1, ["SplitRepeated", "FixGroupedConvolutions", "Reshard", "GroupMatmuls", "FuseAttention"]),
+        (2, 2, ["GatherAtUse", "SplitRepeated", "FixGroupedConvolutions", "Reshard", "GroupMatmuls", "FuseAttention"]),
     ],
 )
 def test_rules_of_each_mesh_are_in_order(n_model_shards, n_fsdp_shards, expected):

@@ -1,0 +1,256 @@
+"""How a grouped matmul is computed: by tiles or a platform's kernel on one device, and by each on its own rows on several.
+
+Dims as in `_grouped`: `B` batch, `M` rows, `E` groups, `K` contracted, `N` outputs.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Int
+
+from . import _megablox, _tiles
+
+GROUPED_KERNELS: dict[str, Any] = {"Megablox": _megablox}
+
+
+@dataclass(frozen=True)
+class GroupedSetting:
+    """The static configuration of a grouped matmul, or of the gradient of its matrices.
+
+    **Arguments:**
+
+    - `dtype`: that of the output.
+    - `transposed`: whether the matrices are `[N, K]`; not for the gradient.
+    - `is_summed`: for the gradient, whether all of `B` share their matrices, and the output is the sum over `B`.
+    - `precision`: as for `jax.lax.dot_general`.
+    - `split`: the sharding of the dims `[rows, K, N]`; None if it is unknown or there is one device.
+    """
+
+    dtype: Any
+    transposed: bool = False
+    is_summed: bool = False
+    precision: Any = None
+    split: NamedSharding | None = None
+
+
+# --- on one device ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Local:
+    """The rows of one device: of `M` consecutive rows of each of `B`, those from `offset` on.
+
+    **Arguments:**
+
+    - `mean`: the mean number of rows of a group, over all devices.
+    """
+
+    sizes: Any  # [B, E], over all devices
+    n_rows: int
+    offset: Any
+    mean: float
+
+    @property
+    def bounds(self) -> tuple[Any, Any]:
+        """Returns the first row of each group, and the row after its last one: `[B, E]`, among the device's rows."""
+        sizes = self.sizes.astype(jnp.int32)
+        after = jnp.cumsum(sizes, axis=1)
+        first, last = (jnp.clip(x - self.offset, 0, self.n_rows) for x in (after - sizes, after))
+        return first, last
+
+    def groups(self, n_leading: int) -> _tiles.Groups:
+        """Returns the groups of all of `B`, for rows `[B * M]` and matrices `[n_leading * E]`, `n_leading` being 1 or B."""
+        (n, n_groups), (first, last) = self.sizes.shape, self.bounds
+        rows = jnp.arange(n, dtype=jnp.int32)[:, None]
+        matrices = jnp.arange(n_groups, dtype=jnp.int32) + (rows * n_groups if n_leading > 1 else jnp.zeros_like(rows))
+        # By group and then by batch: groups that share a matrix follow each other.
+        found = first + rows * self.n_rows, last + rows * self.n_rows, matrices
+        return _tiles.Groups(*(jnp.transpose(each).reshape(-1) for each in found))
+
+
+class Tiled:
+    """Computes by `_tiles`.
+
+    **Arguments:**
+
+    - `min_rows`: as for `_tiles.n_tile_rows`.
+    - `widened`: whether bfloat16 operands are cast to float32 where products are summed in float32.
+    """
+
+    def __init__(self, min_rows: int, widened: bool):
+        self.min_rows, self.widened = min_rows, widened
+
+    def options(self, local: _Local, setting: GroupedSetting) -> dict[str, Any]:
+        size = _tiles.n_tile_rows(local.mean, self.min_rows)
+        return {"size": size, "precision": setting.precision, "dtype": setting.dtype, "widened": self.widened}
+
+    def matmul(self, setting: GroupedSetting, x: Any, weights: Any, local: _Local) -> Any:
+        groups, options = local.groups(weights.shape[0]), self.options(local, setting)
+        rows, matrices = x.reshape(-1, x.shape[2]), weights.reshape(-1, *weights.shape[2:])
+        out = _tiles.matmul(rows, matrices, groups, transposed=setting.transposed, **options)
+        return out.reshape(*x.shape[:2], -1)
+
+    def gradient(self, setting: GroupedSetting, x: Any, g: Any, local: _Local) -> Any:
+        n, n_groups = 1 if setting.is_summed else x.shape[0], local.sizes.shape[1]
+        rows = x.reshape(-1, x.shape[2]), g.reshape(-1, g.shape[2])
+        out = _tiles.gradient(*rows, local.groups(n), n * n_groups, **self.options(local, setting))
+        return out.reshape(n, n_groups, *out.shape[1:])
+
+
+class _OnTpu(Tiled):
+    """Computes by `_megablox`, one of `B` after the other, or by `_tiles` where it supports no such operands."""
+
+    def _is_supported(self, lhs: Any, rhs: Any, setting: GroupedSetting) -> bool:
+        reason = _megablox.unsupported_reason(lhs, rhs, setting.precision, setting.dtype)
+        if reason is not None:
+            _log_fallback(reason)
+        return reason is None
+
+    def matmul(self, setting: GroupedSetting, x: Any, weights: Any, local: _Local) -> Any:
+        if not self._is_supported(x, weights, setting):
+            return super().matmul(setting, x, weights, local)
+        first, last = local.bounds
+        tile = _megablox.n_tile_rows(local.mean)
+        run = partial(_megablox.matmul, tile=tile, transposed=setting.transposed, dtype=setting.dtype)
+        if weights.shape[0] == 1:
+            return _each(lambda x, sizes: run(x, weights[0], sizes), x, last - first)
+        return _each(run, x, weights, last - first)
+
+    def gradient(self, setting: GroupedSetting, x: Any, g: Any, local: _Local) -> Any:
+        if not self._is_supported(x, g, setting):
+            return super().gradient(setting, x, g, local)
+        first, last = local.bounds
+        sizes, n, tile = last - first, x.shape[0], _megablox.n_tile_rows(local.mean)
+        if n == 1 or not setting.is_summed:
+            return _each(partial(_megablox.gradient, tile=tile, dtype=setting.dtype), x, g, sizes)
+        wide = jnp.promote_types(setting.dtype, jnp.float32)
+
+        def add(total: Any, operands: Any) -> Any:
+            return total + _megablox.gradient(*operands, tile=tile, dtype=wide), None
+
+        total = jnp.zeros((sizes.shape[1], x.shape[2], g.shape[2]), wide)
+        return jax.lax.scan(add, total, (x, g, sizes))[0].astype(setting.dtype)[None]
+
+
+@cache
+def _log_fallback(reason: str) -> None:
+    """Logs, once per reason, that Megablox is not used."""
+    logging.getLogger("redeqx").info("grouped matmuls are computed in tiles, not by Megablox: %s", reason)
+
+
+def _each(fn: Callable[..., Any], *operands: Any) -> Any:
+    if operands[0].shape[0] == 1:
+        return fn(*(x[0] for x in operands))[None]
+    return jax.lax.map(lambda each: fn(*each), operands)
+
+
+# --- on several devices -----------------------------------------------------------------------------------------------
+
+
+def matmul(backend: Tiled, x: Any, weights: Any, sizes: Any, *, setting: GroupedSetting) -> Any:
+    shape = *x.shape[:2], weights.shape[2 if setting.transposed else 3]
+    if not math.prod((*x.shape, *weights.shape, *shape)):
+        return jnp.zeros(shape, setting.dtype)
+    mean = x.shape[1] / sizes.shape[1]
+    if setting.split is None or setting.split.mesh.size == 1:
+        return backend.matmul(setting, x, weights, _Local(sizes, x.shape[1], 0, mean))
+    over = _Split(setting.split, x, (x.shape[2], shape[2]))
+    lead = over.lead if weights.shape[0] > 1 else None
+    sides = (over.outputs, over.inputs) if setting.transposed else (over.inputs, over.outputs)
+
+    def on_device(x: Any, weights: Any, sizes: Any) -> Any:
+        out = backend.matmul(setting, x, weights, over.local(x, sizes, mean))
+        return jax.lax.psum(out, over.inputs) if over.inputs else out
+
+    specs = P(over.lead, over.rows, over.inputs), P(lead, None, *sides), P(over.lead, None)
+    out = over.run(on_device, specs, P(over.lead, over.rows, over.outputs), over.pad(x), weights, sizes)
+    return out[:, : x.shape[1]]
+
+
+def gradient(backend: Tiled, x: Any, g: Any, sizes: Any, *, setting: GroupedSetting) -> Any:
+    shape = 1 if setting.is_summed else x.shape[0], sizes.shape[1], x.shape[2], g.shape[2]
+    if not math.prod((*shape, *x.shape)):
+        return jnp.zeros(shape, setting.dtype)
+    mean = x.shape[1] / sizes.shape[1]
+    if setting.split is None or setting.split.mesh.size == 1:
+        return backend.gradient(setting, x, g, _Local(sizes, x.shape[1], 0, mean))
+    over = _Split(setting.split, x, shape[2:])
+    lead = None if setting.is_summed else over.lead
+    summed = (*_tuple(over.rows), *(_tuple(over.lead) if setting.is_summed else ()))
+
+    def on_device(x: Any, g: Any, sizes: Any) -> Any:
+        out = backend.gradient(setting, x, g, over.local(x, sizes, mean))
+        return jax.lax.psum(out, summed) if summed else out
+
+    specs = P(over.lead, over.rows, over.inputs), P(over.lead, over.rows, over.outputs), P(over.lead, None)
+    return over.run(on_device, specs, P(lead, None, over.inputs, over.outputs), over.pad(x), over.pad(g), sizes)
+
+
+class _Split:
+    """How the devices share a product: its batch as far as it divides, its rows, and the dims of its matrices.
+
+    **Attributes:**
+
+    - `lead`, `rows`, `inputs`, `outputs`: the mesh axes over which `B`, `M`, `K` and `N` are split, or None.
+    """
+
+    def __init__(self, split: NamedSharding, x: Any, sides: Sequence[int]):
+        self.mesh, (rows, *of_sides) = split.mesh, split.spec
+        of_batch: list[str] = []
+        of_rows: list[str] = []
+        for axis in (axis for axis in _tuple(rows) if self.mesh.shape[axis] > 1):
+            (of_rows if x.shape[0] % self._size([*of_batch, axis]) else of_batch).append(axis)
+        self.lead, self.rows = (tuple(axes) or None for axes in (of_batch, of_rows))
+        self.inputs, self.outputs = (
+            axes if axes and n % self._size(axes) == 0 else None
+            for axes, n in zip(map(_tuple, of_sides), sides, strict=True)
+        )
+
+    def _size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def pad(self, x: Any) -> Any:
+        """Appends rows, which are in no group, so that the devices have equally many."""
+        missing = -x.shape[1] % self._size(_tuple(self.rows))
+        return jnp.pad(x, ((0, 0), (0, missing), (0, 0))) if missing else x
+
+    def local(self, x: Any, sizes: Any, mean: float) -> _Local:
+        """Returns the rows of the device that runs this."""
+        offset = jax.lax.axis_index(self.rows) * x.shape[1] if self.rows else 0
+        return _Local(sizes, x.shape[1], offset, mean)
+
+    def run(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any, *operands: Any) -> Any:
+        sharded = jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return sharded(*operands)
+
+
+def _tuple(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+# --- the platforms ---------------------------------------------------------------------------------------------------
+
+# CPUs have no product of bfloat16 that is summed in float32. A tile of an NVIDIA GPU's matmul has 128 rows.
+ON_CPU, ON_GPU, ON_TPU = Tiled(8, widened=True), Tiled(128, widened=False), _OnTpu(128, widened=False)
+TILED_ON_TPU = Tiled(ON_TPU.min_rows, widened=False)
+_BACKENDS = {"cuda": ON_GPU, "gpu": ON_GPU}
+
+
+def n_grouped_tiles(
+    group_sizes: Int[Array, " groups"], n_rows: int, platform: str, n_devices: int = 1
+) -> tuple[Int[Array, " n_devices"], int]:
+    """Returns the number of tiles in which each device of a platform multiplies its sorted rows, and the rows of a tile."""
+    sizes, mean, n_local = group_sizes[None], n_rows / len(group_sizes), -(-n_rows // n_devices)
+    of_devices = [_Local(sizes, n_local, i * n_local, mean) for i in range(n_devices)]
+    if platform == "tpu":
+        size = _megablox.n_tile_rows(mean)
+        return jnp.stack([_megablox.n_tiles(*local.bounds, size) for local in of_devices]), size
+    size = min(_tiles.n_tile_rows(mean, _BACKENDS.get(platform, ON_CPU).min_rows), n_local)
+    return jnp.stack([_tiles.n_tiles(local.groups(1), n_local, size) for local in of_devices]), size
