@@ -173,10 +173,15 @@ def test_eight_devices_multiply_the_rows_of_one(seed):
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [P(("data", "fsdp"), None, None), P(("data", "fsdp"), None, "model"), P("data", "model", None), P(None, "model", None)],
+    ("spec", "n_rows"),
+    [
+        (P(("data", "fsdp"), None, "model"), ROWS),
+        (P(("data", "fsdp"), "model", None), 45),
+        pytest.param(P(("data", "fsdp"), None, None), 45, marks=pytest.mark.sweep),
+        pytest.param(P("data", "model", None), ROWS, marks=pytest.mark.sweep),
+        pytest.param(P(None, None, "model"), ROWS, marks=pytest.mark.sweep),
+    ],
 )
-@pytest.mark.parametrize("n_rows", [ROWS, 45])
 def test_devices_share_the_rows(spec, n_rows):
     mesh = make_mesh(n_model_shards=2, n_fsdp_shards=2)
     split = NamedSharding(mesh, spec)
@@ -195,7 +200,7 @@ def test_devices_share_the_rows(spec, n_rows):
     assert f"[{-(-n_rows // n_shards)}," in text
 
 
-@pytest.mark.parametrize("n", [4, 3, 2])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.sweep), pytest.param(4, marks=pytest.mark.sweep)])
 def test_devices_share_a_batch_of_rows(n):
     """Over 2 x 2 shards: 4 entries are split, of 3 the rows are, and of 2 both."""
     mesh = make_mesh(n_model_shards=2, n_fsdp_shards=2)
