@@ -312,7 +312,7 @@ def _grouped_matmul(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     names.unify_all((x[0], weights[1], x[2]), (sizes[0], sizes[1], weights[inputs]))
     if ins[1].aval.shape[0] == ins[0].aval.shape[0]:
         names.unify(x[0], weights[0])
-    names.mix("reduce", x[2])
+    names.mix("sum", x[2])
     names.mix("order", x[1])
     return [[x[0], x[1], weights[outputs]]]
 
@@ -323,7 +323,7 @@ def _grouped_matmul_gradient(names: Inference, eqn: Any, ins: Sequence[Value]) -
     names.unify_all((x[0], x[1], x[0]), (g[0], g[1], sizes[0]))
     is_summed = eqn.params["setting"].is_summed
     for dim in x[:2] if is_summed else x[1:2]:
-        names.mix("reduce", dim)
+        names.mix("sum", dim)
     names.mix("order", x[1])
     return [[names.dim(1) if is_summed else x[0], sizes[1], x[2], g[2]]]
 

@@ -74,7 +74,8 @@ TERMS = {
     **dict.fromkeys((*SCATTERS, "scatter"), slice(0, None, 2)),
     **dict.fromkeys(("select_n", "select_if_vmap"), slice(1, None)),
 }
-_BILINEAR = {"mul", *BY_WEIGHT, "ragged_dot_general"}  # in the first two operands
+# In the first two operands.
+_BILINEAR = {"mul", *BY_WEIGHT, "ragged_dot_general", "grouped_matmul", "grouped_matmul_gradient"}
 
 
 def of_constant(x: Any, degree: int | None) -> State:

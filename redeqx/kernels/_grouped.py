@@ -31,14 +31,18 @@ grouped_gradient_p = jex.Primitive("grouped_matmul_gradient")
 
 
 def grouped_matmul(
-    x: Float[Array, "*batch rows k"], weights: Float[Array, "groups k n"], group_sizes: Int[Array, "*batch groups"]
+    x: Float[Array, "*batch rows k"],
+    weights: Float[Array, "groups k n"] | Float[Array, "groups n k"],
+    group_sizes: Int[Array, "*batch groups"],
+    *,
+    transposed: bool = False,
 ) -> Float[Array, "*batch rows n"]:
     """Multiplies the rows of each group with the matrix of that group, as `jax.lax.ragged_dot`, at the cost of the rows.
 
     The first `group_sizes[0]` rows are multiplied with `weights[0]`, the next `group_sizes[1]` rows with `weights[1]`, and
     so on. Rows after the last group give 0. In a step, redeqx computes every `jax.lax.ragged_dot` in this way. This function
     can also be mapped by `jax.vmap`, and it takes leading dims: each of their entries has groups of its own, and all share
-    the weights.
+    the weights. If they are `transposed`, each matrix is `[n, k]`, as the weight of a linear layer.
 
     TPUs compute it by the kernels of Megablox, other platforms by a loop over tiles of rows. Products have the precision of
     `jax.default_matmul_precision`, and the output has the common dtype of `x` and `weights`.
@@ -46,24 +50,25 @@ def grouped_matmul(
     Raises ValueError if shapes or dtypes do not agree.
     """
     batch = x.shape[:-2]
-    _check(x, weights, group_sizes)
+    _check(x, weights, group_sizes, transposed)
     dtype = jnp.result_type(x, weights)
     x, weights = x.astype(dtype), weights.astype(dtype)
-    setting = GroupedSetting(dtype, precision=default_precision())
+    setting = GroupedSetting(dtype, transposed=transposed, precision=default_precision())
     flat = x.reshape(math.prod(batch), *x.shape[-2:]), weights[None], group_sizes.reshape(math.prod(batch), -1)
     out = grouped_matmul_p.bind(*flat, setting=setting)
     return out.reshape(*batch, *out.shape[1:])
 
 
-def _check(x: Any, weights: Any, group_sizes: Any) -> None:
+def _check(x: Any, weights: Any, group_sizes: Any, transposed: bool) -> None:
     shapes = f"got shapes {tuple(x.shape)}, {tuple(weights.shape)} and {tuple(group_sizes.shape)}"
     for name, value in (("x", x), ("weights", weights)):
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(f"`{name}`: expected floating numbers, got {value.dtype}. Cast them to a floating dtype.")
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"`group_sizes`: expected integers, got {group_sizes.dtype}. Pass the rows of each group.")
-    if x.ndim < 2 or weights.ndim != 3 or weights.shape[1] != x.shape[-1]:
-        raise ValueError(f"`x`, `weights`: expected [*batch, rows, k] and [groups, k, n], {shapes}. Reshape them.")
+    if x.ndim < 2 or weights.ndim != 3 or weights.shape[2 if transposed else 1] != x.shape[-1]:
+        matrix = "n, k" if transposed else "k, n"
+        raise ValueError(f"`x`, `weights`: expected [*batch, rows, k] and [groups, {matrix}], {shapes}. Reshape them.")
     if tuple(group_sizes.shape) != (*x.shape[:-2], weights.shape[0]):
         raise ValueError(f"`group_sizes`: expected [*batch, groups], {shapes}. Pass one size for each matrix.")
 

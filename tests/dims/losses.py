@@ -15,6 +15,7 @@ import optax
 from jax import lax
 
 import redeqx
+from redeqx.kernels import grouped_matmul
 
 T, D, V = 6, 8, 5
 
@@ -999,6 +1000,15 @@ def experts_of_each_row_in_a_derivative_of_its_own(p, batch, key):
 
     square.defjvp(lambda x, dx: (x[0] ** 2, 2 * x[0] * dx[0]))
     return square(by_experts(p, batch["x"])).mean()
+
+
+@separable
+def experts_of_each_row_by_the_primitive(p, batch, key):
+    chosen = jnp.sort(jnp.argmax(batch["x"] @ p["w"][:, :3], -1), -1)
+    sizes = jnp.sum(chosen[..., None] == jnp.arange(3), -2)
+    square = jax.custom_jvp(lambda x: x**2)
+    square.defjvp(lambda x, dx: (x[0] ** 2, 2 * x[0] * dx[0]))
+    return square(grouped_matmul(batch["x"], p["layers"], sizes, transposed=True)).mean()
 
 
 @cautious

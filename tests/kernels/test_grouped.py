@@ -65,6 +65,13 @@ def test_values_and_gradients_are_those_of_the_dense_formula(operands, sizes):
     assert_close(found, value_and_grads(jax.lax.ragged_dot, *operands, sizes))
 
 
+def test_transposed_matrices(operands):
+    x, weights = operands
+    sizes = jnp.array(SIZES["rows outside"])
+    found, grads = value_and_grads(partial(grouped_matmul, transposed=True), x, jnp.swapaxes(weights, 1, 2), sizes)
+    assert_close((found, (grads[0], jnp.swapaxes(grads[1], 1, 2))), value_and_grads(dense, x, weights, sizes))
+
+
 @pytest.mark.parametrize("sizes", [SIZES["skewed"], SIZES["rows outside"]])
 def test_bfloat16(operands, sizes):
     narrow = [x.astype(jnp.bfloat16) for x in operands]

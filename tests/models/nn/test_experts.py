@@ -1,7 +1,6 @@
 """`MixtureOfExperts`: values and gradients by a loop over tokens and experts, the routing, drops, `jax.vmap`, training."""
 
 import math
-import re
 from functools import partial
 
 import equinox as eqx
@@ -242,19 +241,6 @@ def test_the_loss_is_known_to_be_a_sum_over_rows(form, options):
     batch = {"x": tokens(8, SEQ), "mask": jnp.ones((8, SEQ), bool)}
     use = redeqx.dims.row_use(loss, params, None, batch, jax.random.key(0))
     assert use.kind == "separable" and not use.metrics and not use.gathers, use.text
-
-
-@pytest.mark.parametrize("options", [{}, {**LAYERS["deepseek"], "capacity_factor": 1.0}], ids=["mixtral", "deepseek"])
-def test_devices_compute_their_own_rows(options):
-    """By XLA alone, without a rule: nothing is sent but the sum of the gradients."""
-    params, static = eqx.partition(make(**options), eqx.is_array)
-    mesh = jax.make_mesh((8,), ("data",))
-    rows, whole = (jax.NamedSharding(mesh, jax.P(*spec)) for spec in (("data",), ()))
-    gradient = jax.grad(lambda params, x: jnp.sum(jax.vmap(eqx.combine(params, static))(x)[0] ** 2))
-    jitted = jax.jit(gradient, in_shardings=(whole, rows), out_shardings=whole)
-    text = jitted.lower(params, jax.ShapeDtypeStruct((16, SEQ, D), jnp.float32)).compile().as_text()
-    assert "all-reduce(" in text
-    assert not re.findall(r"(?:all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
 
 
 def test_a_correction_balances_the_experts():
