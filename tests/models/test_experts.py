@@ -99,6 +99,7 @@ def test_a_gpt_with_experts_trains(tmp_path):
         pytest.param({"n_fsdp_shards": 8}, marks=pytest.mark.sweep),
         pytest.param({"n_model_shards": 4}, marks=pytest.mark.sweep),
         pytest.param({"n_model_shards": 2, "accumulate": 2}, marks=pytest.mark.sweep),
+        pytest.param({"n_sequence_shards": 2, "n_model_shards": 2}, marks=pytest.mark.sweep),
     ],
     ids=str,
 )
