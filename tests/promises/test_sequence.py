@@ -156,7 +156,7 @@ GPT2_CONFIG = GPT2Config(VOCAB, SEQ, d_model=D, n_layers=2, n_heads=4).without_d
 T5_CONFIG = T5Config(vocab_size=VOCAB, d_model=D, d_kv=8, d_ff=64, n_layers=1, n_decoder_layers=1, n_heads=4)
 BART_CONFIG = BartConfig(
     vocab_size=VOCAB, n_positions=SEQ, d_model=D, n_layers=1, n_decoder_layers=1, n_heads=4, n_decoder_heads=4, d_ff=64,
-    d_decoder_ff=64, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+    d_decoder_ff=64, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, init_std=0.2,
 )  # fmt: skip
 VIT_CONFIG = ViTConfig(image_size=32, patch_size=4, d_model=D, d_ff=64, n_layers=1, n_heads=4, has_pooler=False)
 CASES = {
@@ -164,7 +164,7 @@ CASES = {
     "gpt2_loss_in_chunks": (lambda: GPT2(GPT2_CONFIG, key=KEY), in_chunks, TEXTS),
     "gpt2_own_chunks": (lambda: GPT2(GPT2_CONFIG, key=KEY), in_own_chunks, TEXTS),
     "llama": (llama, next_token, TEXTS),
-    "llama_with_a_window": (lambda: llama(window=24, windowed_layers=(0, 1)), next_token, TEXTS),
+    "llama_with_a_window": (lambda: llama(model_type="mistral", window=24), next_token, TEXTS),
     "bart": (lambda: Bart(BART_CONFIG, key=KEY), of_pairs, PAIRS),
     "t5": (lambda: eqx.nn.inference_mode(T5(T5_CONFIG, key=KEY)), of_pairs, PAIRS),
     "vit": (lambda: Classifier(ViT(VIT_CONFIG, key=KEY), eqx.nn.Linear(D, 10, key=KEY)), of_images, IMAGES),
@@ -219,6 +219,7 @@ def by_hand(name):
     return float(loss), floating(grads)
 
 
+@pytest.mark.filterwarnings("ignore:`loss_fn`. expected each of . devices to compute")  # of the ViT, whose images are whole
 @pytest.mark.parametrize(("name", "n_sequence", "n_model"), GRID)
 def test_an_update_is_that_of_one_device(name, n_sequence, n_model):
     trainer = make_trainer(name, n_sequence, n_model)
@@ -230,7 +231,8 @@ def test_an_update_is_that_of_one_device(name, n_sequence, n_model):
     for leaf, grad in grads.items():
         if not leaf.endswith(ZERO_GRADIENT):
             found = (before[leaf] - after[leaf]) / RATE
-            np.testing.assert_allclose(found, grad, atol=1e-6 * np.abs(grad).max(), rtol=1e-5, err_msg=leaf)
+            rounding = np.linalg.norm(after[leaf]) * 2**-23 / RATE  # of the new parameters
+            assert np.linalg.norm(found - grad) <= 1e-6 * np.linalg.norm(grad) + rounding, leaf
 
 
 def test_positions_are_split_in_the_program():
