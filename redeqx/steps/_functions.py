@@ -238,9 +238,9 @@ class Functions:
             return transformed(fn, [*first, *rules])
 
         def split(*args: Any) -> Any:  # weights, state, batch, and others
-            counts = [len(jax.tree.leaves(tree)) for tree in args[:3]]
-            positions, loops = SplitPositions(mesh, *counts), SplitPositions(mesh, *counts, of_loops=True)
-            return transformed(fn, [loops, *first, positions, *rules])(*args)
+            n_weights, n_state, n_batch = (len(jax.tree.leaves(tree)) for tree in args[:3])
+            positions = SplitPositions(mesh, n_weights, n_state, n_batch)
+            return transformed(fn, [replace(positions, of_loops=True), *first, positions, *rules])(*args)
 
         return split
 
