@@ -232,7 +232,8 @@ def test_an_update_is_that_of_one_device(name, n_sequence, n_model):
         if not leaf.endswith(ZERO_GRADIENT):
             found = (before[leaf] - after[leaf]) / RATE
             rounding = np.linalg.norm(after[leaf]) * 2**-23 / RATE  # of the new parameters
-            assert np.linalg.norm(found - grad) <= 1e-6 * np.linalg.norm(grad) + rounding, leaf
+            # In float32: fused attention on one shard is 1.1e-6 from the loss by hand (LLaMA), and 1e-7 more on several.
+            assert np.linalg.norm(found - grad) <= 1.5e-6 * np.linalg.norm(grad) + rounding, leaf
 
 
 def test_positions_are_split_in_the_program():
