@@ -15,6 +15,7 @@ from .._tree import listed, nearest
 from ..checkpoint import INDEX, MANIFEST, Base, CheckpointFolder, TensorReader, find_checkpoint, read_manifest
 from ..distributed import Peers
 from ..errors import DamagedError, brief, brief_name, load_json
+from ..machine import mesh_text
 from ..monitor import Console, size_text, to_json
 from ..storage import Location, location
 
@@ -264,7 +265,7 @@ def _summary(report: Report) -> dict[str, str]:
         rows["metrics"] = _metrics(record.get("metrics")) or "none"
         rows["named"] = ", ".join(map(brief_name, report["tags"])) or "by no name of the index"
         mesh = record.get("mesh")
-        on = " x ".join(f"{axis}={n}" for axis, n in mesh.items()) if isinstance(mesh, dict) else "an unknown mesh"
+        on = mesh_text(mesh) if isinstance(mesh, dict) else "an unknown mesh"
         rows["saved by"] = brief_name(f"redeqx {record.get('redeqx', 'of an unknown version')} on {on}")
         if (base := Base.of_record(record)) is not None:
             n_of = "; ".join(f"{len(leaves):,} leaves of {brief_name(folder)}" for folder, leaves in base.folders.items())

@@ -242,7 +242,7 @@ class DryRun:
             batch += f"; each batch shard computes all {repeated} rows that do not divide over the {n_shards} shards"
         return {
             "devices": f"{mesh.size} x {machine.devices[0].device_kind}, {memory}{hosts}",
-            "mesh": mesh_text(mesh),
+            "mesh": mesh_text(mesh.shape),
             "batch": batch,
             **({} if self.plan.row_use == UNKNOWN else {"rows": self.plan.row_use.text}),
             **({"positions": "; ".join(self.plan.positions)} if self.plan.positions else {}),

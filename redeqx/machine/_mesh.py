@@ -5,7 +5,7 @@ means a mesh axis. A tensor has *dims*.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,9 +71,9 @@ def make_mesh(
         return Mesh(create_device_mesh(shape, devices, allow_split_physical_axes=True), AXES, axis_types=types)
 
 
-def mesh_text(mesh: Mesh) -> str:
-    """Returns the sizes of the axes as text: `data=2 x fsdp=1 x model=4`. The sequence axis is named only if it is used."""
-    return " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if axis != SEQUENCE or size > 1)
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """Returns the sizes of axes as text: `data=2 x fsdp=1 x model=4`. The sequence axis is named only if it is used."""
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if axis != SEQUENCE or size != 1)
 
 
 def n_batch_shards(mesh: Mesh) -> int:

@@ -182,7 +182,7 @@ class Plan:
 
     def _totals(self) -> str:
         total = f"{self.n_parameters:,} parameters, {size_text(self.n_bytes)}"
-        return f"mesh {mesh_text(self.mesh)}: {total}, {size_text(self.n_bytes_per_device)} a device"
+        return f"mesh {mesh_text(self.mesh.shape)}: {total}, {size_text(self.n_bytes_per_device)} a device"
 
     def _notes(self) -> list[str]:
         rows = [] if self.row_use == UNKNOWN else [f"rows: {self.row_use.text}"]

@@ -37,7 +37,7 @@ def header_rows(
     compiler = {"xla": xla_settings(mesh, task.xla_settings).text(), "compilation cache": deployer.cache_text}
     return {
         "devices": f"{mesh.size} x {devices[0].device_kind}",
-        "mesh": mesh_text(mesh),
+        "mesh": mesh_text(mesh.shape),
         "parameters": f"{sum(x.size for x in state.trained):,} trained"
         + (f", {sum(x.size for x in state.frozen):,} frozen" if state.frozen else ""),
         "bytes per device": f"{size_text(weights)} parameters, {size_text(opt)} optimizer state{where}",

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from dp_accounting.rdp import RdpAccountant
-from jax.sharding import AxisType
 from scipy.stats import binom, norm
 
 import redeqx
@@ -26,6 +25,7 @@ from examples.private_training.privacy import (
     room_for,
     spent,
 )
+from redeqx.machine import make_mesh
 
 from ._run import run_example
 
@@ -109,7 +109,7 @@ def sgd_update(shape, examples, n_micro, noise_multiplier, sample_size, width=8)
     """What one step of plain SGD subtracts from a model's parameters."""
     devices = jax.devices()[: int(np.prod(shape))]
     deployer = redeqx.Deployer(0, verbose=False)
-    deployer._mesh = jax.make_mesh(shape, ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    deployer._mesh = make_mesh(shape[2], shape[1], devices)
     grad_fn = partial(
         private_gradient, loss_of_one, clip_norm=CLIP, noise_multiplier=noise_multiplier, sample_size=sample_size,
     )  # fmt: skip
