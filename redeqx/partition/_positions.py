@@ -1,12 +1,13 @@
 """How a loss uses positions, in words: what the sequence axis splits, what it cannot split, and where."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from jax.sharding import Mesh
 
-from ..dims import ATTENTION, CHUNKS, RECURRENCE, Along, positions_of
+from ..dims import ATTENTION, CHUNKS, RECURRENCE, Along, Positions, positions_of
 from ..machine import SEQUENCE
-from ..tracing import Trace, shortened
+from ..tracing import Trace, or_as_written, shortened
 
 
 def describe_positions(trace: Trace, mesh: Mesh) -> tuple[str, ...]:
@@ -19,7 +20,8 @@ def describe_positions(trace: Trace, mesh: Mesh) -> tuple[str, ...]:
         return ()
     n_weights = len(trace.leaves)
     n_batch = len(trace.closed.jaxpr.invars) - n_weights - 1  # the last input is the key
-    found = positions_of(trace.closed, n_weights, 0, n_batch).along
+    search = partial(positions_of, trace.closed, n_weights, 0, n_batch)
+    found = or_as_written(search, Positions, "the search for positions").along
     if not found:
         return (f"none found in the batch; the {n} sequence shards repeat the work of each other",)
     wrong = [each for each in found if each.what == ATTENTION and each.is_given and each.size % n]
