@@ -317,14 +317,19 @@ class Peers:
         with self._change:
             expected = index in self._left or self._failed is not None
             self._left.add(index)
+            # In one step with `_left`: a failure that waits for an answer of this process must find that the run ends.
+            ends = not expected and not self._is_leaving
+            self._is_leaving |= ends
             self._change.notify_all()
-        if not expected:
-            self.end(f"process {index} of {self.n} is gone: {why}", EXIT_CODE)
+        if ends:
+            self._end_all(f"process {index} of {self.n} is gone: {why}", EXIT_CODE)
 
     def end(self, why: str, code: int) -> None:
         """Leave, and make all others leave; from any thread."""
-        if not self.claim_end():
-            return
+        if self.claim_end():
+            self._end_all(why, code)
+
+    def _end_all(self, why: str, code: int) -> NoReturn:
         for i in self._links:
             self._send(i, "lost", [why, code])
         self.leave(why, code)
@@ -360,6 +365,8 @@ class Peers:
             time.sleep(2 * PATIENCE)
         if self.index == 0:
             self._handle_failure(0, in_runtime)
+            if self._failed is None:  # a process was gone: the thread that noticed it ends this one
+                time.sleep(2 * PATIENCE)
         else:
             self._send(0, "fails", in_runtime)
         with self._change:
@@ -374,7 +381,7 @@ class Peers:
         if in_runtime:
             self._wait_for_answers()
         with self._change:
-            if self._failed is not None:
+            if self._failed is not None or self._is_leaving:
                 return
             self._failed = index
             self._change.notify_all()
