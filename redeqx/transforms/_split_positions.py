@@ -13,7 +13,7 @@ Cost: attention sends keys and values once a pass; slices, edges and recurrences
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -40,6 +40,7 @@ class SplitPositions(Rule):
     - `n_weights`, `n_state`, `n_batch`: as for `dims.positions_of`.
     - `of_loops`: whether to arrange the operands and results of loops along positions, or to split all other values. A rule
         that recomputes the body of a loop stands between the two.
+    - `found`: the positions of the functions so far, by their jaxprs. The two rules share it.
     """
 
     mesh: Mesh
@@ -47,9 +48,12 @@ class SplitPositions(Rule):
     n_state: int
     n_batch: int
     of_loops: bool = False
+    found: dict[Any, Positions] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, closed: Any) -> Rule | None:
-        positions = positions_of(closed, self.n_weights, self.n_state, self.n_batch)
+        if closed.jaxpr not in self.found:
+            self.found[closed.jaxpr] = positions_of(closed, self.n_weights, self.n_state, self.n_batch)
+        positions = self.found[closed.jaxpr]
         if self.of_loops:
             return _ArrangeLoops(positions, self.mesh) if positions.loops else None
         return _SplitValues(positions, self.mesh) if positions.dims else None
