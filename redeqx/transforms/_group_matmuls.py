@@ -18,12 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ..kernels import GroupedSetting, grouped_gradient_p, grouped_matmul_p
 from ..machine import MODEL
 from ..partition import operand_dims
 from ..tracing import Rule, Site, as_fun, equations, plain, run
+from ._sort_by_shard import SortsByShard
 
 _PRIMITIVES = (grouped_matmul_p.name, grouped_gradient_p.name)
 
@@ -42,27 +43,43 @@ class GroupMatmuls(Rule):
     splits: Sequence[int | None]
     # For one function: for its grouped matmuls, the dims of both operands that the model axis splits.
     dims: Mapping[Any, tuple[int | None, int | None]] = field(default_factory=dict)
+    sorts: SortsByShard | None = field(default=None, repr=False)
 
     def of(self, closed: Any) -> Rule | None:
         found = [eqn for eqn in equations(closed) if eqn.primitive.name in ("ragged_dot_general", *_PRIMITIVES)]
         if not found:
             return None
-        n_shards = self.rows.mesh.shape[MODEL]
-        return replace(self, dims=operand_dims(closed, found, self.splits, n_shards) if n_shards > 1 else {})
+        mesh = self.rows.mesh
+        assert isinstance(mesh, Mesh), "its devices are known"
+        n_shards = mesh.shape[MODEL]
+        dims = operand_dims(closed, found, self.splits, n_shards) if n_shards > 1 else {}
+        return replace(self, dims=dims, sorts=SortsByShard.of(closed, len(self.splits), mesh))
 
     def claims(self, eqn: Any) -> bool:
+        if self.sorts is not None and eqn in self.sorts:
+            return True
         if eqn.primitive.name in _PRIMITIVES:
             return eqn.params["setting"].split is None
         return eqn.primitive.name == "ragged_dot_general" and _form(eqn) is not None
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
+        is_sorted = self.sorts is not None and self.sorts.is_product(eqn)
+        if self.sorts is not None and eqn in self.sorts and not is_sorted:
+            return self.sorts.compute(eqn, ins, site)
         values = list(map(plain, ins))
+        if self.sorts is not None and is_sorted:
+            values = list(self.sorts.operands(eqn, *values))
         if eqn.primitive.name in _PRIMITIVES:
-            setting, dims = eqn.params["setting"], _dims_of_primitive(eqn)
-            return run(eqn.replace(params={"setting": self._with_split(eqn, setting, dims)}), values)
+            setting = self._with_split(eqn, eqn.params["setting"], _dims_of_primitive(eqn))
+            if is_sorted:  # the shards are its batch
+                setting = replace(setting, is_summed=eqn.primitive is grouped_gradient_p)
+                values = [x.reshape(len(values[2]), -1, x.shape[2]) if x.ndim == 3 else x for x in values]
+                (out,) = run(eqn.replace(params={"setting": setting}), values)
+                return [out.reshape(eqn.outvars[0].aval.shape)]
+            return run(eqn.replace(params={"setting": setting}), values)
         form = _form(eqn)
         assert form is not None, "it is claimed"
-        compute = partial(form.compute, self._with_split(eqn, form.setting, form.dims))
+        compute = partial(form.compute, self._with_split(eqn, form.setting, form.dims), is_by_shard=is_sorted)
         closed = jax.make_jaxpr(compute)(*(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values))
         at_line = [each.replace(source_info=eqn.source_info) for each in closed.jaxpr.eqns]
         return as_fun(closed.replace(jaxpr=closed.jaxpr.replace(eqns=at_line)))(*values)
@@ -112,11 +129,18 @@ class _Form:
     n_leading: int
     shape: Sequence[int]
 
-    def compute(self, setting: GroupedSetting, a: Any, b: Any, sizes: Any) -> Any:
-        n, n_batch = len(self.lead), math.prod(self.lead)
+    def compute(self, setting: GroupedSetting, a: Any, b: Any, sizes: Any, *, is_by_shard: bool = False) -> Any:
+        """Returns the output.
+
+        **Arguments:**
+
+        - `is_by_shard`: whether the rows are those of several shards, one after the other, and `sizes` has a size for each.
+        """
+        n, n_batch = len(self.lead), len(sizes) if is_by_shard else math.prod(self.lead)
         a, b = (jnp.transpose(x, order) for x, order in zip((a, b), self.orders, strict=True))
-        a = a.reshape(n_batch, a.shape[n], -1)
-        sizes = jnp.broadcast_to(sizes, (*self.lead, sizes.shape[-1])).reshape(n_batch, -1)
+        a = a.reshape(n_batch, -1, math.prod(a.shape[n + 1 :]))
+        if not is_by_shard:
+            sizes = jnp.broadcast_to(sizes, (*self.lead, sizes.shape[-1])).reshape(n_batch, -1)
         if self.primitive is grouped_matmul_p:
             rest = b.shape[self.n_leading :]
             sides = (-1, a.shape[2]) if setting.transposed else (a.shape[2], -1)
