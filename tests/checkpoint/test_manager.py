@@ -834,6 +834,7 @@ def test_save_killed_at_every_system_call(tmp_path, step):
     assert n_kills > 20 and 0 < n_old < n_kills
 
 
+@pytest.mark.sweep
 def test_casting_save_bounds_its_memory(tmp_path, monkeypatch):
     """On a disk slower than the casts, cast chunks do not accumulate in memory."""
     leaves, pwrite = {"w": np.ones(2**26, np.float32)}, os.pwrite

@@ -346,6 +346,7 @@ def test_without_index_a_damaged_newest_checkpoint_is_skipped(workdir, original)
     assert_same_end_state(trainer, original)
 
 
+@pytest.mark.sweep
 def test_load_by_path_needs_no_workdir(tmp_path):
     """Loads the saved values and trains on from them without writing to that folder."""
     saved = make_trainer(tmp_path / "run")

@@ -113,10 +113,12 @@ def test_experts_over_all_tokens_are_reported_with_their_lines(shards, times, to
     )
 
 
+@pytest.mark.sweep
 def test_experts_per_example_are_not_reported():
     assert first_step_warnings(Experts(), loss_per_example, 2, 2) == []
 
 
+@pytest.mark.sweep
 def test_experts_over_all_tokens_whose_buffers_divide_are_not_reported():
     assert first_step_warnings(Experts(64), loss_over_all_tokens, 1, 8) == []
 
@@ -211,10 +213,12 @@ def test_dense_jacobian_is_reported():
     assert f"the work of {recorded_line('solve')} (" in found  # the call of the `custom_vjp`
 
 
+@pytest.mark.sweep
 def test_batches_computed_on_every_device_are_not_reported():
     assert first_step_warnings(Experts(), loss_over_all_tokens, rows=4) == []
 
 
+@pytest.mark.sweep
 def test_only_the_first_process_reports(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert first_step_warnings(Experts(), loss_over_all_tokens, 1, 8) == []

@@ -172,6 +172,7 @@ def test_per_device_batch_size_and_batch_size_give_the_same_run():
 # --- number of compiled programs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_remainder_of_full_micro_batches_reuses_the_program():
     """40 examples, 32 per step in four micro-batches; the last step has one micro-batch and reuses the program."""
     losses = RecordLosses()

@@ -230,6 +230,7 @@ def test_unpicklable_function_raises_at_construction(make):
     CollatePool(make(), Workers(2, "threads")).close()
 
 
+@pytest.mark.sweep
 def test_function_that_cannot_be_unpickled_raises():
     expected = r"`collate_fn`: expected a function that another process can import, .* it cannot \(no such module there\)"
     with (
@@ -290,6 +291,7 @@ def start_process(command):
     )
 
 
+@pytest.mark.sweep
 def test_script_without_a_main_guard_raises(tmp_path):
     completed = run(script_command(tmp_path, "main()\n"))
     assert completed.stdout == "imported\n"
@@ -297,6 +299,7 @@ def test_script_without_a_main_guard_raises(tmp_path):
     assert expected in completed.stderr and "got one that would run again. Add that line, or pass" in completed.stderr
 
 
+@pytest.mark.sweep
 def test_interactively_defined_function_raises():
     code = (
         "def f(examples): return {}\nfrom redeqx.data import CollatePool, Workers\nCollatePool(f, Workers(1, 'processes'))"

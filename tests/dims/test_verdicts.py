@@ -135,7 +135,6 @@ def test_a_divisor_that_is_nearly_the_number_of_rows_is_no_mean(divisor, n_rows)
 
 
 QUICK = (
-    "a_scan_of_equinox_that_saves_checkpoints",
     "mixup_in_nested_checkpoints",
     "masked_by_mean_where",
     "grpo_groups",

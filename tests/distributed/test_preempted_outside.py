@@ -201,6 +201,7 @@ def test_a_handler_of_the_script_stays(tmp_path):
     assert (ended.returncode, ended.stdout) == (0, "own\nown\nended at 0\n"), ended.stderr
 
 
+@pytest.mark.sweep
 def test_a_deployer_outside_of_the_main_thread_says_what_a_signal_does(tmp_path):
     ended = run(tmp_path, "worker", "SIGTERM")
     assert ended.returncode == 0, ended.stderr

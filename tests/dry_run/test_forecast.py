@@ -146,6 +146,7 @@ def test_estimate_of_collectives_between_hosts_and_of_copies_to_the_host():
     assert estimate(0.5).host == 7 and estimate(0.5).serial == pytest.approx(estimate(0.5).communication + 7)
 
 
+@pytest.mark.sweep
 def test_the_report_names_layers_axes_and_lines():
     run = make_trainer(make_deployer(2, 2)).dry_run(examples(), 2)
     text = str(run)
@@ -298,6 +299,7 @@ class Normed(eqx.Module):
 # --- inside a dry run --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_models_take_no_memory_and_nothing_is_written(tmp_path):
     before = {id(array) for array in jax.live_arrays()}
     with redeqx.described("cpu:8") as machine:

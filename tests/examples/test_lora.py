@@ -144,6 +144,7 @@ def test_invalid_tables_are_refused(tmp_path):
     assert read_sentences(path, 3) == [("fine", 1), ("odd", 2)]
 
 
+@pytest.mark.sweep
 def test_folder_of_another_model_is_refused(table, tmp_path):
     config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, n_layers=1, n_decoder_layers=1, n_heads=2)
     folder = save_pretrained(eqx.filter_jit(T5)(config, key=jax.random.key(0)), config, tmp_path / "t5")

@@ -288,6 +288,7 @@ def test_folders_without_a_pipeline_are_refused(saved, tmp_path):
     refused(widen, message)
 
 
+@pytest.mark.sweep
 def test_colour_pipeline_is_refused_for_digits(tmp_path):
     folder = save_untrained(tmp_path / "pipeline", 3)
     with pytest.raises(ValueError, match=rf"`{re.escape(str(folder))}/vae`: expected `in_channels` 1, .* got 3"):

@@ -166,6 +166,7 @@ def test_vmap_does_not_repeat_a_shared_bias():
     assert_close(value_and_grads(fn, *qkv(), bias), want)
 
 
+@pytest.mark.sweep
 def test_per_example_gradients():
     (bias,) = draw((HEADS, 20, 20))
 
@@ -209,6 +210,7 @@ def test_under_remat_and_scan():
 # --- dropout -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_dropout_preserves_the_mean_and_depends_on_the_key():
     q, k, v = qkv()
     keys = jax.random.split(jax.random.key(1), 2000)
@@ -377,6 +379,7 @@ def test_no_queries_give_an_empty_output_and_no_keys_raise():
         redeqx.attention(q, k[:, :0], v[:, :0])
 
 
+@pytest.mark.sweep
 def test_derivatives_agree_if_all_keys_of_a_query_have_the_lowest_bias():
     q, k, v = qkv(6)
     bias = jnp.zeros((6, 6)).at[2].set(jnp.finfo(jnp.float32).min)

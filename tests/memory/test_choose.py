@@ -154,6 +154,7 @@ def test_chooses_again_for_a_larger_batch(set_device_memory, capsys):
     assert 'remat="none"' not in chosen(capsys).partition("; ")[0]
 
 
+@pytest.mark.sweep
 def test_evaluation_is_not_compiled_again(set_device_memory, caplog):
     set_device_memory(bytes_needed("full"))
     trainer = make_trainer()

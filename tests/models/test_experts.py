@@ -80,6 +80,7 @@ def trainer_of(n_layers, optimizer, *, workdir=None, accumulate=1, **mesh):
     )  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_a_gpt_with_experts_trains(tmp_path):
     trainer = trainer_of(2, optax.adam(1e-2), workdir=tmp_path, n_model_shards=2, n_fsdp_shards=2)
     trainer.fit(texts(64), 8, 20)
@@ -125,6 +126,7 @@ def test_every_mesh_trains_to_the_numbers_of_one_device(mesh):
         assert error <= 1e-6 * np.linalg.norm(wanted), f"{jax.tree_util.keystr(path)}: {error}"
 
 
+@pytest.mark.sweep
 def test_devices_compute_their_own_rows():
     """Sorted tokens, scores and counts of a sequence stay on its device: only sums are sent."""
     run = trainer_of(2, optax.sgd(0.1)).dry_run(texts(16), batch_size=16, search=False)

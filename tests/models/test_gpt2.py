@@ -177,6 +177,7 @@ def test_presets_have_the_published_number_of_parameters(config, n_parameters):
     assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters
 
 
+@pytest.mark.sweep
 def test_the_program_does_not_grow_with_depth():
     def size(n_layers):
         model = make_model(dataclasses.replace(CONFIG, n_layers=n_layers))

@@ -111,6 +111,7 @@ def test_8bit_moments_are_quantised_without_bias(which):
     np.testing.assert_allclose(np.mean([read(codes, scales, which) for codes in many], 0)[above], x[above], rtol=0.05)
 
 
+@pytest.mark.sweep
 def test_positive_second_moments_stay_positive():
     x = np.zeros((64, 128), np.float32)
     x[0, :3] = 1.0, 1e-20, 0.0
@@ -147,7 +148,7 @@ def of_optax():
     return params, run_updates(optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask), params, 20)[0]
 
 
-@pytest.mark.parametrize(("form", "tolerance"), [("8bit", 0.06), pytest.param("bfloat16", 0.02, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(("form", "tolerance"), [pytest.param("8bit", 0.06, marks=pytest.mark.sweep), ("bfloat16", 0.02)])
 def test_updates_equal_those_of_optax_up_to_rounding(form, tolerance, of_optax):
     params, wanted = of_optax
     all_updates, state = run_updates(adamw(1e-2, moments=form, weight_decay=0.1), params, 20)

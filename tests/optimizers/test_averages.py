@@ -201,6 +201,7 @@ def test_each_group_of_leaves_has_its_own_evaluated_weights():
         assert not np.array_equal(layer.weight, weight.weight)
 
 
+@pytest.mark.sweep
 def test_load_ckpt_of_the_model_alone_begins_a_new_average(tmp_path):
     for optimizer in (ema(optax.sgd(0.1), 0.9), optax.contrib.schedule_free_sgd(0.1)):
         trainer = make_trainer(optimizer, tmp_path / type(optimizer.init({})).__name__)
@@ -216,6 +217,7 @@ def test_load_ckpt_of_the_model_alone_begins_a_new_average(tmp_path):
         assert bits(trainer.eval_model) != bits(trainer.model)
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_of_an_optimizer_with_or_without_an_average_is_another_one_s(tmp_path):
     plain, averaged = optax.adam(1e-2), ema(optax.adam(1e-2), 0.9)
     for i, (saved, loaded) in enumerate(((plain, averaged), (averaged, plain))):

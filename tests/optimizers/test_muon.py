@@ -116,9 +116,10 @@ def leaves_on_host(tree):
     [
         pytest.param({}, {"consistent_rms": 0.2}, marks=pytest.mark.sweep),
         pytest.param({"consistent_rms": None}, {}, marks=pytest.mark.sweep),
-        (
+        pytest.param(
             {"nesterov": False, "ns_coeffs": (PUBLISHED,) * 3, "beta": 0.9, "consistent_rms": 1.0},
             {"nesterov": False, "ns_steps": 3, "beta": 0.9, "consistent_rms": 1.0},
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=["consistent_rms", "by width", "other options"],
@@ -142,6 +143,7 @@ def test_each_stacked_matrix_is_updated_as_by_optax(options, optax_options):
                     np.testing.assert_allclose(got, wanted, rtol=1e-8, atol=1e-8 * float(jnp.abs(wanted).max()))
 
 
+@pytest.mark.sweep
 def test_other_leaves_are_updated_by_adamw():
     params = trained_parameters(make_model())
     adamw = optax.adamw(1e-2, b2=0.95, weight_decay=0.1, mask=decay_mask)
@@ -152,6 +154,7 @@ def test_other_leaves_are_updated_by_adamw():
             np.testing.assert_array_equal(named_leaves(got)[name], named_leaves(wanted)[name])
 
 
+@pytest.mark.sweep
 def test_singular_values_are_close_to_one():
     params = {"a": jnp.diag(jnp.array([5.0, 1.0, 0.2])), "head": eqx.nn.Linear(3, 2, key=jax.random.key(0))}
     linear = eqx.tree_at(lambda m: m.weight, eqx.nn.Linear(3, 3, key=jax.random.key(1)), params["a"])

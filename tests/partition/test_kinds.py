@@ -117,6 +117,7 @@ def test_tied_and_untied_head():
         assert found["embedding.weight"].name == "embedding"
 
 
+@pytest.mark.sweep
 def test_kinds_of_a_partially_trained_model():
     """An optimizer gets such a tree when only some leaves are trained."""
     model = eqx.nn.MLP(4, 2, 8, 2, key=jax.random.key(0))

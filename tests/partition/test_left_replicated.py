@@ -221,6 +221,7 @@ def test_replicated_leaf_names_the_reason():
     assert plan["theta"].reason == "replicated: 4098 entries do not divide over 4 shards; a vector padded to 4100 would"
 
 
+@pytest.mark.sweep
 def test_large_weights_are_split_even_if_replication_sends_less():
     """Two GRUs over many steps: if replicated, their shards would exchange nothing."""
 

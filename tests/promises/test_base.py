@@ -110,6 +110,7 @@ def test_a_run_continues_from_it_on_any_mesh(tmp_path, base, shards, on_mesh):
     assert load_file(newest(tmp_path / "run") / "model.safetensors").keys() == ADAPTERS
 
 
+@pytest.mark.sweep
 def test_it_is_loaded_over_the_base(tmp_path, base):
     trainer = train(adapted(base), tmp_path / "run")
     assert_same(redeqx.load(tmp_path / "run", adapted(base)), trainer.model)
@@ -208,6 +209,7 @@ def test_it_holds_everything_where_the_base_is_unknown_or_small(tmp_path, base):
     )
 
 
+@pytest.mark.sweep
 def test_the_command_line_inspects_it(tmp_path, base, capsys):
     train(adapted(base), tmp_path / "run")
     main(["inspect", str(tmp_path / "run")])

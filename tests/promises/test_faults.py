@@ -252,6 +252,7 @@ def test_process_0_decides_if_a_metric_differs(tmp_path):
     )
 
 
+@pytest.mark.sweep
 def test_two_processes_train_like_one(tmp_path):
     """Both runs have eight devices: the order of data and the random numbers are equal; only the order of sums differs."""
     two = train(tmp_path / "two", "--fsdp", 2, "--rest")

@@ -170,6 +170,7 @@ def test_a_loss_that_reads_no_weight_is_refused_whatever_is_called_first(first):
     assert trainer.step == 0
 
 
+@pytest.mark.sweep
 def test_the_plan_is_made_with_the_weights_as_the_step_casts_them():
     def needs_bfloat16(model, batch, key):
         if model.first.weight.dtype != jnp.bfloat16:
@@ -228,6 +229,7 @@ def test_more_epochs_are_trained_in_the_next_run(how, tmp_path):
     assert bits((again.model, again.opt_state)) == bits((whole.model, whole.opt_state))
 
 
+@pytest.mark.sweep
 def test_one_pass_before_a_fit_does_not_hide_the_earlier_run(tmp_path):
     """A script that calls `train` before its `fit` still resumes the fit when it is started again."""
 
@@ -246,6 +248,7 @@ def test_one_pass_before_a_fit_does_not_hide_the_earlier_run(tmp_path):
     assert bits(again.model) == bits(whole.model)
 
 
+@pytest.mark.sweep
 def test_a_run_that_starts_from_another_checkpoint_is_resumed(tmp_path):
     pretrained = make_trainer(tmp_path / "pretrained")
     fit(pretrained, 1, eval_examples=DATA[:5], save_argmin_ckpt_by_metrics=["loss"])
@@ -350,6 +353,7 @@ def test_an_interrupted_fit_continues_in_the_same_process():
 # --- data ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_epochs_of_a_function_may_differ_in_length(tmp_path):
     def curriculum(epoch):
         return DATA[: 8 * (epoch + 1)] if epoch < 2 else DATA

@@ -198,6 +198,7 @@ class StreamIterator:
         self.next = state["next"]
 
 
+@pytest.mark.sweep
 def test_a_stream_with_state_resumes_at_its_position(tmp_path):
     whole = make_trainer(tmp_path / "whole")
     fit(whole, Stream([]))
@@ -238,6 +239,7 @@ def test_what_is_not_finite_is_recorded_as_json(tmp_path):
         trainer.save_ckpt(metrics={"return": np.ones(3)})
 
 
+@pytest.mark.sweep
 def test_a_metric_of_infinity_is_compared_as_a_number_after_a_restart(tmp_path):
     values = [float("inf"), 2.0]
     for n_epochs in (1, 2):
@@ -293,6 +295,7 @@ def test_keys_drawn_before_the_trainer_do_not_change_the_dropout_after_a_loaded_
     assert_same_bits(*results)
 
 
+@pytest.mark.sweep
 def test_a_loop_that_draws_keys_continues_with_the_next_ones(tmp_path):
     def run(n_steps, trainer):
         drawn = []

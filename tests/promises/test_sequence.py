@@ -179,7 +179,6 @@ CASES = {
     ),
 }
 QUICK = {
-    ("gpt2", 8, 1),
     ("gpt2_loss_in_chunks", 4, 1),
     ("equinox_attention", 2, 2),
     ("recurrence", 8, 1),
@@ -237,6 +236,7 @@ def test_an_update_is_that_of_one_device(name, n_sequence, n_model):
             assert np.linalg.norm(found - grad) <= 1.5e-6 * np.linalg.norm(grad) + rounding, leaf
 
 
+@pytest.mark.sweep
 def test_positions_are_split_in_the_program():
     """Each of 8 devices does an eighth of the work on one row, and has no array of all of its positions and features."""
     flops, texts = [], []
@@ -254,6 +254,7 @@ def test_a_recurrence_is_computed_once():
     assert flops[1] <= 1.1 * flops[0]
 
 
+@pytest.mark.sweep
 def test_draws_evaluation_prediction_and_checkpoint_do_not_depend_on_the_shards(tmp_path):
     config = GPT2Config(VOCAB, SEQ, d_model=D, n_layers=1, n_heads=4)  # with dropout
 
@@ -331,6 +332,7 @@ def test_attention_over_lengths_that_do_not_divide_is_refused():
         deployer.plan(attention_model(), loss_fn, collate_fn(TEXTS))
 
 
+@pytest.mark.sweep
 def test_positions_that_the_model_adds_may_not_divide():
     """As a class token does: XLA pads them, and the numbers stay."""
 

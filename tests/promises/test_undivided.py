@@ -70,9 +70,7 @@ QUICK = {
     (masked_mean, "2x2x2", 2),
     (mixup, "4", 2),
     (normalised_advantages, "8", 1),
-    (spread_times, "2x2x2", 2),
-    (sum_of_rows, "8", 2),
-    (pairs, "4", 2),
+    (pairs, "2x2x2", 2),
 }
 COVERING = {  # each loss on two other meshes, and each mesh with each number of micro-batches
     (loss_fn, mesh, (1, 2, 4)[(i + j) % 3])
@@ -106,7 +104,7 @@ def test_a_masked_mean_whose_remainder_has_no_unmasked_row_is_finite():
 
 @pytest.mark.parametrize(
     "loss_fn",
-    [masked_mean, mixup, *(pytest.param(each, marks=pytest.mark.sweep) for each in (sum_of_rows, spread_times))],
+    [masked_mean, *(pytest.param(each, marks=pytest.mark.sweep) for each in (mixup, sum_of_rows, spread_times))],
     ids=lambda f: f.__name__,
 )
 def test_a_last_update_of_fewer_micro_batches_counts_its_rows_alone(loss_fn):
@@ -194,7 +192,7 @@ METRICS = {
         pytest.param(*case, id="-".join((case[0].__name__, *map(str, case[1:]))), marks=marks)
         for i, loss_fn in enumerate(METRICS)
         for case, marks in (
-            ((loss_fn, "1", 2), () if i < 3 else pytest.mark.sweep),
+            ((loss_fn, "1", 2), () if i < 1 else pytest.mark.sweep),
             *(
                 ((loss_fn, mesh, n), () if i < 2 and (mesh, n) == ("8", 1) else pytest.mark.sweep)
                 for mesh, n in {("8", 1): None} | {(mesh, (1, 2, 4)[(i + j) % 3]): None for j, mesh in enumerate(MESHES)}

@@ -129,6 +129,7 @@ def leaves_of(model):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(model) if hasattr(leaf, "shape")]
 
 
+@pytest.mark.sweep
 def test_reads_a_hugging_face_folder_in_place(bucket, folder):
     deployer = redeqx.Deployer(0, 2, 2, verbose=False)
     for kwargs in ({}, {"deployer": deployer, "dtype": "float16"}):

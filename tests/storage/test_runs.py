@@ -86,6 +86,7 @@ def test_run_in_a_failing_store_has_the_same_bits(bucket, server, short_pauses, 
     assert next(count) > 100
 
 
+@pytest.mark.sweep
 def test_saved_model_is_loaded_from_its_address(bucket, capsys):
     trainer = run(f"{bucket}/run", stop=2)
     like = eqx.filter_eval_shape(make_model)

@@ -214,6 +214,7 @@ def test_early_stopping_epochs(scores, options, n_epochs):
     assert trainer.step == 3 * n_epochs
 
 
+@pytest.mark.sweep
 def test_early_stopping_resumes_and_does_not_retrain_a_stopped_run(tmp_path):
     scores = ScriptedEvaluations(3.0, 2.0, 2.5, 2.1, 1.0)
     with pytest.raises(Killed):

@@ -49,6 +49,7 @@ def test_offloading_trains_to_the_same_bits(options, capsys):
     assert " ".join(capsys.readouterr().out.split()).count(" optimizer state in the host's memory") == 1
 
 
+@pytest.mark.sweep
 def test_run_resumes_with_and_without_offloading(tmp_path):
     """An average of the weights, which is part of that state, can be evaluated."""
 

@@ -131,6 +131,7 @@ def test_header_reports_the_dtypes(capsys):
     assert "precision" not in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_wider_products_are_counted_and_warned_about_if_all_are_wider(capsys):
     """A product of float32 inputs and bfloat16 weights is in float32, so that bfloat16 would silently gain nothing."""
     first = eqx.nn.Linear(D, D, key=jax.random.key(0))
@@ -465,6 +466,7 @@ def test_each_step_and_leaf_is_rounded_by_other_numbers():
     assert not np.array_equal(first, second)
 
 
+@pytest.mark.sweep
 def test_stochastic_rounding_does_not_depend_on_the_mesh():
     """For bitwise equal updates; random bits depend on the step and the leaf."""
     found = []

@@ -112,6 +112,7 @@ def test_rows_of_a_group_stay_together(n_rows, accumulate, shards):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
 def test_an_evaluation_of_rows_that_mix_keeps_the_batch_size():
     """40 examples by 16: batches of 16, 16 and 8 rows, each with its own value."""

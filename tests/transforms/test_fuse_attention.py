@@ -597,6 +597,7 @@ def test_the_header_row_is_printed_with_the_first_step_after_a_prediction(capsys
     assert capsys.readouterr().out.count("attention: 1 fused (causal, in blocks of queries)") == 1
 
 
+@pytest.mark.sweep
 def test_the_header_says_why_attention_is_not_fused(capsys):
     trainer(dropout=0.1).fit(EXAMPLES, batch_size=16, n_epochs=1)
     header = " ".join(capsys.readouterr().out.split())

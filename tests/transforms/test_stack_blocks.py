@@ -259,6 +259,7 @@ def test_blocks_of_different_sizes_are_not_stacked():
     check(fn, ws, X, expected=[])
 
 
+@pytest.mark.sweep
 def test_differently_sharded_weights_are_not_stacked():
     check(unstacked, weights(6), X, expected=[], kinds=[0, 0, 0, 1, 1, 1])
     check(unstacked, weights(8), X, expected=[4], kinds=[0, 1] * 4)
@@ -371,7 +372,7 @@ def unstacked_training():
 @pytest.mark.parametrize(
     ("n_model", "n_fsdp", "options"),
     [
-        (2, 2, {}),
+        pytest.param(2, 2, {}, marks=pytest.mark.sweep),
         pytest.param(1, 8, {}, marks=pytest.mark.sweep),
         pytest.param(2, 4, {"remat": "matmuls"}, marks=pytest.mark.sweep),
         pytest.param(1, 4, {"remat": "full"}, marks=pytest.mark.sweep),

@@ -857,7 +857,7 @@ def language_loss(model, batch, key):
     ("also", "is_tied", "modules"),
     [
         pytest.param(("norm.*",), True, ["transformer.ln_f"], marks=pytest.mark.sweep),
-        (("embedding.weight",), True, ["lm_head", "transformer.wte"]),
+        pytest.param(("embedding.weight",), True, ["lm_head", "transformer.wte"], marks=pytest.mark.sweep),
         pytest.param(("head.weight",), False, ["lm_head"], marks=pytest.mark.sweep),
         (("stack.blocks.mlp.up.*",), True, ["transformer.h.0.mlp.c_fc", "transformer.h.1.mlp.c_fc"]),
         pytest.param((), True, None, marks=pytest.mark.sweep),
@@ -877,6 +877,7 @@ def test_leaves_trained_beside_the_adapters_are_saved_in_their_modules(tmp_path,
     assert_same(lora.load_adapter(base, lora.save_adapter(again, tmp_path / "again")), again)
 
 
+@pytest.mark.sweep
 def test_leaves_trained_in_a_users_model_are_saved(tmp_path, residual):
     def loss(model, batch, key):
         return jax.vmap(model)(batch[..., None] * X[0]).mean()

@@ -111,7 +111,9 @@ def values_and_gradients(fn, layer, x):
     return outputs, gradient
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name not in ("deepseek", "limited"))) for name in LAYERS]
+)
 def test_a_sequence_is_that_of_a_loop_over_the_experts(name):
     layer, x, is_masked = make(**LAYERS[name]), tokens(SEQ), name in ("plain", "deepseek", "limited")
     mask = np.arange(SEQ) % 4 != 1 if is_masked else np.ones(SEQ, bool)
@@ -140,6 +142,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sweep
 def test_a_batch_is_its_sequences_one_by_one():
     layer, x = make(**LAYERS["deepseek"], capacity_factor=1.0), tokens(2, ROWS, SEQ)
     expected = values_and_gradients(one_by_one, layer, x)
@@ -148,6 +151,7 @@ def test_a_batch_is_its_sequences_one_by_one():
         assert_close(values_and_gradients(form, layer, x), expected)
 
 
+@pytest.mark.sweep
 def test_gradients_by_row():
     layer, x = make(), tokens(ROWS, SEQ)
 
@@ -157,6 +161,7 @@ def test_gradients_by_row():
     assert_close(jax.jit(jax.vmap(gradient))(x), jax.lax.map(gradient, x))
 
 
+@pytest.mark.sweep
 def test_an_ensemble_of_layers():
     layer, x = make(), tokens(SEQ)
     other = eqx.tree_at(lambda layer: layer.experts.up.weight, layer, -layer.experts.up.weight)
@@ -165,6 +170,7 @@ def test_an_ensemble_of_layers():
     assert_close(y, jnp.stack([run(layer, x)[0], run(other, x)[0]]))
 
 
+@pytest.mark.sweep
 def test_one_token():
     layer, x = make(d_shared=3), tokens(SEQ)
     y, routing = run(layer, x[2])
@@ -173,6 +179,7 @@ def test_one_token():
     assert_close(jax.jit(jax.vmap(lambda x: layer(x)[0]))(x), run(layer, x)[0])
 
 
+@pytest.mark.sweep
 def test_bfloat16_weights_choose_by_float32_scores():
     layer = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if eqx.is_array(leaf) else leaf, make(d_shared=3))
     y, routing = run(layer, tokens(SEQ).astype(jnp.bfloat16))
@@ -182,6 +189,7 @@ def test_bfloat16_weights_choose_by_float32_scores():
     assert np.abs(y.astype(jnp.float32) - expected).max() < 0.03 * np.abs(expected).max()
 
 
+@pytest.mark.sweep
 def test_adapters_of_experts():
     layer, x = make(d_shared=3), tokens(ROWS, SEQ)
     adapted = lora.add(layer, rank=2, where="*", key=jax.random.key(1))
