@@ -10,13 +10,14 @@ from redeqx.partition import check_plan
 from redeqx.storage import Location, location
 
 from .bart import Bart
-from .bert import Bert, BertForMaskedLM, BertForSequenceClassification
+from .bert import Bert, BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification
 from .clip import CLIP, CLIPText, CLIPVision
 from .gpt2 import GPT2
 from .gptj import GPTJ
 from .hf import CONFIG, Pretrained, read_config, type_key
 from .llama import Llama
 from .opt import OPT
+from .roberta import Roberta, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaForTokenClassification
 from .t5 import T5, T5Encoder
 from .unet import UNet
 from .vae import VAE
@@ -43,6 +44,11 @@ MODELS: tuple[type[Pretrained], ...] = (
     Bert,
     BertForMaskedLM,
     BertForSequenceClassification,
+    BertForTokenClassification,
+    Roberta,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+    RobertaForTokenClassification,
 )
 
 

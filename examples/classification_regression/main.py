@@ -67,8 +67,8 @@ def make_bert(task: Task, folder: Path, deployer: redeqx.Deployer) -> tuple[Bert
     config = replace(config, n_classes=len(task.classes) or 1)
     model = deployer.init(lambda: BertForSequenceClassification(config, key=key))
     if bert.pooler is None:  # without a pooler in the folder, a new one is trained with the head
-        bert = eqx.tree_at(lambda bert: bert.pooler, bert, model.bert.pooler, is_leaf=lambda x: x is None)
-    return eqx.tree_at(lambda model: model.bert, model, bert), tokenizer
+        bert = eqx.tree_at(lambda bert: bert.pooler, bert, model.encoder.pooler, is_leaf=lambda x: x is None)
+    return eqx.tree_at(lambda model: model.encoder, model, bert), tokenizer
 
 
 def make_bag(task: Task, args: Args, deployer: redeqx.Deployer) -> tuple[Bag, dict[str, int]]:

@@ -115,9 +115,9 @@ def test_published_bert_gets_a_new_head(stsb, tmp_path):
     deployer, task = redeqx.Deployer(0, n_model_shards=2, verbose=False), read_task("stsb", stsb, 8, 1)
     model, read = make_bert(task, folder, deployer)
     assert read.to_str() == tokenizer.to_str()
-    for wanted, leaf in zip(jax.tree.leaves(saved.stack), jax.tree.leaves(model.bert.stack), strict=True):
+    for wanted, leaf in zip(jax.tree.leaves(saved.stack), jax.tree.leaves(model.encoder.stack), strict=True):
         np.testing.assert_array_equal(wanted, leaf)
-    assert model.bert.pooler.weight.shape == (16, 16)  # new: the folder has none
+    assert model.encoder.pooler.weight.shape == (16, 16)  # new: the folder has none
     batch = collate_fn(encode(task, read, 12, PAD).test[:5])
     numbers, _ = eqx.filter_jit(apply)(model, eqx.nn.State(model), batch, jax.random.key(0))
     assert numbers.shape == (5, 1)

@@ -100,8 +100,8 @@ def test_token_types_default_to_zeros(base):
 
 def test_a_classifier_uses_the_pooled_first_token(classifier):
     model = eqx.nn.inference_mode(classifier)
-    hidden = run(model.bert, IDS)
-    pooled = np.tanh(model.bert.pooler.weight @ hidden[0] + model.bert.pooler.bias)
+    hidden = run(model.encoder, IDS)
+    pooled = np.tanh(model.encoder.pooler.weight @ hidden[0] + model.encoder.pooler.bias)
     logits = model.classifier.weight @ pooled + model.classifier.bias
     np.testing.assert_allclose(run(model, IDS), logits, rtol=1e-4, atol=1e-5)
 
@@ -171,7 +171,7 @@ def test_bfloat16_stays_bfloat16(mlm):
 def test_initial_weights():
     config = BertConfig(500, 200, d_model=128, d_ff=256, n_layers=4, n_heads=4, n_classes=100, pad_token_id=3)
     model = eqx.filter_jit(BertForSequenceClassification)(config, key=jax.random.key(0))
-    bert = model.bert
+    bert = model.encoder
     blocks = bert.stack.blocks
     attention = blocks.attention
     layers = [attention.query, attention.key, attention.value, attention.output, blocks.mlp.up, blocks.mlp.down]
@@ -218,7 +218,7 @@ def test_the_first_published_folder_loads(mlm, tmp_path):
     bert, config = Bert.from_pretrained(tmp_path)
     assert config == CONFIG
     np.testing.assert_array_equal(bert.pooler.weight, old["bert.pooler.dense.weight"])
-    assert_same(eqx.tree_at(lambda bert: bert.pooler, bert, None), mlm.bert)
+    assert_same(eqx.tree_at(lambda bert: bert.pooler, bert, None), mlm.encoder)
 
     save_file({**old, "cls.predictions.decoder.bias": np.ones(41, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(
@@ -242,7 +242,7 @@ def test_a_folder_without_a_pooler_gives_a_model_without_one(mlm, tmp_path):
     save_pretrained(mlm, CONFIG, tmp_path)
     bert, config = Bert.from_pretrained(tmp_path)
     assert config == dataclasses.replace(CONFIG, has_pooler=False)
-    assert_same(bert, mlm.bert)
+    assert_same(bert, mlm.encoder)
     with pytest.raises(
         ValueError, match=r"`has_pooler`: expected True, got False: this model has no pooler\. Take the first"
     ):
@@ -258,7 +258,7 @@ def test_a_pretrained_bert_in_a_new_classifier(base, tmp_path):
     bert, config = Bert.from_pretrained(tmp_path)
     config = dataclasses.replace(config, n_classes=3)
     model = make(BertForSequenceClassification, config)
-    model = eqx.tree_at(lambda model: model.bert, model, bert)
+    model = eqx.tree_at(lambda model: model.encoder, model, bert)
     save_pretrained(model, config, tmp_path / "classifier")
     again, config = from_pretrained(tmp_path / "classifier")
     assert_same(again, model)

@@ -20,6 +20,7 @@ from redeqx.models.gptj import GPTJ, GPTJConfig
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.nn import check_segments
 from redeqx.models.opt import OPT, OPTConfig
+from redeqx.models.roberta import RobertaConfig, RobertaForMaskedLM
 from redeqx.models.t5 import T5, T5Config, T5Encoder
 from redeqx.transforms import attentions
 from tests._tree import named_leaves
@@ -90,6 +91,7 @@ FAMILIES = [
     Family("qwen3", Llama, LlamaConfig(**LLAMA, model_type="qwen3"), decoder_sums),
     Family("bert", Bert, dataclasses.replace(BERT_CONFIG, has_pooler=False), encoder_sums),
     Family("bert-mlm", BertForMaskedLM, BERT_CONFIG, decoder_sums),
+    Family("roberta-mlm", RobertaForMaskedLM, RobertaConfig(**SIZES, d_ff=48), decoder_sums),
     Family("clip-text", CLIPText, CLIPTextConfig(**SIZES, d_ff=48), encoder_sums),
     Family("t5-encoder", T5Encoder, T5_CONFIG, encoder_sums),
     Family("t5", T5, T5_CONFIG, pair_sums),

@@ -1,4 +1,4 @@
-"""BERT: with a pooler, for masked tokens with the tied head, for classes and for regression; padded, with token types."""
+"""BERT: with a pooler, for masked tokens with the tied head, for classes of texts and tokens, for regression; padded."""
 
 import functools
 
@@ -31,6 +31,7 @@ def make(architecture, **kwargs):
 make_base = functools.partial(make, "BertModel")
 make_mlm = functools.partial(make, "BertForMaskedLM")
 make_classifier = functools.partial(make, "BertForSequenceClassification")
+make_tagger = functools.partial(make, "BertForTokenClassification", num_labels=4)
 
 
 def arguments(inputs):
@@ -89,6 +90,7 @@ CASES = [
         MANY,
         run_logits,
     ),
+    Case("bert-tokens", make_tagger, BATCH, run_logits, counts=RIGHT),
 ]
 
 

@@ -1,0 +1,135 @@
+"""`EncoderConfig`: the values of an encoder. They say all that differs between families."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+from ..hf import FolderConfig
+from ..nn import check_choice, check_heads, check_rates, check_sizes
+from ._names import Names
+from ._rows import ACTIVATIONS
+
+Self = TypeVar("Self", bound="EncoderConfig")
+
+# Fields that are not in `config.json`, or in rows of several fields.
+_FREE = {"has_pooler", "n_classes", "bos_token_id", "eos_token_id", "pad_token_id", "model_type", "remat", "extra"}
+
+
+@dataclass(frozen=True)
+class EncoderConfig(FolderConfig):
+    """The sizes of an encoder, and everything else that differs between families. The defaults here are BERT's.
+
+    A family's config has other defaults. Fields that the family's `config.json` has no key for are the same in each of its
+    models: another value raises an error.
+
+    **Arguments:**
+
+    - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
+    - `n_positions`: the maximum length of an example, in tokens.
+    - `n_token_types`: the number of token types; 0 for a family without them. BERT distinguishes a first sentence from a
+        second.
+    - `d_model`, `d_ff`: the width of the model, and the inner width of an MLP.
+    - `n_layers`, `n_heads`: the number of blocks, and of heads in each block; `n_heads` divides `d_model`.
+    - `n_classes`: the number of classes of a classifier of texts or tokens; 1 for regression. Their names are in `extra`:
+        `id2label` and `label2id`.
+    - `activation`: of the MLPs: `"gelu"` (by the error function), `"gelu_new"` (by tanh) or `"relu"`.
+    - `dropout`: the dropout rate of embeddings and of additions to the residual stream, in [0, 1).
+    - `attention_dropout`: the dropout rate of attention weights.
+    - `classifier_dropout`: the dropout rate before a classifier's head; None uses `dropout`.
+    - `layer_norm_eps`: added to the variance in layer norms.
+    - `has_pooler`: whether a model without a head has a pooler, for `pool`. A masked language model never has one, and a
+        classifier only if its head is the pooler, as in BERT.
+    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
+    - `init_std`: standard deviation of the initial weights. The published 0.02 suits widths of 768 and more; narrower models
+        learn faster with a larger one.
+    - `position_kind`: what tells the order of tokens: `"learned"`, a vector for each position; `"counted"`, the same, but
+        the padding token has no position, and the table begins with `pad_token_id + 1` more rows.
+    - `head_activation`: of the linear layer in a classifier's head: `"tanh"` or one of `activation`.
+    - `mlm_activation`: of the linear layer in the head for masked tokens; None for `activation`.
+    - `model_type`: which of the family's types it is, if the family has several.
+    - `remat`: whether the backward pass recomputes each block (see `Stack`).
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
+
+    Raises ValueError for sizes below 1, heads that do not divide the width, rates outside [0, 1), any other activation, and
+    values that the family does not have.
+    """
+
+    vocab_size: int = 30522
+    n_positions: int = 512
+    n_token_types: int = 2
+    d_model: int = 768
+    d_ff: int = 3072
+    n_layers: int = 12
+    n_heads: int = 12
+    n_classes: int = 2
+    activation: str = "gelu"
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    classifier_dropout: float | None = None
+    layer_norm_eps: float = 1e-12
+    has_pooler: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = 0
+    init_std: float = 0.02
+    position_kind: str = "learned"
+    head_activation: str = "tanh"
+    mlm_activation: str | None = None
+    model_type: str = "bert"
+    remat: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    # The model types of the family, and the start of the names of transformers' classes for each.
+    architectures: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    has_transform: ClassVar[bool] = False  # whether a classifier of texts has a linear layer in place of the pooler
+    drops_twice: ClassVar[bool] = False  # whether it has dropout before that layer too
+    names: ClassVar[Names] = Names()
+
+    def __post_init__(self) -> None:
+        self._check_fixed()
+        has_types = type(self).n_token_types > 0
+        check_sizes(self, "vocab_size", "n_positions", *(["n_token_types"] if has_types else []), "d_model", "d_ff")
+        check_sizes(self, "n_layers", "n_heads", "n_classes")
+        check_heads(self)
+        check_rates(self, "dropout", "attention_dropout")
+        if self.classifier_dropout is not None:
+            check_rates(self, "classifier_dropout")
+        check_choice(self, "activation", ACTIVATIONS)
+        check_choice(self, "model_type", self.architectures)
+        if self.position_kind == "counted" and (self.pad_token_id is None or self.pad_token_id < 0):
+            raise ValueError(
+                f"`pad_token_id`: expected a token id, got {self.pad_token_id}. Positions are counted from the row after it."
+            )
+
+    def _check_fixed(self) -> None:
+        """Raises ValueError for a field that the family's `config.json` cannot hold, so that no folder is another model."""
+        held = {name for row in self.rows for name in row.keys} | _FREE
+        if "pooler" not in self.names.encoder:
+            held.remove("has_pooler")
+        for known in fields(self):
+            value = getattr(self, known.name)
+            if known.name not in held and value != known.default:
+                raise ValueError(
+                    f"`{known.name}`: expected {known.default!r}, as in every {self.model_type!r} model, got {value!r}. Its "
+                    "`config.json` has no key for another value: make another family's config."
+                )
+
+    @property
+    def first_position(self) -> int:
+        """The row of position 0 in the table of positions."""
+        return 0 if self.pad_token_id is None or self.position_kind == "learned" else self.pad_token_id + 1
+
+    @property
+    def head_dropout(self) -> float:
+        """The dropout rate before the last layer of a classifier of texts."""
+        return self.dropout if self.classifier_dropout is None else self.classifier_dropout
+
+    @property
+    def token_head_dropout(self) -> float:
+        """The dropout rate before the last layer of a classifier of tokens."""
+        return self.head_dropout
+
+    def without_dropout(self: Self) -> Self:
+        """The same config without dropout."""
+        return replace(self, dropout=0.0, attention_dropout=0.0, classifier_dropout=0.0)

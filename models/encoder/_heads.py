@@ -1,0 +1,200 @@
+"""Encoders with a head: for masked tokens, for the class of a text, and for the class of each token."""
+
+from dataclasses import replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ..nn import linear, norm, normal_linear
+from ._config import EncoderConfig
+from ._model import Encoder, OfFamily
+from ._rows import HEAD_ACTIVATIONS
+
+
+class MaskedLM(OfFamily):
+    """An encoder for masked language modeling, from token ids to the logits of the token at each position. Call it on one
+    example.
+
+    ```python
+    model = BertForMaskedLM(BertConfig.bert_base_uncased(), key=jax.random.key(0))
+    logits = model(ids, mask=mask, key=key)  # [seq, vocab]
+    ```
+
+    The output head shares the embedding's weight. The pooler and the next-sentence head of a folder are dropped: published
+    folders of BERT have both, and a folder saved here has neither.
+    """
+
+    head = "masked"
+    suffixes = ("ForMaskedLM", "ForPreTraining")
+
+    encoder: Encoder
+    transform: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+    logits_bias: Float[Array, " vocab"]
+    config: Any = eqx.field(static=True)
+
+    def __init__(self, config: EncoderConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: the sizes and dropout rates.
+        - `key`: draws the weights: those of `encoder` as without a head, the head's N(0, `init_std`²), its biases 0.
+        """
+        encoder_key, transform_key = jax.random.split(key)
+        self.encoder = Encoder(replace(config, has_pooler=False), key=encoder_key)
+        self.transform = normal_linear(config.d_model, config.d_model, std=config.init_std, key=transform_key)
+        self.norm = eqx.nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.logits_bias = jnp.zeros(config.vocab_size)
+        self.config = config
+
+    def __call__(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        token_types: Int[Array, " seq"] | None = None,
+        mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq vocab"]:
+        """Returns the logits of the token at each position. See `Bert` for the arguments."""
+        return self.logits(self.hidden(ids, token_types=token_types, mask=mask, segments=segments, key=key))
+
+    def hidden(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        token_types: Int[Array, " seq"] | None = None,
+        mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq d"]:
+        """Returns the input of `logits`: the hidden state of each token, transformed and normalized. See `Bert` for the
+        arguments."""
+        hidden = self.encoder(ids, token_types=token_types, mask=mask, segments=segments, key=key)
+        with jax.named_scope("head"):
+            activate = HEAD_ACTIVATIONS[self.config.mlm_activation or self.config.activation]
+            return norm(self.norm, activate(linear(self.transform, hidden)))
+
+    def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
+        """Returns the logits of the tokens, from the output of `hidden`."""
+        with jax.named_scope("head"):
+            return hidden @ self.encoder.embedding.weight.T + self.logits_bias
+
+
+class SequenceClassifier(OfFamily):
+    """An encoder with a classification head, from token ids to the logits of each class, or to a number. Call it on one
+    example.
+
+    ```python
+    model = BertForSequenceClassification(BertConfig.bert_base_uncased(), key=jax.random.key(0))
+    logits = model(ids, token_types=token_types, mask=mask, key=key)  # [n_classes]
+    ```
+
+    To use your own classes, put a pretrained encoder into a new classifier:
+
+    ```python
+    bert, config = Bert.from_pretrained(folder)
+    model = BertForSequenceClassification(dataclasses.replace(config, n_classes=3), key=key)
+    model = eqx.tree_at(lambda model: model.encoder, model, bert)
+    ```
+    """
+
+    head = "texts"
+    suffixes = ("ForSequenceClassification",)
+
+    encoder: Encoder
+    transform: eqx.nn.Linear | None  # in place of the pooler
+    dropout: eqx.nn.Dropout
+    classifier: eqx.nn.Linear
+    config: Any = eqx.field(static=True)
+
+    def __init__(self, config: EncoderConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: the sizes and dropout rates.
+        - `key`: draws the weights: those of `encoder` as without a head, the head's N(0, `init_std`²), its biases 0.
+        """
+        encoder_key, classifier_key = jax.random.split(key)
+        d, std = config.d_model, config.init_std
+        self.encoder = Encoder(replace(config, has_pooler=not config.has_transform), key=encoder_key)
+        self.transform = None
+        if config.has_transform:
+            transform_key, classifier_key = jax.random.split(classifier_key)
+            self.transform = normal_linear(d, d, std=std, key=transform_key)
+        self.dropout = eqx.nn.Dropout(config.head_dropout)
+        self.classifier = normal_linear(d, config.n_classes, std=std, key=classifier_key)
+        self.config = config
+
+    def __call__(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        token_types: Int[Array, " seq"] | None = None,
+        mask: Bool[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, " classes"]:
+        """Returns the logits of each class; if there is one class, the predicted number. See `Bert` for the arguments.
+
+        Padding must be on the right, because the first token represents the text.
+        """
+        encoder_key, dropout_key = (None, None) if key is None else jax.random.split(key)
+        hidden = self.encoder(ids, token_types=token_types, mask=mask, key=encoder_key)
+        pooled = self.encoder.pool(hidden) if self.transform is None else self._transform(hidden[0], dropout_key)
+        pooled = self.dropout(pooled, key=dropout_key)
+        with jax.named_scope("head"):
+            return linear(self.classifier, pooled)
+
+    def _transform(self, pooled: Float[Array, " d"], key: PRNGKeyArray | None) -> Float[Array, " d"]:
+        assert self.transform is not None
+        if self.config.drops_twice:
+            pooled = self.dropout(pooled, key=None if key is None else jax.random.fold_in(key, 1))
+        with jax.named_scope("head"):
+            return HEAD_ACTIVATIONS[self.config.head_activation](linear(self.transform, pooled))
+
+
+class TokenClassifier(OfFamily):
+    """An encoder with a classification head for tokens, from token ids to the logits of each token's class, such as the kind
+    of name that it is part of. Call it on one example.
+
+    ```python
+    model = BertForTokenClassification(BertConfig.bert_base_cased(), key=jax.random.key(0))
+    logits = model(ids, mask=mask, key=key)  # [seq, n_classes]
+    ```
+    """
+
+    head = "tokens"
+    suffixes = ("ForTokenClassification",)
+
+    encoder: Encoder
+    dropout: eqx.nn.Dropout
+    classifier: eqx.nn.Linear
+    config: Any = eqx.field(static=True)
+
+    def __init__(self, config: EncoderConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: the sizes and dropout rates.
+        - `key`: draws the weights: those of `encoder` as without a head, the head's N(0, `init_std`²), its biases 0.
+        """
+        encoder_key, classifier_key = jax.random.split(key)
+        self.encoder = Encoder(replace(config, has_pooler=False), key=encoder_key)
+        self.dropout = eqx.nn.Dropout(config.token_head_dropout)
+        self.classifier = normal_linear(config.d_model, config.n_classes, std=config.init_std, key=classifier_key)
+        self.config = config
+
+    def __call__(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        token_types: Int[Array, " seq"] | None = None,
+        mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq classes"]:
+        """Returns the logits of each token's class. See `Bert` for the arguments."""
+        encoder_key, dropout_key = (None, None) if key is None else jax.random.split(key)
+        hidden = self.encoder(ids, token_types=token_types, mask=mask, segments=segments, key=encoder_key)
+        with jax.named_scope("head"):
+            return linear(self.classifier, self.dropout(hidden, key=dropout_key))

@@ -1,0 +1,56 @@
+"""The keys of `config.json` that encoders share, in BERT's names."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._kinds import RATE
+from ..hf import Classes, ConfigReader, Field, ModelType, Only, Row, Tokens
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
+    {
+        "gelu": partial(jax.nn.gelu, approximate=False),
+        "gelu_new": partial(jax.nn.gelu, approximate=True),
+        "relu": jax.nn.relu,
+    }
+)
+HEAD_ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType({**ACTIVATIONS, "tanh": jnp.tanh})
+
+ROWS: tuple[Row, ...] = (
+    Only("position_embedding_type", "absolute"),
+    Only("is_decoder", False),
+    Only("add_cross_attention", False),
+    Only("tie_word_embeddings", True),
+    Field("vocab_size"),
+    Field("max_position_embeddings", "n_positions"),
+    Field("type_vocab_size", "n_token_types"),
+    Field("hidden_size", "d_model"),
+    Field("intermediate_size", "d_ff"),
+    Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
+    Field("num_attention_heads", "n_heads"),
+    Classes(),
+    Only("hidden_act", *ACTIVATIONS, name="activation"),
+    Field("hidden_dropout_prob", "dropout", RATE),
+    Field("attention_probs_dropout_prob", "attention_dropout", RATE),
+    Field("classifier_dropout", kind=RATE),
+    Field("layer_norm_eps"),
+    Tokens(),
+    Field("initializer_range", "init_std"),
+    # `config.json` does not describe a pooler (see `Encoder.read_config`).
+)
+
+
+def rows(model_types: Mapping[str, Mapping[str, Any]], *changed: Row) -> tuple[Row, ...]:
+    """Returns BERT's rows with some changed or added: a row replaces those that hold one of its fields.
+
+    **Arguments:**
+
+    - `model_types`: the model types of the family, with each type's own defaults.
+    """
+    replaced = {name for row in changed for name in row.keys}
+    return (ModelType(model_types), *(row for row in ROWS if replaced.isdisjoint(row.keys)), *changed)

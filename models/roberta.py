@@ -1,0 +1,107 @@
+"""RoBERTa and XLM-RoBERTa: BERT whose positions count tokens only, with another head for masked tokens and for classes.
+
+Source: Liu et al. 2019, *RoBERTa: A Robustly Optimized BERT Pretraining Approach* (arXiv:1907.11692), and Conneau et al.
+2020, *Unsupervised Cross-lingual Representation Learning at Scale* (arXiv:1911.02116). In their code,
+github.com/facebookresearch/fairseq, a token's row of positions is the number of tokens up to it, plus the id of padding.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from .encoder import Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier, rows
+from .hf import Field
+
+
+def _n_positions(n_rows: int, known: Mapping[str, Any]) -> int:
+    """Returns the number of positions, from the number of rows of their table."""
+    return n_rows - 1 - (known["pad_token_id"] or 0)
+
+
+@dataclass(frozen=True)
+class RobertaConfig(EncoderConfig):
+    """The sizes and dropout rates of a RoBERTa: an `EncoderConfig` with other defaults. The defaults are those of
+    `transformers`, which are not the published models'.
+
+    **Arguments:**
+
+    - `n_positions`: the maximum length of an example. `max_position_embeddings` is that and `pad_token_id + 1`.
+    - `model_type`: `"roberta"`, or `"xlm-roberta"` for the same model with the vocabulary of 100 languages.
+
+    Raises ValueError as `EncoderConfig` does, and without a `pad_token_id`.
+    """
+
+    vocab_size: int = 50265
+    n_positions: int = 510
+    bos_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 2
+    pad_token_id: int | None = 1
+    position_kind: str = "counted"
+    mlm_activation: str | None = "gelu"
+    model_type: str = "roberta"
+
+    architectures = MappingProxyType({"roberta": "Roberta", "xlm-roberta": "XLMRoberta"})
+    has_transform = drops_twice = True
+    names = Names(
+        base="roberta.",
+        masked=MappingProxyType({"transform": "lm_head.dense", "norm": "lm_head.layer_norm", "logits_bias": "lm_head.bias"}),
+        texts=MappingProxyType({"transform": "classifier.dense", "classifier": "classifier.out_proj"}),
+        heads=("lm_head.*", "classifier.*"),
+        unused=(),
+        decoder="lm_head.decoder",
+    )
+    rows = rows(
+        {"roberta": {}, "xlm-roberta": {"vocab_size": 30522}},
+        Field(
+            "max_position_embeddings",
+            "n_positions",
+            default=512,
+            load=_n_positions,
+            save=lambda config: config.n_positions + config.first_position,
+        ),
+    )
+
+    @classmethod
+    def roberta_base(cls) -> "RobertaConfig":
+        """The published RoBERTa for English, with 125 million parameters."""
+        return cls(n_positions=512, n_token_types=1, layer_norm_eps=1e-5)
+
+    @classmethod
+    def roberta_large(cls) -> "RobertaConfig":
+        """The published RoBERTa for English, with 355 million parameters."""
+        return replace(cls.roberta_base(), d_model=1024, d_ff=4096, n_layers=24, n_heads=16)
+
+    @classmethod
+    def xlm_roberta_base(cls) -> "RobertaConfig":
+        """The published XLM-RoBERTa for 100 languages, with 278 million parameters."""
+        return replace(cls.roberta_base(), vocab_size=250002, model_type="xlm-roberta")
+
+    @classmethod
+    def xlm_roberta_large(cls) -> "RobertaConfig":
+        """The published XLM-RoBERTa for 100 languages, with 560 million parameters."""
+        return replace(cls.roberta_large(), vocab_size=250002, model_type="xlm-roberta")
+
+
+class Roberta(Encoder):
+    """RoBERTa without a head, from token ids to hidden states: see `Encoder`."""
+
+    config_class = RobertaConfig
+
+
+class RobertaForMaskedLM(MaskedLM):
+    """RoBERTa for masked language modeling: see `MaskedLM`."""
+
+    config_class = RobertaConfig
+
+
+class RobertaForSequenceClassification(SequenceClassifier):
+    """RoBERTa with a classification head for texts: see `SequenceClassifier`."""
+
+    config_class = RobertaConfig
+
+
+class RobertaForTokenClassification(TokenClassifier):
+    """RoBERTa with a classification head for tokens: see `TokenClassifier`."""
+
+    config_class = RobertaConfig
