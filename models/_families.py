@@ -12,12 +12,22 @@ from redeqx.storage import Location, location
 from .bart import Bart
 from .bert import Bert, BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification
 from .clip import CLIP, CLIPText, CLIPVision
+from .gemma import Gemma, Gemma2, Gemma3
+from .glm import Glm, Glm4
 from .gpt2 import GPT2
+from .gpt_neox import GPTNeoX
 from .gptj import GPTJ
+from .granite import Granite
 from .hf import CONFIG, Pretrained, read_config, type_key
 from .llama import Llama
+from .mistral import Mistral, Mixtral
+from .olmo import Olmo, Olmo2, Olmo3
 from .opt import OPT
+from .phi import Phi, Phi3
+from .qwen import Qwen2, Qwen3, Qwen3Moe
 from .roberta import Roberta, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaForTokenClassification
+from .smollm import SmolLM3
+from .starcoder2 import Starcoder2
 from .t5 import T5, T5Encoder
 from .unet import UNet
 from .vae import VAE
@@ -30,6 +40,25 @@ MODELS: tuple[type[Pretrained], ...] = (
     GPTJ,
     OPT,
     Llama,
+    Mistral,
+    Mixtral,
+    Qwen2,
+    Qwen3,
+    Qwen3Moe,
+    Gemma,
+    Gemma2,
+    Gemma3,
+    Olmo,
+    Olmo2,
+    Olmo3,
+    Phi,
+    Phi3,
+    SmolLM3,
+    Granite,
+    Starcoder2,
+    Glm,
+    Glm4,
+    GPTNeoX,
     T5,
     T5Encoder,
     Bart,

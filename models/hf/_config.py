@@ -25,7 +25,7 @@ class Row:
 
         **Arguments:**
 
-        - `known`: the fields of the previous rows, and the defaults of all others.
+        - `known`: the fields of the previous rows, and the defaults of all others; and the `config_class`.
         """
 
     @abstractmethod
@@ -170,6 +170,10 @@ class Tokens(Row):
         """
         self.names = ("bos", "eos", "pad", *others)
 
+    @property
+    def keys(self) -> dict[str, str]:
+        return {f"{name}_token_id": f"{name}_token_id" for name in self.names}
+
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         return reader.tokens(**{name: known[f"{name}_token_id"] for name in self.names})
 
@@ -209,7 +213,8 @@ class FolderConfig:
         Raises ValueError or TypeError, with the file and the key, for values that are not implemented.
         """
         reader = reader.aliased(cls.aliases)
-        known = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
+        known: dict[str, Any] = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
+        known["config_class"] = cls
         found: dict[str, Any] = {}
         for row in cls.rows:
             found |= row.read(reader, {**known, **found})

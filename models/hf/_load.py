@@ -76,13 +76,14 @@ def load(
         return as_zeros(shapes)
     if deployer is not None and plan is None:
         plan = deployer.plan(shapes)
-    stacked = {leaf for name in weight_map.tensors if name.n_layers is not None for leaf in name.leaves}
+    stacked = {leaf: name.stacked for name in weight_map.tensors for leaf in name.leaves}
 
     def read(name: str, leaf: Any) -> Any:
         if not is_array_like(leaf):
             return leaf
         sharding = SingleDeviceSharding(jax.local_devices()[0]) if plan is None else plan.sharding(name)
-        array = _read_stack(held[name], leaf, sharding) if name in stacked else read_sharded(held[name][0], leaf, sharding)
+        dims = stacked[name]
+        array = _read_stack(held[name], leaf, sharding, dims) if dims else read_sharded(held[name][0], leaf, sharding)
         set_origin(array, os.path.abspath(folder) if isinstance(folder, Path) else str(folder))
         return array
 
@@ -147,24 +148,33 @@ def _dtype(parts: Sequence[View], dtype: Any) -> Any:
     return functools.reduce(jnp.promote_types, [part.dtype for part in parts])
 
 
-def _read_stack(views: Sequence[View], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
-    """Reads a stacked leaf layer by layer, so that the host holds only one layer's tensor at a time."""
+def _read_stack(
+    views: Sequence[View], leaf: jax.ShapeDtypeStruct, sharding: Sharding, stacked: tuple[int, ...]
+) -> jax.Array:
+    """Reads a stacked leaf tensor by tensor, so that the host holds only one at a time.
+
+    **Arguments:**
+
+    - `stacked`: the leading dims that the tensors do not have.
+    """
+    n = len(stacked)
     one, whole = sharding, sharding
     if isinstance(sharding, NamedSharding):
         spec = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))
-        one = NamedSharding(sharding.mesh, P(*spec[1:]))
-        whole = NamedSharding(sharding.mesh, P(None, *spec[1:]))
+        one = NamedSharding(sharding.mesh, P(*spec[n:]))
+        whole = NamedSharding(sharding.mesh, P(*[None] * n, *spec[n:]))
     stack = jnp.zeros(leaf.shape, leaf.dtype, device=whole)
-    layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-    for i, view in enumerate(views):
-        stack = _put(stack, read_sharded(view, layer, one), np.int32(i), whole)
+    layer = jax.ShapeDtypeStruct(leaf.shape[n:], leaf.dtype)
+    for index, view in zip(np.ndindex(*stacked), views, strict=True):
+        stack = _put(stack, read_sharded(view, layer, one), tuple(map(np.int32, index)), whole)
         stack.block_until_ready()  # otherwise the host runs ahead and holds all pending layers
     return jax.device_put(stack, sharding)
 
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
-def _put(stack: jax.Array, layer: jax.Array, i: Any, sharding: Sharding) -> jax.Array:
-    stack = jax.lax.dynamic_update_index_in_dim(stack, layer, i, 0)
+def _put(stack: jax.Array, layer: jax.Array, index: tuple[Any, ...], sharding: Sharding) -> jax.Array:
+    start = (*index, *[np.int32(0)] * layer.ndim)
+    stack = jax.lax.dynamic_update_slice(stack, layer[(None,) * len(index)], start)
     return jax.lax.with_sharding_constraint(stack, sharding) if isinstance(sharding, NamedSharding) else stack
 
 
@@ -194,7 +204,7 @@ def _match(
     found: dict[str, list[Sequence[View]]] = {}
     for name in weight_map.tensors:
         found[name.disk] = []
-        shapes = [wanted[leaf].shape[name.n_layers is not None :] for leaf in name.leaves]
+        shapes = [wanted[leaf].shape[len(name.stacked) :] for leaf in name.leaves]
         for disk in name.on_disk:
             if disk not in file_names and disk in weight_map.zeros and file_names:
                 dtype = source.view(next(iter(file_names.values()))).dtype  # so that all tensors keep the same dtype

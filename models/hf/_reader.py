@@ -154,7 +154,12 @@ class ConfigReader:
         )
 
     def tokens(
-        self, *, bos: int | None = None, eos: int | None = None, pad: int | None = None, **others: int | None
+        self,
+        *,
+        bos: int | None = None,
+        eos: int | tuple[int, ...] | None = None,
+        pad: int | None = None,
+        **others: int | None,
     ) -> dict[str, Any]:
         """`bos_token_id`, `eos_token_id` (a tuple if several ids end a text) and `pad_token_id`, for a config's fields.
 
@@ -178,7 +183,7 @@ class ConfigReader:
                 value = found["bos_token_id"]  # as in transformers
                 if value is None:
                     raise ValueError(f"`{path}`: `{name}`: expected a token id, got null. Set the first token of a text.")
-            if token == "eos" and isinstance(value, list):
+            if token == "eos" and isinstance(value, list | tuple):
                 found[name] = tuple(TOKEN.check(path, name, id) for id in value)
             else:
                 found[name] = None if value is None else TOKEN.check(path, name, value)

@@ -2,52 +2,123 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from redeqx.errors import brief
 
-from .._kinds import POSITIVE, SIZE, Kind
-from ..nn import LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from .._kinds import LIST, OBJECT, POSITIVE, SIZE, Kind
+from ..nn import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling, Scaling, YarnScaling
 from ._reader import ConfigReader
 
 _BASE = Kind(float, "a finite number above 1", lambda value: 1 < value <= 1e300)
+_SHARE = Kind(float, "a share in (0, 1]", lambda value: 0 < value <= 1)
 
 
-def rope_from_hf(keys: ConfigReader, n_positions: int) -> tuple[float, Scaling | None]:
-    """Returns the base and the scaling in a `config.json`: from `rope_parameters`, or the older `rope_theta` and
-    `rope_scaling`."""
+KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class RotaryPositions:
+    """The base, the scaling, the share of rotary dims, and the base in layers with a window, if it is another one."""
+
+    theta: float
+    scaling: Scaling | None
+    share: float = 1.0
+    local_theta: float | None = None
+
+
+def rope_from_hf(
+    keys: ConfigReader,
+    n_positions: int,
+    *,
+    theta: float = 10000.0,
+    share: float | None = None,
+    has_local: bool = False,
+    local: float | None = None,
+    n_original: int | None = None,
+    kinds: tuple[str, ...] = KINDS,
+) -> RotaryPositions:
+    """Returns what a `config.json` says of rotary positions: in `rope_parameters`, or in the older `rope_theta`,
+    `rope_scaling` and `partial_rotary_factor`.
+
+    **Arguments:**
+
+    - `theta`, `share`, `local`: the values of absent keys. None for `share` if all dims are always rotary.
+    - `has_local`: whether layers with a window may have another base.
+    - `n_original`: the default of `original_max_position_embeddings`; None for `n_positions`.
+    - `kinds`: the accepted values of `rope_type`.
+    """
     newer, older = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
+    if has_local:
+        local = keys.get("rope_local_base_freq", local, _BASE)
+        if "full_attention" in newer or "sliding_attention" in newer:
+            newer, local = _by_layer(keys, newer, theta, local)
     for name in newer.keys() & older.keys():
         _check_same(keys, name, newer[name], older[name], "rope_scaling")
     fields = {**newer, **older}
     rope = keys.nested("rope_parameters", fields).aliased({"type": "rope_type"})
-    theta = _either(keys, rope, "rope_theta", 10000.0, _BASE)
+    theta = _either(keys, rope, "rope_theta", theta, _BASE)
     for name, value in fields.items():
         if isinstance(value, Mapping):
             raise rope.refuse(name, value, "a number, the same for all layers")
-    for where in (keys, rope):
-        where.only("partial_rotary_factor", 1.0, None)
+    if share is None:
+        for where in (keys, rope):
+            where.only("partial_rotary_factor", 1.0, None)
+    else:
+        share = _either(keys, rope, "partial_rotary_factor", share, _SHARE)
+    scaling = _scaling(keys, rope, n_positions, n_original, kinds)
+    return RotaryPositions(theta, scaling, 1.0 if share is None else share, local)
+
+
+def _by_layer(
+    keys: ConfigReader, newer: Mapping[str, Any], theta: float, local: float | None
+) -> tuple[Mapping[str, Any], float]:
+    """Returns the parameters of layers without a window, and the base in those with one."""
+    own = keys.nested("rope_parameters", newer)
+    full, sliding = (own.get(name, {}, OBJECT) for name in ("full_attention", "sliding_attention"))
+    for name in newer.keys() - {"full_attention", "sliding_attention"}:
+        raise own.refuse(name, newer[name], "parameters of full_attention and sliding_attention")
+    windowed = own.nested("sliding_attention", sliding).aliased({"type": "rope_type"})
+    windowed.only("rope_type", "default")
+    return full, windowed.get("rope_theta", theta if local is None else local, _BASE)
+
+
+def _scaling(
+    keys: ConfigReader, rope: ConfigReader, n_positions: int, n_original: int | None, kinds: tuple[str, ...]
+) -> Scaling | None:
     kind = rope.get("rope_type", "default")
+    kind = "longrope" if kind == "su" else kind  # its name in old files
+    if kind not in kinds:
+        raise rope.refuse("rope_type", kind, " or ".join(map(repr, kinds)))
     if kind == "default":
-        return theta, None
-    if kind not in ("linear", "llama3", "yarn"):
-        raise rope.refuse("rope_type", kind, "'default', 'linear', 'llama3' or 'yarn'")
+        return None
     if kind == "linear":
-        return theta, LinearScaling(rope.get("factor", kind=POSITIVE))
-    n_original = _either(keys, rope, "original_max_position_embeddings", n_positions, SIZE)
+        return LinearScaling(rope.get("factor", kind=POSITIVE))
+    if kind == "dynamic":
+        return DynamicScaling(rope.get("factor", kind=POSITIVE), n_positions)
+    n_original = _either(keys, rope, "original_max_position_embeddings", n_original or n_positions, SIZE)
+    assert n_original is not None
     if kind == "llama3":
         factor, low, high = (rope.get(name, kind=POSITIVE) for name in ("factor", "low_freq_factor", "high_freq_factor"))
         if high <= low:
             raise ValueError(
                 f"`{rope.path}`: `high_freq_factor`: expected more than `low_freq_factor`={low}, got {high}. Correct it."
             )
-        return theta, Llama3Scaling(factor, low, high, n_original)
+        return Llama3Scaling(factor, low, high, n_original)
     factor = rope.get("factor", n_positions / n_original, POSITIVE)
+    if kind == "longrope":
+        growth = math.sqrt(1 + math.log(factor) / math.log(n_original)) if factor > 1 else 1.0
+        short, long = (
+            tuple(POSITIVE.check(rope.path, name, value) for value in rope.get(name, kind=LIST))
+            for name in ("short_factor", "long_factor")
+        )
+        return LongScaling(short, long, n_original, rope.get("attention_factor", growth, POSITIVE))
     numerator, denominator = rope.get("mscale", 0.0), rope.get("mscale_all_dim", 0.0)
     if not (numerator and denominator):
         numerator, denominator = 1.0, 0.0
     growth = 0.1 * math.log(max(factor, 1.0))
-    return theta, YarnScaling(
+    return YarnScaling(
         factor=factor,
         n_original=n_original,
         attention_factor=rope.get("attention_factor", (growth * numerator + 1) / (growth * denominator + 1), POSITIVE),

@@ -29,7 +29,7 @@ class _Saved:
     """A tensor to be written: its shape and dtype are known, its values are read when needed."""
 
     name: StoredTensor
-    layer: int | None
+    index: tuple[int, ...]  # the layer, and the expert
     leaves: Sequence[Any]
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -40,14 +40,17 @@ class _Saved:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         del copy
-        parts = [leaf if self.layer is None else _layer(leaf, np.int32(self.layer)) for leaf in self.leaves]
+        index = tuple(map(np.int32, self.index))
+        parts = [_layer(leaf, index) if index else leaf for leaf in self.leaves]
         tensor = self.name.save(*[to_host(part) for part in parts])
         return np.ascontiguousarray(tensor, dtype=dtype)
 
 
 @jax.jit
-def _layer(stack: jax.Array, i: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
+def _layer(stack: jax.Array, index: tuple[Any, ...]) -> jax.Array:
+    for i in index:
+        stack = jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
+    return stack
 
 
 def _check_placed(leaves: Mapping[str, Any], weight_map: WeightMap, what: str) -> None:
@@ -101,11 +104,11 @@ def to_disk(model: Any, weight_map: WeightMap) -> dict[str, _Saved]:
                     f"`{path}`: expected an array that this process holds completely, got one sharded over several "
                     "processes. Save a checkpoint, which all processes write together, and load it in one process."
                 )
-        skip = name.n_layers is not None
+        skip = len(name.stacked)
         dummies = [np.broadcast_to(np.int8(0), part.shape[skip:]) for part in parts]
         shape, dtype = name.save(*dummies).shape, functools.reduce(jnp.promote_types, [part.dtype for part in parts])
-        for i, disk in enumerate(name.on_disk):
-            tensors[disk] = _Saved(name, i if skip else None, parts, shape, np.dtype(dtype))
+        for index, disk in zip(np.ndindex(*name.stacked), name.on_disk, strict=True):
+            tensors[disk] = _Saved(name, index, parts, shape, np.dtype(dtype))
     return tensors
 
 

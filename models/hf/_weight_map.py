@@ -25,6 +25,8 @@ class StoredTensor:
         what it keeps from the file.
     - `save`: maps the leaves to the tensor.
     - `n_layers`: set if each leaf is a stack `[n_layers, ...]` that is stored as one tensor for each layer.
+    - `n_experts`: set if each leaf of a layer is itself a stack `[n_experts, ...]` that is stored as one tensor for each
+        expert; a second `{}` stands for the expert's index.
     """
 
     disk: str
@@ -32,11 +34,17 @@ class StoredTensor:
     load: Callable[[View], Sequence[View]] = lambda tensor: (tensor,)
     save: Callable[..., np.ndarray] = lambda leaf: leaf
     n_layers: int | None = None
+    n_experts: int | None = None
+
+    @property
+    def stacked(self) -> tuple[int, ...]:
+        """The leading dims of the leaves that the tensors do not have: layers, and experts."""
+        return tuple(n for n in (self.n_layers, self.n_experts) if n is not None)
 
     @property
     def on_disk(self) -> list[str]:
-        """The tensors' names, one for each layer."""
-        return [self.disk] if self.n_layers is None else [self.disk.format(i) for i in range(self.n_layers)]
+        """The tensors' names, one for each layer, and for each expert of it."""
+        return [self.disk.format(*index) for index in np.ndindex(*self.stacked)] if self.stacked else [self.disk]
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx
     layers."""
     paths = tuple(leaf.removesuffix(".weight") for leaf in name.leaves)
     are_weights = all(leaf_path(path, "weight") in name.leaves and path in linears for path in paths)
-    if not name.disk.endswith(".weight") or not are_weights:
+    if not name.disk.endswith(".weight") or not are_weights or name.n_experts is not None:
         return None
     shapes = [linears[path].weight.shape[name.n_layers is not None :] for path in paths]
     on_disk = name.save(*[np.broadcast_to(np.int8(0), shape) for shape in shapes]).shape

@@ -3,6 +3,7 @@
 This package does not depend on folders, config files or generation. Start with `_attention.py`, then `_stack.py`.
 """
 
+from ._activations import ACTIVATIONS as ACTIVATIONS
 from ._attention import (
     Attention as Attention,
     Cache as Cache,
@@ -24,17 +25,21 @@ from ._checks import (
 )
 from ._experts import MixtureOfExperts as MixtureOfExperts, Routing as Routing, add_routing as add_routing
 from ._layers import (
+    OffsetRMSNorm as OffsetRMSNorm,
     embed as embed,
     linear as linear,
     norm as norm,
     normal_embedding as normal_embedding,
     normal_linear as normal_linear,
+    soft_cap as soft_cap,
     weight_decay_mask as weight_decay_mask,
 )
 from ._losses import cross_entropy as cross_entropy
 from ._rope import (
+    DynamicScaling as DynamicScaling,
     LinearScaling as LinearScaling,
     Llama3Scaling as Llama3Scaling,
+    LongScaling as LongScaling,
     Scaling as Scaling,
     YarnScaling as YarnScaling,
     apply_rotary as apply_rotary,

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from redeqx import register_attention
 from redeqx.kernels import AttentionSetting, attend
 
-from ._layers import linear
+from ._layers import linear, norm, soft_cap
 
 
 class Cache(eqx.Module):
@@ -231,8 +231,11 @@ class Attention(eqx.Module):
     n_kv_heads: int = eqx.field(static=True)
     dropout: eqx.nn.Dropout = eqx.nn.Dropout(0.0)
     scale: float | None = eqx.field(static=True, default=None)  # multiplies the scores; None for size ** -0.5
-    query_norm: eqx.nn.RMSNorm | None = None  # of each head's queries (`key_norm`: keys), before rotary positions
-    key_norm: eqx.nn.RMSNorm | None = None
+    # Of each head's queries (`key_norm`: keys), or of all heads at once if it has their size; before rotary positions.
+    query_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None = None
+    key_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None = None
+    cap: float | None = eqx.field(static=True, default=None)  # scores are `cap * tanh(score / cap)`; None for no cap
+    sinks: Float[Array, "*layers heads"] | None = None  # a score of each head that takes weight, and has no value
 
     def project_memory(
         self, memory: Float[Array, "source d"]
@@ -284,17 +287,13 @@ class Attention(eqx.Module):
         return self._attend(self._queries(x), *memory, mask, None, key)
 
     def _queries(self, x: Float[Array, "seq d"]) -> Float[Array, "seq heads size"]:
-        queries = rearrange(linear(self.query, x), "seq (heads size) -> seq heads size", heads=self.n_heads)
-        return queries if self.query_norm is None else jax.vmap(jax.vmap(self.query_norm))(queries)
+        return _split_heads(linear(self.query, x), self.n_heads, self.query_norm)
 
     def _keys_and_values(
         self, memory: Float[Array, "source d"]
     ) -> tuple[Float[Array, "source groups size"], Float[Array, "source groups size"]]:
-        keys, values = (
-            rearrange(linear(layer, memory), "source (groups size) -> source groups size", groups=self.n_kv_heads)
-            for layer in (self.key, self.value)
-        )
-        return keys if self.key_norm is None else jax.vmap(jax.vmap(self.key_norm))(keys), values
+        keys = _split_heads(linear(self.key, memory), self.n_kv_heads, self.key_norm)
+        return keys, _split_heads(linear(self.value, memory), self.n_kv_heads, None)
 
     def _attend(self, queries, keys, values, mask, bias, key) -> Float[Array, "seq d"]:
         scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -304,10 +303,12 @@ class Attention(eqx.Module):
         drops = not self.dropout.inference and self.dropout.p > 0
         if drops and key is None:
             raise RuntimeError("Dropout requires a key: pass `key=`, or use `eqx.nn.inference_mode`.")  # as Equinox's own
-        # A fused kernel does not pay for one query, as in decoding, and would need a transposed copy of the whole cache.
-        if queries.shape[0] == 1 and not drops:
+        # No kernel has caps or sinks. For one query, as in decoding, a fused kernel does not pay, and would need a
+        # transposed copy of the whole cache.
+        is_special = self.cap is not None or self.sinks is not None
+        if is_special or (queries.shape[0] == 1 and not drops):
             array = mask.dense()[None] if isinstance(mask, SegmentMask) else array
-            mixed = self._attend_unfused(queries, keys, values, array, bias, scale)
+            mixed = self._attend_unfused(queries, keys, values, array, bias, scale, key)
         else:
             keys, values = (rearrange(array, "groups source size -> source groups size") for array in (keys, values))
             segments = mask if isinstance(mask, SegmentMask) else None
@@ -323,21 +324,37 @@ class Attention(eqx.Module):
             mixed = attend(queries, keys, values, given, setting)
         return linear(self.output, rearrange(mixed, "seq heads size -> seq (heads size)"))
 
-    def _attend_unfused(self, queries, keys, values, mask, bias, scale) -> Float[Array, "seq heads size"]:
-        """Computes the attention of one query, or a few, without a kernel. The softmax is in float32."""
+    def _attend_unfused(self, queries, keys, values, mask, bias, scale, key) -> Float[Array, "seq heads size"]:
+        """Computes the attention without a kernel. The softmax is in float32."""
         n_queries, groups = queries.shape[0], self.n_kv_heads
         grouped = rearrange(queries, "seq (groups n) size -> groups size (n seq)", groups=groups)
         # The keys are the first operand of the matmuls: otherwise XLA on CPU transposes the whole cache for each token.
         scores = jnp.matmul(keys, grouped, preferred_element_type=jnp.float32) * scale
         scores = rearrange(scores, "groups source (n seq) -> (groups n) seq source", seq=n_queries)
+        scores = soft_cap(scores, self.cap)
         if bias is not None:
             scores = scores + bias
         if mask is not None:
             # Finite, as in `attend`: a fully masked row gets equal weights instead of NaN.
             scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-        weights = jax.nn.softmax(scores).astype(values.dtype)
+        if self.sinks is not None:
+            sinks = jnp.broadcast_to(self.sinks[:, None, None], (*scores.shape[:-1], 1))
+            scores = jnp.concatenate([scores, sinks.astype(scores.dtype)], axis=-1)
+        weights = jax.nn.softmax(scores)
+        weights = weights if self.sinks is None else weights[..., :-1]
+        weights = self.dropout(weights, key=key).astype(values.dtype)
         weights = rearrange(weights, "(groups n) seq source -> groups (n seq) source", groups=groups)
         return rearrange(jnp.matmul(weights, values), "groups (n seq) size -> seq (groups n) size", seq=n_queries)
+
+
+def _split_heads(
+    x: Float[Array, "seq width"], heads: int, layer: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None
+) -> Float[Array, "seq heads size"]:
+    """Splits the features of each token into heads, normalized by `layer`."""
+    if layer is not None and layer.shape == x.shape[1:]:
+        x, layer = norm(layer, x), None
+    split = rearrange(x, "seq (heads size) -> seq heads size", heads=heads)
+    return split if layer is None else jax.vmap(jax.vmap(layer))(split)
 
 
 register_attention(

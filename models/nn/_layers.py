@@ -4,6 +4,8 @@
 is `[out, ...]` and is transposed at each layer. Applied as `x @ weight.T`, the same leaves need no transpose.
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,26 @@ def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*
 def norm(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
     """Applies `layer` to each row of `x`. Means and variances have at least float32."""
     return jax.vmap(layer)(x)
+
+
+class OffsetRMSNorm(eqx.nn.RMSNorm):
+    """An RMSNorm whose leaf is its scale minus one, as in Gemma. It is computed in at least float32, and then rounded."""
+
+    def __init__(self, shape: int, eps: float = 1e-6):
+        super().__init__(shape, eps=eps, use_bias=False)
+        self.weight = jnp.zeros(self.shape)
+
+    def __call__(self, x: Float[Array, " size"], *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs  # for interchangeability with other layers of Equinox
+        assert self.weight is not None
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        scaled = wide * jax.lax.rsqrt(jnp.mean(wide**2) + self.eps) * (1 + self.weight.astype(wide.dtype))
+        return scaled.astype(x.dtype)
+
+
+def soft_cap(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims"]:
+    """Returns numbers in (-cap, cap), `cap * tanh(x / cap)`; `x` itself if `cap` is None."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def embed(layer: eqx.nn.Embedding, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:

@@ -2,7 +2,7 @@
 
 Source: Su et al. 2021, *RoFormer* (arXiv:2104.09864).
 
-Dims: seq = tokens of one example, size = width of a head, half = size / 2.
+Dims: seq = tokens of one example, size = width of a head, half = half of the rotary dims, size / 2 if all are.
 """
 
 import math
@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 
@@ -113,7 +114,70 @@ class YarnScaling:
         }
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class DynamicScaling:
+    """Raises the base of the frequencies with the length of the text, once it exceeds the original training.
+
+    Source: the NTK-aware scaling of bloc97 and emozilla, 2023, as in `transformers`.
+
+    **Arguments:**
+
+    - `n_original`: the number of positions in the original training.
+    """
+
+    factor: float
+    n_original: int
+
+    attention_factor = 1.0
+
+    def frequencies(self, plain: np.ndarray, theta: float, length: Int[Array, ""]) -> Float[Array, " half"]:
+        """Returns the frequencies for a text of so many tokens, `[half]`."""
+        size = 2 * len(plain)
+        ratio = self.factor * jnp.maximum(length, self.n_original) / self.n_original - (self.factor - 1)
+        base = theta * ratio ** (size / (size - 2))
+        return base ** -(jnp.arange(0, size, 2) / size)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the keys of `rope_parameters`."""
+        return {"rope_type": "dynamic", "factor": self.factor, "original_max_position_embeddings": self.n_original}
+
+
+@dataclass(frozen=True)
+class LongScaling:
+    """Divides each frequency by its own factor: one list of them for texts up to the original length, one for longer ones.
+
+    Source: Ding et al. 2024, *LongRoPE* (arXiv:2402.13753), as in Phi-3.
+
+    **Arguments:**
+
+    - `short`, `long`: a factor for each pair of dims.
+    - `n_original`: the number of positions in the original training.
+    - `attention_factor`: the factor for queries and keys.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    n_original: int
+    attention_factor: float = 1.0
+
+    def frequencies(self, plain: np.ndarray, theta: float, length: Int[Array, ""]) -> Float[Array, " half"]:
+        """Returns the frequencies for a text of so many tokens, `[half]`."""
+        del theta
+        short, long = (jnp.asarray(plain / np.asarray(factors), jnp.float32) for factors in (self.short, self.long))
+        return jnp.where(length > self.n_original, long, short)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the keys of `rope_parameters`."""
+        return {
+            "rope_type": "longrope",
+            "short_factor": list(self.short),
+            "long_factor": list(self.long),
+            "original_max_position_embeddings": self.n_original,
+            "attention_factor": self.attention_factor,
+        }
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongScaling
 
 
 def rotation(
@@ -123,12 +187,16 @@ def rotation(
 
     **Arguments:**
 
-    - `size`: the width of a head.
-    - `theta`, `scaling`: the base of the frequencies, and their scaling.
+    - `size`: the number of rotary dims of a head, even.
+    - `theta`, `scaling`: the base of the frequencies, and their scaling. A scaling that depends on the length of the text
+        takes that from the largest position.
     """
-    frequencies = theta ** -(np.arange(0, size, 2) / size)
+    frequencies: Any = theta ** -(np.arange(0, size, 2) / size)
     growth = 1.0
-    if scaling is not None:
+    if isinstance(scaling, DynamicScaling | LongScaling):
+        frequencies = scaling.frequencies(frequencies, theta, positions.max() + 1)
+        growth = scaling.attention_factor
+    elif scaling is not None:
         frequencies = scaling.scale(frequencies, theta)
         growth = scaling.attention_factor
     angles = positions[:, None, None].astype(jnp.float32) * frequencies.astype(np.float32)
@@ -136,11 +204,28 @@ def rotation(
 
 
 def apply_rotary(
-    x: Float[Array, "seq heads size"], cos: Float[Array, "seq 1 half"], sin: Float[Array, "seq 1 half"]
+    x: Float[Array, "seq heads size"],
+    cos: Float[Array, "seq 1 half"],
+    sin: Float[Array, "seq 1 half"],
+    *,
+    is_interleaved: bool = False,
 ) -> Float[Array, "seq heads size"]:
-    """Rotates each head of each token, pairing the first half of its dims with the second half.
+    """Rotates each head of each token. If there are fewer angles than pairs of dims, the last dims stay as they are.
 
-    Source: Su et al. 2021 (arXiv:2104.09864), where each even dim is paired with the next.
+    **Arguments:**
+
+    - `is_interleaved`: whether each even dim is paired with the next, instead of the first half of the dims with the second.
+
+    Source: Su et al. 2021 (arXiv:2104.09864), where dims are interleaved.
     """
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    n_rotary = 2 * cos.shape[-1]
+    rotated, rest = (x, None) if n_rotary == x.shape[-1] else (x[..., :n_rotary], x[..., n_rotary:])
+    wide = rotated.astype(jnp.float32)
+    if is_interleaved:
+        a, b = rearrange(wide, "seq heads (half two) -> two seq heads half", two=2)
+        both = jnp.stack([a * cos - b * sin, b * cos + a * sin])
+        turned = rearrange(both, "two seq heads half -> seq heads (half two)").astype(x.dtype)
+    else:
+        a, b = jnp.split(wide, 2, axis=-1)
+        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return turned if rest is None else jnp.concatenate([turned, rest], axis=-1)

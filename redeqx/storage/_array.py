@@ -6,6 +6,7 @@ reads several views at once, and their common bytes only once.
 NumPy itself tracks the bytes of each view: every view has an array of addresses in reserved memory, which is never read.
 """
 
+import math
 import mmap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -78,7 +79,40 @@ class StoredArray:
         return StoredArray(self.path, addresses, self._base)
 
 
-View: TypeAlias = np.ndarray | StoredArray  # a tensor of a file, on a disk or in an object store
+class MergedDims:
+    """A view `[a, b, ...]` as an array `[a x b, ...]`, though its elements are not next to each other in the file. Only the
+    rows that an index needs are read."""
+
+    def __init__(self, split: "np.ndarray | StoredArray"):
+        self._split = split
+        self._inner = split.shape[1]
+        self.shape = (split.shape[0] * self._inner, *split.shape[2:])
+        self.dtype, self.ndim, self.size = split.dtype, len(self.shape), math.prod(self.shape)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        if not isinstance(first, slice) or first.step not in (None, 1):
+            return np.asarray(self)[index]
+        start, stop, _ = first.indices(self.shape[0])
+        outer = start // self._inner
+        read = np.asarray(self._split[(slice(outer, -(-stop // self._inner)), slice(None), *rest)])
+        merged = read.reshape(-1, *read.shape[2:])
+        return merged[start - outer * self._inner : stop - outer * self._inner]
+
+    @property
+    def T(self) -> np.ndarray:
+        return np.asarray(self).T
+
+    def reshape(self, *shape: Any) -> np.ndarray:
+        return np.asarray(self).reshape(*shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # each call reads it again
+        values = np.asarray(self._split).reshape(self.shape)
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+
+View: TypeAlias = np.ndarray | StoredArray | MergedDims  # a tensor of a file, on a disk or in an object store
 
 
 @dataclass(frozen=True)

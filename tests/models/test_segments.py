@@ -18,8 +18,10 @@ from redeqx.models.clip import CLIPText, CLIPTextConfig
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.gptj import GPTJ, GPTJConfig
 from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.mistral import Mistral, MistralConfig
 from redeqx.models.nn import check_segments
 from redeqx.models.opt import OPT, OPTConfig
+from redeqx.models.qwen import Qwen2, Qwen2Config, Qwen3, Qwen3Config
 from redeqx.models.roberta import RobertaConfig, RobertaForMaskedLM
 from redeqx.models.t5 import T5, T5Config, T5Encoder
 from redeqx.transforms import attentions
@@ -86,9 +88,9 @@ FAMILIES = [
     Family("opt", OPT, OPTConfig(**SIZES), decoder_sums),
     Family("opt-350m", OPT, OPTConfig(**SIZES, is_pre_norm=False, d_embedding=16), decoder_sums),
     Family("llama", Llama, LlamaConfig(**LLAMA), decoder_sums),
-    Family("mistral", Llama, LlamaConfig(**LLAMA, model_type="mistral", window=5), decoder_sums),
-    Family("qwen2", Llama, LlamaConfig(**LLAMA, model_type="qwen2", window=5, windowed_layers=(1,)), decoder_sums),
-    Family("qwen3", Llama, LlamaConfig(**LLAMA, model_type="qwen3"), decoder_sums),
+    Family("mistral", Mistral, MistralConfig(**LLAMA, window=5), decoder_sums),
+    Family("qwen2", Qwen2, Qwen2Config(**LLAMA, window=5, windowed_layers=(1,)), decoder_sums),
+    Family("qwen3", Qwen3, Qwen3Config(**LLAMA, head_size=8), decoder_sums),
     Family("bert", Bert, dataclasses.replace(BERT_CONFIG, has_pooler=False), encoder_sums),
     Family("bert-mlm", BertForMaskedLM, BERT_CONFIG, decoder_sums),
     Family("roberta-mlm", RobertaForMaskedLM, RobertaConfig(**SIZES, d_ff=48), decoder_sums),

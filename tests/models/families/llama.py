@@ -9,6 +9,7 @@ import optax
 
 from redeqx import Loss
 from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.qwen import Qwen3, Qwen3Config
 from tests.models.families._case import Case, Training
 
 VOCAB, SEQ, LONG = 47, 11, 40
@@ -119,9 +120,9 @@ def loss_fn(model, batch, key):
 
 SIZES = {"vocab_size": 64, "n_positions": 16, "d_model": 32, "d_mlp": 48, "n_layers": 2, "n_heads": 4, "init_std": 0.1}
 CONFIG = LlamaConfig(n_kv_heads=2, **SIZES)
-QWEN3 = LlamaConfig(model_type="qwen3", n_kv_heads=2, head_size=16, is_tied=True, window=4, windowed_layers=(1,), **SIZES)
+QWEN3 = Qwen3Config(n_kv_heads=2, head_size=16, is_tied=True, window=4, windowed_layers=(1,), **SIZES)
 EXAMPLES = [{"ids": row} for row in rng.integers(0, 64, (16, 9))]
 TRAININGS = [
     Training("llama", lambda key: Llama(CONFIG, key=key), EXAMPLES, loss_fn),
-    Training("qwen3", lambda key: Llama(QWEN3, key=key), EXAMPLES, loss_fn),
+    Training("qwen3", lambda key: Qwen3(QWEN3, key=key), EXAMPLES, loss_fn),
 ]

@@ -1,0 +1,176 @@
+"""Gemma 1, 2 and 3 (text): norms whose leaf is the scale minus one, scaled embeddings, and a gate by GELU.
+
+Gemma 2 also has norms after attention and MLP, caps of scores and logits, and a window in every other layer. Gemma 3 has
+norms of each head instead of caps, a window in all but every sixth layer, and another base of rotary positions in those.
+
+Sources: *Gemma* (arXiv:2403.08295); *Gemma 2* (arXiv:2408.00118); *Gemma 3* (arXiv:2503.19786).
+"""
+
+from dataclasses import dataclass
+
+from ._kinds import POSITIVE, TEXT
+from .decoder import CausalLM, DecoderConfig, LayerTypes, Names, Rope, published, rows
+from .hf import Field, Only
+
+_BOTH = {
+    "post_attention_layernorm": "attention_post_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
+
+
+def _scalar(config: DecoderConfig) -> float | int:
+    """Returns `query_pre_attn_scalar`, an integer in transformers."""
+    assert config.attention_scale is not None
+    scalar = round(config.attention_scale**-2, 9)
+    return int(scalar) if scalar == int(scalar) else scalar
+
+
+# The scale of attention scores is one over the square root of this number.
+_SCALE = Field(
+    "query_pre_attn_scalar",
+    "attention_scale",
+    POSITIVE,
+    default=256.0,
+    load=lambda value, known: value**-0.5,
+    save=_scalar,
+)
+_CAPS = (
+    Field("attn_logit_softcapping", "attention_cap", POSITIVE, null=None),
+    Field("final_logit_softcapping", "logit_cap", POSITIVE, null=None),
+    Only("use_bidirectional_attention", False, None),
+)
+
+
+@dataclass(frozen=True)
+class GemmaConfig(DecoderConfig):
+    """The sizes of a Gemma. The defaults are those of the first one with 7 billion parameters. See `DecoderConfig`."""
+
+    vocab_size: int = 256000
+    n_positions: int = 8192
+    d_model: int = 3072
+    d_mlp: int | None = 24576
+    n_layers: int = 28
+    n_heads: int = 16
+    n_kv_heads: int | None = 16
+    head_size: int | None = 256
+    norm: str = "offset_rms"
+    activation: str = "gelu_pytorch_tanh"
+    embedding_scale: float | None = None
+    is_tied: bool = True
+    bos_token_id: int | None = 2
+    eos_token_id: int | tuple[int, ...] | None = 1
+    pad_token_id: int | None = 0
+
+    model_type = "gemma"
+    architecture = "GemmaForCausalLM"
+    # Old files say "gelu", for which transformers computes the approximation, too.
+    rows = rows(
+        Field("hidden_act", "activation", TEXT, load=lambda value, known: "gelu_pytorch_tanh" if value == "gelu" else value),
+        Field("attention_bias"),
+        Only("use_bidirectional_attention", None, False),
+    )
+    sizes = published({"2b": {"d_model": 2048, "d_mlp": 16384, "n_layers": 18, "n_heads": 8, "n_kv_heads": 1}, "7b": {}})
+
+
+class Gemma(CausalLM):
+    """A Gemma, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = GemmaConfig
+
+
+@dataclass(frozen=True)
+class Gemma2Config(GemmaConfig):
+    """The sizes of a Gemma 2. The defaults are those with 2 billion parameters. See `DecoderConfig`."""
+
+    d_model: int = 2304
+    d_mlp: int | None = 9216
+    n_layers: int = 26
+    n_heads: int = 8
+    n_kv_heads: int | None = 4
+    norm_places: str = "both"
+    window: int | None = 4096
+    attention_scale: float | None = 256**-0.5
+    attention_cap: float | None = 50.0
+    logit_cap: float | None = 30.0
+
+    model_type = "gemma2"
+    architecture = "Gemma2ForCausalLM"
+    window_period = 2
+    rows = rows(Field("hidden_activation", "activation", TEXT), Field("attention_bias"), _SCALE, *_CAPS, LayerTypes())
+    names = Names(_BOTH)
+    sizes = published(
+        {
+            "2b": {},
+            "9b": {"d_model": 3584, "d_mlp": 14336, "n_layers": 42, "n_heads": 16, "n_kv_heads": 8},
+            "27b": {
+                "d_model": 4608,
+                "d_mlp": 36864,
+                "n_layers": 46,
+                "n_heads": 32,
+                "n_kv_heads": 16,
+                "head_size": 128,
+                "attention_scale": 144**-0.5,
+            },
+        }
+    )
+
+
+class Gemma2(CausalLM):
+    """A Gemma 2, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Gemma2Config
+
+
+@dataclass(frozen=True)
+class Gemma3Config(Gemma2Config):
+    """The sizes of a Gemma 3 for text. The defaults are those of transformers. See `DecoderConfig`."""
+
+    vocab_size: int = 262208
+    n_positions: int = 131072
+    rope_theta: float = 1000000.0
+    local_rope_theta: float | None = 10000.0
+    head_norm: str | None = "head"
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+
+    model_type = "gemma3_text"
+    architecture = "Gemma3ForCausalLM"
+    window_period = 6
+    rows = rows(
+        Field("hidden_activation", "activation", TEXT),
+        Field("attention_bias"),
+        _SCALE,
+        *_CAPS,
+        LayerTypes("sliding_window_pattern"),
+        Rope(has_local=True),
+    )
+    sizes = published(
+        {
+            "270m": {
+                "vocab_size": 262144,
+                "n_positions": 32768,
+                "d_model": 640,
+                "d_mlp": 2048,
+                "n_layers": 18,
+                "n_heads": 4,
+                "n_kv_heads": 1,
+                "window": 512,
+            },
+            "1b": {
+                "vocab_size": 262144,
+                "n_positions": 32768,
+                "d_model": 1152,
+                "d_mlp": 6912,
+                "n_heads": 4,
+                "n_kv_heads": 1,
+                "window": 512,
+            },
+        }
+    )
+
+
+class Gemma3(CausalLM):
+    """A Gemma 3 for text, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Gemma3Config

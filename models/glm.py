@@ -1,0 +1,64 @@
+"""GLM-4: LLaMA with half of each head rotary, whose dims are interleaved.
+
+The newer `glm4` also has norms after attention and MLP.
+
+Source: GLM team 2024, *ChatGLM* (arXiv:2406.12793), and the models' cards, huggingface.co/zai-org.
+"""
+
+from dataclasses import dataclass
+
+from .decoder import CausalLM, DecoderConfig, Names, Rope, published, rows
+from .hf import Field
+
+_JOINT = {"mlp.gate_up_proj": ("mlp.gate", "mlp.up")}
+_ENDS = (151329, 151336, 151338)
+
+
+@dataclass(frozen=True)
+class GlmConfig(DecoderConfig):
+    """The sizes of a GLM-4 of 2024. The defaults are those of glm-4-9b-chat. See `DecoderConfig`."""
+
+    vocab_size: int = 151552
+    n_positions: int = 131072
+    d_mlp: int | None = 13696
+    n_layers: int = 40
+    n_kv_heads: int | None = 2
+    head_size: int | None = 128
+    attention_bias: bool = True
+    output_bias: bool | None = False
+    rope_share: float = 0.5
+    is_interleaved: bool = True
+    norm_eps: float = 0.00000015625
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = _ENDS
+    pad_token_id: int | None = 151329
+
+    model_type = "glm"
+    architecture = "GlmForCausalLM"
+    rows = rows(Field("attention_bias"), Rope(has_share=True))
+    names = Names(_JOINT)
+    sizes = published({"9b": {"norm_eps": 1.5625e-7}})
+
+
+class Glm(CausalLM):
+    """A GLM-4 of 2024, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = GlmConfig
+
+
+@dataclass(frozen=True)
+class Glm4Config(GlmConfig):
+    """The sizes of a GLM-4-0414. The defaults are those of transformers. See `DecoderConfig`."""
+
+    norm_places: str = "both"
+
+    model_type = "glm4"
+    architecture = "Glm4ForCausalLM"
+    names = Names({**_JOINT, "post_self_attn_layernorm": "attention_post_norm", "post_mlp_layernorm": "mlp_post_norm"})
+    sizes = published({"9b": {"n_positions": 32768, "norm_eps": 1e-5}})
+
+
+class Glm4(CausalLM):
+    """A GLM-4-0414, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Glm4Config

@@ -1,0 +1,74 @@
+"""GPT-NeoX, also Pythia: attention and MLP run in parallel, each after its own layer norm.
+
+Sources: Black et al. 2022, *GPT-NeoX-20B* (arXiv:2204.06745); Biderman et al. 2023, *Pythia* (arXiv:2304.01373).
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ._kinds import RATE
+from .decoder import ByHead, CausalLM, DecoderConfig, Names, Rope, published, rows
+from .hf import Field
+
+
+@dataclass(frozen=True)
+class GPTNeoXConfig(DecoderConfig):
+    """The sizes of a GPT-NeoX. The defaults are those with 20 billion parameters. See `DecoderConfig`."""
+
+    vocab_size: int = 50432
+    d_model: int = 6144
+    d_mlp: int | None = 24576
+    n_layers: int = 44
+    n_heads: int = 64
+    attention_bias: bool = True
+    rope_share: float = 0.25
+    norm: str = "layer"
+    norm_bias: bool = True
+    norm_eps: float = 1e-5
+    is_parallel: bool = True
+    activation: str = "gelu"
+    is_gated: bool = False
+    mlp_bias: bool = True
+    bos_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 2
+
+    model_type = "gpt_neox"
+    architecture = "GPTNeoXForCausalLM"
+    rows = rows(
+        Field("layer_norm_eps", "norm_eps"),
+        Field("use_parallel_residual", "is_parallel"),
+        Field("attention_bias"),
+        Field("hidden_dropout", "residual_dropout", RATE),
+        Rope(has_share=True),
+        without=("head_size", "n_kv_heads"),
+    )
+    aliases = MappingProxyType({"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"})
+    names = Names(
+        {
+            "input_layernorm": "attention_norm",
+            "attention.query_key_value": ByHead(("attention.query", "attention.key", "attention.value")),
+            "attention.dense": "attention.output",
+            "post_attention_layernorm": "mlp_norm",
+            "mlp.dense_h_to_4h": "mlp.up",
+            "mlp.dense_4h_to_h": "mlp.down",
+        },
+        layers="gpt_neox.layers.{}.",
+        embedding="gpt_neox.embed_in",
+        norm="gpt_neox.final_layer_norm",
+        head="embed_out",
+        ignored=("*.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),  # in old files
+    )
+    sizes = published(
+        {
+            "pythia-160m": {"vocab_size": 50304, "d_model": 768, "d_mlp": 3072, "n_layers": 12, "n_heads": 12},
+            "pythia-1.4b": {"vocab_size": 50304, "d_model": 2048, "d_mlp": 8192, "n_layers": 24, "n_heads": 16},
+            "pythia-6.9b": {"d_model": 4096, "d_mlp": 16384, "n_layers": 32, "n_heads": 32},
+            "20b": {},
+        }
+    )
+
+
+class GPTNeoX(CausalLM):
+    """A GPT-NeoX or Pythia, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = GPTNeoXConfig

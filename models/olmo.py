@@ -1,0 +1,104 @@
+"""OLMo 1, 2 and 3: LLaMA with layer norms without leaves, or with norms after attention and MLP.
+
+In OLMo 2, all queries and keys of a token are normalized at once, too. OLMo 3 adds a window in all but every fourth layer.
+
+Sources: *OLMo* (arXiv:2402.00838); *2 OLMo 2 Furious* (arXiv:2501.00656); *Olmo 3* (arXiv:2512.13961).
+"""
+
+from dataclasses import dataclass
+
+from .decoder import CausalLM, DecoderConfig, LayerTypes, Names, Rope, published, rows
+from .hf import Field, Only
+
+
+@dataclass(frozen=True)
+class OlmoConfig(DecoderConfig):
+    """The sizes of an OLMo 1. The defaults are those with 7 billion parameters. See `DecoderConfig`."""
+
+    vocab_size: int = 50304
+    norm: str = "plain_layer"
+    norm_eps: float = 1e-5
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = 50279
+    pad_token_id: int | None = 1
+
+    model_type = "olmo"
+    architecture = "OlmoForCausalLM"
+    rows = rows(Field("attention_bias"), Only("clip_qkv", None), without=("norm_eps",))
+    sizes = published({"1b": {"d_model": 2048, "d_mlp": 8192, "n_layers": 16, "n_heads": 16, "is_tied": True}, "7b": {}})
+
+
+class Olmo(CausalLM):
+    """An OLMo 1, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = OlmoConfig
+
+
+@dataclass(frozen=True)
+class Olmo2Config(OlmoConfig):
+    """The sizes of an OLMo 2. The defaults are those of transformers. See `DecoderConfig`."""
+
+    norm: str = "rms"
+    norm_places: str = "post"
+    head_norm: str | None = "all"
+
+    model_type = "olmo2"
+    architecture = "Olmo2ForCausalLM"
+    rows = rows(Field("attention_bias"))
+    names = Names(
+        {
+            "post_attention_layernorm": "attention_post_norm",
+            "post_feedforward_layernorm": "mlp_post_norm",
+        }
+    )
+    sizes = published(
+        {
+            "1b": {"d_model": 2048, "d_mlp": 8192, "n_layers": 16, "n_heads": 16},
+            "7b": {},
+            "13b": {"d_model": 5120, "d_mlp": 13824, "n_layers": 40, "n_heads": 40},
+            "32b": {"d_model": 5120, "d_mlp": 27648, "n_layers": 64, "n_heads": 40, "n_kv_heads": 8},
+        },
+        vocab_size=100352,
+        n_positions=4096,
+        rope_theta=500000.0,
+        norm_eps=1e-6,
+        eos_token_id=100257,
+        pad_token_id=100277,
+    )
+
+
+class Olmo2(CausalLM):
+    """An OLMo 2, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Olmo2Config
+
+
+@dataclass(frozen=True)
+class Olmo3Config(Olmo2Config):
+    """The sizes of an OLMo 3. The defaults are those of transformers. See `DecoderConfig`."""
+
+    rope_theta: float = 500000.0
+    local_rope_theta: float | None = 500000.0
+    window: int | None = 4096
+
+    model_type = "olmo3"
+    architecture = "Olmo3ForCausalLM"
+    window_period = 4
+    rows = rows(Field("attention_bias"), LayerTypes(), Rope(has_local=True))
+    sizes = published(
+        {
+            "7b": {
+                "vocab_size": 100278,
+                "n_positions": 65536,
+                "norm_eps": 1e-6,
+                "eos_token_id": 100257,
+                "pad_token_id": 100277,
+            }
+        }
+    )
+
+
+class Olmo3(CausalLM):
+    """An OLMo 3, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Olmo3Config

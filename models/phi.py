@@ -1,0 +1,115 @@
+"""Phi-1 to 4: attention and MLP in parallel after one norm; from Phi-3 on LLaMA, with joint projections on disk.
+
+Sources: *Textbooks Are All You Need* (arXiv:2306.11644, arXiv:2309.05463); *Phi-3* (arXiv:2404.14219); *Phi-4*
+(arXiv:2412.08905).
+"""
+
+from dataclasses import dataclass
+
+from ._kinds import RATE
+from .decoder import CausalLM, DecoderConfig, Names, Rope, Window, published, rows
+from .hf import Field, Only
+
+_DROPOUT = (Field("embd_pdrop", "embedding_dropout", RATE), Field("resid_pdrop", "residual_dropout", RATE))
+
+
+@dataclass(frozen=True)
+class PhiConfig(DecoderConfig):
+    """The sizes of a Phi-1, 1.5 or 2. The defaults are those of transformers. See `DecoderConfig`."""
+
+    vocab_size: int = 51200
+    d_model: int = 2048
+    d_mlp: int | None = 8192
+    n_layers: int = 24
+    attention_bias: bool = True
+    rope_share: float = 0.5
+    norm: str = "layer"
+    norm_bias: bool = True
+    norm_eps: float = 1e-5
+    is_parallel: bool = True
+    shares_norm: bool = True
+    activation: str = "gelu_new"
+    is_gated: bool = False
+    mlp_bias: bool = True
+    head_bias: bool = True
+
+    model_type = "phi"
+    architecture = "PhiForCausalLM"
+    rows = rows(
+        Field("layer_norm_eps", "norm_eps"),
+        Rope(has_share=True),
+        *_DROPOUT,
+        Only("qk_layernorm", False),
+        Only("tie_word_embeddings", False),
+        without=("is_tied", "head_size"),
+    )
+    names = Names(
+        {"self_attn.dense": "attention.output", "mlp.fc1": "mlp.up", "mlp.fc2": "mlp.down"},
+        norm="model.final_layernorm",
+    )
+    sizes = published(
+        {
+            "1.5": {"bos_token_id": None, "eos_token_id": None},
+            "2": {"d_model": 2560, "d_mlp": 10240, "n_layers": 32, "rope_share": 0.4, "bos_token_id": 50256}
+            | {"eos_token_id": 50256, "embedding_dropout": 0.0, "residual_dropout": 0.1},
+        }
+    )
+
+
+class Phi(CausalLM):
+    """A Phi-1, 1.5 or 2, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = PhiConfig
+
+
+@dataclass(frozen=True)
+class Phi3Config(DecoderConfig):
+    """The sizes of a Phi-3 or 4. The defaults are those of Phi-3-mini-4k. See `DecoderConfig`."""
+
+    vocab_size: int = 32064
+    n_positions: int = 4096
+    d_model: int = 3072
+    d_mlp: int | None = 8192
+    norm_eps: float = 1e-5
+    eos_token_id: int | tuple[int, ...] | None = 32000
+    pad_token_id: int | None = 32000
+
+    model_type = "phi3"
+    architecture = "Phi3ForCausalLM"
+    rows = rows(
+        Rope(has_share=True, kinds=("default", "longrope"), n_original=4096),
+        Window(),
+        *_DROPOUT,
+        Field("attention_bias"),
+        without=("head_size",),
+    )
+    names = Names(
+        {
+            "self_attn.qkv_proj": ("attention.query", "attention.key", "attention.value"),
+            "mlp.gate_up_proj": ("mlp.gate", "mlp.up"),
+        }
+    )
+    sizes = published(
+        {
+            "3-mini-4k": {"window": 2047},
+            "4": {
+                "vocab_size": 100352,
+                "n_positions": 16384,
+                "d_model": 5120,
+                "d_mlp": 17920,
+                "n_layers": 40,
+                "n_heads": 40,
+                "n_kv_heads": 10,
+                "rope_theta": 250000.0,
+                "bos_token_id": 100257,
+                "eos_token_id": 100265,
+                "pad_token_id": 100349,
+            },
+        }
+    )
+
+
+class Phi3(CausalLM):
+    """A Phi-3 or 4, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Phi3Config

@@ -1,0 +1,95 @@
+"""StarCoder2: a pre-norm decoder with layer norms, biases everywhere, a window, and an MLP without a gate.
+
+Source: Lozhkov et al. 2024, *StarCoder 2 and The Stack v2* (arXiv:2402.19173).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ._kinds import RATE
+from .decoder import CausalLM, DecoderConfig, Names, Window, published, rows
+from .hf import ConfigReader, Field, Row
+
+
+class _Bias(Row):
+    """One key for all linear layers."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        value = reader.get("use_bias", True)
+        return {"attention_bias": value, "mlp_bias": value}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {"use_bias": config.mlp_bias}
+
+
+@dataclass(frozen=True)
+class Starcoder2Config(DecoderConfig):
+    """The sizes of a StarCoder2. The defaults are those of transformers. See `DecoderConfig`."""
+
+    vocab_size: int = 49152
+    n_positions: int = 4096
+    d_model: int = 3072
+    d_mlp: int | None = 12288
+    n_layers: int = 30
+    n_heads: int = 24
+    n_kv_heads: int | None = 2
+    attention_bias: bool = True
+    norm: str = "layer"
+    norm_bias: bool = True
+    norm_eps: float = 1e-5
+    activation: str = "gelu_pytorch_tanh"
+    is_gated: bool = False
+    mlp_bias: bool = True
+    is_tied: bool = True
+    bos_token_id: int | None = 50256
+    eos_token_id: int | tuple[int, ...] | None = 50256
+    init_std: float = 0.018042
+
+    model_type = "starcoder2"
+    architecture = "Starcoder2ForCausalLM"
+    rows = rows(
+        Field("norm_epsilon", "norm_eps"),
+        Field("embedding_dropout", kind=RATE),
+        Field("residual_dropout", kind=RATE),
+        _Bias(),
+        Window(),
+        without=("head_size",),
+    )
+    names = Names({"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"})
+    sizes = published(
+        {
+            "3b": {"rope_theta": 999999.4420358813},
+            "7b": {"d_model": 4608, "d_mlp": 18432, "n_layers": 32, "n_heads": 36, "n_kv_heads": 4, "rope_theta": 1e6},
+            "15b": {
+                "d_model": 6144,
+                "d_mlp": 24576,
+                "n_layers": 40,
+                "n_heads": 48,
+                "n_kv_heads": 4,
+                "rope_theta": 1e5,
+                "is_tied": False,
+            },
+        },
+        n_positions=16384,
+        window=4096,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.attention_bias != self.mlp_bias:
+            raise ValueError(
+                f"`mlp_bias`: expected `attention_bias`={self.attention_bias}, got {self.mlp_bias}. Set both, or neither."
+            )
+
+
+class Starcoder2(CausalLM):
+    """A StarCoder2, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Starcoder2Config

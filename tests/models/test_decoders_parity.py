@@ -1,0 +1,48 @@
+"""Compares a tiny folder of every family of the one decoder with `transformers`; needs the `parity` extra."""
+
+import fnmatch
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.numpy import load_file
+
+from redeqx.models import from_pretrained, generate, save_pretrained
+from tests.models.families._case import assert_equal, outputs, torch_folder, weights_file
+from tests.models.families._decoders import CASES
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
+NEW, END = 8, 3
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_outputs_tokens_and_folders(case, tmp_path):
+    """With left padding: logits, and tokens with a cache. The folder that is written has the same bytes, and is loaded."""
+    import torch
+
+    module = torch_folder(case, tmp_path)
+    model, config = from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = case.run(module, case.inputs).numpy()
+    assert_equal(case, outputs(case, model), expected, atol=2e-5)
+
+    ids, mask = case.inputs["ids"], case.inputs["mask"]
+    options = {"attention_mask": torch.tensor(mask).long(), "do_sample": False, "pad_token_id": 0, "eos_token_id": [END]}
+    tokens = module.generate(torch.tensor(ids), max_new_tokens=NEW, **options).numpy()[:, ids.shape[1] :]
+    tokens = np.pad(tokens, ((0, 0), (0, NEW - tokens.shape[1])))
+    found = generate(model, ids, mask=mask, max_new_tokens=NEW, pad_token_id=0, eos_token_id=END)
+    np.testing.assert_array_equal(found, tokens)
+
+    save_pretrained(model, config, tmp_path / "again")
+    theirs, ours = load_file(weights_file(tmp_path)), load_file(weights_file(tmp_path / "again"))
+    ignored = type(model).weight_map(config).ignored
+    assert not [x for x in theirs.keys() - ours.keys() if not any(fnmatch.fnmatchcase(x, glob) for glob in ignored)]
+    for name, tensor in ours.items():
+        np.testing.assert_array_equal(tensor, theirs[name], err_msg=name)
+    again, info = type(module).from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with torch.no_grad():
+        np.testing.assert_allclose(case.run(again.eval(), case.inputs).numpy(), expected, rtol=1e-6, atol=1e-6)
