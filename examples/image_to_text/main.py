@@ -92,7 +92,7 @@ def loss_fn(model: VisionEncoderDecoder, batch: dict[str, jax.Array], key: jax.A
 def pred_fn(model: VisionEncoderDecoder, batch: dict[str, jax.Array], key: jax.Array, *, n_beams: int) -> jax.Array:
     """Returns the tokens of generated captions, at most as many as the labels have."""
     del key
-    return generate(model, batch["pixels"], max_new_tokens=batch["labels"].shape[1], n_beams=n_beams)
+    return generate(model, batch["pixels"], max_new_tokens=batch["labels"].shape[1], num_beams=n_beams)
 
 
 def score(examples: Captioned, outputs: Sequence[np.ndarray], *, decode: Callable[[np.ndarray], str]) -> dict[str, float]:

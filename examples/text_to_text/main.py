@@ -124,7 +124,7 @@ def pred_fn(
 ) -> jax.Array:
     """Returns the tokens of the best text that the beam search finds."""
     del key  # nothing is sampled
-    options = {"max_new_tokens": n_tokens, "n_beams": n_beams, "length_penalty": length_penalty}
+    options = {"max_new_tokens": n_tokens, "num_beams": n_beams, "length_penalty": length_penalty}
     return generate(model, batch["ids"], mask=batch["mask"], **options)
 
 

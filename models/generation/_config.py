@@ -12,47 +12,50 @@ from typing import Any
 from redeqx._tree import nearest
 from redeqx.errors import brief
 
-from .._kinds import COUNT, FLAG, NOT_NEGATIVE, NUMBER, SIZE, TOKEN, Kind
+from .._kinds import COUNT, FLAG, LIST, NOT_NEGATIVE, NUMBER, POSITIVE, SIZE, TOKEN, Kind
+from ._options import DEFAULTS, SAMPLING, hashable
 
 GENERATION = "generation_config.json"
 
-# Keys that are arguments of `generate`, with the argument's name. `early_stopping` is one too; it has two types.
-_ARGUMENTS: dict[str, tuple[str, Kind]] = {
-    "max_new_tokens": ("max_new_tokens", SIZE),
-    "min_new_tokens": ("min_new_tokens", COUNT),
-    "do_sample": ("sample", FLAG),
-    "temperature": ("temperature", NOT_NEGATIVE),
-    "top_k": ("top_k", COUNT),
-    "top_p": ("top_p", NOT_NEGATIVE),
-    "num_beams": ("n_beams", SIZE),
-    "num_return_sequences": ("n_return", SIZE),
-    "length_penalty": ("length_penalty", NUMBER),
+# Keys that are arguments of `generate`. `early_stopping` and the forced tokens are others; they have several types.
+_ARGUMENTS: dict[str, Kind] = {
+    "max_new_tokens": SIZE,
+    "min_new_tokens": COUNT,
+    "do_sample": FLAG,
+    "temperature": NOT_NEGATIVE,
+    "top_k": COUNT,
+    "top_p": NOT_NEGATIVE,
+    "min_p": NOT_NEGATIVE,
+    "typical_p": NOT_NEGATIVE,
+    "epsilon_cutoff": NOT_NEGATIVE,
+    "eta_cutoff": NOT_NEGATIVE,
+    "num_beams": SIZE,
+    "num_return_sequences": SIZE,
+    "length_penalty": NUMBER,
+    "repetition_penalty": POSITIVE,
+    "encoder_repetition_penalty": POSITIVE,
+    "no_repeat_ngram_size": COUNT,
+    "encoder_no_repeat_ngram_size": COUNT,
+    "bad_words_ids": LIST,
+    "suppress_tokens": LIST,
+    "begin_suppress_tokens": LIST,
+    "renormalize_logits": FLAG,
 }
+# Values that mean None, in place of a number.
+_NONE = {"top_k": 0, "num_return_sequences": 1, "min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
 # These lengths include the prompt. A key of `_ARGUMENTS` takes precedence over them.
 _LENGTHS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 _FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 
 # For each other key, the values that change no token. null never changes one.
 _SAMPLING: dict[str, tuple[Any, ...]] = {  # no effect without sampling
-    "min_p": (0,),
     "top_h": (),
-    "typical_p": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
 }
 _BEAMS: dict[str, tuple[Any, ...]] = {"num_beam_groups": (1,), "diversity_penalty": (0,)}  # no effect without a beam search
 _GREEDY: dict[str, tuple[Any, ...]] = {"penalty_alpha": (0,), "dola_layers": ()}  # no effect with sampling or beams
 _ALWAYS: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,),
-    "encoder_repetition_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "bad_words_ids": ([],),
-    "renormalize_logits": (False,),
     "remove_invalid_values": (False,),
     "exponential_decay_length_penalty": (),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
     "sequence_bias": ([], {}),
     "token_healing": (False,),
     "guidance_scale": (1,),
@@ -75,18 +78,6 @@ _IRRELEVANT = frozenset(
         *("transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash"),
     )
 )
-_DEFAULTS = {
-    "max_new_tokens": None,
-    "min_new_tokens": 0,
-    "sample": False,
-    "temperature": 1.0,
-    "top_k": None,
-    "top_p": None,
-    "n_beams": 1,
-    "n_return": None,
-    "length_penalty": 1.0,
-    "early_stopping": False,
-}
 
 
 @dataclass(frozen=True)
@@ -109,7 +100,7 @@ class Generation:
             if value is None:
                 continue
             if name in _ARGUMENTS:
-                _ARGUMENTS[name][1].check(self.path, name, value)
+                _ARGUMENTS[name].check(self.path, name, value)
             elif name in _LENGTHS:
                 COUNT.check(self.path, name, value)
             elif name in _FORCED:
@@ -141,44 +132,42 @@ class Generation:
 
         Raises ValueError for a key that is not implemented and would change the generated tokens.
         """
-        present = {name: value for name, value in self.keys.items() if value is not None}
+        present = {name: value for name, value in self.keys.items() if value is not None and name not in ignore}
         folder: dict[str, tuple[str, Any]] = {}
         for name, argument in _LENGTHS.items():
             if name in present:
                 folder[argument] = name, present[name] - n_given
-        for name, (argument, kind) in _ARGUMENTS.items():
+        for name, kind in _ARGUMENTS.items():
+            if name in present and (name not in _NONE or present[name] != _NONE[name]):
+                folder[name] = name, hashable(kind.type(present[name]))
+        for name in ("early_stopping", *_FORCED):
             if name in present:
-                folder[argument] = name, kind.type(present[name])
-        if "early_stopping" in present:
-            folder["early_stopping"] = "early_stopping", present["early_stopping"]
-        for argument, neutral in (("top_k", 0), ("n_return", 1)):  # `generate` uses None for these
-            if argument in folder and folder[argument][1] == neutral:
-                del folder[argument]
-        sample = folder.get("sample", ("", False))[1] if given["sample"] is None else given["sample"]
+                folder[name] = name, hashable(present[name])
+        sample = folder.get("do_sample", ("", False))[1] if given["do_sample"] is None else given["do_sample"]
         if not sample:
-            folder = {name: at for name, at in folder.items() if name not in ("temperature", "top_k", "top_p")}
+            folder = {name: at for name, at in folder.items() if name not in SAMPLING}
         options: dict[str, Any] = {
-            name: value if value is not None else _DEFAULTS.get(name) for name, value in given.items()
+            name: DEFAULTS[name] if value is None else hashable(value) for name, value in given.items()
         }
         keys = {argument: key for argument, (key, _) in folder.items() if given[argument] is None}
         options |= {argument: folder[argument][1] for argument in keys}
         if "min_new_tokens" in keys and options["max_new_tokens"] is not None:
             options["min_new_tokens"] = max(0, min(options["min_new_tokens"], options["max_new_tokens"]))
-        self._check(sample=sample, n_beams=options["n_beams"], ignore=ignore)
+        self._check(sample=sample, num_beams=options["num_beams"], ignore=ignore)
         return options, keys
 
     def with_source(self, error: ValueError, keys: Mapping[str, str]) -> ValueError:
         """Adds the file and the key to an error of `generate` about an argument that came from the folder."""
         text = str(error)
         named = [argument for argument in re.findall(r"`(\w+)[`=]", text) if argument in keys]
-        if not named and text.startswith("`key`") and "sample" in keys:
-            named = ["sample"]
+        if not named and text.startswith("`key`") and "do_sample" in keys:
+            named = ["do_sample"]
         if not named:
             return error
         where = ", ".join(f"`{argument}` is `{keys[argument]}` of `{self.path}`" for argument in dict.fromkeys(named))
         return ValueError(f"{text} Here {where}.")
 
-    def _check(self, *, sample: bool, n_beams: int, ignore: Collection[str]) -> None:
+    def _check(self, *, sample: bool, num_beams: int, ignore: Collection[str]) -> None:
         """Raises ValueError for a key that is not implemented and would change the tokens of this kind of search.
 
         **Arguments:**
@@ -187,8 +176,8 @@ class Generation:
         """
         neutral = dict(_ALWAYS)
         neutral |= _SAMPLING if sample else {}
-        neutral |= _BEAMS if n_beams > 1 else {}
-        neutral |= _GREEDY if not sample and n_beams == 1 else {}
+        neutral |= _BEAMS if num_beams > 1 else {}
+        neutral |= _GREEDY if not sample and num_beams == 1 else {}
         known = {*self.known(), *_IRRELEVANT, *_FORCED}
         for name in ignore:
             if name not in known and name not in self.keys:

@@ -178,7 +178,7 @@ MESSAGES = {
     "a dict for a config": ("TypeError", "`config`", "dict", "`from_pretrained`"),
     "None for a folder": ("TypeError", "`folder`", "None", "`pathlib.Path`"),
     "a positional deployer": ("TypeError", "`from_pretrained`", "2", "`from_pretrained(folder, dtype=...)`"),
-    "names of transformers": ("TypeError", "`generate(do_sample=)`", "unknown", "`sample`"),
+    "names of vLLM": ("TypeError", "`generate(max_tokens=)`", "unknown", "`max_new_tokens`"),
     "a text for a prompt": ("TypeError", "`inputs`", "'Hello'", "Pass what the tokenizer returns"),
     "tokens of another vocabulary": ("ValueError", "`inputs`", "51", "`mask`"),
     "2.0 new tokens": ("TypeError", "`max_new_tokens`", "2.0", "Pass 2"),

@@ -342,7 +342,7 @@ MISTAKES = {
     "a dict for a config": lambda: save_pretrained(gpt2(), {"n_layers": 1}, FOLDER / "gpt2"),
     "None for a folder": lambda: from_pretrained(None),
     "a positional deployer": lambda: from_pretrained("gpt2", redeqx.Deployer(verbose=False)),
-    "names of transformers": lambda: generate(gpt2(), PROMPTS, max_new_tokens=2, do_sample=True),
+    "names of vLLM": lambda: generate(gpt2(), PROMPTS, max_tokens=2),
     "a text for a prompt": lambda: generate(gpt2(), "Hello", max_new_tokens=2),
     "tokens of another vocabulary": lambda: generate(gpt2(), PROMPTS + 50, max_new_tokens=2),
     "2.0 new tokens": lambda: generate(gpt2(), PROMPTS, max_new_tokens=2.0),

@@ -36,7 +36,7 @@ def loss_fn(model, batch, key):
 
 
 def pred_fn(model, batch, key):
-    return generate(model, batch["ids"], mask=batch["mask"], max_new_tokens=4, n_beams=2, eos_token_id=())
+    return generate(model, batch["ids"], mask=batch["mask"], max_new_tokens=4, num_beams=2, eos_token_id=())
 
 
 class RecordLosses:

@@ -13,7 +13,6 @@ import torch
 
 from tests.models.families import _generation
 from tests.models.families._case import collect, golden_path, shapes, torch_folder, weights_file
-from tests.models.families._generation import SEARCHES
 
 
 def main(names: list[str]) -> None:
@@ -31,7 +30,7 @@ def main(names: list[str]) -> None:
             }
             if case.generates:
                 module = torch_folder(case, Path(folder))
-                tokens = {name: _generation.theirs(module, case, search).tolist() for name, search in SEARCHES.items()}
+                tokens = {name: _generation.theirs(module, case, name).tolist() for name in _generation.searches(case)}
                 path = _generation.golden_path(case.name)
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(json.dumps(tokens, separators=(",", ":")) + "\n")

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -36,16 +37,21 @@ def golden(request, tmp_path_factory):
     return case, from_pretrained(folder)[0], _generation.read_golden(case.name)
 
 
-def searches():
-    """Every search for a decoder and for an encoder-decoder. The parity tests compare every family with transformers."""
-    return itertools.product(("gpt2-padded", "t5-padded"), _generation.SEARCHES)
+# Every search, each with two of three families; the first ones in the quick tests. The parity tests compare all families.
+QUICK = [("gpt2-padded", "beams-penalties"), ("mistral", "greedy-penalties"), ("t5-padded", "beams-source")]
+FAMILIES = ("gpt2-padded", "t5-padded", "mistral")
+SWEPT = [
+    pytest.param(family, search, marks=pytest.mark.sweep)
+    for family, search in sorted(
+        {(FAMILIES[(i + j) % 3], search) for i, search in enumerate(_generation.SEARCHES) for j in range(2)} - {*QUICK}
+    )
+]
 
 
-@pytest.mark.parametrize(("golden", "search"), [*searches()], indirect=["golden"], scope="module")
-@pytest.mark.sweep
+@pytest.mark.parametrize(("golden", "search"), [*QUICK, *SWEPT], indirect=["golden"], scope="module")
 def test_generates_the_tokens_of_transformers(search, golden):
     case, model, expected = golden
-    np.testing.assert_array_equal(_generation.ours(model, case, _generation.SEARCHES[search]), expected[search])
+    np.testing.assert_array_equal(_generation.ours(model, case, search), expected[search])
 
 
 def greedy_by_hand(ids, mask, n):
@@ -100,7 +106,7 @@ def best_sequences(ids, n_new, length_penalty):
 @pytest.mark.sweep
 def test_a_wide_beam_search_finds_the_best_sequences():
     best = best_sequences(IDS[0], 2, 1.0)
-    found = generate(MODEL, IDS[:1], max_new_tokens=2, n_beams=VOCAB, n_return=5)
+    found = generate(MODEL, IDS[:1], max_new_tokens=2, num_beams=VOCAB, num_return_sequences=5)
     np.testing.assert_array_equal(found[0], best[:5])
 
 
@@ -135,14 +141,14 @@ def test_beams_continue_with_the_cache_of_the_beam_that_they_extend():
     texts = np.array([[1, 2, *tail] for tail in itertools.product(range(4), repeat=3)])
     log_probs = np.asarray(jax.nn.log_softmax(jax.jit(jax.vmap(lambda ids: model(ids)))(texts)))
     scores = sum(log_probs[np.arange(64), 1 + i, texts[:, 2 + i]] for i in range(3))
-    found = generate(model, texts[:1, :2], max_new_tokens=3, n_beams=16, n_return=8)
+    found = generate(model, texts[:1, :2], max_new_tokens=3, num_beams=16, num_return_sequences=8)
     np.testing.assert_array_equal(found[0], texts[np.argsort(-scores), 2:][:8])
 
 
 def test_the_text_may_end_right_after_the_minimum():
     """As in transformers, the minimum counts tokens without the end."""
     p = np.tile([0.7, 0.2, 0.1], (6, 1))
-    given = {"max_new_tokens": 6, "min_new_tokens": 3, "eos_token_id": 0, "pad_token_id": 2}
+    given: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 3, "eos_token_id": 0, "pad_token_id": 2}
     found = generate(Table(jnp.log(jnp.asarray(p, jnp.float32))), np.ones((1, 1), int), **given)
     assert found.tolist() == [[1, 1, 1, 0, 2, 2]]
 
@@ -157,21 +163,21 @@ def test_the_text_may_end_right_after_the_minimum():
 )
 def test_samples_of_a_known_distribution(options, expected):
     model = Table(jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]])))
-    found = generate(model, np.ones((4000, 1), int), max_new_tokens=1, sample=True, key=jax.random.key(0), **options)
+    found = generate(model, np.ones((4000, 1), int), max_new_tokens=1, do_sample=True, key=jax.random.key(0), **options)
     share = np.bincount(np.asarray(found)[:, 0], minlength=4) / 4000
     np.testing.assert_allclose(share, expected / np.sum(expected), atol=0.03)
     assert np.all(share[np.equal(expected, 0)] == 0)
 
 
-@pytest.mark.parametrize("n_beams", [1, 2])
-def test_forced_tokens_replace_the_first_and_the_last(n_beams):
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_forced_tokens_replace_the_first_and_the_last(num_beams):
     """The first only if the prompt is a single token, as in transformers."""
 
     class Forced(Table):
         config = SimpleNamespace(forced_bos_token_id=1, forced_eos_token_id=2)
 
     p = np.tile([0.7, 0.1, 0.1, 0.1], (8, 1))
-    model, options = Forced(jnp.log(jnp.asarray(p, jnp.float32))), {"max_new_tokens": 4, "n_beams": n_beams}
+    model, options = Forced(jnp.log(jnp.asarray(p, jnp.float32))), {"max_new_tokens": 4, "num_beams": num_beams}
     assert generate(model, np.ones((1, 1), int), **options).tolist() == [[1, 0, 0, 2]]
     assert generate(model, np.ones((2, 3), int), **options).tolist() == [[0, 0, 0, 2]] * 2
     assert generate(model, np.ones((1, 1), int), **{**options, "max_new_tokens": 1}).tolist() == [[2]]
@@ -193,7 +199,7 @@ def test_early_stopping_never_continues_while_a_longer_text_can_win():
             Table(jnp.log(jnp.asarray(p, jnp.float32))),
             np.ones((1, 1), int),
             max_new_tokens=n_new,
-            n_beams=2,
+            num_beams=2,
             early_stopping=early_stopping,
             eos_token_id=eos,
             pad_token_id=eos,
@@ -209,7 +215,7 @@ def test_early_stopping_never_continues_while_a_longer_text_can_win():
 
 def frequencies(n=4000, **options):
     prompt = np.repeat(IDS[:1], n, 0)
-    token = generate(MODEL, prompt, max_new_tokens=1, sample=True, key=jax.random.key(1), **options)[:, 0]
+    token = generate(MODEL, prompt, max_new_tokens=1, do_sample=True, key=jax.random.key(1), **options)[:, 0]
     return np.bincount(token, minlength=VOCAB) / n
 
 
@@ -249,7 +255,7 @@ def test_top_p_keeps_the_smallest_sufficient_set(top_p):
 
 def test_samples_depend_on_the_key_and_differ_within_one_prompt():
     draw = lambda seed, n: np.asarray(  # noqa: E731
-        generate(MODEL, IDS, mask=LEFT, max_new_tokens=6, sample=True, n_return=n, key=jax.random.key(seed))
+        generate(MODEL, IDS, mask=LEFT, max_new_tokens=6, do_sample=True, num_return_sequences=n, key=jax.random.key(seed))
     )
     a, same, b = draw(0, 4), draw(0, 4), draw(1, 4)
     assert a.shape == (3, 4, 6)
@@ -262,7 +268,9 @@ def test_each_token_is_drawn_independently():
     """In a model with uniform probabilities, the next token does not depend on the previous one."""
     flat = jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if eqx.is_inexact_array(leaf) else leaf, MODEL)
     prompt, n_new = np.repeat(IDS[:1], 100, 0), 8
-    texts = np.asarray(generate(flat, prompt, max_new_tokens=n_new, sample=True, n_return=2, key=jax.random.key(2)))
+    texts = np.asarray(
+        generate(flat, prompt, max_new_tokens=n_new, do_sample=True, num_return_sequences=2, key=jax.random.key(2))
+    )
     assert_drawn_from(np.bincount(texts.reshape(-1), minlength=VOCAB) / texts.size, np.full(VOCAB, 1 / VOCAB), texts.size)
     # Two independent draws are equal with probability 1 / VOCAB: for any two positions, samples or prompts.
     pairs = [(texts[..., i], texts[..., j]) for i, j in itertools.combinations(range(n_new), 2)]
@@ -279,7 +287,7 @@ def test_each_token_is_drawn_independently():
     ("n_model", "n_fsdp"), [(2, 2), *(pytest.param(*mesh, marks=pytest.mark.sweep) for mesh in ((4, 1), (1, 8)))]
 )
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, id="greedy", marks=pytest.mark.sweep), pytest.param({"n_beams": 3}, id="beams")]
+    "options", [pytest.param({}, id="greedy", marks=pytest.mark.sweep), pytest.param({"num_beams": 3}, id="beams")]
 )
 def test_tokens_are_the_same_in_pred_fn_on_a_mesh(n_model, n_fsdp, options):
     ids, mask = np.tile(IDS, (3, 1))[:8], np.tile(LEFT, (3, 1))[:8]
@@ -326,25 +334,27 @@ def test_generates_up_to_the_last_position():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 12}, r"`max_new_tokens`: expected at most 11 after 5 given ones, .*`n_positions`=16, got 12"),
+        ({"max_new_tokens": 13}, r"`max_new_tokens`: expected at most 12 after 5 given ones, .*`n_positions`=16, got 13"),
         ({"max_new_tokens": 0}, r"`max_new_tokens`: expected at least 1, got 0"),
-        ({"n_beams": 0}, r"`n_beams`: expected at least 1, got 0\. Pass a positive number"),
-        ({"n_return": 0}, r"`n_return`: expected at least 1, got 0"),
-        ({"n_beams": 2, "n_return": 3}, r"`n_return`: expected at most `n_beams`=2, got 3\. Raise `n_beams`"),
+        ({"num_beams": 0}, r"`num_beams`: expected at least 1, got 0\. Pass a positive number"),
+        ({"num_return_sequences": 0}, r"`num_return_sequences`: expected at least 1, got 0"),
+        (
+            {"num_beams": 2, "num_return_sequences": 3},
+            r"`num_return_sequences`: expected at most `num_beams`=2, got 3\. Raise `num_beams`",
+        ),
         ({"min_new_tokens": 5}, r"`min_new_tokens`: expected 0 to `max_new_tokens`=4, got 5"),
         ({"early_stopping": "often"}, r"`early_stopping`: expected True, False or 'never', got 'often'"),
-        ({"temperature": 0.5}, r"`temperature`: expected 1\.0 without sampling, got 0\.5\. Pass `sample=True`"),
+        ({"temperature": 0.5}, r"`temperature`: expected 1\.0 without sampling, got 0\.5\. Pass `do_sample=True`"),
         ({"top_k": 3}, r"`top_k`: expected None without sampling, got 3"),
-        ({"sample": True}, r"`key`: expected a key to sample with, got None"),
-        ({"sample": True, "key": 0, "n_beams": 2}, r"`n_beams`: expected 1 with `sample=True`, got 2"),
+        ({"do_sample": True}, r"`key`: expected a key to sample with, got None"),
         (
-            {"sample": True, "key": 0, "temperature": 0.0},
-            r"`temperature`: expected more than 0, got 0\.0\. Pass `sample=False`",
+            {"do_sample": True, "key": 0, "temperature": 0.0},
+            r"`temperature`: expected more than 0, got 0\.0\. Pass `do_sample=False`",
         ),
-        ({"sample": True, "key": 0, "temperature": float("nan")}, r"`temperature`: expected more than 0, got nan\."),
-        ({"n_beams": 2, "length_penalty": float("nan")}, r"`length_penalty`: expected a finite number, got nan\."),
-        ({"sample": True, "key": 0, "top_k": 0}, r"`top_k`: expected at least 1, got 0"),
-        ({"sample": True, "key": 0, "top_p": 1.5}, r"`top_p`: expected a share in \(0, 1\], got 1\.5"),
+        ({"do_sample": True, "key": 0, "temperature": float("nan")}, r"`temperature`: expected more than 0, got nan\."),
+        ({"num_beams": 2, "length_penalty": float("nan")}, r"`length_penalty`: expected a finite number, got nan\."),
+        ({"do_sample": True, "key": 0, "top_k": 0}, r"`top_k`: expected at least 1, got 0"),
+        ({"do_sample": True, "key": 0, "top_p": 1.5}, r"`top_p`: expected a share in \(0, 1\], got 1\.5"),
         (
             {"mask": LEFT[:, ::-1]},
             r"`mask`: expected a token at the end of each prompt, got padding there in row 1\. Pad .* left",

@@ -23,6 +23,7 @@ CONFIG = GPT2Config(VOCAB, 16, d_model=16, n_layers=2, n_heads=4, init_std=0.4, 
 MODEL = eqx.filter_jit(GPT2)(CONFIG, key=jax.random.key(0))
 IDS = np.random.default_rng(0).integers(0, VOCAB, (3, 5))
 KEY = jax.random.key(1)
+IGNORED = ["token_healing", "suppress_tokens"]
 
 
 @pytest.fixture
@@ -55,12 +56,12 @@ def said(**keys):
         ),
         pytest.param(
             {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 2, "num_return_sequences": 2, "eos_token_id": [2, 5]},
-            {"max_new_tokens": 6, "n_beams": 3, "length_penalty": 2.0, "n_return": 2, "eos_token_id": (2, 5)},
+            {"max_new_tokens": 6, "num_beams": 3, "length_penalty": 2.0, "num_return_sequences": 2, "eos_token_id": (2, 5)},
             marks=pytest.mark.sweep,
         ),
         (
             {"max_new_tokens": 6, "do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "num_beams": 1},
-            {"max_new_tokens": 6, "sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "key": KEY},
+            {"max_new_tokens": 6, "do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "key": KEY},
         ),
         ({"max_new_tokens": 6, "temperature": 0.1, "top_k": 3, "top_p": 0.2}, {"max_new_tokens": 6}),  # no sampling
     ],
@@ -75,11 +76,11 @@ def test_generate_uses_the_options_of_the_folder(keys, options, folder):
 
 def test_arguments_take_precedence_over_the_folder():
     model = said(max_length=9, num_beams=3, do_sample=True, temperature=0.3, top_k=2, num_return_sequences=1, min_length=11)
-    found = generate(model, IDS, max_new_tokens=6, n_beams=1, sample=False)
+    found = generate(model, IDS, max_new_tokens=6, num_beams=1, do_sample=False)
     np.testing.assert_array_equal(found, generate(MODEL, IDS, max_new_tokens=6))
-    drawn: dict[str, Any] = {"max_new_tokens": 6, "n_beams": 1, "key": KEY}
+    drawn: dict[str, Any] = {"max_new_tokens": 6, "num_beams": 1, "key": KEY}
     found = generate(model, IDS, **drawn, temperature=2.0, top_k=VOCAB)
-    np.testing.assert_array_equal(found, generate(MODEL, IDS, **drawn, sample=True, temperature=2.0))
+    np.testing.assert_array_equal(found, generate(MODEL, IDS, **drawn, do_sample=True, temperature=2.0))
 
 
 @pytest.mark.sweep
@@ -101,31 +102,41 @@ def test_models_with_different_generation_configs_are_compiled_separately():
     ("keys", "options", "message"),
     [
         (
-            {"no_repeat_ngram_size": 3, "repetition_penalty": 1.2},
+            {"guidance_scale": 3, "token_healing": True},
             {},
-            r"`a/generation_config\.json`: `no_repeat_ngram_size` \(and `repetition_penalty`\): expected none, since "
-            r"`generate` does not implement it, got 3\. Pass `ignore=\('no_repeat_ngram_size', 'repetition_penalty'\)`",
+            r"`a/generation_config\.json`: `guidance_scale` \(and `token_healing`\): expected none, since "
+            r"`generate` does not implement it, got 3\. Pass `ignore=\('guidance_scale', 'token_healing'\)`",
         ),
-        ({"suppress_tokens": [3]}, {"ignore": ("bad_words_ids",)}, r"`suppress_tokens`: expected none, .* got \[3\]"),
+        ({"sequence_bias": [3]}, {"ignore": ("bad_words_ids",)}, r"`sequence_bias`: expected none, .* got \[3\]"),
         ({"temprature": 0.5}, {}, r"`temprature`: expected none, .* got 0\.5\. Did you mean `temperature`\?"),
-        ({"do_sample": True, "typical_p": 0.9}, {"key": KEY}, r"`typical_p`: expected none, .* got 0\.9"),
+        ({"do_sample": True, "top_h": 0.9}, {"key": KEY}, r"`top_h`: expected none, .* got 0\.9"),
         ({"num_beam_groups": 2, "num_beams": 4}, {}, r"`num_beam_groups`: expected none, .* got 2"),
+        (
+            {"bad_words_ids": [3]},
+            {},
+            r"`bad_words_ids`: expected a list of words, each .*, got \(3,\)\..* Here `bad_words_ids` is",
+        ),
+        ({"suppress_tokens": ["a"]}, {}, r"`suppress_tokens`: expected a list of token ids, got \('a',\)"),
         ({"penalty_alpha": 0.6, "top_k": 4}, {}, r"`penalty_alpha`: expected none, .* got 0\.6"),
         (
             {},
             {"ignore": ("repetition_penalti",)},
             r"`ignore`: expected keys of `.*`, got 'repetition_penalti'\. Did you mean",
         ),
-        ({"do_sample": True}, {}, r"`key`: expected a key .*Here `sample` is `do_sample` of `a/generation_config\.json`\."),
+        (
+            {"do_sample": True},
+            {},
+            r"`key`: expected a key .*Here `do_sample` is `do_sample` of `a/generation_config\.json`\.",
+        ),
         (
             {"do_sample": True, "temperature": 0.0},
             {"key": KEY},
             r"`temperature`: expected more than 0, got 0\.0\..* Here `temperature` is `temperature` of `a/gen",
         ),
         (
-            {"do_sample": True},
-            {"n_beams": 2, "key": KEY},
-            r"`n_beams`: expected 1 with `sample=True`, got 2\..* Here `sample` is `do_sample` of `a/gen",
+            {"num_beams": 2, "num_return_sequences": 3},
+            {},
+            r"`num_return_sequences`: expected at most `num_beams`=2, got 3\..* Here `num_return_sequences` is `num_return",
         ),
         (
             {"max_length": 4},
@@ -146,6 +157,7 @@ def test_options_without_effect_are_accepted():
         "no_repeat_ngram_size": 0,
         "bad_words_ids": None,
         "typical_p": 0.9,  # without sampling
+        "top_h": 0.9,
         "num_beam_groups": 4,  # without beams
         "use_cache": False,
         "transformers_version": "5.23.0",
@@ -153,7 +165,7 @@ def test_options_without_effect_are_accepted():
     }
     expected = generate(MODEL, IDS, max_new_tokens=6)
     np.testing.assert_array_equal(generate(said(**neutral), IDS, max_new_tokens=6), expected)
-    ignored = generate(said(no_repeat_ngram_size=2), IDS, max_new_tokens=6, ignore=["no_repeat_ngram_size"])
+    ignored = generate(said(token_healing=True, suppress_tokens=[1]), IDS, max_new_tokens=6, ignore=IGNORED)
     np.testing.assert_array_equal(ignored, expected)
 
 
@@ -165,6 +177,8 @@ def test_options_without_effect_are_accepted():
         ({"max_length": -1}, ValueError, r"`max_length`: expected a whole number from 0 to 2147483647, got -1"),
         ({"temperature": float("inf")}, ValueError, r"`temperature`: expected a finite number of at least 0, got inf"),
         ({"early_stopping": "often"}, ValueError, r"`early_stopping`: expected true, false or 'never', got 'often'"),
+        ({"repetition_penalty": 0}, ValueError, r"`repetition_penalty`: expected a finite number above 0, got 0"),
+        ({"bad_words_ids": 3}, TypeError, r"`bad_words_ids`: expected list, got 3"),
         ({"eos_token_id": "x"}, TypeError, r"`eos_token_id`: expected int, got 'x'"),
         ({"forced_bos_token_id": [1]}, TypeError, r"`forced_bos_token_id`: expected int, got \[1\]"),
     ],
@@ -202,7 +216,7 @@ def test_old_keys_of_the_config_are_moved_to_a_separate_file(folder, tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), **old}))
     model, config = from_pretrained(folder)
     assert config.generation == Generation({"num_beams": 3, "max_length": 11, "no_repeat_ngram_size": 0})
-    np.testing.assert_array_equal(generate(model, IDS), generate(MODEL, IDS, max_new_tokens=6, n_beams=3))
+    np.testing.assert_array_equal(generate(model, IDS), generate(MODEL, IDS, max_new_tokens=6, num_beams=3))
     written = save_pretrained(model, config, tmp_path / "again")
     assert "num_beams" not in json.loads((written / "config.json").read_text())
     assert "task_specific_params" in json.loads((written / "config.json").read_text())

@@ -1,0 +1,183 @@
+"""The loop of greedy decoding and sampling: prefill, then one token a step, until all rows have ended.
+
+`generate` runs the whole loop as one program, and `stream` runs its steps one by one. Beam search has its own loop, in
+`_beams.py`; it shares the prefill and the decoding step.
+
+Dims: batch, prompt = tokens given, rows = sequences of one example, new = tokens generated, vocab.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ..nn import Cache
+from ._options import Options
+from ._processors import Given, process
+from ._sampling import distribution
+
+
+class Request(eqx.Module):
+    """What one generation starts from: the inputs, and what its options need. The options are static."""
+
+    inputs: Array
+    mask: Bool[Array, "batch source"] | None
+    key: PRNGKeyArray | None
+    given: Given
+    options: Options = eqx.field(static=True)
+    output_scores: bool = eqx.field(static=True, default=False)
+
+
+class Generated(eqx.Module):
+    """Generated tokens with their scores. With `num_return_sequences`, there is a dim of sequences after the batch's.
+
+    **Arguments:**
+
+    - `tokens`: the tokens, with padding after the end of each text.
+    - `log_probs`: the model's own log-probability of each token, before all options; 0 after the end of a text.
+    - `scores`: the log-probability of each token in the distribution that it was chosen from, after all options; 0 after the
+        end. In a beam search it is not normalized again after the options, as in `transformers`.
+    - `sequence_scores`: of a beam search, the sum of a text's `scores` over `length ** length_penalty`; None otherwise.
+    """
+
+    tokens: Int[Array, "*sequences new"]
+    log_probs: Float[Array, "*sequences new"] | None = None
+    scores: Float[Array, "*sequences new"] | None = None
+    sequence_scores: Float[Array, "*sequences"] | None = None
+
+
+# `log_probs` and `scores` of each token; see `Generated`.
+Chances = tuple[Float[Array, "batch rows new"], Float[Array, "batch rows new"]]
+
+
+class State(eqx.Module):
+    """The state of the loop after some steps."""
+
+    step: Int[Array, ""] | int
+    token: Int[Array, "batch rows"]  # the last one of each row
+    tokens: Int[Array, "batch rows new"]
+    done: Bool[Array, "batch rows"]
+    cache: Cache
+    chances: Chances | None  # on request
+
+
+def no_chances(shape: tuple[int, ...], request: "Request") -> Chances | None:
+    zeros = jnp.zeros(shape, jnp.float32)
+    return (zeros, zeros) if request.output_scores else None
+
+
+def prefill(model: Any, request: Request) -> tuple[Float[Array, "batch vocab"], Cache]:
+    """Returns the logits of each row's first new token, and the cache that holds the prompts."""
+    new = request.options.new
+
+    def begin(inputs: Array, mask: Array | None) -> tuple[Array, Cache]:
+        if not hasattr(model, "encode"):
+            # The last token is never fed back, so it needs no slot.
+            return model.decode(inputs, model.init_cache(inputs.shape[0] + new - 1), mask=mask)
+        memory = model.encode(inputs) if mask is None else model.encode(inputs, mask=mask)
+        start = jnp.full(1, model.config.decoder_start_token_id, jnp.int32)
+        return model.decode(start, model.init_cache(new, memory, memory_mask=mask))
+
+    inputs, mask = request.inputs, request.mask
+    _, cache = eqx.filter_eval_shape(begin, inputs[0], None if mask is None else mask[0])
+    return jax.vmap(begin, out_axes=(0, cache.axes()))(inputs, mask)
+
+
+def repeat(cache: Cache, n: int) -> Cache:
+    """Returns the cache with `n` rows for each example, in a new dim after the batch's. The rows share the example's
+    memory."""
+    inner = cache.axes(shares_memory=True)
+
+    def repeat(axis: int | None, leaf: Any) -> Any:
+        return leaf if axis is None else jnp.repeat(jnp.expand_dims(leaf, axis + 1), n, axis + 1)
+
+    # `axes` is the first tree, because a None in it stands for a subtree, the pair of the memory.
+    return jax.tree.map(repeat, inner, cache, is_leaf=lambda x: x is None)
+
+
+def decoder(model: Any, cache: Cache) -> Callable[[Int[Array, "batch rows"], Cache], tuple[Array, Cache]]:
+    """Returns a decoding step for several rows of each example: from one token per row to the logits of the next."""
+    inner, outer = cache.axes(shares_memory=True), cache.axes()
+    decode = jax.vmap(lambda token, cache: model.decode(token[None], cache), (0, inner), (0, inner))
+    return jax.vmap(decode, (0, outer), (0, outer))
+
+
+def pick(scores: Float[Array, "*rows vocab"], token: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """Returns the log-probability of a token of each row, from scores that need not be normalized."""
+    return jnp.take_along_axis(jax.nn.log_softmax(scores), token[..., None], -1)[..., 0]
+
+
+def write(buffer: Array, values: Array, step: Any) -> Array:
+    """Returns the buffer with these values at a step, along the last dim."""
+    return jax.lax.dynamic_update_slice_in_dim(buffer, values[..., None].astype(buffer.dtype), step, buffer.ndim - 1)
+
+
+def start(model: Any, request: Request) -> State:
+    """Returns the state after the first new token."""
+    logits, cache = prefill(model, request)
+    n = request.options.rows
+    cache = repeat(cache, n)
+    logits = jnp.repeat(logits[:, None], n, 1)
+    shape = (*logits.shape[:2], request.options.new)
+    state = State(
+        step=0,
+        token=jnp.zeros(shape[:2], jnp.int32),
+        tokens=jnp.full(shape, request.options.pad, jnp.int32),
+        done=jnp.zeros(shape[:2], bool),
+        cache=cache,
+        chances=no_chances(shape, request),
+    )
+    return _take(logits, cache, state, request)
+
+
+def advance(model: Any, state: State, request: Request) -> State:
+    """Returns the state after one more token."""
+    logits, cache = decoder(model, state.cache)(state.token, state.cache)
+    return _take(logits, cache, state, request)
+
+
+def is_running(state: State, request: Request) -> Bool[Array, ""]:
+    return (state.step < request.options.new) & ~state.done.all()
+
+
+def search(model: Any, request: Request) -> Generated:
+    """Returns the tokens of greedy decoding or sampling, `[batch, rows, new]`."""
+    state = start(model, request)
+    state = jax.lax.while_loop(
+        lambda state: is_running(state, request), lambda state: advance(model, state, request), _in_loop(state)
+    )
+    return Generated(state.tokens, *(state.chances or ()))
+
+
+def _in_loop(state: State) -> State:
+    return eqx.tree_at(lambda s: s.step, state, jnp.int32(state.step))
+
+
+def _take(logits: Float[Array, "batch rows vocab"], cache: Cache, state: State, request: Request) -> State:
+    """Returns the state after the tokens that are chosen from these logits."""
+    options, step = request.options, state.step
+    logits = logits.astype(jnp.float32)
+    scores = process(logits, state.tokens, step, options, request.given)
+    if options.do_sample:
+        assert request.key is not None
+        scores = distribution(scores, options)
+        token = jax.random.categorical(jax.random.fold_in(request.key, step), scores).astype(jnp.int32)
+    else:
+        token = jnp.argmax(scores, -1).astype(jnp.int32)
+    chances = state.chances
+    if chances is not None:
+        of_token = (jnp.where(state.done, 0.0, pick(of_all, token)) for of_all in (logits, scores))
+        log_probs, kept = (write(buffer, values, step) for buffer, values in zip(chances, of_token, strict=True))
+        chances = log_probs, kept
+    token = jnp.where(state.done, options.pad, token)
+    return State(
+        step=step + 1,
+        token=token,
+        tokens=write(state.tokens, token, step),
+        done=state.done | options.ends(token),
+        cache=cache,
+        chances=chances,
+    )
