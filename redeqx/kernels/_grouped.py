@@ -6,7 +6,8 @@ derivatives of any order are these two again, so all of them cost what the rows 
 If several devices share the rows, each multiplies its own under `jax.shard_map`: a slice of the sorted rows, which has parts
 of some groups. No compiler finds this split.
 
-Dims: `B` batch, `M` rows, `E` groups, `K` contracted, `N` outputs.
+Dims: `B` batch, `M` rows, `E` groups, `K` contracted, `N` outputs, `W` stacks of matrices: 1, or each of `B / W` consecutive
+entries of the batch.
 """
 
 import math
@@ -89,7 +90,7 @@ def _matmul_shape(x: Any, weights: Any, sizes: Any, *, setting: GroupedSetting) 
 
 @grouped_gradient_p.def_abstract_eval
 def _gradient_shape(x: Any, g: Any, sizes: Any, *, setting: GroupedSetting) -> Any:
-    n = 1 if setting.is_summed else x.shape[0]
+    n = setting.n_stacks if setting.is_summed else x.shape[0]
     return _make_aval((n, sizes.shape[1], x.shape[2], g.shape[2]), setting.dtype, x)
 
 
@@ -100,7 +101,7 @@ def _permuted(setting: GroupedSetting, order: Sequence[int], **changes: Any) -> 
     """Returns the setting of a product whose dims `[rows, K, N]` are these dims of another one."""
     split = setting.split
     if split is not None:
-        split = NamedSharding(split.mesh, P(*(split.spec[i] for i in order)))
+        split = NamedSharding(split.mesh, P(*(split.spec[i] for i in order), *split.spec[3:]))
     return replace(setting, split=split, **changes)
 
 
@@ -123,8 +124,9 @@ def _transpose_matmul(g: Any, x: Any, weights: Any, sizes: Any, *, setting: Grou
     if ad.is_undefined_primal(x):
         back = _permuted(setting, (0, 2, 1), dtype=x.aval.dtype, transposed=not setting.transposed)
         return grouped_matmul_p.bind(g, weights, sizes, setting=back), None, None
-    is_summed = weights.aval.shape[0] == 1
-    rest = {"dtype": weights.aval.dtype, "transposed": False, "is_summed": is_summed}
+    n = weights.aval.shape[0]
+    is_summed = n == 1 or n < x.shape[0]
+    rest = {"dtype": weights.aval.dtype, "transposed": False, "is_summed": is_summed, "n_stacks": n if is_summed else 1}
     if setting.transposed:
         of_weights = grouped_gradient_p.bind(g, x, sizes, setting=_permuted(setting, (0, 2, 1), **rest))
     else:
@@ -136,9 +138,9 @@ def _transpose_gradient(ct: Any, x: Any, g: Any, sizes: Any, *, setting: Grouped
     if type(ct) is ad.Zero:
         return None, None, None
     if ad.is_undefined_primal(x):
-        back = _permuted(setting, (0, 2, 1), dtype=x.aval.dtype, transposed=True, is_summed=False)
+        back = _permuted(setting, (0, 2, 1), dtype=x.aval.dtype, transposed=True, is_summed=False, n_stacks=1)
         return grouped_matmul_p.bind(g, ct, sizes, setting=back), None, None
-    back = replace(setting, dtype=g.aval.dtype, is_summed=False)
+    back = replace(setting, dtype=g.aval.dtype, is_summed=False, n_stacks=1)
     return None, grouped_matmul_p.bind(x, ct, sizes, setting=back), None
 
 
@@ -157,7 +159,7 @@ def _matmul_batcher(operands: Sequence[Any], dims: Sequence[int | None], *, sett
     x, sizes = _merged(x, dims[0], size), _merged(sizes, dims[2], size)
     if dims[1] is not None or weights.shape[0] > 1:
         weights = weights if dims[1] is None else jnp.moveaxis(weights, dims[1], 0)
-        lead = size, x.shape[0] // size
+        lead = size, weights.shape[-4] if weights.shape[-4] > 1 else x.shape[0] // size
         weights = jnp.broadcast_to(weights, (*lead, *weights.shape[-3:])).reshape(-1, *weights.shape[-3:])
     out = grouped_matmul_p.bind(x, weights, sizes, setting=setting)
     return out.reshape(size, -1, *out.shape[1:]), 0
@@ -166,9 +168,10 @@ def _matmul_batcher(operands: Sequence[Any], dims: Sequence[int | None], *, sett
 def _gradient_batcher(operands: Sequence[Any], dims: Sequence[int | None], *, setting: GroupedSetting) -> Any:
     size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
     merged = [_merged(x, dim, size) for x, dim in zip(operands, dims, strict=True)]
-    out = grouped_gradient_p.bind(*merged, setting=replace(setting, is_summed=False))
-    out = out.reshape(size, -1, *out.shape[1:])
-    return jnp.sum(out, 1, keepdims=True, dtype=out.dtype) if setting.is_summed else out, 0
+    out = grouped_gradient_p.bind(*merged, setting=replace(setting, is_summed=False, n_stacks=1))
+    if not setting.is_summed:
+        return out.reshape(size, -1, *out.shape[1:]), 0
+    return jnp.sum(out.reshape(size, setting.n_stacks, -1, *out.shape[1:]), 2, dtype=out.dtype), 0
 
 
 for _primitive, _transpose, _batcher in (

@@ -1,12 +1,12 @@
 """How a grouped matmul is computed: by tiles or a platform's kernel on one device, and by each on its own rows on several.
 
-Dims as in `_grouped`: `B` batch, `M` rows, `E` groups, `K` contracted, `N` outputs.
+Dims as in `_grouped`: `B` batch, `M` rows, `E` groups, `K` contracted, `N` outputs, `W` stacks of matrices.
 """
 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -28,14 +28,16 @@ class GroupedSetting:
 
     - `dtype`: that of the output.
     - `transposed`: whether the matrices are `[N, K]`; not for the gradient.
-    - `is_summed`: for the gradient, whether all of `B` share their matrices, and the output is the sum over `B`.
+    - `is_summed`: for the gradient, whether entries of `B` share their matrices, and the output is the sum over them.
+    - `n_stacks`: for a gradient that is summed, `W`: each run of `B / W` entries has a sum.
     - `precision`: as for `jax.lax.dot_general`.
-    - `split`: the sharding of the dims `[rows, K, N]`; None if it is unknown or there is one device.
+    - `split`: the sharding of the dims `[rows, K, N]`, or `[rows, K, N, W]`; None if it is unknown or there is one device.
     """
 
     dtype: Any
     transposed: bool = False
     is_summed: bool = False
+    n_stacks: int = 1
     precision: Any = None
     split: NamedSharding | None = None
 
@@ -65,11 +67,11 @@ class _Local:
         first, last = (jnp.clip(x - self.offset, 0, self.n_rows) for x in (after - sizes, after))
         return first, last
 
-    def groups(self, n_leading: int) -> _tiles.Groups:
-        """Returns the groups of all of `B`, for rows `[B * M]` and matrices `[n_leading * E]`, `n_leading` being 1 or B."""
+    def groups(self, n_stacks: int) -> _tiles.Groups:
+        """Returns the groups of all of `B`, for rows `[B * M]` and matrices `[W * E]`."""
         (n, n_groups), (first, last) = self.sizes.shape, self.bounds
         rows = jnp.arange(n, dtype=jnp.int32)[:, None]
-        matrices = jnp.arange(n_groups, dtype=jnp.int32) + (rows * n_groups if n_leading > 1 else jnp.zeros_like(rows))
+        matrices = jnp.arange(n_groups, dtype=jnp.int32) + rows // (n // n_stacks) * n_groups
         # By group and then by batch: groups that share a matrix follow each other.
         found = first + rows * self.n_rows, last + rows * self.n_rows, matrices
         return _tiles.Groups(*(jnp.transpose(each).reshape(-1) for each in found))
@@ -98,7 +100,7 @@ class Tiled:
         return out.reshape(*x.shape[:2], -1)
 
     def gradient(self, setting: GroupedSetting, x: Any, g: Any, local: _Local) -> Any:
-        n, n_groups = 1 if setting.is_summed else x.shape[0], local.sizes.shape[1]
+        n, n_groups = setting.n_stacks if setting.is_summed else x.shape[0], local.sizes.shape[1]
         rows = x.reshape(-1, x.shape[2]), g.reshape(-1, g.shape[2])
         out = _tiles.gradient(*rows, local.groups(n), n * n_groups, **self.options(local, setting))
         return out.reshape(n, n_groups, *out.shape[1:])
@@ -119,24 +121,30 @@ class _OnTpu(Tiled):
         first, last = local.bounds
         tile = _megablox.n_tile_rows(local.mean)
         run = partial(_megablox.matmul, tile=tile, transposed=setting.transposed, dtype=setting.dtype)
-        if weights.shape[0] == 1:
-            return _each(lambda x, sizes: run(x, weights[0], sizes), x, last - first)
-        return _each(run, x, weights, last - first)
+
+        def of_stack(x: Any, weights: Any, sizes: Any) -> Any:
+            return _each(lambda x, sizes: run(x, weights, sizes), x, sizes)
+
+        n, by_stack = weights.shape[0], lambda x: x.reshape(n, -1, *x.shape[1:])
+        return _each(of_stack, by_stack(x), weights, by_stack(last - first)).reshape(*x.shape[:2], -1)
 
     def gradient(self, setting: GroupedSetting, x: Any, g: Any, local: _Local) -> Any:
         if not self._is_supported(x, g, setting):
             return super().gradient(setting, x, g, local)
         first, last = local.bounds
-        sizes, n, tile = last - first, x.shape[0], _megablox.n_tile_rows(local.mean)
-        if n == 1 or not setting.is_summed:
+        sizes, n, tile = last - first, setting.n_stacks, _megablox.n_tile_rows(local.mean)
+        if x.shape[0] == n or not setting.is_summed:
             return _each(partial(_megablox.gradient, tile=tile, dtype=setting.dtype), x, g, sizes)
         wide = jnp.promote_types(setting.dtype, jnp.float32)
 
         def add(total: Any, operands: Any) -> Any:
             return total + _megablox.gradient(*operands, tile=tile, dtype=wide), None
 
-        total = jnp.zeros((sizes.shape[1], x.shape[2], g.shape[2]), wide)
-        return jax.lax.scan(add, total, (x, g, sizes))[0].astype(setting.dtype)[None]
+        def of_stack(*operands: Any) -> Any:
+            total = jnp.zeros((sizes.shape[1], x.shape[2], g.shape[2]), wide)
+            return jax.lax.scan(add, total, operands)[0].astype(setting.dtype)
+
+        return _each(of_stack, *(each.reshape(n, -1, *each.shape[1:]) for each in (x, g, sizes)))
 
 
 @cache
@@ -161,8 +169,8 @@ def matmul(backend: Tiled, x: Any, weights: Any, sizes: Any, *, setting: Grouped
     mean = x.shape[1] / sizes.shape[1]
     if setting.split is None or setting.split.mesh.size == 1:
         return backend.matmul(setting, x, weights, _Local(sizes, x.shape[1], 0, mean))
-    over = _Split(setting.split, x, (x.shape[2], shape[2]))
-    lead = over.lead if weights.shape[0] > 1 else None
+    over = _Split(setting.split, x, (x.shape[2], shape[2]), weights.shape[0])
+    lead = over.stacks
     sides = (over.outputs, over.inputs) if setting.transposed else (over.inputs, over.outputs)
 
     def on_device(x: Any, weights: Any, sizes: Any) -> Any:
@@ -175,18 +183,20 @@ def matmul(backend: Tiled, x: Any, weights: Any, sizes: Any, *, setting: Grouped
 
 
 def gradient(backend: Tiled, x: Any, g: Any, sizes: Any, *, setting: GroupedSetting) -> Any:
-    shape = 1 if setting.is_summed else x.shape[0], sizes.shape[1], x.shape[2], g.shape[2]
+    shape = setting.n_stacks if setting.is_summed else x.shape[0], sizes.shape[1], x.shape[2], g.shape[2]
     if not math.prod((*shape, *x.shape)):
         return jnp.zeros(shape, setting.dtype)
     mean = x.shape[1] / sizes.shape[1]
     if setting.split is None or setting.split.mesh.size == 1:
         return backend.gradient(setting, x, g, _Local(sizes, x.shape[1], 0, mean))
-    over = _Split(setting.split, x, shape[2:])
-    lead = None if setting.is_summed else over.lead
-    summed = (*_tuple(over.rows), *(_tuple(over.lead) if setting.is_summed else ()))
+    over = _Split(setting.split, x, shape[2:], shape[0])
+    lead = over.stacks
+    summed = (*_tuple(over.rows), *(axis for axis in _tuple(over.lead) if axis not in _tuple(lead)))
+
+    of_device = replace(setting, n_stacks=shape[0] // over.n_devices(lead) if setting.is_summed else 1)
 
     def on_device(x: Any, g: Any, sizes: Any) -> Any:
-        out = backend.gradient(setting, x, g, over.local(x, sizes, mean))
+        out = backend.gradient(of_device, x, g, over.local(x, sizes, mean))
         return jax.lax.psum(out, summed) if summed else out
 
     specs = P(over.lead, over.rows, over.inputs), P(over.lead, over.rows, over.outputs), P(over.lead, None)
@@ -198,27 +208,31 @@ class _Split:
 
     **Attributes:**
 
-    - `lead`, `rows`, `inputs`, `outputs`: the mesh axes over which `B`, `M`, `K` and `N` are split, or None.
+    - `lead`, `rows`, `inputs`, `outputs`, `stacks`: the mesh axes over which `B`, `M`, `K`, `N` and `W` are split, or None.
     """
 
-    def __init__(self, split: NamedSharding, x: Any, sides: Sequence[int]):
-        self.mesh, (rows, *of_sides) = split.mesh, split.spec
-        of_batch: list[str] = []
-        of_rows: list[str] = []
+    def __init__(self, split: NamedSharding, x: Any, sides: Sequence[int], n_stacks: int):
+        self.mesh, (rows, *of_sides) = split.mesh, split.spec[:3]
+        of_stacks = [axis for axis in _tuple(split.spec[3]) if self.mesh.shape[axis] > 1] if len(split.spec) > 3 else []
+        of_stacks = of_stacks if n_stacks == self.n_devices(of_stacks) else []
+        n, of_batch, of_rows = x.shape[0], list[str](), list[str]()
+        is_one = n_stacks == 1 or bool(of_stacks)  # all entries that the batch axes split have the same matrices
+        n = n // n_stacks if is_one else math.gcd(n, n_stacks)
         for axis in (axis for axis in _tuple(rows) if self.mesh.shape[axis] > 1):
-            (of_rows if x.shape[0] % self._size([*of_batch, axis]) else of_batch).append(axis)
-        self.lead, self.rows = (tuple(axes) or None for axes in (of_batch, of_rows))
+            (of_rows if n % self.n_devices([*of_batch, axis]) else of_batch).append(axis)
+        self.lead, self.rows = tuple(of_stacks + of_batch) or None, tuple(of_rows) or None
+        self.stacks = tuple(of_stacks if is_one else of_batch) or None
         self.inputs, self.outputs = (
-            axes if axes and n % self._size(axes) == 0 else None
+            axes if axes and n % self.n_devices(axes) == 0 else None
             for axes, n in zip(map(_tuple, of_sides), sides, strict=True)
         )
 
-    def _size(self, axes: Sequence[str]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+    def n_devices(self, axes: Sequence[str] | None) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes or ())
 
     def pad(self, x: Any) -> Any:
         """Appends rows, which are in no group, so that the devices have equally many."""
-        missing = -x.shape[1] % self._size(_tuple(self.rows))
+        missing = -x.shape[1] % self.n_devices(self.rows)
         return jnp.pad(x, ((0, 0), (0, missing), (0, 0))) if missing else x
 
     def local(self, x: Any, sizes: Any, mean: float) -> _Local:

@@ -62,6 +62,7 @@ class Tag:
         return value
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["tag"])  # it passes through a remat
 @dataclass(frozen=True)
 class Tagged:
     """A value that carries a rule's tag."""

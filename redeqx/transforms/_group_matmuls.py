@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ..kernels import GroupedSetting, grouped_gradient_p, grouped_matmul_p
 from ..machine import MODEL
 from ..partition import operand_dims
-from ..tracing import Rule, Site, as_fun, equations, plain, run
+from ..tracing import Rule, Site, as_fun, equations, plain
+from ._expert_parts import ExpertParts
 from ._sort_by_shard import SortsByShard
 
 _PRIMITIVES = (grouped_matmul_p.name, grouped_gradient_p.name)
@@ -44,6 +45,7 @@ class GroupMatmuls(Rule):
     # For one function: for its grouped matmuls, the dims of both operands that the model axis splits.
     dims: Mapping[Any, tuple[int | None, int | None]] = field(default_factory=dict)
     sorts: SortsByShard | None = field(default=None, repr=False)
+    parts: ExpertParts | None = field(default=None, repr=False)
 
     def of(self, closed: Any) -> Rule | None:
         found = [eqn for eqn in equations(closed) if eqn.primitive.name in ("ragged_dot_general", *_PRIMITIVES)]
@@ -51,47 +53,61 @@ class GroupMatmuls(Rule):
             return None
         mesh = self.rows.mesh
         assert isinstance(mesh, Mesh), "its devices are known"
-        n_shards = mesh.shape[MODEL]
-        dims = operand_dims(closed, found, self.splits, n_shards) if n_shards > 1 else {}
-        return replace(self, dims=dims, sorts=SortsByShard.of(closed, len(self.splits), mesh))
+        sorts, n_shards = SortsByShard.of(closed, len(self.splits), mesh), mesh.shape[MODEL]
+        if n_shards == 1:
+            return replace(self, sorts=sorts)
+        rule = replace(self, dims=operand_dims(closed, found, self.splits, n_shards), sorts=sorts)
+        forms = [(eqn, form) for eqn in found if rule.claims(eqn) and (form := _form(eqn)) and form.shares_matrices]
+        rows = [eqn for eqn, form in forms if rule._is_split(eqn, form.dims.inputs)]
+        columns = [eqn for eqn, form in forms if rule._is_split(eqn, form.dims.outputs) and eqn not in rows]
+        return replace(rule, parts=ExpertParts.of(closed, len(self.splits), columns, rows, mesh))
 
     def claims(self, eqn: Any) -> bool:
-        if self.sorts is not None and eqn in self.sorts:
+        if eqn in (self.sorts or ()) or eqn in (self.parts or ()):
             return True
         if eqn.primitive.name in _PRIMITIVES:
             return eqn.params["setting"].split is None
         return eqn.primitive.name == "ragged_dot_general" and _form(eqn) is not None
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        is_sorted = self.sorts is not None and self.sorts.is_product(eqn)
-        if self.sorts is not None and eqn in self.sorts and not is_sorted:
-            return self.sorts.compute(eqn, ins, site)
-        values = list(map(plain, ins))
-        if self.sorts is not None and is_sorted:
-            values = list(self.sorts.operands(eqn, *values))
-        if eqn.primitive.name in _PRIMITIVES:
-            setting = self._with_split(eqn, eqn.params["setting"], _dims_of_primitive(eqn))
-            if is_sorted:  # the shards are its batch
-                setting = replace(setting, is_summed=eqn.primitive is grouped_gradient_p)
-                values = [x.reshape(len(values[2]), -1, x.shape[2]) if x.ndim == 3 else x for x in values]
-                (out,) = run(eqn.replace(params={"setting": setting}), values)
-                return [out.reshape(eqn.outvars[0].aval.shape)]
-            return run(eqn.replace(params={"setting": setting}), values)
         form = _form(eqn)
-        assert form is not None, "it is claimed"
-        compute = partial(form.compute, self._with_split(eqn, form.setting, form.dims), is_by_shard=is_sorted)
+        if form is not None:
+            return self._product(eqn, form, list(map(plain, ins)))
+
+        def compute(ins: Sequence[Any]) -> Sequence[Any]:
+            in_order = self.sorts is not None and eqn in self.sorts
+            return self.sorts.compute(eqn, ins, site) if self.sorts and in_order else site.rest(eqn, ins)
+
+        if self.parts is not None and eqn in self.parts:
+            return self.parts.compute(eqn, ins, compute)
+        return compute(ins)
+
+    def _product(self, eqn: Any, form: "_Form", values: list[Any]) -> Sequence[Any]:
+        is_by_shard = self.sorts is not None and self.sorts.is_product(eqn)
+        if self.sorts is not None and is_by_shard:
+            values = list(self.sorts.operands(eqn, *values))
+        is_row, is_column = (self._is_split(eqn, dims) for dims in (form.dims.inputs, form.dims.outputs))
+        spec = P(self.rows.spec[0], MODEL if is_row else None, MODEL if is_column and not is_row else None)
+        setting = replace(form.setting, split=NamedSharding(self.rows.mesh, spec))
+        how = _ALL
+        if self.parts is not None and is_row and eqn in self.parts.products:
+            how = _PARTS
+        elif self.parts is not None and is_column and (copies := self.parts.copies_of(eqn.invars[0])) is not None:
+            values, how = [copies, *values[1:]], _COPIES
+        compute = partial(form.compute, setting, is_by_shard=is_by_shard, how=how)
         closed = jax.make_jaxpr(compute)(*(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values))
         at_line = [each.replace(source_info=eqn.source_info) for each in closed.jaxpr.eqns]
-        return as_fun(closed.replace(jaxpr=closed.jaxpr.replace(eqns=at_line)))(*values)
+        (out,) = as_fun(closed.replace(jaxpr=closed.jaxpr.replace(eqns=at_line)))(*values)
+        return [self.parts.in_parts(out) if self.parts is not None and how == _PARTS else out]
 
-    def _with_split(self, eqn: Any, setting: GroupedSetting, dims: "_Dims") -> GroupedSetting:
-        """Returns the setting with the split of rows, and of K or N if the model axis splits an operand along it."""
-        split = self.dims.get(eqn, ())
-        inputs, outputs = (
-            any(dim in own for dim, own in zip(split, of_side, strict=False)) for of_side in (dims.inputs, dims.outputs)
-        )
-        spec = P(self.rows.spec[0], MODEL if inputs else None, MODEL if outputs and not inputs else None)
-        return replace(setting, split=NamedSharding(self.rows.mesh, spec))
+    def _is_split(self, eqn: Any, dims: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+        """Whether the model axis splits one of these dims of the operands."""
+        return any(dim in own for dim, own in zip(self.dims.get(eqn, ()), dims, strict=False))
+
+
+# What each device of the model axis has: all of the product's operand and of the output, or their parts along features; a
+# copy of the operand, in a leading dim; or a part of the sum that is the output, in a leading dim.
+_ALL, _COPIES, _PARTS = "all", "copies", "parts"
 
 
 @dataclass(frozen=True)
@@ -111,14 +127,15 @@ def _dims_of_primitive(eqn: Any) -> _Dims:
 
 @dataclass(frozen=True)
 class _Form:
-    """A `ragged_dot_general` as a primitive computes it.
+    """A grouped matmul as a primitive computes it.
 
     **Arguments:**
 
     - `orders`: for both operands their dims in the primitive's order: batch dims, then rows or groups, then K and N.
     - `lead`: the sizes of the batch dims. They are those of `sizes`, unless `sizes` has none.
     - `n_leading`: the number of batch dims of the second operand: all, or none for matrices that the batch shares.
-    - `shape`: of the output. In the gradient of the matrices, the groups come before the batch dims.
+    - `shape`: of the output.
+    - `is_by_group`: whether, in the gradient of the matrices, the groups come before the batch dims.
     """
 
     primitive: Any
@@ -128,30 +145,77 @@ class _Form:
     lead: Sequence[int]
     n_leading: int
     shape: Sequence[int]
+    is_by_group: bool = True
+    shares_matrices: bool = False  # whether it is a product, and all of the batch have the same matrices
 
-    def compute(self, setting: GroupedSetting, a: Any, b: Any, sizes: Any, *, is_by_shard: bool = False) -> Any:
-        """Returns the output.
+    def compute(
+        self, setting: GroupedSetting, a: Any, b: Any, sizes: Any, *, is_by_shard: bool = False, how: str = _ALL
+    ) -> Any:
+        """Returns the output; with `_PARTS` its parts, `[parts, ...]`.
 
         **Arguments:**
 
         - `is_by_shard`: whether the rows are those of several shards, one after the other, and `sizes` has a size for each.
         """
         n, n_batch = len(self.lead), len(sizes) if is_by_shard else math.prod(self.lead)
-        a, b = (jnp.transpose(x, order) for x, order in zip((a, b), self.orders, strict=True))
-        a = a.reshape(n_batch, -1, math.prod(a.shape[n + 1 :]))
         if not is_by_shard:
             sizes = jnp.broadcast_to(sizes, (*self.lead, sizes.shape[-1])).reshape(n_batch, -1)
-        if self.primitive is grouped_matmul_p:
-            rest = b.shape[self.n_leading :]
-            sides = (-1, a.shape[2]) if setting.transposed else (a.shape[2], -1)
-            b = b.reshape(math.prod(b.shape[: self.n_leading]), rest[0], *sides)
+
+        def arranged(a: Any) -> Any:
+            a = jnp.transpose(a, self.orders[0])
+            return a.reshape(n_batch, -1, math.prod(a.shape[n + 1 :]))
+
+        b = jnp.transpose(b, self.orders[1])
+        if self.primitive is grouped_gradient_p:
+            a = arranged(a)
+            setting = replace(setting, is_summed=True) if is_by_shard else setting
+            out = grouped_gradient_p.bind(a, b.reshape(n_batch, a.shape[1], -1), sizes, setting=setting)
+            return (jnp.swapaxes(out, 0, 1) if self.is_by_group else out).reshape(self.shape)
+        a = jax.vmap(arranged)(a) if how == _COPIES else arranged(a)
+        rest = b.shape[self.n_leading :]
+        sides = (-1, a.shape[-1]) if setting.transposed else (a.shape[-1], -1)
+        b = b.reshape(math.prod(b.shape[: self.n_leading]), rest[0], *sides)
+        if how == _ALL:
             return grouped_matmul_p.bind(a, b, sizes, setting=setting).reshape(self.shape)
-        out = grouped_gradient_p.bind(a, b.reshape(n_batch, a.shape[1], -1), sizes, setting=setting)
-        return jnp.swapaxes(out, 0, 1).reshape(self.shape)
+        out = _by_parts(setting, a, b[0], sizes)
+        if how == _COPIES:
+            return jnp.moveaxis(out, 0, 2).reshape(self.shape)
+        return out.reshape(len(out), *self.shape)
+
+
+def _by_parts(setting: GroupedSetting, a: Any, matrices: Any, sizes: Any) -> Any:
+    """Returns the product with each part of the matrices, `[parts, B, M, N of a part]`.
+
+    The parts are along N if `a` is `[parts, B, M, K]`, and along K if it is `[B, M, K]`.
+    """
+    assert setting.split is not None
+    n = setting.split.mesh.shape[MODEL]
+    along = 2 if (a.ndim == 4) != setting.transposed else 1
+    if a.ndim == 3:
+        a = jnp.moveaxis(a.reshape(*a.shape[:2], n, -1), 2, 0)
+    shape = matrices.shape
+    stacks = jnp.moveaxis(matrices.reshape(*shape[:along], n, -1, *shape[along + 1 :]), along, 0)
+    split = NamedSharding(setting.split.mesh, P(setting.split.spec[0], None, None, MODEL))
+    operands = a.reshape(-1, *a.shape[2:]), stacks, jnp.tile(sizes, (n, 1))
+    out = grouped_matmul_p.bind(*operands, setting=replace(setting, split=split))
+    return out.reshape(n, -1, *out.shape[1:])
+
+
+def _form_of_primitive(eqn: Any) -> _Form:
+    """Returns the form of an equation that is a primitive's already."""
+    a, b = (var.aval.shape for var in eqn.invars[:2])
+    shape, dims = eqn.outvars[0].aval.shape, _dims_of_primitive(eqn)
+    is_shared = eqn.primitive is grouped_matmul_p and b[0] == 1
+    orders = range(len(a)), range(len(b))
+    return _Form(eqn.primitive, eqn.params["setting"], dims, orders, a[:1], 1, shape, False, is_shared)
 
 
 def _form(eqn: Any) -> _Form | None:
-    """Returns how a primitive computes a `ragged_dot_general`; None for a form that it does not have."""
+    """Returns how a primitive computes a grouped matmul; None for other equations, and for forms that it does not have."""
+    if eqn.primitive in (grouped_matmul_p, grouped_gradient_p):
+        return _form_of_primitive(eqn)
+    if eqn.primitive.name != "ragged_dot_general":
+        return None
     numbers, params = eqn.params["ragged_dot_dimension_numbers"], eqn.params
     (contracted, batch), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
     lhs, rhs, sizes = (var.aval for var in eqn.invars)
@@ -177,7 +241,7 @@ def _form(eqn: Any) -> _Form | None:
         return None
     dtype, precision = eqn.outvars[0].aval.dtype, params["precision"]
     setting = GroupedSetting(dtype, precision=precision, is_summed=is_gradient and not batch[0])
-    common = {"lead": [lhs.shape[dim] for dim in lead], "shape": eqn.outvars[0].aval.shape}
+    common: dict[str, Any] = {"lead": [lhs.shape[dim] for dim in lead], "shape": eqn.outvars[0].aval.shape}
     if is_gradient:
         first, second = [*lead, ragged, *free[0]], [*batch[1], *contracted[1], *free[1]]
         dims = _Dims((tuple(free[0][:1]), ()), ((), tuple(free[1][:1])))
@@ -187,4 +251,5 @@ def _form(eqn: Any) -> _Form | None:
     first, second = [*lead, ragged, *contracted[0]], [*batch[1], *numbers.rhs_group_dimensions, *sides]
     dims = _Dims((tuple(contracted[0][:1]), tuple(contracted[1][:1])), ((), tuple(free[1][:1])))
     setting = replace(setting, transposed=is_transposed)
-    return _Form(grouped_matmul_p, setting, dims, (first, second), n_leading=len(batch[1]), **common)
+    common |= {"n_leading": len(batch[1]), "shares_matrices": not batch[1]}
+    return _Form(grouped_matmul_p, setting, dims, (first, second), **common)

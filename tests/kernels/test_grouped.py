@@ -222,6 +222,31 @@ def test_devices_share_a_batch_of_rows(n):
     assert_close(value_and_grads(fn, x, weights, sizes), want)
 
 
+@pytest.mark.parametrize(
+    ("spec", "n_stacks"),
+    [
+        (P(("data", "fsdp"), None, None, "model"), 2),
+        pytest.param(None, 2, marks=pytest.mark.sweep),
+        pytest.param(P(("data", "fsdp"), None, "model"), 4, marks=pytest.mark.sweep),  # the batch axes split the stacks
+        pytest.param(P(("data", "fsdp"), None, None, "model"), 4, marks=pytest.mark.sweep),  # more than model shards
+    ],
+)
+def test_stacks_of_matrices(spec, n_stacks):
+    """Each is for a half, or a quarter, of the batch."""
+    mesh = make_mesh(n_model_shards=2, n_fsdp_shards=2)
+    split = None if spec is None else NamedSharding(mesh, spec)
+    x, weights = jax.device_put(draw((8, ROWS, K), (n_stacks, GROUPS, K, N)), NamedSharding(mesh, P()))
+    sizes = jnp.array([*SIZES.values(), *SIZES.values()][:8])
+
+    def fn(x, weights, sizes):
+        return grouped_matmul_p.bind(x, weights, sizes, setting=GroupedSetting(jnp.float32, split=split))
+
+    def each(x, weights, sizes):
+        return jax.vmap(dense)(x, jnp.repeat(weights, 8 // n_stacks, 0), sizes)
+
+    assert_close(value_and_grads(fn, x, weights, sizes), value_and_grads(each, x, weights, sizes))
+
+
 def test_inside_a_shard_map(operands):
     """Each device has its own groups, and gradients of shared weights are summed."""
     mesh = make_mesh()
