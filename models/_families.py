@@ -12,6 +12,12 @@ from redeqx.storage import Location, location
 from .bart import Bart
 from .bert import Bert, BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification
 from .clip import CLIP, CLIPText, CLIPVision
+from .distilbert import (
+    DistilBert,
+    DistilBertForMaskedLM,
+    DistilBertForSequenceClassification,
+    DistilBertForTokenClassification,
+)
 from .gemma import Gemma, Gemma2, Gemma3
 from .glm import Glm, Glm4
 from .gpt2 import GPT2
@@ -21,6 +27,12 @@ from .granite import Granite
 from .hf import CONFIG, Pretrained, read_config, type_key
 from .llama import Llama
 from .mistral import Mistral, Mixtral
+from .modernbert import (
+    ModernBert,
+    ModernBertForMaskedLM,
+    ModernBertForSequenceClassification,
+    ModernBertForTokenClassification,
+)
 from .olmo import Olmo, Olmo2, Olmo3
 from .opt import OPT
 from .phi import Phi, Phi3
@@ -78,6 +90,14 @@ MODELS: tuple[type[Pretrained], ...] = (
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
     RobertaForTokenClassification,
+    DistilBert,
+    DistilBertForMaskedLM,
+    DistilBertForSequenceClassification,
+    DistilBertForTokenClassification,
+    ModernBert,
+    ModernBertForMaskedLM,
+    ModernBertForSequenceClassification,
+    ModernBertForTokenClassification,
 )
 
 

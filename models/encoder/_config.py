@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from ..hf import FolderConfig
 from ..nn import check_choice, check_heads, check_rates, check_sizes
 from ._names import Names
-from ._rows import ACTIVATIONS
+from ._rows import ACTIVATIONS, HEAD_ACTIVATIONS
 
 Self = TypeVar("Self", bound="EncoderConfig")
 
@@ -44,9 +44,18 @@ class EncoderConfig(FolderConfig):
     - `init_std`: standard deviation of the initial weights. The published 0.02 suits widths of 768 and more; narrower models
         learn faster with a larger one.
     - `position_kind`: what tells the order of tokens: `"learned"`, a vector for each position; `"counted"`, the same, but
-        the padding token has no position, and the table begins with `pad_token_id + 1` more rows.
-    - `head_activation`: of the linear layer in a classifier's head: `"tanh"` or one of `activation`.
+        the padding token has no position, and the table begins with `pad_token_id + 1` more rows; `"rotary"`.
+    - `rope_theta`, `local_rope_theta`: the base of the rotary frequencies, and that of layers with a window.
+    - `window`: the largest distance of two tokens that attend to each other in layers with a window.
+    - `windowed_layers`: the indices of the layers with the window; None for those of the family, which commonly are none.
+    - `norm_places`: where the norms of a block are: `"post"`, after additions to the residual stream; `"pre"`, before
+        attention and MLP. Then the first layer's attention has none, as embeddings are normalized, and the output has one.
+    - `norm_bias`, `attention_bias`, `mlp_bias`: whether these layers have biases.
+    - `is_gated`: whether the MLP has a gate (arXiv:2002.05202).
+    - `pooling`: what a classifier of texts reads: `"cls"`, the first token, or `"mean"`, the mean of all tokens.
+    - `head_activation`, `head_bias`: of the linear layer in a classifier's head, an activation or `"tanh"`.
     - `mlm_activation`: of the linear layer in the head for masked tokens; None for `activation`.
+    - `logits_bias`: whether the logits of masked tokens have a bias.
     - `model_type`: which of the family's types it is, if the family has several.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
@@ -74,8 +83,20 @@ class EncoderConfig(FolderConfig):
     pad_token_id: int | None = 0
     init_std: float = 0.02
     position_kind: str = "learned"
+    rope_theta: float = 10000.0
+    local_rope_theta: float = 10000.0
+    window: int = 64
+    windowed_layers: tuple[int, ...] | None = None
+    norm_places: str = "post"
+    norm_bias: bool = True
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    is_gated: bool = False
+    pooling: str = "cls"
     head_activation: str = "tanh"
+    head_bias: bool = True
     mlm_activation: str | None = None
+    logits_bias: bool = True
     model_type: str = "bert"
     remat: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
@@ -84,6 +105,7 @@ class EncoderConfig(FolderConfig):
     architectures: ClassVar[Mapping[str, str]] = MappingProxyType({})
     has_transform: ClassVar[bool] = False  # whether a classifier of texts has a linear layer in place of the pooler
     drops_twice: ClassVar[bool] = False  # whether it has dropout before that layer too
+    has_head_norm: ClassVar[bool] = False  # whether a classifier, also of tokens, has that layer and a norm after it
     names: ClassVar[Names] = Names()
 
     def __post_init__(self) -> None:
@@ -96,7 +118,19 @@ class EncoderConfig(FolderConfig):
         if self.classifier_dropout is not None:
             check_rates(self, "classifier_dropout")
         check_choice(self, "activation", ACTIVATIONS)
+        check_choice(self, "pooling", ("cls", "mean"))
+        check_choice(self, "head_activation", HEAD_ACTIVATIONS)
         check_choice(self, "model_type", self.architectures)
+        if self.windowed_layers is not None and not set(self.windowed_layers) <= set(range(self.n_layers)):
+            raise ValueError(
+                f"`windowed_layers`: expected numbers below `n_layers`={self.n_layers}, got {self.windowed_layers}. Count "
+                "from 0, or pass None."
+            )
+        if self.position_kind == "rotary" and self.d_model // self.n_heads % 2:
+            raise ValueError(
+                f"`n_heads`: expected heads of an even width, got {self.d_model // self.n_heads} with {self.n_heads}. "
+                "Rotary positions pair the halves of a head."
+            )
         if self.position_kind == "counted" and (self.pad_token_id is None or self.pad_token_id < 0):
             raise ValueError(
                 f"`pad_token_id`: expected a token id, got {self.pad_token_id}. Positions are counted from the row after it."
@@ -119,6 +153,22 @@ class EncoderConfig(FolderConfig):
     def first_position(self) -> int:
         """The row of position 0 in the table of positions."""
         return 0 if self.pad_token_id is None or self.position_kind == "learned" else self.pad_token_id + 1
+
+    @property
+    def local_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has the window."""
+        has = self.windowed_layers or ()
+        return tuple(i in has for i in range(self.n_layers))
+
+    @property
+    def block_dropouts(self) -> tuple[float, float, float]:
+        """The dropout rates of the attention's output, inside the MLP, and of its output."""
+        return self.dropout, 0.0, self.dropout
+
+    @property
+    def output_std(self) -> float:
+        """The standard deviation of the initial weights of layers that add to the residual stream."""
+        return self.init_std
 
     @property
     def head_dropout(self) -> float:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..nn import linear, norm, normal_linear
 from ._config import EncoderConfig
-from ._model import Encoder, OfFamily
+from ._model import Encoder, OfFamily, make_norm
 from ._rows import HEAD_ACTIVATIONS
 
 
@@ -33,7 +33,7 @@ class MaskedLM(OfFamily):
     encoder: Encoder
     transform: eqx.nn.Linear
     norm: eqx.nn.LayerNorm
-    logits_bias: Float[Array, " vocab"]
+    logits_bias: Float[Array, " vocab"] | None
     config: Any = eqx.field(static=True)
 
     def __init__(self, config: EncoderConfig, *, key: PRNGKeyArray):
@@ -44,9 +44,9 @@ class MaskedLM(OfFamily):
         """
         encoder_key, transform_key = jax.random.split(key)
         self.encoder = Encoder(replace(config, has_pooler=False), key=encoder_key)
-        self.transform = normal_linear(config.d_model, config.d_model, std=config.init_std, key=transform_key)
-        self.norm = eqx.nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.logits_bias = jnp.zeros(config.vocab_size)
+        self.transform = _make_transform(config, transform_key)
+        self.norm = make_norm(config)
+        self.logits_bias = jnp.zeros(config.vocab_size) if config.logits_bias else None
         self.config = config
 
     def __call__(
@@ -80,7 +80,13 @@ class MaskedLM(OfFamily):
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
         """Returns the logits of the tokens, from the output of `hidden`."""
         with jax.named_scope("head"):
-            return hidden @ self.encoder.embedding.weight.T + self.logits_bias
+            logits = hidden @ self.encoder.embedding.weight.T
+            return logits if self.logits_bias is None else logits + self.logits_bias
+
+
+def _make_transform(config: EncoderConfig, key: PRNGKeyArray) -> eqx.nn.Linear:
+    """Returns the linear layer of a head."""
+    return normal_linear(config.d_model, config.d_model, std=config.output_std, use_bias=config.head_bias, key=key)
 
 
 class SequenceClassifier(OfFamily):
@@ -106,6 +112,7 @@ class SequenceClassifier(OfFamily):
 
     encoder: Encoder
     transform: eqx.nn.Linear | None  # in place of the pooler
+    norm: eqx.nn.LayerNorm | None
     dropout: eqx.nn.Dropout
     classifier: eqx.nn.Linear
     config: Any = eqx.field(static=True)
@@ -117,14 +124,14 @@ class SequenceClassifier(OfFamily):
         - `key`: draws the weights: those of `encoder` as without a head, the head's N(0, `init_std`²), its biases 0.
         """
         encoder_key, classifier_key = jax.random.split(key)
-        d, std = config.d_model, config.init_std
         self.encoder = Encoder(replace(config, has_pooler=not config.has_transform), key=encoder_key)
         self.transform = None
         if config.has_transform:
             transform_key, classifier_key = jax.random.split(classifier_key)
-            self.transform = normal_linear(d, d, std=std, key=transform_key)
+            self.transform = _make_transform(config, transform_key)
+        self.norm = make_norm(config) if config.has_head_norm else None
         self.dropout = eqx.nn.Dropout(config.head_dropout)
-        self.classifier = normal_linear(d, config.n_classes, std=std, key=classifier_key)
+        self.classifier = normal_linear(config.d_model, config.n_classes, std=config.init_std, key=classifier_key)
         self.config = config
 
     def __call__(
@@ -137,11 +144,14 @@ class SequenceClassifier(OfFamily):
     ) -> Float[Array, " classes"]:
         """Returns the logits of each class; if there is one class, the predicted number. See `Bert` for the arguments.
 
-        Padding must be on the right, because the first token represents the text.
+        Padding must be on the right if the first token represents the text, as in all families but ModernBERT.
         """
         encoder_key, dropout_key = (None, None) if key is None else jax.random.split(key)
         hidden = self.encoder(ids, token_types=token_types, mask=mask, key=encoder_key)
-        pooled = self.encoder.pool(hidden) if self.transform is None else self._transform(hidden[0], dropout_key)
+        if self.transform is None:
+            pooled = self.encoder.pool(hidden)
+        else:
+            pooled = self._transform(_mean(hidden, mask) if self.config.pooling == "mean" else hidden[0], dropout_key)
         pooled = self.dropout(pooled, key=dropout_key)
         with jax.named_scope("head"):
             return linear(self.classifier, pooled)
@@ -151,7 +161,13 @@ class SequenceClassifier(OfFamily):
         if self.config.drops_twice:
             pooled = self.dropout(pooled, key=None if key is None else jax.random.fold_in(key, 1))
         with jax.named_scope("head"):
-            return HEAD_ACTIVATIONS[self.config.head_activation](linear(self.transform, pooled))
+            pooled = HEAD_ACTIVATIONS[self.config.head_activation](linear(self.transform, pooled))
+            return pooled if self.norm is None else self.norm(pooled)
+
+
+def _mean(hidden: Float[Array, "seq d"], mask: Bool[Array, " seq"] | None) -> Float[Array, " d"]:
+    """Returns the mean of the hidden states of tokens."""
+    return hidden.mean(0) if mask is None else jnp.where(mask[:, None], hidden, 0).sum(0) / mask.sum()
 
 
 class TokenClassifier(OfFamily):
@@ -168,6 +184,8 @@ class TokenClassifier(OfFamily):
     suffixes = ("ForTokenClassification",)
 
     encoder: Encoder
+    transform: eqx.nn.Linear | None
+    norm: eqx.nn.LayerNorm | None
     dropout: eqx.nn.Dropout
     classifier: eqx.nn.Linear
     config: Any = eqx.field(static=True)
@@ -180,6 +198,10 @@ class TokenClassifier(OfFamily):
         """
         encoder_key, classifier_key = jax.random.split(key)
         self.encoder = Encoder(replace(config, has_pooler=False), key=encoder_key)
+        self.transform = self.norm = None
+        if config.has_head_norm:
+            transform_key, classifier_key = jax.random.split(classifier_key)
+            self.transform, self.norm = _make_transform(config, transform_key), make_norm(config)
         self.dropout = eqx.nn.Dropout(config.token_head_dropout)
         self.classifier = normal_linear(config.d_model, config.n_classes, std=config.init_std, key=classifier_key)
         self.config = config
@@ -197,4 +219,7 @@ class TokenClassifier(OfFamily):
         encoder_key, dropout_key = (None, None) if key is None else jax.random.split(key)
         hidden = self.encoder(ids, token_types=token_types, mask=mask, segments=segments, key=encoder_key)
         with jax.named_scope("head"):
+            if self.transform is not None and self.norm is not None:
+                activate = HEAD_ACTIVATIONS[self.config.head_activation]
+                hidden = norm(self.norm, activate(linear(self.transform, hidden)))
             return linear(self.classifier, self.dropout(hidden, key=dropout_key))

@@ -20,7 +20,9 @@ from ..hf import Pretrained, WeightMap, is_on_disk
 from ..nn import (
     Attention,
     Mask,
+    SegmentMask,
     Stack,
+    apply_rotary,
     check_length,
     check_segments,
     embed,
@@ -29,64 +31,130 @@ from ..nn import (
     norm,
     normal_embedding,
     normal_linear,
+    rotation,
     token_mask,
+    token_positions,
 )
 from ._config import EncoderConfig
 from ._rows import ACTIVATIONS
 
 
-class Mlp(eqx.Module):
-    """Two linear layers with an activation between them, the inner one wider."""
+def make_norm(config: EncoderConfig) -> eqx.nn.LayerNorm:
+    return eqx.nn.LayerNorm(config.d_model, eps=config.layer_norm_eps, use_bias=config.norm_bias)
 
+
+class Mlp(eqx.Module):
+    """Two linear layers with an activation between them, the inner one wider; or three, of which one gates another."""
+
+    gate: eqx.nn.Linear | None
     up: eqx.nn.Linear
     down: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
     activation: str = eqx.field(static=True)
 
     def __init__(self, config: EncoderConfig, *, key: PRNGKeyArray):
         up_key, down_key = jax.random.split(key)
-        self.up = normal_linear(config.d_model, config.d_ff, std=config.init_std, key=up_key)
-        self.down = normal_linear(config.d_ff, config.d_model, std=config.init_std, key=down_key)
+        d, d_ff, std, has_bias = config.d_model, config.d_ff, config.init_std, config.mlp_bias
+        self.gate = None
+        if config.is_gated:
+            gate_key, up_key = jax.random.split(up_key)
+            self.gate = normal_linear(d, d_ff, std=std, use_bias=has_bias, key=gate_key)
+        self.up = normal_linear(d, d_ff, std=std, use_bias=has_bias, key=up_key)
+        self.down = normal_linear(d_ff, d, std=config.output_std, use_bias=has_bias, key=down_key)
+        self.dropout = eqx.nn.Dropout(config.block_dropouts[1])
         self.activation = config.activation
 
-    def __call__(self, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
-        return linear(self.down, ACTIVATIONS[self.activation](linear(self.up, x)))
+    def __call__(self, x: Float[Array, "seq d"], *, key: PRNGKeyArray | None = None) -> Float[Array, "seq d"]:
+        activate, inner = ACTIVATIONS[self.activation], linear(self.up, x)
+        inner = activate(inner) if self.gate is None else activate(linear(self.gate, x)) * inner
+        return linear(self.down, self.dropout(inner, key=key))
+
+
+# Passed from block to block: the residual stream [seq, d], and the index of the layer if layers differ.
+Carry = tuple[Array, Array | None]
+
+
+class Layers(eqx.Module):
+    """What differs between layers with and without a window, in the order of layers."""
+
+    is_local: Bool[Array, " layers"]
+    angles: tuple[Float[Array, "2 seq 1 half"], Float[Array, "2 seq 1 half"]]  # cosines and sines, without and with a window
+    window: int = eqx.field(static=True)
+
+    def mask(self, mask: Mask | None, layer: Int[Array, ""]) -> Mask:
+        """Returns the mask of a layer: tokens within the window, if it has one."""
+        positions = jnp.arange(self.angles[0].shape[1])
+        near = jnp.abs(positions[:, None] - positions) <= self.window
+        near |= ~self.is_local[layer]
+        if isinstance(mask, SegmentMask):
+            return SegmentMask(near, mask.query_segments, mask.segments)
+        return near if mask is None else near & mask
+
+    def rotary(self, x: Float[Array, "seq heads size"], layer: Int[Array, ""]) -> Float[Array, "seq heads size"]:
+        """Rotates each head of each token."""
+        kind = self.is_local[layer].astype(jnp.int32)
+        cos, sin = (jax.lax.dynamic_index_in_dim(angles, kind, keepdims=False) for angles in self.angles)
+        return apply_rotary(x, cos, sin)
 
 
 class Block(eqx.Module):
-    """Attention and MLP, each residual and post-norm."""
+    """Attention and MLP, each residual, with norms before or after them."""
 
     attention: Attention
-    attention_norm: eqx.nn.LayerNorm
+    attention_norm: eqx.nn.LayerNorm | None
     mlp: Mlp
     mlp_norm: eqx.nn.LayerNorm
-    dropout: eqx.nn.Dropout
+    attention_dropout: eqx.nn.Dropout  # of the outputs
+    mlp_dropout: eqx.nn.Dropout
+    is_post_norm: bool = eqx.field(static=True)
 
-    def __init__(self, config: EncoderConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: EncoderConfig, *, has_attention_norm: bool = True, key: PRNGKeyArray):
         q_key, k_key, v_key, o_key, mlp_key = jax.random.split(key, 5)
-        d, eps, std = config.d_model, config.layer_norm_eps, config.init_std
+        d, std, has_bias = config.d_model, config.init_std, config.attention_bias
         self.attention = Attention(
-            query=normal_linear(d, d, std=std, key=q_key),
-            key=normal_linear(d, d, std=std, key=k_key),
-            value=normal_linear(d, d, std=std, key=v_key),
-            output=normal_linear(d, d, std=std, key=o_key),
+            query=normal_linear(d, d, std=std, use_bias=has_bias, key=q_key),
+            key=normal_linear(d, d, std=std, use_bias=has_bias, key=k_key),
+            value=normal_linear(d, d, std=std, use_bias=has_bias, key=v_key),
+            output=normal_linear(d, d, std=config.output_std, use_bias=has_bias, key=o_key),
             n_heads=config.n_heads,
             n_kv_heads=config.n_heads,
             dropout=eqx.nn.Dropout(config.attention_dropout),
         )
-        self.attention_norm = eqx.nn.LayerNorm(d, eps=eps)
+        self.attention_norm = make_norm(config) if has_attention_norm else None
         self.mlp = Mlp(config, key=mlp_key)
-        self.mlp_norm = eqx.nn.LayerNorm(d, eps=eps)
-        self.dropout = eqx.nn.Dropout(config.dropout)
+        self.mlp_norm = make_norm(config)
+        self.attention_dropout = eqx.nn.Dropout(config.block_dropouts[0])
+        self.mlp_dropout = eqx.nn.Dropout(config.block_dropouts[2])
+        self.is_post_norm = config.norm_places == "post"
 
     def __call__(
-        self, x: Float[Array, "seq d"], mask: Mask | None, *, key: PRNGKeyArray | None = None
-    ) -> Float[Array, "seq d"]:
+        self, carry: Carry, mask: Mask | None, layers: Layers | None = None, *, key: PRNGKeyArray | None = None
+    ) -> Carry:
+        x, layer = carry
+        rotary = None
+        if layers is not None:
+            assert layer is not None
+            mask, rotary = layers.mask(mask, layer), lambda heads: layers.rotary(heads, layer)
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         with jax.named_scope("attention"):
-            mixed, _ = self.attention(x, mask=mask, key=keys[0])
-            x = norm(self.attention_norm, x + self.dropout(mixed, key=keys[1]))
+            mixed, _ = self.attention(self._before(self.attention_norm, x), mask=mask, rotary=rotary, key=keys[0])
+            x = self._after(self.attention_norm, x + self.attention_dropout(mixed, key=keys[1]))
         with jax.named_scope("mlp"):
-            return norm(self.mlp_norm, x + self.dropout(self.mlp(x), key=keys[2]))
+            computed = self.mlp(self._before(self.mlp_norm, x), key=keys[2])  # dropout is inside the MLP, or after it
+            x = self._after(self.mlp_norm, x + self.mlp_dropout(computed, key=keys[2]))
+        return x, None if layer is None else layer + 1
+
+    def _before(self, layer: eqx.nn.LayerNorm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+        return x if layer is None or self.is_post_norm else norm(layer, x)
+
+    def _after(self, layer: eqx.nn.LayerNorm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+        return norm(layer, x) if layer is not None and self.is_post_norm else x
+
+
+def _draw_positions(config: EncoderConfig, key: PRNGKeyArray) -> Float[Array, "n_positions d"]:
+    first = config.first_position
+    table = config.init_std * jax.random.normal(key, (first + config.n_positions, config.d_model))
+    return table.at[first - 1].set(0) if first else table
 
 
 class OfFamily(Pretrained):
@@ -133,11 +201,13 @@ class Encoder(OfFamily):
     embedding: eqx.nn.Embedding
     # Arrays instead of an `eqx.nn.Embedding` each, so that a plan does not shard their rows as a lookup table's: the
     # positions are added as a slice, and the token types have two rows.
-    positions: Float[Array, "n_positions d"]
+    positions: Float[Array, "n_positions d"] | None
     token_types: Float[Array, "n_token_types d"] | None
     norm: eqx.nn.LayerNorm
     dropout: eqx.nn.Dropout
+    first: Block | None  # the first block, if it differs from the others
     stack: Stack[Block]
+    final_norm: eqx.nn.LayerNorm | None
     pooler: eqx.nn.Linear | None
     config: Any = eqx.field(static=True)
 
@@ -153,13 +223,16 @@ class Encoder(OfFamily):
         if config.pad_token_id is not None:
             embedding = eqx.nn.Embedding(weight=embedding.weight.at[config.pad_token_id].set(0))
         self.embedding = embedding
-        first = config.first_position
-        positions = std * jax.random.normal(positions_key, (first + config.n_positions, d))
-        self.positions = positions.at[first - 1].set(0) if first else positions
+        self.positions = None if config.position_kind == "rotary" else _draw_positions(config, positions_key)
         self.token_types = std * jax.random.normal(types_key, (n_types, d)) if n_types else None
-        self.norm = eqx.nn.LayerNorm(d, eps=config.layer_norm_eps)
+        self.norm = make_norm(config)
         self.dropout = eqx.nn.Dropout(config.dropout)
-        self.stack = Stack(lambda key: Block(config, key=key), config.n_layers, remat=config.remat, key=stack_key)
+        self.first, self.final_norm, n_layers = None, None, config.n_layers
+        if config.norm_places == "pre":
+            first_key, stack_key = jax.random.split(stack_key)
+            self.first, n_layers = Block(config, has_attention_norm=False, key=first_key), n_layers - 1
+            self.final_norm = make_norm(config)
+        self.stack = Stack(lambda key: Block(config, key=key), n_layers, remat=config.remat, key=stack_key)
         self.pooler = normal_linear(d, d, std=std, key=pooler_key) if config.has_pooler else None
         self.config = config
 
@@ -193,9 +266,16 @@ class Encoder(OfFamily):
             check_length("ids", seq, self.config.n_positions)
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("embedding"):
-            x = self._embed(ids, token_types) + self._positions(ids, segments)
+            x = self._embed(ids, token_types)
+            x = x if self.positions is None else x + self._positions(self.positions, ids, segments)
             x = self.dropout(norm(self.norm, x), key=dropout_key)
-        return self.stack(x, token_mask(mask, segments=segments), key=stack_key)
+        layers = self._layers(seq, segments) if self.positions is None else None
+        carry, given = (x, None if layers is None else jnp.int32(0)), (token_mask(mask, segments=segments), layers)
+        if self.first is not None:
+            first_key, stack_key = (None, None) if stack_key is None else jax.random.split(stack_key)
+            carry = self.first(carry, *given, key=first_key)
+        x, _ = self.stack(carry, *given, key=stack_key)
+        return x if self.final_norm is None else norm(self.final_norm, x)
 
     def _embed(self, ids: Int[Array, " seq"], token_types: Int[Array, " seq"] | None) -> Float[Array, "seq d"]:
         if self.token_types is None:
@@ -210,17 +290,27 @@ class Encoder(OfFamily):
             types = self.token_types.at[token_types].get(mode="fill", wrap_negative_indices=False)
         return embed(self.embedding, ids) + types
 
-    def _positions(self, ids: Int[Array, " seq"], segments: Int[Array, " seq"] | None) -> Float[Array, "seq d"]:
+    def _layers(self, seq: int, segments: Int[Array, " seq"] | None) -> Layers:
+        """Returns what differs between layers: rotary positions, and who attends to whom."""
+        config, positions = self.config, token_positions(None, seq, segments=segments)
+        thetas = (config.rope_theta, config.local_rope_theta)
+        angles = [rotation(positions, config.d_model // config.n_heads, theta) for theta in thetas]
+        cos, sin = (jnp.stack(arrays) for arrays in zip(*angles, strict=True))
+        return Layers(jnp.array(config.local_layers), (cos, sin), config.window)
+
+    def _positions(
+        self, table: Float[Array, "n_positions d"], ids: Int[Array, " seq"], segments: Int[Array, " seq"] | None
+    ) -> Float[Array, "seq d"]:
         """Returns the vector of each token's position."""
         pad = self.config.pad_token_id
         if self.config.position_kind == "learned":
-            return learned_positions(self.positions, None, len(ids), segments=segments)
+            return learned_positions(table, None, len(ids), segments=segments)
         is_token = ids != pad
         counts = jnp.cumsum(is_token)
         if segments is not None:  # less the tokens before the segment
             starts = segments != jnp.roll(segments, 1)
             counts -= jax.lax.cummax(jnp.where(starts, counts - is_token, 0))
-        return self.positions.at[jnp.where(is_token, counts, 0) + pad].get(mode="fill")
+        return table.at[jnp.where(is_token, counts, 0) + pad].get(mode="fill")
 
     def pool(self, hidden: Float[Array, "seq d"]) -> Float[Array, " d"]:
         """Returns the vector that represents the text: the first token's hidden state after one more linear layer and tanh.

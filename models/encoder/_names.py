@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ..hf import StoredTensor, WeightMap, layers, same, within
+from ..hf import StoredTensor, WeightMap, fused, layers, same, within
 
 
 def _table(**names: str) -> Any:
@@ -16,7 +16,8 @@ def _table(**names: str) -> Any:
 
 @dataclass(frozen=True)
 class Names:
-    """Names on disk, by the paths of the modules or arrays that they store. What a model lacks has no tensors.
+    """Names on disk, by the paths of the modules or arrays that they store. What a model lacks has no tensors. Several
+    paths, with spaces between them, are layers of one size that are stored as one.
 
     **Arguments:**
 
@@ -76,7 +77,11 @@ class Names:
         """
         base, path = ("", "") if head is None else (self.base, "encoder.")
         encoder = _stored(self.encoder, leaves, path)
-        encoder += layers(self.layers, "stack.blocks.", n_layers, _stored(self.block, leaves, f"{path}stack.blocks."))
+        first = _stored(self.block, leaves, f"{path}first.")
+        encoder += within(self.layers.format(0), "first.", first)
+        blocks = _stored(self.block, leaves, f"{path}stack.blocks.")
+        rest = layers(self.layers, "stack.blocks.", n_layers - bool(first), blocks)
+        encoder += [_Later(**vars(tensor)) for tensor in rest] if first else rest
         tensors = within(base, path, encoder)
         # A counter in old files, and an unwanted pooler.
         ignored = [f"{base}embeddings.position_ids"]
@@ -93,17 +98,28 @@ class Names:
             ignored += self.unused
             copies = {
                 f"{self.decoder}.weight": f"{base}{self.encoder['embedding']}.weight",
-                f"{self.decoder}.bias": held["logits_bias"],
             }
-            copies = {copy: original for copy, original in copies.items() if copy != original}
+            if held["logits_bias"] != f"{self.decoder}.bias":
+                copies[f"{self.decoder}.bias"] = held["logits_bias"]
         return WeightMap(tensors=tensors, ignored=tuple(ignored), copies=copies, aliases=self.aliases)
 
 
 def _stored(names: Mapping[str, str], leaves: Collection[str], prefix: str) -> list[StoredTensor]:
     """Returns the tensors of modules, weights and biases, or of arrays, with paths relative to the prefix."""
-    return [
-        same(disk + end, path + end)
-        for path, disk in names.items()
-        for end in ("", ".weight", ".bias")
-        if prefix + path + end in leaves
-    ]
+    found = []
+    for path, disk in names.items():
+        first, *others = path.split()
+        if others and f"{prefix}{first}.weight" in leaves:
+            found += fused(disk, path.split(), use_bias=f"{prefix}{first}.bias" in leaves)
+        else:
+            found += [same(disk + end, path + end) for end in ("", ".weight", ".bias") if prefix + path + end in leaves]
+    return found
+
+
+class _Later(StoredTensor):
+    """A tensor of a stack whose first block is the folder's second."""
+
+    @property
+    def on_disk(self) -> list[str]:
+        assert self.n_layers is not None
+        return [self.disk.format(i + 1) for i in range(self.n_layers)]

@@ -19,6 +19,7 @@ from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.gptj import GPTJ, GPTJConfig
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.mistral import Mistral, MistralConfig
+from redeqx.models.modernbert import ModernBert, ModernBertConfig
 from redeqx.models.nn import check_segments
 from redeqx.models.opt import OPT, OPTConfig
 from redeqx.models.qwen import Qwen2, Qwen2Config, Qwen3, Qwen3Config
@@ -94,6 +95,7 @@ FAMILIES = [
     Family("bert", Bert, dataclasses.replace(BERT_CONFIG, has_pooler=False), encoder_sums),
     Family("bert-mlm", BertForMaskedLM, BERT_CONFIG, decoder_sums),
     Family("roberta-mlm", RobertaForMaskedLM, RobertaConfig(**SIZES, d_ff=48), decoder_sums),
+    Family("modernbert", ModernBert, ModernBertConfig(**SIZES, d_ff=48, window=3, pad_token_id=0), encoder_sums),
     Family("clip-text", CLIPText, CLIPTextConfig(**SIZES, d_ff=48), encoder_sums),
     Family("t5-encoder", T5Encoder, T5_CONFIG, encoder_sums),
     Family("t5", T5, T5_CONFIG, pair_sums),

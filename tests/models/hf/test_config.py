@@ -11,6 +11,7 @@ import pytest
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models._families import _model_class
 from redeqx.models.bart import BartConfig
+from redeqx.models.distilbert import DistilBertConfig
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.gptj import GPTJConfig
 from redeqx.models.hf import ConfigReader, Pretrained
@@ -85,6 +86,7 @@ ALIASES = {
         "num_hidden_layers": "num_layers",
         "head_dim": "d_kv",
     },
+    "distilbert": {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
     "bart": {
         "hidden_size": "d_model",
         "num_attention_heads": "encoder_attention_heads",
@@ -95,6 +97,7 @@ CONFIGS = {
     "gpt2": GPT2Config(d_model=48, n_layers=3, n_heads=4, n_positions=77),
     "gptj": GPTJConfig(d_model=48, n_layers=3, n_heads=4, n_positions=77, rotary_size=4),
     "t5": T5Config(d_model=48, n_layers=3, n_heads=3, d_kv=7),
+    "distilbert": DistilBertConfig(d_model=48, n_layers=3, n_heads=3),
     "bart": BartConfig(d_model=48, n_layers=3, n_heads=3, n_decoder_heads=3),
 }
 

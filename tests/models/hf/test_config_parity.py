@@ -26,7 +26,16 @@ def test_the_alternative_names_are_those_of_transformers():
     import transformers
 
     of_ours = ("GPT2", "GPTJ", "OPT", "Llama", "Mistral", "Qwen2", "Qwen3", "T5", "MT5", "Bart", "Bert", "ViT", "CLIP")
-    for name in (*of_ours, "Roberta", "XLMRoberta", "CLIPText", "CLIPVision", "VisionEncoderDecoder"):
+    for name in (
+        *of_ours,
+        "Roberta",
+        "XLMRoberta",
+        "DistilBert",
+        "ModernBert",
+        "CLIPText",
+        "CLIPVision",
+        "VisionEncoderDecoder",
+    ):
         theirs = getattr(transformers, f"{name}Config").attribute_map
         assert theirs == ALIASES.get(name.lower().replace("mt5", "t5"), {}), name
 

@@ -1,0 +1,123 @@
+"""DistilBERT: BERT with half of the layers and without token types and pooler, trained to imitate it.
+
+Source: Sanh et al. 2019, *DistilBERT, a distilled version of BERT* (arXiv:1910.01108), and its code in
+github.com/huggingface/transformers.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ._kinds import RATE
+from .encoder import ACTIVATIONS, Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier
+from .hf import Classes, ConfigReader, Field, ModelType, Only, Tokens
+
+
+@dataclass(frozen=True)
+class DistilBertConfig(EncoderConfig):
+    """The sizes and dropout rates of a DistilBERT: an `EncoderConfig` with other defaults, which are those of `transformers`
+    and of the published model for lower-case English.
+
+    Positions may have been initialized by sines (`sinusoidal_pos_embds`); they are weights like others.
+    """
+
+    n_token_types: int = 0
+    n_layers: int = 6
+    classifier_dropout: float | None = 0.2
+    has_pooler: bool = False
+    head_activation: str = "relu"
+    model_type: str = "distilbert"
+
+    architectures = MappingProxyType({"distilbert": "DistilBert"})
+    has_transform = True
+    names = Names(
+        base="distilbert.",
+        encoder=MappingProxyType(
+            {
+                "embedding": "embeddings.word_embeddings",
+                "positions": "embeddings.position_embeddings.weight",
+                "norm": "embeddings.LayerNorm",
+            }
+        ),
+        layers="transformer.layer.{}.",
+        block=MappingProxyType(
+            {
+                "attention.query": "attention.q_lin",
+                "attention.key": "attention.k_lin",
+                "attention.value": "attention.v_lin",
+                "attention.output": "attention.out_lin",
+                "attention_norm": "sa_layer_norm",
+                "mlp.up": "ffn.lin1",
+                "mlp.down": "ffn.lin2",
+                "mlp_norm": "output_layer_norm",
+            }
+        ),
+        masked=MappingProxyType(
+            {"transform": "vocab_transform", "norm": "vocab_layer_norm", "logits_bias": "vocab_projector.bias"}
+        ),
+        texts=MappingProxyType({"transform": "pre_classifier", "classifier": "classifier"}),
+        heads=("vocab_*", "pre_classifier.*", "classifier.*", "qa_outputs.*"),
+        unused=(),
+        decoder="vocab_projector",
+    )
+    rows = (
+        ModelType({"distilbert": {}}),
+        Only("tie_word_embeddings", True),
+        Field("vocab_size"),
+        Field("max_position_embeddings", "n_positions"),
+        Field("dim", "d_model"),
+        Field("hidden_dim", "d_ff"),
+        Field("n_layers", via=ConfigReader.layers),
+        Field("n_heads"),
+        Classes(),
+        Only("activation", *ACTIVATIONS, name="activation"),
+        Field("dropout", kind=RATE),
+        Field("attention_dropout", kind=RATE),
+        Field("seq_classif_dropout", "classifier_dropout", RATE),
+        Tokens(),
+        Field("initializer_range", "init_std"),
+    )
+    aliases = MappingProxyType({"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"})
+
+    @property
+    def token_head_dropout(self) -> float:
+        """The dropout rate before the last layer of a classifier of tokens."""
+        return self.dropout
+
+    @classmethod
+    def distilbert_base_uncased(cls) -> "DistilBertConfig":
+        """The published DistilBERT for lower-case English, with 66 million parameters."""
+        return cls()
+
+    @classmethod
+    def distilbert_base_cased(cls) -> "DistilBertConfig":
+        """The published DistilBERT for English, with 65 million parameters."""
+        return cls(vocab_size=28996)
+
+    @classmethod
+    def distilbert_base_multilingual_cased(cls) -> "DistilBertConfig":
+        """The published DistilBERT for 104 languages, with 135 million parameters."""
+        return cls(vocab_size=119547)
+
+
+class DistilBert(Encoder):
+    """DistilBERT without a head, from token ids to hidden states: see `Encoder`."""
+
+    config_class = DistilBertConfig
+
+
+class DistilBertForMaskedLM(MaskedLM):
+    """DistilBERT for masked language modeling: see `MaskedLM`."""
+
+    config_class = DistilBertConfig
+
+
+class DistilBertForSequenceClassification(SequenceClassifier):
+    """DistilBERT with a classification head for texts: see `SequenceClassifier`."""
+
+    config_class = DistilBertConfig
+
+
+class DistilBertForTokenClassification(TokenClassifier):
+    """DistilBERT with a classification head for tokens: see `TokenClassifier`."""
+
+    config_class = DistilBertConfig

@@ -1,0 +1,246 @@
+"""ModernBERT: a pre-norm encoder with rotary positions and gated MLPs, most of whose layers attend within a window.
+
+Source: Warner et al. 2024, *Smarter, Better, Faster, Longer: A Modern Bidirectional Encoder* (arXiv:2412.13663), and its
+code, github.com/AnswerDotAI/ModernBERT. It differs from that code in one point: initial weights are not truncated.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from ._kinds import OBJECT, POSITIVE, RATE, SIZE
+from .encoder import (
+    ACTIVATIONS,
+    HEAD_ACTIVATIONS,
+    Encoder,
+    EncoderConfig,
+    MaskedLM,
+    Names,
+    SequenceClassifier,
+    TokenClassifier,
+)
+from .hf import Classes, ConfigReader, Field, ModelType, Only, Row, Tokens
+from .nn import check_rates
+
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+# The fields of the rotary bases, the kinds of layers, and the older keys.
+_ROPES = (("rope_theta", _GLOBAL, "global_rope_theta"), ("local_rope_theta", _LOCAL, "local_rope_theta"))
+_PERIOD = 3  # every third layer attends to all tokens, the first one among them
+
+
+class _LayerTypes(Row):
+    """The layers with a window: `layer_types`, or the older `global_attn_every_n_layers`."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"windowed_layers": "layer_types"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        n_layers, types = known["n_layers"], reader.get("layer_types", None)
+        period = reader.get("global_attn_every_n_layers", _PERIOD, SIZE)
+        windowed = tuple(i for i in range(n_layers) if i % period)
+        if types is not None:
+            if not isinstance(types, list) or len(types) != n_layers or not set(types) <= {_GLOBAL, _LOCAL}:
+                raise reader.refuse("layer_types", types, f"{_GLOBAL} or {_LOCAL} for each of {n_layers} layers")
+            windowed = tuple(i for i in range(n_layers) if types[i] == _LOCAL)
+        return {"windowed_layers": None if windowed == _usual(n_layers) else windowed}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {"layer_types": [_LOCAL if is_local else _GLOBAL for is_local in config.local_layers]}
+
+
+class _Rope(Row):
+    """The bases of the rotary frequencies: those in `rope_parameters`, or the older keys of one number each."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"rope_theta": "rope_parameters", "local_rope_theta": "rope_parameters"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        reader.only("rope_scaling", None)
+        nested = reader.get("rope_parameters", {})
+        if not set(nested) <= {_GLOBAL, _LOCAL}:
+            raise reader.refuse("rope_parameters", nested, f"an object for each of {_GLOBAL} and {_LOCAL}")
+        kinds = reader.nested("rope_parameters", nested)
+        found = {}
+        for name, kind, key in _ROPES:
+            rope = kinds.nested(kind, kinds.get(kind, {}, OBJECT))
+            rope.only("rope_type", "default")
+            rope.only("partial_rotary_factor", 1.0, None)
+            found[name] = rope.get("rope_theta", reader.get(key, known[name], POSITIVE), POSITIVE)
+        return found
+
+    def write(self, config: Any) -> dict[str, Any]:
+        ropes = {kind: {"rope_theta": getattr(config, name)} for name, kind, _ in _ROPES}
+        return {"rope_parameters": {kind: {"rope_type": "default", **rope} for kind, rope in ropes.items()}}
+
+
+def _usual(n_layers: int) -> tuple[int, ...]:
+    return tuple(i for i in range(n_layers) if i % _PERIOD)
+
+
+@dataclass(frozen=True)
+class ModernBertConfig(EncoderConfig):
+    """The sizes and dropout rates of a ModernBERT: an `EncoderConfig` with other defaults, which are those of `transformers`
+    and of the smaller published model.
+
+    **Arguments:**
+
+    - `dropout`: the dropout rate of embeddings; that of attention weights is also that of the attention's output.
+    - `mlp_dropout`: the dropout rate inside of an MLP.
+    - `windowed_layers`: None for all but every third.
+    - `n_layers`: at least 2.
+
+    Raises ValueError as `EncoderConfig` does.
+    """
+
+    vocab_size: int = 50368
+    n_positions: int = 8192
+    n_token_types: int = 0
+    d_ff: int = 1152
+    n_layers: int = 22
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    classifier_dropout: float | None = 0.0
+    layer_norm_eps: float = 1e-5
+    has_pooler: bool = False
+    bos_token_id: int | None = 50281
+    eos_token_id: int | tuple[int, ...] | None = 50282
+    pad_token_id: int | None = 50283
+    position_kind: str = "rotary"
+    rope_theta: float = 160000.0
+    norm_places: str = "pre"
+    norm_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    is_gated: bool = True
+    head_activation: str = "gelu"
+    head_bias: bool = False
+    model_type: str = "modernbert"
+    mlp_dropout: float = 0.0
+
+    architectures = MappingProxyType({"modernbert": "ModernBert"})
+    has_transform = has_head_norm = True
+    names = Names(
+        base="model.",
+        encoder=MappingProxyType(
+            {"embedding": "embeddings.tok_embeddings", "norm": "embeddings.norm", "final_norm": "final_norm"}
+        ),
+        layers="layers.{}.",
+        block=MappingProxyType(
+            {
+                "attention_norm": "attn_norm",
+                "attention.query attention.key attention.value": "attn.Wqkv",
+                "attention.output": "attn.Wo",
+                "mlp_norm": "mlp_norm",
+                "mlp.gate mlp.up": "mlp.Wi",
+                "mlp.down": "mlp.Wo",
+            }
+        ),
+        masked=MappingProxyType({"transform": "head.dense", "norm": "head.norm", "logits_bias": "decoder.bias"}),
+        texts=MappingProxyType({"transform": "head.dense", "norm": "head.norm", "classifier": "classifier"}),
+        tokens=MappingProxyType({"transform": "head.dense", "norm": "head.norm", "classifier": "classifier"}),
+        heads=("head.*", "decoder.*", "classifier.*"),
+        unused=(),
+        decoder="decoder",
+        aliases=(),
+    )
+    rows = (
+        ModelType({"modernbert": {}}),
+        Only("tie_word_embeddings", True),
+        Field("vocab_size"),
+        Field("max_position_embeddings", "n_positions"),
+        Field("hidden_size", "d_model"),
+        Field("intermediate_size", "d_ff"),
+        Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
+        Field("num_attention_heads", "n_heads"),
+        Classes(),
+        Only("hidden_activation", *ACTIVATIONS, name="activation"),
+        _LayerTypes(),
+        _Rope(),
+        # The file has the width of the window, of which a token is the middle.
+        Field(
+            "local_attention",
+            "window",
+            default=128,
+            load=lambda width, known: width // 2,
+            save=lambda config: 2 * config.window,
+        ),
+        Field("attention_bias"),
+        Field("mlp_bias"),
+        Field("norm_bias"),
+        Field("norm_eps", "layer_norm_eps"),
+        Field("embedding_dropout", "dropout", RATE),
+        Field("attention_dropout", kind=RATE),
+        Field("mlp_dropout", kind=RATE),
+        Field("classifier_dropout", kind=RATE),
+        Only("classifier_pooling", "cls", "mean", name="pooling"),
+        Only("classifier_activation", *HEAD_ACTIVATIONS, name="head_activation"),
+        Field("classifier_bias", "head_bias"),
+        Field("decoder_bias", "logits_bias"),
+        Tokens(),
+        Field("initializer_range", "init_std"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n_layers < 2:
+            raise ValueError(
+                f"`n_layers`: expected at least 2, got {self.n_layers}. The first layer differs from the others."
+            )
+        check_rates(self, "mlp_dropout")
+
+    @property
+    def local_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has the window."""
+        has = _usual(self.n_layers) if self.windowed_layers is None else self.windowed_layers
+        return tuple(i in has for i in range(self.n_layers))
+
+    @property
+    def block_dropouts(self) -> tuple[float, float, float]:
+        """The dropout rates of the attention's output, inside the MLP, and of its output."""
+        return self.attention_dropout, self.mlp_dropout, 0.0
+
+    @property
+    def output_std(self) -> float:
+        """The standard deviation of the initial weights of layers that add to the residual stream, and of heads."""
+        return self.init_std * (2 * self.n_layers) ** -0.5
+
+    def without_dropout(self) -> "ModernBertConfig":
+        """The same config without dropout."""
+        return replace(super().without_dropout(), mlp_dropout=0.0)
+
+    @classmethod
+    def modernbert_base(cls) -> "ModernBertConfig":
+        """The published ModernBERT for English and code, with 149 million parameters."""
+        return cls()
+
+    @classmethod
+    def modernbert_large(cls) -> "ModernBertConfig":
+        """The published ModernBERT for English and code, with 395 million parameters."""
+        return cls(d_model=1024, d_ff=2624, n_layers=28, n_heads=16)
+
+
+class ModernBert(Encoder):
+    """ModernBERT without a head, from token ids to hidden states: see `Encoder`."""
+
+    config_class = ModernBertConfig
+
+
+class ModernBertForMaskedLM(MaskedLM):
+    """ModernBERT for masked language modeling: see `MaskedLM`."""
+
+    config_class = ModernBertConfig
+
+
+class ModernBertForSequenceClassification(SequenceClassifier):
+    """ModernBERT with a classification head for texts: see `SequenceClassifier`."""
+
+    config_class = ModernBertConfig
+
+
+class ModernBertForTokenClassification(TokenClassifier):
+    """ModernBERT with a classification head for tokens: see `TokenClassifier`."""
+
+    config_class = ModernBertConfig
