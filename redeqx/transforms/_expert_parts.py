@@ -16,7 +16,7 @@ tokens, and the sum sends 2 times. Only with `k < M / 2` the former is less.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from ..dims import Related
 from ..machine import MODEL
-from ..tracing import Body, Tag, Tagged, has_tag, plain, variables
+from ..tracing import PRODUCTS, Body, Tag, Tagged, has_tag, insides, plain, variables
 
 # Equations that rearrange, repeat or cast their first operand.
 _VIEWS = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "tile", "copy", "gather", "convert_element_type"}
@@ -41,43 +42,64 @@ class Parts(Tag):
         return jnp.sum(value, 0, dtype=value.dtype)
 
 
+@dataclass(frozen=True)
+class Copies(Tag):
+    """The tag of a value with its copies: the value is a pair of the plain one and `[model shards, ...]`.
+
+    Gradients of the copies are added up over the devices where the copies are made, those of all products at once.
+    """
+
+    def release(self, value: Any) -> Any:
+        return value[0]
+
+
 @dataclass
 class ExpertParts:
     """The values of a function of which each device of the model axis has a part or a copy.
 
     **Attributes:**
 
-    - `copies`: the equations that repeat tokens for their choices, before products that are split along their outputs.
-    - `begins`: the values from which these start.
-    - `products`: the products that are split along what they contract, and whose outputs are added up later.
+    - `begins`: the equations whose output is copied.
+    - `copies`: the equations that repeat tokens for their choices, before grouped matmuls that are split along outputs.
+    - `beside`: other products of tokens that are copied, such as those of a router or of a shared expert, with the index of
+        the operand and the dim of the other one that is split.
+    - `products`: the grouped matmuls that are split along what they contract, and whose outputs are added up later.
     - `sums`: the linear equations after them, with the index of the operand that is in parts, and whether the output is too:
         that of the last one is added up.
     """
 
     mesh: Mesh
-    copies: set[Any] = field(default_factory=set)
     begins: set[Any] = field(default_factory=set)
+    copies: set[Any] = field(default_factory=set)
+    beside: dict[Any, tuple[int, int]] = field(default_factory=dict)
     products: set[Any] = field(default_factory=set)
     sums: dict[Any, tuple[int, bool]] = field(default_factory=dict)
-    _copies: dict[Any, jax.Array] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, closed: Any, n_weights: int, columns: Sequence[Any], rows: Sequence[Any], mesh: Mesh) -> "ExpertParts":
+    def of(
+        cls,
+        closed: Any,
+        n_weights: int,
+        columns: Sequence[Any],
+        rows: Sequence[Any],
+        dims: Mapping[Any, tuple[int | None, int | None]],
+        mesh: Mesh,
+    ) -> "ExpertParts":
         """Finds them in a closed jaxpr in normal form.
 
         **Arguments:**
 
         - `n_weights`: the number of the function's first inputs, which are weights.
         - `columns`, `rows`: the grouped matmuls that the model axis splits along their outputs, or along what they contract.
+        - `dims`: for products the dims of both operands that the model axis splits.
         """
         parts, body, weights = cls(mesh), Body(closed), closed.jaxpr.invars[:n_weights]
         for eqn in columns:
             chain = _before(body, eqn.invars[0], weights)
             sizes = [_size(each.invars[0]) for each in chain]
             if chain and min(sizes) < _size(eqn.invars[0]):
-                n = sizes.index(min(sizes)) + 1
-                parts.copies.update(chain[:n])
-                parts.begins.add(chain[n - 1].invars[0])
+                n = len(sizes) - sizes[::-1].index(min(sizes))
+                parts._copy(body, chain[:n], dims)
         for eqn in rows:
             chain = list(_after(body, eqn.outvars[0]))
             sizes = [_size(each.outvars[0]) for each, _ in chain]
@@ -87,36 +109,66 @@ class ExpertParts:
                 parts.sums.update({each: (place, i + 1 < n) for i, (each, place) in enumerate(chain[:n])})
         return parts
 
+    def _copy(self, body: Body, chain: Sequence[Any], dims: Mapping[Any, tuple[int | None, int | None]]) -> None:
+        """Notes the equations of a chain of copies, the last one first, and the products beside it."""
+        self.copies.update(chain)
+        begin = body.producer(chain[-1].invars[0])
+        if begin is None or insides(begin) or begin.primitive.name in PRODUCTS:  # the first equation makes the copies
+            return
+        self.begins.add(begin)
+        for eqn in (reader for each in chain for reader in body.readers(each.invars[0])):
+            is_product = eqn is not None and eqn.primitive.name == "dot_general"
+            found = [(side, dim) for side, dim in enumerate(dims.get(eqn, ()) if is_product else ()) if dim is not None]
+            if len(found) == 1:
+                ((side, dim),), related = found, Related(eqn)
+                if dim in related.places(side) and dim not in related.partners(side):
+                    self.beside[eqn] = 1 - side, dim
+
     def __contains__(self, eqn: Any) -> bool:
-        return eqn in self.copies or eqn in self.sums
+        return any(eqn in each for each in (self.begins, self.copies, self.beside, self.sums))
 
     def compute(self, eqn: Any, ins: Sequence[Any], fn: Callable[[Sequence[Any]], Sequence[Any]]) -> Sequence[Any]:
-        """Returns the outputs of an equation that is not a product.
+        """Returns the outputs of an equation that is no grouped matmul.
 
         **Arguments:**
 
         - `fn`: computes the equation.
         """
         if eqn in self.copies:
-            outs = fn(ins)
-            if eqn.invars[0] in self.begins:
-                value = plain(ins[0])
-                self._copies[eqn.invars[0]] = self._split(jnp.broadcast_to(value, (self.mesh.shape[MODEL], *value.shape)))
-            if (copies := self._copies.get(eqn.invars[0])) is not None:
-                self._copies[eqn.outvars[0]] = self._each(fn, ins, 0, copies)
-            return outs
+            x = ins[0] if has_tag(ins[0], Copies) else self._copied(plain(ins[0]))
+            (out,) = fn([x.value[0], *ins[1:]])
+            return [Copies().begin((out, self._each(fn, ins, 0, x.value[1])))]
+        if eqn in self.begins:
+            return [self._copied(plain(out)) for out in fn(ins)]
+        if eqn in self.beside:
+            place, dim = self.beside[eqn]
+            is_copied = has_tag(ins[place], Copies)
+            return [self._product(eqn, ins[place].value[1], plain(ins[1 - place]), place, dim)] if is_copied else fn(ins)
         place, continues = self.sums[eqn]
         if not has_tag(ins[place], Parts):  # another rule has computed what is before it
             return fn(ins)
         parts = self.in_parts(self._each(fn, ins, place, ins[place].value))
         return [parts if continues else plain(parts)]
 
+    def _product(self, eqn: Any, copies: Any, weight: Any, place: int, dim: int) -> Any:
+        """Returns a product of each copy with its part of a weight."""
+        shape, out = weight.shape, eqn.outvars[0].aval
+        of_parts = jnp.moveaxis(weight.reshape(*shape[:dim], len(copies), -1, *shape[dim + 1 :]), dim, 0)
+        operands = (copies, self._split(of_parts))
+        dims = Related(eqn).places(1 - place)
+
+        def of_part(*operands: Any) -> Any:
+            return eqn.primitive.bind(*(operands if place == 0 else operands[::-1]), **eqn.params)
+
+        found = self._split(jax.vmap(of_part)(*operands))
+        return jnp.moveaxis(found, 0, dims[dim]).reshape(out.shape)
+
     def in_parts(self, parts: jax.Array) -> Tagged:
         return Parts().begin(self._split(parts))
 
-    def copies_of(self, var: Any) -> jax.Array | None:
-        """Returns the copies of the operand of a product, `[model shards, ...]`."""
-        return self._copies.get(var)
+    def _copied(self, value: jax.Array) -> Tagged:
+        copies = jnp.broadcast_to(value, (self.mesh.shape[MODEL], *value.shape))
+        return Copies().begin((value, self._split(copies)))
 
     def _each(self, fn: Callable[[Sequence[Any]], Sequence[Any]], ins: Sequence[Any], place: int, values: Any) -> jax.Array:
         """Computes an equation for each entry of one of its operands."""

@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ..kernels import GroupedSetting, grouped_gradient_p, grouped_matmul_p
 from ..machine import MODEL
 from ..partition import operand_dims
-from ..tracing import Rule, Site, as_fun, equations, plain
-from ._expert_parts import ExpertParts
+from ..tracing import Rule, Site, as_fun, equations, has_tag, plain
+from ._expert_parts import Copies, ExpertParts
 from ._sort_by_shard import SortsByShard
 
 _PRIMITIVES = (grouped_matmul_p.name, grouped_gradient_p.name)
@@ -56,11 +56,13 @@ class GroupMatmuls(Rule):
         sorts, n_shards = SortsByShard.of(closed, len(self.splits), mesh), mesh.shape[MODEL]
         if n_shards == 1:
             return replace(self, sorts=sorts)
-        rule = replace(self, dims=operand_dims(closed, found, self.splits, n_shards), sorts=sorts)
+        products = [*found, *(eqn for eqn in equations(closed) if eqn.primitive.name == "dot_general")]
+        dims = operand_dims(closed, products, self.splits, n_shards)
+        rule = replace(self, dims=dims, sorts=sorts)
         forms = [(eqn, form) for eqn in found if rule.claims(eqn) and (form := _form(eqn)) and form.shares_matrices]
         rows = [eqn for eqn, form in forms if rule._is_split(eqn, form.dims.inputs)]
         columns = [eqn for eqn, form in forms if rule._is_split(eqn, form.dims.outputs) and eqn not in rows]
-        return replace(rule, parts=ExpertParts.of(closed, len(self.splits), columns, rows, mesh))
+        return replace(rule, parts=ExpertParts.of(closed, len(self.splits), columns, rows, dims, mesh))
 
     def claims(self, eqn: Any) -> bool:
         if eqn in (self.sorts or ()) or eqn in (self.parts or ()):
@@ -72,7 +74,8 @@ class GroupMatmuls(Rule):
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         form = _form(eqn)
         if form is not None:
-            return self._product(eqn, form, list(map(plain, ins)))
+            copies = ins[0].value[1] if has_tag(ins[0], Copies) else None
+            return self._product(eqn, form, list(map(plain, ins)), copies)
 
         def compute(ins: Sequence[Any]) -> Sequence[Any]:
             in_order = self.sorts is not None and eqn in self.sorts
@@ -82,7 +85,7 @@ class GroupMatmuls(Rule):
             return self.parts.compute(eqn, ins, compute)
         return compute(ins)
 
-    def _product(self, eqn: Any, form: "_Form", values: list[Any]) -> Sequence[Any]:
+    def _product(self, eqn: Any, form: "_Form", values: list[Any], copies: Any) -> Sequence[Any]:
         is_by_shard = self.sorts is not None and self.sorts.is_product(eqn)
         if self.sorts is not None and is_by_shard:
             values = list(self.sorts.operands(eqn, *values))
@@ -92,7 +95,7 @@ class GroupMatmuls(Rule):
         how = _ALL
         if self.parts is not None and is_row and eqn in self.parts.products:
             how = _PARTS
-        elif self.parts is not None and is_column and (copies := self.parts.copies_of(eqn.invars[0])) is not None:
+        elif is_column and copies is not None:
             values, how = [copies, *values[1:]], _COPIES
         compute = partial(form.compute, setting, is_by_shard=is_by_shard, how=how)
         closed = jax.make_jaxpr(compute)(*(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values))

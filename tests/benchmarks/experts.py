@@ -12,6 +12,13 @@
 
 Rows of 4096 tokens; blocks in a scan, recomputed in the backward pass; everything split over `fsdp`. The batch is doubled
 until it does not fit. `--layers` compiles fewer layers, to compare temporaries in a shorter time.
+
+    python tests/benchmarks/experts.py --sent            # 8 H100; or --sent v5e:2x4
+
+prints what a device sends for a layer of experts, in all passes: 16384 tokens of 1024 features in bfloat16, two of 8 experts
+of 2048 for each, or eight of 32 experts of 512. *Sorted* sorts the tokens of all rows, as strangers do (`_mixtures.py`).
+*Weights* are the sums of the experts' gradients; *whole experts* is what tokens would take to the devices of whole experts and
+back, by all-to-all, for comparison.
 """
 
 import argparse
@@ -20,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import _mixtures
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -163,6 +171,85 @@ def dry_run(row: Row, n_rows: int, seq: int, remat: str, *, offload: bool) -> re
         return trainer.dry_run(np.zeros((trainer.batch_size(n_rows), seq), np.int32), n_rows, search=False)
 
 
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+MESHES = {
+    "data=8": {},
+    "data=2, model=4": {"n_model_shards": 4},
+    "model=8": {"n_model_shards": 8},
+}
+SIZES = {"2 of 8": (2, 8, 2048), "8 of 32": (8, 32, 512)}  # choices, experts, hidden features
+ROWS_OF_TOKENS, N_TOKENS, D = 32, 512, 1024
+
+
+class Residual(eqx.Module):
+    """Layers of experts, each after a norm, with an embedding and a head."""
+
+    embedding: jax.Array
+    layers: list[Any]
+    head: jax.Array
+
+    def __init__(self, n_layers: int, is_sorted: bool, n_chosen: int, n_experts: int, d_expert: int, key: Any):
+        keys = jax.random.split(key, n_layers + 2)
+        self.embedding, self.head = jax.random.normal(keys[0], (D, D)), jax.random.normal(keys[1], (D, D)) / D**0.5
+        if is_sorted:
+            _mixtures.D, _mixtures.F, _mixtures.EXPERTS, _mixtures.TOP = D, d_expert, n_experts, n_chosen
+            make: Any = lambda key: Sorted(*_mixtures.MIXTURES["sorted_tokens"](key))  # noqa: E731
+        else:
+            make = lambda key: MixtureOfExperts(D, d_expert, n_experts, n_chosen, key=key)  # noqa: E731
+        self.layers = [make(key) for key in keys[2:]]
+
+    def __call__(self, ids: Any) -> Any:
+        x = self.embedding[ids]
+        for layer in self.layers:
+            h = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+            x = x + (layer(h) if isinstance(layer, Sorted) else jax.vmap(layer)(h)[0])
+        return x @ self.head
+
+
+class Sorted(eqx.Module):
+    parameters: Any
+    apply: Any = eqx.field(static=True)
+
+    def __call__(self, x: Any) -> Any:
+        return self.apply(self.parameters, x)
+
+
+def sent_by(topology: str, mesh: dict[str, int], n_layers: int, *args: Any) -> dict[str, float]:
+    """Returns the bytes that a device sends in a step, by the mesh axes over which it does."""
+    with redeqx.described(topology):
+        deployer = redeqx.Deployer(verbose=False, **mesh)
+        trainer = redeqx.Trainer(
+            deployer, model=deployer.init(lambda: Residual(n_layers, *args, jax.random.key(0))), optimizer=optax.sgd(0.1),
+            loss_fn=_mixtures.loss_fn, collate_fn=np.stack, compute=redeqx.Compute("bfloat16"),
+        )  # fmt: skip
+        batch = np.zeros((ROWS_OF_TOKENS, N_TOKENS), np.int32)
+        run = trainer.dry_run(batch, batch_size=ROWS_OF_TOKENS, search=False)
+        found = {"model": 0.0, "batch": 0.0}
+        for each in run.steps["train"].collectives:
+            found["model" if "model" in each.axes(deployer.mesh) else "batch"] += each.moved
+        return found
+
+
+def report_sent(topology: str) -> None:
+    columns = f"{'batch axes':>12s} {'weights':>12s} {'model':>12s} {'whole experts':>14s}"
+    print(f"{'experts':8s} {'style':7s} {'mesh':24s} {columns}  MiB")
+    for label, (n_chosen, n_experts, d_expert) in SIZES.items():
+        n_weights = 3 * n_experts * D * d_expert
+        for name, is_sorted in (("layer", False), ("sorted", True)):
+            for of_mesh, mesh in MESHES.items():
+                one, two = (sent_by(topology, mesh, n, is_sorted, n_chosen, n_experts, d_expert) for n in (1, 2))
+                n_model = mesh.get("n_model_shards", 1)
+                n = 8 // n_model  # shards of the batch
+                weights = 2 * (n - 1) / n * 2 * n_weights / n_model
+                copies = ROWS_OF_TOKENS * N_TOKENS / n * n_chosen / n_model  # of a device's tokens, for their choices
+                whole = 2 * 2 * copies * D * 2 * (n_model - 1) / n_model
+                found = (two["batch"] - one["batch"], weights, two["model"] - one["model"], whole)
+                print(
+                    f"{label:8s} {name:7s} {of_mesh:24s}" + "".join(f" {each / 2**20:12.1f}" for each in found), flush=True
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="ROW", help=", ".join(ROWS))
@@ -172,9 +259,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="instead of the model's")
     parser.add_argument("--remat", default="full")
     parser.add_argument("--offload", action="store_true", help="the optimizer state is in host memory")
+    parser.add_argument("--sent", nargs="?", const="gpu:h100-80gb:8", metavar="TOPOLOGY", help="print what is sent")
     parser.add_argument("--explain", action="store_true", help="print the whole reports")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
+    if args.sent:
+        return report_sent(args.sent)
     for name in args.names or ROWS:
         row = ROWS[name]
         row = replace(row, config=replace(row.config, n_layers=args.layers)) if args.layers else row

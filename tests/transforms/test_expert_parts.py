@@ -1,5 +1,7 @@
 """Devices of the model axis add up a token's outputs, and gradients, once: not once for each of its experts."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,8 +56,8 @@ def in_layers(p, x):
     return jax.lax.scan(layer, x.reshape(-1, D), jax.tree.map(lambda w: jnp.stack([w, 0.5 * w]), p))[0]
 
 
-def check(fn, splits, weights, x, shards, *, sorted_rows=N * K):
-    """Compares values and gradients with those of one device, and what is added up over the model axis with the tokens."""
+def check(fn, splits, weights, x, shards):
+    """Compares values and gradients with those of one device, and what is added up with tokens. Returns its shapes."""
     mesh = make_mesh(**shards)
 
     def step(fn):
@@ -78,7 +80,8 @@ def check(fn, splits, weights, x, shards, *, sorted_rows=N * K):
     n_batch = mesh.shape["data"] * mesh.shape["fsdp"]
     sums = [each for each in collectives(Module.of(compiled.as_text() or "")) if each.kind == "all-reduce"]
     assert sums and max(each.bytes for each in sums) <= 4 * max(N // n_batch * D, E * D * F)
-    assert not [each for each in sums if each.shape[-1] == D and np.prod(each.shape) == sorted_rows // n_batch * D]
+    assert not [each for each in sums if each.shape[-1] == D and math.prod(each.shape) == N * K // n_batch * D]
+    return [each.shape for each in sums]
 
 
 MESHES = [{"n_model_shards": 4}, pytest.param({"n_fsdp_shards": 2, "n_model_shards": 2}, marks=pytest.mark.sweep)]
@@ -97,9 +100,15 @@ def test_sorted_tokens(fn, shards):
 def test_the_layer(shards):
     layer = MixtureOfExperts(D, F, E, K, init_std=0.3, key=jax.random.key(0))
     leaves, treedef = jax.tree.flatten(layer)
-    splits = [2 if leaf.shape == (E, D, F) else 1 if leaf.shape == (E, F, D) else None for leaf in leaves]
+    splits = [{(E, D, F): 2, (E, F, D): 1, (E, D): 0}[leaf.shape] for leaf in leaves]  # down, gate and up, router
 
     def fn(leaves, x):
         return jax.vmap(jax.tree.unflatten(treedef, leaves))(x)[0]
 
-    check(fn, splits, leaves, jax.random.normal(jax.random.key(1), (ROWS, T, D)), shards)
+    def normed(leaves, x):
+        return fn(leaves, x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True)))
+
+    sums = check(normed, splits, leaves, jax.random.normal(jax.random.key(1), (ROWS, T, D)), shards)
+    n_tokens = N // shards.get("n_fsdp_shards", 1) // (8 // math.prod(shards.values()))
+    # Outputs, and the gradients of all that is computed of a token, also of the router's product.
+    assert len([shape for shape in sums if shape[-1] == D and math.prod(shape) == n_tokens * D]) == 2
