@@ -1,14 +1,20 @@
 """Reference models: plain Equinox modules, one family a file. They use redeqx; redeqx never imports them.
 
-`from_pretrained` and `save_pretrained` read and write Hugging Face folders. `generate` continues prompts. `cross_entropy` is
-a loss whose logits stay sharded over the vocabulary. `weight_decay_mask` selects the leaves with weight decay. `lora` adds
-adapters. Each family is a module, such as `redeqx.models.llama`; its language models are a `Decoder` or an `EncoderDecoder`.
+`from_pretrained` and `save_pretrained` read and write Hugging Face folders. `generate` and `stream` continue prompts.
+`cross_entropy` is a loss whose logits stay sharded over the vocabulary. `weight_decay_mask` selects the leaves with weight
+decay. `lora` adds adapters. Each family is a module, such as `redeqx.models.llama`; its language models are a `Decoder` or
+an `EncoderDecoder`.
 
 The families use the packages `nn`, `generation`, `hf`, `diffusion` and `lora`. Open `gpt2.py` first.
 """
 
 from . import lora as lora
 from ._families import from_pretrained as from_pretrained
-from .generation import Decoder as Decoder, EncoderDecoder as EncoderDecoder, generate as generate
+from .generation import (
+    Decoder as Decoder,
+    EncoderDecoder as EncoderDecoder,
+    generate as generate,
+    stream as stream,
+)
 from .hf import save_pretrained as save_pretrained
 from .nn import cross_entropy as cross_entropy, weight_decay_mask as weight_decay_mask

@@ -267,16 +267,17 @@ class VisionEncoderDecoder(Pretrained):
         return self.decoder.init_cache(length, memory, memory_mask)
 
     def decode(
-        self, ids: Int[Array, " target"], cache: Cache, *, mask: Bool[Array, " target"] | None = None
-    ) -> tuple[Float[Array, " vocab"], Cache]:
+        self, ids: Int[Array, " target"], cache: Cache, *, mask: Bool[Array, " target"] | None = None, every: bool = False
+    ) -> tuple[Float[Array, "*target vocab"], Cache]:
         """Continues the text in the cache with `ids`: the logits of the token that follows, and the updated cache.
 
         **Arguments:**
 
         - `ids`, `mask`: as `decoder_ids` and `decoder_mask` of a call, but with padding on the left only, so that the last
             id is a token.
+        - `every`: whether to return the logits of the tokens that follow each of `ids`, as a call does.
         """
-        return self.decoder.decode(ids, cache, mask=mask)
+        return self.decoder.decode(ids, cache, mask=mask, every=every)
 
     def shift_right(self, labels: Integer[Array, " target"]) -> Int[Array, " target"]:
         """Returns the decoder's inputs for these labels: `decoder_start_token_id`, then all labels but the last. Labels of

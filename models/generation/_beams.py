@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..nn import Cache
-from ._loop import Chances, Generated, Request, decoder, no_chances, pick, prefill, repeat, write
+from ._loop import Chances, Generated, Request, axes_of, decoder, no_chances, pick, prefill, prompt_of, repeat, write
 from ._options import Options
 from ._processors import process
 from ._sampling import distribution
@@ -39,7 +38,7 @@ class _Beams(eqx.Module):
 
     step: Int[Array, ""]
     logits: Float[Array, "batch beams vocab"]
-    cache: Cache
+    cache: Any
     running: _Texts
     running_scores: Float[Array, "batch beams"]  # sums of log-probabilities
     finished: _Texts
@@ -47,6 +46,7 @@ class _Beams(eqx.Module):
     is_finished: Bool[Array, "batch beams"]  # whether this slot holds a finished sequence
     can_improve: Bool[Array, " batch"]
     all_end: Bool[Array, " batch"]  # whether no sequence continues
+    stop: Int[Array, "batch beams"] | None  # the states of `request.stop`
 
 
 def beam_search(model: Any, request: Request) -> Generated:
@@ -58,12 +58,12 @@ def beam_search(model: Any, request: Request) -> Generated:
     # Enough candidates that `n` can continue even if all others end.
     n_candidates = min(max(2, 1 + len(options.eos)) * n, n * vocab)
     cache = repeat(cache, n)
-    decode, axes = decoder(model, cache), cache.axes(shares_memory=True)
+    decode, axes = decoder(model, cache), axes_of(cache, shares_memory=True)
     empty = _Texts(jnp.full((batch, n, new), options.pad, jnp.int32), no_chances((batch, n, new), request))
     # All beams start equal. Only the first one is possible, so that the first step does not select each token `n` times.
     first = jnp.full((batch, n), _IMPOSSIBLE).at[:, 0].set(0.0)
 
-    def reorder(cache: Cache, beams: Int[Array, "batch beams"]) -> Cache:
+    def reorder(cache: Any, beams: Int[Array, "batch beams"]) -> Any:
         pick = lambda axis, leaf: leaf if axis is None else _select(leaf, beams, axis + 1)  # noqa: E731
         return jax.tree.map(pick, axes, cache, is_leaf=lambda x: x is None)
 
@@ -75,7 +75,11 @@ def beam_search(model: Any, request: Request) -> Generated:
         scores, flat = _candidates(total, n_candidates, step, request)
         origin, token = flat // vocab, (flat % vocab).astype(jnp.int32)
         texts = _continued(state, origin, token, log_probs)
-        ends = options.ends(token) | (step + 1 == new)
+        ends, stop = options.ends(token) | (step + 1 == new), state.stop
+        if stop is not None:
+            assert request.stop is not None
+            stop, is_stopped = request.stop.advance(_select(stop, origin), token)
+            ends = ends | is_stopped
 
         running_scores, kept = jax.lax.top_k(scores + jnp.where(ends, _IMPOSSIBLE, 0.0), n)
         # Only the best `n` candidates may finish. The others can only continue.
@@ -100,6 +104,7 @@ def beam_search(model: Any, request: Request) -> Generated:
             is_finished=is_finished,
             can_improve=state.can_improve & (possible > worst).any(-1),
             all_end=ends.all(-1),
+            stop=None if stop is None else _select(stop, kept),
         )
         return state, _select(origin, kept), _select(token, kept)
 
@@ -124,6 +129,7 @@ def beam_search(model: Any, request: Request) -> Generated:
         is_finished=jnp.zeros((batch, n), bool),
         can_improve=jnp.ones(batch, bool),
         all_end=jnp.zeros(batch, bool),
+        stop=None if request.stop is None else request.stop.start(prompt_of(request), (batch, n)),
     )
     state, _, _ = jax.lax.while_loop(is_running, advance, extend(begin))
     n_return = options.num_return_sequences or 1

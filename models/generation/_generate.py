@@ -5,7 +5,8 @@ tokens. A model provides three methods: `encode` (encoder-decoders only), `init_
 `_options.py`, what they do to scores in `_processors.py` and `_sampling.py`, the searches in `_loop.py` and `_beams.py`.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -15,19 +16,21 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, PRNGKeyArray
 
-from redeqx.errors import brief, filter_traceback
+from redeqx.errors import brief, check_count, check_names, filter_traceback
 
 from ._beams import beam_search
 from ._config import Generation
-from ._loop import Generated, Request, search
+from ._loop import Generated, Request, State, advance, in_loop, search, start
 from ._options import DEFAULTS, Options, check, hashable
-from ._processors import Given
+from ._processors import NO_TOKEN, Given
+from ._speculative import check_assistant, speculate
+from ._stop import Stop
 
 
 @filter_traceback
 def generate(
     model: Any,
-    inputs: Array | np.ndarray,
+    inputs: Array | np.ndarray | Sequence[Any],
     *,
     max_new_tokens: int | None = None,
     mask: Bool[Array, "batch source"] | Bool[np.ndarray, "batch source"] | None = None,
@@ -55,6 +58,10 @@ def generate(
     forced_eos_token_id: int | Sequence[int] | None = None,
     renormalize_logits: bool | None = None,
     logits_processor: Callable[[Array, Array, Array], Array] | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
+    assistant_model: Any = None,
+    num_assistant_tokens: int = 5,
     output_scores: bool = False,
     eos_token_id: int | tuple[int, ...] | None = None,
     pad_token_id: int | None = None,
@@ -64,7 +71,8 @@ def generate(
     """Generates tokens, `[batch, max_new_tokens]`. Each row is padded after its end-of-text token.
 
     The whole batch runs as one program, which stops when all rows have ended. The program is compiled once for each input
-    shape, so pad prompts on the left to a common length. Inside `pred_fn` it runs on the model's mesh. The options have the
+    shape, so pad prompts on the left to a common length. A list of prompts of any lengths is padded here, and a list
+    of texts without padding returned, each a numpy array. Inside `pred_fn` it runs on the model's mesh. The options have the
     names and the meaning of `transformers`.
 
     An argument that is None takes its value from `generation_config.json` in the model's folder, or from the old keys of
@@ -105,6 +113,10 @@ def generate(
         `[vocab]`, are those of the next token after the options above; `text`, int `[prompt + max_new_tokens]`, holds prompt
         and tokens so far in its first `length` places, and -1 at padding and later places (none). Pass the same function in
         each call: a new one is compiled again. An `eqx.Module` may hold arrays.
+    - `stop_strings`: texts that end a row, in the token that completes one; they need the `tokenizer`, of `tokenizers` or
+        `transformers` (none).
+    - `assistant_model`: a smaller model of the same vocabulary that proposes `num_assistant_tokens` tokens (5) at a time,
+        which the model checks in one call. The tokens are those of greedy decoding, up to rounding (none).
     - `output_scores`: whether to return a `Generated`, which has the log-probability of each token.
     - `eos_token_id`, `pad_token_id`: None takes them from the config. Without a padding token, the end-of-text token pads.
     - `ignore`: keys of `generation_config.json` that are not implemented here, and that are to be ignored.
@@ -114,7 +126,90 @@ def generate(
     for sampling without a key, for arguments that contradict each other, and for options of the folder that are not
     implemented. Raises TypeError for a model that cannot generate.
     """
-    chosen = {name: value for name, value in locals().items() if name in DEFAULTS}
+    request = _request(model, inputs, **{name: value for name, value in locals().items() if name in _REQUEST})
+    options, draft = request.options, None
+    if assistant_model is not None:
+        _check_assistant(model, assistant_model, num_assistant_tokens, request)
+        draft = eqx.nn.inference_mode(assistant_model)
+    found = _run(eqx.nn.inference_mode(model), draft, request, num_assistant_tokens)
+    if options.num_return_sequences is None:
+        found = jax.tree.map(lambda array: array[:, 0], found)
+    found = _trimmed(found) if options.pad == NO_TOKEN else found
+    return found if output_scores else found.tokens
+
+
+@filter_traceback
+def stream(model: Any, inputs: Array | np.ndarray | Sequence[Any], **options: Any) -> Generator[np.ndarray]:
+    """Generates tokens one at a time: returns an iterator over the tokens of each step, int `[batch]`, or
+    `[batch, num_return_sequences]`. It ends when all rows have ended; a row that has ended before has padding.
+
+    The tokens are those of `generate`. Each step is a call of a compiled program, and the next one runs while the caller
+    uses the tokens. Under `jit`, use `generate`.
+
+    **Arguments:**
+
+    - `model`, `inputs`, `options`: as for `generate`, but without beams, lists of prompts, `assistant_model` and
+        `output_scores`.
+
+    Raises what `generate` raises, and ValueError for options that a stream does not have.
+    """
+    check_names(_SIGNATURE, "stream", (model, inputs), options)
+    for name in ("assistant_model", "num_assistant_tokens", "output_scores"):
+        if options.pop(name, None):
+            raise ValueError(f"`{name}`: expected none in `stream`, got one. Call `generate`, or leave it out.")
+    request = _request(model, inputs, **options)
+    if request.options.num_beams > 1:
+        raise ValueError(
+            f"`num_beams`: expected 1 in `stream`, since a beam search may still change earlier tokens, got "
+            f"{request.options.num_beams}. Call `generate`, or pass `num_beams=1`."
+        )
+    if request.options.pad == NO_TOKEN:
+        raise ValueError("`inputs`: expected an array in `stream`, got a list. Pad the prompts on the left.")
+    return _steps(eqx.nn.inference_mode(model), request)
+
+
+def _steps(model: Any, request: Request) -> Generator[np.ndarray]:
+    is_single = request.options.num_return_sequences is None
+    state, shown = _start(model, request)
+    for step in range(1, request.options.new + 1):
+        (token, is_running), is_last = shown, step == request.options.new
+        if not is_last:  # begins before the last tokens are read, so that the device does not wait
+            state, shown = _advance((model, request), state)
+        yield np.asarray(token)[:, 0] if is_single else np.asarray(token)
+        if not is_running:
+            return
+
+
+@eqx.filter_jit
+def _start(model: Any, request: Request) -> tuple[State, tuple[Array, Array]]:
+    state = in_loop(start(model, request))
+    return state, (state.token, ~state.done.all())
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _advance(fixed: tuple[Any, Request], state: State) -> tuple[State, tuple[Array, Array]]:
+    model, request = fixed
+    state = advance(model, state, request)
+    return state, (state.token, ~state.done.all())
+
+
+def _request(
+    model: Any,
+    inputs: Any,
+    *,
+    mask: Any = None,
+    logits_processor: Any = None,
+    stop_strings: Any = None,
+    tokenizer: Any = None,
+    output_scores: bool = False,
+    eos_token_id: Any = None,
+    pad_token_id: Any = None,
+    ignore: Sequence[str] = (),
+    key: Any = None,
+    **chosen: Any,
+) -> Request:
+    """Checks the arguments of `generate`, and returns what a search starts from."""
+    chosen = {name: chosen.get(name) for name in _CHOSEN}
     if not (hasattr(model, "decode") and hasattr(model, "init_cache")):
         raise TypeError(
             f"`model`: expected one with `init_cache` and `decode`, got {type(model).__name__}. "
@@ -122,6 +217,9 @@ def generate(
         )
     config = getattr(model, "config", None)
     is_encoder_decoder = hasattr(model, "encode")
+    is_ragged = isinstance(inputs, list | tuple) and all(np.ndim(row) == 1 for row in inputs)
+    if is_ragged:
+        inputs, mask = _padded(inputs, mask, left=not is_encoder_decoder)
     if isinstance(inputs, str) or (not hasattr(inputs, "shape") and np.asarray(inputs).dtype.kind not in "biuf"):
         raise TypeError(f"`inputs`: expected an array of token ids, got {brief(inputs)}. Pass what the tokenizer returns.")
     ids = jnp.asarray(inputs)
@@ -157,24 +255,86 @@ def generate(
     eos = eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None)
     eos = () if eos is None else tuple(int(token) for token in np.ravel(np.asarray(eos)))
     pad = pad_token_id if pad_token_id is not None else getattr(config, "pad_token_id", None)
-    rules = Options(**options, eos=eos, pad=pad if pad is not None else eos[0] if eos else 0, n_given=n_given)
+    pad = pad if pad is not None else eos[0] if eos else 0
+    pad = NO_TOKEN if is_ragged else pad
+    rules = Options(**options, eos=eos, pad=pad, n_given=n_given, has_encoder=is_encoder_decoder)
     if rules.needs_source and not is_prompt:
         name = "encoder_repetition_penalty" if rules.encoder_repetition_penalty != 1 else "encoder_no_repeat_ngram_size"
         raise ValueError(f"`{name}`: expected none, since the inputs are no tokens, got {options[name]}. Leave it out.")
     mask = None if mask is None else jnp.asarray(mask, bool)
     if mask is not None and not is_encoder_decoder:
         ids = jnp.where(mask, ids, 0)  # the padding id may be outside the vocabulary
-    start = model.config.decoder_start_token_id if is_encoder_decoder else None
-    given = Given.of(ids, mask, start, rules, logits_processor)
-    request = Request(ids, mask, key if rules.do_sample else None, given, rules, output_scores)
-    found = _run(eqx.nn.inference_mode(model), request)
-    if rules.num_return_sequences is None:
-        found = jax.tree.map(lambda array: array[:, 0], found)
-    return found if output_scores else found.tokens
+    first = model.config.decoder_start_token_id if is_encoder_decoder else None
+    given = Given.of(ids, mask, first, rules, logits_processor)
+    stop = None if stop_strings is None else Stop.of(stop_strings, tokenizer)
+    return Request(ids, mask, key if rules.do_sample else None, given, stop, rules, output_scores)
+
+
+def _padded(rows: Sequence[Any], mask: Any, *, left: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Returns prompts of any lengths as one array, and its mask."""
+    if mask is not None:
+        raise ValueError("`mask`: expected None for a list of prompts, which are padded here, got one. Leave it out.")
+    if any(isinstance(row, Tracer) for row in rows):
+        raise ValueError(_NO_LIST)
+    rows = [np.asarray(row) for row in rows]
+    if not rows or not all(len(row) and np.issubdtype(row.dtype, np.integer) for row in rows):
+        raise ValueError(f"`inputs`: expected prompts of token ids, got {brief(rows)}. Pass at least one token in each.")
+    longest = max(map(len, rows))
+    ids, mask = np.zeros((len(rows), longest), np.int32), np.zeros((len(rows), longest), bool)
+    for i, row in enumerate(rows):
+        places = slice(longest - len(row), None) if left else slice(len(row))
+        ids[i, places], mask[i, places] = row, True
+    return ids, mask
+
+
+def _trimmed(found: Generated) -> Generated:
+    """Returns the texts as lists of arrays without padding."""
+    if isinstance(found.tokens, Tracer):
+        raise ValueError(_NO_LIST)
+    tokens = np.asarray(found.tokens)
+    lengths = (tokens != NO_TOKEN).sum(-1)
+
+    def trim(array: Any, lengths: Any) -> Any:
+        if np.ndim(lengths):
+            return [trim(row, length) for row, length in zip(array, lengths, strict=True)]
+        return array[: int(lengths)]
+
+    log_probs, scores = (
+        None if array is None else trim(np.asarray(array), lengths) for array in (found.log_probs, found.scores)
+    )
+    return Generated(trim(tokens, lengths), log_probs, scores, found.sequence_scores, found.accepted)
+
+
+def _check_assistant(model: Any, draft: Any, drafted: int, request: Request) -> None:
+    """Raises TypeError or ValueError for models and options that do not allow a draft."""
+    check_assistant(model, draft)
+    check_count(drafted, "num_assistant_tokens")
+    options, name = request.options, ""
+    if options.do_sample or options.num_beams > 1 or request.stop is not None or options.rows > 1:
+        name = "do_sample" if options.do_sample else "num_beams" if options.num_beams > 1 else "num_return_sequences"
+        name = "stop_strings" if request.stop is not None else name
+        raise ValueError(
+            f"`{name}`: expected none with `assistant_model`, which decodes greedily, got one. Choose one of the two."
+        )
+    for one in (model, draft):
+        n_positions, needed = getattr(getattr(one, "config", None), "n_positions", None), options.n_given + options.new - 1
+        if n_positions is not None and needed + drafted > n_positions:
+            raise ValueError(
+                f"`num_assistant_tokens`: expected at most {max(n_positions - needed, 0)} after {needed} tokens, since "
+                f"{type(one).__name__} has `n_positions`={n_positions}, got {drafted}. Propose or generate fewer."
+            )
+    sizes = [getattr(getattr(one, "config", None), "vocab_size", None) for one in (model, draft)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"`assistant_model`: expected the vocabulary of the model, {sizes[0]} tokens, got {sizes[1]}. Pass a draft with "
+            "the same tokenizer."
+        )
 
 
 @eqx.filter_jit
-def _run(model: Any, request: Request) -> Generated:
+def _run(model: Any, draft: Any, request: Request, drafted: int) -> Generated:
+    if draft is not None:
+        return speculate(model, draft, request, drafted)
     return beam_search(model, request) if request.options.num_beams > 1 else search(model, request)
 
 
@@ -191,3 +351,9 @@ def _check_ids(inputs: Any, mask: Any, vocab_size: int | None) -> None:
             f"`inputs`: expected token ids from 0 to {vocab_size - 1}, the vocabulary of the model, got {ids[wrong][0]} in "
             f"row {int(np.argwhere(wrong)[0][0])}. Pass the tokenizer of this model's folder, and a `mask` for padding."
         )
+
+
+_NO_LIST = "`inputs`: expected an array under jit, got a list. Pad the prompts on the left, and pass a `mask`."
+_SIGNATURE = inspect.signature(generate)
+_CHOSEN = [name for name in DEFAULTS if name in _SIGNATURE.parameters]
+_REQUEST = [name for name in inspect.signature(_request).parameters if name not in ("model", "inputs", "chosen")] + _CHOSEN

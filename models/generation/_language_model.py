@@ -76,18 +76,19 @@ class Decoder(eqx.Module):
         return Cache.empty(self.config.n_layers, length, n_kv_heads, size, self.embedding.weight.dtype)
 
     def decode(
-        self, ids: Int[Array, " seq"], cache: Cache, *, mask: Bool[Array, " seq"] | None = None
-    ) -> tuple[Float[Array, " vocab"], Cache]:
+        self, ids: Int[Array, " seq"], cache: Cache, *, mask: Bool[Array, " seq"] | None = None, every: bool = False
+    ) -> tuple[Float[Array, "*seq vocab"], Cache]:
         """Continues the sequence in the cache with `ids`: the logits of the token that follows, and the updated cache.
 
         **Arguments:**
 
         - `ids`, `mask`: as for a call, but with padding on the left only, so that the last id is a token.
+        - `every`: whether to return the logits of the tokens that follow each of `ids`, as a call does.
         """
         (seq,) = ids.shape
         cache = cache.begin(jnp.ones(seq, bool) if mask is None else mask)
         hidden, cache = self._run(ids, mask, cache, None)
-        return self.logits(hidden[-1]), cache.end(seq)
+        return self.logits(hidden if every else hidden[-1]), cache.end(seq)
 
     @property
     def _kv_heads(self) -> tuple[int, int]:
@@ -207,19 +208,20 @@ class EncoderDecoder(eqx.Module):
         )
 
     def decode(
-        self, ids: Int[Array, " target"], cache: Cache, *, mask: Bool[Array, " target"] | None = None
-    ) -> tuple[Float[Array, " vocab"], Cache]:
+        self, ids: Int[Array, " target"], cache: Cache, *, mask: Bool[Array, " target"] | None = None, every: bool = False
+    ) -> tuple[Float[Array, "*target vocab"], Cache]:
         """Continues the target in the cache with `ids`: the logits of the token that follows, and the updated cache.
 
         **Arguments:**
 
         - `ids`, `mask`: as `decoder_ids` and `decoder_mask` of a call, but with padding on the left only, so that the last
             id is a token.
+        - `every`: whether to return the logits of the tokens that follow each of `ids`, as a call does.
         """
         (seq,) = ids.shape
         cache = cache.begin(jnp.ones(seq, bool) if mask is None else mask)
         hidden, cache = self._run(ids, mask, cache, None, None, cache.memory_mask)
-        return self.logits(hidden[-1]), cache.end(seq)
+        return self.logits(hidden if every else hidden[-1]), cache.end(seq)
 
     def shift_right(self, labels: Integer[Array, " target"]) -> Int[Array, " target"]:
         """Returns the decoder's inputs for these labels: `decoder_start_token_id`, then all labels but the last. Labels of

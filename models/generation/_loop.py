@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ..nn import Cache
 from ._options import Options
-from ._processors import Given, process
+from ._processors import NO_TOKEN, Given, process
 from ._sampling import distribution
+from ._stop import Stop
 
 
 class Request(eqx.Module):
@@ -27,12 +27,14 @@ class Request(eqx.Module):
     mask: Bool[Array, "batch source"] | None
     key: PRNGKeyArray | None
     given: Given
+    stop: Stop | None
     options: Options = eqx.field(static=True)
     output_scores: bool = eqx.field(static=True, default=False)
 
 
 class Generated(eqx.Module):
-    """Generated tokens with their scores. With `num_return_sequences`, there is a dim of sequences after the batch's.
+    """Generated tokens with their scores. With `num_return_sequences`, there is a dim of sequences after the batch's. For a
+    list of prompts, the first three are lists of arrays without padding.
 
     **Arguments:**
 
@@ -41,12 +43,14 @@ class Generated(eqx.Module):
     - `scores`: the log-probability of each token in the distribution that it was chosen from, after all options; 0 after the
         end. In a beam search it is not normalized again after the options, as in `transformers`.
     - `sequence_scores`: of a beam search, the sum of a text's `scores` over `length ** length_penalty`; None otherwise.
+    - `accepted`: with an `assistant_model`, the share of its tokens that the model agreed with; None otherwise.
     """
 
-    tokens: Int[Array, "*sequences new"]
-    log_probs: Float[Array, "*sequences new"] | None = None
-    scores: Float[Array, "*sequences new"] | None = None
+    tokens: Int[Array, "*sequences new"] | list[Any]
+    log_probs: Float[Array, "*sequences new"] | list[Any] | None = None
+    scores: Float[Array, "*sequences new"] | list[Any] | None = None
     sequence_scores: Float[Array, "*sequences"] | None = None
+    accepted: Float[Array, "*sequences"] | None = None
 
 
 # `log_probs` and `scores` of each token; see `Generated`.
@@ -60,8 +64,9 @@ class State(eqx.Module):
     token: Int[Array, "batch rows"]  # the last one of each row
     tokens: Int[Array, "batch rows new"]
     done: Bool[Array, "batch rows"]
-    cache: Cache
+    cache: Any
     chances: Chances | None  # on request
+    stop: Int[Array, "batch rows"] | None  # the states of `request.stop`
 
 
 def no_chances(shape: tuple[int, ...], request: "Request") -> Chances | None:
@@ -69,11 +74,23 @@ def no_chances(shape: tuple[int, ...], request: "Request") -> Chances | None:
     return (zeros, zeros) if request.output_scores else None
 
 
-def prefill(model: Any, request: Request) -> tuple[Float[Array, "batch vocab"], Cache]:
-    """Returns the logits of each row's first new token, and the cache that holds the prompts."""
-    new = request.options.new
+def axes_of(cache: Any, *, shares_memory: bool = False) -> Any:
+    """Returns the axes of a cache for `jax.vmap` over rows: those that it says by `axes`, as `nn.Cache` does, else the first
+    ones.
 
-    def begin(inputs: Array, mask: Array | None) -> tuple[Array, Cache]:
+    **Arguments:**
+
+    - `shares_memory`: whether all rows attend to the same memory, as the beams of one example do.
+    """
+    return cache.axes(shares_memory=shares_memory) if hasattr(cache, "axes") else jax.tree.map(lambda _: 0, cache)
+
+
+def prefill(model: Any, request: Request, more: int = 0) -> tuple[Float[Array, "batch vocab"], Any]:
+    """Returns the logits of each row's first new token, and the cache that holds the prompts, with slots for the new tokens
+    and `more` of them."""
+    new = request.options.new + more
+
+    def begin(inputs: Array, mask: Array | None) -> tuple[Array, Any]:
         if not hasattr(model, "encode"):
             # The last token is never fed back, so it needs no slot.
             return model.decode(inputs, model.init_cache(inputs.shape[0] + new - 1), mask=mask)
@@ -83,13 +100,20 @@ def prefill(model: Any, request: Request) -> tuple[Float[Array, "batch vocab"], 
 
     inputs, mask = request.inputs, request.mask
     _, cache = eqx.filter_eval_shape(begin, inputs[0], None if mask is None else mask[0])
-    return jax.vmap(begin, out_axes=(0, cache.axes()))(inputs, mask)
+    return jax.vmap(begin, out_axes=(0, axes_of(cache)))(inputs, mask)
 
 
-def repeat(cache: Cache, n: int) -> Cache:
+def prompt_of(request: Request) -> Int[Array, "batch prompt"] | None:
+    """Returns the prompts of a decoder, with NO_TOKEN at padding; None if the inputs are an encoder's."""
+    if request.options.has_encoder:
+        return None
+    return request.inputs if request.mask is None else jnp.where(request.mask, request.inputs, NO_TOKEN)
+
+
+def repeat(cache: Any, n: int) -> Any:
     """Returns the cache with `n` rows for each example, in a new dim after the batch's. The rows share the example's
     memory."""
-    inner = cache.axes(shares_memory=True)
+    inner = axes_of(cache, shares_memory=True)
 
     def repeat(axis: int | None, leaf: Any) -> Any:
         return leaf if axis is None else jnp.repeat(jnp.expand_dims(leaf, axis + 1), n, axis + 1)
@@ -98,9 +122,9 @@ def repeat(cache: Cache, n: int) -> Cache:
     return jax.tree.map(repeat, inner, cache, is_leaf=lambda x: x is None)
 
 
-def decoder(model: Any, cache: Cache) -> Callable[[Int[Array, "batch rows"], Cache], tuple[Array, Cache]]:
+def decoder(model: Any, cache: Any) -> Callable[[Int[Array, "batch rows"], Any], tuple[Array, Any]]:
     """Returns a decoding step for several rows of each example: from one token per row to the logits of the next."""
-    inner, outer = cache.axes(shares_memory=True), cache.axes()
+    inner, outer = axes_of(cache, shares_memory=True), axes_of(cache)
     decode = jax.vmap(lambda token, cache: model.decode(token[None], cache), (0, inner), (0, inner))
     return jax.vmap(decode, (0, outer), (0, outer))
 
@@ -129,6 +153,7 @@ def start(model: Any, request: Request) -> State:
         done=jnp.zeros(shape[:2], bool),
         cache=cache,
         chances=no_chances(shape, request),
+        stop=None if request.stop is None else request.stop.start(prompt_of(request), shape[:2]),
     )
     return _take(logits, cache, state, request)
 
@@ -147,16 +172,16 @@ def search(model: Any, request: Request) -> Generated:
     """Returns the tokens of greedy decoding or sampling, `[batch, rows, new]`."""
     state = start(model, request)
     state = jax.lax.while_loop(
-        lambda state: is_running(state, request), lambda state: advance(model, state, request), _in_loop(state)
+        lambda state: is_running(state, request), lambda state: advance(model, state, request), in_loop(state)
     )
     return Generated(state.tokens, *(state.chances or ()))
 
 
-def _in_loop(state: State) -> State:
+def in_loop(state: State) -> State:
     return eqx.tree_at(lambda s: s.step, state, jnp.int32(state.step))
 
 
-def _take(logits: Float[Array, "batch rows vocab"], cache: Cache, state: State, request: Request) -> State:
+def _take(logits: Float[Array, "batch rows vocab"], cache: Any, state: State, request: Request) -> State:
     """Returns the state after the tokens that are chosen from these logits."""
     options, step = request.options, state.step
     logits = logits.astype(jnp.float32)
@@ -173,11 +198,17 @@ def _take(logits: Float[Array, "batch rows vocab"], cache: Cache, state: State, 
         log_probs, kept = (write(buffer, values, step) for buffer, values in zip(chances, of_token, strict=True))
         chances = log_probs, kept
     token = jnp.where(state.done, options.pad, token)
+    done, stop = state.done | options.ends(token), state.stop
+    if stop is not None:
+        assert request.stop is not None
+        stop, is_stopped = request.stop.advance(stop, token)
+        done = done | is_stopped
     return State(
         step=step + 1,
-        token=token,
+        token=token if options.pad >= 0 else jnp.maximum(token, 0),  # it is fed to the model
         tokens=write(state.tokens, token, step),
-        done=state.done | options.ends(token),
+        done=done,
         cache=cache,
         chances=chances,
+        stop=stop,
     )

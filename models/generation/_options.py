@@ -48,7 +48,8 @@ class Options:
     renormalize_logits: bool = False
     # The remaining ones do not come from `generation_config.json`.
     eos: tuple[int, ...] = ()
-    pad: int = 0
+    pad: int = 0  # NO_TOKEN where the lengths of texts are needed
+    has_encoder: bool = False
     n_given: int = 1  # tokens of the decoder before the first new one, including padding
 
     @property

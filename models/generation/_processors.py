@@ -52,7 +52,7 @@ class Given(eqx.Module):
 def process(
     scores: Float[Array, "batch rows vocab"],
     tokens: Int[Array, "batch rows new"],
-    step: Int[Array, "*batch"] | int,
+    step: Int[Array, "*examples"] | int,
     options: Options,
     given: Given,
 ) -> Float[Array, "batch rows vocab"]:
