@@ -8,8 +8,10 @@ Sources: *Gemma* (arXiv:2403.08295); *Gemma 2* (arXiv:2408.00118); *Gemma 3* (ar
 
 from dataclasses import dataclass
 
+from jaxtyping import PRNGKeyArray
+
 from ._kinds import POSITIVE, TEXT
-from .decoder import CausalLM, DecoderConfig, LayerTypes, Names, Rope, published, rows
+from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, Rope, published, rows
 from .hf import Field, Only
 
 _BOTH = {
@@ -19,7 +21,7 @@ _BOTH = {
 }
 
 
-def _scalar(config: DecoderConfig) -> float | int:
+def _scalar(config: CausalLMConfig) -> float | int:
     """Returns `query_pre_attn_scalar`, an integer in transformers."""
     assert config.attention_scale is not None
     scalar = round(config.attention_scale**-2, 9)
@@ -43,8 +45,8 @@ _CAPS = (
 
 
 @dataclass(frozen=True)
-class GemmaConfig(DecoderConfig):
-    """The sizes of a Gemma. The defaults are those of the first one with 7 billion parameters. See `DecoderConfig`."""
+class GemmaConfig(CausalLMConfig):
+    """The sizes of a Gemma. The defaults are those of the first one with 7 billion parameters. See `CausalLMConfig`."""
 
     vocab_size: int = 256000
     n_positions: int = 8192
@@ -78,10 +80,13 @@ class Gemma(CausalLM):
 
     config_class = GemmaConfig
 
+    def __init__(self, config: GemmaConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 @dataclass(frozen=True)
 class Gemma2Config(GemmaConfig):
-    """The sizes of a Gemma 2. The defaults are those with 2 billion parameters. See `DecoderConfig`."""
+    """The sizes of a Gemma 2. The defaults are those with 2 billion parameters. See `CausalLMConfig`."""
 
     d_model: int = 2304
     d_mlp: int | None = 9216
@@ -121,10 +126,13 @@ class Gemma2(CausalLM):
 
     config_class = Gemma2Config
 
+    def __init__(self, config: Gemma2Config, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 @dataclass(frozen=True)
 class Gemma3Config(Gemma2Config):
-    """The sizes of a Gemma 3 for text. The defaults are those of transformers. See `DecoderConfig`."""
+    """The sizes of a Gemma 3 for text. The defaults are those of transformers. See `CausalLMConfig`."""
 
     vocab_size: int = 262208
     n_positions: int = 131072
@@ -174,3 +182,6 @@ class Gemma3(CausalLM):
     """A Gemma 3 for text, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Gemma3Config
+
+    def __init__(self, config: Gemma3Config, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

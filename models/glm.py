@@ -7,7 +7,9 @@ Source: GLM team 2024, *ChatGLM* (arXiv:2406.12793), and the models' cards, hugg
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, DecoderConfig, Names, Rope, published, rows
+from jaxtyping import PRNGKeyArray
+
+from .decoder import CausalLM, CausalLMConfig, Names, Rope, published, rows
 from .hf import Field
 
 _JOINT = {"mlp.gate_up_proj": ("mlp.gate", "mlp.up")}
@@ -15,8 +17,8 @@ _ENDS = (151329, 151336, 151338)
 
 
 @dataclass(frozen=True)
-class GlmConfig(DecoderConfig):
-    """The sizes of a GLM-4 of 2024. The defaults are those of glm-4-9b-chat. See `DecoderConfig`."""
+class GlmConfig(CausalLMConfig):
+    """The sizes of a GLM-4 of 2024. The defaults are those of glm-4-9b-chat. See `CausalLMConfig`."""
 
     vocab_size: int = 151552
     n_positions: int = 131072
@@ -45,10 +47,13 @@ class Glm(CausalLM):
 
     config_class = GlmConfig
 
+    def __init__(self, config: GlmConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 @dataclass(frozen=True)
 class Glm4Config(GlmConfig):
-    """The sizes of a GLM-4-0414. The defaults are those of transformers. See `DecoderConfig`."""
+    """The sizes of a GLM-4-0414. The defaults are those of transformers. See `CausalLMConfig`."""
 
     norm_places: str = "both"
 
@@ -62,3 +67,6 @@ class Glm4(CausalLM):
     """A GLM-4-0414, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Glm4Config
+
+    def __init__(self, config: Glm4Config, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

@@ -6,14 +6,16 @@ Sources: Black et al. 2022, *GPT-NeoX-20B* (arXiv:2204.06745); Biderman et al. 2
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from jaxtyping import PRNGKeyArray
+
 from ._kinds import RATE
-from .decoder import ByHead, CausalLM, DecoderConfig, Names, Rope, published, rows
+from .decoder import ByHead, CausalLM, CausalLMConfig, Names, Rope, published, rows
 from .hf import Field
 
 
 @dataclass(frozen=True)
-class GPTNeoXConfig(DecoderConfig):
-    """The sizes of a GPT-NeoX. The defaults are those with 20 billion parameters. See `DecoderConfig`."""
+class GPTNeoXConfig(CausalLMConfig):
+    """The sizes of a GPT-NeoX. The defaults are those with 20 billion parameters. See `CausalLMConfig`."""
 
     vocab_size: int = 50432
     d_model: int = 6144
@@ -72,3 +74,6 @@ class GPTNeoX(CausalLM):
     """A GPT-NeoX or Pythia, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = GPTNeoXConfig
+
+    def __init__(self, config: GPTNeoXConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

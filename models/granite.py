@@ -5,14 +5,16 @@ Source: Granite team, IBM 2024, *Granite 3.0 Language Models*.
 
 from dataclasses import dataclass
 
+from jaxtyping import PRNGKeyArray
+
 from ._kinds import POSITIVE
-from .decoder import CausalLM, DecoderConfig, published, rows
+from .decoder import CausalLM, CausalLMConfig, published, rows
 from .hf import Field
 
 
 @dataclass(frozen=True)
-class GraniteConfig(DecoderConfig):
-    """The sizes of a Granite 3. The defaults are those of transformers. See `DecoderConfig`."""
+class GraniteConfig(CausalLMConfig):
+    """The sizes of a Granite 3. The defaults are those of transformers. See `CausalLMConfig`."""
 
     attention_scale: float | None = 1.0
 
@@ -52,3 +54,6 @@ class Granite(CausalLM):
     """A Granite 3, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = GraniteConfig
+
+    def __init__(self, config: GraniteConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

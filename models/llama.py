@@ -7,7 +7,9 @@ head's dims with the second half, instead of each even dim with the next.
 
 from dataclasses import dataclass, replace
 
-from .decoder import CausalLM, DecoderConfig, rows, sized
+from jaxtyping import PRNGKeyArray
+
+from .decoder import CausalLM, CausalLMConfig, rows, sized
 from .hf import Field
 from .nn import Llama3Scaling, check_heads
 
@@ -15,8 +17,8 @@ _LLAMA3 = {"8b": {"d_mlp": 14336}, "70b": {"d_model": 8192, "d_mlp": 28672, "n_l
 
 
 @dataclass(frozen=True)
-class LlamaConfig(DecoderConfig):
-    """The sizes of a LLaMA. The defaults are those of the first one with 7 billion parameters. See `DecoderConfig`."""
+class LlamaConfig(CausalLMConfig):
+    """The sizes of a LLaMA. The defaults are those of the first one with 7 billion parameters. See `CausalLMConfig`."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
@@ -73,3 +75,6 @@ class Llama(CausalLM):
     """A LLaMA, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = LlamaConfig
+
+    def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

@@ -6,13 +6,15 @@ Sources: Jiang et al. 2023, *Mistral 7B* (arXiv:2310.06825); Jiang et al. 2024, 
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .decoder import CausalLM, DecoderConfig, Names, Window, published, rows
+from jaxtyping import PRNGKeyArray
+
+from .decoder import CausalLM, CausalLMConfig, Names, Window, published, rows
 from .hf import Field, Only
 
 
 @dataclass(frozen=True)
-class MistralConfig(DecoderConfig):
-    """The sizes of a Mistral. The defaults are those of transformers. See `DecoderConfig`."""
+class MistralConfig(CausalLMConfig):
+    """The sizes of a Mistral. The defaults are those of transformers. See `CausalLMConfig`."""
 
     n_positions: int = 131072
     d_mlp: int | None = 14336
@@ -30,10 +32,13 @@ class Mistral(CausalLM):
 
     config_class = MistralConfig
 
+    def __init__(self, config: MistralConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 @dataclass(frozen=True)
-class MixtralConfig(DecoderConfig):
-    """The sizes of a Mixtral. The defaults are those of transformers. See `DecoderConfig`."""
+class MixtralConfig(CausalLMConfig):
+    """The sizes of a Mixtral. The defaults are those of transformers. See `CausalLMConfig`."""
 
     n_positions: int = 131072
     d_mlp: int | None = 14336
@@ -79,3 +84,6 @@ class Mixtral(CausalLM):
     """A Mixtral, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = MixtralConfig
+
+    def __init__(self, config: MixtralConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

@@ -7,13 +7,15 @@ Sources: *OLMo* (arXiv:2402.00838); *2 OLMo 2 Furious* (arXiv:2501.00656); *Olmo
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, DecoderConfig, LayerTypes, Names, Rope, published, rows
+from jaxtyping import PRNGKeyArray
+
+from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, Rope, published, rows
 from .hf import Field, Only
 
 
 @dataclass(frozen=True)
-class OlmoConfig(DecoderConfig):
-    """The sizes of an OLMo 1. The defaults are those with 7 billion parameters. See `DecoderConfig`."""
+class OlmoConfig(CausalLMConfig):
+    """The sizes of an OLMo 1. The defaults are those with 7 billion parameters. See `CausalLMConfig`."""
 
     vocab_size: int = 50304
     norm: str = "plain_layer"
@@ -33,10 +35,13 @@ class Olmo(CausalLM):
 
     config_class = OlmoConfig
 
+    def __init__(self, config: OlmoConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 @dataclass(frozen=True)
 class Olmo2Config(OlmoConfig):
-    """The sizes of an OLMo 2. The defaults are those of transformers. See `DecoderConfig`."""
+    """The sizes of an OLMo 2. The defaults are those of transformers. See `CausalLMConfig`."""
 
     norm: str = "rms"
     norm_places: str = "post"
@@ -72,10 +77,13 @@ class Olmo2(CausalLM):
 
     config_class = Olmo2Config
 
+    def __init__(self, config: Olmo2Config, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 @dataclass(frozen=True)
 class Olmo3Config(Olmo2Config):
-    """The sizes of an OLMo 3. The defaults are those of transformers. See `DecoderConfig`."""
+    """The sizes of an OLMo 3. The defaults are those of transformers. See `CausalLMConfig`."""
 
     rope_theta: float = 500000.0
     local_rope_theta: float | None = 500000.0
@@ -102,3 +110,6 @@ class Olmo3(CausalLM):
     """An OLMo 3, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Olmo3Config
+
+    def __init__(self, config: Olmo3Config, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

@@ -6,16 +6,18 @@ Sources: *Textbooks Are All You Need* (arXiv:2306.11644, arXiv:2309.05463); *Phi
 
 from dataclasses import dataclass
 
+from jaxtyping import PRNGKeyArray
+
 from ._kinds import RATE
-from .decoder import CausalLM, DecoderConfig, Names, Rope, Window, published, rows
+from .decoder import CausalLM, CausalLMConfig, Names, Rope, Window, published, rows
 from .hf import Field, Only
 
 _DROPOUT = (Field("embd_pdrop", "embedding_dropout", RATE), Field("resid_pdrop", "residual_dropout", RATE))
 
 
 @dataclass(frozen=True)
-class PhiConfig(DecoderConfig):
-    """The sizes of a Phi-1, 1.5 or 2. The defaults are those of transformers. See `DecoderConfig`."""
+class PhiConfig(CausalLMConfig):
+    """The sizes of a Phi-1, 1.5 or 2. The defaults are those of transformers. See `CausalLMConfig`."""
 
     vocab_size: int = 51200
     d_model: int = 2048
@@ -61,10 +63,13 @@ class Phi(CausalLM):
 
     config_class = PhiConfig
 
+    def __init__(self, config: PhiConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 @dataclass(frozen=True)
-class Phi3Config(DecoderConfig):
-    """The sizes of a Phi-3 or 4. The defaults are those of Phi-3-mini-4k. See `DecoderConfig`."""
+class Phi3Config(CausalLMConfig):
+    """The sizes of a Phi-3 or 4. The defaults are those of Phi-3-mini-4k. See `CausalLMConfig`."""
 
     vocab_size: int = 32064
     n_positions: int = 4096
@@ -113,3 +118,6 @@ class Phi3(CausalLM):
     """A Phi-3 or 4, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Phi3Config
+
+    def __init__(self, config: Phi3Config, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from jaxtyping import PRNGKeyArray
+
 from ._kinds import COUNT, SIZE
-from .decoder import CausalLM, DecoderConfig, Names, layer_types, published, read_layer_types, rows
+from .decoder import CausalLM, CausalLMConfig, Names, layer_types, published, read_layer_types, rows
 from .hf import ConfigReader, Field, Only, Row
 
 
@@ -40,8 +42,8 @@ class _Windows(Row):
 
 
 @dataclass(frozen=True)
-class Qwen2Config(DecoderConfig):
-    """The sizes of a Qwen2. The defaults are those of transformers. See `DecoderConfig`."""
+class Qwen2Config(CausalLMConfig):
+    """The sizes of a Qwen2. The defaults are those of transformers. See `CausalLMConfig`."""
 
     vocab_size: int = 151936
     n_positions: int = 32768
@@ -82,10 +84,13 @@ class Qwen2(CausalLM):
 
     config_class = Qwen2Config
 
+    def __init__(self, config: Qwen2Config, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 @dataclass(frozen=True)
-class Qwen3Config(DecoderConfig):
-    """The sizes of a Qwen3. The defaults are those of transformers; `of` returns the chat models. See `DecoderConfig`."""
+class Qwen3Config(CausalLMConfig):
+    """The sizes of a Qwen3. The defaults are those of transformers; `of` returns the chat models. See `CausalLMConfig`."""
 
     vocab_size: int = 151936
     n_positions: int = 32768
@@ -121,10 +126,13 @@ class Qwen3(CausalLM):
 
     config_class = Qwen3Config
 
+    def __init__(self, config: Qwen3Config, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 @dataclass(frozen=True)
-class Qwen3MoeConfig(DecoderConfig):
-    """The sizes of a Qwen3 with experts, of width `d_mlp`. The defaults are those of transformers. See `DecoderConfig`."""
+class Qwen3MoeConfig(CausalLMConfig):
+    """The sizes of a Qwen3 with experts, of width `d_mlp`. The defaults are those of transformers. See `CausalLMConfig`."""
 
     vocab_size: int = 151936
     n_positions: int = 32768
@@ -178,3 +186,6 @@ class Qwen3Moe(CausalLM):
     """A Qwen3 with experts, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Qwen3MoeConfig
+
+    def __init__(self, config: Qwen3MoeConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

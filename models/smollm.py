@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtyping import PRNGKeyArray
+
 from ._kinds import SIZE
-from .decoder import CausalLM, DecoderConfig, every, published, rows
+from .decoder import CausalLM, CausalLMConfig, every, published, rows
 from .hf import ConfigReader, Field, Only, Row
 
 
@@ -34,8 +36,8 @@ class _Unrotated(Row):
 
 
 @dataclass(frozen=True)
-class SmolLM3Config(DecoderConfig):
-    """The sizes of a SmolLM3. The defaults are those with 3 billion parameters. See `DecoderConfig`."""
+class SmolLM3Config(CausalLMConfig):
+    """The sizes of a SmolLM3. The defaults are those with 3 billion parameters. See `CausalLMConfig`."""
 
     vocab_size: int = 128256
     n_positions: int = 32768
@@ -66,3 +68,6 @@ class SmolLM3(CausalLM):
     """A SmolLM3, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = SmolLM3Config
+
+    def __init__(self, config: SmolLM3Config, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtyping import PRNGKeyArray
+
 from ._kinds import RATE
-from .decoder import CausalLM, DecoderConfig, Names, Window, published, rows
+from .decoder import CausalLM, CausalLMConfig, Names, Window, published, rows
 from .hf import ConfigReader, Field, Row
 
 
@@ -28,8 +30,8 @@ class _Bias(Row):
 
 
 @dataclass(frozen=True)
-class Starcoder2Config(DecoderConfig):
-    """The sizes of a StarCoder2. The defaults are those of transformers. See `DecoderConfig`."""
+class Starcoder2Config(CausalLMConfig):
+    """The sizes of a StarCoder2. The defaults are those of transformers. See `CausalLMConfig`."""
 
     vocab_size: int = 49152
     n_positions: int = 4096
@@ -93,3 +95,6 @@ class Starcoder2(CausalLM):
     """A StarCoder2, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Starcoder2Config
+
+    def __init__(self, config: Starcoder2Config, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

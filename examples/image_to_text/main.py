@@ -126,7 +126,7 @@ def make(args: Args, examples: Captioned, deployer: redeqx.Deployer) -> tuple[Vi
     )  # fmt: skip
     decoder = GPT2Config(
         embedding_rows(tokenizer.get_vocab_size()), args.max_tokens + 1, args.d_model, args.n_decoder_layers, args.n_heads,
-        args.dropout, args.dropout, args.dropout,
+        embedding_dropout=args.dropout, attention_dropout=args.dropout, residual_dropout=args.dropout,
         has_cross_attention=True, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, init_std=std,
     )  # fmt: skip
     config = VisionEncoderDecoderConfig(encoder, decoder, BOS, EOS, PAD, decoder_start_token_id=BOS)

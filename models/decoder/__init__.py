@@ -4,8 +4,14 @@ This package owns the values that a decoder can have, what it computes from them
 LLaMA's. A family's file says what differs. Open `_config.py` first, then `_model.py`, then a family such as `models.gemma`.
 """
 
-from ._config import DecoderConfig as DecoderConfig, every as every, published as published, sized as sized
-from ._model import Block as Block, CausalLM as CausalLM, Mlp as Mlp
+from ._config import CausalLMConfig as CausalLMConfig, every as every, published as published, sized as sized
+from ._model import (
+    Block as Block,
+    CausalLM as CausalLM,
+    Mlp as Mlp,
+    make_attention as make_attention,
+    make_norm as make_norm,
+)
 from ._names import ByHead as ByHead, Names as Names
 from ._rows import (
     LayerTypes as LayerTypes,

@@ -1,4 +1,4 @@
-"""`DecoderConfig`: the values of a decoder. They say all that differs between families."""
+"""`CausalLMConfig`: the values of a decoder. They say all that differs between families."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -11,13 +11,13 @@ from ..nn import ACTIVATIONS, Scaling, check_choice, check_heads, check_rates, c
 from ._names import Names
 from ._rows import ROWS
 
-Self = TypeVar("Self", bound="DecoderConfig")
+Self = TypeVar("Self", bound="CausalLMConfig")
 
 _FREE = {"remat", "generation", "extra"}  # fields that are not in `config.json`
 
 
 @dataclass(frozen=True)
-class DecoderConfig(FolderConfig):
+class CausalLMConfig(FolderConfig):
     """The sizes of a decoder, and everything else that differs between families. The defaults here are LLaMA's.
 
     A family's config has other defaults. Fields that the family's `config.json` has no key for are the same in each of its
@@ -27,18 +27,22 @@ class DecoderConfig(FolderConfig):
 
     - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
     - `n_positions`: the maximum length of an example, in tokens.
-    - `d_model`, `d_mlp`: the width of the model, and the inner width of its MLPs; None for four times `d_model`.
+    - `d_model`: the width of the model.
     - `n_layers`, `n_heads`: the number of blocks, and of heads in each block.
+    - `d_mlp`: the inner width of the MLPs; None for four times `d_model`.
     - `n_kv_heads`: the number of key and value heads, a divisor of `n_heads`; None for `n_heads`.
     - `head_size`: the width of one head; None for `d_model / n_heads`.
     - `window`: the number of tokens that each token attends to, including itself; None for all tokens before it.
     - `windowed_layers`: the indices of the layers with the window; None for those of the family, which commonly are all.
+    - `d_embedding`: the width of the embedding and the output head; None for `d_model`. If it differs, it is projected to
+        `d_model` and back.
     - `attention_bias`, `output_bias`: whether query, key and value have biases, and the output; None for the same.
     - `attention_scale`: the factor of attention scores; None for `head_size ** -0.5`.
     - `attention_cap`: attention scores are `cap * tanh(score / cap)`; None for no cap.
     - `has_sinks`: whether each head has a score that takes attention weight, and has no value.
     - `head_norm`: whether queries and keys are normalized: `"head"` for each head by itself, `"all"` for all heads at once,
         None if not.
+    - `position_offset`: the row of position 0 in a table of learned positions; None for rotary positions.
     - `rope_theta`, `rope_scaling`: the base of the rotary frequencies, and their scaling; None for no scaling.
     - `rope_share`: the share of each head's dims that are rotary, the first ones.
     - `local_rope_theta`: the base in layers with a window, without scaling; None if they do as the others.
@@ -48,7 +52,8 @@ class DecoderConfig(FolderConfig):
     - `norm_bias`: whether layer norms have biases.
     - `norm_eps`: added to the mean square, or variance, in norms.
     - `norm_places`: where the norms of a block are: `"pre"`, before attention and MLP; `"post"`, after them, before their
-        outputs are added; `"both"`.
+        outputs are added; `"both"`; or `"sum"`, after the addition.
+    - `has_final_norm`: whether there is a norm after the last block. With `"sum"` there is none.
     - `is_parallel`: whether attention and MLP have the same input, and both outputs are added to it.
     - `shares_norm`: whether they also have the same norm.
     - `activation`: the function in the MLP, by its name in `transformers`.
@@ -75,19 +80,21 @@ class DecoderConfig(FolderConfig):
     vocab_size: int = 32000
     n_positions: int = 2048
     d_model: int = 4096
-    d_mlp: int | None = 11008
     n_layers: int = 32
     n_heads: int = 32
+    d_mlp: int | None = 11008
     n_kv_heads: int | None = None
     head_size: int | None = None
     window: int | None = None
     windowed_layers: tuple[int, ...] | None = None
+    d_embedding: int | None = None
     attention_bias: bool = False
     output_bias: bool | None = None
     attention_scale: float | None = None
     attention_cap: float | None = None
     has_sinks: bool = False
     head_norm: str | None = None
+    position_offset: int | None = None
     rope_theta: float = 10000.0
     rope_scaling: Scaling | None = None
     rope_share: float = 1.0
@@ -98,6 +105,7 @@ class DecoderConfig(FolderConfig):
     norm_bias: bool = False
     norm_eps: float = 1e-6
     norm_places: str = "pre"
+    has_final_norm: bool = True
     is_parallel: bool = False
     shares_norm: bool = False
     activation: str = "silu"
@@ -126,6 +134,8 @@ class DecoderConfig(FolderConfig):
     model_type: ClassVar[str] = ""  # in `config.json`
     architecture: ClassVar[str] = ""  # the class of transformers
     sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})  # the fields of published models, for `of`
+    scales_residual: ClassVar[bool] = False  # initial weights that add to the residual stream: by 1 / sqrt(2 * n_layers)
+    position_scale: ClassVar[float] = 1.0  # initial weights of learned positions
     window_period: ClassVar[int | None] = None  # every so manieth layer has no window
     unrotated_period: ClassVar[int | None] = None  # every so manieth layer has no rotary positions
     names: ClassVar[Names] = Names()
@@ -135,7 +145,7 @@ class DecoderConfig(FolderConfig):
         if self.n_kv_heads == self.n_heads:
             object.__setattr__(self, "n_kv_heads", None)
         self._check_fixed()
-        optional = ("d_mlp", "n_kv_heads", "head_size", "window", *(["n_experts"] if self.n_chosen else []))
+        optional = ("d_mlp", "n_kv_heads", "head_size", "window", "d_embedding", *(["n_experts"] if self.n_chosen else []))
         check_sizes(self, "vocab_size", "n_positions", "d_model", "n_layers", "n_heads")
         check_sizes(self, *(name for name in optional if getattr(self, name) is not None))
         if self.head_size is None:
@@ -145,14 +155,12 @@ class DecoderConfig(FolderConfig):
                 f"`n_kv_heads`: expected a divisor of `n_heads`={self.n_heads}, got {self.n_kv_heads}. "
                 "Each must serve the same number of heads."
             )
-        if self.rotary_size % 2 or not 2 <= self.rotary_size <= self.size:
-            whole = self.rope_share == 1
-            raise ValueError(
-                f"`{'head_size' if whole else 'rope_share'}`: expected an even number{'' if whole else ' of rotary dims'}, "
-                f"got {self.rotary_size}. Rotary positions pair {'its halves' if whole else 'dims'}."
-            )
+        if self.position_offset is None:
+            self._check_rotary()
         check_rates(self, "embedding_dropout", "attention_dropout", "residual_dropout")
         check_choice(self, "activation", ACTIVATIONS)
+        check_choice(self, "norm", ("rms", "offset_rms", "layer", "plain_layer"))
+        check_choice(self, "norm_places", ("pre", "post", "both", "sum"))
         if self.n_chosen > self.n_experts:
             raise ValueError(
                 f"`n_chosen`: expected at most `n_experts`={self.n_experts}, got {self.n_chosen}. Choose fewer."
@@ -163,6 +171,14 @@ class DecoderConfig(FolderConfig):
                 raise ValueError(
                     f"`{name}`: expected numbers below `n_layers`={self.n_layers}, got {value}. Count from 0, or pass None."
                 )
+
+    def _check_rotary(self) -> None:
+        if self.rotary_size % 2 or not 2 <= self.rotary_size <= self.size:
+            whole = self.rope_share == 1
+            raise ValueError(
+                f"`{'head_size' if whole else 'rope_share'}`: expected an even number{'' if whole else ' of rotary dims'}, "
+                f"got {self.rotary_size}. Rotary positions pair {'its halves' if whole else 'dims'}."
+            )
 
     def _check_fixed(self) -> None:
         """Raises ValueError for a field that the family's `config.json` cannot hold, so that no folder is another model."""
@@ -188,7 +204,7 @@ class DecoderConfig(FolderConfig):
     @property
     def rotary_size(self) -> int:
         """The number of rotary dims of a head."""
-        return int(self.size * self.rope_share)
+        return int(self.size * self.rope_share + 1e-9)  # a share may be the quotient of two sizes
 
     @property
     def rope(self) -> tuple[float, Scaling | None]:

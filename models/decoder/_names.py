@@ -50,7 +50,8 @@ class Names:
     - `block`: the modules of a block, by their names on disk, where they differ from LLaMA's. A name with `{}` is one of
         each expert. A tuple is several layers that are stored as one, with concatenated outputs.
     - `layers`: the prefix of the names of a block, with `{}` for its index.
-    - `embedding`, `norm`, `head`: the other modules.
+    - `embedding`, `norm`, `head`: the other modules; `others`: more of them, and arrays.
+    - `is_transposed`: whether the matrices of blocks are stored as `[in, out]`.
     - `ignored`, `aliases`: as in `WeightMap`.
     """
 
@@ -59,6 +60,8 @@ class Names:
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
     head: str = "lm_head"
+    others: Mapping[str, str] = field(default_factory=dict)
+    is_transposed: bool = False
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # frequencies in old files
     aliases: tuple[tuple[str, str], ...] = ()
 
@@ -70,7 +73,11 @@ class Names:
         - `shapes`: the model, with shapes as leaves.
         """
         leaves = {name: leaf for name, leaf in named_leaves(shapes).items() if is_array_like(leaf)}
-        tensors = _stored(self.embedding, ("embedding",), leaves, None)
+        tensors = [
+            tensor
+            for disk, module in {self.embedding: "embedding", **self.others}.items()
+            for tensor in _stored(disk, (module,), leaves)
+        ]
         prefix = "stack.blocks."
         renamed = {module for held in self.block.values() for module in _modules(held)}
         kept = {disk: held for disk, held in BLOCK.items() if renamed.isdisjoint(_modules(held))}
@@ -79,9 +86,10 @@ class Names:
             paths = tuple(prefix + module for module in modules)
             n_heads = held.heads(config) if isinstance(held, ByHead) else None
             stacked = {"n_layers": config.n_layers, "n_experts": config.n_experts if "{}" in disk else None}
-            tensors += [replace(t, **stacked) for t in _stored(self.layers + disk, paths, leaves, n_heads)]
-        for disk, module in ((self.norm, "norm"), (self.head, "head")):
-            tensors += _stored(disk, (module,), leaves, None)
+            found = _stored(self.layers + disk, paths, leaves, n_heads, is_transposed=self.is_transposed)
+            tensors += [replace(tensor, **stacked) for tensor in found]
+        for disk, module in {self.norm: "norm", self.head: "head", f"{self.head}.bias": "head_bias"}.items():
+            tensors += _stored(disk, (module,), leaves)
         return WeightMap(
             tensors=tensors,
             ignored=self.ignored,
@@ -95,7 +103,14 @@ def _modules(held: Held) -> tuple[str, ...]:
     return held.leaves if isinstance(held, ByHead) else (held,) if isinstance(held, str) else held
 
 
-def _stored(disk: str, modules: Sequence[str], leaves: Mapping[str, Any], n_heads: int | None) -> list[StoredTensor]:
+def _stored(
+    disk: str,
+    modules: Sequence[str],
+    leaves: Mapping[str, Any],
+    n_heads: int | None = None,
+    *,
+    is_transposed: bool = False,
+) -> list[StoredTensor]:
     """Returns the tensors of a module, or of several that are stored as one: weights, biases, or an array by itself."""
     found = []
     for end in ("", ".weight", ".bias"):
@@ -103,11 +118,19 @@ def _stored(disk: str, modules: Sequence[str], leaves: Mapping[str, Any], n_head
         if not all(path in leaves for path in paths):
             continue
         if len(paths) == 1:
-            found.append(StoredTensor(disk + end, paths))
+            tensor = StoredTensor(disk + end, paths)
         else:
             sizes = [leaves[path].shape[1] for path in paths]  # after the dim of layers
-            found.append(_fused(disk + end, paths, sizes, n_heads))
+            tensor = _fused(disk + end, paths, sizes, n_heads)
+        is_matrix = len(leaves[paths[0]].shape) == 3
+        found.append(_transposed(tensor) if is_transposed and is_matrix else tensor)
     return found
+
+
+def _transposed(tensor: StoredTensor) -> StoredTensor:
+    return replace(
+        tensor, load=lambda stored: tensor.load(stored.T), save=lambda *leaves: np.transpose(tensor.save(*leaves))
+    )
 
 
 def _fused(disk: str, paths: tuple[str, ...], sizes: Sequence[int], n_heads: int | None) -> StoredTensor:

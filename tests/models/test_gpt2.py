@@ -25,7 +25,7 @@ def make_model(config=CONFIG):
 
 @functools.cache
 def initial_model():
-    config = GPT2Config(500, 256, 128, 8, 4, 0.0, 0.0, 0.0)
+    config = GPT2Config(500, 256, 128, 8, 4).without_dropout()
     return eqx.filter_jit(GPT2)(config, key=jax.random.key(0))
 
 
@@ -40,7 +40,7 @@ def reference_logits(model, ids):
     config = model.config
 
     def norm(layer, row):
-        row = (row - row.mean()) / np.sqrt(((row - row.mean()) ** 2).mean() + config.layer_norm_eps)
+        row = (row - row.mean()) / np.sqrt(((row - row.mean()) ** 2).mean() + config.norm_eps)
         return row * layer.weight + layer.bias
 
     def gelu(row):

@@ -159,7 +159,7 @@ def test_bfloat16_stays_bfloat16():
 
 
 def test_initial_weights_are_normal_and_norms_one():
-    config = Qwen2Config(500, 64, 128, 256, 4, 8, 2, init_std=0.05)
+    config = Qwen2Config(500, 64, 128, 4, 8, 256, 2, init_std=0.05)
     model = eqx.filter_jit(Qwen2)(config, key=jax.random.key(0))
     blocks = model.stack.blocks
     layers = [getattr(blocks.attention, name) for name in ("query", "key", "value", "output")]

@@ -85,9 +85,9 @@ T5_CONFIG = T5Config(
 BERT_CONFIG = BertConfig(**SIZES, d_ff=48)
 FAMILIES = [
     Family("gpt2", GPT2, GPT2Config(**SIZES), decoder_sums, is_quick=True),
-    Family("gptj", GPTJ, GPTJConfig(**SIZES, rotary_size=4), decoder_sums),
+    Family("gptj", GPTJ, GPTJConfig(**SIZES, rope_share=0.5), decoder_sums),
     Family("opt", OPT, OPTConfig(**SIZES), decoder_sums),
-    Family("opt-350m", OPT, OPTConfig(**SIZES, is_pre_norm=False, d_embedding=16), decoder_sums),
+    Family("opt-350m", OPT, OPTConfig(**SIZES, norm_places="sum", d_embedding=16), decoder_sums),
     Family("llama", Llama, LlamaConfig(**LLAMA), decoder_sums),
     Family("mistral", Mistral, MistralConfig(**LLAMA, window=5), decoder_sums),
     Family("qwen2", Qwen2, Qwen2Config(**LLAMA, window=5, windowed_layers=(1,)), decoder_sums),

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.models.families._case import Case, shapes, torch_folder, weights_file
+from tests.models.families._case import Case, collect, outputs, shapes, torch_folder, weights_file
+from tests.models.families._table import DIFFERENCES
 from tests.models.families.llama import run_last
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "decoders"
@@ -80,22 +81,31 @@ CASES = [
 
 
 def main(names):
-    """Stores the outputs of transformers for the cases of these names, or for all."""
+    """Stores the outputs of transformers for the cases of these names, or for all, and our largest difference from them."""
     import torch
 
+    from redeqx.models import from_pretrained
+
     GOLDEN.mkdir(exist_ok=True)
-    for each in CASES:
+    differences = json.loads(DIFFERENCES.read_text()) if DIFFERENCES.exists() else {}
+    older = [x for x in collect("CASES") if x.name.startswith(("gpt2", "gptj", "opt", "llama", "mistral", "qwen"))]
+    for each in (*CASES, *older):
         if names and each.name not in names:
             continue
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-            outputs = each.run(torch_folder(each, Path(folder)), each.inputs).numpy()
+            found = each.run(torch_folder(each, Path(folder)), each.inputs).numpy()
             path = weights_file(Path(folder))
             record = {
                 "config": json.loads((Path(folder) / "config.json").read_text()),
                 "tensors": shapes(path),
-                "outputs": [float(f"{x:.6g}") for x in np.asarray(outputs, np.float64).ravel()],
+                "outputs": [float(f"{x:.6g}") for x in np.asarray(found, np.float64).ravel()],
             }
-        (GOLDEN / f"{each.name}.json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
+            counts = slice(None) if each.counts is None else each.counts
+            difference = np.abs(outputs(each, from_pretrained(Path(folder))[0]) - found)[counts].max()
+        differences[each.name] = float(f"{difference:.0e}")
+        if each not in older:
+            (GOLDEN / f"{each.name}.json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
+    DIFFERENCES.write_text(json.dumps(dict(sorted(differences.items())), indent=0) + "\n")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def loss_fn(model, batch, key):
     return Loss(optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum(), labels.size)
 
 
-CONFIG = GPTJConfig(64, 16, d_model=32, n_layers=2, n_heads=4, rotary_size=4, init_std=0.1)
+CONFIG = GPTJConfig(64, 16, d_model=32, n_layers=2, n_heads=4, rope_share=0.5, init_std=0.1)
 TRAININGS = [
     Training("gptj", lambda key: GPTJ(CONFIG, key=key), [{"ids": row} for row in rng.integers(0, 64, (16, 9))], loss_fn)
 ]

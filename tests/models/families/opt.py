@@ -57,7 +57,9 @@ def loss_fn(model, batch, key):
 
 
 CONFIG = OPTConfig(64, 16, d_model=32, n_layers=2, n_heads=4, residual_dropout=0.0, init_std=0.1)
-CONFIG_350M = OPTConfig(64, 16, 32, 16, n_layers=2, n_heads=4, is_pre_norm=False, residual_dropout=0.0, init_std=0.1)
+CONFIG_350M = OPTConfig(
+    64, 16, 32, d_embedding=16, n_layers=2, n_heads=4, norm_places="sum", residual_dropout=0.0, init_std=0.1
+)
 EXAMPLES = [{"ids": row} for row in rng.integers(0, 64, (16, 9))]
 TRAININGS = [
     Training("opt", lambda key: OPT(CONFIG, key=key), EXAMPLES, loss_fn),

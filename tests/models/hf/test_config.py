@@ -95,7 +95,7 @@ ALIASES = {
 }
 CONFIGS = {
     "gpt2": GPT2Config(d_model=48, n_layers=3, n_heads=4, n_positions=77),
-    "gptj": GPTJConfig(d_model=48, n_layers=3, n_heads=4, n_positions=77, rotary_size=4),
+    "gptj": GPTJConfig(d_model=48, n_layers=3, n_heads=4, n_positions=77, rope_share=1 / 3),
     "t5": T5Config(d_model=48, n_layers=3, n_heads=3, d_kv=7),
     "distilbert": DistilBertConfig(d_model=48, n_layers=3, n_heads=3),
     "bart": BartConfig(d_model=48, n_layers=3, n_heads=3, n_decoder_heads=3),

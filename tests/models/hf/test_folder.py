@@ -453,9 +453,10 @@ def test_an_unknown_class(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"activation_function": "relu"}, r"`activation_function`: expected 'gelu_new', .* implements, got 'relu'"),
+        ({"activation_function": "swiglu"}, r"`activation_function`: expected 'gelu', .* or 'tanh', got 'swiglu'"),
+        ({"scale_attn_weights": False}, r"`scale_attn_weights`: expected True, which this family implements, got False"),
         ({"scale_attn_by_inverse_layer_idx": True}, r"`scale_attn_by_inverse_layer_idx`: expected False, .* got True"),
-        ({"n_inner": 50}, r"`n_inner`: expected None or 64, which this family implements, got 50"),
+        ({"n_inner": 0}, r"`n_inner`: expected a whole number from 1 to \d+, got 0"),
         ({"n_head": "two"}, r"`n_head`: expected int, got 'two'\. Correct the file"),
         ({"resid_pdrop": True}, r"`resid_pdrop`: expected float, got True"),
         ({"n_head": 3}, r"config\.json`: `n_head`: expected a divisor of `n_embd`=16, got 3"),
