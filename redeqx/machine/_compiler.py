@@ -12,7 +12,7 @@ support. XLA checks this, but its check also prints errors and rejects entries o
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -126,13 +126,14 @@ class XlaSettings:
         return ", ".join(texts)
 
 
-def xla_settings(mesh: Mesh, given: Options | str | None) -> XlaSettings:
+def xla_settings(mesh: Mesh, given: Options | str | None, harmful: Collection[str] = ()) -> XlaSettings:
     """Returns the settings for steps on a mesh.
 
     **Arguments:**
 
     - `given`: `"auto"` for the platform's settings, without options that `XLA_FLAGS` sets; a dict of other settings;
         or None.
+    - `harmful`: options of the platform's settings that `"auto"` leaves out.
     """
     if given is None:
         return XlaSettings()
@@ -141,6 +142,7 @@ def xla_settings(mesh: Mesh, given: Options | str | None) -> XlaSettings:
     if isinstance(given, str):
         environment = os.environ.get("XLA_FLAGS", "")
         own = SETTINGS.get(platform, {}) if mesh.size > 1 else {}
+        own = {name: value for name, value in own.items() if name not in harmful}
         given = {name: value for name, value in own.items() if not re.search(rf"--{name}\b", environment)}
     return _accepted(device, tuple((name, type(value), value) for name, value in given.items()))
 

@@ -5,7 +5,7 @@ from a traced loss, the kinds of leaves, and the plan. It is independent of opti
 first, then `_rules.py`.
 """
 
-from ._dataflow import operand_dims as operand_dims, parts_taken as parts_taken
+from ._given import operand_dims as operand_dims, parts_taken as parts_taken, split_values as split_values
 from ._kinds import (
     KINDS as KINDS,
     Kind as Kind,

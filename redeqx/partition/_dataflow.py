@@ -14,10 +14,9 @@ with a reason that names the primitive.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,50 +25,10 @@ import jax.numpy as jnp
 
 from ..dims import VIEWS, Related, is_elementwise
 from ..kernels import formula
-from ..tracing import Trace, called, insides, shapes_in
+from ..tracing import Trace, called, insides
 from ._flow import Pass
-from ._rules import Split, embedding
+from ._rules import embedding
 from ._values import Flow, View
-
-
-def followed(trace: Trace, n_shards: int, dims: Mapping[str, int | None] = MappingProxyType({})) -> Pass:
-    """Returns the pass over a traced function for given splits of the leaves over the model axis.
-
-    **Arguments:**
-
-    - `n_shards`: size of the model axis.
-    - `dims`: the dim of each leaf that the model axis splits, by name. All others are replicated.
-    """
-    return follow(trace, n_shards, splits={name: Split(dims.get(name), "") for name in trace.names})
-
-
-def parts_taken(closed: Any, splits: Sequence[int | None], n_shards: int) -> Mapping[int, tuple[Any, int]]:
-    """Returns the equations of a closed jaxpr that take equal parts of a split dim, by id: the equation and the dim.
-
-    **Arguments:**
-
-    - `splits`: the dim that the model axis splits, for each of the jaxpr's first inputs, which are the weights.
-    """
-    return _followed(closed, splits, n_shards).resharded
-
-
-def operand_dims(
-    closed: Any, eqns: Sequence[Any], splits: Sequence[int | None], n_shards: int
-) -> Mapping[Any, tuple[int | None, int | None]]:
-    """Returns for some products of a closed jaxpr the dims of both operands that the model axis splits.
-
-    **Arguments:**
-
-    - `splits`: as for `parts_taken`.
-    """
-    found = _followed(closed, splits, n_shards).operands
-    return {eqn: found[id(eqn)] for eqn in eqns if id(eqn) in found}
-
-
-def _followed(closed: Any, splits: Sequence[int | None], n_shards: int) -> Pass:
-    dims = {str(i): dim for i, dim in enumerate(splits)}
-    return followed(Trace(tuple(dims), tuple(shapes_in(closed)[: len(dims)]), closed), n_shards, dims)
-
 
 # How the equations of a function relate dims, found once for all passes over it.
 _related: WeakKeyDictionary[Any, Callable[[Any], Related]] = WeakKeyDictionary()

@@ -83,6 +83,9 @@ class Pass:
     operands: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
     resharded: dict[int, tuple[Any, int]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    # If `records_values`: the split dim of each value that depends on data, or None for a replicated one, by its variable.
+    values: dict[Any, int | None] = field(default_factory=dict)
+    records_values: bool = False
 
     # Where the pass is.
     calls: tuple[Any, ...] = ()  # the enclosing calls, outermost first
@@ -141,6 +144,8 @@ class Pass:
             known = {"data": any(f.data for f in flows), "grad": any(f.grad for f in flows)}
             outs = [replace(out, **known) for out in self.follow(self, eqn, flows)]
             env.update(zip(eqn.outvars, (replace(out, data=False) if out.views else out for out in outs), strict=True))
+        if self.records_values:
+            self.values.update((var, flow.dim) for var, flow in env.items() if flow.data and not flow.views)
         return env.read(jaxpr.outvars)
 
     # --- the state of a value ------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from jaxtyping import PyTree
 
 from .._tree import is_array_like, named_leaves, render
 from ..tracing import Trace, WeightUses
-from ._dataflow import followed
 from ._flow import Use
+from ._given import followed
 from ._layers import CONVS, LAYERS, NORMS, modules, n_stacked, within
 
 KINDS = ("matrix", "head", "embedding", "convolution", "bias", "norm", "other")

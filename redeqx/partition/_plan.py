@@ -23,8 +23,8 @@ from ..monitor import HtmlPage, size_text
 from ..storage import disk_path
 from ..tracing import Trace, line_of, product_flops
 from . import _rules
-from ._dataflow import followed
 from ._draw import Picture, draw
+from ._given import followed
 from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
 from ._overrides import Overrides, specs_of

@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ..errors import check_choice
-from ..machine import STORAGE_AXES, chip_of_kind
+from ..machine import MODEL, STORAGE_AXES, chip_of_kind
 from ..memory import REMATS
 from ..transforms import UnrollLoops
 from ._precision import Precision
@@ -43,6 +43,9 @@ class Compute:
     - `unroll`: whether loops over a few small layers are unrolled on GPUs, which costs compile time.
     - `stack_blocks`: whether equal blocks computed one after the other, as from a Python list, become one loop over their
         stacked weights. By default on GPUs and TPUs.
+    - `split_residual`: whether model shards also split the positions of what is between layers, instead of each having all
+        of them (Megatron's sequence parallelism). By default on GPUs unless `remat` is `"matmuls"`, where the step would
+        send a quarter more bytes.
     - `offload_opt_state`: whether the optimizer state is stored in host memory between updates.
 
     Raises ValueError for any other value.
@@ -54,6 +57,7 @@ class Compute:
     memory: str | None = None
     unroll: bool = True
     stack_blocks: bool | None = None
+    split_residual: bool | None = None
     offload_opt_state: bool = False
 
     def __post_init__(self) -> None:
@@ -91,3 +95,22 @@ class Compute:
         """Returns whether equal blocks become one loop on the devices of a mesh: by default on GPUs and TPUs, where the
         recomputation in loops saves memory, and compilation takes longest."""
         return mesh.devices.flat[0].platform != "cpu" if self.stack_blocks is None else self.stack_blocks
+
+    def splits_residual_on(self, mesh: Mesh) -> bool:
+        """Returns whether the model axis splits positions between layers on the devices of a mesh.
+
+        By default where it sends at most a tenth more: on GPUs, if the backward pass recomputes either nothing or products
+        too (`transforms._split_residual`). XLA makes no reduce-scatters for CPUs, and for TPU v5e it sends 1.6 times the
+        bytes, with products that begin before all of their inputs have arrived (libtpu of jax 0.10.2; 2026-11-26)."""
+        if mesh.shape[MODEL] == 1 or self.split_residual is not None:
+            return mesh.shape[MODEL] > 1 and bool(self.split_residual)
+        return mesh.devices.flat[0].platform in ("cuda", "gpu") and self.remat_level != "matmuls"
+
+    def harmful_settings_on(self, mesh: Mesh) -> tuple[str, ...]:
+        """Returns options of `machine.SETTINGS` that would make this step slower on the devices of a mesh.
+
+        To start an all-gather an iteration early, XLA also repeats what it depends on. For a recomputed residual stream that
+        is the sum after attention: 1.18 times the bytes instead of 1.10, and 2.6 GiB of temporaries instead of 2.0 (8
+        layers of LLaMA 3 8B's size, compiled for 8 H100 by jax 0.10.2; 2026-11-26)."""
+        is_recomputed = self.remat_level in ("full", "offload") and self.splits_residual_on(mesh)
+        return ("xla_gpu_enable_pipelined_all_gather",) if is_recomputed else ()

@@ -28,6 +28,7 @@ from ..transforms import (
     Shardings,
     SplitPositions,
     SplitRepeated,
+    SplitResidual,
     StackBlocks,
     WeightProducts,
     by_row,
@@ -234,13 +235,18 @@ class Functions:
             unroll = compute.unroll_on(mesh, remat)
             first += [] if unroll is None else [unroll]
             first += [] if remat == "none" else [RematLoops(remat)]
-        if mesh.shape[SEQUENCE] == 1:
+        by_sequence, by_model = mesh.shape[SEQUENCE] > 1, is_trained and compute.splits_residual_on(mesh)
+        if not by_sequence and not by_model:
             return transformed(fn, [*first, *rules])
 
         def split(*args: Any) -> Any:  # weights, state, batch, and others
             n_weights, n_state, n_batch = (len(jax.tree.leaves(tree)) for tree in args[:3])
             positions = SplitPositions(mesh, n_weights, n_state, n_batch)
-            return transformed(fn, [replace(positions, of_loops=True), *first, positions, *rules])(*args)
+            splits = [self.plan.model_dim(name) for names in self.structure.names for name in names]
+            residual = SplitResidual(mesh, positions.positions, splits) if by_model else None
+            around = [] if residual is None else [residual]
+            around += [replace(positions, residual=residual)] if by_sequence else []
+            return transformed(fn, [*(replace(rule, of_loops=True) for rule in around), *first, *around, *rules])(*args)
 
         return split
 

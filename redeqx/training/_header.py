@@ -9,7 +9,7 @@ from .._deployer import Deployer
 from ..data import BatchSize
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
-from ..machine import mesh_text, n_batch_shards, split_heads, xla_settings
+from ..machine import mesh_text, n_batch_shards, split_heads
 from ..monitor import size_text
 from ..optimizers import decaying
 from ..partition import Plan
@@ -34,7 +34,7 @@ def header_rows(
     mesh, devices, plan = deployer.mesh, deployer.mesh.devices.flat, program.plan
     weights, opt = shard_bytes([*state.trained, *state.frozen]), shard_bytes(state.opt_state)
     where = " in the host's memory" if task.compute.offload_opt_state else ""
-    compiler = {"xla": xla_settings(mesh, task.xla_settings).text(), "compilation cache": deployer.cache_text}
+    compiler = {"xla": task.compiler(mesh).text(), "compilation cache": deployer.cache_text}
     return {
         "devices": f"{mesh.size} x {devices[0].device_kind}",
         "mesh": mesh_text(mesh.shape),

@@ -1,7 +1,7 @@
 """The task: the arguments of a Trainer, and the plan and program that follow from them on any mesh. It holds no arrays."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import equinox as eqx
@@ -15,11 +15,12 @@ from jaxtyping import PyTree
 from .._tree import is_array_like, named_leaves
 from ..data import CollatePool
 from ..dims import UNKNOWN, RowUse
-from ..machine import Options, xla_settings
+from ..machine import Options, XlaSettings, xla_settings
 from ..optimizers import follows_schedule
 from ..partition import Plan, mark_read
 from ..steps import Compute, Functions, Program, Structure, Sums, make_program, plan_model
 from ..tracing import Rule, Trace, restricted, shapes_in
+from ..transforms import describe_residual
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Task:
             own.check(model)
             plan = own.on(mesh)
             plan = plan if trace is None else mark_read(plan, trace, row_use, with_kinds=plan.repeats is None)
+        if trace is not None and self.grad_fn is None and self.compute.splits_residual_on(mesh):
+            plan = replace(plan, positions=(*plan.positions, *describe_residual(trace, plan)))
         if self.grad_fn is None and all(plan[name].is_read is False for name in self.structure.names[0]):
             raise ValueError(
                 "`loss_fn`: expected a loss that depends on a trainable leaf, got one that reads none of "
@@ -110,8 +113,12 @@ class Task:
         """
         self.compute.precision.check(plan.mesh)
         functions = Functions(self.sums, plan, self.compute, named, change)
-        options = xla_settings(plan.mesh, self.xla_settings).options
+        options = self.compiler(plan.mesh).options
         return make_program(functions, model, state, self.optimizer, self.lr_schedule_fn, self.skips, self.n_parts, options)
+
+    def compiler(self, mesh: Mesh) -> XlaSettings:
+        """Returns the settings for the compiler of the train and eval steps on a mesh."""
+        return xla_settings(mesh, self.xla_settings, self.compute.harmful_settings_on(mesh))
 
     def opt_shapes(self, model: PyTree) -> PyTree:
         """Returns the shapes of the optimizer state."""

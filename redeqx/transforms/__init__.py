@@ -17,6 +17,7 @@ from ._remat import KeepEverything as KeepEverything, RematLoops as RematLoops
 from ._reshard import Reshard as Reshard
 from ._split_positions import SplitPositions as SplitPositions
 from ._split_repeated import SplitRepeated as SplitRepeated
+from ._split_residual import SplitResidual as SplitResidual, describe_residual as describe_residual
 from ._stack_blocks import StackBlocks as StackBlocks
 from ._unroll import UnrollLoops as UnrollLoops
 from ._weight_products import (

@@ -12,7 +12,7 @@ chunk.
 Cost: attention sends keys and values once a pass; slices, edges and recurrences send their operands.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ..dims import Positions, positions_of
 from ..machine import BATCH_AXES, SEQUENCE, n_batch_shards
 from ..tracing import Rule, Site, Tagged, scan_counts
+from ._split_residual import SplitResidual
 
 # Between these, XLA finds the split of values by itself.
 _CONSTRAINED = {
@@ -40,6 +41,7 @@ class SplitPositions(Rule):
     - `n_weights`, `n_state`, `n_batch`: as for `dims.positions_of`.
     - `of_loops`: whether to arrange the operands and results of loops along positions, or to split all other values. A rule
         that recomputes the body of a loop stands between the two.
+    - `residual`: the rule that splits the positions of some values over the model axis too.
     - `found`: the positions of the functions so far, by their jaxprs. The two rules share it.
     """
 
@@ -48,28 +50,38 @@ class SplitPositions(Rule):
     n_state: int
     n_batch: int
     of_loops: bool = False
+    residual: SplitResidual | None = None
     found: dict[Any, Positions] = field(default_factory=dict, compare=False, repr=False)
 
-    def of(self, closed: Any) -> Rule | None:
+    def positions(self, closed: Any) -> Positions:
+        """Returns the positions in a function in normal form."""
         if closed.jaxpr not in self.found:
             self.found[closed.jaxpr] = positions_of(closed, self.n_weights, self.n_state, self.n_batch)
-        positions = self.found[closed.jaxpr]
+        return self.found[closed.jaxpr]
+
+    def of(self, closed: Any) -> Rule | None:
+        positions = self.positions(closed)
         if self.of_loops:
             return _ArrangeLoops(positions, self.mesh) if positions.loops else None
-        return _SplitValues(positions, self.mesh) if positions.dims else None
+        left = frozenset[Any]() if self.residual is None else self.residual.residual(closed).split
+        return _SplitValues(positions, self.mesh, left) if positions.dims else None
 
 
 @dataclass(frozen=True, eq=False)
 class _SplitValues(Rule):
     positions: Positions
     mesh: Mesh
+    left: Collection[Any] = frozenset()  # variables that another rule splits
 
     def claims(self, eqn: Any) -> bool:
         return eqn.primitive.name in _CONSTRAINED and any(self._dim(var) is not None for var in eqn.outvars)
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         outs = site.rest(eqn, ins)
-        return [self._constrained(out, {self._dim(var): SEQUENCE}) for out, var in zip(outs, eqn.outvars, strict=True)]
+        return [
+            out if var in self.left else self._constrained(out, {self._dim(var): SEQUENCE})
+            for out, var in zip(outs, eqn.outvars, strict=True)
+        ]
 
     def _dim(self, var: Any, *, begin: int = 0) -> int | None:
         """Returns the dim of a variable to split over the sequence axis: the first that is positions and divides."""

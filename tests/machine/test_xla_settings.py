@@ -32,7 +32,7 @@ class Device:
 
 def mesh_of(platform, size=8):
     device = Device(platform)
-    return SimpleNamespace(size=size, local_devices=[], devices=np.array([device] * size, object))
+    return SimpleNamespace(size=size, local_devices=[], devices=np.array([device] * size, object), shape={"model": size})
 
 
 @pytest.mark.usefixtures("compiler_accepts_all")
@@ -50,6 +50,18 @@ def test_xla_flags_override_the_defaults(monkeypatch):
     options = xla_settings(mesh_of("gpu"), "auto").options
     assert options == {key: value for key, value in SETTINGS["gpu"].items() if key != name}
     assert xla_settings(mesh_of("gpu"), {name: True}).options == {name: True}  # set in the script
+
+
+@pytest.mark.usefixtures("compiler_accepts_all")
+def test_gathers_are_not_pipelined_where_that_repeats_sums():
+    """They are of the residual stream, if its values are recomputed."""
+    name, mesh = "xla_gpu_enable_pipelined_all_gather", mesh_of("gpu")
+    full = redeqx.Compute(remat="full")
+    assert full.harmful_settings_on(mesh) == (name,)
+    assert xla_settings(mesh, "auto", (name,)).options == {key: x for key, x in SETTINGS["gpu"].items() if key != name}
+    assert xla_settings(mesh, {name: True}, (name,)).options == {name: True}  # set in the script
+    assert redeqx.Compute().harmful_settings_on(mesh) == full.harmful_settings_on(mesh_of("gpu", size=1)) == ()
+    assert redeqx.Compute(remat="full", split_residual=False).harmful_settings_on(mesh) == ()
 
 
 def test_settings_refused_by_the_compiler_are_dropped_and_reported():

@@ -1,4 +1,5 @@
-"""`n_sequence_shards` splits the positions of sequences in any model, and changes no number."""
+"""`n_sequence_shards` splits the positions of sequences in any model, and `split_residual` those between layers over
+`n_model_shards`. Neither changes a number."""
 
 import re
 from functools import cache
@@ -132,6 +133,19 @@ class StateSpace(eqx.Module):
         return jax.lax.associative_scan(combine, (gate, (1 - gate) * x))[1]
 
 
+class Block(eqx.Module):
+    attention: SelfAttention
+    mlp: PerPosition
+
+    def __init__(self, key):
+        self.attention = SelfAttention(eqx.nn.MultiheadAttention(4, D, key=key))
+        self.mlp = PerPosition(eqx.nn.MLP(D, D, 2 * D, 1, key=key))
+
+    def __call__(self, x):
+        x = x + self.attention(x)
+        return self.mlp(x)
+
+
 class Classifier(eqx.Module):
     vit: ViT
     head: eqx.nn.Linear
@@ -169,6 +183,7 @@ CASES = {
     "t5": (lambda: eqx.nn.inference_mode(T5(T5_CONFIG, key=KEY)), of_pairs, PAIRS),
     "vit": (lambda: Classifier(ViT(VIT_CONFIG, key=KEY), eqx.nn.Linear(D, 10, key=KEY)), of_images, IMAGES),
     "equinox_attention": (attention_model, next_token, TEXTS),
+    "equinox_blocks": (lambda: Embedded(Block(jax.random.key(3)), Block(jax.random.key(4))), next_token, TEXTS),
     "recurrence": (lambda: Embedded(Recurrence(eqx.nn.GRUCell(D, D, key=KEY))), next_token, TEXTS),
     "state_space": (
         lambda: Embedded(
@@ -180,7 +195,6 @@ CASES = {
 }
 QUICK = {
     ("gpt2_loss_in_chunks", 4, 1),
-    ("equinox_attention", 2, 2),
     ("recurrence", 8, 1),
     ("state_space", 2, 2),
 }
@@ -189,6 +203,26 @@ GRID = [
     for name in CASES
     for mesh in ((2, 1), (4, 1), (8, 1), (2, 2))  # sequence and model shards; data shards are the others
     if mesh in ((8, 1), (2, 2)) or name in ("gpt2", "gpt2_loss_in_chunks", "t5")
+    if name != "equinox_blocks"
+]
+# With the residual stream over the model shards, which only GPUs do by themselves.
+RESIDUAL = [
+    pytest.param("gpt2_loss_in_chunks", 1, 4, {"remat": "full"}),
+    pytest.param("equinox_attention", 2, 2, {}),
+    *(
+        pytest.param(*case, marks=pytest.mark.sweep)
+        for case in (
+            ("gpt2", 1, 8, {"remat": "none"}),
+            ("gpt2_own_chunks", 1, 4, {}),
+            ("llama_with_a_window", 1, 4, {"remat": "full"}),
+            ("llama", 2, 2, {}),
+            ("bart", 1, 4, {}),
+            ("t5", 2, 2, {"remat": "full"}),
+            ("vit", 1, 4, {}),
+            ("equinox_blocks", 1, 4, {"stack_blocks": True, "remat": "full"}),
+            ("state_space", 2, 2, {}),
+        )
+    ),
 ]
 
 
@@ -222,7 +256,20 @@ def by_hand(name):
 @pytest.mark.filterwarnings("ignore:`loss_fn`. expected each of . devices to compute")  # of the ViT, whose images are whole
 @pytest.mark.parametrize(("name", "n_sequence", "n_model"), GRID)
 def test_an_update_is_that_of_one_device(name, n_sequence, n_model):
-    trainer = make_trainer(name, n_sequence, n_model)
+    check_update(make_trainer(name, n_sequence, n_model), name)
+
+
+@pytest.mark.parametrize(("name", "n_sequence", "n_model", "options"), RESIDUAL)
+def test_an_update_with_a_split_residual_stream_is_that_of_one_device(name, n_sequence, n_model, options):
+    trainer = make_trainer(name, n_sequence, n_model, compute=redeqx.Compute(**options, split_residual=True))
+    check_update(trainer, name)
+    shards = f"{n_model} model shards" if n_sequence == 1 else f"{n_sequence} sequence x {n_model} model shards"
+    is_split = name not in ("vit", "state_space")  # the sides of an image are no positions; without attention all stays
+    assert (f"in the residual stream: split over {shards}" in "; ".join(trainer.plan.positions)) == is_split
+
+
+def check_update(trainer, name):
+    """Compares the loss and the gradients of an update with those by hand."""
     before = floating(trainer.model)
     loss = trainer.update(CASES[name][2])["loss"]
     after = floating(trainer.model)
@@ -246,6 +293,19 @@ def test_positions_are_split_in_the_program():
         texts.append(compiled.as_text())
     assert flops[1] <= 1.1 * flops[0]  # of one row in all, and of one row a device
     assert f"f32[1,{SEQ},{2 * D}]" in texts[0] and f"f32[1,{SEQ},{2 * D}]" not in texts[1]  # the MLP's hidden values
+
+
+def test_what_a_loop_over_layers_saves_is_split_over_the_model_shards():
+    """Its carries, of two layers and all rows. Lengths that do not divide stay whole, and the plan says so."""
+    saved = []
+    for is_split in (False, True):
+        trainer = make_trainer("gpt2_loss_in_chunks", 1, 8, compute=redeqx.Compute(remat="full", split_residual=is_split))
+        text = trainer.compile(TEXTS, batch_size=ROWS).as_text()
+        saved.append([f"f32[2,{ROWS},{n},{D}]" in text for n in (SEQ, SEQ // 8)])
+    assert saved == [[True, False], [False, True]]
+    trainer = make_trainer("gpt2_loss_in_chunks", 1, 8, compute=redeqx.Compute(split_residual=True))
+    trainer.compile([{"ids": example["ids"][:60]} for example in TEXTS], batch_size=ROWS)
+    assert trainer.plan.positions == ("60 in the residual stream: 8 model shards do not divide them, so each has all",)
 
 
 def test_a_recurrence_is_computed_once():
