@@ -4,13 +4,15 @@
     python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --tokens 262144       # one length
     python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --remat offload       # doubled until it does not fit
     python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --tokens 32768 --sequence 2 --explain
+    python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --tokens 8192 --rows 4 --chunk 1024 --model-shards 8
 
 - 8b, 1b: the shapes of LLaMA 3 8B and LLaMA 3.2 1B, all parameters trained by AdamW in float32, products in bfloat16, blocks
   recomputed in the backward pass, the loss in chunks of 8,192 tokens.
 - stranger: a decoder of 1.1 billion parameters from `eqx.nn` layers, with `eqx.nn.MultiheadAttention` and a mask, in a
   Python list. It knows nothing of redeqx.
 
-Devices that are not shards of a sequence (`--sequence`) are fsdp shards, each with a row of its own.
+Devices that are not shards of a sequence (`--sequence`) or of a layer (`--model-shards`) are fsdp shards, each with rows of
+its own. With `--whole` each model shard has all positions between layers (`Compute(split_residual=False)`).
 """
 
 import argparse
@@ -78,9 +80,9 @@ def make_model(name: str, n_tokens: int, key: jax.Array) -> eqx.Module:
     return Llama(dataclasses.replace(config, n_positions=n_tokens), key=key)
 
 
-def loss_fn(model: eqx.Module, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
+def loss_fn(chunk: int, model: eqx.Module, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
     hidden = jax.vmap(model.hidden)(batch["ids"])
-    return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=min(CHUNK, hidden.shape[1]))
+    return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=min(chunk, hidden.shape[1]))
 
 
 def collate_fn(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -89,20 +91,23 @@ def collate_fn(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
     return {"ids": ids, "labels": labels}
 
 
-def forecast(name: str, machine: str, n_tokens: int, n_sequence: int | None, remat: str):
-    with redeqx.described(machine):
-        n_devices = redeqx.Deployer(verbose=False).mesh.size
-        n_sequence = n_sequence or n_devices
-        deployer = redeqx.Deployer(n_fsdp_shards=n_devices // n_sequence, n_sequence_shards=n_sequence, verbose=False)
+def forecast(args: argparse.Namespace, n_tokens: int):
+    with redeqx.described(args.machine):
+        n_devices = redeqx.Deployer(verbose=False).mesh.size // args.model_shards
+        n_sequence = args.sequence or (n_devices if args.model_shards == 1 else 1)
+        n_fsdp = n_devices // n_sequence
+        deployer = redeqx.Deployer(
+            n_model_shards=args.model_shards, n_fsdp_shards=n_fsdp, n_sequence_shards=n_sequence, verbose=False
+        )
         trainer = redeqx.Trainer(
             deployer,
-            model=deployer.init(partial(make_model, name, n_tokens, jax.random.key(0))),
+            model=deployer.init(partial(make_model, args.model, n_tokens, jax.random.key(0))),
             optimizer=optax.adamw(1e-4),
             collate_fn=collate_fn,
-            loss_fn=loss_fn,
-            compute=redeqx.Compute("bfloat16", remat=remat),
+            loss_fn=partial(loss_fn, args.chunk),
+            compute=redeqx.Compute("bfloat16", remat=args.remat, split_residual=False if args.whole else None),
         )
-        return trainer.dry_run([np.zeros(n_tokens, np.int32)] * (n_devices // n_sequence), per_device_batch_size=1)
+        return trainer.dry_run([np.zeros(n_tokens, np.int32)] * (n_fsdp * args.rows), per_device_batch_size=args.rows)
 
 
 def row(run, n_tokens: int, seconds: float) -> str:
@@ -110,9 +115,10 @@ def row(run, n_tokens: int, seconds: float) -> str:
     sent = sum(each.moved for each in step.collectives) / 2**30
     speed = "" if estimate is None or not run.n_tokens else f"{run.n_tokens / estimate.step:10,.0f} tokens/s at most"
     flops = sum(step.flops.values()) / run.plan.mesh.size
+    memory = f"{run.needs / 2**30:6.1f} GiB, {step.temporaries / 2**30:.2f} temporaries"
     return (
-        f"{n_tokens:>11,} tokens  {run.needs / 2**30:6.1f} GiB  {'fits' if run.fits else 'no  '}  "
-        f"{flops:8.3g} FLOPs a device  {sent:7.1f} GiB sent  {speed}  ({seconds:.0f} s to compile)"
+        f"{n_tokens:>11,} tokens  {memory}  {'fits' if run.fits else 'no  '}  {flops:8.3g} FLOPs a device  "
+        f"{sent:7.1f} GiB sent  {speed}  ({seconds:.0f} s to compile)"
     )
 
 
@@ -122,14 +128,18 @@ def main() -> None:
     parser.add_argument("machine", help="such as gpu:h100-80gb:8, gpu:h100-80gb:8x8, v5e:4x4")
     parser.add_argument("--tokens", type=int, default=None, help="one length; by default doubled from 16,384 on")
     parser.add_argument("--sequence", type=int, default=None, help="sequence shards; by default all devices")
-    parser.add_argument("--remat", default="full", choices=("matmuls", "full", "offload"))
+    parser.add_argument("--model-shards", type=int, default=1)
+    parser.add_argument("--whole", action="store_true", help="all positions between layers on every model shard")
+    parser.add_argument("--rows", type=int, default=1, help="of a batch shard")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of a row whose loss is computed at once")
+    parser.add_argument("--remat", default="full", choices=("none", "matmuls", "full", "offload"))
     parser.add_argument("--explain", action="store_true", help="print the whole report")
     args = parser.parse_args()
     print(f"{args.model} on {args.machine}, remat {args.remat}")
     lengths = [args.tokens] if args.tokens else [2**14 * 2**i for i in range(int(math.log2(2**26 / 2**14)))]
     for n_tokens in lengths:
         began = time.perf_counter()
-        run = forecast(args.model, args.machine, n_tokens, args.sequence, args.remat)
+        run = forecast(args, n_tokens)
         print(row(run, n_tokens, time.perf_counter() - began), flush=True)
         if args.explain:
             print(run)
