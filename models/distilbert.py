@@ -7,8 +7,8 @@ github.com/huggingface/transformers.
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ._kinds import RATE
-from .encoder import ACTIVATIONS, Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier
+from ._kinds import RATE, TEXT
+from .encoder import Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier
 from .hf import Classes, ConfigReader, Field, ModelType, Only, Tokens
 
 
@@ -69,7 +69,7 @@ class DistilBertConfig(EncoderConfig):
         Field("n_layers", via=ConfigReader.layers),
         Field("n_heads"),
         Classes(),
-        Only("activation", *ACTIVATIONS, name="activation"),
+        Field("activation", kind=TEXT),
         Field("dropout", kind=RATE),
         Field("attention_dropout", kind=RATE),
         Field("seq_classif_dropout", "classifier_dropout", RATE),

@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from ._kinds import OBJECT, POSITIVE, RATE, SIZE
+from ._kinds import OBJECT, POSITIVE, RATE, SIZE, TEXT
 from .encoder import (
-    ACTIVATIONS,
-    HEAD_ACTIVATIONS,
     Encoder,
     EncoderConfig,
     MaskedLM,
@@ -156,7 +154,7 @@ class ModernBertConfig(EncoderConfig):
         Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
         Field("num_attention_heads", "n_heads"),
         Classes(),
-        Only("hidden_activation", *ACTIVATIONS, name="activation"),
+        Field("hidden_activation", "activation", TEXT),
         _LayerTypes(),
         _Rope(),
         # The file has the width of the window, of which a token is the middle.
@@ -176,7 +174,7 @@ class ModernBertConfig(EncoderConfig):
         Field("mlp_dropout", kind=RATE),
         Field("classifier_dropout", kind=RATE),
         Only("classifier_pooling", "cls", "mean", name="pooling"),
-        Only("classifier_activation", *HEAD_ACTIVATIONS, name="head_activation"),
+        Field("classifier_activation", "head_activation", TEXT),
         Field("classifier_bias", "head_bias"),
         Field("decoder_bias", "logits_bias"),
         Tokens(),

@@ -6,9 +6,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from ..hf import FolderConfig
-from ..nn import check_choice, check_heads, check_rates, check_sizes
+from ..nn import ACTIVATIONS, check_choice, check_heads, check_rates, check_sizes
 from ._names import Names
-from ._rows import ACTIVATIONS, HEAD_ACTIVATIONS
 
 Self = TypeVar("Self", bound="EncoderConfig")
 
@@ -33,7 +32,7 @@ class EncoderConfig(FolderConfig):
     - `n_layers`, `n_heads`: the number of blocks, and of heads in each block; `n_heads` divides `d_model`.
     - `n_classes`: the number of classes of a classifier of texts or tokens; 1 for regression. Their names are in `extra`:
         `id2label` and `label2id`.
-    - `activation`: of the MLPs: `"gelu"` (by the error function), `"gelu_new"` (by tanh) or `"relu"`.
+    - `activation`: the function in the MLPs, by its name in `transformers`.
     - `dropout`: the dropout rate of embeddings and of additions to the residual stream, in [0, 1).
     - `attention_dropout`: the dropout rate of attention weights.
     - `classifier_dropout`: the dropout rate before a classifier's head; None uses `dropout`.
@@ -53,7 +52,7 @@ class EncoderConfig(FolderConfig):
     - `norm_bias`, `attention_bias`, `mlp_bias`: whether these layers have biases.
     - `is_gated`: whether the MLP has a gate (arXiv:2002.05202).
     - `pooling`: what a classifier of texts reads: `"cls"`, the first token, or `"mean"`, the mean of all tokens.
-    - `head_activation`, `head_bias`: of the linear layer in a classifier's head, an activation or `"tanh"`.
+    - `head_activation`, `head_bias`: of the linear layer in a classifier's head.
     - `mlm_activation`: of the linear layer in the head for masked tokens; None for `activation`.
     - `logits_bias`: whether the logits of masked tokens have a bias.
     - `model_type`: which of the family's types it is, if the family has several.
@@ -119,7 +118,7 @@ class EncoderConfig(FolderConfig):
             check_rates(self, "classifier_dropout")
         check_choice(self, "activation", ACTIVATIONS)
         check_choice(self, "pooling", ("cls", "mean"))
-        check_choice(self, "head_activation", HEAD_ACTIVATIONS)
+        check_choice(self, "head_activation", ACTIVATIONS)
         check_choice(self, "model_type", self.architectures)
         if self.windowed_layers is not None and not set(self.windowed_layers) <= set(range(self.n_layers)):
             raise ValueError(

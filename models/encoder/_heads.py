@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ..nn import linear, norm, normal_linear
+from ..nn import ACTIVATIONS, linear, norm, normal_linear
 from ._config import EncoderConfig
 from ._model import Encoder, OfFamily, make_norm
-from ._rows import HEAD_ACTIVATIONS
 
 
 class MaskedLM(OfFamily):
@@ -74,7 +73,7 @@ class MaskedLM(OfFamily):
         arguments."""
         hidden = self.encoder(ids, token_types=token_types, mask=mask, segments=segments, key=key)
         with jax.named_scope("head"):
-            activate = HEAD_ACTIVATIONS[self.config.mlm_activation or self.config.activation]
+            activate = ACTIVATIONS[self.config.mlm_activation or self.config.activation]
             return norm(self.norm, activate(linear(self.transform, hidden)))
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
@@ -161,7 +160,7 @@ class SequenceClassifier(OfFamily):
         if self.config.drops_twice:
             pooled = self.dropout(pooled, key=None if key is None else jax.random.fold_in(key, 1))
         with jax.named_scope("head"):
-            pooled = HEAD_ACTIVATIONS[self.config.head_activation](linear(self.transform, pooled))
+            pooled = ACTIVATIONS[self.config.head_activation](linear(self.transform, pooled))
             return pooled if self.norm is None else self.norm(pooled)
 
 
@@ -220,6 +219,6 @@ class TokenClassifier(OfFamily):
         hidden = self.encoder(ids, token_types=token_types, mask=mask, segments=segments, key=encoder_key)
         with jax.named_scope("head"):
             if self.transform is not None and self.norm is not None:
-                activate = HEAD_ACTIVATIONS[self.config.head_activation]
+                activate = ACTIVATIONS[self.config.head_activation]
                 hidden = norm(self.norm, activate(linear(self.transform, hidden)))
             return linear(self.classifier, self.dropout(hidden, key=dropout_key))

@@ -18,6 +18,7 @@ from redeqx._tree import is_array_like, named_leaves
 
 from ..hf import Pretrained, WeightMap, is_on_disk
 from ..nn import (
+    ACTIVATIONS,
     Attention,
     Mask,
     SegmentMask,
@@ -36,7 +37,6 @@ from ..nn import (
     token_positions,
 )
 from ._config import EncoderConfig
-from ._rows import ACTIVATIONS
 
 
 def make_norm(config: EncoderConfig) -> eqx.nn.LayerNorm:

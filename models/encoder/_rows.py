@@ -1,25 +1,10 @@
 """The keys of `config.json` that encoders share, in BERT's names."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array
-
-from .._kinds import RATE
+from .._kinds import RATE, TEXT
 from ..hf import Classes, ConfigReader, Field, ModelType, Only, Row, Tokens
-
-ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType(
-    {
-        "gelu": partial(jax.nn.gelu, approximate=False),
-        "gelu_new": partial(jax.nn.gelu, approximate=True),
-        "relu": jax.nn.relu,
-    }
-)
-HEAD_ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = MappingProxyType({**ACTIVATIONS, "tanh": jnp.tanh})
 
 ROWS: tuple[Row, ...] = (
     Only("position_embedding_type", "absolute"),
@@ -34,7 +19,7 @@ ROWS: tuple[Row, ...] = (
     Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
     Field("num_attention_heads", "n_heads"),
     Classes(),
-    Only("hidden_act", *ACTIVATIONS, name="activation"),
+    Field("hidden_act", "activation", TEXT),
     Field("hidden_dropout_prob", "dropout", RATE),
     Field("attention_probs_dropout_prob", "attention_dropout", RATE),
     Field("classifier_dropout", kind=RATE),

@@ -108,11 +108,11 @@ def test_config_round_trip():
             r"`rope_parameters`: expected an object for each of full_",
         ),
         (ModernBertConfig, {"layer_types": ["full_attention"]}, r"`layer_types`: expected full_attention or .* each of 22"),
-        (ModernBertConfig, {"hidden_activation": "silu"}, r"`hidden_activation`: expected 'gelu' or .* got 'silu'"),
+        (ModernBertConfig, {"hidden_activation": "prelu"}, r"`hidden_activation`: expected 'gelu', .* got 'prelu'"),
         (ModernBertConfig, {"classifier_pooling": "max"}, r"`classifier_pooling`: expected 'cls' or 'mean', .* got 'max'"),
         (ModernBertConfig, {"tie_word_embeddings": False}, r"`tie_word_embeddings`: expected True, which .* got False"),
         (ModernBertConfig, {"num_hidden_layers": 1}, r"`num_hidden_layers`: expected at least 2, got 1\. The first layer"),
-        (DistilBertConfig, {"activation": "silu"}, r"`activation`: expected 'gelu' or 'gelu_new' or 'relu', .* got 'silu'"),
+        (DistilBertConfig, {"activation": "prelu"}, r"`activation`: expected 'gelu', .* got 'prelu'"),
         (DistilBertConfig, {"tie_word_embeddings": False}, r"`tie_word_embeddings`: expected True, which .* got False"),
     ],
 )

@@ -39,6 +39,7 @@ LAYERS = (
     ("models.schedulers", "models.unet", "models.vae", "models.vit"),
     ("models.vision_encoder_decoder",),
     ("models._families",),
+    ("models.sentence",),
     ("models.__init__",),
     ("cli",),
     ("__main__",),

@@ -1,0 +1,137 @@
+"""Sentence embeddings: each pooling against a hand-written computation, and folders of sentence-transformers."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from redeqx.models import save_pretrained
+from redeqx.models.bert import Bert, BertConfig
+from redeqx.models.hf import ConfigReader
+from redeqx.models.qwen import Qwen3, Qwen3Config
+from redeqx.models.roberta import RobertaConfig, RobertaForMaskedLM
+from redeqx.models.sentence import Dense, DenseConfig, SentenceEncoder
+from tests.models.families._case import random_model
+
+# Only in the sweep: these compile a tiny BERT, whose outputs `make test` compares in `test_golden.py`.
+pytestmark = pytest.mark.sweep
+
+CONFIG = BertConfig(41, 12, d_model=12, d_ff=20, n_layers=1, n_heads=3).without_dropout()
+IDS = jnp.array([2, 7, 31, 7, 40, 3, 19])
+MASK = jnp.arange(7) < 5
+
+
+@pytest.fixture(scope="module")
+def bert():
+    return random_model(Bert, CONFIG)
+
+
+def embed(model):
+    return np.asarray(eqx.filter_jit(lambda model: model(IDS, mask=MASK))(model))
+
+
+def test_poolings(bert):
+    hidden = np.asarray(bert(IDS, mask=MASK), np.float64)[:5]
+    position = np.arange(1, 6)[:, None]
+    wanted = {
+        "cls_token": hidden[0],
+        "max_tokens": hidden.max(0),
+        "mean_tokens": hidden.mean(0),
+        "mean_sqrt_len_tokens": hidden.sum(0) / 5**0.5,
+        "weightedmean_tokens": (position * hidden).sum(0) / 15,
+        "lasttoken": hidden[4],
+    }
+    found = embed(SentenceEncoder(bert, pooling=[*reversed(wanted)], normalizes=False))
+    np.testing.assert_allclose(found, np.concatenate([*wanted.values()]), rtol=1e-4, atol=1e-5)
+    found = embed(SentenceEncoder(bert, pooling=["lasttoken", "mean_tokens"]))
+    both = np.concatenate([wanted["mean_tokens"], wanted["lasttoken"]])
+    np.testing.assert_allclose(found, both / np.linalg.norm(both), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"`pooling`: expected some of cls_token, max_.*, got \['mean'\]\. Pass one"):
+        SentenceEncoder(bert, pooling=["mean"])
+
+
+def test_a_folder_is_read_as_it_was_written(bert, tmp_path):
+    config = DenseConfig(24, 8, activation="torch.nn.modules.activation.ReLU")
+    dense = [random_model(Dense, config), random_model(Dense, DenseConfig(8, 5, use_bias=False))]
+    files = {"sentence_bert_config.json": b'{"max_seq_length": 9, "do_lower_case": false}'}
+    model = SentenceEncoder(bert, pooling=["cls_token", "max_tokens"], dense=dense, max_length=9, files=files)
+    model.save_pretrained(tmp_path)
+    assert [module["path"] for module in json.loads((tmp_path / "modules.json").read_text())] == [
+        "", "1_Pooling", "2_Dense", "3_Dense", "4_Normalize"
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "2_Dense" / "config.json").read_text()).keys() == {
+        "in_features", "out_features", "bias", "activation_function"
+    }  # fmt: skip
+    again = SentenceEncoder.from_pretrained(tmp_path)
+    assert again.max_length == 9 and again.files == model.files
+    np.testing.assert_array_equal(embed(again), embed(model))
+    hidden = bert(IDS, mask=MASK)[:5]
+    inner = jax.nn.relu(dense[0].linear(jnp.concatenate([hidden[0], hidden.max(0)])))
+    outer = np.tanh(np.asarray(dense[1].linear.weight @ inner, np.float64))
+    np.testing.assert_allclose(embed(again), outer / np.linalg.norm(outer), rtol=1e-4, atol=1e-5)
+
+
+def test_the_transformer_has_no_head_whatever_the_folder_says_or_is_a_decoder(tmp_path):
+    config = RobertaConfig(41, 12, d_model=12, d_ff=20, n_layers=1, n_heads=3)
+    mlm = random_model(RobertaForMaskedLM, config)
+    save_pretrained(mlm, config, tmp_path / "mlm")
+    decoder = random_model(
+        Qwen3, Qwen3Config(41, 12, d_model=12, d_mlp=20, n_layers=1, n_heads=2, n_kv_heads=1, head_size=6)
+    )
+    SentenceEncoder(decoder, pooling=["lasttoken"]).save_pretrained(tmp_path / "decoder")
+    for name in ("modules.json", "1_Pooling"):
+        (tmp_path / "mlm" / name).symlink_to(tmp_path / "decoder" / name)
+    found = eqx.nn.inference_mode(SentenceEncoder.from_pretrained(tmp_path / "mlm"))
+    hidden = eqx.nn.inference_mode(mlm).encoder(IDS, mask=MASK)[4]
+    np.testing.assert_allclose(embed(found), hidden / np.linalg.norm(hidden), rtol=1e-4, atol=1e-5)
+    hidden = decoder.hidden(IDS[:5])[4]
+    found = SentenceEncoder.from_pretrained(tmp_path / "decoder")
+    np.testing.assert_allclose(embed(found), hidden / np.linalg.norm(hidden), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_reach_the_transformer_and_are_finite_at_zero(bert):
+    def loss(model):
+        return model(IDS, mask=MASK)[0]
+
+    grads = eqx.filter_jit(eqx.filter_grad(loss))(SentenceEncoder(bert))
+    assert np.any(np.asarray(grads.encoder.embedding.weight))
+    layer = random_model(Dense, DenseConfig(12, 5, use_bias=False))
+    zeros = jax.tree.map(jnp.zeros_like, layer)
+    grads = eqx.filter_jit(eqx.filter_grad(loss))(SentenceEncoder(bert, dense=[zeros]))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+def test_refuses_what_it_does_not_implement(bert, tmp_path):
+    SentenceEncoder(bert).save_pretrained(tmp_path)
+
+    def refused(file, content):
+        path = tmp_path / file
+        before = path.read_text()
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError) as raised:
+            SentenceEncoder.from_pretrained(tmp_path)
+        path.write_text(before)
+        return str(raised.value)
+
+    modules, pooling = (json.loads((tmp_path / name).read_text()) for name in ("modules.json", "1_Pooling/config.json"))
+    lstm = {"idx": 3, "name": "3", "path": "3_LSTM", "type": "sentence_transformers.models.LSTM"}
+    assert "expected a transformer, a pooling, then dense layers and one normalization, got" in refused(
+        "modules.json", [*modules, lstm]
+    )
+    assert "expected a transformer, a pooling" in refused("modules.json", modules[1:])
+    assert "expected a list of modules with a `type`" in refused("modules.json", {"0": modules[0]})
+    assert "`include_prompt`: expected True" in refused("1_Pooling/config.json", {**pooling, "include_prompt": False})
+    assert "`pooling_mode_new`: expected False" in refused("1_Pooling/config.json", {**pooling, "pooling_mode_new": True})
+    assert "expected a `pooling_mode_` that is true, got none." in refused("1_Pooling/config.json", {})
+    (tmp_path / "modules.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"modules\.json`: expected a file, got none\. Pass a folder of sentence-transformers"
+    ):
+        SentenceEncoder.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"`activation_function`: expected 'torch.nn.modules.activation.Tanh' or "):
+        DenseConfig.from_hf(ConfigReader({"in_features": 3, "out_features": 4, "activation_function": "x"}))
+    with pytest.raises(ValueError, match=r"expected the key `in_features`, got none"):
+        DenseConfig.from_hf(ConfigReader({}))
