@@ -5,9 +5,11 @@ an H100's compiler makes 16 times the FLOPs of the rows for 16 groups, and `[gro
 gradient. Over several devices, each computes all rows. `redeqx.kernels` has a primitive that does neither, and this rule
 computes every `ragged_dot` by it, and every gradient of one that the user's function itself contains.
 
-Source: MegaBlocks (arXiv:2211.15841) for the work. Cost: the sorted rows are split evenly over the devices that split a
-batch, so each receives the rows of few groups; the gradient of the matrices is summed over these devices. In tracing, one
-pass of the dataflow, for functions with grouped matmuls on a mesh with a model axis.
+Each device multiplies the rows of its own part of the batch, if they can stay there (`_sort_by_shard`), or an even part of
+the sorted rows, which has few groups. Over the model axis, outputs are added up once a token (`_expert_parts`).
+
+Source: MegaBlocks (arXiv:2211.15841) for the work. Cost: the gradient of the matrices is summed over the devices that split
+a batch. In tracing, one pass of the dataflow, for functions with grouped matmuls on a mesh with a model axis.
 """
 
 import math
@@ -46,6 +48,11 @@ class GroupMatmuls(Rule):
     dims: Mapping[Any, tuple[int | None, int | None]] = field(default_factory=dict)
     sorts: SortsByShard | None = field(default=None, repr=False)
     parts: ExpertParts | None = field(default=None, repr=False)
+
+    @property
+    def corrects(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether rows are in another order than in the sort, so that a product as it is written would be wrong."""
+        return self.sorts is not None and self.sorts.is_any
 
     def of(self, closed: Any) -> Rule | None:
         found = [eqn for eqn in equations(closed) if eqn.primitive.name in ("ragged_dot_general", *_PRIMITIVES)]

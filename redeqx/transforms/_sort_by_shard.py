@@ -71,6 +71,10 @@ class SortsByShard:
                     taken.update(sort.roles)
         return cls(mesh, found)
 
+    @property
+    def is_any(self) -> bool:
+        return bool(self._sorts)
+
     def __contains__(self, eqn: Any) -> bool:
         return eqn in self._sorts
 

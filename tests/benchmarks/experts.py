@@ -17,8 +17,8 @@ until it does not fit. `--layers` compiles fewer layers, to compare temporaries 
 
 prints what a device sends for a layer of experts, in all passes: 16384 tokens of 1024 features in bfloat16, two of 8 experts
 of 2048 for each, or eight of 32 experts of 512. *Sorted* sorts the tokens of all rows, as strangers do (`_mixtures.py`).
-*Weights* are the sums of the experts' gradients; *whole experts* is what tokens would take to the devices of whole experts and
-back, by all-to-all, for comparison.
+*Weights* are the sums of the experts' gradients; *whole experts* is what tokens would take to the devices of whole experts
+and back, by all-to-all, for comparison.
 """
 
 import argparse
@@ -189,7 +189,7 @@ class Residual(eqx.Module):
     layers: list[Any]
     head: jax.Array
 
-    def __init__(self, n_layers: int, is_sorted: bool, n_chosen: int, n_experts: int, d_expert: int, key: Any):
+    def __init__(self, n_layers: int, key: Any, is_sorted: bool, n_chosen: int, n_experts: int, d_expert: int):
         keys = jax.random.split(key, n_layers + 2)
         self.embedding, self.head = jax.random.normal(keys[0], (D, D)), jax.random.normal(keys[1], (D, D)) / D**0.5
         if is_sorted:
@@ -215,12 +215,12 @@ class Sorted(eqx.Module):
         return self.apply(self.parameters, x)
 
 
-def sent_by(topology: str, mesh: dict[str, int], n_layers: int, *args: Any) -> dict[str, float]:
+def sent_by(topology: str, mesh: Any, n_layers: int, *args: Any) -> dict[str, float]:
     """Returns the bytes that a device sends in a step, by the mesh axes over which it does."""
     with redeqx.described(topology):
         deployer = redeqx.Deployer(verbose=False, **mesh)
         trainer = redeqx.Trainer(
-            deployer, model=deployer.init(lambda: Residual(n_layers, *args, jax.random.key(0))), optimizer=optax.sgd(0.1),
+            deployer, model=deployer.init(lambda: Residual(n_layers, jax.random.key(0), *args)), optimizer=optax.sgd(0.1),
             loss_fn=_mixtures.loss_fn, collate_fn=np.stack, compute=redeqx.Compute("bfloat16"),
         )  # fmt: skip
         batch = np.zeros((ROWS_OF_TOKENS, N_TOKENS), np.int32)

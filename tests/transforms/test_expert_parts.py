@@ -87,8 +87,9 @@ def check(fn, splits, weights, x, shards):
 MESHES = [{"n_model_shards": 4}, pytest.param({"n_fsdp_shards": 2, "n_model_shards": 2}, marks=pytest.mark.sweep)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shards", MESHES, ids=str)
-@pytest.mark.parametrize("fn", [added, pytest.param(in_layers, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("fn", [added, in_layers])
 def test_sorted_tokens(fn, shards):
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = {"down": (E, F, D), "gate": (E, D, F), "router": (D, E), "up": (E, D, F)}
