@@ -9,15 +9,19 @@ from redeqx.errors import brief, check_deployer, filter_traceback
 from redeqx.partition import check_plan
 from redeqx.storage import Location, location
 
+from .arcee import Arcee
 from .bart import Bart
 from .bert import Bert, BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification
 from .clip import CLIP, CLIPText, CLIPVision
+from .cohere import Cohere, Cohere2
 from .distilbert import (
     DistilBert,
     DistilBertForMaskedLM,
     DistilBertForSequenceClassification,
     DistilBertForTokenClassification,
 )
+from .ernie import Ernie4_5
+from .exaone import Exaone4
 from .gemma import Gemma, Gemma2, Gemma3
 from .glm import Glm, Glm4
 from .gpt2 import GPT2
@@ -26,7 +30,7 @@ from .gptj import GPTJ
 from .granite import Granite
 from .hf import CONFIG, Pretrained, read_config, type_key
 from .llama import Llama
-from .mistral import Mistral, Mixtral
+from .mistral import Ministral, Mistral, Mixtral
 from .modernbert import (
     ModernBert,
     ModernBertForMaskedLM,
@@ -34,11 +38,14 @@ from .modernbert import (
     ModernBertForTokenClassification,
 )
 from .olmo import Olmo, Olmo2, Olmo3
+from .olmoe import Olmoe
 from .opt import OPT
 from .phi import Phi, Phi3
 from .qwen import Qwen2, Qwen3, Qwen3Moe
 from .roberta import Roberta, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaForTokenClassification
+from .seed_oss import SeedOss
 from .smollm import SmolLM3
+from .stablelm import StableLm
 from .starcoder2 import Starcoder2
 from .t5 import T5, T5Encoder
 from .unet import UNet
@@ -71,6 +78,15 @@ MODELS: tuple[type[Pretrained], ...] = (
     Glm,
     Glm4,
     GPTNeoX,
+    Olmoe,
+    Cohere,
+    Cohere2,
+    Exaone4,
+    SeedOss,
+    Arcee,
+    Ernie4_5,
+    StableLm,
+    Ministral,
     T5,
     T5Encoder,
     Bart,

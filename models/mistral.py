@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from jaxtyping import PRNGKeyArray
 
-from .decoder import CausalLM, CausalLMConfig, Names, Window, published, rows
+from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, Window, published, rows
 from .hf import Field, Only
 
 
@@ -33,6 +33,26 @@ class Mistral(CausalLM):
     config_class = MistralConfig
 
     def __init__(self, config: MistralConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
+
+@dataclass(frozen=True)
+class MinistralConfig(MistralConfig):
+    """The sizes of a Ministral, whose layers may differ in their window. The defaults are those of transformers. See
+    `CausalLMConfig`."""
+
+    model_type = "ministral"
+    architecture = "MinistralForCausalLM"
+    rows = rows(LayerTypes())
+    sizes = published({})
+
+
+class Ministral(CausalLM):
+    """A Ministral, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = MinistralConfig
+
+    def __init__(self, config: MinistralConfig, *, key: PRNGKeyArray):
         super().__init__(config, key=key)
 
 

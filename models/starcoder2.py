@@ -3,30 +3,13 @@
 Source: Lozhkov et al. 2024, *StarCoder 2 and The Stack v2* (arXiv:2402.19173).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jaxtyping import PRNGKeyArray
 
 from ._kinds import RATE
-from .decoder import CausalLM, CausalLMConfig, Names, Window, published, rows
-from .hf import ConfigReader, Field, Row
-
-
-class _Bias(Row):
-    """One key for all linear layers."""
-
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
-
-    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        value = reader.get("use_bias", True)
-        return {"attention_bias": value, "mlp_bias": value}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {"use_bias": config.mlp_bias}
+from .decoder import CausalLM, CausalLMConfig, Names, Shared, Window, published, rows
+from .hf import Field
 
 
 @dataclass(frozen=True)
@@ -58,7 +41,7 @@ class Starcoder2Config(CausalLMConfig):
         Field("norm_epsilon", "norm_eps"),
         Field("embedding_dropout", kind=RATE),
         Field("residual_dropout", kind=RATE),
-        _Bias(),
+        Shared("use_bias", "attention_bias", "mlp_bias"),
         Window(),
         without=("head_size",),
     )
@@ -82,13 +65,6 @@ class Starcoder2Config(CausalLMConfig):
         bos_token_id=0,
         eos_token_id=0,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.attention_bias != self.mlp_bias:
-            raise ValueError(
-                f"`mlp_bias`: expected `attention_bias`={self.attention_bias}, got {self.mlp_bias}. Set both, or neither."
-            )
 
 
 class Starcoder2(CausalLM):

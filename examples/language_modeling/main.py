@@ -9,7 +9,7 @@ same bits.
 8 simulated devices on 2 CPU cores, between 2 min 20 s and 4 minutes: 1.677 bits per byte after 4 MB of text. The
 compressors, which have not seen that text, reach 2.028 (zlib) and 1.681 (lzma).
 
-A published decoder (GPT-2, GPT-J, OPT, LLaMA, Mistral, Qwen) can be fine-tuned on instructions, or on more text, with
+A published decoder (GPT-2, LLaMA, Mistral, Qwen, Gemma, ...) can be fine-tuned on instructions, or on more text, with
 
     python -m examples.language_modeling --data pairs.jsonl --pretrained FOLDER --lora-rank 8 --learning-rate 1e-4
 

@@ -16,6 +16,7 @@ from ._names import ByHead as ByHead, Names as Names
 from ._rows import (
     LayerTypes as LayerTypes,
     Rope as Rope,
+    Shared as Shared,
     Window as Window,
     layer_types as layer_types,
     read_layer_types as read_layer_types,

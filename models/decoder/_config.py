@@ -9,7 +9,7 @@ from ..generation import Generation
 from ..hf import FolderConfig
 from ..nn import ACTIVATIONS, Scaling, check_choice, check_heads, check_rates, check_sizes
 from ._names import Names
-from ._rows import ROWS
+from ._rows import ROWS, Shared
 
 Self = TypeVar("Self", bound="CausalLMConfig")
 
@@ -171,6 +171,12 @@ class CausalLMConfig(FolderConfig):
                 raise ValueError(
                     f"`{name}`: expected numbers below `n_layers`={self.n_layers}, got {value}. Count from 0, or pass None."
                 )
+
+        for row in self.rows:
+            values = {name: getattr(self, name) for name in row.fields} if isinstance(row, Shared) else {}
+            if len(set(values.values())) > 1:
+                said = ", ".join(f"{name}={value}" for name, value in values.items())
+                raise ValueError(f"`{next(iter(values))}`: expected the same as {', '.join(values)}, got {said}. Set all.")
 
     def _check_rotary(self) -> None:
         if self.rotary_size % 2 or not 2 <= self.rotary_size <= self.size:

@@ -6,7 +6,7 @@ from typing import Any
 
 from .._kinds import RATE, SIZE, TEXT
 from ..hf import KINDS, ConfigReader, Field, Row, Tokens, Written, rope_from_hf
-from ..nn import DynamicScaling
+from ..nn import DynamicScaling, LongScaling
 
 
 def _head_size(size: int | None, known: Mapping[str, Any]) -> int | None:
@@ -24,7 +24,8 @@ class Rope(Row):
     - `has_share`: whether only a share of each head may be rotary.
     - `has_local`: whether layers with a window may have another base.
     - `kinds`: the scalings that the family has.
-    - `n_original`: the default of `original_max_position_embeddings`; None for `n_positions`.
+    - `n_original`: the default of `original_max_position_embeddings`, which then is a key of its own; None for
+        `n_positions`.
     """
 
     has_share: bool = False
@@ -64,6 +65,8 @@ class Rope(Row):
         if self.has_local:
             local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
             return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+        if self.n_original is not None and isinstance(config.rope_scaling, LongScaling):
+            return {"rope_parameters": rope, "original_max_position_embeddings": config.rope_scaling.n_original}
         return {"rope_parameters": rope}
 
 
@@ -71,6 +74,23 @@ def _n_positions(config: Any) -> int:
     """Returns `max_position_embeddings`, which for a dynamic scaling is the original length."""
     scaling = config.rope_scaling
     return scaling.n_original if isinstance(scaling, DynamicScaling) else config.n_positions
+
+
+class Shared(Row):
+    """A key for several fields, which always have the same value."""
+
+    def __init__(self, key: str, *fields: str):
+        self.key, self.fields = key, fields
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return dict.fromkeys(self.fields, self.key)
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        return dict.fromkeys(self.fields, reader.get(self.key, known[self.fields[0]]))
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {self.key: getattr(config, self.fields[0])}
 
 
 def Window() -> Field:

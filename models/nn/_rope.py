@@ -189,7 +189,7 @@ def rotation(
 
     - `size`: the number of rotary dims of a head, even.
     - `theta`, `scaling`: the base of the frequencies, and their scaling. A scaling that depends on the length of the text
-        takes that from the largest position.
+        takes that from its largest position. (`transformers` takes the longest text of the batch.)
     """
     frequencies: Any = theta ** -(np.arange(0, size, 2) / size)
     growth = 1.0

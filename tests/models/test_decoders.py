@@ -10,7 +10,9 @@ import pytest
 
 from redeqx.models import cross_entropy, from_pretrained
 from redeqx.models._families import MODELS
+from redeqx.models.cohere import Cohere
 from redeqx.models.decoder import CausalLM
+from redeqx.models.ernie import Ernie4_5
 from redeqx.models.gemma import Gemma2, Gemma3
 from redeqx.models.glm import Glm
 from redeqx.models.gpt_neox import GPTNeoX
@@ -18,9 +20,12 @@ from redeqx.models.hf import ConfigReader
 from redeqx.models.mistral import Mixtral, MixtralConfig
 from redeqx.models.nn import Attention, DynamicScaling, LinearScaling, LongScaling, add_routing, rotation
 from redeqx.models.olmo import Olmo
+from redeqx.models.olmoe import Olmoe
 from redeqx.models.phi import Phi, Phi3, Phi3Config
 from redeqx.models.qwen import Qwen3Moe
 from redeqx.models.smollm import SmolLM3
+from redeqx.models.stablelm import StableLm
+from redeqx.models.starcoder2 import Starcoder2
 from tests.models.families._case import assert_equal, fill, is_shape, outputs, random_model
 from tests.models.families._decoders import CASES, GOLDEN
 from tests.models.families._table import END, README, START, table
@@ -76,6 +81,13 @@ PUBLISHED = {
     "starcoder2": {"3b": 3_030_371_328, "7b": 7_173_923_840, "15b": 15_957_889_024},
     "glm": {"9b": 9_399_951_360},
     "glm4": {"9b": 9_400_279_040},
+    "olmoe": {"1b-7b": 6_919_161_856},
+    "cohere": {"command-r": 34_980_831_232},
+    "cohere2": {"7b": 8_028_033_024},
+    "exaone4": {"1.2b": 1_279_391_488},
+    "seed_oss": {"36b": 36_151_104_512},
+    "ernie4_5": {"0.3b": 360_748_032},
+    "stablelm": {"2-1.6b": 1_644_515_328},
     "gpt_neox": {
         "pythia-160m": 162_322_944,
         "pythia-1.4b": 1_414_647_808,
@@ -125,6 +137,10 @@ def test_presets_have_the_published_number_of_parameters(cls):
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             r"sliding_attention`: `rope_type`: expected 'default', .* got 'linear'",
         ),
+        (Olmoe, {"clip_qkv": 8.0}, r"`clip_qkv`: expected None, .* got 8\.0"),
+        (Cohere, {"use_qk_norm": True}, r"`use_qk_norm`: expected False or None, .* got True"),
+        (StableLm, {"use_parallel_residual": True}, r"`use_parallel_residual`: expected False, .* got True"),
+        (Ernie4_5, {"use_bias": "yes"}, r"`use_bias`: expected bool, got 'yes'"),
         (Olmo, {"clip_qkv": 8.0}, r"`clip_qkv`: expected None, .* got 8\.0"),
         (Phi, {"qk_layernorm": True}, r"`qk_layernorm`: expected False, .* got True"),
         (
@@ -139,8 +155,14 @@ def test_presets_have_the_published_number_of_parameters(cls):
     ],
 )
 def test_refuses_what_it_does_not_implement(cls, fields, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         cls.config_class.from_hf(ConfigReader(fields))
+
+
+def test_fields_that_share_a_key_have_one_value():
+    message = r"`attention_bias`: expected the same as attention_bias, mlp_bias, got attention_bias=True, mlp_bias=False"
+    with pytest.raises(ValueError, match=message):
+        Starcoder2.config_class(mlp_bias=False)
 
 
 # --- positions --------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ LAYERS = (
     ("models.decoder", "models.diffusion", "models.encoder", "models.lora"),
     ("models.bart", "models.bert", "models.clip", "models.distilbert", "models.gpt2", "models.gptj", "models.opt"),
     ("models.gemma", "models.glm", "models.gpt_neox", "models.granite", "models.llama", "models.mistral", "models.olmo"),
+    ("models.arcee", "models.cohere", "models.ernie", "models.exaone", "models.olmoe", "models.seed_oss", "models.stablelm"),
     ("models.modernbert", "models.phi", "models.qwen", "models.roberta", "models.smollm", "models.starcoder2", "models.t5"),
     ("models.schedulers", "models.unet", "models.vae", "models.vit"),
     ("models.vision_encoder_decoder",),

@@ -52,6 +52,14 @@ def case(name, cls, **kwargs):
 
 WINDOWED = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.0, 2.0, 4.0],
+    "original_max_position_embeddings": 4,
+}
 CASES = [
     case("gemma", "Gemma", head_dim=8),
     case("gemma2", "Gemma2", head_dim=8, query_pre_attn_scalar=12, sliding_window=4, attn_logit_softcapping=2.0),
@@ -75,6 +83,16 @@ CASES = [
     case("starcoder2", "Starcoder2", sliding_window=4),
     case("glm", "Glm", head_dim=8),
     case("glm4", "Glm4", head_dim=8),
+    case("olmoe", "Olmoe", num_experts=4, num_experts_per_tok=2),
+    case("cohere", "Cohere", logit_scale=2.0),
+    case("cohere2", "Cohere2", logit_scale=2.0, **WINDOWED),
+    case("exaone4", "Exaone4", **WINDOWED),
+    case("seed-oss", "SeedOss", head_dim=8, attention_dropout=0.0, residual_dropout=0.0),
+    case("arcee", "Arcee", mlp_bias=True),
+    case("ernie4-5", "Ernie4_5", head_dim=8),
+    case("stablelm", "StableLm", rope_parameters={**PARTIAL["rope_parameters"], "partial_rotary_factor": 0.34}),
+    case("ministral", "Ministral", head_dim=6, **WINDOWED),
+    case("phi3-long", "Phi3", original_max_position_embeddings=4, rope_parameters=LONG),
     case("gpt-neox", "GPTNeoX", num_key_value_heads=None, hidden_size=32, rope_parameters=PARTIAL["rope_parameters"]),
     case("gpt-neox-serial", "GPTNeoX", num_key_value_heads=None, hidden_size=32, use_parallel_residual=False),
 ]

@@ -1,0 +1,39 @@
+"""AFM (Arcee): LLaMA whose MLP has no gate, and the square of ReLU.
+
+Source: the model's card, huggingface.co/arcee-ai/AFM-4.5B.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import PRNGKeyArray
+
+from .decoder import CausalLM, CausalLMConfig, published, rows
+from .hf import Field
+
+
+@dataclass(frozen=True)
+class ArceeConfig(CausalLMConfig):
+    """The sizes of an AFM. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    n_positions: int = 4096
+    d_model: int = 2560
+    d_mlp: int | None = 18432
+    norm_eps: float = 1e-5
+    activation: str = "relu2"
+    is_gated: bool = False
+    bos_token_id: int | None = 128000
+    eos_token_id: int | tuple[int, ...] | None = 128001
+
+    model_type = "arcee"
+    architecture = "ArceeForCausalLM"
+    rows = rows(Field("attention_bias"), Field("mlp_bias"))
+    sizes = published({})
+
+
+class Arcee(CausalLM):
+    """An AFM, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = ArceeConfig
+
+    def __init__(self, config: ArceeConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

@@ -1,0 +1,112 @@
+"""Command R and R7B: attention and MLP run in parallel after one layer norm without bias, and logits are scaled.
+
+In Command R7B (`cohere2`) all but every fourth layer have a window, and only those have rotary positions.
+
+Sources: the models' cards, huggingface.co/CohereLabs; *Command A* (arXiv:2504.00698).
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import PRNGKeyArray
+
+from ._kinds import POSITIVE
+from .decoder import CausalLM, CausalLMConfig, LayerTypes, published, rows
+from .hf import Field, Only
+
+# Logits are multiplied by this number.
+_SCALE = Field(
+    "logit_scale",
+    "logit_divisor",
+    POSITIVE,
+    default=0.0625,
+    load=lambda value, known: 1 / value,
+    save=lambda config: round(1 / config.logit_divisor, 12),
+)
+
+
+@dataclass(frozen=True)
+class CohereConfig(CausalLMConfig):
+    """The sizes of a Command R. The defaults are those with 35 billion parameters. See `CausalLMConfig`."""
+
+    vocab_size: int = 256000
+    n_positions: int = 8192
+    d_model: int = 8192
+    n_layers: int = 40
+    n_heads: int = 64
+    d_mlp: int | None = 22528
+    is_interleaved: bool = True
+    norm: str = "layer"
+    norm_eps: float = 1e-5
+    is_parallel: bool = True
+    shares_norm: bool = True
+    logit_divisor: float = 16.0
+    is_tied: bool = True
+    bos_token_id: int | None = 5
+    eos_token_id: int | tuple[int, ...] | None = 255001
+    pad_token_id: int | None = 0
+
+    model_type = "cohere"
+    architecture = "CohereForCausalLM"
+    rows = rows(
+        Field("layer_norm_eps", "norm_eps"),
+        Field("attention_bias"),
+        _SCALE,
+        Only("use_qk_norm", False, None),
+        without=("head_size",),
+    )
+    sizes = published({"command-r": {"n_positions": 131072, "rope_theta": 8000000.0}})
+
+
+class Cohere(CausalLM):
+    """A Command R, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = CohereConfig
+
+    def __init__(self, config: CohereConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
+
+@dataclass(frozen=True)
+class Cohere2Config(CohereConfig):
+    """The sizes of a Command R7B. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    window: int | None = 4096
+
+    model_type = "cohere2"
+    architecture = "Cohere2ForCausalLM"
+    window_period = 4
+    rows = rows(
+        Field("layer_norm_eps", "norm_eps"),
+        Field("attention_bias"),
+        _SCALE,
+        LayerTypes("sliding_window_pattern"),
+        without=("head_size",),
+    )
+    sizes = published(
+        {
+            "7b": {
+                "n_positions": 8192,
+                "d_model": 4096,
+                "n_layers": 32,
+                "n_heads": 32,
+                "n_kv_heads": 8,
+                "d_mlp": 14336,
+                "rope_theta": 50000.0,
+                "logit_divisor": 4.0,
+            }
+        }
+    )
+
+    @property
+    def rotated(self) -> tuple[bool, ...]:
+        """Whether each layer has rotary positions: those with a window."""
+        return tuple(window is not None for window in self.windows)
+
+
+class Cohere2(CausalLM):
+    """A Command R7B, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Cohere2Config
+
+    def __init__(self, config: Cohere2Config, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
