@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -38,9 +39,13 @@ def pair(scale: float) -> tuple[GPT2, GPT2]:
     draft = eqx.filter_eval_shape(GPT2, replace(config, n_layers=1), key=jax.random.key(0))
     is_matrix = lambda leaf: eqx.is_array(leaf) and leaf.ndim == 3  # noqa: E731
     model = jax.tree.map(lambda leaf: leaf.at[1:].multiply(scale) if is_matrix(leaf) else leaf, model)
-    leaves = zip(jax.tree.leaves(draft), jax.tree.leaves(model), strict=True)
-    first = [of_model if of_model.shape == leaf.shape else of_model[:1] for leaf, of_model in leaves]
-    return model, jax.tree.unflatten(jax.tree.structure(draft), first)
+
+    def first(leaf: Any, of_model: Any) -> Any:
+        is_stacked = np.ndim(of_model) > 0 and np.shape(of_model) != leaf.shape
+        return of_model[:1] if is_stacked else of_model
+
+    leaves = map(first, jax.tree.leaves(draft), jax.tree.leaves(model))
+    return model, jax.tree.unflatten(jax.tree.structure(draft), leaves)
 
 
 def main() -> None:
@@ -53,7 +58,7 @@ def main() -> None:
     print(f"{'scale':>5}  {'proposed':>8}  {'accepted':>8}  {'greedy ms':>9}  {'draft ms':>8}  {'speedup':>7}")
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, (args.batch, PROMPT)) for _ in range(args.rounds + 1)]
-    for scale in (0.1, 0.7, 1.0):
+    for scale in (0.1, 0.3, 1.0):
         model, draft = pair(scale)
         for proposed in (3, 6):
 

@@ -287,7 +287,12 @@ def test_each_token_is_drawn_independently():
     ("n_model", "n_fsdp"), [(2, 2), *(pytest.param(*mesh, marks=pytest.mark.sweep) for mesh in ((4, 1), (1, 8)))]
 )
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, id="greedy", marks=pytest.mark.sweep), pytest.param({"num_beams": 3}, id="beams")]
+    "options",
+    [
+        pytest.param({}, id="greedy", marks=pytest.mark.sweep),
+        pytest.param({"num_beams": 3, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}, id="beams"),
+        pytest.param({"do_sample": True, "top_p": 0.9, "key": jax.random.key(0)}, id="sample", marks=pytest.mark.sweep),
+    ],
 )
 def test_tokens_are_the_same_in_pred_fn_on_a_mesh(n_model, n_fsdp, options):
     ids, mask = np.tile(IDS, (3, 1))[:8], np.tile(LEFT, (3, 1))[:8]
@@ -298,7 +303,8 @@ def test_tokens_are_the_same_in_pred_fn_on_a_mesh(n_model, n_fsdp, options):
         collate_fn=lambda rows: {"ids": np.stack([i for i, _ in rows]), "mask": np.stack([m for _, m in rows])},
         pred_fn=lambda model, batch, key: generate(model, batch["ids"], mask=batch["mask"], max_new_tokens=4, **options),
     )
-    np.testing.assert_array_equal(np.stack(predictor.predict(list(zip(ids, mask, strict=True)), 1)), expected)
+    found = np.stack(predictor.predict(list(zip(ids, mask, strict=True)), batch_size=8))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_each_shape_is_compiled_once():

@@ -70,12 +70,25 @@ SAID = [
         "pad_token_id": 0,
     },
     {"max_new_tokens": 6, "forced_eos_token_id": 7, "forced_bos_token_id": 9, "eos_token_id": [7], "pad_token_id": 0},
+    {  # bart-large-cnn's, and Qwen2.5-Instruct's penalty
+        "max_length": 14,
+        "min_length": 12,
+        "num_beams": 4,
+        "length_penalty": 2.0,
+        "early_stopping": True,
+        "no_repeat_ngram_size": 3,
+        "repetition_penalty": 1.1,
+        "forced_bos_token_id": 0,
+        "forced_eos_token_id": 2,
+        "eos_token_id": [2],
+        "pad_token_id": 1,
+    },
     {"max_new_tokens": 5, "temperature": 0.3, "top_k": 2, "do_sample": False, "eos_token_id": [7], "pad_token_id": 0},
 ]
 
 
 @pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("said", SAID, ids=["new", "lengths", "beams", "forced", "no-sampling"])
+@pytest.mark.parametrize("said", SAID, ids=["new", "lengths", "beams", "forced", "penalties", "no-sampling"])
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bart"])
 def test_generates_with_the_options_of_the_folder(name, said, where, tmp_path):
     import torch
@@ -98,8 +111,8 @@ def test_generates_with_the_options_of_the_folder(name, said, where, tmp_path):
         module = type(case.make()).from_pretrained(folder).eval()
         tokens = module.generate(ids, attention_mask=torch.ones_like(ids)).numpy()
         tokens = tokens[:, 1 if module.config.is_encoder_decoder else ids.shape[1] :]
-        tokens = np.pad(tokens, ((0, 0), (0, found.shape[1] - tokens.shape[1])), constant_values=0)
+        tokens = np.pad(tokens, ((0, 0), (0, found.shape[1] - tokens.shape[1])), constant_values=said["pad_token_id"])
         for row in tokens:  # tokens after the end of a text are undefined
             (ends,) = np.nonzero(np.isin(row, said["eos_token_id"]))
-            row[ends[0] + 1 if len(ends) else len(row) :] = 0
+            row[ends[0] + 1 if len(ends) else len(row) :] = said["pad_token_id"]
         np.testing.assert_array_equal(found, tokens, err_msg=str(folder))
