@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._kinds import RATE, SIZE
+from ._kinds import RATE, SIZE, TEXT
 from .hf import (
     Classes,
     ConfigReader,
@@ -37,7 +37,19 @@ from .hf import (
     same_layer,
     within,
 )
-from .nn import Attention, Stack, check_heads, check_patches, check_rates, check_sizes, linear, norm, normal_linear
+from .nn import (
+    ACTIVATIONS,
+    PreNormBlock,
+    Stack,
+    check_choice,
+    check_heads,
+    check_patches,
+    check_rates,
+    check_sizes,
+    linear,
+    norm,
+    normal_linear,
+)
 
 
 def _side(reader: ConfigReader, key: str, default: int) -> int:
@@ -66,6 +78,7 @@ class ViTConfig(FolderConfig):
     - `dropout`: the dropout rate of embeddings and of additions to the residual stream, in [0, 1).
     - `attention_dropout`: the dropout rate of attention weights.
     - `layer_norm_eps`: added to the variance in layer norms.
+    - `activation`: the function in the MLPs, by its name in `transformers`.
     - `has_qkv_bias`: whether query, key and value have biases.
     - `has_pooler`: whether a `ViT` without a head has a pooler, for `pool`. A classifier never has one.
     - `init_std`: standard deviation of the initial weights. The published 0.02 suits widths of 768 and more; narrower models
@@ -88,6 +101,7 @@ class ViTConfig(FolderConfig):
     dropout: float = 0.0
     attention_dropout: float = 0.0
     layer_norm_eps: float = 1e-12
+    activation: str = "gelu"
     has_qkv_bias: bool = True
     has_pooler: bool = True
     init_std: float = 0.02
@@ -99,6 +113,7 @@ class ViTConfig(FolderConfig):
         check_heads(self)
         check_rates(self, "dropout", "attention_dropout")
         check_patches(self)
+        check_choice(self, "activation", ACTIVATIONS)
 
     @property
     def n_patches(self) -> int:
@@ -134,7 +149,7 @@ class ViTConfig(FolderConfig):
         Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
         Field("num_attention_heads", "n_heads"),
         Classes(),
-        Only("hidden_act", "gelu"),
+        Field("hidden_act", "activation", TEXT),
         Field("hidden_dropout_prob", "dropout", RATE),
         Field("attention_probs_dropout_prob", "attention_dropout", RATE),
         Field("layer_norm_eps"),
@@ -144,56 +159,6 @@ class ViTConfig(FolderConfig):
         Field("initializer_range", "init_std"),
         # `config.json` does not describe a pooler (see `ViT.read_config`).
     )
-
-
-class Mlp(eqx.Module):
-    """Two linear layers with GELU between them, the inner one wider."""
-
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
-        up_key, down_key = jax.random.split(key)
-        self.up = normal_linear(config.d_model, config.d_ff, std=config.init_std, key=up_key)
-        self.down = normal_linear(config.d_ff, config.d_model, std=config.init_std, key=down_key)
-
-    def __call__(self, x: Float[Array, "tokens d"]) -> Float[Array, "tokens d"]:
-        return linear(self.down, jax.nn.gelu(linear(self.up, x), approximate=False))
-
-
-class Block(eqx.Module):
-    """Attention and MLP, each pre-norm and residual."""
-
-    attention_norm: eqx.nn.LayerNorm
-    attention: Attention
-    mlp_norm: eqx.nn.LayerNorm
-    mlp: Mlp
-    dropout: eqx.nn.Dropout
-
-    def __init__(self, config: ViTConfig, *, key: PRNGKeyArray):
-        q_key, k_key, v_key, o_key, mlp_key = jax.random.split(key, 5)
-        d, eps, std, has_bias = config.d_model, config.layer_norm_eps, config.init_std, config.has_qkv_bias
-        self.attention_norm = eqx.nn.LayerNorm(d, eps=eps)
-        self.attention = Attention(
-            query=normal_linear(d, d, std=std, use_bias=has_bias, key=q_key),
-            key=normal_linear(d, d, std=std, use_bias=has_bias, key=k_key),
-            value=normal_linear(d, d, std=std, use_bias=has_bias, key=v_key),
-            output=normal_linear(d, d, std=std, key=o_key),
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_heads,
-            dropout=eqx.nn.Dropout(config.attention_dropout),
-        )
-        self.mlp_norm = eqx.nn.LayerNorm(d, eps=eps)
-        self.mlp = Mlp(config, key=mlp_key)
-        self.dropout = eqx.nn.Dropout(config.dropout)
-
-    def __call__(self, x: Float[Array, "tokens d"], *, key: PRNGKeyArray | None = None) -> Float[Array, "tokens d"]:
-        keys = (None,) * 3 if key is None else jax.random.split(key, 3)
-        with jax.named_scope("attention"):
-            mixed, _ = self.attention(norm(self.attention_norm, x), key=keys[0])
-            x = x + self.dropout(mixed, key=keys[1])
-        with jax.named_scope("mlp"):
-            return x + self.dropout(self.mlp(norm(self.mlp_norm, x)), key=keys[2])
 
 
 class ViT(Pretrained):
@@ -219,7 +184,7 @@ class ViT(Pretrained):
     class_token: Float[Array, " d"]
     positions: Float[Array, "tokens d"]
     dropout: eqx.nn.Dropout
-    stack: Stack[Block]
+    stack: Stack[PreNormBlock]
     norm: eqx.nn.LayerNorm
     pooler: eqx.nn.Linear | None
     config: ViTConfig = eqx.field(static=True)
@@ -238,7 +203,19 @@ class ViT(Pretrained):
         self.class_token = std * jax.random.normal(class_key, (d,))
         self.positions = std * jax.random.normal(positions_key, (1 + config.n_patches, d))
         self.dropout = eqx.nn.Dropout(config.dropout)
-        self.stack = Stack(lambda key: Block(config, key=key), config.n_layers, remat=config.remat, key=stack_key)
+        self.stack = Stack(
+            lambda key: PreNormBlock(
+                config,
+                std=std,
+                activation=config.activation,
+                qkv_bias=config.has_qkv_bias,
+                dropout=config.dropout,
+                key=key,
+            ),
+            config.n_layers,
+            remat=config.remat,
+            key=stack_key,
+        )
         self.norm = eqx.nn.LayerNorm(d, eps=config.layer_norm_eps)
         self.pooler = normal_linear(d, d, std=std, key=pooler_key) if config.has_pooler else None
         self.config = config

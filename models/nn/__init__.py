@@ -14,6 +14,7 @@ from ._attention import (
     token_mask as token_mask,
     token_positions as token_positions,
 )
+from ._blocks import PreNormBlock as PreNormBlock
 from ._checks import (
     check_choice as check_choice,
     check_heads as check_heads,

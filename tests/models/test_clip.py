@@ -209,15 +209,19 @@ def test_a_submodel_that_an_old_config_contains_twice():
 @pytest.mark.parametrize(
     ("cls", "fields", "message"),
     [
-        (CLIPTextConfig, {"hidden_act": "relu"}, r"`config.json`: `hidden_act`: expected 'quick_gelu' or 'gelu', which"),
+        (
+            CLIPTextConfig,
+            {"hidden_act": "prelu"},
+            r"`config.json`: `hidden_act`: expected 'gelu', .* or 'tanh', got 'prelu'",
+        ),
         (CLIPTextConfig, {"eos_token_id": None}, r"`eos_token_id`: expected one id, at which a text is pooled, .* got None"),
         (CLIPTextConfig, {"eos_token_id": [2, 3]}, r"`eos_token_id`: expected one id, .* got \(2, 3\)"),
-        (CLIPVisionConfig, {"hidden_act": "silu"}, r"`hidden_act`: expected 'quick_gelu' or 'gelu', .* got 'silu'"),
+        (CLIPVisionConfig, {"hidden_act": "xielu"}, r"`hidden_act`: expected 'gelu', .* or 'tanh', got 'xielu'"),
         (CLIPVisionConfig, {"image_size": [224, 196]}, r"`image_size`: expected int, got \[224, 196\]"),
         (
             CLIPConfig,
-            {"vision_config": {"hidden_act": "relu"}},
-            r"`config.json: vision_config`: `hidden_act`: expected 'quick_gelu' or 'gelu', .* got 'relu'",
+            {"vision_config": {"hidden_act": "prelu"}},
+            r"`config.json: vision_config`: `hidden_act`: expected 'gelu', .* or 'tanh', got 'prelu'",
         ),
     ],
 )
@@ -232,7 +236,7 @@ def test_refuses_a_key_that_it_does_not_implement(cls, fields, message):
         (TEXT, {"n_layers": 0}, r"`n_layers`: expected at least 1, got 0"),
         (TEXT, {"n_heads": 3}, r"`n_heads`: expected a divisor of `d_model`=16, got 3"),
         (TEXT, {"attention_dropout": 1.0}, r"`attention_dropout`: expected a rate in \[0, 1\), got 1\.0"),
-        (TEXT, {"activation": "relu"}, r"`activation`: expected one of quick_gelu, gelu, got 'relu'"),
+        (TEXT, {"activation": "prelu"}, r"`activation`: expected 'gelu', .* or 'tanh', got 'prelu'"),
         (VISION, {"n_channels": 0}, r"`n_channels`: expected at least 1, got 0"),
         (VISION, {"patch_size": 9}, r"`patch_size`: expected at most `image_size`=8, got 9\. Choose smaller patches"),
         (CONFIG, {"d_projection": 0}, r"`d_projection`: expected at least 1, got 0"),

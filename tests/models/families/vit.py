@@ -60,7 +60,13 @@ GREY = rng.normal(size=(2, 1, 11, 11)).astype(np.float32)
 
 CASES = [
     Case("vit", make, {"pixels": PIXELS}, run, call, gradients=True),
-    Case("vit-no-qkv-bias", functools.partial(make, qkv_bias=False, layer_norm_eps=1e-3), {"pixels": PIXELS}, run, call),
+    Case(
+        "vit-no-qkv-bias",
+        functools.partial(make, qkv_bias=False, layer_norm_eps=1e-3, hidden_act="relu"),
+        {"pixels": PIXELS},
+        run,
+        call,
+    ),
     Case(
         "vit-pixels-left-over",
         functools.partial(make, image_size=11, num_channels=1, hidden_size=16, num_attention_heads=4),
