@@ -58,6 +58,7 @@ class Workload:
             task.compute.offload_opt_state,
             mesh.shape[SEQUENCE],
             batch_size=size.examples if size.by_examples else None,
+            split_residual=task.compute.split_residual,
         )
         return cls(strategy, replace(task, rows=task.rows or task.row_use(model, state, batch)), model, state, batch)
 

@@ -37,6 +37,8 @@ class SearchSpace:
     - `chip`: the figures of a device, or None if unknown.
     - `opt_state`: the part of `state` that belongs to the optimizer and can be offloaded to the host.
     - `unrolls`: whether loops over small layers are unrolled if weights are not gathered layer by layer.
+    - `splits_residual`: whether `remat="matmuls"` may split the residual stream over model shards, which it does not do by
+        default, since it sends more then.
     - `rows`, `has_state`: what the loss does with rows, and whether layers have a state: if other micro-batches make another
         update, their number stays.
     - `is_running`: whether the mesh and the rows on each device are fixed; micro-batches can still be divided.
@@ -51,6 +53,7 @@ class SearchSpace:
     chip: Chip | None
     opt_state: int = 0
     unrolls: bool = False
+    splits_residual: bool = False
     rows: RowUse = UNKNOWN
     has_state: bool = False
     is_running: bool = False
@@ -76,11 +79,12 @@ class SearchSpace:
         - `known`: the other fields.
         """
         if can_remat:
-            own, flops, unrolls = _levels_of(own, trace, platform)
+            own, flops, unrolls, splits = _levels_of(own, trace, platform)
         else:
-            flops, unrolls = {own.remat: matmul_flops(trace(own), with_masked=False)}, False
+            flops, unrolls, splits = {own.remat: matmul_flops(trace(own), with_masked=False)}, False, False
+        known |= {"unrolls": unrolls, "splits_residual": splits}
         opt_state = 0 if platform == "cpu" else sizes.opt_state  # CPU devices have no separate host memory
-        return cls(own, flops=flops, unrolls=unrolls, weights=sizes.weights, state=sizes.state, opt_state=opt_state, **known)
+        return cls(own, flops=flops, weights=sizes.weights, state=sizes.state, opt_state=opt_state, **known)
 
     def search(self, own: Tried, measure: Callable[[Strategy], Tried | None], *, to_fastest: bool) -> Iterator[Tried]:
         """Yields the strategies that had to be compiled, each when it is compiled.
@@ -126,8 +130,11 @@ class SearchSpace:
                 )
                 for remat, in_host in product(self.flops, offload):
                     unrolls = self.unrolls and n_fsdp == 1 and remat in ("none", "matmuls")
-                    for unroll in (True, False) if unrolls else (own.unroll,):
-                        yield replace(cut, remat=remat, unroll=unroll, offload_opt_state=in_host)
+                    unrolled = (True, False) if unrolls else (own.unroll,)
+                    may_split = self.splits_residual and n_model > 1 and remat == "matmuls"
+                    for unroll, split in product(unrolled, (None, True) if may_split else (own.split_residual,)):
+                        options = {"unroll": unroll, "split_residual": split}
+                        yield replace(cut, remat=remat, offload_opt_state=in_host, **options)
 
     @property
     def n_row_devices(self) -> int:
@@ -161,9 +168,9 @@ class SearchSpace:
             if rows and (may or count == own.accumulate_grad_batches):
                 yield count, rows
 
-    def _order(self, strategy: Strategy) -> tuple[float, int, bool, int]:
+    def _order(self, strategy: Strategy) -> tuple[float, int, bool, bool, int]:
         remat = list(self.flops).index(strategy.remat)
-        return self.min_seconds(strategy), remat, not strategy.unroll, strategy.n_fsdp_shards
+        return self.min_seconds(strategy), remat, not strategy.unroll, self._is_split(strategy), strategy.n_fsdp_shards
 
     def min_seconds(self, strategy: Strategy) -> float:
         """Returns a lower bound on the time of a step without overlap, in seconds.
@@ -194,7 +201,15 @@ class SearchSpace:
         best = fastest(known)
         if best is not None and self.min_seconds(strategy) >= best.cost:
             return True
-        return any(_saves_no_time(strategy, tried.strategy) for tried in known if tried.fits)
+        cheaper = [tried.strategy for tried in known if tried.fits]
+        return any(
+            _saves_no_time(strategy, other) and (self._is_split(strategy) or not self._is_split(other)) for other in cheaper
+        )
+
+    def _is_split(self, strategy: Strategy) -> bool:
+        """Whether the residual stream may be split over model shards, which saves memory and sends as much or more."""
+        by_default = self.splits_residual and strategy.remat != "matmuls"  # see `Compute.splits_residual_on`
+        return strategy.n_model_shards > 1 and (by_default if strategy.split_residual is None else strategy.split_residual)
 
     def _min_bytes(self, own: Strategy, tried: Tried) -> float:
         """Returns a lower bound on the bytes that a strategy needs, given one that was compiled.
@@ -206,6 +221,8 @@ class SearchSpace:
         if own.shards != other.shards:
             return 0
         if (own.offload_opt_state and not other.offload_opt_state) or (other.unroll and not own.unroll):
+            return 0
+        if self._is_split(own) and not self._is_split(other):
             return 0
         if own.remat != other.remat and REMATS.index(own.remat) > REMATS.index(other.remat):
             return 0
@@ -238,9 +255,10 @@ def matmul_seconds(flops: Mapping[str, int], chip: Chip, n_devices: int) -> floa
 
 def _levels_of(
     own: Strategy, trace: Callable[[Strategy], Any], platform: str
-) -> tuple[Strategy, dict[str, Mapping[str, int]], bool]:
+) -> tuple[Strategy, Mapping[str, Mapping[str, int]], bool, bool]:
     """Returns the script's own strategy with its level of recomputation (`"auto"` is one of them), the FLOPs of a step's
-    matmuls for each level that makes another program, and whether loops are unrolled by default.
+    matmuls for each level that makes another program, whether loops are unrolled by default, and whether the level
+    `"matmuls"` may split the residual stream, which it does not by default.
 
     If all levels make the same program, because the loss has no loops or has remats itself, only the own level is returned.
     """
@@ -254,7 +272,12 @@ def _levels_of(
     same = [remat for remat, jaxpr in programs.items() if _content(jaxpr) == _content(own_jaxpr)]
     if len(programs) < 2 or not same:
         same, programs = [own.remat], {own.remat: own_jaxpr}
-    return replace(own, remat=same[0]), {remat: matmul_flops(jaxpr) for remat, jaxpr in programs.items()}, unrolls
+    splits = platform in ("cuda", "gpu") and own.n_model_shards > 1 and own.split_residual is None and "matmuls" in programs
+    if splits:
+        split = trace(replace(own, remat="matmuls", split_residual=True))
+        splits = _content(split) != _content(programs["matmuls"])
+    levels = {remat: matmul_flops(jaxpr) for remat, jaxpr in programs.items()}
+    return replace(own, remat=same[0]), levels, unrolls, splits
 
 
 def _content(jaxpr: Any) -> Counter[str]:

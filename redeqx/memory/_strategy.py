@@ -27,6 +27,7 @@ class Strategy:
     offload_opt_state: bool = False
     n_sequence_shards: int = 1
     batch_size: int | None = None  # examples per update, if the script sets them instead of rows per device
+    split_residual: bool | None = None  # as for `Compute`
 
     @property
     def shards(self) -> tuple[int, int]:
@@ -43,12 +44,14 @@ class Strategy:
 
     def applied(self, compute: Any) -> Any:
         """Returns the `Compute` with the options of this strategy."""
-        return replace(compute, remat=self.remat, unroll=self.unroll, offload_opt_state=self.offload_opt_state)
+        options = {"remat": self.remat, "unroll": self.unroll, "offload_opt_state": self.offload_opt_state}
+        return replace(compute, **options, split_residual=self.split_residual)
 
     def code(self) -> str:
         """Returns the arguments to write in a script."""
         options = [] if self.remat == "auto" else [f'remat="{self.remat}"']
         options += [] if self.unroll else ["unroll=False"]
+        options += [] if self.split_residual is None else [f"split_residual={self.split_residual}"]
         options += ["offload_opt_state=True"] if self.offload_opt_state else []
         compute = f", compute=Compute({', '.join(options)})" if options else ""
         rows = f"per_device_batch_size={self.per_device_batch_size}"

@@ -38,8 +38,8 @@ class Compute:
         everything except matmuls, convolutions and attention; `"full"`, the whole body; `"offload"`, as `"full"`, with the
         inputs of each iteration in host memory. `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own stay.
     - `memory`: `"auto"` compiles the first step and, if it does not fit into the device's memory, tries loops that are not
-        unrolled, the next levels of `remat`, smaller parts of micro-batches unless the loss mixes rows, and the optimizer
-        state in host memory. It prints what it chose; nothing is chosen on CPUs and with a `grad_fn`.
+        unrolled, a split residual stream, the next levels of `remat`, smaller parts of micro-batches unless the loss mixes
+        rows, and the optimizer state in host memory. It prints its choice; nothing is chosen on CPUs and with a `grad_fn`.
     - `unroll`: whether loops over a few small layers are unrolled on GPUs, which costs compile time.
     - `stack_blocks`: whether equal blocks computed one after the other, as from a Python list, become one loop over their
         stacked weights. By default on GPUs and TPUs.

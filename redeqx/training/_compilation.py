@@ -212,7 +212,7 @@ def _strategy(engine: Any, batch: Batch) -> Strategy:
     n_micro_batches, remat = task.accumulate * task.n_parts, compute.remat_level
     shards = mesh.shape[MODEL], mesh.shape[FSDP]
     options = compute.unroll, compute.offload_opt_state, mesh.shape[SEQUENCE]
-    return Strategy(*shards, rows, n_micro_batches, remat, *options)
+    return Strategy(*shards, rows, n_micro_batches, remat, *options, split_residual=compute.split_residual)
 
 
 def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> SearchSpace:

@@ -12,7 +12,7 @@
   Python list. It knows nothing of redeqx.
 
 Devices that are not shards of a sequence (`--sequence`) or of a layer (`--model-shards`) are fsdp shards, each with rows of
-its own. With `--whole` each model shard has all positions between layers (`Compute(split_residual=False)`).
+its own. `--residual` says whether model shards split positions between layers too, or each has the whole of them.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from redeqx.models import cross_entropy
 from redeqx.models.llama import Llama, LlamaConfig
 
 CHUNK = 8192
+RESIDUAL = {None: None, "split": True, "whole": False}  # by default as `Compute` chooses
 
 
 class StrangersBlock(eqx.Module):
@@ -105,7 +106,7 @@ def forecast(args: argparse.Namespace, n_tokens: int):
             optimizer=optax.adamw(1e-4),
             collate_fn=collate_fn,
             loss_fn=partial(loss_fn, args.chunk),
-            compute=redeqx.Compute("bfloat16", remat=args.remat, split_residual=False if args.whole else None),
+            compute=redeqx.Compute("bfloat16", remat=args.remat, split_residual=RESIDUAL[args.residual]),
         )
         return trainer.dry_run([np.zeros(n_tokens, np.int32)] * (n_fsdp * args.rows), per_device_batch_size=args.rows)
 
@@ -129,7 +130,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=None, help="one length; by default doubled from 16,384 on")
     parser.add_argument("--sequence", type=int, default=None, help="sequence shards; by default all devices")
     parser.add_argument("--model-shards", type=int, default=1)
-    parser.add_argument("--whole", action="store_true", help="all positions between layers on every model shard")
+    parser.add_argument(
+        "--residual", choices=("split", "whole"), help="how positions between layers are arranged over model shards"
+    )
     parser.add_argument("--rows", type=int, default=1, help="of a batch shard")
     parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of a row whose loss is computed at once")
     parser.add_argument("--remat", default="full", choices=("none", "matmuls", "full", "offload"))

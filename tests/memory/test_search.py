@@ -127,6 +127,30 @@ def test_search_prefers_loops_to_recomputation_and_offloads_last():
     assert best.offload_opt_state and "offload_opt_state=True" in best.code()
 
 
+def test_search_splits_the_residual_stream_before_it_recomputes_products():
+    """It saves memory and sends more, so the level that does not do it by default tries it if it does not fit without."""
+    own = dataclasses.replace(OWN, n_model_shards=4, n_fsdp_shards=1, remat="matmuls")
+    of = space(own=own, splits_residual=True, is_running=True, rows=RowUse("mixed"), memory=20 * GIB)
+    assert {(s.remat, s.split_residual) for s in of.strategies()} == {
+        ("none", None), ("matmuls", None), ("matmuls", True), ("full", None),
+    }  # fmt: skip
+
+    def chosen(whole, split):  # GiB that `matmuls` needs
+        def needs(strategy):
+            at_matmuls = split if strategy.split_residual else whole
+            return {"none": 40, "matmuls": at_matmuls, "full": 15}[strategy.remat] * GIB
+
+        return fastest(tried_strategies(of, needs, of.min_seconds)).strategy
+
+    assert chosen(whole=18, split=16) == own
+    best = chosen(whole=30, split=16)
+    assert (best.remat, best.split_residual) == (
+        "matmuls",
+        True,
+    ) and 'Compute(remat="matmuls", split_residual=True)' in best.code()
+    assert chosen(whole=30, split=25).remat == "full"
+
+
 def test_strategy_is_shown_as_script_code():
     strategy = Strategy(2, 4, 8, 16, "full")
     assert strategy.code() == (
