@@ -27,5 +27,5 @@ def test_generates_the_tokens_of_transformers(name, search, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(record["config"]))
     fill(tmp_path / record["file"], record["tensors"])
     model, _ = from_pretrained(tmp_path)
-    found = _generation.ours(model, case, _generation.SEARCHES[search])
+    found = _generation.ours(model, case, search)
     np.testing.assert_array_equal(found, _generation.read_golden(name)[search])
