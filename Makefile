@@ -63,6 +63,7 @@ benchmarks: $(VENV)/.bench
 	$(BIN)/python tests/benchmarks/draws.py
 	NPROC=16 $(BIN)/python tests/benchmarks/packing.py
 	$(BIN)/python tests/benchmarks/generation.py
+	NPROC=16 $(BIN)/python tests/benchmarks/speculative.py
 
 # The documentation into build/docs; every link is checked. The tutorials and the figures, which take nearly all of the time, are
 # made side by side, and again only where they or the library have changed.

@@ -104,6 +104,25 @@ def test_on_a_mesh():
     np.testing.assert_array_equal(np.stack(predictor.predict(list(zip(ids, mask, strict=True)), 1)), expected)
 
 
+@pytest.mark.sweep
+def test_in_a_dry_run():
+    """For devices that are not there, `predict` returns zeros of the right shapes."""
+    with redeqx.described("v5e:2x4"):
+        deployer = redeqx.Deployer(0, 2, 2, verbose=False)
+        pair = deployer.init(lambda: Pair(GPT2(CONFIG, key=jax.random.key(0)), GPT2(CONFIG, key=jax.random.key(1))))
+
+        def pred_fn(model, batch, key):
+            penalties: dict[str, Any] = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2, "bad_words_ids": [[1, 2]]}
+            return {
+                "beams": generate(model.model, batch, max_new_tokens=8, num_beams=2, output_scores=True, **penalties),
+                "draft": generate(model.model, batch, max_new_tokens=8, assistant_model=model.draft, **penalties),
+            }
+
+        predictor = redeqx.Predictor(deployer, model=pair, collate_fn=np.stack, pred_fn=pred_fn)
+        first = predictor.predict(list(np.tile(IDS, (2, 1))), batch_size=8)[0]
+        assert first["beams"].tokens.shape == first["beams"].scores.shape == first["draft"].shape == (8,)
+
+
 def test_errors():
     other = eqx.filter_eval_shape(GPT2, GPT2Config(VOCAB + 1, 32, d_model=16, n_layers=1, n_heads=4), key=jax.random.key(0))
 
