@@ -8,7 +8,9 @@ import numpy as np
 import optax
 
 from redeqx import Loss
+from redeqx.models.gemma import Gemma3, Gemma3Config
 from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.mistral import Mixtral, MixtralConfig
 from redeqx.models.qwen import Qwen3, Qwen3Config
 from tests.models.families._case import Case, Training
 
@@ -121,8 +123,12 @@ def loss_fn(model, batch, key):
 SIZES = {"vocab_size": 64, "n_positions": 16, "d_model": 32, "d_mlp": 48, "n_layers": 2, "n_heads": 4, "init_std": 0.1}
 CONFIG = LlamaConfig(n_kv_heads=2, **SIZES)
 QWEN3 = Qwen3Config(n_kv_heads=2, head_size=16, is_tied=True, window=4, windowed_layers=(1,), **SIZES)
+GEMMA3 = Gemma3Config(n_kv_heads=2, head_size=8, window=4, windowed_layers=(0,), attention_cap=5.0, **SIZES)
+MIXTRAL = MixtralConfig(n_kv_heads=2, n_experts=4, **SIZES)
 EXAMPLES = [{"ids": row} for row in rng.integers(0, 64, (16, 9))]
 TRAININGS = [
     Training("llama", lambda key: Llama(CONFIG, key=key), EXAMPLES, loss_fn),
     Training("qwen3", lambda key: Qwen3(QWEN3, key=key), EXAMPLES, loss_fn),
+    Training("gemma3", lambda key: Gemma3(GEMMA3, key=key), EXAMPLES, loss_fn),
+    Training("mixtral", lambda key: Mixtral(MIXTRAL, key=key), EXAMPLES, loss_fn),
 ]
