@@ -37,8 +37,8 @@ _SCALE = Field(
     load=lambda value, known: value**-0.5,
     save=_scalar,
 )
-_CAPS = (
-    Field("attn_logit_softcapping", "attention_cap", POSITIVE, null=None),
+_ATTENTION_CAP = Field("attn_logit_softcapping", "attention_cap", POSITIVE, null=None)
+_OTHERS = (
     Field("final_logit_softcapping", "logit_cap", POSITIVE, null=None),
     Only("use_bidirectional_attention", False, None),
 )
@@ -102,7 +102,14 @@ class Gemma2Config(GemmaConfig):
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
     window_period = 2
-    rows = rows(Field("hidden_activation", "activation", TEXT), Field("attention_bias"), _SCALE, *_CAPS, LayerTypes())
+    rows = rows(
+        Field("hidden_activation", "activation", TEXT),
+        Field("attention_bias"),
+        _SCALE,
+        _ATTENTION_CAP,
+        *_OTHERS,
+        LayerTypes(),
+    )
     names = Names(_BOTH)
     sizes = published(
         {
@@ -149,7 +156,8 @@ class Gemma3Config(Gemma2Config):
         Field("hidden_activation", "activation", TEXT),
         Field("attention_bias"),
         _SCALE,
-        *_CAPS,
+        Only("attn_logit_softcapping", None),  # transformers reads it, and does not apply it
+        *_OTHERS,
         LayerTypes("sliding_window_pattern"),
         Rope(has_local=True),
     )

@@ -122,7 +122,7 @@ class LayerTypes(Row):
             if period is not None:
                 default = tuple(i for i in range(n_layers) if (i + 1) % period)
         windowed = read_layer_types(reader, n_layers, default, has_window=window is not None)
-        if window is None or not windowed:
+        if window is None:
             return {"window": None, "windowed_layers": None}
         return {"window": window, "windowed_layers": None if windowed == usual else windowed}
 

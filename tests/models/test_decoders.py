@@ -137,6 +137,7 @@ def test_presets_have_the_published_number_of_parameters(cls):
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             r"sliding_attention`: `rope_type`: expected 'default', .* got 'linear'",
         ),
+        (Gemma3, {"attn_logit_softcapping": 50.0}, r"`attn_logit_softcapping`: expected None, .* got 50\.0"),
         (Olmoe, {"clip_qkv": 8.0}, r"`clip_qkv`: expected None, .* got 8\.0"),
         (Cohere, {"use_qk_norm": True}, r"`use_qk_norm`: expected False or None, .* got True"),
         (StableLm, {"use_parallel_residual": True}, r"`use_parallel_residual`: expected False, .* got True"),

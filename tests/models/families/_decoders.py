@@ -87,6 +87,7 @@ CASES = [
     case("cohere", "Cohere", logit_scale=2.0),
     case("cohere2", "Cohere2", logit_scale=2.0, **WINDOWED),
     case("exaone4", "Exaone4", **WINDOWED),
+    case("exaone4-full", "Exaone4", sliding_window=4, layer_types=["full_attention"] * 2),
     case("seed-oss", "SeedOss", head_dim=8, attention_dropout=0.0, residual_dropout=0.0),
     case("arcee", "Arcee", mlp_bias=True),
     case("ernie4-5", "Ernie4_5", head_dim=8),

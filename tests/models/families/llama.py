@@ -123,7 +123,7 @@ def loss_fn(model, batch, key):
 SIZES = {"vocab_size": 64, "n_positions": 16, "d_model": 32, "d_mlp": 48, "n_layers": 2, "n_heads": 4, "init_std": 0.1}
 CONFIG = LlamaConfig(n_kv_heads=2, **SIZES)
 QWEN3 = Qwen3Config(n_kv_heads=2, head_size=16, is_tied=True, window=4, windowed_layers=(1,), **SIZES)
-GEMMA3 = Gemma3Config(n_kv_heads=2, head_size=8, window=4, windowed_layers=(0,), attention_cap=5.0, **SIZES)
+GEMMA3 = Gemma3Config(n_kv_heads=2, head_size=8, window=4, windowed_layers=(0,), logit_cap=5.0, **SIZES)
 MIXTRAL = MixtralConfig(n_kv_heads=2, n_experts=4, **SIZES)
 EXAMPLES = [{"ids": row} for row in rng.integers(0, 64, (16, 9))]
 TRAININGS = [
