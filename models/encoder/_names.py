@@ -1,7 +1,7 @@
 """The names of an encoder's tensors in files, and the weight map that follows from them and from the model's leaves."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -81,7 +81,7 @@ class Names:
         encoder += within(self.layers.format(0), "first.", first)
         blocks = _stored(self.block, leaves, f"{path}stack.blocks.")
         rest = layers(self.layers, "stack.blocks.", n_layers - bool(first), blocks)
-        encoder += [_Later(**vars(tensor)) for tensor in rest] if first else rest
+        encoder += [replace(tensor, first_layer=len(first) > 0) for tensor in rest]
         tensors = within(base, path, encoder)
         # A counter in old files, and an unwanted pooler.
         ignored = [f"{base}embeddings.position_ids"]
@@ -114,12 +114,3 @@ def _stored(names: Mapping[str, str], leaves: Collection[str], prefix: str) -> l
         else:
             found += [same(disk + end, path + end) for end in ("", ".weight", ".bias") if prefix + path + end in leaves]
     return found
-
-
-class _Later(StoredTensor):
-    """A tensor of a stack whose first block is the folder's second."""
-
-    @property
-    def on_disk(self) -> list[str]:
-        assert self.n_layers is not None
-        return [self.disk.format(i + 1) for i in range(self.n_layers)]

@@ -27,6 +27,7 @@ class StoredTensor:
     - `n_layers`: set if each leaf is a stack `[n_layers, ...]` that is stored as one tensor for each layer.
     - `n_experts`: set if each leaf of a layer is itself a stack `[n_experts, ...]` that is stored as one tensor for each
         expert; a second `{}` stands for the expert's index.
+    - `first_layer`: the index of the first layer, if the stack lacks the ones before it.
     """
 
     disk: str
@@ -35,6 +36,7 @@ class StoredTensor:
     save: Callable[..., np.ndarray] = lambda leaf: leaf
     n_layers: int | None = None
     n_experts: int | None = None
+    first_layer: int = 0
 
     @property
     def stacked(self) -> tuple[int, ...]:
@@ -44,7 +46,10 @@ class StoredTensor:
     @property
     def on_disk(self) -> list[str]:
         """The tensors' names, one for each layer, and for each expert of it."""
-        return [self.disk.format(*index) for index in np.ndindex(*self.stacked)] if self.stacked else [self.disk]
+        if not self.stacked:
+            return [self.disk]
+        first = self.first_layer
+        return [self.disk.format(layer + first, *expert) for layer, *expert in np.ndindex(*self.stacked)]
 
 
 @dataclass(frozen=True)

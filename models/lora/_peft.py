@@ -63,6 +63,7 @@ class _Module:
     - `stacked`: leading dims of the adapter's tensors, for stacks that are not in a weight map.
     - `n_layers`: set if each layer in the tree is a stack of this many modules.
     - `is_transposed`: whether the module's weight is `[in, out]`.
+    - `first_layer`: the index of the first of them.
     """
 
     name: str
@@ -74,6 +75,7 @@ class _Module:
     stacked: tuple[int, ...] = ()
     n_layers: int | None = None
     is_transposed: bool = False
+    first_layer: int = 0
 
     @property
     def names(self) -> list[str]:
@@ -86,7 +88,7 @@ class _Module:
         return {name: i for names in (self._layer_names(self.disk), self.names) for i, name in enumerate(names)}
 
     def _layer_names(self, name: str) -> list[str]:
-        return [name] if self.n_layers is None else [name.format(i) for i in range(self.n_layers)]
+        return [name] if self.n_layers is None else [name.format(i + self.first_layer) for i in range(self.n_layers)]
 
 
 def _modules(model: PyTree, linears: Mapping[str, eqx.nn.Linear]) -> list[_Module]:
@@ -127,7 +129,8 @@ def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx
             n_out, n_in = reversed(on_disk) if is_transposed else on_disk
             rows = tuple(np.array(o[:, 0]) for o, _, _ in parts)
             disk = name.disk.removesuffix(".weight")
-            return _Module(weight_map.in_memory(disk), disk, paths, rows, n_in, n_out, (), name.n_layers, is_transposed)
+            in_memory, n_layers, first = weight_map.in_memory(disk), name.n_layers, name.first_layer
+            return _Module(in_memory, disk, paths, rows, n_in, n_out, (), n_layers, is_transposed, first)
     return None
 
 
@@ -251,7 +254,7 @@ def _module_of(tensor: str) -> str:
 def _in_memory(weight_map: WeightMap, tensor: StoredTensor) -> list[str]:
     """Returns the names that a stored tensor has in transformers' modules, one for each layer."""
     name = f"{weight_map.in_memory(_module_of(tensor.disk))}.{tensor.disk.rpartition('.')[2]}"
-    return [name] if tensor.n_layers is None else [name.format(i) for i in range(tensor.n_layers)]
+    return [name] if tensor.n_layers is None else [name.format(i + tensor.first_layer) for i in range(tensor.n_layers)]
 
 
 def _copies(weight_map: WeightMap) -> dict[str, str]:

@@ -45,6 +45,8 @@ LOADED = {
     "t5-v1.1": {"r": 4, "lora_alpha": 8, "target_modules": ["q", "v", "wi_0", "lm_head"]},
     "clip": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "text_projection"]},
     "llama": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "modernbert": {"r": 4, "lora_alpha": 8, "target_modules": ["Wqkv", "Wo"]},
+    "modernbert-mlm": {"r": 4, "lora_alpha": 8, "target_modules": ["Wi", "Wqkv"], "layers_to_transform": [0, 2]},
     "vit-classes": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "fc2", "classifier"]},
     "gpt2-norms": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "modules_to_save": ["ln_f", "ln_1"]},
     "gpt2-untied-head": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "modules_to_save": ["lm_head", "wte"]},
@@ -64,6 +66,7 @@ SAVED = {
     "clip": {"*": (4, 8)},
     "llama": {("*.query", "*.value"): (4, 8), "*.down": (2, 3)},
     "vit-classes": {"*": (2, 4)},
+    "modernbert-mlm": {("*.query", "*.up"): (3, 6), "*.down": (2, 8)},
 }
 
 
