@@ -8,6 +8,8 @@ point: it has no next-sentence head.
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from jaxtyping import PRNGKeyArray
+
 from .encoder import Encoder, EncoderConfig, MaskedLM, SequenceClassifier, TokenClassifier, rows
 
 
@@ -50,11 +52,17 @@ class Bert(Encoder):
 
     config_class = BertConfig
 
+    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 class BertForMaskedLM(MaskedLM):
     """BERT for masked language modeling: see `MaskedLM`."""
 
     config_class = BertConfig
+
+    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
 
 
 class BertForSequenceClassification(SequenceClassifier):
@@ -62,8 +70,14 @@ class BertForSequenceClassification(SequenceClassifier):
 
     config_class = BertConfig
 
+    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 class BertForTokenClassification(TokenClassifier):
     """BERT with a classification head for tokens: see `TokenClassifier`."""
 
     config_class = BertConfig
+
+    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

@@ -7,6 +7,8 @@ github.com/huggingface/transformers.
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from jaxtyping import PRNGKeyArray
+
 from ._kinds import RATE, TEXT
 from .encoder import Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier
 from .hf import Classes, ConfigReader, Field, ModelType, Only, Tokens
@@ -104,11 +106,17 @@ class DistilBert(Encoder):
 
     config_class = DistilBertConfig
 
+    def __init__(self, config: DistilBertConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 class DistilBertForMaskedLM(MaskedLM):
     """DistilBERT for masked language modeling: see `MaskedLM`."""
 
     config_class = DistilBertConfig
+
+    def __init__(self, config: DistilBertConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
 
 
 class DistilBertForSequenceClassification(SequenceClassifier):
@@ -116,8 +124,14 @@ class DistilBertForSequenceClassification(SequenceClassifier):
 
     config_class = DistilBertConfig
 
+    def __init__(self, config: DistilBertConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 class DistilBertForTokenClassification(TokenClassifier):
     """DistilBERT with a classification head for tokens: see `TokenClassifier`."""
 
     config_class = DistilBertConfig
+
+    def __init__(self, config: DistilBertConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

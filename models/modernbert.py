@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from jaxtyping import PRNGKeyArray
+
 from ._kinds import OBJECT, POSITIVE, RATE, SIZE, TEXT
 from .encoder import (
     Encoder,
@@ -225,11 +227,17 @@ class ModernBert(Encoder):
 
     config_class = ModernBertConfig
 
+    def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 class ModernBertForMaskedLM(MaskedLM):
     """ModernBERT for masked language modeling: see `MaskedLM`."""
 
     config_class = ModernBertConfig
+
+    def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
 
 
 class ModernBertForSequenceClassification(SequenceClassifier):
@@ -237,8 +245,14 @@ class ModernBertForSequenceClassification(SequenceClassifier):
 
     config_class = ModernBertConfig
 
+    def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 class ModernBertForTokenClassification(TokenClassifier):
     """ModernBERT with a classification head for tokens: see `TokenClassifier`."""
 
     config_class = ModernBertConfig
+
+    def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

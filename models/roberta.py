@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from jaxtyping import PRNGKeyArray
+
 from .encoder import Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier, rows
 from .hf import Field
 
@@ -88,11 +90,17 @@ class Roberta(Encoder):
 
     config_class = RobertaConfig
 
+    def __init__(self, config: RobertaConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 class RobertaForMaskedLM(MaskedLM):
     """RoBERTa for masked language modeling: see `MaskedLM`."""
 
     config_class = RobertaConfig
+
+    def __init__(self, config: RobertaConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
 
 
 class RobertaForSequenceClassification(SequenceClassifier):
@@ -100,8 +108,14 @@ class RobertaForSequenceClassification(SequenceClassifier):
 
     config_class = RobertaConfig
 
+    def __init__(self, config: RobertaConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)
+
 
 class RobertaForTokenClassification(TokenClassifier):
     """RoBERTa with a classification head for tokens: see `TokenClassifier`."""
 
     config_class = RobertaConfig
+
+    def __init__(self, config: RobertaConfig, *, key: PRNGKeyArray):
+        super().__init__(config, key=key)

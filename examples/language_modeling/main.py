@@ -77,7 +77,10 @@ def make_model(args: Args, deployer: redeqx.Deployer) -> tuple[Any, Any, Vocabul
     vocabulary = load_vocabulary(args.tokenizer)
     sizes = (vocabulary.n_ids, args.seq_len, args.d_model, args.n_layers, args.n_heads)
     # The published 0.02 is for a width of 768; narrower models learn faster with larger weights.
-    config = GPT2Config(*sizes, args.dropout, args.dropout, args.dropout, init_std=0.02 * (768 / args.d_model) ** 0.5)
+    init_std, rate = 0.02 * (768 / args.d_model) ** 0.5, args.dropout
+    config = GPT2Config(
+        *sizes, embedding_dropout=rate, attention_dropout=rate, residual_dropout=rate, init_std=init_std
+    )  # fmt: skip
     key = deployer.next_key()
     return deployer.init(lambda: GPT2(config, key=key)), config, vocabulary
 
