@@ -103,7 +103,7 @@ def loss_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.L
 def pred_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
     """Returns the generated continuation of each prompt."""
     n_new = min(96, model.config.n_positions - batch["ids"].shape[1])
-    drawn = {"sample": True, "temperature": 0.8, "key": key}
+    drawn = {"do_sample": True, "temperature": 0.8, "key": key}
     return generate(model, batch["ids"], mask=batch["mask"], max_new_tokens=n_new, eos_token_id=(), **drawn)
 
 
