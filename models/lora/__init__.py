@@ -12,8 +12,9 @@ model = lora.merge(trainer.model)  # the plain model again
 
 Dropout on an adapter's input is not implemented. It is not part of the trained function.
 
-Start with `_adapters.py`. `_peft.py` reads and writes PEFT's folders.
+Start with `_adapters.py`. `_save.py` and `_load.py` write and read PEFT's folders.
 """
 
 from ._adapters import LoraLinear as LoraLinear, add as add, merge as merge, trainable as trainable
-from ._peft import load_adapter as load_adapter, save_adapter as save_adapter
+from ._load import load_adapter as load_adapter
+from ._save import save_adapter as save_adapter

@@ -1,6 +1,6 @@
 """Adapters in a model: `LoraLinear`, and functions that add, select and merge adapters.
 
-Reading and writing folders of adapters is in `_peft`.
+Reading and writing folders of adapters is in `_load` and `_save`.
 
 Dims: in, out = features of a linear layer, rank = rank of its adapter, layers = the number of stacked layers.
 """

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 from redeqx.kernels import attend
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.hf import ConfigReader
-from redeqx.models.t5 import T5, T5Config, T5Encoder, _buckets
+from redeqx.models.t5 import T5, T5Config, T5Encoder
+from redeqx.models.t5._model import _buckets
 from tests.models.families._case import is_shape, random_model
 
 # Only in the sweep: `make test` compares the family's outputs with transformers' in `test_golden.py`.

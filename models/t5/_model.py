@@ -1,18 +1,11 @@
-"""T5: a pre-norm encoder-decoder without biases in its layers, with relative position biases.
-
-Source: Raffel et al. 2020, *Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer*
-(arXiv:1910.10683), and its code, github.com/google-research/text-to-text-transfer-transformer. Version 1.1, with gated MLPs
-and a separate output head, is Shazeer 2020, *GLU Variants Improve Transformer* (arXiv:2002.05202). mT5 (arXiv:2010.11934) is
-version 1.1 with another vocabulary. As in transformers, each stack has one table of position biases, which its layers share.
-Positions enter only as distances, so examples may have any length.
+"""T5's two stacks, both together, and the encoder alone.
 
 Dims: source, target = tokens of one example in the encoder and the decoder (seq = either), d = width of the model, heads x
 size = width of an attention, buckets = ranges of distances.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +16,22 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ._kinds import RATE
-from .generation import EncoderDecoder, Generation
-from .hf import (
-    ConfigReader,
-    Field,
-    FolderConfig,
-    ModelType,
-    Only,
+from ..generation import EncoderDecoder
+from ..hf import (
     Pretrained,
     StoredTensor,
-    Tokens,
     WeightMap,
     is_tied_on_disk,
     layers,
     same,
 )
-from .nn import (
+from ..nn import (
     Attention,
     Cache,
     Mask,
     Stack,
     causal_mask,
-    check_rates,
     check_segments,
-    check_sizes,
     embed,
     linear,
     norm,
@@ -55,198 +39,9 @@ from .nn import (
     normal_linear,
     token_mask,
 )
+from ._config import T5Config
 
 Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
-
-_MLPS = ("relu", "gated-gelu", "gated-silu")
-# The defaults of each `model_type` for keys that are absent from `config.json`, where they are not the config's own
-# defaults.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "t5": {},
-    "mt5": {"vocab_size": 250112, "d_ff": 1024, "n_layers": 8, "n_heads": 6, "mlp": "gated-gelu"},
-}
-
-
-# Alternative names of keys, which transformers accepts too.
-_ALIASES = {
-    "hidden_size": "d_model",
-    "num_attention_heads": "num_heads",
-    "num_hidden_layers": "num_layers",
-    "head_dim": "d_kv",
-}
-_MAX_DISTANCE = 2**20  # in tokens; the maximum size of the table of distances
-
-
-def _activation(mlp: str) -> str:
-    """Returns the name of an MLP's activation in `transformers`."""
-    return "gelu_new" if mlp == "gated-gelu" else mlp.removeprefix("gated-")
-
-
-@dataclass(frozen=True)
-class T5Config(FolderConfig):
-    """The sizes and the dropout rate of a T5. The defaults are those of the smallest published model of the original
-    version.
-
-    **Arguments:**
-
-    - `vocab_size`: the number of rows of the embedding. They can be sharded if `n_model_shards` divides it.
-    - `d_model`, `d_ff`: the width of the model, and the inner width of its MLPs.
-    - `d_kv`: the width of one head. `n_heads * d_kv` may differ from `d_model`.
-    - `n_layers`, `n_decoder_layers`: the number of blocks of the encoder and of the decoder.
-    - `n_heads`: the number of heads in each attention.
-    - `mlp`: `"relu"` as in the original, `"gated-gelu"` (by tanh) as in version 1.1, or `"gated-silu"`.
-    - `n_buckets`, `max_distance`: the number of position biases of each head, at least 4, and the distance above which all
-        tokens share one. Half of the buckets (a quarter in each direction in the encoder) contain one distance each; the
-        others contain ranges of increasing length.
-    - `dropout`: the rate of all dropouts, in [0, 1).
-    - `layer_norm_eps`: added to the mean square in norms.
-    - `is_tied`: whether the output head shares the embedding's weight; not in version 1.1.
-    - `is_scaled`: whether logits are multiplied by `d_model ** -0.5`; not in version 1.1.
-    - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first token (T5 uses none) and last token, and of
-        padding.
-    - `decoder_start_token_id`: the id of the decoder's first token.
-    - `init_factor`: multiplies the standard deviations of the initial weights.
-    - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `model_type`: `"t5"`, or `"mt5"`, whose logits are never scaled in transformers.
-    - `generation`: the folder's defaults for the arguments of `generate`.
-    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
-
-    Raises ValueError for sizes below 1, rates outside [0, 1), buckets that do not fit `max_distance`, and any other MLP.
-    """
-
-    vocab_size: int = 32128
-    d_model: int = 512
-    d_kv: int = 64
-    d_ff: int = 2048
-    n_layers: int = 6
-    n_decoder_layers: int = 6
-    n_heads: int = 8
-    mlp: str = "relu"
-    n_buckets: int = 32
-    max_distance: int = 128
-    dropout: float = 0.1
-    layer_norm_eps: float = 1e-6
-    is_tied: bool = True
-    is_scaled: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = 1
-    pad_token_id: int | None = 0
-    decoder_start_token_id: int = 0
-    init_factor: float = 1.0
-    remat: bool = False
-    model_type: str = "t5"
-    generation: Generation | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        check_sizes(self, "vocab_size", "d_model", "d_kv", "d_ff", "n_layers", "n_decoder_layers", "n_heads")
-        check_rates(self, "dropout")
-        if self.n_buckets < 4:
-            raise ValueError(f"`n_buckets`: expected at least 4, got {self.n_buckets}. Each direction needs two.")
-        if self.max_distance <= self.n_buckets // 2:
-            raise ValueError(
-                f"`max_distance`: expected more than half of `n_buckets`={self.n_buckets}, got {self.max_distance}. "
-                "That many distances have their own bucket."
-            )
-        if self.max_distance > _MAX_DISTANCE:
-            raise ValueError(f"`max_distance`: expected at most {_MAX_DISTANCE}, got {self.max_distance}. Lower it.")
-        if self.mlp not in _MLPS:
-            raise ValueError(f"`mlp`: expected one of {', '.join(_MLPS)}, got {self.mlp!r}. Pass one of them.")
-        if self.model_type not in _DEFAULTS:
-            raise ValueError(f"`model_type`: expected 't5' or 'mt5', got {self.model_type!r}. Pass one of them.")
-        if self.model_type == "mt5" and self.is_scaled:
-            raise ValueError("`is_scaled`: expected False with `model_type`='mt5', got True. Make it a 't5'.")
-
-    def without_dropout(self) -> "T5Config":
-        """The same config without dropout."""
-        return replace(self, dropout=0.0)
-
-    @classmethod
-    def t5_small(cls) -> "T5Config":
-        """The published T5 with 61 million parameters."""
-        return cls()
-
-    @classmethod
-    def t5_base(cls) -> "T5Config":
-        """The published T5 with 223 million parameters."""
-        return cls(d_model=768, d_ff=3072, n_layers=12, n_decoder_layers=12, n_heads=12)
-
-    @classmethod
-    def t5_large(cls) -> "T5Config":
-        """The published T5 with 738 million parameters."""
-        return cls(d_model=1024, d_ff=4096, n_layers=24, n_decoder_layers=24, n_heads=16)
-
-    @classmethod
-    def t5_3b(cls) -> "T5Config":
-        """The published T5 with 2.9 billion parameters."""
-        return cls(d_model=1024, d_kv=128, d_ff=16384, n_layers=24, n_decoder_layers=24, n_heads=32)
-
-    @classmethod
-    def t5_11b(cls) -> "T5Config":
-        """The published T5 with 11.3 billion parameters."""
-        return cls(d_model=1024, d_kv=128, d_ff=65536, n_layers=24, n_decoder_layers=24, n_heads=128)
-
-    @classmethod
-    def v1_1_small(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) with 77 million parameters."""
-        return cls._v1_1(d_model=512, d_ff=1024, n_layers=8, n_heads=6)
-
-    @classmethod
-    def v1_1_base(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) with 248 million parameters."""
-        return cls._v1_1(d_model=768, d_ff=2048, n_layers=12, n_heads=12)
-
-    @classmethod
-    def v1_1_large(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) with 783 million parameters."""
-        return cls._v1_1(d_model=1024, d_ff=2816, n_layers=24, n_heads=16)
-
-    @classmethod
-    def v1_1_xl(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) with 2.8 billion parameters."""
-        return cls._v1_1(d_model=2048, d_ff=5120, n_layers=24, n_heads=32)
-
-    @classmethod
-    def v1_1_xxl(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) with 11.1 billion parameters."""
-        return cls._v1_1(d_model=4096, d_ff=10240, n_layers=24, n_heads=64)
-
-    @classmethod
-    def _v1_1(cls, *, n_layers: int, **sizes: int) -> "T5Config":
-        original = cls(mlp="gated-gelu", is_tied=False, is_scaled=False)
-        return replace(original, n_layers=n_layers, n_decoder_layers=n_layers, **sizes)
-
-    rows = (
-        ModelType(_DEFAULTS),
-        Only("is_decoder", False, is_written=False),
-        Field("vocab_size"),
-        Field("d_model"),
-        Field("d_kv"),
-        Field("d_ff"),
-        Field("num_layers", "n_layers", via=ConfigReader.layers),
-        Field("num_decoder_layers", "n_decoder_layers", via=ConfigReader.layers, default=lambda known: known["n_layers"]),
-        Field("num_heads", "n_heads"),
-        Only("feed_forward_proj", *_MLPS, name="mlp"),
-        # transformers derives these two keys from `feed_forward_proj`. If a file has them, they take precedence there.
-        Only("dense_act_fn", lambda known: (_activation(known["mlp"]),), is_written=False),
-        Only("is_gated_act", lambda known: (known["mlp"].startswith("gated-"),), is_written=False),
-        Field("relative_attention_num_buckets", "n_buckets"),
-        Field("relative_attention_max_distance", "max_distance"),
-        Field("dropout_rate", "dropout", RATE),
-        Field("layer_norm_epsilon", "layer_norm_eps"),
-        # transformers 4 scales the logits of a tied head. transformers 5 ties by the tensors in the file (see
-        # `T5.read_config`) and scales by `scale_decoder_outputs`.
-        Field("tie_word_embeddings", "is_tied"),
-        Field(
-            "scale_decoder_outputs",
-            "is_scaled",
-            default=lambda known: known["is_tied"],
-            load=lambda is_scaled, known: is_scaled and known["model_type"] == "t5",
-        ),
-        Tokens("decoder_start"),
-        Field("initializer_factor", "init_factor"),
-    )
-    aliases = _ALIASES
 
 
 def _linear(in_size: int, out_size: int, std: float, key: PRNGKeyArray) -> eqx.nn.Linear:

@@ -1,0 +1,280 @@
+"""Reads PEFT's folders of LoRA adapters, and refuses what this package does not compute."""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+
+from redeqx._origins import CHANGED, set_origin
+from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
+from redeqx.checkpoint import TensorReader
+from redeqx.errors import brief, filter_traceback
+from redeqx.storage import disk_path
+
+from .._kinds import INTEGER, NUMBER
+from ..hf import ConfigReader, Pretrained, StoredTensor, read_config
+from ._adapters import LoraLinear, at_least_float32, check_plain, linears_of, replace_layers
+from ._modules import CONFIG, PREFIX, WEIGHTS, Module, copies_of, in_memory, module_of, modules_of
+from ._patterns import by_pattern, check_patterns
+
+_TENSOR = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
+_BASE = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.base_layer\.(?P<which>weight|bias)")
+# Keys that change what an adapter computes, or the base's weights. Any value but null, false or an empty one is refused.
+_REFUSED = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+)
+# With any other initialization, PEFT changes the base's weights when it loads the adapter.
+_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+@filter_traceback
+def load_adapter(model: ModelT, folder: str | Path) -> ModelT:
+    """Loads the adapters of a folder that PEFT or `save_adapter` wrote into a model.
+
+    The layers of one stack get the same rank, the largest among them, and the same scale. Smaller adapters are padded with
+    zeros. A layer without an adapter gets one of zeros, which stays zero in training. Where transformers holds several of
+    our layers as one, its adapter is split: each layer gets its own rows of `B` and the components of the rank that those
+    rows use.
+
+    **Arguments:**
+
+    - `model`: the base: a model of `redeqx.models`, or any other model whose adapters `save_adapter` wrote.
+    - `folder`: holds `adapter_config.json` and `adapter_model.safetensors`. Its `lora_dropout` is not used.
+
+    Raises ValueError for a folder without an adapter, for an adapter of a kind that is not implemented or of another base,
+    and for layers that already have an adapter.
+    """
+    folder = disk_path(folder, "folder")
+    keys = _read_config(folder / CONFIG)
+    source = TensorReader.find(folder, WEIGHTS)
+    model, whole = _with_whole_modules(model, source, keys)
+    linears = linears_of(model)
+    layers: dict[str, eqx.nn.Linear] = {}
+    for module, adapters in _match(model, linears, source, keys, whole).items():
+        a, b, scale = _stacked(module, adapters)
+        for rows, path in zip(module.rows, module.paths, strict=True):
+            part, used = b[..., rows, :], slice(None)
+            if len(module.paths) > 1 and b.any():  # an untrained adapter has B = 0: keep its full rank
+                used = part.any(axis=tuple(range(part.ndim - 1)))
+                if not used.any():
+                    continue
+            check_plain({path: linears[path]})
+            layers[path] = LoraLinear(linears[path], jnp.asarray(a[..., used, :]), jnp.asarray(part[..., used]), scale=scale)
+    return replace_layers(model, layers)
+
+
+_Adapter = tuple[np.ndarray, np.ndarray, float]  # A, B and scale of one module
+_Found = dict[Module, dict[int, _Adapter]]  # by the layer's index; 0 for a single module
+
+
+def _with_whole_modules(model: ModelT, source: TensorReader, keys: ConfigReader) -> tuple[ModelT, set[str]]:
+    """Returns the model with the modules that a folder holds as a whole (`modules_to_save`), and the names of their tensors.
+
+    Raises ValueError for tensors that do not match the model.
+    """
+    listed_modules = keys.get("modules_to_save", None) or []
+    if not isinstance(listed_modules, list) or not all(isinstance(name, str) for name in listed_modules):
+        raise ValueError(f"`{keys.path}`: `modules_to_save`: expected names, got {brief(listed_modules)}. Correct the file.")
+    if not listed_modules:
+        return model, set()
+    places, copies = _places(model)
+    leaves, new, whole, problems = named_leaves(model), {}, set[str](), []
+    for key in source.names():
+        name = key.removeprefix(PREFIX)
+        is_listed = any((module_of(name) or name).endswith(module) for module in listed_modules)  # as PEFT compares
+        if not is_listed or not key.startswith(PREFIX) or _TENSOR.fullmatch(key) is not None:
+            continue
+        whole.add(key)
+        tensor = np.asarray(source.view(key))
+        if name in copies:
+            original = PREFIX + copies[name]
+            if original not in source.names() or not np.array_equal(tensor, np.asarray(source.view(original))):
+                problems.append(f"`{key}`: expected the values of `{original}`, to which this model ties it, got others.")
+            continue
+        if name not in places:
+            problems.append(f"`{key}`: expected the name of a tensor of this model.{nearest(name, places)}")
+            continue
+        stored, i = places[name]
+        expected = [leaves[leaf].shape if i is None else leaves[leaf].shape[1:] for leaf in stored.leaves]
+        parts = stored.load(tensor) if tensor.size == sum(map(math.prod, expected)) else ()
+        if [part.shape for part in parts] != expected:
+            problems.append(f"`{key}`: expected {expected[0]}, got {tensor.shape}.")
+            continue
+        problems += [
+            f"`{PREFIX}{copy}`: expected too, as this model ties it to `{key}`, got none."
+            for copy, original in copies.items()
+            if original == name and PREFIX + copy not in source.names()
+        ]
+        for leaf, part in zip(stored.leaves, parts, strict=True):
+            array = new.get(leaf, leaves[leaf])
+            new[leaf] = jnp.asarray(array).at[... if i is None else i].set(jnp.asarray(part, array.dtype))
+    for module in listed_modules:
+        if not any((module_of(key) or key).endswith(module) for key in whole):
+            problems.append(f"`{module}`: expected its tensors, got none.")
+    if problems:
+        listing = "\n  - ".join(["", *listed(problems)])
+        raise ValueError(
+            f"`{source.path}`: expected the tensors of `modules_to_save`, as `{keys.path}` lists them, got {len(problems)} "
+            f"that do not match:{listing}\nLoad it over the model that it was trained on."
+        )
+    for array in new.values():
+        set_origin(array, CHANGED)
+    return map_named(lambda name, leaf: new.get(name, leaf), model), whole
+
+
+def _places(model: PyTree) -> tuple[dict[str, tuple[StoredTensor, int | None]], dict[str, str]]:
+    """Returns the tensors of a model's modules by their names in PEFT, each with the layer's index, and those that are tied
+    to another tensor."""
+    if not isinstance(model, Pretrained):
+        names = [name for name, leaf in named_leaves(model).items() if is_array_like(leaf)]
+        return {name: (StoredTensor(name, (name,)), None) for name in names}, {}
+    weight_map = type(model).weight_map(model.config)
+    places = {
+        name: (tensor, None if tensor.n_layers is None else i)
+        for tensor in weight_map.tensors
+        for i, name in enumerate(in_memory(weight_map, tensor))
+    }
+    return places, copies_of(weight_map)
+
+
+def _match(
+    model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: TensorReader, keys: ConfigReader, whole: Collection[str]
+) -> _Found:
+    """Returns a folder's adapters by module, after a check that all of them match the model.
+
+    **Arguments:**
+
+    - `whole`: the names of tensors that are no adapters.
+
+    Raises ValueError that lists those that do not match.
+    """
+    known = {name: (module, i) for module in modules_of(model, linears) for name, i in module.layer_indices.items()}
+    problems: list[str] = []
+    pairs: dict[str, dict[str, np.ndarray]] = {}
+    for key in source.names():
+        if key in whole:
+            continue
+        tensor = source.view(key)
+        if (match := _TENSOR.fullmatch(key)) is not None:
+            pairs.setdefault(match["module"], {})[match["which"]] = tensor
+        elif (match := _BASE.fullmatch(key)) is None or (current := _current(model, match["module"])) not in known:
+            got = tensor.shape
+            problems.append(f"`{key}`: expected `{PREFIX}<module>.lora_A.weight` or `.lora_B.weight`, got {got}.")
+        elif not _is_base_tensor(tensor, match["which"], *known[current], linears):
+            problems.append(f"`{key}`: expected the values that this model has, got others, of shape {tensor.shape}.")
+    found: _Found = {}
+    for name, pair in pairs.items():
+        current = _current(model, name)
+        if current not in known:
+            near = nearest(current, known)
+            problems.append(f"`{PREFIX}{name}`: expected the name of a linear layer of this model.{near}")
+            continue
+        module, i = known[current]
+        rank = by_pattern(keys.get("rank_pattern", {}), name, keys.get("r", 8))
+        alpha = by_pattern(keys.get("alpha_pattern", {}), name, keys.get("lora_alpha", 8.0, NUMBER))
+        shapes = {"A": (*module.stacked, rank, module.n_in), "B": (*module.stacked, module.n_out, rank)}
+        wrong = [which for which, shape in shapes.items() if which not in pair or pair[which].shape != shape]
+        for which in wrong:
+            got = pair[which].shape if which in pair else "none"
+            problems.append(f"`{PREFIX}{name}.lora_{which}.weight`: expected {shapes[which]}, got {got}.")
+        if not wrong:
+            scale = alpha / (rank**0.5 if keys.get("use_rslora", False) else rank)
+            found.setdefault(module, {})[i] = pair["A"], pair["B"], scale
+    if problems or not found:
+        listing = "\n  - ".join(["", *listed(problems)])
+        base = keys.get("base_model_name_or_path", None)
+        raise ValueError(
+            f"`{source.path}`: expected adapters of this {type(model).__name__}, as `{keys.path}` describes them, got "
+            f"{f'{len(problems)} that do not match:' if problems else 'none.'}{listing}\n"
+            f"Load it over the model that it was trained on{f', {base!r}' if base else ''}."
+        )
+    return found
+
+
+def _is_base_tensor(tensor: np.ndarray, which: str, module: Module, i: int, linears: Mapping[str, eqx.nn.Linear]) -> bool:
+    """Returns whether a tensor equals a layer's own weight or bias, which PEFT saves beside the adapters of heads."""
+    tensor = tensor.T if which == "weight" and module.is_transposed else tensor
+    for rows, path in zip(module.rows, module.paths, strict=True):
+        leaf = getattr(linears[path], which)
+        leaf = leaf if leaf is None or module.n_layers is None else leaf[i]
+        if leaf is None or tensor.shape[0] != module.n_out or not np.array_equal(tensor[rows].astype(leaf.dtype), leaf):
+            return False
+    return True
+
+
+def _stacked(module: Module, adapters: Mapping[int, _Adapter]) -> _Adapter:
+    """Returns one module's adapters over its layers, stacked into one. Smaller ranks are padded with zeros."""
+    rank = max(a.shape[-2] for a, _, _ in adapters.values())
+    scale = max((scale for _, _, scale in adapters.values()), key=abs)
+    dtype = at_least_float32(jnp.result_type(*(array.dtype for a, b, _ in adapters.values() for array in (a, b))))
+    n_layers = module.n_layers or 1
+    all_a = np.zeros((n_layers, *module.stacked, rank, module.n_in), dtype)
+    all_b = np.zeros((n_layers, *module.stacked, module.n_out, rank), dtype)
+    for i, (a, b, own_scale) in adapters.items():
+        all_a[i, ..., : a.shape[-2], :] = a
+        all_b[i, ..., : b.shape[-1]] = b if own_scale == scale else b.astype(dtype) * (own_scale / scale)
+    return (all_a[0], all_b[0], scale) if module.n_layers is None else (all_a, all_b, scale)
+
+
+def _read_config(path: Path) -> ConfigReader:
+    """Returns the keys of an adapter's config, after a check that they require nothing that is not implemented."""
+    if not path.is_file():
+        raise ValueError(
+            f"`{path}`: expected a file, got none. Pass the folder that PEFT's `save_pretrained` or `save_adapter` wrote; "
+            "one of the Hub has to be downloaded first."
+        )
+    fields = read_config(path.parent, path.name)
+    if fields.get("peft_type") != "LORA":
+        raise _refuse(path, "peft_type", "LORA", fields.get("peft_type"))
+    if fields.get("bias", "none") != "none":
+        raise _refuse(path, "bias", "none", fields["bias"])
+    if fields.get("init_lora_weights", True) not in _INITS:
+        raise _refuse(path, "init_lora_weights", "one that does not change the base", fields["init_lora_weights"])
+    for name in _REFUSED:
+        if fields.get(name):
+            raise _refuse(path, name, "none", fields[name])
+    keys = ConfigReader(fields, path)
+    for key, patterns, default, kind, rule in (
+        ("r", "rank_pattern", 8, INTEGER, "a number from 1 to 2**31"),
+        ("lora_alpha", "alpha_pattern", 8.0, NUMBER, "a finite number"),
+    ):
+        values = keys.get(patterns, {})
+        for value in (keys.get(key, default, kind), *values.values()):
+            is_number = isinstance(value, int | float) and abs(value) <= 2**31
+            if not is_number or (key == "r" and (not isinstance(value, int) or value < 1)):
+                raise ValueError(f"`{path}`: `{key}`: expected {rule}, got {brief(value)}. Correct the file.")
+        if (pattern := check_patterns(values)) is not None:
+            raise ValueError(
+                f"`{path}`: `{patterns}`: expected names of modules, with repeats (`.*`, `\\d+`) and choices (`[ab]`, "
+                f"`(a|b)`) that are not nested, got {brief(pattern)}. Write it so."
+            )
+    return keys
+
+
+def _refuse(path: Path, key: str, expected: str, got: Any) -> ValueError:
+    return ValueError(
+        f"`{path}`: `{key}`: expected {expected}, which is implemented, got {brief(got)}. Merge the adapter with "
+        "PEFT (`merge_and_unload`) and load the merged model."
+    )
+
+
+def _current(model: PyTree, module: str) -> str:
+    """Returns the current spelling of a module's name, which old files may spell differently."""
+    if not isinstance(model, Pretrained):
+        return module
+    return type(model).weight_map(model.config).current(f"{module}.weight").removesuffix(".weight")

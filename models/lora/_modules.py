@@ -1,0 +1,120 @@
+"""The names of PEFT's modules: which linear layers of the tree, and which leaves, each of them stands for.
+
+They follow from the weight map of a model. `_save` writes folders with these names, and `_load` reads them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+
+from redeqx._tree import PyTree
+
+from ..hf import Pretrained, StoredTensor, WeightMap
+from ._adapters import leaf_path
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
+PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """One linear layer as PEFT names it, and the layers of the tree that it corresponds to.
+
+    **Arguments:**
+
+    - `name`: its path in PEFT; `{}` stands for the layer's index if `n_layers` is set.
+    - `disk`: its path in weight files, which adapters of older versions use.
+    - `paths`: the paths of the layers in the tree; several if transformers holds them as one.
+    - `rows`: for each of these layers, the rows of the module's output that belong to it.
+    - `n_in`, `n_out`: the module's input and output features.
+    - `stacked`: leading dims of the adapter's tensors, for stacks that are not in a weight map.
+    - `n_layers`: set if each layer in the tree is a stack of this many modules.
+    - `is_transposed`: whether the module's weight is `[in, out]`.
+    - `first_layer`: the index of the first of them.
+    """
+
+    name: str
+    disk: str
+    paths: tuple[str, ...]
+    rows: tuple[Any, ...]
+    n_in: int
+    n_out: int
+    stacked: tuple[int, ...] = ()
+    n_layers: int | None = None
+    is_transposed: bool = False
+    first_layer: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        """The modules' names, one for each layer."""
+        return self._layer_names(self.name)
+
+    @property
+    def layer_indices(self) -> dict[str, int]:
+        """The layer's index by each name that a module has had; 0 for a single module."""
+        return {name: i for names in (self._layer_names(self.disk), self.names) for i, name in enumerate(names)}
+
+    def _layer_names(self, name: str) -> list[str]:
+        return [name] if self.n_layers is None else [name.format(i + self.first_layer) for i in range(self.n_layers)]
+
+
+def modules_of(model: PyTree, linears: Mapping[str, eqx.nn.Linear]) -> list[Module]:
+    """Returns every linear layer that a folder's adapter may be for: by the family's weight map, else by the tree's own
+    paths."""
+    if not isinstance(model, Pretrained):
+        return [
+            Module(path, path, (path,), (slice(None),), *reversed(layer.weight.shape[-2:]), stacked=layer.weight.shape[:-2])
+            for path, layer in linears.items()
+        ]
+    weight_map = type(model).weight_map(model.config)
+    modules = [_module(name, weight_map, linears) for name in weight_map.tensors]
+    return [module for module in modules if module is not None]
+
+
+def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx.nn.Linear]) -> Module | None:
+    """Returns the module whose weight this entry of a weight map describes; None if it is not the weight of linear
+    layers."""
+    paths = tuple(leaf.removesuffix(".weight") for leaf in name.leaves)
+    are_weights = all(leaf_path(path, "weight") in name.leaves and path in linears for path in paths)
+    if not name.disk.endswith(".weight") or not are_weights or name.n_experts is not None:
+        return None
+    shapes = [linears[path].weight.shape[name.n_layers is not None :] for path in paths]
+    on_disk = name.save(*[np.broadcast_to(np.int8(0), shape) for shape in shapes]).shape
+    if len(on_disk) != 2:
+        return None
+    for is_transposed in (False, True):
+        # Find the source of each row: load a tensor whose entries are their own output indices, as if it were the weight.
+        numbers = [np.arange(size) for size in on_disk]
+        outputs, inputs = (np.broadcast_to(n[:, None] if axis == 0 else n, on_disk) for axis, n in enumerate(numbers))
+        if is_transposed:
+            outputs, inputs = inputs, outputs
+        parts = [*zip(name.load(outputs), name.load(inputs), shapes, strict=True)]
+        if all(
+            o.shape == tuple(shape) and np.all(np.equal(o[0], o[0, 0])) and np.array_equal(i[0], np.arange(shape[1]))
+            for o, i, shape in parts
+        ):
+            n_out, n_in = reversed(on_disk) if is_transposed else on_disk
+            rows = tuple(np.array(o[:, 0]) for o, _, _ in parts)
+            disk = name.disk.removesuffix(".weight")
+            in_memory, n_layers, first = weight_map.in_memory(disk), name.n_layers, name.first_layer
+            return Module(in_memory, disk, paths, rows, n_in, n_out, (), n_layers, is_transposed, first)
+    return None
+
+
+def module_of(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
+
+
+def in_memory(weight_map: WeightMap, tensor: StoredTensor) -> list[str]:
+    """Returns the names that a stored tensor has in transformers' modules, one for each layer."""
+    name = f"{weight_map.in_memory(module_of(tensor.disk))}.{tensor.disk.rpartition('.')[2]}"
+    return [name] if tensor.n_layers is None else [name.format(i + tensor.first_layer) for i in range(tensor.n_layers)]
+
+
+def copies_of(weight_map: WeightMap) -> dict[str, str]:
+    """Maps the names of tied tensors in transformers' modules to that of the one that is stored."""
+    renamed = lambda disk: f"{weight_map.in_memory(module_of(disk))}.{disk.rpartition('.')[2]}"  # noqa: E731
+    return {renamed(copy): renamed(original) for copy, original in weight_map.copies.items()}

@@ -1,0 +1,195 @@
+"""`UNetConfig`: the sizes of the UNet, and the types of its blocks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .._kinds import COUNT, LIST, RATE
+from ..diffusion import (
+    check_groups,
+    diffusers,
+    layers_of_blocks,
+    one_or_many,
+    size_of_sample,
+    sizes,
+)
+from ..hf import ConfigReader, Field, FolderConfig, Only, Row
+from ..nn import check_rates, check_sizes
+
+# Keys for which only this value is implemented. It is also the value of an absent key.
+_ONLY = {
+    "mid_block_type": "UNetMidBlock2DCrossAttn",
+    "mid_block_scale_factor": 1,
+    "downsample_padding": 1,
+    "num_attention_heads": None,
+    "reverse_transformer_layers_per_block": None,
+    "dual_cross_attention": False,
+    "attention_type": "default",
+    "encoder_hid_dim": None,
+    "encoder_hid_dim_type": None,
+    "class_embed_type": None,
+    "num_class_embeds": None,
+    "class_embeddings_concat": False,
+    "addition_embed_type": None,
+    "resnet_time_scale_shift": "default",
+    "time_embedding_type": "positional",
+    "time_embedding_dim": None,
+    "time_embedding_act_fn": None,
+    "timestep_post_act": None,
+    "time_cond_proj_dim": None,
+}
+_DOWN = {"DownBlock2D": False, "CrossAttnDownBlock2D": True}  # whether a block of this type has attention
+_UP = {"UpBlock2D": False, "CrossAttnUpBlock2D": True}
+
+
+def _attention_of_blocks(key: str, name: str, types: Mapping[str, bool]) -> Row:
+    """Returns the row of a field that says which blocks have attention, stored as the names of their types."""
+
+    def read(reader: ConfigReader, key: str, default: tuple[bool, ...]) -> tuple[bool, ...]:
+        found = reader.get(key, None, LIST)
+        for kind in found or ():
+            if not isinstance(kind, str) or kind not in types:
+                raise reader.refuse(key, kind, " or ".join(map(repr, types)))
+        return default if found is None else tuple(types[kind] for kind in found)
+
+    written = {attends: kind for kind, attends in types.items()}
+    return Field(key, name, via=read, save=lambda config: [written[attends] for attends in getattr(config, name)])
+
+
+@dataclass(frozen=True)
+class UNetConfig(FolderConfig):
+    """The sizes of a UNet. The defaults are those of diffusers, which are close to those of Stable Diffusion 1.
+
+    A field that may hold a tuple has one entry for each block, from the outermost to the innermost. A single value applies
+    to all blocks.
+
+    **Arguments:**
+
+    - `in_channels`, `out_channels`: the channels of the noisy latents, and of the prediction.
+    - `block_channels`: the channels of the down blocks; the up blocks have them in reverse order. Each block but the last
+        halves height and width. The first number is also the width of a timestep's sinusoids.
+    - `down_attention`, `up_attention`: which blocks have attention, each in the order in which they run.
+    - `layers_per_block`: the number of residual blocks in a down block. An up block has one more.
+    - `transformer_layers`: the number of transformer blocks (self-attention, cross-attention and MLP) after each residual
+        block.
+    - `n_heads`: the number of heads; it divides the channels of its block. `config.json` calls it `attention_head_dim`.
+    - `context_size`: the width of the context.
+    - `only_cross_attention`: whether both attentions of a transformer block attend to the context.
+    - `use_linear_projection`: whether the layers around attention are stored as linear layers instead of convolutions. They
+        compute the same function.
+    - `norm_groups`, `norm_eps`: the number of groups of the group norms, which divides all `block_channels`, and the number
+        added to their variance.
+    - `dropout`: the dropout rate in the residual blocks, in [0, 1).
+    - `flips_sin_to_cos`, `freq_shift`: whether cosines come before sines in a timestep's sinusoids, and the number that is
+        subtracted from half of their count in the formula of the frequencies.
+    - `centers_input`: whether samples are in [0, 1] and must be scaled to [-1, 1].
+    - `conv_in_kernel`, `conv_out_kernel`: the kernel size of the first and the last convolution, in pixels.
+    - `sample_size`: the height and width of the training samples, in pixels, for pipelines. Other sizes can be denoised too.
+    - `remat`: whether the backward pass recomputes each residual block and each transformer.
+    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
+
+    Raises ValueError for sizes below 1, for tuples whose length is not that of `block_channels`, for groups and heads that
+    do not divide their channels, and for rates outside [0, 1).
+    """
+
+    in_channels: int = 4
+    out_channels: int = 4
+    block_channels: tuple[int, ...] = (320, 640, 1280, 1280)
+    down_attention: tuple[bool, ...] = (True, True, True, False)
+    up_attention: tuple[bool, ...] = (False, True, True, True)
+    layers_per_block: int | tuple[int, ...] = 2
+    transformer_layers: int | tuple[int, ...] = 1
+    n_heads: int | tuple[int, ...] = 8
+    context_size: int = 1280
+    only_cross_attention: bool | tuple[bool, ...] = False
+    use_linear_projection: bool = False
+    norm_groups: int = 32
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    flips_sin_to_cos: bool = True
+    freq_shift: int = 0
+    centers_input: bool = False
+    conv_in_kernel: int = 3
+    conv_out_kernel: int = 3
+    sample_size: int | tuple[int, ...] | None = None
+    remat: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "in_channels", "out_channels", "context_size", "norm_groups", "conv_in_kernel", "conv_out_kernel")
+        check_groups(self.block_channels, self.norm_groups)
+        check_rates(self, "dropout")
+        n_blocks = len(self.block_channels)
+        for name in ("down_attention", "up_attention", "layers_per_block", "transformer_layers", "n_heads"):
+            self._check_blocks(name, n_blocks)
+        self._check_blocks("only_cross_attention", n_blocks)
+        for name in ("layers_per_block", "transformer_layers", "n_heads"):
+            if min(self.per_block(name)) < 1:
+                raise ValueError(f"`{name}`: expected at least 1, got {getattr(self, name)}. Pass a positive size.")
+        attends = (*self.down_attention[:-1], True)  # the middle block always has attention
+        up_attends = self.up_attention[::-1]
+        for i, (channels, heads) in enumerate(zip(self.block_channels, self.per_block("n_heads"), strict=True)):
+            if (attends[i] or up_attends[i]) and channels % heads:
+                raise ValueError(
+                    f"`n_heads`: expected a divisor of `block_channels[{i}]`={channels}, got {heads}. Pass one per block."
+                )
+
+    def _check_blocks(self, name: str, n_blocks: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, tuple) and len(value) != n_blocks:
+            raise ValueError(
+                f"`{name}`: expected {n_blocks}, one per block of `block_channels`, got {value}. Pass one each."
+            )
+
+    def per_block(self, name: str) -> tuple[Any, ...]:
+        """Returns a field's value for each block, from the outermost to the innermost."""
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else (value,) * len(self.block_channels)
+
+    @property
+    def time_size(self) -> int:
+        """The width of the embedded timestep."""
+        return 4 * self.block_channels[0]
+
+    def without_dropout(self) -> "UNetConfig":
+        """The same config without dropout."""
+        return replace(self, dropout=0.0)
+
+    @classmethod
+    def sd1(cls) -> "UNetConfig":
+        """The UNet of Stable Diffusion 1.1 to 1.5, with 860 million parameters."""
+        return cls(context_size=768, sample_size=64)
+
+    @classmethod
+    def sd2(cls) -> "UNetConfig":
+        """The UNet of Stable Diffusion 2.0 and 2.1, with 866 million parameters."""
+        return cls(context_size=1024, n_heads=(5, 10, 20, 20), use_linear_projection=True, sample_size=96)
+
+    rows = (
+        *diffusers("UNet2DConditionModel"),
+        *(Only(key, value, is_written=False) for key, value in _ONLY.items()),
+        Only("act_fn", "silu", "swish"),  # two names for the same function
+        Field("in_channels"),
+        Field("out_channels"),
+        Field("block_out_channels", "block_channels", via=sizes),
+        _attention_of_blocks("down_block_types", "down_attention", _DOWN),
+        _attention_of_blocks("up_block_types", "up_attention", _UP),
+        Field("layers_per_block", via=layers_of_blocks),
+        Field("transformer_layers_per_block", "transformer_layers", via=layers_of_blocks),
+        Field("attention_head_dim", "n_heads", via=one_or_many),
+        Field("cross_attention_dim", "context_size"),
+        Field("only_cross_attention", via=one_or_many),
+        Field("use_linear_projection"),
+        Field("norm_num_groups", "norm_groups"),
+        Field("norm_eps"),
+        Field("dropout", kind=RATE),
+        Field("flip_sin_to_cos", "flips_sin_to_cos"),
+        Field("freq_shift", kind=COUNT),
+        Field("center_input_sample", "centers_input"),
+        Field("conv_in_kernel"),
+        Field("conv_out_kernel"),
+        Field("sample_size", via=size_of_sample),
+    )
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
