@@ -27,7 +27,7 @@ class _RotaryDim(Row):
         return {"rope_share": "rotary_dim"}
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        size = known["d_model"] // known["n_heads"]
+        size = max(known["d_model"] // known["n_heads"], 1)  # more heads than dims are refused later
         return {"rope_share": reader.get("rotary_dim", size if reader.has("rotary_dim") else 64, SIZE) / size}
 
     def write(self, config: Any) -> dict[str, Any]:

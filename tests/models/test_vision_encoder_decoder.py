@@ -245,7 +245,7 @@ CROSS = {"add_cross_attention": True}
             {"encoder": {}, "decoder": {**CROSS, "cross_attention_hidden_size": 768}},
             r"`config.json: decoder`: `cross_attention_hidden_size`: expected None, .* got 768",
         ),
-        ({"encoder": {"hidden_act": "relu"}, "decoder": CROSS}, r"`config.json: encoder`: `hidden_act`: expected 'gelu'"),
+        ({"encoder": {"hidden_act": "prelu"}, "decoder": CROSS}, r"`hidden_act`: expected 'gelu', .* got 'prelu'"),
         (
             {"encoder": {}, "decoder": {**CROSS, "bos_token_id": None}},
             r"`config.json`: expected the key `decoder_start_token_id`, got none",

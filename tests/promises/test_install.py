@@ -106,7 +106,7 @@ def test_wheel_contains_the_library_the_models_and_the_types(built):
     of_checkout = {f"redeqx/{path.relative_to(ROOT / 'redeqx')}" for path in (ROOT / "redeqx").rglob("*.py")}
     of_checkout |= {f"redeqx/{path.relative_to(ROOT)}" for path in (ROOT / "models").rglob("*.py")}
     held = {name for name in names if ".dist-info/" not in name}
-    assert held == of_checkout | {"redeqx/py.typed"} and len(names) == len(set(names))
+    assert held == of_checkout | {"redeqx/py.typed", "redeqx/models/README.md"} and len(names) == len(set(names))
     assert built[0].name.startswith(f"redeqx-{redeqx.__version__}-")
 
 

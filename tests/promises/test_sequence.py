@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 import redeqx
 from redeqx.models.bart import Bart, BartConfig
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.llama import Llama
+from redeqx.models.mistral import Mistral
 from redeqx.models.nn import cross_entropy
 from redeqx.models.t5 import T5, T5Config
 from redeqx.models.vit import ViT, ViTConfig
@@ -159,11 +160,11 @@ def attention_model():
     return Embedded(SelfAttention(eqx.nn.MultiheadAttention(4, D, key=KEY)), PerPosition(mlp))
 
 
-def llama(**options):
-    config = LlamaConfig(
+def llama(model=Llama, **options):
+    config = model.config_class(
         **options, vocab_size=VOCAB, n_positions=SEQ, d_model=D, d_mlp=64, n_layers=2, n_heads=4, n_kv_heads=2, init_std=0.2
     )
-    return Llama(config, key=KEY)
+    return model(config, key=KEY)
 
 
 GPT2_CONFIG = GPT2Config(VOCAB, SEQ, d_model=D, n_layers=2, n_heads=4).without_dropout()
@@ -178,7 +179,7 @@ CASES = {
     "gpt2_loss_in_chunks": (lambda: GPT2(GPT2_CONFIG, key=KEY), in_chunks, TEXTS),
     "gpt2_own_chunks": (lambda: GPT2(GPT2_CONFIG, key=KEY), in_own_chunks, TEXTS),
     "llama": (llama, next_token, TEXTS),
-    "llama_with_a_window": (lambda: llama(model_type="mistral", window=24), next_token, TEXTS),
+    "llama_with_a_window": (lambda: llama(Mistral, window=24), next_token, TEXTS),
     "bart": (lambda: Bart(BART_CONFIG, key=KEY), of_pairs, PAIRS),
     "t5": (lambda: eqx.nn.inference_mode(T5(T5_CONFIG, key=KEY)), of_pairs, PAIRS),
     "vit": (lambda: Classifier(ViT(VIT_CONFIG, key=KEY), eqx.nn.Linear(D, 10, key=KEY)), of_images, IMAGES),
