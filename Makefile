@@ -8,7 +8,9 @@ BIN := $(VENV)/bin
 test quick sweep parity benchmarks: export NPROC ?= 16
 # A file at a time in each process: compilation, which takes most of the time, uses one core. One process more than there are
 # cores, since a fifth of the time they wait for files, sockets and processes that they started.
-PYTEST_WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$(( (n < 4 ? n : 4) + 1 ))) --dist loadfile --no-loadscope-reorder
+# A process that crashes, for want of memory say, is an error at once: one in its place would run the same test again and again.
+PYTEST_WORKERS ?= -n $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$(( (n < 4 ? n : 4) + 1 ))) --dist loadfile \
+	--no-loadscope-reorder --max-worker-restart=0
 
 TUTORIALS := $(patsubst %.py,%.md,$(wildcard docs/pages/tutorials/*.py))
 FIGURES := docs/pages/figures/.made

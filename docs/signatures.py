@@ -1,6 +1,7 @@
-"""Shows the arguments of a method that takes a dataclass of options (`Trainer.fit`), as Python's `help` does.
+"""Shows the arguments of a method that takes a dataclass of options (`Trainer.fit`), and those of a class that takes its
+base's `__init__` by name, as Python's `help` does.
 
-mkdocstrings reads the sources without running them, and would show `fit(options)`.
+mkdocstrings reads the sources without running them, and would show `fit(options)` and `Llama()`.
 """
 
 import importlib
@@ -11,7 +12,14 @@ import griffe
 
 
 class Signatures(griffe.Extension):
-    """Replaces the parameters of each method whose decorator has set another signature."""
+    """Replaces the parameters of each method whose decorator has set another signature, and inherits each `__init__` that is
+    an assignment."""
+
+    def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        """Called for each class whose members were read."""
+        del kwargs
+        if "__init__" in cls.members and cls.members["__init__"].is_attribute:
+            del cls.members["__init__"]
 
     def on_function_instance(self, *, func: griffe.Function, **kwargs: Any) -> None:
         """Called for each function that is read."""

@@ -47,8 +47,25 @@ RUNS = (
         "better than copies",
         lambda s: all(s[f"test_{name}"] > s[f"test_copy_{name}"] for name in ("rouge1", "rouge2", "rougeL")),
     ),
+    Run("language_modeling", "{test_bits_per_byte:.3f} bits per byte", "<= 1.5", lambda s: s["test_bits_per_byte"] <= 1.5),
+    Run("instruction_tuning", "exact replies {test_exact:.1%}", ">= 90 %", lambda s: s["test_exact"] >= 0.9),
     Run(
-        "language_modeling", "{test_bits_per_byte:.3f} bits per byte", "<= 1.68", lambda s: s["test_bits_per_byte"] <= 1.6805
+        "preference_optimization",
+        "preferred {test_preferred:.1%}, reference {test_reference_preferred:.1%}; right {test_right:.1%}, reference "
+        "{test_reference_right:.1%}",
+        "30 points more preferred, at most 3 fewer right",
+        lambda s: (
+            s["test_preferred"] >= s["test_reference_preferred"] + 0.3
+            and s["test_right"] >= s["test_reference_right"] - 0.03
+        ),
+    ),
+    Run("reward_model", "accuracy {test_accuracy:.1%}", ">= 90 %", lambda s: s["test_accuracy"] >= 0.9),
+    Run(
+        "grpo",
+        "reward {test_base_reward:.3f} -> {test_reward:.3f}, right {test_base_right:.1%} -> {test_right:.1%}, gap of "
+        "log-probabilities {test_log_prob_gap:.0e}",
+        "reward >= 0.9, gap <= 1e-5",
+        lambda s: s["test_reward"] >= 0.9 and s["test_log_prob_gap"] <= 1e-5,
     ),
     Run("image_to_text", "exact {test_exact:.2%}", ">= 95 %", lambda s: s["test_exact"] >= 0.95),
     Run("text_to_image", "agreement {test_agreement:.2%}", ">= 90 %", lambda s: s["test_agreement"] >= 0.9),

@@ -132,11 +132,19 @@ def embedding_rows(n_ids: int) -> int:
     return -(-n_ids // 64) * 64
 
 
-def learn_tokenizer(texts: Iterable[str], n_ids: int) -> Tokenizer:
+def learn_tokenizer(texts: Iterable[str], n_ids: int, *, split_digits: bool = False) -> Tokenizer:
     """Trains a byte-level BPE of at most `n_ids` ids on the texts. Its templates are `<s> text </s>` and `<s> text </s> pair
-    </s>`."""
+    </s>`.
+
+    **Arguments:**
+
+    - `split_digits`: whether each digit is a token, with which arithmetic is easier to learn.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if split_digits:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=n_ids,

@@ -1,6 +1,7 @@
 """Reference models: plain Equinox modules, one family a file. They use redeqx; redeqx never imports them.
 
-`from_pretrained` and `save_pretrained` read and write Hugging Face folders. `generate` and `stream` continue prompts.
+`from_pretrained` and `save_pretrained` read and write Hugging Face folders; `compare_weights` and `load_weights` hold a
+module of your own against one. `generate` and `stream` continue prompts.
 `cross_entropy` is a loss whose logits stay sharded over the vocabulary. `weight_decay_mask` selects the leaves with weight
 decay. `lora` adds adapters. Each family is a module, such as `redeqx.models.llama`; its language models are a `Decoder` or
 an `EncoderDecoder`.
@@ -16,5 +17,10 @@ from .generation import (
     generate as generate,
     stream as stream,
 )
-from .hf import save_pretrained as save_pretrained
+from .hf import (
+    Differences as Differences,
+    compare_weights as compare_weights,
+    load_weights as load_weights,
+    save_pretrained as save_pretrained,
+)
 from .nn import cross_entropy as cross_entropy, weight_decay_mask as weight_decay_mask

@@ -1,5 +1,6 @@
 """`from_pretrained`: selects the family of a folder. The package `hf` reads the folder."""
 
+from types import ModuleType
 from typing import Any
 
 import equinox as eqx
@@ -9,111 +10,80 @@ from redeqx.errors import brief, check_deployer, filter_traceback
 from redeqx.partition import check_plan
 from redeqx.storage import Location, location
 
-from .arcee import Arcee
+from . import (  # noqa: F401  # each adds its language models to `FAMILIES`
+    apertus,
+    arcee,
+    bert,
+    bloom,
+    cohere,
+    deberta,
+    deepseek,
+    deepseek_v3,
+    dinov2,
+    distilbert,
+    dots,
+    ernie,
+    exaone,
+    falcon,
+    gemma,
+    gemma4,
+    glm,
+    glm_flash,
+    glm_moe,
+    gpt2,
+    gpt_neo,
+    gpt_neox,
+    gpt_oss,
+    gptj,
+    granite,
+    helium,
+    hunyuan,
+    llama,
+    mistral,
+    modernbert,
+    mpt,
+    nemotron,
+    olmo,
+    olmoe,
+    opt,
+    phi,
+    qwen,
+    qwen3_5,
+    qwen_moe,
+    qwen_next,
+    roberta,
+    seed_oss,
+    smollm,
+    stablelm,
+    starcoder2,
+    vit,
+)
 from .bart import Bart
-from .bert import Bert, BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification
-from .clip import CLIP, CLIPText, CLIPVision
-from .cohere import Cohere, Cohere2
-from .distilbert import (
-    DistilBert,
-    DistilBertForMaskedLM,
-    DistilBertForSequenceClassification,
-    DistilBertForTokenClassification,
-)
-from .ernie import Ernie4_5
-from .exaone import Exaone4
-from .gemma import Gemma, Gemma2, Gemma3
-from .glm import Glm, Glm4
-from .gpt2 import GPT2
-from .gpt_neox import GPTNeoX
-from .gptj import GPTJ
-from .granite import Granite
+from .clip import CLIP, CLIPText, CLIPTextWithProjection, CLIPVision
+from .decoder import FAMILIES, SequenceClassifier, TokenClassifier
 from .hf import CONFIG, Pretrained, read_config, type_key
-from .llama import Llama
-from .mistral import Ministral, Mistral, Mixtral
-from .modernbert import (
-    ModernBert,
-    ModernBertForMaskedLM,
-    ModernBertForSequenceClassification,
-    ModernBertForTokenClassification,
-)
-from .olmo import Olmo, Olmo2, Olmo3
-from .olmoe import Olmoe
-from .opt import OPT
-from .phi import Phi, Phi3
-from .qwen import Qwen2, Qwen3, Qwen3Moe
-from .roberta import Roberta, RobertaForMaskedLM, RobertaForSequenceClassification, RobertaForTokenClassification
-from .seed_oss import SeedOss
-from .smollm import SmolLM3
-from .stablelm import StableLm
-from .starcoder2 import Starcoder2
+from .llava import Llava
+from .mmdit import MMDiT
+from .siglip import Siglip, SiglipText, SiglipVision
 from .t5 import T5, T5Encoder
 from .unet import UNet
 from .vae import VAE
 from .vision_encoder_decoder import VisionEncoderDecoder
-from .vit import ViT, ViTForImageClassification
+from .whisper import Whisper
+
+
+def _models(*modules: ModuleType) -> tuple[type[Pretrained], ...]:
+    """Returns the models that these modules define, in their order."""
+    values = [(module, value) for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return tuple(cls for module, cls in values if issubclass(cls, Pretrained) and cls.__module__ == module.__name__)
+
 
 # If a folder names no class, the first class for its model type is used.
 MODELS: tuple[type[Pretrained], ...] = (
-    GPT2,
-    GPTJ,
-    OPT,
-    Llama,
-    Mistral,
-    Mixtral,
-    Qwen2,
-    Qwen3,
-    Qwen3Moe,
-    Gemma,
-    Gemma2,
-    Gemma3,
-    Olmo,
-    Olmo2,
-    Olmo3,
-    Phi,
-    Phi3,
-    SmolLM3,
-    Granite,
-    Starcoder2,
-    Glm,
-    Glm4,
-    GPTNeoX,
-    Olmoe,
-    Cohere,
-    Cohere2,
-    Exaone4,
-    SeedOss,
-    Arcee,
-    Ernie4_5,
-    StableLm,
-    Ministral,
-    T5,
-    T5Encoder,
-    Bart,
-    CLIP,
-    CLIPText,
-    CLIPVision,
-    UNet,
-    VAE,
-    ViT,
-    ViTForImageClassification,
-    VisionEncoderDecoder,
-    Bert,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    Roberta,
-    RobertaForMaskedLM,
-    RobertaForSequenceClassification,
-    RobertaForTokenClassification,
-    DistilBert,
-    DistilBertForMaskedLM,
-    DistilBertForSequenceClassification,
-    DistilBertForTokenClassification,
-    ModernBert,
-    ModernBertForMaskedLM,
-    ModernBertForSequenceClassification,
-    ModernBertForTokenClassification,
+    *FAMILIES.values(),
+    *(SequenceClassifier, TokenClassifier, T5, T5Encoder, Bart, Whisper, Llava, CLIP, CLIPText, CLIPTextWithProjection),
+    *(CLIPVision, Siglip, SiglipText, SiglipVision, *_models(dinov2), MMDiT, UNet, VAE, *_models(vit)),
+    *(VisionEncoderDecoder, *_models(bert, roberta, distilbert, deberta, modernbert)),
 )
 
 
@@ -169,14 +139,16 @@ def _model_class(fields: dict[str, Any], path: Location, kind: type[eqx.Module])
         if any(model_type in cls.model_types for cls in MODELS):
             step = "Pass the folder of such a model."
         raise ValueError(f"`{path}`: `{key}`: expected one of {', '.join(sorted(known))}{what}, got {model_type!r}. {step}")
-    architectures = fields.get("architectures") or [of_type[0].architectures[0]]
+    architectures = fields.get("architectures") or [of_type[0].architectures_of(str(model_type))[0]]
     if key == "_class_name":
         return of_type[0]
     for cls in of_type:
-        if architectures[0] in cls.architectures:
+        if architectures[0] in cls.architectures_of(str(model_type)):
             return cls
-    known = ", ".join(name for cls in of_type for name in cls.architectures)
-    raise ValueError(
-        f"`{path}`: `architectures`: expected one of {known}, got {architectures[0]!r}. "
-        "Replace it with one of them if the folder has its weights."
-    )
+    known = ", ".join(name for cls in of_type for name in cls.architectures_of(str(model_type)))
+    step = "Replace it with one of them if the folder has its weights."
+    part = getattr(of_type[0].config_class, "part", None)
+    if part is not None and part in fields:
+        name = f"{of_type[0].__module__}.{of_type[0].__name__}"
+        step = f"Load the part that `{part}` describes by its class, `{name}.from_pretrained(folder)`."
+    raise ValueError(f"`{path}`: `architectures`: expected one of {known}, got {architectures[0]!r}. {step}")

@@ -5,10 +5,8 @@ Source: the model's card, huggingface.co/arcee-ai/AFM-4.5B.
 
 from dataclasses import dataclass
 
-from jaxtyping import PRNGKeyArray
-
-from .decoder import CausalLM, CausalLMConfig, published, rows
-from .hf import Field
+from .decoder import CausalLM, CausalLMConfig, rows
+from .hf import Field, published
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,6 @@ class ArceeConfig(CausalLMConfig):
     eos_token_id: int | tuple[int, ...] | None = 128001
 
     model_type = "arcee"
-    architecture = "ArceeForCausalLM"
     rows = rows(Field("attention_bias"), Field("mlp_bias"))
     sizes = published({})
 
@@ -34,6 +31,4 @@ class Arcee(CausalLM):
     """An AFM, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = ArceeConfig
-
-    def __init__(self, config: ArceeConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

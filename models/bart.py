@@ -1,26 +1,23 @@
-"""BART: a post-norm encoder-decoder with learned positions and one shared embedding.
-
-The encoder, the decoder and the output head share one table.
+"""BART: a post-norm encoder-decoder with learned positions and one shared embedding, also for the output head.
 
 Source: Lewis et al. 2020, *BART: Denoising Sequence-to-Sequence Pre-training for Natural Language Generation, Translation,
-and Comprehension* (arXiv:1910.13461), and its code, github.com/facebookresearch/fairseq (examples/bart). It differs from
-that code in one point: training never drops whole layers. The published models have a rate of 0 for this. If a folder has
-another rate, it is kept and saved again.
+and Comprehension* (arXiv:1910.13461), and its code, github.com/facebookresearch/fairseq (examples/bart). Unlike that code,
+training never drops whole layers: the published models have a rate of 0 for this. Another rate is kept and saved again.
 
 Dims: source, target = tokens of one example in the encoder and the decoder (seq = either), d = width of the model.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from ._kinds import RATE
+from ._kinds import RATE, TEXT
 from .generation import EncoderDecoder, Generation
 from .hf import (
     ConfigReader,
@@ -38,29 +35,24 @@ from .hf import (
     same_layer,
 )
 from .nn import (
+    ACTIVATIONS,
     Attention,
     Cache,
+    CrossBlock,
     Mask,
     Stack,
-    causal_mask,
     check_choice,
     check_heads,
     check_rates,
-    check_segments,
     check_sizes,
-    embed,
     learned_positions,
-    linear,
     norm,
+    normal_attention,
     normal_embedding,
-    normal_linear,
-    token_mask,
+    normal_mlp,
 )
 
 Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
-
-_FIRST_POSITION = 2  # row of position 0: fairseq counts from the row after the padding token's, which is 1
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu": partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
 
 
 # Alternative names of keys, which transformers accepts too.
@@ -77,6 +69,21 @@ def _forced_bos(known: Mapping[str, Any], *, is_forced: bool) -> int | None:
     return known["bos_token_id"] if is_forced and token is None else token
 
 
+# The rows of both sides, which Whisper shares.
+SIDES = (
+    Field("encoder_layers", "n_layers", via=ConfigReader.layers),
+    Field("decoder_layers", "n_decoder_layers", via=ConfigReader.layers),
+    Field("encoder_attention_heads", "n_heads"),
+    Field("decoder_attention_heads", "n_decoder_heads"),
+    Field("encoder_ffn_dim", "d_ff"),
+    Field("decoder_ffn_dim", "d_decoder_ff"),
+    Field("activation_function", "activation", TEXT),
+    Field("dropout", kind=RATE),
+    Field("attention_dropout", kind=RATE),
+    Field("activation_dropout", kind=RATE),
+)
+
+
 @dataclass(frozen=True)
 class BartConfig(FolderConfig):
     """The sizes and dropout rates of a BART. The defaults are those of `transformers`, with the sizes of the larger
@@ -90,7 +97,7 @@ class BartConfig(FolderConfig):
     - `n_layers`, `n_decoder_layers`: the number of blocks of the encoder and of the decoder.
     - `n_heads`, `n_decoder_heads`: the number of heads in their attentions; both divide `d_model`.
     - `d_ff`, `d_decoder_ff`: the inner widths of their MLPs.
-    - `activation`: the activation of the MLPs, `"gelu"` (by the error function) or `"relu"`.
+    - `activation`: the function in the MLPs, by its name in `transformers`.
     - `dropout`: the dropout rate of embeddings and of additions to the residual stream, in [0, 1).
     - `attention_dropout`, `activation_dropout`: the dropout rates of attention weights, and inside the MLPs.
     - `is_scaled`: whether embeddings are multiplied by `sqrt(d_model)`.
@@ -102,7 +109,6 @@ class BartConfig(FolderConfig):
         learn faster with a larger one.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `generation`: the folder's defaults for the arguments of `generate`.
-    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, rates outside [0, 1), and any other activation.
     """
@@ -130,7 +136,11 @@ class BartConfig(FolderConfig):
     init_std: float = 0.02
     remat: bool = False
     generation: Generation | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    is_pre_norm: ClassVar[bool] = False  # norms are before attention and MLP, and after the last block
+    has_key_bias: ClassVar[bool] = True
+    # The row of position 0: fairseq counts from the row after the padding token's, which is 1.
+    first_position: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         check_sizes(self, "vocab_size", "n_positions", "d_model", "n_layers", "n_decoder_layers", "n_heads")
@@ -138,11 +148,7 @@ class BartConfig(FolderConfig):
         check_heads(self)
         check_heads(self, heads="n_decoder_heads")
         check_rates(self, "dropout", "attention_dropout", "activation_dropout")
-        check_choice(self, "activation", _ACTIVATIONS)
-
-    def without_dropout(self) -> "BartConfig":
-        """The same config without dropout."""
-        return replace(self, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
+        check_choice(self, "activation", ACTIVATIONS)
 
     @classmethod
     def bart_base(cls) -> "BartConfig":
@@ -168,16 +174,7 @@ class BartConfig(FolderConfig):
         Field("vocab_size"),
         Field("max_position_embeddings", "n_positions"),
         Field("d_model"),
-        Field("encoder_layers", "n_layers", via=ConfigReader.layers),
-        Field("decoder_layers", "n_decoder_layers", via=ConfigReader.layers),
-        Field("encoder_attention_heads", "n_heads"),
-        Field("decoder_attention_heads", "n_decoder_heads"),
-        Field("encoder_ffn_dim", "d_ff"),
-        Field("decoder_ffn_dim", "d_decoder_ff"),
-        Only("activation_function", *_ACTIVATIONS, name="activation"),
-        Field("dropout", kind=RATE),
-        Field("attention_dropout", kind=RATE),
-        Field("activation_dropout", kind=RATE),
+        *SIDES,
         Field("scale_embedding", "is_scaled"),
         Tokens("decoder_start", "forced_bos", "forced_eos"),
         Field(
@@ -192,111 +189,55 @@ class BartConfig(FolderConfig):
     aliases = _ALIASES
 
 
-def _attention(config: BartConfig, n_heads: int, key: PRNGKeyArray) -> Attention:
-    q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+def _block(config: BartConfig, key: PRNGKeyArray, *, is_decoder: bool) -> CrossBlock:
+    attention_key, cross_key, mlp_key = jax.random.split(key, 3)
     d, std = config.d_model, config.init_std
-    return Attention(
-        query=normal_linear(d, d, std=std, key=q_key),
-        key=normal_linear(d, d, std=std, key=k_key),
-        value=normal_linear(d, d, std=std, key=v_key),
-        output=normal_linear(d, d, std=std, key=o_key),
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        dropout=eqx.nn.Dropout(config.attention_dropout),
+    n_heads = config.n_decoder_heads if is_decoder else config.n_heads
+
+    def attention(key: PRNGKeyArray) -> Attention:
+        biases, keys = (True, config.has_key_bias, True, True), [*jax.random.split(key, 4)]
+        return normal_attention(d, n_heads, std=std, biases=biases, dropout=config.attention_dropout, keys=keys)
+
+    return CrossBlock(
+        attention=attention(attention_key),
+        attention_norm=eqx.nn.LayerNorm(d),
+        cross_attention=attention(cross_key) if is_decoder else None,
+        cross_norm=eqx.nn.LayerNorm(d) if is_decoder else None,
+        mlp=normal_mlp(
+            d,
+            config.d_decoder_ff if is_decoder else config.d_ff,
+            std=std,
+            down_std=std,
+            activation=config.activation,
+            dropout=config.activation_dropout,
+            key=mlp_key,
+        ),
+        mlp_norm=eqx.nn.LayerNorm(d),
+        dropout=eqx.nn.Dropout(config.dropout),
+        is_pre_norm=config.is_pre_norm,
     )
 
 
-class Mlp(eqx.Module):
-    """Two linear layers with an activation between them."""
-
-    up: eqx.nn.Linear
-    dropout: eqx.nn.Dropout
-    down: eqx.nn.Linear
-    activation: str = eqx.field(static=True)
-
-    def __init__(self, config: BartConfig, d_ff: int, *, key: PRNGKeyArray):
-        up_key, down_key = jax.random.split(key)
-        self.up = normal_linear(config.d_model, d_ff, std=config.init_std, key=up_key)
-        self.dropout = eqx.nn.Dropout(config.activation_dropout)
-        self.down = normal_linear(d_ff, config.d_model, std=config.init_std, key=down_key)
-        self.activation = config.activation
-
-    def __call__(self, x: Float[Array, "seq d"], *, key: PRNGKeyArray | None = None) -> Float[Array, "seq d"]:
-        return linear(self.down, self.dropout(_ACTIVATIONS[self.activation](linear(self.up, x)), key=key))
-
-
-class Block(eqx.Module):
-    """Attention, cross-attention (in the decoder) and MLP, each residual and post-norm."""
-
-    attention: Attention
-    attention_norm: eqx.nn.LayerNorm
-    cross_attention: Attention | None
-    cross_norm: eqx.nn.LayerNorm | None
-    mlp: Mlp
-    mlp_norm: eqx.nn.LayerNorm
-    dropout: eqx.nn.Dropout
-
-    def __init__(self, config: BartConfig, *, is_decoder: bool, key: PRNGKeyArray):
-        attention_key, cross_key, mlp_key = jax.random.split(key, 3)
-        d = config.d_model
-        n_heads = config.n_decoder_heads if is_decoder else config.n_heads
-        self.attention = _attention(config, n_heads, attention_key)
-        self.attention_norm = eqx.nn.LayerNorm(d)
-        self.cross_attention = _attention(config, n_heads, cross_key) if is_decoder else None
-        self.cross_norm = eqx.nn.LayerNorm(d) if is_decoder else None
-        self.mlp = Mlp(config, config.d_decoder_ff if is_decoder else config.d_ff, key=mlp_key)
-        self.mlp_norm = eqx.nn.LayerNorm(d)
-        self.dropout = eqx.nn.Dropout(config.dropout)
-
-    def __call__(
-        self,
-        carry: Carry,
-        mask: Mask | None,
-        memory: Float[Array, "memory d"] | None = None,
-        memory_mask: Mask | None = None,
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> Carry:
-        x, cache = carry
-        keys = (None,) * 6 if key is None else jax.random.split(key, 6)
-        with jax.named_scope("attention"):
-            mixed, cache = self.attention(x, mask=mask, cache=cache, key=keys[0])
-            x = norm(self.attention_norm, x + self.dropout(mixed, key=keys[1]))
-        if self.cross_attention is not None and self.cross_norm is not None:
-            with jax.named_scope("cross_attention"):
-                pairs = self.project_memory(memory) if cache is None else cache.read_memory()
-                mixed = self.cross_attention.attend_memory(x, pairs, mask=memory_mask, key=keys[2])
-                x = norm(self.cross_norm, x + self.dropout(mixed, key=keys[3]))
-        with jax.named_scope("mlp"):
-            x = norm(self.mlp_norm, x + self.dropout(self.mlp(x, key=keys[4]), key=keys[5]))
-        return x, cache
-
-    def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
-        """Returns the keys and values for the cross-attention."""
-        assert self.cross_attention is not None
-        assert memory is not None
-        return self.cross_attention.project_memory(memory)
-
-
 class TransformerStack(eqx.Module):
-    """The encoder or the decoder: its positions, the norm of its embeddings, and its blocks."""
+    """The encoder or the decoder: its positions, its blocks, and a norm of embeddings before or of outputs after them."""
 
-    # An array instead of an `eqx.nn.Embedding`: it is added as a slice, so a plan must not shard its rows as a lookup
-    # table's.
+    # An array instead of an `eqx.nn.Embedding`: it is added as a slice, so no plan may shard its rows as a table's.
     positions: Float[Array, "rows d"]
     norm: eqx.nn.LayerNorm
     dropout: eqx.nn.Dropout
-    stack: Stack[Block]
+    stack: Stack[CrossBlock]
+    is_pre_norm: bool = eqx.field(static=True)
+    first_position: int = eqx.field(static=True)
 
-    def __init__(self, config: BartConfig, *, is_decoder: bool, key: PRNGKeyArray):
+    def __init__(self, config: BartConfig, *, is_decoder: bool, n_rows: int, key: PRNGKeyArray):
         positions_key, stack_key = jax.random.split(key)
-        n_rows = config.n_positions + _FIRST_POSITION
         self.positions = config.init_std * jax.random.normal(positions_key, (n_rows, config.d_model))
         self.norm = eqx.nn.LayerNorm(config.d_model)
         self.dropout = eqx.nn.Dropout(config.dropout)
-        make = lambda key: Block(config, is_decoder=is_decoder, key=key)  # noqa: E731
         n_layers = config.n_decoder_layers if is_decoder else config.n_layers
+        make = functools.partial(_block, config, is_decoder=is_decoder)
         self.stack = Stack(make, n_layers, remat=config.remat, key=stack_key)
+        self.is_pre_norm, self.first_position = config.is_pre_norm, config.first_position
 
     def __call__(
         self,
@@ -312,18 +253,18 @@ class TransformerStack(eqx.Module):
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
         if segments is None:
             # Positions are slots: padding counts, as in the original.
-            start = _FIRST_POSITION if cache is None else _FIRST_POSITION + cache.index
+            start = self.first_position if cache is None else self.first_position + cache.index
             x = x + jax.lax.dynamic_slice_in_dim(self.positions, start, len(x))
         else:
-            x = x + learned_positions(self.positions, None, len(x), offset=_FIRST_POSITION, segments=segments)
-        x = self.dropout(norm(self.norm, x), key=dropout_key)
-        return self.stack((x, cache), mask, memory, memory_mask, key=stack_key)
+            x = x + learned_positions(self.positions, None, len(x), offset=self.first_position, segments=segments)
+        x = self.dropout(x if self.is_pre_norm else norm(self.norm, x), key=dropout_key)
+        x, cache = self.stack((x, cache), mask, memory, memory_mask, key=stack_key)
+        return norm(self.norm, x) if self.is_pre_norm else x, cache
 
 
 class Bart(EncoderDecoder, Pretrained):
-    """BART, from the token ids of a source and of a target to the logits of each next token of the target.
-
-    Call it on one example; `jax.vmap` it over a batch.
+    """BART, from the token ids of a source and of a target to the logits of each next token of the target. Call it on one
+    example; `jax.vmap` it over a batch.
 
     ```python
     model = Bart(BartConfig.bart_base(), key=jax.random.key(0))
@@ -351,12 +292,11 @@ class Bart(EncoderDecoder, Pretrained):
         - `key`: draws the weights as `transformers` does: N(0, `init_std`²), the padding token's row 0, biases 0, norms 1.
         """
         embedding_key, encoder_key, decoder_key = jax.random.split(key, 3)
-        embedding = normal_embedding(config.vocab_size, config.d_model, std=config.init_std, key=embedding_key)
-        if config.pad_token_id is not None:
-            embedding = eqx.nn.Embedding(weight=embedding.weight.at[config.pad_token_id].set(0))
-        self.embedding = embedding
-        self.encoder = TransformerStack(config, is_decoder=False, key=encoder_key)
-        self.decoder = TransformerStack(config, is_decoder=True, key=decoder_key)
+        vocab, d, pad = config.vocab_size, config.d_model, config.pad_token_id
+        self.embedding = normal_embedding(vocab, d, std=config.init_std, zero=pad, key=embedding_key)
+        n_rows = config.n_positions + config.first_position
+        self.encoder = TransformerStack(config, is_decoder=False, n_rows=n_rows, key=encoder_key)
+        self.decoder = TransformerStack(config, is_decoder=True, n_rows=n_rows, key=decoder_key)
         self.logits_bias = jnp.zeros(config.vocab_size)
         self.config = config
 
@@ -365,36 +305,12 @@ class Bart(EncoderDecoder, Pretrained):
         with jax.named_scope("head"):
             return hidden @ self.embedding.weight.T + jax.lax.stop_gradient(self.logits_bias)
 
-    def encode(
-        self,
-        ids: Int[Array, " source"],
-        *,
-        mask: Bool[Array, " source"] | None = None,
-        segments: Int[Array, " source"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "source d"]:
-        """Returns the encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
-        check_segments(segments, mask, len(ids))
-        if segments is None:
-            self._check_length("ids", len(ids))
-        with jax.named_scope("encoder"):
-            x = self._embed(ids)
-            return self.encoder(x, token_mask(mask, segments=segments), segments=segments, key=key)[0]
-
     @property
     def _kv_heads(self) -> tuple[int, int]:
         return self.config.n_decoder_heads, self.config.d_model // self.config.n_decoder_heads
 
-    def _run(
-        self, ids, mask, cache, key, memory, memory_mask, segments=None, memory_segments=None
-    ) -> tuple[Float[Array, "target d"], Any]:
-        memory_mask = token_mask(memory_mask, segments=memory_segments, query_segments=segments)
-        with jax.named_scope("decoder"):
-            sees = causal_mask(mask, ids.shape[0], cache, segments=segments)
-            return self.decoder(self._embed(ids), sees, memory, memory_mask, segments=segments, cache=cache, key=key)
-
     def _embed(self, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
-        x = embed(self.embedding, ids)
+        x = super()._embed(ids)
         return x * self.config.d_model**0.5 if self.config.is_scaled else x
 
     @staticmethod
@@ -405,8 +321,8 @@ class Bart(EncoderDecoder, Pretrained):
         return WeightMap(
             tensors=[
                 same("model.shared.weight", "embedding.weight"),
-                *_stack_tensors("encoder", config.n_layers, is_decoder=False),
-                *_stack_tensors("decoder", config.n_decoder_layers, is_decoder=True),
+                *stack_tensors("encoder", config),
+                *stack_tensors("decoder", config),
                 reshaped("final_logits_bias", "logits_bias", (1, vocab), (vocab,)),
             ],
             ignored=("model.encoder.version", "model.decoder.version"),
@@ -418,12 +334,18 @@ class Bart(EncoderDecoder, Pretrained):
         )
 
 
-def _stack_tensors(side: str, n_layers: int, *, is_decoder: bool) -> list[StoredTensor]:
+def stack_tensors(side: str, config: BartConfig) -> list[StoredTensor]:
     """Returns the tensors of the encoder or the decoder. `side` is its name on disk and in the tree."""
+    is_decoder = side == "decoder"
+    n_layers = config.n_decoder_layers if is_decoder else config.n_layers
 
     def attention(disk: str, leaf: str) -> list[StoredTensor]:
         roles = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "output"}
-        return [name for role, part in roles.items() for name in same_layer(f"{disk}.{role}", f"{leaf}.{part}")]
+        return [
+            name
+            for role, part in roles.items()
+            for name in same_layer(f"{disk}.{role}", f"{leaf}.{part}", use_bias=config.has_key_bias or part != "key")
+        ]
 
     block = [*attention("self_attn", "attention"), *same_layer("self_attn_layer_norm", "attention_norm")]
     if is_decoder:
@@ -431,6 +353,6 @@ def _stack_tensors(side: str, n_layers: int, *, is_decoder: bool) -> list[Stored
     block += [*same_layer("fc1", "mlp.up"), *same_layer("fc2", "mlp.down"), *same_layer("final_layer_norm", "mlp_norm")]
     return [
         same(f"model.{side}.embed_positions.weight", f"{side}.positions"),
-        *same_layer(f"model.{side}.layernorm_embedding", f"{side}.norm"),
+        *same_layer(f"model.{side}.{'layer_norm' if config.is_pre_norm else 'layernorm_embedding'}", f"{side}.norm"),
         *layers(f"model.{side}.layers.{{}}.", f"{side}.stack.blocks.", n_layers, block),
     ]

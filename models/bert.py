@@ -5,12 +5,13 @@ Source: Devlin et al. 2019, *BERT: Pre-training of Deep Bidirectional Transforme
 point: it has no next-sentence head.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from jaxtyping import PRNGKeyArray
+from .encoder import BERT, Encoder, EncoderConfig, MaskedLM, SequenceClassifier, TokenClassifier, rows
+from .hf import published
 
-from .encoder import Encoder, EncoderConfig, MaskedLM, SequenceClassifier, TokenClassifier, rows
+_LARGE = {"d_model": 1024, "d_ff": 4096, "n_layers": 24, "n_heads": 16}
 
 
 @dataclass(frozen=True)
@@ -19,65 +20,41 @@ class BertConfig(EncoderConfig):
     `transformers`, with the sizes of the smaller published model."""
 
     architectures = MappingProxyType({"bert": "Bert"})
-    rows = rows({"bert": {}})
-
-    @classmethod
-    def bert_base_uncased(cls) -> "BertConfig":
-        """The published BERT for lower-case English, with 109 million parameters."""
-        return cls()
-
-    @classmethod
-    def bert_base_cased(cls) -> "BertConfig":
-        """The published BERT for English, with 108 million parameters."""
-        return cls(vocab_size=28996)
-
-    @classmethod
-    def bert_base_multilingual_cased(cls) -> "BertConfig":
-        """The published BERT for 104 languages, with 178 million parameters."""
-        return cls(vocab_size=119547)
-
-    @classmethod
-    def bert_large_uncased(cls) -> "BertConfig":
-        """The published BERT for lower-case English, with 335 million parameters."""
-        return cls(d_model=1024, d_ff=4096, n_layers=24, n_heads=16)
-
-    @classmethod
-    def bert_large_cased(cls) -> "BertConfig":
-        """The published BERT for English, with 334 million parameters."""
-        return replace(cls.bert_large_uncased(), vocab_size=28996)
+    rows = rows({"bert": {}}, *BERT)
+    sizes = published(
+        {
+            "base-uncased": {},
+            "base-cased": {"vocab_size": 28996},
+            "base-multilingual-cased": {"vocab_size": 119547},
+            "large-uncased": _LARGE,
+            "large-cased": {**_LARGE, "vocab_size": 28996},
+        }
+    )
 
 
 class Bert(Encoder):
     """BERT without a head, from token ids to hidden states: see `Encoder`."""
 
     config_class = BertConfig
-
-    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = Encoder.__init__
 
 
 class BertForMaskedLM(MaskedLM):
     """BERT for masked language modeling: see `MaskedLM`."""
 
     config_class = BertConfig
-
-    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = MaskedLM.__init__
 
 
 class BertForSequenceClassification(SequenceClassifier):
     """BERT with a classification head for texts: see `SequenceClassifier`."""
 
     config_class = BertConfig
-
-    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = SequenceClassifier.__init__
 
 
 class BertForTokenClassification(TokenClassifier):
     """BERT with a classification head for tokens: see `TokenClassifier`."""
 
     config_class = BertConfig
-
-    def __init__(self, config: BertConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = TokenClassifier.__init__

@@ -7,11 +7,9 @@ Sources: the models' cards, huggingface.co/CohereLabs; *Command A* (arXiv:2504.0
 
 from dataclasses import dataclass
 
-from jaxtyping import PRNGKeyArray
-
 from ._kinds import POSITIVE
-from .decoder import CausalLM, CausalLMConfig, LayerTypes, published, rows
-from .hf import Field, Only
+from .decoder import CausalLM, CausalLMConfig, LayerTypes, rows
+from .hf import Field, Only, published
 
 # Logits are multiplied by this number.
 _SCALE = Field(
@@ -31,6 +29,7 @@ class CohereConfig(CausalLMConfig):
     vocab_size: int = 256000
     n_positions: int = 8192
     d_model: int = 8192
+    rope_theta: float = 500000.0
     n_layers: int = 40
     n_heads: int = 64
     d_mlp: int | None = 22528
@@ -46,7 +45,6 @@ class CohereConfig(CausalLMConfig):
     pad_token_id: int | None = 0
 
     model_type = "cohere"
-    architecture = "CohereForCausalLM"
     rows = rows(
         Field("layer_norm_eps", "norm_eps"),
         Field("attention_bias"),
@@ -61,19 +59,17 @@ class Cohere(CausalLM):
     """A Command R, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = CohereConfig
-
-    def __init__(self, config: CohereConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
 class Cohere2Config(CohereConfig):
     """The sizes of a Command R7B. The defaults are those of transformers. See `CausalLMConfig`."""
 
+    rope_theta: float = 10000.0
     window: int | None = 4096
 
     model_type = "cohere2"
-    architecture = "Cohere2ForCausalLM"
     window_period = 4
     rows = rows(
         Field("layer_norm_eps", "norm_eps"),
@@ -107,6 +103,4 @@ class Cohere2(CausalLM):
     """A Command R7B, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Cohere2Config
-
-    def __init__(self, config: Cohere2Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

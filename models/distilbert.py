@@ -7,11 +7,9 @@ github.com/huggingface/transformers.
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from jaxtyping import PRNGKeyArray
-
 from ._kinds import RATE, TEXT
-from .encoder import Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier
-from .hf import Classes, ConfigReader, Field, ModelType, Only, Tokens
+from .encoder import Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier, rows
+from .hf import ConfigReader, Field, published
 
 
 @dataclass(frozen=True)
@@ -33,50 +31,39 @@ class DistilBertConfig(EncoderConfig):
     has_transform = True
     names = Names(
         base="distilbert.",
-        encoder=MappingProxyType(
-            {
-                "embedding": "embeddings.word_embeddings",
-                "positions": "embeddings.position_embeddings.weight",
-                "norm": "embeddings.LayerNorm",
-            }
-        ),
+        encoder={
+            "embedding": "embeddings.word_embeddings",
+            "positions": "embeddings.position_embeddings.weight",
+            "norm": "embeddings.LayerNorm",
+        },
         layers="transformer.layer.{}.",
-        block=MappingProxyType(
-            {
-                "attention.query": "attention.q_lin",
-                "attention.key": "attention.k_lin",
-                "attention.value": "attention.v_lin",
-                "attention.output": "attention.out_lin",
-                "attention_norm": "sa_layer_norm",
-                "mlp.up": "ffn.lin1",
-                "mlp.down": "ffn.lin2",
-                "mlp_norm": "output_layer_norm",
-            }
-        ),
-        masked=MappingProxyType(
-            {"transform": "vocab_transform", "norm": "vocab_layer_norm", "logits_bias": "vocab_projector.bias"}
-        ),
-        texts=MappingProxyType({"transform": "pre_classifier", "classifier": "classifier"}),
+        block={
+            "attention.query": "attention.q_lin",
+            "attention.key": "attention.k_lin",
+            "attention.value": "attention.v_lin",
+            "attention.output": "attention.out_lin",
+            "attention_norm": "sa_layer_norm",
+            "mlp.up": "ffn.lin1",
+            "mlp.down": "ffn.lin2",
+            "mlp_norm": "output_layer_norm",
+        },
+        masked={"transform": "vocab_transform", "norm": "vocab_layer_norm", "logits_bias": "vocab_projector.bias"},
+        texts={"transform": "pre_classifier", "classifier": "classifier"},
         heads=("vocab_*", "pre_classifier.*", "classifier.*", "qa_outputs.*"),
         unused=(),
         decoder="vocab_projector",
     )
-    rows = (
-        ModelType({"distilbert": {}}),
-        Only("tie_word_embeddings", True),
-        Field("vocab_size"),
-        Field("max_position_embeddings", "n_positions"),
+    rows = rows(
+        {"distilbert": {}},
         Field("dim", "d_model"),
         Field("hidden_dim", "d_ff"),
         Field("n_layers", via=ConfigReader.layers),
         Field("n_heads"),
-        Classes(),
         Field("activation", kind=TEXT),
         Field("dropout", kind=RATE),
         Field("attention_dropout", kind=RATE),
         Field("seq_classif_dropout", "classifier_dropout", RATE),
-        Tokens(),
-        Field("initializer_range", "init_std"),
+        without=("n_token_types", "layer_norm_eps"),
     )
     aliases = MappingProxyType({"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"})
 
@@ -85,53 +72,32 @@ class DistilBertConfig(EncoderConfig):
         """The dropout rate before the last layer of a classifier of tokens."""
         return self.dropout
 
-    @classmethod
-    def distilbert_base_uncased(cls) -> "DistilBertConfig":
-        """The published DistilBERT for lower-case English, with 66 million parameters."""
-        return cls()
-
-    @classmethod
-    def distilbert_base_cased(cls) -> "DistilBertConfig":
-        """The published DistilBERT for English, with 65 million parameters."""
-        return cls(vocab_size=28996)
-
-    @classmethod
-    def distilbert_base_multilingual_cased(cls) -> "DistilBertConfig":
-        """The published DistilBERT for 104 languages, with 135 million parameters."""
-        return cls(vocab_size=119547)
+    sizes = published({"uncased": {}, "cased": {"vocab_size": 28996}, "multilingual-cased": {"vocab_size": 119547}})
 
 
 class DistilBert(Encoder):
     """DistilBERT without a head, from token ids to hidden states: see `Encoder`."""
 
     config_class = DistilBertConfig
-
-    def __init__(self, config: DistilBertConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = Encoder.__init__
 
 
 class DistilBertForMaskedLM(MaskedLM):
     """DistilBERT for masked language modeling: see `MaskedLM`."""
 
     config_class = DistilBertConfig
-
-    def __init__(self, config: DistilBertConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = MaskedLM.__init__
 
 
 class DistilBertForSequenceClassification(SequenceClassifier):
     """DistilBERT with a classification head for texts: see `SequenceClassifier`."""
 
     config_class = DistilBertConfig
-
-    def __init__(self, config: DistilBertConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = SequenceClassifier.__init__
 
 
 class DistilBertForTokenClassification(TokenClassifier):
     """DistilBERT with a classification head for tokens: see `TokenClassifier`."""
 
     config_class = DistilBertConfig
-
-    def __init__(self, config: DistilBertConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = TokenClassifier.__init__

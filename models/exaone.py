@@ -7,9 +7,8 @@ Source: *EXAONE 4.0* (arXiv:2507.11407).
 
 from dataclasses import dataclass
 
-from jaxtyping import PRNGKeyArray
-
-from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, published, rows
+from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, rows
+from .hf import published
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class Exaone4Config(CausalLMConfig):
     bos_token_id: int | None = 0
 
     model_type = "exaone4"
-    architecture = "Exaone4ForCausalLM"
     window_period = 4
     rows = rows(LayerTypes())
     names = Names({"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"})
@@ -55,6 +53,4 @@ class Exaone4(CausalLM):
     """An EXAONE 4, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Exaone4Config
-
-    def __init__(self, config: Exaone4Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

@@ -8,11 +8,9 @@ Sources: *Gemma* (arXiv:2403.08295); *Gemma 2* (arXiv:2408.00118); *Gemma 3* (ar
 
 from dataclasses import dataclass
 
-from jaxtyping import PRNGKeyArray
-
 from ._kinds import POSITIVE, TEXT
-from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, Rope, published, rows
-from .hf import Field, Only
+from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, Rope, rows
+from .hf import Field, Only, published
 
 _BOTH = {
     "post_attention_layernorm": "attention_post_norm",
@@ -65,7 +63,6 @@ class GemmaConfig(CausalLMConfig):
     pad_token_id: int | None = 0
 
     model_type = "gemma"
-    architecture = "GemmaForCausalLM"
     # Old files say "gelu", for which transformers computes the approximation, too.
     rows = rows(
         Field("hidden_act", "activation", TEXT, load=lambda value, known: "gelu_pytorch_tanh" if value == "gelu" else value),
@@ -79,9 +76,7 @@ class Gemma(CausalLM):
     """A Gemma, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = GemmaConfig
-
-    def __init__(self, config: GemmaConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,6 @@ class Gemma2Config(GemmaConfig):
     logit_cap: float | None = 30.0
 
     model_type = "gemma2"
-    architecture = "Gemma2ForCausalLM"
     window_period = 2
     rows = rows(
         Field("hidden_activation", "activation", TEXT),
@@ -115,15 +109,8 @@ class Gemma2Config(GemmaConfig):
         {
             "2b": {},
             "9b": {"d_model": 3584, "d_mlp": 14336, "n_layers": 42, "n_heads": 16, "n_kv_heads": 8},
-            "27b": {
-                "d_model": 4608,
-                "d_mlp": 36864,
-                "n_layers": 46,
-                "n_heads": 32,
-                "n_kv_heads": 16,
-                "head_size": 128,
-                "attention_scale": 144**-0.5,
-            },
+            "27b": {"d_model": 4608, "d_mlp": 36864, "n_layers": 46, "n_heads": 32, "n_kv_heads": 16, "head_size": 128}
+            | {"attention_scale": 144**-0.5},
         }
     )
 
@@ -132,9 +119,7 @@ class Gemma2(CausalLM):
     """A Gemma 2, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Gemma2Config
-
-    def __init__(self, config: Gemma2Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -150,8 +135,13 @@ class Gemma3Config(Gemma2Config):
     logit_cap: float | None = None
 
     model_type = "gemma3_text"
-    architecture = "Gemma3ForCausalLM"
     window_period = 6
+
+    @classmethod
+    def stem(cls) -> str:
+        """Returns the start of the names of transformers' classes, but that of the language model."""
+        return "Gemma3Text"
+
     rows = rows(
         Field("hidden_activation", "activation", TEXT),
         Field("attention_bias"),
@@ -163,26 +153,14 @@ class Gemma3Config(Gemma2Config):
     )
     sizes = published(
         {
-            "270m": {
-                "vocab_size": 262144,
-                "n_positions": 32768,
-                "d_model": 640,
-                "d_mlp": 2048,
-                "n_layers": 18,
-                "n_heads": 4,
-                "n_kv_heads": 1,
-                "window": 512,
-            },
-            "1b": {
-                "vocab_size": 262144,
-                "n_positions": 32768,
-                "d_model": 1152,
-                "d_mlp": 6912,
-                "n_heads": 4,
-                "n_kv_heads": 1,
-                "window": 512,
-            },
-        }
+            "270m": {"d_model": 640, "d_mlp": 2048, "n_layers": 18},
+            "1b": {"d_model": 1152, "d_mlp": 6912},
+        },
+        vocab_size=262144,
+        n_positions=32768,
+        n_heads=4,
+        n_kv_heads=1,
+        window=512,
     )
 
 
@@ -190,6 +168,4 @@ class Gemma3(CausalLM):
     """A Gemma 3 for text, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Gemma3Config
-
-    def __init__(self, config: Gemma3Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

@@ -7,10 +7,8 @@ Source: GLM team 2024, *ChatGLM* (arXiv:2406.12793), and the models' cards, hugg
 
 from dataclasses import dataclass
 
-from jaxtyping import PRNGKeyArray
-
-from .decoder import CausalLM, CausalLMConfig, Names, Rope, published, rows
-from .hf import Field
+from .decoder import CausalLM, CausalLMConfig, Names, Rope, rows
+from .hf import Field, published
 
 _JOINT = {"mlp.gate_up_proj": ("mlp.gate", "mlp.up")}
 _ENDS = (151329, 151336, 151338)
@@ -36,7 +34,6 @@ class GlmConfig(CausalLMConfig):
     pad_token_id: int | None = 151329
 
     model_type = "glm"
-    architecture = "GlmForCausalLM"
     rows = rows(Field("attention_bias"), Rope(has_share=True))
     names = Names(_JOINT)
     sizes = published({"9b": {"norm_eps": 1.5625e-7}})
@@ -46,9 +43,7 @@ class Glm(CausalLM):
     """A GLM-4 of 2024, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = GlmConfig
-
-    def __init__(self, config: GlmConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,6 @@ class Glm4Config(GlmConfig):
     norm_places: str = "both"
 
     model_type = "glm4"
-    architecture = "Glm4ForCausalLM"
     names = Names({**_JOINT, "post_self_attn_layernorm": "attention_post_norm", "post_mlp_layernorm": "mlp_post_norm"})
     sizes = published({"9b": {"n_positions": 32768, "norm_eps": 1e-5}})
 
@@ -67,6 +61,4 @@ class Glm4(CausalLM):
     """A GLM-4-0414, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Glm4Config
-
-    def __init__(self, config: Glm4Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

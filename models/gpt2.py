@@ -8,21 +8,19 @@ Dims: seq = tokens of one example, d = width of the model.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ._kinds import RATE, SIZE, TEXT
-from .decoder import Block, CausalLM, CausalLMConfig, Names, make_attention, make_norm, rows
-from .hf import ConfigReader, Field, Only
+from .decoder import GPT_ALIASES, GPT_ROWS, Block, CausalLM, GPTConfig, Names, make_attention, make_norm, rows
+from .hf import Field, Only, published
 from .nn import Attention, Cache, Stack, check_length, check_segments, norm
 
 
 @dataclass(frozen=True)
-class GPT2Config(CausalLMConfig):
+class GPT2Config(GPTConfig):
     """The sizes and dropout rates of GPT-2. The defaults are those of the smallest published one. See `CausalLMConfig`.
 
     **Arguments:**
@@ -34,17 +32,10 @@ class GPT2Config(CausalLMConfig):
     vocab_size: int = 50257
     n_positions: int = 1024
     d_model: int = 768
-    d_mlp: int | None = None
     n_layers: int = 12
     n_heads: int = 12
     attention_bias: bool = True
     position_offset: int | None = 0
-    norm: str = "layer"
-    norm_bias: bool = True
-    norm_eps: float = 1e-5
-    activation: str = "gelu_new"
-    is_gated: bool = False
-    mlp_bias: bool = True
     is_tied: bool = True
     embedding_dropout: float = 0.1
     attention_dropout: float = 0.1
@@ -58,29 +49,13 @@ class GPT2Config(CausalLMConfig):
     scales_residual = True
     position_scale = 0.5
     rows = rows(
-        Field("activation_function", "activation", TEXT),
         Only("scale_attn_weights", True, is_written=False),
         Only("scale_attn_by_inverse_layer_idx", False, is_written=False),
-        Field("n_positions"),
-        Field("n_embd", "d_model"),
-        Field("n_inner", "d_mlp", SIZE, load=lambda size, known: None if size == 4 * known["d_model"] else size),
-        Field("n_layer", "n_layers", via=ConfigReader.layers),
-        Field("n_head", "n_heads"),
-        Field("embd_pdrop", "embedding_dropout", RATE),
-        Field("attn_pdrop", "attention_dropout", RATE),
-        Field("resid_pdrop", "residual_dropout", RATE),
-        Field("layer_norm_epsilon", "norm_eps"),
+        *GPT_ROWS,
         Field("add_cross_attention", "has_cross_attention"),
         without=("n_kv_heads", "head_size", "rope_theta"),
     )
-    aliases = MappingProxyType(
-        {
-            "hidden_size": "n_embd",
-            "max_position_embeddings": "n_positions",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-        }
-    )
+    aliases = GPT_ALIASES
     names = Names(
         {
             "ln_1": "attention_norm",
@@ -96,34 +71,23 @@ class GPT2Config(CausalLMConfig):
         },
         layers="transformer.h.{}.",
         embedding="transformer.wte",
+        token_score="classifier",
         norm="transformer.ln_f",
-        others=MappingProxyType({"transformer.wpe.weight": "positions"}),
+        others={"transformer.wpe.weight": "positions"},
         is_transposed=True,
         # Attention masks in old files.
         ignored=("*.attn.bias", "*.attn.masked_bias", "*.crossattention.bias", "*.crossattention.masked_bias"),
         # The Hub's first files hold the base model, whose names lack the prefix.
         aliases=((r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),
     )
-
-    @classmethod
-    def gpt2(cls) -> "GPT2Config":
-        """The published GPT-2 with 124 million parameters."""
-        return cls()
-
-    @classmethod
-    def medium(cls) -> "GPT2Config":
-        """The published GPT-2 with 355 million parameters."""
-        return cls(d_model=1024, n_layers=24, n_heads=16)
-
-    @classmethod
-    def large(cls) -> "GPT2Config":
-        """The published GPT-2 with 774 million parameters."""
-        return cls(d_model=1280, n_layers=36, n_heads=20)
-
-    @classmethod
-    def xl(cls) -> "GPT2Config":
-        """The published GPT-2 with 1.6 billion parameters."""
-        return cls(d_model=1600, n_layers=48, n_heads=25)
+    sizes = published(
+        {
+            "124m": {},
+            "355m": {"d_model": 1024, "n_layers": 24, "n_heads": 16},
+            "774m": {"d_model": 1280, "n_layers": 36, "n_heads": 20},
+            "1.6b": {"d_model": 1600, "n_layers": 48, "n_heads": 25},
+        }
+    )
 
 
 class CrossBlock(Block):
@@ -165,7 +129,7 @@ class GPT2(CausalLM):
     """GPT-2, from token ids to the logits of each next token. Call it on one example; `jax.vmap` it over a batch.
 
     ```python
-    model = GPT2(GPT2Config.gpt2(), key=jax.random.key(0))
+    model = GPT2(GPT2Config.of("124m"), key=jax.random.key(0))
     keys = jax.random.split(key, len(ids))
     logits = jax.vmap(lambda ids, key: model(ids, key=key))(ids, keys)
     ```
@@ -176,11 +140,9 @@ class GPT2(CausalLM):
     """
 
     config_class = GPT2Config
+    __init__ = CausalLM.__init__
     block_class = CrossBlock
     architectures = ("GPT2LMHeadModel", "GPT2Model")
-
-    def __init__(self, config: GPT2Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
 
     def __call__(
         self,
@@ -192,20 +154,16 @@ class GPT2(CausalLM):
         memory_mask: Bool[Array, " memory"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq vocab"]:
-        """Returns the logits of the token that follows each of `ids`, given that token and all before it.
+        """Returns the logits of the token that follows each of `ids`, given that token, all before it and a memory.
 
         **Arguments:**
 
-        - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
-        - `mask`: True for tokens, False for padding on either side; None if all are tokens. Positions count tokens only.
-        - `segments`: the segments of a packed row, as `redeqx.data.pack` returns them, in place of a mask. A token attends
-            to its own segment only, positions start again in each, and each may have `n_positions` tokens.
         - `memory`, `memory_mask`: the sequence for the cross-attentions, and True for its rows that are attended to. None if
             there are no cross-attentions.
-        - `key`: for dropout; not needed in inference.
+        - The others are those of every `Decoder`.
 
-        Raises ValueError if there are more ids than positions, for a mask or a memory together with segments, and for a
-        memory without cross-attentions or the reverse.
+        Raises ValueError as a `Decoder` does, for a memory together with segments, and for a memory without cross-attentions
+        or the reverse.
         """
         hidden = self.hidden(ids, mask=mask, segments=segments, memory=memory, memory_mask=memory_mask, key=key)
         return self.logits(hidden)
@@ -238,14 +196,9 @@ class GPT2(CausalLM):
         memory: Float[Array, "memory d"] | None = None,
         memory_mask: Bool[Array, " memory"] | None = None,
     ) -> Cache:
-        """Returns an empty cache for one example of at most `length` tokens, including padding.
+        """Returns an empty cache for one example of at most `length` tokens. Its memory's keys and values are computed here.
 
-        **Arguments:**
-
-        - `memory`, `memory_mask`: as for a call. The memory's keys and values are computed here, once.
-
-        Raises ValueError if `length` exceeds the number of positions, and for a memory without cross-attentions or the
-        reverse.
+        Raises ValueError if `length` exceeds the number of positions, and for a memory as a call does.
         """
         self._check_memory(memory)
         pairs = None

@@ -6,15 +6,13 @@ Sources: Black et al. 2022, *GPT-NeoX-20B* (arXiv:2204.06745); Biderman et al. 2
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from jaxtyping import PRNGKeyArray
-
 from ._kinds import RATE
-from .decoder import ByHead, CausalLM, CausalLMConfig, Names, Rope, published, rows
-from .hf import Field
+from .decoder import ByHead, CausalLM, GPTConfig, Names, Rope, rows
+from .hf import Field, published
 
 
 @dataclass(frozen=True)
-class GPTNeoXConfig(CausalLMConfig):
+class GPTNeoXConfig(GPTConfig):
     """The sizes of a GPT-NeoX. The defaults are those with 20 billion parameters. See `CausalLMConfig`."""
 
     vocab_size: int = 50432
@@ -24,18 +22,12 @@ class GPTNeoXConfig(CausalLMConfig):
     n_heads: int = 64
     attention_bias: bool = True
     rope_share: float = 0.25
-    norm: str = "layer"
-    norm_bias: bool = True
-    norm_eps: float = 1e-5
     is_parallel: bool = True
     activation: str = "gelu"
-    is_gated: bool = False
-    mlp_bias: bool = True
     bos_token_id: int | None = 0
     eos_token_id: int | tuple[int, ...] | None = 2
 
     model_type = "gpt_neox"
-    architecture = "GPTNeoXForCausalLM"
     rows = rows(
         Field("layer_norm_eps", "norm_eps"),
         Field("use_parallel_residual", "is_parallel"),
@@ -56,6 +48,7 @@ class GPTNeoXConfig(CausalLMConfig):
         },
         layers="gpt_neox.layers.{}.",
         embedding="gpt_neox.embed_in",
+        token_score="classifier",
         norm="gpt_neox.final_layer_norm",
         head="embed_out",
         ignored=("*.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),  # in old files
@@ -74,6 +67,4 @@ class GPTNeoX(CausalLM):
     """A GPT-NeoX or Pythia, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = GPTNeoXConfig
-
-    def __init__(self, config: GPTNeoXConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

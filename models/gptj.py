@@ -9,14 +9,11 @@ github.com/kingoflolz/mesh-transformer-jax. Only the initial weights differ from
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
-from jaxtyping import PRNGKeyArray
-
-from ._kinds import RATE, SIZE, TEXT
-from .decoder import CausalLM, CausalLMConfig, Names, rows
-from .hf import ConfigReader, Field, Row
+from ._kinds import SIZE
+from .decoder import GPT_ALIASES, GPT_ROWS, CausalLM, GPTConfig, Names, rows
+from .hf import ConfigReader, Row
 
 
 class _RotaryDim(Row):
@@ -35,52 +32,28 @@ class _RotaryDim(Row):
 
 
 @dataclass(frozen=True)
-class GPTJConfig(CausalLMConfig):
+class GPTJConfig(GPTConfig):
     """The sizes and dropout rates of GPT-J. The defaults are those of the published one. See `CausalLMConfig`."""
 
     vocab_size: int = 50400
-    d_mlp: int | None = None
     n_layers: int = 28
     n_heads: int = 16
     output_bias: bool | None = False
     rope_share: float = 0.25
     is_interleaved: bool = True
-    norm: str = "layer"
-    norm_bias: bool = True
-    norm_eps: float = 1e-5
     is_parallel: bool = True
     shares_norm: bool = True
-    activation: str = "gelu_new"
-    is_gated: bool = False
-    mlp_bias: bool = True
     head_bias: bool = True
     bos_token_id: int | None = 50256
     eos_token_id: int | tuple[int, ...] | None = 50256
 
     model_type = "gptj"
-    architecture = "GPTJForCausalLM"
     rows = rows(
-        Field("activation_function", "activation", TEXT),
-        Field("n_positions"),
-        Field("n_embd", "d_model"),
-        Field("n_inner", "d_mlp", SIZE, load=lambda size, known: None if size == 4 * known["d_model"] else size),
-        Field("n_layer", "n_layers", via=ConfigReader.layers),
-        Field("n_head", "n_heads"),
+        *GPT_ROWS,
         _RotaryDim(),
-        Field("embd_pdrop", "embedding_dropout", RATE),
-        Field("attn_pdrop", "attention_dropout", RATE),
-        Field("resid_pdrop", "residual_dropout", RATE),
-        Field("layer_norm_epsilon", "norm_eps"),
         without=("n_kv_heads", "head_size", "rope_theta"),
     )
-    aliases = MappingProxyType(
-        {
-            "hidden_size": "n_embd",
-            "max_position_embeddings": "n_positions",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-        }
-    )
+    aliases = GPT_ALIASES
     names = Names(
         {
             "ln_1": "attention_norm",
@@ -108,6 +81,4 @@ class GPTJ(CausalLM):
     """GPT-J, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = GPTJConfig
-
-    def __init__(self, config: GPTJConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

@@ -1,15 +1,32 @@
-"""Granite 3: LLaMA with factors of embeddings, scores, residual additions and logits.
+"""Granite 3: LLaMA with factors of embeddings, scores, residual additions and logits; and the same with experts.
 
 Source: Granite team, IBM 2024, *Granite 3.0 Language Models*.
 """
 
 from dataclasses import dataclass
-
-from jaxtyping import PRNGKeyArray
+from typing import Any
 
 from ._kinds import POSITIVE
-from .decoder import CausalLM, CausalLMConfig, published, rows
-from .hf import Field
+from .decoder import CausalLM, CausalLMConfig, Experts, Names, rows
+from .hf import Field, published
+
+_FACTORS = (
+    Field("embedding_multiplier", "embedding_scale", POSITIVE),
+    Field("attention_multiplier", "attention_scale", POSITIVE),
+    Field("residual_multiplier", "residual_scale", POSITIVE),
+    Field("logits_scaling", "logit_divisor", POSITIVE),
+)
+# The fields of all published models.
+_PUBLISHED: dict[str, Any] = {
+    "vocab_size": 49155,
+    "n_kv_heads": 8,
+    "embedding_scale": 12.0,
+    "residual_scale": 0.22,
+    "is_tied": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -19,14 +36,10 @@ class GraniteConfig(CausalLMConfig):
     attention_scale: float | None = 1.0
 
     model_type = "granite"
-    architecture = "GraniteForCausalLM"
     rows = rows(
         Field("attention_bias"),
         Field("mlp_bias"),
-        Field("embedding_multiplier", "embedding_scale", POSITIVE),
-        Field("attention_multiplier", "attention_scale", POSITIVE),
-        Field("residual_multiplier", "residual_scale", POSITIVE),
-        Field("logits_scaling", "logit_divisor", POSITIVE),
+        *_FACTORS,
         without=("head_size",),
     )
     sizes = published(
@@ -34,19 +47,12 @@ class GraniteConfig(CausalLMConfig):
             "3.1-2b": {"d_model": 2048, "d_mlp": 8192, "rope_theta": 5e6, "attention_scale": 1 / 64, "logit_divisor": 8.0},
             "3.1-8b": {"d_mlp": 12800, "attention_scale": 1 / 128, "logit_divisor": 16.0},
         },
-        vocab_size=49155,
         n_positions=131072,
         n_layers=40,
         n_heads=32,
-        n_kv_heads=8,
         rope_theta=10000000.0,
         norm_eps=1e-5,
-        embedding_scale=12.0,
-        residual_scale=0.22,
-        is_tied=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
+        **_PUBLISHED,
     )
 
 
@@ -54,6 +60,47 @@ class Granite(CausalLM):
     """A Granite 3, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = GraniteConfig
+    __init__ = CausalLM.__init__
 
-    def __init__(self, config: GraniteConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+
+@dataclass(frozen=True)
+class GraniteMoeConfig(GraniteConfig):
+    """The sizes of a Granite 3 with experts of width `d_mlp`. The defaults are those of transformers. See
+    `CausalLMConfig`."""
+
+    n_experts: int = 8
+    n_chosen: int = 2
+
+    model_type = "granitemoe"
+    rows = rows(
+        Field("attention_bias"),
+        *_FACTORS,
+        Field("num_local_experts", "n_experts"),
+        Field("num_experts_per_tok", "n_chosen"),
+        without=("head_size",),
+    )
+    names = Names(
+        {
+            "block_sparse_moe.router.layer": "mlp.router",
+            "block_sparse_moe.input_linear": Experts(("mlp.experts.gate", "mlp.experts.up")),
+            "block_sparse_moe.output_linear": Experts(("mlp.experts.down",)),
+        },
+        experts="block_sparse_moe.experts",
+    )
+    sizes = published(
+        {
+            "3.0-1b-a400m": {"d_model": 1024, "n_layers": 24, "n_heads": 16, "n_experts": 32, "logit_divisor": 6.0},
+        },
+        n_positions=4096,
+        d_mlp=512,
+        n_chosen=8,
+        attention_scale=1 / 64,
+        **_PUBLISHED,
+    )
+
+
+class GraniteMoe(CausalLM):
+    """A Granite 3 with experts, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = GraniteMoeConfig
+    __init__ = CausalLM.__init__

@@ -7,10 +7,8 @@ head's dims with the second half, instead of each even dim with the next.
 
 from dataclasses import dataclass, replace
 
-from jaxtyping import PRNGKeyArray
-
-from .decoder import CausalLM, CausalLMConfig, rows, sized
-from .hf import Field
+from .decoder import CausalLM, CausalLMConfig, rows
+from .hf import Field, sized
 from .nn import Llama3Scaling, check_heads
 
 _LLAMA3 = {"8b": {"d_mlp": 14336}, "70b": {"d_model": 8192, "d_mlp": 28672, "n_layers": 80, "n_heads": 64}}
@@ -21,7 +19,6 @@ class LlamaConfig(CausalLMConfig):
     """The sizes of a LLaMA. The defaults are those of the first one with 7 billion parameters. See `CausalLMConfig`."""
 
     model_type = "llama"
-    architecture = "LlamaForCausalLM"
     rows = rows(Field("attention_bias"), Field("mlp_bias"))
 
     def __post_init__(self) -> None:
@@ -75,6 +72,4 @@ class Llama(CausalLM):
     """A LLaMA, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = LlamaConfig
-
-    def __init__(self, config: LlamaConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

@@ -6,10 +6,8 @@ Sources: Jiang et al. 2023, *Mistral 7B* (arXiv:2310.06825); Jiang et al. 2024, 
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from jaxtyping import PRNGKeyArray
-
-from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, Window, published, rows
-from .hf import Field, Only
+from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, Window, rows
+from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,6 @@ class MistralConfig(CausalLMConfig):
     window: int | None = 4096
 
     model_type = "mistral"
-    architecture = "MistralForCausalLM"
     rows = rows(Window())
     sizes = published({"7b": {}}, n_positions=32768, norm_eps=1e-5)  # the first one, of September 2023
 
@@ -31,9 +28,7 @@ class Mistral(CausalLM):
     """A Mistral, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = MistralConfig
-
-    def __init__(self, config: MistralConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,6 @@ class MinistralConfig(MistralConfig):
     `CausalLMConfig`."""
 
     model_type = "ministral"
-    architecture = "MinistralForCausalLM"
     rows = rows(LayerTypes())
     sizes = published({})
 
@@ -51,9 +45,7 @@ class Ministral(CausalLM):
     """A Ministral, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = MinistralConfig
-
-    def __init__(self, config: MinistralConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,6 @@ class MixtralConfig(CausalLMConfig):
     n_chosen: int = 2
 
     model_type = "mixtral"
-    architecture = "MixtralForCausalLM"
     rows = rows(
         Window(),
         Field("num_local_experts", "n_experts"),
@@ -104,6 +95,4 @@ class Mixtral(CausalLM):
     """A Mixtral, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = MixtralConfig
-
-    def __init__(self, config: MixtralConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

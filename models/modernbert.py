@@ -5,22 +5,13 @@ code, github.com/AnswerDotAI/ModernBERT. It differs from that code in one point:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from jaxtyping import PRNGKeyArray
-
 from ._kinds import OBJECT, POSITIVE, RATE, SIZE, TEXT
-from .encoder import (
-    Encoder,
-    EncoderConfig,
-    MaskedLM,
-    Names,
-    SequenceClassifier,
-    TokenClassifier,
-)
-from .hf import Classes, ConfigReader, Field, ModelType, Only, Row, Tokens
+from .encoder import Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier, rows
+from .hf import ConfigReader, Field, Only, Row, published
 from .nn import check_rates
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
@@ -124,38 +115,26 @@ class ModernBertConfig(EncoderConfig):
     has_transform = has_head_norm = True
     names = Names(
         base="model.",
-        encoder=MappingProxyType(
-            {"embedding": "embeddings.tok_embeddings", "norm": "embeddings.norm", "final_norm": "final_norm"}
-        ),
+        encoder={"embedding": "embeddings.tok_embeddings", "norm": "embeddings.norm", "final_norm": "final_norm"},
         layers="layers.{}.",
-        block=MappingProxyType(
-            {
-                "attention_norm": "attn_norm",
-                "attention.query attention.key attention.value": "attn.Wqkv",
-                "attention.output": "attn.Wo",
-                "mlp_norm": "mlp_norm",
-                "mlp.gate mlp.up": "mlp.Wi",
-                "mlp.down": "mlp.Wo",
-            }
-        ),
-        masked=MappingProxyType({"transform": "head.dense", "norm": "head.norm", "logits_bias": "decoder.bias"}),
-        texts=MappingProxyType({"transform": "head.dense", "norm": "head.norm", "classifier": "classifier"}),
-        tokens=MappingProxyType({"transform": "head.dense", "norm": "head.norm", "classifier": "classifier"}),
+        block={
+            "attention_norm": "attn_norm",
+            "attention.query attention.key attention.value": "attn.Wqkv",
+            "attention.output": "attn.Wo",
+            "mlp_norm": "mlp_norm",
+            "mlp.gate mlp.up": "mlp.Wi",
+            "mlp.down": "mlp.Wo",
+        },
+        masked={"transform": "head.dense", "norm": "head.norm", "logits_bias": "decoder.bias"},
+        texts={"transform": "head.dense", "norm": "head.norm", "classifier": "classifier"},
+        tokens={"transform": "head.dense", "norm": "head.norm", "classifier": "classifier"},
         heads=("head.*", "decoder.*", "classifier.*"),
         unused=(),
         decoder="decoder",
         aliases=(),
     )
-    rows = (
-        ModelType({"modernbert": {}}),
-        Only("tie_word_embeddings", True),
-        Field("vocab_size"),
-        Field("max_position_embeddings", "n_positions"),
-        Field("hidden_size", "d_model"),
-        Field("intermediate_size", "d_ff"),
-        Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
-        Field("num_attention_heads", "n_heads"),
-        Classes(),
+    rows = rows(
+        {"modernbert": {}},
         Field("hidden_activation", "activation", TEXT),
         _LayerTypes(),
         _Rope(),
@@ -174,13 +153,11 @@ class ModernBertConfig(EncoderConfig):
         Field("embedding_dropout", "dropout", RATE),
         Field("attention_dropout", kind=RATE),
         Field("mlp_dropout", kind=RATE),
-        Field("classifier_dropout", kind=RATE),
         Only("classifier_pooling", "cls", "mean", name="pooling"),
         Field("classifier_activation", "head_activation", TEXT),
         Field("classifier_bias", "head_bias"),
         Field("decoder_bias", "logits_bias"),
-        Tokens(),
-        Field("initializer_range", "init_std"),
+        without=("n_token_types",),
     )
 
     def __post_init__(self) -> None:
@@ -202,57 +179,39 @@ class ModernBertConfig(EncoderConfig):
         """The dropout rates of the attention's output, inside the MLP, and of its output."""
         return self.attention_dropout, self.mlp_dropout, 0.0
 
+    masked_activation = property(lambda config: config.head_activation)
+
     @property
     def output_std(self) -> float:
         """The standard deviation of the initial weights of layers that add to the residual stream, and of heads."""
         return self.init_std * (2 * self.n_layers) ** -0.5
 
-    def without_dropout(self) -> "ModernBertConfig":
-        """The same config without dropout."""
-        return replace(super().without_dropout(), mlp_dropout=0.0)
-
-    @classmethod
-    def modernbert_base(cls) -> "ModernBertConfig":
-        """The published ModernBERT for English and code, with 149 million parameters."""
-        return cls()
-
-    @classmethod
-    def modernbert_large(cls) -> "ModernBertConfig":
-        """The published ModernBERT for English and code, with 395 million parameters."""
-        return cls(d_model=1024, d_ff=2624, n_layers=28, n_heads=16)
+    sizes = published({"base": {}, "large": {"d_model": 1024, "d_ff": 2624, "n_layers": 28, "n_heads": 16}})
 
 
 class ModernBert(Encoder):
     """ModernBERT without a head, from token ids to hidden states: see `Encoder`."""
 
     config_class = ModernBertConfig
-
-    def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = Encoder.__init__
 
 
 class ModernBertForMaskedLM(MaskedLM):
     """ModernBERT for masked language modeling: see `MaskedLM`."""
 
     config_class = ModernBertConfig
-
-    def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = MaskedLM.__init__
 
 
 class ModernBertForSequenceClassification(SequenceClassifier):
     """ModernBERT with a classification head for texts: see `SequenceClassifier`."""
 
     config_class = ModernBertConfig
-
-    def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = SequenceClassifier.__init__
 
 
 class ModernBertForTokenClassification(TokenClassifier):
     """ModernBERT with a classification head for tokens: see `TokenClassifier`."""
 
     config_class = ModernBertConfig
-
-    def __init__(self, config: ModernBertConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = TokenClassifier.__init__

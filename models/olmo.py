@@ -7,10 +7,8 @@ Sources: *OLMo* (arXiv:2402.00838); *2 OLMo 2 Furious* (arXiv:2501.00656); *Olmo
 
 from dataclasses import dataclass
 
-from jaxtyping import PRNGKeyArray
-
-from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, Rope, published, rows
-from .hf import Field, Only
+from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, Rope, rows
+from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,6 @@ class OlmoConfig(CausalLMConfig):
     pad_token_id: int | None = 1
 
     model_type = "olmo"
-    architecture = "OlmoForCausalLM"
     rows = rows(Field("attention_bias"), Only("clip_qkv", None), without=("norm_eps",))
     sizes = published({"1b": {"d_model": 2048, "d_mlp": 8192, "n_layers": 16, "n_heads": 16, "is_tied": True}, "7b": {}})
 
@@ -34,9 +31,7 @@ class Olmo(CausalLM):
     """An OLMo 1, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = OlmoConfig
-
-    def __init__(self, config: OlmoConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,6 @@ class Olmo2Config(OlmoConfig):
     head_norm: str | None = "all"
 
     model_type = "olmo2"
-    architecture = "Olmo2ForCausalLM"
     rows = rows(Field("attention_bias"))
     names = Names(
         {
@@ -76,9 +70,7 @@ class Olmo2(CausalLM):
     """An OLMo 2, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Olmo2Config
-
-    def __init__(self, config: Olmo2Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -90,7 +82,6 @@ class Olmo3Config(Olmo2Config):
     window: int | None = 4096
 
     model_type = "olmo3"
-    architecture = "Olmo3ForCausalLM"
     window_period = 4
     rows = rows(Field("attention_bias"), LayerTypes(), Rope(has_local=True))
     sizes = published(
@@ -110,6 +101,4 @@ class Olmo3(CausalLM):
     """An OLMo 3, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Olmo3Config
-
-    def __init__(self, config: Olmo3Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

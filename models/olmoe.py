@@ -5,10 +5,8 @@ Source: *OLMoE: Open Mixture-of-Experts Language Models* (arXiv:2409.02060).
 
 from dataclasses import dataclass
 
-from jaxtyping import PRNGKeyArray
-
-from .decoder import CausalLM, CausalLMConfig, Names, published, rows
-from .hf import Field, Only
+from .decoder import CausalLM, CausalLMConfig, Names, expert_names, rows
+from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class OlmoeConfig(CausalLMConfig):
     pad_token_id: int | None = 1
 
     model_type = "olmoe"
-    architecture = "OlmoeForCausalLM"
     rows = rows(
         Field("attention_bias"),
         Field("num_experts", "n_experts"),
@@ -40,14 +37,7 @@ class OlmoeConfig(CausalLMConfig):
         Only("clip_qkv", None),
         without=("head_size",),
     )
-    names = Names(
-        {
-            "mlp.gate": "mlp.router",
-            "mlp.experts.{}.gate_proj": "mlp.experts.gate",
-            "mlp.experts.{}.up_proj": "mlp.experts.up",
-            "mlp.experts.{}.down_proj": "mlp.experts.down",
-        }
-    )
+    names = Names(expert_names())
     sizes = published({"1b-7b": {"d_mlp": 1024}})
 
 
@@ -55,6 +45,4 @@ class Olmoe(CausalLM):
     """An OLMoE, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = OlmoeConfig
-
-    def __init__(self, config: OlmoeConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

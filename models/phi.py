@@ -6,17 +6,15 @@ Sources: *Textbooks Are All You Need* (arXiv:2306.11644, arXiv:2309.05463); *Phi
 
 from dataclasses import dataclass
 
-from jaxtyping import PRNGKeyArray
-
 from ._kinds import RATE
-from .decoder import CausalLM, CausalLMConfig, Names, Rope, Window, published, rows
-from .hf import Field, Only
+from .decoder import CausalLM, CausalLMConfig, GPTConfig, Names, Rope, Window, rows
+from .hf import Field, Only, published
 
 _DROPOUT = (Field("embd_pdrop", "embedding_dropout", RATE), Field("resid_pdrop", "residual_dropout", RATE))
 
 
 @dataclass(frozen=True)
-class PhiConfig(CausalLMConfig):
+class PhiConfig(GPTConfig):
     """The sizes of a Phi-1, 1.5 or 2. The defaults are those of transformers. See `CausalLMConfig`."""
 
     vocab_size: int = 51200
@@ -25,18 +23,11 @@ class PhiConfig(CausalLMConfig):
     n_layers: int = 24
     attention_bias: bool = True
     rope_share: float = 0.5
-    norm: str = "layer"
-    norm_bias: bool = True
-    norm_eps: float = 1e-5
     is_parallel: bool = True
     shares_norm: bool = True
-    activation: str = "gelu_new"
-    is_gated: bool = False
-    mlp_bias: bool = True
     head_bias: bool = True
 
     model_type = "phi"
-    architecture = "PhiForCausalLM"
     rows = rows(
         Field("layer_norm_eps", "norm_eps"),
         Rope(has_share=True),
@@ -62,9 +53,7 @@ class Phi(CausalLM):
     """A Phi-1, 1.5 or 2, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = PhiConfig
-
-    def __init__(self, config: PhiConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,6 @@ class Phi3Config(CausalLMConfig):
     pad_token_id: int | None = 32000
 
     model_type = "phi3"
-    architecture = "Phi3ForCausalLM"
     rows = rows(
         Rope(has_share=True, kinds=("default", "longrope"), n_original=4096),
         Window(),
@@ -118,6 +106,4 @@ class Phi3(CausalLM):
     """A Phi-3 or 4, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Phi3Config
-
-    def __init__(self, config: Phi3Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

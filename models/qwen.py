@@ -1,18 +1,15 @@
-"""Qwen2, Qwen3 and Qwen3-MoE: LLaMA with biases, with norms of each head, and with experts.
+"""Qwen2 and Qwen3: LLaMA with biases, and with norms of each head.
 
 Sources: *Qwen2* (arXiv:2407.10671); *Qwen3* (arXiv:2505.09388).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
-from jaxtyping import PRNGKeyArray
-
 from ._kinds import COUNT, SIZE
-from .decoder import CausalLM, CausalLMConfig, Names, layer_types, published, read_layer_types, rows
-from .hf import ConfigReader, Field, Only, Row
+from .decoder import CausalLM, CausalLMConfig, layer_types, read_layer_types, rows
+from .hf import ConfigReader, Field, Row, published
 
 
 class _Windows(Row):
@@ -55,22 +52,14 @@ class Qwen2Config(CausalLMConfig):
     eos_token_id: int | tuple[int, ...] | None = None
 
     model_type = "qwen2"
-    architecture = "Qwen2ForCausalLM"
     rows = rows(_Windows())
     sizes = published(
         {
             "0.5b": {"d_model": 896, "d_mlp": 4864, "n_layers": 24, "n_heads": 14, "n_kv_heads": 2, "is_tied": True},
             "1.5b": {"d_model": 1536, "d_mlp": 8960, "n_layers": 28, "n_heads": 12, "n_kv_heads": 2, "is_tied": True},
             "7b": {"vocab_size": 152064, "d_model": 3584, "d_mlp": 18944, "n_layers": 28, "n_heads": 28, "n_kv_heads": 4},
-            "72b": {
-                "vocab_size": 152064,
-                "d_model": 8192,
-                "d_mlp": 29568,
-                "n_layers": 80,
-                "n_heads": 64,
-                "n_kv_heads": 8,
-                "norm_eps": 1e-5,
-            },
+            "72b": {"vocab_size": 152064, "d_model": 8192, "d_mlp": 29568, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8}
+            | {"norm_eps": 1e-5},
         },
         n_positions=131072,
         rope_theta=1e6,
@@ -83,9 +72,7 @@ class Qwen2(CausalLM):
     """A Qwen2, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Qwen2Config
-
-    def __init__(self, config: Qwen2Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -102,7 +89,6 @@ class Qwen3Config(CausalLMConfig):
     eos_token_id: int | tuple[int, ...] | None = None
 
     model_type = "qwen3"
-    architecture = "Qwen3ForCausalLM"
     rows = rows(Field("attention_bias"), _Windows())
     sizes = published(
         {
@@ -125,67 +111,4 @@ class Qwen3(CausalLM):
     """A Qwen3, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Qwen3Config
-
-    def __init__(self, config: Qwen3Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
-
-
-@dataclass(frozen=True)
-class Qwen3MoeConfig(CausalLMConfig):
-    """The sizes of a Qwen3 with experts, of width `d_mlp`. The defaults are those of transformers. See `CausalLMConfig`."""
-
-    vocab_size: int = 151936
-    n_positions: int = 32768
-    d_model: int = 2048
-    d_mlp: int | None = 768
-    n_layers: int = 24
-    n_kv_heads: int | None = 4
-    head_norm: str | None = "head"
-    n_experts: int = 128
-    n_chosen: int = 8
-    renormalize: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
-
-    model_type = "qwen3_moe"
-    architecture = "Qwen3MoeForCausalLM"
-    rows = rows(
-        Field("moe_intermediate_size", "d_mlp"),
-        Field("attention_bias"),
-        Field("num_experts", "n_experts"),
-        Field("num_experts_per_tok", "n_chosen"),
-        Field("norm_topk_prob", "renormalize"),
-        Only("decoder_sparse_step", 1),
-        Only("mlp_only_layers", [], None),
-        Only("use_sliding_window", False),
-    )
-    aliases = MappingProxyType({"num_local_experts": "num_experts"})
-    names = Names(
-        {
-            "mlp.gate": "mlp.router",
-            "mlp.experts.{}.gate_proj": "mlp.experts.gate",
-            "mlp.experts.{}.up_proj": "mlp.experts.up",
-            "mlp.experts.{}.down_proj": "mlp.experts.down",
-        }
-    )
-    sizes = published(
-        {
-            "30b-a3b": {"n_layers": 48},
-            "235b-a22b": {"d_model": 4096, "d_mlp": 1536, "n_layers": 94, "n_heads": 64},
-        },
-        n_positions=40960,
-        head_size=128,
-        rope_theta=1e6,
-        renormalize=True,
-        bos_token_id=151643,
-        eos_token_id=151645,
-    )
-
-
-class Qwen3Moe(CausalLM):
-    """A Qwen3 with experts, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Qwen3MoeConfig
-
-    def __init__(self, config: Qwen3MoeConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

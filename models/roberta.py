@@ -6,14 +6,15 @@ github.com/facebookresearch/fairseq, a token's row of positions is the number of
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from jaxtyping import PRNGKeyArray
+from .encoder import BERT, Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier, rows
+from .hf import Field, published
 
-from .encoder import Encoder, EncoderConfig, MaskedLM, Names, SequenceClassifier, TokenClassifier, rows
-from .hf import Field
+_LARGE = {"d_model": 1024, "d_ff": 4096, "n_layers": 24, "n_heads": 16}
+_XLM = {"vocab_size": 250002, "model_type": "xlm-roberta"}
 
 
 def _n_positions(n_rows: int, known: Mapping[str, Any]) -> int:
@@ -47,14 +48,15 @@ class RobertaConfig(EncoderConfig):
     has_transform = drops_twice = True
     names = Names(
         base="roberta.",
-        masked=MappingProxyType({"transform": "lm_head.dense", "norm": "lm_head.layer_norm", "logits_bias": "lm_head.bias"}),
-        texts=MappingProxyType({"transform": "classifier.dense", "classifier": "classifier.out_proj"}),
+        masked={"transform": "lm_head.dense", "norm": "lm_head.layer_norm", "logits_bias": "lm_head.bias"},
+        texts={"transform": "classifier.dense", "classifier": "classifier.out_proj"},
         heads=("lm_head.*", "classifier.*"),
         unused=(),
         decoder="lm_head.decoder",
     )
     rows = rows(
         {"roberta": {}, "xlm-roberta": {"vocab_size": 30522}},
+        *BERT,
         Field(
             "max_position_embeddings",
             "n_positions",
@@ -63,59 +65,37 @@ class RobertaConfig(EncoderConfig):
             save=lambda config: config.n_positions + config.first_position,
         ),
     )
-
-    @classmethod
-    def roberta_base(cls) -> "RobertaConfig":
-        """The published RoBERTa for English, with 125 million parameters."""
-        return cls(n_positions=512, n_token_types=1, layer_norm_eps=1e-5)
-
-    @classmethod
-    def roberta_large(cls) -> "RobertaConfig":
-        """The published RoBERTa for English, with 355 million parameters."""
-        return replace(cls.roberta_base(), d_model=1024, d_ff=4096, n_layers=24, n_heads=16)
-
-    @classmethod
-    def xlm_roberta_base(cls) -> "RobertaConfig":
-        """The published XLM-RoBERTa for 100 languages, with 278 million parameters."""
-        return replace(cls.roberta_base(), vocab_size=250002, model_type="xlm-roberta")
-
-    @classmethod
-    def xlm_roberta_large(cls) -> "RobertaConfig":
-        """The published XLM-RoBERTa for 100 languages, with 560 million parameters."""
-        return replace(cls.roberta_large(), vocab_size=250002, model_type="xlm-roberta")
+    sizes = published(
+        {"base": {}, "large": _LARGE, "xlm-base": _XLM, "xlm-large": {**_LARGE, **_XLM}},
+        n_positions=512,
+        n_token_types=1,
+        layer_norm_eps=1e-5,
+    )
 
 
 class Roberta(Encoder):
     """RoBERTa without a head, from token ids to hidden states: see `Encoder`."""
 
     config_class = RobertaConfig
-
-    def __init__(self, config: RobertaConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = Encoder.__init__
 
 
 class RobertaForMaskedLM(MaskedLM):
     """RoBERTa for masked language modeling: see `MaskedLM`."""
 
     config_class = RobertaConfig
-
-    def __init__(self, config: RobertaConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = MaskedLM.__init__
 
 
 class RobertaForSequenceClassification(SequenceClassifier):
     """RoBERTa with a classification head for texts: see `SequenceClassifier`."""
 
     config_class = RobertaConfig
-
-    def __init__(self, config: RobertaConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = SequenceClassifier.__init__
 
 
 class RobertaForTokenClassification(TokenClassifier):
     """RoBERTa with a classification head for tokens: see `TokenClassifier`."""
 
     config_class = RobertaConfig
-
-    def __init__(self, config: RobertaConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = TokenClassifier.__init__

@@ -5,11 +5,9 @@ Source: the model's card, huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct.
 
 from dataclasses import dataclass
 
-from jaxtyping import PRNGKeyArray
-
 from ._kinds import RATE
-from .decoder import CausalLM, CausalLMConfig, published, rows
-from .hf import Field
+from .decoder import CausalLM, CausalLMConfig, rows
+from .hf import Field, published
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class SeedOssConfig(CausalLMConfig):
     pad_token_id: int | None = 1
 
     model_type = "seed_oss"
-    architecture = "SeedOssForCausalLM"
     rows = rows(
         Field("attention_bias"),
         Field("attention_out_bias", "output_bias"),
@@ -45,6 +42,4 @@ class SeedOss(CausalLM):
     """A Seed-OSS, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = SeedOssConfig
-
-    def __init__(self, config: SeedOssConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

@@ -8,7 +8,7 @@ Dims: seq = tokens of one text, d = width of the transformer, size = width of an
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,6 @@ class DenseConfig(FolderConfig):
     out_size: int
     use_bias: bool = True
     activation: str = "torch.nn.modules.activation.Tanh"
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     rows = (
         Field("in_features", "in_size", default=None, via=_size),

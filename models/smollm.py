@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import PRNGKeyArray
-
 from ._kinds import SIZE
-from .decoder import CausalLM, CausalLMConfig, every, published, rows
-from .hf import ConfigReader, Field, Only, Row
+from .decoder import CausalLM, CausalLMConfig, every, rows
+from .hf import ConfigReader, Field, Only, Row, published
 
 
 class _Unrotated(Row):
@@ -52,7 +50,6 @@ class SmolLM3Config(CausalLMConfig):
     pad_token_id: int | None = 128004
 
     model_type = "smollm3"
-    architecture = "SmolLM3ForCausalLM"
     unrotated_period = 4
     rows = rows(
         _Unrotated(),
@@ -68,6 +65,4 @@ class SmolLM3(CausalLM):
     """A SmolLM3, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = SmolLM3Config
-
-    def __init__(self, config: SmolLM3Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

@@ -5,11 +5,9 @@ Source: *Stable LM 2 1.6B Technical Report* (arXiv:2402.17834).
 
 from dataclasses import dataclass
 
-from jaxtyping import PRNGKeyArray
-
 from ._kinds import RATE
-from .decoder import CausalLM, CausalLMConfig, Rope, published, rows
-from .hf import Field, Only
+from .decoder import CausalLM, CausalLMConfig, Rope, rows
+from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,6 @@ class StableLmConfig(CausalLMConfig):
     eos_token_id: int | tuple[int, ...] | None = 0
 
     model_type = "stablelm"
-    architecture = "StableLmForCausalLM"
     rows = rows(
         Rope(has_share=True),
         Field("layer_norm_eps", "norm_eps"),
@@ -58,6 +55,4 @@ class StableLm(CausalLM):
     """A StableLM, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = StableLmConfig
-
-    def __init__(self, config: StableLmConfig, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

@@ -5,15 +5,13 @@ Source: Lozhkov et al. 2024, *StarCoder 2 and The Stack v2* (arXiv:2402.19173).
 
 from dataclasses import dataclass
 
-from jaxtyping import PRNGKeyArray
-
 from ._kinds import RATE
-from .decoder import CausalLM, CausalLMConfig, Names, Shared, Window, published, rows
-from .hf import Field
+from .decoder import CausalLM, GPTConfig, Names, Shared, Window, rows
+from .hf import Field, published
 
 
 @dataclass(frozen=True)
-class Starcoder2Config(CausalLMConfig):
+class Starcoder2Config(GPTConfig):
     """The sizes of a StarCoder2. The defaults are those of transformers. See `CausalLMConfig`."""
 
     vocab_size: int = 49152
@@ -24,19 +22,13 @@ class Starcoder2Config(CausalLMConfig):
     n_heads: int = 24
     n_kv_heads: int | None = 2
     attention_bias: bool = True
-    norm: str = "layer"
-    norm_bias: bool = True
-    norm_eps: float = 1e-5
     activation: str = "gelu_pytorch_tanh"
-    is_gated: bool = False
-    mlp_bias: bool = True
     is_tied: bool = True
     bos_token_id: int | None = 50256
     eos_token_id: int | tuple[int, ...] | None = 50256
     init_std: float = 0.018042
 
     model_type = "starcoder2"
-    architecture = "Starcoder2ForCausalLM"
     rows = rows(
         Field("norm_epsilon", "norm_eps"),
         Field("embedding_dropout", kind=RATE),
@@ -71,6 +63,4 @@ class Starcoder2(CausalLM):
     """A StarCoder2, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Starcoder2Config
-
-    def __init__(self, config: Starcoder2Config, *, key: PRNGKeyArray):
-        super().__init__(config, key=key)
+    __init__ = CausalLM.__init__

@@ -9,10 +9,9 @@ Dims: c = channels, h x w = height and width, latent = channels of the latents.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -21,7 +20,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._kinds import NUMBER, POSITIVE
-from .diffusion import Resnet, apply, check_groups, diffusers, mirrored, size_of_sample, sizes, upsample
+from .diffusion import Resnet, apply, attention, check_groups, diffusers, mirrored, size_of_sample, sizes, upsample
 from .hf import ConfigReader, Field, FolderConfig, Only, Pretrained, Row, WeightMap
 from .nn import Attention, check_sizes
 
@@ -58,7 +57,6 @@ class VAEConfig(FolderConfig):
         decoder.
     - `sample_size`: the height and width of the training images, in pixels, for pipelines. Any size can be encoded.
     - `remat`: whether the backward pass recomputes each residual block.
-    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, and for groups that do not divide the channels.
     """
@@ -76,7 +74,6 @@ class VAEConfig(FolderConfig):
     has_post_quant_conv: bool = True
     sample_size: int | tuple[int, ...] | None = 32
     remat: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_sizes(self, "in_channels", "out_channels", "latent_channels", "layers_per_block", "norm_groups")
@@ -86,6 +83,32 @@ class VAEConfig(FolderConfig):
     def sd(cls) -> "VAEConfig":
         """The autoencoder of Stable Diffusion 1 and 2, with 84 million parameters."""
         return cls(block_channels=(128, 256, 512, 512), layers_per_block=2, sample_size=512)
+
+    @classmethod
+    def sdxl(cls) -> "VAEConfig":
+        """The autoencoder of Stable Diffusion XL, with 84 million parameters."""
+        return replace(cls.sd(), scaling_factor=0.13025, sample_size=1024)
+
+    @classmethod
+    def sd3(cls) -> "VAEConfig":
+        """The autoencoder of Stable Diffusion 3 and 3.5, whose latents have 16 channels, with 84 million parameters."""
+        return replace(
+            cls.sd(),
+            latent_channels=16,
+            scaling_factor=1.5305,
+            shift_factor=0.0609,
+            has_quant_conv=False,
+            has_post_quant_conv=False,
+            sample_size=1024,
+        )
+
+    def to_diffusion(self, latents: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+        """Returns what a diffusion model works on: latents of mean 0 and variance 1."""
+        return (latents - (self.shift_factor or 0.0)) * self.scaling_factor
+
+    def from_diffusion(self, latents: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+        """Returns the latents to decode: the inverse of `to_diffusion`."""
+        return latents / self.scaling_factor + (self.shift_factor or 0.0)
 
     rows = (
         *diffusers("AutoencoderKL"),
@@ -100,6 +123,8 @@ class VAEConfig(FolderConfig):
         Field("norm_num_groups", "norm_groups"),
         Field("scaling_factor", kind=POSITIVE),
         Field("shift_factor", kind=NUMBER),
+        Only("latents_mean", None, is_written=False),
+        Only("latents_std", None, is_written=False),
         Field("mid_block_add_attention", "has_mid_attention"),
         Field("use_quant_conv", "has_quant_conv"),
         Field("use_post_quant_conv", "has_post_quant_conv"),
@@ -145,16 +170,8 @@ class AttentionBlock(eqx.Module):
     attention: Attention
 
     def __init__(self, channels: int, config: VAEConfig, *, key: PRNGKeyArray):
-        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
         self.group_norm = eqx.nn.GroupNorm(config.norm_groups, channels, eps=_EPS)
-        self.attention = Attention(
-            query=eqx.nn.Linear(channels, channels, key=q_key),
-            key=eqx.nn.Linear(channels, channels, key=k_key),
-            value=eqx.nn.Linear(channels, channels, key=v_key),
-            output=eqx.nn.Linear(channels, channels, key=o_key),
-            n_heads=1,
-            n_kv_heads=1,
-        )
+        self.attention = attention(channels, channels, 1, use_bias=True, key=key)
 
     def __call__(self, x: Float[Array, "c h w"]) -> Float[Array, "c h w"]:
         mixed, _ = self.attention(rearrange(self.group_norm(x), "c h w -> (h w) c"))

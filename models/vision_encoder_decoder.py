@@ -7,7 +7,6 @@ models with new cross-attentions. It is the `VisionEncoderDecoderModel` of `tran
 Dims: channels = color channels, memory = 1 + patches of one image, target = tokens of one text, d = width of the decoder.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ class VisionEncoderDecoderConfig(FolderConfig):
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
     - `decoder_start_token_id`: the id of the decoder's first token.
     - `generation`: the folder's defaults for the arguments of `generate`.
-    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for a decoder without cross-attention.
     """
@@ -48,7 +46,6 @@ class VisionEncoderDecoderConfig(FolderConfig):
     pad_token_id: int | None = None
     decoder_start_token_id: int = 50256
     generation: Generation | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.decoder.has_cross_attention:
@@ -61,10 +58,6 @@ class VisionEncoderDecoderConfig(FolderConfig):
     def n_positions(self) -> int:
         """The maximum length of a text, in tokens."""
         return self.decoder.n_positions
-
-    def without_dropout(self) -> "VisionEncoderDecoderConfig":
-        """The same config without dropout in the encoder and the decoder."""
-        return replace(self, encoder=self.encoder.without_dropout(), decoder=self.decoder.without_dropout())
 
     @classmethod
     def vit_gpt2(cls) -> "VisionEncoderDecoderConfig":
@@ -255,36 +248,17 @@ class VisionEncoderDecoder(Pretrained):
         memory: Float[Array, "memory d"],
         memory_mask: Bool[Array, " memory"] | None = None,
     ) -> Cache:
-        """Returns an empty cache for one text of at most `length` tokens, including padding.
-
-        **Arguments:**
-
-        - `memory`: the output of `encode`. Its keys and values are computed here, once.
-        - `memory_mask`: True for its rows that are attended to; None for all, as in a call.
-
-        Raises ValueError if `length` exceeds the number of positions.
-        """
+        """Returns an empty cache for one text. See `EncoderDecoder.init_cache`."""
         return self.decoder.init_cache(length, memory, memory_mask)
 
     def decode(
         self, ids: Int[Array, " target"], cache: Cache, *, mask: Bool[Array, " target"] | None = None, every: bool = False
     ) -> tuple[Float[Array, "*target vocab"], Cache]:
-        """Continues the text in the cache with `ids`: the logits of the token that follows, and the updated cache.
-
-        **Arguments:**
-
-        - `ids`, `mask`: as `decoder_ids` and `decoder_mask` of a call, but with padding on the left only, so that the last
-            id is a token.
-        - `every`: whether to return the logits of the tokens that follow each of `ids`, as a call does.
-        """
+        """Continues the text in the cache with `ids`. See `EncoderDecoder.decode`."""
         return self.decoder.decode(ids, cache, mask=mask, every=every)
 
     def shift_right(self, labels: Integer[Array, " target"]) -> Int[Array, " target"]:
-        """Returns the decoder's inputs for these labels: `decoder_start_token_id`, then all labels but the last. Labels of
-        -100 become padding.
-
-        Raises ValueError if the config has no `pad_token_id`.
-        """
+        """Returns the decoder's inputs for these labels. See `EncoderDecoder.shift_right`."""
         return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id)
 
     @classmethod

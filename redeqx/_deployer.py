@@ -18,6 +18,7 @@ from jaxtyping import PRNGKeyArray
 
 from ._tree import ModelT, PyTree, is_array_like, named_leaves
 from ._version import __version__
+from .compiled import SavedPrograms, program_environment
 from .data import BatchSize, n_slices
 from .distributed import Peers, Preemption, Timeouts, Watch, agree_on_program, start
 from .errors import (
@@ -36,6 +37,7 @@ from .errors import (
 from .machine import (
     Compiler,
     as_zeros,
+    cache_folder,
     compiler_environment,
     dry,
     make_mesh,
@@ -96,6 +98,10 @@ class Deployer(RedcoNames):
         with an unknown rate, such as CPUs.
     - `peak_memory_bytes`: the largest memory use of a device so far, if it reports this.
     - `data_wait`: the share (0 to 1) of the time that the loop waited for a batch.
+    - `goodput`: the share (0 to 1) of the run's time that went into steps which count; `seconds_CAUSE`: its time by cause,
+        also of earlier processes: `steps`, `starting`, `compiling`, `data`, `evaluating`, `saving`, `lost` (steps that were
+        taken again after a kill), `stalled` (from the last record of a killed process to the next Deployer), `other`;
+        `unix_time`: when this was recorded.
 
     In a dry run (`python -m redeqx dry-run`) the devices are those of the described machine, `is_dry_run` is True, and
     nothing is written or tracked.
@@ -113,6 +119,7 @@ class Deployer(RedcoNames):
     preemption: Preemption
     compiler: Compiler
     cache_text: str | None  # the header's text about the compilation cache
+    saved_programs: SavedPrograms | None  # those in the cache folder; in a dry run, those that it saves
     n_keys: int
     n_passes: int  # over examples, by all trainers; numbers the comparisons between processes
 
@@ -156,6 +163,13 @@ class Deployer(RedcoNames):
         # With different XLA settings, processes would compile different collectives and wait for each other.
         _agree(peers, {"jax_seed": jax_seed, **shards, "compiler.settings": str(compiler.settings), "workdir": workdir})
         mesh = make_mesh(**shards, devices=None if described is None else described.machine.devices)
+        if described is not None:
+            cache, saved = None, described.options.get("save")
+        else:
+            cache = start_cache(compiler.cache, mesh.devices.flat[0].platform)
+            saved = SavedPrograms.read(cache_folder())
+            if saved is not None:
+                saved.check_environment(program_environment(mesh))
         staging, is_main = None, peers.index == 0
         if described is not None:
             console = Console(None, verbose=verbose)
@@ -173,11 +187,10 @@ class Deployer(RedcoNames):
             )
         watch, preemption = Watch(peers, timeouts.hang), Preemption(peers)
         is_dry_run = described is not None
-        cache = None if is_dry_run else start_cache(compiler.cache, mesh.devices.flat[0].platform)
         if folder is not None and not is_dry_run:
             preemption.guard()
         self.peers, self.console, self.watch, self.preemption = peers, console, watch, preemption
-        self.compiler, self.cache_text = compiler, cache
+        self.compiler, self.cache_text, self.saved_programs = compiler, cache, saved
         self.n_keys = self.n_passes = 0
         self._mesh, self._workdir, self._jax_seed, self._is_dry_run, self._staging = (
             mesh, folder, jax_seed, is_dry_run, staging
@@ -316,7 +329,7 @@ class Deployer(RedcoNames):
                 f"`make_model`: expected arrays only in the model's leaves, got one in `{path}`: a function's closure or a "
                 "static field cannot keep values of a traced function. Call it yourself instead: `model = make_model()`."
             )
-        if self.is_dry_run:
+        if self.is_dry_run and self.saved_programs is None:
             return as_zeros(shapes)
         if plan is not None:
             plan.check(shapes)
@@ -328,6 +341,10 @@ class Deployer(RedcoNames):
             return jax.tree.leaves(eqx.filter(make_model(), is_array_like))
 
         jitted = jax.jit(make, out_shardings=shardings)
+        if self.is_dry_run and self.saved_programs is not None:
+            with self.saved_programs.saving():
+                jitted.lower().compile()
+            return as_zeros(shapes)
         if self.peers.n > 1:
             agree_on_program(self.peers, "init", jitted.lower())
         leaves = jitted()

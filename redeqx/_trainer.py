@@ -142,6 +142,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
                 "`trainable`: expected at least one trainable leaf, got none of "
                 f"{len(structure.names[1])} arrays. Check the filter and the model."
             )
+        structure.warn_of_twins(model)
         if dtypes.parameters is not None:
             trained, frozen = structure.take(model)
             model = structure.put(dtypes.stored(trained), frozen)
@@ -409,6 +410,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             `"gpu:h100-80gb:2x8"`; the deployer's own devices by default.
         - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, the level of a run. By default `"UNKNOWN"`,
             but for TPUs `"O2"`, which needs the same memory and compiles in half the time; `"O1"` is faster and needs less.
+            `"none"` compiles nothing, and estimates the memory from the trace.
         - `search`: whether to search for a strategy that fits, if this one does not.
         - `fit`: whether to search for the fastest strategy that fits: shards, micro-batches, `remat`.
 
@@ -439,6 +441,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         keep_last: int = 2,
         save_opt_states: bool = True,
         save_float_dtype: Any = None,
+        then: Callable[[Location], None] | None = None,
     ) -> Location:
         """Saves model, optimizer state and position to the workdir; returns the checkpoint's folder.
 
@@ -449,16 +452,22 @@ class Trainer(RedcoNames, Generic[ModelT]):
         - `keep_last`: how many of the newest checkpoints are kept without a name.
         - `save_opt_states`: whether to save what only resuming needs.
         - `save_float_dtype`: floating leaves of the model are cast to it in the file.
+        - `then`: a function of the folder. With it, `save_ckpt` returns as soon as the arrays are copied to the host; a
+            thread writes the files while training continues, and calls `then` when the checkpoint is complete. The next step
+            or save raises its errors.
 
         Raises ValueError without a workdir, OSError if the disk is full; earlier checkpoints stay valid.
         """
         check_float_dtype(save_float_dtype, "save_float_dtype", "Pass None to save what the model has.")
+        if then is not None:
+            check_function(then, "then", ["path"])
         return self._checkpointer.save(
             [name],
             metrics=metrics or {},
             keep_last=keep_last,
             save_opt_states=save_opt_states,
             save_float_dtype=save_float_dtype,
+            then=then,
         )
 
     @filter_traceback
@@ -467,8 +476,9 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         **Arguments:**
 
-        - `name`: a name in the index (`"last"`, `"argmax_accuracy"`), a checkpoint's name, or the path of a
-            checkpoint's folder (`"runs/x/ckpts/step_00000400"`), which needs no workdir.
+        - `name`: a name in the index (`"last"`, `"argmax_accuracy"`), a checkpoint's name, or a path, which needs no
+            workdir: a checkpoint's folder (`"runs/x/ckpts/step_00000400"`), a name in another index
+            (`"runs/x/ckpts/last"`), or another workdir, for its newest checkpoint.
         - `load_opt_states`: whether to load the optimizer state and the step too; otherwise only the model.
 
         The next `fit` continues from the loaded checkpoint; if this trainer has not run a fit before, with all its epochs.

@@ -1,4 +1,4 @@
-"""Eight simulated devices, every warning an error, jaxtyping's annotations checked by beartype."""
+"""Eight simulated devices, every warning an error, and in sweeps jaxtyping's annotations checked by beartype."""
 
 import atexit
 import gc
@@ -14,11 +14,14 @@ os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 # the client believes that it has a thread for each.
 os.environ["NPROC"] = "16"
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Most of the suite's time is compilation: machine code is left unoptimised and fusions are emitted the older, quicker way
-# (all of XLA's own passes run), and programs that are alike are compiled once for all tests. The first process makes the
-# folder, those that it starts find it. Each worker has its own part: JAX writes an entry in place, and a worker that reads
-# it meanwhile warns of a truncated one.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+# Most of the suite's time is compilation: machine code is left unoptimised, fusions are emitted the older, quicker way, and
+# LLVM gets a program in one part, not in one of many for each core (all of XLA's own passes run). Programs that are alike
+# are compiled once for all tests. The first process makes the folder, those that it starts find it. Each worker has its own
+# part: JAX writes an entry in place, and a worker that reads it meanwhile warns of a truncated one.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="redeqx-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -26,6 +29,8 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(os.environ["JAX_COMPILATION_CACHE_DIR"], worker)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# An instruction of a program names one line of source, not the ten frames of its call: lowering is a tenth of the time.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "1")
 
 import jax
 import pytest
@@ -34,9 +39,13 @@ from jaxtyping import install_import_hook
 sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
 
-# The models' annotations have shapes and dtypes. Checking those of the library too (`make test TYPECHECK=redeqx`) takes a
-# third of the time; pyright has read them.
-install_import_hook(os.environ.get("TYPECHECK", "redeqx.models"), "beartype.beartype")
+
+def pytest_configure(config):
+    """The models' annotations have shapes and dtypes. The sweep and the parity tests check them: that takes 3 s in each
+    process, and a part of each call. `make test TYPECHECK=redeqx` checks all of the library, in half as long again."""
+    is_quick = "not sweep" in config.option.markexpr
+    if checked := os.environ.get("TYPECHECK", "" if is_quick else "redeqx.models"):
+        install_import_hook(checked, "beartype.beartype")
 
 
 # These take longest, and run first: at the end no process works on one of them while the others have nothing to do.

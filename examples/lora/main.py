@@ -10,12 +10,13 @@ each workdir.
 
 2 CPU cores, 5 minutes, 3 of them for the base: training 1.7 % of the parameters reaches a test accuracy of 84.4 %, training
 all of them 84.1 % (83.9 and 82.9 % with seed 1). Learning rates were selected on validation, from 3e-4, 1e-3 and 3e-3 for
-full fine-tuning and 3e-3 and 5e-3 for LoRA.
+full fine-tuning and 3e-3 and 5e-3 for LoRA. With `--quantise nf4` LoRA reaches 83.0 and 81.7 % (seeds 0 and 1), with `int8`
+83.1 and 82.9 %, and on the float32 base, on the same day, 83.2 and 82.7 %.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -39,6 +40,7 @@ class Args(Flags):
     pretrained: Path | None = None  # A Hugging Face folder of a decoder, with its tokenizer.json.
     workdir: Path = Path("workdir/lora")  # For metrics, checkpoints, folders and the picture. A run resumes from it.
     rank: int = 3  # Rank of the adapters, which all matrices of attention and MLP get.
+    quantise: Literal["nf4", "int8"] | None = None  # Codes for the matrices under the adapters.
     lora_learning_rate: float = 3e-3
     learning_rate: float = 3e-4  # For full fine-tuning. The base is trained from scratch with ten times as much.
     n_epochs: int = 10
@@ -95,7 +97,10 @@ def tune(args: Args, name: str, base: Path, parts: tuple[Labelled, ...]) -> dict
     train = train[: max(1, len(train) // args.batch_size) * args.batch_size]  # a smaller update would be compiled separately
     n_params, learning_rate, trainable = size(model), args.learning_rate, eqx.is_inexact_array
     if name == "lora":
-        model = lora.add(model, rank=args.rank, where=("*.attention.*", "*.mlp.*"), key=deployer.next_key())
+        matrices = ("*.attention.*", "*.mlp.*")
+        if args.quantise is not None:
+            model = lora.quantise(model, where=matrices, kind=args.quantise)
+        model = lora.add(model, rank=args.rank, where=matrices, key=deployer.next_key())
         learning_rate, trainable = args.lora_learning_rate, lora.trainable(model)
     n_trained = size(model, trainable)
     lr = deployer.get_lr_schedule_fn(
@@ -114,10 +119,14 @@ def tune(args: Args, name: str, base: Path, parts: tuple[Labelled, ...]) -> dict
     trainer.load_ckpt("argmax_accuracy", load_opt_states=False)
     outputs = predictor.predict(test, batch_size=args.batch_size)
 
-    model = lora.merge(trainer.model) if name == "lora" else trainer.model
-    folder = saved = save_pretrained(model, config, workdir / "model")
+    model = trainer.model
     if name == "lora":
-        saved = lora.save_adapter(trainer.model, workdir / "adapter", base=str(base))
+        adapter = lora.save_adapter(model, workdir / "adapter", base=str(base))
+        if args.quantise is not None:  # merge into the original weights
+            model = lora.load_adapter(from_pretrained(base, deployer=deployer)[0], adapter)
+        model = lora.merge(model)
+    folder = save_pretrained(model, config, workdir / "model")
+    saved = adapter if name == "lora" else folder
     merged, _ = from_pretrained(folder, deployer=deployer)
     again = redeqx.Predictor(deployer, model=merged, collate_fn=collate_fn, pred_fn=pred_fn)
     n_same = sum(a == b for a, b in zip(again.predict(test, batch_size=args.batch_size), outputs, strict=True))

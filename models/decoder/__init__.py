@@ -1,22 +1,44 @@
 """The one decoder of the families that are tables: their sizes, keys of `config.json` and names of weights.
 
 This package owns the values that a decoder can have, what it computes from them, and the default rows and names, which are
-LLaMA's. A family's file says what differs. Open `_config.py` first, then `_model.py`, then a family such as `models.gemma`.
+LLaMA's. A family's file says what differs. Open `_config.py` first, then `_model.py` and `_block.py`, then a family such as
+`models.gemma`.
 """
 
-from ._config import CausalLMConfig as CausalLMConfig, every as every, published as published, sized as sized
-from ._model import (
+from ._block import (
     Block as Block,
-    CausalLM as CausalLM,
-    Mlp as Mlp,
     make_attention as make_attention,
+    make_delta as make_delta,
     make_norm as make_norm,
 )
-from ._names import ByHead as ByHead, Names as Names
+from ._config import CausalLMConfig as CausalLMConfig, GPTConfig as GPTConfig, every as every
+from ._heads import SequenceClassifier as SequenceClassifier, TokenClassifier as TokenClassifier
+from ._model import FAMILIES as FAMILIES, CausalLM as CausalLM
+from ._names import (
+    DELTA_NAMES as DELTA_NAMES,
+    LATENT_NAMES as LATENT_NAMES,
+    ByHead as ByHead,
+    Experts as Experts,
+    Names as Names,
+    Wide as Wide,
+    expert_names as expert_names,
+)
 from ._rows import (
+    DELTA as DELTA,
+    GPT_ALIASES as GPT_ALIASES,
+    GPT_ROWS as GPT_ROWS,
+    GROUPED as GROUPED,
+    LATENT as LATENT,
+    ROUTED as ROUTED,
+    Choice as Choice,
+    FirstLayers as FirstLayers,
+    GlobalHeads as GlobalHeads,
+    Inner as Inner,
     LayerTypes as LayerTypes,
     Rope as Rope,
     Shared as Shared,
+    SharedExperts as SharedExperts,
+    Switched as Switched,
     Window as Window,
     layer_types as layer_types,
     read_layer_types as read_layer_types,

@@ -1,13 +1,12 @@
 """`CausalLMConfig`: the values of a decoder. They say all that differs between families."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from ..generation import Generation
-from ..hf import FolderConfig
+from ..hf import FolderConfig, check_fixed
 from ..nn import ACTIVATIONS, Scaling, check_choice, check_heads, check_rates, check_sizes
+from ._layers import LayerKind, Layers, check_kinds, kinds_of, layers_of
 from ._names import Names
 from ._rows import ROWS, Shared
 
@@ -29,7 +28,7 @@ class CausalLMConfig(FolderConfig):
     - `n_positions`: the maximum length of an example, in tokens.
     - `d_model`: the width of the model.
     - `n_layers`, `n_heads`: the number of blocks, and of heads in each block.
-    - `d_mlp`: the inner width of the MLPs; None for four times `d_model`.
+    - `d_mlp`: the inner width of the MLPs, and of experts; None for four times `d_model`.
     - `n_kv_heads`: the number of key and value heads, a divisor of `n_heads`; None for `n_heads`.
     - `head_size`: the width of one head; None for `d_model / n_heads`.
     - `window`: the number of tokens that each token attends to, including itself; None for all tokens before it.
@@ -39,16 +38,38 @@ class CausalLMConfig(FolderConfig):
     - `attention_bias`, `output_bias`: whether query, key and value have biases, and the output; None for the same.
     - `attention_scale`: the factor of attention scores; None for `head_size ** -0.5`.
     - `attention_cap`: attention scores are `cap * tanh(score / cap)`; None for no cap.
+    - `latent_size`: the width of the vector of each token that keys and values of all heads are computed from (see
+        `LatentAttention`); None if they are computed from the residual stream.
+    - `query_latent_size`: the same for queries.
+    - `plain_size`, `shared_rotary_size`, `value_size`: with `latent_size`, the dims of a head without and with rotary
+        positions, and the width of its values. `head_size` is None.
+    - `gates_attention`: whether what the heads return is multiplied with a gate for each number.
+    - `delta_layers`: the indices of the layers with a gated delta rule in place of attention (see `GatedDelta`); None for
+        those of the family.
+    - `delta_groups`, `delta_heads`: in such a layer, the number of heads of queries and keys, and of heads of values.
+    - `delta_size`, `delta_value_size`, `delta_kernel`: the width of a head of queries and keys, and of values, and the
+        number of tokens that a convolution reads.
+    - `global_head_size`, `global_kv_heads`: the width of a head, and the number of key and value heads, in layers without a
+        window; None for the same as in the others.
+    - `keys_are_values`: whether layers without a window have no values: these are the keys, before their norm.
+    - `has_value_norm`: whether values of each head are normalized, without a scale.
+    - `n_shared`: the number of layers, the last ones, that have no keys and values. They attend to those of the last layer
+        before them that has a window, or has none, as they do.
     - `has_sinks`: whether each head has a score that takes attention weight, and has no value.
     - `head_norm`: whether queries and keys are normalized: `"head"` for each head by itself, `"all"` for all heads at once,
         None if not.
-    - `position_offset`: the row of position 0 in a table of learned positions; None for rotary positions.
+    - `norms_rotated`: whether these norms come after rotary positions, instead of before them.
+    - `attention_clip`: the largest size of the numbers in queries, keys and values; None for no limit.
+    - `position_offset`: the row of position 0 in a table of learned positions; None for rotary positions, or none.
+    - `bias_range`: scores have biases in place of positions (see `distance_bias`), with slopes down to two to the power of
+        minus this; None for none.
     - `rope_theta`, `rope_scaling`: the base of the rotary frequencies, and their scaling; None for no scaling.
     - `rope_share`: the share of each head's dims that are rotary, the first ones.
     - `local_rope_theta`: the base in layers with a window, without scaling; None if they do as the others.
     - `unrotated_layers`: the indices of the layers without rotary positions; None for those of the family.
     - `is_interleaved`: whether rotary positions pair each even dim with the next, instead of the halves of the dims.
-    - `norm`: `"rms"`, `"offset_rms"` (the leaf is the scale minus one), `"layer"`, or `"plain_layer"` (without leaves).
+    - `norm`: `"rms"`, `"layer"`, `"offset_rms"`, `"offset_layer"` (the weight is the scale minus one), or `"plain_layer"`
+        (without leaves).
     - `norm_bias`: whether layer norms have biases.
     - `norm_eps`: added to the mean square, or variance, in norms.
     - `norm_places`: where the norms of a block are: `"pre"`, before attention and MLP; `"post"`, after them, before their
@@ -58,20 +79,34 @@ class CausalLMConfig(FolderConfig):
     - `shares_norm`: whether they also have the same norm.
     - `activation`: the function in the MLP, by its name in `transformers`.
     - `is_gated`, `mlp_bias`: whether the MLP has a gate, and whether its layers have biases.
+    - `widens_shared`: whether the MLPs of the last `n_shared` layers have twice the inner width.
+    - `d_layer_input`, `n_layer_inputs`: the width of a second embedding of each token, in each layer; 0 for none; and the
+        number of its rows; None for `vocab_size`.
+    - `has_layer_scale`: whether the residual stream after each block is multiplied with a number that is not trained.
     - `n_experts`, `n_chosen`: the number of experts in place of each MLP, and of those that a token is sent to; 0 for no
-        experts.
+        experts. See `MixtureOfExperts` for the following ones.
+    - `adds_experts`: whether experts are added to the MLP, with norms of their own, instead of taking its place.
+    - `d_expert`: the inner width of an expert; None for `d_mlp`.
+    - `n_dense`: the number of layers, the first ones, that have an MLP and no experts.
     - `renormalize`: whether the weights of the chosen experts are divided by their sum.
+    - `router_score`, `router_scale`, `has_correction`, `n_expert_groups`, `n_chosen_groups`: how a router chooses experts,
+        and weighs them.
+    - `d_shared`, `gates_shared`: the inner width of the expert that all tokens are sent to; 0 for none; and whether it is
+        gated.
+    - `expert_bias`, `expert_limit`: whether routers and experts have biases, and the limit of experts' gates.
     - `residual_scale`: the factor of what each layer adds to the residual stream.
+    - `has_embedding_norm`: whether embeddings are normalized.
     - `embedding_scale`: the factor of embeddings; None for the square root of `d_model`.
     - `is_tied`: whether the output head shares the embedding's weight.
     - `head_bias`: whether the output head has a bias.
     - `logit_divisor`, `logit_cap`: logits are divided by the first, then `cap * tanh(logit / cap)`; None for no cap.
     - `embedding_dropout`, `attention_dropout`, `residual_dropout`: dropout rates in [0, 1).
+    - `n_classes`, `classifier_dropout`: the classes of a `SequenceClassifier` or `TokenClassifier`, and the dropout before
+        the head of the latter; None for a language model.
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
     - `init_std`: standard deviation of the initial weights.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `generation`: the folder's defaults for the arguments of `generate`.
-    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, heads that do not divide, rates outside [0, 1), unknown choices, and values that the
     family does not have.
@@ -92,9 +127,29 @@ class CausalLMConfig(FolderConfig):
     output_bias: bool | None = None
     attention_scale: float | None = None
     attention_cap: float | None = None
+    latent_size: int | None = None
+    query_latent_size: int | None = None
+    plain_size: int = 0
+    shared_rotary_size: int = 0
+    value_size: int = 0
+    gates_attention: bool = False
+    delta_layers: tuple[int, ...] | None = None
+    delta_groups: int = 16
+    delta_heads: int = 32
+    delta_size: int = 128
+    delta_value_size: int = 128
+    delta_kernel: int = 4
+    global_head_size: int | None = None
+    global_kv_heads: int | None = None
+    keys_are_values: bool = False
+    has_value_norm: bool = False
+    n_shared: int = 0
     has_sinks: bool = False
     head_norm: str | None = None
+    norms_rotated: bool = False
+    attention_clip: float | None = None
     position_offset: int | None = None
+    bias_range: float | None = None
     rope_theta: float = 10000.0
     rope_scaling: Scaling | None = None
     rope_share: float = 1.0
@@ -111,10 +166,27 @@ class CausalLMConfig(FolderConfig):
     activation: str = "silu"
     is_gated: bool = True
     mlp_bias: bool = False
+    widens_shared: bool = False
+    d_layer_input: int = 0
+    n_layer_inputs: int | None = None
+    has_layer_scale: bool = False
     n_experts: int = 0
     n_chosen: int = 0
+    adds_experts: bool = False
+    d_expert: int | None = None
+    n_dense: int = 0
     renormalize: bool = True
+    router_score: str = "softmax"
+    router_scale: float = 1.0
+    has_correction: bool = False
+    n_expert_groups: int = 1
+    n_chosen_groups: int = 1
+    d_shared: int = 0
+    gates_shared: bool = False
+    expert_bias: bool = False
+    expert_limit: float | None = None
     residual_scale: float = 1.0
+    has_embedding_norm: bool = False
     embedding_scale: float | None = 1.0
     is_tied: bool = False
     head_bias: bool = False
@@ -123,49 +195,70 @@ class CausalLMConfig(FolderConfig):
     embedding_dropout: float = 0.0
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
+    n_classes: int | None = None
+    classifier_dropout: float = 0.1
     bos_token_id: int | None = 1
     eos_token_id: int | tuple[int, ...] | None = 2
     pad_token_id: int | None = None
     init_std: float = 0.02
     remat: bool = False
     generation: Generation | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     model_type: ClassVar[str] = ""  # in `config.json`
-    architecture: ClassVar[str] = ""  # the class of transformers
-    sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})  # the fields of published models, for `of`
+    architecture: ClassVar[str] = ""  # the class of transformers; by default it is named as the config is
     scales_residual: ClassVar[bool] = False  # initial weights that add to the residual stream: by 1 / sqrt(2 * n_layers)
     position_scale: ClassVar[float] = 1.0  # initial weights of learned positions
-    window_period: ClassVar[int | None] = None  # every so manieth layer has no window
-    unrotated_period: ClassVar[int | None] = None  # every so manieth layer has no rotary positions
+    zeroes_padding: ClassVar[bool] = False  # whether the initial embedding of padding is 0
+    window_period: ClassVar[int | None] = None  # the n of "every n-th layer has no window"
+    unrotated_period: ClassVar[int | None] = None  # the same for rotary positions
+    attention_period: ClassVar[int | None] = None  # the n of "every n-th layer has attention", others a gated delta rule
+    activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)  # those that the family has
+    by_kind: ClassVar[bool] = False  # layers differ in more than windows and positions: see `LayerKind`
+    latent_eps: ClassVar[float] = 1e-6  # of the norms of latent vectors
     names: ClassVar[Names] = Names()
     rows = ROWS
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "architecture" not in cls.__dict__:
+            cls.architecture = f"{cls.__name__.removesuffix('Config')}ForCausalLM"
 
     def __post_init__(self) -> None:
         if self.n_kv_heads == self.n_heads:
             object.__setattr__(self, "n_kv_heads", None)
-        self._check_fixed()
-        optional = ("d_mlp", "n_kv_heads", "head_size", "window", "d_embedding", *(["n_experts"] if self.n_chosen else []))
+        check_fixed(self, _FREE)
+        optional = ("d_mlp", "n_kv_heads", "head_size", "window", "d_embedding", "d_expert", "n_classes")
+        optional = (*optional, "latent_size", "query_latent_size", *(["n_experts"] if self.n_chosen else []))
         check_sizes(self, "vocab_size", "n_positions", "d_model", "n_layers", "n_heads")
         check_sizes(self, *(name for name in optional if getattr(self, name) is not None))
-        if self.head_size is None:
+        if self.latent_size is not None:
+            check_sizes(self, "shared_rotary_size", "value_size", "plain_size")
+        elif self.head_size is None:
             check_heads(self)
         if self.n_heads % self.groups:
             raise ValueError(
                 f"`n_kv_heads`: expected a divisor of `n_heads`={self.n_heads}, got {self.n_kv_heads}. "
                 "Each must serve the same number of heads."
             )
-        if self.position_offset is None:
+        if self.position_offset is None and self.bias_range is None:
             self._check_rotary()
-        check_rates(self, "embedding_dropout", "attention_dropout", "residual_dropout")
-        check_choice(self, "activation", ACTIVATIONS)
-        check_choice(self, "norm", ("rms", "offset_rms", "layer", "plain_layer"))
+        check_rates(self, "embedding_dropout", "attention_dropout", "residual_dropout", "classifier_dropout")
+        check_choice(self, "activation", self.activations)
+        check_choice(self, "norm", ("rms", "offset_rms", "layer", "offset_layer", "plain_layer"))
         check_choice(self, "norm_places", ("pre", "post", "both", "sum"))
         if self.n_chosen > self.n_experts:
             raise ValueError(
                 f"`n_chosen`: expected at most `n_experts`={self.n_experts}, got {self.n_chosen}. Choose fewer."
             )
-        for name in ("windowed_layers", "unrotated_layers"):
+        if self.by_kind:
+            check_kinds(self)
+        if self.n_dense >= self.n_layers:
+            raise ValueError(
+                f"`n_dense`: expected less than `n_layers`={self.n_layers}, got {self.n_dense}. Experts are in the others."
+            )
+        if any(self.deltas):
+            self._check_deltas()
+        for name in ("windowed_layers", "unrotated_layers", "delta_layers"):
             value = getattr(self, name)
             if value is not None and not set(value) <= set(range(self.n_layers)):
                 raise ValueError(
@@ -186,16 +279,13 @@ class CausalLMConfig(FolderConfig):
                 f"got {self.rotary_size}. Rotary positions pair {'its halves' if whole else 'dims'}."
             )
 
-    def _check_fixed(self) -> None:
-        """Raises ValueError for a field that the family's `config.json` cannot hold, so that no folder is another model."""
-        held = {name for row in self.rows for name in row.keys} | _FREE
-        for known in fields(self):
-            value = getattr(self, known.name)
-            if known.name not in held and value != known.default:
-                raise ValueError(
-                    f"`{known.name}`: expected {known.default!r}, as in every {self.model_type!r} model, got {value!r}. Its "
-                    "`config.json` has no key for another value: make another family's config."
-                )
+    def _check_deltas(self) -> None:
+        check_sizes(self, "delta_groups", "delta_heads", "delta_size", "delta_value_size", "delta_kernel")
+        if self.delta_heads % self.delta_groups:
+            raise ValueError(
+                f"`delta_heads`: expected a multiple of `delta_groups`={self.delta_groups}, got {self.delta_heads}. Each "
+                "head of keys serves the same number of them."
+            )
 
     @property
     def groups(self) -> int:
@@ -204,12 +294,16 @@ class CausalLMConfig(FolderConfig):
 
     @property
     def size(self) -> int:
-        """The width of a head."""
+        """The width of a head's queries and keys."""
+        if self.latent_size is not None:
+            return self.plain_size + self.shared_rotary_size
         return self.d_model // self.n_heads if self.head_size is None else self.head_size
 
     @property
     def rotary_size(self) -> int:
         """The number of rotary dims of a head."""
+        if self.latent_size is not None:
+            return self.shared_rotary_size
         return int(self.size * self.rope_share + 1e-9)  # a share may be the quotient of two sizes
 
     @property
@@ -218,9 +312,35 @@ class CausalLMConfig(FolderConfig):
         return self.rope_theta, self.rope_scaling
 
     @property
+    def ropes(self) -> tuple[tuple[int, float, Scaling | None] | None, ...]:
+        """The rotary dims of a head, the base of the frequencies and their scaling, in each layer; None for a layer without
+        rotary positions."""
+        sizes = [kind.size for kind in self.attention_kinds] if self.by_kind else [self.rotary_size] * self.n_layers
+        rope, local = self.rope, self.local_rope_theta
+        return tuple(
+            (None if not rotated else (size, local, None) if local is not None and window else (size, *rope))
+            for size, window, rotated in zip(sizes, self.windows, self.rotated, strict=True)
+        )
+
+    @property
+    def attention_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer's attention, for a family `by_kind`."""
+        return kinds_of(self)
+
+    @property
+    def layers(self) -> tuple[Layers, ...]:
+        """The layers of each stack, for such a family: those with keys and values of their own come before the others."""
+        return layers_of(self)
+
+    @property
     def inner(self) -> int:
-        """The inner width of the MLPs, or of each expert."""
+        """The inner width of the MLPs."""
         return 4 * self.d_model if self.d_mlp is None else self.d_mlp
+
+    @property
+    def expert(self) -> int:
+        """The inner width of each expert."""
+        return self.inner if self.d_expert is None else self.d_expert
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -236,35 +356,62 @@ class CausalLMConfig(FolderConfig):
             lacks = every(self.unrotated_period, self.n_layers)
         return tuple(i not in lacks for i in range(self.n_layers))
 
+    @property
+    def deltas(self) -> tuple[bool, ...]:
+        """Whether each layer has a gated delta rule in place of attention."""
+        has = self.delta_layers
+        if has is None:
+            has = self.default_deltas(self.n_layers)
+        return tuple(i in has for i in range(self.n_layers))
+
+    def kinds(self, first: int, n_layers: int) -> tuple[bool, ...]:
+        """Returns whether each of these layers has a gated delta rule, only for the first ones, which the others repeat."""
+        layers = self.deltas[first : first + n_layers]
+        periods = (n for n in range(1, n_layers + 1) if layers == layers[:n] * (n_layers // n))
+        return layers[: next(periods)]
+
+    @classmethod
+    def stem(cls) -> str:
+        """Returns the start of the names of transformers' classes."""
+        return cls.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+
+    def disk_names(self) -> Names:
+        """Returns the names of tensors on disk. A family's may depend on its values: queries have another one if they come
+        from a latent vector."""
+        if self.query_latent_size is None:
+            return self.names
+        return replace(self.names, block={**self.names.block, "self_attn.q_b_proj": "attention.query"})
+
     @classmethod
     def default_layers(cls, n_layers: int) -> tuple[int, ...]:
         """Returns the indices of the layers that have the window if the config does not say which."""
         lacks = every(cls.window_period, n_layers)
         return tuple(i for i in range(n_layers) if i not in lacks)
 
+    @classmethod
+    def default_deltas(cls, n_layers: int) -> tuple[int, ...]:
+        """Returns the indices of the layers with a gated delta rule if the config does not say which."""
+        has_attention = every(cls.attention_period, n_layers)
+        return () if cls.attention_period is None else tuple(i for i in range(n_layers) if i not in has_attention)
+
     def without_dropout(self: Self) -> Self:
         """The same config without dropout."""
-        return replace(self, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0)
-
-    @classmethod
-    def of(cls: type[Self], size: str) -> Self:
-        """Returns the config of a published model of this family, by its size, such as `"7b"`.
-
-        Raises ValueError, with the known sizes, for another.
-        """
-        return cls(**sized(size, cls.sizes))
+        of_head = {} if self.n_classes is None else {"classifier_dropout": 0.0}  # no folder has it without classes
+        return replace(self, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0, **of_head)
 
 
-def sized(size: str, sizes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the fields of a published size. Raises ValueError for another."""
-    if size not in sizes:
-        raise ValueError(f"`size`: expected one of {', '.join(sizes)}, got {size!r}. For other sizes set the fields.")
-    return dict(sizes[size])
+@dataclass(frozen=True)
+class GPTConfig(CausalLMConfig):
+    """The values that GPT-2 shares with other families: layer norms, and an MLP with biases and without a gate. See
+    `CausalLMConfig`."""
 
-
-def published(sizes: Mapping[str, Mapping[str, Any]], **common: Any) -> Mapping[str, Mapping[str, Any]]:
-    """Returns the fields of published models by size, with fields that all of them have."""
-    return MappingProxyType({size: MappingProxyType({**common, **fields}) for size, fields in sizes.items()})
+    d_mlp: int | None = None
+    norm: str = "layer"
+    norm_bias: bool = True
+    norm_eps: float = 1e-5
+    activation: str = "gelu_new"
+    is_gated: bool = False
+    mlp_bias: bool = True
 
 
 def every(period: int | None, n_layers: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 from redeqx._tree import is_array_like, named_leaves
 from redeqx.storage import MergedDims, View
 
-from ..hf import StoredTensor, WeightMap
+from ..hf import StoredTensor, WeightMap, reshaped
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,84 @@ class ByHead:
     heads: Callable[[Any], int] = lambda config: config.n_heads
 
 
-Held = str | tuple[str, ...] | ByHead  # what a name stores
+@dataclass(frozen=True)
+class Experts:
+    """Layers of all experts that are stored as one tensor `[experts, out, in]`, and their biases as another.
+
+    **Arguments:**
+
+    - `leaves`: one layer of each expert, or two, whose outputs are concatenated.
+    - `is_transposed`: whether the matrices are `[in, out]`.
+    - `is_interleaved`: whether the outputs of two layers alternate.
+    - `ends`: what follows the name, of weights and of biases.
+    """
+
+    leaves: tuple[str, ...]
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    ends: tuple[str, str] = (".weight", ".bias")
+
+    def stored(self, disk: str, prefix: str, leaves: Mapping[str, Any]) -> list[StoredTensor]:
+        """Returns the tensors."""
+        found = []
+        for end, ours in zip(self.ends, (".weight", ".bias"), strict=True):
+            paths = tuple(prefix + module + ours for module in self.leaves)
+            if all(path in leaves for path in paths):
+                swaps = self.is_transposed and ours == ".weight"
+                found.append(StoredTensor(disk + end, paths, self._loader(swaps), self._saver(swaps)))
+        return found
+
+    def _loader(self, swaps: bool) -> Callable[[View], Sequence[View]]:
+        def load(tensor: View) -> Sequence[View]:
+            tensor = tensor.transpose(0, 2, 1) if swaps else tensor
+            n, n_out = len(self.leaves), tensor.shape[1]
+            if self.is_interleaved:
+                return [tensor[:, i::n] for i in range(n)]
+            return [tensor[:, i * n_out // n : (i + 1) * n_out // n] for i in range(n)]
+
+        return load
+
+    def _saver(self, swaps: bool) -> Callable[..., np.ndarray]:
+        def save(*parts: np.ndarray) -> np.ndarray:
+            if self.is_interleaved:
+                tensor = np.stack(parts, axis=2).reshape(len(parts[0]), -1, *parts[0].shape[2:])
+            else:
+                tensor = np.concatenate(parts, axis=1)
+            return tensor.transpose(0, 2, 1) if swaps else tensor
+
+        return save
+
+
+@dataclass(frozen=True)
+class Wide:
+    """An array that is stored with a first dim of size 1."""
+
+    leaf: str
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Arrays `[width, kernel]` of convolutions of each feature by itself, which are stored as one `[widths, 1, kernel]`."""
+
+    leaves: tuple[str, ...]
+
+    def stored(self, disk: str, prefix: str, leaves: Mapping[str, Any]) -> list[StoredTensor]:
+        """Returns the tensor, if a block has these arrays."""
+        paths = tuple(prefix + leaf for leaf in self.leaves)
+        if not all(path in leaves for path in paths):
+            return []
+        ends = np.cumsum([leaves[path].shape[1] for path in paths]).tolist()
+        starts = [0, *ends]
+
+        def load(tensor: View) -> Sequence[View]:
+            if tensor.ndim != 3 or tensor.shape[1] != 1:
+                return [tensor]  # the check of shapes refuses it
+            return [tensor[a:b, 0] for a, b in itertools.pairwise(starts)]
+
+        return [StoredTensor(disk, paths, load, lambda *parts: np.concatenate(parts)[:, None])]
+
+
+Held = str | tuple[str, ...] | ByHead | Experts | Wide | Taps  # what a name stores
 # The names of LLaMA's blocks. Modules that a model lacks have no tensors.
 BLOCK: Mapping[str, Held] = MappingProxyType(
     {
@@ -41,6 +118,48 @@ BLOCK: Mapping[str, Held] = MappingProxyType(
 )
 
 
+def expert_names(shared: str = "shared_experts", gate: str = "gate") -> dict[str, Held]:
+    """Returns the names of experts in most families.
+
+    **Arguments:**
+
+    - `shared`: the module of the expert that all tokens are sent to.
+    - `gate`: the router's.
+    """
+    return {
+        f"mlp.{gate}": "mlp.router",
+        f"mlp.{gate}.e_score_correction_bias": "mlp.correction",
+        **{f"mlp.experts.{{}}.{layer}_proj": f"mlp.experts.{layer}" for layer in ("gate", "up", "down")},
+        **{f"mlp.{shared}.{layer}_proj": f"mlp.shared.{layer}" for layer in ("gate", "up", "down")},
+        f"mlp.{shared.removesuffix('s')}_gate": "mlp.shared_gate",
+    }
+
+
+# The names of latent attention in most families. That of queries depends on whether they have a latent vector.
+LATENT_NAMES: Mapping[str, Held] = MappingProxyType(
+    {
+        "self_attn.q_a_proj": "attention.query_down",
+        "self_attn.q_a_layernorm": "attention.query_norm",
+        "self_attn.kv_a_proj_with_mqa": "attention.latent",
+        "self_attn.kv_a_layernorm": "attention.latent_norm",
+        "self_attn.kv_b_proj": ByHead(("attention.key", "attention.value")),
+    }
+)
+
+
+# The names of a gated delta rule in Qwen3-Next, but for its projections from the residual stream, and of a gated attention.
+DELTA_NAMES: Mapping[str, Held] = MappingProxyType(
+    {
+        "self_attn.q_proj": ByHead(("attention.query", "attention.gate")),
+        "linear_attn.conv1d.weight": Taps(("delta.query_taps", "delta.key_taps", "delta.value_taps")),
+        "linear_attn.A_log": "delta.log_rate",
+        "linear_attn.dt_bias": "delta.decay_bias",
+        "linear_attn.norm": "delta.norm",
+        "linear_attn.out_proj": "delta.output",
+    }
+)
+
+
 @dataclass(frozen=True)
 class Names:
     """Names on disk, and the module or the array that each of them stores.
@@ -50,16 +169,20 @@ class Names:
     - `block`: the modules of a block, by their names on disk, where they differ from LLaMA's. A name with `{}` is one of
         each expert. A tuple is several layers that are stored as one, with concatenated outputs.
     - `layers`: the prefix of the names of a block, with `{}` for its index.
-    - `embedding`, `norm`, `head`: the other modules; `others`: more of them, and arrays.
+    - `experts`: the module of transformers with the experts of a layer.
+    - `embedding`, `norm`, `head`, `score`, `token_score`: the other modules; `others`: more of them, and arrays.
     - `is_transposed`: whether the matrices of blocks are stored as `[in, out]`.
-    - `ignored`, `aliases`: as in `WeightMap`.
+    - `ignored`, `aliases`: as in `WeightMap`. `{n_layers}` in the first ones stands for the number of layers.
     """
 
     block: Mapping[str, Held] = field(default_factory=dict)
     layers: str = "model.layers.{}."
+    experts: str = "mlp.experts"
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
     head: str = "lm_head"
+    score: str = "score"
+    token_score: str = "score"
     others: Mapping[str, str] = field(default_factory=dict)
     is_transposed: bool = False
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # frequencies in old files
@@ -78,29 +201,62 @@ class Names:
             for disk, module in {self.embedding: "embedding", **self.others}.items()
             for tensor in _stored(disk, (module,), leaves)
         ]
-        prefix = "stack.blocks."
         renamed = {module for held in self.block.values() for module in _modules(held)}
         kept = {disk: held for disk, held in BLOCK.items() if renamed.isdisjoint(_modules(held))}
-        for disk, held in {**kept, **self.block}.items():
-            modules = _modules(held)
-            paths = tuple(prefix + module for module in modules)
-            n_heads = held.heads(config) if isinstance(held, ByHead) else None
-            stacked = {"n_layers": config.n_layers, "n_experts": config.n_experts if "{}" in disk else None}
-            found = _stored(self.layers + disk, paths, leaves, n_heads, is_transposed=self.is_transposed)
-            tensors += [replace(tensor, **stacked) for tensor in found]
+        for prefix, first, n, step in _stacks(config):
+            for disk, held in {**kept, **self.block}.items():
+                n_experts = config.n_experts if "{}" in disk else None
+                stacked = {"n_layers": n, "first_layer": first, "layer_step": step, "n_experts": n_experts}
+                found = self._of_block(self.layers + disk, held, prefix, leaves, config)
+                tensors += [replace(tensor, **stacked) for tensor in found]
         for disk, module in {self.norm: "norm", self.head: "head", f"{self.head}.bias": "head_bias"}.items():
             tensors += _stored(disk, (module,), leaves)
         return WeightMap(
             tensors=tensors,
-            ignored=self.ignored,
+            ignored=tuple(glob.replace("{n_layers}", str(config.n_layers)) for glob in self.ignored),
             copies={f"{self.head}.weight": f"{self.embedding}.weight"} if config.is_tied else {},
             untied_by="tie_word_embeddings",
             aliases=self.aliases,
+            experts=self.layers + self.experts if config.n_experts else "",
+            alternates=any(isinstance(held, Experts) and held.is_interleaved for held in self.block.values()),
         )
+
+    def _of_block(self, disk: str, held: Held, prefix: str, leaves: Mapping[str, Any], config: Any) -> list[StoredTensor]:
+        if isinstance(held, Experts | Taps):
+            return held.stored(disk, prefix, leaves)
+        if isinstance(held, Wide):
+            path = prefix + held.leaf
+            shape = tuple(leaves[path].shape[1:]) if path in leaves else ()
+            return [reshaped(disk, path, (1, *shape), shape)] if path in leaves else []
+        n_heads = held.heads(config) if isinstance(held, ByHead) else None
+        paths = tuple(prefix + module for module in _modules(held))
+        return _stored(disk, paths, leaves, n_heads, is_transposed=self.is_transposed)
+
+
+def _stacks(config: Any) -> list[tuple[str, int, int, int]]:
+    """Returns the path of each stacked block, the index of its first layer, the number of layers that it stands for, and the
+    distance between them."""
+    if config.by_kind:
+        groups = [(layers.field, layers.first, len(layers.kinds), layers.period) for layers in config.layers]
+        return [
+            (f"{stack}.blocks.layers.{i}.", first + i, n // period, period)
+            for stack, first, n, period in groups
+            for i in range(period)
+        ]
+    n_dense = config.n_dense
+    found = []
+    for stack, first, n_layers in (("first", 0, n_dense), ("stack", n_dense, config.n_layers - n_dense)):
+        n = len(config.kinds(first, n_layers)) if n_layers else 0
+        if n < 2:
+            found.append((f"{stack}.blocks.", first, n_layers, 1))
+        found += [(f"{stack}.blocks.layers.{i}.", first + i, n_layers // n, n) for i in range(n) if n > 1]
+    return found
 
 
 def _modules(held: Held) -> tuple[str, ...]:
-    return held.leaves if isinstance(held, ByHead) else (held,) if isinstance(held, str) else held
+    if isinstance(held, str | Wide):
+        return (held if isinstance(held, str) else held.leaf,)
+    return held.leaves if isinstance(held, ByHead | Experts | Taps) else held
 
 
 def _stored(
@@ -142,14 +298,15 @@ def _fused(disk: str, paths: tuple[str, ...], sizes: Sequence[int], n_heads: int
             return [tensor[a:b] for a, b in itertools.pairwise(starts)]
 
         return StoredTensor(disk, paths, load, lambda *parts: np.concatenate(parts))
-    n = len(paths)
+    each = [size // n_heads for size in sizes]  # outputs of one head
+    ends = [0, *np.cumsum(each).tolist()]
 
     def load_heads(tensor: View) -> Sequence[View]:
-        split = tensor.reshape(n_heads, n, -1, *tensor.shape[1:])
-        return [MergedDims(split[:, i]) for i in range(n)]
+        split = tensor.reshape(n_heads, ends[-1], *tensor.shape[1:])
+        return [MergedDims(split[:, a:b]) for a, b in itertools.pairwise(ends)]
 
     def save_heads(*parts: np.ndarray) -> np.ndarray:
-        stacked = np.stack([part.reshape(n_heads, -1, *part.shape[1:]) for part in parts], axis=1)
-        return stacked.reshape(-1, *parts[0].shape[1:])
+        split = [part.reshape(n_heads, -1, *part.shape[1:]) for part in parts]
+        return np.concatenate(split, axis=1).reshape(-1, *parts[0].shape[1:])
 
     return StoredTensor(disk, paths, load_heads, save_heads)

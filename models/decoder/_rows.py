@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from .._kinds import RATE, SIZE, TEXT
-from ..hf import KINDS, ConfigReader, Field, Row, Tokens, Written, rope_from_hf
+from .._kinds import COUNT, LIST, OBJECT, RATE, SIZE, TEXT, Kind
+from ..hf import KINDS, Classes, ConfigReader, Field, Only, Row, Tokens, Written, rope_from_hf
 from ..nn import DynamicScaling, LongScaling
 
 
@@ -50,7 +51,8 @@ class Rope(Row):
             n_original=self.n_original,
             kinds=self.kinds,
         )
-        found = {"rope_theta": rope.theta, "rope_scaling": rope.scaling}
+        is_said = reader.has("rope_parameters") or reader.has("rope_scaling")
+        found = {"rope_theta": rope.theta, "rope_scaling": rope.scaling if is_said else known["rope_scaling"]}
         found |= {"rope_share": rope.share} if self.has_share else {}
         found |= {"local_rope_theta": rope.local_theta} if self.has_local else {}
         if isinstance(rope.scaling, DynamicScaling):  # it is for texts longer than the original ones
@@ -93,6 +95,128 @@ class Shared(Row):
         return {self.key: getattr(config, self.fields[0])}
 
 
+def FirstLayers(key: str = "mlp_only_layers") -> Field:
+    """Returns the row of the indices of layers without experts. Only the first ones are implemented."""
+
+    def read(reader: ConfigReader, key: str, default: int) -> int:
+        layers = reader.get(key, [*range(default)], LIST)
+        if layers != [*range(len(layers))]:
+            raise reader.refuse(key, layers, "the first layers, [0, 1, ...],")
+        return len(layers)
+
+    return Field(key, "n_dense", via=read, save=lambda config: [*range(config.n_dense)])
+
+
+def SharedExperts(key: str = "n_shared_experts") -> Field:
+    """Returns the row of the number of experts that all tokens are sent to. They are computed as one, of their common
+    width. It comes after the row of `d_expert`."""
+    return Field(
+        key,
+        "d_shared",
+        COUNT,
+        default=lambda known: known["d_shared"] // known["d_expert"],
+        load=lambda n, known: n * known["d_expert"],
+        save=lambda config: config.d_shared // config.expert,
+    )
+
+
+class _Head(Row):
+    """The classes of a folder whose model has a head for classes."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"n_classes": "num_labels", "classifier_dropout": "classifier_dropout"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        if not reader.is_classifier:
+            return {}
+        dropout = reader.get("classifier_dropout", None, RATE)
+        usual = known["classifier_dropout"]
+        dropout = reader.get("hidden_dropout", usual, RATE) if dropout is None else dropout  # as transformers
+        return {"n_classes": reader.n_classes(), "classifier_dropout": dropout}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        if config.n_classes is None:
+            return {}
+        return {**Classes().write(config), "classifier_dropout": config.classifier_dropout}
+
+
+# The keys of latent attention, and of experts, as DeepSeek names them.
+LATENT: tuple[Row, ...] = (
+    Field("kv_lora_rank", "latent_size"),
+    Field("q_lora_rank", "query_latent_size", SIZE, null=None),
+    Field("qk_nope_head_dim", "plain_size"),
+    Field("qk_rope_head_dim", "shared_rotary_size"),
+    Field("v_head_dim", "value_size"),
+    Only("num_key_value_heads", lambda known: (known["n_heads"], None), save=lambda config: config.n_heads),
+)
+ROUTED: tuple[Row, ...] = (
+    Field("moe_intermediate_size", "d_expert"),
+    Field("n_routed_experts", "n_experts"),
+    Field("num_experts_per_tok", "n_chosen"),
+    SharedExperts(),
+    Field("routed_scaling_factor", "router_scale"),
+)
+GROUPED: tuple[Row, ...] = (
+    *ROUTED,
+    Field("n_group", "n_expert_groups"),
+    Field("topk_group", "n_chosen_groups"),
+    Field("norm_topk_prob", "renormalize"),
+)
+
+
+def Inner(key: str, kind: Kind | None = SIZE, **options: Any) -> Field:
+    """Returns the row of the inner width of the MLPs, which is four times the width by default."""
+    return Field(key, "d_mlp", kind, load=lambda size, known: None if size == 4 * known["d_model"] else size, **options)
+
+
+# The keys of GPT-2 that GPT-J has too, and alternative names of them.
+GPT_ROWS: tuple[Row, ...] = (
+    Field("activation_function", "activation", TEXT),
+    Field("n_positions"),
+    Field("n_embd", "d_model"),
+    Inner("n_inner"),
+    Field("n_layer", "n_layers", via=ConfigReader.layers),
+    Field("n_head", "n_heads"),
+    Field("embd_pdrop", "embedding_dropout", RATE),
+    Field("attn_pdrop", "attention_dropout", RATE),
+    Field("resid_pdrop", "residual_dropout", RATE),
+    Field("layer_norm_epsilon", "norm_eps"),
+)
+GPT_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
+)
+
+
+class Choice(Row):
+    """A key that is true or false, for a field or two with one of two values."""
+
+    def __init__(self, key: str, fields: Mapping[str, tuple[Any, Any]], *, default: bool):
+        """**Arguments:**
+
+        - `fields`: the values of each field, if the key is false, and if it is true.
+        - `default`: the value of an absent key.
+        """
+        self.key, self.fields, self.default = key, fields, default
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return dict.fromkeys(self.fields, self.key)
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        value = reader.get(self.key, self.default)
+        return {name: values[value] for name, values in self.fields.items()}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        name, values = next(iter(self.fields.items()))
+        return {self.key: getattr(config, name) == values[1]}
+
+
 def Window() -> Field:
     """Returns the row of a window that all layers have."""
     return Field("sliding_window", "window", SIZE, null=None)
@@ -105,9 +229,11 @@ class LayerTypes(Row):
     **Arguments:**
 
     - `period`: an older key of the number of layers after which one without a window comes.
+    - `first`: a key of the first layer with the window, for files without `layer_types`, and its default.
     """
 
     period: str | None = None
+    first: tuple[str, int] | None = None
 
     @property
     def keys(self) -> dict[str, str]:
@@ -121,6 +247,8 @@ class LayerTypes(Row):
             period = reader.get(self.period, None, SIZE)
             if period is not None:
                 default = tuple(i for i in range(n_layers) if (i + 1) % period)
+        if self.first is not None:
+            default = tuple(range(reader.get(*self.first, COUNT), n_layers))
         windowed = read_layer_types(reader, n_layers, default, has_window=window is not None)
         if window is None:
             return {"window": None, "windowed_layers": None}
@@ -128,6 +256,62 @@ class LayerTypes(Row):
 
     def write(self, config: Any) -> dict[str, Any]:
         return {"sliding_window": config.window, "layer_types": layer_types(config)}
+
+
+class GlobalHeads(Row):
+    """The heads of layers without a window: in keys of their own, or in `per_layer_config`, as transformers writes them."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"global_head_size": "global_head_dim", "global_kv_heads": "num_global_key_value_heads"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        size = reader.get("global_head_dim", known["global_head_size"], SIZE)
+        groups = reader.get("num_global_key_value_heads", None, SIZE)
+        by_layer = reader.get("per_layer_config", None, OBJECT)
+        if by_layer is None:  # transformers reads the number of heads with this key alone
+            return {"global_head_size": size, "global_kv_heads": groups if known["keys_are_values"] else None}
+        n_layers, windowed = known["n_layers"], known["windowed_layers"]
+        windowed = known["config_class"].default_layers(n_layers) if windowed is None else windowed
+        own = next(iter(by_layer.values()), {})
+        wanted = dict.fromkeys((i for i in range(n_layers) if i not in windowed), own) if own else {}
+        sizes = {int(i) if i.isdigit() else i: sizes for i, sizes in by_layer.items()}
+        if sizes != wanted or not own.keys() <= {"head_dim", "num_key_value_heads"}:
+            raise reader.refuse(
+                "per_layer_config", by_layer, "the same heads in all layers without a window, and no others,"
+            )
+        return {
+            "global_head_size": own.get("head_dim", known["head_size"]),
+            "global_kv_heads": own.get("num_key_value_heads"),
+        }
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {key: getattr(config, field) for field, key in self.keys.items()}
+
+
+class Switched(Row):
+    """Keys of sizes that count if another key is true."""
+
+    def __init__(self, switch: str, **fields: str):
+        """**Arguments:**
+
+        - `fields`: the key of each field. The first one is 0 if the switch is off.
+        """
+        self.switch, self.fields = switch, fields
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return self.fields
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        is_on = reader.get(self.switch, False)
+        default = () if is_on else (None,)
+        found = {field: reader.get(key, *default, kind=SIZE) for field, key in self.fields.items()}
+        return found if is_on else {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        values = {key: getattr(config, field) or None for field, key in self.fields.items()}
+        return {self.switch: getattr(config, next(iter(self.fields))) > 0, **values}
 
 
 def read_layer_types(reader: ConfigReader, n_layers: int, default: tuple[int, ...], *, has_window: bool) -> tuple[int, ...]:
@@ -146,6 +330,36 @@ def layer_types(config: Any) -> list[str]:
     return ["full_attention" if window is None else "sliding_attention" for window in config.windows]
 
 
+class _DeltaLayers(Row):
+    """The layers with a gated delta rule."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"delta_layers": "layer_types"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        n_layers, family = known["n_layers"], known["config_class"]
+        period = reader.get("full_attention_interval", family.attention_period, SIZE)
+        types = reader.get("layer_types", [])
+        if not types:
+            types = ["linear_attention" if (i + 1) % period else "full_attention" for i in range(n_layers)]
+        if len(types) != n_layers or not all(kind in ("linear_attention", "full_attention") for kind in types):
+            raise reader.refuse("layer_types", types, f"linear_attention or full_attention for each of {n_layers} layers")
+        found = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
+        return {"delta_layers": None if found == family.default_deltas(n_layers) else found}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {"layer_types": ["linear_attention" if is_delta else "full_attention" for is_delta in config.deltas]}
+
+
+DELTA: tuple[Row, ...] = (
+    _DeltaLayers(),
+    Field("linear_num_key_heads", "delta_groups"),
+    Field("linear_num_value_heads", "delta_heads"),
+    Field("linear_key_head_dim", "delta_size"),
+    Field("linear_value_head_dim", "delta_value_size"),
+    Field("linear_conv_kernel_dim", "delta_kernel"),
+)
 ROWS: tuple[Row, ...] = (
     Written("model_type", lambda config: config.model_type),
     Field("vocab_size"),
@@ -163,6 +377,7 @@ ROWS: tuple[Row, ...] = (
     Field("tie_word_embeddings", "is_tied"),
     Tokens(),
     Field("initializer_range", "init_std"),
+    _Head(),
 )
 
 

@@ -7,19 +7,23 @@ Dims: c = channels, h x w = height and width, time = width of the embedded times
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 from einops import repeat
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from redeqx._tree import is_array_like, named_leaves
 
 from .._kinds import SIZE, kind_of
 from ..hf import ConfigReader, Row, StoredTensor, Written, fused, reshaped, same
+from ..nn import Attention
 
 DIFFUSERS = "0.36.0"  # `_diffusers_version` of saved configs: the oldest version that the parity tests accept
 
@@ -68,6 +72,43 @@ class Resnet(eqx.Module):
             mixed = mixed + self.time_emb_proj(jax.nn.silu(time))[:, None, None]
         mixed = self.conv2(self.dropout(jax.nn.silu(self.norm2(mixed)), key=key))
         return (x if self.conv_shortcut is None else self.conv_shortcut(x)) + mixed
+
+
+def sinusoids(
+    number: Num[Array, "*dims"], size: int, *, flips_sin_to_cos: bool = True, freq_shift: int = 0
+) -> Float[Array, "*dims size"]:
+    """Returns sines and cosines of a number, such as a timestep, in float32. `UNetConfig` describes the options."""
+    half = size // 2
+    frequencies = np.exp(-math.log(10000) * np.arange(half) / (half - freq_shift)).astype(np.float32)
+    angles = number.astype(jnp.float32)[..., None] * frequencies
+    waves = [jnp.cos(angles), jnp.sin(angles)] if flips_sin_to_cos else [jnp.sin(angles), jnp.cos(angles)]
+    return jnp.concatenate([*waves, jnp.zeros((*number.shape, size % 2))], axis=-1)
+
+
+class TimeEmbedding(eqx.Module):
+    """Two linear layers, which embed the sinusoids of a timestep or another vector."""
+
+    linear_1: eqx.nn.Linear
+    linear_2: eqx.nn.Linear
+
+    def __init__(self, in_size: int, size: int, *, key: PRNGKeyArray):
+        key_1, key_2 = jax.random.split(key)
+        self.linear_1 = eqx.nn.Linear(in_size, size, key=key_1)
+        self.linear_2 = eqx.nn.Linear(size, size, key=key_2)
+
+    def __call__(self, x: Float[Array, " in"]) -> Float[Array, " size"]:
+        return self.linear_2(jax.nn.silu(self.linear_1(x)))
+
+
+def attention(d: int, source: int, n_heads: int, *, use_bias: bool, key: PRNGKeyArray) -> Attention:
+    """Returns an attention of `d` channels, to a sequence of `source`, with torch's initial weights. `use_bias` is that of
+    query, key and value."""
+    sizes, biases = (d, source, source, d), (use_bias, use_bias, use_bias, True)
+    layers = [
+        eqx.nn.Linear(size, d, use_bias=has_bias, key=key)
+        for size, has_bias, key in zip(sizes, biases, jax.random.split(key, 4), strict=True)
+    ]
+    return Attention(*layers, n_heads=n_heads, n_kv_heads=n_heads)
 
 
 def upsample(x: Float[Array, "c h w"]) -> Float[Array, "c 2*h 2*w"]:

@@ -9,4 +9,4 @@ from ._config import EncoderConfig as EncoderConfig
 from ._heads import MaskedLM as MaskedLM, SequenceClassifier as SequenceClassifier, TokenClassifier as TokenClassifier
 from ._model import Encoder as Encoder
 from ._names import Names as Names
-from ._rows import rows as rows
+from ._rows import BERT as BERT, rows as rows

@@ -1,18 +1,18 @@
 """`EncoderConfig`: the values of an encoder. They say all that differs between families."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
-from ..hf import FolderConfig
+from ..hf import FolderConfig, check_fixed
 from ..nn import ACTIVATIONS, check_choice, check_heads, check_rates, check_sizes
 from ._names import Names
 
 Self = TypeVar("Self", bound="EncoderConfig")
 
 # Fields that are not in `config.json`, or in rows of several fields.
-_FREE = {"has_pooler", "n_classes", "bos_token_id", "eos_token_id", "pad_token_id", "model_type", "remat", "extra"}
+_FREE = {"n_classes", "bos_token_id", "eos_token_id", "pad_token_id", "model_type", "remat", "extra"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,10 @@ class EncoderConfig(FolderConfig):
     - `init_std`: standard deviation of the initial weights. The published 0.02 suits widths of 768 and more; narrower models
         learn faster with a larger one.
     - `position_kind`: what tells the order of tokens: `"learned"`, a vector for each position; `"counted"`, the same, but
-        the padding token has no position, and the table begins with `pad_token_id + 1` more rows; `"rotary"`.
+        the padding token has no position, and the table begins with `pad_token_id + 1` more rows; `"rotary"`; `"distances"`,
+        products of queries and keys with vectors of distances (arXiv:2006.03654).
+    - `n_buckets`, `max_distance`: of distances. If `n_buckets` is not 0, distances up to half of it have their own vectors,
+        and others share one by their logarithm up to `max_distance`; None for `n_positions`.
     - `rope_theta`, `local_rope_theta`: the base of the rotary frequencies, and that of layers with a window.
     - `window`: the largest distance of two tokens that attend to each other in layers with a window.
     - `windowed_layers`: the indices of the layers with the window; None for those of the family, which commonly are none.
@@ -57,7 +60,6 @@ class EncoderConfig(FolderConfig):
     - `logits_bias`: whether the logits of masked tokens have a bias.
     - `model_type`: which of the family's types it is, if the family has several.
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
-    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, heads that do not divide the width, rates outside [0, 1), any other activation, and
     values that the family does not have.
@@ -82,6 +84,8 @@ class EncoderConfig(FolderConfig):
     pad_token_id: int | None = 0
     init_std: float = 0.02
     position_kind: str = "learned"
+    n_buckets: int = 0
+    max_distance: int | None = None
     rope_theta: float = 10000.0
     local_rope_theta: float = 10000.0
     window: int = 64
@@ -98,7 +102,6 @@ class EncoderConfig(FolderConfig):
     logits_bias: bool = True
     model_type: str = "bert"
     remat: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     # The model types of the family, and the start of the names of transformers' classes for each.
     architectures: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -108,7 +111,7 @@ class EncoderConfig(FolderConfig):
     names: ClassVar[Names] = Names()
 
     def __post_init__(self) -> None:
-        self._check_fixed()
+        check_fixed(self, _FREE | ({"has_pooler"} if "pooler" in self.names.encoder else set()))
         has_types = type(self).n_token_types > 0
         check_sizes(self, "vocab_size", "n_positions", *(["n_token_types"] if has_types else []), "d_model", "d_ff")
         check_sizes(self, "n_layers", "n_heads", "n_classes")
@@ -135,23 +138,20 @@ class EncoderConfig(FolderConfig):
                 f"`pad_token_id`: expected a token id, got {self.pad_token_id}. Positions are counted from the row after it."
             )
 
-    def _check_fixed(self) -> None:
-        """Raises ValueError for a field that the family's `config.json` cannot hold, so that no folder is another model."""
-        held = {name for row in self.rows for name in row.keys} | _FREE
-        if "pooler" not in self.names.encoder:
-            held.remove("has_pooler")
-        for known in fields(self):
-            value = getattr(self, known.name)
-            if known.name not in held and value != known.default:
-                raise ValueError(
-                    f"`{known.name}`: expected {known.default!r}, as in every {self.model_type!r} model, got {value!r}. Its "
-                    "`config.json` has no key for another value: make another family's config."
-                )
-
     @property
     def first_position(self) -> int:
         """The row of position 0 in the table of positions."""
         return 0 if self.pad_token_id is None or self.position_kind == "learned" else self.pad_token_id + 1
+
+    @property
+    def largest_distance(self) -> int:
+        """The distance of the last vector, and of all beyond."""
+        return self.n_positions if self.max_distance is None else self.max_distance
+
+    @property
+    def distance_span(self) -> int:
+        """The number of vectors of distances on each side."""
+        return self.n_buckets or self.largest_distance
 
     @property
     def local_layers(self) -> tuple[bool, ...]:
@@ -175,10 +175,11 @@ class EncoderConfig(FolderConfig):
         return self.dropout if self.classifier_dropout is None else self.classifier_dropout
 
     @property
+    def masked_activation(self) -> str:
+        """The activation in the head for masked tokens."""
+        return self.activation if self.mlm_activation is None else self.mlm_activation
+
+    @property
     def token_head_dropout(self) -> float:
         """The dropout rate before the last layer of a classifier of tokens."""
         return self.head_dropout
-
-    def without_dropout(self: Self) -> Self:
-        """The same config without dropout."""
-        return replace(self, dropout=0.0, attention_dropout=0.0, classifier_dropout=0.0)

@@ -18,7 +18,7 @@ class MaskedLM(OfFamily):
     example.
 
     ```python
-    model = BertForMaskedLM(BertConfig.bert_base_uncased(), key=jax.random.key(0))
+    model = BertForMaskedLM(BertConfig.of("base-uncased"), key=jax.random.key(0))
     logits = model(ids, mask=mask, key=key)  # [seq, vocab]
     ```
 
@@ -73,7 +73,7 @@ class MaskedLM(OfFamily):
         arguments."""
         hidden = self.encoder(ids, token_types=token_types, mask=mask, segments=segments, key=key)
         with jax.named_scope("head"):
-            activate = ACTIVATIONS[self.config.mlm_activation or self.config.activation]
+            activate = ACTIVATIONS[self.config.masked_activation]
             return norm(self.norm, activate(linear(self.transform, hidden)))
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
@@ -88,12 +88,42 @@ def _make_transform(config: EncoderConfig, key: PRNGKeyArray) -> eqx.nn.Linear:
     return normal_linear(config.d_model, config.d_model, std=config.output_std, use_bias=config.head_bias, key=key)
 
 
-class SequenceClassifier(OfFamily):
+class _Classifier(OfFamily):
+    """An encoder with a classification head, for texts or for tokens."""
+
+    encoder: Encoder
+    transform: eqx.nn.Linear | None  # in a classifier of texts, it replaces the pooler
+    norm: eqx.nn.LayerNorm | None
+    dropout: eqx.nn.Dropout
+    classifier: eqx.nn.Linear
+    config: Any = eqx.field(static=True)
+
+    def __init__(self, config: EncoderConfig, *, key: PRNGKeyArray):
+        """**Arguments:**
+
+        - `config`: the sizes and dropout rates.
+        - `key`: draws the weights: those of `encoder` as without a head, the head's N(0, `init_std`²), its biases 0.
+        """
+        of_tokens = self.head == "tokens"
+        has_transform = config.has_head_norm if of_tokens else config.has_transform
+        encoder_key, classifier_key = jax.random.split(key)
+        self.encoder = Encoder(replace(config, has_pooler=not of_tokens and not has_transform), key=encoder_key)
+        self.transform = None
+        if has_transform:
+            transform_key, classifier_key = jax.random.split(classifier_key)
+            self.transform = _make_transform(config, transform_key)
+        self.norm = make_norm(config) if config.has_head_norm else None
+        self.dropout = eqx.nn.Dropout(config.token_head_dropout if of_tokens else config.head_dropout)
+        self.classifier = normal_linear(config.d_model, config.n_classes, std=config.init_std, key=classifier_key)
+        self.config = config
+
+
+class SequenceClassifier(_Classifier):
     """An encoder with a classification head, from token ids to the logits of each class, or to a number. Call it on one
     example.
 
     ```python
-    model = BertForSequenceClassification(BertConfig.bert_base_uncased(), key=jax.random.key(0))
+    model = BertForSequenceClassification(BertConfig.of("base-uncased"), key=jax.random.key(0))
     logits = model(ids, token_types=token_types, mask=mask, key=key)  # [n_classes]
     ```
 
@@ -109,29 +139,7 @@ class SequenceClassifier(OfFamily):
     head = "texts"
     suffixes = ("ForSequenceClassification",)
 
-    encoder: Encoder
-    transform: eqx.nn.Linear | None  # in place of the pooler
-    norm: eqx.nn.LayerNorm | None
-    dropout: eqx.nn.Dropout
-    classifier: eqx.nn.Linear
-    config: Any = eqx.field(static=True)
-
-    def __init__(self, config: EncoderConfig, *, key: PRNGKeyArray):
-        """**Arguments:**
-
-        - `config`: the sizes and dropout rates.
-        - `key`: draws the weights: those of `encoder` as without a head, the head's N(0, `init_std`²), its biases 0.
-        """
-        encoder_key, classifier_key = jax.random.split(key)
-        self.encoder = Encoder(replace(config, has_pooler=not config.has_transform), key=encoder_key)
-        self.transform = None
-        if config.has_transform:
-            transform_key, classifier_key = jax.random.split(classifier_key)
-            self.transform = _make_transform(config, transform_key)
-        self.norm = make_norm(config) if config.has_head_norm else None
-        self.dropout = eqx.nn.Dropout(config.head_dropout)
-        self.classifier = normal_linear(config.d_model, config.n_classes, std=config.init_std, key=classifier_key)
-        self.config = config
+    __init__ = _Classifier.__init__
 
     def __call__(
         self,
@@ -169,12 +177,12 @@ def _mean(hidden: Float[Array, "seq d"], mask: Bool[Array, " seq"] | None) -> Fl
     return hidden.mean(0) if mask is None else jnp.where(mask[:, None], hidden, 0).sum(0) / mask.sum()
 
 
-class TokenClassifier(OfFamily):
+class TokenClassifier(_Classifier):
     """An encoder with a classification head for tokens, from token ids to the logits of each token's class, such as the kind
     of name that it is part of. Call it on one example.
 
     ```python
-    model = BertForTokenClassification(BertConfig.bert_base_cased(), key=jax.random.key(0))
+    model = BertForTokenClassification(BertConfig.of("base-cased"), key=jax.random.key(0))
     logits = model(ids, mask=mask, key=key)  # [seq, n_classes]
     ```
     """
@@ -182,28 +190,7 @@ class TokenClassifier(OfFamily):
     head = "tokens"
     suffixes = ("ForTokenClassification",)
 
-    encoder: Encoder
-    transform: eqx.nn.Linear | None
-    norm: eqx.nn.LayerNorm | None
-    dropout: eqx.nn.Dropout
-    classifier: eqx.nn.Linear
-    config: Any = eqx.field(static=True)
-
-    def __init__(self, config: EncoderConfig, *, key: PRNGKeyArray):
-        """**Arguments:**
-
-        - `config`: the sizes and dropout rates.
-        - `key`: draws the weights: those of `encoder` as without a head, the head's N(0, `init_std`²), its biases 0.
-        """
-        encoder_key, classifier_key = jax.random.split(key)
-        self.encoder = Encoder(replace(config, has_pooler=False), key=encoder_key)
-        self.transform = self.norm = None
-        if config.has_head_norm:
-            transform_key, classifier_key = jax.random.split(classifier_key)
-            self.transform, self.norm = _make_transform(config, transform_key), make_norm(config)
-        self.dropout = eqx.nn.Dropout(config.token_head_dropout)
-        self.classifier = normal_linear(config.d_model, config.n_classes, std=config.init_std, key=classifier_key)
-        self.config = config
+    __init__ = _Classifier.__init__
 
     def __call__(
         self,

@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from redeqx._tree import is_array_like, named_leaves
-
-from ..hf import Pretrained, WeightMap, is_on_disk
+from ..hf import Pretrained, WeightMap, is_on_disk, leaves_of
 from ..nn import (
-    ACTIVATIONS,
     Attention,
     Mask,
+    Mlp,
     SegmentMask,
     Stack,
     apply_rotary,
@@ -30,44 +28,20 @@ from ..nn import (
     learned_positions,
     linear,
     norm,
+    normal_attention,
     normal_embedding,
     normal_linear,
+    normal_mlp,
     rotation,
     token_mask,
     token_positions,
 )
 from ._config import EncoderConfig
+from ._distances import Distances, buckets
 
 
 def make_norm(config: EncoderConfig) -> eqx.nn.LayerNorm:
     return eqx.nn.LayerNorm(config.d_model, eps=config.layer_norm_eps, use_bias=config.norm_bias)
-
-
-class Mlp(eqx.Module):
-    """Two linear layers with an activation between them, the inner one wider; or three, of which one gates another."""
-
-    gate: eqx.nn.Linear | None
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-    dropout: eqx.nn.Dropout
-    activation: str = eqx.field(static=True)
-
-    def __init__(self, config: EncoderConfig, *, key: PRNGKeyArray):
-        up_key, down_key = jax.random.split(key)
-        d, d_ff, std, has_bias = config.d_model, config.d_ff, config.init_std, config.mlp_bias
-        self.gate = None
-        if config.is_gated:
-            gate_key, up_key = jax.random.split(up_key)
-            self.gate = normal_linear(d, d_ff, std=std, use_bias=has_bias, key=gate_key)
-        self.up = normal_linear(d, d_ff, std=std, use_bias=has_bias, key=up_key)
-        self.down = normal_linear(d_ff, d, std=config.output_std, use_bias=has_bias, key=down_key)
-        self.dropout = eqx.nn.Dropout(config.block_dropouts[1])
-        self.activation = config.activation
-
-    def __call__(self, x: Float[Array, "seq d"], *, key: PRNGKeyArray | None = None) -> Float[Array, "seq d"]:
-        activate, inner = ACTIVATIONS[self.activation], linear(self.up, x)
-        inner = activate(inner) if self.gate is None else activate(linear(self.gate, x)) * inner
-        return linear(self.down, self.dropout(inner, key=key))
 
 
 # Passed from block to block: the residual stream [seq, d], and the index of the layer if layers differ.
@@ -109,26 +83,44 @@ class Block(eqx.Module):
     is_post_norm: bool = eqx.field(static=True)
 
     def __init__(self, config: EncoderConfig, *, has_attention_norm: bool = True, key: PRNGKeyArray):
-        q_key, k_key, v_key, o_key, mlp_key = jax.random.split(key, 5)
+        *keys, mlp_key = jax.random.split(key, 5)
         d, std, has_bias = config.d_model, config.init_std, config.attention_bias
-        self.attention = Attention(
-            query=normal_linear(d, d, std=std, use_bias=has_bias, key=q_key),
-            key=normal_linear(d, d, std=std, use_bias=has_bias, key=k_key),
-            value=normal_linear(d, d, std=std, use_bias=has_bias, key=v_key),
-            output=normal_linear(d, d, std=config.output_std, use_bias=has_bias, key=o_key),
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_heads,
-            dropout=eqx.nn.Dropout(config.attention_dropout),
+        self.attention = normal_attention(
+            d,
+            config.n_heads,
+            std=std,
+            output_std=config.output_std,
+            biases=(has_bias,) * 4,
+            dropout=config.attention_dropout,
+            # Three products are added, where there is one otherwise.
+            scale=(3 * d // config.n_heads) ** -0.5 if config.position_kind == "distances" else None,
+            keys=keys,
         )
         self.attention_norm = make_norm(config) if has_attention_norm else None
-        self.mlp = Mlp(config, key=mlp_key)
+        self.mlp = normal_mlp(
+            d,
+            config.d_ff,
+            std=std,
+            down_std=config.output_std,
+            activation=config.activation,
+            is_gated=config.is_gated,
+            use_bias=config.mlp_bias,
+            dropout=config.block_dropouts[1],
+            key=mlp_key,
+        )
         self.mlp_norm = make_norm(config)
         self.attention_dropout = eqx.nn.Dropout(config.block_dropouts[0])
         self.mlp_dropout = eqx.nn.Dropout(config.block_dropouts[2])
         self.is_post_norm = config.norm_places == "post"
 
     def __call__(
-        self, carry: Carry, mask: Mask | None, layers: Layers | None = None, *, key: PRNGKeyArray | None = None
+        self,
+        carry: Carry,
+        mask: Mask | None,
+        layers: Layers | None = None,
+        distances: Distances | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
     ) -> Carry:
         x, layer = carry
         rotary = None
@@ -136,8 +128,14 @@ class Block(eqx.Module):
             assert layer is not None
             mask, rotary = layers.mask(mask, layer), lambda heads: layers.rotary(heads, layer)
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
+        bias = None
+        if distances is not None:
+            assert self.attention.scale is not None
+            vectors_key = None if key is None else jax.random.fold_in(key, 1)
+            bias = distances.bias(self.attention, self.attention.scale, vectors_key)
         with jax.named_scope("attention"):
-            mixed, _ = self.attention(self._before(self.attention_norm, x), mask=mask, rotary=rotary, key=keys[0])
+            normed = self._before(self.attention_norm, x)
+            mixed, _ = self.attention(normed, mask=mask, bias=bias, rotary=rotary, key=keys[0])
             x = self._after(self.attention_norm, x + self.attention_dropout(mixed, key=keys[1]))
         with jax.named_scope("mlp"):
             computed = self.mlp(self._before(self.mlp_norm, x), key=keys[2])  # dropout is inside the MLP, or after it
@@ -177,16 +175,14 @@ class OfFamily(Pretrained):
     @classmethod
     def weight_map(cls, config: Any) -> WeightMap:
         """Maps the tensors of a Hugging Face folder to the tree's leaves."""
-        model = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
-        leaves = {name for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
-        return config.names.weight_map(leaves, config.n_layers, cls.head)
+        return config.names.weight_map(leaves_of(cls, config), config.n_layers, cls.head)
 
 
 class Encoder(OfFamily):
     """An encoder without a head, from token ids to hidden states. Call it on one example; `jax.vmap` it over a batch.
 
     ```python
-    model = Bert(BertConfig.bert_base_uncased(), key=jax.random.key(0))
+    model = Bert(BertConfig.of("base-uncased"), key=jax.random.key(0))
     hidden = model(ids, token_types=token_types, mask=mask, key=key)  # [seq, d]
     pooled = model.pool(hidden)  # [d]
     ```
@@ -203,6 +199,8 @@ class Encoder(OfFamily):
     # positions are added as a slice, and the token types have two rows.
     positions: Float[Array, "n_positions d"] | None
     token_types: Float[Array, "n_token_types d"] | None
+    distances: Float[Array, "distances d"] | None
+    distance_norm: eqx.nn.LayerNorm | None
     norm: eqx.nn.LayerNorm
     dropout: eqx.nn.Dropout
     first: Block | None  # the first block, if it differs from the others
@@ -219,11 +217,13 @@ class Encoder(OfFamily):
         """
         embedding_key, positions_key, types_key, stack_key, pooler_key = jax.random.split(key, 5)
         d, std, n_types = config.d_model, config.init_std, config.n_token_types
-        embedding = normal_embedding(config.vocab_size, d, std=std, key=embedding_key)
-        if config.pad_token_id is not None:
-            embedding = eqx.nn.Embedding(weight=embedding.weight.at[config.pad_token_id].set(0))
-        self.embedding = embedding
-        self.positions = None if config.position_kind == "rotary" else _draw_positions(config, positions_key)
+        self.embedding = normal_embedding(config.vocab_size, d, std=std, zero=config.pad_token_id, key=embedding_key)
+        self.positions = self.distances = self.distance_norm = None
+        if config.position_kind == "distances":
+            self.distances = std * jax.random.normal(positions_key, (2 * config.distance_span, d))
+            self.distance_norm = make_norm(config)
+        elif config.position_kind != "rotary":
+            self.positions = _draw_positions(config, positions_key)
         self.token_types = std * jax.random.normal(types_key, (n_types, d)) if n_types else None
         self.norm = make_norm(config)
         self.dropout = eqx.nn.Dropout(config.dropout)
@@ -269,8 +269,9 @@ class Encoder(OfFamily):
             x = self._embed(ids, token_types)
             x = x if self.positions is None else x + self._positions(self.positions, ids, segments)
             x = self.dropout(norm(self.norm, x), key=dropout_key)
-        layers = self._layers(seq, segments) if self.positions is None else None
-        carry, given = (x, None if layers is None else jnp.int32(0)), (token_mask(mask, segments=segments), layers)
+        layers = self._layers(seq, segments) if self.config.position_kind == "rotary" else None
+        carry = (x, None if layers is None else jnp.int32(0))
+        given = (token_mask(mask, segments=segments), layers, self._distances(seq))
         if self.first is not None:
             first_key, stack_key = (None, None) if stack_key is None else jax.random.split(stack_key)
             carry = self.first(carry, *given, key=first_key)
@@ -289,6 +290,14 @@ class Encoder(OfFamily):
         if token_types is not None:  # a type out of range gives NaN, as a token id does
             types = self.token_types.at[token_types].get(mode="fill", wrap_negative_indices=False)
         return embed(self.embedding, ids) + types
+
+    def _distances(self, seq: int) -> Distances | None:
+        """Returns the vectors of distances, and where they are read."""
+        if self.distances is None or self.distance_norm is None:
+            return None
+        config = self.config
+        rows = buckets(seq, config.distance_span, config.n_buckets, config.largest_distance)
+        return Distances(norm(self.distance_norm, self.distances), jnp.asarray(rows), self.dropout)
 
     def _layers(self, seq: int, segments: Int[Array, " seq"] | None) -> Layers:
         """Returns what differs between layers: rotary positions, and who attends to whom."""

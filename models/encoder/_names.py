@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from ..hf import StoredTensor, WeightMap, fused, layers, same, within
+from ..hf import WeightMap, layers, stored, within
 
 
 def _table(**names: str) -> Any:
@@ -76,10 +76,10 @@ class Names:
         - `head`: the field with the names of the model's head; None for an encoder without one.
         """
         base, path = ("", "") if head is None else (self.base, "encoder.")
-        encoder = _stored(self.encoder, leaves, path)
-        first = _stored(self.block, leaves, f"{path}first.")
+        encoder = stored(self.encoder, leaves, path)
+        first = stored(self.block, leaves, f"{path}first.")
         encoder += within(self.layers.format(0), "first.", first)
-        blocks = _stored(self.block, leaves, f"{path}stack.blocks.")
+        blocks = stored(self.block, leaves, f"{path}stack.blocks.")
         rest = layers(self.layers, "stack.blocks.", n_layers - bool(first), blocks)
         encoder += [replace(tensor, first_layer=len(first) > 0) for tensor in rest]
         tensors = within(base, path, encoder)
@@ -92,7 +92,7 @@ class Names:
                 tensors=tensors, ignored=(*ignored, *self.heads), aliases=(*self.aliases, (rf"^{self.base[:-1]}\.", ""))
             )
         held = getattr(self, head)
-        tensors += _stored(held, leaves, "")
+        tensors += stored(held, leaves, "")
         copies = {}
         if head == "masked":
             ignored += self.unused
@@ -102,15 +102,3 @@ class Names:
             if held["logits_bias"] != f"{self.decoder}.bias":
                 copies[f"{self.decoder}.bias"] = held["logits_bias"]
         return WeightMap(tensors=tensors, ignored=tuple(ignored), copies=copies, aliases=self.aliases)
-
-
-def _stored(names: Mapping[str, str], leaves: Collection[str], prefix: str) -> list[StoredTensor]:
-    """Returns the tensors of modules, weights and biases, or of arrays, with paths relative to the prefix."""
-    found = []
-    for path, disk in names.items():
-        first, *others = path.split()
-        if others and f"{prefix}{first}.weight" in leaves:
-            found += fused(disk, path.split(), use_bias=f"{prefix}{first}.bias" in leaves)
-        else:
-            found += [same(disk + end, path + end) for end in ("", ".weight", ".bias") if prefix + path + end in leaves]
-    return found

@@ -7,9 +7,6 @@ from .._kinds import RATE, TEXT
 from ..hf import Classes, ConfigReader, Field, ModelType, Only, Row, Tokens
 
 ROWS: tuple[Row, ...] = (
-    Only("position_embedding_type", "absolute"),
-    Only("is_decoder", False),
-    Only("add_cross_attention", False),
     Only("tie_word_embeddings", True),
     Field("vocab_size"),
     Field("max_position_embeddings", "n_positions"),
@@ -28,14 +25,21 @@ ROWS: tuple[Row, ...] = (
     Field("initializer_range", "init_std"),
     # `config.json` does not describe a pooler (see `Encoder.read_config`).
 )
+# What else BERT and RoBERTa can be in transformers.
+BERT: tuple[Row, ...] = (
+    Only("position_embedding_type", "absolute"),
+    Only("is_decoder", False),
+    Only("add_cross_attention", False),
+)
 
 
-def rows(model_types: Mapping[str, Mapping[str, Any]], *changed: Row) -> tuple[Row, ...]:
+def rows(model_types: Mapping[str, Mapping[str, Any]], *changed: Row, without: tuple[str, ...] = ()) -> tuple[Row, ...]:
     """Returns BERT's rows with some changed or added: a row replaces those that hold one of its fields.
 
     **Arguments:**
 
     - `model_types`: the model types of the family, with each type's own defaults.
+    - `without`: fields whose rows are left out.
     """
-    replaced = {name for row in changed for name in row.keys}
+    replaced = {name for row in changed for name in row.keys} | set(without)
     return (ModelType(model_types), *(row for row in ROWS if replaced.isdisjoint(row.keys)), *changed)

@@ -64,8 +64,8 @@ def beam_search(model: Any, request: Request) -> Generated:
     first = jnp.full((batch, n), _IMPOSSIBLE).at[:, 0].set(0.0)
 
     def reorder(cache: Any, beams: Int[Array, "batch beams"]) -> Any:
-        pick = lambda axis, leaf: leaf if axis is None else _select(leaf, beams, axis + 1)  # noqa: E731
-        return jax.tree.map(pick, axes, cache, is_leaf=lambda x: x is None)
+        selected = lambda axis, leaf: leaf if axis is None else _select(leaf, beams, axis + 1)  # noqa: E731
+        return jax.tree.map(selected, axes, cache, is_leaf=lambda x: x is None)
 
     def extend(state: _Beams) -> tuple[_Beams, Int[Array, "batch beams"], Int[Array, "batch beams"]]:
         """Returns the state after one more token; the beam that each running sequence continues; and its token."""

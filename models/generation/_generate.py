@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, PRNGKeyArray
 
-from redeqx.errors import brief, check_count, check_names, filter_traceback
+from redeqx.errors import brief, check_names, filter_traceback
 
 from ._beams import beam_search
 from ._config import Generation
@@ -34,6 +34,8 @@ def generate(
     *,
     max_new_tokens: int | None = None,
     mask: Bool[Array, "batch source"] | Bool[np.ndarray, "batch source"] | None = None,
+    decoder_input_ids: Array | np.ndarray | Sequence[int] | None = None,
+    pixels: Array | np.ndarray | None = None,
     min_new_tokens: int | None = None,
     do_sample: bool | None = None,
     temperature: float | None = None,
@@ -87,6 +89,10 @@ def generate(
         images.
     - `mask`: True for tokens, False for padding. A decoder's prompts are padded on the left; this is checked if the mask is
         a numpy array, and cannot be checked under jit. No option takes padding for a token.
+    - `decoder_input_ids`: the tokens that the texts of an encoder-decoder begin with, `[batch, target]`, or `[target]` for
+        all rows. They are not returned. None takes those of `model.decoder_prompt(inputs)`, if the model has this method, as
+        Whisper does, else `decoder_start_token_id`.
+    - `pixels`: the images of a decoder that reads images, such as LLaVA, `[batch, images, channels, height, width]`.
     - `max_new_tokens`, `min_new_tokens`: the number of tokens to generate, including the end-of-text token (no default; 0).
     - `do_sample`: whether to sample each token from its distribution instead of taking the most likely one (False).
     - `temperature`, `top_k`, `top_p`, `min_p`, `typical_p`, `epsilon_cutoff`, `eta_cutoff`: the sampling distribution.
@@ -129,7 +135,7 @@ def generate(
     request = _request(model, inputs, **{name: value for name, value in locals().items() if name in _REQUEST})
     options, draft = request.options, None
     if assistant_model is not None:
-        _check_assistant(model, assistant_model, num_assistant_tokens, request)
+        check_assistant(model, assistant_model, num_assistant_tokens, request)
         draft = eqx.nn.inference_mode(assistant_model)
     found = _run(eqx.nn.inference_mode(model), draft, request, num_assistant_tokens)
     if options.num_return_sequences is None:
@@ -198,6 +204,8 @@ def _request(
     inputs: Any,
     *,
     mask: Any = None,
+    decoder_input_ids: Any = None,
+    pixels: Any = None,
     logits_processor: Any = None,
     stop_strings: Any = None,
     tokenizer: Any = None,
@@ -242,9 +250,17 @@ def _request(
     for name, token in {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}.items():
         if token is not None and np.size(token) and not np.issubdtype(np.asarray(token).dtype, np.integer):
             raise TypeError(f"`{name}`: expected a token id, got {brief(token)}. Pass that of the tokenizer.")
-    n_given = 1 if is_encoder_decoder else ids.shape[1]
+    has_prompt = hasattr(model, "decoder_prompt")
+    if decoder_input_ids is None and has_prompt:
+        decoder_input_ids = model.decoder_prompt(ids)
+    start = None if decoder_input_ids is None else _started(decoder_input_ids, len(ids), is_decoder=not is_encoder_decoder)
+    n_given = ids.shape[1] if not is_encoder_decoder else 1 if start is None else start.shape[1]
     generation = getattr(config, "generation", None) or Generation()
-    options, keys = generation.complete(chosen, n_given=n_given, ignore=ignore)
+    own = [name for name in getattr(config, "prompt_keys", ()) if name in generation.keys]
+    # In transformers, lengths of a model with its own prompt do not include it, as far as there are positions.
+    options, keys = generation.complete(chosen, n_given=0 if has_prompt else n_given, ignore=(*ignore, *own))
+    if has_prompt and "max_new_tokens" in keys:
+        options["max_new_tokens"] = min(options["max_new_tokens"], model.config.n_positions - n_given)
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         if chosen[name] is None:
             options[name] = hashable(getattr(config, name, options[name]))
@@ -264,10 +280,39 @@ def _request(
     mask = None if mask is None else jnp.asarray(mask, bool)
     if mask is not None and not is_encoder_decoder:
         ids = jnp.where(mask, ids, 0)  # the padding id may be outside the vocabulary
-    first = model.config.decoder_start_token_id if is_encoder_decoder else None
+    first = (model.config.decoder_start_token_id if start is None else start) if is_encoder_decoder else None
     given = Given.of(ids, mask, first, rules, logits_processor)
     stop = None if stop_strings is None else Stop.of(stop_strings, tokenizer)
-    return Request(ids, mask, key if rules.do_sample else None, given, stop, rules, output_scores)
+    pixels = None if pixels is None else _images(pixels, len(ids), model)
+    return Request(ids, mask, key if rules.do_sample else None, given, stop, rules, output_scores, start, pixels)
+
+
+def _images(pixels: Any, n_rows: int, model: Any) -> Array:
+    if not hasattr(model, "see"):
+        raise ValueError(
+            f"`pixels`: expected none for {type(model).__name__}, which reads no images so, got some. Omit them."
+        )
+    pixels = jnp.asarray(pixels)
+    if pixels.ndim != 5 or len(pixels) != n_rows:
+        raise ValueError(
+            f"`pixels`: expected [batch, images, channels, height, width] with {n_rows} rows, got {pixels.shape}. Add the "
+            "dim of images."
+        )
+    return pixels
+
+
+def _started(ids: Any, n_rows: int, *, is_decoder: bool) -> Array:
+    """Returns the tokens that the decoder begins with, `[batch, target]`."""
+    if is_decoder:
+        raise ValueError("`decoder_input_ids`: expected none for a decoder, got some. Pass them as `inputs`.")
+    ids = jnp.asarray(ids)
+    ids = jnp.tile(ids, (n_rows, 1)) if ids.ndim == 1 else ids
+    if ids.ndim != 2 or len(ids) != n_rows or ids.shape[1] == 0 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"`decoder_input_ids`: expected token ids, at least one for each of {n_rows} rows, got {ids.dtype} {ids.shape}. "
+            "Pass `[batch, target]` or `[target]`."
+        )
+    return ids.astype(jnp.int32)
 
 
 def _padded(rows: Sequence[Any], mask: Any, *, left: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -303,32 +348,6 @@ def _trimmed(found: Generated) -> Generated:
         None if array is None else trim(np.asarray(array), lengths) for array in (found.log_probs, found.scores)
     )
     return Generated(trim(tokens, lengths), log_probs, scores, found.sequence_scores, found.accepted)
-
-
-def _check_assistant(model: Any, draft: Any, drafted: int, request: Request) -> None:
-    """Raises TypeError or ValueError for models and options that do not allow a draft."""
-    check_assistant(model, draft)
-    check_count(drafted, "num_assistant_tokens")
-    options, name = request.options, ""
-    if options.do_sample or options.num_beams > 1 or request.stop is not None or options.rows > 1:
-        name = "do_sample" if options.do_sample else "num_beams" if options.num_beams > 1 else "num_return_sequences"
-        name = "stop_strings" if request.stop is not None else name
-        raise ValueError(
-            f"`{name}`: expected none with `assistant_model`, which decodes greedily, got one. Choose one of the two."
-        )
-    for one in (model, draft):
-        n_positions, needed = getattr(getattr(one, "config", None), "n_positions", None), options.n_given + options.new - 1
-        if n_positions is not None and needed + drafted > n_positions:
-            raise ValueError(
-                f"`num_assistant_tokens`: expected at most {max(n_positions - needed, 0)} after {needed} tokens, since "
-                f"{type(one).__name__} has `n_positions`={n_positions}, got {drafted}. Propose or generate fewer."
-            )
-    sizes = [getattr(getattr(one, "config", None), "vocab_size", None) for one in (model, draft)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"`assistant_model`: expected the vocabulary of the model, {sizes[0]} tokens, got {sizes[1]}. Pass a draft with "
-            "the same tokenizer."
-        )
 
 
 @eqx.filter_jit

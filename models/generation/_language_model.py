@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 
-from ..nn import Cache, check_length, check_segments
+from ..nn import Cache, causal_mask, check_length, check_segments, embed, token_mask
 
 NO_LABEL = -100  # labels with this value are ignored
 
@@ -109,7 +109,7 @@ class Decoder(eqx.Module):
 
 
 class EncoderDecoder(eqx.Module):
-    """A model from a source text to a target text. A family defines its fields, `encode`, `_run` and `logits`.
+    """A model from a source text to a target text. A family defines its fields, `logits` and `_kv_heads`.
 
     The config must have `n_decoder_layers`, `decoder_start_token_id` and `pad_token_id`, and `n_positions` if the length is
     limited.
@@ -117,7 +117,9 @@ class EncoderDecoder(eqx.Module):
 
     config: eqx.AbstractVar[Any]
     embedding: eqx.AbstractVar[eqx.nn.Embedding]
-    decoder: eqx.AbstractVar[Any]  # the blocks of its `stack` have `project_memory`
+    # Called with the embedded tokens, masks, a cache and a key. The blocks of the decoder's `stack` have `project_memory`.
+    encoder: eqx.AbstractVar[Any]
+    decoder: eqx.AbstractVar[Any]
 
     def __call__(
         self,
@@ -176,7 +178,6 @@ class EncoderDecoder(eqx.Module):
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
         """Returns the logits of the next tokens, from hidden states."""
 
-    @abstractmethod
     def encode(
         self,
         ids: Int[Array, " source"],
@@ -186,6 +187,11 @@ class EncoderDecoder(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "source d"]:
         """Returns the encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
+        check_segments(segments, mask, len(ids))
+        if segments is None:
+            self._check_length("ids", len(ids))
+        with jax.named_scope("encoder"):
+            return self.encoder(self._embed(ids), token_mask(mask, segments=segments), segments=segments, key=key)[0]
 
     def init_cache(
         self, length: int, memory: Float[Array, "source d"], memory_mask: Bool[Array, " source"] | None = None
@@ -241,7 +247,10 @@ class EncoderDecoder(eqx.Module):
         if n_positions is not None:
             check_length(what, length, n_positions)
 
-    @abstractmethod
+    def _embed(self, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
+        """Returns the rows of the embedding, to which a family may do something."""
+        return embed(self.embedding, ids)
+
     def _run(
         self,
         ids: Int[Array, " target"],
@@ -260,6 +269,10 @@ class EncoderDecoder(eqx.Module):
 
         - `memory`: the encoder's output; None with a cache, which holds its keys and values.
         """
+        attended = token_mask(memory_mask, segments=memory_segments, query_segments=segments)
+        with jax.named_scope("decoder"):
+            sees = causal_mask(mask, len(ids), cache, segments=segments)
+            return self.decoder(self._embed(ids), sees, memory, attended, segments=segments, cache=cache, key=key)
 
 
 def shift_right(labels: Integer[Array, " target"], start: int, pad: int | None) -> Int[Array, " target"]:

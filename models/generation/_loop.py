@@ -30,6 +30,9 @@ class Request(eqx.Module):
     stop: Stop | None
     options: Options = eqx.field(static=True)
     output_scores: bool = eqx.field(static=True, default=False)
+    # The tokens that an encoder-decoder's texts begin with; None for `decoder_start_token_id`.
+    decoder_inputs: Int[Array, "batch target"] | None = None
+    pixels: Float[Array, "batch images channels height width"] | None = None  # of a decoder that reads images
 
 
 class Generated(eqx.Module):
@@ -90,17 +93,18 @@ def prefill(model: Any, request: Request, more: int = 0) -> tuple[Float[Array, "
     and `more` of them."""
     new = request.options.new + more
 
-    def begin(inputs: Array, mask: Array | None) -> tuple[Array, Any]:
+    def begin(inputs: Array, mask: Array | None, start: Array | None, pixels: Array | None) -> tuple[Array, Any]:
         if not hasattr(model, "encode"):
             # The last token is never fed back, so it needs no slot.
-            return model.decode(inputs, model.init_cache(inputs.shape[0] + new - 1), mask=mask)
+            seen = {} if pixels is None else {"pixels": pixels}
+            return model.decode(inputs, model.init_cache(inputs.shape[0] + new - 1), mask=mask, **seen)
         memory = model.encode(inputs) if mask is None else model.encode(inputs, mask=mask)
-        start = jnp.full(1, model.config.decoder_start_token_id, jnp.int32)
-        return model.decode(start, model.init_cache(new, memory, memory_mask=mask))
+        start = jnp.full(1, model.config.decoder_start_token_id, jnp.int32) if start is None else start
+        return model.decode(start, model.init_cache(len(start) + new - 1, memory, memory_mask=mask))
 
-    inputs, mask = request.inputs, request.mask
-    _, cache = eqx.filter_eval_shape(begin, inputs[0], None if mask is None else mask[0])
-    return jax.vmap(begin, out_axes=(0, axes_of(cache)))(inputs, mask)
+    given = request.inputs, request.mask, request.decoder_inputs, request.pixels
+    _, cache = eqx.filter_eval_shape(begin, *[None if array is None else array[0] for array in given])
+    return jax.vmap(begin, out_axes=(0, axes_of(cache)))(*given)
 
 
 def prompt_of(request: Request) -> Int[Array, "batch prompt"] | None:
@@ -115,11 +119,11 @@ def repeat(cache: Any, n: int) -> Any:
     memory."""
     inner = axes_of(cache, shares_memory=True)
 
-    def repeat(axis: int | None, leaf: Any) -> Any:
+    def repeated(axis: int | None, leaf: Any) -> Any:
         return leaf if axis is None else jnp.repeat(jnp.expand_dims(leaf, axis + 1), n, axis + 1)
 
     # `axes` is the first tree, because a None in it stands for a subtree, the pair of the memory.
-    return jax.tree.map(repeat, inner, cache, is_leaf=lambda x: x is None)
+    return jax.tree.map(repeated, inner, cache, is_leaf=lambda x: x is None)
 
 
 def decoder(model: Any, cache: Any) -> Callable[[Int[Array, "batch rows"], Any], tuple[Array, Any]]:

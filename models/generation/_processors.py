@@ -29,18 +29,18 @@ class Given(eqx.Module):
     processor: Callable[..., Any] | None = None
 
     @staticmethod
-    def of(
-        inputs: Array, mask: Array | None, start: int | None, options: Options, processor: Callable[..., Any] | None
-    ) -> "Given":
+    def of(inputs: Array, mask: Array | None, start: Any, options: Options, processor: Callable[..., Any] | None) -> "Given":
         """Returns what the options need.
 
         **Arguments:**
 
         - `inputs`, `mask`: as for `generate`.
-        - `start`: the first token of the decoder, if `inputs` are those of an encoder.
+        - `start`: the first token of the decoder, or the first ones of each row, if `inputs` are those of an encoder.
         """
         tokens = inputs if mask is None else jnp.where(mask, inputs, NO_TOKEN)
-        prompt = tokens if start is None else jnp.full((len(inputs), 1), start, jnp.int32)
+        prompt = tokens
+        if start is not None:
+            prompt = start if jnp.ndim(start) else jnp.full((len(inputs), 1), start, jnp.int32)
         needs_text = options.needs_text or processor is not None
         return Given(
             prompt.astype(jnp.int32) if needs_text else None,
@@ -89,7 +89,8 @@ def _process_row(
     if options.encoder_no_repeat_ngram_size:
         scores = _forbid(scores, completes_ngram(text, length, source, options.encoder_no_repeat_ngram_size, vocab))
     if options.bad_words_ids:
-        words = [word for word in options.bad_words_ids if word not in {(token,) for token in options.eos}]
+        ends = {(token,) for token in options.eos}
+        words = [word for word in options.bad_words_ids if word not in ends]
         scores = _forbid(scores, completes_word(text, length, words, vocab))
     if options.min_new_tokens and options.eos:
         scores = _forbid(scores, (step < options.min_new_tokens) & one_of(options.eos, vocab))

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from redeqx.errors import check_count
+
 from ..nn import Cache
 from ._loop import Generated, Request, pick, prefill
 from ._processors import process
@@ -29,8 +31,13 @@ class _State(eqx.Module):
     counts: Int[Array, "2 batch"]  # proposed and accepted tokens
 
 
-def check_assistant(model: Any, draft: Any) -> None:
-    """Raises TypeError if the draft cannot generate, or if the model's `decode` cannot return the logits of every token."""
+def check_assistant(model: Any, draft: Any, drafted: int, request: Request) -> None:
+    """Raises TypeError or ValueError for models and options that do not allow a draft.
+
+    **Arguments:**
+
+    - `drafted`: the number of tokens to propose in a round.
+    """
     if not (hasattr(draft, "decode") and hasattr(draft, "init_cache")) or hasattr(draft, "encode") != hasattr(
         model, "encode"
     ):
@@ -42,6 +49,31 @@ def check_assistant(model: Any, draft: Any) -> None:
         raise TypeError(
             f"`model`: expected a `decode(ids, cache, *, mask=None, every=False)` with `assistant_model`, got one without "
             f"`every` in {type(model).__name__}. Return the logits of all `ids` with `every=True`."
+        )
+    check_count(drafted, "num_assistant_tokens")
+    options = request.options
+    excluded = {
+        "stop_strings": request.stop is not None,
+        "do_sample": options.do_sample,
+        "num_beams": options.num_beams > 1,
+        "num_return_sequences": options.rows > 1,
+    }
+    if given := [name for name, is_given in excluded.items() if is_given]:
+        raise ValueError(
+            f"`{given[0]}`: expected none with `assistant_model`, which decodes greedily, got one. Choose one of the two."
+        )
+    for one in (model, draft):
+        n_positions, needed = getattr(getattr(one, "config", None), "n_positions", None), options.n_given + options.new - 1
+        if n_positions is not None and needed + drafted > n_positions:
+            raise ValueError(
+                f"`num_assistant_tokens`: expected at most {max(n_positions - needed, 0)} after {needed} tokens, since "
+                f"{type(one).__name__} has `n_positions`={n_positions}, got {drafted}. Propose or generate fewer."
+            )
+    sizes = [getattr(getattr(one, "config", None), "vocab_size", None) for one in (model, draft)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"`assistant_model`: expected the vocabulary of the model, {sizes[0]} tokens, got {sizes[1]}. Pass a draft with "
+            "the same tokenizer."
         )
 
 
@@ -64,6 +96,8 @@ def speculate(model: Any, draft: Any, request: Request, drafted: int) -> Generat
                 f"{type(its_cache).__name__} of {type(one).__name__}. Generate without a draft."
             )
     batch = len(logits)
+    # A round ends at one of the tokens that it has written, or before all of them.
+    cache, draft_cache = (_keep(one, window + 1) for one in (cache, draft_cache))
     caches = tuple(eqx.tree_at(lambda c: c.index, c, jnp.full(batch, c.index)) for c in (cache, draft_cache))
     axes, draft_axes = (
         eqx.tree_at(lambda a: a.index, c.axes(), 0, is_leaf=lambda leaf: leaf is None) for c in (cache, draft_cache)
@@ -148,3 +182,11 @@ def speculate(model: Any, draft: Any, request: Request, drafted: int) -> Generat
     accepted = state.counts[1] / jnp.maximum(state.counts[0], 1)
     arrays = jax.tree.map(lambda array: array[:, None, :new], (state.tokens, *(state.chances or ())))
     return Generated(*arrays, accepted=accepted[:, None] if request.output_scores else None)
+
+
+def _keep(cache: Cache, n: int) -> Cache:
+    """Returns a batch of caches, from now on with the last `n` states."""
+    if cache.states is None:
+        return cache
+    axes = cache.axes()
+    return jax.vmap(lambda cache: cache.keep(n), (axes,), axes)(cache)

@@ -5,6 +5,7 @@ that a folder can hold. It does not depend on the families; each family provides
 with `_pretrained.py`.
 """
 
+from ._compare import Differences as Differences, compare_weights as compare_weights, load_weights as load_weights
 from ._config import (
     Classes as Classes,
     Field as Field,
@@ -14,9 +15,13 @@ from ._config import (
     Row as Row,
     Tokens as Tokens,
     Written as Written,
+    check_fixed as check_fixed,
+    published as published,
+    sized as sized,
 )
 from ._files import (
     CONFIG as CONFIG,
+    companions as companions,
     read_config as read_config,
     replace_json as replace_json,
     type_key as type_key,
@@ -31,8 +36,10 @@ from ._weight_map import (
     WeightMap as WeightMap,
     fused as fused,
     layers as layers,
+    leaves_of as leaves_of,
     reshaped as reshaped,
     same as same,
     same_layer as same_layer,
+    stored as stored,
     within as within,
 )

@@ -5,8 +5,9 @@ reads a single key.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from .._kinds import Kind
@@ -175,7 +176,8 @@ class Tokens(Row):
         return {f"{name}_token_id": f"{name}_token_id" for name in self.names}
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        return reader.tokens(**{name: known[f"{name}_token_id"] for name in self.names})
+        generates = "generation" in known and not reader.is_classifier
+        return reader.tokens(generates=generates, **{name: known[f"{name}_token_id"] for name in self.names})
 
     def write(self, config: Any) -> dict[str, Any]:
         ids = {f"{name}_token_id": getattr(config, f"{name}_token_id") for name in self.names}
@@ -201,10 +203,20 @@ class Classes(Row):
 
 @dataclass(frozen=True)
 class FolderConfig:
-    """The base of a model's config. Its table of rows defines `from_hf` and `to_hf`."""
+    """The base of a model's config. Its table of rows defines `from_hf` and `to_hf`.
+
+    **Arguments:**
+
+    - `extra`: keys of the folder's file that do not change the model. They are saved with it.
+    """
+
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False, kw_only=True)
 
     rows: ClassVar[tuple[Row, ...]] = ()
     aliases: ClassVar[Mapping[str, str]] = {}  # alternative names of keys, which transformers accepts too
+    sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the fields of published models, for `of`
+    part: ClassVar[str | None] = None  # the object with this config in the `config.json` of a larger model
+    packed: ClassVar[tuple[str, ...]] = ()  # the `quant_method` of folders that are read, and saved without quantization
 
     @classmethod
     def from_hf(cls: type[Self], reader: ConfigReader) -> Self:
@@ -212,8 +224,10 @@ class FolderConfig:
 
         Raises ValueError or TypeError, with the file and the key, for values that are not implemented.
         """
-        reader = reader.aliased(cls.aliases)
         known: dict[str, Any] = {field.name: field.default for field in fields(cls) if field.default is not MISSING}
+        if cls.part is not None and reader.get(cls.part, None) is not None:
+            reader = reader.part(cls.part, generates="generation" in known)
+        reader = reader.aliased(cls.aliases)
         known["config_class"] = cls
         found: dict[str, Any] = {}
         for row in cls.rows:
@@ -226,10 +240,53 @@ class FolderConfig:
         """Returns the `config.json` that describes this config."""
         return {key: value for row in self.rows for key, value in row.write(self).items()}
 
+    def without_dropout(self: Self) -> Self:
+        """The same config without dropout, also in the configs that it holds."""
+        values = {known.name: getattr(self, known.name) for known in fields(self)}
+        quiet = {name: value.without_dropout() for name, value in values.items() if isinstance(value, FolderConfig)}
+        return replace(self, **quiet, **{name: 0.0 for name in values if name.endswith("dropout")})
+
+    @classmethod
+    def of(cls: type[Self], size: str) -> Self:
+        """Returns the config of a published model of this family, by its size, such as `"7b"`.
+
+        Raises ValueError, with the known sizes, for another.
+        """
+        return cls(**sized(size, cls.sizes))
+
     @classmethod
     def key_of(cls, field: str) -> str:
         """Returns the key of `config.json` that holds a field; the field's own name if there is no such key."""
         return {name: key for row in reversed(cls.rows) for name, key in row.keys.items()}.get(field, field)
+
+
+def sized(size: str, sizes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of a published size. Raises ValueError for another."""
+    if size not in sizes:
+        raise ValueError(f"`size`: expected one of {', '.join(sizes)}, got {size!r}. For other sizes set the fields.")
+    return dict(sizes[size])
+
+
+def published(sizes: Mapping[str, Mapping[str, Any]], **common: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Returns the fields of published models by size, with fields that all of them have."""
+    return MappingProxyType({size: MappingProxyType({**common, **fields}) for size, fields in sizes.items()})
+
+
+def check_fixed(config: Any, free: Collection[str]) -> None:
+    """Raises ValueError for a field that the family's `config.json` cannot hold, so that no folder is another model.
+
+    **Arguments:**
+
+    - `free`: fields that may have any value although no row holds them.
+    """
+    held = {name for row in config.rows for name in row.keys}.union(free)
+    for known in fields(config):
+        value = getattr(config, known.name)
+        if known.name not in held and value != known.default:
+            raise ValueError(
+                f"`{known.name}`: expected {known.default!r}, as in every {config.model_type!r} model, got {value!r}. Its "
+                "`config.json` has no key for another value: make another family's config."
+            )
 
 
 def _resolve(value: Any, known: Any) -> Any:

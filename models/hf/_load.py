@@ -25,6 +25,8 @@ from redeqx.machine import as_zeros, dry
 from redeqx.storage import Location, View
 
 from ._files import CONFIG, read_config, weights_of
+from ._mxfp4 import unpacked
+from ._split_experts import Source, split_experts
 from ._weight_map import WeightMap
 
 
@@ -62,12 +64,12 @@ def load(
         kept = jnp.dtype(dtype or fields.get("dtype") or fields.get("torch_dtype") or "float32")
         return as_zeros(map_named(lambda _, leaf: _cast(leaf, kept), shapes))
     _check_index(source, folder / f"{stem}{INDEX}")
+    source = unpacked(source, {disk for name in weight_map.tensors for disk in name.on_disk})
+    source = split_experts(source, weight_map)
     tensors = _match(source, weight_map, wanted, folder / CONFIG)
     if dtype is None:
         _check_dtypes(source, weight_map)
-    held = {
-        leaf: [parts[i] for parts in tensors[name.disk]] for name in weight_map.tensors for i, leaf in enumerate(name.leaves)
-    }
+    held = {leaf: [parts[i] for parts in stored] for leaves, stored in tensors.items() for i, leaf in enumerate(leaves)}
     dtypes = {leaf: _dtype(parts, dtype) for leaf, parts in held.items()}
     shapes = map_named(
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) if is_array_like(leaf) else leaf, shapes
@@ -110,7 +112,7 @@ def _check_index(source: TensorReader, index: Location) -> None:
             )
 
 
-def _check_dtypes(source: TensorReader, weight_map: WeightMap) -> None:
+def _check_dtypes(source: Source, weight_map: WeightMap) -> None:
     """Raises ValueError for floats of a dtype that a model cannot compute with unless they are cast."""
     wanted = {disk for name in weight_map.tensors for disk in name.on_disk}
     kept: dict[str, str] = {}
@@ -179,9 +181,10 @@ def _put(stack: jax.Array, layer: jax.Array, index: tuple[Any, ...], sharding: S
 
 
 def _match(
-    source: TensorReader, weight_map: WeightMap, wanted: Mapping[str, Any], config_path: Location
-) -> dict[str, list[Sequence[View]]]:
-    """Views of each stored tensor's leaves, one sequence for each layer, after a check of names, shapes and dtypes.
+    source: Source, weight_map: WeightMap, wanted: Mapping[str, Any], config_path: Location
+) -> dict[tuple[str, ...], list[Sequence[View]]]:
+    """Views of each stored tensor's leaves, by their paths, one sequence for each layer, after a check of names, shapes and
+    dtypes.
 
     Raises ValueError that lists the tensors that are missing, unknown, of another shape, or tied but different.
     """
@@ -201,14 +204,14 @@ def _match(
         and name not in weight_map.copies
         and not any(fnmatch.fnmatchcase(name, g) for g in weight_map.ignored)
     ]
-    found: dict[str, list[Sequence[View]]] = {}
+    found: dict[tuple[str, ...], list[Sequence[View]]] = {}
     for name in weight_map.tensors:
-        found[name.disk] = []
+        found[name.leaves] = []
         shapes = [wanted[leaf].shape[len(name.stacked) :] for leaf in name.leaves]
         for disk in name.on_disk:
             if disk not in file_names and disk in weight_map.zeros and file_names:
                 dtype = source.view(next(iter(file_names.values()))).dtype  # so that all tensors keep the same dtype
-                found[name.disk].append([np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes])
+                found[name.leaves].append([np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes])
                 continue
             if disk not in file_names:
                 problems.append(f"`{disk}`: expected for `{name.leaves[0]}`, got none.{nearest(disk, extra)}")
@@ -222,7 +225,7 @@ def _match(
                 problems.append(f"`{disk}`: expected {expected}, as in `{CONFIG}`, got {tensor.shape}.")
             elif not all(_is_float(tensor) == _is_float(wanted[leaf]) for leaf in name.leaves):
                 problems.append(f"`{disk}`: expected {wanted[name.leaves[0]].dtype} or a similar dtype, got {tensor.dtype}.")
-            found[name.disk].append(parts)
+            found[name.leaves].append(parts)
     missing = [disk for disk in needed if disk not in file_names]
     for name in extra:
         shape = source.view(file_names[name]).shape

@@ -1,5 +1,6 @@
 """`Pretrained`: the base class of models that a Hugging Face folder can hold."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,10 +19,11 @@ from ._weight_map import WeightMap
 
 
 class Pretrained(eqx.Module):
-    """The base of a model that a Hugging Face folder can hold. A subclass defines its model types and its weight map."""
+    """The base of a model that a Hugging Face folder can hold. A subclass defines its model types and its weight map. One
+    without its own `__init__` names that of its base: type checkers would infer another one, from the fields."""
 
     config_class: ClassVar[Any]  # with `from_hf(ConfigReader)`, `to_hf()` and `extra`
-    model_types: ClassVar[tuple[str, ...]]  # `model_type` in `config.json`; for diffusers, `_class_name`
+    model_types: ClassVar[Collection[str]]  # `model_type` in `config.json`; for diffusers, `_class_name`
     architectures: ClassVar[tuple[str, ...]]  # classes of transformers; `architecture` returns the one to write
     weights_name: ClassVar[str] = "model"  # the start of the weight files' names; diffusers uses another
 
@@ -31,6 +33,18 @@ class Pretrained(eqx.Module):
     def weight_map(config: Any) -> WeightMap:
         """Maps the tensors of a folder to the leaves of a model with this config."""
         raise NotImplementedError
+
+    @classmethod
+    def config_of(cls, model_type: str) -> Any:
+        """Returns the class of the config of a model type."""
+        del model_type
+        return cls.config_class
+
+    @classmethod
+    def architectures_of(cls, model_type: str) -> tuple[str, ...]:
+        """Returns the classes of transformers of a model type."""
+        del model_type
+        return cls.architectures
 
     @classmethod
     def architecture(cls, config: Any) -> str:
@@ -69,14 +83,18 @@ class Pretrained(eqx.Module):
         """
         fields = read_config(folder)
         key = type_key(fields)
-        if fields.get(key, cls.model_types[0]) not in cls.model_types:
+        model_type = fields.get(key, next(iter(cls.model_types)))
+        if model_type not in cls.model_types:
             raise ValueError(
                 f"`{folder / CONFIG}`: `{key}`: expected {' or '.join(cls.model_types)} for {cls.__name__}, "
                 f"got {fields[key]!r}. Pass the folder of such a model."
             )
-        if fields.get("quantization_config") is not None:
+        config_class = cls.config_of(model_type)
+        quantization = fields.pop("quantization_config", None)
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if quantization is not None and method not in config_class.packed:
             raise ValueError(
-                f"`{folder / CONFIG}`: `quantization_config`: expected none, got {brief(fields['quantization_config'])}. "
+                f"`{folder / CONFIG}`: `quantization_config`: expected none, got {brief(quantization)}. "
                 "Load the weights before quantization, or have `transformers` dequantize and save them."
             )
         source = weights_of(folder, cls.weights_name)
@@ -87,4 +105,4 @@ class Pretrained(eqx.Module):
             n_tensors=None if source is None else len([*source.names()]),
             files=companions(folder),
         )
-        return cls.config_class.from_hf(keys)
+        return config_class.from_hf(keys)

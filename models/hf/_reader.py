@@ -85,9 +85,16 @@ class ConfigReader:
             keys._fields[name] = value
         return keys
 
-    def part(self, name: str) -> "ConfigReader":
-        """Returns a reader for an object inside the file. Raises if the key is absent or not an object."""
-        return self.nested(name, self.get(name, kind=OBJECT))
+    def part(self, name: str, *, generates: bool = False) -> "ConfigReader":
+        """Returns a reader for an object inside the file. Raises if the key is absent or not an object.
+
+        **Arguments:**
+
+        - `generates`: whether the part is a language model, whose options are those of the folder.
+        """
+        found = self.nested(name, self.get(name, kind=OBJECT))
+        found._generation = self._generation if generates else None
+        return found
 
     def nested(self, name: str, fields: Mapping[str, Any]) -> "ConfigReader":
         """Returns a reader for an object that the file holds under this name."""
@@ -146,6 +153,12 @@ class ConfigReader:
             raise self.refuse(name, value, " or ".join(map(repr, accepted)))
         return value
 
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the folder's model has a head for classes."""
+        names = self.get("architectures", [])
+        return bool(names) and str(names[0]).endswith("Classification")
+
     def refuse(self, name: str, value: Any, expected: str) -> ValueError:
         """Returns the error for a value that this family does not implement, for checks that `only` cannot express."""
         return ValueError(
@@ -159,25 +172,27 @@ class ConfigReader:
         bos: int | None = None,
         eos: int | tuple[int, ...] | None = None,
         pad: int | None = None,
+        generates: bool = True,
         **others: int | None,
     ) -> dict[str, Any]:
         """`bos_token_id`, `eos_token_id` (a tuple if several ids end a text) and `pad_token_id`, for a config's fields.
 
         Values of `generation_config.json` take precedence over those of `config.json`, because `transformers` generates with
-        them.
+        them. Ends, padding and forced tokens of a language model are read from that file alone if it exists.
 
         **Arguments:**
 
         - `bos`, `eos`, `pad`: the defaults of absent keys. A key that is present but null means that there is no such token.
-        - `others`: further tokens and their defaults: `forced_eos=2` reads `forced_eos_token_id`. Only generation uses
-            forced tokens, so they are read from `generation_config.json` alone if that file exists.
+        - `generates`: whether the config is that of a language model, instead of an encoder or a classifier.
+        - `others`: further tokens and their defaults: `forced_eos=2` reads `forced_eos_token_id`.
         """
         found: dict[str, Any] = {}
         for token, default in {"bos": bos, "eos": eos, "pad": pad, **others}.items():
             name = f"{token}_token_id"
             self._read.add(name)
             value, path = self._fields.get(name, default), self.path
-            if self._generation is not None and (self._generation.keys.get(name) is not None or token.startswith("forced")):
+            alone = (generates and token in ("eos", "pad")) or token.startswith("forced")
+            if self._generation is not None and (alone or self._generation.keys.get(name) is not None):
                 value, path = self._generation.keys.get(name), self._generation.path
             if token == "decoder_start" and value is None and default is not None:
                 value = found["bos_token_id"]  # as in transformers

@@ -8,7 +8,16 @@ from typing import Any
 from redeqx.errors import brief
 
 from .._kinds import LIST, OBJECT, POSITIVE, SIZE, Kind
-from ..nn import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling, Scaling, YarnScaling
+from ..nn import (
+    AlphaScaling,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ProportionalScaling,
+    Scaling,
+    YarnScaling,
+)
 from ._reader import ConfigReader
 
 _BASE = Kind(float, "a finite number above 1", lambda value: 1 < value <= 1e300)
@@ -47,7 +56,7 @@ def rope_from_hf(
     - `theta`, `share`, `local`: the values of absent keys. None for `share` if all dims are always rotary.
     - `has_local`: whether layers with a window may have another base.
     - `n_original`: the default of `original_max_position_embeddings`; None for `n_positions`.
-    - `kinds`: the accepted values of `rope_type`.
+    - `kinds`: the accepted values of `rope_type`; and "alpha" if the "dynamic" one may have a fixed factor of that name.
     """
     newer, older = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
     if has_local:
@@ -63,7 +72,8 @@ def rope_from_hf(
         if isinstance(value, Mapping):
             raise rope.refuse(name, value, "a number, the same for all layers")
     if share is None:
-        for where in (keys, rope):
+        is_proportional = rope.get("rope_type", "default") == "proportional"  # whose share is part of the scaling
+        for where in (keys,) if is_proportional else (keys, rope):
             where.only("partial_rotary_factor", 1.0, None)
     else:
         share = _either(keys, rope, "partial_rotary_factor", share, _SHARE)
@@ -89,12 +99,16 @@ def _scaling(
 ) -> Scaling | None:
     kind = rope.get("rope_type", "default")
     kind = "longrope" if kind == "su" else kind  # its name in old files
-    if kind not in kinds:
-        raise rope.refuse("rope_type", kind, " or ".join(map(repr, kinds)))
+    if kind not in kinds or kind == "alpha":
+        raise rope.refuse("rope_type", kind, " or ".join(repr(known) for known in kinds if known != "alpha"))
     if kind == "default":
         return None
     if kind == "linear":
         return LinearScaling(rope.get("factor", kind=POSITIVE))
+    if kind == "proportional":
+        return ProportionalScaling(rope.get("partial_rotary_factor", 1.0, _SHARE), rope.get("factor", 1.0, POSITIVE))
+    if kind == "dynamic" and "alpha" in kinds and (alpha := rope.get("alpha", 0.0)):
+        return AlphaScaling(alpha)
     if kind == "dynamic":
         return DynamicScaling(rope.get("factor", kind=POSITIVE), n_positions)
     n_original = _either(keys, rope, "original_max_position_embeddings", n_original or n_positions, SIZE)
@@ -114,9 +128,8 @@ def _scaling(
             for name in ("short_factor", "long_factor")
         )
         return LongScaling(short, long, n_original, rope.get("attention_factor", growth, POSITIVE))
-    numerator, denominator = rope.get("mscale", 0.0), rope.get("mscale_all_dim", 0.0)
-    if not (numerator and denominator):
-        numerator, denominator = 1.0, 0.0
+    numerator, all_dims = rope.get("mscale", 0.0), rope.get("mscale_all_dim", 0.0)
+    numerator, denominator = (numerator, all_dims) if numerator and all_dims else (1.0, 0.0)
     growth = 0.1 * math.log(max(factor, 1.0))
     return YarnScaling(
         factor=factor,
@@ -125,6 +138,7 @@ def _scaling(
         fast=rope.get("beta_fast", 32.0, POSITIVE),
         slow=rope.get("beta_slow", 1.0, POSITIVE),
         truncate=rope.get("truncate", True),
+        all_dims=all_dims,
     )
 
 

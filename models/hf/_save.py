@@ -62,6 +62,11 @@ def _check_placed(leaves: Mapping[str, Any], weight_map: WeightMap, what: str) -
             f"`{adapters[0]}`: expected a leaf that folders of {what} contain, got one of {len(adapters)} of adapters. Save "
             "the merged model, `save_pretrained(lora.merge(model), ...)`, or the adapters, `lora.save_adapter(model, ...)`."
         )
+    if codes := [path.removesuffix(".codes") for path in arrays if path.endswith(".codes") and path not in placed]:
+        raise ValueError(
+            f"`{codes[0]}`: expected an array, got one of {len(codes)} quantised weights, which folders of {what} do not "
+            "hold. Save the dequantised model, `save_pretrained(lora.dequantise(model), ...)`, or a checkpoint."
+        )
     if lost := [path for path in arrays if path not in placed]:
         raise ValueError(
             f"`{lost[0]}`: expected a leaf that folders of {what} contain, got one of {len(lost)} that they have no tensor "

@@ -5,11 +5,15 @@ use it to load and to save.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import equinox as eqx
+import jax
 import numpy as np
 
+from redeqx._tree import is_array_like, named_leaves
 from redeqx.storage import View
 
 
@@ -28,6 +32,7 @@ class StoredTensor:
     - `n_experts`: set if each leaf of a layer is itself a stack `[n_experts, ...]` that is stored as one tensor for each
         expert; a second `{}` stands for the expert's index.
     - `first_layer`: the index of the first layer, if the stack lacks the ones before it.
+    - `layer_step`: the distance between its layers, if others are between them.
     """
 
     disk: str
@@ -37,6 +42,7 @@ class StoredTensor:
     n_layers: int | None = None
     n_experts: int | None = None
     first_layer: int = 0
+    layer_step: int = 1
 
     @property
     def stacked(self) -> tuple[int, ...]:
@@ -48,8 +54,11 @@ class StoredTensor:
         """The tensors' names, one for each layer, and for each expert of it."""
         if not self.stacked:
             return [self.disk]
-        first = self.first_layer
-        return [self.disk.format(layer + first, *expert) for layer, *expert in np.ndindex(*self.stacked)]
+        return [self.disk.format(self.layer_index(layer), *expert) for layer, *expert in np.ndindex(*self.stacked)]
+
+    def layer_index(self, i: int) -> int:
+        """Returns the index in the model of the stack's i-th layer."""
+        return self.first_layer + i * self.layer_step
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,8 @@ class WeightMap:
     - `zeros`: tensors that default to zeros if a file lacks them.
     - `modules`: `(pattern, replacement)` from names on disk to the names of transformers' modules in memory, where they
         differ. PEFT names its adapters by the latter.
+    - `experts`: the module of transformers with the experts of a layer, with `{}` for its index; empty for none. It has
+        `gate_up_proj`, with gates before inner layers, or alternating if `alternates` is True, and `down_proj`.
     """
 
     tensors: Sequence[StoredTensor]
@@ -77,6 +88,8 @@ class WeightMap:
     aliases: tuple[tuple[str, str], ...] = ()
     zeros: tuple[str, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
+    experts: str = ""
+    alternates: bool = False
 
     def in_memory(self, disk: str) -> str:
         """Returns the name of a transformers module in memory, from its name on disk."""
@@ -98,11 +111,6 @@ def same(disk: str, leaf: str) -> StoredTensor:
     return StoredTensor(disk, (leaf,))
 
 
-def transposed(disk: str, leaf: str) -> StoredTensor:
-    """Returns a matrix that is stored as `[in, out]`."""
-    return StoredTensor(disk, (leaf,), lambda tensor: (tensor.T,), lambda leaf: leaf.T)
-
-
 def reshaped(disk: str, leaf: str, on_disk: tuple[int, ...], in_tree: tuple[int, ...]) -> StoredTensor:
     """Returns a tensor that is stored with other dims of size 1, or with its dims grouped differently, such as a
     convolution's bias."""
@@ -114,40 +122,22 @@ def _view(tensor: View, shape: tuple[int, ...], expected: tuple[int, ...]) -> Vi
     return tensor.reshape(shape) if tensor.shape == expected else tensor
 
 
-def same_layer(disk: str, leaf: str, *, use_bias: bool = True, is_transposed: bool = False) -> list[StoredTensor]:
-    """Returns the `weight` and `bias` of a layer (linear, norm, embedding).
-
-    **Arguments:**
-
-    - `is_transposed`: whether the matrix is stored as `[in, out]`.
-    """
-    weight = (transposed if is_transposed else same)(f"{disk}.weight", f"{leaf}.weight")
-    return [weight, *([same(f"{disk}.bias", f"{leaf}.bias")] if use_bias else [])]
+def same_layer(disk: str, leaf: str, *, use_bias: bool = True) -> list[StoredTensor]:
+    """Returns the `weight` and `bias` of a layer (linear, norm, embedding)."""
+    return [same(f"{disk}.{name}", f"{leaf}.{name}") for name in ("weight", "bias")[: 1 + use_bias]]
 
 
-def fused(disk: str, layers: Sequence[str], *, use_bias: bool = True, is_transposed: bool = False) -> list[StoredTensor]:
+def fused(disk: str, layers: Sequence[str], *, use_bias: bool = True) -> list[StoredTensor]:
     """Returns the weight and bias of several layers of equal size, stored as one layer with concatenated outputs."""
-    n, axis = len(layers), -1 if is_transposed else 0
 
-    def cut(tensor: View, axis: int) -> list[View]:
-        size = tensor.shape[axis] // n
-        parts = [slice(i * size, (i + 1) * size) for i in range(n)]
-        return [tensor[..., part] if axis == -1 else tensor[part] for part in parts]
+    def cut(tensor: View) -> list[View]:
+        size = tensor.shape[0] // len(layers)
+        return [tensor[i * size : (i + 1) * size] for i in range(len(layers))]
 
-    transpose = np.transpose if is_transposed else lambda tensor: tensor
-    weight = StoredTensor(
-        f"{disk}.weight",
-        tuple(f"{layer}.weight" for layer in layers),
-        lambda tensor: [transpose(part) for part in cut(tensor, axis)],
-        lambda *leaves: np.concatenate([transpose(leaf) for leaf in leaves], axis),
-    )
-    bias = StoredTensor(
-        f"{disk}.bias",
-        tuple(f"{layer}.bias" for layer in layers),
-        lambda tensor: cut(tensor, 0),
-        lambda *leaves: np.concatenate(leaves),
-    )
-    return [weight, bias] if use_bias else [weight]
+    return [
+        StoredTensor(f"{disk}.{name}", tuple(f"{layer}.{name}" for layer in layers), cut, lambda *a: np.concatenate(a))
+        for name in ("weight", "bias")[: 1 + use_bias]
+    ]
 
 
 def layers(disk: str, leaf: str, n_layers: int, block: Iterable[StoredTensor]) -> list[StoredTensor]:
@@ -168,3 +158,32 @@ def layers(disk: str, leaf: str, n_layers: int, block: Iterable[StoredTensor]) -
 def within(disk: str, leaf: str, names: Iterable[StoredTensor]) -> list[StoredTensor]:
     """Returns the tensors of a submodule, with prefixes added to each name and path."""
     return [replace(name, disk=disk + name.disk, leaves=tuple(leaf + path for path in name.leaves)) for name in names]
+
+
+def stored(names: Mapping[str, str], leaves: Collection[str], prefix: str) -> list[StoredTensor]:
+    """Returns the tensors of modules, weights and biases, or of arrays, from a table of names. What a model lacks has none.
+
+    **Arguments:**
+
+    - `names`: names on disk, by the path of the module or the array. Several paths, with spaces between them, are layers of
+        one size that are stored as one. A name with `{}` has the end, `weight` or `bias`, there.
+    - `leaves`: the paths of the model's arrays, which begin with `prefix`; those of `names` do not.
+    """
+    found = []
+    for path, disk in names.items():
+        disk = disk if "{}" in disk else f"{disk}.{{}}"
+        parts = path.split()
+        ends = [end for end in ("weight", "bias") if f"{prefix}{parts[0]}.{end}" in leaves]
+        if len(parts) == 1:
+            found += [same(disk[:-3], path)] if prefix + path in leaves else []
+            found += [same(disk.format(end), f"{path}.{end}") for end in ends]
+        elif ends:
+            whole = fused(disk, parts, use_bias="bias" in ends)
+            found += [replace(tensor, disk=disk.format(end)) for tensor, end in zip(whole, ends, strict=True)]
+    return found
+
+
+def leaves_of(cls: Any, config: Any) -> dict[str, Any]:
+    """Returns the shapes of a model's arrays, by path."""
+    model = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
+    return {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}

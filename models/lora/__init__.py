@@ -10,11 +10,12 @@ lora.save_adapter(trainer.model, "adapter")  # PEFT loads it over the same base
 model = lora.merge(trainer.model)  # the plain model again
 ```
 
-Dropout on an adapter's input is not implemented. It is not part of the trained function.
-
-Start with `_adapters.py`. `_save.py` and `_load.py` write and read PEFT's folders.
+Start with `_layers.py` and `_adapters.py`. `_save.py` and `_load.py` write and read PEFT's folders.
 """
 
-from ._adapters import LoraLinear as LoraLinear, add as add, merge as merge, trainable as trainable
+from ._adapters import add as add, merge as merge, plus as plus, trainable as trainable, with_keys as with_keys
+from ._choices import choose as choose, combine as combine
+from ._layers import LoraEmbedding as LoraEmbedding, LoraLinear as LoraLinear
 from ._load import load_adapter as load_adapter
+from ._quantise import dequantise as dequantise, quantise as quantise
 from ._save import save_adapter as save_adapter

@@ -1,6 +1,6 @@
-"""Adapters in a model: `LoraLinear`, and functions that add, select and merge adapters.
+"""Adapters in a model: functions that add, select and merge them.
 
-Reading and writing folders of adapters is in `_load` and `_save`.
+The adapted layers are in `_layers`; reading and writing folders of adapters is in `_load` and `_save`.
 
 Dims: in, out = features of a linear layer, rank = rank of its adapter, layers = the number of stacked layers.
 """
@@ -8,80 +8,74 @@ Dims: in, out = features of a linear layer, rank = rank of its adapter, layers =
 import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+import optax
+from jaxtyping import Array, PRNGKeyArray
 
+from redeqx._quantised import is_quantised
 from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
-from redeqx.errors import brief, check_count, check_function, check_key, check_number, filter_traceback
+from redeqx.errors import (
+    brief,
+    check_count,
+    check_function,
+    check_key,
+    check_number,
+    check_optimizer,
+    filter_traceback,
+    warn,
+)
 
+from ..hf import Pretrained
+from ._layers import LEAVES, LoraEmbedding, LoraLinear, at_least_float32, lengths
+
+Adapted = LoraLinear | LoraEmbedding
+Layer = eqx.nn.Linear | eqx.nn.Embedding
 Where = str | Sequence[str] | Callable[[str, eqx.nn.Linear], bool]
 
 
-class LoraLinear(eqx.nn.Linear):
-    """A linear layer with an adapter. It applies to the last dim of an array, and also works under `jax.vmap`."""
-
-    lora_a: Float[Array, "*layers rank in"]
-    lora_b: Float[Array, "*layers out rank"]
-    scale: float = eqx.field(static=True)
-
-    # For each dim of a leaf, the dim of `weight` whose sharding it follows.
-    follows_weight: ClassVar[Mapping[str, tuple[int | None, ...]]] = {"lora_a": (None, 1), "lora_b": (0, None)}
-
-    def __init__(
-        self,
-        layer: eqx.nn.Linear,
-        lora_a: Float[Array, "*layers rank in"],
-        lora_b: Float[Array, "*layers out rank"],
-        *,
-        scale: float,
-    ):
-        """**Arguments:**
-
-        - `layer`: the layer whose weight and bias are kept.
-        - `lora_a`, `lora_b`, `scale`: the adapter, which adds `scale * lora_b @ lora_a` to the weight.
-        """
-        self.weight, self.bias = layer.weight, layer.bias
-        self.in_features, self.out_features, self.use_bias = layer.in_features, layer.out_features, layer.use_bias
-        self.lora_a, self.lora_b, self.scale = lora_a, lora_b, scale
-
-    def __call__(self, x: Array, *, key: PRNGKeyArray | None = None) -> Array:
-        """**Arguments:**
-
-        - `x`: of shape `[..., in]`, or `[...]` if `in_features` is `"scalar"`.
-        - `key`: ignored, as in `eqx.nn.Linear`.
-        """
-        del key
-        x = x[..., None] if self.in_features == "scalar" else x
-        out = x @ self.weight.T
-        out = out if self.bias is None else out + self.bias
-        with jax.named_scope("lora"):
-            # The adapter is float32 with 16-bit weights. The layer's output keeps the 16-bit dtype.
-            delta = (self.scale * (x @ self.lora_a.T)) @ self.lora_b.T
-        out = out + delta.astype(out.dtype)
-        return out[..., 0] if self.out_features == "scalar" else out
-
-
 @filter_traceback
-def add(model: ModelT, *, rank: int, alpha: int | float | None = None, where: Where, key: PRNGKeyArray) -> ModelT:
-    """Adds an adapter to each linear layer that `where` selects. The outputs are the same until the adapters are trained.
+def add(
+    model: ModelT,
+    *,
+    rank: int,
+    alpha: int | float | None = None,
+    where: Where = (),
+    embeddings: str | Sequence[str] = (),
+    dropout: int | float = 0.0,
+    use_rslora: bool = False,
+    use_dora: bool = False,
+    key: PRNGKeyArray,
+) -> ModelT:
+    """Adds an adapter to each linear layer that `where` selects, and to each embedding that `embeddings` selects.
+
+    The outputs are the same until the adapters are trained.
 
     Adapters have at least float32, even with 16-bit weights. Stacked layers get stacked adapters, `[layers, rank, in]` and
     `[layers, out, rank]`.
 
     **Arguments:**
 
-    - `model`: any PyTree with `eqx.nn.Linear` layers. Subclasses are not adapted, because they may define another call.
+    - `model`: any PyTree with `eqx.nn.Linear` or `eqx.nn.Embedding` layers. Subclasses are not adapted, because they may
+        define another call.
     - `rank`: the rank of each adapter, at least 1.
     - `alpha`: adapters are scaled by `alpha / rank`. The default is `rank`.
     - `where`: one or more globs over the layers' paths (`"*.attention.query"`), each of which must match a layer; or a
         function of a layer's path and the layer that returns True for the layers to adapt.
-    - `key`: draws `lora_a` as PEFT does, from U(-in ** -0.5, in ** -0.5); `lora_b` is zero.
+    - `embeddings`: the same for embeddings, as globs only. A head that shares the weight of one gets no adapter.
+    - `dropout`: the dropout rate of the adapters' inputs, in [0, 1). Not for experts and embeddings. The loss then needs
+        `with_keys`.
+    - `use_rslora`: scales by `alpha / sqrt(rank)` instead (arXiv:2312.03732).
+    - `use_dora`: whether to train the length of each output's weights too (arXiv:2402.09353). Not for experts and
+        embeddings.
+    - `key`: draws `lora_a` as PEFT does, from U(-in ** -0.5, in ** -0.5); `lora_b` is zero. In embeddings, `lora_a` is zero,
+        and `lora_b` is drawn from N(0, 1).
 
-    Raises ValueError for a rank below 1, if no layer is selected, and if a selected layer already has an adapter.
+    Raises ValueError for a rank below 1, a rate outside of [0, 1), if no layer is selected, and if a selected layer already
+    has an adapter.
     """
     check_count(rank, "rank", advice="Pass a positive rank.")
     check_number(
@@ -92,16 +86,28 @@ def add(model: ModelT, *, rank: int, alpha: int | float | None = None, where: Wh
         "Pass `rank` or twice of it.",
         optional=True,
     )
+    check_number(dropout, "dropout", "a rate in [0, 1)", lambda rate: 0 <= rate < 1, "Pass 0.05, say.")
     check_key(key)
-    picked = _select(linears_of(model), where)
+    tables = {path: layer for path, layer in layers_of(model).items() if not is_linear(layer)}
+    picked: dict[str, Any] = {}
+    if not _is_empty(embeddings):
+        picked |= _select(tables, globs_of(embeddings, "embeddings", 'Write `"embedding"`'), "embeddings", "an embedding")
+    if not _is_empty(where) or not picked:
+        picked = _select(linears_of(model), where) | picked
     keys = jax.random.split(key, len(picked))
+    drop = eqx.nn.Dropout(dropout) if dropout else None
 
-    def draw(layer: eqx.nn.Linear, key: PRNGKeyArray) -> LoraLinear:
+    def draw(layer: Any, key: PRNGKeyArray) -> Adapted:
         *stacked, n_out, n_in = layer.weight.shape
         dtype, limit = at_least_float32(layer.weight.dtype), max(n_in, 1) ** -0.5
+        scale = (rank if alpha is None else alpha) / (rank**0.5 if use_rslora else rank)
+        if not is_linear(layer):
+            zeros, drawn = jnp.zeros((rank, n_out), dtype), jax.random.normal(key, (n_in, rank), dtype)
+            return LoraEmbedding(layer, zeros, drawn, scale=scale)
         lora_a = jax.random.uniform(key, (*stacked, rank, n_in), dtype, -limit, limit)
         lora_b = jnp.zeros((*stacked, n_out, rank), dtype)
-        return LoraLinear(layer, lora_a, lora_b, scale=(rank if alpha is None else alpha) / rank)
+        magnitude = lengths(layer.weight) if use_dora else None
+        return LoraLinear(layer, lora_a, lora_b, scale=scale, magnitude=magnitude, dropout=drop)
 
     return replace_layers(model, {path: draw(layer, key) for (path, layer), key in zip(picked.items(), keys, strict=True)})
 
@@ -116,10 +122,10 @@ def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
 
     Raises ValueError for a model without adapters, and for a glob that matches no leaf.
     """
-    adapters = adapters_of(model)
-    chosen = {leaf_path(path, leaf) for path in adapters for leaf in ("lora_a", "lora_b")}
+    adapters = adapters_of(model, several=True)
+    chosen = {leaf_path(path, leaf) for path in adapters for leaf in LEAVES}
     leaves = [name for name, leaf in named_leaves(model).items() if is_array_like(leaf) and _is_inexact(leaf)]
-    for pattern in _globs(also, "also", 'Write `"head.*"`, say', optional=True):
+    for pattern in globs_of(also, "also", 'Write `"head.*"`, say', optional=True):
         found = fnmatch.filter(leaves, pattern)
         if not found:
             raise ValueError(f"`also`: expected a path of the model, got {pattern!r}.{nearest(pattern, leaves)}")
@@ -130,37 +136,135 @@ def trainable(model: PyTree, *, also: str | Sequence[str] = ()) -> PyTree:
 def merge(model: ModelT) -> ModelT:
     """Merges the adapters: adds each one to its layer's weight, `W + scale * B A`. Returns the model without adapters.
 
-    Raises ValueError for a model without adapters.
+    A quantised weight becomes an array again, with what quantising has rounded off lost, which a warning says.
+
+    Raises ValueError for a model without adapters, and for one with an adapter of an embedding that the output head shares.
     """
+    adapters = adapters_of(model)
 
-    def merged(layer: LoraLinear) -> eqx.nn.Linear:
+    check_untied(model, adapters)
+
+    def merged(layer: Adapted) -> Layer:
         delta = layer.scale * (layer.lora_b @ layer.lora_a)
-        return _with_weight(layer, (layer.weight + delta).astype(layer.weight.dtype))
+        if isinstance(layer, LoraEmbedding):
+            return eqx.nn.Embedding(weight=(layer.weight + delta.T).astype(layer.weight.dtype))
+        weight = layer.weight + delta
+        if layer.magnitude is not None:
+            weight *= (layer.magnitude / lengths(layer.weight, delta))[..., None]
+        return _with_weight(layer, weight.astype(layer.weight.dtype))
 
-    return replace_layers(model, {path: merged(layer) for path, layer in adapters_of(model).items()})
+    if rounded := [path for path, layer in adapters.items() if is_quantised(layer.weight)]:
+        more = f" (and {len(rounded) - 1} more)" if len(rounded) > 1 else ""
+        warn(
+            f"`{rounded[0]}`{more}: merges into dequantised weights, which lack what quantising has rounded off. To merge "
+            "into the original weights, save the adapters with `lora.save_adapter`, and load them over a plain model."
+        )
+    return replace_layers(model, {path: merged(layer) for path, layer in adapters.items()})
 
 
-def _is_linear(node: Any) -> bool:
+def is_linear(node: Any) -> bool:
     """Returns whether a node is a linear layer, with or without an adapter. Other subclasses are not: they may define
     another call."""
-    return type(node) in (eqx.nn.Linear, LoraLinear)
+    return type(node) is eqx.nn.Linear or isinstance(node, LoraLinear)
+
+
+def is_layer(node: Any) -> bool:
+    """Returns whether a node is a layer that adapters are for: a linear layer or an embedding, with or without one."""
+    return is_linear(node) or type(node) is eqx.nn.Embedding or isinstance(node, LoraEmbedding)
+
+
+def layers_of(model: PyTree) -> dict[str, Any]:
+    """Returns every linear layer and embedding by its path."""
+    return {path: node for path, node in named_leaves(model, is_leaf=is_layer).items() if is_layer(node)}
 
 
 def linears_of(model: PyTree) -> dict[str, eqx.nn.Linear]:
     """Returns every linear layer by its path."""
-    return {path: node for path, node in named_leaves(model, is_leaf=_is_linear).items() if _is_linear(node)}
+    return {path: node for path, node in named_leaves(model, is_leaf=is_linear).items() if is_linear(node)}
 
 
-def adapters_of(model: PyTree) -> dict[str, LoraLinear]:
-    """Returns every adapted layer by its path. Raises ValueError if there is none."""
-    adapters = {path: layer for path, layer in linears_of(model).items() if isinstance(layer, LoraLinear)}
+def adapters_of(model: PyTree, *, several: bool = False) -> dict[str, Any]:
+    """Returns every adapted layer by its path.
+
+    **Arguments:**
+
+    - `several`: whether a layer may have several adapters.
+
+    Raises ValueError if there is none, or if a layer has several and may not.
+    """
+    adapters = {path: layer for path, layer in layers_of(model).items() if isinstance(layer, Adapted)}
     if not adapters:
         raise ValueError("`model`: expected adapted layers, got none. Add adapters with `lora.add` first.")
+    for path, layer in adapters.items():
+        if not several and layer.lora_a.ndim > layer.weight.ndim:
+            n = layer.lora_a.shape[-3]
+            raise ValueError(f"`{path}`: expected one adapter, got {n}. Select one: `lora.choose(model, 0)`.")
     return adapters
 
 
-def replace_layers(model: ModelT, layers: Mapping[str, eqx.nn.Linear]) -> ModelT:
-    return map_named(lambda path, node: layers.get(path, node), model, is_leaf=_is_linear)
+def replace_layers(model: ModelT, layers: Mapping[str, Any]) -> ModelT:
+    return map_named(lambda path, node: layers.get(path, node), model, is_leaf=is_layer)
+
+
+def with_keys(model: ModelT, key: PRNGKeyArray) -> ModelT:
+    """Returns the model with a key for the dropout of each adapter, to be called in the loss on one example.
+
+    ```python
+    logits = jax.vmap(lambda ids, key: lora.with_keys(model, key)(ids))(ids, keys)
+    ```
+
+    **Arguments:**
+
+    - `key`: split into one for each adapter, and for each layer of a stack.
+
+    Raises ValueError for a model without adapters.
+    """
+    layers = {path: layer for path, layer in adapters_of(model).items() if getattr(layer, "dropout", None) is not None}
+    keys = jax.random.split(key, max(len(layers), 1))
+
+    def keyed(layer: LoraLinear, key: PRNGKeyArray) -> LoraLinear:
+        stacked = layer.lora_a.shape[:-2]
+        own = jax.random.split(key, stacked) if stacked else key
+        return eqx.tree_at(lambda layer: layer.key, layer, own, is_leaf=lambda leaf: leaf is None)
+
+    return replace_layers(model, {path: keyed(layer, k) for (path, layer), k in zip(layers.items(), keys, strict=False)})
+
+
+def check_untied(model: PyTree, adapters: Mapping[str, Any]) -> None:
+    """Raises ValueError for an adapter of an embedding whose weight another layer shares: merged, it would change both."""
+    if not isinstance(model, Pretrained):
+        return
+    weight_map = type(model).weight_map(model.config)
+    shared = {
+        leaf for tensor in weight_map.tensors if tensor.disk in {*weight_map.copies.values()} for leaf in tensor.leaves
+    }
+    for path, layer in adapters.items():
+        if isinstance(layer, LoraEmbedding) and leaf_path(path, "weight") in shared:
+            raise ValueError(
+                f"`{path}`: expected an embedding of its own, got one whose weight another layer shares. Save the adapters "
+                "with `lora.save_adapter` instead, or train without this one."
+            )
+
+
+def plus(optimizer: optax.GradientTransformation, *, ratio: int | float = 16) -> optax.GradientTransformation:
+    """Returns an optimizer that updates `lora_b` with `ratio` times the learning rate, as LoRA+ (arXiv:2402.12354). Adapters
+    of embeddings are updated as usual.
+
+    **Arguments:**
+
+    - `optimizer`: of all leaves. Its updates of `lora_b` are multiplied.
+    - `ratio`: above 0; the paper recommends 16 and the half of the usual learning rate.
+    """
+    check_optimizer(optimizer, "optimizer")
+    rule, advice = "a finite number above 0", "Pass 16, say."
+    check_number(ratio, "ratio", rule, lambda ratio: 0 < ratio < math.inf, advice)
+    is_table = lambda node: isinstance(node, LoraEmbedding)  # noqa: E731
+
+    def is_b(name: str, node: Any) -> Any:
+        return jax.tree.map(lambda _: False, node) if is_table(node) else name.rpartition(".")[2] == "lora_b"
+
+    of_b = lambda params: map_named(is_b, params, is_leaf=is_table)  # noqa: E731
+    return optax.chain(optimizer, optax.masked(optax.scale(ratio), of_b))
 
 
 def _is_inexact(leaf: Any) -> bool:
@@ -172,10 +276,6 @@ def leaf_path(path: str, leaf: str) -> str:
     return leaf if path == "value" else f"{path}.{leaf}"
 
 
-def at_least_float32(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _with_weight(layer: eqx.nn.Linear, weight: Array) -> eqx.nn.Linear:
     # An abstract layer, so that no weights are drawn only to be replaced.
     sizes, key = (layer.in_features, layer.out_features, layer.use_bias), jax.eval_shape(lambda: jax.random.key(0))
@@ -183,7 +283,11 @@ def _with_weight(layer: eqx.nn.Linear, weight: Array) -> eqx.nn.Linear:
     return eqx.tree_at(lambda l: (l.weight, l.bias), plain, (weight, layer.bias), is_leaf=lambda leaf: leaf is None)
 
 
-def _select(linears: Mapping[str, eqx.nn.Linear], where: Where) -> dict[str, eqx.nn.Linear]:
+def _is_empty(globs: Any) -> bool:
+    return isinstance(globs, Sequence) and not globs
+
+
+def _select(linears: Mapping[str, Any], where: Where, name: str = "where", kind: str = "a linear layer") -> dict[str, Any]:
     """Returns the layers that `where` selects. Raises ValueError if one of them already has an adapter."""
     if callable(where):
         check_function(where, "where", ["path", "layer"])
@@ -192,18 +296,18 @@ def _select(linears: Mapping[str, eqx.nn.Linear], where: Where) -> dict[str, eqx
             raise ValueError(f"`where`: expected a function that selects linear layers, got none. {_listed(linears)}")
     else:
         paths = set()
-        for pattern in _globs(where, "where", 'Write `"*.attention.query"`, say'):
+        for pattern in globs_of(where, "where", 'Write `"*.attention.query"`, say'):
             found = fnmatch.filter(linears, pattern)
             if not found:
                 near = nearest(pattern, linears)
-                raise ValueError(f"`where`: expected the path of a linear layer, got {pattern!r}.{near} {_listed(linears)}")
+                raise ValueError(f"`{name}`: expected the path of {kind}, got {pattern!r}.{near} {_listed(linears, kind)}")
             paths.update(found)
     picked = {path: layer for path, layer in linears.items() if path in paths}
     check_plain(picked)
     return picked
 
 
-def _globs(given: Any, name: str, advice: str, *, optional: bool = False) -> list[str]:
+def globs_of(given: Any, name: str, advice: str, *, optional: bool = False) -> list[str]:
     """Returns one or more globs as a list. Raises TypeError for anything else, ValueError for none."""
     globs: list[Any] = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence | set) else [None]
     if not all(isinstance(glob, str) for glob in globs):
@@ -213,15 +317,15 @@ def _globs(given: Any, name: str, advice: str, *, optional: bool = False) -> lis
     return globs
 
 
-def check_plain(layers: Mapping[str, eqx.nn.Linear]) -> None:
+def check_plain(layers: Mapping[str, Any]) -> None:
     """Raises ValueError if a layer has an adapter."""
     for path, layer in layers.items():
-        if isinstance(layer, LoraLinear):
+        if isinstance(layer, Adapted):
             raise ValueError(
                 f"`{path}`: expected a layer without an adapter, got one of rank {layer.lora_a.shape[-2]}. "
                 "Leave it out, or `lora.merge` the model first."
             )
 
 
-def _listed(linears: Mapping[str, Any]) -> str:
-    return f"The model's linear layers: {', '.join(listed(list(linears))) or 'none'}."
+def _listed(layers: Mapping[str, Any], kind: str = "a linear layer") -> str:
+    return f"The model's {kind.partition(' ')[2]}s: {', '.join(listed(list(layers))) or 'none'}."

@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 
 from redeqx._origins import CHANGED, set_origin
 from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
@@ -16,13 +17,15 @@ from redeqx.checkpoint import TensorReader
 from redeqx.errors import brief, filter_traceback
 from redeqx.storage import disk_path
 
-from .._kinds import INTEGER, NUMBER
+from .._kinds import INTEGER, NUMBER, RATE
 from ..hf import ConfigReader, Pretrained, StoredTensor, read_config
-from ._adapters import LoraLinear, at_least_float32, check_plain, linears_of, replace_layers
+from ._adapters import check_plain, layers_of, replace_layers
+from ._layers import LoraEmbedding, LoraLinear, at_least_float32, lengths
 from ._modules import CONFIG, PREFIX, WEIGHTS, Module, copies_of, in_memory, module_of, modules_of
 from ._patterns import by_pattern, check_patterns
 
-_TENSOR = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
+_TENSOR = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.lora_(embedding_(?=[AB]$)|(?=[AB]\.))(?P<which>[AB])(\.weight)?")
+_MAGNITUDE = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.lora_magnitude_vector(\.weight)?")
 _BASE = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.base_layer\.(?P<which>weight|bias)")
 # Keys that change what an adapter computes, or the base's weights. Any value but null, false or an empty one is refused.
 _REFUSED = (
@@ -32,10 +35,8 @@ _REFUSED = (
     "layer_replication",
     "lora_bias",
     "monteclora_config",
-    "target_parameters",
     "trainable_token_indices",
     "use_bdlora",
-    "use_dora",
     "use_qalora",
 )
 # With any other initialization, PEFT changes the base's weights when it loads the adapter.
@@ -54,7 +55,8 @@ def load_adapter(model: ModelT, folder: str | Path) -> ModelT:
     **Arguments:**
 
     - `model`: the base: a model of `redeqx.models`, or any other model whose adapters `save_adapter` wrote.
-    - `folder`: holds `adapter_config.json` and `adapter_model.safetensors`. Its `lora_dropout` is not used.
+    - `folder`: holds `adapter_config.json` and `adapter_model.safetensors`. Its `lora_dropout` is off until
+        `eqx.nn.inference_mode(model, False)`, as in PEFT.
 
     Raises ValueError for a folder without an adapter, for an adapter of a kind that is not implemented or of another base,
     and for layers that already have an adapter.
@@ -63,22 +65,33 @@ def load_adapter(model: ModelT, folder: str | Path) -> ModelT:
     keys = _read_config(folder / CONFIG)
     source = TensorReader.find(folder, WEIGHTS)
     model, whole = _with_whole_modules(model, source, keys)
-    linears = linears_of(model)
-    layers: dict[str, eqx.nn.Linear] = {}
+    linears = layers_of(model)
+    layers: dict[str, Any] = {}
+    rate = keys.get("lora_dropout", 0.0, RATE)
+    drop = eqx.nn.Dropout(rate, inference=True) if rate else None
     for module, adapters in _match(model, linears, source, keys, whole).items():
         a, b, scale = _stacked(module, adapters)
+        has_dora = len(next(iter(adapters.values()))) > 3
+        if module.is_embedding:
+            check_plain({path: linears[path] for path in module.paths})
+            own = jnp.asarray(a), jnp.asarray(b)
+            layers |= {path: LoraEmbedding(linears[path], *own, scale=scale) for path in module.paths}
+            continue
         for rows, path in zip(module.rows, module.paths, strict=True):
             part, used = b[..., rows, :], slice(None)
             if len(module.paths) > 1 and b.any():  # an untrained adapter has B = 0: keep its full rank
                 used = part.any(axis=tuple(range(part.ndim - 1)))
-                if not used.any():
+                if not used.any() and not has_dora:
                     continue
             check_plain({path: linears[path]})
-            layers[path] = LoraLinear(linears[path], jnp.asarray(a[..., used, :]), jnp.asarray(part[..., used]), scale=scale)
+            own = jnp.asarray(a[..., used, :]), jnp.asarray(part[..., used])
+            magnitude = _magnitude(linears[path], module, adapters, rows) if has_dora else None
+            own_drop = None if module.parameter else drop
+            layers[path] = LoraLinear(linears[path], *own, scale=scale, magnitude=magnitude, dropout=own_drop)
     return replace_layers(model, layers)
 
 
-_Adapter = tuple[np.ndarray, np.ndarray, float]  # A, B and scale of one module
+_Adapter = tuple[Any, ...]  # A, B and scale of one module, and the magnitudes of DoRA
 _Found = dict[Module, dict[int, _Adapter]]  # by the layer's index; 0 for a single module
 
 
@@ -153,7 +166,7 @@ def _places(model: PyTree) -> tuple[dict[str, tuple[StoredTensor, int | None]], 
 
 
 def _match(
-    model: PyTree, linears: Mapping[str, eqx.nn.Linear], source: TensorReader, keys: ConfigReader, whole: Collection[str]
+    model: PyTree, linears: Mapping[str, Any], source: TensorReader, keys: ConfigReader, whole: Collection[str]
 ) -> _Found:
     """Returns a folder's adapters by module, after a check that all of them match the model.
 
@@ -164,7 +177,14 @@ def _match(
     Raises ValueError that lists those that do not match.
     """
     known = {name: (module, i) for module in modules_of(model, linears) for name, i in module.layer_indices.items()}
+    targets = keys.get("target_parameters", None) or []
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        raise ValueError(f"`{keys.path}`: `target_parameters`: expected names, got {brief(targets)}. Correct the file.")
+    parameters = [f".{name}" for name, (module, _) in known.items() if module.parameter is not None]
+    if not all(any(name.endswith(f".{target}") for name in parameters) for target in targets):
+        raise _refuse(keys.path, "target_parameters", "those of this model's experts", targets)
     problems: list[str] = []
+    has_dora = keys.get("use_dora", False)
     pairs: dict[str, dict[str, np.ndarray]] = {}
     for key in source.names():
         if key in whole:
@@ -172,29 +192,43 @@ def _match(
         tensor = source.view(key)
         if (match := _TENSOR.fullmatch(key)) is not None:
             pairs.setdefault(match["module"], {})[match["which"]] = tensor
+        elif has_dora and (match := _MAGNITUDE.fullmatch(key)) is not None:
+            pairs.setdefault(match["module"], {})["magnitude_vector"] = tensor
         elif (match := _BASE.fullmatch(key)) is None or (current := _current(model, match["module"])) not in known:
             got = tensor.shape
             problems.append(f"`{key}`: expected `{PREFIX}<module>.lora_A.weight` or `.lora_B.weight`, got {got}.")
         elif not _is_base_tensor(tensor, match["which"], *known[current], linears):
             problems.append(f"`{key}`: expected the values that this model has, got others, of shape {tensor.shape}.")
     found: _Found = {}
-    for name, pair in pairs.items():
+    for disk, pair in pairs.items():
+        name = disk if _current(model, disk) in known else _parameter(disk, pairs, known, targets)
         current = _current(model, name)
         if current not in known:
             near = nearest(current, known)
-            problems.append(f"`{PREFIX}{name}`: expected the name of a linear layer of this model.{near}")
+            problems.append(f"`{PREFIX}{name}`: expected the name of a layer of this model.{near}")
             continue
         module, i = known[current]
         rank = by_pattern(keys.get("rank_pattern", {}), name, keys.get("r", 8))
         alpha = by_pattern(keys.get("alpha_pattern", {}), name, keys.get("lora_alpha", 8.0, NUMBER))
-        shapes = {"A": (*module.stacked, rank, module.n_in), "B": (*module.stacked, module.n_out, rank)}
+        if module.is_embedding:
+            shapes = {"A": (rank, module.n_out), "B": (module.n_in, rank)}
+        elif module.parameter is not None:
+            shapes = {"A": (module.stacked[0] * rank, module.n_in), "B": (module.n_out, module.stacked[0] * rank)}
+        else:
+            shapes = {"A": (*module.stacked, rank, module.n_in), "B": (*module.stacked, module.n_out, rank)}
+        shapes |= {"magnitude_vector": (*module.stacked, module.n_out)} if has_dora else {}
         wrong = [which for which, shape in shapes.items() if which not in pair or pair[which].shape != shape]
         for which in wrong:
             got = pair[which].shape if which in pair else "none"
-            problems.append(f"`{PREFIX}{name}.lora_{which}.weight`: expected {shapes[which]}, got {got}.")
+            problems.append(f"`{PREFIX}{disk}.lora_{which}.weight`: expected {shapes[which]}, got {got}.")
         if not wrong:
             scale = alpha / (rank**0.5 if keys.get("use_rslora", False) else rank)
-            found.setdefault(module, {})[i] = pair["A"], pair["B"], scale
+            magnitude = [pair["magnitude_vector"]] if has_dora else []
+            a, b = pair["A"], pair["B"]
+            if module.parameter is not None:
+                a = rearrange(np.asarray(a), "(experts rank) size -> experts rank size", rank=rank)
+                b = rearrange(np.asarray(b), "out (rank experts) -> experts out rank", rank=rank)
+            found.setdefault(module, {})[i] = a, b, scale, *magnitude
     if problems or not found:
         listing = "\n  - ".join(["", *listed(problems)])
         base = keys.get("base_model_name_or_path", None)
@@ -206,7 +240,20 @@ def _match(
     return found
 
 
-def _is_base_tensor(tensor: np.ndarray, which: str, module: Module, i: int, linears: Mapping[str, eqx.nn.Linear]) -> bool:
+def _parameter(module: str, pairs: Collection[str], known: Collection[str], targets: Sequence[str]) -> str:
+    """Returns the name of the parameter of experts that an adapter is for. PEFT names it by the module, and by its
+    `base_layer` if the module has an adapter of a later parameter too; else `target_parameters` tells which one it is."""
+    outer = module.removesuffix(".base_layer")
+    names = [f"{outer}.{name}" for name in ("gate_up_proj", "down_proj") if f"{outer}.{name}" in known]
+    if len(names) < 2:
+        return module
+    if outer != module or f"{outer}.base_layer" in pairs:
+        return names[outer == module]
+    chosen = [name for name in names if any(f".{name}".endswith(f".{target}") for target in targets)]
+    return chosen[0] if len(chosen) == 1 else module
+
+
+def _is_base_tensor(tensor: np.ndarray, which: str, module: Module, i: int, linears: Mapping[str, Any]) -> bool:
     """Returns whether a tensor equals a layer's own weight or bias, which PEFT saves beside the adapters of heads."""
     tensor = tensor.T if which == "weight" and module.is_transposed else tensor
     for rows, path in zip(module.rows, module.paths, strict=True):
@@ -219,16 +266,26 @@ def _is_base_tensor(tensor: np.ndarray, which: str, module: Module, i: int, line
 
 def _stacked(module: Module, adapters: Mapping[int, _Adapter]) -> _Adapter:
     """Returns one module's adapters over its layers, stacked into one. Smaller ranks are padded with zeros."""
-    rank = max(a.shape[-2] for a, _, _ in adapters.values())
-    scale = max((scale for _, _, scale in adapters.values()), key=abs)
-    dtype = at_least_float32(jnp.result_type(*(array.dtype for a, b, _ in adapters.values() for array in (a, b))))
+    rank = max(a.shape[-2] for a, *_ in adapters.values())
+    scale = max((scale for _, _, scale, *_ in adapters.values()), key=abs)
+    dtype = at_least_float32(jnp.result_type(*(array.dtype for a, b, *_ in adapters.values() for array in (a, b))))
     n_layers = module.n_layers or 1
-    all_a = np.zeros((n_layers, *module.stacked, rank, module.n_in), dtype)
-    all_b = np.zeros((n_layers, *module.stacked, module.n_out, rank), dtype)
-    for i, (a, b, own_scale) in adapters.items():
+    n_in, n_out = (module.n_out, module.n_in) if module.is_embedding else (module.n_in, module.n_out)
+    all_a = np.zeros((n_layers, *module.stacked, rank, n_in), dtype)
+    all_b = np.zeros((n_layers, *module.stacked, n_out, rank), dtype)
+    for i, (a, b, own_scale, *_) in adapters.items():
         all_a[i, ..., : a.shape[-2], :] = a
         all_b[i, ..., : b.shape[-1]] = b if own_scale == scale else b.astype(dtype) * (own_scale / scale)
     return (all_a[0], all_b[0], scale) if module.n_layers is None else (all_a, all_b, scale)
+
+
+def _magnitude(layer: eqx.nn.Linear, module: Module, adapters: Mapping[int, _Adapter], rows: Any) -> Any:
+    """Returns a layer's magnitudes of DoRA. Layers of a stack without an adapter have the lengths of their weights."""
+    magnitude = lengths(layer.weight)
+    for i, (*_, own) in adapters.items():
+        own = jnp.asarray(own[..., rows], magnitude.dtype)
+        magnitude = own if module.n_layers is None else magnitude.at[i].set(own)
+    return magnitude
 
 
 def _read_config(path: Path) -> ConfigReader:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import equinox as eqx
 import numpy as np
+from einops import rearrange
 
 from redeqx._tree import PyTree
 
 from ..hf import Pretrained, StoredTensor, WeightMap
-from ._adapters import leaf_path
+from ._adapters import is_linear, leaf_path
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 PREFIX = "base_model.model."
@@ -33,7 +33,9 @@ class Module:
     - `stacked`: leading dims of the adapter's tensors, for stacks that are not in a weight map.
     - `n_layers`: set if each layer in the tree is a stack of this many modules.
     - `is_transposed`: whether the module's weight is `[in, out]`.
-    - `first_layer`: the index of the first of them.
+    - `first_layer`, `layer_step`: the index of the stack's first layer in the model, and the distance to the next one.
+    - `is_embedding`: whether it is an embedding. Its adapter is that of the transposed weight.
+    - `parameter`: of experts, whose layers are one array `[experts, out, in]` of the module, its name. `name` ends with it.
     """
 
     name: str
@@ -46,6 +48,9 @@ class Module:
     n_layers: int | None = None
     is_transposed: bool = False
     first_layer: int = 0
+    is_embedding: bool = False
+    parameter: str | None = None
+    layer_step: int = 1
 
     @property
     def names(self) -> list[str]:
@@ -57,24 +62,63 @@ class Module:
         """The layer's index by each name that a module has had; 0 for a single module."""
         return {name: i for names in (self._layer_names(self.disk), self.names) for i, name in enumerate(names)}
 
+    def tensors(self, name: str, a: Any, b: Any, *, is_inner: bool) -> dict[str, Any]:
+        """Returns the tensors of one layer's adapter by their names in PEFT, from `A` and `B`.
+
+        **Arguments:**
+
+        - `name`: one of `names`.
+        - `is_inner`: whether the module has an adapter of another parameter, around that of this one.
+        """
+        if self.is_embedding:
+            return {f"{PREFIX}{name}.lora_embedding_A": a, f"{PREFIX}{name}.lora_embedding_B": b}
+        if self.parameter is not None:
+            name = name.removesuffix(f".{self.parameter}") + (".base_layer" if is_inner else "")
+            a, b = rearrange(a, "experts rank size -> (experts rank) size"), rearrange(b, "e out rank -> out (rank e)")
+        return {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
+
     def _layer_names(self, name: str) -> list[str]:
-        return [name] if self.n_layers is None else [name.format(i + self.first_layer) for i in range(self.n_layers)]
+        indices = (self.first_layer + i * self.layer_step for i in range(self.n_layers or 0))
+        return [name] if self.n_layers is None else [*map(name.format, indices)]
 
 
-def modules_of(model: PyTree, linears: Mapping[str, eqx.nn.Linear]) -> list[Module]:
-    """Returns every linear layer that a folder's adapter may be for: by the family's weight map, else by the tree's own
-    paths."""
+def modules_of(model: PyTree, linears: Mapping[str, Any]) -> list[Module]:
+    """Returns every linear layer and embedding that a folder's adapter may be for: by the family's weight map, else by the
+    tree's own paths."""
     if not isinstance(model, Pretrained):
-        return [
-            Module(path, path, (path,), (slice(None),), *reversed(layer.weight.shape[-2:]), stacked=layer.weight.shape[:-2])
-            for path, layer in linears.items()
-        ]
+        return [_own_module(path, layer) for path, layer in linears.items()]
     weight_map = type(model).weight_map(model.config)
     modules = [_module(name, weight_map, linears) for name in weight_map.tensors]
-    return [module for module in modules if module is not None]
+    return [module for module in modules if module is not None] + _experts(weight_map, linears)
 
 
-def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx.nn.Linear]) -> Module | None:
+def _own_module(path: str, layer: Any) -> Module:
+    *stacked, n_out, n_in = layer.weight.shape
+    is_table = not is_linear(layer)
+    return Module(path, path, (path,), (slice(None),), n_in, n_out, tuple(stacked), is_embedding=is_table)
+
+
+def _experts(weight_map: WeightMap, linears: Mapping[str, Any]) -> list[Module]:
+    """Returns the two parameters of transformers' modules of experts: that of gates and inner layers, and the other one."""
+    found = []
+    for parameter, ends in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+        for tensor in weight_map.tensors:
+            start, _, last = tensor.leaves[0].removesuffix(".weight").rpartition(".")
+            paths = tuple(f"{start}.{end}" for end in ends)
+            is_weight = tensor.leaves[0].endswith(".weight") and start.endswith(".experts") and last == ends[0]
+            if not (weight_map.experts and is_weight and all(path in linears for path in paths)):
+                continue
+            sizes = [linears[path].weight.shape[-2] for path in paths]
+            n_out, n_in, n = sum(sizes), linears[paths[0]].weight.shape[-1], len(paths)
+            alternate = [np.arange(i, n_out, n) for i in range(n)]
+            rows = alternate if weight_map.alternates else np.split(np.arange(n_out), np.cumsum(sizes)[:-1])
+            name, stacked = f"{weight_map.experts}.{parameter}", (linears[paths[0]].weight.shape[1],)
+            more = {"n_layers": tensor.n_layers, "first_layer": tensor.first_layer, "layer_step": tensor.layer_step}
+            found.append(Module(name, name, paths, tuple(rows), n_in, n_out, stacked, **more, parameter=parameter))
+    return found
+
+
+def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, Any]) -> Module | None:
     """Returns the module whose weight this entry of a weight map describes; None if it is not the weight of linear
     layers."""
     paths = tuple(leaf.removesuffix(".weight") for leaf in name.leaves)
@@ -100,21 +144,29 @@ def _module(name: StoredTensor, weight_map: WeightMap, linears: Mapping[str, eqx
             rows = tuple(np.array(o[:, 0]) for o, _, _ in parts)
             disk = name.disk.removesuffix(".weight")
             in_memory, n_layers, first = weight_map.in_memory(disk), name.n_layers, name.first_layer
-            return Module(in_memory, disk, paths, rows, n_in, n_out, (), n_layers, is_transposed, first)
+            is_table = not is_linear(linears[paths[0]])
+            more = {"is_embedding": is_table, "layer_step": name.layer_step}
+            return Module(in_memory, disk, paths, rows, n_in, n_out, (), n_layers, is_transposed, first, **more)
     return None
 
 
 def module_of(tensor: str) -> str:
+    """Returns the name of the module that has a tensor."""
     return tensor.rpartition(".")[0]
 
 
 def in_memory(weight_map: WeightMap, tensor: StoredTensor) -> list[str]:
     """Returns the names that a stored tensor has in transformers' modules, one for each layer."""
-    name = f"{weight_map.in_memory(module_of(tensor.disk))}.{tensor.disk.rpartition('.')[2]}"
-    return [name] if tensor.n_layers is None else [name.format(i + tensor.first_layer) for i in range(tensor.n_layers)]
+    name = _renamed(weight_map, tensor.disk)
+    return [name] if tensor.n_layers is None else [name.format(tensor.layer_index(i)) for i in range(tensor.n_layers)]
 
 
 def copies_of(weight_map: WeightMap) -> dict[str, str]:
     """Maps the names of tied tensors in transformers' modules to that of the one that is stored."""
-    renamed = lambda disk: f"{weight_map.in_memory(module_of(disk))}.{disk.rpartition('.')[2]}"  # noqa: E731
-    return {renamed(copy): renamed(original) for copy, original in weight_map.copies.items()}
+    return {_renamed(weight_map, copy): _renamed(weight_map, original) for copy, original in weight_map.copies.items()}
+
+
+def _renamed(weight_map: WeightMap, tensor: str) -> str:
+    """Returns the name of a tensor in transformers' modules, from its name on disk."""
+    module, _, name = tensor.rpartition(".")
+    return f"{weight_map.in_memory(module)}.{name}"

@@ -15,7 +15,8 @@ from redeqx.errors import brief, check_alive, check_folder, filter_traceback
 from redeqx.storage import disk_path, replacing
 
 from ..hf import Pretrained, replace_json
-from ._adapters import LoraLinear, adapters_of, leaf_path, linears_of
+from ._adapters import adapters_of, layers_of, leaf_path
+from ._layers import LEAVES, LoraLinear, lengths
 from ._modules import CONFIG, PREFIX, WEIGHTS, Module, copies_of, in_memory, module_of, modules_of
 
 
@@ -47,16 +48,24 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
         raise TypeError(f"`base`: expected a name or a folder, got {brief(base)}. Pass what the base was loaded from.")
     tensors: dict[str, np.ndarray] = {}
     saved: dict[Module, tuple[int, int | float]] = {}  # rank and alpha
-    for module in modules_of(model, linears_of(model)):
+    linears, has_dora = layers_of(model), any(_field(layer, "magnitude") is not None for layer in adapters.values())
+    modules, rate = modules_of(model, linears), _rate(adapters)
+    for module in modules:
         parts = [(rows, adapters[path]) for rows, path in zip(module.rows, module.paths, strict=True) if path in adapters]
         if not parts:
             continue
-        a, b, scale = _combine(parts, module.n_out)
+        if module.is_embedding:
+            parts = [(slice(None), layer) for _, layer in parts]
+        a, b, scale = _combine(parts, module.n_in if module.is_embedding else module.n_out)
+        magnitude = _magnitude(module, adapters, linears) if has_dora else None
+        # PEFT adapts the parameters of a module one around the other.
+        is_inner = module.parameter == "gate_up_proj" and module.paths[0].replace(".gate", ".down") in adapters
         saved[module] = a.shape[-2], _alpha(scale, a.shape[-2])
         for i, name in enumerate(module.names):
             layer = ... if module.n_layers is None else i
-            tensors[f"{PREFIX}{name}.lora_A.weight"] = a[layer]
-            tensors[f"{PREFIX}{name}.lora_B.weight"] = b[layer]
+            tensors |= module.tensors(name, a[layer], b[layer], is_inner=is_inner)
+            if magnitude is not None:
+                tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = magnitude[layer]
     lost = adapters.keys() - {path for module in saved for path in module.paths}
     if lost:
         raise ValueError(
@@ -69,6 +78,7 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
     # transformers refuses a file without this metadata, which names the framework that wrote it.
     with replacing(folder / f"{WEIGHTS}.safetensors") as path:
         write_tensors(path, tensors, metadata={"format": "pt"})
+    parameters = sorted({name for module in saved if module.parameter is not None for name in module.names})
     (rank, alpha), _ = Counter(saved.values()).most_common(1)[0]
     # The longest first, because PEFT applies a pattern to any module whose path ends with it.
     patterns = {_pattern(module): saved[module] for module in sorted(saved, key=lambda module: -len(module.name))}
@@ -81,9 +91,11 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
         "lora_alpha": alpha,
         "rank_pattern": {pattern: r for pattern, (r, _) in patterns.items() if len(set(saved.values())) > 1},
         "alpha_pattern": {pattern: a for pattern, (_, a) in patterns.items() if len(set(saved.values())) > 1},
-        "target_modules": _targets(model, saved),
+        "target_modules": _targets(model, [module for module in saved if module.parameter is None]),
+        **({"target_parameters": parameters} if parameters else {}),
         "fan_in_fan_out": any(module.is_transposed for module in saved),
-        "lora_dropout": 0.0,
+        "lora_dropout": rate,
+        **({"use_dora": True} if has_dora else {}),
         "bias": "none",
         **({"modules_to_save": modules_to_save} if modules_to_save else {}),
     }
@@ -91,9 +103,24 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
     return folder
 
 
-def _changed(model: PyTree, adapters: Mapping[str, LoraLinear]) -> list[str]:
+def _field(layer: Any, name: str) -> Any:
+    return getattr(layer, name, None)
+
+
+def _rate(adapters: Mapping[str, Any]) -> float:
+    """Returns the dropout rate of all adapters. Raises ValueError if they differ, since PEFT has one for all."""
+    rates = {path: drop.p for path, layer in adapters.items() if (drop := _field(layer, "dropout")) is not None}
+    rate = next(iter(rates.values()), 0.0)
+    for path, layer in adapters.items():
+        if isinstance(layer, LoraLinear) and rates.get(path, 0.0) != rate:
+            got = rates.get(path, 0.0)
+            raise ValueError(f"`{path}`: expected a dropout rate of {rate}, as in other layers, got {got}. Make them equal.")
+    return rate
+
+
+def _changed(model: PyTree, adapters: Mapping[str, Any]) -> list[str]:
     """Returns the paths of leaves that are no adapters and differ from the base, because they were trained."""
-    own = {leaf_path(path, leaf) for path in adapters for leaf in ("lora_a", "lora_b")}
+    own = {leaf_path(path, leaf) for path in adapters for leaf in LEAVES}
     return [name for name, leaf in named_leaves(model).items() if origin_of(leaf) == CHANGED and name not in own]
 
 
@@ -108,7 +135,7 @@ def _add_changed(
     if not isinstance(model, Pretrained):
         for name in changed:
             tensors[PREFIX + name] = np.asarray(leaves[name])
-            modules.add(name.rpartition(".")[0] or name)
+            modules.add(module_of(name) or name)
         return sorted(modules)
     weight_map = type(model).weight_map(model.config)
     wanted = {module_of(tensor.disk) for tensor in weight_map.tensors if not set(changed).isdisjoint(tensor.leaves)}
@@ -132,7 +159,7 @@ def _add_changed(
     return sorted(modules)
 
 
-def _combine(parts: Sequence[tuple[Any, LoraLinear]], n_out: int) -> tuple[np.ndarray, np.ndarray, float]:
+def _combine(parts: Sequence[tuple[Any, Any]], n_out: int) -> tuple[np.ndarray, np.ndarray, float]:
     """`A`, `B` and the scale of one adapter that computes the same as the adapters of the parts."""
     scale = max((layer.scale for _, layer in parts), key=abs)
     a_parts = [np.asarray(layer.lora_a) for _, layer in parts]
@@ -148,6 +175,21 @@ def _combine(parts: Sequence[tuple[Any, LoraLinear]], n_out: int) -> tuple[np.nd
     return a, b, scale
 
 
+def _magnitude(module: Module, adapters: Mapping[str, Any], linears: Mapping[str, Any]) -> np.ndarray:
+    """Returns the magnitudes of a module of DoRA. Layers without an adapter have the lengths of their weights.
+
+    Raises ValueError for an adapter without magnitudes, since PEFT has one config for all.
+    """
+    found: Any = None
+    for rows, path in zip(module.rows, module.paths, strict=True):
+        if path in adapters and adapters[path].magnitude is None:
+            raise ValueError(f"`{path}`: expected DoRA, as other layers have, got none. Save these adapters on their own.")
+        own = adapters[path].magnitude if path in adapters else lengths(linears[path].weight)
+        found = np.zeros((*own.shape[:-1], module.n_out), own.dtype) if found is None else found
+        found[..., rows] = np.asarray(own)
+    return found
+
+
 def _alpha(scale: float, rank: int) -> int | float:
     # Recovers the original `alpha` if it had few digits.
     alpha = float(f"{scale * rank:.12g}")
@@ -160,15 +202,15 @@ def _pattern(module: Module) -> str:
     return escaped if module.n_layers is None else escaped.replace(re.escape("{}"), r"\d+")
 
 
-def _targets(model: PyTree, saved: Mapping[Module, Any]) -> list[str]:
+def _targets(model: PyTree, saved: Sequence[Module]) -> list[str]:
     """`target_modules`: the last components of the adapted modules' names if they match no other module, else the full
     names."""
     adapted = {name for module in saved for name in module.names}
     if isinstance(model, Pretrained):
         table = type(model).weight_map(model.config).tensors
-        layers = {disk.rpartition(".")[0] for name in table for disk in name.on_disk} | adapted
+        layers = {module_of(disk) for tensor in table for disk in tensor.on_disk} | adapted
     else:
-        layers = set(linears_of(model))
+        layers = set(layers_of(model))
     known = {".".join(parts[: i + 1]) for parts in (name.split(".") for name in layers) for i in range(len(parts))}
     last = {name.rpartition(".")[2] for name in adapted}
     return sorted(last if {name for name in known if name.rpartition(".")[2] in last} == adapted else adapted)

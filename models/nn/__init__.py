@@ -3,18 +3,28 @@
 This package does not depend on folders, config files or generation. Start with `_attention.py`, then `_stack.py`.
 """
 
-from ._activations import ACTIVATIONS as ACTIVATIONS
+from ._activations import ACTIVATIONS as ACTIVATIONS, Xielu as Xielu
 from ._attention import (
     Attention as Attention,
-    Cache as Cache,
     Mask as Mask,
+    Projections as Projections,
     SegmentMask as SegmentMask,
+    attend_jointly as attend_jointly,
     causal_mask as causal_mask,
+    distance_bias as distance_bias,
     learned_positions as learned_positions,
     token_mask as token_mask,
     token_positions as token_positions,
 )
-from ._blocks import PreNormBlock as PreNormBlock
+from ._blocks import (
+    BlockStds as BlockStds,
+    CrossBlock as CrossBlock,
+    Mlp as Mlp,
+    PreNormBlock as PreNormBlock,
+    normal_attention as normal_attention,
+    normal_mlp as normal_mlp,
+)
+from ._cache import Cache as Cache, LatestKeys as LatestKeys, States as States
 from ._checks import (
     check_choice as check_choice,
     check_heads as check_heads,
@@ -24,8 +34,11 @@ from ._checks import (
     check_segments as check_segments,
     check_sizes as check_sizes,
 )
+from ._delta import GatedDelta as GatedDelta
 from ._experts import MixtureOfExperts as MixtureOfExperts, Routing as Routing, add_routing as add_routing
+from ._latent import LatentAttention as LatentAttention
 from ._layers import (
+    OffsetLayerNorm as OffsetLayerNorm,
     OffsetRMSNorm as OffsetRMSNorm,
     embed as embed,
     linear as linear,
@@ -37,10 +50,12 @@ from ._layers import (
 )
 from ._losses import cross_entropy as cross_entropy
 from ._rope import (
+    AlphaScaling as AlphaScaling,
     DynamicScaling as DynamicScaling,
     LinearScaling as LinearScaling,
     Llama3Scaling as Llama3Scaling,
     LongScaling as LongScaling,
+    ProportionalScaling as ProportionalScaling,
     Scaling as Scaling,
     YarnScaling as YarnScaling,
     apply_rotary as apply_rotary,

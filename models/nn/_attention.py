@@ -1,104 +1,28 @@
-"""The attention layer of all model families, and the key-value cache for decoding.
+"""The attention layer of all model families.
 
-This module owns the four projections, grouped key/value heads, masks, the segments of packed rows and the cache. Rotary
-positions, relative positions and the initialization of weights belong to the families' own files.
+This module owns the four projections, grouped key/value heads, masks and the segments of packed rows. The cache is in
+`_cache.py`. Rotary positions, relative positions and the initialization of weights belong to the families' own files.
 
 Dims: seq = queries, source = the attended positions, heads x size = width of the queries, groups x size = width of keys and
-values (kv_heads), length = slots of a cache.
+values (kv_heads).
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from redeqx import register_attention
 from redeqx.kernels import AttentionSetting, attend
 
+from ._cache import Cache
 from ._layers import linear, norm, soft_cap
-
-
-class Cache(eqx.Module):
-    """The keys and values of one example's tokens so far, for all layers of a decoder, with one slot for each token.
-
-    Each call writes its tokens at the same slots in every row of a batch. Under `jax.vmap` (with `in_axes=axes()`) a write
-    therefore remains one `dynamic_update_slice`. A decoder passes the cache from block to block. Each block writes its layer
-    and advances to the next.
-    """
-
-    keys: Float[Array, "*layers groups length size"]
-    values: Float[Array, "*layers groups length size"]
-    mask: Bool[Array, "*length"]  # True for slots that hold a token, not padding
-    index: Int[Array, ""]  # the first slot of the current tokens, which is the number of slots filled before
-    layer: Int[Array, ""]  # the layer that writes next
-    memory: tuple[Array, Array] | None = None  # keys and values of a cross-attention, [layers groups source size] each
-    memory_mask: Bool[Array, " source"] | None = None  # True for source positions that are attended to; None for all
-
-    @classmethod
-    def empty(
-        cls,
-        n_layers: int,
-        length: int,
-        n_kv_heads: int,
-        size: int,
-        dtype: Any,
-        *,
-        memory: tuple[Array, Array] | None = None,
-        memory_mask: Bool[Array, " source"] | None = None,
-    ) -> "Cache":
-        """Returns a cache of `length` empty slots, with or without a memory."""
-        keys, zero = jnp.zeros((n_layers, n_kv_heads, length, size), dtype), jnp.zeros((), jnp.int32)
-        return cls(keys, jnp.zeros_like(keys), jnp.zeros(length, bool), zero, zero, memory, memory_mask)
-
-    def begin(self, mask: Bool[Array, " seq"]) -> "Cache":
-        """Reserves slots for `seq` more tokens, before any layer writes their keys and values.
-
-        **Arguments:**
-
-        - `mask`: True for tokens, False for padding.
-        """
-        mask = jax.lax.dynamic_update_slice(self.mask, mask, (self.index,))
-        return eqx.tree_at(lambda c: (c.mask, c.layer), self, (mask, jnp.zeros_like(self.layer)))
-
-    def end(self, seq: int) -> "Cache":
-        """Ends a call, after all layers have written `seq` tokens."""
-        return eqx.tree_at(lambda c: (c.index, c.layer), self, (self.index + seq, jnp.zeros_like(self.layer)))
-
-    def write(
-        self, keys: Float[Array, "groups seq size"], values: Float[Array, "groups seq size"]
-    ) -> tuple["Cache", Float[Array, "groups length size"], Float[Array, "groups length size"]]:
-        """Writes the current tokens' keys and values for the next layer. Returns the cache, and all keys and values of that
-        layer."""
-        zero = jnp.zeros_like(self.layer)  # of the same dtype as the counters: in 64-bit mode a Python 0 is an int64
-        start = (self.layer, zero, self.index, zero)
-        all_keys = jax.lax.dynamic_update_slice(self.keys, keys[None].astype(self.keys.dtype), start)
-        all_values = jax.lax.dynamic_update_slice(self.values, values[None].astype(self.values.dtype), start)
-        cache = eqx.tree_at(lambda c: (c.keys, c.values, c.layer), self, (all_keys, all_values, self.layer + 1))
-        pick = lambda array: jax.lax.dynamic_index_in_dim(array, self.layer, keepdims=False)  # noqa: E731
-        return cache, pick(all_keys), pick(all_values)
-
-    def read_memory(self) -> tuple[Float[Array, "groups source size"], Float[Array, "groups source size"]]:
-        """Returns the cross-attention's keys and values of the layer that wrote last: its self-attention runs first."""
-        assert self.memory is not None
-        keys, values = self.memory
-        pick = lambda array: jax.lax.dynamic_index_in_dim(array, self.layer - 1, keepdims=False)  # noqa: E731
-        return pick(keys), pick(values)
-
-    def axes(self, *, shares_memory: bool = False) -> "Cache":
-        """Returns `in_axes` and `out_axes` for `jax.vmap` over rows. Counters are shared; everything else is batched.
-
-        **Arguments:**
-
-        - `shares_memory`: whether all rows attend to the same memory, as the beams of one example do.
-        """
-        batched = jax.tree.map(lambda _: 0, self)
-        shared = (lambda c: (c.index, c.layer, c.memory, c.memory_mask)) if shares_memory else lambda c: (c.index, c.layer)
-        return eqx.tree_at(shared, batched, replace_fn=lambda _: None, is_leaf=lambda x: x is None)
-
 
 # --- positions and masks --------------------------------------------------------------------------------------------
 
@@ -173,6 +97,38 @@ def learned_positions(
     return table[offset + token_positions(mask, seq, cache)]
 
 
+def distance_bias(
+    mask: Bool[Array, " seq"] | None,
+    seq: int,
+    cache: Cache | None = None,
+    *,
+    segments: Int[Array, " seq"] | None = None,
+    n_heads: int,
+    largest: float = 8.0,
+) -> Float[Array, "heads 1 source"]:
+    """Returns the biases of attention scores in place of positions (ALiBi): they fall with the distance, in each head with
+    another slope. See `token_positions` for the arguments.
+
+    A softmax does not change if the same number is added to all scores of a query. So the bias is the slope times the
+    position of the key, and the same for all queries.
+
+    **Arguments:**
+
+    - `largest`: the slope of the last head is `2 ** -largest`, if their number is a power of two.
+
+    Source: Press et al. 2021, *Train Short, Test Long* (arXiv:2108.12409).
+    """
+    n = 2 ** math.ceil(math.log2(n_heads))
+    slopes = 2.0 ** -(np.arange(1, n + 1) * largest / n)
+    if n != n_heads:
+        slopes = np.concatenate([slopes[1::2], slopes[::2]])[:n_heads]
+    if cache is None:
+        positions = token_positions(mask, seq, segments=segments)
+    else:
+        positions = jnp.maximum(jnp.cumsum(cache.mask) - 1, 0)
+    return jnp.asarray(slopes, jnp.float32)[:, None, None] * positions.astype(jnp.float32)
+
+
 def causal_mask(
     mask: Bool[Array, " seq"] | None,
     seq: int,
@@ -224,8 +180,8 @@ class Attention(eqx.Module):
     """
 
     query: eqx.nn.Linear
-    key: eqx.nn.Linear
-    value: eqx.nn.Linear
+    key: eqx.nn.Linear | None  # None if keys and values are those of an earlier layer
+    value: eqx.nn.Linear | None  # None if values are the keys, before their norm
     output: eqx.nn.Linear
     n_heads: int = eqx.field(static=True)
     n_kv_heads: int = eqx.field(static=True)
@@ -236,6 +192,10 @@ class Attention(eqx.Module):
     key_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None = None
     cap: float | None = eqx.field(static=True, default=None)  # scores are `cap * tanh(score / cap)`; None for no cap
     sinks: Float[Array, "*layers heads"] | None = None  # a score of each head that takes weight, and has no value
+    gate: eqx.nn.Linear | None = None  # what heads return is multiplied with its sigmoid, before `output`
+    value_norm: eqx.nn.RMSNorm | None = None  # of each head's values
+    clip: float | None = eqx.field(static=True, default=None)  # the largest size of projected numbers; None for no limit
+    rotates_first: bool = eqx.field(static=True, default=False)  # rotary positions come before norms
 
     def project_memory(
         self, memory: Float[Array, "source d"]
@@ -250,30 +210,40 @@ class Attention(eqx.Module):
         *,
         memory: Float[Array, "source width"] | None = None,
         mask: Mask | None = None,
-        bias: Float[Array, "heads seq source"] | None = None,
+        bias: Float[Array, "heads #seq source"] | Callable[[Array, Array], Array] | None = None,
         rotary: Callable[[Array], Array] | None = None,
-        cache: Cache | None = None,
+        cache: Any = None,
         key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "seq d"], Cache | None]:
+    ) -> tuple[Float[Array, "seq d"], Any]:
         """Returns the attention output for each row of `x`, and the cache with this layer's keys and values.
 
         **Arguments:**
 
         - `memory`: the sequence to attend to. If None, it is `x` itself; for the cache's memory, use `attend_memory`.
         - `mask`: the positions that are attended to; None for all.
-        - `bias`: added to the scores before the softmax.
+        - `bias`: added to the scores before the softmax; or a function of queries and keys, `[seq, heads, size]` each, that
+            returns it.
         - `rotary`: applied to queries and keys, `[seq, heads, size]` each.
-        - `cache`: if given, keys and values are written to it, and `source` is its slots.
+        - `cache`: a `Cache`, to which keys and values are written, and `source` is its slots; or `LatestKeys`. An attention
+            without keys reads those of an earlier layer from it.
         - `key`: for dropout of attention weights.
         """
+        if self.key is None:
+            queries = self._queries(x)
+            queries = queries if rotary is None else rotary(queries)
+            keys, values = cache.read()
+            return self._attend(x, queries, keys, values, mask, bias, key), cache
         keys, values = self._keys_and_values(x if memory is None else memory)
         queries = self._queries(x)
+        bias = bias(queries, keys) if callable(bias) else bias
         if rotary is not None:
             queries, keys = rotary(queries), rotary(keys)
+        if self.rotates_first:
+            queries, keys = _normed(self.query_norm, queries), _normed(self.key_norm, keys)
         keys, values = (rearrange(array, "source groups size -> groups source size") for array in (keys, values))
         if cache is not None:
             cache, keys, values = cache.write(keys, values)
-        return self._attend(queries, keys, values, mask, bias, key), cache
+        return self._attend(x, queries, keys, values, mask, bias, key), cache
 
     def attend_memory(
         self,
@@ -284,67 +254,135 @@ class Attention(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq d"]:
         """Returns the attention output for each row of `x`, from keys and values that `project_memory` returned."""
-        return self._attend(self._queries(x), *memory, mask, None, key)
+        return self._attend(x, self._queries(x), *memory, mask, None, key)
 
     def _queries(self, x: Float[Array, "seq d"]) -> Float[Array, "seq heads size"]:
-        return _split_heads(linear(self.query, x), self.n_heads, self.query_norm)
+        layer = None if self.rotates_first else self.query_norm
+        return _split_heads(self._clipped(linear(self.query, x)), self.n_heads, layer)
 
     def _keys_and_values(
         self, memory: Float[Array, "source d"]
     ) -> tuple[Float[Array, "source groups size"], Float[Array, "source groups size"]]:
-        keys = _split_heads(linear(self.key, memory), self.n_kv_heads, self.key_norm)
-        return keys, _split_heads(linear(self.value, memory), self.n_kv_heads, None)
+        assert self.key is not None
+        projected = self._clipped(linear(self.key, memory))
+        keys = _split_heads(projected, self.n_kv_heads, None if self.rotates_first else self.key_norm)
+        values = projected if self.value is None else self._clipped(linear(self.value, memory))
+        return keys, _split_heads(values, self.n_kv_heads, self.value_norm)
 
-    def _attend(self, queries, keys, values, mask, bias, key) -> Float[Array, "seq d"]:
+    def _clipped(self, x: Float[Array, "seq width"]) -> Float[Array, "seq width"]:
+        return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
+
+    def _attend(self, x, queries, keys, values, mask, bias, key) -> Float[Array, "seq d"]:
         scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
-        keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
-        array = mask.mask if isinstance(mask, SegmentMask) else mask
-        array = None if array is None else array[None]
-        drops = not self.dropout.inference and self.dropout.p > 0
-        if drops and key is None:
-            raise RuntimeError("Dropout requires a key: pass `key=`, or use `eqx.nn.inference_mode`.")  # as Equinox's own
-        # No kernel has caps or sinks. For one query, as in decoding, a fused kernel does not pay, and would need a
-        # transposed copy of the whole cache.
-        is_special = self.cap is not None or self.sinks is not None
-        if is_special or (queries.shape[0] == 1 and not drops):
-            array = mask.dense()[None] if isinstance(mask, SegmentMask) else array
-            mixed = self._attend_unfused(queries, keys, values, array, bias, scale, key)
-        else:
-            keys, values = (rearrange(array, "groups source size -> source groups size") for array in (keys, values))
-            segments = mask if isinstance(mask, SegmentMask) else None
-            given = {
-                "mask": array,
-                "query_segments": None if segments is None else segments.query_segments,
-                "key_segments": None if segments is None else segments.segments,
-                "bias": bias,
-                "key": key if drops else None,
-            }
-            given = {name: value for name, value in given.items() if value is not None}
-            setting = AttentionSetting(scale, dropout=self.dropout.p if drops else 0.0)
-            mixed = attend(queries, keys, values, given, setting)
-        return linear(self.output, rearrange(mixed, "seq heads size -> seq (heads size)"))
+        mixed = mix_values(
+            queries, keys, values, mask, scale, bias=bias, cap=self.cap, sinks=self.sinks, dropout=self.dropout, key=key
+        )
+        mixed = rearrange(mixed, "seq heads size -> seq (heads size)")
+        return linear(self.output, mixed if self.gate is None else mixed * jax.nn.sigmoid(linear(self.gate, x)))
 
-    def _attend_unfused(self, queries, keys, values, mask, bias, scale, key) -> Float[Array, "seq heads size"]:
-        """Computes the attention without a kernel. The softmax is in float32."""
-        n_queries, groups = queries.shape[0], self.n_kv_heads
-        grouped = rearrange(queries, "seq (groups n) size -> groups size (n seq)", groups=groups)
-        # The keys are the first operand of the matmuls: otherwise XLA on CPU transposes the whole cache for each token.
-        scores = jnp.matmul(keys, grouped, preferred_element_type=jnp.float32) * scale
-        scores = rearrange(scores, "groups source (n seq) -> (groups n) seq source", seq=n_queries)
-        scores = soft_cap(scores, self.cap)
-        if bias is not None:
-            scores = scores + bias
-        if mask is not None:
-            # Finite, as in `attend`: a fully masked row gets equal weights instead of NaN.
-            scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-        if self.sinks is not None:
-            sinks = jnp.broadcast_to(self.sinks[:, None, None], (*scores.shape[:-1], 1))
-            scores = jnp.concatenate([scores, sinks.astype(scores.dtype)], axis=-1)
-        weights = jax.nn.softmax(scores)
-        weights = weights if self.sinks is None else weights[..., :-1]
-        weights = self.dropout(weights, key=key).astype(values.dtype)
-        weights = rearrange(weights, "(groups n) seq source -> groups (n seq) source", groups=groups)
-        return rearrange(jnp.matmul(weights, values), "groups (n seq) size -> seq (groups n) size", seq=n_queries)
+
+class Projections(eqx.Module):
+    """The projections of a sequence that others attend to in a joint attention, and whose own output is not needed."""
+
+    query: eqx.nn.Linear
+    key: eqx.nn.Linear
+    value: eqx.nn.Linear
+    n_heads: int = eqx.field(static=True)
+    query_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None = None
+    key_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None = None
+
+
+def attend_jointly(
+    layers: Sequence[Attention | Projections], sequences: Sequence[Float[Array, "_ _"]]
+) -> list[Float[Array, "_ _"] | None]:
+    """Returns the output of each sequence, if it has one, in an attention of all sequences to all of them. Each sequence has
+    its own projections, with the same heads (Esser et al. 2024).
+
+    **Arguments:**
+
+    - `layers`: the projections of each sequence.
+    - `sequences`: arrays `[seq, d]`.
+    """
+
+    def split(name: str) -> Float[Array, "source heads size"]:
+        return jnp.concatenate(
+            [
+                _split_heads(linear(getattr(layer, name), x), layer.n_heads, getattr(layer, f"{name}_norm", None))
+                for layer, x in zip(layers, sequences, strict=True)
+            ]
+        )
+
+    queries, keys, values = split("query"), split("key"), split("value")
+    keys, values = (rearrange(array, "source heads size -> heads source size") for array in (keys, values))
+    mixed = mix_values(queries, keys, values, None, queries.shape[-1] ** -0.5, dropout=eqx.nn.Dropout(0.0), key=None)
+    mixed = rearrange(mixed, "source heads size -> source (heads size)")
+    ends = np.cumsum([len(x) for x in sequences])[:-1]
+    return [
+        linear(layer.output, part) if isinstance(layer, Attention) else None
+        for layer, part in zip(layers, jnp.split(mixed, ends), strict=True)
+    ]
+
+
+def mix_values(
+    queries: Float[Array, "seq heads size"],
+    keys: Float[Array, "groups source size"],
+    values: Float[Array, "groups source value_size"],
+    mask: Mask | None,
+    scale: float,
+    *,
+    bias: Float[Array, "heads #seq source"] | None = None,
+    cap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    dropout: eqx.nn.Dropout,
+    key: PRNGKeyArray | None,
+) -> Float[Array, "seq heads value_size"]:
+    """Returns the values of each query's positions, weighted by the softmax of its scores. See `Attention`."""
+    keys, values = keys.astype(queries.dtype), values.astype(queries.dtype)
+    array = mask.mask if isinstance(mask, SegmentMask) else mask
+    array = None if array is None else array[None]
+    drops = not dropout.inference and dropout.p > 0
+    if drops and key is None:
+        raise RuntimeError("Dropout requires a key: pass `key=`, or use `eqx.nn.inference_mode`.")  # as Equinox's own
+    # No kernel has caps or sinks. For one query, as in decoding, a fused kernel does not pay, and would need a
+    # transposed copy of the whole cache.
+    is_special = cap is not None or sinks is not None
+    if is_special or (queries.shape[0] == 1 and not drops):
+        array = mask.dense()[None] if isinstance(mask, SegmentMask) else array
+        return _mix_unfused(queries, keys, values, array, bias, scale, cap, sinks, dropout, key)
+    keys, values = (rearrange(array, "groups source size -> source groups size") for array in (keys, values))
+    segments = mask if isinstance(mask, SegmentMask) else None
+    given = {
+        "mask": array,
+        "query_segments": None if segments is None else segments.query_segments,
+        "key_segments": None if segments is None else segments.segments,
+        "bias": bias,
+        "key": key if drops else None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    return attend(queries, keys, values, given, AttentionSetting(scale, dropout=dropout.p if drops else 0.0))
+
+
+def _mix_unfused(queries, keys, values, mask, bias, scale, cap, sinks, dropout, key) -> Float[Array, "seq heads value_size"]:
+    """Computes the attention without a kernel. The softmax is in float32."""
+    n_queries, groups = queries.shape[0], len(keys)
+    grouped = rearrange(queries, "seq (groups n) size -> groups size (n seq)", groups=groups)
+    # The keys are the first operand of the matmuls: otherwise XLA on CPU transposes the whole cache for each token.
+    scores = jnp.matmul(keys, grouped, preferred_element_type=jnp.float32) * scale
+    scores = rearrange(scores, "groups source (n seq) -> (groups n) seq source", seq=n_queries)
+    scores = soft_cap(scores, cap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        # Finite, as in `attend`: a fully masked row gets equal weights instead of NaN.
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+    if sinks is not None:
+        broadcast = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, broadcast.astype(scores.dtype)], axis=-1)
+    weights = jax.nn.softmax(scores)
+    weights = weights if sinks is None else weights[..., :-1]
+    weights = dropout(weights, key=key).astype(values.dtype)
+    weights = rearrange(weights, "(groups n) seq source -> groups (n seq) source", groups=groups)
+    return rearrange(jnp.matmul(weights, values), "groups (n seq) size -> seq (groups n) size", seq=n_queries)
 
 
 def _split_heads(
@@ -354,7 +392,13 @@ def _split_heads(
     if layer is not None and layer.shape == x.shape[1:]:
         x, layer = norm(layer, x), None
     split = rearrange(x, "seq (heads size) -> seq heads size", heads=heads)
-    return split if layer is None else jax.vmap(jax.vmap(layer))(split)
+    return _normed(layer, split)
+
+
+def _normed(
+    layer: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None, x: Float[Array, "seq heads size"]
+) -> Float[Array, "seq heads size"]:
+    return x if layer is None else jax.vmap(jax.vmap(layer))(x)
 
 
 register_attention(

@@ -1,28 +1,97 @@
-"""The pre-norm block of vision transformers and of CLIP: attention and an MLP of two layers, each normalized before.
+"""The MLP and the attention of all families, and the blocks that several share: of vision transformers and their text
+models, and of models from one text to another.
 
-Dims: seq = tokens of one example, d = width of the model.
+Dims: seq = tokens of one example, d = width of the model, memory = the sequence that a decoder attends to.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._activations import ACTIVATIONS
-from ._attention import Attention, Mask
+from ._activations import ACTIVATIONS, Xielu
+from ._attention import Attention, Cache, Mask
 from ._layers import linear, norm, normal_linear
 
 
-class Mlp(eqx.Module):
-    """Two linear layers with an activation between them, the inner one wider."""
+class BlockStds(NamedTuple):
+    """The standard deviations of a block's initial matrices: of the attention's query, key and value, of its output, and of
+    the first and last layer of the MLP."""
 
+    attention: float
+    output: float
+    up: float
+    down: float
+
+
+class Mlp(eqx.Module):
+    """Two linear layers with an activation between them, the inner one wider; or three, of which one gates another
+    (arXiv:2002.05202)."""
+
+    gate: eqx.nn.Linear | None
     up: eqx.nn.Linear
     down: eqx.nn.Linear
-    activation: str = eqx.field(static=True)
+    dropout: eqx.nn.Dropout = eqx.nn.Dropout(0.0)  # inside
+    activation: str = eqx.field(static=True, kw_only=True)
+    xielu: Xielu | None = None  # the activation, if it has parameters
 
-    def __call__(self, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
-        return linear(self.down, ACTIVATIONS[self.activation](linear(self.up, x)))
+    def __call__(self, x: Float[Array, "seq d"], *, key: PRNGKeyArray | None = None) -> Float[Array, "seq d"]:
+        activate = ACTIVATIONS[self.activation] if self.xielu is None else self.xielu
+        inner = activate(linear(self.up if self.gate is None else self.gate, x))
+        inner = inner if self.gate is None else inner * linear(self.up, x)
+        return linear(self.down, self.dropout(inner, key=key))
+
+
+def normal_mlp(
+    d: int,
+    d_ff: int,
+    *,
+    std: float,
+    down_std: float,
+    activation: str,
+    is_gated: bool = False,
+    use_bias: bool = True,
+    dropout: float = 0.0,
+    key: PRNGKeyArray,
+) -> Mlp:
+    """Returns an `Mlp` whose weights are drawn from N(0, `std`²), those of the last layer from N(0, `down_std`²)."""
+    up_key, down_key = jax.random.split(key)
+    gate = None
+    if is_gated:
+        gate_key, up_key = jax.random.split(up_key)
+        gate = normal_linear(d, d_ff, std=std, use_bias=use_bias, key=gate_key)
+    up = normal_linear(d, d_ff, std=std, use_bias=use_bias, key=up_key)
+    down = normal_linear(d_ff, d, std=down_std, use_bias=use_bias, key=down_key)
+    return Mlp(gate, up, down, eqx.nn.Dropout(dropout), activation=activation)
+
+
+def normal_attention(
+    d: int,
+    n_heads: int,
+    *,
+    std: float,
+    output_std: float | None = None,
+    biases: Sequence[bool] = (True, True, True, True),
+    dropout: float = 0.0,
+    scale: float | None = None,
+    keys: Sequence[PRNGKeyArray],
+) -> Attention:
+    """Returns an `Attention` of one width, whose weights are drawn from N(0, `std`²), those of the output from N(0,
+    `output_std`²).
+
+    **Arguments:**
+
+    - `biases`, `keys`: of query, key, value and output.
+    """
+    stds = (std, std, std, std if output_std is None else output_std)
+    layers = [
+        normal_linear(d, d, std=std, use_bias=has_bias, key=key)
+        for std, has_bias, key in zip(stds, biases, keys, strict=True)
+    ]
+    return Attention(*layers, n_heads=n_heads, n_kv_heads=n_heads, dropout=eqx.nn.Dropout(dropout), scale=scale)
 
 
 class PreNormBlock(eqx.Module):
@@ -30,51 +99,47 @@ class PreNormBlock(eqx.Module):
 
     attention_norm: eqx.nn.LayerNorm
     attention: Attention
+    attention_scale: Float[Array, "*layers d"] | None  # multiplies what is added to the residual stream (arXiv:2103.17239)
     mlp_norm: eqx.nn.LayerNorm
     mlp: Mlp
+    mlp_scale: Float[Array, "*layers d"] | None
     dropout: eqx.nn.Dropout
 
     def __init__(
         self,
         config: Any,
         *,
-        std: float,
-        up_std: float | None = None,
-        output_std: float | None = None,
-        activation: str = "gelu",
+        stds: BlockStds,
+        activation: str,
+        d_inner: int,
         qkv_bias: bool = True,
+        is_gated: bool = False,
+        layer_scale: float | None = None,
         dropout: float = 0.0,
         key: PRNGKeyArray,
     ):
         """**Arguments:**
 
-        - `config`: with `d_model`, `d_ff`, `n_heads`, `layer_norm_eps` and `attention_dropout`.
-        - `std`: standard deviation of the initial weights; `up_std`: of the MLP's first layer; `output_std`: of the layers
-            that add to the residual stream; None for the same.
-        - `activation`: of the MLP.
+        - `config`: with `d_model`, `n_heads`, `layer_norm_eps` and `attention_dropout`.
+        - `stds`: the standard deviations of the initial weights.
+        - `activation`, `d_inner`: of the MLP.
         - `qkv_bias`: whether query, key and value have biases.
+        - `is_gated`: whether the MLP has a gate.
+        - `layer_scale`: the initial factors of additions to the residual stream; None for no such factors.
         - `dropout`: the dropout rate of additions to the residual stream.
         """
-        q_key, k_key, v_key, o_key, mlp_key = jax.random.split(key, 5)
-        up_key, down_key = jax.random.split(mlp_key)
-        d, d_ff, eps = config.d_model, config.d_ff, config.layer_norm_eps
-        output_std = std if output_std is None else output_std
+        *keys, mlp_key = jax.random.split(key, 5)
+        d, eps, n_heads, rate = config.d_model, config.layer_norm_eps, config.n_heads, config.attention_dropout
         self.attention_norm = eqx.nn.LayerNorm(d, eps=eps)
-        self.attention = Attention(
-            query=normal_linear(d, d, std=std, use_bias=qkv_bias, key=q_key),
-            key=normal_linear(d, d, std=std, use_bias=qkv_bias, key=k_key),
-            value=normal_linear(d, d, std=std, use_bias=qkv_bias, key=v_key),
-            output=normal_linear(d, d, std=output_std, key=o_key),
-            n_heads=config.n_heads,
-            n_kv_heads=config.n_heads,
-            dropout=eqx.nn.Dropout(config.attention_dropout),
+        biases, std = (qkv_bias, qkv_bias, qkv_bias, True), stds.attention
+        self.attention = normal_attention(
+            d, n_heads, std=std, output_std=stds.output, biases=biases, dropout=rate, keys=keys
         )
+        self.attention_scale = None if layer_scale is None else jnp.full(d, layer_scale)
         self.mlp_norm = eqx.nn.LayerNorm(d, eps=eps)
-        self.mlp = Mlp(
-            normal_linear(d, d_ff, std=std if up_std is None else up_std, key=up_key),
-            normal_linear(d_ff, d, std=output_std, key=down_key),
-            activation,
-        )
+        shape = {"activation": activation, "is_gated": is_gated}
+        self.mlp = normal_mlp(d, d_inner, std=stds.up, down_std=stds.down, **shape, key=mlp_key)
+        self.mlp_scale = None if layer_scale is None else jnp.full(d, layer_scale)
         self.dropout = eqx.nn.Dropout(dropout)
 
     def __call__(
@@ -83,6 +148,61 @@ class PreNormBlock(eqx.Module):
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         with jax.named_scope("attention"):
             mixed, _ = self.attention(norm(self.attention_norm, x), mask=mask, key=keys[0])
+            mixed = mixed if self.attention_scale is None else mixed * self.attention_scale
             x = x + self.dropout(mixed, key=keys[1])
         with jax.named_scope("mlp"):
-            return x + self.dropout(self.mlp(norm(self.mlp_norm, x)), key=keys[2])
+            computed = self.mlp(norm(self.mlp_norm, x))
+            computed = computed if self.mlp_scale is None else computed * self.mlp_scale
+            return x + self.dropout(computed, key=keys[2])
+
+
+class CrossBlock(eqx.Module):
+    """Attention, cross-attention (in a decoder) and MLP, each residual, and post-norm or pre-norm."""
+
+    attention: Attention
+    attention_norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
+    cross_attention: Attention | None
+    cross_norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm | None
+    mlp: Mlp
+    mlp_norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
+    dropout: eqx.nn.Dropout
+    is_pre_norm: bool = eqx.field(static=True)
+
+    def __call__(
+        self,
+        carry: tuple[Array, Cache | None],
+        mask: Mask | None,
+        memory: Float[Array, "memory d"] | None = None,
+        memory_mask: Mask | None = None,
+        bias: Float[Array, "heads seq source"] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Array, Cache | None]:
+        """Returns the residual stream, `[seq, d]`, and the cache. With a cache, the memory's keys and values are there."""
+        x, cache = carry
+        keys = (None,) * 6 if key is None else jax.random.split(key, 6)
+        before, after = (norm, _unchanged) if self.is_pre_norm else (_unchanged, norm)
+        with jax.named_scope("attention"):
+            normed = before(self.attention_norm, x)
+            mixed, cache = self.attention(normed, mask=mask, bias=bias, cache=cache, key=keys[0])
+            x = after(self.attention_norm, x + self.dropout(mixed, key=keys[1]))
+        if self.cross_attention is not None and self.cross_norm is not None:
+            with jax.named_scope("cross_attention"):
+                pairs = self.project_memory(memory) if cache is None else cache.read_memory()
+                normed = before(self.cross_norm, x)
+                mixed = self.cross_attention.attend_memory(normed, pairs, mask=memory_mask, key=keys[2])
+                x = after(self.cross_norm, x + self.dropout(mixed, key=keys[3]))
+        with jax.named_scope("mlp"):
+            computed = self.mlp(before(self.mlp_norm, x), key=keys[4])
+            x = after(self.mlp_norm, x + self.dropout(computed, key=keys[5]))
+        return x, cache
+
+    def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
+        """Returns the keys and values for the cross-attention."""
+        assert self.cross_attention is not None and memory is not None
+        return self.cross_attention.project_memory(memory)
+
+
+def _unchanged(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+    del layer
+    return x

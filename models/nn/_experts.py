@@ -86,38 +86,55 @@ def add_routing(loss: Loss, routings: Any, *, balance_loss: float = 0.01, z_loss
 
 
 class Expert(eqx.Module):
-    """An MLP without biases: two layers, or three of which one gates another (SwiGLU, arXiv:2002.05202). Also a stack of
-    them, whose weights are `[experts, out, in]`."""
+    """An MLP: two layers, or three of which one gates another (SwiGLU, arXiv:2002.05202). Also a stack of them, whose
+    weights are `[experts, out, in]`."""
 
     gate: eqx.nn.Linear | None
     up: eqx.nn.Linear
     down: eqx.nn.Linear
     activation: Callable[[Array], Array] = eqx.field(static=True)
+    limit: float | None = eqx.field(static=True)
 
     def __init__(
-        self, d: int, d_hidden: int, *, is_gated: bool, activation: Callable[..., Any], std: float, key: PRNGKeyArray
+        self,
+        d: int,
+        d_hidden: int,
+        *,
+        is_gated: bool,
+        use_bias: bool = False,
+        activation: Callable[..., Any],
+        limit: float | None = None,
+        std: float,
+        key: PRNGKeyArray,
     ):
         gate_key, up_key, down_key = jax.random.split(key, 3)
-        self.gate = normal_linear(d, d_hidden, std=std, use_bias=False, key=gate_key) if is_gated else None
-        self.up = normal_linear(d, d_hidden, std=std, use_bias=False, key=up_key)
-        self.down = normal_linear(d_hidden, d, std=std, use_bias=False, key=down_key)
-        self.activation = activation
+        self.gate = normal_linear(d, d_hidden, std=std, use_bias=use_bias, key=gate_key) if is_gated else None
+        self.up = normal_linear(d, d_hidden, std=std, use_bias=use_bias, key=up_key)
+        self.down = normal_linear(d_hidden, d, std=std, use_bias=use_bias, key=down_key)
+        self.activation, self.limit = activation, limit
 
     def __call__(
         self,
         x: Float[Array, "*dims d"],
-        product: Callable[[eqx.nn.Linear, Array], Array] = linear,
+        product: Callable[[eqx.nn.Linear, Array, Array | None], Array] = lambda layer, x, factors: linear(layer, x),
         factors: Float[Array, "*dims 1"] | None = None,
     ) -> Float[Array, "*dims d"]:
         """Applies the layers by `product`, and multiplies each token's output with its factor.
 
-        The factor is applied to the inner layer: it is the same, and the outputs need not be kept for the backward pass.
+        The factor is applied to the inner layer, and to the bias of the last one: it is the same, and the outputs need not
+        be kept for the backward pass.
         """
-        hidden = product(self.up, x)
-        hidden = self.activation(hidden) if self.gate is None else self.activation(product(self.gate, x)) * hidden
+        hidden = product(self.up, x, None)
+        if self.gate is None:
+            hidden = self.activation(hidden)
+        else:
+            gate = product(self.gate, x, None)
+            if self.limit is not None:
+                gate, hidden = jnp.minimum(gate, self.limit), jnp.clip(hidden, -self.limit, self.limit) + 1
+            hidden = self.activation(gate) * hidden
         if factors is not None:
             hidden *= factors.astype(hidden.dtype)
-        return product(self.down, hidden)
+        return product(self.down, hidden, factors)
 
 
 class MixtureOfExperts(eqx.Module):
@@ -137,13 +154,20 @@ class MixtureOfExperts(eqx.Module):
     - `d_model`, `d_expert`: the width of the model, and the inner width of an expert.
     - `n_experts`, `n_chosen`: the number of experts, and of those that a token is sent to.
     - `is_gated`, `activation`: whether experts have a gate (SwiGLU), and the function of their inner layer.
-    - `score`: `"softmax"` over all experts, or `"sigmoid"` of each (as DeepSeek-V3, but without its groups of experts).
+    - `use_bias`: whether the router and the experts, but not the shared one, have biases.
+    - `limit`: the gate is at most this, and what it gates is clipped to `[-limit, limit]` and increased by 1, as in gpt-oss;
+        None for no limit.
+    - `score`: `"softmax"` over all experts, or `"sigmoid"` of each, as DeepSeek-V3.
+    - `n_groups`, `n_chosen_groups`: the experts of a token are in so many of these groups of consecutive experts: those with
+        the largest score (DeepSeek-V2), or for `"sigmoid"` the largest sum of two scores (DeepSeek-V3). 1 for no limit.
     - `renormalize`: whether the weights of the chosen experts are divided by their sum, as in Mixtral and Qwen3.
     - `scale`: multiplies the weights, as DeepSeek-V3's `routed_scaling_factor`.
+    - `has_factors`: whether the weight of each expert is multiplied with a number of its own, as in Gemma 4.
     - `has_correction`: whether a number for each expert is added to its score when experts are chosen, but not to its weight
         (DeepSeek-V3). Its gradient is the number of choices above the mean, so an optimizer that uses the sign alone, or
         Adam, balances the experts without a balance loss. `add_routing` adds it.
     - `d_shared`: the inner width of an expert that every token is sent to besides; 0 for none.
+    - `gates_shared`: whether its output is multiplied with a number for each token, as in Qwen2-MoE.
     - `capacity_factor`: an expert takes up to so many times the mean number of a sequence's choices, first tokens first. The
         others are dropped, and counted. None drops nothing.
     - `init_std`: standard deviation of the initial weights.
@@ -156,11 +180,15 @@ class MixtureOfExperts(eqx.Module):
     router: eqx.nn.Linear
     experts: Expert
     shared: Expert | None
+    shared_gate: eqx.nn.Linear | None
     correction: Float[Array, "*layers experts"] | None
+    factors: Float[Array, "*layers experts"] | None
     n_chosen: int = eqx.field(static=True)
     score: str = eqx.field(static=True)
     renormalize: bool = eqx.field(static=True)
     scale: float = eqx.field(static=True)
+    n_groups: int = eqx.field(static=True)
+    n_chosen_groups: int = eqx.field(static=True)
     capacity_factor: float | None = eqx.field(static=True)
 
     def __init__(
@@ -172,11 +200,17 @@ class MixtureOfExperts(eqx.Module):
         *,
         is_gated: bool = True,
         activation: Callable[[Array], Array] = jax.nn.silu,
+        use_bias: bool = False,
+        limit: float | None = None,
         score: str = "softmax",
         renormalize: bool = True,
         scale: float = 1.0,
+        has_factors: bool = False,
         has_correction: bool = False,
+        n_groups: int = 1,
+        n_chosen_groups: int = 1,
         d_shared: int = 0,
+        gates_shared: bool = False,
         capacity_factor: float | None = None,
         init_std: float = 0.02,
         key: PRNGKeyArray,
@@ -187,6 +221,13 @@ class MixtureOfExperts(eqx.Module):
                 raise ValueError(f"`{name}`: expected at least 1, got {size}. Pass a positive size.")
         if n_chosen > n_experts:
             raise ValueError(f"`n_chosen`: expected at most `n_experts`={n_experts}, got {n_chosen}. Choose fewer.")
+        if n_groups < 1 or n_experts % n_groups:
+            raise ValueError(f"`n_groups`: expected a divisor of `n_experts`={n_experts}, got {n_groups}. Make them equal.")
+        if not n_chosen <= n_chosen_groups * (n_experts // n_groups) <= n_experts:
+            raise ValueError(
+                f"`n_chosen_groups`: expected at most `n_groups`={n_groups}, with `n_chosen`={n_chosen} experts of "
+                f"{n_experts}, got {n_chosen_groups}. Choose another number of groups."
+            )
         if d_shared < 0:
             raise ValueError(f"`d_shared`: expected at least 0, got {d_shared}. Pass 0 for no shared expert.")
         if score not in ("softmax", "sigmoid"):
@@ -197,18 +238,30 @@ class MixtureOfExperts(eqx.Module):
             )
         router_key, experts_key, shared_key = jax.random.split(key, 3)
 
-        def make(key: PRNGKeyArray, d_hidden: int = d_expert) -> Expert:
-            return Expert(d_model, d_hidden, is_gated=is_gated, activation=activation, std=init_std, key=key)
+        def make(key: PRNGKeyArray, d_hidden: int = d_expert, **options: Any) -> Expert:
+            return Expert(d_model, d_hidden, is_gated=is_gated, activation=activation, std=init_std, **options, key=key)
 
-        self.router = normal_linear(d_model, n_experts, std=init_std, use_bias=False, key=router_key)
-        self.experts = eqx.filter_vmap(make)(jax.random.split(experts_key, n_experts))
+        def make_chosen(key: PRNGKeyArray) -> Expert:
+            return make(key, use_bias=use_bias, limit=limit)
+
+        self.router = normal_linear(d_model, n_experts, std=init_std, use_bias=use_bias, key=router_key)
+        self.experts = eqx.filter_vmap(make_chosen)(jax.random.split(experts_key, n_experts))
         self.shared = make(shared_key, d_shared) if d_shared else None
+        gate_key = jax.random.fold_in(shared_key, 1)
+        gates_shared = gates_shared and self.shared is not None
+        self.shared_gate = normal_linear(d_model, 1, std=init_std, use_bias=False, key=gate_key) if gates_shared else None
         self.correction = jnp.zeros(n_experts) if has_correction else None
+        self.factors = jnp.ones(n_experts) if has_factors else None
         self.n_chosen, self.score, self.renormalize = n_chosen, score, renormalize
         self.scale, self.capacity_factor = scale, capacity_factor
+        self.n_groups, self.n_chosen_groups = n_groups, n_chosen_groups
 
     def __call__(
-        self, x: Float[Array, "*dims d"], *, mask: Bool[Array, "..."] | None = None
+        self,
+        x: Float[Array, "*dims d"],
+        *,
+        mask: Bool[Array, "..."] | None = None,
+        routed_by: Float[Array, "*dims d"] | None = None,
     ) -> tuple[Float[Array, "*dims d"], Routing]:
         """Returns the outputs, and what the router did.
 
@@ -217,6 +270,7 @@ class MixtureOfExperts(eqx.Module):
         - `x`: tokens, `[..., seq, d]`; or one token, `[d]`.
         - `mask`: `[..., seq]`, False for tokens that do not count, such as padding: they are sent to the shared expert
             alone, and the routing does not count them. None for all.
+        - `routed_by`: the input of the router, of the shape of `x`; None for `x` itself.
 
         Raises ValueError for a mask of another shape.
         """
@@ -226,10 +280,11 @@ class MixtureOfExperts(eqx.Module):
                 "Pass one boolean a token."
             )
         if x.ndim == 1:
-            y, routing = self(x[None], mask=None if mask is None else mask[None])
+            mask, routed_by = (None if array is None else array[None] for array in (mask, routed_by))
+            y, routing = self(x[None], mask=mask, routed_by=routed_by)
             return y[0], routing
         with jax.named_scope("router"):
-            logits, scores = self._scores(x)
+            logits, scores = self._scores(x if routed_by is None else routed_by)
             chosen, weights = self._choose(scores)
             wanted = chosen if mask is None else jnp.where(mask[..., None], chosen, self._n_experts)
             placed = self._limit(wanted)
@@ -237,7 +292,8 @@ class MixtureOfExperts(eqx.Module):
             y = self._mix(x, placed, weights)
         if self.shared is not None:
             with jax.named_scope("shared_expert"):
-                y += self.shared(x)
+                shared = self.shared(x)
+                y += shared if self.shared_gate is None else jax.nn.sigmoid(linear(self.shared_gate, x)) * shared
         return y, self._routing(logits, scores, wanted, placed, mask)
 
     @property
@@ -258,11 +314,26 @@ class MixtureOfExperts(eqx.Module):
     ) -> tuple[Int[Array, "*dims seq chosen"], Float[Array, "*dims seq chosen"]]:
         """Returns the indices of the chosen experts, and the weights of their outputs."""
         corrected = scores if self.correction is None else scores + self.correction.astype(scores.dtype)
-        chosen = _largest(jax.lax.stop_gradient(corrected), self.n_chosen)
+        chosen = _largest(self._limit_groups(jax.lax.stop_gradient(corrected)), self.n_chosen)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.renormalize:
             weights /= weights.sum(-1, keepdims=True) + (1e-20 if self.score == "sigmoid" else 0.0)
+        if self.factors is not None:
+            factors = jnp.broadcast_to(self.factors.astype(scores.dtype), scores.shape)
+            weights *= jnp.take_along_axis(factors, chosen, axis=-1)
         return chosen, self.scale * weights
+
+    def _limit_groups(self, scores: Float[Array, "*dims seq experts"]) -> Float[Array, "*dims seq experts"]:
+        """Returns the scores, with those of experts outside the chosen groups replaced by -inf."""
+        if self.n_chosen_groups == self.n_groups:
+            return scores
+        groups = rearrange(scores, "... (groups n) -> ... groups n", groups=self.n_groups)
+        best = groups.max(-1)
+        if self.score == "sigmoid" and groups.shape[-1] > 1:
+            best += jnp.take_along_axis(groups, _largest(groups, 2)[..., 1:], axis=-1)[..., 0]
+        chosen = _largest(best, self.n_chosen_groups)
+        is_chosen = jnp.any(chosen[..., None] == jnp.arange(self.n_groups), axis=-2)
+        return jnp.where(jnp.repeat(is_chosen, groups.shape[-1], axis=-1), scores, -jnp.inf)
 
     def _count(self, placed: Int[Array, "*dims seq chosen"]) -> Int[Array, "*dims experts"]:
         """Counts the choices of each sequence that fell on each expert. XLA fuses the comparison with the sum."""
@@ -294,7 +365,7 @@ class MixtureOfExperts(eqx.Module):
         sizes = self._count(placed)
         rows = _permute(repeat(x, "... seq d -> ... (seq chosen) d", chosen=self.n_chosen), order)
         factors = _permute(rearrange(weights, "... seq chosen -> ... (seq chosen) 1"), order)
-        out = self.experts(rows, lambda layer, x: grouped_linear(layer, x, sizes), factors)
+        out = self.experts(rows, lambda layer, x, factors: grouped_linear(layer, x, sizes, factors), factors)
         out = _permute(out, jnp.argsort(order, axis=-1))
         return rearrange(out, "... (seq chosen) d -> ... seq chosen d", chosen=self.n_chosen).sum(-2)
 

@@ -43,6 +43,22 @@ class OffsetRMSNorm(eqx.nn.RMSNorm):
         return scaled.astype(x.dtype)
 
 
+class OffsetLayerNorm(eqx.nn.LayerNorm):
+    """A LayerNorm whose weight is its scale minus one, as in Nemotron."""
+
+    def __init__(self, shape: int, eps: float = 1e-5):
+        super().__init__(shape, eps=eps)
+        self.weight = jnp.zeros(self.shape)
+
+    def __call__(self, x: Float[Array, " size"], *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs  # for interchangeability with other layers of Equinox
+        assert self.weight is not None and self.bias is not None
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        centred = wide - wide.mean()
+        scaled = centred * jax.lax.rsqrt(jnp.mean(centred**2) + self.eps) * (1 + self.weight.astype(wide.dtype))
+        return (scaled + self.bias.astype(wide.dtype)).astype(x.dtype)
+
+
 def soft_cap(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims"]:
     """Returns numbers in (-cap, cap), `cap * tanh(x / cap)`; `x` itself if `cap` is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)
@@ -51,9 +67,12 @@ def soft_cap(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims
 def embed(layer: eqx.nn.Embedding, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
     """Returns the rows of `layer.weight` at `ids`.
 
-    An id outside the vocabulary gives NaN, which a training run detects. JAX's own indexing would use another row: the last
-    one, or for a negative id one counted from the end.
+    A replacement of an `Embedding`, such as an adapted one, is called on each id. An id outside the vocabulary gives NaN,
+    which a training run detects. JAX's own indexing would use another row: the last one, or for a negative id one counted
+    from the end.
     """
+    if type(layer) is not eqx.nn.Embedding:
+        return jax.vmap(layer)(ids)
     return layer.weight.at[ids].get(mode="fill", wrap_negative_indices=False)
 
 
@@ -66,9 +85,11 @@ def normal_linear(in_size: int, out_size: int, *, std: float, use_bias: bool = T
     return eqx.tree_at(lambda l: (l.weight, l.bias), layer, (weight, jnp.zeros(out_size)))
 
 
-def normal_embedding(n_rows: int, size: int, *, std: float, key: PRNGKeyArray) -> eqx.nn.Embedding:
-    """Returns an `Embedding` whose weight is drawn from N(0, `std`²)."""
-    return eqx.nn.Embedding(weight=std * jax.random.normal(key, (n_rows, size)))
+def normal_embedding(n_rows: int, size: int, *, std: float, zero: int | None = None, key: PRNGKeyArray) -> eqx.nn.Embedding:
+    """Returns an `Embedding` whose weight is drawn from N(0, `std`²), except for the row `zero`, that of padding."""
+    weight = std * jax.random.normal(key, (n_rows, size))
+    has_zero = zero is not None and 0 <= zero < n_rows
+    return eqx.nn.Embedding(weight=weight.at[zero].set(0) if has_zero else weight)
 
 
 def weight_decay_mask(params: PyTree) -> PyTree:

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Shaped
 
 from redeqx import Loss
-from redeqx.transforms import GRADIENT
+from redeqx.transforms import GRADIENT, HEAD_INPUT, by_vocabulary, sum_gradient, with_own_rows, with_rows_of_all
 
 
 def cross_entropy(
@@ -81,6 +81,7 @@ def cross_entropy(
     if head is not None:
         # A lambda, because a method of a model with traced arrays cannot be hashed.
         apply, weights = jax.closure_convert(lambda x: head(x), x[..., :n_at_once, :])
+        x = checkpoint_name(x, HEAD_INPUT)
     total, weight, penalty = _sums(_Chunks(apply, n_at_once, ignore_index, z_loss), x, labels, *weights)
     return Loss(total, weight, {"z_loss": (penalty, weight)} if z_loss else {})
 
@@ -117,16 +118,16 @@ class _Chunks:
         """
 
         def chunk_fn(x: Array, labels: Array) -> tuple[Any, Array | None]:
-            inputs = [x, *weights]
+            inputs = [with_rows_of_all(x), *weights]
 
             def logits_fn(*selected: Array) -> Array:
                 given = iter(selected)
                 return self.head(*(next(given) if is_wanted else x for x, is_wanted in zip(inputs, wanted, strict=True)))
 
             logits, vjp = jax.vjp(logits_fn, *(x for x, is_wanted in zip(inputs, wanted, strict=True) if is_wanted))
-            *sums, gradient = _loss_and_gradient(logits, labels, self.ignore_index, self.z_loss)
+            *sums, gradient = _loss_and_gradient(by_vocabulary(logits), labels, self.ignore_index, self.z_loss)
             gradients = list(vjp(gradient.astype(logits.dtype)))
-            x_gradient = gradients.pop(0) if wanted[0] else None
+            x_gradient = with_own_rows(gradients.pop(0)) if wanted[0] else None
             weight_gradients = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in gradients]
             return (tuple(sums), weight_gradients), x_gradient
 
@@ -176,9 +177,9 @@ def _sums_jvp(chunks: _Chunks, primals: Sequence[Array], tangents: Sequence[Any]
     wanted = [not isinstance(tangent, SymbolicZero) for tangent in by_inputs]
     sums, gradients = chunks.sums_and_gradients(x, labels, *weights, wanted=wanted)
     total = jnp.zeros_like(sums[0])
-    for gradient, tangent in zip(gradients, by_inputs, strict=True):
+    for i, (gradient, tangent) in enumerate(zip(gradients, by_inputs, strict=True)):
         if gradient is not None:
-            gradient = checkpoint_name(gradient, GRADIENT)
+            gradient = checkpoint_name(sum_gradient(gradient, i + (i > 0)), GRADIENT)  # the labels are operand 1
             total += jnp.sum(gradient.astype(total.dtype) * tangent.astype(total.dtype))
     return sums, (total, jnp.zeros_like(sums[1]), jnp.zeros_like(sums[2]))
 

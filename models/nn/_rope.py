@@ -79,6 +79,8 @@ class YarnScaling:
         rotations, and its last dim `slow` rotations.
     - `attention_factor`: the factor for queries and keys. In the paper it is `0.1 * log(factor) + 1`.
     - `truncate`: whether the ends of the ramp are rounded to whole dims.
+    - `all_dims`: the factor of the logarithm in a factor for all dims of queries and keys, also those without rotary
+        positions, as in DeepSeek's attention; 0 for none. Other attentions ignore it.
     """
 
     factor: float
@@ -87,6 +89,12 @@ class YarnScaling:
     fast: float = 32.0
     slow: float = 1.0
     truncate: bool = True
+    all_dims: float = 0.0
+
+    @property
+    def score_factor(self) -> float:
+        """The factor of scores that `all_dims` stands for."""
+        return (0.1 * self.all_dims * math.log(max(self.factor, 1.0)) + 1) ** 2
 
     def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Returns the scaled frequencies, `[half]`."""
@@ -111,6 +119,7 @@ class YarnScaling:
             "beta_fast": self.fast,
             "beta_slow": self.slow,
             "truncate": self.truncate,
+            **({"mscale_all_dim": self.all_dims} if self.all_dims else {}),
         }
 
 
@@ -140,6 +149,24 @@ class DynamicScaling:
     def to_hf(self) -> dict[str, Any]:
         """Returns the keys of `rope_parameters`."""
         return {"rope_type": "dynamic", "factor": self.factor, "original_max_position_embeddings": self.n_original}
+
+
+@dataclass(frozen=True)
+class AlphaScaling:
+    """Raises the base of the frequencies by a fixed factor, whatever the length of the text is, as in Hunyuan."""
+
+    alpha: float
+
+    attention_factor = 1.0
+
+    def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies, `[half]`."""
+        size = 2 * len(frequencies)
+        return (theta * self.alpha ** (size / (size - 2))) ** -(np.arange(0, size, 2) / size)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the keys of `rope_parameters`."""
+        return {"rope_type": "dynamic", "alpha": self.alpha, "factor": 1.0}
 
 
 @dataclass(frozen=True)
@@ -177,7 +204,33 @@ class LongScaling:
         }
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | LongScaling
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Divides positions by `factor`, and leaves out the lowest frequencies: only a share of the dims is rotated, but each of
+    them with its partner in the other half of the whole head, as in Gemma 4.
+
+    **Arguments:**
+
+    - `share`: the share of the dims of a head that are rotated.
+    """
+
+    share: float = 1.0
+    factor: float = 1.0
+
+    attention_factor = 1.0
+
+    def scale(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies, `[half]`."""
+        del theta
+        n_rotated = int(self.share * (2 * len(frequencies)) // 2)
+        return np.where(np.arange(len(frequencies)) < n_rotated, frequencies / self.factor, 0.0)
+
+    def to_hf(self) -> dict[str, Any]:
+        """Returns the keys of `rope_parameters`."""
+        return {"rope_type": "proportional", "partial_rotary_factor": self.share, "factor": self.factor}
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | AlphaScaling | LongScaling | ProportionalScaling
 
 
 def rotation(

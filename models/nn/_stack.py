@@ -89,28 +89,49 @@ class Stack(eqx.Module, Generic[Block]):
             return self.blocks[i]
         return jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, self.blocks)
 
-    def __call__(self, x: Any, *args: Any, key: PRNGKeyArray | None = None) -> Any:
+    def __call__(self, x: Any, *args: Any, each: Any = None, key: PRNGKeyArray | None = None) -> Any:
         """Applies every block, first to last: `x = block(x, *args, key=...)`.
 
         **Arguments:**
 
         - `x`: what each block passes to the next: an array, or a PyTree of arrays, of constant shapes and dtypes.
         - `args`: passed to each block unchanged, such as a mask.
+        - `each`: arrays `[n_layers, ...]`, or a PyTree of them, whose part for a block is its last argument; None for none.
         - `key`: split into one key for each block; None passes None to each, as in inference.
         """
         keys = None if key is None else jax.random.split(key, self.n_layers)
         if isinstance(self.blocks, list):
             for i, block in enumerate(self.blocks):
-                x = self._apply(block, x, args, None if keys is None else keys[i])
+                own = () if each is None else (jax.tree.map(operator.itemgetter(i), each),)
+                x = self._apply(block, x, (*args, *own), None if keys is None else keys[i])
             return x
 
         arrays, rest = eqx.partition(self.blocks, eqx.is_array)
 
-        def body(x: Any, layer: tuple[Any, Any]) -> tuple[Any, None]:
-            arrays, key = layer
-            return self._apply(eqx.combine(arrays, rest), x, args, key), None
+        def body(x: Any, layer: tuple[Any, Any, Any]) -> tuple[Any, None]:
+            arrays, key, own = layer
+            return self._apply(eqx.combine(arrays, rest), x, args if own is None else (*args, own), key), None
 
-        return jax.lax.scan(body, x, (arrays, keys))[0]
+        return jax.lax.scan(body, x, (arrays, keys, each))[0]
+
+    def collect(self, x: Any, *args: Any, after: Sequence[int], key: PRNGKeyArray | None = None) -> list[Any]:
+        """Applies every block as a call does, and returns what the numbers of blocks `after` have passed on; 0 is `x`."""
+        keys = None if key is None else jax.random.split(key, self.n_layers)
+        if isinstance(self.blocks, list):
+            passed = [x]
+            for i, block in enumerate(self.blocks):
+                passed.append(self._apply(block, passed[-1], args, None if keys is None else keys[i]))
+            return [passed[n] for n in after]
+
+        arrays, rest = eqx.partition(self.blocks, eqx.is_array)
+
+        def body(carry: tuple[Any, list[Any]], layer: tuple[Any, Any, Array]) -> tuple[Any, None]:
+            (x, kept), (arrays, key, n_before) = carry, layer
+            x = self._apply(eqx.combine(arrays, rest), x, args, key)
+            choose = lambda n: lambda new, old: jnp.where(n_before + 1 == n, new, old)  # noqa: E731
+            return (x, [jax.tree.map(choose(n), x, old) for n, old in zip(after, kept, strict=True)]), None
+
+        return jax.lax.scan(body, (x, [x] * len(after)), (arrays, keys, jnp.arange(self.n_layers)))[0][1]
 
     def map(self, fn: Callable[[Block], Any]) -> Any:
         """Calls `fn(block)` for each block independently. The arrays of the results are stacked, `[n_layers, ...]`."""

@@ -1,23 +1,12 @@
 """`T5Config`: the sizes and dropout rates of T5."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .._kinds import RATE
 from ..generation import Generation
-from ..hf import (
-    ConfigReader,
-    Field,
-    FolderConfig,
-    ModelType,
-    Only,
-    Tokens,
-)
-from ..nn import (
-    check_rates,
-    check_sizes,
-)
+from ..hf import ConfigReader, Field, FolderConfig, ModelType, Only, Tokens
+from ..nn import check_rates, check_sizes
 
 _MLPS = ("relu", "gated-gelu", "gated-silu")
 # The defaults of each `model_type` for keys that are absent from `config.json`, where they are not the config's own
@@ -70,7 +59,6 @@ class T5Config(FolderConfig):
     - `remat`: whether the backward pass recomputes each block (see `Stack`).
     - `model_type`: `"t5"`, or `"mt5"`, whose logits are never scaled in transformers.
     - `generation`: the folder's defaults for the arguments of `generate`.
-    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, rates outside [0, 1), buckets that do not fit `max_distance`, and any other MLP.
     """
@@ -97,7 +85,6 @@ class T5Config(FolderConfig):
     remat: bool = False
     model_type: str = "t5"
     generation: Generation | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_sizes(self, "vocab_size", "d_model", "d_kv", "d_ff", "n_layers", "n_decoder_layers", "n_heads")
@@ -118,9 +105,15 @@ class T5Config(FolderConfig):
         if self.model_type == "mt5" and self.is_scaled:
             raise ValueError("`is_scaled`: expected False with `model_type`='mt5', got True. Make it a 't5'.")
 
-    def without_dropout(self) -> "T5Config":
-        """The same config without dropout."""
-        return replace(self, dropout=0.0)
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLPs have a gate."""
+        return self.mlp.startswith("gated-")
+
+    @property
+    def activation(self) -> str:
+        """The activation in the MLPs, by its name in `transformers`."""
+        return _activation(self.mlp)
 
     @classmethod
     def t5_small(cls) -> "T5Config":

@@ -4,10 +4,10 @@ Dims: source, target = tokens of one example in the encoder and the decoder (seq
 size = width of an attention, buckets = ranges of distances.
 """
 
+import functools
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,20 +17,14 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..generation import EncoderDecoder
-from ..hf import (
-    Pretrained,
-    StoredTensor,
-    WeightMap,
-    is_tied_on_disk,
-    layers,
-    same,
-)
+from ..hf import Pretrained, StoredTensor, WeightMap, is_tied_on_disk, layers, same
 from ..nn import (
     Attention,
     Cache,
+    CrossBlock,
     Mask,
+    Mlp,
     Stack,
-    causal_mask,
     check_segments,
     embed,
     linear,
@@ -106,86 +100,30 @@ def _buckets(n_buckets: int, max_distance: int) -> np.ndarray:
     return np.where(distances < n_exact, distances, np.minimum(ranges, n_buckets - 1))
 
 
-class Mlp(eqx.Module):
-    """Two linear layers with an activation between them, or a product with an activated gate."""
-
-    gate: eqx.nn.Linear | None
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-    dropout: eqx.nn.Dropout
-    kind: str = eqx.field(static=True)
-
-    def __init__(self, config: T5Config, *, key: PRNGKeyArray):
-        gate_key, up_key, down_key = jax.random.split(key, 3)
-        d, d_ff, factor = config.d_model, config.d_ff, config.init_factor
-        self.gate = None if config.mlp == "relu" else _linear(d, d_ff, factor * d**-0.5, gate_key)
-        self.up = _linear(d, d_ff, factor * d**-0.5, up_key)
-        self.down = _linear(d_ff, d, factor * d_ff**-0.5, down_key)
-        self.dropout = eqx.nn.Dropout(config.dropout)
-        self.kind = config.mlp
-
-    def __call__(self, x: Float[Array, "seq d"], *, key: PRNGKeyArray | None = None) -> Float[Array, "seq d"]:
-        inner = linear(self.up, x)
-        if self.gate is None:
-            inner = jax.nn.relu(inner)
-        elif self.kind == "gated-gelu":
-            inner = jax.nn.gelu(linear(self.gate, x), approximate=True) * inner
-        else:
-            inner = jax.nn.silu(linear(self.gate, x)) * inner
-        return linear(self.down, self.dropout(inner, key=key))
+def _mlp(config: T5Config, key: PRNGKeyArray) -> Mlp:
+    gate_key, up_key, down_key = jax.random.split(key, 3)
+    d, d_ff, factor = config.d_model, config.d_ff, config.init_factor
+    return Mlp(
+        gate=_linear(d, d_ff, factor * d**-0.5, gate_key) if config.is_gated else None,
+        up=_linear(d, d_ff, factor * d**-0.5, up_key),
+        down=_linear(d_ff, d, factor * d_ff**-0.5, down_key),
+        dropout=eqx.nn.Dropout(config.dropout),
+        activation=config.activation,
+    )
 
 
-class Block(eqx.Module):
-    """Attention, cross-attention (in the decoder) and MLP, each pre-norm and residual."""
-
-    attention_norm: eqx.nn.RMSNorm
-    attention: Attention
-    cross_norm: eqx.nn.RMSNorm | None
-    cross_attention: Attention | None
-    mlp_norm: eqx.nn.RMSNorm
-    mlp: Mlp
-    dropout: eqx.nn.Dropout
-
-    def __init__(self, config: T5Config, *, is_decoder: bool, key: PRNGKeyArray):
-        attention_key, cross_key, mlp_key = jax.random.split(key, 3)
-        self.attention_norm = _norm(config)
-        self.attention = _attention(config, attention_key)
-        self.cross_norm = _norm(config) if is_decoder else None
-        self.cross_attention = _attention(config, cross_key) if is_decoder else None
-        self.mlp_norm = _norm(config)
-        self.mlp = Mlp(config, key=mlp_key)
-        self.dropout = eqx.nn.Dropout(config.dropout)
-
-    def __call__(
-        self,
-        carry: Carry,
-        mask: Mask | None,
-        bias: Float[Array, "heads seq source"],
-        memory: Float[Array, "memory d"] | None = None,
-        memory_mask: Mask | None = None,
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> Carry:
-        x, cache = carry
-        keys = (None,) * 6 if key is None else jax.random.split(key, 6)
-        with jax.named_scope("attention"):
-            normed = norm(self.attention_norm, x)
-            mixed, cache = self.attention(normed, mask=mask, bias=bias, cache=cache, key=keys[0])
-            x = x + self.dropout(mixed, key=keys[1])
-        if self.cross_attention is not None and self.cross_norm is not None:
-            with jax.named_scope("cross_attention"):
-                pairs = self.project_memory(memory) if cache is None else cache.read_memory()
-                normed = norm(self.cross_norm, x)
-                mixed = self.cross_attention.attend_memory(normed, pairs, mask=memory_mask, key=keys[2])
-                x = x + self.dropout(mixed, key=keys[3])
-        with jax.named_scope("mlp"):
-            x = x + self.dropout(self.mlp(norm(self.mlp_norm, x), key=keys[4]), key=keys[5])
-        return x, cache
-
-    def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
-        """Returns the keys and values for a decoder's cross-attention."""
-        assert self.cross_attention is not None and memory is not None
-        return self.cross_attention.project_memory(memory)
+def _block(config: T5Config, key: PRNGKeyArray, *, is_decoder: bool) -> CrossBlock:
+    attention_key, cross_key, mlp_key = jax.random.split(key, 3)
+    return CrossBlock(
+        attention=_attention(config, attention_key),
+        attention_norm=_norm(config),
+        cross_attention=_attention(config, cross_key) if is_decoder else None,
+        cross_norm=_norm(config) if is_decoder else None,
+        mlp=_mlp(config, mlp_key),
+        mlp_norm=_norm(config),
+        dropout=eqx.nn.Dropout(config.dropout),
+        is_pre_norm=True,
+    )
 
 
 class TransformerStack(eqx.Module):
@@ -193,7 +131,7 @@ class TransformerStack(eqx.Module):
 
     positions: RelativeBias
     dropout: eqx.nn.Dropout
-    stack: Stack[Block]
+    stack: Stack[CrossBlock]
     norm: eqx.nn.RMSNorm
 
     def __init__(self, config: T5Config, *, is_decoder: bool, key: PRNGKeyArray):
@@ -201,7 +139,7 @@ class TransformerStack(eqx.Module):
         n_layers = config.n_decoder_layers if is_decoder else config.n_layers
         self.positions = RelativeBias(config, is_causal=is_decoder, key=positions_key)
         self.dropout = eqx.nn.Dropout(config.dropout)
-        make = lambda key: Block(config, is_decoder=is_decoder, key=key)  # noqa: E731
+        make = functools.partial(_block, config, is_decoder=is_decoder)
         self.stack = Stack(make, n_layers, remat=config.remat, key=stack_key)
         self.norm = _norm(config)
 
@@ -212,15 +150,17 @@ class TransformerStack(eqx.Module):
         memory: Float[Array, "memory d"] | None = None,
         memory_mask: Mask | None = None,
         *,
+        segments: Int[Array, " seq"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Carry:
+        del segments  # masks have them, and a distance between two segments does not matter
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         # Distances are between slots. Padding before the first token shifts all tokens equally.
         start, length = (0, len(x)) if cache is None else (cache.index, cache.mask.shape[0])
         bias = self.positions(start + jnp.arange(len(x)), jnp.arange(length))
         x = self.dropout(x, key=keys[0])
-        x, cache = self.stack((x, cache), mask, bias, memory, memory_mask, key=keys[1])
+        x, cache = self.stack((x, cache), mask, memory, memory_mask, bias, key=keys[1])
         return self.dropout(norm(self.norm, x), key=keys[2]), cache
 
 
@@ -274,31 +214,9 @@ class T5(EncoderDecoder, Pretrained):
                 hidden = hidden * self.config.d_model**-0.5
             return hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
 
-    def encode(
-        self,
-        ids: Int[Array, " source"],
-        *,
-        mask: Bool[Array, " source"] | None = None,
-        segments: Int[Array, " source"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "source d"]:
-        """Returns the encoder's output for `ids`, which the decoder attends to. See `__call__` for the arguments."""
-        check_segments(segments, mask, len(ids))
-        with jax.named_scope("encoder"):
-            return self.encoder(embed(self.embedding, ids), token_mask(mask, segments=segments), key=key)[0]
-
     @property
     def _kv_heads(self) -> tuple[int, int]:
         return self.config.n_heads, self.config.d_kv
-
-    def _run(
-        self, ids, mask, cache, key, memory, memory_mask, segments=None, memory_segments=None
-    ) -> tuple[Float[Array, "target d"], Any]:
-        memory_mask = token_mask(memory_mask, segments=memory_segments, query_segments=segments)
-        with jax.named_scope("decoder"):
-            x = embed(self.embedding, ids)
-            sees = causal_mask(mask, ids.shape[0], cache, segments=segments)
-            return self.decoder(x, sees, memory, memory_mask, cache=cache, key=key)
 
     @classmethod
     def architecture(cls, config: T5Config) -> str:

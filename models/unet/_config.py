@@ -1,18 +1,11 @@
 """`UNetConfig`: the sizes of the UNet, and the types of its blocks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
-from .._kinds import COUNT, LIST, RATE
-from ..diffusion import (
-    check_groups,
-    diffusers,
-    layers_of_blocks,
-    one_or_many,
-    size_of_sample,
-    sizes,
-)
+from .._kinds import COUNT, LIST, RATE, SIZE
+from ..diffusion import check_groups, diffusers, layers_of_blocks, one_or_many, size_of_sample, sizes
 from ..hf import ConfigReader, Field, FolderConfig, Only, Row
 from ..nn import check_rates, check_sizes
 
@@ -30,7 +23,6 @@ _ONLY = {
     "class_embed_type": None,
     "num_class_embeds": None,
     "class_embeddings_concat": False,
-    "addition_embed_type": None,
     "resnet_time_scale_shift": "default",
     "time_embedding_type": "positional",
     "time_embedding_dim": None,
@@ -56,6 +48,27 @@ def _attention_of_blocks(key: str, name: str, types: Mapping[str, bool]) -> Row:
     return Field(key, name, via=read, save=lambda config: [written[attends] for attends in getattr(config, name)])
 
 
+_ADDED = {"added_wave_size": "addition_time_embed_dim", "added_size": "projection_class_embeddings_input_dim"}
+
+
+class _Added(Row):
+    """The keys of what is added to the embedded timestep; without an `addition_embed_type` the others have no meaning."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return _ADDED
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        if reader.only("addition_embed_type", None, "text_time") is None:
+            return {}
+        return {name: reader.get(key, kind=SIZE) for name, key in _ADDED.items()}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        if config.added_size is None:
+            return {}
+        return {"addition_embed_type": "text_time"} | {key: getattr(config, name) for name, key in _ADDED.items()}
+
+
 @dataclass(frozen=True)
 class UNetConfig(FolderConfig):
     """The sizes of a UNet. The defaults are those of diffusers, which are close to those of Stable Diffusion 1.
@@ -77,6 +90,8 @@ class UNetConfig(FolderConfig):
     - `only_cross_attention`: whether both attentions of a transformer block attend to the context.
     - `use_linear_projection`: whether the layers around attention are stored as linear layers instead of convolutions. They
         compute the same function.
+    - `added_size`, `added_wave_size`: in SDXL, the width of a pooled text and of the sinusoids of sizes, which are embedded
+        and added to the embedded timestep, and the width of the sinusoids of one number; None for no such part.
     - `norm_groups`, `norm_eps`: the number of groups of the group norms, which divides all `block_channels`, and the number
         added to their variance.
     - `dropout`: the dropout rate in the residual blocks, in [0, 1).
@@ -86,7 +101,6 @@ class UNetConfig(FolderConfig):
     - `conv_in_kernel`, `conv_out_kernel`: the kernel size of the first and the last convolution, in pixels.
     - `sample_size`: the height and width of the training samples, in pixels, for pipelines. Other sizes can be denoised too.
     - `remat`: whether the backward pass recomputes each residual block and each transformer.
-    - `extra`: keys of a folder's `config.json` that do not change the model. They are saved with it.
 
     Raises ValueError for sizes below 1, for tuples whose length is not that of `block_channels`, for groups and heads that
     do not divide their channels, and for rates outside [0, 1).
@@ -103,6 +117,8 @@ class UNetConfig(FolderConfig):
     context_size: int = 1280
     only_cross_attention: bool | tuple[bool, ...] = False
     use_linear_projection: bool = False
+    added_size: int | None = None
+    added_wave_size: int | None = None
     norm_groups: int = 32
     norm_eps: float = 1e-5
     dropout: float = 0.0
@@ -113,11 +129,17 @@ class UNetConfig(FolderConfig):
     conv_out_kernel: int = 3
     sample_size: int | tuple[int, ...] | None = None
     remat: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_sizes(self, "in_channels", "out_channels", "context_size", "norm_groups", "conv_in_kernel", "conv_out_kernel")
         check_groups(self.block_channels, self.norm_groups)
+        if (self.added_size is None) != (self.added_wave_size is None):
+            raise ValueError(
+                f"`added_size` and `added_wave_size`: expected both or neither, got {self.added_size} and "
+                f"{self.added_wave_size}. Pass both."
+            )
+        if self.added_size is not None:
+            check_sizes(self, "added_size", "added_wave_size")
         check_rates(self, "dropout")
         n_blocks = len(self.block_channels)
         for name in ("down_attention", "up_attention", "layers_per_block", "transformer_layers", "n_heads"):
@@ -151,9 +173,10 @@ class UNetConfig(FolderConfig):
         """The width of the embedded timestep."""
         return 4 * self.block_channels[0]
 
-    def without_dropout(self) -> "UNetConfig":
-        """The same config without dropout."""
-        return replace(self, dropout=0.0)
+    @property
+    def wave_options(self) -> dict[str, Any]:
+        """The options of `sinusoids`."""
+        return {"flips_sin_to_cos": self.flips_sin_to_cos, "freq_shift": self.freq_shift}
 
     @classmethod
     def sd1(cls) -> "UNetConfig":
@@ -164,6 +187,22 @@ class UNetConfig(FolderConfig):
     def sd2(cls) -> "UNetConfig":
         """The UNet of Stable Diffusion 2.0 and 2.1, with 866 million parameters."""
         return cls(context_size=1024, n_heads=(5, 10, 20, 20), use_linear_projection=True, sample_size=96)
+
+    @classmethod
+    def sdxl(cls) -> "UNetConfig":
+        """The UNet of Stable Diffusion XL 1.0, the base model, with 2,567 million parameters."""
+        return cls(
+            block_channels=(320, 640, 1280),
+            down_attention=(False, True, True),
+            up_attention=(True, True, False),
+            transformer_layers=(1, 2, 10),
+            n_heads=(5, 10, 20),
+            context_size=2048,
+            use_linear_projection=True,
+            added_size=2816,
+            added_wave_size=256,
+            sample_size=128,
+        )
 
     rows = (
         *diffusers("UNet2DConditionModel"),
@@ -179,6 +218,7 @@ class UNetConfig(FolderConfig):
         Field("attention_head_dim", "n_heads", via=one_or_many),
         Field("cross_attention_dim", "context_size"),
         Field("only_cross_attention", via=one_or_many),
+        _Added(),
         Field("use_linear_projection"),
         Field("norm_num_groups", "norm_groups"),
         Field("norm_eps"),

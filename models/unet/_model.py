@@ -5,7 +5,6 @@ width of the context, time = width of the embedded timestep.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -13,47 +12,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Num, PRNGKeyArray
 
-from ..diffusion import (
-    Resnet,
-    apply,
-    mirrored,
-    upsample,
-)
+from ..diffusion import Resnet, TimeEmbedding, apply, attention, mirrored, sinusoids, upsample
 from ..hf import Pretrained, WeightMap
 from ..nn import Attention, linear, norm
 from ._config import UNetConfig
 
 _TRANSFORMER_EPS = 1e-6  # of the group norm before attention; the other norms use the config's
-
-
-class TimeEmbedding(eqx.Module):
-    """Sinusoids of a timestep, followed by two linear layers."""
-
-    linear_1: eqx.nn.Linear
-    linear_2: eqx.nn.Linear
-    flips_sin_to_cos: bool = eqx.field(static=True)
-    freq_shift: int = eqx.field(static=True)
-
-    def __init__(self, config: UNetConfig, *, key: PRNGKeyArray):
-        key_1, key_2 = jax.random.split(key)
-        self.linear_1 = eqx.nn.Linear(config.block_channels[0], config.time_size, key=key_1)
-        self.linear_2 = eqx.nn.Linear(config.time_size, config.time_size, key=key_2)
-        self.flips_sin_to_cos = config.flips_sin_to_cos
-        self.freq_shift = config.freq_shift
-
-    def __call__(self, timestep: Num[Array, ""], dtype: Any) -> Float[Array, " time"]:
-        """Returns the embedding of `timestep`. The sinusoids are computed in float32 and cast to `dtype`."""
-        size = self.linear_1.weight.shape[1]
-        half = size // 2
-        frequencies = np.exp(-math.log(10000) * np.arange(half) / (half - self.freq_shift)).astype(np.float32)
-        angles = timestep.astype(jnp.float32) * frequencies
-        waves = [jnp.cos(angles), jnp.sin(angles)] if self.flips_sin_to_cos else [jnp.sin(angles), jnp.cos(angles)]
-        waves = jnp.concatenate([*waves, jnp.zeros(size % 2)]).astype(dtype)
-        return self.linear_2(jax.nn.silu(self.linear_1(waves)))
 
 
 class GEGLU(eqx.Module):
@@ -73,18 +40,6 @@ class GEGLU(eqx.Module):
         return linear(self.down, linear(self.up, x) * jax.nn.gelu(linear(self.gate, x), approximate=False))
 
 
-def _attention(d: int, source: int, n_heads: int, key: PRNGKeyArray) -> Attention:
-    q_key, k_key, v_key, o_key = jax.random.split(key, 4)
-    return Attention(
-        query=eqx.nn.Linear(d, d, use_bias=False, key=q_key),
-        key=eqx.nn.Linear(source, d, use_bias=False, key=k_key),
-        value=eqx.nn.Linear(source, d, use_bias=False, key=v_key),
-        output=eqx.nn.Linear(d, d, key=o_key),
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-    )
-
-
 class TransformerBlock(eqx.Module):
     """Self-attention over the pixels, cross-attention to the context, and an MLP. Each is pre-norm and residual."""
 
@@ -99,9 +54,10 @@ class TransformerBlock(eqx.Module):
     def __init__(self, d: int, n_heads: int, only_cross_attention: bool, context_size: int, *, key: PRNGKeyArray):
         keys = jax.random.split(key, 3)
         self.norm1 = eqx.nn.LayerNorm(d)
-        self.attn1 = _attention(d, context_size if only_cross_attention else d, n_heads, keys[0])
+        source = context_size if only_cross_attention else d
+        self.attn1 = attention(d, source, n_heads, use_bias=False, key=keys[0])
         self.norm2 = eqx.nn.LayerNorm(d)
-        self.attn2 = _attention(d, context_size, n_heads, keys[1])
+        self.attn2 = attention(d, context_size, n_heads, use_bias=False, key=keys[1])
         self.norm3 = eqx.nn.LayerNorm(d)
         self.ff = GEGLU(d, key=keys[2])
         self.only_cross_attention = only_cross_attention
@@ -308,6 +264,7 @@ class UNet(Pretrained):
     weights_name = "diffusion_pytorch_model"
 
     time_embedding: TimeEmbedding
+    add_embedding: TimeEmbedding | None  # of a pooled text and of sizes, in SDXL
     conv_in: eqx.nn.Conv2d
     down_blocks: list[DownBlock]
     mid_block: MidBlock
@@ -325,7 +282,11 @@ class UNet(Pretrained):
         n_blocks = len(config.block_channels)
         time_key, in_key, down_key, mid_key, up_key, out_key = jax.random.split(key, 6)
         first = config.block_channels[0]
-        self.time_embedding = TimeEmbedding(config, key=time_key)
+        self.time_embedding = TimeEmbedding(first, config.time_size, key=time_key)
+        added = config.added_size
+        # A key of its own, so that the other weights are the same with and without this part.
+        add_key = jax.random.fold_in(time_key, 1)
+        self.add_embedding = None if added is None else TimeEmbedding(added, config.time_size, key=add_key)
         self.conv_in = _same_size_conv(config.in_channels, first, config.conv_in_kernel, key=in_key)
         self.down_blocks = [DownBlock(i, config, key=key) for i, key in enumerate(jax.random.split(down_key, n_blocks))]
         self.mid_block = MidBlock(config, key=mid_key)
@@ -342,6 +303,8 @@ class UNet(Pretrained):
         context: Float[Array, "source context"],
         *,
         mask: Bool[Array, " source"] | None = None,
+        pooled: Float[Array, " pooled"] | None = None,
+        sizes: Num[Array, " sizes"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "out h w"]:
         """Returns the prediction: the noise in `sample`, or the target that the scheduler's `prediction_type` names.
@@ -352,11 +315,20 @@ class UNet(Pretrained):
         - `timestep`: the noise level, from 0.
         - `context`: the sequence for cross-attention, such as the hidden states of a text.
         - `mask`: True for the context's tokens that are attended to; None for all, as in Stable Diffusion's training.
+        - `pooled`, `sizes`: in SDXL, and only there, the vector that represents the text, and numbers of pixels: height and
+            width of the original image, the top left corner that was cut from it, and height and width of the result.
         - `key`: for dropout; not needed in inference.
+
+        Raises ValueError if the model needs `pooled` and `sizes` but does not get them, in the widths of the config, and the
+        reverse.
         """
         attended = None if mask is None else mask[None]
         mid_key, *keys = _split(key, 1 + 2 * len(self.down_blocks))
-        time = self.time_embedding(jnp.asarray(timestep), sample.dtype)
+        waves = sinusoids(jnp.asarray(timestep), self.config.block_channels[0], **self.config.wave_options)
+        time = self.time_embedding(waves.astype(sample.dtype))
+        added = self._added(pooled, sizes, sample.dtype)
+        if added is not None and self.add_embedding is not None:
+            time = time + self.add_embedding(added)
         x = self.conv_in(2 * sample - 1 if self.config.centers_input else sample)
         skips = [x]
         with jax.named_scope("down"):
@@ -368,6 +340,19 @@ class UNet(Pretrained):
             for block in self.up_blocks:
                 x = block(x, skips, time, context, attended, key=keys.pop())
         return self.conv_out(jax.nn.silu(self.conv_norm_out(x)))
+
+    def _added(self, pooled: Array | None, sizes: Array | None, dtype: Any) -> Array | None:
+        """Returns the vector that is embedded and added to the timestep."""
+        wanted, wave_size = self.config.added_size, self.config.added_wave_size or 0
+        given = None if pooled is None or sizes is None else len(pooled) + len(sizes) * wave_size
+        if given != wanted or (pooled is None) != (sizes is None):
+            shapes = [None if x is None else list(x.shape) for x in (pooled, sizes)]
+            rule = "None" if wanted is None else f"arrays whose embedding has the width `added_size`={wanted}"
+            raise ValueError(f"`pooled` and `sizes`: expected {rule}, got {shapes}. SDXL needs both, other models neither.")
+        if pooled is None or sizes is None:
+            return None
+        waves = sinusoids(sizes, wave_size, **self.config.wave_options)
+        return jnp.concatenate([pooled.astype(dtype), waves.reshape(-1).astype(dtype)])
 
     @staticmethod
     def weight_map(config: UNetConfig) -> WeightMap:

@@ -149,7 +149,7 @@ class CheckpointFolder:
 
         **Arguments:**
 
-        - `which`: a tag of the index, or the name or path of a checkpoint, in this folder or elsewhere.
+        - `which`: a tag of the index, or the name of a checkpoint, in this folder; or a path, as for `find_checkpoint`.
 
         Raises ValueError with a list of the existing checkpoints.
         """
@@ -173,13 +173,15 @@ class CheckpointFolder:
         path = location(which, "checkpoint")
         if (path / MANIFEST).is_file():
             return os.path.abspath(path) if isinstance(path, Path) else str(path)
-        if not isinstance(which, str) or os.sep in which:
-            got = "is not there" if not exists(path) else f"holds no {MANIFEST}"
-            raise ValueError(
-                f"`{which}`: expected the folder of a checkpoint, got one that {got}. "
-                "Pass a folder `step_...` of a workdir's `ckpts`, or a name such as `last`."
-            )
-        if name != which:
+        if name == str(which) and (not isinstance(which, str) or os.sep in which):
+            if (elsewhere := _found_at(path, Peers())) is None:  # each process looks by itself: disks may differ
+                got = "one that is not there" if not exists(path) else "one without checkpoints"
+                raise ValueError(
+                    f"`{which}`: expected the folder of a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds "
+                    f"some, or a name of its index (`runs/x/ckpts/last`), got {got}. Pass one of those."
+                )
+            return str(elsewhere[1])
+        if name != str(which):
             raise ValueError(
                 f"`{self.folder}`: expected the checkpoint `{brief_name(name)}`, which the index names as {which!r}, got no "
                 "such folder. Put it back, or pass another."
@@ -271,6 +273,17 @@ def find_checkpoint(path: Location, peers: Peers) -> tuple[CheckpointFolder, Loc
 
     Raises ValueError if there is none.
     """
+    if (found := _found_at(path, peers)) is not None:
+        return found
+    got = "a folder without one" if path.is_dir() else "nothing there"
+    raise ValueError(
+        f"`{path}`: expected a safetensors file, a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds some, or "
+        f"a name of its index (`runs/x/ckpts/last`), got {got}. For a folder of Hugging Face use "
+        "`redeqx.models.from_pretrained`."
+    )
+
+
+def _found_at(path: Location, peers: Peers) -> tuple[CheckpointFolder, Location] | None:
     if isinstance(path, Path) and path.name in ("", ".."):  # such as `.`: its name is needed below
         path = path.resolve()
     if (path / MANIFEST).is_file():
@@ -284,9 +297,4 @@ def find_checkpoint(path: Location, peers: Peers) -> tuple[CheckpointFolder, Loc
         checkpoints = CheckpointFolder(folder, peers)
         if checkpoints.exist() and ("/" not in name or name in checkpoints.index()):
             return checkpoints, checkpoints.resolve(name)
-    found = "a folder without one" if path.is_dir() else "nothing there"
-    raise ValueError(
-        f"`{path}`: expected a safetensors file, a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds some, or "
-        f"a name of its index (`runs/x/ckpts/last`), got {found}. For a folder of Hugging Face use "
-        "`redeqx.models.from_pretrained`."
-    )
+    return None

@@ -11,6 +11,7 @@ Each of several processes writes its own part; process 0 creates the folder, and
 process fails, all raise its error.
 """
 
+import errno
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -267,6 +268,11 @@ def _why(error: OSError, save: _Save) -> str:
         return str(error.strerror)
     if isinstance(error, StoreError):
         return f"{error.strerror}. Earlier checkpoints are complete: run the script again to continue from the last one"
+    if error.errno == errno.ENOENT:
+        return (
+            "expected a folder that nothing else deletes or unmounts while a checkpoint is written there, got "
+            f"{error.strerror!r}. Other checkpoints there may be gone too: save elsewhere"
+        )
     return (
         f"expected to write {save.size} bytes, got {error.strerror!r} with {save.free} bytes free at first. "
         "Earlier checkpoints are complete. Make room, or save elsewhere"

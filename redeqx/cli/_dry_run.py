@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import resource
 import runpy
 import sys
@@ -12,13 +11,14 @@ from typing import Any
 
 import jax
 
+from ..compiled import SavedPrograms
 from ..dry_run import DryRunDone
 from ..machine import GPUS, TPUS, Machine, describe, dry_for, host_memory, simulate_devices
-from ..monitor import Console
+from ..memory import bytes_of
+from ..monitor import Console, size_text
 from ..storage import disk_path
 from ._scripts import add_script, check_script
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _EPILOG = f"""
 topologies:
   v4:2x2x2              chips of a TPU slice; kinds {", ".join(TPUS)}   (pip install "redeqx[topology-tpu]")
@@ -52,9 +52,10 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--effort",
-        choices=("O0", "O1", "O2", "O3", "UNKNOWN"),
+        choices=("none", "O0", "O1", "O2", "O3", "UNKNOWN"),
         help="the compiler's optimization level: UNKNOWN is that of a run; for TPUs the default is O2, which gives the same "
-        "memory in half the time; O1 takes seconds and gives less memory (for a run set jax_optimization_level to O1)",
+        "memory in half the time; O1 takes seconds and gives less memory (for a run set jax_optimization_level to O1); none "
+        "compiles nothing, and estimates the memory from the trace",
     )
     parser.add_argument("--json", type=disk_path, metavar="FILE", help="also write the report to this file")
     parser.add_argument(
@@ -63,24 +64,33 @@ def add(commands: Any) -> None:
         help="search for the fastest strategy that fits (shards, micro-batches, recomputation in loops), and print the "
         "line to use; every candidate is compiled",
     )
+    parser.add_argument(
+        "--save",
+        type=disk_path,
+        metavar="FOLDER",
+        help="also save the compiled programs: a run on that machine with `Compiler(cache=FOLDER)`, or with "
+        "REDEQX_COMPILATION_CACHE=FOLDER, loads them, and compiles nothing before its first step",
+    )
     parser.add_argument("--no-search", action="store_true", help="do not try other strategies if it does not fit")
     add_script(parser)
     parser.set_defaults(run=_dry_run)
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]I?B)?", text.upper())
-    if found is None:
+    if (n_bytes := bytes_of(text)) is None:
         raise argparse.ArgumentTypeError(f"expected bytes such as 10GB or 9.5GiB, got {text!r}")
-    return int(float(found.group(1)) * _UNITS[found.group(2) or ""])
+    return n_bytes
 
 
 def _dry_run(args: argparse.Namespace) -> int:
     check_script(args)
+    _check_save(args)
     machine = _describe_machine(args.topology, args.memory)
-    console = Console(None)
+    console, progress = Console(None), Console(None, file=sys.stderr)
+    saved = None if args.save is None else SavedPrograms(args.save)
+    options = {"optimization": args.effort, "search": not args.no_search, "fit": args.fit, "save": saved}
     try:
-        with dry_for(machine, optimization=args.effort, search=not args.no_search, fit=args.fit, say=console.info) as run:
+        with dry_for(machine, **options, say=progress.info, line=progress.progress(unit="compiled")) as run:
             _run(args.script, args.args, args.is_module)
     except DryRunDone:
         pass
@@ -96,6 +106,8 @@ def _dry_run(args: argparse.Namespace) -> int:
         done.run.show(console)
         if args.json is not None:
             done.run.save(args.json)
+        if saved is not None:
+            _report_saved(saved, console)
         return int(done.code or 0)
     print(
         f"`{args.script}`: expected a call of `Trainer.fit` or `Trainer.train`, got none before the end of the script. "
@@ -103,6 +115,31 @@ def _dry_run(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 2
+
+
+def _check_save(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that do not go with `--save`; creates its folder."""
+    if args.save is None:
+        return
+    if args.topology.startswith("gpu:"):
+        raise ValueError(
+            f"`--save`: expected TPUs or CPUs, got `{args.topology}`: the compiler chooses the kernels of a GPU by timing "
+            "them on it. Let the first run on the GPUs fill the folder: `Compiler(cache=FOLDER)`."
+        )
+    for name in ("fit", "effort"):
+        if value := getattr(args, name):
+            got = f"`--{name}`" if value is True else f"`--{name} {value}`"
+            raise ValueError(
+                f"`--save`: expected the programs of a run as the script is, got {got}. Leave one of the two out."
+            )
+    args.save.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, since its contents are executed
+
+
+def _report_saved(saved: SavedPrograms, console: Console) -> None:
+    if saved.programs:
+        files = [path.stat().st_size for path in saved.folder.iterdir() if path.name.endswith("-cache")]
+        text = f"{len(files)} programs, {size_text(sum(files))}, for `Compiler(cache={str(saved.folder)!r})`"
+        console.header({"folder": text}, title="saved")
 
 
 def _explain(error: BaseException, script: str, zeros: set[str]) -> None:

@@ -134,7 +134,8 @@ def _unknown_path(path: Location) -> ValueError:
     entries = sorted(path.iterdir())
     below = [each for each in entries if each.is_dir() and ((each / "ckpts").is_dir() or _sources(each))]
     if below:
-        got, step = f"one with such folders: {', '.join(each.name for each in below)}", f"Pass, for example, `{below[0]}`."
+        names = ", ".join(listed([each.name for each in below]))
+        got, step = f"one with such folders: {names}", f"Pass, for example, `{below[0]}`."
     else:
         names = ", ".join(listed([each.name for each in entries])) or "nothing"
         got, step = f"one with {names}", "Pass another path; `redeqx inspect --help` lists the supported ones."

@@ -1,7 +1,8 @@
-"""Compiled programs: analyses of their HLO text.
+"""Compiled programs: analyses of their HLO text, and folders in which they are saved.
 
-Owns the parser of HLO, the lists of a program's collectives and buffers, the check for work that devices repeat, and the
-operations of a profile. It is independent of models and plans. Open `_hlo.py` first.
+Owns the parser of HLO, the lists of a program's collectives and buffers, the share of the collectives behind matmuls, the
+check for work that devices repeat, the operations of a profile, and the manifest of saved programs. It is independent of
+models and plans. Open `_hlo.py` first.
 """
 
 from ._buffers import (
@@ -13,5 +14,11 @@ from ._buffers import (
 )
 from ._collectives import Collective as Collective, collectives as collectives
 from ._hlo import Module as Module, own_line as own_line, split_name as split_name, words_of as words_of
+from ._overlap import with_overlap as with_overlap
 from ._profile import Operation as Operation, Profile as Profile, profile_of as profile_of
 from ._repeated_work import checked as checked, excess as excess, flops_by_line as flops_by_line
+from ._saved import (
+    SavedPrograms as SavedPrograms,
+    argument_text as argument_text,
+    program_environment as program_environment,
+)

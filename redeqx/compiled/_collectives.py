@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
+from ..tracing import is_rare
 from ._hlo import Module, integers
 
-_KINDS = (
+KINDS = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -26,7 +27,7 @@ _KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Collective:
     op_name: str = ""  # the JAX operation that needs it, `jit(step)/transpose(jvp())/while/body/...`
     instruction: str = ""  # the HLO name, the same for all arrays of a combined collective
     source: tuple[str, ...] = ()  # its Python source lines, `file.py:12`, innermost first
+    hidden: float | None = None  # the share of its bytes that is sent behind matmuls (`with_overlap`); None if unknown
 
     @property
     def group_size(self) -> int:
@@ -72,7 +74,8 @@ class Collective:
 
 
 def collectives(module: Module) -> list[Collective]:
-    """Returns the collectives that the entry computation reaches, for one device, in the order of the text.
+    """Returns the collectives that the entry computation reaches, for one device, in the order of the text, without those of
+    choices that are made in the context `rarely`.
 
     Raises ValueError for a replica group in an unknown notation.
     """
@@ -82,9 +85,9 @@ def collectives(module: Module) -> list[Collective]:
 def _collectives_in(module: Module, name: str, times: int, exact: bool, channels: dict[str, str]) -> Iterator[Collective]:
     for line in module.computations[name]:
         kind = line.opcode.removesuffix("-start")
-        if kind in _KINDS:
+        if kind in KINDS:
             # The TPU compiler repeats an asynchronous collective in each fusion that advances it, with the same channel.
-            channel = _CHANNEL.search(line.rest)
+            channel = CHANNEL.search(line.rest)
             if channel and channels.setdefault(f"{kind} {channel.group(1)}", name) != name:
                 continue
             if name.startswith("all-reduce-scatter"):  # a fusion of an all-reduce and a slice
@@ -106,6 +109,8 @@ def _collectives_in(module: Module, name: str, times: int, exact: bool, channels
                     source=line.source,
                 )
             continue  # its `to_apply` is the sum, and the `calls` of an asynchronous one is the same collective
+        if line.opcode == "conditional" and is_rare(line.op_name):
+            continue
         for role, called in line.calls:
             if line.opcode == "while":  # the condition runs once more than the body; no collectives were seen there
                 n = line.trip_count

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from ..tracing import Entered, fold, line_among, shortened
+from ..tracing import Entered, fold, is_rare, line_among, shortened
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*\) -> .*)? \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -200,7 +200,7 @@ class Module:
 
         def enter(line: Instruction) -> Entered:
             times = 1 if once or line.opcode != "while" else line.trip_count or 1
-            return Entered([name for _, name in line.calls], times, line.opcode == "conditional")
+            return Entered([name for _, name in line.calls], times, line.opcode == "conditional", is_rare(line.op_name))
 
         return fold(self.entry, count, enter, self.computations.__getitem__)
 

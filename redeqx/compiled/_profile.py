@@ -157,11 +157,6 @@ def _jax_name(op_name: str) -> str:
 
 
 def _line(source: Sequence[str]) -> str:
-    """Returns the user's line among the frames of an operation, or else the line of the optimizer or of the step itself.
-
-    **Arguments:**
-
-    - `source`: the frames, innermost first.
-    """
+    """Returns the user's line among the frames of an operation, innermost first, or else that of the optimizer or step."""
     inside = [*takewhile(lambda line: not line.startswith(_TRAINING), source)]  # the frames above include the call of `fit`
     return own_line(inside or source[:1])

@@ -23,12 +23,11 @@ from jaxtyping import PyTree
 
 from ..errors import warn
 from ..machine import n_batch_shards
-from ..tracing import Entered, entered, fold, line_among, line_of, product_flops, shortened
+from ..tracing import GROUPED, Entered, entered, fold, line_among, line_of, product_flops, shortened
 from ._hlo import Instruction, Module, frames_of, integers
 
 MAX_RATIO = 1.5  # of a device's work to its share of the step; larger ratios are reported
 _N_LINES = 5
-_BY_GROUP = ("ragged_dot_general", "grouped_matmul", "grouped_matmul_gradient")  # products whose FLOPs depend on data
 
 
 class _Count(NamedTuple):
@@ -78,12 +77,7 @@ def excess(
 def message(
     ratio: float, lines: Iterable[tuple[str, float]], n_devices: int, gathers: Iterable[tuple[str, str]] = ()
 ) -> str:
-    """Returns the text of the warning.
-
-    **Arguments:**
-
-    - `gathers`: pairs of a line where rows are gathered, and why.
-    """
+    """Returns the text of the warning. `gathers` are pairs of a line where rows are gathered, and why."""
     where = "; ".join(f"{shortened(line) or 'an unknown line'} ({times:.1f} times)" for line, times in lines)
     found = "; ".join(f"at {shortened(line) or 'an unknown line'}, as {why}" for line, why in list(gathers)[:_N_LINES])
     because = f"Rows are gathered {found}. " if found else ""
@@ -113,7 +107,7 @@ def _lines_by_group(jaxpr: Any) -> set[str]:
     """Returns the lines with a product of rows in groups."""
 
     def count(eqn: Any) -> dict[str, int] | None:
-        return {line_of(eqn): 1} if eqn.primitive.name in _BY_GROUP else None
+        return {line_of(eqn): 1} if eqn.primitive.name in GROUPED else None
 
     return set(fold(jaxpr, count))
 
@@ -122,13 +116,13 @@ def flops_by_line(module: Module) -> _Count:
     """Returns the FLOPs of a program's matmuls and convolutions by line of code, as one device runs it."""
 
     def count(line: Instruction) -> dict[str, int] | None:
-        flops = _flops(line)
+        flops = flops_of(line)
         return {line_among(frames_of(line.source)): flops} if flops else None
 
     return _Count(*(module.total(count, once=once) for once in (False, True)))
 
 
-def _flops(instruction: Instruction) -> int:
+def flops_of(instruction: Instruction) -> int:
     """Counts the FLOPs of a matmul or a convolution, also as a call to cuBLAS. Returns 0 for all others."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return 0

@@ -115,6 +115,16 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
             f"`collate_fn` output `{name}`: expected an array of {n_rows} rows, got {type(leaf).__name__}. "
             "Return `np.array(...)` with one row for each example."
         )
+    if isinstance(leaf, np.ma.MaskedArray):  # NumPy would drop the mask, and JAX does not take one
+        raise TypeError(
+            f"`collate_fn` output `{name}`: expected an array without a mask, got a masked array. Fill it, "
+            "`array.filled(0)`, and return `~np.ma.getmaskarray(array)` as another output, for the loss to use."
+        )
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"`collate_fn` output `{name}`: expected numbers, got random keys. Split the key of `loss_fn`, or return "
+            "`np.asarray(jax.random.key_data(keys))`, and call `jax.random.wrap_key_data` in the loss."
+        )
     array = np.asarray(leaf)
     if not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)):
         raise TypeError(f"`collate_fn` output `{name}`: expected numbers, got {_describe_objects(array)}.")
@@ -124,7 +134,9 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
             "The leading dim is the batch."
         )
     check_integers(array, f"`collate_fn` output `{name}`")
-    return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+    # A copy: JAX may read NumPy's memory later, or keep it, and a `collate_fn` may write its next batch there.
+    # Files of other formats (IDX, FITS, NetCDF) may store bytes in the order that JAX does not take.
+    return np.array(array, jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("=")))
 
 
 def _lengths(items: Iterable[Any]) -> list[int]:

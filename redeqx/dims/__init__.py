@@ -6,7 +6,8 @@ and the verdict `RowUse`. It is independent of meshes, plans and training. Open 
 
 from ._draws import ByNumber as ByNumber, Factors as Factors
 from ._equation import VIEWS as VIEWS, Related as Related, repeats as repeats, view as view
-from ._names import equations_of as equations_of
+from ._lookups import SCATTERS as SCATTERS
+from ._names import Inputs as Inputs, equations_of as equations_of
 from ._positions import (
     ATTENTION as ATTENTION,
     CHUNKS as CHUNKS,
@@ -15,8 +16,8 @@ from ._positions import (
     Positions as Positions,
     positions_of as positions_of,
 )
-from ._relations import is_elementwise as is_elementwise
-from ._split_rows import Spread as Spread, spread as spread
+from ._relations import ORDERED as ORDERED, REDUCTIONS as REDUCTIONS, is_elementwise as is_elementwise
+from ._split_rows import Spread as Spread, spread as spread, spread_with as spread_with
 from ._use import (
     UNKNOWN as UNKNOWN,
     RowUse as RowUse,

@@ -27,7 +27,10 @@ Dim = tuple[Atom, ...]
 
 def flat(dim: Dim) -> Dim:
     """Returns a dim by its present atoms."""
-    if all(atom.to is None for atom in dim):
+    for atom in dim:
+        if atom.to is not None:
+            break
+    else:
         return dim
     out: list[Atom] = []
     for atom in dim:

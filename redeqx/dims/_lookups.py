@@ -8,6 +8,9 @@ import numpy as np
 from ._atoms import Dim, Value, flat, size_of
 from ._inference import Inference
 
+ADDING = ("scatter-add", "scatter_add", "scatter-sub")
+SCATTERS = ("scatter", *ADDING, "scatter-mul", "scatter-max", "scatter-min")
+
 
 def gather(names: Inference, eqn: Any, ins: Sequence[Value]) -> list[Sequence[Dim]]:
     numbers, sizes, (table, indices) = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], ins
@@ -38,7 +41,7 @@ def scatter(names: Inference, eqn: Any, ins: Sequence[Value]) -> list[Sequence[D
             names.mix("pick", table.dims[i])
     _select(names, numbers.scatter_dims_to_operand_dims, table, indices, numbers.inserted_window_dims, "into")
     kept = set(table.atoms)
-    how = "sum" if eqn.primitive.name in ("scatter-add", "scatter_add", "scatter-sub") else "reduce"
+    how = "sum" if eqn.primitive.name in ADDING else "reduce"
     for place in places:
         names.mix(how, tuple(atom for atom in flat(update.dims[place]) if atom not in kept))
     return [table.dims]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..tracing import without_remats
+from ..tracing import once, without_remats
 from ._atoms import Atom, Dim, Step, Value, flat, size_of, steps_of
 from ._names import Inputs, Names, equations_of
 
@@ -55,15 +55,9 @@ class Positions:
     along: Sequence[Along] = ()
 
 
-def positions_of(closed: Any, n_weights: int, n_state: int, n_batch: int) -> Positions:
-    """Returns the positions in a closed jaxpr in normal form.
-
-    **Arguments:**
-
-    - `n_weights`, `n_state`, `n_batch`: how many of its first inputs are weights, a state of the model, and leaves of the
-        batch, whose dim 0 is rows.
-    """
-    inputs = Inputs(n_weights, n_state, n_batch)
+@once
+def positions_of(closed: Any, inputs: Inputs) -> Positions:
+    """Returns the positions in a closed jaxpr in normal form."""
     names = Names(without_remats(closed), inputs)
     batch, steps, sets = names.root.ins[inputs.batch], list(steps_of(names.root)), _Sets(names)
     others = [atom for value in batch for dim in value.dims[1:] for atom in flat(dim)]

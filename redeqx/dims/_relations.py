@@ -11,12 +11,17 @@ import numpy as np
 
 from ._atoms import Dim, Value, flat, have_common_factors, size_of
 from ._inference import Inference
-from ._lookups import gather, scatter
+from ._lookups import SCATTERS, gather, scatter
 from ._loops import LOOPS
 
 Dims = Sequence[Dim]
 Outs = Sequence[Dims]
 Relation = Callable[[Inference, Any, Sequence[Value]], Outs]
+
+# Reductions over dims, whose result does not depend on the order of the entries. Not of indices, as `argmax`.
+REDUCTIONS = tuple(f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor"))
+# What depends on the order of the entries of a dim, besides reversals.
+ORDERED = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort")
 
 
 def relation_of(eqn: Any) -> Relation:
@@ -115,6 +120,17 @@ def _reshape(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 
 def _merged(dims: Dims) -> Dim:
     return tuple(atom for dim in dims for atom in flat(dim))
+
+
+def _dequantise(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """A byte of codes is one number or several, and a block of numbers has one scale."""
+    (*dims, codes), (*same, blocks) = (value.dims for value in ins)
+    names.unify_all(dims, same)
+    shapes, n = [value.aval.shape for value in ins], eqn.outvars[0].aval.shape[-1]
+    numbers = (*codes, *names.dim(n // shapes[0][-1])) if n > shapes[0][-1] else codes
+    if shapes[1][-1] > 1:
+        names.unify(numbers, (*blocks, *names.dim(n // shapes[1][-1])))
+    return [[*dims, numbers]]
 
 
 # --- parts and joins ----------------------------------------------------------------------------------------------------
@@ -387,6 +403,7 @@ _TABLE: dict[str, Relation] = {
     "stack": _stack,
     "unstack": _unstack,
     "tile": _tile,
+    "dequantise": _dequantise,
     "slice": _slice,
     "split": _split,
     "dynamic_slice": _replaced("pick", _has_another_size),
@@ -400,25 +417,16 @@ _TABLE: dict[str, Relation] = {
     "gather": gather,
     "top_k": _replaced("order", lambda eqn, dim: dim == eqn.params.get("axis", -1) % len(eqn.outvars[0].aval.shape)),
     "fft": _replaced("fft", lambda eqn, dim: dim >= len(eqn.outvars[0].aval.shape) - len(eqn.params["fft_lengths"])),
-    "iota": _draw,
-    "rng_uniform": _draw,
-    "random_bits": _draw,
-    "random_split": _draw,
-    "random_seed": _draw,
-    "random_unwrap": _draw,
+    **dict.fromkeys(("iota", "rng_uniform", "random_bits", "random_split", "random_seed", "random_unwrap"), _draw),
     "random_wrap": lambda names, eqn, ins: [ins[0].dims[: len(eqn.outvars[0].aval.shape)]],
-    "random_fold_in": _elementwise,
-    "random_gamma": _elementwise,
-    "threefry2x32": _elementwise,
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev"), _ordered),
+    **dict.fromkeys(("random_fold_in", "random_gamma", "threefry2x32"), _elementwise),
+    **dict.fromkeys((*ORDERED, "rev"), _ordered),
     **dict.fromkeys(("psum", "pmax", "pmin", "argmax", "argmin"), _reduce),
-    **dict.fromkeys((f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor")), _reduce),
+    **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys(
         ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"),
         _replaced("window", lambda eqn, dim: eqn.params["window_dimensions"][dim] > 1 or _has_another_size(eqn, dim)),
     ),
-    **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"), scatter
-    ),
+    **dict.fromkeys(SCATTERS, scatter),
     **dict.fromkeys(("cholesky", "lu", "qr", "eigh", "svd", "householder_product", "geqrf"), _linear_algebra),
 }

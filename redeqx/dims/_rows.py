@@ -12,13 +12,14 @@ from ..tracing import scan_counts
 from ._atoms import Atom, Block, Step, Value, reached, steps_of
 from ._ends import ends_of_rows
 from ._growth import Growth
+from ._lookups import ADDING
 from ._names import Names
+from ._relations import REDUCTIONS
 from ._states import (
     FREE,
     MIXED,
     PREFIX,
     ROW,
-    SCATTERS,
     SUM,
     TERMS,
     Kind,
@@ -33,7 +34,7 @@ from ._states import (
 )
 
 # Reductions whose result does not depend on the order of the rows.
-_UNORDERED = {"dot_general", *(f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor"))}
+_UNORDERED = {"dot_general", *REDUCTIONS}
 # What makes the entries of rows without entries of rows: equal ones, or ones from the numbers of the rows.
 _MAKES_ROWS = {"broadcast_in_dim", "tile", "iota", "random_bits", "random_split", "rng_bit_generator", "rng_uniform"}
 _UNNAMED = "a dim that grows with the rows is not known to be rows"
@@ -269,7 +270,7 @@ class Rows:
         carries = [i for i, state in enumerate(ins) if state.kind == PREFIX]
         if step.name in ("add", "add_any"):
             return len(carries) == 1 and step.ins[carries[0]].aval.shape == step.outs[0].aval.shape
-        if step.name in ("sub", "copy", "convert_element_type", "reduce_precision", *SCATTERS):
+        if step.name in ("sub", "copy", "convert_element_type", "reduce_precision", *ADDING):
             return carries == [0] and (step.name != "convert_element_type" or keeps_numbers(step))
         return step.name == "select_n" and carries == [*range(1, len(ins))] and len({ins[i].carry for i in carries}) == 1
 

@@ -5,16 +5,17 @@ scatter or a lookup of rows by index, there is none, and every device computes w
 (`_names`), this follows what the compiler does, in one direction. It is a hint for shardings, and changes no number.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..tracing import flow, insides
+from ..tracing import flow, insides, once
 from ._atoms import Atom
 from ._equation import Related
-from ._relations import is_elementwise
+from ._lookups import SCATTERS
+from ._relations import REDUCTIONS, is_elementwise
 
 # For some dims, how many leading parts of each the devices may hold: of `[rows * T, d]` the dim 0 has `rows`.
 Parts = frozenset[tuple[int, int]]
@@ -49,18 +50,33 @@ def _largest(parts: Any) -> Parts:
     return frozenset((dim, n) for dim, n in found.items() if n > 1)
 
 
-def spread(
-    closed: Any,
-    n_weights: int,
-    split: Callable[[Any, Sequence[Spread]], Parts | None] = lambda eqn, ins: None,
-) -> None:
-    """Follows the rows of the batch through a closed jaxpr in normal form.
+@once
+def spread(closed: Any, n_weights: int) -> Mapping[Any, Sequence[Spread]]:
+    """Returns what is known of the operands of each equation of a closed jaxpr in normal form, also inside.
 
     **Arguments:**
 
     - `n_weights`: the number of its first inputs, which are weights. Dim 0 of all others is rows, except of keys.
-    - `split`: takes an equation and what is known of its operands, and returns the parts of its outputs along which a rule
-        splits it; None if no rule does. In loops it is called several times, last with what is known at the fixed point.
+    """
+    found: dict[Any, Sequence[Spread]] = {}
+    spread_with(closed, n_weights, lambda eqn, ins: None, visit=found.__setitem__)
+    return found
+
+
+def spread_with(
+    closed: Any,
+    n_weights: int,
+    split: Callable[[Any, Sequence[Spread]], Parts | None],
+    visit: Callable[[Any, Sequence[Spread]], None] = lambda eqn, ins: None,
+) -> None:
+    """Follows the rows of the batch while a rule splits products.
+
+    **Arguments:**
+
+    - `n_weights`: as for `spread`.
+    - `split`: takes an equation and what is known of its operands, and returns the parts of its outputs along which the rule
+        splits it, or None. In loops it is called several times, last with what is known at the fixed point.
+    - `visit`: as for `tracing.flow`.
     """
 
     def of_input(i: int, aval: Any) -> Spread:
@@ -82,6 +98,7 @@ def spread(
         [of_input(i, var.aval) for i, var in enumerate(closed.jaxpr.invars)],
         rule,
         _joined,
+        visit=visit,
         entry=lambda value: _moved(value, -1),
         stack=lambda value: _moved(value, 1),
     )
@@ -136,16 +153,5 @@ def _anywhere(eqn: Any, ins: Sequence[Parts], shape: Sequence[int]) -> Parts:
 # Where XLA splits nothing but what the dims say. All others, as slices of rows and what is not known, may be split anywhere.
 _FOLLOWED = {
     *("sort", "reshape", "transpose", "squeeze", "broadcast_in_dim", "dot_general", "ragged_dot_general", "top_k", "gather"),
-    *(f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor")),
-    *(
-        "argmax",
-        "argmin",
-        "scatter",
-        "scatter-add",
-        "scatter_add",
-        "scatter-sub",
-        "scatter-mul",
-        "scatter-max",
-        "scatter-min",
-    ),
+    *("argmax", "argmin", *REDUCTIONS, *SCATTERS),
 }

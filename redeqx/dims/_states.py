@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..tracing import BY_WEIGHT
+from ..tracing import BY_WEIGHT, GROUPED
 from ._atoms import Step
+from ._lookups import ADDING
 
 
 class Kind(IntEnum):
@@ -61,7 +62,6 @@ def chosen(state: State, by: State) -> State:
 
 # By primitive, the operands in which an equation is linear together, if the others have no rows. They become entries of the
 # output, or are added, and so have one degree.
-SCATTERS = ("scatter-add", "scatter_add", "scatter-sub")
 TERMS = {
     **dict.fromkeys(("add", "sub", "neg", "add_any", "real", "imag", "conj", "reduce_precision", "name"), slice(None)),
     **dict.fromkeys(
@@ -71,11 +71,11 @@ TERMS = {
     **dict.fromkeys(("concatenate", "stack", "split", "unstack"), slice(None)),
     **dict.fromkeys(("div", "gather", "dynamic_slice"), slice(1)),
     "dynamic_update_slice": slice(2),
-    **dict.fromkeys((*SCATTERS, "scatter"), slice(0, None, 2)),
+    **dict.fromkeys((*ADDING, "scatter"), slice(0, None, 2)),
     **dict.fromkeys(("select_n", "select_if_vmap"), slice(1, None)),
 }
 # In the first two operands.
-_BILINEAR = {"mul", *BY_WEIGHT, "ragged_dot_general", "grouped_matmul", "grouped_matmul_gradient"}
+_BILINEAR = {"mul", *BY_WEIGHT, *GROUPED}
 
 
 def of_constant(x: Any, degree: int | None) -> State:
@@ -122,7 +122,7 @@ def degree_of_outputs(step: Step, ins: Sequence[State], is_sum: bool) -> int | N
         return 0 if is_counted or not any(degrees) else None
     if any(degrees[i] for i in _others(terms, ins)):
         return None
-    added = [int(i == 2 and is_sum and name in SCATTERS) for i in range(len(ins))]  # only the updates are summed
+    added = [int(i == 2 and is_sum and name in ADDING) for i in range(len(ins))]  # only the updates are summed
     of = {s.degree + more for s, more in list(zip(ins, added, strict=True))[terms] if not s.is_of_any_degree}
     return max(of, default=0) + (is_sum and not any(added)) if len(of) < 2 else None
 

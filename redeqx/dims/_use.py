@@ -145,7 +145,7 @@ def row_use(
     draws = Draws(names, growth, judged[0].outs if judged else range(len(names.root.outs)))
     found |= {
         "is_random": draws.is_random,
-        "draws": tuple(f"{why} ({shortened(step.line)})" for step, why in draws.refused),
+        "draws": tuple(dict.fromkeys(f"{why} ({shortened(step.line)})" for step, why in draws.refused)),
     }
     if judged is None:
         return RowUse("unknown", why="its equations depend on the number of rows", **found)

@@ -4,7 +4,8 @@ Owns only the arithmetic: `_forecast` compiles a step and reads its numbers, and
 """
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -53,9 +54,11 @@ class Step:
     - `largest`: the temporaries of at least 1 KiB in memory at the peak.
     - `allowance`: an estimate of the bytes of cuDNN workspaces that the compiler does not know without a GPU.
     - `flops`: FLOPs of matmuls and convolutions, including recomputation, by dtype, for all devices together.
+    - `kinds`: the same by the kind of product: `"matmul"`, `"attention"`, `"experts"` or `"convolution"`.
     - `bytes_moved`: bytes read from and written to memory.
     - `host_bytes`: bytes copied to and from host memory.
     - `unread`: why the compiled program could not be read: then all but its sizes and FLOPs is unknown.
+    - `is_estimate`: whether the step was not compiled, and its temporaries are estimated from its trace.
     """
 
     needs: int
@@ -69,9 +72,11 @@ class Step:
     largest: tuple[Buffer, ...] = ()
     collectives: tuple[Collective, ...] = ()
     flops: Mapping[str, int] = field(default_factory=dict)
+    kinds: Mapping[str, int] = field(default_factory=dict)
     bytes_moved: int = 0
     host_bytes: int = 0
     unread: str = ""
+    is_estimate: bool = False
 
     def offloaded(self, state: int, other_bytes: int) -> "Step":
         """Estimates a step that copies the optimizer's state from the host, from this one with the state on the devices.
@@ -113,6 +118,26 @@ class Estimate:
     serial_mfu: float
 
 
+def sent_per_second(collective: Collective, chip: Chip, mesh: Mesh) -> float:
+    """Returns the bytes/s at which a device sends a collective: over its link, or between hosts.
+
+    Of a ring over several hosts only one hop in each host leaves it. With as many rings as a host has devices of the group,
+    each of which leaves by the network of another device, a device sends at the rate of all of these networks.
+    """
+    devices = list(mesh.devices.flat)
+    n_local = Counter(devices[i].process_index for i in collective.group)
+    if len(n_local) == 1 or chip.network is None:
+        return chip.link
+    return min(chip.link, chip.network * min(n_local.values()))
+
+
+def hidden_share(found: Iterable[Collective]) -> float | None:
+    """Returns the share of the collectives' bytes that is sent behind matmuls, or None if it is unknown."""
+    known = [(each.moved, each.moved * each.hidden) for each in found if each.hidden is not None]
+    moved, hidden = (sum(column) for column in zip(*known, strict=True)) if known else (0.0, 0.0)
+    return hidden / moved if moved else None
+
+
 def estimate(step: Step, model_flops: Mapping[str, int], chip: Chip, mesh: Mesh) -> Estimate:
     """Estimates the time of a compiled step on devices with these figures.
 
@@ -120,11 +145,7 @@ def estimate(step: Step, model_flops: Mapping[str, int], chip: Chip, mesh: Mesh)
 
     - `model_flops`: FLOPs without recomputation, by dtype, for all devices together.
     """
-    devices = list(mesh.devices.flat)
-    communication = 0.0
-    for each in step.collectives:
-        is_local = len({devices[i].process_index for i in each.group}) == 1
-        communication += each.moved / (chip.link if is_local or chip.network is None else chip.network)
+    communication = sum((each.moved / sent_per_second(each, chip, mesh) for each in step.collectives), 0.0)
     compute = matmul_seconds(step.flops, chip, mesh.size)
     parts = (compute, step.bytes_moved / chip.bandwidth, communication, step.host_bytes / chip.host)
     ideal = matmul_seconds(model_flops, chip, mesh.size)

@@ -8,9 +8,9 @@ its compiled program. `machine` describes the devices, `compiled` reads the buff
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,19 +18,31 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..compiled import Module, bytes_moved, collectives, host_bytes, temporaries, workspace_allowance
+from ..compiled import (
+    Module,
+    SavedPrograms,
+    bytes_moved,
+    collectives,
+    host_bytes,
+    program_environment,
+    temporaries,
+    with_overlap,
+    workspace_allowance,
+)
 from ..data import BatchSize, Group, group_sharding, n_tokens
 from ..dims import RowUse
 from ..machine import Machine, dry, is_in_host, uncached_where_described
-from ..memory import SearchSpace, Strategy, Tried, refused_bytes
+from ..memory import Loop, SearchSpace, Strategy, Tried, estimated_bytes, matmul_seconds, refused_bytes
+from ..monitor import ProgressLine
+from ..partition import Plan
 from ..steps import Program, shard_bytes
-from ..tracing import matmul_flops
-from ..transforms import KeepEverything
-from ._figures import MODEL_FLOPS, Step, attempt, reason
+from ..tracing import kind_of_product, matmul_flops
+from ._figures import MODEL_FLOPS, Step, attempt, reason, sent_per_second
 from ._report import DryRun
 from ._workload import Workload
 
 EXIT_FAILED, EXIT_DOES_NOT_FIT = 1, 3
+UNCOMPILED = "none"  # a level of optimization
 
 
 class DryRunDone(SystemExit):
@@ -53,6 +65,8 @@ def dry_run(
     search: bool = True,
     fit: bool = False,
     say: Callable[[str], None] = lambda text: None,
+    line: ProgressLine | None = None,
+    save: SavedPrograms | None = None,
 ) -> DryRun:
     """Compiles the steps of a workload for a machine.
 
@@ -60,13 +74,46 @@ def dry_run(
 
     - `optimization`: the compiler's optimization level, `"O0"` to `"O3"`, or `"UNKNOWN"`, the level of a run. The default is
         `"O2"` for TPUs, which compiles in half the time, to a program that needs the same memory, and `"UNKNOWN"` for all
-        others. `"O1"` compiles still faster, to a program that needs less memory.
+        others. `"O1"` compiles still faster, to a program that needs less memory. `"none"` compiles nothing: the memory of
+        the train step is estimated from its trace, in seconds for any size.
     - `search`: whether to try other strategies if the script's own does not fit, until one does. Each is compiled too.
     - `fit`: whether to search for the fastest strategy that fits, even if the script's own fits.
     - `say`: called with progress messages.
+    - `line`: shows what is being compiled, and since when.
+    - `save`: where the programs of the script's own strategy are saved, compiled as a run compiles them.
     """
-    say(f"compiling for {machine.name}")
-    run = _compiled(work, machine, work.strategy, optimization, say=say)
+    shown = _Shown(machine, optimization, line)
+    with nullcontext() if line is None else line:
+        with shown.compiling(work.strategy):
+            run = _compiled(work, machine, work.strategy, optimization, say=say, save=save)
+        return _searched(work, run, shown, search=search, fit=fit)
+
+
+@dataclass
+class _Shown:
+    """Shows what is compiled for a machine, after how many others."""
+
+    machine: Machine
+    optimization: str | None
+    line: ProgressLine | None
+    n_done: int = 0
+
+    @contextmanager
+    def compiling(self, strategy: Strategy) -> Iterator[None]:
+        what = f"for {self.machine.name}: {strategy.code()}"
+        if self.line is None:
+            yield
+            return
+        self.line.begin_step(self.n_done)
+        with self.line.pause(f"estimating {what}") if self.optimization == UNCOMPILED else self.line.compiling(what):
+            yield
+        self.n_done += 1
+        self.line.begin_step(self.n_done)
+
+
+def _searched(work: Workload, run: DryRun, shown: _Shown, *, search: bool, fit: bool) -> DryRun:
+    """Adds the other strategies that are tried to a dry run."""
+    machine, optimization = run.machine, shown.optimization
     if machine.memory is None or not (fit or (search and not run.fits)):
         return run
     failed: dict[str, str] = {}
@@ -80,9 +127,9 @@ def dry_run(
 
             def measure(strategy: Strategy) -> Tried | None:
                 # One that is invalid for this model (such as heads that do not divide) raises: it is listed as failed.
-                say(f"trying {strategy.code()}")
                 make = partial(_compiled, work, machine, strategy, optimization, only_train=True)
-                other = attempt(strategy.code(), make, None, failed)
+                with shown.compiling(strategy):
+                    other = attempt(strategy.code(), make, None, failed)
                 return None if other is None else _as_tried(other, run.model_flops)
 
             tried.extend(space.search(own, measure, to_fastest=fit))
@@ -107,6 +154,9 @@ def _search_space(work: Workload, run: DryRun) -> SearchSpace:
         strategy = replace(strategy, n_fsdp_shards=1, n_sequence_shards=1)
         return _traced(work, work.program(plan, strategy), strategy, only_train=True)["train"].jaxpr.jaxpr
 
+    def estimate(strategy: Strategy) -> int:
+        return _compiled(work, machine, strategy, UNCOMPILED, only_train=True).needs
+
     return SearchSpace.of(
         own,
         trace,
@@ -114,11 +164,31 @@ def _search_space(work: Workload, run: DryRun) -> SearchSpace:
         machine.devices[0].platform,
         can_remat=work.can_remat,
         n_devices=len(machine.devices),
-        memory=machine.memory,
+        # Of 405B's step on 256 v5p, 4 % more is compiled than estimated: what is chosen by estimates leaves room.
+        memory=int((machine.memory or 0) * (0.9 if run.steps["train"].is_estimate else 1)),
         chip=machine.chip,
         rows=work.rows,
         has_state=work.task.has_state,
+        loops=partial(_loops, work, machine),
+        estimate=estimate,
     )
+
+
+def _plan(work: Workload, machine: Machine, strategy: Strategy) -> Plan:
+    mesh = strategy.mesh(machine.devices)
+    rows = _groups(work.batch, strategy.size(mesh), work.rows, mesh)[0]
+    micro_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report shows the plan with its warnings
+        return work.plan_on(mesh, micro_batch)
+
+
+def _loops(work: Workload, machine: Machine, strategy: Strategy) -> Sequence[Loop]:
+    """Returns what the loops of a strategy could save."""
+    noting = replace(strategy, remat="0KiB")
+    program = work.program(_plan(work, machine, strategy), noting)
+    _traced(work, program, noting, only_train=True)
+    return program.saved
 
 
 def _compiled(
@@ -129,14 +199,10 @@ def _compiled(
     *,
     only_train: bool = False,
     say: Callable[[str], None] = lambda text: None,
+    save: SavedPrograms | None = None,
 ) -> DryRun:
-    mesh = strategy.mesh(machine.devices)
-    rows = _groups(work.batch, strategy.size(mesh), work.rows, mesh)[0]
-    micro_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the report shows the plan with its warnings
-        plan = work.plan_on(mesh, micro_batch)
-    program = work.program(plan, strategy)
+    mesh, plan = strategy.mesh(machine.devices), _plan(work, machine, strategy)
+    program = work.program(plan, strategy, named=save is None, measures=not only_train)
     offloaded = [x for x in program.state.opt_state if x.ndim and strategy.offload_opt_state]
     in_host = shard_bytes(offloaded)
     # Compilers for GPUs that do not exist here have no host memory. For them the state is compiled on the devices.
@@ -152,10 +218,13 @@ def _compiled(
     size, tokens = strategy.size(mesh), n_tokens(work.batch)
     if tokens is not None:
         tokens = tokens // jax.tree.leaves(work.batch)[0].shape[0] * size.examples
-    run = DryRun(machine, strategy, plan, held, {}, {}, {}, in_host=in_host, n_tokens=tokens, failed=failed)
+    saved = program.saved  # known when the train step has been traced
+    run = DryRun(machine, strategy, plan, held, {}, {}, {}, in_host=in_host, n_tokens=tokens, saved=saved, failed=failed)
     if only_train and machine.memory is not None and resident > machine.memory:
         return replace(run, steps={"train": Step(needs=resident, compile_seconds=0.0, is_refused=True)})
 
+    if optimization == UNCOMPILED:
+        return replace(run, steps={"train": _estimated(work, program, strategy, machine, resident)})
     # All steps are traced before the first is compiled, so that errors of the script are raised early.
     traced = _traced(work, program, strategy, only_train)
     copies = {"train": _copies(work.batch, strategy.size(mesh), work.rows, mesh)}
@@ -163,8 +232,9 @@ def _compiled(
         copies["eval"] = _copies(work.eval_batch, work.eval_size(mesh), work.eval_rows, mesh)
 
     def compiled(name: str, other_bytes: int) -> Step:
-        step = _renamed(_step(traced[name], machine, optimization, other_bytes), program.argument_names)
-        return replace(step, flops={dtype: int(n * copies.get(name, 1)) for dtype, n in step.flops.items()})
+        step = _renamed(_step(traced[name], machine, mesh, optimization, other_bytes, save), program.argument_names)
+        flops, kinds = ({key: int(n * copies.get(name, 1)) for key, n in of.items()} for of in (step.flops, step.kinds))
+        return replace(step, flops=flops, kinds=kinds)
 
     train = compiled("train", 0)
     if not is_compiled_in_host:
@@ -180,24 +250,47 @@ def _compiled(
         if step is not None:
             steps[name] = step
 
-    def model_flops() -> Mapping[str, int]:
-        ideal = work.program(plan, strategy, KeepEverything() if work.can_remat else None)
-        jaxpr = _traced(work, ideal, strategy, only_train=True)["train"].jaxpr.jaxpr
-        return matmul_flops(jaxpr, with_recomputation=False, with_masked=False)
-
+    if save is not None and not train.is_refused:
+        _save(save, work, program, strategy, traced["train"])
+    args = _train_args(work, program, strategy)
+    model_flops = partial(work.model_flops, plan, strategy, traced["train"].jaxpr, args)
     return replace(run, steps=steps, files=work.files, model_flops=attempt(MODEL_FLOPS, model_flops, {}, failed))
+
+
+def _save(save: SavedPrograms, work: Workload, program: Program, strategy: Strategy, train: Any) -> None:
+    """Completes a folder that holds the compiled steps: adds the creation of the optimizer state, and the manifest."""
+    init: Any = program.init_opt_state
+    with save.saving():
+        init.lower(program.state.trained).compile()
+    save.add("train step", program.argument_texts(_train_args(work, program, strategy)), train.lower())
+    save.environment = program_environment(program.plan.mesh)
+    save.write()
+
+
+def _estimated(work: Workload, program: Program, strategy: Strategy, machine: Machine, resident: int) -> Step:
+    """Returns the train step with its temporaries estimated from its trace."""
+    began, args = time.perf_counter(), _train_args(work, program, strategy)
+    closed = program.train_step.trace(*args).jaxpr
+    specs = [getattr(getattr(x, "sharding", None), "spec", None) for x in jax.tree.leaves(args)]
+    temporaries = estimated_bytes(closed, specs, program.plan.mesh)
+    flops = matmul_flops(closed.jaxpr, with_masked=machine.devices[0].platform == "cpu")
+    sizes = {"arguments": resident, "temporaries": temporaries, "flops": flops}
+    return Step(resident + temporaries, time.perf_counter() - began, **sizes, is_estimate=True)
+
+
+def _train_args(work: Workload, program: Program, strategy: Strategy) -> tuple[Any, ...]:
+    """Returns the shapes of the arguments of the train step."""
+    mesh = program.plan.mesh
+    groups = _groups(work.batch, strategy.size(mesh), work.rows, mesh)
+    return program.train_args(program.state, groups, jax.ShapeDtypeStruct((), "uint32"))
 
 
 def _traced(work: Workload, program: Program, strategy: Strategy, only_train: bool) -> dict[str, Any]:
     """Returns the traced steps of a program, by name."""
-    mesh = program.plan.mesh
-    groups = _groups(work.batch, strategy.size(mesh), work.rows, mesh)
-    n_rows = jax.ShapeDtypeStruct((), "uint32")
-    traced = {"train": program.train_step.trace(*program.train_args(program.state, groups, n_rows))}
+    traced = {"train": program.train_step.trace(*_train_args(work, program, strategy))}
     if not only_train and work.eval_batch is not None:
-        span = jax.ShapeDtypeStruct((2,), "uint32")
+        span, mesh, state = jax.ShapeDtypeStruct((2,), "uint32"), program.plan.mesh, program.state
         groups = _groups(work.eval_batch, work.eval_size(mesh), work.eval_rows, mesh)
-        state = program.state
         args = (state.trained, state.frozen, state.layers, state.stream, span, groups)
         traced["eval"] = program.eval_step.trace(*args)
     if not only_train and work.trace_predict is not None:
@@ -233,22 +326,31 @@ def _groups(batch: PyTree, size: BatchSize, use: RowUse, mesh: Mesh) -> tuple[Py
     return tuple(map(shapes, size.cut(n_rows, use, mesh)))
 
 
-def _step(traced: Any, machine: Machine, optimization: str | None, other_bytes: int) -> Step:
+def _step(
+    traced: Any,
+    machine: Machine,
+    mesh: Mesh,
+    optimization: str | None,
+    other_bytes: int,
+    save: SavedPrograms | None = None,
+) -> Step:
     """Compiles a traced step. `other_bytes` are in memory while it runs, but are not its arguments."""
     # Of the kernels that compute attention on CPUs, in blocks of queries, masked keys are computed too.
-    flops = matmul_flops(traced.jaxpr.jaxpr, with_masked=machine.devices[0].platform == "cpu")
+    count = partial(matmul_flops, traced.jaxpr.jaxpr, with_masked=machine.devices[0].platform == "cpu")
+    flops, kinds = count(), count(key=kind_of_product)
     lowered = traced.lower()
     began = time.perf_counter()
     try:
         level = optimization or ("O2" if machine.devices[0].platform == "tpu" else "UNKNOWN")
-        with _at_level(level), uncached_where_described(machine.devices[0]):
+        # Only what is compiled with the options of a run has the key that a run asks for.
+        with save.saving() if save is not None else _uncached(level, machine):
             compiled = lowered.compile(compiler_options=_options(machine))
     except jax.errors.JaxRuntimeError as error:
         needs = refused_bytes(error, machine.memory)
         if needs is None:
             raise
         seconds = time.perf_counter() - began
-        return Step(needs=needs + other_bytes, compile_seconds=seconds, is_refused=True, flops=flops)
+        return Step(needs=needs + other_bytes, compile_seconds=seconds, is_refused=True, flops=flops, kinds=kinds)
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
     outputs = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
@@ -258,17 +360,21 @@ def _step(traced: Any, machine: Machine, optimization: str | None, other_bytes: 
         "outputs": outputs,
         "code": memory.generated_code_size_in_bytes,
     }
-    step = Step(needs=sum(sizes.values()) + other_bytes, compile_seconds=seconds, **sizes, flops=flops)
+    step = Step(needs=sum(sizes.values()) + other_bytes, compile_seconds=seconds, **sizes, flops=flops, kinds=kinds)
     try:
         text = compiled.as_text()
         module = Module.of(text)
         allowance = workspace_allowance(module)
+        sent = [each for each in collectives(module) if each.group_size > 1]
+        if (chip := machine.chip) is not None and (seconds := matmul_seconds(flops, chip, mesh.size)):
+            rate = sum(flops.values()) / mesh.size / seconds
+            sent = with_overlap(sent, module, rate, lambda each: sent_per_second(each, chip, mesh))
         return replace(
             step,
             needs=step.needs + allowance,
             allowance=allowance,
             largest=tuple(b for b in temporaries(module) if b.bytes >= 2**10),
-            collectives=tuple(c for c in collectives(module) if c.group_size > 1),
+            collectives=tuple(sent),
             bytes_moved=bytes_moved(module),
             host_bytes=host_bytes(module),
         )
@@ -285,13 +391,12 @@ def _options(machine: Machine) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _at_level(optimization: str) -> Iterator[None]:
-    before = getattr(jax.config, _LEVEL)
-    jax.config.update(_LEVEL, optimization)
+def _uncached(level: str, machine: Machine) -> Iterator[None]:
+    name = "jax_optimization_level"
+    before = getattr(jax.config, name)
+    jax.config.update(name, level)
     try:
-        yield
+        with uncached_where_described(machine.devices[0]):
+            yield
     finally:
-        jax.config.update(_LEVEL, before)
-
-
-_LEVEL = "jax_optimization_level"
+        jax.config.update(name, before)

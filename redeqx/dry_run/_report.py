@@ -6,22 +6,25 @@ Owns the text of the report. `_forecast` compiles the steps, and `_figures` comp
 import io
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import NamedSharding
 
-from ..compiled import own_line, split_name, words_of
+from ..compiled import Collective, own_line, split_name, words_of
 from ..dims import UNKNOWN
-from ..machine import USABLE, Machine, mesh_text, n_batch_shards
-from ..memory import Strategy, Tried, fastest
+from ..machine import DEFAULT_CHIP, USABLE, Machine, mesh_text, n_batch_shards
+from ..memory import Loop, Row, Strategy, Tried, describe_saved, fastest, share_again
 from ..monitor import Console, HtmlPage, size_text, to_json
 from ..partition import Plan
 from ..storage import disk_path
-from ._figures import MODEL_FLOPS, Estimate, Step, attempt, estimate
+from ..tracing import shortened
+from ._expected import Expected, expected
+from ._figures import MODEL_FLOPS, Estimate, Step, attempt, estimate, hidden_share
 
+_UNSURE = 0.15  # of a device's memory: how far an estimate may be from what is compiled
 _N_ROWS = 10  # maximal number of rows in a table
 
 
@@ -42,6 +45,7 @@ class DryRun:
     - `tried`: the other strategies that were tried because this one does not fit. After a search for the fastest, all
         that were tried.
     - `is_searched`: whether the fastest was searched for.
+    - `saved`: what each loop saves for the backward pass.
     - `failed`: the reason for each part of the report that could not be computed. A step in it is not in `steps`.
     """
 
@@ -56,6 +60,7 @@ class DryRun:
     n_tokens: int | None = None
     tried: tuple[Tried, ...] = ()
     is_searched: bool = False
+    saved: Sequence[Loop] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -74,9 +79,15 @@ class DryRun:
     def estimate(self) -> Estimate | None:
         """The estimate of the train step, or None if the devices' published rates or the step's numbers are unknown."""
         step, chip = self.steps["train"], self.machine.chip
-        if chip is None or step.is_refused or step.unread or MODEL_FLOPS in self.failed:
+        if chip is None or step.is_refused or step.unread or step.is_estimate or MODEL_FLOPS in self.failed:
             return None
         return estimate(step, self.model_flops, chip, self.plan.mesh)
+
+    @property
+    def expected(self) -> Expected | None:
+        """The expected time of the train step, or None if no published runs on these devices are known."""
+        step, chip = self.steps["train"], self.machine.chip
+        return None if chip is None or self.estimate is None else expected(step, self.estimate, chip, self.plan.mesh)
 
     @property
     def best(self) -> Tried | None:
@@ -101,11 +112,16 @@ class DryRun:
         for name, step in self.steps.items():
             if step.largest:
                 self._show_largest(name, console)
+        if self.saved:
+            columns = ("", "a device", "what", "layer", "line", "why")
+            rows = [(row.choice, size_text(row.n_bytes), *row[2:4], shortened(row.line), row.why) for row in self._saved()]
+            again = f"{share_again(self.saved):.0%} of the forward pass is computed again"
+            console.table(f"what loops save for the backward pass; {again}", columns, rows)
         if train.collectives:
-            columns = ("kind", "axis", "n", "a device sends", "layer", "line")
+            columns = ("kind", "axis", "n", "a device sends", "behind matmuls", "layer", "line")
             console.table("collectives a train step", columns, self._sent())
         if not train.is_refused:
-            bound = "" if self.estimate is None else "; an estimate from published figures: a bound, not a forecast"
+            bound = "" if self.estimate is None else "; bounds from the chip's published rates"
             console.header(self._work(), title="a train step" + bound)
         if isinstance(console, HtmlPage):
             self.plan.add_to(console)
@@ -153,18 +169,27 @@ class DryRun:
     def _verdict(self) -> str:
         if self.machine.memory is None:
             return f"needs {size_text(self.needs)} a device; the memory of a device is unknown"
-        needed = f"{size_text(self.needs)} of {size_text(self.machine.memory)} a device"
+        about = "about " if self.steps["train"].is_estimate else ""
+        needed = f"{about}{size_text(self.needs)} of {size_text(self.machine.memory)} a device"
         if self.fits:
             spare = self.machine.memory - self.needs
             text = f"{needed}, {size_text(spare)} ({spare / self.machine.memory:.0%}) to spare"
             if self.is_searched and self.best is not None:
                 text += f". {self._advice()}"
+            text += self._caution(self.needs) if about else ""
             if self.machine.devices[0].platform == "gpu" and self.needs > 0.75 / USABLE * self.machine.memory:
                 text += "; JAX uses 75 % of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION is set, for example to 0.95"
             return text
         at_least = "at least " if any(step.is_refused for step in self.steps.values()) else ""
-        text = f"needs {at_least}{needed}"
-        return text + (f". {self._advice()}" if self.tried else "")
+        text = f"needs {at_least}{needed}" + (f". {self._advice()}" if self.tried else "")
+        return text + (self._caution(self.needs if self.best is None else self.best.needs) if about else "")
+
+    def _caution(self, needs: int) -> str:
+        """Returns what to say of an estimate of the bytes that a step needs."""
+        assert self.machine.memory is not None
+        is_near = abs(self.machine.memory - needs) < _UNSURE * self.machine.memory
+        text = "; estimated from the trace, not compiled"
+        return text + (f": {size_text(needs)} is too near to tell, so compile it" if is_near else "")
 
     def _advice(self) -> str:
         """Returns which of the tried strategies to use, or how much memory the nearest one lacks if none fits."""
@@ -198,20 +223,26 @@ class DryRun:
             "files": dict(self.files),
             "model_flops": dict(self.model_flops),
             "estimate": None if self.estimate is None else asdict(self.estimate),
+            "expected": None if self.expected is None else asdict(self.expected),
             "tried": [{**asdict(tried), "code": tried.strategy.code()} for tried in self.tried],
             "best": None if self.best is None else self.best.strategy.code(),
             "failed": dict(self.failed),
+            "saved": [row._asdict() for row in self._saved()],
             "plan": {
                 name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": str(leaf.spec), "reason": leaf.reason}
                 for name, leaf in self.plan.leaves.items()
             },
         }
 
+    def _saved(self) -> list[Row]:
+        return describe_saved(self.saved, self.machine.chip or DEFAULT_CHIP, self.plan.leaves.keys())
+
     def _plain_step(self, step: Step) -> dict[str, Any]:
         names, mesh = set(self.plan.leaves), self.plan.mesh
         return {
             **vars(step),
             "flops": dict(step.flops),
+            "kinds": dict(step.kinds),
             "largest": [_plain(buffer, names) for buffer in step.largest],
             "collectives": [
                 {**_plain(each, names), "axes": list(each.axes(mesh)), "moved": each.moved} for each in step.collectives
@@ -247,7 +278,9 @@ class DryRun:
             **({} if self.plan.row_use == UNKNOWN else {"rows": self.plan.row_use.text}),
             **({"positions": "; ".join(self.plan.positions)} if self.plan.positions else {}),
             "parameters": f"{self.plan.n_parameters:,}; {self.plan.summary()}",
-            "compiled": ", ".join(f"{name} step {step.compile_seconds:.1f} s" for name, step in self.steps.items()),
+            ("estimated" if self.steps["train"].is_estimate else "compiled"): ", ".join(
+                f"{name} step {step.compile_seconds:.1f} s" for name, step in self.steps.items()
+            ),
         }
 
     def _memory(self) -> list[tuple[str, str]]:
@@ -279,33 +312,33 @@ class DryRun:
         return sum(n_bytes for of, n_bytes in sides if of in shapes and len(of) > 1)
 
     def _sent(self) -> list[tuple[str, ...]]:
-        names = set(self.plan.leaves)
-        sums: dict[tuple[str, ...], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-        totals: dict[tuple[str, ...], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-        n_arrays = Counter(each.instruction for each in self.steps["train"].collectives)
-        for each in self.steps["train"].collectives:
+        names, found = set(self.plan.leaves), self.steps["train"].collectives
+        by_kind: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
+        by_layer: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
+        n_arrays = Counter(each.instruction for each in found)
+        for each in found:
+            kind = (each.kind, "+".join(each.axes(self.plan.mesh)) or "none")
+            by_kind[kind].append(each)
             where = _where(each, names) if n_arrays[each.instruction] == 1 else ("several, sent together", "")
-            key = (each.kind, "+".join(each.axes(self.plan.mesh)) or "none", *where)
-            for table, row in ((sums, key), (totals, key[:2])):
-                n, moved = table[row]
-                table[row] = n + each.n_executions, moved + each.moved
-        rows = [(kind, axis, f"{n:,}", size_text(moved), "all", "") for (kind, axis), (n, moved) in totals.items()]
-        most = sorted(sums.items(), key=lambda item: -item[1][1])[:_N_ROWS]
-        return rows + [(*key[:2], f"{n:,}", size_text(moved), *key[2:]) for key, (n, moved) in most]
+            by_layer[*kind, *where].append(each)
+        most = sorted(by_layer.items(), key=lambda item: -sum(each.moved for each in item[1]))[:_N_ROWS]
+        rows = [*(((*kind, "all", ""), group) for kind, group in by_kind.items()), *most]
+        return [(*key[:2], *_sizes(group), *key[2:]) for key, group in rows]
 
     def _work(self) -> dict[str, str]:
         """Returns a train step's computation and traffic, with times if the devices' published rates are known."""
         step, estimate = self.steps["train"], self.estimate
         n = len(self.machine.devices)
-        sent = sum(each.moved for each in step.collectives)
+        sent, hidden = sum(each.moved for each in step.collectives), hidden_share(step.collectives)
         rows = {
             "matmuls": f"{sum(step.flops.values()) / n:.3g} FLOPs a device",
             "memory": f"{size_text(step.bytes_moved)} read and written a device",
-            "collectives": f"{size_text(sent)} sent a device",
+            "collectives": f"{size_text(sent)} sent a device"
+            + ("" if hidden is None else f", {hidden:.0%} of them behind matmuls in the compiled order"),
         }
         if step.host_bytes:
             rows["host"] = f"{size_text(step.host_bytes)} copied to and from the host a device"
-        if step.unread:
+        if step.unread or step.is_estimate:
             return {"matmuls": rows["matmuls"]}
         if estimate is None:
             return rows
@@ -315,6 +348,11 @@ class DryRun:
             f"at least {_seconds(estimate.step)} where all of this overlaps (MFU {estimate.mfu:.0%}), "
             f"{_seconds(estimate.serial)} where nothing does ({estimate.serial_mfu:.0%})"
         )
+        if (about := self.expected) is not None:
+            unlike = f", but none of them had {', '.join(about.outside)}" if about.outside else ""
+            rows["expected"] = (
+                f"about {_seconds(about.seconds)} (MFU {about.mfu:.0%}), at the rates of published runs on this chip{unlike}"
+            )
         if self.n_tokens and estimate.serial:
             at_best, serial = (self.n_tokens / seconds for seconds in (estimate.step, estimate.serial))
             rows["tokens"] = f"{self.n_tokens:,}: at most {at_best:,.0f} a second, {serial:,.0f} without overlap"
@@ -328,6 +366,13 @@ def _where(item: Any, names: set[str]) -> tuple[str, str]:
     """Returns the layer (or else the operation) and the line of code of an array or a collective."""
     layer = next((part for part in reversed(split_name(item.op_name)) if part in names), "")
     return layer or words_of(item.op_name), own_line(item.source)
+
+
+def _sizes(found: list[Collective]) -> tuple[str, str, str]:
+    """Returns how often collectives are executed, what a device sends for them, and the share behind matmuls."""
+    hidden = hidden_share(found)
+    n, moved = sum(each.n_executions for each in found), sum(each.moved for each in found)
+    return f"{n:,}", size_text(moved), "" if hidden is None else f"{hidden:.0%}"
 
 
 def _plain(item: Any, names: set[str]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from ..memory import Strategy
 from ..optimizers import has_eval_params
 from ..partition import Plan
 from ..steps import Program
-from ..tracing import Rule
 from ..training import Fit, Task
 
 
@@ -108,7 +107,14 @@ class Workload:
         """Returns the plan on a mesh, for the shapes of a micro-batch."""
         return self.task.plan_on(mesh, self.model, self.task.trace(self.model, self.state, micro_batch))
 
-    def program(self, plan: Plan, strategy: Strategy, change: Rule | None = None) -> Program:
-        """Returns the steps, whose operations name their weights."""
-        task = replace(self.task, compute=strategy.applied(self.task.compute))
-        return task.program(plan, self.model, self.state, named=True, change=change)
+    def program(self, plan: Plan, strategy: Strategy, *, named: bool = True, measures: bool = False) -> Program:
+        """Returns the steps; if `named`, their operations name their weights, which a run's do not. `measures` is that of
+        `Task.program`."""
+        return self._task(strategy).program(plan, self.model, self.state, named=named, measures=measures)
+
+    def model_flops(self, plan: Plan, strategy: Strategy, traced: Any, args: tuple[Any, ...]) -> Mapping[str, int]:
+        """Returns the FLOPs of a train step without recomputation, as `Task.model_flops` does."""
+        return self._task(strategy).model_flops(plan, self.model, self.state, traced, args)
+
+    def _task(self, strategy: Strategy) -> Task:
+        return replace(self.task, compute=strategy.applied(self.task.compute))

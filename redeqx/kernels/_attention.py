@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ..errors import check_count, check_number
 from ._primitive import attention_p
 from ._sequence import constrain_positions
-from ._setting import AttentionSetting, default_precision
+from ._setting import AttentionSetting
+from ._shared import default_precision
 
 
 def attention(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from ._setting import MASK_VALUE, AttentionSetting, make_mask
+from ._shared import pad
 
 BLOCK_SIZE = 256  # the largest number of queries in a block
 
@@ -177,9 +178,8 @@ def _scan_blocks(
     size = -(-n_queries // n_blocks)
     blocks: Operands = {"rows": _positions(offset, n_blocks * size).reshape(n_blocks, size)}
     for name in (name for name in operands if name not in shared):  # in their order: all processes need the same program
-        x, dim = operands[name], _QUERY_DIM[name]
-        if n_blocks * size != n_queries:
-            x = jnp.pad(x, [(0, n_blocks * size - n_queries if i == dim else 0) for i in range(x.ndim)])
+        dim = _QUERY_DIM[name]
+        x = pad(operands[name], dim, n_blocks * size)
         blocks[name] = jnp.moveaxis(x.reshape(*x.shape[:dim], n_blocks, size, *x.shape[dim + 1 :]), dim, 0)
     sums, outs = jax.lax.scan(lambda sums, block: fn(sums, {**shared, **block}), sums, blocks)
     joined = {}

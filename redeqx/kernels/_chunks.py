@@ -15,9 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 
-from ._setting import AttentionSetting, axes_of
+from ..machine import axes_of
+from ._setting import QUERY_DIMS, AttentionSetting
 
 Operands = dict[str, Any]
+
+
+def map_queries(extras: Operands, fn: Callable[[Any, int], Any]) -> Operands:
+    """Returns the optional operands, with `fn(x, dim)` in place of each that differs by query."""
+    dims = {name: QUERY_DIMS[name] for name, x in extras.items() if name in QUERY_DIMS and x.shape[QUERY_DIMS[name]] > 1}
+    return {name: fn(x, dims[name]) if name in dims else x for name, x in extras.items()}
 
 
 def halo(setting: AttentionSetting, n_queries: int, n_keys: int) -> tuple[int, int] | None:
@@ -78,17 +85,13 @@ class Chunk:
 
     def extras(self, extras: Operands) -> Operands:
         """Returns the optional operands of these queries and keys."""
-        out = dict(extras)
-        for name in ("bias", "mask"):
-            if name in out:
-                x = out[name][..., self.columns]
-                out[name] = x if x.shape[2] == 1 else self.queries(x, 2)
-        if "lengths" in out:
-            out["lengths"] = jnp.clip(out["lengths"] - self.columns.start, 0, self.columns.stop - self.columns.start)
-        if "query_segments" in out:
-            out["query_segments"] = self.queries(out["query_segments"])
-            out["key_segments"] = out["key_segments"][:, self.columns]
-        return out
+        first, last = self.columns.start, self.columns.stop
+        of_keys: dict[str, Callable[[Any], Any]] = {
+            **dict.fromkeys(("bias", "mask", "key_segments"), lambda x: x[..., self.columns]),
+            "lengths": lambda x: jnp.clip(x - first, 0, last - first),
+        }
+        out = {name: of_keys[name](x) if name in of_keys else x for name, x in extras.items()}
+        return map_queries(out, self.queries)
 
 
 @dataclass(frozen=True)
@@ -150,10 +153,6 @@ class Layout:
             log_sums=P(rows, heads, axis),
             extras={name: spec_of(name, x) for name, x in extras.items()},
         )
-
-    def map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Returns `fn`, called on each device with its parts of the operands."""
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def axes_without(self, spec: P) -> tuple[str, ...]:
         """Returns the mesh axes that split queries, but not an array of this spec."""
@@ -244,11 +243,3 @@ class Layout:
             pairs = [(i, min(chunk := 2 * i + odd, 2 * self.n - 1 - chunk)) for i in range(self.n)]
             received.append(jax.lax.ppermute(half, self.axis, [(b, a) for a, b in pairs] if back else pairs))
         return jnp.concatenate(received, dim)
-
-    def exchange_extras(self, extras: Operands) -> Operands:
-        """Exchanges the optional operands that are split along queries."""
-        out = dict(extras)
-        for name, dim in (("bias", 2), ("mask", 2), ("query_segments", 1)):
-            if name in out and self.extras[name][dim] is not None:
-                out[name] = self.exchange(out[name], dim)
-        return out

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ._offset import WithOffset
 from ._setting import AttentionSetting, Unsupported
+from ._shared import pad
 
 try:
     from jax._src.cudnn.fused_attention_stablehlo import (
@@ -55,7 +56,7 @@ def _backward(
     operands, options = arguments(setting, q, k, v, extras)
     none, has_bias, g = jnp.zeros(0, q.dtype), operands[3] is not None, g.astype(q.dtype)
     if has_bias:
-        out, log_sum, g = _pad_to_even(out, 1), _pad_to_even(log_sum, 2), _pad_to_even(g, 1)
+        out, log_sum, g = pad(out, 1, 2), pad(log_sum, 2, 2), pad(g, 1, 2)
     d_operands = backward_p.bind(
         *(none if x is None else x for x in operands),
         *[none] * 4,
@@ -88,7 +89,7 @@ def arguments(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[st
     """
     q, k, v = _constrain_split(setting, q, k, v)
     if (bias := _dense_bias(q, k, extras)) is not None:
-        q, k, v = (_pad_to_even(x, 1) for x in (q, k, v))
+        q, k, v = (pad(x, 1, 2) for x in (q, k, v))
     query_lengths, lengths = None, extras.get("lengths")
     mask_type = MaskType.CAUSAL if setting.causal else MaskType.NO_MASK
     if lengths is not None:
@@ -111,15 +112,8 @@ def _dense_bias(q: Any, k: Any, extras: dict[str, Any]) -> Any | None:
     bias = jnp.zeros((), q.dtype) if "bias" not in extras else extras["bias"].astype(q.dtype)
     bias = bias if mask is None else jnp.where(mask, bias, low)
     heads = q.shape[2] if "bias" in extras else bias.shape[1]
-    bias = _pad_to_even(jnp.broadcast_to(bias, (bias.shape[0], heads, q.shape[1], k.shape[1])), 2)
-    return _pad_to_even(bias, 3, low)
-
-
-def _pad_to_even(x: Any, dim: int, value: Any = 0) -> Any:
-    """Pads a dim of positions to an even size."""
-    if x.shape[dim] % 2 == 0:
-        return x
-    return jnp.pad(x, [(0, int(i == dim)) for i in range(x.ndim)], constant_values=value)
+    bias = jnp.broadcast_to(bias, (bias.shape[0], heads, q.shape[1], k.shape[1]))
+    return pad(pad(bias, 2, 2), 3, 2, low)
 
 
 def _constrain_split(setting: AttentionSetting, *operands: Any) -> list[Any]:

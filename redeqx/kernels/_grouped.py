@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from . import _grouped_lowering as lowering
 from ._grouped_lowering import GroupedSetting
-from ._setting import default_precision
+from ._shared import default_precision, make_aval
 
 grouped_matmul_p = jex.Primitive("grouped_matmul")
 grouped_gradient_p = jex.Primitive("grouped_matmul_gradient")
@@ -77,21 +77,15 @@ def _check(x: Any, weights: Any, group_sizes: Any, transposed: bool) -> None:
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def _make_aval(shape: Sequence[int], dtype: Any, like: Any) -> Any:
-    """Returns an abstract value that varies over the same mesh axes as `like` inside `jax.shard_map`."""
-    sharding = like.sharding.update(spec=P(*[None] * len(shape)))
-    return like.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
-
-
 @grouped_matmul_p.def_abstract_eval
 def _matmul_shape(x: Any, weights: Any, sizes: Any, *, setting: GroupedSetting) -> Any:
-    return _make_aval((*x.shape[:2], weights.shape[2 if setting.transposed else 3]), setting.dtype, x)
+    return make_aval((*x.shape[:2], weights.shape[2 if setting.transposed else 3]), setting.dtype, x)
 
 
 @grouped_gradient_p.def_abstract_eval
 def _gradient_shape(x: Any, g: Any, sizes: Any, *, setting: GroupedSetting) -> Any:
     n = setting.n_stacks if setting.is_summed else x.shape[0]
-    return _make_aval((n, sizes.shape[1], x.shape[2], g.shape[2]), setting.dtype, x)
+    return make_aval((n, sizes.shape[1], x.shape[2], g.shape[2]), setting.dtype, x)
 
 
 # --- derivatives ------------------------------------------------------------------------------------------------------

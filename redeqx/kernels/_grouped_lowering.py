@@ -3,11 +3,10 @@
 Dims as in `_grouped`: `B` batch, `M` rows, `E` groups, `K` contracted, `N` outputs, `W` stacks of matrices.
 """
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Int
 
+from ..machine import axes_of
 from . import _megablox, _tiles
+from ._shared import log_fallback, on_each_device, pad
 
 GROUPED_KERNELS: dict[str, Any] = {"Megablox": _megablox}
 
@@ -112,7 +113,7 @@ class _OnTpu(Tiled):
     def _is_supported(self, lhs: Any, rhs: Any, setting: GroupedSetting) -> bool:
         reason = _megablox.unsupported_reason(lhs, rhs, setting.precision, setting.dtype)
         if reason is not None:
-            _log_fallback(reason)
+            log_fallback("grouped matmuls are computed in tiles, not by Megablox", reason)
         return reason is None
 
     def matmul(self, setting: GroupedSetting, x: Any, weights: Any, local: _Local) -> Any:
@@ -145,12 +146,6 @@ class _OnTpu(Tiled):
             return jax.lax.scan(add, total, operands)[0].astype(setting.dtype)
 
         return _each(of_stack, *(each.reshape(n, -1, *each.shape[1:]) for each in (x, g, sizes)))
-
-
-@cache
-def _log_fallback(reason: str) -> None:
-    """Logs, once per reason, that Megablox is not used."""
-    logging.getLogger("redeqx").info("grouped matmuls are computed in tiles, not by Megablox: %s", reason)
 
 
 def _each(fn: Callable[..., Any], *operands: Any) -> Any:
@@ -191,7 +186,7 @@ def gradient(backend: Tiled, x: Any, g: Any, sizes: Any, *, setting: GroupedSett
         return backend.gradient(setting, x, g, _Local(sizes, x.shape[1], 0, mean))
     over = _Split(setting.split, x, shape[2:], shape[0])
     lead = over.stacks
-    summed = (*_tuple(over.rows), *(axis for axis in _tuple(over.lead) if axis not in _tuple(lead)))
+    summed = (*axes_of(over.rows), *(axis for axis in axes_of(over.lead) if axis not in axes_of(lead)))
 
     of_device = replace(setting, n_stacks=shape[0] // over.n_devices(lead) if setting.is_summed else 1)
 
@@ -213,18 +208,18 @@ class _Split:
 
     def __init__(self, split: NamedSharding, x: Any, sides: Sequence[int], n_stacks: int):
         self.mesh, (rows, *of_sides) = split.mesh, split.spec[:3]
-        of_stacks = [axis for axis in _tuple(split.spec[3]) if self.mesh.shape[axis] > 1] if len(split.spec) > 3 else []
+        of_stacks = [axis for axis in axes_of(split.spec[3]) if self.mesh.shape[axis] > 1] if len(split.spec) > 3 else []
         of_stacks = of_stacks if n_stacks == self.n_devices(of_stacks) else []
         n, of_batch, of_rows = x.shape[0], list[str](), list[str]()
         is_one = n_stacks == 1 or bool(of_stacks)  # all entries that the batch axes split have the same matrices
         n = n // n_stacks if is_one else math.gcd(n, n_stacks)
-        for axis in (axis for axis in _tuple(rows) if self.mesh.shape[axis] > 1):
+        for axis in (axis for axis in axes_of(rows) if self.mesh.shape[axis] > 1):
             (of_rows if n % self.n_devices([*of_batch, axis]) else of_batch).append(axis)
         self.lead, self.rows = tuple(of_stacks + of_batch) or None, tuple(of_rows) or None
         self.stacks = tuple(of_stacks if is_one else of_batch) or None
         self.inputs, self.outputs = (
             axes if axes and n % self.n_devices(axes) == 0 else None
-            for axes, n in zip(map(_tuple, of_sides), sides, strict=True)
+            for axes, n in zip(map(axes_of, of_sides), sides, strict=True)
         )
 
     def n_devices(self, axes: Sequence[str] | None) -> int:
@@ -232,8 +227,7 @@ class _Split:
 
     def pad(self, x: Any) -> Any:
         """Appends rows, which are in no group, so that the devices have equally many."""
-        missing = -x.shape[1] % self.n_devices(self.rows)
-        return jnp.pad(x, ((0, 0), (0, missing), (0, 0))) if missing else x
+        return pad(x, 1, self.n_devices(self.rows))
 
     def local(self, x: Any, sizes: Any, mean: float) -> _Local:
         """Returns the rows of the device that runs this."""
@@ -241,12 +235,7 @@ class _Split:
         return _Local(sizes, x.shape[1], offset, mean)
 
     def run(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any, *operands: Any) -> Any:
-        sharded = jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return sharded(*operands)
-
-
-def _tuple(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        return on_each_device(self.mesh, fn, in_specs, out_specs)(*operands)
 
 
 # --- the platforms ---------------------------------------------------------------------------------------------------

@@ -8,12 +8,11 @@ Source: `jax.experimental.pallas.ops.tpu.megablox`, after MegaBlocks (arXiv:2211
 from functools import cache
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-_LANES = 128
+from ._shared import LANES, is_default, pad
+
 _MAX_SIDE = 512  # three tiles with this side, twice, fit into the memory of a core
-_DEFAULTS = (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.DEFAULT)
 
 
 @cache
@@ -32,8 +31,7 @@ def unsupported_reason(lhs: Any, rhs: Any, precision: Any, dtype: Any) -> str | 
         return "this version of JAX has it not"
     if {jnp.dtype(x) for x in (lhs.dtype, rhs.dtype, dtype)} - {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
         return f"it supports bfloat16 and float32, not {lhs.dtype}"
-    levels = precision if isinstance(precision, tuple) else (precision,)
-    if jnp.float32 in (lhs.dtype, rhs.dtype) and not set(levels) <= set(_DEFAULTS):
+    if jnp.float32 in (lhs.dtype, rhs.dtype) and not is_default(precision):
         return f"it does not support precision {precision}"
     return None
 
@@ -49,8 +47,7 @@ def matmul(x: Any, weights: Any, sizes: Any, *, tile: int, transposed: bool, dty
     """
     n_rows, n_inputs = x.shape
     sides = tile, _tile_side(n_inputs), _tile_side(weights.shape[1 if transposed else 2])
-    padded = _pad_rows(x, tile)
-    out = _library()[0](padded, weights, sizes, dtype, sides, transpose_rhs=transposed, interpret=interpret)
+    out = _library()[0](pad(x, 0, tile), weights, sizes, dtype, sides, transpose_rhs=transposed, interpret=interpret)
     # The kernel does not write rows outside all groups.
     return jnp.where(jnp.arange(n_rows)[:, None] < jnp.sum(sizes), out[:n_rows], 0)
 
@@ -58,7 +55,7 @@ def matmul(x: Any, weights: Any, sizes: Any, *, tile: int, transposed: bool, dty
 def gradient(x: Any, g: Any, sizes: Any, *, tile: int, dtype: Any, interpret: bool = False) -> Any:
     """Same as `_tiles.gradient`, for the sizes of groups that follow each other from the first row."""
     sides = tile, _tile_side(x.shape[1]), _tile_side(g.shape[1])
-    x, g = _pad_rows(x, tile), _pad_rows(g, tile)
+    x, g = pad(x, 0, tile), pad(g, 0, tile)
     return _library()[1](x.swapaxes(0, 1), g, sizes, dtype, sides, interpret=interpret)
 
 
@@ -67,7 +64,7 @@ def n_tile_rows(mean: float) -> int:
 
     A tile with rows of several groups is multiplied with the matrix of each of them.
     """
-    return next((size for size in (512, 256) if size <= mean / 4), _LANES)
+    return next((size for size in (512, 256) if size <= mean / 4), LANES)
 
 
 def n_tiles(starts: Any, ends: Any, size: int) -> Any:
@@ -78,8 +75,3 @@ def n_tiles(starts: Any, ends: Any, size: int) -> Any:
 def _tile_side(size: int) -> int:
     """Returns the side of a tile along another dim: all of it, or a multiple of 128."""
     return min(_MAX_SIDE, size)
-
-
-def _pad_rows(x: Any, multiple: int) -> Any:
-    missing = -x.shape[0] % multiple
-    return jnp.pad(x, ((0, missing), (0, 0))) if missing else x

@@ -7,7 +7,6 @@ optional operand may be 1, so that `jax.vmap` repeats nothing.
 Source: "Autodidax" and "How JAX primitives work" in JAX's documentation.
 """
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -19,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec as P
 
 from . import _blockwise, _cudnn, _sequence, _splash
 from ._setting import AttentionSetting, Unsupported
+from ._shared import log_fallback, make_aval
 
 attention_p = jex.Primitive("attention")
 _tangent_p = jex.Primitive("attention_tangent")
@@ -51,27 +50,21 @@ def _differentiable(setting: AttentionSetting) -> list[int]:
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def _make_aval(shape: Sequence[int], dtype: Any, like: Any) -> Any:
-    """Returns an abstract value that varies over the same mesh axes as `like` inside `jax.shard_map`."""
-    sharding = like.sharding.update(spec=P(*[None] * len(shape)))
-    return like.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
-
-
 @attention_p.def_abstract_eval
 def _attention_shape(q: Any, k: Any, v: Any, *rest: Any, setting: AttentionSetting) -> list[Any]:
     *batch, n_queries, n_heads, _ = q.shape
     shapes = (*batch, n_queries, n_heads, v.shape[-1]), (*batch, n_heads, n_queries)
-    return [_make_aval(shape, dtype, q) for shape, dtype in zip(shapes, (q.dtype, jnp.float32), strict=True)]
+    return [make_aval(shape, dtype, q) for shape, dtype in zip(shapes, (q.dtype, jnp.float32), strict=True)]
 
 
 @_tangent_p.def_abstract_eval
 def _tangent_shape(q: Any, k: Any, v: Any, *rest: Any, setting: AttentionSetting) -> list[Any]:
-    return [_make_aval((*q.shape[:-1], v.shape[-1]), q.dtype, q)]
+    return [make_aval((*q.shape[:-1], v.shape[-1]), q.dtype, q)]
 
 
 @gradient_p.def_abstract_eval
 def _gradient_shape(*operands: Any, setting: AttentionSetting) -> list[Any]:
-    return [_make_aval(operands[i].shape, operands[i].dtype, operands[0]) for i in _differentiable(setting)]
+    return [make_aval(operands[i].shape, operands[i].dtype, operands[0]) for i in _differentiable(setting)]
 
 
 # --- the dense formula, for second derivatives ------------------------------------------------------------------------
@@ -211,31 +204,15 @@ def _forward(kernel: Any, *operands: Any, setting: AttentionSetting) -> list[Any
     batch = operands[0].shape[:-3]
     converted = [convert(x) for convert, x in zip(_to_kernel(kernel, setting, operands), operands, strict=True)]
     q, k, v, extras, _ = _split_operands(setting, converted)
-    resolved = _resolve(kernel, setting, operands)
-    if resolved.splits_positions:
-        outs = _sequence.forward_by_positions(kernel, resolved, q, k, v, extras)
-    elif resolved.n_shards(2) > setting.n_shards(2):
-        out, log_sum = kernel.forward(resolved, *_sequence.to_heads(setting, q, k, v), extras)
-        outs = [_sequence.constrain_heads(setting, out), log_sum]
-    else:
-        outs = kernel.forward(resolved, q, k, v, extras)
+    outs = _sequence.forward(kernel, setting, _resolve(kernel, setting, operands), q, k, v, extras)
     return [x.reshape(*batch, *x.shape[1:]) for x in outs]
 
 
 def _backward(kernel: Any, *operands: Any, setting: AttentionSetting) -> list[Any]:
     to_kernel = _to_kernel(kernel, setting, operands)
     converted = [convert(x) for convert, x in zip(to_kernel, operands, strict=True)]
-    q, k, v, extras, (out, log_sum, g) = _split_operands(setting, converted)
-    resolved = _resolve(kernel, setting, operands)
-    if resolved.splits_positions:
-        grads = _sequence.backward_by_positions(kernel, resolved, q, k, v, extras, out, log_sum, g)
-    elif resolved.n_shards(2) > setting.n_shards(2):
-        q, k, v, g = _sequence.to_heads(setting, q, k, v, g)
-        out = _sequence.constrain_heads(setting, out)
-        grads = kernel.backward(resolved, q, k, v, extras, out, log_sum, g)
-        grads = [*_sequence.to_positions(setting, *grads[:3]), *grads[3:]]
-    else:
-        grads = kernel.backward(resolved, q, k, v, extras, out, log_sum, g)
+    q, k, v, extras, results = _split_operands(setting, converted)
+    grads = _sequence.backward(kernel, setting, _resolve(kernel, setting, operands), q, k, v, extras, *results)
     from_kernel = [jax.linear_transpose(to_kernel[i], operands[i]) for i in _differentiable(setting)]
     return [convert(grad)[0] for convert, grad in zip(from_kernel, grads, strict=True)]
 
@@ -252,14 +229,8 @@ def _or_blockwise(fn: Callable[..., list[Any]], name: str, *operands: Any, setti
             return fn(KERNELS[name], *operands, setting=setting)
         except Unsupported as error:
             reason = str(error)
-    _log_fallback(name, reason)
+    log_fallback(f"attention is computed in blocks of queries, not by {name}", reason)
     return fn(_blockwise, *operands, setting=setting)
-
-
-@cache
-def _log_fallback(name: str, reason: str) -> None:
-    """Logs, once per reason, that the platform's kernel is not used."""
-    logging.getLogger("redeqx").info("attention is computed in blocks of queries, not by %s: %s", name, reason)
 
 
 def _kernel_shapes(kernel: Any, setting: AttentionSetting, operands: Sequence[Any]) -> Sequence[Any]:

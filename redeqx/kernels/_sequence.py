@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from ._chunks import Layout, halo
-from ._setting import MASK_VALUE, AttentionSetting, axes_of
+from ..machine import axes_of
+from ._chunks import Layout, halo, map_queries
+from ._setting import MASK_VALUE, AttentionSetting
+from ._shared import on_each_device, pad
 
 Operands = dict[str, Any]
 
@@ -60,7 +62,7 @@ def describe(setting: AttentionSetting, resolved: AttentionSetting) -> str:
         return ""
     if resolved.splits_positions:
         return " split by positions"
-    return " split by heads" if resolved.n_shards(2) > setting.n_shards(2) else " without a split of positions"
+    return " split by heads" if _is_by_heads(setting, resolved) else " without a split of positions"
 
 
 def _with_spec(setting: AttentionSetting, *, is_by_heads: bool = False) -> AttentionSetting:
@@ -71,30 +73,47 @@ def _with_spec(setting: AttentionSetting, *, is_by_heads: bool = False) -> Atten
     return replace(setting, split=NamedSharding(setting.split.mesh, P(rows, None, heads, None)))
 
 
-# --- by heads ---------------------------------------------------------------------------------------------------------
+def _is_by_heads(setting: AttentionSetting, resolved: AttentionSetting) -> bool:
+    return resolved.n_shards(2) > setting.n_shards(2)
 
 
-def to_heads(setting: AttentionSetting, *arrays: Any) -> list[Any]:
-    """Exchanges positions for heads: arrays `[B, T, heads, size]` get all positions of some heads on each device.
+def forward(kernel: Any, setting: AttentionSetting, resolved: AttentionSetting, q: Any, *operands: Any) -> tuple[Any, Any]:
+    """Same as `_blockwise.forward`, by any kernel, over the devices.
 
     **Arguments:**
 
-    - `setting`: that of the attention, before `resolve`.
+    - `resolved`: the setting as `resolve` returns it.
     """
-    return [_exchange(x, setting, _with_spec(setting, is_by_heads=True), 2, 1) for x in arrays]
+    if resolved.splits_positions:
+        return forward_by_positions(kernel, resolved, q, *operands)
+    if not _is_by_heads(setting, resolved):
+        return kernel.forward(resolved, q, *operands)
+    k, v, extras = operands
+    q, k, v = (_exchange(setting, resolved, x) for x in (q, k, v))
+    out, log_sum = kernel.forward(resolved, q, k, v, extras)
+    return _constrain_heads(resolved, out), log_sum
 
 
-def to_positions(setting: AttentionSetting, *arrays: Any) -> list[Any]:
-    """Exchanges heads for positions."""
-    return [_exchange(x, _with_spec(setting, is_by_heads=True), setting, 1, 2) for x in arrays]
+def backward(kernel: Any, setting: AttentionSetting, resolved: AttentionSetting, *operands: Any) -> list[Any]:
+    """Same as `_blockwise.backward`, by any kernel, over the devices."""
+    if resolved.splits_positions:
+        return backward_by_positions(kernel, resolved, *operands)
+    if not _is_by_heads(setting, resolved):
+        return kernel.backward(resolved, *operands)
+    q, k, v, extras, out, log_sum, g = operands
+    q, k, v, g = (_exchange(setting, resolved, x) for x in (q, k, v, g))
+    grads = kernel.backward(resolved, q, k, v, extras, _constrain_heads(resolved, out), log_sum, g)
+    return [*(_exchange(resolved, setting, grad) for grad in grads[:3]), *grads[3:]]
 
 
-def constrain_heads(setting: AttentionSetting, out: Any) -> Any:
+# --- by heads ---------------------------------------------------------------------------------------------------------
+
+
+def _constrain_heads(by_heads: AttentionSetting, out: Any) -> Any:
     """Constrains an output to the split of heads, in which the backward pass takes it."""
-    by_heads = _with_spec(setting, is_by_heads=True).split
-    assert by_heads is not None
-    rows = by_heads.spec[0] if out.shape[0] % setting.n_shards(0) == 0 else None
-    return jax.lax.with_sharding_constraint(out, NamedSharding(by_heads.mesh, P(rows, *by_heads.spec[1:])))
+    assert by_heads.split is not None
+    rows = by_heads.split.spec[0] if out.shape[0] % by_heads.n_shards(0) == 0 else None
+    return jax.lax.with_sharding_constraint(out, NamedSharding(by_heads.split.mesh, P(rows, *by_heads.split.spec[1:])))
 
 
 def constrain_positions(setting: AttentionSetting, out: Any) -> Any:
@@ -109,27 +128,23 @@ def constrain_positions(setting: AttentionSetting, out: Any) -> Any:
     return jax.lax.with_sharding_constraint(out, NamedSharding(setting.split.mesh, spec))
 
 
-def _exchange(x: Any, old: AttentionSetting, new: AttentionSetting, split_dim: int, joined_dim: int) -> Any:
-    """Exchanges the shards of an array.
+def _exchange(old: AttentionSetting, new: AttentionSetting, x: Any) -> Any:
+    """Exchanges positions `[B, T, heads, size]` for heads, or back: a device has all of the one and some of the other.
 
     It is written out, since XLA merges equal exchanges in the forward and the backward pass only then. If positions do not
     divide, XLA chooses how to exchange them.
     """
-    by_positions = old if joined_dim == 1 else new
+    to_heads = old.splits_positions
+    by_positions = old if to_heads else new
     assert old.split is not None and new.split is not None and by_positions.split is not None
     rows = old.split.spec[0] if x.shape[0] % old.n_shards(0) == 0 else None
-    old_spec, new_spec = (P(rows, *setting.split.spec[1:]) for setting in (old, new) if setting.split is not None)
+    old_spec, new_spec = (P(rows, *split.spec[1:]) for split in (old.split, new.split))
     if x.shape[1] % by_positions.n_shards(1):
-        spec = new_spec if joined_dim == 1 else P(rows, None, *new_spec[2:])
+        spec = new_spec if to_heads else P(rows, None, *new_spec[2:])
         return jax.lax.with_sharding_constraint(x, NamedSharding(new.split.mesh, spec))
-    fn = partial(
-        jax.lax.all_to_all,
-        axis_name=by_positions.split.spec[1],
-        split_axis=split_dim,
-        concat_axis=joined_dim,
-        tiled=True,
-    )
-    return jax.shard_map(fn, mesh=new.split.mesh, in_specs=old_spec, out_specs=new_spec, check_vma=False)(x)
+    axis, (split_dim, joined_dim) = by_positions.split.spec[1], (2, 1) if to_heads else (1, 2)
+    fn = partial(jax.lax.all_to_all, axis_name=axis, split_axis=split_dim, concat_axis=joined_dim, tiled=True)
+    return on_each_device(new.split.mesh, fn, old_spec, new_spec)(x)
 
 
 # --- by positions -----------------------------------------------------------------------------------------------------
@@ -140,13 +155,13 @@ def forward_by_positions(
 ) -> tuple[Any, Any]:
     """Same as `_blockwise.forward`, by any kernel, over split positions."""
     n_queries = q.shape[1]
-    q, extras = _pad(setting, q, 1), _pad_extras(setting, extras)
+    q, extras = _pad(setting, q, 1), map_queries(extras, partial(_pad, setting))
     layout = Layout.of(setting, q, k, extras)
 
     def on_device(q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
         own_v = v
         k, v = layout.fetch_keys(k), layout.fetch_keys(v)
-        q, extras = layout.exchange(q, 1), layout.exchange_extras(extras)
+        q, extras = layout.exchange(q, 1), map_queries(extras, layout.exchange)
 
         def attend(device: int, q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
             results = []
@@ -165,7 +180,7 @@ def forward_by_positions(
         return layout.exchange(out, 1, back=True), layout.exchange(log_sum, 2, back=True)
 
     in_specs = (layout.queries, layout.keys, layout.keys, layout.extras)
-    out, log_sum = layout.map(on_device, in_specs, (layout.queries, layout.log_sums))(q, k, v, extras)
+    out, log_sum = on_each_device(layout.mesh, on_device, in_specs, (layout.queries, layout.log_sums))(q, k, v, extras)
     return out[:, :n_queries], log_sum[:, :, :n_queries]
 
 
@@ -175,7 +190,7 @@ def backward_by_positions(
     """Same as `_blockwise.backward`, by any kernel, over split positions."""
     n_queries = q.shape[1]
     q, out, log_sum, g = (_pad(setting, x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1)))
-    extras = _pad_extras(setting, extras)
+    extras = map_queries(extras, partial(_pad, setting))
     layout = Layout.of(setting, q, k, extras)
     has_bias = "bias" in extras
     bias_is_shared = has_bias and extras["bias"].shape[2] == 1  # by all queries
@@ -184,7 +199,7 @@ def backward_by_positions(
         own_k, own_v = k, v
         k, v = layout.fetch_keys(k), layout.fetch_keys(v)
         q, out, log_sum, g = (layout.exchange(x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1)))
-        extras = layout.exchange_extras(extras)
+        extras = map_queries(extras, layout.exchange)
         d_mean: Any = None
         if layout.may_lack_keys:
             lacks_keys = _lacks_keys(log_sum)
@@ -219,23 +234,15 @@ def backward_by_positions(
     results = layout.queries, layout.log_sums, layout.queries
     in_specs = (layout.queries, layout.keys, layout.keys, layout.extras, *results)
     out_specs = [layout.queries, layout.keys, layout.keys, *([layout.extras["bias"]] if has_bias else [])]
-    dq, dk, dv, *d_bias = layout.map(on_device, in_specs, out_specs)(q, k, v, extras, out, log_sum, g)
+    sharded = on_each_device(layout.mesh, on_device, in_specs, out_specs)
+    dq, dk, dv, *d_bias = sharded(q, k, v, extras, out, log_sum, g)
     return [dq[:, :n_queries], dk, dv, *(x[:, :, :n_queries] for x in d_bias)]
 
 
-def _pad(setting: AttentionSetting, x: Any, dim: int, value: Any = 0) -> Any:
-    """Pads queries that do not divide, to an even number of them on each device, which cuDNN needs."""
+def _pad(setting: AttentionSetting, x: Any, dim: int) -> Any:
+    """Pads queries that do not divide, to an even number of them on each device, which cuDNN needs. A mask gets True."""
     n = setting.n_shards(1)
-    missing = -x.shape[dim] % (2 * n) if x.shape[dim] % n else 0
-    return jnp.pad(x, [(0, missing if i == dim else 0) for i in range(x.ndim)], constant_values=value) if missing else x
-
-
-def _pad_extras(setting: AttentionSetting, extras: Operands) -> Operands:
-    out = dict(extras)
-    for name, dim, value in (("bias", 2, 0), ("mask", 2, True), ("query_segments", 1, 0)):
-        if name in out and out[name].shape[dim] > 1:
-            out[name] = _pad(setting, out[name], dim, value)
-    return out
+    return pad(x, dim, 2 * n, int(x.dtype == jnp.bool_)) if x.shape[dim] % n else x
 
 
 def _lacks_keys(log_sum: Any) -> Any:

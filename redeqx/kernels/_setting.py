@@ -8,18 +8,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Int
 
+from ..machine import axes_of
+
+# The dim of the queries in each optional operand that has one; its size may be 1. The key of a dropout is one per row.
+QUERY_DIMS = {"bias": 2, "mask": 2, "query_segments": 1}
 # The score of a masked key. Finite, so that a query whose keys are all masked weighs them equally instead of giving NaN.
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
-
-
-def axes_of(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of one entry of a spec, which may be None, an axis, or several."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 class Unsupported(Exception):
@@ -87,16 +85,6 @@ class AttentionSetting:
     def may_mask_all_keys(self) -> bool:
         """Whether all keys of a query may be masked."""
         return self.window is not None or bool({"mask", "lengths", "query_segments"} & set(self.names))
-
-
-def default_precision() -> Any:
-    """Returns the precision that `jax.default_matmul_precision` currently sets, as `AttentionSetting` takes it."""
-    config: Any = jax.config  # which declares no attribute for its options
-    name = config.jax_default_matmul_precision
-    if name is None:
-        return None
-    presets = jax.lax.DotAlgorithmPreset.__members__
-    return presets[name] if name in presets else jax.lax.Precision(name)
 
 
 def make_mask(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ._setting import AttentionSetting
+from ._shared import LANES, is_default, on_each_device, pad
 
 # The arguments of the backward pass, a private function, in the version of JAX that this module supports.
 _ARGUMENTS = (
@@ -41,8 +42,6 @@ def _library() -> Any:
     return None
 
 
-_LANES = 128
-_DEFAULTS = (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.DEFAULT)
 _MIN_LENGTH = 128  # of queries and keys; shorter ones would be mostly padding
 _BLOCK_SIZES = (512, 256, 128)
 
@@ -53,7 +52,7 @@ def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras
         return "this version of JAX has another interface"
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"it supports bfloat16 and float32, not {q.dtype}"
-    if q.dtype == jnp.float32 and setting.precision not in _DEFAULTS:
+    if q.dtype == jnp.float32 and not is_default(setting.precision):
         return f"it does not support precision {setting.precision.name}"
     if q.shape[-1] != v.shape[-1]:
         return f"it needs equal head sizes, not {q.shape[-1]} and {v.shape[-1]}"
@@ -118,7 +117,7 @@ def _backward_on_device(
         residuals = q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info
         return _library()[0]._splash_attention_bwd(**static, res=residuals, do=g)[3:6]
 
-    outputs = _heads_first(out), _pad(log_sum, 2), _heads_first(g.astype(q.dtype))
+    outputs = _heads_first(out), pad(log_sum, 2, LANES), _heads_first(g.astype(q.dtype))
     operands: Any = (*_prepare(setting, q, k, v), segments, *outputs)
     dq, dk, dv = jax.vmap(row_backward)(*operands)
     dq = dq.astype(jnp.float32) * setting.scale
@@ -128,7 +127,7 @@ def _backward_on_device(
 def _kernel(setting: AttentionSetting, q: Any, k: Any, interpret: bool) -> Any:
     """Builds the kernel for one row of these queries and keys; it also returns the log-sum-exps."""
     kernels, masks = _library()
-    shape = _round_up(q.shape[1]), _round_up(k.shape[1])
+    shape = tuple(-(-x.shape[1] // LANES) * LANES for x in (q, k))
     if setting.window is not None:
         sizes = setting.window - 1, 0 if setting.causal else setting.window - 1
         mask = masks.LocalMask(shape, sizes, setting.offset)
@@ -151,18 +150,8 @@ def _kernel(setting: AttentionSetting, q: Any, k: Any, interpret: bool) -> Any:
         )
 
 
-def _round_up(n: int) -> int:
-    return -(-n // _LANES) * _LANES
-
-
-def _pad(x: Any, dim: int) -> Any:
-    """Pads a dim to a multiple of 128."""
-    missing = _round_up(x.shape[dim]) - x.shape[dim]
-    return jnp.pad(x, [(0, missing if i == dim else 0) for i in range(x.ndim)]) if missing else x
-
-
 def _heads_first(x: Any) -> Any:
-    return _pad(jnp.swapaxes(x, 1, 2), 2)
+    return pad(jnp.swapaxes(x, 1, 2), 2, LANES)
 
 
 def _prepare(setting: AttentionSetting, q: Any, k: Any, v: Any) -> list[Any]:
@@ -178,7 +167,7 @@ def _segments(q: Any, k: Any, extras: dict[str, Any]) -> Any:
     mask masks for all queries.
     """
     n_rows, n_queries, n_keys = q.shape[0], q.shape[1], k.shape[1]
-    if _round_up(n_keys) == n_keys and _round_up(n_queries) == n_queries and not extras:
+    if n_keys % LANES == n_queries % LANES == 0 and not extras:
         return None
     padding = -1
     query_ids = extras.get("query_segments", jnp.zeros((1, n_queries), jnp.int32))
@@ -191,8 +180,7 @@ def _segments(q: Any, k: Any, extras: dict[str, Any]) -> Any:
         key_ids = jnp.where(extras["mask"][:, 0, 0], key_ids, padding)
 
     def pad_rows(x: Any) -> Any:
-        missing = _round_up(x.shape[1]) - x.shape[1]
-        x = jnp.pad(x.astype(jnp.int32), [(0, 0), (0, missing)], constant_values=padding)
+        x = pad(x.astype(jnp.int32), 1, LANES, padding)
         return jnp.broadcast_to(x, (n_rows, x.shape[1]))
 
     return _library()[0].SegmentIds(pad_rows(query_ids), pad_rows(key_ids))
@@ -213,5 +201,4 @@ def _on_each_device(setting: AttentionSetting, fn: Callable[..., Any], q: Any, k
     is_forward = len(others) == 2
     in_specs = (*(qkv_spec,) * 3, segment_spec, *(() if is_forward else (qkv_spec, log_sum_spec, qkv_spec)))
     out_specs = (qkv_spec, log_sum_spec) if is_forward else (qkv_spec,) * 3
-    sharded = jax.shard_map(fn, mesh=setting.split.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return sharded(q, k, *others)
+    return on_each_device(setting.split.mesh, fn, in_specs, out_specs)(q, k, *others)

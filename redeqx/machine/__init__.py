@@ -5,6 +5,7 @@ independent of models and programs. Open `_mesh.py` first.
 """
 
 from ._chips import (
+    DEFAULT_CHIP as DEFAULT_CHIP,
     FP8_DEVICES as FP8_DEVICES,
     GIB as GIB,
     GPUS as GPUS,
@@ -19,10 +20,12 @@ from ._compiler import (
     Compiler as Compiler,
     Options as Options,
     XlaSettings as XlaSettings,
+    cache_folder as cache_folder,
     cache_use as cache_use,
     compiler_environment as compiler_environment,
     start_cache as start_cache,
     uncached_where_described as uncached_where_described,
+    use_cache_folder as use_cache_folder,
     xla_settings as xla_settings,
 )
 from ._devices import (

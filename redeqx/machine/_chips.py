@@ -150,6 +150,8 @@ def _gpu(kind: str, memory: float, half: float, single: float, fp8: float | None
 
 GPUS = {name: _gpu(*figures) for name, figures in _GPUS.items()}
 
+DEFAULT_CHIP = GPUS["a100-40gb"].chip  # decides what to compare for devices without published rates
+
 
 def chip_of_kind(kind: str) -> Chip | None:
     """Returns the figures of a device by its `device_kind`, or None if they are unknown."""

@@ -5,6 +5,7 @@ Owns the levels of recomputation, the order in which strategies are tried, and h
 `_strategy.py` first.
 """
 
+from ._estimate import estimated_bytes as estimated_bytes
 from ._need import (
     Memory as Memory,
     choose as choose,
@@ -13,11 +14,28 @@ from ._need import (
     refused_bytes as refused_bytes,
     try_step as try_step,
 )
+from ._saved import (
+    HOST as HOST,
+    KEPT as KEPT,
+    Candidate as Candidate,
+    Loop as Loop,
+    Row as Row,
+    choose_saved as choose_saved,
+    describe_saved as describe_saved,
+    is_named as is_named,
+    key_of as key_of,
+    loop_of as loop_of,
+    saved_at as saved_at,
+    share_again as share_again,
+)
 from ._search import SearchSpace as SearchSpace, matmul_seconds as matmul_seconds
+from ._shards import Shards as Shards
 from ._strategy import (
+    AUTO as AUTO,
     REMATS as REMATS,
     Strategy as Strategy,
     Tried as Tried,
+    bytes_of as bytes_of,
     fastest as fastest,
     may_cut as may_cut,
 )

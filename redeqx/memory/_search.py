@@ -6,20 +6,23 @@ Only computes with numbers: the caller compiles a strategy and returns what it n
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
 from jax.extend import core as jex
 
 from ..dims import UNKNOWN, RowUse
-from ..machine import GPUS, Chip
+from ..machine import DEFAULT_CHIP, Chip
 from ..tracing import matmul_flops
-from ._strategy import REMATS, Strategy, Tried, fastest, may_cut
+from ._saved import KEPT, Loop, saved_at
+from ._strategy import AUTO, FIT, REMATS, Strategy, Tried, bytes_text, fastest, level_of, may_cut
 
 # The relative cost of recomputation. Saving only the outputs of matmuls may be faster than saving everything, since a step
 # that is bound by memory bandwidth then reads less.
-_COSTS = {"none": 0, "matmuls": 0, "full": 1, "offload": 2}
-_DEFAULT_CHIP = GPUS["a100-40gb"].chip  # decides the order of strategies for devices without published rates
+_COSTS = {"none": 0, "matmuls": 0, FIT: 1, "full": 2, "offload": 3}
+_MARGIN = 0.02  # of a device's memory, for what another choice changes besides the bytes that loops save
+_N_TRIES = 3  # of bytes for what loops save
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ class SearchSpace:
     - `rows`, `has_state`: what the loss does with rows, and whether layers have a state: if other micro-batches make another
         update, their number stays.
     - `is_running`: whether the mesh and the rows on each device are fixed; micro-batches can still be divided.
+    - `loops`: returns what the loops of a strategy could save; None if bytes for that are no level to try.
+    - `estimate`: returns about how many bytes a strategy needs, without compiling it.
+    - `has_host`: whether the host has a memory of its own.
     """
 
     own: Strategy
@@ -57,6 +63,9 @@ class SearchSpace:
     rows: RowUse = UNKNOWN
     has_state: bool = False
     is_running: bool = False
+    loops: Callable[[Strategy], Sequence[Loop]] | None = None
+    estimate: Callable[[Strategy], int] | None = None
+    has_host: bool = True
 
     @classmethod
     def of(
@@ -82,7 +91,10 @@ class SearchSpace:
             own, flops, unrolls, splits = _levels_of(own, trace, platform)
         else:
             flops, unrolls, splits = {own.remat: matmul_flops(trace(own), with_masked=False)}, False, False
-        known |= {"unrolls": unrolls, "splits_residual": splits}
+        known |= {"unrolls": unrolls, "splits_residual": splits, "has_host": platform != "cpu"}
+        if len(flops) > 1 and "matmuls" in flops and known.get("loops") is not None:
+            flops = {**flops, FIT: flops["matmuls"]}
+            flops = {level: flops[level] for level in _COSTS if level in flops}
         opt_state = 0 if platform == "cpu" else sizes.opt_state  # CPU devices have no separate host memory
         return cls(own, flops=flops, weights=sizes.weights, state=sizes.state, opt_state=opt_state, **known)
 
@@ -111,9 +123,46 @@ class SearchSpace:
                     return
                 if strategy == self.own or self._is_ruled_out(strategy, known):
                     continue
-                if (tried := measure(strategy)) is not None:
+                for tried in self._tried(strategy, known, measure):
                     known.append(tried)
                     yield tried
+
+    def _tried(
+        self, strategy: Strategy, known: Sequence[Tried], measure: Callable[[Strategy], Tried | None]
+    ) -> Iterator[Tried]:
+        """Yields what was compiled of one strategy: several numbers of bytes for what loops save, until one fits."""
+        if strategy.remat != FIT:
+            yield from filter(None, [measure(strategy)])
+            return
+        loops = () if self.loops is None else self.loops(strategy)
+        room, everything = self._room(strategy, loops, known), self._kept(loops, "matmuls")
+        for _ in range(_N_TRIES):
+            if room is None or room <= 0 or not everything or room >= everything:
+                return
+            tried = measure(replace(strategy, remat=bytes_text(room)))
+            if tried is None:
+                return
+            yield tried
+            if tried.fits:
+                return
+            room -= (tried.needs - self.memory) + _MARGIN * self.memory
+
+    def _room(self, strategy: Strategy, loops: Sequence[Loop], known: Sequence[Tried]) -> float | None:
+        """Returns the bytes that a strategy leaves for what loops save: from a compiled one that differs in nothing else, or
+        by an estimate."""
+        for tried in reversed(known):
+            own = self._kept(loops, tried.strategy.remat) if replace(tried.strategy, remat=FIT) == strategy else None
+            if own is not None:
+                return (1 - _MARGIN) * self.memory - (tried.needs - own)
+        if self.estimate is None:
+            return None
+        full = replace(strategy, remat="full")
+        return (1 - _MARGIN) * self.memory - (self.estimate(full) - (self._kept(loops, "full") or 0))
+
+    def _kept(self, loops: Sequence[Loop], level: str) -> int | None:
+        """Returns the bytes that loops save on one device at a level of recomputation, if known."""
+        saved = saved_at(loops, level, self.chip or DEFAULT_CHIP, has_host=self.has_host)
+        return None if saved is None else sum(each.n_bytes(KEPT) for each in saved)
 
     def strategies(self) -> Iterator[Strategy]:
         """Yields all strategies that make the same update."""
@@ -169,7 +218,7 @@ class SearchSpace:
                 yield count, rows
 
     def _order(self, strategy: Strategy) -> tuple[float, int, bool, bool, int]:
-        remat = list(self.flops).index(strategy.remat)
+        remat = list(self.flops).index(level_of(strategy.remat))
         return self.min_seconds(strategy), remat, not strategy.unroll, self._is_split(strategy), strategy.n_fsdp_shards
 
     def min_seconds(self, strategy: Strategy) -> float:
@@ -178,7 +227,7 @@ class SearchSpace:
         It sums the times of the matmuls, of reading the weights for each micro-batch and the state once, of the collectives
         of weights and gradients, and of copies to and from the host.
         """
-        chip = self.chip or _DEFAULT_CHIP
+        chip = self.chip or DEFAULT_CHIP
         n_model, n_micro_batches = strategy.n_model_shards, strategy.accumulate_grad_batches
         n_stored = strategy.n_fsdp_shards * strategy.n_sequence_shards
         n_data = self.n_devices // (n_model * n_stored)
@@ -187,7 +236,7 @@ class SearchSpace:
         # Ring collectives: two all-gathers of each weight and a reduce-scatter of its gradient over the storage axes, then
         # an all-reduce of the gradient's shards over the data axis.
         sent = 3 * weights * (n_stored - 1) / n_stored + 2 * weights / n_stored * (n_data - 1) / n_data
-        seconds = matmul_seconds(self.flops[strategy.remat], chip, self.n_devices)
+        seconds = matmul_seconds(self.flops[level_of(strategy.remat)], chip, self.n_devices)
         copied = 2 * self.opt_state / (n_model * n_stored) if strategy.offload_opt_state else 0
         return seconds + moved / chip.bandwidth + n_micro_batches * sent / chip.link + copied / chip.host
 
@@ -224,8 +273,11 @@ class SearchSpace:
             return 0
         if self._is_split(own) and not self._is_split(other):
             return 0
-        if own.remat != other.remat and REMATS.index(own.remat) > REMATS.index(other.remat):
-            return 0
+        if own.remat != other.remat:
+            if FIT in (level_of(own.remat), level_of(other.remat)):
+                return 0
+            if REMATS.index(own.remat) > REMATS.index(other.remat):
+                return 0
         share = min(1.0, own.per_device_batch_size / other.per_device_batch_size)
         return tried.held + (tried.needs - tried.held) * share
 
@@ -240,7 +292,7 @@ def _saves_no_time(strategy: Strategy, other: Strategy) -> bool:
         return False
     if (other.offload_opt_state and not strategy.offload_opt_state) or (strategy.unroll and not other.unroll):
         return False
-    return strategy.remat == other.remat or _COSTS[strategy.remat] > _COSTS[other.remat]
+    return strategy.remat == other.remat or _COSTS[level_of(strategy.remat)] > _COSTS[level_of(other.remat)]
 
 
 def _powers(n: int) -> list[int]:
@@ -262,17 +314,18 @@ def _levels_of(
 
     If all levels make the same program, because the loss has no loops or has remats itself, only the own level is returned.
     """
-    own_jaxpr = trace(own)
+    trace, is_gpu = cache(trace), platform in ("cuda", "gpu")
+    own_jaxpr = trace(replace(own, remat=AUTO if own.remat == "auto" else own.remat))
     programs: dict[str, Any] = {}  # jaxprs
     for remat in REMATS[:-1] if platform == "cpu" else REMATS:  # a CPU is its own host
         jaxpr = trace(replace(own, remat=remat))
         if all(_content(jaxpr) != _content(other) for other in programs.values()):
             programs[remat] = jaxpr
-    unrolls = _content(trace(replace(own, remat="none", unroll=False))) != _content(programs["none"])
+    unrolls = is_gpu and _content(trace(replace(own, remat="none", unroll=False))) != _content(programs["none"])
     same = [remat for remat, jaxpr in programs.items() if _content(jaxpr) == _content(own_jaxpr)]
     if len(programs) < 2 or not same:
         same, programs = [own.remat], {own.remat: own_jaxpr}
-    splits = platform in ("cuda", "gpu") and own.n_model_shards > 1 and own.split_residual is None and "matmuls" in programs
+    splits = is_gpu and own.n_model_shards > 1 and own.split_residual is None and "matmuls" in programs
     if splits:
         split = trace(replace(own, remat="matmuls", split_residual=True))
         splits = _content(split) != _content(programs["matmuls"])

@@ -1,5 +1,6 @@
 """Strategies: how a run is distributed over devices, and what it recomputes or moves to save memory."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,30 @@ from ..machine import make_mesh, n_batch_shards
 
 # What the loops of a loss recompute in the backward pass, from the most memory to the least.
 REMATS = ("none", "matmuls", "full", "offload")
+AUTO = "matmuls"  # the level of `"auto"`: on CPUs too, a step waits longer for memory than for elementwise work
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def bytes_of(text: str) -> int | None:
+    """Returns the bytes of a text such as `"9.5GiB"`; None for any other text."""
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([KMG]?I?B)?", text.upper())
+    return None if found is None else int(float(found[1]) * _UNITS[found[2] or ""])
+
+
+FIT = "fit"  # of a strategy in a search: as many bytes for what loops save as the device has left
+
+
+def bytes_text(n_bytes: float) -> str:
+    """Returns bytes as a level of `Compute.remat`, rounded down."""
+    unit, size = next(
+        ((unit, size) for unit, size in (("GiB", 2**30), ("MiB", 2**20)) if n_bytes >= 2 * size), ("KiB", 2**10)
+    )
+    return f"{max(0, int(10 * n_bytes / size)) / 10:g}{unit}"
+
+
+def level_of(remat: str) -> str:
+    """Returns a level of recomputation, which is `FIT` for bytes."""
+    return FIT if bytes_of(remat) is not None else remat
 
 
 @dataclass(frozen=True)

@@ -113,4 +113,4 @@ class Console:
 
         Options as for `ProgressLine`.
         """
-        return ProgressLine(self._terminal, self._peak_memory, **options)
+        return ProgressLine(self._terminal, self._peak_memory, self.records.goodput, **options)

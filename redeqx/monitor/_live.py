@@ -17,6 +17,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from ._goodput import Goodput
 from ._terminal import Terminal, isatty
 from ._units import count_text, duration_text, flops_text, number_text, rate_text, short_name
 
@@ -72,12 +73,15 @@ class ProgressLine:
     - `first_step`: steps done before the loop begins, as after a resume; counted in `n_steps`.
     - `title`: printed at the beginning of the line.
     - `unit`: the name of what is counted, instead of steps.
+
+    Attribute `goodput`: where the time of the run goes.
     """
 
     def __init__(
         self,
         terminal: Terminal,
         peak_memory: Callable[[], int | None],
+        goodput: Goodput,
         *,
         n_epochs: int | None = None,
         n_steps: int | None = None,
@@ -87,6 +91,7 @@ class ProgressLine:
     ):
         self.n_epochs = n_epochs
         self.n_steps = n_steps
+        self.goodput = goodput
         self._terminal, self._read_peak_memory = terminal, peak_memory
         self._title, self._unit = title, unit
         self._shows = False
@@ -179,6 +184,7 @@ class ProgressLine:
             memory, old = math.exp(-seconds / MEMORY), self._sums
             self._sums = {of: memory * old.get(of, 0.0) + x for of, x in new.items() if x is not None}
         self._last = now
+        self.goodput.step()
         self._waited = None if self._waited is None else 0.0
         self._step, self._epoch, self._metrics = step, epoch, metrics
         if self._shows and self._live is None and (now >= self._due or step == self.n_steps):
@@ -211,7 +217,8 @@ class ProgressLine:
         """A context in which the loop waits for its next batch; this share of the time is shown and recorded."""
         began = time.perf_counter()
         try:
-            yield
+            with self.goodput.during("data"):
+                yield
         finally:
             self._waited = (self._waited or 0.0) + time.perf_counter() - began
 
@@ -238,11 +245,12 @@ class ProgressLine:
 
     @contextmanager
     def pause(self, doing: str) -> Iterator[None]:
-        """Shows other work ("evaluating", "saving"), whose time is not counted."""
+        """Shows other work, whose time is not counted in the rates. The first word ("evaluating", "saving") is its cause in
+        the goodput."""
         before, last, began = self._activity, self._last, time.perf_counter()
         self._activity = doing, began
         try:
-            with nullcontext() if self._outer is None else self._outer.pause(doing):
+            with nullcontext() if self._outer is None else self._outer.pause(doing), self.goodput.during(doing.split()[0]):
                 yield
         finally:
             self._activity = before

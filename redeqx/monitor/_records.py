@@ -11,6 +11,7 @@ from typing import Any, SupportsFloat
 
 from ..errors import warn
 from ._delivery import Delivery
+from ._goodput import Goodput
 from ._jsonl import JsonLines
 from ._live import ProgressLine
 from ._media import MediaFile, check_image, check_name, png, rewind_media
@@ -31,8 +32,8 @@ class Records:
     - `is_main`: whether this process records.
     - `say`: prints a line. Threads hold it, so it must not hold this object.
 
-    Attributes: `has_trackers`, whether there are trackers by name, also in other processes than the main one; `is_kept`,
-    whether this process writes or sends what it records.
+    Attributes: `goodput`, where the time of the run goes; `has_trackers`, whether there are trackers by name, also in other
+    processes than the main one; `is_kept`, whether this process writes or sends what it records.
 
     Raises the errors of `check_loggers`.
     """
@@ -40,6 +41,7 @@ class Records:
     def __init__(self, workdir: Path | None, loggers: Iterable[Tracker | str], is_main: bool, say: Callable[[str], None]):
         named, objects = check_loggers(loggers, workdir)
         self.has_trackers: bool = bool(named)
+        self.goodput: Goodput = Goodput()
         self._workdir, self._is_main = workdir, is_main
         self._objects = objects if is_main else []
         self._files = {name: JsonLines(workdir / name) for name in (_METRICS, _SPEED)} if workdir and is_main else {}
@@ -47,6 +49,7 @@ class Records:
         self.is_kept: bool = bool(self._objects or self._files or self._deliveries)
         weakref.finalize(self, _request_close, self._deliveries).atexit = False
         self._step = 0  # the step of the newest metrics
+        self._has_timed = False  # whether this process has recorded times
         self._has_warned = False  # of a medium that cannot be written
 
     def step(
@@ -67,7 +70,16 @@ class Records:
         """
         line.update(step, metrics=metrics, epoch=epoch, **counts)
         values = metrics if epoch is None else {"epoch": epoch, **metrics}
-        self.metrics(values, step, speed=line.speed(), name=name)
+        if speed := line.speed():
+            self._has_timed = True
+            speed |= self.goodput.numbers()
+        self.metrics(values, step, speed=speed, name=name)
+
+    def end(self, step: int, name: str | None = None) -> None:
+        """Records that a fit has ended after this step: time that passes until a later process is not the run's."""
+        if _SPEED in self._files:
+            prefix = "" if name is None else f"{name}/"
+            self._files[_SPEED].write(step, {prefix + key: x for key, x in {**self.goodput.numbers(), "ended": 1}.items()})
 
     def metrics(
         self,
@@ -160,6 +172,10 @@ class Records:
         if not self._is_main:
             return
         self._step = max(step, 0)
+        if not self._has_timed and _SPEED in self._files:  # those of an earlier process
+            self._has_timed, prefix = True, "" if name is None else f"{name}/"
+            rows = ((at, {k.removeprefix(prefix): x for k, x in row.items()}) for at, row in self._files[_SPEED].read())
+            self.goodput.continue_from(rows, self._step)
         for file in self._files.values():
             file.rewind(step, name)
         if self._workdir is not None and name is None:

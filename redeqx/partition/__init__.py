@@ -5,7 +5,7 @@ from a traced loss, the kinds of leaves, and the plan. It is independent of opti
 first, then `_rules.py`.
 """
 
-from ._given import operand_dims as operand_dims, parts_taken as parts_taken, split_values as split_values
+from ._given import values_by as values_by
 from ._kinds import (
     KINDS as KINDS,
     Kind as Kind,
@@ -23,4 +23,5 @@ from ._plan import (
     make_plan as make_plan,
     mark_read as mark_read,
 )
+from ._positions import describe_positions as describe_positions, inputs_of as inputs_of, positions_in as positions_in
 from ._search import order as order

@@ -18,26 +18,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 
-from ..dims import VIEWS, Related, is_elementwise
+from ..dims import ORDERED, REDUCTIONS, SCATTERS, VIEWS, Related, is_elementwise
 from ..kernels import formula
-from ..tracing import Trace, called, insides
+from ..tracing import GROUPED, Trace, called, insides, once
 from ._flow import Pass
 from ._rules import embedding
 from ._values import Flow, View
 
-# How the equations of a function relate dims, found once for all passes over it.
-_related: WeakKeyDictionary[Any, Callable[[Any], Related]] = WeakKeyDictionary()
+
+@once
+def _related(closed: Any) -> Callable[[Any], Related]:
+    """Returns how the equations of a function relate dims, found once for all passes over it."""
+    del closed
+    return cache(Related)
 
 
 def follow(trace: Trace, n_shards: int, **kwargs: Any) -> Pass:
     """Follows a traced function. All inputs after the leaves count as data, except PRNG keys."""
-    related = _related.setdefault(trace.closed.jaxpr, cache(Related))
-    run = Pass(dict(zip(trace.names, trace.leaves, strict=True)), n_shards, _follow, related, **kwargs)
+    run = Pass(dict(zip(trace.names, trace.leaves, strict=True)), n_shards, _follow, _related(trace.closed), **kwargs)
     ins = [Flow(views=(View(name, tuple(range(len(leaf.shape)))),), grad=True) for name, leaf in run.leaves.items()]
     rest = trace.closed.jaxpr.invars[len(ins) :]
     ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
@@ -61,7 +63,7 @@ def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
             return run.combine(eqn, ins)
     except Exception as error:
         # An unknown form of the primitive, such as that of another version of JAX: replicate its values instead of failing.
-        run.errors[id(eqn)] = f"{name}: {type(error).__name__}"
+        run.errors[eqn] = f"{name}: {type(error).__name__}"
     return run.give_up(eqn, ins)
 
 
@@ -80,7 +82,7 @@ def _ragged(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     """Rows in groups, each multiplied with the matrix of its group, such as tokens sorted by their experts.
 
     Rows are not split: a shard would have parts of groups of which it does not know the sizes. Neither are groups: a shard
-    would need the rows of its groups, wherever they are.
+    would need the rows of its groups, wherever they are. If a plan has split them nevertheless, these rows are sent to it.
     """
     related = run.related(eqn)
     if (numbers := eqn.params.get("ragged_dot_dimension_numbers")) is not None:
@@ -92,7 +94,11 @@ def _ragged(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
         run.gather(atom.aval, flow) if run.split(flow)[0] in dims and not run.is_open(flow) else flow
         for atom, flow, dims in zip(eqn.invars, ins, whole, strict=False)
     ]
-    return run.contract(eqn, flows)
+    is_sent = len(groups) == 1 and not run.is_open(ins[1]) and run.split(ins[1])[0] in groups
+    outs = run.contract(eqn, flows)
+    if is_sent:  # each shard multiplies its own rows
+        run.products.update({(each, at): 1 for each, at in run.products if each is eqn})
+    return outs
 
 
 def _reduce(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -368,7 +374,6 @@ def _reshaped(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
 
 
 _SLICES = ("slice", "dynamic_slice", "split")
-_REDUCTIONS = (*(f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor")), "argmax", "argmin")
 
 
 def _attention(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
@@ -376,24 +381,29 @@ def _attention(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     return run.evaluate(formula(eqn), ins)
 
 
+def _dequantised(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
+    """Codes and scales become the weight that they stand for: a view of the codes, whose blocks no split may divide."""
+    codes, scales = (atom.aval.shape for atom in eqn.invars)
+    divides = (scales[-1] if scales[-1] > 1 else codes[-1]) % run.n == 0
+    return [ins[0].through([*range(len(codes) - 1), len(codes) - 1 if divides else None])]
+
+
 _EQUATIONS: dict[str, Callable[[Pass, Any, list[Flow]], list[Flow]]] = {
     **dict.fromkeys((*VIEWS - {"reshape"}, "split", "rev", "pad"), _viewed),
-    **dict.fromkeys(_REDUCTIONS, _reduce),
+    **dict.fromkeys((*REDUCTIONS, "argmax", "argmin"), _reduce),
     "attention": _attention,
+    "dequantise": _dequantised,
     "dot_general": Pass.contract,
-    **dict.fromkeys(("ragged_dot_general", "grouped_matmul", "grouped_matmul_gradient"), _ragged),
+    **dict.fromkeys(GROUPED, _ragged),
     "conv_general_dilated": _conv,
     "gather": _gather,
     "select_n": _chosen,
     "concatenate": _joined,
     "stack": _stacked,
     "reshape": _reshaped,
-    **dict.fromkeys(
-        ("dynamic_update_slice", *(f"scatter{of}" for of in ("", "-add", "-sub", "-mul", "-min", "-max"))), _written
-    ),
+    **dict.fromkeys(("dynamic_update_slice", *SCATTERS), _written),
     "optimization_barrier": lambda run, eqn, ins: ins,  # output i is operand i
-    "scan": _repeated,
-    "while": _repeated,
+    **dict.fromkeys(("scan", "while"), _repeated),
     "cond": _branches,
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort"), _along),
+    **dict.fromkeys(ORDERED, _along),
 }

@@ -37,16 +37,15 @@ _PRODUCTS_PER_STEP = 3  # matmuls in a step for each one of the loss: one forwar
 
 
 class Use(NamedTuple):
-    """A product of data and a view of a leaf."""
+    """The dims of a leaf in a product of data and a view of it."""
 
-    eqn: Any
     outputs: tuple[int, ...]  # the leaf's dims that the product's output has
     inputs: tuple[int, ...]  # those that it contracts
 
 
 @dataclass
 class Pass:
-    """One pass over the loss, from its first equation to its last. Leaves are named, equations known by their ids."""
+    """One pass over the loss, from its first equation to its last."""
 
     leaves: Mapping[str, jax.ShapeDtypeStruct]
     n: int  # the size of the model axis
@@ -72,17 +71,17 @@ class Pass:
     recurrent: set[str] = field(default_factory=set)  # candidates whose output a loop carries to its next iteration
     sliced: set[str] = field(default_factory=set)  # split over a dim of stacked layers, along which a loop slices
 
-    # Facts for others. `products`: each product that was followed, the number of shards that each compute all of it (None
-    # for a product of parameters only), and the equation that has its source line. A product inside a call with a custom
-    # derivative is listed twice: with its own line, and with that of the call, which the derivative's products have.
-    # `operands`: the split dims of both operands of each product. `resharded`: equations that take equal parts of a split
-    # dim of their operand, with the dim. `errors`: the primitive and the error of each equation of an unknown form.
-    uses: dict[tuple[str, int], Use] = field(default_factory=dict)
+    # Facts for others, by equation; `uses` by leaf too. `products`: the number of shards that each compute all of a product
+    # (None for one of parameters only), by it and by the equation that has its source line. A product inside a call with a
+    # custom derivative has two: its own, and the call, whose line the derivative's products have. `operands`: the split dims
+    # of both operands of each product. `resharded`: equations that take equal parts of a split dim of their operand, with
+    # the dim. `errors`: the primitive and the error of each equation of an unknown form.
+    uses: dict[tuple[str, Any], Use] = field(default_factory=dict)
     looked_up: set[str] = field(default_factory=set)  # leaves whose rows data selects
-    products: dict[tuple[int, int], tuple[Any, int | None, Any]] = field(default_factory=dict)
-    operands: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
-    resharded: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    products: dict[tuple[Any, Any], int | None] = field(default_factory=dict)
+    operands: dict[Any, tuple[int | None, int | None]] = field(default_factory=dict)
+    resharded: dict[Any, int] = field(default_factory=dict)
+    errors: dict[Any, str] = field(default_factory=dict)
     # If `records_values`: the split dim of each value that depends on data, or None for a replicated one, by its variable.
     values: dict[Any, int | None] = field(default_factory=dict)
     records_values: bool = False
@@ -289,7 +288,7 @@ class Pass:
             if flow.data:
                 self.add_collective("reshard", aval)
                 self.reconsider(cause)
-                self.resharded[id(eqn)] = eqn, dim
+                self.resharded[eqn] = dim
             return replace(flow.through(source, new), dim=out, cause=cause, views=())
         return flow.through(source, new)
 
@@ -333,7 +332,7 @@ class Pass:
     def give_up(self, eqn: Any, ins: Sequence[Flow]) -> list[Flow]:
         """Handles an equation that is not followed: gathers its inputs, and treats its outputs as replicated."""
         if not any(flow.data for flow in ins):  # such as a decomposition of a weight, which XLA may expand to products
-            self.products.update({(id(eqn), id(at)): (eqn, None, at) for at in (eqn, *self.calls)})
+            self.products.update({(eqn, at): None for at in (eqn, *self.calls)})
         for atom, flow in zip(eqn.invars, ins, strict=True):
             self.gather(atom.aval, flow)
             self.decide(flow, None, f"replicated: `{eqn.primitive.name}` computes with it, which is not followed")
@@ -355,7 +354,7 @@ class Pass:
                     outputs, inputs = (
                         self.dims_of_leaf(view, eqn.invars[side].aval.shape, dims) for dims in (own, summed[side])
                     )
-                    self.uses[view.leaf, id(eqn)] = Use(eqn, outputs, inputs)
+                    self.uses[view.leaf, eqn] = Use(outputs, inputs)
         for side in (1, 0):  # in most matmuls the second operand is the weight; if both are weights, it is decided first
             if self.is_open(ins[side]):
                 self.decide_weight(eqn, ins, side, partners[1 - side], summed[side], outs[side])
@@ -372,11 +371,11 @@ class Pass:
             self.reconsider(cause0, cause1)
             flows[side] = self.gather(eqn.invars[side].aval, flows[side])
             (dim0, cause0), (dim1, cause1) = [(None, None) if i == side else self.split(flows[i]) for i in (0, 1)]
-        self.operands[id(eqn)] = dim0, dim1
+        self.operands[eqn] = dim0, dim1
         is_replicated, is_data = dim0 is None and dim1 is None, any(flow.data for flow in ins)
         n_replicated = (self.n if is_replicated else 1) if is_data else None
         own = [call for call in self.calls if call.primitive.name.startswith("custom_vjp")]
-        self.products.update({(id(eqn), id(at)): (eqn, n_replicated, at) for at in (eqn, *own)})
+        self.products.update({(eqn, at): n_replicated for at in (eqn, *own)})
         if is_replicated:
             if is_data:
                 sizes = [eqn.invars[0].aval.shape[dim] for dim in summed[0]]

@@ -5,7 +5,7 @@ computes with each leaf. They are the same on every mesh. Optimizers treat kinds
 decide how leaves are split.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -119,18 +119,18 @@ def _by_loss(trace: Trace) -> Mapping[str, Kind]:
     """Returns the kind of each leaf whose rows a traced loss looks up, or that it multiplies with data."""
     weights = WeightUses(trace.closed, len(trace.leaves))
     run = followed(trace, 1)  # no leaf is split: all of its views are followed
-    of_leaf: dict[str, list[Use]] = {}
-    for (leaf, _), use in run.uses.items():
-        of_leaf.setdefault(leaf, []).append(use)
+    of_leaf: dict[str, dict[Any, Use]] = {}
+    for (leaf, eqn), use in run.uses.items():
+        of_leaf.setdefault(leaf, {})[eqn] = use
     return {leaf: _of_products(uses, weights) for leaf, uses in of_leaf.items()} | dict.fromkeys(
         run.looked_up, Kind("embedding")
     )
 
 
-def _of_products(uses: Sequence[Use], weights: WeightUses) -> Kind:
-    if any(use.eqn.primitive.name == "conv_general_dilated" for use in uses):
+def _of_products(uses: Mapping[Any, Use], weights: WeightUses) -> Kind:
+    if any(eqn.primitive.name == "conv_general_dilated" for eqn in uses):
         return Kind("convolution")
-    outputs, inputs = uses[0].outputs, uses[0].inputs
+    outputs, inputs = next(iter(uses.values()))
     if not outputs or not inputs:
         return OTHER  # a vector: it scales or sums its input
-    return Kind("head" if all(weights.is_last(use.eqn) for use in uses) else "matrix", outputs, inputs)
+    return Kind("head" if all(map(weights.is_last, uses)) else "matrix", outputs, inputs)

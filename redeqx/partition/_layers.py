@@ -75,7 +75,8 @@ def register_attention(
     **Arguments:**
 
     - `cls`: the class of an Equinox module.
-    - `query`, `key`, `value`, `output`: names of fields that each hold an `eqx.nn.Linear`.
+    - `query`, `key`, `value`, `output`: names of fields that each hold an `eqx.nn.Linear`; `key` and `value` may also hold
+        None, in a layer that attends to the keys and values of another.
     - `heads`, `kv_heads`: the number of query heads and of key/value heads: the name of a field, or a function of the
         module. No head is split over two shards. By default common field names are tried (`num_heads`, `n_heads`, ...).
         Without a field for the key/value heads, their number is that of the query heads.
@@ -191,8 +192,11 @@ def split_in_field_order(model: PyTree, n_shards: int) -> tuple[dict[str, _rules
 def _split_attention(path: tuple[Any, ...], attention: Any, how: _Attention, n_shards: int) -> dict[str, _rules.Split]:
     """Returns the splits of the weights of an attention's four projections, by the projections' paths."""
     layers, cls = [], type(attention).__name__
-    for field in how.projections:
+    for i, field in enumerate(how.projections):
         name, linear = render((*path, jtu.GetAttrKey(field))), getattr(attention, field)
+        if linear is None and i in (1, 2):
+            layers.append(None)
+            continue
         if not isinstance(linear, eqx.nn.Linear):
             raise TypeError(
                 f"`{name}`: expected an eqx.nn.Linear, as registered for {cls}, got {type(linear).__name__}. "

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from .._tree import PyTree, is_array_like, render
@@ -30,13 +32,21 @@ def place(model: PyTree, plan: Plan) -> PyTree:
             is_second = id(leaf) in kept
             kept.add(id(leaf))
             return leaf.copy() if is_second else leaf
-        # Copied first: for PRNG keys, and for arrays that are already on one of the mesh's devices, `device_put` may return
-        # the caller's own buffer in spite of `may_alias=False`.
         if not sharding.is_fully_addressable:
             return put_on_mesh(leaf, sharding)
-        return jax.device_put(copied(leaf) if isinstance(leaf, jax.Array) else leaf, sharding, may_alias=False)
+        # Copied first: `device_put` may keep the caller's own memory in spite of `may_alias=False`.
+        return jax.device_put(_copied(leaf), sharding, may_alias=False)
 
     return jtu.tree_map_with_path(put, model)
+
+
+def _copied(leaf: Any) -> Any:
+    """Returns a copy of an array, as NumPy's unless it is on a GPU or TPU, or on several devices: JAX would compile a
+    program to copy, and another to cut, the arrays of each shape."""
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf)
+    is_in_host = [device.platform for device in leaf.devices()] == ["cpu"]
+    return np.array(leaf) if is_in_host and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else copied(leaf)
 
 
 def shardings_like(state: PyTree, plan: Plan) -> PyTree:

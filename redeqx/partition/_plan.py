@@ -8,14 +8,16 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from .._quantised import quantised_leaves
 from .._tree import PyTree, is_array_like, merged, named_leaves, nearest, without_indices
 from ..dims import UNKNOWN, RowUse
 from ..machine import MODEL, STORAGE_AXES, axes_of, mesh_text, n_shards
@@ -23,7 +25,9 @@ from ..monitor import HtmlPage, size_text
 from ..storage import disk_path
 from ..tracing import Trace, line_of, product_flops
 from . import _rules
+from ._codes import by_blocks, expanded, of_whole_weights, unit_shape, with_whole_weights
 from ._draw import Picture, draw
+from ._flow import EXPERTS
 from ._given import followed
 from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
@@ -223,7 +227,7 @@ def make_plan(
     mesh: Mesh,
     overrides: Overrides | None = None,
     trace: Trace | None = None,
-    trained: Collection[str] | None = None,
+    experts: Mapping[str, int | None] = MappingProxyType({}),
 ) -> Plan:
     """Makes the plan of a model, from the dataflow of a traced loss, or else from a traversal of its layers in field order.
 
@@ -237,11 +241,15 @@ def make_plan(
     - `overrides`: specs by path or by glob over paths (`"blocks.*.weight"`). Early patterns win. A spec has one mesh axis or
         None for each dim. None instead of a spec replicates the leaf.
     - `trace`: of a loss of this model.
-    - `trained`: the names of the trained leaves; None if they are not known.
+    - `experts`: the stacks of experts of grouped matmuls, with the dim that counts experts if tokens are sent to their
+        devices, and None if each device has a part of every expert.
 
     Raises ValueError if an override matches no leaf, has more entries than the leaf has dims, names an unknown axis or one
     axis twice, or does not divide a dim evenly.
     """
+    if quantised := quantised_leaves(model):
+        model = with_whole_weights(model)
+        trace = None if trace is None else of_whole_weights(trace, quantised)
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     splits, stacked = split_in_field_order(model, mesh.shape[MODEL])
     stored: set[str] = set()  # leaves that are stored split and gathered for use
@@ -251,7 +259,15 @@ def make_plan(
         # traversal does, even if that sends fewer bytes.
         found = order(trace, mesh.shape[MODEL], followers(model), _n_replicated(splits, sizes))
         splits, stored = _reorder(splits, found.splits, sizes)
-        stacked |= {name: max(n, stacked[name]) for name, n in found.stacked.items()}
+        stacked |= {name: max(n, stacked[name]) for name, n in found.stacked.items() if name in stacked}
+    splits |= {name: by_blocks(splits[name], of, mesh.shape[MODEL]) for name, of in quantised.items() if name in splits}
+    for name, dim in experts.items():
+        if dim is not None:
+            splits[name] = _rules.Split(dim, f"{EXPERTS}, to which tokens are sent and back")
+            stored.discard(name)
+        elif name in splits and splits[name].dim is not None:
+            reason = f"{splits[name].reason}; each token's outputs are added up over the model axis"
+            splits[name] = replace(splits[name], reason=reason)
     kinds = kinds_of(model, trace)
     chosen = specs_of(overrides or {}, leaves, mesh)
     unknown = _rules.Split(None, "replicated: no known layer")
@@ -261,34 +277,22 @@ def make_plan(
         if not isinstance(leaves[name], jax.ShapeDtypeStruct):  # the same shape object may stand for several arrays
             decides.setdefault(id(leaves[name]), name)
     planned: dict[str, LeafPlan] = {}
-    twins: dict[str, str] = {}  # trained leaves with the array of another trained leaf
     for name, leaf in leaves.items():
         shape, twin = tuple(leaf.shape), decides.get(id(leaf), name)
         split, n_stacked = splits.get(twin, unknown), stacked[twin]
         if twin != name:
             split = replace(split, reason=f"tied: the same array as `{twin}`")
-            if trained is None or (name in trained and twin in trained):  # a frozen one is a copy, as of a reference model
-                twins[name] = twin
-        spec, reason = chosen[name] if name in chosen else _spec(shape, n_stacked, split, mesh)
+        units = unit_shape(quantised[name]) if name in quantised else shape
+        spec, reason = chosen[name] if name in chosen else _spec(units, math.prod(shape), n_stacked, split, mesh)
         is_stored = twin in stored and name not in chosen
         n_parts = n_shards(spec, mesh)
         planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, n_parts, kind=kinds[name], is_stored_split=is_stored)
-    warnings = _about_twins(twins, trained is not None)
+    planned = expanded(planned, quantised, lambda spec: n_shards(spec, mesh))
+    warnings: list[str] = []
     if math.prod(mesh.shape[axis] for axis in (MODEL, *STORAGE_AXES)) > 1:
         replicated_leaves = {name: leaf for name, leaf in planned.items() if leaf.n_shards == 1 and name not in chosen}
-        warnings += _why_replicated(replicated_leaves, sum(math.prod(leaf.shape) for leaf in planned.values()))
+        warnings = _why_replicated(replicated_leaves, sum(math.prod(leaf.shape) for leaf in planned.values()))
     return Plan(mesh, planned, tuple(warnings))
-
-
-def _about_twins(twins: Mapping[str, str], are_trained: bool) -> list[str]:
-    """Returns a warning about twins, leaves of one array that training lets drift apart, if there are any."""
-    if not twins:
-        return []
-    name, twin = next(iter(twins.items()))
-    more = f" (and {len(twins) - 1} more)" if len(twins) > 1 else ""
-    when = "training will let them drift apart" if are_trained else "if both are trained, they will drift apart"
-    advice = "Tie them with `eqx.nn.Shared`, or freeze one as a reference by `trainable=`."
-    return [f"`{name}`: the same array as `{twin}`, but two leaves of the tree{more}: {when}. {advice}"]
 
 
 def _why_replicated(leaves: Mapping[str, LeafPlan], total: int) -> list[str]:
@@ -339,7 +343,7 @@ def _reorder(
     return {name: replace(split, reason=split.reason + notes.get(name, "")) for name, split in splits.items()}, stored
 
 
-def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mesh) -> tuple[P, str]:
+def _spec(shape: tuple[int, ...], size: int, n_stacked: int, split: _rules.Split, mesh: Mesh) -> tuple[P, str]:
     """Returns the spec and reason of a leaf: the model axis on the dim of `split`, and the storage axes on the largest free
     dim."""
     axes: list[tuple[str, ...]] = [()] * len(shape)
@@ -347,7 +351,7 @@ def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mes
         axes[split.dim] = (MODEL,)
     storage = tuple(axis for axis in STORAGE_AXES if mesh.shape[axis] > 1)
     reason, n_storage = split.reason, math.prod(mesh.shape[axis] for axis in storage)
-    if n_storage > 1 and math.prod(shape) >= MIN_FSDP_SIZE:
+    if n_storage > 1 and size >= MIN_FSDP_SIZE:
         dim = _rules.largest_free_dim(shape, {*range(n_stacked), split.dim}, n_storage)
         if dim is None and split.dim is not None and shape[split.dim] % (mesh.shape[MODEL] * n_storage) == 0:
             dim = split.dim  # both axes on one dim, such as that of a long bias
@@ -359,11 +363,12 @@ def _spec(shape: tuple[int, ...], n_stacked: int, split: _rules.Split, mesh: Mes
     return P(*(entry or None for entry in axes)), reason
 
 
-def _repeats(products: Iterable[tuple[Any, int | None, Any]], mesh: Mesh) -> dict[str, float]:
-    """Returns, for each source line with products, the number of devices that repeat them, averaged by their FLOPs."""
+def _repeats(products: Mapping[tuple[Any, Any], int | None], mesh: Mesh) -> dict[str, float]:
+    """Returns, for each source line with products (`Pass.products`), the number of devices that repeat them, averaged by
+    their FLOPs."""
     works: dict[str, list[float]] = {}
     unknown: set[str] = set()  # lines whose work differs in the compiled program, such as decompositions of weights
-    for eqn, n, at in products:
+    for (eqn, at), n in products.items():
         flops = product_flops(eqn)
         # XLA expands grouped convolutions to ungrouped ones: their FLOPs differ from those of the trace on any device.
         if flops is None or eqn.params.get("feature_group_count", 1) * eqn.params.get("batch_group_count", 1) > 1:
@@ -392,7 +397,7 @@ def mark_read(plan: Plan, trace: Trace, row_use: RowUse = UNKNOWN, *, with_kinds
         for name, leaf in plan.leaves.items()
     }
     dims = {name: plan.model_dim(name) for name in plan.leaves}
-    repeats = _repeats(followed(trace, plan.mesh.shape[MODEL], dims).products.values(), plan.mesh)
+    repeats = _repeats(followed(trace, plan.mesh.shape[MODEL], dims).products, plan.mesh)
     if row_use == UNKNOWN:
         row_use = plan.row_use
     row_use = replace(row_use, trace=None, constants=None)  # a plan can be copied, and keeps no arrays alive

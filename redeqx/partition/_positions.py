@@ -2,30 +2,49 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from jax.sharding import Mesh
 
-from ..dims import ATTENTION, CHUNKS, RECURRENCE, Along, Positions, positions_of
+from ..dims import ATTENTION, CHUNKS, RECURRENCE, Along, Inputs, Positions, positions_of
 from ..machine import SEQUENCE
-from ..tracing import Trace, or_as_written, shortened
+from ..tracing import Trace, once, or_as_written, shortened
 
 
-def describe_positions(trace: Trace, mesh: Mesh) -> tuple[str, ...]:
-    """Returns a sentence for each way in which a traced loss combines positions; none without a sequence axis.
+def inputs_of(trace: Trace, n_state: int = 0) -> Inputs:
+    """Returns what the inputs of a traced loss or prediction are: the leaves, `n_state` arrays, the batch and a key."""
+    n_weights = len(trace.leaves)
+    return Inputs(n_weights, n_state, len(trace.closed.jaxpr.invars) - n_weights - n_state - 1)
 
-    Raises ValueError if it attends to a number of the batch's positions that does not divide over the axis.
+
+def positions_in(trace: Trace, n_state: int = 0) -> Positions:
+    """Returns the positions in a traced loss or prediction; none if the search fails."""
+    return _search(trace.closed, inputs_of(trace, n_state))
+
+
+@once  # and warned of once
+def _search(closed: Any, inputs: Inputs) -> Positions:
+    return or_as_written(partial(positions_of, closed, inputs), Positions, "the search for positions")
+
+
+def describe_positions(trace: Trace, mesh: Mesh, n_state: int = 0, *, may_be_whole: bool = False) -> tuple[str, ...]:
+    """Returns a sentence for each way in which a traced loss or prediction combines positions; none without a sequence axis.
+
+    **Arguments:**
+
+    - `n_state`: the number of arrays between the model and the batch.
+    - `may_be_whole`: whether each device may compute an attention whose positions do not divide over the axis.
+
+    Raises ValueError unless `may_be_whole` if it attends to such a number of the batch's positions.
     """
     n = mesh.shape[SEQUENCE]
     if n == 1:
         return ()
-    n_weights = len(trace.leaves)
-    n_batch = len(trace.closed.jaxpr.invars) - n_weights - 1  # the last input is the key
-    search = partial(positions_of, trace.closed, n_weights, 0, n_batch)
-    found = or_as_written(search, Positions, "the search for positions").along
+    found = positions_in(trace, n_state).along
     if not found:
         return (f"none found in the batch; the {n} sequence shards repeat the work of each other",)
     wrong = [each for each in found if each.what == ATTENTION and each.is_given and each.size % n]
-    if wrong:
+    if wrong and not may_be_whole:
         size, below = wrong[0].size, wrong[0].size // n * n
         fitting = " or ".join(str(length) for length in (below, below + n) if length)
         raise ValueError(
@@ -40,6 +59,8 @@ def _sentence(each: Along, n: int) -> str:
         how = "each device computes all of them, for its part of the rows if these divide"
     elif each.what == CHUNKS:
         how = "each device computes a part of each chunk"
+    elif each.size % n and each.is_given and each.what == ATTENTION:
+        how = f"{n} devices do not divide them, so each computes all of them"
     elif each.size % n:
         how = f"{n} devices do not divide them, so XLA pads them"
     else:

@@ -100,9 +100,16 @@ def _fully_connected(layer: Layer, arrives: str | None, n_shards: int) -> Split:
 
 
 def attention(
-    query: Layer, key: Layer, value: Layer, output: Layer, n_shards: int, heads: int | None, kv_heads: int | None
+    query: Layer,
+    key: Layer | None,
+    value: Layer | None,
+    output: Layer,
+    n_shards: int,
+    heads: int | None,
+    kv_heads: int | None,
 ) -> dict[str, Split]:
-    """Rule 2: returns the splits of an attention's four projections, by the layers' names.
+    """Rule 2: returns the splits of an attention's four projections, by the layers' names. Without a projection of keys or
+    values, there are three or two.
 
     A head is never split over two shards, so the number of heads must divide evenly. If the key/value heads do not (there
     are fewer of them than shards, in grouped-query attention), key and value are replicated, since the queries of every
@@ -116,10 +123,11 @@ def attention(
         features must divide evenly instead.
     """
     units = query.out_size if heads is None else heads
-    kv_units = min(key.out_size, value.out_size) if kv_heads is None else kv_heads
+    of_keys = [layer for layer in (key, value) if layer is not None]
+    kv_units = min((layer.out_size for layer in of_keys), default=1) if kv_heads is None else kv_heads
     if units % n_shards or output.in_size % n_shards:
         why = f"{units} {'features' if heads is None else 'heads'} do not divide over {n_shards} shards"
-        flipped = {layer.name: _other(layer, IN, why, n_shards) for layer in (query, key, value)}
+        flipped = {layer.name: _other(layer, IN, why, n_shards) for layer in (query, *of_keys)}
         return {**flipped, output.name: _other(output, OUT, why, n_shards)}
     known = "" if heads is not None else " (number of heads unknown)"
 
@@ -129,10 +137,14 @@ def attention(
 
     what = "features" if kv_heads is None else "heads"
     too_few = f"replicated: {kv_units} key/value {what} do not divide over {n_shards} shards, queries on each read them"
+    of_roles = {
+        layer.name: Split(None, too_few) if kv_units % n_shards else by_heads(role, kv_heads)
+        for role, layer in (("key", key), ("value", value))
+        if layer is not None
+    }
     return {
         query.name: by_heads("query", heads),
-        key.name: Split(None, too_few) if kv_units % n_shards else by_heads("key", kv_heads),
-        value.name: Split(None, too_few) if kv_units % n_shards else by_heads("value", kv_heads),
+        **of_roles,
         output.name: Split(IN, f"attention: output contracts the split heads{known}"),
     }
 

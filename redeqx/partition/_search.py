@@ -53,7 +53,7 @@ def order(
     def n_replicated(run: Pass) -> int:
         return sum(math.prod(shapes[leaf]) for leaf, split in run.splits.items() if split.dim is None)
 
-    best, n_trials, tried = run({}), 0, set[str]()
+    best, n_trials, tried = run({}), 0, set[tuple[str, tuple[int, ...]]]()
 
     def attempt(forced: Mapping[str, int | None]) -> bool:
         nonlocal best, n_trials
@@ -74,20 +74,20 @@ def order(
         attempt(forced)
     if best.recurrent:  # all at once: a single replicated one would still be combined with split outputs of the others
         attempt({leaf: None for leaf in shapes if leaf in best.recurrent})
-    # Leaves whose names differ only in indices (of a list of blocks) are changed together, if their splits are equal.
+    # Leaves whose names differ only in indices (of a list of blocks) are changed together, if shapes and splits are equal.
     patterns = {name: without_indices(name) for name in trace.names}
+    alike = {name: (patterns[name], shapes[name]) for name in trace.names}
     while n_shards > 1 and n_trials < MAX_TRIALS:
-        leaf = next((leaf for leaf in best.candidates if patterns[leaf] not in tried), None)
+        leaf = next((leaf for leaf in best.candidates if alike[leaf] not in tried), None)
         if leaf is None:
             break
-        tried.add(patterns[leaf])
+        tried.add(alike[leaf])
         now = best.splits[leaf].dim
-        key = patterns[leaf], shapes[leaf], now
-        same = [name for name, split in best.splits.items() if (patterns[name], shapes[name], split.dim) == key]
+        same = [name for name, split in best.splits.items() if (alike[name], split.dim) == (alike[leaf], now)]
         others = (*best.options.get(leaf, ()), *([None] if leaf in best.gathered else []))
         found = [attempt(dict.fromkeys(same, dim)) for dim in others if dim != now]
         if any(found):
-            tried = {patterns[leaf]}
+            tried = {alike[leaf]}
     for pattern in dict.fromkeys(patterns[leaf] for leaf in best.forced):
         trial = run({leaf: dim for leaf, dim in best.forced.items() if patterns[leaf] != pattern})
         best = trial if trial.cost * (1 - MIN_SAVING) <= best.cost else best

@@ -4,15 +4,17 @@ A new option is a field here and its one reader. What devices decide (a default,
 too, for a mesh.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec as P
 
 from ..errors import check_choice
-from ..machine import MODEL, STORAGE_AXES, chip_of_kind
-from ..memory import REMATS
-from ..transforms import UnrollLoops
+from ..machine import DEFAULT_CHIP, MODEL, STORAGE_AXES, chip_of_kind
+from ..memory import AUTO, REMATS, bytes_of
+from ..tracing import Rule
+from ..transforms import Measure, RematLoops, UnrollLoops
 from ._precision import Precision
 
 
@@ -36,10 +38,13 @@ class Compute:
     - `fuse_attention`: whether attention, however it is written, is computed by the platform's kernel (`redeqx.attention`).
     - `remat`: what loops (`jax.lax.scan`, as over stacked blocks) recompute in the backward pass: `"none"`; `"matmuls"`,
         everything except matmuls, convolutions and attention; `"full"`, the whole body; `"offload"`, as `"full"`, with the
-        inputs of each iteration in host memory. `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own stay.
+        inputs of each iteration in host memory, and as many products as the bus copies while it is computed. Or bytes, such
+        as `"6GiB"`: of each product it is chosen whether the device keeps it, in as many bytes for all of them, or the host,
+        or whether it is computed again. `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own stay.
     - `memory`: `"auto"` compiles the first step and, if it does not fit into the device's memory, tries loops that are not
-        unrolled, a split residual stream, the next levels of `remat`, smaller parts of micro-batches unless the loss mixes
-        rows, and the optimizer state in host memory. It prints its choice; nothing is chosen on CPUs and with a `grad_fn`.
+        unrolled, a split residual stream, bytes and the next levels of `remat`, smaller parts of micro-batches unless the
+        loss mixes rows, and the optimizer state in host memory. It prints its choice; nothing is chosen on CPUs and with a
+        `grad_fn`.
     - `unroll`: whether loops over a few small layers are unrolled on GPUs, which costs compile time.
     - `stack_blocks`: whether equal blocks computed one after the other, as from a Python list, become one loop over their
         stacked weights. By default on GPUs and TPUs.
@@ -62,7 +67,8 @@ class Compute:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", Precision.of(self.precision))
-        check_choice(self.remat, "remat", ("auto", *REMATS))
+        if not isinstance(self.remat, str) or bytes_of(self.remat) is None:
+            check_choice(self.remat, "remat", ("auto", *REMATS))
         check_choice(self.memory, "memory", ("auto", None))
 
     @classmethod
@@ -77,16 +83,34 @@ class Compute:
 
     @property
     def remat_level(self) -> str:
-        """The level of recomputation. By default everything but products is recomputed, on CPUs too, since a step waits
-        longer for memory than for elementwise work (tests/benchmarks/README.md)."""
-        return "matmuls" if self.remat == "auto" else self.remat
+        """The level of recomputation. By default everything but products is recomputed (tests/benchmarks/README.md)."""
+        return AUTO if self.remat == "auto" else self.remat
+
+    def remats_on(
+        self, mesh: Mesh, specs: Sequence[P], *, measures: bool = False, blocks: Rule | None = None
+    ) -> Rule | None:
+        """Returns the rule for what loops save on the devices of a mesh; None if they save everything.
+
+        **Arguments:**
+
+        - `specs`: of the weights, as they are used.
+        - `measures`: whether loops are measured at each level.
+        - `blocks`: as for `Measure`.
+        """
+        level, device = self.remat_level, mesh.devices.flat[0]
+        chip = chip_of_kind(device.device_kind)
+        if level == "none":
+            return None
+        by_value = bytes_of(level) is not None or (level == "offload" and chip is not None)  # else the bus is unknown
+        measure = Measure(mesh, chip or DEFAULT_CHIP, specs, device.platform != "cpu", blocks)
+        return RematLoops(level, measure if by_value or measures else None, by_value)
 
     def unroll_on(self, mesh: Mesh, remat: str) -> UnrollLoops | None:
         """Returns which loops are unrolled on the devices of a mesh. None are if whole bodies are recomputed, which XLA
         would undo, or if weights are gathered layer by layer, which XLA would then do for several layers at once."""
         device = mesh.devices.flat[0]
         is_gathered = any(mesh.shape[axis] > 1 for axis in STORAGE_AXES)
-        if not self.unroll or device.platform not in ("cuda", "gpu") or remat in ("full", "offload") or is_gathered:
+        if not self.unroll or device.platform not in ("cuda", "gpu") or remat not in ("none", "matmuls") or is_gathered:
             return None
         chip = chip_of_kind(device.device_kind)
         return None if chip is None else UnrollLoops(chip, mesh.size)
@@ -96,14 +120,22 @@ class Compute:
         recomputation in loops saves memory, and compilation takes longest."""
         return mesh.devices.flat[0].platform != "cpu" if self.stack_blocks is None else self.stack_blocks
 
+    @property
+    def checkpoints_blocks(self) -> bool:
+        """Whether equal blocks that stay unrolled are computed again. Not at `"matmuls"`, where XLA would then keep more
+        than without: its own fusion computes cheap operations again already."""
+        return self.remat_level not in ("none", "matmuls")
+
     def splits_residual_on(self, mesh: Mesh) -> bool:
         """Returns whether the model axis splits positions between layers on the devices of a mesh.
 
         By default where it sends at most a tenth more: on GPUs, if the backward pass recomputes either nothing or products
         too (`transforms._split_residual`). XLA makes no reduce-scatters for CPUs, and for TPU v5e it sends 1.6 times the
         bytes, with products that begin before all of their inputs have arrived (libtpu of jax 0.10.2; 2026-11-26)."""
-        if mesh.shape[MODEL] == 1 or self.split_residual is not None:
-            return mesh.shape[MODEL] > 1 and bool(self.split_residual)
+        if mesh.shape[MODEL] == 1:
+            return False
+        if self.split_residual is not None:
+            return self.split_residual
         return mesh.devices.flat[0].platform in ("cuda", "gpu") and self.remat_level != "matmuls"
 
     def harmful_settings_on(self, mesh: Mesh) -> tuple[str, ...]:
@@ -112,5 +144,5 @@ class Compute:
         To start an all-gather an iteration early, XLA also repeats what it depends on. For a recomputed residual stream that
         is the sum after attention: 1.18 times the bytes instead of 1.10, and 2.6 GiB of temporaries instead of 2.0 (8
         layers of LLaMA 3 8B's size, compiled for 8 H100 by jax 0.10.2; 2026-11-26)."""
-        is_recomputed = self.remat_level in ("full", "offload") and self.splits_residual_on(mesh)
+        is_recomputed = self.remat_level not in ("none", "matmuls") and self.splits_residual_on(mesh)
         return ("xla_gpu_enable_pipelined_all_gather",) if is_recomputed else ()

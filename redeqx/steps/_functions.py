@@ -11,28 +11,34 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._tree import as_bare_shapes, is_array_like, named_leaves
-from ..dims import RowUse, row_use, shapes_of_row
+from ..dims import Inputs, RowUse, row_use, shapes_of_row
 from ..machine import MODEL, SEQUENCE, axes_of, split_heads, split_sorted_rows
+from ..memory import Loop
 from ..partition import Plan
-from ..tracing import Rule, normal, restricted, transformed, variables
+from ..tracing import Rule, normal, restricted, variables
 from ..transforms import (
+    CheckpointBlocks,
+    DequantiseAtUse,
+    ExchangeLookups,
     FixGroupedConvolutions,
     FuseAttention,
     GatherAtUse,
     GroupMatmuls,
     KeepEverything,
+    NarrowTransposes,
     PickByComparison,
-    RematLoops,
     Reshard,
     Rows,
     Shardings,
     SplitPositions,
     SplitRepeated,
     SplitResidual,
+    SplitVocabulary,
     StackBlocks,
     WeightProducts,
     by_row,
     of_whole,
+    with_remats,
 )
 from ._compute import Compute
 from ._loss import as_sums, n_rows
@@ -61,20 +67,54 @@ def plan_rules(
     - `convolutions`: whether the function is differentiated, and may contain convolutions.
     - `fuse_attention`: whether attention is computed by the platform's kernel.
     """
-    shardings, splits = [], []
-    for name in (name for names in structure.names for name in names):
-        of = Shardings(plan.sharding(name), NamedSharding(plan.mesh, plan.spec_in_use(name)), name)
-        shardings.append(of if of.is_gathered or named else None)
-        splits.append(plan.model_dim(name))
-    rules: list[Rule] = []
+    splits = [plan.model_dim(name) for name in structure.weights]
+    in_use = [NamedSharding(plan.mesh, plan.spec_in_use(name)) for name in structure.weights]
+    every = [Shardings(plan.sharding(name), use, name) for name, use in zip(structure.weights, in_use, strict=True)]
+    shardings = [of if of.is_gathered or named else None for of in every]
+    rules: list[Rule] = [DequantiseAtUse()] if structure.is_quantised else []
     if any(of is not None for of in shardings):
-        rules.append(GatherAtUse(shardings))
+        rules += [ExchangeLookups(plan.mesh, len(shardings)), GatherAtUse(shardings)]
     rules.append(SplitRepeated(plan.mesh, len(shardings)))
     if plan.mesh.shape[MODEL] > 1:
         rules += [FixGroupedConvolutions(plan.mesh)] if convolutions else []
         rules.append(Reshard(splits, plan.mesh))
     rules.append(GroupMatmuls(split_sorted_rows(plan.mesh), splits))
     return [*rules, FuseAttention(split_heads(plan.mesh))] if fuse_attention else rules
+
+
+def with_rules(
+    fn: Callable[..., Any],
+    structure: Structure,
+    plan: Plan,
+    first: Sequence[Rule],
+    rules: Sequence[Rule],
+    *,
+    splits_residual: bool = False,
+    saved: list[Loop] | None = None,
+) -> Callable[..., Any]:
+    """Returns a function `(weights, state, batch, ...)` under some rules, and between them those that split positions, which
+    depend on how many arrays the function receives.
+
+    **Arguments:**
+
+    - `first`, `rules`: what applies before positions are split, and after it.
+    - `splits_residual`: whether the model axis splits positions too, between layers.
+    - `saved`: receives what each loop saves, where that is chosen by value.
+    """
+    mesh = plan.mesh
+    by_sequence = mesh.shape[SEQUENCE] > 1
+    if not by_sequence and not splits_residual:
+        return with_remats(fn, [*first, *rules], saved)
+
+    def split(*args: Any) -> Any:
+        inputs = Inputs(*(len(jax.tree.leaves(tree)) for tree in args[:3]))
+        splits = tuple(map(plan.model_dim, structure.weights))
+        residual = SplitResidual(mesh, inputs, splits) if splits_residual else None
+        around: list[Any] = [] if residual is None else [residual]
+        around += [SplitPositions(mesh, inputs, residual=residual)] if by_sequence else []
+        return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *first, *around, *rules], saved)(*args)
+
+    return split
 
 
 @dataclass(frozen=True)
@@ -208,6 +248,8 @@ class Functions:
     compute: Compute
     named: bool = False  # as for `plan_rules`
     change: Rule | None = None  # an additional rule, applied before those of the plan
+    measures: bool = False  # whether `saved` is known at each level of recomputation
+    saved: list[Loop] = field(default_factory=list, compare=False, repr=False)  # what each loop of the newest trace saves
 
     @property
     def structure(self) -> Structure:
@@ -221,34 +263,27 @@ class Functions:
         compute, mesh = self.compute, self.plan.mesh
         rules = plan_rules(self.structure, self.plan, named=self.named, fuse_attention=compute.fuse_attention)
         in_fp8, summed_in = self.precision.in_fp8, self.precision.summed_in
+        n_weights, is_cpu = len(self.structure.weights), mesh.devices.flat[0].platform == "cpu"
         if in_fp8 or summed_in is not None:
-            n_weights = sum(map(len, self.structure.names))
-            is_cpu = mesh.devices.flat[0].platform == "cpu"
             rules.append(WeightProducts(n_weights, in_fp8, summed_in, emulated=is_cpu))
         first: list[Rule] = []
-        if is_loss and compute.stacks_on(mesh):
-            first.append(StackBlocks([effective_specs(self.plan, name) for names in self.structure.names for name in names]))
+        kinds = [effective_specs(self.plan, name) for name in self.structure.weights]
+        if is_loss and (compute.stacks_on(mesh) or (is_trained and compute.checkpoints_blocks)):
+            first.append(StackBlocks(kinds) if compute.stacks_on(mesh) else CheckpointBlocks(kinds))
         first += [] if self.change is None else [self.change]
         if is_trained:  # without a backward pass nothing is kept or recomputed
+            first.append(SplitVocabulary(mesh))
             rules.append(PickByComparison())
+            rules += [NarrowTransposes(n_weights)] if is_cpu else []
             remat = "none" if isinstance(self.change, KeepEverything) else compute.remat_level
             unroll = compute.unroll_on(mesh, remat)
             first += [] if unroll is None else [unroll]
-            first += [] if remat == "none" else [RematLoops(remat)]
-        by_sequence, by_model = mesh.shape[SEQUENCE] > 1, is_trained and compute.splits_residual_on(mesh)
-        if not by_sequence and not by_model:
-            return transformed(fn, [*first, *rules])
-
-        def split(*args: Any) -> Any:  # weights, state, batch, and others
-            n_weights, n_state, n_batch = (len(jax.tree.leaves(tree)) for tree in args[:3])
-            positions = SplitPositions(mesh, n_weights, n_state, n_batch)
-            splits = [self.plan.model_dim(name) for names in self.structure.names for name in names]
-            residual = SplitResidual(mesh, positions.positions, splits) if by_model else None
-            around = [] if residual is None else [residual]
-            around += [replace(positions, residual=residual)] if by_sequence else []
-            return transformed(fn, [*(replace(rule, of_loops=True) for rule in around), *first, *around, *rules])(*args)
-
-        return split
+            specs = list(map(self.plan.spec_in_use, self.structure.weights))
+            blocks = None if compute.stacks_on(mesh) else CheckpointBlocks(kinds)
+            remats = None if remat == "none" else compute.remats_on(mesh, specs, measures=self.measures, blocks=blocks)
+            first += [] if remats is None else [remats]
+        by_model = is_trained and compute.splits_residual_on(mesh)
+        return with_rules(fn, self.structure, self.plan, first, rules, splits_residual=by_model, saved=self.saved)
 
     def whole(self, *args: PyTree, inference: bool) -> Rows:
         """Returns the `Rows` of the whole batch, with the values of it that its parts need.
@@ -295,15 +330,10 @@ class Functions:
     def _of_part(
         self, fn: Callable[..., Any], *, inference: bool = False, is_only: bool, is_loss: bool = True
     ) -> Callable[..., Any]:
-        if is_only:  # its rows are those of the whole batch
-
-            def of_part(*args: Any) -> Any:
+        def of_part(*args: Any) -> Any:
+            if is_only:  # its rows are those of the whole batch
                 return fn(*args[:4])
-
-        else:
-
-            def of_part(*args: Any) -> Any:
-                return by_row(fn, self.sums.row_use(*args[:4], inference=inference))(*args)
+            return by_row(fn, self.sums.row_use(*args[:4], inference=inference))(*args)
 
         return self._with_rules(of_part, is_loss=is_loss, is_trained=is_loss and not inference)
 

@@ -1,6 +1,7 @@
 """Plans of a model for what is computed with it: its fields, its loss, or a prediction."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,8 +10,9 @@ from jaxtyping import PyTree
 
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
-from ..partition import Overrides, Plan, make_plan, mark_read
+from ..partition import Overrides, Plan, describe_positions, make_plan, mark_read
 from ..tracing import Trace
+from ..transforms import expert_stacks
 from ._structure import Structure
 
 
@@ -19,11 +21,18 @@ def plan_model(
     mesh: Mesh,
     trace: Trace | None = None,
     overrides: Overrides | None = None,
-    trained: Collection[str] | None = None,
     row_use: RowUse = UNKNOWN,
+    *,
+    splits_residual: bool = False,
 ) -> Plan:
-    """Returns the plan of a model on a mesh, in the order of its traced loss if there is one; issues the plan's warnings."""
-    plan = make_plan(model, mesh, overrides, trace, trained)
+    """Returns the plan of a model on a mesh, in the order of its traced loss if there is one; issues the plan's warnings.
+
+    **Arguments:**
+
+    - `splits_residual`: whether the model axis splits positions between layers.
+    """
+    experts = {} if trace is None else expert_stacks(trace, mesh, splits_residual=splits_residual)
+    plan = make_plan(model, mesh, overrides, trace, experts)
     for message in plan.warnings:
         warn(message)
     return plan if trace is None else mark_read(plan, trace, row_use)
@@ -44,7 +53,9 @@ def plan_prediction(
         return predict([*trained, *frozen], *rest)
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))
-    plan = make_plan(model, mesh, trace=Trace.of(of_model, model, *shapes, jax.eval_shape(lambda: jax.random.key(0))))
+    trace = Trace.of(of_model, model, *shapes, jax.eval_shape(lambda: jax.random.key(0)))
+    plan = make_plan(model, mesh, trace=trace)
     for message in plan.warnings:
         warn(message)
-    return plan
+    # Other batches may have other lengths, so none is refused.
+    return replace(plan, positions=describe_positions(trace, mesh, len(state), may_be_whole=True))

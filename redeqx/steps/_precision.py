@@ -188,13 +188,9 @@ _NAMED = {
 }
 
 
-def _is_floating(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
 def cast(leaf: Any, dtype: Any) -> Any:
     """Casts a floating leaf, or its shape; returns any other leaf unchanged."""
-    if not _is_floating(leaf) or leaf.dtype == jnp.dtype(dtype):
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.dtype(dtype):
         return leaf
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 

@@ -15,7 +15,9 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from .._tree import PyTree, is_key, named_leaves
+from ..compiled import argument_text
 from ..machine import Options, in_host, replicated
+from ..memory import Loop
 from ..optimizers import check_opt_state, eval_params, has_eval_params
 from ..partition import Plan, shardings_like, using_kinds
 from ..tracing import as_fun
@@ -42,6 +44,7 @@ class Program:
     - `state`: shapes with shardings.
     - `init_opt_state`: maps the trained arrays to the optimizer state, whose shards are created in place.
     - `eval_params`: maps the optimizer state and the trained arrays to those to evaluate; None if these are the same.
+    - `saved`: what each loop saves, where that is chosen by value; known when the train step has been traced.
     """
 
     plan: Plan
@@ -55,6 +58,7 @@ class Program:
     eval_step: Callable[..., Any]
     eval_names: list[str]
     eval_params: Callable[[list[Array], list[Array]], list[Array]] | None
+    saved: Sequence[Loop] = ()
 
     # --- a state as trees --------------------------------------------------------------------------------------------
 
@@ -111,6 +115,16 @@ class Program:
         opt_names = named_leaves(self.opt_tree(self.state))
         lists = {"state.trained": trained, "trained": trained, "frozen": frozen, "state.opt_state": opt_names}
         return {f"{argument}[{i}]": name for argument, names in lists.items() for i, name in enumerate(names)}
+
+    def argument_texts(self, args: tuple[Any, ...]) -> dict[str, str]:
+        """Describes each of the `train_args`, by name."""
+        state, frozen, groups, _ = args
+        texts = dict(zip(self.structure.weights, map(argument_text, (*state.trained, *frozen)), strict=True))
+        opt_names = (f"optimizer.{name}" for name in named_leaves(self.opt_tree(self.state)))
+        texts |= zip(opt_names, map(argument_text, state.opt_state), strict=True)
+        texts |= {f"model_state[{i}]": argument_text(leaf) for i, leaf in enumerate(state.layers)}
+        batch = {f"batch[{i}]": group for i, group in enumerate(groups)}
+        return texts | {name: argument_text(leaf) for name, leaf in named_leaves(batch).items()}
 
 
 def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -188,6 +202,7 @@ def make_program(
         eval_step=evaluation.jitted(options),
         eval_names=evaluation.names,
         eval_params=jax.jit(evaluated, out_shardings=shardings.trained) if has_eval_params(opt_tree) else None,
+        saved=functions.saved,
     )
 
 

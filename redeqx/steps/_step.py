@@ -19,9 +19,8 @@ from ..dims import row_use
 from ..machine import Options, is_in_host, replicated, split_rows
 from ..optimizers import ascent, injected_rate, n_updates, update_with, widened
 from ..partition import Plan
-from ..tracing import transformed
 from ..transforms import Rows, by_row
-from ._functions import Functions, plan_rules
+from ._functions import Functions, plan_rules, with_rules
 from ._loss import n_rows
 from ._micro_batches import Part, accumulate, number_rows, split, with_whole
 from ._state import TrainState, stream_key
@@ -355,7 +354,7 @@ def make_predict_step(
     def of_part(*args):
         return by_row(predict, row_use(predict, *args[:4], returns_rows=True))(*args)
 
-    planned_fn = transformed(of_part, rules)
+    planned_fn = with_rules(of_part, structure, plan, [], rules)
 
     def predict_fn(trained, frozen, state, batch, key, span):
         (before, total), n = span, n_rows(batch)

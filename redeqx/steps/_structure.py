@@ -5,15 +5,16 @@ module on every call.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from .._quantised import is_quantised, map_quantised, quantised_leaves
 from .._tree import PyTree, is_array_like, listed, named_leaves
-from ..errors import brief
+from ..errors import brief, warn
 from ._precision import cast
 
 
@@ -34,7 +35,7 @@ class Structure:
         arrays, static = eqx.partition(model, is_array_like)
         # `eqx.is_inexact_array` is False for shapes, and True for 8-bit floats, which are quantised weights without
         # arithmetic.
-        which = _has_gradient if trainable is eqx.is_inexact_array else trainable
+        which = _trained_by_default(arrays) if trainable is eqx.is_inexact_array else trainable
         try:
             trained, frozen = eqx.partition(arrays, which)
         except (TypeError, ValueError) as error:
@@ -43,6 +44,7 @@ class Structure:
                 f"{brief(which)}. For a part of the model use `eqx.tree_at` on a tree of False."
             ) from error
         fixed = [f"`{name}` ({leaf.dtype})" for name, leaf in named_leaves(trained).items() if not _has_gradient(leaf)]
+        fixed += [f"`{name}` (quantised)" for name, weight in quantised_leaves(trained).items() if weight.scales is not None]
         if fixed:
             raise ValueError(
                 "`trainable`: expected floating leaves of 16 bits or more, which have gradients, got "
@@ -51,10 +53,37 @@ class Structure:
         names = (tuple(named_leaves(trained)), tuple(named_leaves(frozen)))
         return cls(names, (jax.tree.structure(trained), jax.tree.structure(frozen)), static)
 
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The names of all leaves, in the order in which functions take their arrays as one list: trained, then frozen."""
+        return (*self.names[0], *self.names[1])
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the model has quantised weights."""
+        return bool(quantised_leaves(self.static))
+
     def take(self, model: PyTree) -> tuple[list[Any], list[Any]]:
         """Returns the trained and the frozen arrays of a model with the same structure."""
         leaves = named_leaves(model)
         return [leaves[name] for name in self.names[0]], [leaves[name] for name in self.names[1]]
+
+    def warn_of_twins(self, model: PyTree) -> None:
+        """Warns about two trained leaves that are one array: each gets its own updates, so that they drift apart. A frozen
+        leaf with the array of a trained one is a reference, which is meant to stay."""
+        first: dict[int, str] = {}
+        twins: list[tuple[str, str]] = []
+        for name, array in zip(self.names[0], self.take(model)[0], strict=True):
+            other = first.setdefault(id(array), name)
+            if other != name and not isinstance(array, jax.ShapeDtypeStruct):  # one shape may stand for several arrays
+                twins.append((name, other))
+        if twins:
+            (name, other), n_more = twins[0], len(twins) - 1
+            more = f" (and {n_more} more)" if n_more else ""
+            warn(
+                f"`{name}`: the same array as `{other}`, but two leaves of the tree{more}: training will let them drift "
+                "apart. Tie them with `eqx.nn.Shared`, or freeze one as a reference by `trainable=`."
+            )
 
     def trained_tree(self, trained: Sequence[Any]) -> PyTree:
         """Returns the model with None for all other leaves, as an optimizer receives it."""
@@ -65,10 +94,18 @@ class Structure:
     ) -> PyTree:
         """Returns the model with these arrays; `compute_dtype` casts its floating leaves."""
         trees = [jax.tree.unflatten(d, leaves) for d, leaves in zip(self.treedefs, (trained, frozen), strict=True)]
-        if compute_dtype is not None:
-            trees = jax.tree.map(lambda x: cast(x, compute_dtype), trees)
-        model = eqx.combine(*trees, self.static)
+        static = self.static
+        if compute_dtype is not None:  # scales keep their digits: the numbers that they make are rounded
+            as_computed = lambda x: x if is_quantised(x) else cast(x, compute_dtype)  # noqa: E731
+            trees = jax.tree.map(as_computed, trees, is_leaf=is_quantised)
+            trees, static = map_quantised(lambda weight: replace(weight, dtype=compute_dtype), (trees, static))
+        model = eqx.combine(*trees, static)
         return eqx.nn.inference_mode(model) if inference else model
+
+
+def _trained_by_default(arrays: PyTree) -> PyTree:
+    """Returns the mask of the leaves that have gradients: floating ones, except the scales of quantised weights."""
+    return jax.tree.map(lambda x: not is_quantised(x) and _has_gradient(x), arrays, is_leaf=is_quantised)
 
 
 def _has_gradient(leaf: Any) -> bool:

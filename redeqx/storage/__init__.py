@@ -5,7 +5,13 @@ local folder from which small files are uploaded, and on a disk, files that are 
 checkpoints or runs. Open `_path.py` first.
 """
 
-from ._array import MergedDims as MergedDims, StoredArray as StoredArray, View as View, fetch as fetch
+from ._array import (
+    ComputedArray as ComputedArray,
+    MergedDims as MergedDims,
+    StoredArray as StoredArray,
+    View as View,
+    fetch as fetch,
+)
 from ._disk import (
     check_writable as check_writable,
     disk_path as disk_path,

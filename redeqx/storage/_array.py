@@ -8,6 +8,7 @@ NumPy itself tracks the bytes of each view: every view has an array of addresses
 
 import math
 import mmap
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,7 +80,36 @@ class StoredArray:
         return StoredArray(self.path, addresses, self._base)
 
 
-class MergedDims:
+class ComputedArray:
+    """An array whose values are computed when it is indexed, or converted by `np.asarray`."""
+
+    shape: tuple[int, ...]
+    ndim: int
+    size: int
+    dtype: Any
+
+    @abstractmethod
+    def __getitem__(self, index: Any) -> Any:
+        """As that of `numpy.ndarray`."""
+
+    @abstractmethod
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Returns all values."""
+
+    @property
+    def T(self) -> np.ndarray:
+        return np.asarray(self).T
+
+    def reshape(self, *shape: Any) -> np.ndarray:
+        """As `numpy.ndarray.reshape`."""
+        return np.asarray(self).reshape(*shape)
+
+    def transpose(self, *axes: Any) -> Any:
+        """As `numpy.ndarray.transpose`."""
+        return np.asarray(self).transpose(*axes)
+
+
+class MergedDims(ComputedArray):
     """A view `[a, b, ...]` as an array `[a x b, ...]`, though its elements are not next to each other in the file. Only the
     rows that an index needs are read."""
 
@@ -99,20 +129,13 @@ class MergedDims:
         merged = read.reshape(-1, *read.shape[2:])
         return merged[start - outer * self._inner : stop - outer * self._inner]
 
-    @property
-    def T(self) -> np.ndarray:
-        return np.asarray(self).T
-
-    def reshape(self, *shape: Any) -> np.ndarray:
-        return np.asarray(self).reshape(*shape)
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy  # each call reads it again
         values = np.asarray(self._split).reshape(self.shape)
         return values if dtype is None else values.astype(dtype, copy=False)
 
 
-View: TypeAlias = np.ndarray | StoredArray | MergedDims  # a tensor of a file, on a disk or in an object store
+View: TypeAlias = np.ndarray | StoredArray | ComputedArray  # a tensor of a file, on a disk or in an object store
 
 
 @dataclass(frozen=True)

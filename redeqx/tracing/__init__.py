@@ -8,8 +8,9 @@ the uses of weights, and the interpreter. It is independent of meshes, plans and
 from ._alike import alike as alike, same_array as same_array
 from ._body import Body as Body
 from ._flow import flow as flow, union as union
-from ._fold import Entered as Entered, entered as entered, fold as fold
+from ._fold import Entered as Entered, entered as entered, fold as fold, is_rare as is_rare, rarely as rarely
 from ._inner import (
+    CUSTOM_DERIVATIVES as CUSTOM_DERIVATIVES,
     REMATS as REMATS,
     Env as Env,
     Inner as Inner,
@@ -39,10 +40,12 @@ from ._interpret import (
 )
 from ._leaks import leak as leak
 from ._lines import line_among as line_among, line_of as line_of, shortened as shortened
-from ._normal import normal as normal, restricted as restricted, without_remats as without_remats
+from ._normal import normal as normal, once as once, restricted as restricted, without_remats as without_remats
 from ._products import (
     BY_WEIGHT as BY_WEIGHT,
+    GROUPED as GROUPED,
     PRODUCTS as PRODUCTS,
+    kind_of_product as kind_of_product,
     matmul_flops as matmul_flops,
     product_flops as product_flops,
 )

@@ -14,9 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex
 
-from ._inner import Env, called, run
+from ._inner import CUSTOM_DERIVATIVES, Env, called, run
 
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 _SMALL = 2**22  # elements of arrays that are compared by value
 _ORDER = 2  # the highest order of derivatives compared; bounded, since a rule may call its own function again
 
@@ -27,7 +26,7 @@ def alike(a: Any, b: Any) -> bool:
         return False
     if a is b:
         return True
-    if a.primitive.name not in _CUSTOM and all(a.params[key] is b.params.get(key) for key in a.params):
+    if a.primitive.name not in CUSTOM_DERIVATIVES and all(a.params[key] is b.params.get(key) for key in a.params):
         return True
     try:
         return bool(_equation(a, _ORDER) == _equation(b, _ORDER))
@@ -47,7 +46,7 @@ def _types(eqn: Any) -> Any:
 def _equation(eqn: Any, order: int) -> Any:
     if eqn.effects:
         raise ValueError("an equation with effects is like no other")
-    if eqn.primitive.name not in _CUSTOM:
+    if eqn.primitive.name not in CUSTOM_DERIVATIVES:
         return eqn.primitive, _types(eqn), _form(eqn.params, order)
     return eqn.primitive, _types(eqn), _form(called(eqn), order), _form(_derivative(eqn), order - 1) if order else None
 

@@ -1,24 +1,44 @@
 """Sums numbers over the equations of a jaxpr, also inside its calls, branches and loops, with the loops' trip numbers."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import jax
+
 from ._inner import all_inside, n_iterations
+
+_RARELY = "redeqx_rarely"  # no scope of a user
+
+
+def rarely() -> AbstractContextManager[Any]:
+    """A context for a choice (`jax.lax.cond`) of which a step usually takes the cheaper branch, as where a further pass is
+    needed only if experts are very unbalanced. What counts the work of a step then counts the cheaper branch."""
+    return jax.named_scope(_RARELY)
+
+
+def is_rare(scopes: str) -> bool:
+    """Whether an operation with this name, as in a jaxpr or in HLO, was made in the context `rarely`."""
+    return _RARELY in re.split(r"[/()]", scopes)
 
 
 class Entered(NamedTuple):
-    """The programs inside a step of a program: how often it runs them, and whether it runs only one of them."""
+    """The programs inside a step of a program: how often it runs them, whether it runs only one of them, and whether that is
+    usually the cheapest."""
 
     programs: Iterable[Hashable]
     times: float = 1
     is_choice: bool = False
+    is_rare: bool = False
 
 
 def entered(eqn: Any) -> Entered:
     """Returns the jaxprs inside an equation. A loop of unknown length has one iteration."""
-    return Entered([inner.jaxpr for inner in all_inside(eqn)], n_iterations(eqn), eqn.primitive.name == "cond")
+    inside = [inner.jaxpr for inner in all_inside(eqn)]
+    return Entered(inside, n_iterations(eqn), eqn.primitive.name == "cond", is_rare(str(eqn.source_info.name_stack)))
 
 
 def fold(
@@ -27,7 +47,8 @@ def fold(
     enter: Callable[[Any], Entered] = entered,
     steps: Callable[[Any], Iterable[Any]] = attrgetter("eqns"),
 ) -> Counter[Any]:
-    """Returns the sums of numbers, by key, over the steps of a program. Of a choice, the largest counts.
+    """Returns the sums of numbers, by key, over the steps of a program. Of a choice, the largest counts; of one that is made
+    in the context `rarely`, the smallest.
 
     **Arguments:**
 
@@ -43,9 +64,10 @@ def fold(
                 if (own := count(step)) is not None:
                     total.update(own)
                     continue
-                programs, times, is_choice = enter(step)
+                programs, times, is_choice, rare = enter(step)
                 inner = list(map(of, programs))
-                for numbers in [max(inner, key=Counter.total, default=Counter())] if is_choice else inner:
+                choose = min if rare else max
+                for numbers in [choose(inner, key=Counter.total, default=Counter())] if is_choice else inner:
                     total.update({key: times * n for key, n in numbers.items()})
         return memo[program]
 

@@ -16,9 +16,9 @@ from jax.core import Tracer
 from jax.extend import core as jex
 
 REMATS = ("remat2", "checkpoint", "remat")
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
 # Primitives that call one jaxpr once, on all of their operands.
-_CALLS = ("jit", *REMATS, *_CUSTOM, "closed_call")
+_CALLS = ("jit", *REMATS, *CUSTOM_DERIVATIVES, "closed_call")
 # Primitives whose inner jaxpr may be replaced. Not custom derivatives, which belong to the function that they were written
 # for, nor shard_map, whose inner jaxpr computes on shards.
 _REPLACEABLE = ("jit", *REMATS, "scan", "while", "cond")

@@ -27,6 +27,7 @@ from jax.extend import core as jex
 
 from ._body import Body
 from ._inner import (
+    REMATS,
     Env,
     Place,
     as_array,
@@ -139,12 +140,17 @@ class Rule:
         return None
 
 
-def transformed(fn: Callable[..., Any], rules: Sequence[Rule]) -> Callable[..., Any]:
+def transformed(
+    fn: Callable[..., Any],
+    rules: Sequence[Rule],
+    choose: Callable[[Any, Sequence[Any]], Sequence[Rule]] | None = None,
+) -> Callable[..., Any]:
     """Wraps `fn` so that it is computed under rules, in their order. Without rules, returns `fn` itself.
 
     **Arguments:**
 
     - `fn`: takes and returns PyTrees of arrays.
+    - `choose`: takes the closed jaxpr of `fn` and its arguments, and returns the rules to apply instead.
     """
     if not rules:
         return fn
@@ -152,7 +158,8 @@ def transformed(fn: Callable[..., Any], rules: Sequence[Rule]) -> Callable[..., 
     def under_rules(*args: Any) -> Any:
         flat, treedef = jax.tree.flatten(args)
         traced, shapes = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(treedef, flat)), return_shape=True)(*flat)
-        return jax.tree.unflatten(jax.tree.structure(shapes), interpret(traced, flat, rules))
+        chosen = rules if choose is None else choose(traced, args)
+        return jax.tree.unflatten(jax.tree.structure(shapes), interpret(traced, flat, chosen))
 
     return under_rules
 
@@ -240,6 +247,8 @@ class Site:
                 return self._interpreter.evaluate(closed, tagged, rules, around)
 
             new_insides.append(jax.make_jaxpr(remat(inside) if remat else inside)(*shapes_in(inner.closed)))
+        if remat and eqn.primitive.name in REMATS:  # the new remat is computed in place of this one
+            return as_fun(new_insides[0])(*values)
         return run(*with_insides(eqn, values, new_insides)) if is_changed else run(eqn, values)
 
 

@@ -7,8 +7,9 @@ they get that of their own call.
 """
 
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from jax.extend import core as jex
@@ -22,6 +23,24 @@ class Inlined(NamedTuple):
     eqn: Any  # the jit, with operands of the normal form
     outs: Sequence[Any]  # the atoms of its outputs
     n_eqns: int  # how many equations it became
+
+
+T = TypeVar("T")
+
+
+def once(analysis: Callable[..., T]) -> Callable[..., T]:
+    """Wraps an analysis of a closed jaxpr, and of further hashable arguments, so that it is made once for each function,
+    whoever asks first. A result is kept as long as the jaxpr is."""
+    found: WeakKeyDictionary[Any, dict[Any, T]] = WeakKeyDictionary()
+
+    @wraps(analysis)
+    def of(closed: Any, *args: Any) -> T:
+        results = found.setdefault(closed.jaxpr, {})
+        if args not in results:
+            results[args] = analysis(closed, *args)
+        return results[args]
+
+    return of
 
 
 # By a jaxpr in normal form and the first equation that a jit became; outermost first.

@@ -11,7 +11,25 @@ import numpy as np
 from ._fold import fold
 
 
-def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True, with_masked: bool = True) -> Counter[str]:
+def _dtype(eqn: Any) -> str:
+    return str(eqn.invars[0].aval.dtype)
+
+
+def kind_of_product(eqn: Any) -> str:
+    """Returns `"attention"`, `"experts"` for rows in groups, `"convolution"` or `"matmul"`."""
+    name = eqn.primitive.name
+    if name in GROUPED:
+        return "experts"
+    return {"dot_general": "matmul", "conv_general_dilated": "convolution"}.get(name, "attention")
+
+
+def matmul_flops(
+    jaxpr: Any,
+    *,
+    with_recomputation: bool = True,
+    with_masked: bool = True,
+    key: Callable[[Any], str] = _dtype,
+) -> Counter[str]:
     """Counts the FLOPs of a jaxpr's products, by the dtype of their inputs.
 
     A loop of unknown length counts as one iteration, and a `cond` as its costliest branch.
@@ -20,6 +38,7 @@ def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True, with_masked: bo
 
     - `with_recomputation`: whether to count the attention scores that an attention's gradient recomputes.
     - `with_masked`: whether to count the keys that a causal mask or a window excludes, which fused kernels skip.
+    - `key`: by what to count, such as `kind_of_product`.
     """
 
     def count(eqn: Any) -> dict[str, int] | None:
@@ -27,7 +46,7 @@ def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True, with_masked: bo
         if flops and not with_masked and eqn.primitive.name in ("attention", "attention_gradient"):
             n_queries, n_keys = (var.aval.shape[-3] for var in eqn.invars[:2])
             flops = flops * _n_pairs(eqn.params["setting"], n_queries, n_keys) // (n_queries * n_keys)
-        return None if flops is None else {str(eqn.invars[0].aval.dtype): flops}
+        return None if flops is None else {key(eqn): flops}
 
     return fold(jaxpr, count)
 
@@ -83,10 +102,14 @@ def _n_pairs(setting: Any, n_queries: int, n_keys: int) -> int:
 
 # Products of two operands, either of which may be a weight.
 BY_WEIGHT: dict[str, Callable[[Any], int]] = {"dot_general": _of_dot, "conv_general_dilated": _of_convolution}
-PRODUCTS: dict[str, Callable[[Any], int]] = {
-    **BY_WEIGHT,
+# Products of rows in groups, each with a matrix of its own, and the gradients of these matrices.
+GROUPED: dict[str, Callable[[Any], int]] = {
     "ragged_dot_general": _of_ragged_dot,
     **dict.fromkeys(("grouped_matmul", "grouped_matmul_gradient"), _of_grouped_matmul),
+}
+PRODUCTS: dict[str, Callable[[Any], int]] = {
+    **BY_WEIGHT,
+    **GROUPED,
     "attention": partial(_of_attention, with_keys=1, with_values=1),
     "attention_gradient": partial(_of_attention, with_keys=3, with_values=2),
 }

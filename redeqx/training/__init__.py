@@ -8,7 +8,6 @@ from ._callbacks import (
     Callback as Callback,
     EarlyStopping as EarlyStopping,
     Profile as Profile,
-    SaveEvery as SaveEvery,
 )
 from ._checkpointer import Checkpointer as Checkpointer
 from ._compilation import compiling as compiling
@@ -30,4 +29,5 @@ from ._progress import (
     Start as Start,
     start as start,
 )
+from ._save_every import SaveEvery as SaveEvery
 from ._task import Task as Task

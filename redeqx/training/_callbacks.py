@@ -1,11 +1,10 @@
-"""Callbacks: the interface, three of them, and how a fit calls them and keeps their state.
+"""Callbacks: the interface, two of them, and how a fit calls them and keeps their state.
 
-`Callback` is the interface; `EarlyStopping`, `SaveEvery` and `Profile` use nothing else.
+`Callback` is the interface; `EarlyStopping`, `Profile` and the `SaveEvery` of `_save_every.py` use nothing else.
 """
 
 import inspect
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -161,46 +160,6 @@ class EarlyStopping(Callback):
         self.best, self.n_worse = state["best"], state["n_worse"]
 
 
-class SaveEvery(Callback):
-    """Saves a checkpoint every few minutes, by the clock of process 0. Put it last in the list, so that the saved step has
-    been seen by the other callbacks.
-
-    ```python
-    trainer.fit(examples, batch_size=32, n_epochs=10, callbacks=[redeqx.SaveEvery(minutes=30)])
-    ```
-
-    **Arguments:**
-
-    - `minutes`: the time between two checkpoints.
-    - `every`: the clock is read after every `every` steps.
-    - `keep_last`: how many of the newest checkpoints are kept.
-
-    Raises ValueError without a workdir.
-    """
-
-    minutes: float
-    every: int
-    keep_last: int
-
-    @filter_traceback
-    def __init__(self, minutes: int | float, *, every: int = 10, keep_last: int = 2):
-        advice = "Pass the minutes between two checkpoints."
-        check_number(minutes, "minutes", "a number above 0", lambda minutes: minutes > 0, advice)
-        check_count(every, "every")
-        check_count(keep_last, "keep_last")
-        self.minutes, self.every, self.keep_last = minutes, every, keep_last
-        self._saved = 0.0
-
-    def on_fit_start(self, trainer: Any) -> None:
-        _need_workdir(trainer, "SaveEvery")
-        self._saved = time.monotonic()
-
-    def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
-        if trainer.deployer.decide(time.monotonic() - self._saved >= 60 * self.minutes):
-            trainer.save_ckpt(keep_last=self.keep_last)
-            self._saved = time.monotonic()
-
-
 class Profile(Callback):
     """Traces some steps with `jax.profiler`, and prints the ten costliest operations in process 0: the time of each per
     step, its share, and the line of your code that it comes from.
@@ -232,7 +191,7 @@ class Profile(Callback):
         return step in (self.steps[0] - 1, self.steps[-1])  # before the first step, and after the last
 
     def on_fit_start(self, trainer: Any) -> None:
-        _need_workdir(trainer, "Profile")
+        need_workdir(trainer, "Profile")
         if trainer.step == self.steps[0] - 1:
             self._start(trainer)
 
@@ -268,7 +227,8 @@ class Profile(Callback):
             jax.profiler.stop_trace()
 
 
-def _need_workdir(trainer: Any, name: str) -> None:
+def need_workdir(trainer: Any, name: str) -> None:
+    """Raises ValueError for a run that records nothing."""
     if trainer.deployer.workdir is None:
         raise ValueError(f"`{name}`: expected a `workdir` to write to, got None. Pass `Deployer(workdir=...)`.")
 

@@ -253,7 +253,9 @@ class Checkpointer:
             "train_metrics": plain_numbers(last_metrics),
             "hyperparams": engine.hyperparams.record,
         }
-        checkpoints, (program, state) = self.need_checkpoints(), engine.placed
+        with engine.line.pause("saving"):
+            checkpoints = self.need_checkpoints()
+        program, state = engine.placed
         trees = checkpoint_trees(program, state, program.eval_model(state), opt_states=save_opt_states)
         if state.frozen:
             record["trained"] = list(engine.task.structure.names[0])
@@ -264,7 +266,7 @@ class Checkpointer:
         if (base := self._find_base()) is not None:
             record["base"] = base.folders
             trees["model"] = base.without(trees["model"])
-        with deployer.preemption.held():
+        with engine.line.pause("saving"), deployer.preemption.held():
             path = checkpoints.save(engine.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
             self.progress.saved = (engine.step, engine.position)
             self._kept_step, self._keep_last = engine.step, keep_last
@@ -308,12 +310,13 @@ class Checkpointer:
             raise ValueError("`load_ckpt`: expected after `fit` or `train`, got called inside it. Call it afterwards.")
         checkpoints: CheckpointFolder
         if self.checkpoints is None and (not isinstance(name, str) or "/" in name):  # a path needs no workdir
-            checkpoints = CheckpointFolder(
-                location(name, "checkpoint").parent, engine.deployer.peers, engine.deployer.console.info
-            )
+            folder = partial(CheckpointFolder, peers=engine.deployer.peers, log=engine.deployer.console.info)
+            path = folder(location(name, "checkpoint").parent).resolve(name)
+            checkpoints = folder(path.parent)
         else:
             checkpoints = self.need_checkpoints()
-        path, fit, position = checkpoints.resolve(name), self.fit_index, engine.position
+            path = checkpoints.resolve(name)
+        fit, position = self.fit_index, engine.position
         # Whether this script skipped fits that an earlier run had finished, and that run stopped within the next fit.
         is_ahead = self._source is not None and 0 < fit <= position.fit and position != Position(fit)
         record = checkpoints.record(path)

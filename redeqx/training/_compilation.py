@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -11,17 +11,15 @@ from typing import Any, NamedTuple
 import jax
 
 from .._deployer import Deployer
-from ..compiled import checked as checked_work
+from ..compiled import SavedPrograms, checked as checked_work
 from ..data import Batch
 from ..dims import UNKNOWN
 from ..distributed import agree_on_program
 from ..machine import FSDP, MODEL, SEQUENCE, cache_use, chip_of_kind
-from ..memory import SearchSpace, Strategy, choose
+from ..memory import Loop, SearchSpace, Strategy, choose
 from ..monitor import ProgressLine, Work
 from ..partition import Plan
-from ..steps import n_rows, shard_bytes
-from ..tracing import REMATS, equations, matmul_flops
-from ..transforms import KeepEverything
+from ..steps import Program, n_rows, shard_bytes
 from ._task import Task
 
 
@@ -47,17 +45,24 @@ class Programs:
         self._deployer = deployer
         self._evaluated: tuple[Any, set[Any]] = None, set()  # the eval step, and the signatures
         self._ahead: Compilation | None = None
+        self._unchecked: SavedPrograms | None = deployer.saved_programs
 
-    def compile_ahead(self, step: Any, args: tuple[Any, ...], signature: Any) -> None:
+    def compile_ahead(self, program: Program, args: tuple[Any, ...], signature: Any) -> None:
         """Compiles a train step in a thread, while its arrays are made or read. `args` may be shapes."""
-        self._ahead = Compilation(step, args, signature)
+        self._check_saved(program, args)
+        self._ahead = Compilation(program.train_step, args, signature)
+
+    def _check_saved(self, program: Program, args: tuple[Any, ...]) -> None:
+        """Raises ValueError if the first train step is not the one that the cache folder was filled for."""
+        saved, self._unchecked = self._unchecked, None
+        if saved is not None:
+            saved.check_program("train step", program.argument_texts(args), program.train_step.lower(*args))
 
     def call_first(
         self,
         task: Task,
-        plan: Plan,
+        program: Program,
         trees: tuple[Any, Any],
-        step: Any,
         args: tuple[Any, ...],
         batch: Batch,
         line: ProgressLine,
@@ -69,6 +74,8 @@ class Programs:
         - `trees`: the model and its state, to count the work.
         - `args`: the arguments of the call.
         """
+        self._check_saved(program, args)
+        step, plan = program.train_step, program.plan
         ahead, self._ahead = self._ahead, None
         if ahead is not None and (ahead.step is not step or ahead.signature != batch.signature):
             ahead = None
@@ -108,16 +115,21 @@ class Compilation:
         self.step, self.signature = step, signature
         self.began = time.perf_counter()
         self.note = ""  # on the compilation cache
-        self._thread = threading.Thread(target=self._compile, args=(step.lower(*args),), name="redeqx-compile")
-        self._thread.start()
+        self._is_done = threading.Event()
+        threading.Thread(target=self._compile, args=(step.lower(*args),), name="redeqx-compile").start()
 
     def _compile(self, lowered: jax.stages.Lowered) -> None:
-        with suppress(Exception), cache_use() as cached:  # the call compiles again, and raises the error
-            lowered.compile()
-            self.note = cached.text()
+        try:
+            with suppress(Exception), cache_use() as cached:  # the call compiles again, and raises the error
+                lowered.compile()
+                self.note = cached.text()
+        finally:
+            self._is_done.set()
 
     def wait(self) -> None:
-        self._thread.join()
+        # Not `Thread.join`: if a signal's handler raises in it, Python before 3.13 takes the thread for ended, and does not
+        # wait for it at exit. XLA then aborts the process, with another exit code than that for a scheduler.
+        self._is_done.wait()
 
 
 @contextmanager
@@ -166,13 +178,7 @@ def _work(task: Task, plan: Plan, model: Any, state: Any, step: Any, args: tuple
 
     - `step`, `args`: the jitted train step and its arguments. The subsequent call finds this trace in JAX's cache.
     """
-    traced = step.trace(*args).jaxpr
-    if task.grad_fn is None and any(eqn.primitive.name in REMATS for eqn in equations(traced)):
-        # Recomputation is not counted: count the same step without it.
-        step = task.program(plan, model, state, change=KeepEverything()).train_step
-        traced = step.trace(*args).jaxpr
-    n_devices = plan.mesh.size
-    flops = matmul_flops(traced.jaxpr, with_recomputation=False, with_masked=False)
+    n_devices, flops = plan.mesh.size, task.model_flops(plan, model, state, step.trace(*args).jaxpr, args)
     chip = chip_of_kind(plan.mesh.devices.flat[0].device_kind)
     at_peak = None if chip is None else sum(n / chip.rate(dtype) for dtype, n in flops.items()) / n_devices
     return Work(flops.total() / n_devices, at_peak)
@@ -224,11 +230,19 @@ def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> Searc
         changed = replace(task, compute=strategy.applied(task.compute)).program(program.plan, *engine.trees)
         return changed.train_step.trace(*args).jaxpr.jaxpr
 
+    def loops(strategy: Strategy) -> Sequence[Loop]:
+        n_parts = strategy.accumulate_grad_batches // task.accumulate
+        noting = replace(task, compute=replace(strategy, remat="0KiB").applied(task.compute), n_parts=n_parts)
+        changed = noting.program(program.plan, *engine.trees)
+        changed.train_step.trace(*args)
+        return changed.saved
+
     return SearchSpace.of(
         own,
         trace,
         program.sizes,
         device.platform,
+        loops=loops,
         n_devices=mesh.size,
         memory=limit,
         chip=chip_of_kind(device.device_kind),

@@ -199,7 +199,7 @@ class Engine:
             return None
         program = self.task.program(plan, *self.trees)
         shapes = program.train_args(program.state, batch.groups, np.uint32(batch.n_examples))
-        self.programs.compile_ahead(program.train_step, shapes, batch.signature)
+        self.programs.compile_ahead(program, shapes, batch.signature)
         return program
 
     def _use_plan_of_loss(self, plan: Plan) -> None:
@@ -295,7 +295,7 @@ class Engine:
             )
         self.deployer.claim_records(self)
         self.is_updating = True
-        with self.deployer.preemption.held():
+        with self.deployer.preemption.held(), self.records.goodput.during("steps"):
             try:
                 yield
             finally:
@@ -338,9 +338,7 @@ class Engine:
         n_rows = np.uint32(batch.n_examples)
         if is_first:
             args = program.train_args(state, batch.groups, n_rows)
-            after, vector = programs.call_first(
-                self.task, program.plan, self.trees, program.train_step, args, batch, self.line
-            )
+            after, vector = programs.call_first(self.task, program, self.trees, args, batch, self.line)
             after.frozen.extend(state.frozen)
         else:
             after, vector = program.train(state, batch.groups, n_rows)
@@ -401,8 +399,7 @@ class Engine:
         Raises ValueError if it belongs to another model or optimizer; the values are then unchanged.
         """
         if not self.is_placed and checkpoint.base is None:
-            model, names = self.trees[0], self.task.structure.names[0]
-            program = self.task.program(make_plan(model, self.deployer.mesh, trained=names), *self.trees)
+            program = self.task.program(make_plan(self.trees[0], self.deployer.mesh), *self.trees)
             match_state(program, program.state, checkpoint)
             self.restore = checkpoint
             return

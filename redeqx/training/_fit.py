@@ -254,7 +254,9 @@ class Fit:
             self._call("on_last_step")
             checkpointer.callback_states = self.callbacks.states()
             self._call("on_fit_end")
-        checkpointer.end_fit()
+        with line.pause("saving"):
+            checkpointer.end_fit()
+        engine.records.end(engine.step, engine.name)
         self._summarise()
         return self.result()
 
@@ -433,4 +435,5 @@ class Fit:
                 rows[tag] = f"{best[tag]['value']:.6g} at step {best[tag]['step']}: {paths[tag]}"
             if "last" in paths:
                 rows["last"] = paths["last"]
+        rows["goodput"] = self.engine.records.goodput.text()
         self.engine.deployer.console.header(rows, title="done")

@@ -136,15 +136,14 @@ class Save(Callback):
         engine.flush()  # raises for a loss that is not finite, before anything is written
         step, tags = engine.step, sorted(fit.tags)
         names = ", ".join(["last", *tags])
-        with engine.line.pause("saving"):
-            fit.checkpointer.save(
-                tags,
-                metrics=fit.metrics,
-                keep_last=options.keep_last,
-                save_opt_states=options.save_opt_states or self._is_preempted,
-                save_float_dtype=None if self._is_preempted else options.save_float_dtype,
-                then=lambda path: engine.deployer.console.info(f"step {step}: saved {path} ({names})"),
-            )
+        fit.checkpointer.save(
+            tags,
+            metrics=fit.metrics,
+            keep_last=options.keep_last,
+            save_opt_states=options.save_opt_states or self._is_preempted,
+            save_float_dtype=None if self._is_preempted else options.save_float_dtype,
+            then=lambda path: engine.deployer.console.info(f"step {step}: saved {path} ({names})"),
+        )
         fit.tags.clear()
         if self._is_preempted:
             assert fit.checkpointer.checkpoints is not None

@@ -1,5 +1,6 @@
 """The task: the arguments of a Trainer, and the plan and program that follow from them on any mesh. It holds no arrays."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +20,8 @@ from ..machine import Options, XlaSettings, xla_settings
 from ..optimizers import follows_schedule
 from ..partition import Plan, mark_read
 from ..steps import Compute, Functions, Program, Structure, Sums, make_program, plan_model
-from ..tracing import Rule, Trace, restricted, shapes_in
-from ..transforms import describe_residual
+from ..tracing import REMATS, Rule, Trace, equations, matmul_flops, restricted, shapes_in
+from ..transforms import KeepEverything, describe_residual
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Task:
         shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
         if traced is not None and [v.aval.shape for v in traced.jaxpr.invars[len(names) : -1]] == shapes:
             weights, rest = traced.jaxpr.invars[: len(names)], traced.jaxpr.invars[len(names) :]
-            by_name = dict(zip((*self.structure.names[0], *self.structure.names[1]), weights, strict=True))
+            by_name = dict(zip(self.structure.weights, weights, strict=True))
             closed = restricted(traced, traced.jaxpr.outvars[:1], [*map(by_name.__getitem__, names), *rest])
             return Trace(names, tuple(shapes_in(closed)[: len(names)]), closed)
         loss = self._loss(state, inference=False)
@@ -88,7 +89,8 @@ class Task:
         """
         row_use, own = self.rows or UNKNOWN, placed or self.plan
         if own is None:
-            plan = plan_model(model, mesh, trace, trained=self.structure.names[0], row_use=row_use)
+            by_model = self.grad_fn is None and self.compute.splits_residual_on(mesh)
+            plan = plan_model(model, mesh, trace, row_use=row_use, splits_residual=by_model)
         else:
             own.check(model)
             plan = own.on(mesh)
@@ -103,18 +105,37 @@ class Task:
         return plan
 
     def program(
-        self, plan: Plan, model: PyTree, state: PyTree, *, named: bool = False, change: Rule | None = None
+        self,
+        plan: Plan,
+        model: PyTree,
+        state: PyTree,
+        *,
+        named: bool = False,
+        change: Rule | None = None,
+        measures: bool = False,
     ) -> Program:
         """Returns the program of this model under a plan.
 
         **Arguments:**
 
-        - `named`, `change`: as for `Functions`.
+        - `named`, `change`, `measures`: as for `Functions`.
         """
         self.compute.precision.check(plan.mesh)
-        functions = Functions(self.sums, plan, self.compute, named, change)
+        functions = Functions(self.sums, plan, self.compute, named, change, measures)
         options = self.compiler(plan.mesh).options
         return make_program(functions, model, state, self.optimizer, self.lr_schedule_fn, self.skips, self.n_parts, options)
+
+    def model_flops(self, plan: Plan, model: PyTree, state: PyTree, traced: Any, args: tuple[Any, ...]) -> Counter[str]:
+        """Returns the FLOPs of a step's products, by dtype, without those that the backward pass computes again.
+
+        **Arguments:**
+
+        - `traced`, `args`: the jaxpr of the train step, and its arguments.
+        """
+        if self.grad_fn is None and any(eqn.primitive.name in REMATS for eqn in equations(traced)):
+            step = self.program(plan, model, state, change=KeepEverything()).train_step
+            traced = step.trace(*args).jaxpr
+        return matmul_flops(traced.jaxpr, with_recomputation=False, with_masked=False)
 
     def compiler(self, mesh: Mesh) -> XlaSettings:
         """Returns the settings for the compiler of the train and eval steps on a mesh."""

@@ -1,23 +1,46 @@
 """Rules on the traced step: they replace some equations of a loss, with the same values and gradients.
 
-Each file is one `tracing.Rule`: draws by the numbers of rows, gathering weights at use, resharding equal parts of a split
-dim, grouped convolutions, splitting products that have lost the rows, fused attention, grouped matmuls, label picking by
-comparison, products with weights in fp8, rematerialisation, unrolling loops, and stacking equal blocks into one loop. The
-package is independent of optimizers, batches and files. Open `_gather.py` first.
+Each file is one `tracing.Rule`: draws by the numbers of rows, gathering weights at use, dequantising them there, exchanging
+what is looked up in tables, splitting a head by its vocabulary, resharding equal parts of a split dim, grouped convolutions,
+splitting products that have lost the rows, fused attention, grouped matmuls, label picking by comparison, products with
+weights in fp8, transposes in gradients of weights, rematerialisation, unrolling loops, and stacking equal blocks into one
+loop. The package is independent of optimizers, batches and files. Open `_gather.py` first.
 """
 
 from ._attention_report import Attentions as Attentions, attentions as attentions
+from ._checkpoint_blocks import CheckpointBlocks as CheckpointBlocks
+from ._dequantise import DequantiseAtUse as DequantiseAtUse
 from ._draw_by_row import Rows as Rows, by_row as by_row, of_whole as of_whole
+from ._exchange_lookups import ExchangeLookups as ExchangeLookups
+from ._exchanged_rows import expert_stacks as expert_stacks
 from ._fuse_attention import FuseAttention as FuseAttention
-from ._gather import GRADIENT as GRADIENT, GatherAtUse as GatherAtUse, Shardings as Shardings
+from ._gather import (
+    GRADIENT as GRADIENT,
+    GatherAtUse as GatherAtUse,
+    Shardings as Shardings,
+    sum_gradient as sum_gradient,
+)
 from ._group_matmuls import GroupMatmuls as GroupMatmuls
 from ._grouped_convolution import FixGroupedConvolutions as FixGroupedConvolutions
+from ._narrow_transposes import NarrowTransposes as NarrowTransposes
 from ._pick import PickByComparison as PickByComparison
-from ._remat import KeepEverything as KeepEverything, RematLoops as RematLoops
+from ._remat import (
+    KeepEverything as KeepEverything,
+    Measure as Measure,
+    RematLoops as RematLoops,
+    with_remats as with_remats,
+)
 from ._reshard import Reshard as Reshard
 from ._split_positions import SplitPositions as SplitPositions
 from ._split_repeated import SplitRepeated as SplitRepeated
 from ._split_residual import SplitResidual as SplitResidual, describe_residual as describe_residual
+from ._split_vocabulary import (
+    HEAD_INPUT as HEAD_INPUT,
+    SplitVocabulary as SplitVocabulary,
+    by_vocabulary as by_vocabulary,
+    with_own_rows as with_own_rows,
+    with_rows_of_all as with_rows_of_all,
+)
 from ._stack_blocks import StackBlocks as StackBlocks
 from ._unroll import UnrollLoops as UnrollLoops
 from ._weight_products import (

@@ -210,8 +210,7 @@ class _ByRow(Rule):
                 own = jax.lax.broadcasted_iota(ins[1].dtype, ins[1].shape[:-1], dim)
                 ins[1] = ins[1].at[..., column].set(own)
             return site.rest(eqn, ins)
-        draw = _bits if eqn.primitive.name == "random_bits" else _keys
-        return [draw(ins[0], self._index(made.factors), aval)]
+        return [_drawn(ins[0], self._index(made.factors), aval)]
 
     def _numbers(self, factor: int | None) -> Array:
         """Returns the numbers along a factor of a dim."""
@@ -253,23 +252,13 @@ def _times(one: tuple[Any, Any], by: Any) -> tuple[Any, Any]:
     return high * by + a * c + (a * d >> 16) + (b * c >> 16) + (middle >> 16), low * by
 
 
-def _halves(key: Array, index: tuple[Array, Array]) -> list[Array]:
-    first, second = jax.random.key_data(key)
-    return threefry2x32_p.bind(first, second, *index)
-
-
-def _bits(key: Array, index: tuple[Array, Array], aval: Any) -> Array:
+def _drawn(key: Array, index: tuple[Array, Array], aval: Any) -> Array:
+    """Returns the random bits, or the keys, at these flat indices of what a key draws."""
     if key.ndim:
-        return jax.vmap(lambda key: _bits(key, index, aval))(key)
-    high, low = _halves(key, index)
-    return (
-        (high.astype(aval.dtype) << 32) | low.astype(aval.dtype)
-        if aval.dtype.itemsize == 8
-        else (high ^ low).astype(aval.dtype)
-    )
-
-
-def _keys(key: Array, index: tuple[Array, Array], aval: Any) -> Array:
-    if key.ndim:
-        return jax.vmap(lambda key: _keys(key, index, aval))(key)
-    return jax.random.wrap_key_data(jnp.stack(_halves(key, index), -1), impl=jax.random.key_impl(key))
+        return jax.vmap(lambda key: _drawn(key, index, aval))(key)
+    high, low = threefry2x32_p.bind(*jax.random.key_data(key), *index)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.stack([high, low], -1), impl=jax.random.key_impl(key))
+    if aval.dtype.itemsize == 8:
+        return (high.astype(aval.dtype) << 32) | low.astype(aval.dtype)
+    return (high ^ low).astype(aval.dtype)

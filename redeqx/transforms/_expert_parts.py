@@ -8,25 +8,25 @@ copies of a token, one for each of its choices, whose gradients each device adds
 
 A part is an entry of a leading dim that the model axis splits: `[model shards, rows, d]`.
 
-Compared with sending tokens to the devices of whole experts and back, by all-to-all: the rest of the model has all tokens on
-all devices of the model axis, so these would have to gather the outputs. With `M` shards this sends `2 k / M + 1` times the
-tokens, and the sum sends 2 times. Only with `k < M / 2` the former is less.
+With `k < M / 2` for M shards, or `k < M` where the residual stream is split, sending tokens to the devices of whole experts
+sends less (`_exchange_experts`).
 
 `_group_matmuls` is the rule that applies this.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
 from ..dims import Related
 from ..machine import MODEL
 from ..tracing import PRODUCTS, Body, Tag, Tagged, has_tag, insides, plain, variables
+from ._constrain import split_over
 
 # Equations that rearrange, repeat or cast their first operand.
 _VIEWS = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "tile", "copy", "gather", "convert_element_type"}
@@ -55,37 +55,32 @@ class Copies(Tag):
 
 @dataclass
 class ExpertParts:
-    """The values of a function of which each device of the model axis has a part or a copy.
-
-    **Attributes:**
-
-    - `begins`: the equations whose output is copied.
-    - `copies`: the equations that repeat tokens for their choices, before grouped matmuls that are split along outputs.
-    - `beside`: other products of tokens that are copied, such as those of a router or of a shared expert, with the index of
-        the operand and the dim of the other one that is split.
-    - `products`: the grouped matmuls that are split along what they contract, and whose outputs are added up later.
-    - `sums`: the linear equations after them, with the index of the operand that is in parts, and whether the output is too:
-        that of the last one is added up.
-    """
+    """The values of a function of which each device of the model axis has a part or a copy."""
 
     mesh: Mesh
-    begins: set[Any] = field(default_factory=set)
+    begins: set[Any] = field(default_factory=set)  # the equations whose output is copied
+    # Those that repeat tokens for their choices, before grouped matmuls that are split along outputs.
     copies: set[Any] = field(default_factory=set)
+    # Other products of tokens that are copied, such as those of a router or of a shared expert, with the index of the
+    # operand and the dim of the other one that is split.
     beside: dict[Any, tuple[int, int]] = field(default_factory=dict)
+    # The grouped matmuls that are split along what they contract, and whose outputs are added up later.
     products: set[Any] = field(default_factory=set)
+    # The linear equations after them, with the index of the operand that is in parts, and whether the output is too: that
+    # of the last one is added up.
     sums: dict[Any, tuple[int, bool]] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        closed: Any,
+        body: Body,
         n_weights: int,
         columns: Sequence[Any],
         rows: Sequence[Any],
         dims: Mapping[Any, tuple[int | None, int | None]],
         mesh: Mesh,
     ) -> "ExpertParts":
-        """Finds them in a closed jaxpr in normal form.
+        """Finds them in a function.
 
         **Arguments:**
 
@@ -93,17 +88,17 @@ class ExpertParts:
         - `columns`, `rows`: the grouped matmuls that the model axis splits along their outputs, or along what they contract.
         - `dims`: for products the dims of both operands that the model axis splits.
         """
-        parts, body, weights = cls(mesh), Body(closed), closed.jaxpr.invars[:n_weights]
+        parts, weights = cls(mesh), body.closed.jaxpr.invars[:n_weights]
         for eqn in columns:
-            chain = _before(body, eqn.invars[0], weights)
-            sizes = [_size(each.invars[0]) for each in chain]
-            if chain and min(sizes) < _size(eqn.invars[0]):
+            chain = chain_before(body, eqn.invars[0], weights)
+            sizes = [n_bytes(each.invars[0]) for each in chain]
+            if chain and min(sizes) < n_bytes(eqn.invars[0]):
                 n = len(sizes) - sizes[::-1].index(min(sizes))
                 parts._copy(body, chain[:n], dims)
         for eqn in rows:
-            chain = list(_after(body, eqn.outvars[0]))
-            sizes = [_size(each.outvars[0]) for each, _ in chain]
-            if chain and min(sizes) < _size(eqn.outvars[0]):
+            chain = list(chain_after(body, eqn.outvars[0]))
+            sizes = [n_bytes(each.outvars[0]) for each, _ in chain]
+            if chain and min(sizes) < n_bytes(eqn.outvars[0]):
                 n = sizes.index(min(sizes)) + 1
                 parts.products.add(eqn)
                 parts.sums.update({each: (place, i + 1 < n) for i, (each, place) in enumerate(chain[:n])})
@@ -128,12 +123,7 @@ class ExpertParts:
         return any(eqn in each for each in (self.begins, self.copies, self.beside, self.sums))
 
     def compute(self, eqn: Any, ins: Sequence[Any], fn: Callable[[Sequence[Any]], Sequence[Any]]) -> Sequence[Any]:
-        """Returns the outputs of an equation that is no grouped matmul.
-
-        **Arguments:**
-
-        - `fn`: computes the equation.
-        """
+        """Returns the outputs of an equation that is no grouped matmul, and that `fn` computes for any operands."""
         if eqn in self.copies:
             x = ins[0] if has_tag(ins[0], Copies) else self._copied(plain(ins[0]))
             (out,) = fn([x.value[0], *ins[1:]])
@@ -175,16 +165,15 @@ class ExpertParts:
         return self._split(jax.vmap(lambda value: fn([*ins[:place], value, *ins[place + 1 :]])[0])(values))
 
     def _split(self, x: jax.Array) -> jax.Array:
-        spec = P(MODEL, *[P.UNCONSTRAINED] * (x.ndim - 1))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return split_over(x, self.mesh, {0: MODEL})
 
 
-def _size(atom: Any) -> int:
+def n_bytes(atom: Any) -> int:
     """Returns the number of bytes of a value."""
     return math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
 
 
-def _before(body: Body, atom: Any, weights: Sequence[Any]) -> list[Any]:
+def chain_before(body: Body, atom: Any, weights: Collection[Any]) -> list[Any]:
     """Returns the equations that an operand comes from, the last one first, as long as they rearrange or repeat tokens."""
     chain: list[Any] = []
     while (eqn := body.producer(atom)) is not None and eqn.primitive.name in _VIEWS and _is_float(eqn.invars[0]):
@@ -196,10 +185,10 @@ def _before(body: Body, atom: Any, weights: Sequence[Any]) -> list[Any]:
     return chain
 
 
-def _after(body: Body, var: Any) -> Iterator[tuple[Any, int]]:
+def chain_after(body: Body, var: Any) -> Iterator[tuple[Any, int]]:
     """Yields the equations that a value goes to, with the index of the operand, as long as there is one and it is linear."""
     while len(readers := body.readers(var)) == 1 and (eqn := readers[0]) is not None:
-        places = [i for i, atom in enumerate(eqn.invars) if variables([atom]) and atom is var]
+        places = [i for i, atom in enumerate(eqn.invars) if atom is var]
         if len(places) != 1 or not _is_linear(body, eqn, places[0]):
             return
         yield eqn, places[0]

@@ -64,35 +64,21 @@ class FuseAttention(Rule):
 
 @dataclass(frozen=True)
 class _Attention:
-    """An attention that was matched in a body.
+    """An attention that was matched in a body."""
 
-    **Arguments:**
-
-    - `eqns`: the equations, in any order.
-    - `sizes`: the size of each label.
-    - `key`: the label of the keys' positions.
-    - `query`: the label of the queries' positions.
-    - `rows`: the labels of leading dims.
-    - `heads`: the labels of the heads: first the key and value heads, then the query heads that share each of them.
-    - `masks`: the masks that are passed to the kernel as arrays, each with its `keep` (see `Mask`).
-    - `biases`: the biases, each with its factor.
-    - `setting`: with empty `names`.
-    - `out`: the equation that computes the output, and the labels of its dims.
-    """
-
-    eqns: Sequence[Any]
-    sizes: Mapping[Any, int]
-    key: Any
-    query: Any
-    rows: Sequence[Any]
-    heads: Sequence[Any]
+    eqns: Sequence[Any]  # in any order
+    sizes: Mapping[Any, int]  # of each label
+    key: Any  # the label of the keys' positions
+    query: Any  # the label of the queries' positions
+    rows: Sequence[Any]  # the labels of leading dims
+    heads: Sequence[Any]  # the labels of first the key and value heads, then the query heads that share each of them
     q: Operand
     k: Operand
     v: Operand
-    masks: Sequence[tuple[Operand, bool]]
-    biases: Sequence[tuple[Operand, float]]
-    setting: AttentionSetting
-    out: tuple[Any, tuple[Any, ...]]
+    masks: Sequence[tuple[Operand, bool]]  # passed to the kernel as arrays, each with its `keep` (see `Mask`)
+    biases: Sequence[tuple[Operand, float]]  # each with its factor
+    setting: AttentionSetting  # with empty `names`
+    out: tuple[Any, tuple[Any, ...]]  # the equation that computes the output, and the labels of its dims
 
     def group(self, body: Body) -> Group:
         """Returns the equations as a group, which is computed at once."""
@@ -216,13 +202,8 @@ def _match(body: Body, eqn: Any) -> _Attention | str | None:
 def _build(
     body: Body, eqns: Sequence[Any], use: WeightsUse, shape: Sequence[int], axis: int, scores: Scores
 ) -> _Attention | str:
-    """Returns an `_Attention`, or the reason why kernels do not compute it.
-
-    **Arguments:**
-
-    - `eqns`: the equations of the softmax, and those between it and the product with the values.
-    - `shape`, `axis`: the shape and the axis of the softmax. Its dims are the labels.
-    """
+    """Returns an `_Attention`, or the reason why kernels do not compute it. `eqns` are those of the softmax, and those
+    between it and the product with the values. The labels are the dims of the softmax, of this shape and axis."""
     product, side, _, dims, _ = use
     assert scores.product is not None
     first, labels = scores.product

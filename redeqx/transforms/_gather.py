@@ -6,6 +6,9 @@ batch on every device and sums activations. This rule constrains each weight, at
 That gives an all-gather before the layer, another in the backward pass, and a reduce-scatter of the gradient, while the
 batch stays split.
 
+A weight is gathered in the narrowest dtype that has its numbers: after a cast to fewer bits, such as to bfloat16 to compute,
+and before one to more bits, such as of 8-bit codes. Its gradient is summed in the dtype in which it is used.
+
 The model needs no changes. Weights of an equation with a custom derivative, or with an inner jaxpr that cannot be replaced,
 are gathered before the equation.
 
@@ -14,16 +17,19 @@ tracing, one `jax.checkpoint` for each use of a weight.
 """
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ..dims import repeats, view
-from ..tracing import REMATS, Place, Rule, Site, Tag, Tagged, has_tag, plain, run
+from ..tracing import CUSTOM_DERIVATIVES, REMATS, Place, Rule, Site, Tag, Tagged, has_tag, plain, run
+from ._constrain import with_gradient
 
 # The name (`jax.ad_checkpoint.checkpoint_name`) of a gradient that a function with a custom derivative computes in the
 # forward pass. It is saved, so that the backward pass neither recomputes the function nor gathers its weights again.
@@ -75,16 +81,13 @@ class _Weight(Tag):
     Transposes and similar views stay pending until the value is gathered. All uses then gather the same array, once a pass
     if XLA merges equal gathers, and the backward pass saves the stored shard. If a transposed copy were gathered, XLA might
     save the gathered copy.
-
-    **Arguments:**
-
-    - `pending`: the equations of the pending views, in their order.
-    - `of_view`: the shardings after the pending views, or None if nothing is pending.
     """
 
     shardings: Shardings
-    pending: tuple[Any, ...] = ()
-    of_view: Shardings | None = None
+    pending: tuple[Any, ...] = ()  # the equations of the pending views, in their order
+    of_view: Shardings | None = None  # the shardings after the pending views, or None if nothing is pending
+    stored_in: Any = None  # the narrower dtype from which the weight was cast without loss; None if there is none
+    gradients: "_Gradients | None" = None  # of the equation with a custom derivative that is being computed, if it is one
 
     def begin(self, value: Any) -> Tagged:
         """Constrains the weight to its storage sharding.
@@ -96,22 +99,36 @@ class _Weight(Tag):
 
     def release(self, value: Any) -> Any:
         """Gathers the weight. The transpose sums the gradient over the batch's shards, and that of `begin` slices it."""
+        if self.gradients is not None:
+            return viewed(self.pending, self.gradients.gather(value, self))
+        return viewed(self.pending, self.gathered(value) if self.stored_in is None else self.gathered_narrowly(value))
+
+    def gathered(self, value: Any) -> Any:
+        """Returns the value, constrained to the compute sharding in the narrowest dtype that holds it."""
+        of = self.shardings
         with jax.named_scope("gather"):
-            value = self.shardings.constrain(value, self.shardings.compute)
-        return _apply(self.pending, value)
+            if self.stored_in is None or not of.is_gathered:
+                return of.constrain(value, of.compute)
+            narrow = of.constrain(value.astype(self.stored_in), of.storage)  # else XLA might gather before the cast
+            return of.constrain(narrow, of.compute).astype(value.dtype)
+
+    def gathered_narrowly(self, value: Any) -> Any:
+        """Returns the value as `gathered` does. The casts, which lose nothing, have no part in its derivative."""
+        of = self.shardings
+        return with_gradient(self.gathered, lambda gradient: of.constrain(gradient, of.compute))(value)
 
     def materialized(self, value: Any) -> Tagged:
         """Applies the pending views, as needed to pass the weight into an equation's inner jaxpr."""
         if self.of_view is None:
             return Tagged(value, self)
-        return _Weight(self.of_view).begin(_apply(self.pending, value))
+        return _Weight(self.of_view, stored_in=self.stored_in).begin(viewed(self.pending, value))
 
     def enter(self, value: Any, place: Place) -> tuple[Any, Tag | None]:
         weight = self.materialized(value)
         tag: _Weight = weight.tag  # pyright: ignore[reportAssignmentType]
         if place.kind == "slice":
             of_slice = tag.shardings.of_view(range(1, weight.value.ndim))
-            return (plain(weight), None) if of_slice is None else (weight.value, _Weight(of_slice))
+            return (plain(weight), None) if of_slice is None else (weight.value, _Weight(of_slice, stored_in=tag.stored_in))
         # A while loop, such as one that generates tokens, gathers weights in each iteration: gathering before the loop would
         # hold the whole model at once. A weight that each iteration of a scan reads as a whole is gathered before the scan.
         is_before = place.eqn.primitive.name == "scan" and not _is_only_sliced(place, tag)
@@ -120,7 +137,8 @@ class _Weight(Tag):
         return weight.value, tag
 
 
-def _apply(eqns: Sequence[Any], value: Any) -> Any:
+def viewed(eqns: Sequence[Any], value: Any) -> Any:
+    """Returns a value after several views."""
     for eqn in eqns:
         (value,) = run(eqn, [value])
     return value
@@ -178,7 +196,9 @@ def _stack_of(eqn: Any, weights: Sequence[_Weight]) -> _Weight | None:
         return None
     n_dims = len(eqn.outvars[0].aval.shape)
     stack = shardings[0].of_view([None if i == axis else i - (i > axis) for i in range(n_dims)])
-    return stack and _Weight(replace(stack, name=_common_name([each.name for each in shardings])))
+    dtypes = {weight.stored_in for weight in weights}
+    stored_in = dtypes.pop() if len(dtypes) == 1 else None
+    return stack and _Weight(replace(stack, name=_common_name([each.name for each in shardings])), stored_in=stored_in)
 
 
 def _common_name(names: Sequence[str]) -> str:
@@ -193,6 +213,68 @@ def _is_weight(value: Any) -> bool:
     return has_tag(value, _Weight)
 
 
+@dataclass(eq=False)
+class _Gradients:
+    """How the gradients of one equation with a custom derivative reach the weights that it takes.
+
+    Its rule may call `sum_gradient` while JAX differentiates the equation. Gradients are then summed and sliced where they
+    are made, so that the forward pass saves a slice, and the derivative of the gather has nothing left to sum.
+    """
+
+    shardings: Sequence[Shardings | None]  # of its operands, after pending views; None for those that are no weights
+    summed: set[str] = field(default_factory=set)  # the names of the weights for whose gradients the rule did that
+
+    def gather(self, value: Any, weight: _Weight) -> Any:
+        shardings = weight.shardings
+
+        def store(gradient: Any) -> Any:
+            if shardings.name not in self.summed:
+                gradient = shardings.constrain(gradient, shardings.compute)
+            return shardings.constrain(gradient, shardings.storage)
+
+        return with_gradient(weight.gathered, store)(value)
+
+
+_gradients: ContextVar[_Gradients | None] = ContextVar("the gradients of the equation that is differentiated", default=None)
+
+
+def weights_of_derivative() -> Sequence[Shardings]:
+    """For the derivative rule of a function with a custom derivative: returns the shardings of the weights that it takes."""
+    gradients = _gradients.get()
+    return [] if gradients is None else [of for of in gradients.shardings if of is not None]
+
+
+def sum_gradient(gradient: Any, operand: int) -> Any:
+    """For the derivative rule of a function with a custom derivative that computes gradients in the forward pass: sums the
+    gradient of a weight over the batch's shards, and slices it to the stored shard. Returns any other gradient unchanged.
+
+    **Arguments:**
+
+    - `operand`: which of the function's operands, all arrays in their order, the gradient is of.
+    """
+    gradients = _gradients.get()
+    shardings = None if gradients is None or operand >= len(gradients.shardings) else gradients.shardings[operand]
+    if gradients is None or shardings is None or len(shardings.storage.spec) != gradient.ndim:
+        return gradient
+    gradients.summed.add(shardings.name)
+    return shardings.constrain(shardings.constrain(gradient, shardings.compute), shardings.storage)
+
+
+def stored(value: Any) -> tuple[Any, Shardings] | None:
+    """Returns a weight of `GatherAtUse` as it is stored, and its shardings; None for any other value."""
+    if not _is_weight(value):
+        return None
+    weight = value.tag.materialized(value.value)
+    return weight.value, weight.tag.shardings
+
+
+def used_as(value: Any, spec: P) -> Tagged:
+    """Returns a weight of `GatherAtUse` whose next uses take it with this spec, rather than with that of the plan."""
+    weight = value.tag.materialized(value.value)
+    shardings = replace(weight.tag.shardings, compute=NamedSharding(weight.tag.shardings.compute.mesh, spec))
+    return Tagged(weight.value, replace(weight.tag, shardings=shardings))
+
+
 def gather_without_derivative(value: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Gathers a weight without the gather's derivative. Returns the gathered weight and the function `store`.
 
@@ -205,35 +287,48 @@ def gather_without_derivative(value: Any) -> tuple[Any, Callable[[Any], Any]]:
     weight: _Weight = value.tag
     of_view = weight.of_view or weight.shardings
 
-    @jax.custom_vjp
-    def gather(x: Any) -> Any:
-        with jax.named_scope("gather"):
-            return weight.shardings.constrain(x, weight.shardings.compute)
-
-    gather.defvjp(lambda x: (gather(x), None), lambda _, gradient: (gradient,))
-
     def store(gradient: Any) -> Any:
         return of_view.constrain(of_view.constrain(gradient, of_view.compute), of_view.storage)
 
-    return _apply(weight.pending, gather(value.value)), store
+    gathered = with_gradient(weight.gathered, lambda gradient: gradient)(value.value)
+    return viewed(weight.pending, gathered), store
 
 
 def _compute_with_weights(eqn: Any, ins: Sequence[Any], weights: Sequence[_Weight], site: Site) -> Sequence[Any]:
     """Computes an equation that uses weights: gathers them before it, and again in its backward pass."""
+    gradients = None
+    if eqn.primitive.name in CUSTOM_DERIVATIVES and site.around == ():
+        of_views = [value.tag.of_view or value.tag.shardings if _is_weight(value) else None for value in ins]
+        gradients = _Gradients(of_views)
+        ins = [Tagged(x.value, replace(x.tag, gradients=gradients)) if _is_weight(x) else x for x in ins]
 
     def compute(*values: Any) -> list[Any]:
         tagged = [Tagged(v, old.tag) if isinstance(old, Tagged) else v for old, v in zip(ins, values, strict=True)]
         return site.rest(eqn, tagged)
 
-    # A remat gathers again already, and no gradient flows through a while loop.
-    regathers = not {*REMATS, "while"} & {*site.around}
-    if regathers and not eqn.effects and any(weight.shardings.is_gathered for weight in weights):
-        # Without this, every gathered weight would be saved for the backward pass: the whole model. `prevent_cse` is not
-        # needed inside a scan, because XLA does not merge its forward and backward loops.
-        keep = jax.checkpoint_policies.save_only_these_names(GRADIENT)
-        compute = jax.checkpoint(compute, prevent_cse="scan" not in site.around, policy=keep)
-    with weights[0].shardings.scope():
+    # Without this, every gathered weight would be saved for the backward pass: the whole model.
+    if any(weight.shardings.is_gathered for weight in weights):
+        compute = computed_again(compute, eqn, site)
+    with weights[0].shardings.scope(), _differentiating(gradients):
         return compute(*(value.value if isinstance(value, Tagged) else value for value in ins))
+
+
+def computed_again(compute: Callable[..., Any], eqn: Any, site: Site) -> Callable[..., Any]:
+    """Returns what computes an equation, in a remat where none is around it already."""
+    if eqn.effects or {*REMATS, "while"} & {*site.around}:  # no gradient flows through a while loop
+        return compute
+    # XLA does not merge the forward and the backward loop of a scan.
+    keep = jax.checkpoint_policies.save_only_these_names(GRADIENT)
+    return jax.checkpoint(compute, prevent_cse="scan" not in site.around, policy=keep)
+
+
+@contextmanager
+def _differentiating(gradients: _Gradients | None) -> Iterator[None]:
+    token = _gradients.set(gradients)
+    try:
+        yield
+    finally:
+        _gradients.reset(token)
 
 
 def _without_saving_gathered(eqn: Any) -> Any:
@@ -264,6 +359,20 @@ def _compute_view(eqn: Any, ins: Sequence[Any], of_view: Shardings) -> Tagged:
     """Computes a view of a weight. Slices and casts, which gather less, are applied at once. Other views stay pending."""
     weight: _Weight = ins[0].tag
     if eqn.primitive.name in _PENDING:
-        return Tagged(ins[0].value, _Weight(weight.shardings, (*weight.pending, eqn), of_view))
+        return Tagged(ins[0].value, _Weight(weight.shardings, (*weight.pending, eqn), of_view, weight.stored_in))
     operands = [weight.materialized(ins[0].value).value, *map(plain, ins[1:])]
-    return _Weight(of_view).begin(run(eqn, operands)[0])
+    narrow = eqn.invars[0].aval.dtype if weight.stored_in is None else weight.stored_in
+    stored_in = narrow if _holds(eqn.outvars[0].aval.dtype, narrow) else None
+    return _Weight(of_view, stored_in=stored_in).begin(run(eqn, operands)[0])
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Whether a floating dtype has more bits than another dtype, and all of its numbers."""
+    if not jnp.issubdtype(wide, jnp.floating) or wide.itemsize <= narrow.itemsize:
+        return False
+    if jnp.issubdtype(narrow, jnp.integer):
+        return jnp.iinfo(narrow).bits <= jnp.finfo(wide).nmant + 1
+    if not jnp.issubdtype(narrow, jnp.floating):
+        return False
+    of_wide, of_narrow = jnp.finfo(wide), jnp.finfo(narrow)
+    return of_wide.nmant >= of_narrow.nmant and of_wide.maxexp >= of_narrow.maxexp and of_wide.minexp <= of_narrow.minexp

@@ -6,7 +6,8 @@ gradient. Over several devices, each computes all rows. `redeqx.kernels` has a p
 computes every `ragged_dot` by it, and every gradient of one that the user's function itself contains.
 
 Each device multiplies the rows of its own part of the batch, if they can stay there (`_sort_by_shard`), or an even part of
-the sorted rows, which has few groups. Over the model axis, outputs are added up once a token (`_expert_parts`).
+the sorted rows, which has few groups. Over the model axis, outputs are added up once a token (`_expert_parts`), or rows are
+sent to the devices of whole experts (`_exchange_experts`), as the plan splits these.
 
 Source: MegaBlocks (arXiv:2211.15841) for the work. Cost: the gradient of the matrices is summed over the devices that split
 a batch. In tracing, one pass of the dataflow, for functions with grouped matmuls on a mesh with a model axis.
@@ -24,8 +25,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ..kernels import GroupedSetting, grouped_gradient_p, grouped_matmul_p
 from ..machine import MODEL
-from ..partition import operand_dims
-from ..tracing import Rule, Site, as_fun, equations, has_tag, plain
+from ..partition import values_by
+from ..tracing import GROUPED, Body, Rule, Site, as_fun, equations, has_tag, plain
+from ._exchange_experts import Exchanges
+from ._exchanged_rows import chosen_exchanges
 from ._expert_parts import Copies, ExpertParts
 from ._sort_by_shard import SortsByShard
 
@@ -44,63 +47,76 @@ class GroupMatmuls(Rule):
 
     rows: NamedSharding
     splits: Sequence[int | None]
-    # For one function: for its grouped matmuls, the dims of both operands that the model axis splits.
-    dims: Mapping[Any, tuple[int | None, int | None]] = field(default_factory=dict)
-    sorts: SortsByShard | None = field(default=None, repr=False)
-    parts: ExpertParts | None = field(default=None, repr=False)
-
-    @property
-    def corrects(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether rows are in another order than in the sort, so that a product as it is written would be wrong."""
-        return self.sorts is not None and self.sorts.is_any
 
     def of(self, closed: Any) -> Rule | None:
-        found = [eqn for eqn in equations(closed) if eqn.primitive.name in ("ragged_dot_general", *_PRIMITIVES)]
+        found = [eqn for eqn in equations(closed) if eqn.primitive.name in GROUPED]
         if not found:
             return None
         mesh = self.rows.mesh
         assert isinstance(mesh, Mesh), "its devices are known"
-        sorts, n_shards = SortsByShard.of(closed, len(self.splits), mesh), mesh.shape[MODEL]
+        rule = _GroupMatmuls(self.rows, SortsByShard(mesh), ExpertParts(mesh), Exchanges(mesh))
+        if mesh.size == 1:
+            return rule
+        body, n_weights, n_shards = Body(closed), len(self.splits), mesh.shape[MODEL]
+        of_device = {eqn: form.of_device for eqn in found if (form := _form(eqn)) and form.shares_matrices}
+        chosen = [each for each in chosen_exchanges(body, self.splits, mesh) if of_device.keys() >= each.matrices.keys()]
+        exchanges, others = Exchanges(mesh, chosen, of_device), [eqn for each in chosen for eqn in each.all]
+        rule = replace(rule, exchanges=exchanges, sorts=SortsByShard.of(body, n_weights, mesh, others))
         if n_shards == 1:
-            return replace(self, sorts=sorts)
-        products = [*found, *(eqn for eqn in equations(closed) if eqn.primitive.name == "dot_general")]
-        dims = operand_dims(closed, products, self.splits, n_shards)
-        rule = replace(self, dims=dims, sorts=sorts)
+            return rule
+        found = [eqn for eqn in found if eqn not in exchanges]
+        dims = values_by(closed, self.splits, n_shards).operands
+        rule = replace(rule, dims=dims)
         forms = [(eqn, form) for eqn in found if rule.claims(eqn) and (form := _form(eqn)) and form.shares_matrices]
-        rows = [eqn for eqn, form in forms if rule._is_split(eqn, form.dims.inputs)]
-        columns = [eqn for eqn, form in forms if rule._is_split(eqn, form.dims.outputs) and eqn not in rows]
-        return replace(rule, parts=ExpertParts.of(closed, len(self.splits), columns, rows, dims, mesh))
+        rows = [eqn for eqn, form in forms if rule.is_split(eqn, form.dims.inputs)]
+        columns = [eqn for eqn, form in forms if rule.is_split(eqn, form.dims.outputs) and eqn not in rows]
+        return replace(rule, parts=ExpertParts.of(body, n_weights, columns, rows, dims, mesh))
+
+
+@dataclass(frozen=True, eq=False)
+class _GroupMatmuls(Rule):
+    """The rule for one function. `dims` are those of both operands of its products that the model axis splits."""
+
+    rows: NamedSharding
+    sorts: SortsByShard
+    parts: ExpertParts
+    exchanges: Exchanges
+    dims: Mapping[Any, tuple[int | None, int | None]] = field(default_factory=dict)
+
+    @property
+    def corrects(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether rows are in another order than in the sort, so that a product as it is written would be wrong."""
+        return self.sorts.is_any or self.exchanges.is_any
 
     def claims(self, eqn: Any) -> bool:
-        if eqn in (self.sorts or ()) or eqn in (self.parts or ()):
+        if eqn in self.sorts or eqn in self.parts or eqn in self.exchanges:
             return True
         if eqn.primitive.name in _PRIMITIVES:
             return eqn.params["setting"].split is None
         return eqn.primitive.name == "ragged_dot_general" and _form(eqn) is not None
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
+        if eqn in self.exchanges:
+            return self.exchanges.compute(eqn, ins, site)
         form = _form(eqn)
         if form is not None:
             copies = ins[0].value[1] if has_tag(ins[0], Copies) else None
             return self._product(eqn, form, list(map(plain, ins)), copies)
 
         def compute(ins: Sequence[Any]) -> Sequence[Any]:
-            in_order = self.sorts is not None and eqn in self.sorts
-            return self.sorts.compute(eqn, ins, site) if self.sorts and in_order else site.rest(eqn, ins)
+            return self.sorts.compute(eqn, ins, site) if eqn in self.sorts else site.rest(eqn, ins)
 
-        if self.parts is not None and eqn in self.parts:
-            return self.parts.compute(eqn, ins, compute)
-        return compute(ins)
+        return self.parts.compute(eqn, ins, compute) if eqn in self.parts else compute(ins)
 
     def _product(self, eqn: Any, form: "_Form", values: list[Any], copies: Any) -> Sequence[Any]:
-        is_by_shard = self.sorts is not None and self.sorts.is_product(eqn)
-        if self.sorts is not None and is_by_shard:
+        is_by_shard = self.sorts.is_product(eqn)
+        if is_by_shard:
             values = list(self.sorts.operands(eqn, *values))
-        is_row, is_column = (self._is_split(eqn, dims) for dims in (form.dims.inputs, form.dims.outputs))
+        is_row, is_column = (self.is_split(eqn, dims) for dims in (form.dims.inputs, form.dims.outputs))
         spec = P(self.rows.spec[0], MODEL if is_row else None, MODEL if is_column and not is_row else None)
         setting = replace(form.setting, split=NamedSharding(self.rows.mesh, spec))
         how = _ALL
-        if self.parts is not None and is_row and eqn in self.parts.products:
+        if is_row and eqn in self.parts.products:
             how = _PARTS
         elif is_column and copies is not None:
             values, how = [copies, *values[1:]], _COPIES
@@ -108,9 +124,9 @@ class GroupMatmuls(Rule):
         closed = jax.make_jaxpr(compute)(*(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values))
         at_line = [each.replace(source_info=eqn.source_info) for each in closed.jaxpr.eqns]
         (out,) = as_fun(closed.replace(jaxpr=closed.jaxpr.replace(eqns=at_line)))(*values)
-        return [self.parts.in_parts(out) if self.parts is not None and how == _PARTS else out]
+        return [self.parts.in_parts(out) if how == _PARTS else out]
 
-    def _is_split(self, eqn: Any, dims: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+    def is_split(self, eqn: Any, dims: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
         """Whether the model axis splits one of these dims of the operands."""
         return any(dim in own for dim, own in zip(self.dims.get(eqn, ()), dims, strict=False))
 
@@ -137,36 +153,24 @@ def _dims_of_primitive(eqn: Any) -> _Dims:
 
 @dataclass(frozen=True)
 class _Form:
-    """A grouped matmul as a primitive computes it.
-
-    **Arguments:**
-
-    - `orders`: for both operands their dims in the primitive's order: batch dims, then rows or groups, then K and N.
-    - `lead`: the sizes of the batch dims. They are those of `sizes`, unless `sizes` has none.
-    - `n_leading`: the number of batch dims of the second operand: all, or none for matrices that the batch shares.
-    - `shape`: of the output.
-    - `is_by_group`: whether, in the gradient of the matrices, the groups come before the batch dims.
-    """
+    """A grouped matmul as a primitive computes it."""
 
     primitive: Any
     setting: GroupedSetting
     dims: _Dims
+    # For both operands their dims in the primitive's order: batch dims, then rows or groups, then K and N.
     orders: tuple[Sequence[int], Sequence[int]]
-    lead: Sequence[int]
-    n_leading: int
-    shape: Sequence[int]
-    is_by_group: bool = True
+    lead: Sequence[int]  # the sizes of the batch dims; they are those of `sizes`, unless `sizes` has none
+    n_leading: int  # batch dims of the second operand: all, or none for matrices that the batch shares
+    shape: Sequence[int]  # of the output
+    is_by_group: bool = True  # whether, in the gradient of the matrices, the groups come before the batch dims
     shares_matrices: bool = False  # whether it is a product, and all of the batch have the same matrices
 
     def compute(
         self, setting: GroupedSetting, a: Any, b: Any, sizes: Any, *, is_by_shard: bool = False, how: str = _ALL
     ) -> Any:
-        """Returns the output; with `_PARTS` its parts, `[parts, ...]`.
-
-        **Arguments:**
-
-        - `is_by_shard`: whether the rows are those of several shards, one after the other, and `sizes` has a size for each.
-        """
+        """Returns the output; with `_PARTS` its parts, `[parts, ...]`. If `is_by_shard`, the rows are those of several
+        shards, one after the other, and `sizes` has a row for each."""
         n, n_batch = len(self.lead), len(sizes) if is_by_shard else math.prod(self.lead)
         if not is_by_shard:
             sizes = jnp.broadcast_to(sizes, (*self.lead, sizes.shape[-1])).reshape(n_batch, -1)
@@ -191,6 +195,16 @@ class _Form:
         if how == _COPIES:
             return jnp.moveaxis(out, 0, 2).reshape(self.shape)
         return out.reshape(len(out), *self.shape)
+
+    def of_device(self, a: Any, b: Any, sizes: Any) -> Any:
+        """Returns the output for rows that are all on one device, of all entries of the batch together: `sizes` are
+        `[groups]`."""
+        a, b, n = jnp.transpose(a, self.orders[0]), jnp.transpose(b, self.orders[1]), len(self.lead)
+        size = math.prod(a.shape[n + 1 :])
+        sides = (-1, size) if self.setting.transposed else (size, -1)
+        matrices = b.reshape(1, b.shape[self.n_leading], *sides)
+        out = grouped_matmul_p.bind(a.reshape(1, -1, size), matrices, sizes[None], setting=self.setting)
+        return out.reshape(*a.shape[: n + 1], *self.shape[n + 1 :])
 
 
 def _by_parts(setting: GroupedSetting, a: Any, matrices: Any, sizes: Any) -> Any:

@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
 from ..machine import MODEL
 from ..tracing import Rule, Site, plain, run
+from ._constrain import split_over
 
 _COUNTS = ("feature_group_count", "batch_group_count")  # the second is the first's weight gradient, as in a user's `grad_fn`
 
@@ -43,8 +44,7 @@ class FixGroupedConvolutions(Rule):
             _with_groups(x, channels, n_groups, n_added),
             _with_groups(weight, numbers.rhs_spec[0], n_groups, n_added),
         )
-        spec = [MODEL if dim == channels else P.UNCONSTRAINED for dim in range(x.ndim)]
-        x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
+        x = split_over(x, self.mesh, {channels: MODEL})
         (out,) = run(eqn.replace(params={**eqn.params, count: n_groups + n_added}), [x, weight])
         dim = numbers.out_spec[1]
         return [jax.lax.slice_in_dim(out, 0, eqn.outvars[0].aval.shape[dim], axis=dim) if n_added else out]

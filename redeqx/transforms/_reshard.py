@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
 from ..machine import MODEL
-from ..partition import parts_taken
+from ..partition import values_by
 from ..tracing import Rule, Site, plain
 
 # Which of the equal parts of a dim an equation takes: their number, and the part of each output, or None if it takes all of
@@ -47,8 +47,8 @@ class Reshard(Rule):
 
     def of(self, closed: Any) -> Rule | None:
         n_shards = self.mesh.shape[MODEL]
-        found = parts_taken(closed, self.splits, n_shards) if n_shards > 1 else {}
-        taken = {eqn: (dim, taken) for eqn, dim in found.values() if (taken := _parts_taken(eqn, dim)) is not None}
+        found = values_by(closed, self.splits, n_shards).resharded if n_shards > 1 else {}
+        taken = {eqn: (dim, taken) for eqn, dim in found.items() if (taken := _parts_taken(eqn, dim)) is not None}
         return replace(self, taken=taken, resharded={}) if taken else None
 
     def claims(self, eqn: Any) -> bool:

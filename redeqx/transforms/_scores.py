@@ -50,45 +50,28 @@ class Mask(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """The computation between the product of queries and keys and the softmax.
+    """The computation between the product of queries and keys and the softmax."""
 
-    **Arguments:**
-
-    - `product`: the product, and the labels of its dims; None if the equations are not those of an attention, or if its
-        masks cannot be combined into one.
-    - `stopped_at`: the primitive at which tracing stopped.
-    - `eqns`, `masks`: in any order.
-    - `scale`: the factor of the product.
-    - `biases`: each with its factor.
-    """
-
+    # The product, and the labels of its dims; None for equations of no attention, or with masks that are not one mask.
     product: tuple[Any, tuple[Any, ...]] | None = None
-    stopped_at: str | None = None
-    eqns: tuple[Any, ...] = ()
-    scale: float = 1.0
-    masks: tuple[Mask, ...] = ()
-    biases: tuple[tuple[Operand, float], ...] = ()
+    stopped_at: str | None = None  # the primitive at which tracing stopped
+    eqns: tuple[Any, ...] = ()  # in any order
+    scale: float = 1.0  # the factor of the product
+    masks: tuple[Mask, ...] = ()  # in any order
+    biases: tuple[tuple[Operand, float], ...] = ()  # each with its factor
 
 
 # --- the softmax ------------------------------------------------------------------------------------------------------
 
 
 class WeightsUse(NamedTuple):
-    """A product that reads the output of a softmax, or a view of it.
-
-    **Arguments:**
-
-    - `side`: the index of the weights among its operands.
-    - `path`: the equations of the views, from the softmax to the product.
-    - `dims`: for each dim of the weights there, the dim of the softmax.
-    - `is_unchanged`: whether it reads the weights themselves, maybe in another order of dims.
-    """
+    """A product that reads the output of a softmax, or a view of it."""
 
     product: Any
-    side: int
-    path: Sequence[Any]
-    dims: Sequence[int | None]
-    is_unchanged: bool
+    side: int  # the index of the weights among its operands
+    path: Sequence[Any]  # the equations of the views, from the softmax to the product
+    dims: Sequence[int | None]  # for each dim of the weights there, the dim of the softmax
+    is_unchanged: bool  # whether it reads the weights themselves, maybe in another order of dims
 
 
 def uses_of_weights(body: Body, softmax: Any) -> list[WeightsUse]:

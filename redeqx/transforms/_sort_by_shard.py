@@ -13,51 +13,46 @@ running sum, keeps a sort as it is written.
 `_sorted_rows` finds what follows a sort, and `_group_matmuls` is the rule that applies this.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
 from ..dims import spread
-from ..machine import BATCH_AXES, SEQUENCE, n_batch_shards
-from ..tracing import Body, Site, insides, plain, run
-from ._sorted_rows import PRODUCTS, SortedRows
+from ..machine import BATCH_AXES, SEQUENCE, n_batch_shards, replicated
+from ..tracing import GROUPED, Body, Site, plain, run
+from ._constrain import split_over
+from ._sorted_rows import Role, SortedRows, jaxprs_in
 
 
 class SortsByShard:
     """The sorts of a function whose rows stay on their devices, and the equations that this concerns."""
 
-    def __init__(self, mesh: Mesh, sorts: Sequence[SortedRows]):
+    def __init__(self, mesh: Mesh, sorts: Sequence[SortedRows] = ()):
         self.mesh, self.n_shards = mesh, n_batch_shards(mesh)
         self._sorts = {eqn: sort for sort in sorts for eqn in sort.roles}
         self._positions: dict[Any, jax.Array] = {}  # of each sort, `[shards, rows of a shard]`, ascending
 
     @classmethod
-    def of(cls, closed: Any, n_weights: int, mesh: Mesh) -> "SortsByShard":
-        """Finds the sorts of a closed jaxpr in normal form whose rows reach grouped matmuls.
-
-        **Arguments:**
-
-        - `n_weights`: the number of the function's first inputs, which are weights.
-        """
-        n, rows = n_batch_shards(mesh), dict[Any, bool]()
+    def of(cls, body: Body, n_weights: int, mesh: Mesh, others: Iterable[Any] = ()) -> "SortsByShard":
+        """Finds the sorts of a function whose rows reach grouped matmuls, without `others`, equations that are computed
+        otherwise. Its first `n_weights` inputs are weights."""
+        n = n_batch_shards(mesh)
         if n == 1 or mesh.shape[SEQUENCE] > 1:
-            return cls(mesh, ())
+            return cls(mesh)
+        sorts = {eqn: jaxpr for jaxpr in jaxprs_in(body.closed) for eqn in jaxpr.eqns if _may_stay(eqn, n)}
+        if not sorts:
+            return cls(mesh)
 
-        def note(eqn: Any, ins: Sequence[Any]) -> None:
-            if eqn.primitive.name == "sort" and len(eqn.outvars[0].aval.shape) == 1:
-                size = eqn.outvars[0].aval.shape[0]
-                rows[eqn] = size % n == 0 and any(parts % n == 0 for _, parts in ins[0].rows)
-
-        spread(closed, n_weights, note)
-        body, found, taken = Body(closed), list[SortedRows](), set[Any]()
-        for jaxpr in _jaxprs(closed):
-            for eqn in jaxpr.eqns:
-                if rows.get(eqn) and (sort := SortedRows.of(eqn, jaxpr, body, n)) and taken.isdisjoint(sort.roles):
-                    found.append(sort)
-                    taken.update(sort.roles)
+        known = spread(body.closed, n_weights)
+        found, taken = list[SortedRows](), set(others)
+        for eqn, jaxpr in sorts.items():
+            has_rows = eqn in known and any(parts % n == 0 for _, parts in known[eqn][0].rows)
+            if has_rows and (sort := SortedRows.of(eqn, jaxpr, body, n)) and taken.isdisjoint(sort.roles):
+                found.append(sort)
+                taken.update(sort.roles)
         return cls(mesh, found)
 
     @property
@@ -69,13 +64,20 @@ class SortsByShard:
 
     def is_product(self, eqn: Any) -> bool:
         """Whether an equation is a grouped matmul of sorted rows."""
-        return eqn in self._sorts and eqn.primitive.name in PRODUCTS
+        return eqn in self._sorts and eqn.primitive.name in GROUPED
 
     def compute(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
         """Returns the outputs of an equation that is not a grouped matmul."""
         sort = self._sorts[eqn]
-        compute: Callable[..., Sequence[Any]] = getattr(self, sort.roles[eqn])
-        return compute(sort, eqn, ins, site)
+        computes: Mapping[Role, Callable[[SortedRows, Any, Sequence[Any], Site], Sequence[Any]]] = {
+            "sort": self._sort,
+            "inverse": self._inverse,
+            "own lookup": self._look_up,
+            "own scatter": self._scatter,
+            "as written": self._as_written,
+            "in sort order": self._in_sort_order,
+        }
+        return computes[sort.roles[eqn]](sort, eqn, ins, site)
 
     def operands(self, eqn: Any, a: Any, b: Any, sizes: Any) -> tuple[Any, Any, Any]:
         """Returns the operands of a grouped matmul, with the sizes of each shard's part of the groups, `[shards, E]`."""
@@ -87,14 +89,12 @@ class SortsByShard:
 
     def split(self, x: jax.Array) -> jax.Array:
         """Constrains dim 0 to be split over the devices that split a batch."""
-        spec = P(BATCH_AXES, *[P.UNCONSTRAINED] * (x.ndim - 1))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return split_over(x, self.mesh, {0: BATCH_AXES})
 
-    # --- equations: each method is a role of `SortedRows.roles` ----------------------------
+    # --- equations, by their roles -----------------------------------------------------------
 
-    def sort(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
-        whole = NamedSharding(self.mesh, P())
-        outs = [jax.lax.with_sharding_constraint(out, whole) for out in site.rest(eqn, ins)]
+    def _sort(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
+        outs = [jax.lax.with_sharding_constraint(out, replicated(self.mesh)) for out in site.rest(eqn, ins)]
         order = outs[sort.order]
         place = (
             jnp.zeros_like(order)
@@ -104,20 +104,20 @@ class SortsByShard:
         self._positions[eqn] = positions = jnp.sort(self._by_shard(place), axis=1)
         return [self.split(_rows_at(out, positions.reshape(-1))) for out in outs]
 
-    def inverse(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
+    def _inverse(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
         del sort, site
         order = self._by_shard(plain(ins[0]))
         found = (jnp.argsort(order, axis=1).astype(order.dtype) + self._starts(order)).reshape(-1)
         return [jnp.arange(len(found), dtype=order.dtype), found][: len(eqn.outvars)]
 
-    def look_up(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
+    def _look_up(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
         """Looks up rows that are all on a device's own shard."""
         del sort, site
         x, indices = map(plain, ins)
         x, indices = self._by_shard(x), self._by_shard(indices.reshape(-1))
         return [jax.vmap(_rows_at)(x, indices - self._starts(x)).reshape(eqn.outvars[0].aval.shape)]
 
-    def scatter(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
+    def _scatter(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
         """Writes rows that are all on a device's own shard."""
         del site
         x, indices, updates = map(plain, ins)
@@ -131,11 +131,11 @@ class SortsByShard:
 
         return [jax.vmap(of_shard)(x, (indices - self._starts(x))[..., None], updates).reshape(eqn.outvars[0].aval.shape)]
 
-    def other(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
+    def _as_written(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
         """Computes an equation as it is written, with operands in the order of the other ones."""
         return site.rest(eqn, [self._arranged(sort, x, var, eqn) for x, var in zip(ins, eqn.invars, strict=True)])
 
-    def whole(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
+    def _in_sort_order(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
         """Computes an equation that depends on the order, from indices and keys in the order of the sort."""
         positions = self._positions[sort.eqn].reshape(-1)
         values = []
@@ -165,10 +165,7 @@ def _rows_at(x: jax.Array, indices: jax.Array) -> jax.Array:
     return x.at[indices].get(mode="promise_in_bounds")
 
 
-def _jaxprs(closed: Any) -> list[Any]:
-    found = [closed.jaxpr]
-    for eqn in closed.jaxpr.eqns:
-        for inner in insides(eqn):
-            if inner.role != "manual":
-                found += _jaxprs(inner.closed)
-    return found
+def _may_stay(eqn: Any, n_shards: int) -> bool:
+    """Whether an equation sorts a single dim that the shards divide."""
+    shape = eqn.outvars[0].aval.shape if eqn.primitive.name == "sort" else ()
+    return len(shape) == 1 and shape[0] % n_shards == 0

@@ -5,20 +5,21 @@ in another order. `_sort_by_shard` chooses the order, and computes them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from ..dims import Related, is_elementwise
-from ..tracing import Body, all_inside, insides, run, variables
+from ..dims import REDUCTIONS, SCATTERS, Related, is_elementwise
+from ..tracing import GROUPED, Body, Env, all_inside, insides, run, variables
 
-PRODUCTS = ("ragged_dot_general", "grouped_matmul", "grouped_matmul_gradient")
-_ANY_ORDER = {*(f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor")), "dot_general"}
-_SCATTERS = {"scatter-add", "scatter_add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"}
+_ANY_ORDER = {*REDUCTIONS, "dot_general"}
 _MAX_INDICES = 2**24
+# How `SortsByShard` computes an equation: the sort; its inverse; a lookup or a scatter of rows that are all on a device's
+# own shard; as it is written, with all operands in the order of the shards; or in the order of the sort.
+Role = Literal["sort", "inverse", "own lookup", "own scatter", "as written", "in sort order"]
 _RESHAPES = ("reshape", "broadcast_in_dim", "squeeze", "convert_element_type")
 
 
@@ -28,39 +29,32 @@ class _Unknown(Exception):
 
 @dataclass
 class SortedRows:
-    """A sort of keys of rows, `[n]`, and the equations of its jaxpr that use what is sorted.
-
-    **Attributes:**
-
-    - `order`: the index of the output that says which row is at each position.
-    - `dims`: the dim of each value that is sorted.
-    - `inverses`: values that say at which position each row is.
-    - `roles`: how the equations are computed that are not computed as they are: the names of methods of `SortsByShard`.
-    - `moved`: for operands of equations that are in the order of the sort, the dim that is sorted.
-    """
+    """A sort of keys of rows, `[n]`, or of each sequence's, `[batch, n]`, and the equations of its jaxpr that use what is
+    sorted."""
 
     eqn: Any
     n: int
-    order: int
+    order: int  # the index of the output that says which row is at each position
     body: Body
     n_shards: int
-    dims: dict[Any, int] = field(default_factory=dict)
-    inverses: set[Any] = field(default_factory=set)
-    roles: dict[Any, str] = field(default_factory=dict)
-    moved: dict[tuple[Any, Any], int] = field(default_factory=dict)
-    known: dict[Any, Any] = field(default_factory=dict)
+    dims: Env = field(default_factory=lambda: Env(literal=lambda _: None))  # the dim of each value that is sorted
+    inverses: set[Any] = field(default_factory=set)  # values that say at which position each row is
+    roles: dict[Any, Role] = field(default_factory=dict)  # how the equations are computed that the other order changes
+    moved: dict[tuple[Any, Any], int] = field(default_factory=dict)  # the dim that is sorted, of operands in its order
+    known: dict[Any, Any] = field(default_factory=dict)  # values that depend on the order alone, in the order of the rows
 
     @classmethod
     def of(cls, eqn: Any, jaxpr: Any, body: Body, n_shards: int) -> "SortedRows | None":
         """Follows what a sort gives; returns None if something needs its order, or no grouped matmul is reached."""
-        n = eqn.outvars[0].aval.shape[0]
-        order = next((i for i, atom in enumerate(eqn.invars) if _is_range(body, atom)), None)
-        if order is None or n > _MAX_INDICES:
+        shape = eqn.outvars[0].aval.shape
+        n, along = shape[-1], len(shape) - 1
+        order = next((i for i, atom in enumerate(eqn.invars) if _is_range(body, atom, along)), None)
+        if order is None or math.prod(shape) > _MAX_INDICES or along > 1 or eqn.params["dimension"] != along:
             return None
         sort = cls(eqn, n, order, body, n_shards)
         sort.roles[eqn] = "sort"
-        sort.dims.update(dict.fromkeys(eqn.outvars, 0))
-        sort.known[eqn.outvars[order]] = np.arange(n, dtype=eqn.outvars[order].aval.dtype)
+        sort.dims.update(dict.fromkeys(eqn.outvars, along))
+        sort.known[eqn.outvars[order]] = sort._range(eqn.outvars[order])
         try:
             for each in jaxpr.eqns[jaxpr.eqns.index(eqn) + 1 :]:
                 if any(var in sort.dims or var in sort.inverses for var in variables(each.invars)):
@@ -69,10 +63,18 @@ class SortedRows:
             return None
         if any(var in sort.dims or var in sort.inverses for var in variables(jaxpr.outvars)):
             return None
-        return sort if any(each.primitive.name in PRODUCTS for each in sort.roles) else None
+        return sort if any(each.primitive.name in GROUPED for each in sort.roles) else None
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The sizes of the dims before the one that is sorted: the batch, or none."""
+        return self.eqn.outvars[0].aval.shape[:-1]
+
+    def _range(self, var: Any) -> np.ndarray:
+        return np.broadcast_to(np.arange(self.n, dtype=var.aval.dtype), (*self.lead, self.n))
 
     def dim(self, atom: Any) -> int | None:
-        return self.dims.get(atom) if variables([atom]) else None
+        return self.dims.get(atom)
 
     def _follow(self, eqn: Any) -> None:
         name, dims = eqn.primitive.name, list(map(self.dim, eqn.invars))
@@ -81,32 +83,36 @@ class SortedRows:
         if name == "sort" and self._inverts(eqn):
             self.roles[eqn] = "inverse"
             self.inverses.add(eqn.outvars[1])
-            self.known[eqn.outvars[1]] = np.arange(self.n, dtype=eqn.outvars[1].aval.dtype)
+            self.known[eqn.outvars[1]] = self._range(eqn.outvars[1])
             return None
         try:
             if name == "gather" and dims[0] is None:
                 return self._follow_lookup(eqn)
-            if name in (*_SCATTERS, "scatter") and dims[0] is None and dims[1] is not None:
+            if name in SCATTERS and dims[0] is None and dims[1] is not None:
                 return self._follow_scatter(eqn)
-            if name in PRODUCTS:
+            if name in GROUPED:
                 return self._follow_product(eqn)
             return self._follow_any(eqn, dims)
         except _Unknown:
-            if any(dim is not None and len(var.aval.shape) > 1 for var, dim in zip(eqn.invars, dims, strict=True)):
+            sorted_vars = [var for var, dim in zip(eqn.invars, dims, strict=True) if dim is not None]
+            if any(len(var.aval.shape) > len(self.lead) + 1 for var in sorted_vars):
                 raise
             for var in eqn.outvars:
                 self.dims.pop(var, None)
-            self.roles[eqn] = "whole"  # keys and indices are few bytes
+            self.roles[eqn] = "in sort order"  # keys and indices are few bytes
         return None
 
     def _inverts(self, eqn: Any) -> bool:
-        is_argsort = len(eqn.invars) == 2 and eqn.params["num_keys"] == 1 and len(eqn.outvars[0].aval.shape) == 1
-        return is_argsort and _is_range(self.body, eqn.invars[1]) and self._is_same(eqn.invars[0])
+        along = len(self.lead)
+        is_argsort = len(eqn.invars) == 2 and eqn.params["num_keys"] == 1 and eqn.params["dimension"] == along
+        is_argsort = is_argsort and eqn.outvars[0].aval.shape == (*self.lead, self.n)
+        return is_argsort and _is_range(self.body, eqn.invars[1], along) and self._is_same(eqn.invars[0])
 
     def _follow_inverse(self, eqn: Any, dims: Sequence[int | None]) -> None:
         """Positions of rows may be normalized and reshaped, and used to look up what is sorted."""
-        if eqn.primitive.name == "gather" and dims == [0, None] and _is_of_rows(eqn) and self._is_same(eqn.invars[1]):
-            self.roles[eqn] = "look_up"
+        is_lookup = eqn.primitive.name == "gather" and dims == [len(self.lead), None] and self._is_of_rows(eqn)
+        if is_lookup and self._is_same(eqn.invars[1]):
+            self.roles[eqn] = "own lookup"
             return
         if any(dim is not None for dim in dims) or not (is_elementwise(eqn) or eqn.primitive.name in _RESHAPES):
             raise _Unknown
@@ -116,68 +122,76 @@ class SortedRows:
         """Rows looked up by an index that is sorted."""
         places = _index_dims(eqn.params["dimension_numbers"].offset_dims, len(eqn.outvars[0].aval.shape))
         index_dim = self.dims[eqn.invars[1]]
-        if eqn.params["dimension_numbers"].start_indices_batching_dims or index_dim >= len(places):
+        along, batching = len(self.lead), tuple(eqn.params["dimension_numbers"].start_indices_batching_dims)
+        if batching not in ((), tuple(range(along))) or index_dim >= len(places):
             raise _Unknown
         self.dims[eqn.outvars[0]] = places[index_dim]
-        if _is_of_rows(eqn) and index_dim == 0 and len(places) == 1 and self._stays(eqn.invars[1], eqn.invars[0]):
-            self.roles[eqn] = "look_up"
+        is_of_rows = self._is_of_rows(eqn) and index_dim == along and len(places) == along + 1
+        if is_of_rows and self._stays(eqn.invars[1], eqn.invars[0]):
+            self.roles[eqn] = "own lookup"
             self._follow_copies(eqn.invars[0])
 
     def _follow_copies(self, atom: Any) -> None:
         """Rows that are looked up by a constant index before they are sorted, once for each choice."""
         eqn = self.body.producer(atom)
-        if eqn is None or eqn.primitive.name != "gather" or not _is_of_rows(eqn):
+        if eqn is None or eqn.primitive.name != "gather" or not self._is_of_rows(eqn):
             return
         if self.body.is_constant(eqn.invars[1]) and self._stays(eqn.invars[1], eqn.invars[0]):
-            self.roles[eqn] = "look_up"
+            self.roles[eqn] = "own lookup"
 
     def _follow_scatter(self, eqn: Any) -> None:
         """Rows written to, or added at, indices that are sorted."""
         numbers, (x, indices, updates) = eqn.params["dimension_numbers"], eqn.invars
         places = _index_dims(numbers.update_window_dims, len(updates.aval.shape))
-        if numbers.scatter_indices_batching_dims or self.dims[indices] >= len(places):
+        along = len(self.lead)
+        lead = tuple(range(along))
+        if tuple(numbers.scatter_indices_batching_dims) != lead or self.dims[indices] >= len(places):
             raise _Unknown
         if eqn.primitive.name == "scatter" and not (eqn.params["unique_indices"] or self._is_injective(indices)):
             raise _Unknown
         self._move(eqn, {2: places[self.dims[indices]]})
         is_simple = (
-            len(places) == 1
-            and numbers.update_window_dims == tuple(range(1, len(updates.aval.shape)))
-            and numbers.inserted_window_dims == numbers.scatter_dims_to_operand_dims == (0,)
-            and updates.aval.shape[1:] == x.aval.shape[1:]
+            len(places) == along + 1
+            and tuple(numbers.operand_batching_dims) == lead
+            and tuple(numbers.update_window_dims) == tuple(range(along + 1, len(updates.aval.shape)))
+            and tuple(numbers.inserted_window_dims) == tuple(numbers.scatter_dims_to_operand_dims) == (along,)
+            and updates.aval.shape[along + 1 :] == x.aval.shape[along + 1 :]
         )
-        self.roles[eqn] = "scatter" if is_simple and self._stays(indices, x) else "other"
+        self.roles[eqn] = "own scatter" if is_simple and self._stays(indices, x) else "as written"
 
     def _follow_product(self, eqn: Any) -> None:
         is_primitive = "setting" in eqn.params
         is_gradient = eqn.primitive.name == "grouped_matmul_gradient"
-        rows: tuple[int, ...] = (1,)
-        if is_primitive and eqn.invars[0].aval.shape[0] != 1:
+        rows, along = (1,), len(self.lead)
+        if is_primitive and eqn.invars[0].aval.shape[0] != math.prod(self.lead):
+            raise _Unknown
+        if self.lead and (is_gradient or eqn.invars[2].aval.shape[:-1] != self.lead):
             raise _Unknown
         if not is_primitive:
             numbers = eqn.params["ragged_dot_dimension_numbers"]
             (contracted, batch), rows = numbers.dot_dimension_numbers, tuple(numbers.lhs_ragged_dimensions)
-            if batch[0] or eqn.params["group_offset"] is not None or len(eqn.invars[2].aval.shape) > 1:
+            if batch[0] or eqn.params["group_offset"] is not None or len(eqn.invars[2].aval.shape) > along + 1:
                 raise _Unknown
             is_gradient = rows[0] in contracted[0]
             if len(contracted[0]) > 1 and is_gradient:
                 raise _Unknown
-            if not is_gradient and min(set(range(len(eqn.invars[0].aval.shape))) - set(contracted[0])) != rows[0]:
+            free = [dim for dim in range(len(eqn.invars[0].aval.shape)) if dim not in contracted[0]]
+            if not is_gradient and (len(free) <= along or free[along] != rows[0] or (along and rows[0] != along)):
                 raise _Unknown
         second = contracted[1][0] if is_gradient and not is_primitive else 1
         if self.dim(eqn.invars[2]) is not None or (not is_gradient and self.dim(eqn.invars[1]) is not None):
             raise _Unknown
         self._move(eqn, {0: rows[0], **({1: second} if is_gradient else {})})
-        self.roles[eqn] = "other"  # computed by the rule of grouped matmuls
+        self.roles[eqn] = "as written"  # computed by the rule of grouped matmuls
         if not is_gradient:
-            self.dims[eqn.outvars[0]] = 1 if is_primitive else 0
+            self.dims[eqn.outvars[0]] = 1 if is_primitive else along
 
     def _follow_any(self, eqn: Any, dims: Sequence[int | None]) -> None:
         """An equation that treats all entries of the sorted dim alike."""
         if eqn.effects:
             raise _Unknown
         if insides(eqn) or eqn.primitive.name.startswith("custom_"):
-            if not all(map(_is_elementwise_inside, all_inside(eqn))):
+            if not is_elementwise_inside(eqn):
                 raise _Unknown
             (dim,) = {dim for dim in dims if dim is not None}
             shapes = {atom.aval.shape for atom in (*eqn.invars, *eqn.outvars) if atom.aval.shape}
@@ -215,18 +229,19 @@ class SortedRows:
             atom = eqn.invars[i]
             if (dim := self.dim(atom)) is None and variables([atom]) and not _is_constant_along(self.body, atom, place):
                 self.moved[eqn, atom] = place
-                self.roles.setdefault(eqn, "other")
+                self.roles.setdefault(eqn, "as written")
             elif dim not in (None, place):
                 raise _Unknown
 
     # --- indices ----------------------------------------------------------------------------------------------------------
 
-    def _indices(self, atom: Any) -> np.ndarray | None:
+    def indices(self, atom: Any) -> np.ndarray | None:
         """Returns an index for each row, in the order of the rows; None if it depends on more than the order."""
         try:
-            return np.asarray(self._value(atom)).reshape(self.n, -1)[:, 0]
+            found = np.asarray(self._value(atom)).reshape(math.prod(self.lead), self.n, -1)[:, :, 0]
         except (_Unknown, ValueError):
             return None
+        return found[0] if (found == found[0]).all() else None
 
     def _value(self, atom: Any) -> Any:
         if not variables([atom]):
@@ -242,26 +257,48 @@ class SortedRows:
                 self.known.update(zip(eqn.outvars, run(eqn, ins), strict=True))
         return self.known[atom]
 
+    def constant_indices(self, atom: Any) -> np.ndarray:
+        """Returns the indices of a lookup or scatter that stays on its shard."""
+        found = self.indices(atom)
+        assert found is not None, "they were found before"
+        return found
+
     def _is_same(self, atom: Any) -> bool:
         """Whether the indices are those of the rows themselves."""
-        found = self._indices(atom)
+        found = self.indices(atom)
         return found is not None and np.array_equal(found, np.arange(self.n))
 
     def _is_injective(self, atom: Any) -> bool:
-        found = self._indices(atom)
+        found = self.indices(atom)
         return found is not None and len(np.unique(found)) == self.n
+
+    def _is_of_rows(self, eqn: Any) -> bool:
+        """Whether a gather looks up whole rows of its operand, by one index each."""
+        numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+        n, along = len(eqn.outvars[0].aval.shape), len(self.lead)
+        return (
+            tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (along,)
+            and tuple(numbers.operand_batching_dims) == tuple(range(along))
+            and tuple(eqn.params["slice_sizes"]) == (*[1] * (along + 1), *shape[along + 1 :])
+            and tuple(numbers.offset_dims) == tuple(range(n - len(shape) + along + 1, n))
+        )
 
     def _stays(self, indices: Any, x: Any) -> bool:
         """Whether each row's index into `x` is among the rows of its own shard."""
-        n_of, found = x.aval.shape[0], self._indices(indices)
-        if found is None or n_of % self.n_shards or math.prod(indices.aval.shape) != self.n:
+        n_of, found = x.aval.shape[len(self.lead)], self.indices(indices)
+        if found is None or n_of % self.n_shards or math.prod(indices.aval.shape) != math.prod((*self.lead, self.n)):
             return False
         return np.array_equal(found // (n_of // self.n_shards), np.arange(self.n) // (self.n // self.n_shards))
 
 
-def _is_range(body: Body, atom: Any) -> bool:
-    eqn = body.producer(atom) if variables([atom]) else None
-    return eqn is not None and eqn.primitive.name == "iota" and len(eqn.outvars[0].aval.shape) == 1
+def _is_range(body: Body, atom: Any, along: int) -> bool:
+    """Whether a value of `along + 1` dims is the numbers of its last dim."""
+    eqn, shape = body.producer(atom), getattr(atom.aval, "shape", ())
+    if eqn is None or len(shape) != along + 1:
+        return False
+    if eqn.primitive.name == "broadcast_in_dim" and eqn.params["broadcast_dimensions"] == (along,):
+        return eqn.invars[0].aval.shape == shape[along:] and _is_range(body, eqn.invars[0], 0)
+    return eqn.primitive.name == "iota" and eqn.params["dimension"] == along
 
 
 def _is_constant_along(body: Body, atom: Any, dim: int) -> bool:
@@ -275,25 +312,19 @@ def _is_constant_along(body: Body, atom: Any, dim: int) -> bool:
     return dim not in sources or eqn.invars[0].aval.shape[sources.index(dim)] == 1
 
 
-def _is_elementwise_inside(closed: Any) -> bool:
-    return all(
-        all(map(_is_elementwise_inside, inner)) if (inner := all_inside(eqn)) else is_elementwise(eqn)
-        for eqn in closed.jaxpr.eqns
-    )
+def is_elementwise_inside(eqn: Any, others: Collection[str] = ()) -> bool:
+    """Whether an equation is elementwise or of one of the other primitives; of a call, whether all equations in it are."""
+    if inside := all_inside(eqn):
+        return all(is_elementwise_inside(each, others) for closed in inside for each in closed.jaxpr.eqns)
+    return is_elementwise(eqn) or eqn.primitive.name in others
+
+
+def jaxprs_in(closed: Any) -> list[Any]:
+    """Returns a jaxpr and those inside it, without those that compute on shards."""
+    inner = [each.closed for eqn in closed.jaxpr.eqns for each in insides(eqn) if each.role != "manual"]
+    return [closed.jaxpr, *(jaxpr for each in inner for jaxpr in jaxprs_in(each))]
 
 
 def _index_dims(others: Sequence[int], n: int) -> list[int]:
     """Returns the dims of a gather's output, or of a scatter's updates, that are those of the indices."""
     return [dim for dim in range(n) if dim not in others]
-
-
-def _is_of_rows(eqn: Any) -> bool:
-    """Whether a gather looks up whole rows of its operand, by one index each."""
-    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-    n = len(eqn.outvars[0].aval.shape)
-    return (
-        numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
-        and not numbers.operand_batching_dims
-        and tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
-        and tuple(numbers.offset_dims) == tuple(range(n - len(shape) + 1, n))
-    )

@@ -13,15 +13,15 @@ Cost: attention sends keys and values once a pass; slices, edges and recurrences
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
-from ..dims import Positions, positions_of
+from ..dims import Inputs, Positions, positions_of
 from ..machine import BATCH_AXES, SEQUENCE, n_batch_shards
 from ..tracing import Rule, Site, Tagged, scan_counts
+from ._constrain import split_over
 from ._split_residual import SplitResidual
 
 # Between these, XLA finds the split of values by itself.
@@ -38,29 +38,19 @@ class SplitPositions(Rule):
 
     **Arguments:**
 
-    - `n_weights`, `n_state`, `n_batch`: as for `dims.positions_of`.
+    - `inputs`: what the function's inputs are.
     - `of_loops`: whether to arrange the operands and results of loops along positions, or to split all other values. A rule
         that recomputes the body of a loop stands between the two.
     - `residual`: the rule that splits the positions of some values over the model axis too.
-    - `found`: the positions of the functions so far, by their jaxprs. The two rules share it.
     """
 
     mesh: Mesh
-    n_weights: int
-    n_state: int
-    n_batch: int
+    inputs: Inputs
     of_loops: bool = False
     residual: SplitResidual | None = None
-    found: dict[Any, Positions] = field(default_factory=dict, compare=False, repr=False)
-
-    def positions(self, closed: Any) -> Positions:
-        """Returns the positions in a function in normal form."""
-        if closed.jaxpr not in self.found:
-            self.found[closed.jaxpr] = positions_of(closed, self.n_weights, self.n_state, self.n_batch)
-        return self.found[closed.jaxpr]
 
     def of(self, closed: Any) -> Rule | None:
-        positions = self.positions(closed)
+        positions = positions_of(closed, self.inputs)
         if self.of_loops:
             return _ArrangeLoops(positions, self.mesh) if positions.loops else None
         left = frozenset[Any]() if self.residual is None else self.residual.residual(closed).split
@@ -89,12 +79,11 @@ class _SplitValues(Rule):
         dims = self.positions.dims.get(var, ())
         return next((dim for dim in dims if dim >= begin and shape[dim] and shape[dim] % n == 0), None)
 
-    def _constrained(self, value: Any, entries: Mapping[int | None, Any]) -> Any:
+    def _constrained(self, value: Any, entries: Mapping[Any, Any]) -> Any:
         """Constrains some dims of a value, by their mesh axes. A tagged value, such as a weight, is left to its rule."""
         if isinstance(value, Tagged) or not entries.keys() - {None}:
             return value
-        spec = P(*(entries.get(dim, P.UNCONSTRAINED) for dim in range(value.ndim)))
-        return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, spec))
+        return split_over(value, self.mesh, entries)
 
 
 class _ArrangeLoops(_SplitValues):

@@ -12,17 +12,18 @@ the FLOPs instead of 8.11 on TPU v5e, and 1.06 instead of 8.06 on H100; temporar
 of 1928.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
-from ..dims import Related, Spread, spread
+from ..dims import Related, Spread, spread, spread_with
 from ..machine import BATCH_AXES, SEQUENCE
 from ..tracing import Rule, Site, Tagged, product_flops
+from ._constrain import split_over
 
 MIN_FLOPS = 2**18
 
@@ -54,6 +55,8 @@ class SplitRepeated(Rule):
         sizes = [var.aval.shape[:1] for var in closed.jaxpr.invars[self.n_weights :]]
         if not self._axes or (1,) in sizes:  # a batch of one row is not split by rows
             return None
+        if not any(itertools.starmap(self._is_repeated, spread(closed, self.n_weights).items())):
+            return None
         cuts: dict[Any, _Cut] = {}
 
         def split(eqn: Any, ins: Sequence[Spread]) -> frozenset[tuple[int, int]] | None:
@@ -63,7 +66,7 @@ class SplitRepeated(Rule):
             cuts[eqn] = cut
             return frozenset({(cut.out, self._size(cut.axes))})
 
-        spread(closed, self.n_weights, split)
+        spread_with(closed, self.n_weights, split)
         return replace(self, cuts=cuts) if cuts else None
 
     def claims(self, eqn: Any) -> bool:
@@ -72,14 +75,10 @@ class SplitRepeated(Rule):
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         axes, operands, out = self.cuts[eqn]
         ins = [
-            x if i not in operands or isinstance(x, Tagged) else self._constrain(x, operands[i], axes)
+            x if i not in operands or isinstance(x, Tagged) else split_over(x, self.mesh, {operands[i]: axes})
             for i, x in enumerate(ins)
         ]
-        return [self._constrain(x, out, axes) for x in site.rest(eqn, ins)]
-
-    def _constrain(self, x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-        spec = P(*(axes if i == dim else P.UNCONSTRAINED for i in range(x.ndim)))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return [split_over(x, self.mesh, {out: axes}) for x in site.rest(eqn, ins)]
 
     @property
     def _axes(self) -> tuple[str, ...]:
@@ -88,14 +87,18 @@ class SplitRepeated(Rule):
     def _size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
+    def _is_repeated(self, eqn: Any, ins: Sequence[Spread]) -> bool:
+        """Whether an equation is a large matmul of data that has no rows."""
+        is_product = eqn.primitive.name == "dot_general" and any(value.is_data for value in ins)
+        return is_product and not any(value.rows for value in ins) and (product_flops(eqn) or 0) >= self.min_flops
+
     def _cut(self, eqn: Any, ins: Sequence[Spread]) -> _Cut | None:
-        """Returns how to split an equation; None for one that is no matmul of data, has rows, is small, or divides nowhere.
+        """Returns how to split an equation; None for one that is not repeated, or divides nowhere.
 
         It is split along a free dim of the data, first along one that an earlier product made. Else along a dim that the
         operands share, such as experts.
         """
-        is_product = eqn.primitive.name == "dot_general" and any(value.is_data for value in ins)
-        if not is_product or any(value.rows for value in ins) or (product_flops(eqn) or 0) < self.min_flops:
+        if not self._is_repeated(eqn, ins):
             return None
         related = Related(eqn)
         shared = related.partners(0)

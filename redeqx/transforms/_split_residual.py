@@ -18,24 +18,25 @@ a loop's body it gathers the inputs of column splits again: 11 bytes for 10, or 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from ..dims import ATTENTION, VIEWS, Positions, Related, is_elementwise, positions_of
+from ..dims import ATTENTION, REDUCTIONS, VIEWS, Inputs, Positions, Related, is_elementwise, positions_of
 from ..machine import MODEL, SEQUENCE
-from ..partition import Plan, split_values
-from ..tracing import REMATS, Rule, Site, Tagged, Trace, insides, or_as_written, scan_counts
+from ..partition import Plan, inputs_of, values_by
+from ..tracing import REMATS, Body, Env, Rule, Site, Tagged, Trace, insides, once, or_as_written, scan_counts, variables
+from ._constrain import with_gradient
+from ._exchanged_rows import chosen_exchanges
 
 # Equations that, besides elementwise ones, leave the split of positions to XLA. Attention has a sharding of its own, and a
 # reduction over positions needs no more than a sum over the shards.
-_LEFT = {"attention", "attention_gradient", "optimization_barrier", "stack", "argmax", "argmin"}
-_LEFT |= {f"reduce_{of}" for of in ("sum", "max", "min", "prod", "and", "or", "xor")}
+_LEFT = {"attention", "attention_gradient", "optimization_barrier", "stack", "argmax", "argmin", *REDUCTIONS}
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
 # Those that leave it to XLA if their output has all positions of the operand.
 _REARRANGED = {*VIEWS, "concatenate", "pad", "split"}
@@ -43,20 +44,12 @@ _REARRANGED = {*VIEWS, "concatenate", "pad", "split"}
 
 @dataclass(frozen=True)
 class Layout:
-    """How the axes that split positions and features arrange a value.
+    """How the axes that split positions and features arrange a value."""
 
-    **Arguments:**
-
-    - `positions`: the dim that is positions.
-    - `is_split`: whether the model axis splits it.
-    - `features`: the dim that the model axis splits instead, or None.
-    - `rows`: the dim that begins with rows, which XLA splits as before; or None.
-    """
-
-    positions: int
-    is_split: bool = False
-    features: int | None = None
-    rows: int | None = None
+    positions: int  # the dim that is positions
+    is_split: bool = False  # whether the model axis splits it
+    features: int | None = None  # the dim that the model axis splits instead
+    rows: int | None = None  # the dim that begins with rows, which XLA splits as before
 
     def sharding(self, mesh: Mesh, n_dims: int) -> NamedSharding:
         if self.is_split:
@@ -72,18 +65,12 @@ _Layouts = Mapping[Any, Mapping[int, Layout]]  # of some operands or outputs of 
 
 @dataclass(frozen=True)
 class Residual:
-    """The residual stream of a function: how some operands and outputs of its equations are arranged.
-
-    **Arguments:**
-
-    - `lengths`: the numbers of positions that the model axis splits.
-    - `left`: those that it could split if they divided.
-    """
+    """The residual stream of a function: how some operands and outputs of its equations are arranged."""
 
     operands: _Layouts = field(default_factory=dict)
     outputs: _Layouts = field(default_factory=dict)
-    lengths: Sequence[int] = ()
-    left: Sequence[int] = ()
+    lengths: Sequence[int] = ()  # the numbers of positions that the model axis splits
+    left: Sequence[int] = ()  # those that it could split if they divided
 
     @property
     def split(self) -> set[Any]:
@@ -91,7 +78,8 @@ class Residual:
         return {eqn.outvars[i] for eqn, found in self.outputs.items() for i, each in found.items() if each.is_split}
 
 
-def residual_of(closed: Any, positions: Positions, splits: Sequence[int | None], mesh: Mesh) -> Residual:
+@once
+def residual_of(closed: Any, inputs: Inputs, splits: tuple[int | None, ...], mesh: Mesh) -> Residual:
     """Returns the residual stream of a closed jaxpr in normal form.
 
     It is empty without an attention over positions, and if no sum over the model axis has positions that divide.
@@ -100,9 +88,12 @@ def residual_of(closed: Any, positions: Positions, splits: Sequence[int | None],
 
     - `splits`: for each of the function's first inputs, the dim that the model axis splits, or None.
     """
+    positions = positions_of(closed, inputs)
     if not any(each.what == ATTENTION for each in positions.along):
         return Residual()
-    search = _Search(positions, *split_values(closed, splits, mesh.shape[MODEL]), mesh)
+    exchanged = {eqn for each in chosen_exchanges(Body(closed), splits, mesh) for eqn in each.all}
+    found = values_by(closed, splits, mesh.shape[MODEL])
+    search = _Search(positions, found.values, found.operands, mesh, exchanged)
     search.visit(closed)
     if not search.summed:
         return Residual(left=sorted(search.left))
@@ -111,13 +102,8 @@ def residual_of(closed: Any, positions: Positions, splits: Sequence[int | None],
 
 def describe_residual(trace: Trace, plan: Plan) -> tuple[str, ...]:
     """Returns a sentence for each number of positions between layers of a traced loss: how the model axis splits them."""
-    n_weights, mesh = len(trace.leaves), plan.mesh
-    n_batch = len(trace.closed.jaxpr.invars) - n_weights - 1  # the last input is the key
-
-    def search() -> Residual:
-        positions = positions_of(trace.closed, n_weights, 0, n_batch)
-        return residual_of(trace.closed, positions, list(map(plan.model_dim, trace.names)), mesh)
-
+    mesh, splits = plan.mesh, tuple(map(plan.model_dim, trace.names))
+    search = partial(residual_of, trace.closed, inputs_of(trace), splits, mesh)
     found = or_as_written(search, Residual, "the search for the residual stream")
     n_model, n = mesh.shape[MODEL], mesh.shape[MODEL] * mesh.shape[SEQUENCE]
     by = f"{n_model} model shards" if n == n_model else f"{n // n_model} sequence x {n_model} model shards"
@@ -129,9 +115,17 @@ def describe_residual(trace: Trace, plan: Plan) -> tuple[str, ...]:
 class _Search:
     """Visits the equations of a function, and arranges their operands and outputs."""
 
-    def __init__(self, positions: Positions, values: Mapping[Any, int | None], products: Mapping[int, Any], mesh: Mesh):
+    def __init__(
+        self,
+        positions: Positions,
+        values: Mapping[Any, int | None],
+        products: Mapping[Any, Any],
+        mesh: Mesh,
+        exchanged: Collection[Any] = (),
+    ):
+        self.exchanged = exchanged  # equations whose rows are sent to experts: each device has those of its positions
         self.loops, self.values, self.products = positions.loops, values, products
-        self.dims, self.rows = dict(positions.dims), dict(positions.rows)
+        self.dims, self.rows = Env(positions.dims.items(), literal=lambda _: ()), dict(positions.rows)
         self.n = mesh.shape[SEQUENCE] * mesh.shape[MODEL]
         self.gathered: set[Any] = set()  # variables in loops whose values are gathered before the loop
         self.operands: dict[Any, dict[int, Layout]] = {}
@@ -141,18 +135,18 @@ class _Search:
     def layout(self, atom: Any, features: int | None = None) -> Layout | None:
         """Returns the layout of a value of which each shard has all positions; None unless one dim is positions, and
         divides."""
-        if isinstance(atom, jex.Literal) or len(dims := self.dims.get(atom, ())) != 1:
+        if len(dims := self.dims.get(atom, ())) != 1:
             return None
         size = atom.aval.shape[dims[0]]
         return None if not size or size % self.n else Layout(dims[0], features=features, rows=self.rows.get(atom))
 
     def is_replicated(self, atom: Any) -> bool:
         """Whether a value of positions and features is the same on all model shards."""
-        if isinstance(atom, jex.Literal) or self.values.get(atom, -1) is not None or atom in self.gathered:
-            return False
         dims = self.dims.get(atom, ())
+        if len(dims) != 1 or self.values.get(atom, -1) is not None or atom in self.gathered:
+            return False
         features = [size for i, size in enumerate(atom.aval.shape) if i not in dims and i != self.rows.get(atom)]
-        return len(dims) == 1 and math.prod(features) > 1 and jnp.issubdtype(atom.aval.dtype, jnp.floating)
+        return math.prod(features) > 1 and jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
     def in_stream(self, atom: Any) -> Layout | None:
         """Returns the layout of a value of the residual stream; None for other values."""
@@ -162,6 +156,8 @@ class _Search:
     def visit(self, closed: Any) -> None:
         for eqn in closed.jaxpr.eqns:
             name = eqn.primitive.name
+            if eqn in self.exchanged:
+                continue
             if name in _PRODUCTS:
                 self.visit_product(eqn)
             elif name == "scan" and eqn not in self.loops:
@@ -180,8 +176,7 @@ class _Search:
             return True
         size, name = atom.aval.shape[layout.positions], eqn.primitive.name
         if name.startswith("custom_"):  # an activation does, a layer with weights needs all positions
-            others = [other for other in eqn.invars if not isinstance(other, jex.Literal) and other.aval.shape]
-            is_rearranged = all(self.in_stream(other) for other in others)
+            is_rearranged = all(self.in_stream(other) for other in variables(eqn.invars) if other.aval.shape)
         else:
             is_rearranged = name in _REARRANGED
         if name in ("slice", "dynamic_slice") and eqn.outvars[0].aval.shape[layout.positions] == 1:
@@ -202,10 +197,10 @@ class _Search:
 
     def visit_product(self, eqn: Any) -> None:
         """A product of a value that has positions and a weight, which is split as a column or as a row."""
-        sides = [i for i, atom in enumerate(eqn.invars) if not isinstance(atom, jex.Literal) and self.dims.get(atom)]
-        if len(sides) != 1 or id(eqn) not in self.products:
+        sides = [i for i, atom in enumerate(eqn.invars) if self.dims.get(atom)]
+        if len(sides) != 1 or eqn not in self.products:
             return
-        (side,), (out,), split = sides, eqn.outvars, self.products[id(eqn)]
+        (side,), (out,), split = sides, eqn.outvars, self.products[eqn]
         related = Related(eqn)
         summed = related.partners(side).keys() & related.combined(side) - related.places(side).keys()
         if split[side] in summed:
@@ -233,12 +228,11 @@ class _Search:
     def visit_loop(self, eqn: Any) -> None:
         """A loop over layers, which carries the stream. What each iteration reads as a whole is gathered before the loop."""
         (inner,), (n_consts, n_carry) = insides(eqn), scan_counts(eqn)
-        first = n_consts + n_carry  # of the operands that are sliced
-        for i, (var, atom) in enumerate(zip(inner.closed.jaxpr.invars, eqn.invars, strict=True)):
-            self.follow(var, eqn.outvars[i - n_consts] if n_consts <= i < first else atom, is_slice=i >= first)
-            if i < n_consts and self.in_stream(atom) is not None:
+        for i, (var, atom, kind) in enumerate(zip(inner.closed.jaxpr.invars, eqn.invars, inner.kinds, strict=True)):
+            self.follow(var, eqn.outvars[i - n_consts] if kind == "carry" else atom, is_slice=kind == "slice")
+            if kind == "same" and self.in_stream(atom) is not None:
                 self.gathered.add(var)
-            elif n_consts <= i < first and (layout := self.in_stream(var)) is not None:
+            elif kind == "carry" and (layout := self.in_stream(var)) is not None:
                 self.operands.setdefault(eqn, {})[i] = layout
         self.gather(eqn, range(n_consts))
         self.split(eqn, range(n_carry))
@@ -246,7 +240,7 @@ class _Search:
 
     def follow(self, var: Any, other: Any, *, is_slice: bool = False) -> None:
         """Gives a variable the dims of another one, or of its slices along dim 0."""
-        if isinstance(other, jex.Literal) or isinstance(var, jex.Literal):
+        if not variables([other]):
             return
         if dims := [dim - is_slice for dim in self.dims.get(other, ()) if dim >= is_slice]:
             self.dims.setdefault(var, tuple(dims))
@@ -262,24 +256,20 @@ class SplitResidual(Rule):
 
     **Arguments:**
 
-    - `positions`: finds the positions of a function in normal form.
+    - `inputs`: what the function's inputs are.
     - `splits`: as for `residual_of`.
     - `of_loops`: whether to arrange the operands and results of loops, or of all other equations. A rule that recomputes the
         body of a loop stands between the two.
-    - `found`: the streams of the functions so far, by their jaxprs. The two rules share it.
     """
 
     mesh: Mesh
-    positions: Callable[[Any], Positions]
-    splits: Sequence[int | None]
+    inputs: Inputs
+    splits: tuple[int | None, ...]
     of_loops: bool = False
-    found: dict[Any, Residual] = field(default_factory=dict, compare=False, repr=False)
 
     def residual(self, closed: Any) -> Residual:
         """Returns the residual stream of a function in normal form."""
-        if closed.jaxpr not in self.found:
-            self.found[closed.jaxpr] = residual_of(closed, self.positions(closed), self.splits, self.mesh)
-        return self.found[closed.jaxpr]
+        return residual_of(closed, self.inputs, self.splits, self.mesh)
 
     def of(self, closed: Any) -> Rule | None:
         residual = self.residual(closed)
@@ -306,12 +296,8 @@ class _Arrange(Rule):
         return [self.arrange(x, after[i], is_sum=is_sum) if i in after else x for i, x in enumerate(outs)]
 
     def arrange(self, x: Any, layout: Layout, *, is_sum: bool = False) -> Any:
-        """Constrains a value. A tagged one, such as a weight, is left to its rule.
-
-        **Arguments:**
-
-        - `is_sum`: whether it is a sum over the shards, each of which needs the gradient of all positions.
-        """
+        """Constrains a value. A tagged one, such as a weight, is left to its rule. Of a sum over the shards, each needs the
+        gradient of all positions."""
         if isinstance(x, Tagged):
             return x
         sharding = layout.sharding(self.mesh, x.ndim)
@@ -327,13 +313,5 @@ class _Arrange(Rule):
 
 def _constrained(x: Any, sharding: NamedSharding, of_gradient: NamedSharding) -> Any:
     """Constrains a value to one sharding, and its gradient to another."""
-
-    @jax.custom_vjp
-    def constrain(x: Any) -> Any:
-        return jax.lax.with_sharding_constraint(x, sharding)
-
-    def backward(_: None, gradient: Any) -> tuple[Any]:
-        return (jax.lax.with_sharding_constraint(gradient, of_gradient),)
-
-    constrain.defvjp(lambda x: (constrain(x), None), backward)
-    return constrain(x)
+    constrain = partial(jax.lax.with_sharding_constraint, shardings=sharding)
+    return with_gradient(constrain, partial(jax.lax.with_sharding_constraint, shardings=of_gradient))(x)

@@ -12,7 +12,7 @@ Cost: a copy of the stacked weights, in the dtype that they are used in, and of 
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -55,13 +55,13 @@ class StackBlocks(Rule):
     kinds: Sequence[Any]
 
     def rewritten(self, closed: Any) -> Any:
-        found = _Search(closed, self.kinds).runs()
-        return _scanned(closed, found) if found else closed
+        found = runs_of_blocks(closed, self.kinds)
+        return with_runs(closed, found, _scan) if found else closed
 
     def found(self, closed: Any) -> list[tuple[int, str]]:
         """Returns, for each run of blocks, their number and the source line of their first product."""
         form = normal(closed)
-        return [(blocks.n, blocks.line(form)) for blocks in _Search(form, self.kinds).runs()]
+        return [(blocks.n, blocks.line(form)) for blocks in runs_of_blocks(form, self.kinds)]
 
 
 # The index of an equation in its block, and the index of an operand or output of that equation.
@@ -69,29 +69,18 @@ _Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class _Blocks:
-    """A run of equal blocks: equations `start` to `start + n * period`, and the source of each operand.
-
-    **Arguments:**
-
-    - `carries`: the outputs that each block reads from the one before, with the values that the first block reads instead.
-    - `carried`: maps the place of an operand to the output of the block before that it is.
-    - `stacked`: the values to stack: lists with one value for each block.
-    - `sliced`: maps the place of an operand to its list in `stacked`.
-    - `hoisted`: indices of equations that differ between blocks, such as slices with different starts. They are computed
-        before the scan.
-    - `outputs`: maps each output that is read after the run to the blocks whose output is read.
-    """
+class Blocks:
+    """A run of equal blocks: equations `start` to `start + n * period`, and the source of each operand."""
 
     start: int
     period: int
     n: int
-    carries: dict[_Place, Any]
-    carried: dict[_Place, _Place]
-    stacked: list[Sequence[Any]]
-    sliced: dict[_Place, int]
-    hoisted: set[int]
-    outputs: dict[_Place, list[int]]
+    carries: dict[_Place, Any]  # the outputs that each block reads from the one before, with what the first reads instead
+    carried: dict[_Place, _Place]  # by the place of an operand, the output of the block before that it is
+    stacked: list[Sequence[Any]]  # the values to stack: lists with one value for each block
+    sliced: dict[_Place, int]  # by the place of an operand, its list in `stacked`
+    hoisted: set[int]  # equations that differ, such as slices with different starts, which are computed before the scan
+    outputs: dict[_Place, list[int]]  # by each output that is read after the run, the blocks whose output is read
 
     @property
     def end(self) -> int:
@@ -106,6 +95,17 @@ def _has_product(eqn: Any) -> bool:
     return product_flops(eqn) is not None or any(matmul_flops(inner.closed.jaxpr) for inner in insides(eqn))
 
 
+def last_reads(jaxpr: Any) -> dict[Any, Any]:
+    """Returns, for each variable of a jaxpr, the index of the last equation that reads it; their number for its outputs."""
+    last = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in variables(eqn.invars)}
+    return last | dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
+
+
+def runs_of_blocks(closed: Any, kinds: Sequence[Any]) -> list[Blocks]:
+    """Returns the runs of equal blocks in a closed jaxpr in normal form. `kinds` is as for `StackBlocks`."""
+    return _Search(closed, kinds).runs()
+
+
 # --- search ----------------------------------------------------------------------------------------------------------
 
 
@@ -118,10 +118,7 @@ class _Search:
         self.producer = Env(
             ((var, (i, out)) for i, eqn in enumerate(self.eqns) for out, var in enumerate(eqn.outvars)), literal=_no_value
         )
-        self.last_read = Env()
-        for i, eqn in enumerate(self.eqns):
-            self.last_read.update((var, i) for var in variables(eqn.invars))
-        self.last_read.update((var, len(self.eqns)) for var in variables(jaxpr.outvars))
+        self.last_read = last_reads(jaxpr)
         # The kind of each weight, and of values that are computed from one weight only.
         self.kind_of = Env(zip(jaxpr.invars, kinds, strict=False), literal=_no_value)
         for eqn in self.eqns:
@@ -134,7 +131,7 @@ class _Search:
         self.consts = Env(zip(jaxpr.constvars, closed.consts, strict=True))
         self.alike = cache(alike)
 
-    def runs(self) -> list[_Blocks]:
+    def runs(self) -> list[Blocks]:
         """Returns all runs of blocks, in the order of the equations."""
         if len(self.products) < MIN_BLOCKS:
             return []
@@ -190,7 +187,7 @@ class _Search:
         kinds = [self.kind_of.get(atom) for atom in eqn.invars]
         return eqn.primitive.name, tuple(str(atom.aval) for atom in (*eqn.invars, *eqn.outvars)), tuple(kinds)
 
-    def _blocks(self, start: int, period: int, n: int) -> _Blocks | None:
+    def _blocks(self, start: int, period: int, n: int) -> Blocks | None:
         """Returns the run of blocks at a candidate, or None unless each block reads its operands from the same places."""
         columns = list(zip(*(self.eqns[start + i * period : start + (i + 1) * period] for i in range(n)), strict=True))
         reads = {
@@ -241,7 +238,7 @@ class _Search:
                 for out, var in enumerate(eqns[i].outvars):
                     if j not in hoisted and self.last_read.get(var, -1) >= end:
                         outputs[j, out].append(i)
-        return _Blocks(start, period, n, carries, carried, stacked, sliced, hoisted, outputs)
+        return Blocks(start, period, n, carries, carried, stacked, sliced, hoisted, outputs)
 
     def _source(self, atom: Any, start: int, period: int) -> tuple[int, _Place] | None:
         """Returns the block that computes a value, and the place of its output; None for a value from before the blocks."""
@@ -281,8 +278,11 @@ def _no_value(literal: Any) -> None:
 # --- computation -----------------------------------------------------------------------------------------------------
 
 
-def _scanned(closed: Any, runs: Sequence[_Blocks]) -> Any:
-    """Returns the closed jaxpr with each run of blocks as a scan. Its constants stay constants."""
+def with_runs(
+    closed: Any, runs: Sequence[Blocks], compute_run: Callable[[Blocks, Sequence[Any], Env], dict[Any, Any]]
+) -> Any:
+    """Returns the closed jaxpr with each run of blocks computed by a function of the run, all equations, and what is known
+    before it, which returns what later equations read. Constants stay constants."""
     jaxpr, starts = closed.jaxpr, {blocks.start: blocks for blocks in runs}
     n_consts = len(jaxpr.constvars)
 
@@ -290,7 +290,7 @@ def _scanned(closed: Any, runs: Sequence[_Blocks]) -> Any:
         env, i = Env(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True)), 0
         while i < len(jaxpr.eqns):
             if i in starts:
-                env.update(_scan(starts[i], jaxpr.eqns, env))
+                env.update(compute_run(starts[i], jaxpr.eqns, env))
                 i = starts[i].end
                 continue
             eqn = jaxpr.eqns[i]
@@ -305,7 +305,7 @@ def _scanned(closed: Any, runs: Sequence[_Blocks]) -> Any:
     return jex.ClosedJaxpr(changed, [*new.consts, *closed.consts])
 
 
-def _scan(blocks: _Blocks, eqns: Sequence[Any], env: Env) -> dict[Any, Any]:
+def _scan(blocks: Blocks, eqns: Sequence[Any], env: Env) -> dict[Any, Any]:
     """Computes the blocks as a scan. Returns the values that equations after the blocks read."""
     known = Env(env.items())
 

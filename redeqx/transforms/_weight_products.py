@@ -79,12 +79,12 @@ class WeightProducts(Rule):
         dtype = self.gradients if widens else weight.dtype  # in which the weight's gradient is summed
         if eqn.primitive.name == "dot_general":
             in_fp8 = self.fp8 and _is_for_fp8(eqn, self.uses)
-            return _run_instead(eqn, _product(eqn, side, dtype, store, in_fp8=in_fp8, emulated=self.emulated), values)
+            return run_instead(eqn, _product(eqn, side, dtype, store, in_fp8=in_fp8, emulated=self.emulated), values)
         if eqn.primitive.name in SPREAD:  # the implicit broadcast, then the equation
             shape = eqn.outvars[0].aval.shape
             values[side] = _linear(weight, lambda w: jnp.broadcast_to(w, shape), dtype, store)(weight)
             return run(eqn, values)
-        return _run_instead(eqn, _linear(weight, lambda *values: run(eqn, values)[0], dtype, store), values)
+        return run_instead(eqn, _linear(weight, lambda *values: run(eqn, values)[0], dtype, store), values)
 
 
 _SUMMED = ("dot_general", "gather", "broadcast_in_dim", *SPREAD)
@@ -181,13 +181,8 @@ def _multiply(lhs: _Scaled, rhs: _Scaled, dims: Any, precision: Any, dtype: Any,
 
 
 def _product(eqn: Any, side: int, dtype: Any, store: Callable[[Array], Array], *, in_fp8: bool, emulated: bool) -> Any:
-    """Returns the product of an equation as a function with a custom derivative.
-
-    **Arguments:**
-
-    - `side`: which operand is the weight.
-    - `dtype`, `store`: the dtype in which the weight's gradient is summed, and what reshards it to the storage sharding.
-    """
+    """Returns the product of an equation as a function with a custom derivative. Operand `side` is the weight. Its gradient
+    is summed in `dtype`, and `store` reshards it to the storage sharding."""
     out_dtype, avals, related = eqn.outvars[0].aval.dtype, [var.aval for var in eqn.invars], Related(eqn)
     # The backward pass must not use cuBLAS's less precise sums in fp8 (XLA's `use_fast_accum`).
     precision = jax.lax.Precision.HIGHEST if in_fp8 else eqn.params["precision"]
@@ -231,14 +226,8 @@ def _gradient_dims(related: Related, side: int) -> tuple[Any, list[int]]:
 
 
 def _linear(aval: Any, linear: Callable[..., Array], dtype: Any, store: Callable[[Array], Array]) -> Callable[..., Array]:
-    """Returns a function that is linear in a weight, its first argument, with a custom derivative.
-
-    **Arguments:**
-
-    - `aval`: has the weight's shape and dtype.
-    - `linear`: the function: a gather from the weight, or a broadcast of it.
-    - `dtype`, `store`: as for `_product`.
-    """
+    """Returns a function that is linear in a weight, its first argument, with a custom derivative: a gather from it, or a
+    broadcast of it. `aval` has the weight's shape and dtype; `dtype` and `store` are as for `_product`."""
 
     @jax.custom_vjp
     def fn(weight: Array, *rest: Array) -> Array:
@@ -256,7 +245,7 @@ def _linear(aval: Any, linear: Callable[..., Array], dtype: Any, store: Callable
     return fn
 
 
-def _run_instead(eqn: Any, fn: Callable[..., Array], values: Sequence[Any]) -> list[Any]:
+def run_instead(eqn: Any, fn: Callable[..., Array], values: Sequence[Any]) -> list[Any]:
     """Computes a function instead of an equation, with the equation's name scope and source line."""
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
     (call,) = jax.make_jaxpr(fn)(*shapes).jaxpr.eqns

@@ -5,7 +5,7 @@ Sizes divide over four shards unless the docstring says otherwise.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -407,6 +407,12 @@ def low_rank_adapter(key: Array) -> Structure:
         return jnp.square(x + jax.nn.relu(hidden) @ model["down"].T).mean()
 
     return Structure(model, tokens(SEQ, D), loss)
+
+
+@cache
+def of_shapes(name: str) -> Structure:
+    """Returns a structure with shapes in place of arrays: nothing is drawn or compiled."""
+    return eqx.filter_eval_shape(STRUCTURES[name], jax.random.key(0))
 
 
 def batched(loss: Callable[[Any, Array], Array]) -> Callable[..., Array]:

@@ -2,11 +2,14 @@
 
     python tests/benchmarks/checkpoint.py [--gib 1.0] [--rounds 3]      # 8 simulated devices; with a folder: --folder DIR
     python -m redeqx launch --processes 2 tests/benchmarks/checkpoint.py    # 4 in each of 2 processes, no gathering
+    python tests/benchmarks/checkpoint.py --always [--steps 60]    # only: a step with `SaveEvery("always")` over one without
 
 Each round measures in turn: `dd` with fsync of the same number of bytes, which like a save writes a new file and removes the
 previous one; `Checkpoints.save`; gathering the arrays on the host and `safetensors.numpy.save_file`; `Checkpoints.load`;
 steps of a jitted function over the same arrays, alone and during a background save. Prints medians, and the peak memory of
 this process minus its memory before.
+
+`--always`: fits of an MLP (33 million parameters, SGD with momentum: 256 MiB), in turns without saves and with them.
 """
 
 import argparse
@@ -22,12 +25,15 @@ from statistics import median
 
 os.environ.setdefault("NPROC", "16")
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import save_file
 
+import redeqx
 from redeqx.checkpoint import Checkpoints
 from redeqx.distributed import start
 from redeqx.machine import make_mesh
@@ -68,14 +74,61 @@ def copy(path, before, n_bytes):
     before.unlink(missing_ok=True)
 
 
+class Times(redeqx.Callback):
+    """Notes when each step has ended, and the checkpoints."""
+
+    def __init__(self, folder):
+        self.folder, self.times, self.saved = folder, [], set()
+
+    def on_step(self, trainer, metrics):
+        self.times.append(time.perf_counter())
+        self.saved |= {path.name for path in self.folder.glob("ckpts/step_*")}
+
+
+def always(folder, n_steps, rounds):
+    """Prints the seconds of a step with `SaveEvery("always")`, and without."""
+    width, rows = 2048, 128
+    examples = np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32)
+    found, n_saved = {"alone": [], "always": []}, []
+    for i in range(rounds):
+        for case, seconds in found.items():
+            workdir = folder / f"{case}_{i}"
+            deployer = redeqx.Deployer(n_fsdp_shards=4, workdir=workdir, verbose=False)
+            key = deployer.next_key()
+            trainer = redeqx.Trainer(
+                deployer,
+                model=deployer.init(lambda key=key: eqx.nn.MLP(width, width, width, 7, key=key)),
+                optimizer=optax.sgd(1e-3, 0.9),
+                collate_fn=np.stack,
+                loss_fn=lambda model, batch, key: (jax.vmap(model)(batch) ** 2).mean(),
+            )
+            times = Times(workdir)
+            callbacks = [times, redeqx.SaveEvery("always", every=1)] if case == "always" else [times]
+            trainer.fit(examples, batch_size=rows, max_steps=n_steps, save_end=False, callbacks=callbacks)
+            seconds.append((times.times[-1] - times.times[1]) / (n_steps - 2))  # the first compiles
+            n_saved += [len(times.saved)] if case == "always" else []
+            shutil.rmtree(workdir)
+    of = {case: median(seconds) for case, seconds in found.items()}
+    ratio = median(a / b for a, b in zip(found["always"], found["alone"], strict=True))
+    print(
+        f"a step: {of['alone'] * 1e3:.0f} ms alone, {of['always'] * 1e3:.0f} with saves, {ratio:.3f} of it: {n_saved} saves"
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--always", action="store_true")
+    parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8 // int(os.environ.get("REDEQX_PROCESSES", "1")))
+    if args.always:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            always(Path(folder), args.steps, args.rounds)
+        return
     peers = start(None, None, None, None, None)
     alone = peers.n == 1
     mesh = make_mesh(4)

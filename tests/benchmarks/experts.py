@@ -17,8 +17,8 @@ until it does not fit. `--layers` compiles fewer layers, to compare temporaries 
 
 prints what a device sends for a layer of experts, in all passes: 16384 tokens of 1024 features in bfloat16, two of 8 experts
 of 2048 for each, or eight of 32 experts of 512. *Sorted* sorts the tokens of all rows, as strangers do (`_mixtures.py`).
-*Weights* are the sums of the experts' gradients; *whole experts* is what tokens would take to the devices of whole experts
-and back, by all-to-all, for comparison.
+*Weights* are the sums of the experts' gradients; *whole experts* is what tokens take to the devices of whole experts and
+back, by all-to-all. `--remat none` or `full` splits the residual stream on GPUs.
 """
 
 import argparse
@@ -160,7 +160,8 @@ ROWS = {
 def dry_run(row: Row, n_rows: int, seq: int, remat: str, *, offload: bool) -> redeqx.DryRun:
     """Compiles one training step with `n_rows` rows a device."""
     with redeqx.described(row.topology):
-        deployer = redeqx.Deployer(n_fsdp_shards=8, verbose=False)
+        n_devices = redeqx.Deployer(verbose=False).mesh.size
+        deployer = redeqx.Deployer(n_fsdp_shards=n_devices, verbose=False)
         make = with_adapters if row.is_adapted else all_parameters
         model = deployer.init(lambda: make(row.config, jax.random.key(0)))
         trainer = redeqx.Trainer(
@@ -215,13 +216,13 @@ class Sorted(eqx.Module):
         return self.apply(self.parameters, x)
 
 
-def sent_by(topology: str, mesh: Any, n_layers: int, *args: Any) -> dict[str, float]:
+def sent_by(topology: str, remat: str, mesh: Any, n_layers: int, *args: Any) -> dict[str, float]:
     """Returns the bytes that a device sends in a step, by the mesh axes over which it does."""
     with redeqx.described(topology):
         deployer = redeqx.Deployer(verbose=False, **mesh)
         trainer = redeqx.Trainer(
             deployer, model=deployer.init(lambda: Residual(n_layers, jax.random.key(0), *args)), optimizer=optax.sgd(0.1),
-            loss_fn=_mixtures.loss_fn, collate_fn=np.stack, compute=redeqx.Compute("bfloat16"),
+            loss_fn=_mixtures.loss_fn, collate_fn=np.stack, compute=redeqx.Compute("bfloat16", remat=remat),
         )  # fmt: skip
         batch = np.zeros((ROWS_OF_TOKENS, N_TOKENS), np.int32)
         run = trainer.dry_run(batch, batch_size=ROWS_OF_TOKENS, search=False)
@@ -231,14 +232,14 @@ def sent_by(topology: str, mesh: Any, n_layers: int, *args: Any) -> dict[str, fl
         return found
 
 
-def report_sent(topology: str) -> None:
+def report_sent(topology: str, remat: str) -> None:
     columns = f"{'batch axes':>12s} {'weights':>12s} {'model':>12s} {'whole experts':>14s}"
     print(f"{'experts':8s} {'style':7s} {'mesh':24s} {columns}  MiB")
     for label, (n_chosen, n_experts, d_expert) in SIZES.items():
         n_weights = 3 * n_experts * D * d_expert
         for name, is_sorted in (("layer", False), ("sorted", True)):
             for of_mesh, mesh in MESHES.items():
-                one, two = (sent_by(topology, mesh, n, is_sorted, n_chosen, n_experts, d_expert) for n in (1, 2))
+                one, two = (sent_by(topology, remat, mesh, n, is_sorted, n_chosen, n_experts, d_expert) for n in (1, 2))
                 n_model = mesh.get("n_model_shards", 1)
                 n = 8 // n_model  # shards of the batch
                 weights = 2 * (n - 1) / n * 2 * n_weights / n_model
@@ -257,22 +258,24 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=16, help="rows a device at which the search ends")
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--layers", type=int, help="instead of the model's")
-    parser.add_argument("--remat", default="full")
+    parser.add_argument("--machine", help="instead of the row's, such as v5e:8x8")
+    parser.add_argument("--remat", help="by default `full`, and with `--sent` `matmuls`")
     parser.add_argument("--offload", action="store_true", help="the optimizer state is in host memory")
     parser.add_argument("--sent", nargs="?", const="gpu:h100-80gb:8", metavar="TOPOLOGY", help="print what is sent")
     parser.add_argument("--explain", action="store_true", help="print the whole reports")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     if args.sent:
-        return report_sent(args.sent)
+        return report_sent(args.sent, args.remat or "matmuls")
     for name in args.names or ROWS:
         row = ROWS[name]
         row = replace(row, config=replace(row.config, n_layers=args.layers)) if args.layers else row
+        row = replace(row, topology=args.machine) if args.machine else row
         n_rows = args.rows or 1
         while n_rows <= (args.rows or args.most):
             began = time.perf_counter()
             try:
-                run = dry_run(row, n_rows, args.seq, args.remat, offload=args.offload)
+                run = dry_run(row, n_rows, args.seq, args.remat or "full", offload=args.offload)
             except ImportError as error:
                 print(name, error, flush=True)
                 break

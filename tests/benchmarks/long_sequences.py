@@ -5,9 +5,13 @@
     python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --remat offload       # doubled until it does not fit
     python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --tokens 32768 --sequence 2 --explain
     python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --tokens 8192 --rows 4 --chunk 1024 --model-shards 8
+    python tests/benchmarks/long_sequences.py 8b v6e:2x4 --sequence 1 --tokens 8192 --rows 3 --chunk 1024 --remat 8GiB
+    python tests/benchmarks/long_sequences.py 8b gpu:rtx-4090:1 --tokens 40960 --base nf4 --chunk 1024 --remat offload
 
 - 8b, 1b: the shapes of LLaMA 3 8B and LLaMA 3.2 1B, all parameters trained by AdamW in float32, products in bfloat16, blocks
   recomputed in the backward pass, the loss in chunks of 8,192 tokens.
+- `--base nf4`, `int8`, `bfloat16`: adapters of rank 32 on all linear layers of the blocks are trained on such a base, whose
+  embedding and head are bfloat16.
 - stranger: a decoder of 1.1 billion parameters from `eqx.nn` layers, with `eqx.nn.MultiheadAttention` and a mask, in a
   Python list. It knows nothing of redeqx.
 
@@ -28,7 +32,7 @@ import numpy as np
 import optax
 
 import redeqx
-from redeqx.models import cross_entropy
+from redeqx.models import cross_entropy, lora
 from redeqx.models.llama import Llama, LlamaConfig
 
 CHUNK = 8192
@@ -72,13 +76,21 @@ class Stranger(eqx.Module):
         return jax.vmap(self.head)(x) if x.ndim == 2 else jax.vmap(self.logits)(x)
 
 
-def make_model(name: str, n_tokens: int, key: jax.Array) -> eqx.Module:
+def make_model(name: str, n_tokens: int, n_layers: int | None, key: jax.Array) -> eqx.Module:
     if name == "stranger":
-        return Stranger(key=key)
+        return Stranger(n_layers=n_layers or 20, key=key)
     config = LlamaConfig.llama3("8b")
     if name == "1b":
         config = dataclasses.replace(config, d_model=2048, d_mlp=8192, n_layers=16, head_size=64, is_tied=True)
-    return Llama(dataclasses.replace(config, n_positions=n_tokens), key=key)
+    return Llama(dataclasses.replace(config, n_positions=n_tokens, n_layers=n_layers or config.n_layers), key=key)
+
+
+def make_adapted(name: str, n_tokens: int, n_layers: int | None, base: str, key: jax.Array) -> eqx.Module:
+    model = make_model(name, n_tokens, n_layers, key)
+    model = jax.tree.map(lambda x: x.astype("bfloat16") if eqx.is_array(x) else x, model)
+    if base != "bfloat16":
+        model = lora.quantise(model, where="stack.blocks.*", kind=base)
+    return lora.add(model, rank=32, where="stack.blocks.*", key=key)
 
 
 def loss_fn(chunk: int, model: eqx.Module, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
@@ -100,9 +112,14 @@ def forecast(args: argparse.Namespace, n_tokens: int):
         deployer = redeqx.Deployer(
             n_model_shards=args.model_shards, n_fsdp_shards=n_fsdp, n_sequence_shards=n_sequence, verbose=False
         )
+        make = partial(make_model, args.model, n_tokens, args.layers, jax.random.key(0))
+        if args.base:
+            make = partial(make_adapted, args.model, n_tokens, args.layers, args.base, jax.random.key(0))
+        model = deployer.init(make)
         trainer = redeqx.Trainer(
             deployer,
-            model=deployer.init(partial(make_model, args.model, n_tokens, jax.random.key(0))),
+            model=model,
+            trainable=lora.trainable(model) if args.base else eqx.is_inexact_array,
             optimizer=optax.adamw(1e-4),
             collate_fn=collate_fn,
             loss_fn=partial(loss_fn, args.chunk),
@@ -116,10 +133,11 @@ def row(run, n_tokens: int, seconds: float) -> str:
     sent = sum(each.moved for each in step.collectives) / 2**30
     speed = "" if estimate is None or not run.n_tokens else f"{run.n_tokens / estimate.step:10,.0f} tokens/s at most"
     flops = sum(step.flops.values()) / run.plan.mesh.size
+    host = f"{step.host_bytes / 2**30:6.2f} GiB to and from the host  " if step.host_bytes else ""
     memory = f"{run.needs / 2**30:6.1f} GiB, {step.temporaries / 2**30:.2f} temporaries"
     return (
         f"{n_tokens:>11,} tokens  {memory}  {'fits' if run.fits else 'no  '}  {flops:8.3g} FLOPs a device  "
-        f"{sent:7.1f} GiB sent  {speed}  ({seconds:.0f} s to compile)"
+        f"{host}{sent:7.1f} GiB sent  {speed}  ({seconds:.0f} s to compile)"
     )
 
 
@@ -135,7 +153,9 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=1, help="of a batch shard")
     parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens of a row whose loss is computed at once")
-    parser.add_argument("--remat", default="full", choices=("none", "matmuls", "full", "offload"))
+    parser.add_argument("--remat", default="full", help="as for Compute, such as full, offload or 6GiB")
+    parser.add_argument("--layers", type=int, help="another number of layers")
+    parser.add_argument("--base", choices=("nf4", "int8", "bfloat16"), help="train adapters on a base of this precision")
     parser.add_argument("--explain", action="store_true", help="print the whole report")
     args = parser.parse_args()
     print(f"{args.model} on {args.machine}, remat {args.remat}")

@@ -9,14 +9,15 @@ so that a slow period of the machine affects all of them.
   batches are collated beforehand, and it reads nothing back. Redco trains the twin's flax module.
 - The three Trainers compute and log the gradient norm, as they always do; the twin does not.
 - The ratio is the median over the rounds of a contender's time over the twin's in the same round.
+- Processor time, of all threads, is less disturbed by other processes. That of torch includes threads that wait for others.
 
     pip install torch==2.13.0       # first, so that you choose the build: CPU's is enough
     pip install -e ".[bench]"
     python tests/benchmarks/step_speed.py --rounds 6 --steps 2
 
-Last measured on 2 quiet cores, 23 November 2026, 7 rounds of 3 steps: twin 1329 ms; over it redeqx 0.96 (quartiles 0.95,
-0.98), plain (redeqx's model in a hand-written `filter_jit` loop) 1.13, redco 1.02, hf 0.70. Peak memory: redeqx 1,612 MiB,
-twin 1,801, plain 2,064, redco 2,588, hf 1,538.
+Measured on 2 cores beside some other work, 26 November 2026, 5 rounds of 2 steps: twin 1765 ms; over it redeqx 0.87
+(quartiles 0.82, 0.94), plain 1.09, redco 1.06, hf 0.94. Peak memory: redeqx 1,237 MiB, twin 1,467, plain 1,707, redco 2,235,
+hf 1,616.
 """
 
 import argparse
@@ -329,14 +330,17 @@ CONTENDERS: dict[str, Callable[[Sizes], Run]] = {
 
 
 def serve(name: str, sizes: Sizes) -> None:
-    """Runs a contender's process: reads numbers of steps from stdin, and replies with seconds, losses and peak bytes."""
+    """Runs a contender's process: reads numbers of steps from stdin, and replies with times, a loss and peak bytes."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps the output of libraries out of the replies
     run = CONTENDERS[name](sizes)
     for line in sys.stdin:
+        began = time.process_time()
         seconds, losses = run(int(line))
+        processor = time.process_time() - began
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({"seconds": seconds, "loss": losses[0], "peak": peak}), file=replies, flush=True)
+        reply = {"seconds": seconds, "processor": processor, "loss": losses[0], "peak": peak}
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 class Worker:
@@ -398,24 +402,26 @@ def main() -> None:
                 losses = ", ".join(f"{reply['loss']:.3f}" for reply in (first, *more))
                 print(f"  {name}: first step {first['seconds']:.1f} s; losses on one batch {losses}", flush=True)
             times: dict[str, list[float]] = {name: [] for name in args.contenders}
+            processor: dict[str, list[float]] = {name: [] for name in args.contenders}
             for turn in range(args.rounds):
                 # Another order in each round, so that no contender always runs after the same one.
                 for worker in workers[turn % len(workers) :] + workers[: turn % len(workers)]:
                     last[worker.name] = reply = worker.run(args.steps)
                     times[worker.name].append(1e3 * reply["seconds"] / args.steps)
+                    processor[worker.name].append(1e3 * reply["processor"] / args.steps)
         finally:
             for worker in workers:
                 worker.close()
 
     reference = times.get("twin") or times[args.contenders[0]]
     print(f"\n{args.rounds} rounds of {args.steps} steps\n")
-    print(f"{'':8}  ms/step: median  lowest  highest   over the twin  (quartiles)      peak memory")
+    print(f"{'':8}  ms/step: median  lowest  highest   over the twin  (quartiles)      processor: lowest  peak memory")
     for name, taken in times.items():
         ratios = [mine / its for mine, its in zip(taken, reference, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
         print(
             f"{name:8}  {statistics.median(taken):15.0f}  {min(taken):6.0f}  {max(taken):7.0f}"
-            f"  {statistics.median(ratios):14.3f}  ({low:.3f}, {high:.3f})"
+            f"  {statistics.median(ratios):14.3f}  ({low:.3f}, {high:.3f})  {min(processor[name]):17.0f}"
             f"  {last[name]['peak'] / 2**20:8,.0f} MiB"
         )
 

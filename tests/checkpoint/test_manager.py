@@ -642,6 +642,22 @@ def test_error_of_a_background_save_is_raised_once(tmp_path):
             time.sleep(0.05)
 
 
+def test_a_folder_that_is_deleted_during_a_save_is_named(tmp_path, monkeypatch):
+    checkpoints, real = Checkpoints(tmp_path / "run"), os.open
+    checkpoints.save(1, {"model": {"x": np.zeros(3)}}, {})
+
+    def gone(path, *args, **kwargs):
+        if "step_00000002" in str(path):
+            shutil.rmtree(checkpoints.folder, ignore_errors=True)
+        return real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", gone)
+        with pytest.raises(OSError, match="expected a folder that nothing else deletes or unmounts while") as info:
+            checkpoints.save(2, {"model": {"x": np.zeros(3)}}, {})
+    assert info.value.errno == errno.ENOENT and "Make room" not in str(info.value)
+
+
 def test_failed_large_write_is_reported(saved, monkeypatch):
     """Worker threads write large tensors; their errors must reach the caller."""
     real = os.pwrite

@@ -361,5 +361,22 @@ def test_load_by_path_needs_no_workdir(tmp_path):
     assert trainer.step == 6 and sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
     with pytest.raises(ValueError, match=r"`workdir`: expected a folder for checkpoints, got None\."):
         make_trainer(None).load_ckpt("last")
-    with pytest.raises(ValueError, match="expected the folder of a checkpoint, got one that is not there"):
+    with pytest.raises(ValueError, match=r"a name of its index \(`runs/x/ckpts/last`\), got one that is not there\."):
         make_trainer(None).load_ckpt(str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"expected one of last, step_00000004, .* got 'lost'\. Did you mean `last`"):
+        make_trainer(None).load_ckpt(str(tmp_path / "run/ckpts/lost"))
+
+
+def test_load_takes_the_paths_that_redeqx_load_takes(tmp_path):
+    def make(workdir, value):
+        deployer, model = redeqx.Deployer(workdir=workdir, verbose=False), eqx.nn.Linear(2, 2, key=jax.random.key(value))
+        options = {"optimizer": optax.sgd(1e-2), "collate_fn": np.stack, "loss_fn": loss_fn}
+        return redeqx.Trainer(deployer, model=model, **options)
+
+    run, saved = tmp_path / "run", make(tmp_path / "run", 0)
+    saved.save_ckpt()
+    for workdir in (None, tmp_path / "own"):
+        for path in (run, str(run / "ckpts"), str(run / "ckpts" / "last"), run / "ckpts" / "step_00000000"):
+            trainer = make(workdir, 1)
+            trainer.load_ckpt(path)
+            np.testing.assert_array_equal(trainer.model.weight, saved.model.weight)

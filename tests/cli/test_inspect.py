@@ -177,6 +177,11 @@ def test_paths_without_tensors(tmp_path, run, folder, capsys):
         f"`{tmp_path}`: expected a workdir, a checkpoint, or a folder of safetensors files, got one with such folders: "
         f"folder, run. Pass, for example, `{tmp_path}/folder`."
     )
+    for i in range(100):
+        (tmp_path / "many" / f"run{i:03}" / "ckpts").mkdir(parents=True)
+    many = error_of(capsys, "inspect", tmp_path / "many")
+    assert "such folders: run000, run001, " in many and "run099" not in many
+    assert many.endswith(f"and 90 more. Pass, for example, `{tmp_path}/many/run000`.")
     (tmp_path / "empty").mkdir()
     assert error_of(capsys, "inspect", tmp_path / "empty") == (
         f"`{tmp_path}/empty`: expected a workdir, a checkpoint, or a folder of safetensors files, got one with nothing. "

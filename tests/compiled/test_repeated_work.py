@@ -160,6 +160,17 @@ def by_batches_without_a_file(model, batch, key):
 """,
     WITHOUT_FILE,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _all_frames():
+    """Instructions of programs have the frames of their call, as for users."""
+    limit = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", limit)
+
+
 LOOP = "a loop takes one after the other"
 PART = "`slice` takes some of them"
 

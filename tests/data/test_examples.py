@@ -161,6 +161,8 @@ def test_collate_keeps_the_pytree_structure():
         (np.zeros((3, 0), np.int64), np.int32),
         (np.zeros(3, bool), bool),
         (jnp.arange(3), np.int32),
+        (np.arange(3, dtype=">f4"), np.float32),  # as in files whose bytes are in the other order
+        (np.arange(3, dtype=">i8"), np.int32),
     ],
 )
 def test_collate_converts_to_jax_dtypes(output, dtype):
@@ -218,6 +220,18 @@ def test_collate_converts_to_jax_dtypes(output, dtype):
             TypeError,
             "`collate_fn` output `row`: expected numbers, got an array of dtype "
             "[('a', '<i4'), ('b', '<i4')] that holds: tuple. Return arrays of numbers.",
+        ),
+        (
+            {"x": np.ma.masked_equal([1.0, 2.0, 3.0], 2.0)},
+            TypeError,
+            "`collate_fn` output `x`: expected an array without a mask, got a masked array. Fill it, `array.filled(0)`, "
+            "and return `~np.ma.getmaskarray(array)` as another output, for the loss to use.",
+        ),
+        (
+            {"keys": jax.random.split(jax.random.key(0), 3)},
+            TypeError,
+            "`collate_fn` output `keys`: expected numbers, got random keys. Split the key of `loss_fn`, or return "
+            "`np.asarray(jax.random.key_data(keys))`, and call `jax.random.wrap_key_data` in the loss.",
         ),
         (
             {"temperature": 0.5},

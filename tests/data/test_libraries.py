@@ -130,7 +130,7 @@ SWEEP = [
 ]
 PARITY = [  # these need torch
     pytest.param(x, marks=[pytest.mark.parity, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")])
-    for x in ("torch workers", "torch stateful workers")
+    for x in ("torch stateful workers",)
 ]
 
 
@@ -139,7 +139,7 @@ def test_stopped_fit_resumes_to_the_same_bits(kind, tmp_path):
     make_source = source_factory(kind, tmp_path)
     bits, numbers, steps = train(make_source, tmp_path / "whole")
     assert (len(numbers), steps) == (2 * N, 12)
-    for stop in (2, 8):  # one in each epoch
+    for stop in (8,) if "workers" in kind else (2, 8):  # one in each epoch; workers, which take long to start, in the second
         workdir = tmp_path / str(stop)
         assert train(make_source, workdir, stop)[2] == stop
         resumed, _, at = train(make_source, workdir)

@@ -168,7 +168,7 @@ def test_collating_with_jax_runs_on_the_cpu(worker_process):
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_shows_the_frame_in_collate_fn_and_the_examples(kind):
     actual = []
-    with CollatePool(collating.fails_at_9, Workers(2, kind)) as workers:
+    with CollatePool(collating.fails_at_9, Workers(1, kind)) as workers:
         with (
             pytest.raises(ValueError, match="nine will not do") as raised,
             FilteredTraceback(),

@@ -142,3 +142,13 @@ def test_numbers_that_a_device_makes_for_itself_do_not_follow_rows():
 
     (refused,) = row_use(loss, jnp.ones(4), None, jnp.ones((8, 4))).draws
     assert "test_equation.py" in refused
+
+
+def test_a_draw_that_is_refused_twice_is_said_once():
+    """JAX draws a beta as two gammas on one line."""
+
+    def loss(w, state, batch):
+        return jnp.mean((batch @ w + jax.random.beta(jax.random.key(0), 0.4, 0.4, (batch.shape[0],))) ** 2)
+
+    (refused,) = row_use(loss, jnp.ones(4), None, jnp.ones((8, 4))).draws
+    assert refused.startswith("`random_gamma` draws for all rows at once (")

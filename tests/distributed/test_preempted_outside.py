@@ -114,7 +114,7 @@ print("ended at", trainer.step)
 
 
 def run(folder, *arguments, n=1):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "NPROC": "16", "XLA_FLAGS": ""}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "NPROC": "16"}
     (folder / "script.py").write_text(SCRIPT)
     launch = [sys.executable, "-m", "redeqx", "launch", "--processes", str(n)] if n > 1 else [sys.executable]
     return subprocess.run(

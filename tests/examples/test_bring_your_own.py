@@ -28,6 +28,7 @@ def test_learns(finished):
 @pytest.mark.sweep
 def test_starts_from_a_checkpoint(finished, tmp_path):
     workdir, first = finished
-    flags = ("--pretrained", workdir / "ckpts" / f"step_{len(first.series('loss')):08}", "--n-epochs", 1, "--batch-size", 32)
+    newest = workdir / "ckpts" / f"step_{len(first.series('loss')):08}"
+    flags = ("--pretrained", newest, "--n-epochs", 1, "--batch-size", 419)
     again = run_example("bring_your_own", *flags, workdir=tmp_path)
     assert again.series("loss")[0] < 0.5 * first.series("loss")[0]

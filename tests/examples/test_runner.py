@@ -3,9 +3,11 @@
 import dataclasses
 import importlib
 import json
+import subprocess
 import types
 from pathlib import Path
 from typing import Union, get_args, get_origin, get_type_hints
+from unittest import mock
 
 import pytest
 
@@ -78,17 +80,20 @@ def test_run_is_scored_by_its_last_recorded_scores(tmp_path):
 @pytest.mark.sweep
 def test_runs_an_example_and_reports_whether_it_reached_its_goal(tmp_path, capsys):
     flags = "bring_your_own --n-epochs 1 --batch-size 419"  # three steps
-    for command, share, shown, wanted in (
-        (flags, 0.0, "accuracy 0.", True),
-        (flags, 1.1, "accuracy 0.", False),
-        (f"{flags} --pretrained nowhere", 0.0, "failed: see", False),
+    run = Run(flags, "accuracy {test_accuracy:.3f}", "-", lambda scores: 0 <= scores["test_accuracy"] <= 1)
+    result, reached = execute(run, tmp_path / "run")
+    assert result.startswith("accuracy 0.") and reached and (tmp_path / "run" / "log.txt").read_text()
+
+    result, reached = execute(dataclasses.replace(run, command=f"{flags} --pretrained nowhere"), tmp_path / "failed")
+    assert result == f"failed: see {tmp_path / 'failed' / 'log.txt'}" and not reached
+    assert (tmp_path / "failed" / "log.txt").read_text()
+
+    missed = dataclasses.replace(run, command="bring_your_own", reaches=lambda scores: scores["test_accuracy"] > 0.5)
+    with (
+        mock.patch("examples.__main__.subprocess.run", return_value=subprocess.CompletedProcess([], 0)),
+        mock.patch("examples.__main__.read_scores", return_value={"test_accuracy": 0.4}),
     ):
-        run = Run(command, "accuracy {test_accuracy:.3f}", "-", lambda scores, share=share: scores["test_accuracy"] >= share)
-        workdir = tmp_path / f"{share}{len(command)}"
-        result, reached = execute(run, workdir)
-        assert result.startswith(shown)
-        assert reached == wanted
-        assert (workdir / "log.txt").read_text()
+        assert execute(missed, tmp_path / "missed") == ("accuracy 0.400", False)
 
 
 def test_unknown_example_is_refused(tmp_path):

@@ -1,6 +1,6 @@
 """Attention: values and all derivatives against the formula, memory, meshes, and each error."""
 
-from functools import partial
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import redeqx
 from redeqx.compiled import Module, collectives
 from redeqx.machine import make_mesh
+from tests._programs import assert_all_close, computed
+from tests._tree import drawn
 
 BATCH, HEADS, SIZE = 2, 4, 8
 
@@ -38,8 +40,7 @@ def by_formula(q, k, v, *, causal=False, window=None, lengths=None, segments=Non
 
 
 def draw(*shapes):
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return drawn([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes], 1.0)
 
 
 def qkv(n_queries=20, n_keys=None, groups=HEADS):
@@ -62,9 +63,22 @@ def value_and_grads(fn, *args):
     return jax.jit(jax.value_and_grad(total, tuple(range(len(args))), has_aux=True))(*args)
 
 
-def assert_matches_formula(args, tolerance=1e-5, **setting):
-    got, want = (value_and_grads(partial(fn, **setting), *args) for fn in (redeqx.attention, by_formula))
-    assert_close(got, want, tolerance)
+def assert_match_formula(cases, tolerance=1e-5):
+    """Compares values and gradients. `cases` are queries, keys, values and perhaps a bias, and the other arguments, by
+    name."""
+
+    def run(fn, setting):
+        def total(*args):
+            out = fn(*args[:3], **setting, **({"bias": args[3]} if len(args) > 3 else {}))
+            return jnp.sum(out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)), out
+
+        return lambda *args: jax.value_and_grad(total, tuple(range(len(args))), has_aux=True)(*args)
+
+    found, wanted = (
+        computed({name: (run(fn, setting), args) for name, (args, setting) in cases.items()})
+        for fn in (redeqx.attention, by_formula)
+    )
+    assert_all_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 SETTINGS = {
@@ -79,34 +93,23 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("setting", "groups"),
-    [
-        *(pytest.param(setting, 2, id=name) for name, setting in SETTINGS.items()),
-        *(
-            pytest.param(setting, (1, 4)[i % 2], id=f"{name}-{(1, 4)[i % 2]}", marks=pytest.mark.sweep)
-            for i, (name, setting) in enumerate(SETTINGS.items())
-        ),
-    ],
-)
-def test_values_and_gradients_match_the_formula(setting, groups):
-    assert_matches_formula(qkv(groups=groups), **setting)
+@pytest.mark.parametrize("groups", [2, *(pytest.param(n, marks=pytest.mark.sweep) for n in (1, 4))])
+def test_values_and_gradients_match_the_formula(groups):
+    assert_match_formula({name: (qkv(groups=groups), setting) for name, setting in SETTINGS.items()})
 
 
-@pytest.mark.parametrize("setting", [{}, {"causal": True}, {"window": 100}, {"lengths": jnp.array([300, 70])}], ids=str)
-def test_several_blocks_of_queries_match_the_formula(setting):
-    assert_matches_formula(qkv(301, groups=2), **setting)  # the second block is padded
+def test_several_blocks_of_queries_match_the_formula():
+    settings = ({}, {"causal": True}, {"window": 100}, {"lengths": jnp.array([300, 70])})
+    args = qkv(301, groups=2)  # the second block is padded
+    assert_match_formula({str(setting): (args, setting) for setting in settings})
 
 
 @pytest.mark.parametrize("n", [20, pytest.param(301, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("rows", [BATCH, 1])
-@pytest.mark.parametrize("heads", [HEADS, 1])
-@pytest.mark.parametrize("queries", ["all", 1])
-def test_gradient_of_a_bias(n, rows, heads, queries):
-    (bias,) = draw((rows, heads, n if queries == "all" else 1, n))
-    fns = (lambda *args, fn=fn: fn(*args[:3], bias=args[3], causal=True) for fn in (redeqx.attention, by_formula))
-    got, want = (value_and_grads(fn, *qkv(n), bias) for fn in fns)
-    assert_close(got, want, 2e-5)
+def test_gradient_of_a_bias(n):
+    cases = {}
+    for shape in itertools.product((BATCH, 1), (HEADS, 1), (n, 1), (n,)):
+        cases[f"bias of {shape}"] = ([*qkv(n), *draw(shape)], {"causal": True})
+    assert_match_formula(cases, 2e-5)
 
 
 def test_a_bias_may_omit_leading_dims():
@@ -116,7 +119,7 @@ def test_a_bias_may_omit_leading_dims():
 
 def test_queries_and_keys_of_different_lengths_and_segments():
     segments = (jnp.arange(BATCH * 24).reshape(BATCH, 24) % 2, jnp.arange(BATCH * 17).reshape(BATCH, 17) % 3)
-    assert_matches_formula(qkv(24, 17), segments=segments)
+    assert_match_formula({"segments": (qkv(24, 17), {"segments": segments})})
 
 
 def test_a_query_whose_keys_are_all_masked_gets_the_mean_of_the_values():
@@ -126,7 +129,8 @@ def test_a_query_whose_keys_are_all_masked_gets_the_mean_of_the_values():
 
 
 def test_values_of_another_head_size():
-    assert_matches_formula(draw((BATCH, 20, HEADS, SIZE), (BATCH, 20, HEADS, SIZE), (BATCH, 20, HEADS, 5)), causal=True)
+    args = draw((BATCH, 20, HEADS, SIZE), (BATCH, 20, HEADS, SIZE), (BATCH, 20, HEADS, 5))
+    assert_match_formula({"values": (args, {"causal": True})})
 
 
 def test_bfloat16_accumulates_in_float32():
@@ -213,7 +217,7 @@ def test_under_remat_and_scan():
 @pytest.mark.sweep
 def test_dropout_preserves_the_mean_and_depends_on_the_key():
     q, k, v = qkv()
-    keys = jax.random.split(jax.random.key(1), 2000)
+    keys = jax.random.split(jax.random.key(1), 4000)
     outs = jax.jit(jax.vmap(lambda key: redeqx.attention(q, k, v, dropout=0.3, key=key)))(keys)
     assert not np.allclose(outs[0], outs[1])
     assert_close(outs[0], redeqx.attention(q, k, v, dropout=0.3, key=keys[0]))
@@ -316,13 +320,15 @@ def test_errors_name_the_expected_and_the_actual_value(args, setting, message):
         redeqx.attention(*args, **setting)
 
 
-@pytest.mark.parametrize("low", [-1e9, -1e4, float(jnp.finfo(jnp.float32).min)])
-def test_a_query_whose_keys_all_have_a_large_negative_bias(low):
+def test_a_query_whose_keys_all_have_a_large_negative_bias():
     """Its log-sum-exp would lose the log of the sum to rounding, if the backward pass computed the weights from it."""
-    bias = jnp.zeros((20, 20)).at[3].set(low).at[5, 7:].set(low)
-    assert_matches_formula(qkv(), bias=bias)
-    if low > -1e30:  # lower, masked keys weigh as much in the formula
-        assert_matches_formula(qkv(), bias=bias, causal=True)
+    cases = {}
+    for low in (-1e9, -1e4, float(jnp.finfo(jnp.float32).min)):
+        bias = jnp.zeros((20, 20)).at[3].set(low).at[5, 7:].set(low)
+        cases[f"{low}"] = (qkv(), {"bias": bias})
+        if low > -1e30:  # lower, masked keys weigh as much in the formula
+            cases[f"{low}, causal"] = (qkv(), {"bias": bias, "causal": True})
+    assert_match_formula(cases)
 
 
 def test_lists_are_converted_to_arrays():
@@ -331,26 +337,26 @@ def test_lists_are_converted_to_arrays():
     np.testing.assert_array_equal(got, redeqx.attention(q, k, v, lengths=jnp.array([4, 17]), bias=jnp.full((1, 20), 0.5)))
 
 
-@pytest.mark.parametrize("size", [1.0, 2e6, 2e8])
-def test_gradients_with_large_scores(size):
-    q, k, v = jnp.full((BATCH, 6, HEADS, SIZE), size), jnp.ones((BATCH, 6, HEADS, SIZE)), draw((BATCH, 6, HEADS, SIZE))[0]
-    got, want = (value_and_grads(lambda v, fn=fn: fn(q, k, v), v) for fn in (redeqx.attention, by_formula))
-    assert_close(got, want)
+def test_gradients_with_large_scores():
+    sizes, k = (1.0, 2e6, 2e8), jnp.ones((BATCH, 6, HEADS, SIZE))
+    queries, (v,) = [jnp.full(k.shape, size) for size in sizes], draw(k.shape)
+
+    def of_values(fn):
+        return lambda *values: jnp.stack([fn(q, k, v) for q, v in zip(queries, values, strict=True)])
+
+    assert_close(*(value_and_grads(of_values(fn), v, v, v) for fn in (redeqx.attention, by_formula)))
 
 
-@pytest.mark.parametrize("n", [5, 16])
-@pytest.mark.parametrize("causal", [False, True])
-def test_forward_mode_with_a_bias_per_key(n, causal):
-    q, k, v = qkv(n)
-    bias = draw((HEADS, 1, n))[0]
-    directions = draw(q.shape, k.shape, v.shape, bias.shape)
-    pairs = [
-        jax.jit(
-            lambda *args, fn=fn: jax.jvp(lambda q, k, v, b: fn(q, k, v, bias=b, causal=causal), args, tuple(directions))
-        )(q, k, v, bias)
-        for fn in (redeqx.attention, by_formula)
-    ]
-    assert_close(*pairs)
+def test_forward_mode_with_a_bias_per_key():
+    def derivative(fn, causal):
+        return lambda args, along: jax.jvp(lambda q, k, v, b: fn(q, k, v, bias=b, causal=causal), args, along)
+
+    found, wanted = {}, {}
+    for n, causal in ((5, False), (16, True)):
+        args = (*qkv(n), *draw((HEADS, 1, n)))
+        given = args, tuple(draw(*(x.shape for x in args)))
+        found[f"{n} keys"], wanted[f"{n} keys"] = ((derivative(fn, causal), given) for fn in (redeqx.attention, by_formula))
+    assert_all_close(computed(found), computed(wanted), rtol=1e-5, atol=1e-5)
 
 
 def test_a_large_bias_shared_by_queries_of_several_blocks():

@@ -10,6 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx.kernels import GroupedSetting, grouped_gradient_p, grouped_matmul, grouped_matmul_p, n_grouped_tiles
 from redeqx.machine import make_mesh
+from tests._programs import computed
+from tests._tree import drawn
 
 ROWS, K, N, GROUPS = 48, 8, 12, 4
 SIZES = {
@@ -29,8 +31,7 @@ def dense(x, weights, sizes):
 
 
 def draw(*shapes):
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return drawn([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes], 1.0)
 
 
 @pytest.fixture
@@ -99,16 +100,18 @@ def test_forward_mode_and_second_derivatives(operands):
         assert_close(found, want, 2e-6)
 
 
-@pytest.mark.parametrize("axes", [(0, None, 0), (0, 0, 0), (1, None, None), (None, 0, None), (None, None, 0)])
-def test_vmap(axes):
-    n = 3
-    shapes = [(ROWS, K), (GROUPS, K, N)]
-    x, weights = draw(
-        *(shape if axis is None else (*shape[:axis], n, *shape[axis:]) for shape, axis in zip(shapes, axes[:2], strict=True))
-    )
-    sizes = jnp.array(SIZES["skewed"] if axes[2] is None else [SIZES[name] for name in ("skewed", "rows outside", "empty")])
-    mapped = (partial(value_and_grads, jax.vmap(fn, axes)) for fn in (grouped_matmul, dense))
-    assert_close(*(fn(x, weights, sizes) for fn in mapped))
+def test_vmap():
+    n, found, wanted = 3, {}, {}
+    for axes in ((0, None, 0), (0, 0, 0), (1, None, None), (None, 0, None), (None, None, 0)):
+        shapes = zip([(ROWS, K), (GROUPS, K, N)], axes[:2], strict=True)
+        x, weights = draw(*(shape if axis is None else (*shape[:axis], n, *shape[axis:]) for shape, axis in shapes))
+        mapped = [SIZES[name] for name in ("skewed", "rows outside", "empty")]
+        args = x, weights, jnp.array(SIZES["skewed"] if axes[2] is None else mapped)
+        for cases, fn in ((found, grouped_matmul), (wanted, dense)):
+            cases[str(axes)] = partial(value_and_grads.__wrapped__, jax.vmap(fn, axes)), args
+    found, wanted = computed(found), computed(wanted)
+    for name in wanted:
+        assert_close(found[name], wanted[name])
 
 
 def test_leading_dims_and_nested_vmap():

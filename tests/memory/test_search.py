@@ -8,7 +8,7 @@ import pytest
 import redeqx
 from redeqx.dims import RowUse
 from redeqx.machine import TPUS, make_mesh
-from redeqx.memory import SearchSpace, Strategy, Tried, fastest
+from redeqx.memory import Candidate, Loop, SearchSpace, Strategy, Tried, fastest, saved_at
 
 GIB = 2**30
 V5E = TPUS["v5e"]
@@ -226,3 +226,54 @@ def test_strategies_that_do_not_compile_are_ignored():
     of = space()
     compiled = tried_strategies(of, lambda s: 20 * GIB if s == OWN else None if s.n_model_shards < 4 else GIB)
     assert values_of(compiled[-1].strategy)[:2] == (4, 1) and compiled[-1].fits
+
+
+# --- bytes for what loops save ---------------------------------------------------------------------------------------------
+
+PRODUCTS = [2 * GIB, 1 * GIB, 1 * GIB]  # bytes of each product of a loop, with a second to compute each of them again
+
+
+def one_loop(strategy):
+    """A loop of 4 iterations whose carry has a quarter of a GiB."""
+    del strategy
+    candidates = [Candidate(str(i), "product", "", "", size // 4) for i, size in enumerate(PRODUCTS)]
+    return [Loop("", 4, GIB // 4, 3.0, candidates, lambda saved: 3.0 - len(saved))]
+
+
+@pytest.mark.parametrize("level", ["matmuls", "full", "offload", "20GiB"])
+def test_what_a_loop_saves_does_not_depend_on_what_it_saved_before(level):
+    """A search asks for several levels of the same loops."""
+    loops = one_loop(OWN)
+    before = saved_at(loops, "0KiB", V5E, has_host=True)
+    assert before[0].carry_in == "host"
+    assert saved_at(before, level, V5E, has_host=True) == saved_at(loops, level, V5E, has_host=True)
+
+
+@pytest.mark.parametrize(
+    "memory, hidden, found",
+    [
+        (20, 0, ["none", "matmuls"]),
+        (18.5, 0, ["none", "matmuls", "3.1GiB"]),  # the two smaller products and the carry
+        (18.5, 1.5, ["none", "matmuls", "3.1GiB", "1802.2MiB"]),  # the compiler needs more than expected: only the carry
+        (16.5, 0, ["none", "matmuls", "1198MiB"]),
+        (15.9, 0, ["none", "matmuls", "595.9MiB"]),  # the carry goes to the host
+    ],
+)
+def test_bytes_for_what_loops_save_are_those_that_are_left(memory, hidden, found):
+    """Known from the compiled level before, and corrected if the compiler needs more."""
+    flops = {**FLOPS, "fit": FLOPS["matmuls"], "offload": FLOPS["full"]}
+    levels = ("none", "matmuls", "fit", "full", "offload")
+    of = space(
+        n_devices=1, flops={level: flops[level] for level in levels}, loops=one_loop, is_running=True, rows=RowUse("mixed"),
+        memory=int(memory * GIB),
+    )  # fmt: skip
+
+    def needs(strategy):
+        if strategy.remat == "none":
+            return 30 * GIB
+        saved = saved_at(one_loop(strategy), strategy.remat, V5E, has_host=True)
+        kept = sum(each.n_bytes("kept") for each in saved)
+        return 15 * GIB + kept + int(hidden * GIB) * (strategy.remat != "matmuls" and kept > GIB)
+
+    compiled = tried_strategies(of, needs, to_fastest=False)
+    assert [each.strategy.remat for each in compiled] == found and compiled[-1].fits

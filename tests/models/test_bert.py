@@ -67,11 +67,11 @@ def classifier():
 @pytest.mark.parametrize(
     ("config", "n_parameters"),
     [
-        (BertConfig.bert_base_uncased(), 109_482_240),
-        (BertConfig.bert_base_cased(), 108_310_272),
-        (BertConfig.bert_base_multilingual_cased(), 177_853_440),
-        (BertConfig.bert_large_uncased(), 335_141_888),
-        (BertConfig.bert_large_cased(), 333_579_264),
+        (BertConfig.of("base-uncased"), 109_482_240),
+        (BertConfig.of("base-cased"), 108_310_272),
+        (BertConfig.of("base-multilingual-cased"), 177_853_440),
+        (BertConfig.of("large-uncased"), 335_141_888),
+        (BertConfig.of("large-cased"), 333_579_264),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(config, n_parameters):

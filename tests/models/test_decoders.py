@@ -7,45 +7,80 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from redeqx.models import cross_entropy, from_pretrained
+import redeqx
+from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models._families import MODELS
+from redeqx.models.bloom import Bloom
 from redeqx.models.cohere import Cohere
-from redeqx.models.decoder import CausalLM
-from redeqx.models.ernie import Ernie4_5
+from redeqx.models.decoder import CausalLM, SequenceClassifier, TokenClassifier
+from redeqx.models.deepseek import DeepseekV2
+from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
+from redeqx.models.dots import Dots1Config
+from redeqx.models.ernie import Ernie4_5, Ernie4_5Moe
+from redeqx.models.falcon import Falcon
 from redeqx.models.gemma import Gemma2, Gemma3
+from redeqx.models.gemma4 import Gemma4
 from redeqx.models.glm import Glm
+from redeqx.models.glm_flash import Glm4MoeLite
+from redeqx.models.glm_moe import Glm4Moe
+from redeqx.models.gpt_neo import GPTNeo
 from redeqx.models.gpt_neox import GPTNeoX
+from redeqx.models.gpt_oss import GptOss, GptOssConfig
 from redeqx.models.hf import ConfigReader
 from redeqx.models.mistral import Mixtral, MixtralConfig
-from redeqx.models.nn import Attention, DynamicScaling, LinearScaling, LongScaling, add_routing, rotation
+from redeqx.models.mpt import Mpt
+from redeqx.models.nn import Attention, DynamicScaling, LinearScaling, LongScaling, add_routing, distance_bias, rotation
 from redeqx.models.olmo import Olmo
 from redeqx.models.olmoe import Olmoe
 from redeqx.models.phi import Phi, Phi3, Phi3Config
-from redeqx.models.qwen import Qwen3Moe
+from redeqx.models.qwen3_5 import Qwen3_5, Qwen3_5Moe
+from redeqx.models.qwen_moe import Qwen2Moe, Qwen3Moe
+from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
 from redeqx.models.smollm import SmolLM3
 from redeqx.models.stablelm import StableLm
 from redeqx.models.starcoder2 import Starcoder2
 from tests.models.families._case import assert_equal, fill, is_shape, outputs, random_model
-from tests.models.families._decoders import CASES, GOLDEN
+from tests.models.families._decoders import CASES, GOLDEN, HEADED
 from tests.models.families._table import END, README, START, table
 
 FAMILIES = [cls for cls in MODELS if issubclass(cls, CausalLM)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Each has something that no other has. The others are in the sweep.
+QUICK = (
+    "gpt-oss",
+    "deepseek-v3",
+    "mixtral",
+    "gemma3",
+    "olmo2",
+    "phi3-long",
+    "falcon",
+    "gpt-neox",
+    "smollm3",
+    "qwen3-next",
+    "llama-classes",
+)
+EACH = [
+    pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.sweep) for case in (*CASES, *HEADED)
+]
+
+
+@pytest.mark.parametrize("case", EACH)
 def test_outputs(case, tmp_path):
     golden = json.loads((GOLDEN / f"{case.name}.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(golden["config"]))
     fill(tmp_path / "model.safetensors", golden["tensors"])
     model, config = from_pretrained(tmp_path)
-    assert type(config).from_hf(ConfigReader(config.to_hf())) == config
+    said = {**config.extra, **config.to_hf(), "architectures": [type(model).architecture(config)]}
+    assert type(config).from_hf(ConfigReader(said)) == config
     found = outputs(case, model)
     assert_equal(case, found, np.array(golden["outputs"]).reshape(found.shape))
 
 
 def test_every_golden_file_has_a_case():
-    assert {path.stem for path in GOLDEN.glob("*.json")} == {case.name for case in CASES}
+    assert {path.stem for path in GOLDEN.glob("*.json")} == {case.name for case in (*CASES, *HEADED)}
 
 
 def test_the_table_of_families_is_up_to_date():
@@ -67,10 +102,35 @@ PUBLISHED = {
         "14b": 14_768_307_200,
         "32b": 32_762_123_264,
     },
+    "qwen3_5_text": {"0.8b": 752_393_024, "9b": 8_953_803_264, "27b": 26_895_998_464},
+    "qwen3_5_moe_text": {"35b-a3b": 34_660_610_688},
+    "qwen3_next": {"80b-a3b": 79_674_391_296},
     "qwen3_moe": {"30b-a3b": 30_532_122_624, "235b-a22b": 235_093_634_560},
+    "gpt_oss": {"20b": 20_914_757_184, "120b": 116_829_156_672},
+    "qwen2_moe": {"1.5-a2.7b": 14_315_784_192, "57b-a14b": 57_408_658_944},
+    "deepseek_v2": {"lite": 15_706_484_224, "236b": 235_741_434_880},
+    "deepseek_v3": {"671b": 671_026_419_200},
+    "glm4_moe": {"4.5-air": 106_852_251_264, "4.5": 352_797_829_024},
+    "dots1": {"142b": 142_774_381_696},
+    "granitemoe": {"3.0-1b-a400m": 1_334_628_352},
+    "falcon": {"7b": 6_921_720_704, "40b": 41_303_293_952},
+    "gpt_neo": {"125m": 125_198_592, "1.3b": 1_315_575_808, "2.7b": 2_651_307_520},
+    "nemotron": {"minitron-4b": 4_190_509_056},
     "gemma": {"2b": 2_506_172_416, "7b": 8_537_680_896},
     "gemma2": {"2b": 2_614_341_888, "9b": 9_241_705_984, "27b": 27_227_128_320},
     "gemma3_text": {"270m": 268_098_176, "1b": 999_885_952},
+    # Those of the cards (5.1B, 8B, 25.2B, 30.7B) without encoders, and with a number in each layer that is not trained.
+    "gemma4_text": {"e2b": 4_628_569_379, "e4b": 7_463_013_418, "26b-a4b": 25_233_141_790, "31b": 30_697_345_340},
+    "apertus": {"8b": 8_053_338_240, "70b": 70_599_864_640},  # with two numbers in each layer that are not trained
+    "bloom": {
+        "560m": 559_214_592,
+        "1b1": 1_065_314_304,
+        "1b7": 1_722_408_960,
+        "3b": 3_002_557_440,
+        "7b1": 7_069_016_064,
+        "176b": 176_247_271_424,
+    },
+    "mpt": {"7b": 6_649_286_656, "30b": 29_957_200_896},
     "olmo": {"1b": 1_176_764_416, "7b": 6_888_095_744},
     "olmo2": {"1b": 1_484_916_736, "7b": 7_298_617_344, "13b": 13_716_198_400, "32b": 32_234_279_936},
     "olmo3": {"7b": 7_298_011_136},
@@ -87,6 +147,7 @@ PUBLISHED = {
     "exaone4": {"1.2b": 1_279_391_488},
     "seed_oss": {"36b": 36_151_104_512},
     "ernie4_5": {"0.3b": 360_748_032},
+    "ernie4_5_moe": {"21b-a3b": 21_825_437_888},
     "stablelm": {"2-1.6b": 1_644_515_328},
     "gpt_neox": {
         "pythia-160m": 162_322_944,
@@ -97,6 +158,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("cls", FAMILIES, ids=lambda cls: cls.config_class.model_type)
 def test_presets_have_the_published_number_of_parameters(cls):
     config_class = cls.config_class
@@ -120,8 +182,25 @@ def test_presets_have_the_published_number_of_parameters(cls):
             {"router_jitter_noise": 0.1},
             r"`router_jitter_noise`: expected 0\.0, which this family implements, got 0\.1",
         ),
-        (Qwen3Moe, {"mlp_only_layers": [0]}, r"`mlp_only_layers`: expected \[\] or None, .* got \[0\]"),
+        (Qwen3Moe, {"mlp_only_layers": [1]}, r"`mlp_only_layers`: expected the first layers, .* got \[1\]"),
+        (Qwen2Moe, {"use_sliding_window": True}, r"`use_sliding_window`: expected False, .* got True"),
+        (GptOss, {"swiglu_alpha": 1.0}, r"`swiglu_alpha`: expected 1\.702, .* got 1\.0"),
+        (GptOss, {"hidden_act": "gelu"}, r"`hidden_act`: expected 'silu', .* got 'gelu'"),
+        (DeepseekV2, {"topk_method": "noaux_tc"}, r"`topk_method`: expected 'greedy' or 'group_.*, .* got 'noaux_tc'"),
+        (DeepseekV2, {"num_key_value_heads": 8}, r"`num_key_value_heads`: expected 32 or None, .* got 8"),
+        (Falcon, {"alibi": True}, r"`alibi`: expected False, .* got True"),
+        (Falcon, {"new_decoder_architecture": True, "parallel_attn": False}, r"`parallel_attn`: expected true with"),
+        (GPTNeo, {"attention_types": [[["global"], 3]]}, r"`attention_types`: expected .* of 24 layers, .* got \[\[\["),
+        (Glm4Moe, {"num_nextn_predict_layers": 2}, r"`num_nextn_predict_layers`: expected 0 or 1, .* got 2"),
+        (Glm4MoeLite, {"mlp_layer_types": ["sparse", "dense"]}, r"`mlp_layer_types`: expected dense layers, and then"),
+        (DeepseekV3, {"num_nextn_predict_layers": 2}, r"`num_nextn_predict_layers`: expected 0 or 1, .* got 2"),
+        (DeepseekV3, {"first_k_dense_replace": 61}, r"`first_k_dense_replace`: expected less than `num_hidden_layers`=61"),
+        (Ernie4_5Moe, {"moe_layer_interval": 2}, r"`moe_layer_interval`: expected 1, .* got 2"),
         (Qwen3Moe, {"decoder_sparse_step": 2}, r"`decoder_sparse_step`: expected 1, .* got 2"),
+        (Qwen3Next, {"mlp_only_layers": [1]}, r"`mlp_only_layers`: expected the first layers, .* got \[1\]"),
+        (Qwen3Next, {"layer_types": ["sliding_attention"] * 48}, r"`layer_types`: expected linear_attention or full_att"),
+        (Qwen3Next, {"linear_num_value_heads": 24}, r"`linear_num_value_heads`: expected a multiple of `linear_num_key_h"),
+        (Qwen3_5, {"attn_output_gate": False}, r"`attn_output_gate`: expected True, .* got False"),
         (
             Gemma2,
             {"use_bidirectional_attention": True},
@@ -138,6 +217,46 @@ def test_presets_have_the_published_number_of_parameters(cls):
             r"sliding_attention`: `rope_type`: expected 'default', .* got 'linear'",
         ),
         (Gemma3, {"attn_logit_softcapping": 50.0}, r"`attn_logit_softcapping`: expected None, .* got 50\.0"),
+        (
+            Gemma4,
+            {"use_bidirectional_attention": "all"},
+            r"`use_bidirectional_attention`: expected None or 'vision', .* got",
+        ),
+        (
+            Gemma4,
+            {"layer_types": ["sliding_attention"] * 30},
+            r"`layer_types`: expected a last layer without the window, got",
+        ),
+        (
+            Gemma4,
+            {"per_layer_config": {"05": {"head_dim": 64}}},
+            r"`per_layer_config`: expected the same heads in all layers",
+        ),
+        (
+            Gemma4,
+            {"num_kv_shared_layers": 29},
+            r"`num_kv_shared_layers`: expected a layer with keys and values for each kind",
+        ),
+        (
+            Gemma4,
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            r"`num_global_key_value_heads`: expected a divisor of `num_attention_heads`=8, got 3",
+        ),
+        (
+            Gemma4,
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            r"`rope_type`: expected 'default' or 'prop",
+        ),
+        (Gemma4, {"enable_moe_block": True}, r"expected the key `num_experts`, got none"),
+        (
+            Bloom,
+            {"apply_residual_connection_post_layernorm": True},
+            r"`apply_residual_connection_post_layernorm`: expected False, .* got True",
+        ),
+        (Mpt, {"attn_config": {"alibi": False}}, r"attn_config`: `alibi`: expected True, .* got False"),
+        (Mpt, {"attn_config": {"alibi_bias_max": 6}}, r"attn_config`: `alibi_bias_max`: expected 8, .* got 6"),
+        (Mpt, {"attn_config": {"qk_ln": True}}, r"attn_config`: `qk_ln`: expected False, .* got True"),
+        (Mpt, {"expansion_ratio": 2}, r"`expansion_ratio`: expected 4, .* got 2"),
         (Olmoe, {"clip_qkv": 8.0}, r"`clip_qkv`: expected None, .* got 8\.0"),
         (Cohere, {"use_qk_norm": True}, r"`use_qk_norm`: expected False or None, .* got True"),
         (StableLm, {"use_parallel_residual": True}, r"`use_parallel_residual`: expected False, .* got True"),
@@ -212,6 +331,132 @@ def test_what_routers_did_comes_with_the_hidden_states():
         random_model(Olmo, Olmo.config_class(**sizes)).routed(ids)
 
 
+def test_a_folder_in_mxfp4_is_read_as_its_numbers(tmp_path):
+    """Also by devices that each read a part, and it is saved without the packing."""
+    sizes = {"vocab_size": 32, "n_positions": 16, "d_model": 64, "d_mlp": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2}
+    config = GptOssConfig(head_size=8, n_experts=2, n_chosen=1, **sizes)
+    model = random_model(GptOss, config)
+    save_pretrained(model, config, tmp_path)
+    tensors, rng, wanted = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0), {}
+    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
+        experts, n_in, n_out = tensors.pop(name).shape
+        codes = rng.integers(0, 16, (experts, n_out, n_in // 32, 32), np.uint8)
+        scales = rng.integers(120, 130, (experts, n_out, n_in // 32), np.uint8)
+        sign, exponent, mantissa = codes >> 3, codes >> 1 & 3, codes & 1
+        numbers = np.where(exponent == 0, 0.5 * mantissa, 2.0 ** (exponent - 1.0) * (1 + 0.5 * mantissa)) * (-1.0) ** sign
+        numbers *= 2.0 ** (scales.astype(float) - 127)[..., None]
+        wanted[name] = numbers.reshape(experts, n_out, n_in).swapaxes(1, 2)
+        tensors |= {f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    read, config = from_pretrained(tmp_path)
+    assert read.stack.blocks.mlp.experts.down.weight.dtype == jnp.bfloat16
+    save_pretrained(read, config, tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == wanted.keys() | {name for name in tensors if not name.endswith(("_blocks", "_scales"))}
+    for name, numbers in wanted.items():
+        np.testing.assert_array_equal(again[name].astype(float), numbers)
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+    deployer = redeqx.Deployer(n_model_shards=2, n_fsdp_shards=4, verbose=False)
+    placed = jax.tree.leaves(from_pretrained(tmp_path, deployer=deployer, dtype=jnp.float32)[0])
+    for ours, theirs in zip(placed, jax.tree.leaves(read), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    save_file({name: x for name, x in tensors.items() if "down_proj_scales" not in name}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"down_proj_scales`: expected uint8, one number for each block of .*got none\. Fetch"
+    ):
+        from_pretrained(tmp_path)
+
+
+def test_the_text_model_of_a_folder_with_images_is_read_by_its_class(tmp_path):
+    """From names with another prefix, and from tensors of all experts. The folder's options of `generate` are kept."""
+    golden = json.loads((GOLDEN / "qwen3-5-moe.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(golden["config"]))
+    fill(tmp_path / "model.safetensors", golden["tensors"])
+    model, config = from_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    whole = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items() if ".experts." not in name}
+    for prefix in (f"layers.{i}.mlp.experts" for i in range(config.n_layers)):
+        gate, up, down = (
+            np.stack([tensors[f"model.{prefix}.{expert}.{layer}_proj.weight"] for expert in range(config.n_experts)])
+            for layer in ("gate", "up", "down")
+        )
+        whole[f"model.language_model.{prefix}.gate_up_proj"] = np.concatenate([gate, up], 1)
+        whole[f"model.language_model.{prefix}.down_proj"] = down
+    save_file({**whole, "model.visual.merger.weight": np.ones(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fields = {"model_type": "qwen3_5_moe", "text_config": golden["config"], "vision_config": {"depth": 1}}
+    fields["architectures"] = ["Qwen3_5MoeForConditionalGeneration"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2], "top_k": 20}))
+    with pytest.raises(
+        ValueError, match=r"got 'Qwen3_5MoeForCond.*\. Load the part that `text_config` .*qwen3_5.Qwen3_5Moe\."
+    ):
+        from_pretrained(tmp_path)
+    read, config = Qwen3_5Moe.from_pretrained(tmp_path)
+    assert config.eos_token_id == (5, 2) and config.generation.keys == {"top_k": 20}
+    for ours, wanted in zip(jax.tree.leaves(read), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+    save_pretrained(read, config, tmp_path / "text")
+    assert load_file(tmp_path / "text" / "model.safetensors").keys() == tensors.keys()
+    assert isinstance(from_pretrained(tmp_path / "text")[0], Qwen3_5Moe)
+    assert SequenceClassifier.architecture(Qwen3_5.config_class(n_classes=2)) == "Qwen3_5TextForSequenceClassification"
+
+
+def test_the_text_model_of_a_larger_folder_is_read_and_saved_alone(tmp_path):
+    """Without encoders, and without the keys and values of layers that share those of others."""
+    golden = json.loads((GOLDEN / "gemma4.json").read_text())
+    folders = [tmp_path / name for name in ("text", "whole", "again")]
+    for folder in folders:
+        folder.mkdir()
+    text, whole, again = folders
+    (text / "config.json").write_text(json.dumps(golden["config"]))
+    fill(text / "model.safetensors", golden["tensors"])
+    part = {name: value for name, value in golden["config"].items() if name != "architectures"}
+    names = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], "vision_config": {}}
+    (whole / "config.json").write_text(json.dumps({**names, "text_config": part}))
+    (whole / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5], "top_k": 3}))
+    tensors = load_file(text / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    unused = ("model.vision_tower.patch.weight", "model.language_model.layers.5.self_attn.k_proj.weight")
+    save_file({**renamed, **dict.fromkeys(unused, np.zeros((2, 2)))}, whole / "model.safetensors", metadata={"format": "pt"})
+    model, config = Gemma4.from_pretrained(whole)
+    assert (config.eos_token_id, config.generation.keys) == ((2, 5), {"top_k": 3})
+    for ours, theirs in zip(jax.tree.leaves(model), jax.tree.leaves(from_pretrained(text)[0]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    save_pretrained(model, config, again)
+    saved = load_file(again / "model.safetensors")
+    assert saved.keys() == tensors.keys() and all(np.array_equal(saved[name], tensors[name]) for name in saved)
+    assert json.loads((again / "config.json").read_text())["model_type"] == "gemma4_text"
+
+
+# --- heads for classes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_classifier_of_a_language_model_scores_its_last_token(tmp_path):
+    """Found by the mask, or without one by the padding id; other heads are refused by their name."""
+    sizes = {"vocab_size": 53, "n_positions": 24, "d_model": 16, "d_mlp": 8, "n_layers": 2, "n_heads": 2}
+    language_model = random_model(Olmo, Olmo.config_class(**sizes, pad_token_id=1))
+    model = SequenceClassifier.of(language_model, 2, key=jax.random.key(0))
+    ids, mask = jnp.array([5, 6, 7, 1, 1]), jnp.arange(5) < 3
+    score = eqx.filter_jit(lambda ids, mask: model(ids, mask=mask))
+    hidden = language_model.hidden(ids, mask=mask)
+    np.testing.assert_allclose(score(ids, mask), hidden[2] @ model.score.weight.T, atol=1e-5)
+    np.testing.assert_allclose(score(ids, None), score(ids, mask), atol=1e-5)
+    save_pretrained(model, model.config, tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["architectures"] == ["OlmoForSequenceClassification"]
+    again, config = from_pretrained(tmp_path)
+    assert isinstance(again, SequenceClassifier) and config == model.config
+    np.testing.assert_array_equal(jax.tree.leaves(again)[-1], model.score.weight)
+    assert (tmp_path / "config.json").write_text(json.dumps({**fields, "architectures": ["OlmoForQuestionAnswering"]}))
+    with pytest.raises(ValueError, match=r"one of OlmoForCausalLM, OlmoForSequenceCl.*, OlmoForTokenCl.*, got 'OlmoForQ"):
+        from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"`n_classes`: expected the number of classes, got None\. Set it"):
+        TokenClassifier(language_model.config, key=jax.random.key(0))
+
+
 # --- special attention ------------------------------------------------------------------------------------------------
 
 
@@ -230,3 +475,54 @@ def test_caps_and_sinks_of_an_attention():
     weights /= weights.sum(-1, keepdims=True) + jnp.exp(sinks)[:, None, None]
     wanted = jnp.einsum("hqk,khd->qhd", weights, v).reshape(5, 8) @ layers[3].weight.T
     np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+def test_biases_of_scores_count_tokens_and_have_a_slope_for_each_head():
+    """Slopes are powers of two; if the number of heads is not one, they are those of the next one, every other first."""
+    mask = jnp.array([False, False, True, True, True])
+    slopes = 2.0 ** -np.array([2, 4, 6, 8, 1, 3])
+    found = distance_bias(mask, 5, n_heads=6)
+    np.testing.assert_array_equal(found, slopes[:, None, None] * np.array([0, 0, 0, 1, 2]))
+    np.testing.assert_array_equal(distance_bias(None, 3, n_heads=2, largest=4)[:, 0, 1], [2.0**-2, 2.0**-4])
+
+
+def test_a_latent_attention_decodes_with_its_latent_vectors():
+    """A step of decoding, which computes with latent vectors, equals the call, and the cache holds these alone."""
+    sizes = {"vocab_size": 53, "n_positions": 24, "d_model": 16, "d_mlp": 8, "n_layers": 2, "n_heads": 2, "n_dense": 1}
+    latent = {"latent_size": 6, "query_latent_size": 5, "plain_size": 4, "shared_rotary_size": 2, "value_size": 3}
+    experts = {"n_experts": 4, "n_chosen": 1, "n_expert_groups": 2, "n_chosen_groups": 1, "d_expert": 4, "d_shared": 4}
+    model = random_model(DeepseekV3, DeepseekV3Config(**sizes, **latent, **experts))
+    ids = jnp.arange(7)
+    cache = model.init_cache(9)
+    assert sum(leaf.nbytes for leaf in (cache.keys, cache.values)) == 2 * 9 * (6 + 2) * 4
+    decode = eqx.filter_jit(lambda ids, cache: model.decode(ids, cache))
+    _, cache = decode(ids[:6], cache)
+    found, cache = decode(ids[6:], cache)
+    np.testing.assert_allclose(found, eqx.filter_jit(model)(ids)[-1], atol=2e-5)
+
+
+def test_layers_of_two_kinds_are_one_stack_of_the_group_that_repeats():
+    """Also if no group repeats. Each block reads and writes its own layer of a folder."""
+    sizes = {"vocab_size": 53, "d_model": 16, "d_mlp": 8, "n_layers": 6, "n_heads": 2, "head_size": 8, "d_expert": 4}
+    sizes |= {"n_experts": 2, "n_chosen": 1, "d_shared": 4, "delta_groups": 1, "delta_heads": 1}
+    groups = {None: (6, 1), (0, 1, 3, 4): (3, 2), (0, 2, 4): (2, 3), (): (1, 6)}
+    for deltas, (n, repeats) in groups.items():
+        config = Qwen3NextConfig(delta_layers=deltas, **sizes)
+        stack = eqx.filter_eval_shape(Qwen3Next, config, key=jax.random.key(0)).stack
+        assert (n, stack.n_layers) == (len(getattr(stack.blocks, "layers", [0])), repeats)
+        tensors = Qwen3Next.weight_map(config).tensors
+        names = [disk for tensor in tensors for disk in tensor.on_disk]
+        assert len({*names}) == len(names)
+        assert {int(name.split(".")[2]) for name in names if ".A_log" in name} == {
+            i for i, is_delta in enumerate(config.deltas) if is_delta
+        }
+        assert Qwen3NextConfig.from_hf(ConfigReader(config.to_hf())) == config
+    assert Qwen3NextConfig.from_hf(ConfigReader({"num_hidden_layers": 4, "full_attention_interval": 2})).deltas == (
+        True, False, True, False,
+    )  # fmt: skip
+
+
+def test_layers_without_their_kinds_have_the_window_from_the_one_that_the_file_says():
+    keys = {"num_hidden_layers": 4, "sliding_window": 8, "first_k_dense_replace": 1}
+    assert Dots1Config.from_hf(ConfigReader(keys)).windows == (None,) * 4
+    assert Dots1Config.from_hf(ConfigReader({**keys, "max_window_layers": 2})).windows == (None, None, 8, 8)

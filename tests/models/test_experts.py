@@ -41,7 +41,7 @@ class Block(eqx.Module):
 
 
 class GPT(eqx.Module):
-    """A model of a user: every second block has experts."""
+    """A model of a user: every second block has experts, and so has the last one."""
 
     embedding: eqx.nn.Embedding
     blocks: list[Block]
@@ -50,7 +50,7 @@ class GPT(eqx.Module):
     def __init__(self, n_layers, key):
         first, last, *keys = jax.random.split(key, n_layers + 2)
         self.embedding = eqx.nn.Embedding(VOCAB, WIDTH, key=first)
-        self.blocks = [Block(i % 2 == 1, key) for i, key in enumerate(keys)]
+        self.blocks = [Block((n_layers - i) % 2 == 1, key) for i, key in enumerate(keys)]
         self.head = eqx.nn.Linear(WIDTH, VOCAB, key=last)
 
     def __call__(self, ids):
@@ -95,19 +95,19 @@ def test_a_gpt_with_experts_trains(tmp_path):
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"n_fsdp_shards": 2, "n_model_shards": 2},
-        pytest.param({}, marks=pytest.mark.sweep),
-        pytest.param({"n_fsdp_shards": 8}, marks=pytest.mark.sweep),
-        pytest.param({"n_model_shards": 4}, marks=pytest.mark.sweep),
-        pytest.param({"n_model_shards": 2, "accumulate": 2}, marks=pytest.mark.sweep),
-        pytest.param({"n_sequence_shards": 2, "n_model_shards": 2}, marks=pytest.mark.sweep),
+        {},
+        {"n_fsdp_shards": 8},
+        {"n_fsdp_shards": 2, "n_model_shards": 4},
+        {"n_model_shards": 2, "accumulate": 2},
+        {"n_sequence_shards": 2, "n_model_shards": 2},
     ],
     ids=str,
 )
+@pytest.mark.sweep
 def test_every_mesh_trains_to_the_numbers_of_one_device(mesh):
     """Key biases would be noise: their gradient is zero. Equinox's attention has none."""
-    trainer, data = trainer_of(2, optax.sgd(0.5), **mesh), texts(32)
-    model = GPT(2, jax.random.key(0))
+    trainer, data = trainer_of(1, optax.sgd(0.5), **mesh), texts(32)
+    model = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if eqx.is_array(x) else x, trainer.model)
 
     @eqx.filter_jit
     @eqx.filter_value_and_grad

@@ -16,11 +16,12 @@ CASES = collect("CASES")
 FIRST = re.compile(r"[a-z0-9]+|vision-encoder-decoder")
 
 
-SLOW = ("unet", "vae", "clip", "vision-encoder-decoder")
+SLOW = ("unet", "vae", "clip", "siglip", "llava", "vision-encoder-decoder")
+ALIKE = ("distilbert", "roberta", "qwen2", "gptj", "opt")  # tables of an encoder or a decoder of which others are quick
 
 
 def marked(case):
-    return pytest.param(case, id=case.name, marks=pytest.mark.sweep if case.name in SLOW else [])
+    return pytest.param(case, id=case.name, marks=pytest.mark.sweep if case.name in (*SLOW, *ALIKE) else [])
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in CASES if FIRST.fullmatch(case.name)])

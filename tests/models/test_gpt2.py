@@ -166,10 +166,10 @@ def test_the_first_loss_is_that_of_uniform_predictions():
 @pytest.mark.parametrize(
     ("config", "n_parameters"),
     [
-        (GPT2Config.gpt2(), 124_439_808),
-        (GPT2Config.medium(), 354_823_168),
-        (GPT2Config.large(), 774_030_080),
-        (GPT2Config.xl(), 1_557_611_200),
+        (GPT2Config.of("124m"), 124_439_808),
+        (GPT2Config.of("355m"), 354_823_168),
+        (GPT2Config.of("774m"), 774_030_080),
+        (GPT2Config.of("1.6b"), 1_557_611_200),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(config, n_parameters):

@@ -26,11 +26,11 @@ IDS = jnp.array([2, 7, 31, 7, 40, 3, 19, 5, 11, 23])
 @pytest.mark.parametrize(
     ("cls", "config", "n_parameters"),
     [
-        (ModernBert, ModernBertConfig.modernbert_base(), 149_014_272),
-        (ModernBert, ModernBertConfig.modernbert_large(), 394_781_696),
-        (DistilBert, DistilBertConfig.distilbert_base_uncased(), 66_362_880),
-        (DistilBert, DistilBertConfig.distilbert_base_cased(), 65_190_912),
-        (DistilBert, DistilBertConfig.distilbert_base_multilingual_cased(), 134_734_080),
+        (ModernBert, ModernBertConfig.of("base"), 149_014_272),
+        (ModernBert, ModernBertConfig.of("large"), 394_781_696),
+        (DistilBert, DistilBertConfig.of("uncased"), 66_362_880),
+        (DistilBert, DistilBertConfig.of("cased"), 65_190_912),
+        (DistilBert, DistilBertConfig.of("multilingual-cased"), 134_734_080),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(cls, config, n_parameters):
@@ -81,7 +81,7 @@ def test_config_round_trip():
         "logits_bias": False,
         **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "head_bias"), True),
     }
-    for config in (CONFIG, ModernBertConfig.modernbert_large(), dataclasses.replace(CONFIG, **changes)):
+    for config in (CONFIG, ModernBertConfig.of("large"), dataclasses.replace(CONFIG, **changes)):
         assert ModernBertConfig.from_hf(ConfigReader(config.to_hf())) == config
     assert ModernBertConfig.from_hf(ConfigReader({})) == ModernBertConfig()
     old = {"global_rope_theta": 500.0, "local_rope_theta": 20.0, "global_attn_every_n_layers": 2, "num_hidden_layers": 4}

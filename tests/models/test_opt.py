@@ -138,14 +138,14 @@ def test_initial_weights_are_those_of_the_paper():
 @pytest.mark.parametrize(
     ("config", "n_parameters"),
     [
-        (OPTConfig.opt_125m(), 125_239_296),
-        (OPTConfig.opt_350m(), 331_196_416),
-        (OPTConfig.opt_1_3b(), 1_315_758_080),
-        (OPTConfig.opt_2_7b(), 2_651_596_800),
-        (OPTConfig.opt_6_7b(), 6_658_473_984),
-        (OPTConfig.opt_13b(), 12_853_473_280),
-        (OPTConfig.opt_30b(), 29_974_540_288),
-        (OPTConfig.opt_66b(), 65_719_701_504),
+        (OPTConfig.of("125m"), 125_239_296),
+        (OPTConfig.of("350m"), 331_196_416),
+        (OPTConfig.of("1.3b"), 1_315_758_080),
+        (OPTConfig.of("2.7b"), 2_651_596_800),
+        (OPTConfig.of("6.7b"), 6_658_473_984),
+        (OPTConfig.of("13b"), 12_853_473_280),
+        (OPTConfig.of("30b"), 29_974_540_288),
+        (OPTConfig.of("66b"), 65_719_701_504),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(config, n_parameters):

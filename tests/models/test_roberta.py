@@ -23,10 +23,10 @@ CONFIG = RobertaConfig(41, 7, d_model=24, d_ff=40, n_layers=2, n_heads=3, dropou
 @pytest.mark.parametrize(
     ("config", "n_parameters"),
     [
-        (RobertaConfig.roberta_base(), 124_645_632),
-        (RobertaConfig.roberta_large(), 355_359_744),
-        (RobertaConfig.xlm_roberta_base(), 278_043_648),
-        (RobertaConfig.xlm_roberta_large(), 559_890_432),
+        (RobertaConfig.of("base"), 124_645_632),
+        (RobertaConfig.of("large"), 355_359_744),
+        (RobertaConfig.of("xlm-base"), 278_043_648),
+        (RobertaConfig.of("xlm-large"), 559_890_432),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(config, n_parameters):
@@ -67,7 +67,7 @@ def test_a_classifier_has_dropout_before_its_transformation_too():
 def test_config_round_trip():
     for config in (
         CONFIG,
-        RobertaConfig.xlm_roberta_base(),
+        RobertaConfig.of("xlm-base"),
         dataclasses.replace(CONFIG, pad_token_id=5, n_token_types=1, model_type="xlm-roberta"),
     ):
         fields = config.to_hf()

@@ -13,8 +13,9 @@ from tests._tree import named_leaves
 from tests.models.families._case import collect
 
 TRAININGS = collect("TRAININGS")
-# These have the layers of `bert-mlm` and of `qwen3`.
-LEFT_OUT = ("bert-classes", "llama")
+# What they are made of, others here have too: layers of an encoder, a decoder, experts, images, cross attention.
+LEFT_OUT = ("bert-classes", "llama", "roberta-mlm", "distilbert", "clip", "vit", "mixtral", "opt", "unet")
+LEFT_OUT += ("bart", "gemma3", "gptj", "siglip", "vision-encoder-decoder")
 # A decoder and an encoder-decoder are evaluated too: what an evaluation adds is the same for all.
 EVALUATED = ("gpt2", "t5")
 
@@ -28,17 +29,21 @@ class Log:
             losses += [metrics[name]] if name in metrics else []
 
 
-def fit(training, n_model_shards, n_fsdp_shards, *, x64):
+def collate_fn(rows):
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def fit_in_64_bits(training):
     """The model is in float32, as a folder has it: with another precision a random one would have other weights."""
     log = Log()
-    deployer = redeqx.Deployer(0, n_model_shards, n_fsdp_shards, verbose=False, loggers=[log])
+    deployer = redeqx.Deployer(0, 2, 2, verbose=False, loggers=[log])
     model = deployer.init(lambda: training.make(jax.random.key(0)))
-    jax.config.update("jax_enable_x64", x64)
+    jax.config.update("jax_enable_x64", True)
     trainer = redeqx.Trainer(
         deployer,
         model=model,
         optimizer=optax.sgd(training.learning_rate, momentum=0.9),
-        collate_fn=lambda rows: {name: np.stack([row[name] for row in rows]) for name in rows[0]},
+        collate_fn=collate_fn,
         loss_fn=training.loss_fn,
     )
     rows = len(training.examples) // deployer.n_batch_shards
@@ -47,20 +52,41 @@ def fit(training, n_model_shards, n_fsdp_shards, *, x64):
     return trainer, log.losses, log.evaluated
 
 
+def fit_by_hand(training):
+    """Returns the weights after six steps on one device in 32 bits, without redeqx; the loss before each, and after all."""
+    batch, optimizer = collate_fn(training.examples), optax.sgd(training.learning_rate, momentum=0.9)
+    params, static = eqx.partition(eqx.filter_jit(training.make)(jax.random.key(0)), eqx.is_inexact_array)
+
+    def mean(params, batch):
+        loss = training.loss_fn(eqx.combine(params, static), batch, jax.random.key(0))
+        return loss.total / loss.weight if isinstance(loss, redeqx.Loss) else loss
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(mean)(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state, losses = optimizer.init(params), []
+    for _ in range(6):
+        params, state, loss = step(params, state, batch)
+        losses.append(loss)
+    return params, [*losses, step(params, state, batch)[2]]
+
+
 @pytest.mark.parametrize("training", [pytest.param(x, id=x.name) for x in TRAININGS if x.name not in LEFT_OUT])
 @pytest.mark.sweep
-@pytest.mark.timeout(900)  # the UNet and the VAE take minutes on a loaded machine
+@pytest.mark.timeout(900)  # the SDXL and the VAE take minutes on a loaded machine
 def test_trains_to_the_same_numbers_on_a_mesh_and_in_64_bits(training, x64):
     jax.config.update("jax_enable_x64", False)
-    trainer, losses, evaluated = fit(training, 2, 2, x64=True)
+    expected, expected_losses = fit_by_hand(training)
+    trainer, losses, evaluated = fit_in_64_bits(training)
     assert dict(trainer.deployer.mesh.shape) == {"data": 2, "fsdp": 2, "sequence": 1, "model": 2}
     assert losses[-1] < 0.9 * losses[0]
-
-    single, expected, expected_evaluated = fit(training, 1, 1, x64=False)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    np.testing.assert_allclose(evaluated, expected_evaluated, rtol=1e-5)
-    assert len(evaluated) == 6 * (training.name in EVALUATED)
-    found, wanted = (named_leaves(eqx.filter(t.model, eqx.is_array)) for t in (trainer, single))
+    np.testing.assert_allclose(losses, expected_losses[:6], rtol=1e-5)
+    np.testing.assert_allclose(evaluated, expected_losses[1:] if training.name in EVALUATED else [], rtol=1e-5)
+    found, wanted = (named_leaves(eqx.filter(model, eqx.is_inexact_array)) for model in (trainer.model, expected))
+    assert found.keys() == wanted.keys()
     for name, leaf in wanted.items():
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in training.zero_gradient):
             error = np.linalg.norm(np.asarray(found[name]) - np.asarray(leaf))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from redeqx._tree import is_array_like, named_leaves
+from redeqx.models.diffusion import sinusoids
 from redeqx.models.hf import ConfigReader
 from redeqx.models.unet import UNet, UNetConfig
 
@@ -62,7 +63,7 @@ def test_masked_context_tokens_have_no_effect(model):
 
 def test_timesteps_may_be_of_any_number_type(model):
     np.testing.assert_allclose(run(model, timestep=jnp.array(7.0)), run(model), rtol=0, atol=1e-6)
-    embed = lambda timestep: model.time_embedding(jnp.asarray(timestep), jnp.float32)  # noqa: E731
+    embed = lambda timestep: sinusoids(jnp.asarray(timestep), 8)  # noqa: E731
     for timestep in (7.0, np.uint8(7), jnp.array(7, jnp.bfloat16)):
         np.testing.assert_array_equal(embed(timestep), embed(7))
     assert np.abs(embed(8) - embed(7)).max() > 1e-3
@@ -116,7 +117,9 @@ def test_bfloat16_stays_bfloat16(model):
     assert jnp.abs(found.astype(jnp.float32) - wanted).mean() < 0.05 * wanted.std()
 
 
-@pytest.mark.parametrize(("config", "n"), [(UNetConfig.sd1(), 859_520_964), (UNetConfig.sd2(), 865_910_724)])
+@pytest.mark.parametrize(
+    ("config", "n"), [(UNetConfig.sd1(), 859_520_964), (UNetConfig.sd2(), 865_910_724), (UNetConfig.sdxl(), 2_567_463_684)]
+)
 def test_presets_have_the_published_number_of_parameters(config, n):
     shapes = eqx.filter_eval_shape(UNet, config, key=jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes) if is_array_like(leaf)) == n
@@ -152,7 +155,7 @@ UNEVEN = UNetConfig(
 )
 
 
-@pytest.mark.parametrize("config", [UNetConfig(), UNetConfig.sd1(), UNetConfig.sd2(), CONFIG, UNEVEN])
+@pytest.mark.parametrize("config", [UNetConfig(), UNetConfig.sd1(), UNetConfig.sd2(), UNetConfig.sdxl(), CONFIG, UNEVEN])
 def test_config_round_trip(config):
     fields = config.to_hf()
     assert fields["_class_name"] == "UNet2DConditionModel"
@@ -178,7 +181,8 @@ def test_absent_keys_get_the_defaults_of_diffusers():
         ("act_fn", "gelu", "`act_fn`: expected 'silu' or 'swish', .* got 'gelu'"),
         ("class_embed_type", "timestep", "`class_embed_type`: expected None, .* got 'timestep'"),
         ("num_class_embeds", 1000, "`num_class_embeds`: expected None, .* got 1000"),
-        ("addition_embed_type", "text_time", "`addition_embed_type`: expected None, .* got 'text_time'"),
+        ("addition_embed_type", "image", "`addition_embed_type`: expected None or 'text_time', .* got 'image'"),
+        ("addition_embed_type", "text_time", "expected the key `addition_time_embed_dim`, got none"),
         ("encoder_hid_dim", 768, "`encoder_hid_dim`: expected None, .* got 768"),
         ("encoder_hid_dim_type", "text_proj", "`encoder_hid_dim_type`: expected None, .* got 'text_proj'"),
         ("resnet_time_scale_shift", "scale_shift", "`resnet_time_scale_shift`: expected 'default', .* got 'scale_shift'"),
@@ -215,6 +219,7 @@ def test_refuses_what_it_does_not_implement(key, value, message):
         ({"norm_groups": 3}, "`block_channels`: expected multiples of `norm_groups`=3, got (8, 16)"),
         ({"block_channels": ()}, "`block_channels`: expected multiples of `norm_groups`=4, got ()"),
         ({"n_heads": 3}, "`n_heads`: expected a divisor of `block_channels[1]`=16, got 3"),
+        ({"added_size": 8}, "`added_size` and `added_wave_size`: expected both or neither, got 8 and None"),
         ({"n_heads": (2, 0)}, "`n_heads`: expected at least 1, got (2, 0)"),
         ({"n_heads": (2, 2, 2)}, "`n_heads`: expected 2, one per block of `block_channels`, got (2, 2, 2)"),
         ({"up_attention": (True,)}, "`up_attention`: expected 2, one per block of `block_channels`, got (True,)"),

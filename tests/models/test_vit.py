@@ -49,10 +49,10 @@ def folder(classifier, tmp_path_factory):
 @pytest.mark.parametrize(
     ("cls", "config", "n_parameters"),
     [
-        (ViTForImageClassification, ViTConfig.vit_base_patch16_224(), 86_567_656),
-        (ViTForImageClassification, ViTConfig.vit_large_patch16_224(), 304_326_632),
-        (ViTForImageClassification, ViTConfig.vit_huge_patch14(), 632_045_800),
-        (ViT, ViTConfig.vit_base_patch16_224(), 86_389_248),
+        (ViTForImageClassification, ViTConfig.of("base-patch16"), 86_567_656),
+        (ViTForImageClassification, ViTConfig.of("large-patch16"), 304_326_632),
+        (ViTForImageClassification, ViTConfig.of("huge-patch14"), 632_045_800),
+        (ViT, ViTConfig.of("base-patch16"), 86_389_248),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(cls, config, n_parameters):
@@ -62,12 +62,12 @@ def test_presets_have_the_published_number_of_parameters(cls, config, n_paramete
 
 def test_a_classifier_uses_the_class_token_of_its_vit(classifier):
     quiet = eqx.nn.inference_mode(classifier)
-    hidden = run(quiet.vit, PIXELS)
+    hidden = run(quiet.encoder, PIXELS)
     assert hidden.shape == (1 + 4, 24)
     head = quiet.classifier
     np.testing.assert_allclose(run(quiet, PIXELS), head.weight @ hidden[0] + head.bias, rtol=1e-4, atol=1e-5)
     # Each token attends to every patch.
-    assert not np.isclose(run(quiet.vit, PIXELS.at[:, 7, 7].add(1)), hidden).all(axis=-1).any()
+    assert not np.isclose(run(quiet.encoder, PIXELS.at[:, 7, 7].add(1)), hidden).all(axis=-1).any()
 
 
 def test_pixels_beyond_the_last_complete_patch_are_ignored():
@@ -121,7 +121,7 @@ def test_bfloat16_stays_bfloat16(classifier):
 def test_initial_weights():
     config = ViTConfig(64, 8, d_model=128, d_ff=256, n_layers=4, n_heads=4, n_classes=100)
     model = eqx.filter_jit(ViTForImageClassification)(config, key=jax.random.key(0))
-    vit = model.vit
+    vit = model.encoder
     blocks = vit.stack.blocks
     attention = blocks.attention
     matrices = [vit.patches.weight, vit.positions, model.classifier.weight, blocks.mlp.up.weight, blocks.mlp.down.weight]
@@ -144,7 +144,7 @@ def test_a_classifier_round_trips_and_its_folder_loads_as_vit(folder, classifier
     vit, config = ViT.from_pretrained(folder)
     assert vit.pooler is None
     assert config == dataclasses.replace(CONFIG, has_pooler=False)
-    assert_same(vit, classifier.vit)
+    assert_same(vit, classifier.encoder)
     with pytest.raises(
         ValueError, match=r"`has_pooler`: expected True, got False: this model has no pooler\. Take the class"
     ):
@@ -174,12 +174,12 @@ def test_a_pretrained_vit_in_a_new_classifier(folder, tmp_path):
     vit, config = ViT.from_pretrained(folder)
     config = dataclasses.replace(config, n_classes=3)
     model = make(ViTForImageClassification, config)
-    model = eqx.tree_at(lambda model: model.vit, model, vit)
+    model = eqx.tree_at(lambda model: model.encoder, model, vit)
     assert run(eqx.nn.inference_mode(model), PIXELS).shape == (3,)
     save_pretrained(model, config, tmp_path)
     again, _ = from_pretrained(tmp_path)
     assert_same(again, model)
-    assert_same(again.vit, vit)
+    assert_same(again.encoder, vit)
 
 
 def test_classes_keep_their_names(folder, tmp_path):

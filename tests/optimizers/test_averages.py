@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import redeqx
 from redeqx.optimizers import ema, eval_params, groups, with_eval_params
 
-DATA = np.random.default_rng(0).normal(size=(22, 6)).astype(np.float32)  # three steps per epoch: 8, 8 and 6 examples
+DATA = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)  # three steps per epoch, of one program
 EVALUATED = DATA[:5]
 
 
@@ -159,7 +159,7 @@ def test_the_average_of_bfloat16_weights_is_kept_in_float32():
 
 def test_skipped_steps_do_not_count():
     trainer, models = make_trainer(ema(optax.adam(1e-2), 0.9), on_nonfinite="skip"), RecordModels()
-    examples = np.concatenate([DATA[:16], np.full((1, 6), np.nan, np.float32)])  # one of three steps is non-finite
+    examples = np.concatenate([DATA[:23], np.full((1, 6), np.nan, np.float32)])  # one of three steps is non-finite
     trainer.fit(examples, batch_size=8, callbacks=[models])
     assert trainer.n_skipped == 1
     pairs = itertools.pairwise(models.seen)

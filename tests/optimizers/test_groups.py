@@ -15,10 +15,9 @@ from redeqx.models import weight_decay_mask
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.optimizers import decay_mask, groups, kinds, of_kind
 from tests._tree import named_leaves
+from tests.models.families._case import random_model
 
-
-def make_model():
-    return GPT2(GPT2Config(64, 8, 16, n_layers=2, n_heads=2, is_tied=False), key=jax.random.key(0))
+MODEL = random_model(GPT2, GPT2Config(64, 8, 16, n_layers=2, n_heads=2, is_tied=False))
 
 
 def names_by_value(tree):
@@ -45,12 +44,12 @@ KINDS = {
 
 
 def test_kind_of_each_leaf():
-    assert names_by_value(kinds(eqx.filter(make_model(), eqx.is_array))) == KINDS
-    assert names_by_value(kinds(eqx.filter_eval_shape(make_model))) == names_by_value(kinds(make_model()))
+    assert names_by_value(kinds(eqx.filter(MODEL, eqx.is_array))) == KINDS
+    assert names_by_value(kinds(eqx.filter_eval_shape(lambda: MODEL))) == names_by_value(kinds(MODEL))
 
 
 def test_masks_work_with_optax():
-    params = eqx.filter(make_model(), eqx.is_array)
+    params = eqx.filter(MODEL, eqx.is_array)
     assert names_by_value(of_kind("matrix", "head")(params))[True] == KINDS["matrix"] | KINDS["head"]
     optimizer = optax.masked(optax.scale(0.0), of_kind("norm"))
     ones = jax.tree.map(jnp.ones_like, params)
@@ -60,7 +59,7 @@ def test_masks_work_with_optax():
 
 
 def test_only_weights_decay():
-    params = eqx.filter(make_model(), eqx.is_array)
+    params = eqx.filter(MODEL, eqx.is_array)
     decaying = KINDS["matrix"] | KINDS["head"] | KINDS["embedding"]
     assert names_by_value(decay_mask(params))[True] == decaying
     assert names_by_value(weight_decay_mask(params)) == names_by_value(decay_mask(params))
@@ -99,7 +98,7 @@ def test_plan_gives_kinds_to_arrays_outside_layers():
 
 
 def test_one_optimizer_for_each_kind_on_a_mesh():
-    model = make_model()
+    model = MODEL
     examples = np.random.default_rng(0).integers(0, 64, (16, 8)).astype(np.int32)
     sizes = {"embedding": 1.0, "bias": 2.0}
     optimizer = groups({kind: optax.sgd(size) for kind, size in sizes.items()}, default=optax.sgd(4.0))
@@ -120,7 +119,7 @@ def test_one_optimizer_for_each_kind_on_a_mesh():
 def test_muon_for_the_matrix_group():
     from redeqx.optimizers import muon
 
-    params = eqx.filter(make_model(), eqx.is_array)
+    params = eqx.filter(MODEL, eqx.is_array)
     optimizer = groups({"matrix": muon(1e-2)}, default=optax.set_to_zero())
     updates, _ = optimizer.update(params, optimizer.init(params), params)
     assert {name for name, leaf in named_leaves(updates).items() if leaf.any()} == KINDS["matrix"]
@@ -140,7 +139,7 @@ def test_unknown_kinds_are_errors(make, expected):
 
 
 def test_plan_of_another_model_is_an_error():
-    plan = redeqx.Deployer(verbose=False).plan(make_model())
+    plan = redeqx.Deployer(verbose=False).plan(MODEL)
     for of in (kinds, decay_mask):
         with pytest.raises(ValueError) as raised:
             of(eqx.nn.Linear(2, 2, key=jax.random.key(0)), plan)

@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import redeqx
 from redeqx.compiled import Module, collectives
-from redeqx.models import cross_entropy
-from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.optimizers import decay_mask, kinds, muon
 from redeqx.partition import kinds_of
 from tests._tree import named_leaves
@@ -72,8 +70,11 @@ IDS = np.random.default_rng(0).integers(0, 32, (64, 2)).astype(np.int32)
 MATRICES = {f"{layer}.{name}.weight" for layer in ("scanned", "listed.0", "listed.1") for name in ("mix", "up", "down")}
 
 
+build = eqx.filter_jit(Model)
+
+
 def make_model():
-    return Model(jax.random.key(0))
+    return build(jax.random.key(0))
 
 
 def trained_parameters(model):
@@ -88,10 +89,10 @@ def random_like(tree, key):
     return jax.tree_util.tree_map_with_path(draw, tree)
 
 
-def run_updates(optimizer, params, n=3):
+def run_updates(optimizer, params, n=3, jit=jax.jit):
     """The updates for `n` random gradients, which are the same for each optimizer."""
     state, all_updates = optimizer.init(params), []
-    update = jax.jit(optimizer.update)
+    update = jit(optimizer.update)
     for i in range(n):
         updates, state = update(random_like(params, jax.random.key(i)), state, params)
         all_updates.append(updates)
@@ -149,7 +150,9 @@ def test_other_leaves_are_updated_by_adamw():
     adamw = optax.adamw(1e-2, b2=0.95, weight_decay=0.1, mask=decay_mask)
     names = [name for name, kind in kinds_of(params).items() if kind.name != "matrix"]
     assert {"table.weight", "head.weight", "scanned.up.bias", "listed.0.norm.weight"} <= set(names)
-    for got, wanted in zip(run_updates(muon(1e-2, weight_decay=0.1), params), run_updates(adamw, params), strict=True):
+    # An operation at a time: two programs may round a sum of products differently.
+    both = [run_updates(each, params, jit=lambda update: update) for each in (muon(1e-2, weight_decay=0.1), adamw)]
+    for got, wanted in zip(*both, strict=True):
         for name in names:
             np.testing.assert_array_equal(named_leaves(got)[name], named_leaves(wanted)[name])
 
@@ -166,18 +169,21 @@ def test_singular_values_are_close_to_one():
 
 
 def test_newton_schulz_coefficients_and_dtype():
-    params = trained_parameters(make_model())
+    keys = jax.random.split(jax.random.key(0))
+    params = trained_parameters(
+        [eqx.nn.Linear(16, 64, key=keys[0]), eqx.nn.Linear(64, 2, key=keys[1])]
+    )  # the last is a head
     triples = ((3.0, -3.2, 1.2), (3.0, -3.2, 1.2), (2.0, -1.5, 0.5))
     (wide,) = run_updates(muon(1e-2, ns_coeffs=triples), params, 1)
     (narrow,) = run_updates(muon(1e-2, ns_coeffs=triples, ns_dtype="bfloat16"), params, 1)
     one = optax.contrib.muon(
         1e-2, ns_coeffs=triples, ns_steps=3, consistent_rms=0.2, muon_weight_dimension_numbers=lambda _: DIMS
     )
-    weight = params.listed[0].up.weight
-    grads = random_like(params, jax.random.key(0)).listed[0].up.weight
-    wanted, _ = one.update(grads, one.init(weight), weight)
-    np.testing.assert_allclose(wide.listed[0].up.weight, wanted, rtol=1e-5, atol=1e-7)
-    narrow = narrow.listed[0].up.weight
+    weight = params[0].weight
+    grads = random_like(params, jax.random.key(0))[0].weight
+    wanted, _ = jax.jit(one.update)(grads, one.init(weight), weight)
+    np.testing.assert_allclose(wide[0].weight, wanted, rtol=1e-5, atol=1e-7)
+    narrow = narrow[0].weight
     assert narrow.dtype == jnp.float32 and 1e-4 < jnp.abs(narrow - wanted).max() / jnp.abs(wanted).max() < 0.05
 
 
@@ -437,23 +443,3 @@ def test_dry_run_compiles_muon():
     trainer = make_trainer(muon(1e-2), 2, 2)
     step = trainer.dry_run(IDS, batch_size=16).steps["train"]
     assert not step.unread and any(c.kind == "all-to-all" for c in step.collectives)
-
-
-@pytest.mark.sweep
-def test_language_model_loss_is_lower_than_with_adamw(tmp_path):
-    """Compares Muon on two meshes, and with AdamW at the same learning rate."""
-    config = GPT2Config(32, 16, 32, n_layers=3, n_heads=4).without_dropout()
-    ids = np.random.default_rng(0).integers(0, 8, (256, 16)).cumsum(-1).astype(np.int32) % 32
-
-    def loss(model, batch, key):
-        return cross_entropy(jax.vmap(model)(batch[:, :-1]), batch[:, 1:])
-
-    def last(optimizer, *shards):
-        model = GPT2(config, key=jax.random.key(0))
-        trainer = make_trainer(optimizer, *shards, model=model, loss_fn=loss)
-        trainer.fit(ids, batch_size=16, n_epochs=4)
-        return trainer.eval_loss(ids, batch_size=16)
-
-    losses = [last(muon(3e-3), 1, 1), last(muon(3e-3), 2, 2), last(optax.adamw(3e-3, b2=0.95), 2, 2)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    assert losses[0] < losses[2]

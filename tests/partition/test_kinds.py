@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _structures import STRUCTURES, batched
+from _structures import batched, of_shapes
 
 import redeqx
 from redeqx.models import lora
@@ -15,7 +15,7 @@ from redeqx.tracing import Trace
 
 
 def model_and_trace(name):
-    structure = STRUCTURES[name](jax.random.key(0))
+    structure = of_shapes(name)
     batch = jax.ShapeDtypeStruct((16, *structure.example.shape), structure.example.dtype)
     return structure.model, Trace.of(batched(structure.loss), structure.model, batch)
 
@@ -148,7 +148,8 @@ def test_convolution_norm_stacked_and_unknown_layers():
 
 
 def test_plan_has_the_same_kinds_on_every_mesh():
-    model, loss = STRUCTURES["einsum_attention"](jax.random.key(0)).model, STRUCTURES["einsum_attention"](jax.random.key(0))
+    loss = of_shapes("einsum_attention")
+    model = loss.model
     batch = np.zeros((16, *loss.example.shape), loss.example.dtype)
     kinds = []
     for shards in ((1, 1), (4, 1), (2, 2)):

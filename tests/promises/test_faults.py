@@ -27,15 +27,23 @@ def leftovers(workdir):
     return [path.name for path in (workdir / "ckpts").iterdir() if path.name.startswith(".tmp_")]
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The folder of a run of which process 1 was killed, and the run."""
+    # Without dropout: its masks depend on how devices share the last, smaller step of an epoch.
+    folder = tmp_path_factory.mktemp("killed")
+    return folder, train(folder, "--fault", "kill", "--at", 10, "--rest", "--dropout", 0)
+
+
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.sweep
-def test_the_others_leave_when_a_peer_is_killed(tmp_path, culprit):
-    run = train(tmp_path, "--fault", "kill", "--in", culprit)
+def test_the_others_leave_when_a_peer_is_killed(tmp_path, killed, culprit):
+    folder, run = killed if culprit else (tmp_path, train(tmp_path, "--fault", "kill", "--in", culprit))
     assert run.code == 137  # 128 + SIGKILL
     assert run.seconds_after_fault() < SOON
     assert run.lines[-1] == (
         f"[{1 - culprit}] redeqx: process {culprit} of 2 is gone: its connection was closed; the last committed step is "
-        f"{last_complete_step(tmp_path)}. Leaving with exit code 75: run it again to go on."
+        f"{last_complete_step(folder)}. Leaving with exit code 75: run it again to go on."
     )
     assert "Terminating process" not in run.text  # JAX's client prints it when it loses its coordinator
 
@@ -135,9 +143,7 @@ def test_ctrl_c_saves_the_same_step_and_shows_no_traceback(tmp_path):
     assert f"[0] stopped by Ctrl-C: step {step} is saved; run the script again to go on from it" in run.lines
     assert "[1] redeqx: Ctrl-C: stopping after this step, to save it; a second one leaves at once" in run.lines
     assert "Traceback" not in run.text
-    again = train(tmp_path, n_processes=1, n_devices=8)
-    assert again.code == 0, again.text
-    assert f"[0] resuming from {tmp_path}/ckpts/step_{step:08d}, step {step}" in again.lines
+    assert TensorReader.find(Checkpoints(tmp_path / "ckpts").resolve("last"), "optimizer").read("0.count") == step
 
 
 @pytest.mark.sweep
@@ -149,14 +155,30 @@ def test_a_second_ctrl_c_exits_at_once(tmp_path):
     assert "Traceback" not in run.text
 
 
-@pytest.mark.sweep
-def test_forked_children_do_not_affect_the_run(tmp_path):
-    """A terminated child ends. A failing child prints its error, and the run continues."""
-    run = train(tmp_path, "--fault", "forks", limit=90.0)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The folder of a run of two epochs in one shared folder, and the run. What process 1 does there changes nothing."""
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    run = train(workdir, "--fault", "forks", "--stop-at", 4)
     assert run.code == 0, run.text
+    return workdir, run
+
+
+@pytest.mark.sweep
+def test_forked_children_do_not_affect_the_run(undisturbed):
+    """A terminated child ends. A failing child prints its error, and the run continues."""
+    workdir, run = undisturbed
     assert "[1] children -15 1" in run.lines
     assert "[1] RuntimeError: the child's own" in run.lines
-    assert last_complete_step(tmp_path) == 14
+    assert last_complete_step(workdir) == 14
+
+
+@pytest.mark.sweep
+def test_only_process_0_can_stop_a_fit(undisturbed, tmp_path):
+    assert last_complete_step(undisturbed[0]) == 14
+    run = train(tmp_path, "--stop-at", 4, "--in", 0)
+    assert run.code == 0, run.text
+    assert last_complete_step(tmp_path) == 4
 
 
 @pytest.mark.parametrize(
@@ -270,21 +292,18 @@ def test_two_processes_train_like_one(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def killed_and_whole(tmp_path_factory):
-    """The folder of a run of which one of two processes was killed, and the same run in one process, without an end."""
-    folder = tmp_path_factory.mktemp("killed")
-    # Without dropout: its masks depend on how devices share the last, smaller step of an epoch.
-    killed = train(folder / "run", "--fault", "kill", "--at", 10, "--rest", "--dropout", 0, *QUICK)
-    assert killed.code == 137
-    return folder / "run", folder / "whole", train(folder / "whole", "--rest", "--dropout", 0, n_processes=1, n_devices=8)
+def whole(tmp_path_factory):
+    """The folder of the same run in one process, which nothing ends, and the run."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(folder, "--rest", "--dropout", 0, n_processes=1, n_devices=8)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("n_devices", "mesh"), [(8, ()), (4, ("--model", 4)), (4, ("--model", 1, "--fsdp", 4))])
-def test_a_run_continues_on_other_devices(killed_and_whole, tmp_path, n_devices, mesh):
+@pytest.mark.parametrize(("n_devices", "mesh"), [(8, ()), (4, ("--model", 1, "--fsdp", 4))])
+def test_a_run_continues_on_other_devices(killed, whole, tmp_path, n_devices, mesh):
     """A single process resumes it on as many or fewer devices, with another mesh."""
-    killed, whole_folder, whole = killed_and_whole
-    shutil.copytree(killed, tmp_path / "run")
+    whole_folder, whole = whole
+    shutil.copytree(killed[0], tmp_path / "run")
     step = last_complete_step(tmp_path / "run")
     assert 3 <= step < 14
     again = train(tmp_path / "run", *mesh, "--rest", "--dropout", 0, n_processes=1, n_devices=n_devices)
@@ -300,12 +319,9 @@ def test_a_run_continues_on_other_devices(killed_and_whole, tmp_path, n_devices,
 
 
 @pytest.fixture(scope="module")
-def uninterrupted_checkpoint(tmp_path_factory):
+def uninterrupted_checkpoint(undisturbed):
     """The newest checkpoint of a run of two epochs without interruption, in one shared folder."""
-    workdir = tmp_path_factory.mktemp("uninterrupted")
-    run = train(workdir)
-    assert run.code == 0, run.text
-    return Checkpoints(workdir / "ckpts").resolve("last")
+    return Checkpoints(undisturbed[0] / "ckpts").resolve("last")
 
 
 def check_same_bits(path, uninterrupted_checkpoint):

@@ -130,8 +130,8 @@ MESSAGES = {
     "a map for two epochs": ("ValueError", "`train_examples`", "a map", "`lambda epoch: ...`"),
     "an iterator for two epochs": ("ValueError", "`train_examples`", "an iterator", "`lambda epoch: ...`"),
     "a generator function": ("TypeError", "`train_examples`", "`()`", "`functools.partial`"),
-    "no such checkpoint": ("ValueError", "`/nowhere/step_00000004`", "not there", "`last`"),
-    "no checkpoint in there": ("ValueError", "`TMP`", "trainer.json", "`last`"),
+    "no such checkpoint": ("ValueError", "`/nowhere/step_00000004`", "not there", "Pass one of those"),
+    "no checkpoint in there": ("ValueError", "`TMP`", "without checkpoints", "Pass one of those"),
     "NaN in the batch": (
         "ValueError", "`loss` at step 2", "`x` has NaN in 1 of 4 rows, the first from example 6",
         "Correct or remove these examples",

@@ -10,8 +10,6 @@ import tracemalloc
 import warnings
 from contextlib import contextmanager
 
-import equinox as eqx
-import jax
 import numpy as np
 import pytest
 from safetensors import deserialize
@@ -21,6 +19,7 @@ from redeqx.errors import DamagedError, brief, brief_name, is_plain
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from tests._checkpoints import DTYPES, edit_manifest
+from tests.models.families._case import random_model
 
 DEEP = b"[" * 100_000
 NINES = "9" * 4000  # Python parses at most 4300 digits
@@ -600,8 +599,7 @@ CONFIG = GPT2Config(40, 12, d_model=16, n_layers=2, n_heads=2)
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    model = eqx.filter_jit(GPT2)(CONFIG, key=jax.random.key(0))
-    return save_pretrained(model, CONFIG, tmp_path_factory.mktemp("gpt2"), max_shard_size="8KB")
+    return save_pretrained(random_model(GPT2, CONFIG), CONFIG, tmp_path_factory.mktemp("gpt2"), max_shard_size="8KB")
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """The direction of imports in the source code; and that importing redeqx changes no global setting."""
 
 import ast
-import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -16,8 +16,9 @@ FOLDER = pathlib.Path(redeqx.__file__).parent
 # Bottom to top; a package imports from those below it. Files beside the packages are packages of one file.
 LAYERS = (
     ("_origins", "_rounding", "_tree", "_version"),
-    ("errors",),
-    ("machine", "tracing", "distributed", "kernels", "storage"),
+    ("_quantised", "errors"),
+    ("machine", "tracing", "distributed", "storage"),
+    ("kernels",),
     ("monitor", "compiled", "checkpoint", "dims"),
     ("data",),
     ("partition", "memory"),
@@ -32,15 +33,19 @@ LAYERS = (
     ("models._kinds", "models.nn"),
     ("models.generation",),
     ("models.hf",),
-    ("models.decoder", "models.diffusion", "models.encoder", "models.lora"),
+    ("models.decoder", "models.diffusion", "models.encoder", "models.lora", "models.vision"),
     ("models.bart", "models.bert", "models.clip", "models.distilbert", "models.gpt2", "models.gptj", "models.opt"),
     ("models.gemma", "models.glm", "models.gpt_neox", "models.granite", "models.llama", "models.mistral", "models.olmo"),
     ("models.arcee", "models.cohere", "models.ernie", "models.exaone", "models.olmoe", "models.seed_oss", "models.stablelm"),
     ("models.modernbert", "models.phi", "models.qwen", "models.roberta", "models.smollm", "models.starcoder2", "models.t5"),
-    ("models.schedulers", "models.unet", "models.vae", "models.vit"),
-    ("models.vision_encoder_decoder",),
+    ("models.deepseek", "models.dots", "models.glm_moe", "models.gpt_oss", "models.nemotron", "models.qwen_moe"),
+    ("models.deberta", "models.deepseek_v3", "models.falcon", "models.glm_flash", "models.gpt_neo", "models.helium"),
+    ("models.apertus", "models.bloom", "models.hunyuan", "models.mpt"),
+    ("models.gemma4", "models.qwen3_5", "models.qwen_next"),
+    ("models.dinov2", "models.mmdit", "models.schedulers", "models.siglip", "models.unet", "models.vae", "models.vit"),
+    ("models.llava", "models.text_to_image", "models.vision_encoder_decoder", "models.whisper"),
     ("models._families",),
-    ("models.sentence",),
+    ("models.evaluation", "models.sentence"),
     ("models.__init__",),
     ("cli",),
     ("__main__",),
@@ -71,31 +76,71 @@ def entry_of(parts):
 PACKAGES = sorted({layer_of(parts) for parts in FILES if len(parts) > 1 + (parts[0] == "models")})
 
 
-def imports_of(source, parts):
-    """Returns the modules of redeqx that a file imports, also for type checkers only, each as the parts of its name.
+@dataclass
+class Source:
+    """What a file imports, uses and defines.
 
     **Arguments:**
 
-    - `parts`: the parts of the file's own name, such as `("data", "_rows")`.
+    - `imports`: the modules of redeqx that it imports, also for type checkers only, each as the parts of its name.
+    - `private`: the underscored names that it imports, each with the modules that they are from.
+    - `attributes`: the underscored attributes that it uses on objects other than `self` and `cls`.
+    - `names`: the names that it defines: functions, classes, variables, and attributes of `self` and `cls`.
     """
-    found = set()
+
+    imports: set = field(default_factory=set)
+    private: list = field(default_factory=list)
+    attributes: set = field(default_factory=set)
+    names: set = field(default_factory=set)
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def read(source, parts):
+    """Reads the source of the file whose name has these parts, such as `("data", "_rows")`, in one walk."""
+    found = Source()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name.split(".") for alias in node.names]
-            found |= {tuple(name[1:]) or ("__init__",) for name in names if name[0] == "redeqx"}
-        if isinstance(node, ast.ImportFrom):
-            module = (node.module or "").split(".") if node.module else []
-            if node.level == 0:
-                if module[:1] != ["redeqx"]:
-                    continue
-                base = module[1:]
-            else:
-                base = [*parts[: len(parts) - node.level], *module]
-            names = [alias.name for alias in node.names]
-            # `from . import _rules` names modules; `from ..data import slices` a name that the package exports.
-            files = {(*base, name) for name in names if {(*base, name), (*base, name, "__init__")} & FILES.keys()}
-            found |= files if len(files) == len(names) else {*files, tuple(base) or ("__init__",)}
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = imports_of(node, parts)
+            found.imports |= modules
+            private = [alias.name for alias in node.names if is_private(alias.name)]
+            found.private += [(private, modules)] if private and isinstance(node, ast.ImportFrom) else []
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if is_own and isinstance(node.ctx, ast.Store):
+                found.names.add(node.attr)
+            elif not is_own and is_private(node.attr):
+                found.attributes.add(node.attr)
+    return found
+
+
+def imports_of(node, parts):
+    """Returns the modules of redeqx that an import of a file names."""
+    found = set()
+    if isinstance(node, ast.Import):
+        names = [alias.name.split(".") for alias in node.names]
+        found |= {tuple(name[1:]) or ("__init__",) for name in names if name[0] == "redeqx"}
+    else:
+        module = (node.module or "").split(".") if node.module else []
+        if node.level == 0 and module[:1] != ["redeqx"]:
+            return found
+        base = module[1:] if node.level == 0 else [*parts[: len(parts) - node.level], *module]
+        names = [alias.name for alias in node.names]
+        # `from . import _rules` names modules; `from ..data import slices` a name that the package exports.
+        files = {(*base, name) for name in names if {(*base, name), (*base, name, "__init__")} & FILES.keys()}
+        found |= files if len(files) == len(names) else {*files, tuple(base) or ("__init__",)}
     return {("models", "__init__") if parts == ("models",) else parts for parts in found}
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return {parts: read(path.read_text(), parts) for parts, path in FILES.items()}
 
 
 def test_all_forms_of_imports_are_found():
@@ -114,7 +159,7 @@ def fn():
     from redeqx.models.nn import Stack
     from redeqx import Loss, models
 """
-    assert imports_of(source, ("partition", "_plan")) == {
+    assert read(source, ("partition", "_plan")).imports == {
         ("__init__",), ("machine",), ("partition", "_flow"), ("partition", "_rules"), ("_tree",), ("data",),
         ("checkpoint", "_manager"), ("_trainer",), ("models", "gpt2"), ("models", "nn"), ("models", "__init__"),
     }  # fmt: skip
@@ -124,31 +169,32 @@ def test_every_package_has_a_layer():
     assert {layer_of(parts) for parts in FILES} == LEVEL.keys()
 
 
-@pytest.mark.parametrize("parts", FILES, ids=".".join)
-def test_imports_point_downwards_and_use_the_package_entry(parts):
-    own = package_of(parts)
-    for imported in imports_of(FILES[parts].read_text(), parts):
-        name = ".".join(imported)
-        assert layer_of(imported) in LEVEL, f"{'.'.join(parts)} imports redeqx.{name}, which is not a package of the library"
-        if package_of(imported) == own:
-            continue
-        assert imported == entry_of(imported), f"{'.'.join(parts)} imports redeqx.{name}, not the package's entry"
-        below = f"{'.'.join(parts)} imports redeqx.{name}, which is not below it"
-        assert LEVEL[layer_of(imported)] < LEVEL[layer_of(parts)], below
+def test_imports_point_downwards_and_use_the_package_entry(sources):
+    problems = []
+    for parts, source in sources.items():
+        file = ".".join(parts)
+        for imported in source.imports:
+            said = f"{file} imports redeqx.{'.'.join(imported)}"
+            if layer_of(imported) not in LEVEL:
+                problems.append(f"{said}, which is not a package of the library")
+            elif package_of(imported) != package_of(parts):
+                problems += [f"{said}, not the package's entry"] * (imported != entry_of(imported))
+                problems += [f"{said}, which is not below it"] * (LEVEL[layer_of(imported)] >= LEVEL[layer_of(parts)])
+    assert not problems, "\n".join(problems)
 
 
-def test_packages_have_no_import_cycle():
+def test_packages_have_no_import_cycle(sources):
     imports: dict[str, set[str]] = {}
-    for parts, path in FILES.items():
-        found = {package_of(imported) for imported in imports_of(path.read_text(), parts)}
+    for parts, source in sources.items():
+        found = {package_of(imported) for imported in source.imports}
         imports.setdefault(package_of(parts), set()).update(found - {package_of(parts)})
     assert_no_cycle(imports)
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, "_facades"])
-def test_files_of_a_package_have_no_import_cycle(package):
-    files = {parts: path for parts, path in FILES.items() if package_of(parts) == package and parts[-1] != "__init__"}
-    assert_no_cycle({parts: imports_of(path.read_text(), parts) & files.keys() for parts, path in files.items()})
+def test_files_of_a_package_have_no_import_cycle(package, sources):
+    files = [parts for parts in FILES if package_of(parts) == package and parts[-1] != "__init__"]
+    assert_no_cycle({parts: sources[parts].imports & {*files} for parts in files})
 
 
 def assert_no_cycle(imports):
@@ -172,55 +218,29 @@ def test_an_init_file_documents_its_package_and_only_re_exports(package):
         assert all(alias.asname == alias.name for alias in node.names), ast.unparse(node)
 
 
-@functools.cache
-def names_of_package(package):
-    files = [path for parts, path in FILES.items() if package_of(parts) == package]
-    return {name for path in files for name in names_in(path.read_text())}
+def test_no_private_attribute_of_another_package_is_used(sources):
+    own: dict[str, set[str]] = {}
+    for parts, source in sources.items():
+        own.setdefault(package_of(parts), set()).update(source.names)
+    foreign = {".".join(p): source.attributes - ALLOWED - own[package_of(p)] for p, source in sources.items()}
+    problems = [
+        f"{file} uses {sorted(names)}, which its package does not define" for file, names in foreign.items() if names
+    ]
+    assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("parts", FILES, ids=".".join)
-def test_no_private_attribute_of_another_package_is_used(parts):
-    foreign = private_attributes(FILES[parts].read_text()) - names_of_package(package_of(parts))
-    assert not foreign, f"{'.'.join(parts)} uses {sorted(foreign)}, which its package does not define"
-
-
-@pytest.mark.parametrize("parts", FILES, ids=".".join)
-def test_no_private_name_of_another_package_is_imported(parts):
-    for node in ast.walk(ast.parse(FILES[parts].read_text())):
-        if isinstance(node, ast.ImportFrom):
-            private = [alias.name for alias in node.names if alias.name.startswith("_") and not alias.name.startswith("__")]
-            modules = imports_of(ast.unparse(node), parts)
-            is_own = all(package_of(module) in (package_of(parts), alias) for module in modules for alias in private)
-            assert is_own, f"{'.'.join(parts)} imports {private}, private to {modules}"
+def test_no_private_name_of_another_package_is_imported(sources):
+    problems = []
+    for parts, source in sources.items():
+        for private, modules in source.private:
+            if not all(package_of(module) in (package_of(parts), alias) for module in modules for alias in private):
+                problems.append(f"{'.'.join(parts)} imports {private}, private to {modules}")
+    assert not problems, "\n".join(problems)
 
 
 # Private names of the standard library and of JAX that have no public equivalent.
 ALLOWED = {"_exit", "_current_frames", "_replace", "_asdict", "_fields"}
 ALLOWED |= {"_splash_attention_bwd"}  # of JAX: `tests/kernels` tells when a public function replaces it
-
-
-def private_attributes(source):
-    """Returns the underscored attributes that a file uses on objects other than `self` and `cls`."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            found |= set() if is_own else {node.attr}
-    return found - ALLOWED
-
-
-def names_in(source):
-    """Returns the names that a file defines: functions, classes, variables, and attributes of `self` and `cls`."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                yield node.attr
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id
 
 
 def test_importing_changes_no_setting_variable_or_logger_and_imports_no_extra():

@@ -15,8 +15,8 @@ import pytest
 import redeqx
 from tests._tree import named_leaves
 
-DATA = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
-BATCH = 8  # three steps an epoch, the last one with four examples
+DATA = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)
+BATCH = 8  # three steps an epoch, of one program
 
 
 class Reversed(eqx.Module):
@@ -391,7 +391,7 @@ def test_epochs_of_a_function_may_differ_in_length(tmp_path):
     (workdir / "ckpts").rename(tmp_path / "kept")
     with pytest.raises(Stop):
         killed_after_save(workdir, 4)
-    with pytest.raises(ValueError, match="`train_examples`: expected 20, as in the resumed run, got 19"):
+    with pytest.raises(ValueError, match="`train_examples`: expected 24, as in the resumed run, got 19"):
         again.fit(lambda epoch: DATA[:19], batch_size=BATCH, n_epochs=3)
 
 

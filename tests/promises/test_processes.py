@@ -221,7 +221,7 @@ def of_redeqx_launch(tmp_path_factory):
     return script, folder / "run"
 
 
-@pytest.mark.parametrize("launcher", ["jax.distributed.initialize", "Kubeflow", "SLURM"])
+@pytest.mark.parametrize("launcher", ["jax.distributed.initialize", "SLURM"])
 def test_other_launchers_save_the_checkpoint_of_redeqx_launch(of_redeqx_launch, tmp_path, launcher):
     """Every tensor is whole: none of them holds zeros in the place of another process's part."""
     script, expected = of_redeqx_launch
@@ -230,12 +230,6 @@ def test_other_launchers_save_the_checkpoint_of_redeqx_launch(of_redeqx_launch, 
         port = free.getsockname()[1]
     environments = {
         "jax.distributed.initialize": lambda i: {"OWN": repr((f"127.0.0.1:{port}", 2, i))},
-        "Kubeflow": lambda i: {
-            "JAX_NUM_PROCESSES": "2",
-            "JAX_PROCESS_ID": str(i),
-            "JAX_COORDINATOR_ADDRESS": "127.0.0.1",
-            "JAX_COORDINATOR_PORT": str(port),
-        },
         "SLURM": lambda i: {
             "SLURM_JOB_ID": str(port),
             "SLURM_NTASKS": "2",

@@ -194,29 +194,33 @@ CASES = {
         TEXTS,
     ),
 }
-QUICK = {
-    ("gpt2_loss_in_chunks", 4, 1),
-    ("recurrence", 8, 1),
-    ("state_space", 2, 2),
-}
-GRID = [
-    pytest.param(name, *mesh, marks=[] if (name, *mesh) in QUICK else pytest.mark.sweep)
-    for name in CASES
-    for mesh in ((2, 1), (4, 1), (8, 1), (2, 2))  # sequence and model shards; data shards are the others
-    if mesh in ((8, 1), (2, 2)) or name in ("gpt2", "gpt2_loss_in_chunks", "t5")
-    if name != "equinox_blocks"
+# Sequence and model shards; data shards are the others. What has loops or states of its own has two or three meshes.
+QUICK = [("gpt2_loss_in_chunks", 4, 1), ("recurrence", 8, 1), ("state_space", 2, 2)]
+SWEPT = [
+    ("gpt2", 2, 2),
+    ("gpt2_loss_in_chunks", 2, 1),
+    ("gpt2_loss_in_chunks", 8, 1),
+    ("gpt2_own_chunks", 8, 1),
+    ("llama", 2, 2),
+    ("llama_with_a_window", 8, 1),
+    ("bart", 2, 2),
+    ("t5", 8, 1),
+    ("vit", 2, 2),
+    ("equinox_attention", 8, 1),
+    ("recurrence", 2, 2),
+    ("state_space", 8, 1),
 ]
-# With the residual stream over the model shards, which only GPUs do by themselves.
+GRID = [*QUICK, *(pytest.param(*case, marks=pytest.mark.sweep) for case in SWEPT)]
+# With the residual stream over the model shards, which only GPUs do by themselves; with the number of micro-batches.
 RESIDUAL = [
-    pytest.param("gpt2_loss_in_chunks", 1, 4, {"remat": "full"}),
-    pytest.param("equinox_attention", 2, 2, {}),
+    pytest.param("gpt2_loss_in_chunks", 1, 4, {"remat": "full"}, 1),
+    pytest.param("equinox_attention", 2, 2, {}, 2),
     *(
-        pytest.param(*case, marks=pytest.mark.sweep)
+        pytest.param(*case, 1, marks=pytest.mark.sweep)
         for case in (
             ("gpt2", 1, 8, {"remat": "none"}),
             ("gpt2_own_chunks", 1, 4, {}),
             ("llama_with_a_window", 1, 4, {"remat": "full"}),
-            ("llama", 2, 2, {}),
             ("bart", 1, 4, {}),
             ("t5", 2, 2, {"remat": "full"}),
             ("vit", 1, 4, {}),
@@ -227,11 +231,16 @@ RESIDUAL = [
 ]
 
 
+@cache
+def model_of(name):
+    return eqx.filter_jit(CASES[name][0])()
+
+
 def make_trainer(name, n_sequence=1, n_model=1, **options):
-    make, loss_fn, _ = CASES[name]
+    loss_fn = CASES[name][1]
     deployer = redeqx.Deployer(0, n_model_shards=n_model, n_sequence_shards=n_sequence, verbose=False)
     return redeqx.Trainer(
-        deployer, model=make(), optimizer=optax.sgd(RATE), collate_fn=collate_fn, loss_fn=loss_fn, **options
+        deployer, model=model_of(name), optimizer=optax.sgd(RATE), collate_fn=collate_fn, loss_fn=loss_fn, **options
     )
 
 
@@ -242,7 +251,7 @@ def floating(model):
 @cache
 def by_hand(name):
     """The loss of a batch and its gradients, without redeqx, on one device."""
-    make, loss_fn, examples = CASES[name]
+    _, loss_fn, examples = CASES[name]
 
     @eqx.filter_jit
     @eqx.filter_value_and_grad
@@ -250,7 +259,7 @@ def by_hand(name):
         loss = loss_fn(model, batch, KEY)
         return loss.total / loss.weight if isinstance(loss, redeqx.Loss) else loss
 
-    loss, grads = value(make(), collate_fn(examples))
+    loss, grads = value(model_of(name), collate_fn(examples))
     return float(loss), floating(grads)
 
 
@@ -260,9 +269,10 @@ def test_an_update_is_that_of_one_device(name, n_sequence, n_model):
     check_update(make_trainer(name, n_sequence, n_model), name)
 
 
-@pytest.mark.parametrize(("name", "n_sequence", "n_model", "options"), RESIDUAL)
-def test_an_update_with_a_split_residual_stream_is_that_of_one_device(name, n_sequence, n_model, options):
-    trainer = make_trainer(name, n_sequence, n_model, compute=redeqx.Compute(**options, split_residual=True))
+@pytest.mark.parametrize(("name", "n_sequence", "n_model", "options", "n_parts"), RESIDUAL)
+def test_an_update_with_a_split_residual_stream_is_that_of_one_device(name, n_sequence, n_model, options, n_parts):
+    compute = redeqx.Compute(**options, split_residual=True)
+    trainer = make_trainer(name, n_sequence, n_model, compute=compute, accumulate_grad_batches=n_parts)
     check_update(trainer, name)
     shards = f"{n_model} model shards" if n_sequence == 1 else f"{n_sequence} sequence x {n_model} model shards"
     is_split = name not in ("vit", "state_space")  # the sides of an image are no positions; without attention all stays
@@ -300,11 +310,11 @@ def test_what_a_loop_over_layers_saves_is_split_over_the_model_shards():
     """Its carries, of two layers and all rows. Lengths that do not divide stay whole, and the plan says so."""
     saved = []
     for is_split in (False, True):
-        trainer = make_trainer("gpt2_loss_in_chunks", 1, 8, compute=redeqx.Compute(remat="full", split_residual=is_split))
+        trainer = make_trainer("gpt2", 1, 8, compute=redeqx.Compute(remat="full", split_residual=is_split))
         text = trainer.compile(TEXTS, batch_size=ROWS).as_text()
         saved.append([f"f32[2,{ROWS},{n},{D}]" in text for n in (SEQ, SEQ // 8)])
     assert saved == [[True, False], [False, True]]
-    trainer = make_trainer("gpt2_loss_in_chunks", 1, 8, compute=redeqx.Compute(split_residual=True))
+    trainer = make_trainer("gpt2", 1, 8, compute=redeqx.Compute(split_residual=True))
     trainer.compile([{"ids": example["ids"][:60]} for example in TEXTS], batch_size=ROWS)
     assert trainer.plan.positions == ("60 in the residual stream: 8 model shards do not divide them, so each has all",)
 
@@ -313,6 +323,35 @@ def test_a_recurrence_is_computed_once():
     """Its devices take a part of the rows: all rows on each would be 8 times the work."""
     flops = [make_trainer("recurrence", n).compile(TEXTS, batch_size=ROWS).cost_analysis()["flops"] for n in (1, 8)]
     assert flops[1] <= 1.1 * flops[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "n_sequence", "n_model", "n_first", "expected"),
+    [
+        ("recurrence", 8, 1, SEQ, r"64 in a recurrence at \S*: each device computes all of them, for its part of the rows"),
+        ("equinox_attention", 2, 2, 63, r"63 in attention at \S*: 2 devices do not divide them, so each computes all"),
+    ],
+    ids=["recurrence", "attention"],
+)
+def test_a_prediction_with_split_positions_is_that_of_one_device(name, n_sequence, n_model, n_first, expected):
+    """Also for other batches than the first one, whose length the shards may not divide."""
+    model, shardings = model_of(name), []
+
+    def pred_fn(model, batch, key):
+        logits = jax.vmap(model)(batch["ids"])
+        jax.debug.inspect_array_sharding(logits, callback=shardings.append)
+        return logits
+
+    deployer = redeqx.Deployer(0, n_model, n_sequence_shards=n_sequence, verbose=False)
+    predictor = redeqx.Predictor(deployer, model=model, collate_fn=collate_fn, pred_fn=pred_fn)
+    logits = np.asarray(jax.jit(jax.vmap(model))(collate_fn(TEXTS)["ids"]))
+    for n in (n_first, 127 - n_first):
+        found = predictor.predict([{"ids": example["ids"][:n]} for example in TEXTS], batch_size=ROWS)
+        np.testing.assert_allclose(found, logits[:, :n], atol=1e-6 * np.abs(logits).max())
+        if n == SEQ:
+            split = ROWS * n_sequence * n_model // 8, SEQ // n_sequence
+            assert shardings[-1].shard_shape(logits.shape)[:2] == split
+    assert re.match(expected, predictor.plan.positions[0])
 
 
 @pytest.mark.sweep
@@ -344,9 +383,9 @@ def test_draws_evaluation_prediction_and_checkpoint_do_not_depend_on_the_shards(
 
 
 def positions_of(name, n_sequence):
-    make, loss_fn, examples = CASES[name]
+    _, loss_fn, examples = CASES[name]
     deployer = redeqx.Deployer(0, n_sequence_shards=n_sequence, verbose=False)
-    return deployer.plan(make(), loss_fn, collate_fn(examples))
+    return deployer.plan(model_of(name), loss_fn, collate_fn(examples))
 
 
 @pytest.mark.parametrize(

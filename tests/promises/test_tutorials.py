@@ -38,7 +38,9 @@ def shortened(name, folder, changes):
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_a_tutorial_runs_as_a_script(tmp_path):
-    source = shortened("mini_gpt", tmp_path, {"n_epochs=2": "max_steps=20", "every = 200": "every = 10"})
+    smaller = {"N_TOKENS = 128": "N_TOKENS = 32", "N_HEADS, N_BLOCKS = 128, 4, 2": "N_HEADS, N_BLOCKS = 32, 4, 1"}
+    fewer = {"n_epochs=2": "max_steps=10", "every = 200": "every = 5"}
+    source = shortened("mini_gpt", tmp_path, {**smaller, **fewer})
     (tmp_path / "reader").mkdir()
     run_python(source, folder=tmp_path / "reader")
     assert not list((tmp_path / "reader").iterdir())  # the reader's folder is unchanged

@@ -33,6 +33,8 @@ parser.add_argument("--fsdp", type=int, default=1)
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--batch", type=int, default=16, help="examples a step")
 parser.add_argument("--save-every", type=int, default=3)
+parser.add_argument("--always", action="store_true", help="save all the time, instead of every few steps and each epoch")
+parser.add_argument("--step-seconds", type=float, default=0.0, help="a step takes so much longer")
 parser.add_argument("--heartbeat", type=float, default=30.0)
 parser.add_argument("--start", type=float, default=300.0)
 parser.add_argument("--hang", type=float)
@@ -244,6 +246,13 @@ class Stop(redeqx.Callback):
             trainer.stop()
 
 
+class Wait(redeqx.Callback):
+    def on_step(self, trainer, metrics):
+        time.sleep(args.step_seconds)
+
+
+callbacks: list[redeqx.Callback] = [] if args.stop_at is None else [Stop()]
+callbacks += ([Wait()] if args.step_seconds else []) + ([redeqx.SaveEvery("always", every=1)] if args.always else [])
 if args.fault == "forks" and is_culprit:
     forks()
 if args.fault == "ends" and is_culprit:
@@ -263,10 +272,10 @@ metrics = trainer.fit(
     rows,
     args.epochs,
     eval_examples=list(range(N, N + N_EVALUATED)),
-    save_every_n_steps=args.save_every if args.workdir else None,
-    save_last_ckpt=args.workdir is not None,
+    save_every_n_steps=args.save_every if args.workdir and not args.always else None,
+    save_last_ckpt=args.workdir is not None and not args.always,
     save_opt_states=not args.params_only,
-    callbacks=[] if args.stop_at is None else [Stop()],
+    callbacks=callbacks,
     **options,
 )
 predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(lambda x: model(x, None))(batch["x"]))

@@ -271,10 +271,11 @@ def test_save_killed_at_any_request_leaves_the_old_or_new_checkpoint(bucket, ser
         server.fault = lambda method, path: None
         n_points = len(seen)
         assert n_points > 8, seen
-        # Two processes take longer to start: kill only before every third request.
-        points = itertools.product(("fault", "after"), range(n_points + 1)) if n == 1 else [
-            ("fault", point) for point in (*range(victims[-1], n_points - 3, 3), *range(n_points - 3, n_points + 1))
-        ]  # fmt: skip
+        # After a request is nearly before the next one. Two processes take longer to start: before every third request.
+        points = [("fault", point) for point in range(n_points + 1)] + [("after", point) for point in range(0, n_points, 3)]
+        if n > 1:
+            some = (*range(victims[-1], n_points - 3, 3), *range(n_points - 3, n_points + 1))
+            points = [("fault", point) for point in some]
         found = set()
         for when, point in points:
             folder = f"{bucket}/{when}{point}/ckpts"

@@ -1,5 +1,6 @@
 """Rules applied to a traced function: inside all control flow, once per equation, in the order of the rules."""
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from redeqx.dims import view
 from redeqx.machine import make_mesh
 from redeqx.tracing import Body, Group, Rule, Tag, Tagged, matmul_flops, plain, run, transformed
 from redeqx.transforms import FixGroupedConvolutions, GatherAtUse, KeepEverything, RematLoops, Reshard, Shardings
+from tests._programs import assert_all_close, computed
 
 
 @dataclass(frozen=True)
@@ -136,14 +138,13 @@ TAGGED = {
 }
 
 
-@pytest.mark.parametrize("name", TAGGED)
-def test_tagged_value_is_released_at_its_use(name):
-    fn, w, x = TAGGED[name], jnp.linspace(-1, 1, 16).reshape(4, 4), jnp.linspace(0, 1, 8).reshape(2, 4)
-    rule = DelayScaling()
-    got = jax.jit(transformed(fn, [rule]))(w, x)
-    np.testing.assert_allclose(got, jax.jit(fn)(2 * w, x), rtol=1e-5)
-    if name in ("scan's constant", "scan's slice", "cond", "remat"):
-        assert any(primitive in ("dot_general", "mul") and around for primitive, around in rule.releases), "inside"
+def test_tagged_value_is_released_at_its_use():
+    w, x = jnp.linspace(-1, 1, 16).reshape(4, 4), jnp.linspace(0, 1, 8).reshape(2, 4)
+    rules = {name: DelayScaling() for name in TAGGED}
+    found = computed({name: (transformed(fn, [rules[name]]), (w, x)) for name, fn in TAGGED.items()})
+    assert_all_close(found, computed({name: (fn, (2 * w, x)) for name, fn in TAGGED.items()}), rtol=1e-5)
+    for name in ("scan's constant", "scan's slice", "cond", "remat"):
+        assert any(primitive in ("dot_general", "mul") and around for primitive, around in rules[name].releases), name
 
 
 # --- groups ---------------------------------------------------------------------------------------------------------------
@@ -190,21 +191,26 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("name", AROUND)
-@pytest.mark.parametrize("fn", [gate, gate_in_a_jit])
-def test_group_is_replaced_with_equal_values_and_gradients(fn, name):
-    wrapped = AROUND[name](fn)
+def test_group_is_replaced_with_equal_values_and_gradients():
+    x, plain, changed = jnp.linspace(-2, 2, 12).reshape(3, 4), {}, {}
+    for fn, (around, wrap) in itertools.product((gate, gate_in_a_jit), AROUND.items()):
+        wrapped = wrap(fn)
 
-    def loss(x):
-        return jnp.sum(jnp.sin(wrapped(x)))
+        def loss(x, wrapped=wrapped):
+            return jnp.sum(jnp.sin(wrapped(x)))
 
-    x = jnp.linspace(-2, 2, 12).reshape(3, 4)
-    expected = jax.value_and_grad(loss)(x)
-    got = jax.jit(jax.value_and_grad(transformed(loss, [Silu()])))(x)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, expected)
-    assert "silu" in str(jax.make_jaxpr(transformed(loss, [Silu()]))(x))
-    assert abs(transformed(loss, [Silu(3.0)])(x) - expected[0]) > 1e-3, "the replacement is computed"
-    assert got[1].dtype == expected[1].dtype
+        name = f"{fn.__name__} in {around}"
+        assert "silu" in str(jax.make_jaxpr(transformed(loss, [Silu()]))(x)), name
+        plain |= {name: (jax.value_and_grad(loss), (x,)), f"{name}, times 3": (loss, (x,))}
+        changed |= {
+            name: (jax.value_and_grad(transformed(loss, [Silu()])), (x,)),
+            f"{name}, times 3": (transformed(loss, [Silu(3.0)]), (x,)),
+        }
+    found, expected = computed(changed), computed(plain)
+    for name in [name for name in plain if name.endswith("times 3")]:
+        assert abs(found.pop(name) - expected.pop(name)) > 1e-3, "the replacement is computed"
+    assert_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert all(found[name][1].dtype == expected[name][1].dtype for name in expected)
 
 
 def inner_result_read_again(x):
@@ -373,15 +379,16 @@ def test_rule_may_close_over_values_of_the_enclosing_trace(name):
     def by_rule(x, v):
         return sum(out.sum() for out in jax.tree.leaves(transformed(CALLERS[name](jnp.sin), [AddValue(v * v)])(x)))
 
-    def values(fn):
-        derivatives = jax.jvp(fn, (x, v), (1.0, 2.0)) if name == "while" else jax.value_and_grad(fn, (0, 1))(x, v)
-        return derivatives, jax.vmap(fn)(jnp.array([x, -x]), jnp.array([v, 3 * v])), jax.vmap(fn, (None, 0))(x, jnp.ones(2))
+    def derivatives(fn):
+        return jax.jvp(fn, (x, v), (1.0, 2.0)) if name == "while" else jax.value_and_grad(fn, (0, 1))(x, v)
 
-    def in_a_loop(fn):
-        return jax.lax.scan(lambda x, v: (fn(x, v), fn(x, v)), x, jnp.linspace(0.0, 1.0, 3))
+    def values(fn):
+        mapped = jax.vmap(fn)(jnp.array([x, -x]), jnp.array([v, 3 * v]))
+        in_a_loop = jax.lax.scan(lambda x, v: (fn(x, v), fn(x, v)), x, jnp.linspace(0.0, 1.0, 3))
+        return derivatives(fn), mapped, jax.vmap(fn, (None, 0))(x, jnp.ones(2)), in_a_loop
 
     x, v = 0.3, 1.2
-    for of in (values, jax.jit(values, static_argnums=0), in_a_loop):
+    for of in (derivatives, jax.jit(values, static_argnums=0)):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), of(by_rule), of(by_hand))
 
 
@@ -494,10 +501,10 @@ def rematted_loss(weights, x):
 
 def test_remat_loops_and_keep_everything_preserve_gradients(x64):
     weights, x = jnp.linspace(-1, 1, 3 * 64).reshape(3, 8, 8), jnp.linspace(0, 1, 16).reshape(2, 8)
-    expected = jax.grad(scanned_loss)(weights, x)
+    expected = jax.jit(jax.grad(scanned_loss))(weights, x)
     recomputing, saving = transformed(scanned_loss, [RematLoops()]), transformed(rematted_loss, [KeepEverything()])
     for fn in (recomputing, saving):
-        assert jnp.allclose(jax.grad(fn)(weights, x), expected, rtol=1e-6)
+        assert jnp.allclose(jax.jit(jax.grad(fn))(weights, x), expected, rtol=1e-6)
     forward = 3 * 2 * 2 * 8 * 8
     flops = {
         fn: matmul_flops(jax.make_jaxpr(jax.grad(fn))(weights, x).jaxpr).total()
@@ -535,7 +542,7 @@ def test_loops_inside_a_rematerialised_loop_are_unchanged():
 
     text = str(jax.make_jaxpr(transformed(fn, [RematLoops()]))(1.0))
     assert text.count("checkpoint") + text.count("remat") == 1
-    assert jnp.allclose(jax.grad(transformed(fn, [RematLoops()]))(1.0), jax.grad(fn)(1.0))
+    assert jnp.allclose(jax.jit(jax.grad(transformed(fn, [RematLoops()])))(1.0), jax.jit(jax.grad(fn))(1.0))
 
 
 def gather_at_use(n_model_shards, n_fsdp_shards):
@@ -557,23 +564,27 @@ REWRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", REWRITTEN)
-def test_literal_outputs_keep_dtype_and_weak_type(name):
+def test_literal_outputs_keep_dtype_and_weak_type():
     """A loop's carry must keep its weak types too."""
     weights, x = (jnp.linspace(-1, 1, 8 * 16).reshape(8, 16), jnp.ones(16)), jnp.linspace(0, 1, 64).reshape(8, 8)
     assert any("True" in str(var) for var in jax.make_jaxpr(constants)(weights, x).jaxpr.outvars), "literals"
     output_leaves = []
 
-    def transformed_constants(weights, x):
-        outs = transformed(constants, REWRITTEN[name]())(weights, x)
-        output_leaves.extend(jax.tree.leaves(outs))
-        return outs
+    def changed(rules):
+        def fn(weights, x):
+            outs = transformed(constants, rules())(weights, x)
+            output_leaves.extend(jax.tree.leaves(outs))
+            return outs
 
-    got, expected = jax.jit(transformed_constants)(weights, x), jax.jit(constants)(weights, x)
+        return fn
+
+    found = computed({name: (changed(rules), (weights, x)) for name, rules in REWRITTEN.items()})
     assert all(isinstance(leaf, jax.Array) for leaf in output_leaves)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
-        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-6)
+    expected = jax.tree.leaves(jax.jit(constants)(weights, x))
+    for name, outs in found.items():
+        for a, b in zip(jax.tree.leaves(outs), expected, strict=True):
+            assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type), name
+            np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-6)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import time
+from collections.abc import Callable
 from typing import cast
 
 import equinox as eqx
@@ -13,9 +15,8 @@ import optax
 import pytest
 
 import redeqx
-from tests._processes import train
 
-DATA = np.random.default_rng(0).normal(size=(22, 6)).astype(np.float32)  # three steps per epoch: 8, 8 and 6 examples
+DATA = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)  # three steps per epoch, of one program
 
 
 def loss_fn(model, batch, key):
@@ -173,15 +174,6 @@ def test_stop_outside_fit_raises():
         make_trainer().stop()
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(("stopping_process", "step"), [(0, 4), (1, 14)])
-def test_only_process_0_can_stop_a_fit(stopping_process, step, tmp_path):
-    run = train(tmp_path, "--stop-at", 4, "--in", stopping_process, n_devices=2)
-    assert run.code == 0, run.text
-    index = json.loads((tmp_path / "ckpts/index.json").read_text())
-    assert index["last"] == f"step_{step:08d}"
-
-
 class ScriptedEvaluations:
     """Evaluations that return the given scores, one per epoch."""
 
@@ -251,6 +243,50 @@ def test_save_every_saves_after_the_given_minutes(tmp_path):
     calls.clear()
     fit(make_trainer(tmp_path / "never"), redeqx.SaveEvery(minutes=60), RecordCalls(calls), save_end=False)
     assert not [call for call in calls if call[0].startswith("save")]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class TakeTime(redeqx.Callback):
+    """A step takes a second, and more while a checkpoint is written, which lasts for one step."""
+
+    def __init__(self, clock, saving, save_every):
+        self.clock, self.saving, self.save_every, self.saved = clock, saving, save_every, []
+
+    def on_fit_start(self, trainer):
+        save = trainer.save_ckpt
+
+        def save_and_note(**kwargs):
+            self.saved.append(trainer.step)
+            return save(**kwargs)
+
+        trainer.save_ckpt = save_and_note
+
+    def on_step(self, trainer, metrics):
+        self.clock.now += 1 + self.saving * (self.saved[-1:] == [trainer.step - 1])
+        while self.save_every.is_saving:
+            time.sleep(0.001)
+
+
+# A save that costs 0.5 s may be repeated after 25 s, as 2 % of them are 0.5 s: the step after the save takes 1.5 s, the
+# next 24 end at 25.5 s. The first step compiles, so the second is the first whose time is known.
+@pytest.mark.parametrize(
+    ("saving", "n_epochs", "saved"), [(0.0, 4, [*range(2, 13)]), (0.5, 20, [2, 27, 52])], ids=["free", "costly"]
+)
+def test_always_saves_as_often_as_it_costs_little(saving, n_epochs, saved, monkeypatch, tmp_path):
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(time, "monotonic", clock)
+    always = redeqx.SaveEvery("always", every=1, keep_last=100)
+    fit(make_trainer(tmp_path), take_time := TakeTime(clock, saving, always), always, n_epochs=n_epochs, keep_last=100)
+    assert take_time.saved == saved and not always.is_saving
+    names = {path.name for path in (tmp_path / "ckpts").glob("step_*")}
+    assert names > {f"step_{step:08}" for step in saved}  # and that of the end of the fit
 
 
 def test_preemption_saves_and_raises_preempted(tmp_path):
@@ -352,7 +388,7 @@ INVALID_ARGUMENTS = {
         lambda: redeqx.EarlyStopping("loss", 1, min_delta=-1.0),
         ValueError,
     ),
-    "`minutes`: expected a number above 0, got 0.": (lambda: redeqx.SaveEvery(0), ValueError),
+    "`minutes`: expected a number above 0, or 'always', got 0.": (lambda: redeqx.SaveEvery(0), ValueError),
     "`SaveEvery`: expected a `workdir` to write to, got None.": (
         lambda: fit(make_trainer(), redeqx.SaveEvery(1)),
         ValueError,
@@ -369,12 +405,13 @@ INVALID_ARGUMENTS = {
         lambda: redeqx.EarlyStopping("loss", 1, min_delta=cast(float, "a")),
         TypeError,
     ),
-    "`minutes`: expected a number above 0, got '3'.": (lambda: redeqx.SaveEvery(cast(float, "3")), TypeError),
+    "`minutes`: expected a number above 0, or 'always', got '3'.": (lambda: redeqx.SaveEvery(cast(float, "3")), TypeError),
     "`model`: `layers.0.weight`: expected shape (16, 5), as in the trained model, got shape (8, 5).": (
         lambda: make_trainer().eval_loss(DATA, 1, model=eqx.nn.MLP(5, 1, 8, 1, key=jax.random.key(0))),
         ValueError,
     ),
     "`max_steps`: expected at least 1 or None, got 0.": (lambda: fit(make_trainer(), max_steps=0), ValueError),
+    "`then`: expected a function of `(path)`, got 3.": (lambda: make_trainer().save_ckpt(then=cast(Callable, 3)), TypeError),
     "`fit(callback=)`: expected an argument of redeqx, got an unknown one. Did you mean `callbacks`?": (
         lambda: make_trainer().fit(DATA, 1, callback=[]),
         TypeError,

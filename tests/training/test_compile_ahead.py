@@ -1,6 +1,9 @@
 """The train step compiles in a thread while the model is placed: once, also from a checkpoint, and with its errors."""
 
+import os
+import signal
 import threading
+import time
 
 import equinox as eqx
 import jax
@@ -161,3 +164,34 @@ def test_an_error_of_the_compiler_is_raised_by_the_update(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         trainer.train(EXAMPLES, batch_size=16)
     assert threads[0] == "redeqx-compile"
+
+
+def test_python_waits_at_exit_for_a_compilation_whose_wait_was_interrupted():
+    """Else XLA's thread finds no interpreter when it ends, and aborts the process instead of the scheduler's exit code."""
+    waits, ends, threads = threading.Event(), threading.Event(), []
+
+    class Step:
+        def lower(self):
+            return self
+
+        def compile(self):
+            threads.append(threading.current_thread())
+            assert waits.wait(60)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert ends.wait(60)
+
+    def interrupt(number, frame):
+        raise SystemExit(75)
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        with pytest.raises(SystemExit):
+            ahead = Compilation(Step(), (), "signature")
+            waits.set()
+            ahead.wait()
+        assert threads[0].is_alive()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        ends.set()
+    threads[0].join()

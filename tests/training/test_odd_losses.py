@@ -15,7 +15,7 @@ X = np.random.default_rng(0).normal(size=(ROWS, 8, 16)).astype(np.float32)  # ro
 
 
 def normal(i, *shape):
-    return 0.1 * jax.random.normal(jax.random.key(i), shape)
+    return jnp.asarray(0.1 * np.random.default_rng(i).normal(size=shape), jnp.float32)
 
 
 def rows(fn):
@@ -218,9 +218,9 @@ QUICK = [
     ("halves_and_pairs", (8, 1)),
     ("first_gate_is_constant", (1, 1)),
 ]
-# Each loss on a mesh of one axis or of none, and on one of several.
+# Meshes of one axis or of none, and of several, in turn.
 COVERING = [
-    (name, mesh) for i, name in enumerate(CASES) for mesh in ([(2, 1), (8, 1), (1, 1)][i % 3], [(2, 2), (4, 2)][i % 2])
+    (name, [(2, 1), (8, 1), (1, 1)][i % 3] if i % 4 < 2 else [(2, 2), (4, 2)][i % 2]) for i, name in enumerate(CASES)
 ]
 
 
@@ -258,7 +258,7 @@ def test_a_step_equals_a_hand_written_one(name, mesh):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("name", "mesh"), COVERING)
-def test_a_step_equals_a_hand_written_one_on_every_mesh(name, mesh):
+def test_a_step_equals_a_hand_written_one_on_some_mesh(name, mesh):
     check(name, mesh, compute=redeqx.Compute(stack_blocks=True))
 
 

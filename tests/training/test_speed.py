@@ -56,6 +56,12 @@ class Model(eqx.Module):
         return x @ self.head
 
 
+def speeds(workdir):
+    """The rows of `speed.jsonl` without that of the end of a fit, which has no rates."""
+    rows = [json.loads(line) for line in (workdir / "speed.jsonl").read_text().splitlines()]
+    return [row for row in rows if "ended" not in row]
+
+
 def flops(n_rows):
     """Return the FLOPs of a step: the backward pass takes twice the forward pass, as every product has two gradients."""
     return 3 * n_rows * SEQ * 2 * (N_LAYERS * D * D + D * VOCAB)
@@ -161,7 +167,7 @@ def test_fused_attention_counts_without_its_recomputed_scores(clock, monkeypatch
     expected = 8 * (2 * 2 * (2 * n * d * d) + 2 * 3 * (2 * n * n * d))
     run = trainer.dry_run(rows, batch_size=8, search=False)
     trainer.fit(rows, batch_size=8, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
-    line = json.loads((tmp_path / "speed.jsonl").read_text().splitlines()[-1])
+    line = speeds(tmp_path)[-1]
     assert (dict(run.model_flops), line["model_flops_per_second"] * 8 * 2) == ({"float32": expected}, expected)
 
 
@@ -176,7 +182,7 @@ def test_mfu_is_relative_to_the_chip_rate(kwargs, clock, monkeypatch, tmp_path):
     trainer = make_trainer(tmp_path, loggers=[log := Recorder()], **kwargs)
     metrics = trainer.fit(examples(64), batch_size=16, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
     per_second = flops(16) / 8 / 2
-    lines = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
+    lines = speeds(tmp_path)
     assert [line["step"] for line in lines] == [2, 3, 4]
     for line in lines:
         assert line["model_flops_per_second"] == pytest.approx(per_second)
@@ -199,7 +205,7 @@ def test_speed_of_a_custom_loop_counts_updates_only(clock, tmp_path):
     for _ in range(3):
         clock.now += 100
         trainer.update(examples(16))
-    lines = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
+    lines = speeds(tmp_path)
     assert [line["step"] for line in lines] == [2, 3, 4]
     for line in lines:
         assert line["examples_per_second"] == pytest.approx(8)
@@ -210,22 +216,24 @@ def test_mfu_in_bfloat16_uses_the_bfloat16_rate(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(_compilation, "chip_of_kind", lambda kind: RATES)
     trainer = make_trainer(tmp_path, compute=redeqx.Precision("bfloat16", gradients=None))
     trainer.fit(examples(32), batch_size=16, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
-    line = json.loads((tmp_path / "speed.jsonl").read_text().splitlines()[0])
+    line = speeds(tmp_path)[0]
     assert line["mfu"] == pytest.approx(flops(16) / 8 / 2 / 8e6)
 
 
 def test_no_mfu_for_a_chip_without_published_rates(clock, tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.fit(examples(32), batch_size=16, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
-    line = json.loads((tmp_path / "speed.jsonl").read_text())
-    assert set(line) == {"step", "examples_per_second", "tokens_per_second", "model_flops_per_second", "data_wait"}
+    (line,) = speeds(tmp_path)
+    times = {name for name in line if name.startswith("seconds_")}
+    rates = {"examples_per_second", "tokens_per_second", "model_flops_per_second", "data_wait"}
+    assert set(line) == {"step", *rates, "goodput", "unix_time", *times} and "seconds_steps" in times
 
 
 def test_padding_micro_batches_do_not_count_as_work(clock, tmp_path):
     """24 examples, 16 per step in two micro-batches; the last step has one micro-batch and reuses the program."""
     trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
     trainer.fit(examples(24), batch_size=16, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
-    line = json.loads((tmp_path / "speed.jsonl").read_text())
+    (line,) = speeds(tmp_path)
     assert line["step"] == 2 and line["model_flops_per_second"] == pytest.approx(flops(8) / 8 / 2)
 
 

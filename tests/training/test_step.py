@@ -198,7 +198,7 @@ def test_weighted_mean_does_not_depend_on_devices_or_micro_batches(shards, accum
         return jnp.sum(errors * weights)
 
     model = make_linear()
-    loss, grads = eqx.filter_value_and_grad(loss_of_whole_batch)(model)
+    loss, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss_of_whole_batch))(model)
     deployer = make_deployer(*shards, loggers=[log := Recorder()])
     trainer = make_trainer(deployer, loss_fn=weighted_loss, accumulate_grad_batches=accumulate)
     per_device = -(-11 // (deployer.n_batch_shards * accumulate))
@@ -260,7 +260,7 @@ def test_the_mean_of_a_single_micro_batch_has_weight_1(accumulate, is_only, monk
     loss = trainer.update(make_examples(24))["loss"]
     assert (1 in used) == is_only
     model, batch = make_linear(), stack(make_examples(24))
-    value, grads = eqx.filter_value_and_grad(mse)(model, batch, None)
+    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(mse))(model, batch, None)
     assert loss == pytest.approx(float(value), rel=1e-6)
     assert_close(trainer.model, jax.tree.map(lambda x, g: x - 0.1 * g, eqx.filter(model, eqx.is_array), grads))
 
@@ -363,7 +363,8 @@ def test_frozen_leaves_are_bitwise_unchanged(kind, shards):
     [(True, (2, 2)), *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((False, (2, 2)), (True, (1, 1))))],
 )
 def test_frozen_reference_may_have_the_arrays_of_the_trained_model(made_on_the_mesh, shards):
-    """As in DPO: no warning, and a step that donates the policy's arrays leaves the reference's."""
+    """As in DPO: no warning by the plan, a prediction before the first step or training, and a step that donates the
+    policy's arrays leaves the reference's."""
     make = lambda: eqx.nn.MLP(4, 4, 32, 2, key=jax.random.key(0))  # noqa: E731
     deployer = make_deployer(*shards)
     policy = deployer.init(make) if made_on_the_mesh else make()
@@ -377,17 +378,29 @@ def test_frozen_reference_may_have_the_arrays_of_the_trained_model(made_on_the_m
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn, trainable=trainable
     )
+    deployer.plan(model, loss_fn, np.stack(examples))
+    score = lambda model, batch, key: jax.vmap(model["policy"])(batch) - jax.vmap(model["ref"])(batch)  # noqa: E731
+    assert not np.any(trainer.get_default_predictor(score).predict(examples, batch_size=16))
     losses = [trainer.update(examples)["loss"] for _ in range(3)]
     expected, batch = {"ref": make(), "policy": make()}, np.stack(examples)
+    gradient = eqx.filter_jit(
+        eqx.filter_value_and_grad(lambda policy, ref: loss_fn({"ref": ref, "policy": policy}, batch, None))
+    )
     for loss in losses:
-        value, grads = eqx.filter_value_and_grad(lambda policy: loss_fn({**expected, "policy": policy}, batch, None))(
-            expected["policy"]
-        )
+        value, grads = gradient(expected["policy"], expected["ref"])
         np.testing.assert_allclose(loss, value, rtol=1e-5)
         step = jax.tree.map(lambda g: -0.1 * g, grads)
         expected["policy"] = eqx.apply_updates(expected["policy"], step)
     for new, old in zip(jax.tree.leaves(to_numpy(trainer.model["ref"])), jax.tree.leaves(to_numpy(make())), strict=True):
         np.testing.assert_array_equal(new, old)
+
+
+@pytest.mark.parametrize(("n_trained", "more"), [(1, ""), (2, r" \(and 1 more\)")])
+def test_two_trained_leaves_of_one_array_are_a_warning(n_trained, more):
+    layer = make_linear()
+    trainable = {name: eqx.tree_at(lambda m: m.bias, jax.tree.map(lambda _: True, layer), n_trained == 2) for name in "ab"}
+    with pytest.warns(UserWarning, match=rf"`b.weight`: the same array as `a.weight`.*{more}: training .* `trainable=`"):
+        make_trainer(model={"a": layer, "b": layer}, trainable=trainable)
 
 
 def test_leaf_unused_by_the_loss_keeps_its_value():
@@ -776,13 +789,36 @@ def test_default_remat_level_is_matmuls():
         redeqx.Compute(memory="most")
 
 
+def test_a_collate_fn_may_reuse_its_memory():
+    """JAX keeps NumPy's memory where it is aligned to 64 bytes, and reads any other later."""
+    memory = np.zeros(8 * 4096 + 16, np.float32)
+    start = -memory.ctypes.data % 64 // 4
+    reused = memory[start : start + 8 * 4096].reshape(8, 4096)
+
+    def into_the_same(examples):
+        reused[:] = np.stack(examples)
+        return reused
+
+    examples = [np.full(4096, i, np.float32) for i in range(64)]
+    weights = []
+    for collate_fn in (np.stack, into_the_same):
+        loss = lambda model, batch, key: jnp.mean(model["w"] * batch)  # noqa: E731
+        trainer = make_trainer(make_deployer(1), model={"w": jnp.ones(())}, collate_fn=collate_fn, loss_fn=loss)
+        trainer.train(examples, batch_size=8)
+        weights.append(float(trainer.model["w"]))
+    assert weights[0] == weights[1]
+
+
+OF_MODEL_AXIS = ("FixGroupedConvolutions", "Reshard", "GroupMatmuls", "FuseAttention")
+
+
 @pytest.mark.parametrize(
     ("n_model_shards", "n_fsdp_shards", "expected"),
     [
         (1, 1, ["SplitRepeated", "GroupMatmuls", "FuseAttention"]),
-        (1, 8, ["GatherAtUse", "SplitRepeated", "GroupMatmuls", "FuseAttention"]),
-        (4, 1, ["SplitRepeated", "FixGroupedConvolutions", "Reshard", "GroupMatmuls", "FuseAttention"]),
-        (2, 2, ["GatherAtUse", "SplitRepeated", "FixGroupedConvolutions", "Reshard", "GroupMatmuls", "FuseAttention"]),
+        (1, 8, ["ExchangeLookups", "GatherAtUse", "SplitRepeated", "GroupMatmuls", "FuseAttention"]),
+        (4, 1, ["SplitRepeated", *OF_MODEL_AXIS]),
+        (2, 2, ["ExchangeLookups", "GatherAtUse", "SplitRepeated", *OF_MODEL_AXIS]),
     ],
 )
 def test_rules_of_each_mesh_are_in_order(n_model_shards, n_fsdp_shards, expected):

@@ -1,7 +1,7 @@
 """Weights gathered at their use: values and gradients equal the unsharded ones, the batch stays split, and the program keeps
 the user's name scopes and source lines."""
 
-import functools
+import math
 import re
 import traceback
 
@@ -15,11 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
 from redeqx.compiled import Module, collectives
-from redeqx.machine import make_mesh, split_rows
+from redeqx.machine import describe, make_mesh, split_rows
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.partition import make_plan
 from redeqx.tracing import equations, transformed
 from redeqx.transforms import GatherAtUse, Shardings
+from tests._programs import computed
 
 MESHES = {"fsdp=8": (1, 8), "data=2, fsdp=2, model=2": (2, 2)}  # n_model_shards, n_fsdp_shards
 BATCH, D, LAYERS = 16, 16, 3
@@ -261,6 +262,13 @@ def raw_arrays_in_einsum(x, w):
     )
 
 
+@case(UP, DOWN, STACKED, MATRIX, rtol=8e-3, atol=1e-5)  # bfloat16 rounds the sums of gradients once
+def casts_to_more_bits(x, *weights):
+    up, down, stack, matrix = (w.astype(jnp.bfloat16).astype(jnp.float32) for w in weights)
+    x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), block(x, up, down), stack)[0]
+    return x * jnp.mean(matrix.T[1:], 0) + x @ matrix
+
+
 @case(UP, DOWN, rtol=2e-2, atol=1e-3)  # bfloat16 has 8 bits: partial sums round differently
 def bfloat16_compute(x, up, down):
     return block(x.astype(jnp.bfloat16), up.astype(jnp.bfloat16), down.astype(jnp.bfloat16))
@@ -335,35 +343,34 @@ def unused_outputs(x, w):
     return jnp.sort(x @ w) + largest.sum()
 
 
-@functools.cache
-def unsharded_values_and_gradients(name):
-    fn, shapes, *_ = CASES[name]
-    return jax.jit(jax.value_and_grad(loss_of(fn)), compiler_options=QUICK)(*random_weights_and_batch(shapes))
-
-
 @pytest.mark.parametrize(
-    ("name", "mesh_name"),
+    ("names", "mesh_name"),
     [
-        *((name, "data=2, fsdp=2, model=2") for name in [*CASES][::2]),
-        *(pytest.param(name, "data=2, fsdp=2, model=2", marks=pytest.mark.sweep) for name in [*CASES][1::2]),
-        *(pytest.param(name, "fsdp=8", marks=pytest.mark.sweep) for name in [*CASES][::2]),
+        ([*CASES][::2], "data=2, fsdp=2, model=2"),
+        pytest.param([*CASES][1::2], "data=2, fsdp=2, model=2", marks=pytest.mark.sweep),
+        pytest.param([*CASES][::2], "fsdp=8", marks=pytest.mark.sweep),
     ],
+    ids=["data=2, fsdp=2, model=2", "data=2, fsdp=2, model=2, others", "fsdp=8"],
 )
-def test_values_and_gradients_equal_the_unsharded_ones(name, mesh_name):
-    fn, shapes, rtol, atol = CASES[name]
-    weights, x = random_weights_and_batch(shapes)
-    mesh = make_mesh(*MESHES[mesh_name])
-    shardings = [shardings_for(shape, mesh, n_stacked=int(shape[0] == LAYERS)) for shape in shapes]
-    gathered = jax.value_and_grad(gather_at_use(loss_of(fn), shardings))
-    placed = [jax.device_put(weight, sharding.storage) for weight, sharding in zip(weights, shardings, strict=True)]
-    got = jax.jit(gathered, compiler_options=QUICK)(placed, jax.device_put(x, split_rows(mesh)))
+def test_values_and_gradients_equal_the_unsharded_ones(names, mesh_name):
+    mesh, plain, gathered = make_mesh(*MESHES[mesh_name]), {}, {}
+    for name in names:
+        fn, shapes, *_ = CASES[name]
+        weights, x = random_weights_and_batch(shapes)
+        shardings = [shardings_for(shape, mesh, n_stacked=int(shape[0] == LAYERS)) for shape in shapes]
+        placed = [jax.device_put(weight, sharding.storage) for weight, sharding in zip(weights, shardings, strict=True)]
+        plain[name] = jax.value_and_grad(loss_of(fn)), (weights, x)
+        gathered[name] = (
+            jax.value_and_grad(gather_at_use(loss_of(fn), shardings)),
+            (placed, jax.device_put(x, split_rows(mesh))),
+        )
+    found, wanted = (computed(cases, compiler_options=QUICK) for cases in (gathered, plain))
     jax.effects_barrier()
-
-    def compare(got, expected):
-        scale = max(1.0, np.abs(expected).max())
-        np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol * scale)
-
-    jax.tree.map(compare, got, unsharded_values_and_gradients(name))
+    for name in names:
+        _, _, rtol, atol = CASES[name]
+        for got, expected in zip(jax.tree.leaves(found[name]), jax.tree.leaves(wanted[name]), strict=True):
+            scale = max(1.0, np.abs(expected).max())
+            np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol * scale, err_msg=name)
 
 
 def test_stack_of_transposed_weights_has_their_transposed_shardings():
@@ -461,6 +468,65 @@ def test_each_weight_has_one_gather_per_pass_and_one_reduction(loss, mesh_name):
     reductions = ("all-reduce", "reduce-scatter")
     assert count(["all-gather"], False) == count(["all-gather"], True) == count(reductions, True) == N_WEIGHTS * LAYERS
     assert count(reductions, False) == 0
+
+
+# Weights as they are stored: a list, a stack and 8-bit codes with scales are used in float32, and the last in bfloat16.
+NARROW = {"list": jnp.bfloat16, "stack": jnp.bfloat16, "codes": jnp.int8, "scales": jnp.float32, "cast": jnp.float32}
+
+
+def loss_with_casts(weights, x):
+    x = x + jnp.tanh(x @ weights["list"].astype(jnp.float32).T)
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, weights["stack"].astype(jnp.float32))
+    x = x + jnp.tanh(x @ (weights["codes"].astype(jnp.float32) * weights["scales"]))
+    narrow = x.astype(jnp.bfloat16) @ weights["cast"].astype(jnp.bfloat16)
+    return jnp.mean(jnp.square(narrow.astype(jnp.float32)))
+
+
+def step_with_casts(mesh):
+    """The jitted gradient of all weights but the codes, and its arguments."""
+    shapes = {"list": (WIDTH, WIDTH), "stack": (LAYERS, WIDTH, WIDTH), "codes": (WIDTH, WIDTH), "scales": (WIDTH,)}
+    shapes["cast"] = (WIDTH, WIDTH)
+    shardings = {name: shardings_for(shape, mesh, n_stacked=int(name == "stack")) for name, shape in shapes.items()}
+    names = sorted(NARROW)  # the order in which JAX flattens a dict
+    loss = gather_at_use(loss_with_casts, [shardings[name] for name in names])
+
+    def of(trained, codes, x):
+        return loss({**trained, "codes": codes}, x)
+
+    args = {
+        name: jax.ShapeDtypeStruct(shape, NARROW[name], sharding=shardings[name].storage) for name, shape in shapes.items()
+    }
+    codes = args.pop("codes")
+    out = {name: arg.sharding for name, arg in args.items()}
+    step = jax.jit(jax.value_and_grad(of), out_shardings=(None, out))
+    return step, (args, codes, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=split_rows(mesh)))
+
+
+def sent(text, kind):
+    """The dtypes of a program's collectives of matrices of this kind, with their number in one step."""
+    found = [c for c in collectives(Module.of(text)) if c.kind == kind and WIDTH**2 in (math.prod(c.shape), c.bytes)]
+    return {dtype: sum(c.n_executions for c in found if c.dtype == dtype) for dtype in {c.dtype for c in found}}
+
+
+def test_weights_are_gathered_in_the_narrowest_dtype():
+    """XLA for CPUs has no collectives of bfloat16: it sends them as float32."""
+    step, args = step_with_casts(make_mesh(1, 8))
+    lowered = step.lower(*args)
+    assert sent(lowered.compile(QUICK).as_text(), "all-gather")["s8"] == 2
+    constrained = re.findall(r"sharding_constraint [^\n]*\[(.*)\]> : tensor<32x32x(\w+)>", lowered.as_text())
+    assert {dtype for specs, dtype in constrained if "fsdp" not in specs and "{}" in specs} >= {"bf16", "i8"}
+
+
+@pytest.mark.sweep
+def test_weights_are_gathered_in_the_narrowest_dtype_on_gpus():
+    try:
+        devices = describe("gpu:h100-80gb:8").devices
+    except ImportError:
+        pytest.skip("compiling for GPUs needs jax's CUDA plugin")
+    step, args = step_with_casts(make_mesh(1, 8, devices=devices))
+    text = step.lower(*args).compile().as_text()
+    assert sent(text, "all-gather") == {"s8": 2, "bf16": 2 * (2 + LAYERS) - 1}  # the last weight is gathered once
+    assert sent(text, "reduce-scatter") == {"f32": 1 + LAYERS, "bf16": 1}
 
 
 def test_gpt2_gathers_weights_again_in_the_backward_pass():

@@ -12,6 +12,7 @@ import pytest
 import redeqx
 from redeqx.tracing import equations, transformed
 from redeqx.transforms import FuseAttention, StackBlocks
+from tests._programs import computed
 
 D, N = 8, 5
 rng = np.random.default_rng(0)
@@ -27,8 +28,9 @@ def scans(traced):
     return [eqn.params["length"] for eqn in equations(traced) if eqn.primitive.name == "scan"]
 
 
-def check(fn, ws, *rest, expected, kinds=None, rules=()):
-    """Checks the scans of the stacked `fn(weights, *rest)`, and that its value and gradients are unchanged."""
+def stacked(fn, ws, *rest, expected, kinds=None, rules=()):
+    """Checks the scans of the stacked `fn(weights, *rest)`. Returns it and the plain function, both with gradients, the
+    arguments, and the trace of the first."""
     flat, treedef = jax.tree.flatten(ws)
 
     def flat_fn(flat, *rest):
@@ -37,11 +39,24 @@ def check(fn, ws, *rest, expected, kinds=None, rules=()):
     stacking = transformed(flat_fn, [StackBlocks(kinds or ["any"] * len(flat)), *rules])
     before, after = (jax.make_jaxpr(f)(flat, *rest) for f in (flat_fn, stacking))
     assert scans(after) == [*scans(before), *expected] if not scans(before) else scans(after) == expected
-    (value, grads), (wanted, wanted_grads) = (jax.jit(jax.value_and_grad(f))(flat, *rest) for f in (stacking, flat_fn))
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    for a, b in zip(grads, wanted_grads, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()))
-    return after
+    return jax.value_and_grad(stacking), jax.value_and_grad(flat_fn), (flat, *rest), after
+
+
+def check_all(cases):
+    """Checks that values and gradients are unchanged, for functions of `stacked` by name."""
+    found = computed({name: (stacking, args) for name, (stacking, _, args, _) in cases.items()})
+    wanted = computed({name: (plain, args) for name, (_, plain, args, _) in cases.items()})
+    for name, (value, grads) in wanted.items():
+        np.testing.assert_allclose(found[name][0], value, rtol=1e-5, err_msg=name)
+        for a, b in zip(found[name][1], grads, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * float(jnp.abs(b).max()), err_msg=name)
+
+
+def check(fn, ws, *rest, **options):
+    """Checks one function as above; returns the trace of the stacked one."""
+    case = stacked(fn, ws, *rest, **options)
+    check_all({fn.__name__: case})
+    return case[-1]
 
 
 # --- stacked blocks --------------------------------------------------------------------------------------------------
@@ -137,25 +152,25 @@ def with_custom_derivative(ws, x):
     return jnp.sum(x**2)
 
 
-@pytest.mark.parametrize(
-    ("fn", "n", "expected"),
-    [
-        (unstacked, 5, [5]),
-        (in_pairs, 8, [4]),
-        (with_keys, 5, [5]),
-        (with_indices, 5, [5]),
-        (with_every_output, 5, [5]),
-        (with_two_carries, 8, [4]),
-        (jitted, 5, [5]),
-        (with_remat, 5, [5]),
-        (with_constants, 5, [5]),
-        (between_other_layers, 7, [5]),
-        (in_two_lists, 9, [4, 5]),
-        (with_custom_derivative, 5, [5]),
-    ],
-)
-def test_equal_blocks_become_one_scan(fn, n, expected):
-    check(fn, weights(n), X, expected=expected)
+EQUAL = [
+    (unstacked, 5, [5]),
+    (in_pairs, 8, [4]),
+    (with_keys, 5, [5]),
+    (with_indices, 5, [5]),
+    (with_every_output, 5, [5]),
+    (with_two_carries, 8, [4]),
+    (jitted, 5, [5]),
+    (with_remat, 5, [5]),
+    (with_constants, 5, [5]),
+    (between_other_layers, 7, [5]),
+    (in_two_lists, 9, [4, 5]),
+    (with_custom_derivative, 5, [5]),
+]
+
+
+@pytest.mark.parametrize("cases", [EQUAL[::2], EQUAL[1::2]])
+def test_equal_blocks_become_one_scan(cases):
+    check_all({fn.__name__: stacked(fn, weights(n), X, expected=expected) for fn, n, expected in cases})
 
 
 def test_constants_are_not_stacked():
@@ -228,26 +243,16 @@ def different_custom_derivatives(ws, x):
     return jnp.sum(x**2)
 
 
-@pytest.mark.parametrize(
-    ("fn", "n"),
-    [
-        (different_functions, 5),
-        (one_shared_weight, 5),
-        (without_matmul, 5),
-        (unstacked, 3),
-        (different_custom_derivatives, 5),
-    ],
-)
-def test_other_blocks_are_not_stacked(fn, n):
-    check(fn, weights(n), X, expected=[])
+def test_other_blocks_are_not_stacked():
+    others = ((different_functions, 5), (one_shared_weight, 5), (without_matmul, 5), (unstacked, 3),
+              (different_custom_derivatives, 5))  # fmt: skip
+    check_all({fn.__name__: stacked(fn, weights(n), X, expected=[]) for fn, n in others})
 
 
-def test_blocks_that_read_two_blocks_back_are_stacked_in_pairs():
-    check(reads_two_blocks_back, weights(8), X, expected=[4])
-
-
-def test_value_of_the_first_block_may_be_read_by_all():
-    check(reads_first_block, weights(6), X, expected=[6])
+def test_blocks_that_read_other_blocks_are_stacked():
+    """Two blocks back: in pairs. The first block may be read by all."""
+    in_pairs_of_two = stacked(reads_two_blocks_back, weights(8), X, expected=[4])
+    check_all({"two back": in_pairs_of_two, "the first": stacked(reads_first_block, weights(6), X, expected=[6])})
 
 
 def test_blocks_of_different_sizes_are_not_stacked():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from redeqx.models.hf import ConfigReader
-from redeqx.models.schedulers import DDIM, DDPM, denoise, guided
+from redeqx.models.schedulers import DDIM, DDPM, Euler, FlowMatchEuler, denoise, denoising_loss, guided
 
 SHAPE = (2, 3)
 LATENT = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_range": None}
@@ -107,6 +107,57 @@ def test_ddim_finds_the_sample_of_an_exact_model(prediction_type, n_steps):
     np.testing.assert_allclose(denoise(scheduler, model_fn, noisy, n_steps), CLEAN, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("n_steps", [1, 8])
+def test_flow_matching_finds_the_sample_of_an_exact_model(n_steps):
+    scheduler = FlowMatchEuler(shift=3.0)
+    model_fn = lambda sample, timestep: scheduler.target(CLEAN, NOISE, timestep)  # noqa: E731
+    np.testing.assert_allclose(denoise(scheduler, model_fn, NOISE, n_steps), CLEAN, rtol=0, atol=1e-5)
+
+
+def test_flow_matching_is_linear_in_the_shifted_level():
+    scheduler = FlowMatchEuler(100, shift=3.0)
+    np.testing.assert_allclose(scheduler.add_noise(CLEAN, NOISE, 25.0), 0.75 * CLEAN + 0.25 * NOISE, rtol=0, atol=1e-6)
+    levels = np.linspace(1, 3 * 0.01 / 1.02, 5)
+    np.testing.assert_allclose(scheduler.timesteps(5), 100 * 3 * levels / (1 + 2 * levels), rtol=1e-6)
+    drawn = jax.vmap(scheduler.draw_timestep)(jax.random.split(jax.random.key(0), 4000)) / 100
+    normal = np.log(drawn / (3 - 2 * drawn)) - np.log1p(-drawn / (3 - 2 * drawn))  # the shift and the logistic inverted
+    np.testing.assert_allclose([normal.mean(), normal.std()], [0, 1], atol=0.05)
+
+
+def test_euler_takes_the_steps_of_ddim_if_they_have_equal_length():
+    fields = {**LATENT, "timestep_spacing": "leading"}
+    model_fn = lambda sample, timestep: 0.3 * sample + NOISE[::-1]  # noqa: E731
+    ddim, euler = (denoise(cls(**fields), model_fn, NOISE, 10) for cls in (DDIM, Euler))
+    np.testing.assert_allclose(euler, ddim, rtol=0, atol=1e-5)
+
+
+def test_euler_interpolates_sigmas_and_begins_with_the_share_of_noise():
+    """With a model whose noise is constant, samples divided by the root of alpha are on a line in sigma."""
+    scheduler = Euler(**LATENT)
+    assert scheduler.timesteps(5).tolist() == [999, 749.25, 499.5, 249.75, 0]
+    sigmas = np.sqrt(1 / scheduler.alphas.astype(np.float64) - 1)
+    first, after = sigmas[999], 0.25 * sigmas[750] + 0.75 * sigmas[749]
+    start = scheduler.begin(NOISE, 5)
+    np.testing.assert_allclose(start, NOISE * first / np.hypot(first, 1), rtol=1e-5)
+    expected = (start * np.hypot(first, 1) + (after - first) * CLEAN) / np.hypot(after, 1)
+    np.testing.assert_allclose(scheduler.step(CLEAN, 999.0, start, n_steps=5), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheduler", [DDIM(), DDPM(prediction_type="v_prediction"), Euler(), FlowMatchEuler()])
+def test_the_loss_is_zero_for_an_exact_model_only(scheduler):
+    key = jax.random.key(0)
+    timestep_key, noise_key = jax.random.split(key)
+    noise = jax.random.normal(noise_key, SHAPE)
+
+    def exact(sample, timestep):
+        np.testing.assert_array_equal(timestep, scheduler.draw_timestep(timestep_key))
+        return scheduler.target(CLEAN, noise, timestep)
+
+    assert denoising_loss(scheduler, exact, CLEAN, key) == 0
+    found = denoising_loss(scheduler, lambda x, t: exact(x, t) + 2, CLEAN, key)
+    np.testing.assert_allclose(found, 4, rtol=1e-5)
+
+
 @pytest.mark.parametrize("variance_type", ["fixed_small", "fixed_large"])
 def test_ddpm_draws_from_the_posterior(variance_type):
     """Bayes' rule on normal densities: the prior at the next timestep, times the likelihood of the current sample."""
@@ -192,6 +243,8 @@ def test_guidance_extrapolates_from_the_unconditional_prediction():
         DDPM(),
         DDIM(),
         DDPM(variance_type="fixed_large", beta_schedule="squaredcos_cap_v2", clip_range=2.0),
+        Euler(ends_clean=False, steps_offset=1, **LATENT),
+        FlowMatchEuler(500, shift=3.0),
         DDIM(ends_clean=False, steps_offset=1, has_zero_snr=True, timestep_spacing="trailing", **LATENT),
     ],
 )
@@ -218,6 +271,12 @@ def test_keys_that_change_nothing_are_kept(tmp_path):
         (DDIM, "beta_schedule", "sigmoid", "`beta_schedule`: expected 'linear' or .* got 'sigmoid'"),
         (DDIM, "prediction_type", "flow", "`prediction_type`: expected 'epsilon' or .* got 'flow'"),
         (DDIM, "timestep_spacing", "karras", "`timestep_spacing`: expected 'leading' or .* got 'karras'"),
+        (Euler, "use_karras_sigmas", True, "`use_karras_sigmas`: expected False or None, .* got True"),
+        (Euler, "sigma_max", 9.0, r"`sigma_max`: expected None, .* got 9\.0"),
+        (Euler, "timestep_type", "continuous", "`timestep_type`: expected 'discrete', .* got 'continuous'"),
+        (Euler, "final_sigmas_type", "one", "`final_sigmas_type`: expected 'zero' or 'sigma_min', .* got 'one'"),
+        (FlowMatchEuler, "use_dynamic_shifting", True, "`use_dynamic_shifting`: expected False, .* got True"),
+        (FlowMatchEuler, "shift_terminal", 0.1, r"`shift_terminal`: expected None, .* got 0\.1"),
         (DDPM, "variance_type", "learned_range", "`variance_type`: expected 'fixed_small' or .* got 'learned_range'"),
         (DDPM, "variance_type", "fixed_small_log", "`variance_type`: expected 'fixed_small' or .* got 'fixed_small_log'"),
     ],
@@ -243,6 +302,8 @@ def test_names_the_missing_file(tmp_path):
             {"beta_schedule": "cosine"},
             "`beta_schedule`: expected 'linear', 'scaled_linear' or 'squaredcos_cap_v2', got",
         ),
+        (Euler, {"clip_range": 1.0}, "`clip_range`: expected None for Euler, got 1.0"),
+        (FlowMatchEuler, {"shift": 0.0}, "`shift`: expected a positive number, got 0.0"),
         (DDIM, {"eta": -1.0}, "`eta`: expected 0 to 1, got -1.0"),
         (DDIM, {"eta": 2.0}, "`eta`: expected 0 to 1, got 2.0"),
         (

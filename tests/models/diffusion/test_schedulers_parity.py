@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from redeqx.models.schedulers import DDIM, DDPM, denoise
+from redeqx.models.schedulers import DDIM, DDPM, Euler, FlowMatchEuler, denoise
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 
@@ -33,6 +33,22 @@ CASES = [
     (DDIM(eta=0.5, **LATENT), 20),
     (DDPM(variance_type="fixed_large"), 50),
     (DDPM(variance_type="fixed_large", steps_offset=1, **LATENT), 40),
+]
+
+
+EULER = [
+    (Euler(), 30),
+    (Euler(timestep_spacing="leading", steps_offset=1, **LATENT), 50),  # Stable Diffusion XL
+    (Euler(timestep_spacing="leading", steps_offset=1, **LATENT), 1),
+    (Euler(timestep_spacing="trailing", prediction_type="v_prediction", has_zero_snr=True, **LATENT), 25),
+    (Euler(ends_clean=False, beta_schedule="squaredcos_cap_v2"), 7),
+    (Euler(prediction_type="sample", n_train_steps=100), 100),
+]
+FLOW = [
+    (FlowMatchEuler(), 28),
+    (FlowMatchEuler(shift=3.0), 28),
+    (FlowMatchEuler(100, 0.5), 100),
+    (FlowMatchEuler(shift=3.0), 1),
 ]
 
 
@@ -76,6 +92,50 @@ def test_trajectory(scheduler, n_steps, tmp_path, monkeypatch):
     np.testing.assert_allclose(found, sample.numpy(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("scheduler", "n_steps"), [*EULER, *FLOW])
+def test_trajectory_of_float_timesteps(scheduler, n_steps, tmp_path):
+    """Every step of it. Euler's samples are compared in the scale of the model's input."""
+    import torch
+
+    rng = np.random.default_rng(0)
+    start, drift = rng.normal(size=(2, *SHAPE)).astype(np.float32)
+    predict = lambda sample, timestep, drift: sample * 0.75 + drift * (1 - timestep / 1000)  # noqa: E731
+
+    other = theirs(scheduler, tmp_path)
+    other.set_timesteps(n_steps)
+    timesteps = scheduler.timesteps(n_steps)
+    np.testing.assert_allclose(timesteps, other.timesteps.numpy(), rtol=2e-7)
+    is_euler = isinstance(scheduler, Euler)
+    theirs_now = torch.tensor(start) * (other.init_noise_sigma if is_euler else 1)
+    step = jax.jit(
+        lambda sample, timestep: scheduler.step(predict(sample, timestep, drift), timestep, sample, n_steps=n_steps)
+    )
+    ours_now = scheduler.begin(jnp.asarray(start), n_steps)
+    for timestep, now in zip(other.timesteps, timesteps, strict=True):
+        scaled = other.scale_model_input(theirs_now, timestep) if is_euler else theirs_now
+        np.testing.assert_allclose(ours_now, scaled.numpy(), rtol=0, atol=1e-5 * np.abs(ours_now).max())
+        theirs_now = other.step(predict(scaled, timestep, torch.tensor(drift)), timestep, theirs_now).prev_sample
+        ours_now = step(ours_now, now)
+    scale = float(1 + other.sigmas[-1] ** 2) ** -0.5 if is_euler else 1.0
+    np.testing.assert_allclose(ours_now, theirs_now.numpy() * scale, rtol=0, atol=1e-5 * np.abs(ours_now).max())
+    assert np.std(ours_now) > 0.1
+
+    found = jax.jit(lambda start: denoise(scheduler, lambda x, t: predict(x, t, drift), start, n_steps))(start)
+    np.testing.assert_allclose(found, ours_now, rtol=0, atol=1e-5 * np.abs(ours_now).max())
+
+
+@pytest.mark.parametrize("scheduler", [FlowMatchEuler(), FlowMatchEuler(shift=3.0)])
+def test_noise_of_flow_matching(scheduler, tmp_path):
+    import torch
+
+    clean, noise = np.random.default_rng(0).normal(size=(2, 3, *SHAPE)).astype(np.float32)
+    other = theirs(scheduler, tmp_path)
+    timesteps = other.timesteps[[0, 400, 999]]
+    expected = other.scale_noise(torch.tensor(clean), timesteps, torch.tensor(noise))
+    found = jax.vmap(scheduler.add_noise)(clean, noise, timesteps.numpy())
+    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("scheduler", [DDPM(), DDIM(has_zero_snr=True, **LATENT)], ids=str)
 def test_noise_and_velocity(scheduler, tmp_path):
     import torch
@@ -92,7 +152,7 @@ def test_noise_and_velocity(scheduler, tmp_path):
         np.testing.assert_allclose(jax.vmap(ours)(clean, noise, timesteps), expected.numpy(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["DDPMScheduler", "DDIMScheduler", "PNDMScheduler"])
+@pytest.mark.parametrize("name", ["DDPMScheduler", "DDIMScheduler", "PNDMScheduler", "EulerDiscreteScheduler"])
 def test_reads_what_diffusers_writes(name, tmp_path):
     import diffusers
 
@@ -102,5 +162,6 @@ def test_reads_what_diffusers_writes(name, tmp_path):
         "DDPMScheduler": DDPM(**fields),
         "DDIMScheduler": DDIM(**fields),
         "PNDMScheduler": DDIM(ends_clean=False, **fields),  # Stable Diffusion's folders name this one
+        "EulerDiscreteScheduler": Euler(**fields),
     }[name]
     assert type(wanted).from_pretrained(tmp_path) == wanted

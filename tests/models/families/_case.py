@@ -20,6 +20,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tests._tree import drawn
+
 FAMILIES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
 
 
@@ -125,12 +127,7 @@ def is_shape(leaf: Any) -> bool:
 
 def random_model(cls: Any, config: Any, *, std: float = 0.3) -> Any:
     """Returns a model with random values in every leaf, also in biases and norms. They need no compilation."""
-    rng = np.random.default_rng(0)
-
-    def draw(leaf: Any) -> Any:
-        return jnp.asarray(std * rng.normal(size=leaf.shape), leaf.dtype) if is_shape(leaf) else leaf
-
-    return jax.tree.map(draw, eqx.filter_eval_shape(cls, config, key=jax.random.key(0)))
+    return drawn(eqx.filter_eval_shape(cls, config, key=jax.random.key(0)), std)
 
 
 def in_float64(model: Any) -> Any:

@@ -32,12 +32,13 @@ SIZES = {
 }
 
 
-def make(name, **kwargs):
+def make(name, head="ForCausalLM", **kwargs):
     import transformers
 
     sizes = {key: value for key, value in {**SIZES, **kwargs}.items() if value is not None}
     config = getattr(transformers, f"{name}Config")(**sizes)
-    return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
+    name = name if head != "ForCausalLM" else name.removesuffix("Text")
+    return getattr(transformers, name + head)(config).eval()
 
 
 rng = np.random.default_rng(0)
@@ -60,10 +61,111 @@ LONG = {
     "long_factor": [1.0, 2.0, 4.0],
     "original_max_position_embeddings": 4,
 }
+
+
+def run_head(module, inputs):
+    """Returns the logits of a classifier. Its padding is found by the id, and positions count tokens, as in `generate`."""
+    import torch
+
+    mask = torch.tensor(inputs["mask"]).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    options = {} if type(module).__name__.startswith("OPT") else {"position_ids": positions}
+    return module(torch.tensor(inputs["ids"]), attention_mask=mask, **options).logits
+
+
+def headed(name, cls, head, **kwargs):
+    """Returns a case of a classifier, with padding on the right of one row and on the left of the other."""
+    kwargs = {"num_labels": 3, "head": f"For{head}Classification", **kwargs}
+    mask = (np.arange(SEQ) >= np.array([[0], [3]])) & (np.arange(SEQ) < np.array([[SEQ - 2], [SEQ]]))
+    inputs = {"ids": np.where(mask, IDS, 0).astype(np.int32), "mask": mask}
+    return Case(name, functools.partial(make, cls, **kwargs), inputs, run_head, counts=None if head == "Sequence" else mask)
+
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+    },
+}
+ROUTED = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
+HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+SPARSE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 10,
+}
+OLD = dict.fromkeys(("num_key_value_heads", "intermediate_size", "max_position_embeddings"))  # keys that they lack
+NEO = {"num_key_value_heads": None, "num_hidden_layers": None, "num_attention_heads": None, "num_layers": 2, "num_heads": 4}
 CASES = [
     case("gemma", "Gemma", head_dim=8),
     case("gemma2", "Gemma2", head_dim=8, query_pre_attn_scalar=12, sliding_window=4, attn_logit_softcapping=2.0),
     case("gemma3", "Gemma3Text", head_dim=8, query_pre_attn_scalar=12, **WINDOWED),
+    # With embeddings of each layer, and two layers that share keys and values; then with experts, and values that are keys.
+    case(
+        "gemma4",
+        "Gemma4Text",
+        head_dim=8,
+        global_head_dim=12,
+        num_hidden_layers=6,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=6,
+        vocab_size_per_layer_input=VOCAB,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+    ),
+    case(
+        "gemma4-experts",
+        "Gemma4Text",
+        head_dim=8,
+        global_head_dim=12,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=12,
+        num_hidden_layers=3,
+        sliding_window=4,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        final_logit_softcapping=5.0,
+    ),
+    case("hunyuan", "HunYuanDenseV1", head_dim=8, rope_parameters={"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}),
+    case("apertus", "Apertus"),
+    # Heads whose number is no power of two have slopes of two series.
+    case("bloom", "Bloom", **OLD, num_attention_heads=6),
+    case("mpt", "Mpt", **OLD, num_attention_heads=6, max_seq_len=64, attn_config={"clip_qkv": 0.5, "softmax_scale": 0.3}),
     case("mixtral", "Mixtral", num_local_experts=4),
     case("qwen3-moe", "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=8),
     case("olmo", "Olmo"),
@@ -91,11 +193,57 @@ CASES = [
     case("seed-oss", "SeedOss", head_dim=8, attention_dropout=0.0, residual_dropout=0.0),
     case("arcee", "Arcee", mlp_bias=True),
     case("ernie4-5", "Ernie4_5", head_dim=8),
+    case("ernie4-5-moe", "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=12, moe_num_shared_experts=2),
     case("stablelm", "StableLm", rope_parameters={**PARTIAL["rope_parameters"], "partial_rotary_factor": 0.34}),
     case("ministral", "Ministral", head_dim=6, **WINDOWED),
+    case("gpt-oss", "GptOss", head_dim=8, num_local_experts=4, num_experts_per_tok=2, swiglu_limit=0.5, sliding_window=4),
+    case(
+        "qwen2-moe",
+        "Qwen2Moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+        mlp_only_layers=[0],
+    ),
+    case(
+        "deepseek-v2",
+        "DeepseekV2",
+        **LATENT,
+        q_lora_rank=None,
+        n_group=2,
+        topk_group=1,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=2.0,
+    ),
+    case("deepseek-v3", "DeepseekV3", **LATENT, q_lora_rank=14, n_group=4, topk_group=2),
+    case("glm4-moe", "Glm4Moe", head_dim=8, use_qk_norm=True, attention_bias=True, **ROUTED, n_group=4, topk_group=2),
+    case(
+        "glm4-moe-lite", "Glm4MoeLite", **{**LATENT, **ROUTED}, q_lora_rank=14, mlp_layer_types=["dense", "sparse", "sparse"]
+    ),
+    case("qwen3-next", "Qwen3Next", **HYBRID, **SPARSE, mlp_only_layers=[0], attention_bias=True),
+    case("qwen3-5", "Qwen3_5Text", **HYBRID, tie_word_embeddings=True),
+    case("qwen3-5-moe", "Qwen3_5MoeText", **HYBRID, **SPARSE),
+    case("dots1", "Dots1", **ROUTED, norm_topk_prob=True),
+    case("granite-moe", "GraniteMoe", num_local_experts=4, attention_multiplier=0.3, logits_scaling=0.5),
+    case("falcon-new", "Falcon", num_kv_heads=2, new_decoder_architecture=True, alibi=False),
+    case("falcon", "Falcon", bias=True, ffn_hidden_size=40),
+    case("falcon-serial", "Falcon", multi_query=False, parallel_attn=False),
+    case("gpt-neo", "GPTNeo", **NEO, window_size=4, attention_types=[[["local", "global"], 1]]),
+    case("nemotron", "Nemotron", hidden_size=32),
+    case("helium", "Helium", head_dim=6, attention_bias=True),
     case("phi3-long", "Phi3", original_max_position_embeddings=4, rope_parameters=LONG),
     case("gpt-neox", "GPTNeoX", num_key_value_heads=None, hidden_size=32, rope_parameters=PARTIAL["rope_parameters"]),
     case("gpt-neox-serial", "GPTNeoX", num_key_value_heads=None, hidden_size=32, use_parallel_residual=False),
+]
+# Heads for classes. The tokens of `generate` are not compared.
+HEADED = [
+    headed("llama-classes", "Llama", "Sequence"),
+    headed("gpt2-classes", "GPT2", "Sequence", num_key_value_heads=None, tie_word_embeddings=True),
+    headed("opt-classes", "OPT", "Sequence", num_key_value_heads=None, ffn_dim=36, word_embed_proj_dim=16),
+    headed("gemma3-classes", "Gemma3Text", "Sequence", head_dim=8, num_labels=1, **WINDOWED),
+    headed("qwen3-token-classes", "Qwen3", "Token", head_dim=8),
+    headed("gpt-neox-token-classes", "GPTNeoX", "Token", num_key_value_heads=None, hidden_size=32),
 ]
 
 
@@ -108,7 +256,7 @@ def main(names):
     GOLDEN.mkdir(exist_ok=True)
     differences = json.loads(DIFFERENCES.read_text()) if DIFFERENCES.exists() else {}
     older = [x for x in collect("CASES") if x.name.startswith(("gpt2", "gptj", "opt", "llama", "mistral", "qwen"))]
-    for each in (*CASES, *older):
+    for each in (*CASES, *HEADED, *older):
         if names and each.name not in names:
             continue
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -124,7 +272,7 @@ def main(names):
         differences[each.name] = float(f"{difference:.0e}")
         if each not in older:
             (GOLDEN / f"{each.name}.json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
-    DIFFERENCES.write_text(json.dumps(dict(sorted(differences.items())), indent=0) + "\n")
+        DIFFERENCES.write_text(json.dumps(dict(sorted(differences.items())), indent=0) + "\n")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ def _values(config):
 def _refused(config):
     """Returns the keys of which only some values are implemented, with these."""
     rows = [row for row in config.rows if isinstance(row, Only)]
-    return [f"`{row.key}` but {' or '.join(map(repr, row.accepted))}" for row in rows]
+    said = [None if callable(row.accepted) else " or ".join(map(repr, row.accepted)) for row in rows]
+    return [f"`{row.key}` but {text or 'what follows from others'}" for row, text in zip(rows, said, strict=True)]
 
 
 if __name__ == "__main__":

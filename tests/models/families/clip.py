@@ -39,6 +39,25 @@ def make_text(**kwargs):
     return transformers.CLIPTextModel(transformers.CLIPTextConfig(**{**TEXT, **kwargs})).eval()
 
 
+def make_projection(**kwargs):
+    import transformers
+
+    return transformers.CLIPTextModelWithProjection(transformers.CLIPTextConfig(**{**TEXT, **kwargs})).eval()
+
+
+def run_projection(module, inputs):
+    """Returns the penultimate hidden states and the pooled vector, which has the same width here."""
+    import torch
+
+    outputs = module(torch.tensor(inputs["ids"]), output_hidden_states=True)
+    return torch.cat([outputs.hidden_states[-2], outputs.text_embeds[:, None]], 1)
+
+
+def call_projection(model, row):
+    penultimate, last = model.features(row["ids"], [-2, -1])
+    return jnp.concatenate([penultimate, model.pool(jax.vmap(model.norm)(last), row["ids"])[None]])
+
+
 def make_vision(**kwargs):
     import transformers
 
@@ -113,6 +132,14 @@ CASES = [
         counts=np.concatenate([RIGHT, np.ones((2, 1), bool)], 1),
     ),
     Case("clip-text-largest-id", functools.partial(make_text, eos_token_id=2), {"ids": LEGACY}, run_text, call_text),
+    Case(
+        "clip-text-projection",
+        functools.partial(make_projection, projection_dim=16),
+        {"ids": IDS},
+        run_projection,
+        call_projection,
+        gradients=True,
+    ),
     Case("clip-vision", make_vision, {"pixels": PIXELS}, run_vision, call_vision, gradients=True),
     Case(
         "clip-vision-pixels-left-over",

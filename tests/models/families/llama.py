@@ -1,5 +1,5 @@
-"""The LLaMA family: grouped key/value heads, separate head sizes, biases, head norms, windows, and each scaling of rotary
-positions."""
+"""The LLaMA family: grouped key/value heads, separate head sizes, biases, head norms, windows, each scaling of rotary
+positions, and layers with a gated delta rule."""
 
 import functools
 
@@ -8,10 +8,16 @@ import numpy as np
 import optax
 
 from redeqx import Loss
+from redeqx.models.apertus import Apertus, ApertusConfig
+from redeqx.models.bloom import Bloom, BloomConfig
+from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from redeqx.models.gemma import Gemma3, Gemma3Config
+from redeqx.models.gemma4 import Gemma4, Gemma4Config
+from redeqx.models.gpt_oss import GptOss, GptOssConfig
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.mistral import Mixtral, MixtralConfig
 from redeqx.models.qwen import Qwen3, Qwen3Config
+from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
 from tests.models.families._case import Case, Training
 
 VOCAB, SEQ, LONG = 47, 11, 40
@@ -69,6 +75,18 @@ LONG_IDS = rng.integers(0, VOCAB, (2, LONG)).astype(np.int32)
 # The first row has two padding tokens on the right, the second three on the left.
 PADDED = (np.arange(SEQ) >= np.array([[0], [3]])) & (np.arange(SEQ) < np.array([[SEQ - 2], [SEQ]]))
 LEFT = np.arange(SEQ) >= np.array([[0], [3]])
+HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 10,
+}
 ORIGINAL = {"original_max_position_embeddings": 16}
 WINDOW = {"sliding_window": 4, "use_sliding_window": True}
 
@@ -109,6 +127,15 @@ CASES = [
         generates=True,
     ),
     Case("qwen3", functools.partial(make, "Qwen3", head_dim=10, attention_bias=True), {"ids": IDS}, run, gradients=True),
+    Case(
+        "qwen3-next-padded",
+        functools.partial(make, "Qwen3Next", **HYBRID),
+        {"ids": IDS, "mask": LEFT},
+        run_last,
+        call_last,
+        gradients=True,
+        generates=True,
+    ),
 ]
 
 
@@ -125,10 +152,65 @@ CONFIG = LlamaConfig(n_kv_heads=2, **SIZES)
 QWEN3 = Qwen3Config(n_kv_heads=2, head_size=16, is_tied=True, window=4, windowed_layers=(1,), **SIZES)
 GEMMA3 = Gemma3Config(n_kv_heads=2, head_size=8, window=4, windowed_layers=(0,), logit_cap=5.0, **SIZES)
 MIXTRAL = MixtralConfig(n_kv_heads=2, n_experts=4, **SIZES)
+GPT_OSS = GptOssConfig(n_kv_heads=2, head_size=8, window=4, n_experts=4, n_chosen=2, **SIZES)
+DEEPSEEK = DeepseekV3Config(
+    latent_size=16,
+    query_latent_size=24,
+    plain_size=8,
+    shared_rotary_size=4,
+    value_size=8,
+    n_experts=8,
+    n_chosen=2,
+    d_expert=16,
+    d_shared=32,
+    n_dense=1,
+    n_expert_groups=4,
+    n_chosen_groups=2,
+    **SIZES,
+)
+QWEN3_NEXT = Qwen3NextConfig(
+    n_kv_heads=2,
+    head_size=16,
+    delta_layers=(0,),
+    delta_groups=2,
+    delta_heads=4,
+    delta_size=16,
+    delta_value_size=16,
+    n_experts=4,
+    n_chosen=2,
+    d_expert=16,
+    d_shared=32,
+    **SIZES,
+)
+GEMMA4 = Gemma4Config(
+    n_kv_heads=2,
+    head_size=8,
+    global_head_size=16,
+    window=4,
+    windowed_layers=(0, 2),
+    n_shared=2,
+    widens_shared=True,
+    d_layer_input=8,
+    n_layer_inputs=64,
+    n_experts=4,
+    n_chosen=2,
+    d_expert=16,
+    logit_cap=5.0,
+    **{**SIZES, "n_layers": 4},
+)
+APERTUS = ApertusConfig(n_kv_heads=2, rope_scaling=None, **SIZES)
+BLOOM = BloomConfig(**{name: size for name, size in SIZES.items() if name != "d_mlp"})
 EXAMPLES = [{"ids": row} for row in rng.integers(0, 64, (16, 9))]
 TRAININGS = [
     Training("llama", lambda key: Llama(CONFIG, key=key), EXAMPLES, loss_fn),
     Training("qwen3", lambda key: Qwen3(QWEN3, key=key), EXAMPLES, loss_fn),
     Training("gemma3", lambda key: Gemma3(GEMMA3, key=key), EXAMPLES, loss_fn),
+    # At a larger rate, which experts its tokens choose depends on rounding from the fifth step on.
+    Training("gemma4", lambda key: Gemma4(GEMMA4, key=key), EXAMPLES, loss_fn, 0.01, zero_gradient=("*layer_scale",)),
+    Training("apertus", lambda key: Apertus(APERTUS, key=key), EXAMPLES, loss_fn, zero_gradient=("*beta", "*eps")),
+    Training("bloom", lambda key: Bloom(BLOOM, key=key), EXAMPLES, loss_fn),
     Training("mixtral", lambda key: Mixtral(MIXTRAL, key=key), EXAMPLES, loss_fn),
+    Training("gpt-oss", lambda key: GptOss(GPT_OSS, key=key), EXAMPLES, loss_fn),
+    Training("qwen3-next", lambda key: Qwen3Next(QWEN3_NEXT, key=key), EXAMPLES, loss_fn),
+    Training("deepseek-v3", lambda key: DeepseekV3(DEEPSEEK, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
 ]

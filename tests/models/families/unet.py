@@ -1,5 +1,6 @@
 """The UNet of latent diffusion: both projections around attention, odd sizes, a masked context, sizes block by block."""
 
+import dataclasses
 import functools
 
 import jax
@@ -30,9 +31,15 @@ def make(**kwargs):
 def run(module, inputs):
     import torch
 
-    sample, timestep, context = (torch.tensor(inputs[name]) for name in ("sample", "timestep", "context"))
-    mask = torch.tensor(inputs["mask"]) if "mask" in inputs else None
-    return module(sample, timestep, context, encoder_attention_mask=mask).sample
+    inputs = {name: torch.tensor(value) for name, value in inputs.items()}
+    added = {"text_embeds": inputs["pooled"], "time_ids": inputs["sizes"]} if "pooled" in inputs else None
+    return module(
+        inputs["sample"],
+        inputs["timestep"],
+        inputs["context"],
+        encoder_attention_mask=inputs.get("mask"),
+        added_cond_kwargs=added,
+    ).sample
 
 
 rng = np.random.default_rng(0)
@@ -59,6 +66,21 @@ UNEVEN = {
     "attention_head_dim": (2, 3, 4),
     "only_cross_attention": (True, False, True),
 }
+# Stable Diffusion XL: no attention in the first block, more in the last, and a text and sizes added to the timestep.
+SDXL = {
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2),
+    "attention_head_dim": (2, 4),
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 6,
+    "projection_class_embeddings_input_dim": 10 + 6 * 6,
+}
+ADDED = {
+    "pooled": np.sin(np.arange(20, dtype=np.float32)).reshape(2, 10),
+    "sizes": np.array([[96, 64, 0, 0, 96, 64], [100, 90, 2, 4, 80, 80]], np.float32),
+}
 OPTIONS = {
     "center_input_sample": True,
     "flip_sin_to_cos": False,
@@ -76,6 +98,7 @@ CASES = [
     Case("unet-sd2", functools.partial(make, **SD2), inputs(h=4), run),
     Case("unet-uneven", functools.partial(make, **UNEVEN), inputs(5, 7, 5), run),
     Case("unet-options", functools.partial(make, **OPTIONS), inputs(h=4), run),
+    Case("sdxl", functools.partial(make, **SDXL), PADDED | ADDED, run, gradients=True),
 ]
 
 
@@ -107,4 +130,28 @@ def example():
     }
 
 
-TRAININGS = [Training("unet", lambda key: UNet(CONFIG, key=key), [example() for _ in range(16)], loss_fn)]
+def sdxl_loss_fn(model, batch, key):
+    """The same with a pooled text and sizes."""
+    del key
+    call = lambda row: model(row["sample"], row["timestep"], row["context"], pooled=row["pooled"], sizes=row["sizes"])  # noqa: E731
+    return Loss(((jax.vmap(call)(batch) - batch["noise"]) ** 2).sum(), batch["noise"].size)
+
+
+def sdxl_example():
+    pooled, sizes = rng.normal(size=8).astype(np.float32), rng.integers(0, 100, 6).astype(np.float32)
+    return example() | {"pooled": pooled, "sizes": sizes}
+
+
+SDXL_CONFIG = dataclasses.replace(
+    CONFIG,
+    down_attention=(False, True),
+    up_attention=(True, False),
+    n_heads=(2, 4),
+    use_linear_projection=True,
+    added_size=8 + 6 * 4,
+    added_wave_size=4,
+)
+TRAININGS = [
+    Training("unet", lambda key: UNet(CONFIG, key=key), [example() for _ in range(16)], loss_fn),
+    Training("sdxl", lambda key: UNet(SDXL_CONFIG, key=key), [sdxl_example() for _ in range(16)], sdxl_loss_fn),
+]

@@ -16,12 +16,17 @@ from tests.models.generation.test_stop import STOPS, Script, byte_level
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 
 
-@pytest.mark.parametrize("name", _generation.CASES)
+# Each search with two or three families, one of which has an encoder. All of them: the stored tokens of three families.
+BY_KIND = sorted(_generation.CASES, key=lambda name: name.startswith(("bart", "t5", "vision")))
+
+
+@pytest.mark.parametrize("name", BY_KIND)
 def test_generates_the_same_tokens(name, tmp_path):
     case = _generation.CASES[name]
     module = torch_folder(case, tmp_path)
     model, _ = from_pretrained(tmp_path)
-    for search in _generation.searches(case):
+    searches = [*_generation.SEARCHES][-BY_KIND.index(name) % 3 :: 3]
+    for search in (search for search in searches if search in _generation.searches(case)):
         found, expected = _generation.ours(model, case, search), _generation.theirs(module, case, search)
         np.testing.assert_array_equal(found, expected, err_msg=search)
 

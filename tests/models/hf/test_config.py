@@ -4,8 +4,6 @@ import json
 import time
 from pathlib import Path
 
-import equinox as eqx
-import jax
 import pytest
 
 from redeqx.models import from_pretrained, save_pretrained
@@ -17,9 +15,10 @@ from redeqx.models.gptj import GPTJConfig
 from redeqx.models.hf import ConfigReader, Pretrained
 from redeqx.models.llama import LlamaConfig
 from redeqx.models.t5 import T5Config
+from tests.models.families._case import random_model
 
 CONFIG = GPT2Config(40, 12, d_model=16, n_layers=3, n_heads=2)
-MODEL = eqx.filter_jit(GPT2)(CONFIG, key=jax.random.key(0))
+MODEL = random_model(GPT2, CONFIG)
 
 
 @pytest.fixture
@@ -183,10 +182,10 @@ def test_contradictory_rotary_keys(changes, message):
 )
 def test_invalid_values(changes, error, message, folder):
     edit_config(folder, **changes)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(error, match=r"`.*/config\.json`: " + message):
         from_pretrained(folder)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -221,40 +220,51 @@ def test_errors_of_the_config_use_the_names_of_the_file(config, changes, message
 # --- arbitrary values ----------------------------------------------------------------------------------------------------
 
 HOSTILE = ["x", -1, 0, 1.5, True, None, [], [1, 2], {}, 2**31 - 1, 2**31, 2**40, 10**400, 1e308, float("nan"), float("inf")]
-QUICK = ("gpt2", "t5", "qwen2-windowed-layers")  # the other families in the sweep
+# For a key that a folder before this one has: another family may read it in its own way, but seldom has its own arithmetic.
+HOSTILE_AGAIN = ["x", -1, None, {}, 10**400]
+QUICK = ("gpt2", "t5")  # the other families in the sweep
 
 
 def with_new_keys():
-    """Yields the folders whose configs have a key that those before them lack; of several of a model, the longest first."""
+    """Yields folders with a key that those of its model before it lack, the longest first; these keys, and those new among
+    all."""
     paths = sorted((Path(__file__).parents[1] / "golden").glob("*.json"))
     configs = {path: json.loads(path.read_text())["config"] for path in paths}
-    seen = set()
+    seen, names_seen = set(), set()
     for path in sorted(paths, key=lambda path: (path.stem not in QUICK, -len(configs[path]), path.stem)):
-        names = {(str(configs[path].get("architectures")), name) for name in configs[path]}
-        if path.stem in QUICK or names - seen:
-            seen |= names
-            yield pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else pytest.mark.sweep)
+        model = configs[path].get("model_type", configs[path].get("_class_name"))
+        names = {name for name in configs[path] if (model, name) not in seen}
+        if names:
+            seen |= {(model, name) for name in names}
+            new, known = names - names_seen, frozenset(names_seen)
+            names_seen |= new
+            yield pytest.param(path, names, new, known, id=path.stem, marks=[] if path.stem in QUICK else pytest.mark.sweep)
 
 
 GOLDEN = [*with_new_keys()]
 
 
-def with_each_key_changed(fields, inner=False):
+def with_each_key_changed(fields, names, new, known, inner=False):
     for name, value in fields.items():
+        if name not in names:
+            continue
         if isinstance(value, dict) and not inner:
-            for key, changed in with_each_key_changed(value, inner=True):
+            for key, changed in with_each_key_changed(
+                value, value.keys() - known, value if name in new else (), known, inner=True
+            ):
                 yield key, {**fields, name: changed}
         if name not in ("architectures", "model_type", "_class_name", "transformers_version", "_diffusers_version"):
-            yield from ((name, {**fields, name: hostile}) for hostile in HOSTILE)
+            values = HOSTILE if name in new else HOSTILE_AGAIN
+            yield from ((name, {**fields, name: hostile}) for hostile in values)
 
 
-@pytest.mark.parametrize("path", GOLDEN)
-def test_any_value_of_any_key_is_read_or_refused_quickly(path):
+@pytest.mark.parametrize(("path", "names", "new", "known"), GOLDEN)
+def test_any_value_of_any_key_is_read_or_refused_quickly(path, names, new, known):
     record = json.loads(path.read_text())
     cls = _model_class(record["config"], path, Pretrained)
     n_refused = 0
-    start = time.perf_counter()
-    for key, fields in with_each_key_changed(record["config"]):
+    start = time.process_time()
+    for key, fields in with_each_key_changed(record["config"], names, new, known):
         try:
             config = cls.config_class.from_hf(ConfigReader(fields, "a/config.json", n_tensors=len(record["tensors"])))
         except (ValueError, TypeError) as error:
@@ -262,5 +272,5 @@ def test_any_value_of_any_key_is_read_or_refused_quickly(path):
             n_refused += 1
         else:
             assert len(cls.weight_map(config).tensors) < 1000
-    assert n_refused > 100
-    assert time.perf_counter() - start < 60  # a table of 2**31 layers takes minutes
+    assert n_refused > 1.3 * len(names)
+    assert time.process_time() - start < 60  # a table of 2**31 layers takes minutes

@@ -9,6 +9,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from redeqx.models import from_pretrained, generate, save_pretrained
+from redeqx.models._families import MODELS
+from redeqx.models.hf import ConfigReader
 from tests.models.families._case import collect, outputs, torch_folder
 from tests.models.hf.test_config import ALIASES
 
@@ -87,9 +89,16 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize("where", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("said", SAID, ids=["new", "lengths", "beams", "forced", "penalties", "no-sampling"])
-@pytest.mark.parametrize("name", ["gpt2", "t5", "bart"])
+SAID_IN = [  # each of them in both files, each family with all of them
+    pytest.param(name, said, ("generation_config.json", "config.json")[(i + j) % 2], id=f"{name}-{kind}")
+    for i, name in enumerate(("gpt2", "t5", "bart"))
+    for j, (kind, said) in enumerate(
+        zip(("new", "lengths", "beams", "forced", "penalties", "no-sampling"), SAID, strict=True)
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "said", "where"), SAID_IN)
 def test_generates_with_the_options_of_the_folder(name, said, where, tmp_path):
     import torch
 
@@ -116,3 +125,51 @@ def test_generates_with_the_options_of_the_folder(name, said, where, tmp_path):
             (ends,) = np.nonzero(np.isin(row, said["eos_token_id"]))
             row[ends[0] + 1 if len(ends) else len(row) :] = said["pad_token_id"]
         np.testing.assert_array_equal(found, tokens, err_msg=str(folder))
+
+
+def test_ends_and_padding_of_the_model_are_not_those_of_generation(tmp_path):
+    """Only `generation_config.json` says which tokens end a text, and what follows them, if it exists."""
+    import torch
+
+    case = CASES["gpt2"]
+    torch_folder(case, tmp_path)
+    ids = torch.tensor(case.inputs["ids"])
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"max_new_tokens": 4}))
+    first = int(np.asarray(generate(from_pretrained(tmp_path)[0], case.inputs["ids"]))[0, 0])
+    edit(tmp_path / "config.json", lambda fields: fields.update(eos_token_id=first, pad_token_id=1))
+    for said in ({}, {"eos_token_id": first}):
+        path.write_text(json.dumps({"max_new_tokens": 4, **said}))
+        module = type(case.make()).from_pretrained(tmp_path).eval()
+        tokens = module.generate(ids, attention_mask=torch.ones_like(ids)).numpy()[:, ids.shape[1] :]
+        tokens = np.pad(tokens, ((0, 0), (0, 4 - tokens.shape[1])), constant_values=first)
+        np.testing.assert_array_equal(generate(from_pretrained(tmp_path)[0], case.inputs["ids"]), tokens)
+
+
+def test_the_defaults_of_absent_keys_are_those_of_transformers():
+    """For each model type, of a `config.json` that has no other key."""
+    import transformers
+
+    different = set()
+    for cls in MODELS:
+        for name in cls.model_types:
+            if name in ("llava", "vision-encoder-decoder", "deberta-v2"):  # some keys are required
+                continue
+            ours = cls.config_of(name).from_hf(ConfigReader({"model_type": name})).to_hf()
+            if ours.get("model_type") != name:  # one of diffusers, or a part of a larger model
+                continue
+            theirs = transformers.AutoConfig.for_model(name).to_dict()
+            known = [key for key in ours if theirs.get(key) is not None and not isinstance(ours[key], dict)]
+            different |= {(name, key) for key in known if ours[key] != theirs[key]}
+            rope = theirs.get("rope_parameters") or {}
+            wanted = {key: rope[key] for key in (ours.get("rope_parameters") or {}) if key in rope}
+            different |= {(name, key) for key, value in wanted.items() if ours["rope_parameters"][key] != value}
+    # Layers that predict further tokens, which are not read; and other spellings of the same.
+    assert different == {
+        ("deepseek_v3", "num_nextn_predict_layers"),
+        ("glm4_moe", "num_nextn_predict_layers"),
+        ("falcon", "num_kv_heads"),
+        ("falcon", "ffn_hidden_size"),
+        ("gpt_neo", "attention_types"),
+        ("gemma4_text", "full_attention"),  # a rope with its factor, 1
+    }

@@ -1,9 +1,7 @@
 """`FolderConfig`: reading and writing a `config.json` by one table of rows."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,6 @@ class Config(FolderConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | tuple[int, ...] | None = 2
     pad_token_id: int | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self):
         if self.n_groups == 7:

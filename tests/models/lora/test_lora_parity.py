@@ -19,19 +19,23 @@ import redeqx
 from redeqx.models import from_pretrained, lora
 from tests._tree import named_leaves
 from tests.models.families._case import assert_equal, call_rows, collect, outputs, torch_folder
+from tests.models.families._decoders import CASES as DECODERS
 
 # torch and its libraries emit deprecation warnings.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 # Of an adapter's entries: with larger ones some models become so steep that torch itself is 1e-4 from the truth.
 SIZE = 0.5
-CASES = {case.name: case for case in collect("CASES")}
+CASES = {case.name: case for case in (*collect("CASES"), *DECODERS)}
 
+EXPERTS = ("gate_up_proj", "down_proj")
 LOADED = {
     "gpt2": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"]},
     "gpt2-all": {"r": 3, "lora_alpha": 5, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
     "gpt2-untied": {"r": 2, "lora_alpha": 2, "target_modules": ["lm_head", "mlp.c_fc"]},
     "gpt2-cross-attention": {"r": 4, "lora_alpha": 4, "target_modules": ["q_attn", "c_attn"]},
     "gpt2-rslora": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "use_rslora": True},
+    "gpt2-dora": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_fc"], "use_dora": True},
+    "llama-dora": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], "use_dora": True, "use_rslora": True},
     "gpt2-some-layers": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_fc"], "layers_to_transform": [1]},
     "gpt2-patterns": {
         "r": 4,
@@ -39,6 +43,12 @@ LOADED = {
         "target_modules": ["c_attn", "c_fc"],
         "rank_pattern": {"h.1.attn.c_attn": 6, "c_fc": 2},
         "alpha_pattern": {r"h\.0.*": 3},
+    },
+    "llama-embedding": {"r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "q_proj"], "lora_dropout": 0.1},
+    "gpt2-embedding": {"r": 4, "lora_alpha": 8, "target_modules": ["wte"]},  # tied to the head
+    **{
+        name: {"r": 3, "lora_alpha": 6, "target_modules": [], "target_parameters": [f"experts.{end}" for end in ends]}
+        for name, ends in {"gpt-oss": EXPERTS, "granite-moe": EXPERTS[:1], "qwen3-moe": EXPERTS[1:]}.items()
     },
     "gptj-left-padded": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "fc_out"]},
     "opt": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
@@ -64,7 +74,9 @@ SAVED = {
     "t5-v1.1": {("*.query", "head"): (4, 8), "*.gate": (3, 8)},
     "bart": {"decoder.*.query": (4, 8)},
     "clip": {"*": (4, 8)},
-    "llama": {("*.query", "*.value"): (4, 8), "*.down": (2, 3)},
+    "llama": {("*.query", "*.value"): (4, 8), "*.down": (2, 3), "embedding": (3, 6)},
+    "qwen3-moe": {"*.query": (3, 6), "*.experts.*": (2, 3)},
+    "gpt-oss": {("*.experts.up", "*.experts.down"): (2, 9)},
     "vit-classes": {"*": (2, 4)},
     "modernbert-mlm": {("*.query", "*.up"): (3, 6), "*.down": (2, 8)},
 }
@@ -101,7 +113,9 @@ def adapted_torch(module, keys):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if "lora_" in name:
+            if "magnitude" in name:
+                parameter *= 1 + 0.3 * torch.randn(parameter.shape, generator=generator)
+            elif "lora_" in name:
                 parameter.normal_(0, SIZE * parameter.shape[1] ** -0.5, generator=generator)
             if "modules_to_save" in name:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -111,7 +125,8 @@ def adapted_torch(module, keys):
 def adapted(model, adapters):
     """Returns the model with our adapters, with random values in all entries."""
     for i, (where, (rank, alpha)) in enumerate(adapters.items()):
-        model = lora.add(model, rank=rank, alpha=alpha, where=where, key=jax.random.key(i))
+        globs = {"embeddings" if where == "embedding" else "where": where}
+        model = lora.add(model, rank=rank, alpha=alpha, **globs, key=jax.random.key(i))
     rng = np.random.default_rng(0)
     chosen = lora.trainable(model)
 

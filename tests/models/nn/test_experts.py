@@ -20,15 +20,30 @@ LAYERS = {
     "mixtral": {},
     "weights as they are": {"renormalize": False},
     "plain": {"is_gated": False, "activation": jax.nn.gelu},
-    "deepseek": {"score": "sigmoid", "scale": 2.5, "has_correction": True, "d_shared": 7},
-    "limited": {"capacity_factor": 0.75, "d_shared": 3},
+    "deepseek": {
+        "score": "sigmoid",
+        "scale": 2.5,
+        "has_correction": True,
+        "d_shared": 7,
+        "n_groups": 2,
+        "n_chosen_groups": 1,
+    },
+    "deepseek-v2": {"n_groups": 2, "n_chosen_groups": 1, "d_shared": 3},
+    "limited": {"capacity_factor": 0.75, "d_shared": 3, "gates_shared": True, "use_bias": True, "limit": 0.4},
+    "gpt-oss": {"use_bias": True, "limit": 0.4, "activation": lambda x: x * jax.nn.sigmoid(1.702 * x)},
 }
 
 
+build = eqx.filter_jit(MixtureOfExperts)
+
+
 def make(**options):
-    layer = MixtureOfExperts(D, HIDDEN, EXPERTS, CHOSEN, init_std=0.5, key=jax.random.key(0), **options)
+    layer = build(D, HIDDEN, EXPERTS, CHOSEN, init_std=0.5, key=jax.random.key(0), **options)
     if layer.correction is not None:
         layer = eqx.tree_at(lambda layer: layer.correction, layer, jnp.array([0.3, -0.2, 0.1, -0.4]))
+    if layer.router.bias is not None:
+        of = lambda layer: [x.bias for x in (layer.router, layer.experts.gate, layer.experts.up, layer.experts.down)]  # noqa: E731
+        layer = eqx.tree_at(of, layer, [0.5 * jnp.cos(jnp.arange(x.size).reshape(x.shape)) for x in of(layer)])
     return layer
 
 
@@ -41,19 +56,27 @@ def tokens(*dims, seed=1):
 
 def choices(layer, x, mask):
     """Returns which experts each token asked for, and which ones took it, as booleans `[seq, experts]`, by a loop."""
-    scores = np.asarray(scores_of(layer, x)[1] + (0 if layer.correction is None else layer.correction))
+    scores = np.array(scores_of(layer, x)[1] + (0 if layer.correction is None else layer.correction))
     asked, given = np.zeros(scores.shape, bool), np.zeros(scores.shape, bool)
     factor = math.inf if layer.capacity_factor is None else layer.capacity_factor
     limit = np.ceil(factor * mask.sum() * CHOSEN / EXPERTS)
     for token in np.flatnonzero(mask):
+        if layer.n_groups == 2:  # of two experts each, of which one is chosen
+            pairs = scores[token].reshape(2, 2)
+            best = pairs.sum(1) if layer.score == "sigmoid" else pairs.max(1)
+            scores[token, [2, 3] if best[0] >= best[1] else [0, 1]] = -np.inf
         for expert in np.argsort(-scores[token], kind="stable")[:CHOSEN]:
             asked[token, expert] = True
             given[token, expert] = given[:, expert].sum() < limit
     return asked, given
 
 
+def affine(layer, x):
+    return x @ layer.weight.T + (0 if layer.bias is None else layer.bias)
+
+
 def scores_of(layer, x):
-    logits = x @ layer.router.weight.T
+    logits = affine(layer.router, x)
     return logits, jax.nn.softmax(logits) if layer.score == "softmax" else jax.nn.sigmoid(logits)
 
 
@@ -65,11 +88,14 @@ def by_hand(layer, x, *, asked, given, mask):
     weights = layer.scale * (weights / total if layer.renormalize else weights)
 
     def mlp(expert, x):
-        up = x @ expert.up.weight.T
-        hidden = expert.activation(up) if expert.gate is None else expert.activation(x @ expert.gate.weight.T) * up
-        return hidden @ expert.down.weight.T
+        up, gate = affine(expert.up, x), 0 if expert.gate is None else affine(expert.gate, x)
+        if expert.limit is not None:
+            up, gate = jnp.clip(up, -expert.limit, expert.limit) + 1, jnp.minimum(gate, expert.limit)
+        hidden = expert.activation(up) if expert.gate is None else expert.activation(gate) * up
+        return affine(expert.down, hidden)
 
     y = jnp.zeros_like(x) if layer.shared is None else mlp(layer.shared, x)
+    y *= 1 if layer.shared_gate is None else 1 / (1 + jnp.exp(-affine(layer.shared_gate, x)))
     for expert, own in enumerate(jax.vmap(mlp, (0, None))(layer.experts, x)):
         y += jnp.where(given[:, expert, None], weights[:, expert, None] * own, 0)
     n, shares = mask.sum(), scores / scores.sum(-1, keepdims=True)
@@ -112,7 +138,8 @@ def values_and_gradients(fn, layer, x):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name not in ("deepseek", "limited"))) for name in LAYERS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.sweep] * (name not in ("deepseek", "limited"))) for name in LAYERS],
 )
 def test_a_sequence_is_that_of_a_loop_over_the_experts(name):
     layer, x, is_masked = make(**LAYERS[name]), tokens(SEQ), name in ("plain", "deepseek", "limited")
@@ -209,7 +236,7 @@ def test_adapters_of_experts():
 
 def test_add_routing_sums_over_layers_and_means_metrics():
     loss = redeqx.Loss(jnp.float32(10.0), jnp.float32(5.0), {"correct": jnp.float32(3.0)})
-    layers = [make()(tokens(ROWS, SEQ, seed=seed))[1] for seed in (1, 2)]
+    layers = [run(make(), tokens(ROWS, SEQ, seed=seed))[1] for seed in (1, 2)]
     found = add_routing(loss, layers, balance_loss=0.5, z_loss=0.25)
     balance, z = (sum(float(getattr(r, name).sum()) for r in layers) for name in ("balance", "z"))
     assert_close(found.total, 10.0 + 0.5 * balance + 0.25 * z)
@@ -285,6 +312,8 @@ def test_a_correction_balances_the_experts():
         ({"n_chosen": 5}, r"`n_chosen`: expected at most `n_experts`=4, got 5\. Choose fewer"),
         ({"n_experts": 0}, r"`n_experts`: expected at least 1, got 0\. Pass a positive size"),
         ({"d_shared": -1}, r"`d_shared`: expected at least 0, got -1\. Pass 0"),
+        ({"n_groups": 3}, r"`n_groups`: expected a divisor of `n_experts`=4, got 3\. Make them equal"),
+        ({"n_groups": 4}, r"`n_chosen_groups`: expected at most `n_groups`=4, with `n_chosen`=2 experts of 4, got 1\."),
         ({"score": "tanh"}, r"`score`: expected 'softmax' or 'sigmoid', got 'tanh'\. Mixtral"),
         ({"capacity_factor": 0.0}, r"`capacity_factor`: expected a finite number above 0, got 0\.0\. Pass None"),
     ],
@@ -300,8 +329,10 @@ def test_impossible_calls_are_refused():
         layer(tokens(SEQ), mask=jnp.ones(8, bool))
     with pytest.raises(TypeError, match=r"`routings`: expected a PyTree of `Routing`, got tuple|ArrayImpl.*Pass what"):
         add_routing(redeqx.Loss(jnp.float32(1.0), jnp.float32(1.0)), [run(layer, tokens(SEQ))[0]])
-    biased = eqx.tree_at(
-        lambda layer: layer.experts.up.bias, layer, jnp.zeros((4, HIDDEN)), is_leaf=lambda leaf: leaf is None
-    )
-    with pytest.raises(TypeError, match=r"`layer`: expected stacked `eqx.nn.Linear` layers without bias, got Linear\."):
-        biased(tokens(SEQ))
+
+    class Other(eqx.nn.Linear):
+        pass
+
+    replaced = eqx.tree_at(lambda layer: layer.experts.up, layer, Other(D, HIDDEN, key=jax.random.key(0)))
+    with pytest.raises(TypeError, match=r"`layer`: expected stacked `eqx.nn.Linear` layers, got Other\."):
+        replaced(tokens(SEQ))

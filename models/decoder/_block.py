@@ -1,0 +1,416 @@
+"""A block of a decoder: attention and an MLP, or experts, with their norms.
+
+The values of `CausalLMConfig` say what a block has. Attention and experts are those of `nn`; the model is in `_model.py`.
+
+Dims: seq = tokens of one example, d = width of the model, heads x size = width of the queries, groups x size = width of keys
+and values.
+"""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ..nn import (
+    ACTIVATIONS,
+    Attention,
+    GatedDelta,
+    LatentAttention,
+    MixtureOfExperts,
+    Mlp,
+    OffsetLayerNorm,
+    OffsetRMSNorm,
+    Routing,
+    SegmentMask,
+    Xielu,
+    YarnScaling,
+    apply_rotary,
+    linear,
+    norm,
+    normal_linear,
+)
+from ._config import CausalLMConfig
+from ._layers import LayerKind
+
+Norm = eqx.nn.RMSNorm | eqx.nn.LayerNorm
+# Passed from block to block: the residual stream [seq, d], the cache, the index of the layer if layers differ, and the sum
+# of what the routers did.
+Carry = tuple[Array, Any, Array | None, Routing | None]
+
+
+def make_norm(config: CausalLMConfig, size: int) -> Norm:
+    """Returns a norm of the config's kind."""
+    if config.norm == "rms":
+        return eqx.nn.RMSNorm(size, eps=config.norm_eps, use_bias=False)
+    if config.norm == "offset_rms":
+        return OffsetRMSNorm(size, eps=config.norm_eps)
+    if config.norm == "offset_layer":
+        return OffsetLayerNorm(size, eps=config.norm_eps)
+    has_leaves = config.norm == "layer"
+    return eqx.nn.LayerNorm(size, eps=config.norm_eps, use_weight=has_leaves, use_bias=has_leaves and config.norm_bias)
+
+
+def residual_std(config: CausalLMConfig) -> float:
+    """Returns the standard deviation of the initial weights that add to the residual stream, two in each block."""
+    return config.init_std / (2 * config.n_layers) ** 0.5 if config.scales_residual else config.init_std
+
+
+def make_attention(config: CausalLMConfig, key: PRNGKeyArray, kind: LayerKind | None = None) -> Attention:
+    """Returns an attention with keys and values of each head.
+
+    **Arguments:**
+
+    - `kind`: the kind of the layer; None if all layers are alike.
+    """
+    q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+    d, std = config.d_model, config.init_std
+    size, groups = (config.size, config.groups) if kind is None else (kind.size, kind.groups)
+    has_keys, has_values = (True, True) if kind is None else (kind.has_keys, kind.has_values)
+    output_bias = config.attention_bias if config.output_bias is None else config.output_bias
+
+    def project(n_heads: int, key: PRNGKeyArray) -> eqx.nn.Linear:
+        return normal_linear(d, n_heads * size, std=std, use_bias=config.attention_bias, key=key)
+
+    def head_norm(n_heads: int) -> Norm | None:
+        sizes = {"head": size, "all": n_heads * size}
+        return None if config.head_norm is None else make_norm(config, sizes[config.head_norm])
+
+    return Attention(
+        query=project(config.n_heads, q_key),
+        key=project(groups, k_key) if has_keys else None,
+        value=project(groups, v_key) if has_values else None,
+        output=normal_linear(config.n_heads * size, d, std=residual_std(config), use_bias=output_bias, key=o_key),
+        n_heads=config.n_heads,
+        n_kv_heads=groups,
+        dropout=eqx.nn.Dropout(config.attention_dropout),
+        scale=config.attention_scale,
+        query_norm=head_norm(config.n_heads),
+        key_norm=head_norm(groups) if has_keys else None,
+        cap=config.attention_cap,
+        sinks=jnp.zeros(config.n_heads) if config.has_sinks else None,
+        gate=project(config.n_heads, jax.random.fold_in(q_key, 1)) if config.gates_attention else None,
+        clip=config.attention_clip,
+        rotates_first=config.norms_rotated,
+        value_norm=_plain_norm(config, size) if has_keys and config.has_value_norm else None,
+    )
+
+
+def _plain_norm(config: CausalLMConfig, size: int) -> eqx.nn.RMSNorm:
+    """Returns an RMSNorm without a scale."""
+    return eqx.nn.RMSNorm(size, eps=config.norm_eps, use_weight=False, use_bias=False)
+
+
+def make_latent_attention(config: CausalLMConfig, key: PRNGKeyArray) -> LatentAttention:
+    """Returns an attention whose keys and values are computed from latent vectors."""
+    keys = iter(jax.random.split(key, 6))
+    d, heads, rank, rotary = config.d_model, config.n_heads, config.latent_size, config.shared_rotary_size
+    assert rank is not None
+    query_rank, scaling = config.query_latent_size, config.rope_scaling
+    has_bias = config.attention_bias  # of layers to the latent vectors, and of the output
+
+    def make(n_in: int, n_out: int, use_bias: bool = False, std: float = config.init_std) -> eqx.nn.Linear:
+        return normal_linear(n_in, n_out, std=std, use_bias=use_bias, key=next(keys))
+
+    return LatentAttention(
+        query_down=None if query_rank is None else make(d, query_rank, has_bias),
+        query_norm=None if query_rank is None else eqx.nn.RMSNorm(query_rank, eps=config.latent_eps, use_bias=False),
+        query=make(d if query_rank is None else query_rank, heads * config.size),
+        latent=make(d, rank + rotary, has_bias),
+        latent_norm=eqx.nn.RMSNorm(rank, eps=config.latent_eps, use_bias=False),
+        key=make(rank, heads * config.plain_size),
+        value=make(rank, heads * config.value_size),
+        output=make(heads * config.value_size, d, has_bias, residual_std(config)),
+        n_heads=heads,
+        n_rotary=rotary,
+        scale=config.size**-0.5 * (scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0),
+        dropout=eqx.nn.Dropout(config.attention_dropout),
+    )
+
+
+def make_mlp(config: CausalLMConfig, key: PRNGKeyArray, d_mlp: int | None = None) -> Mlp:
+    """Returns an MLP of the config's kind, and of its inner width if none is given."""
+    *gate_key, up_key, down_key = jax.random.split(key, 3 if config.is_gated else 2)
+    make = functools.partial(normal_linear, use_bias=config.mlp_bias)
+    d, d_mlp, std = config.d_model, config.inner if d_mlp is None else d_mlp, config.init_std
+    gate = make(d, d_mlp, std=std, key=gate_key[0]) if config.is_gated else None
+    down = make(d_mlp, d, std=residual_std(config), key=down_key)
+    xielu = Xielu() if config.activation == "xielu" else None
+    return Mlp(gate, make(d, d_mlp, std=std, key=up_key), down, activation=config.activation, xielu=xielu)
+
+
+def make_delta(config: CausalLMConfig, key: PRNGKeyArray) -> GatedDelta:
+    """Returns a layer with a gated delta rule, whose rates of decay are drawn from U(0.01, 16)."""
+    keys = iter(jax.random.split(key, 11))
+    d, std, kernel = config.d_model, config.init_std, config.delta_kernel
+    d_key, d_value = config.delta_groups * config.delta_size, config.delta_heads * config.delta_value_size
+
+    def make(n_in: int, n_out: int, std: float = std) -> eqx.nn.Linear:
+        return normal_linear(n_in, n_out, std=std, use_bias=False, key=next(keys))
+
+    def taps(width: int) -> Float[Array, "width kernel"]:
+        return std * jax.random.normal(next(keys), (width, kernel))
+
+    return GatedDelta(
+        query=make(d, d_key),
+        key=make(d, d_key),
+        value=make(d, d_value),
+        gate=make(d, d_value),
+        strength=make(d, config.delta_heads),
+        decay=make(d, config.delta_heads),
+        query_taps=taps(d_key),
+        key_taps=taps(d_key),
+        value_taps=taps(d_value),
+        decay_bias=jnp.ones(config.delta_heads),
+        log_rate=jnp.log(jax.random.uniform(next(keys), (config.delta_heads,), minval=0.01, maxval=16.0)),
+        norm=eqx.nn.RMSNorm(config.delta_value_size, eps=config.norm_eps, use_bias=False),
+        output=make(d_value, d, residual_std(config)),
+        n_groups=config.delta_groups,
+        n_heads=config.delta_heads,
+        activation=config.activation,
+    )
+
+
+class MlpAndExperts(eqx.Module):
+    """An MLP and a mixture of experts, each with norms of its own, whose outputs are added. Experts read the residual
+    stream, by another norm than their router."""
+
+    mlp: Mlp
+    mlp_post_norm: Norm
+    router_norm: eqx.nn.RMSNorm
+    experts_norm: Norm
+    experts: MixtureOfExperts
+    experts_post_norm: Norm
+
+    def __init__(self, config: CausalLMConfig, *, d_mlp: int | None = None, key: PRNGKeyArray):
+        mlp_key, experts_key = jax.random.split(key)
+        make = functools.partial(make_norm, config, config.d_model)
+        self.mlp = make_mlp(config, mlp_key, d_mlp)
+        self.mlp_post_norm, self.experts_norm, self.experts_post_norm = make(), make(), make()
+        self.router_norm = eqx.nn.RMSNorm(config.d_model, eps=config.norm_eps, use_bias=False)
+        self.experts = _experts(config, experts_key)
+
+    def __call__(
+        self, x: Float[Array, "seq d"], stream: Float[Array, "seq d"], *, mask: Bool[Array, " seq"] | None = None
+    ) -> tuple[Float[Array, "seq d"], Routing]:
+        """Returns the outputs, and what the router did.
+
+        **Arguments:**
+
+        - `x`: the input of the MLP.
+        - `stream`: the residual stream.
+        - `mask`: False for padding, which experts do not count; None for all.
+        """
+        routed_by = norm(self.router_norm, stream) * stream.shape[-1] ** -0.5
+        mixed, routing = self.experts(norm(self.experts_norm, stream), mask=mask, routed_by=routed_by)
+        return norm(self.mlp_post_norm, self.mlp(x)) + norm(self.experts_post_norm, mixed), routing
+
+
+class LayerInput(eqx.Module):
+    """Adds a second embedding of each token to the residual stream, gated by the stream."""
+
+    gate: eqx.nn.Linear
+    output: eqx.nn.Linear
+    norm: Norm
+    activation: str = eqx.field(static=True)
+
+    def __init__(self, config: CausalLMConfig, *, key: PRNGKeyArray):
+        gate_key, output_key = jax.random.split(key)
+        d, size, std = config.d_model, config.d_layer_input, config.init_std
+        self.gate = normal_linear(d, size, std=std, use_bias=False, key=gate_key)
+        self.output = normal_linear(size, d, std=std, use_bias=False, key=output_key)
+        self.norm, self.activation = make_norm(config, d), config.activation
+
+    def __call__(self, x: Float[Array, "seq d"], inputs: Float[Array, "seq size"]) -> Float[Array, "seq d"]:
+        gated = ACTIVATIONS[self.activation](linear(self.gate, x)) * inputs
+        return x + norm(self.norm, linear(self.output, gated))
+
+
+class Block(eqx.Module):
+    """Attention, or a gated delta rule, and MLP, each with norms before or after it, one after the other or in parallel, and
+    residual."""
+
+    attention_norm: Norm | None
+    attention: Attention | LatentAttention | None
+    delta: GatedDelta | None  # in place of attention
+    attention_post_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Mlp | MixtureOfExperts | MlpAndExperts
+    mlp_post_norm: Norm | None
+    layer_input: LayerInput | None
+    layer_scale: Float[Array, "*layers 1"] | None
+    dropout: eqx.nn.Dropout
+    sums_norms: bool = eqx.field(static=True)  # norms come after additions
+    is_parallel: bool = eqx.field(static=True)
+    residual_scale: float = eqx.field(static=True)
+    is_interleaved: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        config: CausalLMConfig,
+        *,
+        is_dense: bool = False,
+        is_delta: bool = False,
+        kind: LayerKind | None = None,
+        key: PRNGKeyArray,
+    ):
+        """**Arguments:**
+
+        - `is_dense`: whether the block has no experts.
+        - `is_delta`: whether it has a gated delta rule in place of attention.
+        - `kind`: the kind of the layer, if layers are of several kinds with attention; None if not.
+        """
+        attention_key, mlp_key = jax.random.split(key)
+        make = functools.partial(make_norm, config, config.d_model)
+        has_pre, has_post = config.norm_places != "post", config.norm_places in ("post", "both")
+        self.attention_norm = make() if has_pre else None
+        if is_delta:
+            self.attention = None
+        elif config.latent_size is None:
+            self.attention = make_attention(config, attention_key, kind)
+        else:
+            self.attention = make_latent_attention(config, attention_key)
+        self.delta = make_delta(config, attention_key) if is_delta else None
+        self.attention_post_norm = make() if has_post else None
+        self.mlp_norm = make() if has_pre and not config.shares_norm else None
+        d_mlp = None if kind is None else kind.d_mlp
+        if not config.n_experts or is_dense:
+            self.mlp = make_mlp(config, mlp_key, d_mlp)
+        elif config.adds_experts:
+            self.mlp = MlpAndExperts(config, d_mlp=d_mlp, key=mlp_key)
+        else:
+            self.mlp = _experts(config, mlp_key)
+        self.mlp_post_norm = make() if has_post else None
+        has_input = config.d_layer_input > 0
+        self.layer_input = LayerInput(config, key=jax.random.fold_in(key, 1)) if has_input else None
+        self.layer_scale = jnp.ones(1) if config.has_layer_scale else None
+        self.dropout = eqx.nn.Dropout(config.residual_dropout)
+        self.sums_norms = config.norm_places == "sum"
+        self.is_parallel, self.residual_scale = config.is_parallel, config.residual_scale
+        self.is_interleaved = config.is_interleaved
+
+    def __call__(
+        self,
+        carry: Carry,
+        masks: tuple[Bool[Array, "seq source"], ...],
+        angles: tuple[tuple[Array, Array], ...],
+        kinds: tuple[Int[Array, " layers"], Int[Array, " layers"]] | None,
+        segments: Int[Array, " seq"] | None = None,
+        counts: Bool[Array, " seq"] | None = None,
+        bias: Float[Array, "heads 1 source"] | None = None,
+        *memory: Any,
+        layer_input: Float[Array, "seq size"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Carry:
+        """Returns the carry after this block.
+
+        **Arguments:**
+
+        - `masks`, `angles`: the different masks, and cosines and sines, of layers. `kinds` are the indices of each layer's;
+            None if there is one of each.
+        - `counts`: False for padding, which experts do not count and a delta rule does not see; None for all.
+        - `bias`: added to attention scores; None for none.
+        - `memory`: passed to `between`.
+        - `layer_input`: the second embedding of the layer, if it has one.
+        """
+        x, cache, layer, routing = carry
+        of_masks, of_angles = (None, None) if kinds is None else kinds
+        mask = _select(masks, of_masks, layer)
+        if segments is not None:
+            mask = SegmentMask(mask, segments, segments)
+        rotary = None
+        if angles:
+            cos, sin = _select(angles, of_angles, layer)
+            rotary = functools.partial(apply_rotary, cos=cos, sin=sin, is_interleaved=self.is_interleaved)
+        before, after = (_unchanged, apply) if self.sums_norms else (apply, _unchanged)
+        keys = (None,) * 3 if key is None else jax.random.split(key, 3)
+        with jax.named_scope("attention"):
+            normed = before(self.attention_norm, x)
+            if self.attention is not None:
+                biased = {} if bias is None else {"bias": bias}
+                mixed, cache = self.attention(normed, mask=mask, rotary=rotary, cache=cache, key=keys[0], **biased)
+            else:
+                assert self.delta is not None
+                mixed, cache = self.delta(normed, mask=counts, segments=segments, cache=cache)
+            mixed = self._scaled(apply(self.attention_post_norm, mixed), keys[1])
+            x = x if self.is_parallel else after(self.attention_norm, x + mixed)
+        x = self.between(x, cache, *memory, key=key)
+        with jax.named_scope("mlp"):
+            computed, routed = self._compute(normed if self._shares_norm else before(self.mlp_norm, x), x, counts)
+            computed = self._scaled(apply(self.mlp_post_norm, computed), keys[2])
+            x = x + (mixed + computed) if self.is_parallel else after(self.mlp_norm, x + computed)
+        if self.layer_input is not None:
+            assert layer_input is not None
+            with jax.named_scope("layer_input"):
+                x = self.layer_input(x, layer_input)
+        if self.layer_scale is not None:
+            x = x * jax.lax.stop_gradient(self.layer_scale).astype(x.dtype)
+        if routed is not None:
+            routing = jax.tree.map(jnp.add, routing, routed)
+        return x, cache, None if layer is None else layer + 1, routing
+
+    def between(self, x: Float[Array, "seq d"], cache: Any, *memory: Any, key: Any) -> Float[Array, "seq d"]:
+        """Returns the residual stream between attention and MLP. A subclass may add a cross-attention."""
+        del cache, memory, key
+        return x
+
+    @property
+    def _shares_norm(self) -> bool:
+        return self.attention_norm is not None and self.mlp_norm is None
+
+    def _compute(
+        self, x: Float[Array, "seq d"], stream: Float[Array, "seq d"], counts: Bool[Array, " seq"] | None
+    ) -> tuple[Float[Array, "seq d"], Routing | None]:
+        if isinstance(self.mlp, MlpAndExperts):
+            return self.mlp(x, stream, mask=counts)
+        return self.mlp(x, mask=counts) if isinstance(self.mlp, MixtureOfExperts) else (self.mlp(x), None)
+
+    def _scaled(self, x: Float[Array, "seq d"], key: PRNGKeyArray | None) -> Float[Array, "seq d"]:
+        x = self.dropout(x, key=key)
+        return x if self.residual_scale == 1 else x * self.residual_scale
+
+
+def _experts(config: CausalLMConfig, key: PRNGKeyArray) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        config.d_model,
+        config.expert,
+        config.n_experts,
+        config.n_chosen,
+        is_gated=config.is_gated,
+        activation=ACTIVATIONS[config.activation],
+        use_bias=config.expert_bias,
+        limit=config.expert_limit,
+        score=config.router_score,
+        renormalize=config.renormalize,
+        scale=config.router_scale,
+        has_factors=config.adds_experts,
+        has_correction=config.has_correction,
+        n_groups=config.n_expert_groups,
+        n_chosen_groups=config.n_chosen_groups,
+        d_shared=config.d_shared,
+        gates_shared=config.gates_shared,
+        init_std=config.init_std,
+        key=key,
+    )
+
+
+def apply(layer: Norm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+    """Returns the normalized rows; `x` itself without a layer."""
+    return x if layer is None else norm(layer, x)
+
+
+def _unchanged(layer: Norm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+    del layer
+    return x
+
+
+def _select(values: tuple[Any, ...], kinds: Int[Array, " layers"] | None, layer: Array | None) -> Any:
+    """Returns the value of a layer."""
+    # A kernel recognises a causal mask only if it is not selected by an index.
+    if len(values) == 1:
+        return values[0]
+    assert kinds is not None
+    pick = lambda *arrays: jax.lax.dynamic_index_in_dim(jnp.stack(arrays), kinds[layer], keepdims=False)  # noqa: E731
+    return jax.tree.map(pick, *values)

@@ -1,0 +1,83 @@
+"""DeepSeek-V2: latent attention, and experts of which some get all tokens, after a first layer without experts.
+
+Source: *DeepSeek-V2* (arXiv:2405.04434).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ._kinds import COUNT, SIZE
+from .decoder import LATENT, LATENT_NAMES, ROUTED, CausalLM, CausalLMConfig, Names, expert_names, rows
+from .hf import ConfigReader, Field, Only, Row, published
+
+
+class _Groups(Row):
+    """The groups of experts, which V2 has only by one of its methods."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"n_expert_groups": "n_group", "n_chosen_groups": "topk_group"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        method = reader.only("topk_method", "greedy", "group_limited_greedy")
+        n_groups, n_chosen = reader.get("n_group", 1, SIZE), reader.get("topk_group", 1, SIZE)
+        return {"n_expert_groups": n_groups, "n_chosen_groups": n_chosen} if method != "greedy" else {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        n_groups = config.n_expert_groups
+        method = "greedy" if n_groups == config.n_chosen_groups else "group_limited_greedy"
+        return {"topk_method": method, "n_group": n_groups, "topk_group": config.n_chosen_groups}
+
+
+@dataclass(frozen=True)
+class DeepseekV2Config(CausalLMConfig):
+    """The sizes of a DeepSeek-V2. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    vocab_size: int = 102400
+    latent_size: int | None = 512
+    query_latent_size: int | None = 1536
+    plain_size: int = 128
+    shared_rotary_size: int = 64
+    value_size: int = 128
+    is_interleaved: bool = True
+    n_experts: int = 64
+    n_chosen: int = 6
+    d_expert: int | None = 1407
+    d_shared: int = 2814
+    renormalize: bool = False
+
+    model_type = "deepseek_v2"
+    rows = rows(
+        *LATENT,
+        *ROUTED,
+        Field("first_k_dense_replace", "n_dense", COUNT),
+        Field("attention_bias"),
+        Only("moe_layer_freq", 1, is_written=False),
+        _Groups(),
+        Only("mlp_bias", False),
+        Only("scoring_func", "softmax", is_written=False),
+        Only("norm_topk_prob", False, None),
+        without=("n_kv_heads", "head_size"),
+    )
+    aliases = MappingProxyType({"num_experts": "n_routed_experts"})
+    names = Names({**expert_names(), **LATENT_NAMES})
+    sizes = published(
+        {
+            "lite": {"d_model": 2048, "d_mlp": 10944, "n_layers": 27, "n_heads": 16, "query_latent_size": None}
+            | {"d_expert": 1408, "d_shared": 2816},
+            "236b": {"d_model": 5120, "d_mlp": 12288, "n_layers": 60, "n_heads": 128, "n_experts": 160, "router_scale": 16.0}
+            | {"n_expert_groups": 8, "n_chosen_groups": 3, "d_expert": 1536, "d_shared": 3072},
+        },
+        n_dense=1,
+        bos_token_id=100000,
+        eos_token_id=100001,
+    )
+
+
+class DeepseekV2(CausalLM):
+    """A DeepSeek-V2, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = DeepseekV2Config
+    __init__ = CausalLM.__init__

@@ -1,0 +1,63 @@
+"""dots.llm1: DeepSeek-V3's experts with attention whose queries and keys are normalized.
+
+Source: *dots.llm1 Technical Report* (arXiv:2506.05767).
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ._kinds import COUNT
+from .decoder import GROUPED, CausalLM, CausalLMConfig, LayerTypes, Names, expert_names, rows
+from .hf import Field, published
+
+
+@dataclass(frozen=True)
+class Dots1Config(CausalLMConfig):
+    """The sizes of a dots.llm1. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    vocab_size: int = 152064
+    d_model: int = 4608
+    d_mlp: int | None = 10944
+    n_layers: int = 62
+    window: int | None = 4096
+    windowed_layers: tuple[int, ...] | None = ()
+    head_norm: str | None = "head"
+    n_experts: int = 128
+    n_chosen: int = 6
+    d_expert: int | None = 1408
+    d_shared: int = 2816
+    renormalize: bool = False
+    router_score: str = "sigmoid"
+    has_correction: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
+    model_type = "dots1"
+    rows = rows(
+        *GROUPED,
+        Field("first_k_dense_replace", "n_dense", COUNT),
+        Field("attention_bias"),
+        LayerTypes(first=("max_window_layers", 62)),
+    )
+    aliases = MappingProxyType({"num_local_experts": "n_routed_experts"})
+    names = Names(expert_names())
+    sizes = published(
+        {
+            "142b": {
+                "n_positions": 32768,
+                "d_model": 4096,
+                "n_dense": 1,
+                "renormalize": True,
+                "router_scale": 2.5,
+                "rope_theta": 1e7,
+                "eos_token_id": 151643,
+            }
+        }
+    )
+
+
+class Dots1(CausalLM):
+    """A dots.llm1, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Dots1Config
+    __init__ = CausalLM.__init__

@@ -1,0 +1,110 @@
+"""Falcon: attention and MLP run in parallel, with one or a few heads of keys and values, and no biases.
+
+Falcon 3 has LLaMA's model type. Models with ALiBi, such as falcon-rw, are not implemented.
+
+Source: *The Falcon Series of Open Language Models* (arXiv:2311.16867).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from ._kinds import RATE, SIZE, TEXT
+from .decoder import ByHead, CausalLM, GPTConfig, Inner, Names, Shared, rows
+from .hf import ConfigReader, Field, Only, Row, published
+
+
+class _Architecture(Row):
+    """The heads of keys and values, and the norms, which follow from five keys."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        fields = {"n_kv_heads": "num_kv_heads", "shares_norm": "num_ln_in_parallel_attn", "is_parallel": "parallel_attn"}
+        return fields
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        is_new = reader.get("new_decoder_architecture", False)
+        n_kv_heads = reader.get("num_kv_heads", None, SIZE)  # the old architecture ignores it
+        if not is_new:
+            n_kv_heads = 1 if reader.get("multi_query", True) else None
+        is_parallel = reader.get("parallel_attn", True)
+        n_norms = reader.get("num_ln_in_parallel_attn", 2 if is_new else 1, SIZE)
+        if is_new and not is_parallel:
+            raise reader.refuse("parallel_attn", False, "true with `new_decoder_architecture`")
+        shares_norm = is_parallel and not (is_new and n_norms == 2)
+        return {"n_kv_heads": n_kv_heads, "is_parallel": is_parallel, "shares_norm": shares_norm}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {
+            "new_decoder_architecture": config.is_new,
+            "num_kv_heads": config.groups,
+            "multi_query": config.groups == 1 != config.n_heads,
+            "parallel_attn": config.is_parallel,
+            "num_ln_in_parallel_attn": 2 if config.is_parallel and not config.shares_norm else 1,
+        }
+
+
+@dataclass(frozen=True)
+class FalconConfig(GPTConfig):
+    """The sizes of a Falcon. The defaults are those with 7 billion parameters. See `CausalLMConfig`."""
+
+    vocab_size: int = 65024
+    d_model: int = 4544
+    n_heads: int = 71
+    n_kv_heads: int | None = 1
+    is_parallel: bool = True
+    shares_norm: bool = True
+    activation: str = "gelu"
+    mlp_bias: bool = False
+    is_tied: bool = True
+    bos_token_id: int | None = 11
+    eos_token_id: int | tuple[int, ...] | None = 11
+
+    model_type = "falcon"
+    rows = rows(
+        _Architecture(),
+        Inner("ffn_hidden_size"),
+        Field("activation", kind=TEXT),
+        Field("layer_norm_epsilon", "norm_eps"),
+        Shared("bias", "attention_bias", "mlp_bias"),
+        Field("hidden_dropout", "residual_dropout", RATE),
+        Only("alibi", False),
+        without=("head_size",),
+    )
+    aliases = MappingProxyType({"n_embed": "hidden_size"})
+    names = Names(
+        {
+            "self_attention.query_key_value": ByHead(
+                ("attention.query", "attention.key", "attention.value"), lambda config: config.groups
+            ),
+            "self_attention.dense": "attention.output",
+            "mlp.dense_h_to_4h": "mlp.up",
+            "mlp.dense_4h_to_h": "mlp.down",
+        },
+        layers="transformer.h.{}.",
+        embedding="transformer.word_embeddings",
+        norm="transformer.ln_f",
+        token_score="classifier",
+    )
+    sizes = published(
+        {"7b": {}, "40b": {"d_model": 8192, "n_layers": 60, "n_heads": 128, "n_kv_heads": 8, "shares_norm": False}}
+    )
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this is the architecture of the model with 40 billion parameters."""
+        return (self.is_parallel and not self.shares_norm) or 1 < self.groups < self.n_heads
+
+    def disk_names(self) -> Names:
+        """Returns the names of tensors on disk. The new architecture has other norms."""
+        if not (self.is_parallel and not self.shares_norm):
+            return self.names
+        return replace(self.names, block={**self.names.block, "ln_attn": "attention_norm", "ln_mlp": "mlp_norm"})
+
+
+class Falcon(CausalLM):
+    """A Falcon, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = FalconConfig
+    __init__ = CausalLM.__init__

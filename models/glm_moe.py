@@ -1,0 +1,77 @@
+"""GLM-4.5: DeepSeek-V3's experts with GLM's attention.
+
+The last layer of its files, which predicts another token, is not read.
+
+Source: *GLM-4.5* (arXiv:2508.06471), and the models' cards, huggingface.co/zai-org.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ._kinds import COUNT
+from .decoder import GROUPED, CausalLM, CausalLMConfig, Choice, Names, Rope, expert_names, rows
+from .hf import Field, Only, published
+
+
+@dataclass(frozen=True)
+class Glm4MoeConfig(CausalLMConfig):
+    """The sizes of a GLM-4.5. The defaults are those of transformers, with its heads. See `CausalLMConfig`."""
+
+    vocab_size: int = 151552
+    n_positions: int = 131072
+    d_mlp: int | None = 10944
+    n_layers: int = 46
+    n_heads: int = 96
+    n_kv_heads: int | None = 8
+    head_size: int | None = 128
+    output_bias: bool | None = False
+    rope_share: float = 0.5
+    norm_eps: float = 1e-5
+    n_experts: int = 128
+    n_chosen: int = 8
+    d_expert: int | None = 1408
+    d_shared: int = 1408
+    n_dense: int = 1
+    router_score: str = "sigmoid"
+    has_correction: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
+    model_type = "glm4_moe"
+    rows = rows(
+        *GROUPED,
+        Field("first_k_dense_replace", "n_dense", COUNT),
+        Field("attention_bias"),
+        Choice("use_qk_norm", MappingProxyType({"head_norm": (None, "head")}), default=False),
+        Rope(has_share=True),
+        Only("num_nextn_predict_layers", 0, 1, default=1),
+    )
+    aliases = MappingProxyType({"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"})
+    names = Names(expert_names(), ignored=("*.rotary_emb.inv_freq", "model.layers.{n_layers}.*"))
+    sizes = published(
+        {
+            "4.5-air": {},
+            "4.5": {
+                "d_model": 5120,
+                "d_mlp": 12288,
+                "n_layers": 92,
+                "n_experts": 160,
+                "d_expert": 1536,
+                "d_shared": 1536,
+                "n_dense": 3,
+                "head_norm": "head",
+                "router_scale": 2.5,
+            },
+        },
+        attention_bias=True,
+        rope_theta=1e6,
+        eos_token_id=(151329, 151336, 151338),
+        pad_token_id=151329,
+    )
+
+
+class Glm4Moe(CausalLM):
+    """A GLM-4.5, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Glm4MoeConfig
+    __init__ = CausalLM.__init__

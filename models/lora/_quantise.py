@@ -1,0 +1,118 @@
+"""Quantised bases: replaces the weights of linear layers by codes of 4 or 8 bits, for adapters to be trained on.
+
+The codes and their primitive are in `redeqx._quantised`, and adapters in `_adapters`.
+
+Source: QLoRA (arXiv:2305.14314).
+"""
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from redeqx._quantised import (
+    KINDS,
+    block_size_of,
+    dequantise as as_array,
+    is_quantised,
+    map_quantised,
+    quantise as encode,
+)
+from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
+from redeqx.errors import check_choice, check_count, check_function, filter_traceback
+
+from ._adapters import globs_of, is_linear
+
+_MIN_BLOCK = 8  # numbers of a block, which has 4 bytes of scale
+_NF4_BLOCK = 64  # that of QLoRA
+
+
+@filter_traceback
+def quantise(
+    model: ModelT,
+    *,
+    where: str | Sequence[str] | Callable[[str, Any], bool],
+    kind: str = "nf4",
+    block_size: int | None = None,
+) -> ModelT:
+    """Replaces weights by codes of 4 or 8 bits and scales, which become numbers where the model uses them.
+
+    A weight of `[..., out, in]`, or of any other order, is divided into blocks along its last dim. Each block is scaled by
+    its largest magnitude. The model computes with the dequantised numbers, in the weight's dtype. They are not trained.
+
+    **Arguments:**
+
+    - `model`: any PyTree with `eqx.nn.Linear` layers, with or without adapters, or with matrices of its own. They may be
+        stacked, sharded, or shapes (`jax.ShapeDtypeStruct`).
+    - `where`: one or more globs over the paths of linear layers (`"*.attention.query"`) and of other floating arrays with
+        at least two dims that are in no layer of `eqx.nn`; each must match one. Or a function of the path and the layer or
+        array that returns True for those to quantise.
+    - `kind`: `"nf4"`, two codes a byte and 0.5 bits of scale a number; or `"int8"`.
+    - `block_size`: numbers of a block. The default is 64 for `"nf4"`, and a whole row for `"int8"`. If a row has no whole
+        number of blocks, these are as long as the largest common divisor of both.
+
+    Raises ValueError if nothing is selected, for a weight that is quantised already, and for one whose rows have an odd
+    length or a common divisor with `block_size` below 8.
+    """
+    check_choice(kind, "kind", KINDS)
+    check_count(block_size, "block_size", advice="Pass a positive number, or None.", optional=True)
+    block_size = _NF4_BLOCK if block_size is None and kind == "nf4" else block_size
+    picked = _select(_candidates(model), where)
+
+    def quantised(path: str, node: Any) -> Any:
+        if path not in picked:
+            return node
+        weight = node.weight if is_linear(node) else node
+        if is_quantised(weight):
+            raise ValueError(f"`{path}`: expected a weight, got one of {weight.kind}. Leave it out.")
+        n = weight.shape[-1]
+        if (size := block_size_of(n, block_size)) < min(_MIN_BLOCK, n) or (kind == "nf4" and n % 2):
+            raise ValueError(
+                f"`{path}`: expected rows that divide into blocks of at least {_MIN_BLOCK} numbers, got rows of {n} and "
+                f"blocks of {size}. Leave it out, or pass another `block_size`."
+            )
+        codes = encode(weight, kind, block_size)
+        return eqx.tree_at(lambda layer: layer.weight, node, codes) if is_linear(node) else codes
+
+    return map_named(quantised, model, is_leaf=lambda node: is_linear(node) or is_quantised(node))
+
+
+def dequantise(model: ModelT) -> ModelT:
+    """Returns the model with arrays in place of quantised weights, as it computes with them. What quantising has rounded off
+    stays lost."""
+    return map_quantised(as_array, model)
+
+
+def _candidates(model: PyTree) -> dict[str, Any]:
+    """Returns the linear layers and all other matrices by path."""
+
+    def is_whole(node: Any) -> bool:
+        return is_quantised(node) or (isinstance(node, eqx.Module) and type(node).__module__.startswith("equinox.nn"))
+
+    nodes = named_leaves(model, is_leaf=lambda node: is_linear(node) or is_whole(node))
+    return {path: node for path, node in nodes.items() if is_linear(node) or is_quantised(node) or _is_matrix(node)}
+
+
+def _is_matrix(leaf: Any) -> bool:
+    return is_array_like(leaf) and len(leaf.shape) >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _select(nodes: Mapping[str, Any], where: Any) -> set[str]:
+    what = f"The model's linear layers and matrices: {', '.join(listed(list(nodes))) or 'none'}."
+    if callable(where):
+        check_function(where, "where", ["path", "layer"])
+        picked = {path for path, node in nodes.items() if where(path, node)}
+        if not picked:
+            raise ValueError(f"`where`: expected a function that selects linear layers, got none. {what}")
+        return picked
+    picked = set[str]()
+    for pattern in globs_of(where, "where", 'Write `"*.attention.query"`, say'):
+        found = fnmatch.filter(nodes, pattern)
+        if not found:
+            raise ValueError(
+                f"`where`: expected the path of a linear layer or matrix, got {pattern!r}.{nearest(pattern, nodes)} {what}"
+            )
+        picked.update(found)
+    return picked

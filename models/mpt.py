@@ -1,0 +1,107 @@
+"""MPT: a pre-norm decoder without biases and positions, whose attention scores fall with the distance instead (ALiBi).
+
+Source: *Introducing MPT-7B* (MosaicML, 2023).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ._kinds import OBJECT, POSITIVE, RATE
+from .decoder import CausalLM, CausalLMConfig, Names, Shared, rows
+from .hf import ConfigReader, Field, Only, published
+
+
+class _Attention(Shared):
+    """The object with the keys of attention. Its dropout rate is that of additions to the residual stream, too."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return dict.fromkeys((*self.fields, "attention_scale", "attention_clip"), self.key)
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        own = reader.nested(self.key, reader.get(self.key, {}, OBJECT))
+        own.only("attn_type", "multihead_attention")
+        own.only("alibi", True)
+        own.only("alibi_bias_max", 8)
+        for name in ("prefix_lm", "qk_ln", "attn_uses_sequence_id", "rope"):
+            own.only(name, False)
+        return {
+            **dict.fromkeys(self.fields, own.get("attn_pdrop", 0.0, RATE)),
+            "attention_scale": own.get("softmax_scale", None, POSITIVE),
+            "attention_clip": own.get("clip_qkv", None, POSITIVE),
+        }
+
+    def write(self, config: Any) -> dict[str, Any]:
+        own = {
+            "attn_type": "multihead_attention",
+            "attn_pdrop": config.attention_dropout or 0,  # transformers refuses 0.0
+            "alibi": True,
+            "alibi_bias_max": 8,
+            "clip_qkv": config.attention_clip,
+            "softmax_scale": config.attention_scale,
+        }
+        return {self.key: own}
+
+
+@dataclass(frozen=True)
+class MptConfig(CausalLMConfig):
+    """The sizes of an MPT. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    vocab_size: int = 50368
+    d_model: int = 2048
+    d_mlp: int | None = None
+    n_layers: int = 24
+    n_heads: int = 16
+    bias_range: float | None = 8.0
+    norm: str = "layer"
+    norm_eps: float = 1e-5
+    activation: str = "gelu"
+    is_gated: bool = False
+    is_tied: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
+    model_type = "mpt"
+    architecture = "MptForCausalLM"
+    rows = rows(
+        Field("max_seq_len", "n_positions"),
+        Field("d_model"),
+        Field("n_layers", via=ConfigReader.layers),
+        Field("n_heads"),
+        Field("layer_norm_epsilon", "norm_eps"),
+        _Attention("attn_config", "attention_dropout", "residual_dropout"),
+        Only("expansion_ratio", 4),
+        Only("no_bias", True),
+        Only("logit_scale", None),
+        without=("d_mlp", "n_kv_heads", "head_size", "rope_theta", "activation"),
+    )
+    aliases = MappingProxyType({"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"})
+    names = Names(
+        {
+            "norm_1": "attention_norm",
+            "attn.Wqkv": ("attention.query", "attention.key", "attention.value"),
+            "attn.out_proj": "attention.output",
+            "norm_2": "mlp_norm",
+            "ffn.up_proj": "mlp.up",
+            "ffn.down_proj": "mlp.down",
+        },
+        layers="transformer.blocks.{}.",
+        embedding="transformer.wte",
+        norm="transformer.norm_f",
+    )
+    sizes = published(
+        {
+            "7b": {"d_model": 4096, "n_layers": 32, "n_heads": 32},
+            "30b": {"d_model": 7168, "n_layers": 48, "n_heads": 64, "n_positions": 8192},
+        },
+        vocab_size=50432,
+    )
+
+
+class Mpt(CausalLM):
+    """An MPT, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = MptConfig
+    __init__ = CausalLM.__init__

@@ -1,0 +1,111 @@
+"""Qwen3.5, its text models: Qwen3-Next without experts, or with others, and with its own names of the delta rule's layers.
+
+Folders that also have a model of images are read by the class, `Qwen3_5.from_pretrained(folder)`, as the text model alone.
+Layers that predict further tokens, `mtp`, are not read.
+
+Source: Qwen team 2026, *Qwen3.5*, as in `transformers`.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from .decoder import DELTA, DELTA_NAMES, CausalLM, CausalLMConfig, Names, Rope, expert_names, rows
+from .hf import Field, Only, published
+
+_BLOCK = {
+    **DELTA_NAMES,
+    "linear_attn.in_proj_qkv": ("delta.query", "delta.key", "delta.value"),
+    "linear_attn.in_proj_z": "delta.gate",
+    "linear_attn.in_proj_b": "delta.strength",
+    "linear_attn.in_proj_a": "delta.decay",
+}
+_OTHERS = {
+    "ignored": ("*.rotary_emb.inv_freq", "mtp.*", "model.visual.*"),
+    "aliases": ((r"^model\.language_model\.", "model."),),
+}
+_ROWS = (*DELTA, Rope(has_share=True), Field("attention_bias"), Only("attn_output_gate", True, is_written=False))
+_PUBLISHED = {"n_positions": 262144, "rope_theta": 1e7, "eos_token_id": 248044}
+
+
+@dataclass(frozen=True)
+class Qwen3_5Config(CausalLMConfig):
+    """The sizes of a Qwen3.5. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    vocab_size: int = 248320
+    n_positions: int = 32768
+    d_model: int = 4096
+    d_mlp: int | None = 12288
+    n_layers: int = 32
+    n_heads: int = 16
+    n_kv_heads: int | None = 4
+    head_size: int | None = 256
+    gates_attention: bool = True
+    head_norm: str | None = "head"
+    rope_share: float = 0.25
+    norm: str = "offset_rms"
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
+    model_type = "qwen3_5_text"
+    part = "text_config"
+    attention_period = 4
+    rows = rows(*_ROWS)
+    names = Names(_BLOCK, **_OTHERS)
+    sizes = published(
+        {
+            "0.8b": {"d_model": 1024, "d_mlp": 3584, "n_layers": 24, "n_heads": 8, "n_kv_heads": 2, "delta_heads": 16}
+            | {"is_tied": True},
+            "9b": {},
+            "27b": {"d_model": 5120, "d_mlp": 17408, "n_layers": 64, "n_heads": 24, "delta_heads": 48},
+        },
+        **_PUBLISHED,
+    )
+
+    @classmethod
+    def stem(cls) -> str:
+        """Returns the start of the names of transformers' classes, but that of the language model."""
+        return cls.architecture.removesuffix("ForCausalLM") + "Text"
+
+
+class Qwen3_5(CausalLM):
+    """The text model of a Qwen3.5, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Qwen3_5Config
+    model_types = ("qwen3_5_text", "qwen3_5")
+    __init__ = CausalLM.__init__
+
+
+@dataclass(frozen=True)
+class Qwen3_5MoeConfig(Qwen3_5Config):
+    """The sizes of a Qwen3.5 with experts. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    d_model: int = 2048
+    d_mlp: int | None = None
+    n_layers: int = 40
+    n_kv_heads: int | None = 2
+    n_experts: int = 256
+    n_chosen: int = 8
+    d_expert: int | None = 512
+    d_shared: int = 512
+    gates_shared: bool = True
+
+    model_type = "qwen3_5_moe_text"
+    rows = rows(
+        *_ROWS,
+        Field("moe_intermediate_size", "d_expert"),
+        Field("shared_expert_intermediate_size", "d_shared"),
+        Field("num_experts", "n_experts"),
+        Field("num_experts_per_tok", "n_chosen"),
+        without=("d_mlp",),
+    )
+    aliases = MappingProxyType({"num_local_experts": "num_experts"})
+    names = Names({**expert_names("shared_expert"), **_BLOCK}, **_OTHERS)
+    sizes = published({"35b-a3b": {}}, **_PUBLISHED)
+
+
+class Qwen3_5Moe(CausalLM):
+    """The text model of a Qwen3.5 with experts, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Qwen3_5MoeConfig
+    model_types = ("qwen3_5_moe_text", "qwen3_5_moe")
+    __init__ = CausalLM.__init__

@@ -1,0 +1,114 @@
+"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 with experts. In Qwen2-MoE all tokens are also sent to one that is gated.
+
+Sources: *Qwen2* (arXiv:2407.10671); *Qwen3* (arXiv:2505.09388).
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from .decoder import CausalLM, CausalLMConfig, FirstLayers, Names, expert_names, rows
+from .hf import Field, Only, published
+
+_EXPERTS = (
+    Field("moe_intermediate_size", "d_expert"),
+    Field("num_experts", "n_experts"),
+    Field("num_experts_per_tok", "n_chosen"),
+    Field("norm_topk_prob", "renormalize"),
+    Only("decoder_sparse_step", 1),
+    FirstLayers(),
+    Only("use_sliding_window", False),
+)
+
+
+@dataclass(frozen=True)
+class Qwen2MoeConfig(CausalLMConfig):
+    """The sizes of a Qwen2 with experts. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    vocab_size: int = 151936
+    n_positions: int = 32768
+    d_model: int = 2048
+    d_mlp: int | None = 5632
+    n_layers: int = 24
+    n_heads: int = 16
+    attention_bias: bool = True
+    output_bias: bool | None = False
+    n_experts: int = 60
+    n_chosen: int = 4
+    d_expert: int | None = 1408
+    d_shared: int = 5632
+    gates_shared: bool = True
+    renormalize: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
+    model_type = "qwen2_moe"
+    rows = rows(
+        Field("shared_expert_intermediate_size", "d_shared"),
+        Field("qkv_bias", "attention_bias"),
+        *_EXPERTS,
+        without=("head_size",),
+    )
+    names = Names(expert_names("shared_expert"))
+    sizes = published(
+        {
+            "1.5-a2.7b": {"n_positions": 8192},
+            "57b-a14b": {"d_model": 3584, "d_mlp": 18944, "n_layers": 28, "n_heads": 28, "n_kv_heads": 4, "n_experts": 64}
+            | {"n_chosen": 8, "d_expert": 2560, "d_shared": 20480, "n_positions": 131072},
+        },
+        rope_theta=1e6,
+        bos_token_id=151643,
+        eos_token_id=151643,
+    )
+
+
+class Qwen2Moe(CausalLM):
+    """A Qwen2 with experts, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Qwen2MoeConfig
+    __init__ = CausalLM.__init__
+
+
+@dataclass(frozen=True)
+class Qwen3MoeConfig(CausalLMConfig):
+    """The sizes of a Qwen3 with experts. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    vocab_size: int = 151936
+    n_positions: int = 32768
+    d_model: int = 2048
+    d_mlp: int | None = 6144
+    d_expert: int | None = 768
+    n_layers: int = 24
+    n_kv_heads: int | None = 4
+    head_norm: str | None = "head"
+    n_experts: int = 128
+    n_chosen: int = 8
+    renormalize: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
+    model_type = "qwen3_moe"
+    rows = rows(
+        Field("attention_bias"),
+        *_EXPERTS,
+    )
+    aliases = MappingProxyType({"num_local_experts": "num_experts"})
+    names = Names(expert_names())
+    sizes = published(
+        {
+            "30b-a3b": {"n_layers": 48},
+            "235b-a22b": {"d_model": 4096, "d_mlp": 12288, "d_expert": 1536, "n_layers": 94, "n_heads": 64},
+        },
+        n_positions=40960,
+        head_size=128,
+        rope_theta=1e6,
+        renormalize=True,
+        bos_token_id=151643,
+        eos_token_id=151645,
+    )
+
+
+class Qwen3Moe(CausalLM):
+    """A Qwen3 with experts, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Qwen3MoeConfig
+    __init__ = CausalLM.__init__

@@ -1,0 +1,76 @@
+"""Qwen3-Next: three of four layers have a gated delta rule, the others a gated attention, and all have many small experts.
+
+The layers that predict further tokens, `mtp` in its files, are not read.
+
+Sources: Qwen team 2025, *Qwen3-Next*; *Gated Delta Networks* (arXiv:2412.06464); *Gated Attention* (arXiv:2505.06708).
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from .decoder import DELTA, DELTA_NAMES, ByHead, CausalLM, CausalLMConfig, FirstLayers, Names, Rope, expert_names, rows
+from .hf import Field, Only, published
+
+
+def _key_heads(config: CausalLMConfig) -> int:
+    return config.delta_groups
+
+
+@dataclass(frozen=True)
+class Qwen3NextConfig(CausalLMConfig):
+    """The sizes of a Qwen3-Next. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    vocab_size: int = 151936
+    n_positions: int = 32768
+    d_model: int = 2048
+    d_mlp: int | None = 5632
+    n_layers: int = 48
+    n_heads: int = 16
+    n_kv_heads: int | None = 2
+    head_size: int | None = 256
+    gates_attention: bool = True
+    head_norm: str | None = "head"
+    rope_share: float = 0.25
+    norm: str = "offset_rms"
+    n_experts: int = 512
+    n_chosen: int = 10
+    d_expert: int | None = 512
+    d_shared: int = 512
+    gates_shared: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
+    model_type = "qwen3_next"
+    attention_period = 4
+    rows = rows(
+        *DELTA,
+        Rope(has_share=True),
+        Field("attention_bias"),
+        Field("moe_intermediate_size", "d_expert"),
+        Field("shared_expert_intermediate_size", "d_shared"),
+        Field("num_experts", "n_experts"),
+        Field("num_experts_per_tok", "n_chosen"),
+        Field("norm_topk_prob", "renormalize"),
+        Only("decoder_sparse_step", 1),
+        FirstLayers(),
+    )
+    aliases = MappingProxyType({"num_local_experts": "num_experts"})
+    names = Names(
+        {
+            **expert_names("shared_expert"),
+            **DELTA_NAMES,
+            "linear_attn.in_proj_qkvz": ByHead(("delta.query", "delta.key", "delta.value", "delta.gate"), _key_heads),
+            "linear_attn.in_proj_ba": ByHead(("delta.strength", "delta.decay"), _key_heads),
+        },
+        ignored=("*.rotary_emb.inv_freq", "mtp.*"),
+    )
+    sizes = published(
+        {"80b-a3b": {"d_mlp": 5120}}, n_positions=262144, rope_theta=1e7, bos_token_id=151643, eos_token_id=151645
+    )
+
+
+class Qwen3Next(CausalLM):
+    """A Qwen3-Next, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Qwen3NextConfig
+    __init__ = CausalLM.__init__

@@ -1,0 +1,104 @@
+"""`WhisperConfig`: the sizes and special tokens of a Whisper."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from redeqx.errors import check_choice
+
+from ..bart import SIDES, BartConfig
+from ..hf import Field, Only, Tokens, Written
+from ..nn import check_sizes
+from ._prompt import KEYS
+
+_SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"d_model": 384, "n_layers": 4, "n_heads": 6},
+    "base": {"d_model": 512, "n_layers": 6, "n_heads": 8},
+    "small": {"d_model": 768, "n_layers": 12, "n_heads": 12},
+    "medium": {"d_model": 1024, "n_layers": 24, "n_heads": 16},
+    "large": {"d_model": 1280, "n_layers": 32, "n_heads": 20},
+    "large-v3": {"d_model": 1280, "n_layers": 32, "n_heads": 20, "n_mels": 128, "vocab_size": 51866},
+    "large-v3-turbo": {"d_model": 1280, "n_layers": 32, "n_heads": 20, "n_mels": 128, "vocab_size": 51866},
+}
+
+
+@dataclass(frozen=True)
+class WhisperConfig(BartConfig):
+    """The sizes and dropout rates of a Whisper. The defaults are those of `transformers`, with the sizes of the smallest
+    multilingual model. The other fields are those of `BartConfig`, and `n_positions` is that of texts.
+
+    **Arguments:**
+
+    - `n_mels`: the number of bands of the features.
+    - `n_source_positions`: the number of positions of the encoder, two frames of features each: 1500 are 30 seconds.
+    """
+
+    vocab_size: int = 51865
+    n_positions: int = 448
+    d_model: int = 384
+    n_layers: int = 4
+    n_decoder_layers: int = 4
+    n_heads: int = 6
+    n_decoder_heads: int = 6
+    d_ff: int = 1536
+    d_decoder_ff: int = 1536
+    dropout: float = 0.0
+    bos_token_id: int | None = 50256
+    eos_token_id: int | tuple[int, ...] | None = 50256
+    pad_token_id: int | None = 50256
+    decoder_start_token_id: int = 50257
+    forced_eos_token_id: int | None = None
+    n_mels: int = 80
+    n_source_positions: int = 1500
+
+    is_pre_norm = True
+    has_key_bias = False
+    first_position = 0
+    prompt_keys = KEYS
+    rows = (
+        Written("model_type", "whisper"),
+        Only("is_encoder_decoder", True),
+        Only("tie_word_embeddings", True),
+        Only("scale_embedding", False),
+        Only("apply_spec_augment", False),
+        Field("vocab_size"),
+        Field("num_mel_bins", "n_mels"),
+        Field("max_source_positions", "n_source_positions"),
+        Field("max_target_positions", "n_positions"),
+        Field("d_model"),
+        *SIDES,
+        Tokens("decoder_start"),
+        Field("init_std"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, "n_mels", "n_source_positions")
+        if self.d_model % 2:
+            raise ValueError(f"`d_model`: expected an even number, got {self.d_model}. Positions are sines and cosines.")
+
+    @property
+    def n_frames(self) -> int:
+        """The number of frames of a recording's features."""
+        return 2 * self.n_source_positions
+
+    @property
+    def prompting(self) -> Mapping[str, Any]:
+        """The keys of `generation_config.json` that say what a text begins with."""
+        old = {key: self.extra[key] for key in KEYS if key in self.extra}
+        return old if self.generation is None else {**old, **self.generation.keys}
+
+    @classmethod
+    def of(cls, size: str) -> "WhisperConfig":
+        """The published multilingual model of a size: `"tiny"`, `"base"`, `"small"`, `"medium"`, `"large"`, `"large-v3"` or
+        `"large-v3-turbo"`, with 38 to 1543 million parameters.
+
+        Raises ValueError for another size.
+        """
+        check_choice(size, "size", (*_SIZES,))
+        sizes = _SIZES[size]
+        n_decoder_layers = 4 if size == "large-v3-turbo" else sizes["n_layers"]
+        d_ff = 4 * sizes["d_model"]
+        return cls(
+            **sizes, n_decoder_layers=n_decoder_layers, n_decoder_heads=sizes["n_heads"], d_ff=d_ff, d_decoder_ff=d_ff
+        )

@@ -1,0 +1,127 @@
+"""Saved programs: a folder that a dry run fills with compiled programs, and that a run then uses as its compilation cache.
+
+The programs are entries of JAX's cache, under the keys that JAX computes for the run. JAX does not say why it finds no
+entry, so a manifest beside them names what they were compiled for: a run that differs is refused before it compiles.
+"""
+
+import json
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ..machine import compiler_environment, mesh_text, use_cache_folder
+from ..storage import write_file
+
+MANIFEST = "redeqx.json"
+_MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
+_LARGE = 2**20  # the most elements of a constant whose values are compared
+_AGAIN = "Save them again with `redeqx dry-run --save`, or pass another folder to `Compiler(cache=)`."
+
+
+@dataclass
+class SavedPrograms:
+    """The manifest of a folder of programs.
+
+    **Arguments:**
+
+    - `environment`: what all programs were compiled for, by name: versions, devices, flags, mesh.
+    - `programs`: by name, the dtype, shape and spec of each argument, and the checksum of the program's text.
+    """
+
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    programs: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: str | Path | None) -> "SavedPrograms | None":
+        """Returns the manifest of a folder; None if it has none. Raises ValueError for a damaged one."""
+        path = None if folder is None else Path(folder) / MANIFEST
+        if path is None or not path.is_file():
+            return None
+        try:
+            found = json.loads(path.read_text())
+            return cls(path.parent, found["environment"], found["programs"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"`{path}`: expected a manifest of saved programs, got {error!r}. {_AGAIN}") from None
+
+    def write(self) -> None:
+        """Writes the manifest, after the programs."""
+        text = json.dumps({"environment": self.environment, "programs": self.programs}, indent=1)
+        write_file(self.folder / MANIFEST, text.encode())
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """A context in which compiled programs are kept in the folder, also those of devices that are only described."""
+        before = getattr(jax.config, _MIN_SECONDS)
+        jax.config.update(_MIN_SECONDS, 0.0)
+        try:
+            with use_cache_folder(str(self.folder)), warnings.catch_warnings():
+                # An earlier entry cannot be loaded by a compiler that has no devices: it is compiled again.
+                warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+                yield
+        finally:
+            jax.config.update(_MIN_SECONDS, before)
+
+    def check_environment(self, found: Mapping[str, str]) -> None:
+        """Raises ValueError for the first of these facts that differs."""
+        for name, value in found.items():
+            if (saved := self.environment.get(name, "unknown")) != value:
+                raise ValueError(
+                    f"`{self.folder / MANIFEST}`: expected {name} to be {_short(saved)}, as when the programs were saved, "
+                    f"got {_short(value)}. {_AGAIN}"
+                )
+
+    def check_program(self, name: str, arguments: Mapping[str, str], lowered: Any) -> None:
+        """Raises ValueError if a program has other arguments than the saved one of its name, or computes something else."""
+        saved, path = self.programs.get(name, {"arguments": {}, "crc32": None}), self.folder / MANIFEST
+        for argument in [*arguments, *(of for of in saved["arguments"] if of not in arguments)]:
+            was, found = (of.get(argument, "no such argument") for of in (saved["arguments"], arguments))
+            if was != found:
+                raise ValueError(
+                    f"`{path}`: expected `{argument}` of the {name} to be {was}, as saved, got {found}. {_AGAIN}"
+                )
+        if saved["crc32"] != _crc32(lowered):
+            raise ValueError(
+                f"`{path}`: expected the {name} that was saved, got another with the same arguments: the loss, the "
+                f"optimizer, a constant such as the learning rate, or an option of the step differs. {_AGAIN}"
+            )
+
+    def add(self, name: str, arguments: Mapping[str, str], lowered: Any) -> None:
+        """Adds a program to the manifest."""
+        self.programs[name] = {"arguments": dict(arguments), "crc32": _crc32(lowered)}
+
+
+def program_environment(mesh: Mesh) -> dict[str, str]:
+    """Returns what decides whether a compiled program can be used on a mesh, by name."""
+    devices = list(mesh.devices.flat)
+    hosts = len({device.process_index for device in devices})
+    return {
+        "the version of jax": jax.__version__,
+        **compiler_environment(devices[0].client),
+        "the devices": f"{mesh.size} x {devices[0].device_kind} in {hosts} process{'es' * (hosts > 1)}",
+        "the mesh": mesh_text(mesh.shape),
+        "the optimization level": str(jax.config.jax_optimization_level),  # pyright: ignore[reportAttributeAccessIssue]
+    }
+
+
+def argument_text(array: Any) -> str:
+    """Describes an argument of a program: an array, or its shape."""
+    spec = getattr(getattr(array, "sharding", None), "spec", None)
+    axes = "" if spec is None or not any(spec) else f" over {', '.join(map(str, spec))}"
+    return f"{array.dtype}{list(array.shape)}{axes}"
+
+
+def _crc32(lowered: Any) -> int:
+    # The text excludes source locations and names.
+    return zlib.crc32(lowered.compiler_ir("stablehlo").operation.get_asm(large_elements_limit=_LARGE).encode())
+
+
+def _short(text: str) -> str:
+    return repr(" ".join(text.split()))

@@ -1,0 +1,335 @@
+"""What a loop saves for its backward pass: which of its values are kept, computed again, or put into host memory.
+
+The candidates are the outputs of products, attention and other kernels. All else is bound by memory bandwidth, and computing
+it again takes no longer than writing and reading it. Of each candidate three numbers are known before anything compiles: its
+bytes on one device; the time to compute it again, given what else is saved; and the bytes that the bus to the host copies
+while one iteration is computed. `choose_saved` takes the candidates that save the most time for their bytes, first into the
+memory of the device, then into that of the host as far as the bus hides the copies. It is greedy: each choice changes what
+the others are worth.
+
+Owns the numbers and the choice. A rule of `transforms` applies them to a traced loss.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core as jex
+
+from ..machine import MODEL, Chip
+from ..tracing import Env, insides, line_of, matmul_flops, variables
+from ._estimate import may_fuse
+from ._shards import Shards
+from ._strategy import bytes_of
+
+# The share of the published rate that the products of a layer reach at least. MaxText's published steps reach 45 to 65 %.
+_REACHED = 2 / 3
+KEPT, HOST, AGAIN = "kept", "host", "again"
+KERNELS = ("attention", "pallas_call")  # kernels whose derivative reads outputs that no other equation returns
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A value, or several that are saved together, of one iteration of a loop.
+
+    **Arguments:**
+
+    - `key`: as the policy knows it: a name, or the primitive with the types of its operands.
+    - `scope`: the names around it, such as that of the weight.
+    - `n_bytes`: on one device.
+    """
+
+    key: Any
+    what: str
+    line: str
+    scope: str
+    n_bytes: int
+
+
+def key_of(primitive: Any, avals: Iterable[Any]) -> Any:
+    """Returns the key of a kernel's outputs: a policy sees no more of an equation."""
+    return primitive.name, *((tuple(aval.shape), str(aval.dtype)) for aval in avals)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop of a loss, or a run of blocks: what its iterations could save, what it costs to compute that again, and what
+    they do save.
+
+    **Arguments:**
+
+    - `n`: the number of iterations, of which each saves its own values.
+    - `carry`: bytes of the carry on one device: of what an iteration saves in any case. Scalars are not counted.
+    - `seconds`: of the products of one iteration on one device, at the published rate.
+    - `again`: the time to compute everything that the backward pass reads, given the keys of what is saved.
+    - `saved`: `KEPT` or `HOST` for the key of each candidate that is saved; the others are computed again.
+    - `carry_in`: `KEPT` or `HOST`.
+    """
+
+    line: str
+    n: int
+    carry: int
+    seconds: float
+    candidates: Sequence[Candidate]
+    again: Callable[[Collection[Any]], float] = field(repr=False)
+    saved: Mapping[Any, str] = field(default_factory=dict)
+    carry_in: str = KEPT
+
+    def choice(self, candidate: Candidate) -> str:
+        return self.saved.get(candidate.key, AGAIN)
+
+    def keys(self, where: str) -> frozenset[Any]:
+        """Returns the keys of what is kept, or of what goes to the host."""
+        return frozenset(key for key, chosen in self.saved.items() if chosen == where)
+
+    def n_bytes(self, where: str) -> int:
+        """Returns the bytes of all iterations on one device, or for it on its host."""
+        own = sum(each.n_bytes for each in self.candidates if self.choice(each) == where)
+        return self.n * (own + (self.carry if self.carry_in == where else 0))
+
+    @property
+    def seconds_again(self) -> float:
+        """The time of what is computed again, in all iterations."""
+        return self.n * self.again(self.saved.keys())
+
+
+def choose_saved(loops: Sequence[Loop], budget: float, chip: Chip, *, has_host: bool) -> list[Loop]:
+    """Chooses what the loops of a loss save.
+
+    **Arguments:**
+
+    - `budget`: bytes on one device for what all loops save. Carries that do not fit into it go to the host.
+    - `has_host`: whether the host has a memory of its own.
+    """
+    found = [replace(loop, saved={}, carry_in=KEPT) for loop in loops]
+    bus = [chip.host * loop.seconds / _REACHED for loop in loops]  # bytes that are copied while an iteration is computed
+    left = budget - sum(loop.n * loop.carry for loop in loops)
+    for i in sorted(range(len(loops)), key=lambda i: -loops[i].n * loops[i].carry):
+        if left >= 0 or not has_host:
+            break
+        found[i] = replace(found[i], carry_in=HOST)
+        left += loops[i].n * loops[i].carry
+        bus[i] -= loops[i].carry
+    while (best := _best(found, left, bus, chip, has_host=has_host)) is not None:
+        i, each, where = best
+        found[i] = replace(found[i], saved={**found[i].saved, each.key: where})
+        if where == KEPT:
+            left -= loops[i].n * each.n_bytes
+        else:
+            bus[i] -= each.n_bytes
+    return found
+
+
+def saved_at(loops: Sequence[Loop], level: str, chip: Chip, *, has_host: bool) -> list[Loop] | None:
+    """Returns what loops save at a level of `Compute.remat`, whatever they saved before; None for `"none"`, where they save
+    more than the candidates."""
+    if level in ("matmuls", "full"):
+        keys = [[each.key for each in loop.candidates if level == "matmuls"] for loop in loops]
+        return [replace(loop, saved=dict.fromkeys(of, KEPT), carry_in=KEPT) for loop, of in zip(loops, keys, strict=True)]
+    budget = 0 if level == "offload" else bytes_of(level)
+    return None if budget is None else choose_saved(loops, budget, chip, has_host=has_host)
+
+
+class Row(NamedTuple):
+    """A line of a report about a value: what becomes of it, the bytes of all iterations on one device, what it is, the leaf
+    of a product, its line of code, and why."""
+
+    choice: str
+    n_bytes: int
+    what: str
+    leaf: str
+    line: str
+    why: str
+
+
+def describe_saved(loops: Sequence[Loop], chip: Chip, leaves: Collection[str] = ()) -> list[Row]:
+    """Returns a row for each value that loops could save. `leaves` are the names of the model's leaves."""
+    rows = []
+    for loop in loops:
+        known, times = loop.saved.keys(), f"{loop.n} x " * (loop.n > 1)
+        if loop.carry:
+            why = "an iteration is computed again from it" + "; there is no room for it" * (loop.carry_in == HOST)
+            what = f"{times}inputs of an iteration"
+            rows.append(Row(_WORDS[loop.carry_in], loop.n * loop.carry, what, "", loop.line, why))
+        for each in sorted(loop.candidates, key=lambda each, loop=loop: [*_WORDS].index(loop.choice(each))):
+            chosen = loop.choice(each)
+            gain = loop.again({*known} - {each.key}) - loop.again({*known, each.key})
+            why = f"{_milliseconds(gain)} to compute it again"
+            if chosen == HOST:
+                copy, whole = _milliseconds(each.n_bytes / chip.host), _milliseconds(loop.seconds / _REACHED)
+                why += f", {copy} to copy it; an iteration takes about {whole}"
+            elif chosen == AGAIN and gain < 2 * each.n_bytes / chip.bandwidth:
+                why += ", no more than to write and to read it"
+            elif chosen == AGAIN and known:
+                why += ", less for its bytes than what is saved"
+            leaf = next((part for part in each.scope.split("/") if part in leaves), "")
+            rows.append(Row(_WORDS[chosen], loop.n * each.n_bytes, f"{times}{each.what}", leaf, each.line, why))
+    return rows
+
+
+def share_again(loops: Sequence[Loop]) -> float:
+    """Returns the time of what loops compute again, as a share of the time of their products in the forward pass."""
+    return sum(loop.seconds_again for loop in loops) / max(1e-12, sum(loop.n * loop.seconds for loop in loops))
+
+
+_WORDS = {KEPT: "kept", HOST: "in host memory", AGAIN: "computed again"}
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2g} ms"
+
+
+def _best(
+    found: Sequence[Loop], left: float, bus: Sequence[float], chip: Chip, *, has_host: bool
+) -> tuple[int, Candidate, str] | None:
+    """Returns the candidate that saves the most time for its bytes, of those for which there is room, and where it goes."""
+    best: tuple[float, int, Candidate, str] | None = None
+    for i, loop in enumerate(found):
+        before = loop.again(loop.saved.keys())
+        for each in loop.candidates:
+            if each.key in loop.saved or not each.n_bytes:
+                continue
+            where = KEPT if loop.n * each.n_bytes <= left else HOST if has_host and each.n_bytes <= bus[i] else None
+            # To save it is to write and to read it.
+            gain = before - loop.again({*loop.saved, each.key}) - 2 * each.n_bytes / chip.bandwidth
+            if where is not None and gain > 0 and (best is None or gain / each.n_bytes > best[0]):
+                best = gain / each.n_bytes, i, each, where
+    return None if best is None else best[1:]
+
+
+# --- what a loop could save ------------------------------------------------------------------------------------------------
+
+
+def is_named(eqn: Any) -> bool:
+    """Whether an equation is a product, or contains one or a kernel. The outputs of a kernel itself are known by its key."""
+    return eqn.primitive.name not in KERNELS and (bool(_flops(eqn)[0]) or any(map(_has_kernel, _inside(eqn))))
+
+
+def _has_kernel(eqn: Any) -> bool:
+    return eqn.primitive.name in KERNELS or any(map(_has_kernel, _inside(eqn)))
+
+
+def loop_of(body: Any, names: dict[str, Any], n: int, carries: range, shards: Callable[[Any], Shards], chip: Chip) -> Loop:
+    """Returns what an iteration of a loop could save.
+
+    **Arguments:**
+
+    - `body`: one iteration as a closed jaxpr, with the values in `names` named.
+    - `names`: the equation whose output each name is of.
+    - `carries`: which of its inputs are the carry.
+    - `shards`: returns the shards of a closed jaxpr with the body's inputs.
+    """
+    fn = jex.jaxpr_as_fun(body)
+    n_outs = len(body.jaxpr.outvars)
+
+    def forward(*args: Any) -> Any:
+        outs, pullback = jax.vjp(fn, *args)
+        return outs, jax.tree.leaves(pullback)  # the values that the backward pass reads
+
+    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in body.jaxpr.invars]
+    closed = jax.make_jaxpr(forward)(*avals)
+    graph = _Graph(closed, shards(closed), chip, n_outs)
+    candidates = []
+    for key, eqns in graph.saved.items():
+        made = [names[key]] if key in names else eqns
+        outs = [var for eqn in eqns for var in eqn.outvars]
+        each = Candidate(
+            key=key,
+            what=f"{_words(made[0])} {', '.join(map(_type, eqns[0].outvars))}" + f" x {len(eqns)}" * (len(eqns) > 1),
+            line=line_of(made[0]),
+            scope=str(made[0].source_info.name_stack),
+            n_bytes=sum(map(graph.shards.n_bytes, outs)),
+        )
+        if graph.seconds(()) > graph.seconds((key,)):  # else the backward pass does not need it
+            candidates.append(each)
+    read = graph.inputs_read(())
+    carry = [var for i, var in enumerate(closed.jaxpr.invars) if i in carries and var in read and var.aval.shape]
+    products = (each for each in body.jaxpr.eqns if is_named(each) or each.primitive.name in KERNELS)
+    line = next(filter(None, map(line_of, products)), "")
+    n_bytes = sum(map(graph.shards.n_bytes, carry))
+    return Loop(line, n, n_bytes, graph.all_products, candidates, graph.seconds)
+
+
+class _Graph:
+    """The forward pass of an iteration, up to what the backward pass reads, with the time of each equation on a device."""
+
+    def __init__(self, closed: Any, shards: Shards, chip: Chip, n_outs: int):
+        self.shards, self._chip = shards, chip
+        self._eqns = list(closed.jaxpr.eqns)
+        self._read = variables(closed.jaxpr.outvars[n_outs:])
+        self._maker = Env(((var, i) for i, eqn in enumerate(self._eqns) for var in eqn.outvars), literal=lambda _: None)
+        products = list(map(self._product_time, self._eqns))
+        self._times = [product + self._other_time(eqn) for eqn, product in zip(self._eqns, products, strict=True)]
+        self.all_products = sum(products)
+        self.saved: dict[Any, list[Any]] = {}  # by key, the equations whose outputs are saved together
+        for eqn in self._eqns:
+            if eqn.primitive.name == "name":
+                self.saved.setdefault(eqn.params["name"], []).append(eqn)
+            elif eqn.primitive.name in KERNELS:
+                self.saved.setdefault(key_of(eqn.primitive, (var.aval for var in eqn.invars)), []).append(eqn)
+
+    def _product_time(self, eqn: Any) -> float:
+        flops, dtype = _flops(eqn)
+        return flops / self.shards.n_devices(*eqn.invars, *eqn.outvars) / self._chip.rate(dtype) if flops else 0.0
+
+    def _other_time(self, eqn: Any) -> float:
+        """Returns the time to write an output, unless it is fused with what reads it, and to sum it over model shards."""
+        if may_fuse(eqn):
+            return 0.0
+        written = sum(map(self.shards.n_bytes, eqn.outvars))
+        time = written / self._chip.bandwidth
+        if eqn.primitive.name == "dot_general":
+            axes = self.shards.axes(eqn.invars[0]) & self.shards.axes(eqn.invars[1]) - self.shards.axes(eqn.outvars[0])
+            if MODEL in axes:
+                time += 2 * written / self._chip.link
+        return time
+
+    def _needed(self, saved: Collection[Any]) -> tuple[set[int], set[Any]]:
+        """Returns the equations to compute again if these keys are saved, and the inputs that they read."""
+        known = {var for key in saved for eqn in self.saved[key] for var in eqn.outvars}
+        todo, eqns, inputs = [var for var in self._read if var not in known], set[int](), set[Any]()
+        while todo:
+            var = todo.pop()
+            if (i := self._maker.get(var)) is None:
+                inputs.add(var)
+            elif i not in eqns:
+                eqns.add(i)
+                todo += [each for each in variables(self._eqns[i].invars) if each not in known]
+        return eqns, inputs
+
+    def seconds(self, saved: Collection[Any]) -> float:
+        return sum(self._times[i] for i in self._needed(saved)[0])
+
+    def inputs_read(self, saved: Collection[Any]) -> set[Any]:
+        return self._needed(saved)[1]
+
+
+def _inside(eqn: Any) -> list[Any]:
+    return [each for inner in insides(eqn) for each in inner.closed.jaxpr.eqns]
+
+
+@dataclass(frozen=True, eq=False)
+class _Only:
+    """A jaxpr of one equation, to count its FLOPs."""
+
+    eqns: Sequence[Any]
+
+
+def _flops(eqn: Any) -> tuple[float, str]:
+    """Returns the FLOPs of an equation's products, also inside it, and the dtype of most of them."""
+    found = matmul_flops(_Only([eqn]), with_masked=False)
+    ((dtype, _),) = found.most_common(1) or [("float32", 0)]
+    return found.total(), dtype
+
+
+def _words(eqn: Any) -> str:
+    name = eqn.primitive.name
+    if name in ("dot_general", "checkpoint", "remat2", "remat", "custom_vjp_call", "custom_jvp_call"):
+        return "product"
+    words = {"conv_general_dilated": "convolution", "pallas_call": "kernel", "scan": "loop"}
+    return words[name] if name in words else name.replace("_", " ")
+
+
+def _type(var: Any) -> str:
+    return f"{var.aval.dtype.name}[{', '.join(map(str, var.aval.shape))}]"

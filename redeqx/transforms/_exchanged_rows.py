@@ -1,0 +1,276 @@
+"""Which sorts of tokens end in an exchange: whose rows can be computed on the devices of their experts, in any order.
+
+`chosen_exchanges` finds them in a function by the split of its stacks of experts, and `expert_stacks` decides for a plan
+which stacks are split so. `_exchange_experts` computes them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ..dims import ATTENTION, Related
+from ..machine import MODEL, SEQUENCE, n_batch_shards
+from ..partition import positions_in
+from ..tracing import GROUPED, Body, Trace, equations, insides, or_as_written, variables
+from ._expert_parts import chain_after, chain_before, n_bytes
+from ._sorted_rows import SortedRows, is_elementwise_inside, jaxprs_in
+
+_VIEWS = ("reshape", "broadcast_in_dim", "squeeze", "convert_element_type", "reduce_sum", "reduce_max")
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A stack of matrices of a grouped matmul."""
+
+    leaf: int  # of the function's weights
+    dim: int  # that counts matrices
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """A sort, and the equations between its first and its last grouped matmul."""
+
+    sort: SortedRows
+    eqns: Sequence[Any]  # in the order of the jaxpr; the output of the last one is the only value that others read
+    entries: Sequence[Any]  # the rows that the equations read
+    matrices: Mapping[Any, Matrices]  # those of each grouped matmul
+    views: Sequence[Any]  # those before the sorted rows and after the output that repeat tokens, or add up copies of them
+    n_token_bytes: int  # of the tokens, before they are repeated and after they are added up
+
+    @property
+    def n_experts(self) -> int:
+        return self.products[0].invars[2].aval.shape[-1]
+
+    @property
+    def products(self) -> list[Any]:
+        return [eqn for eqn in self.eqns if eqn.primitive.name in GROUPED]
+
+    @property
+    def all(self) -> set[Any]:
+        """All equations that the exchange concerns."""
+        return {*self.sort.roles, *self.eqns, *self.views}
+
+    def sends_less(self, n_shards: int, *, splits_residual: bool) -> bool:
+        """Whether exchanging rows sends fewer bytes than summing the parts of split experts.
+
+        In a pass, the sum sends the tokens twice over, as an all-reduce or as a reduce-scatter with an all-gather. Rows are
+        sent there and back; and if what follows needs all tokens on each device, these are gathered.
+        """
+        rows = sum(map(n_bytes, (*self.entries, *self.eqns[-1].outvars))) / n_shards
+        return rows + (0 if splits_residual else self.n_token_bytes / 2) < self.n_token_bytes
+
+
+def exchanges_in(body: Body, n_weights: int, mesh: Mesh) -> list[Exchange]:
+    """Returns the sorts of a function whose rows could be sent to the devices of their experts. Its first `n_weights` inputs
+    are weights."""
+    found: list[Exchange] = []
+    n_model, n_batch = mesh.shape[MODEL], n_batch_shards(mesh)
+    if n_model == 1 or mesh.shape[SEQUENCE] > 1:
+        return found
+    weights = _Origins(body, n_weights)
+    for jaxpr in jaxprs_in(body.closed):
+        if not any(eqn.primitive.name in GROUPED for eqn in jaxpr.eqns):
+            continue
+        for eqn in jaxpr.eqns:
+            shape = eqn.outvars[0].aval.shape if eqn.primitive.name == "sort" else ()
+            n = n_model if len(shape) == 2 else n_batch * n_model
+            if not shape or shape[-1] % n or (len(shape) == 2 and shape[0] % n_batch):
+                continue
+            sort = SortedRows.of(eqn, jaxpr, body, n)
+            exchange = None if sort is None else _exchange_of(sort, jaxpr, body, weights)
+            if exchange is not None and exchange.n_experts % n_model == 0:
+                found.append(exchange)
+    return found
+
+
+def chosen_exchanges(body: Body, splits: Sequence[int | None], mesh: Mesh) -> list[Exchange]:
+    """Returns the exchanges of a function whose stacks of matrices are split by matrices. `splits` are the dims of its first
+    inputs that the model axis splits, or None."""
+    if not any(eqn.primitive.name in GROUPED for eqn in body.eqns):
+        return []
+    found = exchanges_in(body, len(splits), mesh)
+    return [each for each in found if all(splits[m.leaf] == m.dim for m in each.matrices.values())]
+
+
+def expert_stacks(trace: Trace, mesh: Mesh, *, splits_residual: bool = False) -> dict[str, int | None]:
+    """Returns the stacks of matrices of a traced loss's grouped matmuls: with the dim that counts experts for those to whose
+    devices tokens are sent, where this sends fewer bytes, and None where the parts of a token's outputs are added up.
+
+    **Arguments:**
+
+    - `splits_residual`: whether the model axis splits positions between layers.
+    """
+    if mesh.shape[MODEL] == 1 or not any(eqn.primitive.name in GROUPED for eqn in equations(trace.closed)):
+        return {}
+
+    def search() -> dict[str, int | None]:
+        body, n_weights = Body(trace.closed), len(trace.names)
+        weights, found = _Origins(body, n_weights), exchanges_in(body, n_weights, mesh)
+        # A loss without attention has no stream to split (`_split_residual`).
+        is_split = splits_residual and any(each.what == ATTENTION for each in positions_in(trace).along)
+        chosen = [each for each in found if each.sends_less(mesh.shape[MODEL], splits_residual=is_split)]
+        exchanged = {eqn: stack for each in chosen for eqn, stack in each.matrices.items()}
+        products = [eqn for eqn in body.eqns if group_dim(eqn) is not None]
+        stacks = [(eqn, stack) for eqn in products if (stack := weights.of(eqn.invars[1], group_dim(eqn) or 0))]
+        others = {stack.leaf for eqn, stack in stacks if eqn not in exchanged}
+        return {trace.names[stack.leaf]: None if stack.leaf in others else stack.dim for _, stack in stacks}
+
+    return or_as_written(search, dict[str, int | None], "the search for experts")
+
+
+def _exchange_of(sort: SortedRows, jaxpr: Any, body: Body, weights: "_Origins") -> Exchange | None:
+    """Returns the exchange of a sort; None if its equations do not fit."""
+    products = [eqn for eqn in sort.roles if eqn.primitive.name in GROUPED]
+    after, before = set[Any](), set[Any]()  # values that depend on a product, and those that the last one depends on
+    for eqn in jaxpr.eqns:
+        if eqn in products or not after.isdisjoint(variables(eqn.invars)):
+            after.update(eqn.outvars)
+    last = [eqn for eqn in jaxpr.eqns if eqn in products][-1]
+    eqns: list[Any] = []
+    for eqn in reversed(jaxpr.eqns):
+        if (eqn is last or not before.isdisjoint(eqn.outvars)) and not after.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            before.update(variables(eqn.invars))
+    eqns.reverse()
+    inside = {var for eqn in eqns for var in eqn.outvars}
+    read = [(var, reader) for eqn in eqns[:-1] for var in eqn.outvars for reader in body.readers(var)]
+    if any(reader not in eqns for _, reader in read) or not set(products) <= set(eqns):
+        return None
+    matrices, entries = dict[Any, Matrices](), dict[Any, None]()
+    for eqn in eqns:
+        operands = [atom for atom in eqn.invars if variables([atom])]
+        if eqn in products:
+            dim = group_dim(eqn)
+            stack = None if dim is None else weights.of(eqn.invars[1], dim)
+            is_same = _unviewed(body, eqn.invars[2]) is _unviewed(body, products[0].invars[2])
+            if stack is None or not is_same or not all(_is_first(sort, atom) for atom in (eqn.invars[0], *eqn.outvars)):
+                return None
+            matrices[eqn], operands = stack, operands[:1]
+        elif not is_elementwise_inside(eqn, _VIEWS) or eqn in sort.roles or not _keeps_rows(sort, eqn):
+            return None
+        for atom in operands:
+            if atom in inside:
+                continue
+            if sort.dim(atom) is not None:
+                if not _is_first(sort, atom) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+                    return None
+                entries[atom] = None
+            elif not _is_alike(body, atom, len(sort.lead) + 1):
+                return None
+    for atom in list(entries):  # two products may read two views of the same rows: these are sent, and got back, once
+        source, views = atom, list[Any]()
+        while (view := body.producer(source)) is not None and _is_view(sort, view):
+            if not set(body.readers(source)) <= {*eqns, *views}:
+                break
+            views.append(view)
+            (source,) = view.invars
+            if _is_first(sort, source):
+                eqns += views
+                del entries[atom]
+                entries[source] = None
+                atom, views = source, []
+    eqns = [eqn for eqn in jaxpr.eqns if eqn in set(eqns)]
+    before = [chain_before(body, atom, weights.leaves) for atom in entries]
+    after = [eqn for eqn, _ in chain_after(body, last.outvars[0])]
+    sizes = [
+        min([n_bytes(atom), *(n_bytes(eqn.invars[0]) for eqn in found)]) for atom, found in zip(entries, before, strict=True)
+    ]
+    before_them = max(sizes, default=0)
+    after_them = min(n_bytes(eqn.outvars[0]) for eqn in (last, *after))
+    views = [*chain.from_iterable(before), *after]
+    return Exchange(sort, eqns, list(entries), matrices, views, before_them + after_them)
+
+
+def _is_view(sort: SortedRows, eqn: Any) -> bool:
+    """Whether an equation adds or removes dims of size 1 of rows."""
+    is_view = eqn.primitive.name in ("reshape", "squeeze", "broadcast_in_dim") and len(eqn.invars) == 1
+    return is_view and sort.dim(eqn.invars[0]) is not None and n_bytes(eqn.invars[0]) == n_bytes(eqn.outvars[0])
+
+
+def _keeps_rows(sort: SortedRows, eqn: Any) -> bool:
+    """Whether the outputs of a row-wise equation have the rows of its operands: it reduces features alone."""
+    if any(sort.dim(var) is None for var in eqn.outvars):
+        return False
+    dims = [dim for atom in eqn.invars if (dim := sort.dim(atom)) is not None]
+    return not eqn.primitive.name.startswith("reduce_") or min(eqn.params["axes"]) > max(dims)
+
+
+def _is_first(sort: SortedRows, atom: Any) -> bool:
+    """Whether the rows are before all features, after the batch."""
+    shape, dim = atom.aval.shape, sort.dim(atom)
+    if dim is None:
+        return False
+    return shape[: dim + 1] == (*sort.lead, sort.n) or (not sort.lead and shape[: dim + 1] == (1, sort.n))
+
+
+def _unviewed(body: Body, atom: Any) -> Any:
+    """Returns the value that a value of the same size is a view of."""
+    while (eqn := body.producer(atom)) is not None and eqn.primitive.name in _VIEWS[:4]:
+        if math.prod(eqn.invars[0].aval.shape) != math.prod(atom.aval.shape):
+            break
+        atom = eqn.invars[0]
+    return atom
+
+
+def _is_alike(body: Body, atom: Any, n_dims: int) -> bool:
+    """Whether a value is the same for all rows: the first dims are of size 1, or repeat it."""
+    eqn, shape = body.producer(atom), atom.aval.shape
+    if all(size == 1 for size in shape[:n_dims]):
+        return True
+    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+        return False
+    of_dim = dict(zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True))
+    return all(of_dim.get(dim, 1) == 1 for dim in range(n_dims))
+
+
+def group_dim(eqn: Any) -> int | None:
+    """Returns the dim of the second operand of a grouped matmul that counts matrices."""
+    if eqn.primitive.name == "grouped_matmul":
+        return 1
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    dims = () if numbers is None else numbers.rhs_group_dimensions
+    return dims[0] if len(dims) == 1 else None
+
+
+class _Origins:
+    """From which weights the values of a function are taken unchanged, by views, casts, and loops over layers."""
+
+    def __init__(self, body: Body, n_weights: int):
+        self.body = body
+        self.leaves = {var: i for i, var in enumerate(body.closed.jaxpr.invars[:n_weights])}
+        self.outer: dict[Any, tuple[Any, str]] = {}
+        for eqn in body.eqns:
+            for inner in insides(eqn):
+                for var, operand, kind in zip(inner.closed.jaxpr.invars, inner.operands, inner.kinds, strict=True):
+                    self.outer[var] = eqn.invars[operand], kind
+
+    def of(self, atom: Any, dim: int) -> Matrices | None:
+        while atom not in self.leaves:
+            if (outer := self.outer.get(atom)) is not None:
+                atom, kind = outer
+                if kind not in ("same", "slice"):
+                    return None
+                dim += kind == "slice"
+                continue
+            eqn = self.body.producer(atom)
+            if eqn is None or (found := _before_view(eqn, dim)) is None:
+                return None
+            atom, dim = eqn.invars[0], found
+        return Matrices(self.leaves[atom], dim)
+
+
+def _before_view(eqn: Any, dim: int) -> int | None:
+    """Returns the dim of a view's operand that is this dim of its output; None if there is none."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "optimization_barrier":
+        return dim
+    if name in ("stack", "concatenate"):  # equal stacks of several layers
+        axis = params.get("axis", params.get("dimension"))
+        return None if dim == axis else dim - (name == "stack" and dim > axis)
+    is_view = name in ("convert_element_type", "copy", "transpose", "broadcast_in_dim", "reshape", "squeeze")
+    return Related(eqn).source()[dim] if is_view else None

@@ -1,0 +1,100 @@
+"""Which share of a collective's bytes is sent behind matmuls: schedules written out, with rates that make times whole.
+
+A product of 64 x 64 matrices takes one second, and a gather of one such matrix, in float32 on 8 devices, two.
+"""
+
+import pytest
+
+from redeqx.compiled import Module, collectives, with_overlap
+
+FLOPS, BYTES = 2 * 64**3, 64 * 64 * 4 * 7 / 8 / 2  # a second
+DOT = "f32[64,64]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+START = "(f32[8,64]{1,0}, f32[64,64]{1,0}) all-gather-start(%shard), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+GATHER = "f32[64,64]{1,0} all-gather(%shard), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+PAIRS = '"intermediate_tensor_shape": {"dimensions": ["1", "1", "64", "64"]}'
+
+
+def shares(*lines, computations=""):
+    """The share of each collective, by its name, in a program whose entry has these lines."""
+    entry = "\n".join(f"  %{name} = {what}" for name, what in lines)
+    module = Module.of(
+        f"HloModule step, is_scheduled=true, num_partitions=8\n\n{computations}\n"
+        "ENTRY %main (p: f32[64,64], shard: f32[8,64]) -> f32[64,64] {\n"
+        f"  %p = f32[64,64]{{1,0}} parameter(0)\n  %shard = f32[8,64]{{1,0}} parameter(1)\n{entry}\n}}\n"
+    )
+    found = with_overlap(collectives(module), module, FLOPS, lambda each: BYTES)
+    return {each.instruction: each.hidden for each in found}
+
+
+def done(name):
+    return f"f32[64,64]{{1,0}} all-gather-done(%{name})"
+
+
+@pytest.mark.parametrize("n_matmuls, share", [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.0)])
+def test_matmuls_between_start_and_end_hide_bytes(n_matmuls, share):
+    dots = [(f"dot.{i}", DOT) for i in range(n_matmuls)]
+    assert shares(("before", DOT), ("g", START), *dots, ("d", done("g")), ("after", DOT)) == {"g": pytest.approx(share)}
+
+
+def test_collectives_share_one_link_in_the_order_of_their_starts():
+    dots = [(f"dot.{i}", DOT) for i in range(3)]
+    found = shares(("a", START), ("b", START), *dots, ("d.a", done("a")), ("d.b", done("b")))
+    assert found == {"a": pytest.approx(1.0), "b": pytest.approx(0.5)}
+    # What is awaited first must wait for what has started before it.
+    assert shares(("a", START), ("b", START), ("dot", DOT), ("d.b", done("b")), ("d.a", done("a"))) == {
+        "a": pytest.approx(0.5),
+        "b": pytest.approx(0.0),
+    }
+
+
+def test_a_synchronous_collective_is_not_hidden():
+    assert shares(("dot.1", DOT), ("g", GATHER), ("dot.2", DOT)) == {"g": 0.0}
+
+
+@pytest.mark.parametrize("mask, share", [("NO_MASK", 1.0), ("CAUSAL", 0.5)])
+def test_kernels_of_attention_hide_bytes(mask, share):
+    """Two products of 64 x 64 matrices, of which a causal mask needs half."""
+    attention = '(f32[1,1,64,64]{3,2,1,0}, u8[0]{0}) custom-call(%p), custom_call_target="__cudnn$fmhaSoftmax"'
+    kernel = f'{attention}, backend_config={{"cudnn_fmha_backend_config": {{{PAIRS}, "mask_type": "{mask}"}}}}'
+    assert shares(("g", START), ("attention", kernel), ("d", done("g"))) == {"g": pytest.approx(share)}
+
+
+def test_loops_hide_bytes_in_each_iteration_and_as_a_whole():
+    body = f"""%body (state: (s32[], f32[64,64], f32[8,64])) -> (s32[], f32[64,64], f32[8,64]) {{
+  %state = (s32[], f32[64,64]{{1,0}}, f32[8,64]{{1,0}}) parameter(0)
+  %p = f32[64,64]{{1,0}} get-tuple-element(%state), index=1
+  %shard = f32[8,64]{{1,0}} get-tuple-element(%state), index=2
+  %inner = {START}
+  %dot = {DOT}
+  %end = {done("inner")}
+  ROOT %next = (s32[], f32[64,64]{{1,0}}, f32[8,64]{{1,0}}) tuple(%state, %dot, %shard)
+}}
+
+%condition (state: (s32[], f32[64,64], f32[8,64])) -> pred[] {{
+  %state = (s32[], f32[64,64]{{1,0}}, f32[8,64]{{1,0}}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}}
+"""
+    twice = 'backend_config={"known_trip_count":{"n":"2"}}'
+    loop = f"(s32[], f32[64,64]{{1,0}}, f32[8,64]{{1,0}}) while(%state), condition=%condition, body=%body, {twice}"
+    found = shares(("outer", START), ("loop", loop), ("d", done("outer")), computations=body)
+    assert found == {"outer": pytest.approx(1.0), "inner": pytest.approx(0.5)}
+
+
+def test_a_choice_that_is_rarely_taken_sends_nothing():
+    branches = f"""%sends (p: f32[8,64]) -> f32[64,64] {{
+  %shard = f32[8,64]{{1,0}} parameter(0)
+  ROOT %g = {GATHER}
+}}
+
+%not (p: f32[8,64]) -> f32[64,64] {{
+  %q = f32[8,64]{{1,0}} parameter(0)
+  ROOT %zeros = f32[64,64]{{1,0}} broadcast(%q)
+}}
+"""
+    made = "f32[64,64]{1,0} conditional(%i, %shard, %shard), branch_computations={%not, %sends}"
+    found = {
+        scope: shares(("choice", f'{made}, metadata={{op_name="jit(step)/{scope}/cond"}}'), computations=branches)
+        for scope in ("redeqx_rarely", "often")
+    }
+    assert found == {"redeqx_rarely": {}, "often": {"g": 0.0}}

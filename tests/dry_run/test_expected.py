@@ -1,0 +1,64 @@
+"""The expected time of a step: products at the rates of published runs, and what is sent while nothing computes."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from redeqx.compiled import Collective
+from redeqx.dry_run import DryRun, Step
+from redeqx.machine import GPUS, TPUS
+from redeqx.memory import Strategy
+
+MESH = Mesh(np.array(jax.devices()[:8]).reshape(1, 8, 1, 1), ("data", "fsdp", "sequence", "model"))
+# MaxText's Llama 3.1 8B on 8 TPU v6e: 3.443 s (AI-Hypercomputer/tpu-recipes, Llama3.1-8B-MaxText/v6e-8). FLOPs of a step,
+# with the recomputed gate, up and attention.
+MATMULS, ATTENTION, MODEL = 8 * 1.317e15, 8 * 0.186e15, 8 * 1.265e15
+
+
+def run_on(chip, sent=0.0, hidden=1.0, dtype="bfloat16", bytes_moved=0, **kinds):
+    kinds = kinds or {"matmul": MATMULS, "attention": ATTENTION}
+    gather = Collective("all-gather", (1,), "bf16", int(sent * 8 / 7), tuple(range(8)), 1, hidden=hidden)
+    step = Step(
+        needs=0, compile_seconds=0.0, collectives=(gather,), flops={dtype: sum(kinds.values())}, kinds=kinds,
+        bytes_moved=bytes_moved,
+    )  # fmt: skip
+    machine, plan = SimpleNamespace(chip=chip, memory=None), SimpleNamespace(mesh=MESH)
+    return DryRun(machine, Strategy(1, 8, 3, 1), plan, {}, {"train": step}, {}, {"bfloat16": MODEL})  # type: ignore[arg-type]
+
+
+def test_a_published_run_takes_about_what_is_expected():
+    about = run_on(TPUS["v6e"]).expected
+    assert about is not None and about.seconds == pytest.approx(3.443, rel=0.1) and about.outside == ()
+    assert about.mfu == pytest.approx(MODEL / 8 / TPUS["v6e"].bfloat16 / about.seconds)
+
+
+def test_what_is_not_hidden_is_added():
+    chip = TPUS["v6e"]
+    hidden, half, none = (run_on(chip, sent=chip.link, hidden=share).expected for share in (1.0, 0.5, 0.0))
+    assert half.seconds == pytest.approx(hidden.seconds + 0.5) and none.seconds == pytest.approx(hidden.seconds + 1)
+
+
+def test_no_step_is_expected_to_be_faster_than_its_bound():
+    chip = TPUS["v6e"]
+    about = run_on(chip, bytes_moved=int(100 * chip.bandwidth)).expected
+    assert about.seconds == pytest.approx(100) and about.outside == ("much time for memory",)
+
+
+@pytest.mark.parametrize(
+    "options, outside",
+    [
+        ({"matmul": 1e15, "attention": 1e16}, "91% of the FLOPs in attention"),
+        ({"matmul": 8e12}, "1e+12 FLOPs a device"),
+        ({"matmul": 1e16, "experts": 1e16}, "products of experts"),
+        ({"dtype": "float32"}, "products in float32"),
+    ],
+)
+def test_a_step_unlike_the_published_runs_says_so(options, outside):
+    assert run_on(TPUS["v6e"], **options).expected.outside == (outside,)
+
+
+def test_chips_without_published_runs_have_no_expected_time():
+    assert run_on(GPUS["l4"].chip).expected is None and run_on(None).expected is None

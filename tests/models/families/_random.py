@@ -1,0 +1,185 @@
+"""Random configs of every tiny model, against `transformers`: equal outputs, or an error that names the key.
+
+    python -m tests.models.families._random 1000 [SEED] [NAME ...]
+
+takes about a second for each on a quiet machine, prints what it found for each case, and fails for any outputs that differ
+without an error, also of the folder that we write. It needs the `parity` extra, and is run by hand: transformers changes
+which values of a config it accepts.
+"""
+
+import collections
+import dataclasses
+import functools
+import logging
+import os
+import random
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from redeqx.models import from_pretrained, save_pretrained
+from tests.models.families._case import Case, collect, outputs, torch_folder
+
+ACTIVATIONS = ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "quick_gelu", "tanh", "relu2", "gelu_fast", "mish"]
+EPS = [1e-6, 1e-5, 1e-2]
+FACTORS = [0.3, 1.0, 2.5]
+ROPES = [
+    {"rope_type": "default", "rope_theta": 100.0},
+    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+    {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0},
+    {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 8},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+]
+# The values of keys whose type does not say which ones are valid. Flags are flipped.
+SHARED: list[tuple[str, list[Any]]] = [
+    ("hidden_act hidden_activation activation_function activation projector_hidden_act", ACTIVATIONS),
+    ("classifier_activation pooler_hidden_act", ACTIVATIONS),
+    ("rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon", EPS),
+    ("num_hidden_layers n_layer num_layers n_layers encoder_layers", [1, 2, 3]),
+    ("attention_multiplier residual_multiplier logits_scaling embedding_multiplier", FACTORS),
+    ("logit_scale routed_scaling_factor layerscale_value", FACTORS),
+    ("final_logit_softcapping attn_logit_softcapping clip_qkv", [None, 0.5, 30.0]),
+    ("intermediate_size ffn_dim n_inner d_ff moe_intermediate_size", [20, 36]),
+    ("num_key_value_heads num_kv_heads n_group num_decoder_layers decoder_layers", [1, 2, 4]),
+    ("topk_group num_experts_per_tok first_k_dense_replace decoder_sparse_step", [0, 1, 2, 3]),
+    ("n_shared_experts moe_layer_freq global_attn_every_n_layers", [1, 2]),
+    ("rotary_dim head_dim", [4, 6, 8]),
+    ("sliding_window window_size local_attention max_window_layers", [None, 1, 2, 4, 100]),
+]
+POOL: dict[str, list[Any]] = {
+    **{key: values for keys, values in SHARED for key in keys.split()},
+    "mlp_only_layers": [[], [0], [1]],
+    "layer_types": [["full_attention"] * 2, ["sliding_attention"] * 2, ["sliding_attention", "full_attention"]],
+    "rope_parameters": ROPES,
+    "query_pre_attn_scalar": [4, 64],
+    "topk_method": ["greedy", "group_limited_greedy", "noaux_tc"],
+    "scoring_func": ["softmax", "sigmoid"],
+    "partial_rotary_factor": [0.25, 0.5, 1.0],
+    "swiglu_limit": [0.5, 7.0],
+    "no_rope_layers": [[1, 0], [0, 0], [1, 1]],
+    "no_rope_layer_interval": [1, 2],
+    "attention_types": [[[["global", "local"], 1]], [[["local"], 2]], [[["global"], 2]]],
+    "position_buckets": [-1, 2, 4],
+    "max_relative_positions": [-1, 3],
+    "pos_att_type": [["p2c", "c2p"], "c2p|p2c", ["c2p"], []],
+    "norm_rel_ebd": ["layer_norm", "none"],
+    "position_embedding_type": ["absolute", "relative_key"],
+    "relative_attention_num_buckets": [4, 8],
+    "relative_attention_max_distance": [5, 20],
+    "feed_forward_proj": ["relu", "gated-gelu", "gated-silu", "gelu"],
+    "classifier_pooling": ["cls", "mean"],
+    "num_register_tokens": [0, 1, 4],
+    "vision_feature_layer": [-1, -2, 0, [-1, -2]],
+    "vision_feature_select_strategy": ["default", "full"],
+    "pad_token_id": [None, 0, 3],
+    "type_vocab_size": [1, 2],
+    "word_embed_proj_dim": [16],
+    "conv_kernel_size": [0, 3],
+}
+# Flags of training, of outputs and of other classes.
+SKIPPED = (
+    "output_",
+    "return_",
+    "use_cache",
+    "is_encoder",
+    "is_decoder",
+    "torchscript",
+    "chunk",
+    "_",
+    "problem",
+    "tie_encoder",
+    "add_cross",
+)
+
+SLOW = ("unet", "vae", "sd", "vision-encoder")  # and their configs have few options
+
+
+@functools.cache
+def base_of(make: Any) -> dict[str, Any]:
+    return make().config.to_dict()
+
+
+def draw(case: Case, rng: random.Random) -> dict[str, Any]:
+    """Returns changed keys of a case's config."""
+    base = base_of(case.make)
+    known = [key for key, value in base.items() if key in POOL or (isinstance(value, bool) and not key.startswith(SKIPPED))]
+    chosen = rng.sample(sorted(known), min(len(known), rng.randint(1, 4)))
+    return {key: (not base[key]) if isinstance(base[key], bool) else rng.choice(POOL[key]) for key in chosen}
+
+
+def compare(case: Case, folder: Path) -> str:
+    """Returns what became of a case: invalid in transformers, refused by us, equal, or how it differs."""
+    import torch
+
+    def run(module: Any) -> np.ndarray:
+        with torch.no_grad():
+            return case.run(module, case.inputs).numpy()
+
+    try:
+        module = torch_folder(case, folder)
+        expected = run(module)
+    except Exception:
+        return "invalid"
+    if not np.isfinite(expected).all():
+        return "invalid"
+    try:
+        model, config = from_pretrained(folder)
+    except (ValueError, TypeError) as error:
+        return "refused" if str(error).startswith("`") else f"unclear error: {error!r}"
+    found = outputs(case, model)
+    save_pretrained(model, config, folder / "again")
+    again = run(type(module).from_pretrained(folder / "again").eval())
+    counts = np.ones(1, bool) if case.counts is None else case.counts
+    counts = np.broadcast_to(counts.reshape(counts.shape + (1,) * (expected.ndim - counts.ndim)), expected.shape)
+    limit = 1e-3 * max(1.0, float(expected[counts].std()))
+    for name, got in (("ours", found), ("the folder that we wrote", again)):
+        if got.shape != expected.shape:
+            return f"shape of {name}: {got.shape}, not {expected.shape}"
+        if not (worst := np.abs(got - expected)[counts].max()) < limit:
+            return f"{name} differs by {worst:.2g}"
+    return "equal"
+
+
+def main(n: int, seed: int = 0, *names: str) -> None:
+    from tests.models.families._decoders import CASES
+
+    # Each program runs once, so optimizing it would take nearly all of the time.
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    cases = [case for case in (*CASES, *collect("CASES")) if not case.name.startswith(SLOW)]
+    cases = [case for case in cases if not names or case.name in names]
+    rng, found = random.Random(seed), collections.Counter[str]()
+    wrong = 0
+    for i in range(n):
+        case = cases[i % len(cases)]
+        changes = draw(case, rng)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                result = compare(dataclasses.replace(case, make=functools.partial(case.make, **changes)), Path(folder))
+            except Exception as error:
+                result = f"crash: {type(error).__name__}: {str(error)[:300]}"
+        found[result if result in ("invalid", "refused", "equal") else "wrong"] += 1
+        if result not in ("invalid", "refused", "equal"):
+            wrong += 1
+            print(f"{case.name} {changes}: {result}", flush=True)
+        if i % 50 == 49:
+            print(f"{i + 1}: {dict(found)}", flush=True)
+    print(f"{n} configs of {len(cases)} tiny models: {dict(found)}")
+    if wrong:
+        sys.exit(f"{wrong} configs are wrong without an error")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3]), *sys.argv[3:])

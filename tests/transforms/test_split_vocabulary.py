@@ -1,0 +1,78 @@
+"""A head is split by its vocabulary where that sends no more than gathering it."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import redeqx
+from redeqx.models import cross_entropy
+
+VOCAB, D, ROWS, RATE = 512, 32, 16, 0.5
+N_IDS = 256  # so that no other matrix has the shape of the head
+MESHES = {"fsdp": {"n_fsdp_shards": 8}, "all": {"n_model_shards": 2, "n_fsdp_shards": 2}}
+
+
+class Model(eqx.Module):
+    mix: jax.Array
+    scale: jax.Array
+    head: jax.Array
+    bias: jax.Array
+
+    def __init__(self):
+        mix, head = jax.random.split(jax.random.key(0))
+        self.mix, self.head = jax.random.normal(mix, (N_IDS, D)), jax.random.normal(head, (VOCAB, D)) / D**0.5
+        self.scale, self.bias = jnp.full(D, 0.7), jnp.linspace(-1, 1, VOCAB)
+
+    def logits(self, x):
+        """A norm, a product, a bias and a soft cap: the norm's weight has no vocabulary."""
+        x = self.scale * x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+        return 5 * jnp.tanh((x @ self.head.T + self.bias) / 5)
+
+
+def loss_fn(model, batch, key):
+    hidden = jnp.tanh(jax.nn.one_hot(batch["ids"], N_IDS) @ model.mix)
+    return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=4, z_loss=1e-2)
+
+
+def collate(rows):
+    return {"ids": np.stack(rows)[:, :-1], "labels": np.stack(rows)[:, 1:]}
+
+
+def examples(n_tokens):
+    return list(np.random.default_rng(0).integers(0, N_IDS, (ROWS, n_tokens + 1)).astype(np.int32))
+
+
+def trainer_on(mesh, **kwargs):
+    deployer = redeqx.Deployer(verbose=False, **mesh)
+    return redeqx.Trainer(
+        deployer, model=Model(), optimizer=optax.sgd(RATE), collate_fn=collate, loss_fn=loss_fn, **kwargs
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_update_is_that_of_one_device(mesh):
+    rows = examples(18)  # the last chunk is padded
+    trainer = trainer_on(MESHES[mesh], accumulate_grad_batches=2 if mesh == "all" else 1)
+    trainer.train(rows, batch_size=ROWS)
+
+    def by_hand(model):
+        loss = loss_fn(model, jax.tree.map(jnp.asarray, collate(rows)), None)
+        return loss.total / loss.weight
+
+    model = Model()
+    grads = eqx.filter_grad(by_hand)(model)
+    for new, old, grad in zip(*map(jax.tree.leaves, (trainer.model, model, grads)), strict=True):
+        expected = old - RATE * grad
+        np.testing.assert_allclose(new, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+def test_no_device_has_the_whole_head_or_its_gradient():
+    whole = re.compile(rf"f32\[(?:{VOCAB},{D}|{D},{VOCAB})\]")
+    for n_tokens in (16, 80):  # 80 tokens of two rows for each of 8 devices are more than the vocabulary
+        text = trainer_on(MESHES["fsdp"]).compile(examples(n_tokens), batch_size=ROWS).as_text()
+        assert bool(whole.search(str(text))) == (n_tokens == 80)
