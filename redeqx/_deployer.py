@@ -31,6 +31,7 @@ from .errors import (
     check_function,
     check_model,
     check_model_function,
+    check_not_traced,
     filter_traceback,
     with_batch_note,
 )
@@ -236,6 +237,7 @@ class Deployer(RedcoNames):
     def next_key(self) -> PRNGKeyArray:
         """Returns the next key of the run: with the same seed, the n-th call returns the same key in every run. A resumed
         run continues after the keys that it had drawn when its checkpoint was saved."""
+        check_not_traced("Deployer.next_key")
         return _key(self.next_stream())
 
     def next_stream(self) -> np.ndarray:
@@ -498,7 +500,7 @@ class Deployer(RedcoNames):
 
         **Arguments:**
 
-        - `name`: of a trainer that has one: the records of others are kept.
+        - `name`: of a trainer that has one: images and texts are kept. The rows of other trainers with a name always are.
         """
         if name not in self._begun:
             self._begun.add(name)

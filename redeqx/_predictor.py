@@ -47,7 +47,7 @@ from .steps import (
     with_weak_types,
 )
 from .storage import Location
-from .training import Engine, compiling
+from .training import Engine, captured, check_captured, compiling
 
 
 class Predictor(RedcoNames):
@@ -102,7 +102,7 @@ class Predictor(RedcoNames):
             plan.check(model)
         self._plan = None if plan is None else plan.on(deployer.mesh)
         self._step: tuple[Any, Structure, Callable[..., Any]] | None = None
-        self._compiled: set[Any] = set()
+        self._compiled: dict[Any, list[jax.Array]] = {}  # what each compiled step captured, by the signature of its batch
         self._placed: tuple[PyTree, PyTree] | None = None
         self._read: Callable[[Plan], PyTree] | None = None  # reads the model, of which `_model` has the shapes
         self._engine: Engine | None = None  # of the Trainer whose model this is
@@ -275,11 +275,12 @@ class Predictor(RedcoNames):
         """Calls the jitted step; shows when it has to compile first."""
         signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args[3]))
         if signature in self._compiled:
+            check_captured(self._compiled[signature], "pred_fn")
             return step(*args)
         line, is_another = self._deployer.console.progress(title="predict"), bool(self._compiled)
         with line, compiling(self._deployer, "predict step", step, args, line, is_another=is_another):
             outputs = step(*args)
-        self._compiled.add(signature)
+        self._compiled[signature] = captured(step, args)
         return outputs
 
     def _unbatch(self, n_rows: int, outputs: PyTree) -> list[Any]:

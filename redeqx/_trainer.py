@@ -28,6 +28,7 @@ from .errors import (
     check_function,
     check_model,
     check_model_function,
+    check_not_traced,
     check_optimizer,
     filter_traceback,
     with_batch_note,
@@ -87,8 +88,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
     - `on_nonfinite`: what happens to a step whose loss or gradient is not finite: `"raise"` ends training; `"skip"` leaves
         parameters and optimizer state unchanged, bit for bit, and goes on with the next examples, unless more than 10 steps
         in a row are skipped; a number instead of `"skip"` is another limit. `n_skipped` counts.
-    - `name`: tells the trainers of one deployer apart, as in a GAN: metrics are called `critic/loss`, and checkpoints are in
-        `ckpts/critic`.
+    - `name`: tells the trainers of one deployer apart, such as an actor's and a critic's: metrics are called `critic/loss`,
+        and checkpoints are in `ckpts/critic`.
 
     Raises ValueError where no leaf is trainable, and for fp8 on a device that does not support it.
     """
@@ -171,17 +172,20 @@ class Trainer(RedcoNames, Generic[ModelT]):
     @property
     def model(self) -> ModelT:
         """The current model. The next step deletes its arrays: save it, or copy what you want to keep."""
+        check_not_traced("Trainer.model")
         return self._checkpointer.with_origins(self._engine.current[0])
 
     @property
     def eval_model(self) -> ModelT:
         """The model that is evaluated, saved and used for predictions: the average, with `redeqx.optimizers.ema`. The next
         step may delete its arrays."""
+        check_not_traced("Trainer.eval_model")
         return self._checkpointer.with_origins(self._engine.eval_model)
 
     @property
     def model_state(self) -> PyTree | None:
         """The current state of the model's stateful layers; None if there are none."""
+        check_not_traced("Trainer.model_state")
         return self._engine.current[1]
 
     @property
@@ -189,12 +193,14 @@ class Trainer(RedcoNames, Generic[ModelT]):
         """The current optimizer state; in a dry run zeros. A value written into a dict of hyperparameters, as in
         `trainer.opt_state.hyperparams["learning_rate"] = 1e-4`, is set as by `set_hyperparams`; other changes have no
         effect."""
+        check_not_traced("Trainer.opt_state")
         return self._engine.opt_state
 
     @property
     def hyperparams(self) -> Mapping[str, Any]:
         """The hyperparameters of `optax.inject_hyperparams` by name, read-only; waits for the device. Those with a schedule
         are of the newest update."""
+        check_not_traced("Trainer.hyperparams")
         return MappingProxyType(hyperparam_values(self._engine.opt_state))
 
     @filter_traceback
@@ -235,6 +241,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
     @property
     def step(self) -> int:
         """The number of updates so far, including those before a resume."""
+        check_not_traced("Trainer.step")
         return self._engine.step
 
     @property
@@ -276,8 +283,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
     @filter_traceback
     def update(self, examples: Any) -> dict[str, float]:
-        """Takes one step on all of these examples; waits for its metrics and returns them. For loops of your own: a GAN, a
-        curriculum, reinforcement learning.
+        """Takes one step on all of these examples; waits for its metrics and returns them. For loops of your own:
+        curricula, reinforcement learning.
 
         Numbers, records and checkpoints are those of `train` with the same examples as one batch. Such a loop resumes with
         `resume` and saves with `save_ckpt`:
@@ -292,13 +299,13 @@ class Trainer(RedcoNames, Generic[ModelT]):
         A scheduler's signal saves the newest update of a loop that has called `resume` or `save_ckpt`, and ends the script
         with exit code 75. Ctrl-C saves only in `fit`.
 
-        Trainers that take turns, as in a GAN, need a deployer each, with a workdir of its own, if their steps are recorded.
+        Trainers that take turns need a name each (`Trainer(name=)`), if their steps are recorded.
 
         **Arguments:**
 
         - `examples`: anything with `len()` and integer items. Each new number of examples compiles another program.
 
-        Raises ValueError for trainers of one workdir that take turns.
+        Raises ValueError for trainers of one name that take turns.
         """
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(self._workload(*as_one_step(self._engine, examples)), run.machine, **run.options))

@@ -49,6 +49,7 @@ from ._untrusted import (
 from ._user_code import (
     FilteredTraceback as FilteredTraceback,
     RemoteTraceback as RemoteTraceback,
+    check_not_traced as check_not_traced,
     example_note as example_note,
     filter_traceback as filter_traceback,
     is_ours as is_ours,

@@ -1,6 +1,7 @@
 """Errors in the user's functions: notes on their arguments, and tracebacks and warnings that show the user's own lines.
 
-`with_batch_note` adds a note about the batch to an error. `FilteredTraceback` removes the frames of redeqx and JAX from the
+`with_batch_note` adds a note about the batch to an error, and `check_not_traced` refuses what such a function must not read.
+`FilteredTraceback` removes the frames of redeqx and JAX from the
 traceback, so that the line of the script is next to the line of the user's function.
 """
 
@@ -13,6 +14,7 @@ import sysconfig
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,18 +27,35 @@ from ._names import check_names
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
+_traced: ContextVar[str | None] = ContextVar("traced", default=None)  # the name of the user's function that is traced
+
 # --- notes -----------------------------------------------------------------------------------------------------------
 
 
 def with_batch_note(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap a function of `(model, ..., batch, key)` so that its errors have a note with the shapes of the batch."""
+    """Wrap a function of `(model, ..., batch, key)`, which is only traced, so that its errors have a note with the shapes of
+    the batch, and `check_not_traced` knows that it runs."""
 
     @functools.wraps(fn, updated=())
     def with_note(*args: Any) -> Any:
-        with note(f"`{name}` was called with ", lambda: _describe_batch(args[-2])):
-            return fn(*args)
+        before = _traced.set(name)
+        try:
+            with note(f"`{name}` was called with ", lambda: _describe_batch(args[-2])):
+                return fn(*args)
+        finally:
+            _traced.reset(before)
 
     return with_note
+
+
+def check_not_traced(what: str) -> None:
+    """Raise ValueError if a function of `with_batch_note` reads this: its value would be the same in all later steps."""
+    if (name := _traced.get()) is not None:
+        raise ValueError(
+            f"`{what}`: expected to be read outside of `{name}`, got read inside: `{name}` is traced once, and later "
+            "steps would use the value of now. Pass what changes in the examples. Where the gradient of one model passes "
+            "through another, train both as the fields of one model."
+        )
 
 
 def _describe_batch(batch: Any) -> str:

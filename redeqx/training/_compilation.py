@@ -24,10 +24,11 @@ from ._task import Task
 
 
 class TrainProgram(NamedTuple):
-    """A compiled train step, and its work on one device; None if nothing shows the rates."""
+    """A compiled train step, its work on one device (None if nothing shows the rates), and what it has captured."""
 
     lowered: jax.stages.Lowered
     work: Work | None
+    captured: list[jax.Array]
 
 
 class Programs:
@@ -43,7 +44,7 @@ class Programs:
         self.train: dict[Any, TrainProgram] = {}
         self.newest: TrainProgram | None = None
         self._deployer = deployer
-        self._evaluated: tuple[Any, set[Any]] = None, set()  # the eval step, and the signatures
+        self._evaluated: tuple[Any, dict[Any, list[jax.Array]]] = None, {}  # the eval step, and what it captured
         self._ahead: Compilation | None = None
         self._unchecked: SavedPrograms | None = deployer.saved_programs
 
@@ -82,7 +83,8 @@ class Programs:
         check, is_another = checked_work(step, args, plan, batch.groups), bool(self.train)
         with compiling(self._deployer, "train step", step, args, line, is_another=is_another, check=check, ahead=ahead):
             is_shown = self._deployer.console.shows_speed  # the step may be traced once more to count its work
-            of = TrainProgram(step.lower(*args), _work(task, plan, *trees, step, args) if is_shown else None)
+            work = _work(task, plan, *trees, step, args) if is_shown else None
+            of = TrainProgram(step.lower(*args), work, captured(step, args))
             if ahead is not None:
                 ahead.wait()
             outs = step(*args)  # finds this lowering in JAX's caches
@@ -92,14 +94,36 @@ class Programs:
     def evaluate(self, step: Any, args: tuple[Any, ...], signature: Any, line: ProgressLine) -> Any:
         """Calls an eval step; returns its results."""
         if self._evaluated[0] is not step:
-            self._evaluated = step, set()
+            self._evaluated = step, {}
         known = self._evaluated[1]
         if signature in known:
+            check_captured(known[signature], "loss_fn")
             return step(*args)
         with compiling(self._deployer, "eval step", step, args, line, is_another=bool(known)):
             outs = step(*args)
-        known.add(signature)
+        known[signature] = captured(step, args)
         return outs
+
+
+def captured(step: Any, args: tuple[Any, ...]) -> list[jax.Array]:
+    """Returns the arrays from outside that a jitted step has read when it was traced for these arguments."""
+    return [x for x in step.trace(*args).jaxpr.consts if isinstance(x, jax.Array)]
+
+
+def check_captured(arrays: Sequence[jax.Array], name: str) -> None:
+    """Raises ValueError if training has replaced an array that a step has captured, since the step has its former values.
+
+    **Arguments:**
+
+    - `name`: of the user's function that reads the arrays.
+    """
+    if (found := next((x for x in arrays if x.is_deleted()), None)) is not None:
+        raise ValueError(
+            f"`{name}`: expected arrays from outside to stay the same, got {found.dtype}{list(found.shape)}, which a "
+            f"trainer has updated since: `{name}` is traced once, and would use the former values. Pass what changes in the "
+            "examples, or copy what shall stay. Where the gradient of one model passes through another, train both as the "
+            "fields of one model."
+        )
 
 
 class Compilation:

@@ -24,7 +24,7 @@ from ..optimizers import find_hyperparam
 from ..partition import Plan, make_plan
 from ..steps import Program, TrainState, n_rows
 from ..storage import AtEnd
-from ._compilation import Programs, choose_memory
+from ._compilation import Programs, check_captured, choose_memory
 from ._header import eval_text, header_rows, loss_rows, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
 from ._metrics import Metrics, Update, explained
@@ -341,6 +341,7 @@ class Engine:
             after, vector = programs.call_first(self.task, program, self.trees, args, batch, self.line)
             after.frozen.extend(state.frozen)
         else:
+            check_captured(programs.train[batch.signature].captured, "loss_fn" if self.task.grad_fn is None else "grad_fn")
             after, vector = program.train(state, batch.groups, n_rows)
         self._state = after
         programs.newest = programs.train[batch.signature]

@@ -170,6 +170,48 @@ def test_a_loss_that_reads_no_weight_is_refused_whatever_is_called_first(first):
     assert trainer.step == 0
 
 
+READS = {
+    "Trainer.model": lambda other: jax.vmap(other.model)(jnp.ones((2, 8))),
+    "Trainer.eval_model": lambda other: other.eval_model.first.weight,
+    "Trainer.opt_state": lambda other: other.opt_state[0].mu.first.weight,
+    "Trainer.step": lambda other: jnp.asarray(other.step, jnp.float32),
+    "Deployer.next_key": lambda other: jax.random.normal(other.deployer.next_key()),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_loss_that_reads_what_changes_is_refused(what):
+    other = make_trainer()
+    trainer = make_trainer(loss_fn=lambda *args: loss_fn(*args) + READS[what](other).sum())
+    with pytest.raises(ValueError, match=f"`{what}`: expected to be read outside of `loss_fn`.*Pass what changes in the ex"):
+        trainer.update(DATA[:8])
+
+
+def test_a_step_that_has_captured_weights_is_refused_once_they_are_trained():
+    other = make_trainer()
+    other.update(DATA[:8])
+    captured, copied = other.model, jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, other.model)
+    trainers = [
+        make_trainer(loss_fn=lambda model, batch, key, of=of: (jax.vmap(of)(jax.vmap(model)(batch)) ** 2).mean())
+        for of in (copied, captured)
+    ]
+    for trainer in trainers:
+        trainer.update(DATA[:8])
+        trainer.eval_loss(DATA[:8], batch_size=8)
+    predictor = other.get_default_predictor(lambda model, batch, key: jax.vmap(captured)(batch))
+    predictor.predict(DATA[:8], batch_size=8)
+    other.update(DATA[:8])
+    kept, stale = trainers
+    kept.update(DATA[:8])
+    kept.eval_loss(DATA[:8], batch_size=8)
+    with pytest.raises(ValueError, match=r"`loss_fn`: expected arrays from outside to stay the same.*copy what shall stay"):
+        stale.update(DATA[:8])
+    with pytest.raises(ValueError, match=r"`loss_fn`: expected arrays from outside to stay the same.*copy what shall stay"):
+        stale.eval_loss(DATA[:8], batch_size=8)
+    with pytest.raises(ValueError, match=r"`pred_fn`: expected arrays from outside to stay the same.*copy what shall stay"):
+        predictor.predict(DATA[:8], batch_size=8)
+
+
 @pytest.mark.sweep
 def test_the_plan_is_made_with_the_weights_as_the_step_casts_them():
     def needs_bfloat16(model, batch, key):
