@@ -4,7 +4,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -60,8 +60,8 @@ class JsonLines:
         self._size += n
         self._waiting = b""
 
-    def rewind(self, step: int, name: str | None = None) -> None:
-        """Deletes the lines after `step`; with a `name`, only those whose numbers are called `name/...`, or have no prefix.
+    def rewind(self, step: int, kept: Collection[str] = ()) -> None:
+        """Deletes the lines after `step`, except those whose numbers are all called `name/...`, for the names to be kept.
 
         An incomplete last line is dropped; any other line that cannot be read is dropped with a warning.
         """
@@ -69,7 +69,7 @@ class JsonLines:
         self._waiting = b""
         text = self._text()
         *lines, _torn = text.split(b"\n")
-        kept = []
+        left = []
         for number, line in enumerate(lines, start=1):
             row = _row_of(line)
             if row is None:
@@ -77,9 +77,9 @@ class JsonLines:
                     f"`{self._path}`: expected JSON with a `step` in line {number}, got "
                     f"{brief(line[:80].decode('utf-8', 'replace'))}. It is left out.",
                 )
-            elif row["step"] <= step or (name is not None and _owner_of(row) not in (None, name)):
-                kept.append(line + b"\n")
-        if (content := b"".join(kept)) == text:
+            elif row.pop("step") <= step or prefix_of(row) in kept:
+                left.append(line + b"\n")
+        if (content := b"".join(left)) == text:
             return
         if text.startswith(content):  # needs no room on a full disk
             with os.fdopen(open_old(self._path, os.O_WRONLY), "wb") as file:
@@ -148,6 +148,7 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
         return None
 
 
-def _owner_of(row: Mapping[str, Any]) -> str | None:
-    """Returns the prefix of the numbers of a row, as in `critic/loss`; None without one."""
-    return next((name.partition("/")[0] for name in row if "/" in name), None)
+def prefix_of(numbers: Mapping[str, Any]) -> str | None:
+    """Returns the prefix that the names of all numbers have, as in `critic/loss`; None without one."""
+    prefixes = {prefix if slash else None for prefix, slash, _ in (name.partition("/") for name in numbers)}
+    return prefixes.pop() if len(prefixes) == 1 else None

@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat
 from ..errors import warn
 from ._delivery import Delivery
 from ._goodput import Goodput
-from ._jsonl import JsonLines
+from ._jsonl import JsonLines, prefix_of
 from ._live import ProgressLine
 from ._media import MediaFile, check_image, check_name, png, rewind_media
 from ._trackers import TRACKERS, Row, Tracker, check_loggers
@@ -167,7 +167,9 @@ class Records:
 
         **Arguments:**
 
-        - `name`: of one of several trainers: rows of other trainers, and all images and texts, are kept.
+        - `name`: of one of several trainers: all images and texts are kept.
+
+        Rows of other trainers that have a name are kept, unless -1 deletes all.
         """
         if not self._is_main:
             return
@@ -176,13 +178,19 @@ class Records:
             self._has_timed, prefix = True, "" if name is None else f"{name}/"
             rows = ((at, {k.removeprefix(prefix): x for k, x in row.items()}) for at, row in self._files[_SPEED].read())
             self.goodput.continue_from(rows, self._step)
+        others = set() if name is None and step < 0 else self._trainers() - {name}
         for file in self._files.values():
-            file.rewind(step, name)
+            file.rewind(step, others)
         if self._workdir is not None and name is None:
             rewind_media(self._workdir / "media", step)
         for delivery in self._deliveries:
             rows = self._files[_METRICS].read() if self._files else ()
             delivery.rewind(step, (Row(at, numbers) for at, numbers in rows))
+
+    def _trainers(self) -> set[str]:
+        """Returns the names of the trainers whose steps are recorded. The user's own metrics may have prefixes too."""
+        rows = ((prefix_of(row), row) for _, row in self._files[_METRICS].read()) if self._files else ()
+        return {of for of, row in rows if of is not None and {f"{of}/loss", f"{of}/grad_norm"} <= row.keys()}
 
     def close(self) -> None:
         """Closes files and trackers. Later records open them again."""

@@ -259,14 +259,14 @@ def test_tensorboard_keeps_the_rows_of_other_trainers(tmp_path):
     console = Console(tmp_path, loggers=["tensorboard"])
     for step in (1, 2, 3):
         for name in ("critic", "actor"):
-            console.records.metrics({f"{name}/loss": step / 2}, step)
+            console.records.metrics({f"{name}/loss": step / 2, f"{name}/grad_norm": 1.0}, step)
     console.records.close()
     time.sleep(1.1)
     resumed = Console(tmp_path, loggers=["tensorboard"])
     resumed.records.rewind(1, "critic")
     resumed.records.metrics({"critic/loss": 7.0}, 2)
     resumed.records.close()
-    steps = {(tag, step): value for step, tag, value in scalars(tmp_path / "tensorboard")}
+    steps = {(tag, step): x for step, tag, x in scalars(tmp_path / "tensorboard") if not tag.endswith("grad_norm")}
     assert steps == {
         **{("actor/loss", step): step / 2 for step in (1, 2, 3)},
         ("critic/loss", 1): 0.5,
@@ -274,6 +274,29 @@ def test_tensorboard_keeps_the_rows_of_other_trainers(tmp_path):
     }
     owners = [[*line][1].partition("/")[0] + str(line["step"]) for line in lines(tmp_path)]
     assert owners == ["critic1", "actor1", "actor2", "actor3", "critic2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "left"),
+    [
+        ("critic", 1, ["critic1", "loss1", "env1", "actor3", "actor4"]),
+        ("actor", 3, ["critic1", "loss1", "env1", "critic2", "loss2", "env2", "actor3"]),
+        (None, 1, ["critic1", "loss1", "env1", "critic2", "actor3", "actor4"]),
+        (None, -1, []),
+    ],
+)
+def test_a_rewind_keeps_the_rows_of_trainers_with_other_names_alone(tmp_path, name, at, left):
+    """Metrics of the user's own may be called `env/reward`: no trainer keeps them, as no other one records them again."""
+    records = Console(tmp_path).records
+    for step in (1, 2):
+        records.metrics({"critic/loss": 1.0, "critic/grad_norm": 2.0}, step)
+        records.metrics({"loss": 1.0, "grad_norm": 2.0, "env/reward": 3.0}, step)
+        records.metrics({"env/reward": 3.0, "env/length": 4.0}, step)
+    for step in (3, 4):
+        records.metrics({"actor/loss": 1.0, "actor/grad_norm": 2.0}, step)
+    records.close()
+    Console(tmp_path).records.rewind(at, name)
+    assert [[*line][1].partition("/")[0] + str(line["step"]) for line in lines(tmp_path)] == left
 
 
 def test_the_line_shortens_the_metrics_of_a_trainer_with_a_name(clock):
