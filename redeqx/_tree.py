@@ -55,6 +55,11 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
     return leaves
 
 
+def array_leaves(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves that are arrays, or the shapes of arrays, by name."""
+    return {name: leaf for name, leaf in named_leaves(tree).items() if is_array_like(leaf)}
+
+
 def map_named(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None):
     """As `jax.tree.map`, for a function whose first argument is the leaf's name."""
     return jtu.tree_map_with_path(lambda path, *leaves: fn(render(path), *leaves), tree, *rest, is_leaf=is_leaf)

@@ -17,7 +17,6 @@ from ._reader import (
     read_sharded as read_sharded,
 )
 from ._safetensors import (
-    array_leaves as array_leaves,
     file_size as file_size,
     to_host as to_host,
     write_tensors as write_tensors,

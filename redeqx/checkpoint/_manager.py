@@ -23,6 +23,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
+from .._tree import array_leaves
 from ..distributed import Peers
 from ..errors import check_count
 from ..storage import Location, StoreError, StorePath
@@ -30,7 +31,7 @@ from ._commit import Capabilities, Disk, Store
 from ._folder import CheckpointFolder, order
 from ._lock import Claim
 from ._manifest import RESERVED, write_manifest
-from ._safetensors import array_leaves, check_arrays
+from ._safetensors import check_arrays
 from ._tree_files import INCOMPLETE, FilePerProcess, InPlace
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
-from .._tree import MOST_LISTED, is_array_like, is_key, listed, map_named, nearest
+from .._tree import MOST_LISTED, array_leaves, is_array_like, is_key, listed, map_named, nearest
 from ..errors import brief, brief_name, is_plain, load_json
 from ..storage import Location, View, fetch
-from ._safetensors import array_leaves, is_float, open_tensors
+from ._safetensors import is_float, open_tensors
 from ._shards import stored
 
 INDEX = ".safetensors.index.json"

@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
-from .._tree import is_array_like, named_leaves
 from ..errors import brief, brief_name, damaged, is_size, parse_json
 from ..storage import Location, StoredArray, StorePath, View, open_new, read_chunks
 from ._shards import as_stored, held, stored
@@ -59,11 +57,6 @@ _MAX_DIMS = 64  # NumPy's limit
 
 def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
-
-
-def array_leaves(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves that are stored in a file, by name. The others are part of the structure."""
-    return {name: leaf for name, leaf in named_leaves(tree).items() if is_array_like(leaf)}
 
 
 def to_host(leaf: Any) -> np.ndarray:

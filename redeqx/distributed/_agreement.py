@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .._tree import is_array_like, is_key, named_leaves
+from .._tree import array_leaves, is_key, named_leaves
 from ._peers import Peers
 
 _ADVICE = (
@@ -29,20 +29,16 @@ _THREADS = 4
 
 def agree_on_trainer(peers: Peers, model: PyTree, model_state: PyTree, settings: Mapping[str, Any]) -> None:
     """Checks the model's arrays, the state of its layers, and further settings of a trainer by name."""
-    leaves = _arrays((model, model_state))
+    leaves = array_leaves((model, model_state))
     peers.agree("model", {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves.items()})
     peers.agree("Trainer", settings)
-    agree_on_values(peers, "model", _arrays(model))
-    agree_on_values(peers, "model_state", _arrays(model_state))
+    agree_on_values(peers, "model", array_leaves(model))
+    agree_on_values(peers, "model_state", array_leaves(model_state))
 
 
 def agree_on_opt_state(peers: Peers, opt_state: PyTree) -> None:
     """Checks the small leaves of the optimizer state, such as the hyperparameters of `optax.inject_hyperparams`."""
-    agree_on_values(peers, "optimizer", {name: leaf for name, leaf in _arrays(opt_state).items() if leaf.size <= _FEW})
-
-
-def _arrays(tree: PyTree) -> dict[str, Any]:
-    return {name: leaf for name, leaf in named_leaves(tree).items() if is_array_like(leaf)}
+    agree_on_values(peers, "optimizer", {name: leaf for name, leaf in array_leaves(opt_state).items() if leaf.size <= _FEW})
 
 
 def agree_on_examples(peers: Peers, method: str, n: int | None, batch_size: int) -> None:

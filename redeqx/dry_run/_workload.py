@@ -7,7 +7,8 @@ from typing import Any
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..checkpoint import array_leaves, file_size
+from .._tree import array_leaves
+from ..checkpoint import file_size
 from ..data import BatchSize, Slice, collated_shapes
 from ..dims import UNKNOWN, RowUse
 from ..machine import FSDP, MODEL, SEQUENCE, n_batch_shards

@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import equinox as eqx
 import jax
 
-from .._tree import is_array_like, listed, named_leaves
+from .._tree import array_leaves, listed
 from ._names import check_names
 
 P = ParamSpec("P")
@@ -59,7 +59,7 @@ def check_not_traced(what: str) -> None:
 
 
 def _describe_batch(batch: Any) -> str:
-    leaves = {path: leaf for path, leaf in named_leaves(batch).items() if is_array_like(leaf)}
+    leaves = array_leaves(batch)
     shapes = listed([f"`{path}` {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items()])
     n_rows = next((leaf.shape[0] for leaf in leaves.values() if leaf.shape), 0)
     return (

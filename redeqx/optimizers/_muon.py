@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from .._tree import is_array_like, map_named, named_leaves, nearest
+from .._tree import array_leaves, map_named, nearest
 from ..errors import check_float_dtype, check_number, check_optimizer, filter_traceback
 from ..partition import Kind, Plan, check_plan
 from ._checks import check_numbers
@@ -154,7 +154,7 @@ def _scale_by_muon(
             momentum = jax.tree.map(
                 lambda m, g: beta * m + (1 - beta) * g, later, optax.tree.bias_correction(updates, beta, count)
             )
-        leaves = {name: leaf for name, leaf in named_leaves(momentum).items() if is_array_like(leaf)}
+        leaves = array_leaves(momentum)
         kinds = kinds_by_name(momentum, given)
         made = orthogonalize(leaves, kinds, given if plan is None else plan, iterate)
         scaled = map_named(lambda name, x: _scale(x.shape, kinds[name], consistent_rms) * made[name], momentum)

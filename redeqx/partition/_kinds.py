@@ -14,7 +14,7 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import PyTree
 
-from .._tree import is_array_like, named_leaves, render
+from .._tree import array_leaves, is_array_like, render
 from ..tracing import Trace, WeightUses
 from ._flow import Use
 from ._given import followed
@@ -74,12 +74,11 @@ def kinds_of(model: PyTree, trace: Trace | None = None) -> dict[str, Kind]:
     - `model`: a model of arrays or of their shapes. Some may be replaced by None or by nodes without leaves.
     - `trace`: of a loss of this model, or of a model that has these leaves and others.
     """
-    kinds = {name: OTHER for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    kinds = dict.fromkeys(array_leaves(model), OTHER)
     last: tuple[str, eqx.nn.Linear] | None = None  # the last fully connected layer, and the name of its weight
     widths: set[int] = set()
     for path, node in modules(model, lambda node: isinstance(node, (*LAYERS, *_CELLS))):
-        arrays = {leaf: array for leaf, array in named_leaves(node).items() if is_array_like(array)}
-        kinds |= {within(render(path), leaf): _by_type(node, leaf, array) for leaf, array in arrays.items()}
+        kinds |= {within(render(path), leaf): _by_type(node, leaf, array) for leaf, array in array_leaves(node).items()}
         if isinstance(node, eqx.nn.Linear):
             last = within(render(path), "weight"), node
         elif isinstance(node, eqx.nn.Embedding):

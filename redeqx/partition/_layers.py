@@ -24,7 +24,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._tree import is_array_like, named_leaves, nearest, render
+from .._tree import array_leaves, is_array_like, named_leaves, nearest, render
 from . import _rules
 
 _Heads = str | Callable[[Any], int] | None
@@ -255,10 +255,9 @@ def _stacked(model: PyTree) -> dict[str, int]:
     for path, layer in modules(model, is_layer):
         known |= {within(render(path), leaf): max(n_stacked(layer), 0) for leaf in named_leaves(layer)}
     stacked: dict[str, int] = {}
-    for name, leaf in named_leaves(model).items():
-        if is_array_like(leaf):
-            module, found = name, [known[name]] if name in known else []
-            while not found and (module := module.rpartition(".")[0]):
-                found = [n for other, n in known.items() if other.startswith(f"{module}.") and n <= leaf.ndim]
-            stacked[name] = min(found, default=0)
+    for name, leaf in array_leaves(model).items():
+        module, found = name, [known[name]] if name in known else []
+        while not found and (module := module.rpartition(".")[0]):
+            found = [n for other, n in known.items() if other.startswith(f"{module}.") and n <= leaf.ndim]
+        stacked[name] = min(found, default=0)
     return stacked

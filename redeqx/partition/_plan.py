@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._quantised import quantised_leaves
-from .._tree import PyTree, is_array_like, merged, named_leaves, nearest, without_indices
+from .._tree import PyTree, array_leaves, merged, nearest, without_indices
 from ..dims import UNKNOWN, RowUse
 from ..machine import MODEL, STORAGE_AXES, axes_of, mesh_text, n_shards
 from ..monitor import HtmlPage, size_text
@@ -106,9 +106,9 @@ class Plan:
 
     def check(self, model: PyTree) -> None:
         """Raises ValueError if a leaf of the model is missing in this plan, or has another shape there."""
-        for name, leaf in named_leaves(model).items():
+        for name, leaf in array_leaves(model).items():
             planned = self.leaves.get(name)
-            if is_array_like(leaf) and (planned is None or planned.shape != tuple(leaf.shape)):
+            if planned is None or planned.shape != tuple(leaf.shape):
                 found = "no such leaf" if planned is None else f"shape {planned.shape}"
                 raise ValueError(
                     f"`plan`: expected the plan of this model, whose `{name}` has shape {tuple(leaf.shape)}, got one with "
@@ -250,7 +250,7 @@ def make_plan(
     if quantised := quantised_leaves(model):
         model = with_whole_weights(model)
         trace = None if trace is None else of_whole_weights(trace, quantised)
-    leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
+    leaves = array_leaves(model)
     splits, stacked = split_in_field_order(model, mesh.shape[MODEL])
     stored: set[str] = set()  # leaves that are stored split and gathered for use
     if trace is not None:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from .._tree import as_bare_shapes, is_array_like, named_leaves
+from .._tree import array_leaves, as_bare_shapes
 from ..dims import Inputs, RowUse, row_use, shapes_of_row
 from ..machine import MODEL, SEQUENCE, axes_of, split_heads, split_sorted_rows
 from ..memory import Loop
@@ -164,7 +164,7 @@ class Sums:
             out, state = self._call(grad_fn, "grad_fn", weights, state, batch, key, inference=False)
             out, grads = _pair(out, "grad_fn", "(loss, grads)")
             total, weight, metrics = as_sums(out, 1 if is_only else n_rows(batch), "grad_fn")
-            leaves = {name: leaf for name, leaf in named_leaves(grads).items() if is_array_like(leaf)}
+            leaves = array_leaves(grads)
             picked = []
             for name, param in zip(self.structure.names[0], weights, strict=False):
                 if name not in leaves or leaves[name].shape != param.shape:

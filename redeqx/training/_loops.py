@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..checkpoint import array_leaves
+from .._tree import array_leaves
 from ..data import BatchSize, Prefetch, Slice, check_examples, collated_shapes, is_function, size_of, slices
 from ..dims import UNKNOWN
 from ..errors import check_model, warn
