@@ -58,26 +58,25 @@ def spread(closed: Any, n_weights: int) -> Mapping[Any, Sequence[Spread]]:
 
     - `n_weights`: the number of its first inputs, which are weights. Dim 0 of all others is rows, except of keys.
     """
-    found: dict[Any, Sequence[Spread]] = {}
-    spread_with(closed, n_weights, lambda eqn, ins: None, visit=found.__setitem__)
-    return found
+    return spread_with(closed, n_weights, lambda eqn, ins: None)
 
 
 def spread_with(
-    closed: Any,
-    n_weights: int,
-    split: Callable[[Any, Sequence[Spread]], Parts | None],
-    visit: Callable[[Any, Sequence[Spread]], None] = lambda eqn, ins: None,
-) -> None:
-    """Follows the rows of the batch while a rule splits products.
+    closed: Any, n_weights: int, split: Callable[[Any, Sequence[Spread]], Parts | None]
+) -> Mapping[Any, Sequence[Spread]]:
+    """Returns the same while a rule splits products.
 
     **Arguments:**
 
     - `n_weights`: as for `spread`.
     - `split`: takes an equation and what is known of its operands, and returns the parts of its outputs along which the rule
         splits it, or None. In loops it is called several times, last with what is known at the fixed point.
-    - `visit`: as for `tracing.flow`.
     """
+    found: dict[Any, Sequence[Spread]] = {}
+
+    def note(eqn: Any, ins: Sequence[Spread], outs: Sequence[Spread]) -> None:
+        del outs
+        found[eqn] = ins
 
     def of_input(i: int, aval: Any) -> Spread:
         if i < n_weights or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
@@ -98,10 +97,11 @@ def spread_with(
         [of_input(i, var.aval) for i, var in enumerate(closed.jaxpr.invars)],
         rule,
         _joined,
-        visit=visit,
+        visit=note,
         entry=lambda value: _moved(value, -1),
         stack=lambda value: _moved(value, 1),
     )
+    return found
 
 
 def _moved(value: Spread, by: int) -> Spread:

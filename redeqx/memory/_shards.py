@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from ..dims import Related, is_elementwise
 from ..machine import axes_of
-from ..tracing import Env, flow, insides, scan_counts, variables
+from ..tracing import Env, flow, insides, variables
 
 Axes = tuple[tuple[str, ...], ...]  # for each dim of a value, the axes that split it
 
@@ -30,7 +30,7 @@ class Shards:
         self._axes = Env(literal=lambda _: ())
         inputs = [self._of_spec(spec, var.aval) for spec, var in zip(specs, closed.jaxpr.invars, strict=True)]
         self._axes.update(zip(closed.jaxpr.invars, inputs, strict=True))
-        top = flow(
+        flow(
             closed,
             inputs,
             self._rule,
@@ -39,24 +39,6 @@ class Shards:
             entry=lambda axes: axes[1:],
             stack=lambda axes: ((), *axes),
         )
-        for eqn in closed.jaxpr.eqns:
-            self._axes.update((var, top(var)) for var in eqn.outvars)
-        self._fill(closed, set())
-
-    def _fill(self, closed: Any, done: set[Any]) -> None:
-        """Adds the results of calls and loops that no equation beside them reads."""
-        if closed.jaxpr in done:
-            return
-        done.add(closed.jaxpr)
-        for eqn in closed.jaxpr.eqns:
-            inner = [each for each in insides(eqn) if each.role not in ("manual", "condition")]
-            for each in inner:
-                self._fill(each.closed, done)
-            n_carry = scan_counts(eqn)[1] if eqn.primitive.name == "scan" else len(eqn.outvars)
-            for i, (var, out) in enumerate(zip(eqn.outvars, inner[-1].closed.jaxpr.outvars if inner else (), strict=False)):
-                if var not in self._axes:
-                    axes = self._axes.get(out, ())
-                    self._axes[var] = ((), *axes) if i >= n_carry and axes else axes
 
     def spec(self, atom: Any) -> P:
         """Returns the spec of a value."""
@@ -96,9 +78,10 @@ class Shards:
             found.append(own)
         return tuple(found)
 
-    def _visit(self, eqn: Any, ins: Sequence[Axes]) -> None:
-        """Notes the axes of the operands, among which are the inputs of inner jaxprs."""
-        self._axes.update((atom, axes) for atom, axes in zip(eqn.invars, ins, strict=True) if variables([atom]))
+    def _visit(self, eqn: Any, ins: Sequence[Axes], outs: Sequence[Axes]) -> None:
+        """Notes the axes of outputs, and of operands, among which are the inputs of inner jaxprs."""
+        pairs = zip((*eqn.invars, *eqn.outvars), (*ins, *outs), strict=True)
+        self._axes.update((atom, axes) for atom, axes in pairs if variables([atom]))
 
     def _rule(self, eqn: Any, ins: Sequence[Axes]) -> Sequence[Axes] | None:
         inner = insides(eqn)
@@ -114,7 +97,6 @@ class Shards:
             outs = [self._constrained(eqn, ins[0])]
         else:
             outs = [self._used_once(dims, shape) for dims, shape in zip(_through(eqn, ins), shapes, strict=True)]
-        self._axes.update(zip(eqn.outvars, outs, strict=True))
         return outs
 
     def _constrained(self, eqn: Any, before: Axes) -> Axes:

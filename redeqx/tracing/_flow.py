@@ -26,7 +26,7 @@ def flow(
     rule: Callable[[Any, Sequence[T]], Sequence[T] | None],
     join: Callable[[Sequence[T]], T],
     *,
-    visit: Callable[[Any, Sequence[T]], None] = lambda eqn, ins: None,
+    visit: Callable[[Any, Sequence[T], Sequence[T]], None] = lambda eqn, ins, outs: None,
     entry: Callable[[T], T] = lambda value: value,
     stack: Callable[[T], T] = lambda value: value,
 ) -> Callable[[Any], T]:
@@ -38,8 +38,8 @@ def flow(
     - `rule`: takes an equation and the values of its operands, and returns those of its outputs. If it returns None, the
         equation is entered; one without inner jaxprs has outputs with the joined values of all its operands.
     - `join`: merges values, in any order. Constants have the value `join([])`, which changes no other.
-    - `visit`: is called for each equation in each of its contexts, with the values of its operands; in a loop only with
-        those of the fixed point.
+    - `visit`: is called for each equation in each of its contexts, after those inside it, with the values of its operands
+        and outputs; in a loop only with those of the fixed point.
     - `entry`, `stack`: from the value of an array that a scan slices to that of its entries, and the reverse. Values
         that tell dims apart need them.
     """
@@ -51,10 +51,11 @@ def flow(
         env.update(dict.fromkeys(closed.jaxpr.constvars, nothing))
         for eqn in closed.jaxpr.eqns:
             ins = env.read(eqn.invars)
+            if (outs := rule(eqn, ins)) is None:
+                outs = enter(eqn, ins, is_settled)
             if is_settled:
-                visit(eqn, ins)
-            outs = rule(eqn, ins)
-            env.update(zip(eqn.outvars, enter(eqn, ins, is_settled) if outs is None else outs, strict=True))
+                visit(eqn, ins, outs)
+            env.update(zip(eqn.outvars, outs, strict=True))
         return env.__getitem__
 
     def outputs(closed: Any, inputs: Sequence[T], is_settled: bool) -> list[T]:

@@ -69,8 +69,9 @@ class WeightUses:
             return None
         return [union(ins) | self._use(eqn).bit]
 
-    def _note(self, eqn: Any, ins: Sequence[int]) -> None:
+    def _note(self, eqn: Any, ins: Sequence[int], outs: Sequence[int]) -> None:
         """Records an equation that may use a weight."""
+        del outs
         if eqn.primitive.name not in (*BY_WEIGHT, *SPREAD, *_READS):
             return
         use, side = self._use(eqn), _weight_side(eqn, ins)

@@ -48,7 +48,7 @@ def test_rule_comes_first_and_equations_of_loops_are_visited_at_the_fixed_point(
         [1, 2],
         lambda eqn, ins: [4] if eqn.primitive.name == "sin" else None,
         union,
-        visit=lambda eqn, ins: visited.append((eqn.primitive.name, list(ins))),
+        visit=lambda eqn, ins, outs: visited.append((eqn.primitive.name, list(ins))),
     )
     assert list(map(read, closed.jaxpr.outvars)) == [5]
     assert [ins for name, ins in visited if name == "mul"] == [[5, 0]]
