@@ -3,7 +3,7 @@
 `_dataflow` follows the values, and decides splits where none are given.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +25,8 @@ def followed(trace: Trace, n_shards: int, dims: Mapping[str, int | None] = Mappi
     return follow(trace, n_shards, splits=splits, records_values=True)
 
 
-def values_by(closed: Any, splits: Sequence[int | None], n_shards: int) -> Pass:
+@once
+def values_by(closed: Any, splits: tuple[int | None, ...], n_shards: int) -> Pass:
     """Returns the same for a closed jaxpr in normal form: the dims that the model axis splits of each value that depends on
     data (`values`), of both operands of each product (`operands`), and the equations that take equal parts of such a dim
     (`resharded`).
@@ -34,10 +35,5 @@ def values_by(closed: Any, splits: Sequence[int | None], n_shards: int) -> Pass:
 
     - `splits`: the dim that the model axis splits, for each of the jaxpr's first inputs, which are the weights.
     """
-    return _values_by(closed, tuple(splits), n_shards)
-
-
-@once
-def _values_by(closed: Any, splits: tuple[int | None, ...], n_shards: int) -> Pass:
     dims = {str(i): dim for i, dim in enumerate(splits)}
     return followed(Trace(tuple(dims), tuple(shapes_in(closed)[: len(dims)]), closed), n_shards, dims)

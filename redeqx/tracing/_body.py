@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from ._inner import Env, equations, insides, run, variables
 
 MAX_KNOWN = 2**22  # elements; larger values are not computed while tracing
 _Sources = frozenset[str] | None
+# Equations whose output has the numbers of their operand, maybe rounded, and no others.
+_REPEATING = ("broadcast_in_dim", "convert_element_type", "reshape", "copy")
 
 
 class Body:
@@ -87,6 +91,15 @@ class Body:
     def is_constant(self, atom: Any) -> bool:
         """Whether a value depends on no input of the function."""
         return self.sources(atom) == frozenset()
+
+    def number(self, atom: Any) -> float | None:
+        """Returns the value of a constant that is the same number everywhere; None for other values."""
+        while (eqn := self.producer(atom)) is not None and eqn.primitive.name in _REPEATING:
+            atom = eqn.invars[0]
+        is_number = any(jnp.issubdtype(atom.aval.dtype, kind) for kind in (jnp.floating, jnp.integer))
+        if not is_number or not self.is_constant(atom) or math.prod(atom.aval.shape) != 1:
+            return None
+        return float(np.asarray(self.value(atom)).reshape(()))
 
     def value(self, atom: Any) -> Any | None:
         """Returns a value that can be computed while tracing, as an array, or None for others."""

@@ -4,6 +4,7 @@ All code that descends into loops, branches and calls reads this table: the inte
 parameters, and the dataflow of a plan.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -57,6 +58,12 @@ class Env(dict[Any, Any]):
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Returns the variables among the atoms of a jaxpr, each once, without its literals."""
     return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, jex.Literal)))
+
+
+def n_bytes(atom: Any) -> int:
+    """Returns the bytes of the value of an atom; 0 if it is no array."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return 0 if dtype is None else math.prod(atom.aval.shape) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -315,6 +322,17 @@ def run(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     invars = [jex.Var(atom.aval) for atom in eqn.invars]
     jaxpr = jex.Jaxpr((), invars, eqn.outvars, [eqn.replace(invars=invars)], eqn.effects, _unnamed(eqn))
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, ()))(*ins)
+
+
+def evaluate(eqns: Iterable[Any], env: Env, compute: Callable[[Any, Sequence[Any]], Iterable[Any]] = run) -> None:
+    """Evaluates equations, one after the other, from the values of an environment, which gets those of their outputs.
+
+    **Arguments:**
+
+    - `compute`: returns the outputs of an equation, given its operands.
+    """
+    for eqn in eqns:
+        env.update(zip(eqn.outvars, compute(eqn, env.read(eqn.invars)), strict=True))
 
 
 def as_fun(traced: Any) -> Callable[..., list[Any]]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding
 
 from ..kernels import AttentionSetting, dense_bytes, kernel_of
-from ..tracing import Body, all_inside, line_of, n_iterations, normal
+from ..tracing import Body, all_inside, line_of, n_bytes, n_iterations, normal
 from ._fuse_attention import describe, drop_known_mask, find_attentions
 
 
@@ -41,18 +41,18 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
         found.fused[f"{describe(setting)}, {kernel_of(platform, with_split, operands)}"] += times
         record_dense(f"a mask or bias at {line}", dense_bytes(platform, with_split, operands))
 
-    def record_dense(origin: str, n_bytes: int) -> None:
-        if n_bytes := n_bytes // AttentionSetting(1.0, split=split).n_shards(0, 1, 2):
-            found.dense[origin] = max(found.dense.get(origin, 0), n_bytes)
+    def record_dense(origin: str, size: int) -> None:
+        if size := size // AttentionSetting(1.0, split=split).n_shards(0, 1, 2):
+            found.dense[origin] = max(found.dense.get(origin, 0), size)
 
     def visit(closed: Any, times: int) -> None:
         fused: set[Any] = set()
         score_like, has_unfused = list[Any](), False
         for eqn, attention in find_attentions(body, closed.jaxpr.eqns):
             if isinstance(attention, str):
-                line, weights = line_of(eqn), eqn.outvars[0].aval
+                line = line_of(eqn)
                 found.unfused[line], has_unfused = attention, True
-                record_dense(f"the weights at {line}", weights.size * weights.dtype.itemsize)
+                record_dense(f"the weights at {line}", n_bytes(eqn.outvars[0]))
             else:
                 record_fused(*attention.shapes(), line_of(attention.out[0]), times)
                 fused.update(attention.eqns)
@@ -69,8 +69,7 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
         if has_unfused:  # a softmax of this jaxpr explains the products
             return
         for eqn in score_like:
-            scores = eqn.outvars[0].aval
-            record_dense(f"the products at {line_of(eqn)}", scores.size * scores.dtype.itemsize)
+            record_dense(f"the products at {line_of(eqn)}", n_bytes(eqn.outvars[0]))
 
     visit(closed, 1)
     return found

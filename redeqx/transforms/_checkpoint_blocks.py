@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ..tracing import REMATS, Env, Rule, equations, run, variables
+from ..tracing import REMATS, Env, Rule, equations, evaluate, variables
 from ._stack_blocks import Blocks, last_reads, runs_of_blocks, with_runs
 
 
@@ -77,8 +77,7 @@ def _computed(blocks: Blocks, index: int, eqns: Sequence[Any], last_read: Mappin
 
     def compute(*args: Any) -> list[Any]:
         inside = Env(zip(ins, args, strict=True))
-        for eqn in eqns:
-            inside.update(zip(eqn.outvars, run(eqn, inside.read(eqn.invars)), strict=True))
+        evaluate(eqns, inside)
         return inside.read(outs)
 
     policy = Block(blocks.start, blocks.n, len(carried))

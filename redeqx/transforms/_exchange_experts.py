@@ -25,11 +25,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ..machine import BATCH_AXES, MODEL, n_batch_shards
-from ..tracing import Env, Site, plain, rarely, run, variables
+from ..tracing import Env, Site, evaluate, plain, rarely, run, variables
 from ._constrain import split_over
 from ._exchanged_rows import Exchange, group_dim
 from ._send_rows import Sending
-from ._sorted_rows import SortedRows
+from ._sorted_rows import SortedRows, scatter_rows
 
 
 class Exchanges:
@@ -120,14 +120,7 @@ class Exchanges:
         updates = self._by_shard(sort, updates)
         starts = np.arange(sort.n_shards)[:, None] * x.shape[lead + 1]
         local = jnp.asarray(sort.constant_indices(eqn.invars[1]).reshape(sort.n_shards, -1) - starts)
-        kind = {"scatter": "set", "scatter-add": "add", "scatter_add": "add", "scatter-mul": "multiply"}
-        how = kind.get(eqn.primitive.name) or eqn.primitive.name.removeprefix("scatter-")
-
-        def of_shard(x: Any, i: Any, updates: Any) -> Any:
-            options = {"mode": "promise_in_bounds", "unique_indices": eqn.params["unique_indices"]}
-            return getattr(x.at[i], "add" if how == "sub" else how)(-updates if how == "sub" else updates, **options)
-
-        fn = jax.vmap(of_shard)
+        fn = jax.vmap(partial(scatter_rows, eqn))
         return (jax.vmap(fn, (0, None, 0)) if lead else fn)(x, local, updates)
 
     def _taken(self, sort: SortedRows, x: Any, places: Mapping[Any, jax.Array], dim: int | None) -> Any:
@@ -199,13 +192,12 @@ class Exchanges:
         sizes = self._on_devices(sizes_of, (of_experts, of_counts, P()), of_sizes)(experts, counts, number)
         for var, x in zip(exchange.entries, entries, strict=True):
             values[var] = send(sending.there, x, sort.dim(var))
-        for eqn in exchange.eqns:
-            ins = values.read(eqn.invars)
-            if eqn in exchange.matrices:
-                outs = [self._product(exchange, eqn, ins[0], ins[1], sizes, of_sizes)]
-            else:
-                outs = run(eqn, ins)
-            values.update(zip(eqn.outvars, outs, strict=True))
+
+        def compute(eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
+            is_product = eqn in exchange.matrices
+            return [self._product(exchange, eqn, ins[0], ins[1], sizes, of_sizes)] if is_product else run(eqn, ins)
+
+        evaluate(exchange.eqns, values, compute)
         (var,) = exchange.eqns[-1].outvars
         return send(sending.back, values[var], sort.dim(var))
 

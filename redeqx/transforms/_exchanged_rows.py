@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from ..dims import ATTENTION, Related
 from ..machine import MODEL, SEQUENCE, n_batch_shards
 from ..partition import positions_in
-from ..tracing import GROUPED, Body, Trace, equations, insides, or_as_written, variables
-from ._expert_parts import chain_after, chain_before, n_bytes
-from ._sorted_rows import SortedRows, is_elementwise_inside, jaxprs_in
+from ..tracing import GROUPED, Body, Trace, equations, insides, n_bytes, or_as_written, variables
+from ._expert_parts import chain_after, chain_before
+from ._sorted_rows import SortedRows, is_constant_along, is_elementwise_inside, jaxprs_in
 
 _VIEWS = ("reshape", "broadcast_in_dim", "squeeze", "convert_element_type", "reduce_sum", "reduce_max")
 
@@ -160,7 +160,7 @@ def _exchange_of(sort: SortedRows, jaxpr: Any, body: Body, weights: "_Origins") 
                 if not _is_first(sort, atom) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
                     return None
                 entries[atom] = None
-            elif not _is_alike(body, atom, len(sort.lead) + 1):
+            elif not is_constant_along(body, atom, range(len(sort.lead) + 1)):
                 return None
     for atom in list(entries):  # two products may read two views of the same rows: these are sent, and got back, once
         source, views = atom, list[Any]()
@@ -215,17 +215,6 @@ def _unviewed(body: Body, atom: Any) -> Any:
             break
         atom = eqn.invars[0]
     return atom
-
-
-def _is_alike(body: Body, atom: Any, n_dims: int) -> bool:
-    """Whether a value is the same for all rows: the first dims are of size 1, or repeat it."""
-    eqn, shape = body.producer(atom), atom.aval.shape
-    if all(size == 1 for size in shape[:n_dims]):
-        return True
-    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
-        return False
-    of_dim = dict(zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True))
-    return all(of_dim.get(dim, 1) == 1 for dim in range(n_dims))
 
 
 def group_dim(eqn: Any) -> int | None:

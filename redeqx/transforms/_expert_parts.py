@@ -14,7 +14,6 @@ sends less (`_exchange_experts`).
 `_group_matmuls` is the rule that applies this.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ from jax.sharding import Mesh
 
 from ..dims import Related
 from ..machine import MODEL
-from ..tracing import PRODUCTS, Body, Tag, Tagged, has_tag, insides, plain, variables
+from ..tracing import PRODUCTS, Body, Tag, Tagged, has_tag, insides, n_bytes, plain
 from ._constrain import split_over
 
 # Equations that rearrange, repeat or cast their first operand.
@@ -168,11 +167,6 @@ class ExpertParts:
         return split_over(x, self.mesh, {0: MODEL})
 
 
-def n_bytes(atom: Any) -> int:
-    """Returns the number of bytes of a value."""
-    return math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
-
-
 def chain_before(body: Body, atom: Any, weights: Collection[Any]) -> list[Any]:
     """Returns the equations that an operand comes from, the last one first, as long as they rearrange or repeat tokens."""
     chain: list[Any] = []
@@ -200,19 +194,9 @@ def _is_linear(body: Body, eqn: Any, place: int) -> bool:
     if len(eqn.outvars) != 1 or not _is_float(eqn.outvars[0]):
         return False
     if name in _ADDING:
-        return place == 2 and _is_zero(body, eqn.invars[0])
+        return place == 2 and body.number(eqn.invars[0]) == 0
     return name == "mul" or (name in ("div", *_LINEAR) and place == 0)
 
 
 def _is_float(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.floating)
-
-
-def _is_zero(body: Body, atom: Any) -> bool:
-    """Whether a value is zero everywhere. Zeros are broadcast."""
-    while variables([atom]):
-        eqn = body.producer(atom)
-        if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
-            return False
-        atom = eqn.invars[0]
-    return bool(atom.val == 0)

@@ -70,6 +70,10 @@ class Shardings:
         with self.scope():
             return jax.lax.with_sharding_constraint(value, sharding)
 
+    def store(self, gradient: Any) -> Any:
+        """Sums a gradient over the batch's shards, and slices it to the stored shard."""
+        return self.constrain(self.constrain(gradient, self.compute), self.storage)
+
     def scope(self) -> AbstractContextManager[Any]:
         return jax.named_scope(self.name) if self.name else nullcontext()
 
@@ -225,12 +229,10 @@ class _Gradients:
     summed: set[str] = field(default_factory=set)  # the names of the weights for whose gradients the rule did that
 
     def gather(self, value: Any, weight: _Weight) -> Any:
-        shardings = weight.shardings
+        of = weight.shardings
 
         def store(gradient: Any) -> Any:
-            if shardings.name not in self.summed:
-                gradient = shardings.constrain(gradient, shardings.compute)
-            return shardings.constrain(gradient, shardings.storage)
+            return of.constrain(gradient, of.storage) if of.name in self.summed else of.store(gradient)
 
         return with_gradient(weight.gathered, store)(value)
 
@@ -257,7 +259,7 @@ def sum_gradient(gradient: Any, operand: int) -> Any:
     if gradients is None or shardings is None or len(shardings.storage.spec) != gradient.ndim:
         return gradient
     gradients.summed.add(shardings.name)
-    return shardings.constrain(shardings.constrain(gradient, shardings.compute), shardings.storage)
+    return shardings.store(gradient)
 
 
 def stored(value: Any) -> tuple[Any, Shardings] | None:
@@ -285,13 +287,8 @@ def gather_without_derivative(value: Any) -> tuple[Any, Callable[[Any], Any]]:
     if not _is_weight(value):
         return plain(value), lambda gradient: gradient
     weight: _Weight = value.tag
-    of_view = weight.of_view or weight.shardings
-
-    def store(gradient: Any) -> Any:
-        return of_view.constrain(of_view.constrain(gradient, of_view.compute), of_view.storage)
-
     gathered = with_gradient(weight.gathered, lambda gradient: gradient)(value.value)
-    return viewed(weight.pending, gathered), store
+    return viewed(weight.pending, gathered), (weight.of_view or weight.shardings).store
 
 
 def _compute_with_weights(eqn: Any, ins: Sequence[Any], weights: Sequence[_Weight], site: Site) -> Sequence[Any]:

@@ -65,7 +65,7 @@ class GroupMatmuls(Rule):
         if n_shards == 1:
             return rule
         found = [eqn for eqn in found if eqn not in exchanges]
-        dims = values_by(closed, self.splits, n_shards).operands
+        dims = values_by(closed, tuple(self.splits), n_shards).operands
         rule = replace(rule, dims=dims)
         forms = [(eqn, form) for eqn in found if rule.claims(eqn) and (form := _form(eqn)) and form.shares_matrices]
         rows = [eqn for eqn, form in forms if rule.is_split(eqn, form.dims.inputs)]

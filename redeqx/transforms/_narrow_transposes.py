@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from ..tracing import Rule, Site, WeightUses, equations, plain, run
+from ..tracing import Rule, Site, WeightUses, equations, n_bytes, plain, run
 from ._weight_products import run_instead
 
 
@@ -44,8 +44,8 @@ class NarrowTransposes(Rule):
         return replace(self, uses=WeightUses(closed, self.n_weights))
 
     def _is_large(self, eqn: Any) -> bool:
-        avals = [var.aval for var in (*eqn.invars, *eqn.outvars)] if eqn.primitive.name == "dot_general" else []
-        return any(aval.size * aval.dtype.itemsize >= self.min_bytes for aval in avals)
+        is_product = eqn.primitive.name == "dot_general"
+        return is_product and any(n_bytes(atom) >= self.min_bytes for atom in (*eqn.invars, *eqn.outvars))
 
     def claims(self, eqn: Any) -> bool:
         """Whether an equation is a product with a matrix, all of one dtype, whose wider factor is large."""

@@ -29,6 +29,7 @@ from ..tracing import (
     Site,
     as_array,
     as_fun,
+    evaluate,
     insides,
     interpret,
     normal,
@@ -250,12 +251,13 @@ def _named(closed: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
                     of_var[var] = f"redeqx: {i}.{k}"
                     names[of_var[var]] = eqn
 
+    def compute(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+        pairs = zip(eqn.outvars, run(eqn, ins), strict=True)
+        return [checkpoint_name(x, of_var[var]) if var in of_var else x for var, x in pairs]
+
     def fn(*args: Any) -> list[Any]:
         env = Env(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
-        for eqn in jaxpr.eqns:
-            outs = run(eqn, env.read(eqn.invars))
-            pairs = zip(eqn.outvars, outs, strict=True)
-            env.update((var, checkpoint_name(x, of_var[var]) if var in of_var else x) for var, x in pairs)
+        evaluate(jaxpr.eqns, env, compute)
         return [as_array(env[atom], atom) for atom in jaxpr.outvars]
 
     return fn, names

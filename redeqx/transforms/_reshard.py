@@ -47,7 +47,7 @@ class Reshard(Rule):
 
     def of(self, closed: Any) -> Rule | None:
         n_shards = self.mesh.shape[MODEL]
-        found = values_by(closed, self.splits, n_shards).resharded if n_shards > 1 else {}
+        found = values_by(closed, tuple(self.splits), n_shards).resharded if n_shards > 1 else {}
         taken = {eqn: (dim, taken) for eqn, dim in found.items() if (taken := _parts_taken(eqn, dim)) is not None}
         return replace(self, taken=taken, resharded={}) if taken else None
 

@@ -222,7 +222,7 @@ _ARITHMETIC = {"mul", "add", "sub", "neg", "select_n", "max", "min", "convert_el
 
 def _constants(body: Body, atom: Any, depth: int) -> Iterator[float]:
     """Yields the constants that a value is computed from by arithmetic and selection."""
-    if (number := _scalar_value(body, atom)) is not None:
+    if (number := body.number(atom)) is not None:
         yield number
     elif body.is_constant(atom):
         if (value := _inspected(body, atom)) is not None:
@@ -243,15 +243,15 @@ def _trace_scores(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores
         if name == "dot_general":
             return replace(scores, product=(eqn, labels))
         if name in ("mul", "div"):
-            value = _scalar_value(body, eqn.invars[1])
+            value = body.number(eqn.invars[1])
             side = 0
             if value is None and name == "mul":
-                value, side = _scalar_value(body, eqn.invars[0]), 1
+                value, side = body.number(eqn.invars[0]), 1
             if value is None or value <= 0:
                 return scores
             scores = replace(scores, scale=scores.scale * (value if name == "mul" else 1 / value))
         elif name == "select_n" and len(eqn.invars) == 3:
-            fills = [_scalar_value(body, operand) for operand in eqn.invars[1:]]
+            fills = [body.number(operand) for operand in eqn.invars[1:]]
             low = [fill is not None and fill * scores.scale <= _MASKED_SCORE for fill in fills]
             if low[0] == low[1]:
                 return scores
@@ -287,7 +287,7 @@ def _trace_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) ->
             if found.stopped_at not in (None, "broadcast_in_dim"):  # where tracing a mask or a bias stops
                 scores = replace(scores, stopped_at=found.stopped_at)
             continue
-        if _scalar_value(body, other) is not None:  # adding a scalar does not change the softmax
+        if body.number(other) is not None:  # adding a scalar does not change the softmax
             return found
         factor = scores.scale * (1 if eqn.primitive.name == "add" else -1)
         bias = _strip_broadcasts(body, Operand(other, labels if other.aval.ndim else ()))
@@ -303,7 +303,7 @@ def _bias_to_mask(body: Body, bias: Operand, factor: float) -> Mask | None:
     source, _ = _trace_views(body, bias, lambda eqn: eqn.primitive.name == "convert_element_type")
     eqn, numbers = body.producer(source.atom), None
     if eqn is not None and eqn.primitive.name == "select_n" and len(eqn.invars) == 3:
-        fills = [_scalar_value(body, side) for side in eqn.invars[1:]]
+        fills = [body.number(side) for side in eqn.invars[1:]]
         numbers = None if None in fills else np.asarray(fills)
     if numbers is None:
         numbers = _inspected(body, bias.atom)
@@ -359,14 +359,3 @@ def _operand_labels(eqn: Any, dims: Sequence[int | None], labels: Sequence[Any])
         if dim is not None:
             before[dim] = label
     return tuple(before)
-
-
-def _scalar_value(body: Body, atom: Any) -> float | None:
-    """Returns the value of a constant that is the same number everywhere; None for other values."""
-    repeated = ("broadcast_in_dim", "convert_element_type", "reshape", "copy")
-    source, _ = _trace_views(body, _labelled(atom), lambda eqn: eqn.primitive.name in repeated)
-    atom = source.atom
-    is_number = jnp.issubdtype(atom.aval.dtype, jnp.floating) or jnp.issubdtype(atom.aval.dtype, jnp.integer)
-    if not is_number or not body.is_constant(atom) or math.prod(atom.aval.shape) != 1:
-        return None
-    return float(np.asarray(body.value(atom)).reshape(()))

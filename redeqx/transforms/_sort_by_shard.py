@@ -13,7 +13,8 @@ running sum, keeps a sort as it is written.
 `_sorted_rows` finds what follows a sort, and `_group_matmuls` is the rule that applies this.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,9 +23,9 @@ from jax.sharding import Mesh
 
 from ..dims import spread
 from ..machine import BATCH_AXES, SEQUENCE, n_batch_shards, replicated
-from ..tracing import GROUPED, Body, Site, plain, run
+from ..tracing import GROUPED, Body, Site, plain
 from ._constrain import split_over
-from ._sorted_rows import Role, SortedRows, jaxprs_in
+from ._sorted_rows import SortedRows, jaxprs_in, scatter_rows
 
 
 class SortsByShard:
@@ -69,15 +70,19 @@ class SortsByShard:
     def compute(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
         """Returns the outputs of an equation that is not a grouped matmul."""
         sort = self._sorts[eqn]
-        computes: Mapping[Role, Callable[[SortedRows, Any, Sequence[Any], Site], Sequence[Any]]] = {
-            "sort": self._sort,
-            "inverse": self._inverse,
-            "own lookup": self._look_up,
-            "own scatter": self._scatter,
-            "as written": self._as_written,
-            "in sort order": self._in_sort_order,
-        }
-        return computes[sort.roles[eqn]](sort, eqn, ins, site)
+        role = sort.roles[eqn]
+        if role == "sort":
+            return self._sort(sort, eqn, ins, site)
+        if role == "inverse":
+            return self._inverse(eqn, ins)
+        if role == "own lookup":
+            return self._look_up(eqn, ins)
+        if role == "own scatter":
+            return self._scatter(sort, eqn, ins)
+        pairs = list(zip(ins, eqn.invars, strict=True))
+        if role == "as written":
+            return site.rest(eqn, [self._arranged(sort, x, var, eqn) for x, var in pairs])
+        return site.rest(eqn, [x if sort.dim(var) is None else self._in_sort_order(sort, x) for x, var in pairs])
 
     def operands(self, eqn: Any, a: Any, b: Any, sizes: Any) -> tuple[Any, Any, Any]:
         """Returns the operands of a grouped matmul, with the sizes of each shard's part of the groups, `[shards, E]`."""
@@ -104,46 +109,31 @@ class SortsByShard:
         self._positions[eqn] = positions = jnp.sort(self._by_shard(place), axis=1)
         return [self.split(_rows_at(out, positions.reshape(-1))) for out in outs]
 
-    def _inverse(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
-        del sort, site
+    def _inverse(self, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
         order = self._by_shard(plain(ins[0]))
         found = (jnp.argsort(order, axis=1).astype(order.dtype) + self._starts(order)).reshape(-1)
         return [jnp.arange(len(found), dtype=order.dtype), found][: len(eqn.outvars)]
 
-    def _look_up(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
+    def _look_up(self, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
         """Looks up rows that are all on a device's own shard."""
-        del sort, site
         x, indices = map(plain, ins)
         x, indices = self._by_shard(x), self._by_shard(indices.reshape(-1))
         return [jax.vmap(_rows_at)(x, indices - self._starts(x)).reshape(eqn.outvars[0].aval.shape)]
 
-    def _scatter(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
+    def _scatter(self, sort: SortedRows, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
         """Writes rows that are all on a device's own shard."""
-        del site
         x, indices, updates = map(plain, ins)
         updates = self._arranged(sort, updates, eqn.invars[2], eqn)
         x, indices, updates = map(self._by_shard, (x, indices.reshape(-1), updates))
-        in_bounds = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
-        new = eqn.replace(params={**eqn.params, "mode": in_bounds})
+        found = jax.vmap(partial(scatter_rows, eqn))(x, indices - self._starts(x), updates)
+        return [found.reshape(eqn.outvars[0].aval.shape)]
 
-        def of_shard(*operands: Any) -> Any:
-            return run(new, operands)[0]
+    # --- orders ------------------------------------------------------------------------------
 
-        return [jax.vmap(of_shard)(x, (indices - self._starts(x))[..., None], updates).reshape(eqn.outvars[0].aval.shape)]
-
-    def _as_written(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
-        """Computes an equation as it is written, with operands in the order of the other ones."""
-        return site.rest(eqn, [self._arranged(sort, x, var, eqn) for x, var in zip(ins, eqn.invars, strict=True)])
-
-    def _in_sort_order(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
-        """Computes an equation that depends on the order, from indices and keys in the order of the sort."""
+    def _in_sort_order(self, sort: SortedRows, x: Any) -> jax.Array:
+        """Returns keys or indices, which are in the order of the shards, in that of the sort."""
         positions = self._positions[sort.eqn].reshape(-1)
-        values = []
-        for x, var in zip(ins, eqn.invars, strict=True):
-            if sort.dim(var) is not None:
-                x = jnp.zeros_like(plain(x)).at[positions].set(plain(x), mode="promise_in_bounds", unique_indices=True)
-            values.append(x)
-        return site.rest(eqn, values)
+        return jnp.zeros_like(plain(x)).at[positions].set(plain(x), mode="promise_in_bounds", unique_indices=True)
 
     def _arranged(self, sort: SortedRows, x: Any, var: Any, eqn: Any) -> Any:
         """Returns an operand with its sorted dim in the order of the shards, if it is in that of the sort."""

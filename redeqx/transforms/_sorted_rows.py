@@ -5,7 +5,7 @@ in another order. `_sort_by_shard` chooses the order, and computes them.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -227,7 +227,7 @@ class SortedRows:
         """Notes the operands whose dims are to be arranged, and checks those that are."""
         for i, place in places.items():
             atom = eqn.invars[i]
-            if (dim := self.dim(atom)) is None and variables([atom]) and not _is_constant_along(self.body, atom, place):
+            if (dim := self.dim(atom)) is None and variables([atom]) and not is_constant_along(self.body, atom, [place]):
                 self.moved[eqn, atom] = place
                 self.roles.setdefault(eqn, "as written")
             elif dim not in (None, place):
@@ -291,6 +291,13 @@ class SortedRows:
         return np.array_equal(found // (n_of // self.n_shards), np.arange(self.n) // (self.n // self.n_shards))
 
 
+def scatter_rows(eqn: Any, x: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
+    """Computes a scatter of rows of one shard, the "own scatter" of all rows, given the index of each of them there."""
+    numbers = jax.lax.ScatterDimensionNumbers(tuple(range(1, updates.ndim)), (0,), (0,))
+    params = {**eqn.params, "dimension_numbers": numbers, "mode": jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS}
+    return run(eqn.replace(params=params), [x, indices[:, None], updates])[0]
+
+
 def _is_range(body: Body, atom: Any, along: int) -> bool:
     """Whether a value of `along + 1` dims is the numbers of its last dim."""
     eqn, shape = body.producer(atom), getattr(atom.aval, "shape", ())
@@ -301,15 +308,14 @@ def _is_range(body: Body, atom: Any, along: int) -> bool:
     return eqn.primitive.name == "iota" and eqn.params["dimension"] == along
 
 
-def _is_constant_along(body: Body, atom: Any, dim: int) -> bool:
-    """Whether a value is a broadcast along a dim, or has size 1 there."""
-    eqn = body.producer(atom)
-    if atom.aval.shape[dim] == 1:
-        return True
-    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
-        return False
-    sources = eqn.params["broadcast_dimensions"]
-    return dim not in sources or eqn.invars[0].aval.shape[sources.index(dim)] == 1
+def is_constant_along(body: Body, atom: Any, dims: Iterable[int]) -> bool:
+    """Whether a value is a broadcast along these dims, or has size 1 there. Dims that it lacks do not count."""
+    eqn, shape = body.producer(atom), atom.aval.shape
+    dims = [dim for dim in dims if dim < len(shape) and shape[dim] != 1]
+    if not dims or eqn is None or eqn.primitive.name != "broadcast_in_dim":
+        return not dims
+    sizes = dict(zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True))
+    return all(sizes.get(dim, 1) == 1 for dim in dims)
 
 
 def is_elementwise_inside(eqn: Any, others: Collection[str] = ()) -> bool:

@@ -10,7 +10,6 @@ special form: a list, a tuple, fields of equal layers, or a Python loop over sli
 Cost: a copy of the stacked weights, in the dtype that they are used in, and of their gradients. In tracing, one more pass.
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +26,11 @@ from ..tracing import (
     Rule,
     alike,
     as_array,
+    evaluate,
     insides,
     line_of,
     matmul_flops,
+    n_bytes,
     normal,
     product_flops,
     run,
@@ -175,9 +176,8 @@ class _Search:
         """The live bytes before each equation: computed before it and read by it or later. Excludes the jaxpr's inputs."""
         change = np.zeros(len(self.eqns) + 2, np.int64)
         for var, (made, _) in self.producer.items():
-            n_bytes = math.prod(getattr(var.aval, "shape", ())) * getattr(getattr(var.aval, "dtype", None), "itemsize", 1)
-            change[made + 1] += n_bytes
-            change[self.last_read.get(var, made) + 1] -= n_bytes
+            change[made + 1] += n_bytes(var)
+            change[self.last_read.get(var, made) + 1] -= n_bytes(var)
         return np.cumsum(change)
 
     def _form(self, eqn: Any) -> Any:
@@ -283,19 +283,15 @@ def with_runs(
 ) -> Any:
     """Returns the closed jaxpr with each run of blocks computed by a function of the run, all equations, and what is known
     before it, which returns what later equations read. Constants stay constants."""
-    jaxpr, starts = closed.jaxpr, {blocks.start: blocks for blocks in runs}
-    n_consts = len(jaxpr.constvars)
+    jaxpr, n_consts = closed.jaxpr, len(closed.jaxpr.constvars)
 
     def compute(*args: Any) -> list[Any]:
-        env, i = Env(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True)), 0
-        while i < len(jaxpr.eqns):
-            if i in starts:
-                env.update(compute_run(starts[i], jaxpr.eqns, env))
-                i = starts[i].end
-                continue
-            eqn = jaxpr.eqns[i]
-            env.update(zip(eqn.outvars, run(eqn, env.read(eqn.invars)), strict=True))
-            i += 1
+        env, end = Env(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True)), 0
+        for blocks in runs:
+            evaluate(jaxpr.eqns[end : blocks.start], env)
+            env.update(compute_run(blocks, jaxpr.eqns, env))
+            end = blocks.end
+        evaluate(jaxpr.eqns[end:], env)
         return [as_array(env[atom], atom) for atom in jaxpr.outvars]
 
     consts = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.constvars]
@@ -315,10 +311,7 @@ def _scan(blocks: Blocks, eqns: Sequence[Any], env: Env) -> dict[Any, Any]:
     def of_block(i: int) -> Sequence[Any]:
         return eqns[blocks.start + i * blocks.period : blocks.start + (i + 1) * blocks.period]
 
-    for i in range(blocks.n):
-        for j in sorted(blocks.hoisted):
-            eqn = of_block(i)[j]
-            known.update(zip(eqn.outvars, run(eqn, known.read(eqn.invars)), strict=True))
+    evaluate((of_block(i)[j] for i in range(blocks.n) for j in sorted(blocks.hoisted)), known)
     xs = [jnp.stack([value(atom) for atom in atoms]) for atoms in blocks.stacked]
     first = of_block(0)
     last = blocks.n - 1

@@ -7,13 +7,12 @@ Cost: XLA compiles every iteration, which takes 3 to 5 times as long for 12 laye
 would have recomputed, as it merges the recomputation with the forward pass. Partial unrolling gains nothing.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..machine import Chip
-from ..tracing import Rule, Site, equations, matmul_flops, scan_counts
+from ..tracing import Rule, Site, equations, matmul_flops, n_bytes, scan_counts
 from ._remat import is_product, is_scan_without_remat
 
 _MAX_EQUATIONS = 2500  # of all iterations together; compile time grows with them
@@ -61,13 +60,10 @@ def residual_bytes(eqn: Any) -> int:
     A batched product, such as attention's scores, counts at most the bytes of its inputs, which a fused kernel saves.
     """
     body, (n_consts, n_carry) = eqn.params["jaxpr"], scan_counts(eqn)
-    total = _bytes(body.jaxpr.invars[n_consts : n_consts + n_carry])
+    total = sum(map(n_bytes, body.jaxpr.invars[n_consts : n_consts + n_carry]))
     for inner in equations(body):
         if is_product(inner.primitive):
             has_batch = inner.primitive.name == "dot_general" and any(inner.params["dimension_numbers"][1])
-            total += min(_bytes(inner.outvars), _bytes(inner.invars)) if has_batch else _bytes(inner.outvars)
+            outs, ins = (sum(map(n_bytes, atoms)) for atoms in (inner.outvars, inner.invars))
+            total += min(outs, ins) if has_batch else outs
     return total
-
-
-def _bytes(atoms: Sequence[Any]) -> int:
-    return sum(math.prod(atom.aval.shape) * atom.aval.dtype.itemsize for atom in atoms)
