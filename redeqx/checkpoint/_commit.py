@@ -168,7 +168,7 @@ def _probe(path: Path, peers: Peers) -> Capabilities:
     """Tests the folder of a path: each process writes its mark into a file that process 0 creates and removes."""
     marks = [f"process {index}".encode().ljust(_SLOT) for index in range(peers.n)]
     try:
-        peers.together("probe made", lambda: write_new(path, bytes(_SLOT * peers.n)), alone=True)
+        peers.together("probe made", lambda: write_new(path, [bytes(_SLOT * peers.n)]), alone=True)
         is_shared = all(peers.gather("probe seen", path.exists()))
         if is_shared:
             with contextlib.suppress(OSError):  # its mark is then missing

@@ -8,8 +8,8 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from ..distributed import Peers
 from ..errors import DamagedError, brief, damaged, is_plain, is_size, load_json, unreadable
-from ..storage import Location, StoreError, StorePath, exists, open_new, read_chunks, write_new
+from ..storage import Location, StoreError, StorePath, exists, read_chunks, write_new
 from ._crc32 import crc32_of, crc32_of_range
 from ._safetensors import CHUNK
 
@@ -37,7 +37,7 @@ def write_json(path: Location, value: Any) -> dict[str, int]:
     if isinstance(path, StorePath):
         path.write_bytes(text)
     else:
-        write_new(path, text)
+        write_new(path, [text])
     return {"size": len(text), "crc32": zlib.crc32(text)}
 
 
@@ -221,22 +221,21 @@ def _complete(folder: Location, peers: Peers, log: Callable[[str], None]) -> boo
 
 def _copy(file: Path, size: int, peers: Peers, having: Sequence[int]) -> None:
     """Copies a file from the first process that has it to those that lack it."""
-    is_source, lacks = peers.index == having[0], peers.index not in having
-    beside = file.with_name(f"{TMP}{file.name}")
-    if lacks:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as files:
-        copy = files.enter_context(os.fdopen(open_new(beside), "wb")) if lacks else None
+    is_source = peers.index == having[0]
+
+    def received() -> Iterator[memoryview]:
         for start in range(0, size, CHUNK):
             n = min(CHUNK, size - start)
             chunk = np.zeros(CHUNK, np.uint8)  # all of one size, so that only one program is compiled
             if is_source:
                 chunk[:n] = np.frombuffer(b"".join(read_chunks(file, start, start + n)), np.uint8)
             words = multihost_utils.broadcast_one_to_all(chunk.view(np.uint32), is_source=is_source)
-            if copy is not None:
-                copy.write(np.asarray(words).view(np.uint8)[:n].data)
-        if copy is not None:
-            copy.flush()
-            os.fsync(copy.fileno())
-    if lacks:
-        os.rename(beside, file)
+            yield np.asarray(words).view(np.uint8)[:n].data
+
+    if peers.index in having:
+        deque(received(), maxlen=0)  # all processes take part
+        return
+    beside = file.with_name(f"{TMP}{file.name}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_new(beside, received())
+    os.rename(beside, file)

@@ -8,7 +8,6 @@ in memory and never fsyncs. Here every offset is computed before the first byte 
 
 import json
 import math
-import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import brief, brief_name, damaged, is_size, parse_json
-from ..storage import Location, StoredArray, StorePath, View, open_new, read_chunks
+from ..storage import Location, StoredArray, StorePath, View, read_chunks, write_new
 from ._shards import as_stored, held, stored
 
 # Every dtype of safetensors that NumPy supports, except the packed ones of 4 and 6 bits.
@@ -168,11 +167,7 @@ def write_tensors(
     if isinstance(path, StorePath):
         path.upload(content, size)
         return {"size": size, "crc32": crc32}
-    with os.fdopen(open_new(path), "wb") as file:
-        for chunk in content():
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
+    write_new(path, content())
     return {"size": size, "crc32": crc32}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._tree import named_leaves, render
+from .._tree import as_bare_shapes, named_leaves, render
 from ..dims import UNKNOWN, with_rows
 from ..errors import check_integers, example_note
 from ._rows import BatchSize
@@ -94,7 +94,7 @@ def check_leading_dims(batch: PyTree[np.ndarray], n_rows: int, collate_one: Call
 
 def collated_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any]) -> PyTree:
     """Returns the shapes of the result of `collate`."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), collate(collate_fn, list(examples)))
+    return as_bare_shapes(collate(collate_fn, list(examples)))
 
 
 def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[Any], size: BatchSize, mesh: Mesh) -> PyTree:

@@ -11,7 +11,7 @@ from .._tree import array_leaves
 from ..checkpoint import file_size
 from ..data import BatchSize, Slice, collated_shapes
 from ..dims import UNKNOWN, RowUse
-from ..machine import FSDP, MODEL, SEQUENCE, n_batch_shards
+from ..machine import MODEL, SEQUENCE, n_batch_shards
 from ..memory import Strategy
 from ..optimizers import has_eval_params
 from ..partition import Plan
@@ -48,18 +48,9 @@ class Workload:
         """Returns the workload of one training step, on as many shards as the mesh has, and on `n_devices`, by default the
         mesh's."""
         batch = collated_shapes(task.collate_fn, step.examples)
-        strategy = Strategy(
-            mesh.shape[MODEL],
-            mesh.shape[FSDP],
-            size.micro_batch // ((n_devices or mesh.size) // (mesh.shape[SEQUENCE] * mesh.shape[MODEL])),
-            task.accumulate,
-            task.compute.remat,
-            task.compute.unroll,
-            task.compute.offload_opt_state,
-            mesh.shape[SEQUENCE],
-            batch_size=size.examples if size.by_examples else None,
-            split_residual=task.compute.split_residual,
-        )
+        rows = size.micro_batch // ((n_devices or mesh.size) // (mesh.shape[SEQUENCE] * mesh.shape[MODEL]))
+        n_examples = size.examples if size.by_examples else None
+        strategy = Strategy.of(task.compute, mesh, rows, task.accumulate, n_examples)
         return cls(strategy, replace(task, rows=task.rows or task.row_use(model, state, batch)), model, state, batch)
 
     @classmethod

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from ..data import BatchSize
 from ..dims import RowUse
-from ..machine import make_mesh, n_batch_shards
+from ..machine import FSDP, MODEL, SEQUENCE, make_mesh, n_batch_shards
 
 # What the loops of a loss recompute in the backward pass, from the most memory to the least.
 REMATS = ("none", "matmuls", "full", "offload")
@@ -39,6 +39,9 @@ def level_of(remat: str) -> str:
     return FIT if bytes_of(remat) is not None else remat
 
 
+_OPTIONS = ("remat", "unroll", "offload_opt_state", "split_residual")  # as for `Compute`
+
+
 @dataclass(frozen=True)
 class Strategy:
     """How a run is distributed; its updates do not depend on it."""
@@ -47,12 +50,19 @@ class Strategy:
     n_fsdp_shards: int
     per_device_batch_size: int
     accumulate_grad_batches: int
-    remat: str = "auto"  # this and the next two as for `Compute`
+    remat: str = "auto"
     unroll: bool = True
     offload_opt_state: bool = False
     n_sequence_shards: int = 1
     batch_size: int | None = None  # examples per update, if the script sets them instead of rows per device
-    split_residual: bool | None = None  # as for `Compute`
+    split_residual: bool | None = None
+
+    @classmethod
+    def of(cls, compute: Any, mesh: Mesh, rows: int, n_micro_batches: int, batch_size: int | None = None) -> "Strategy":
+        """Returns the strategy of a `Compute` on a mesh, with so many rows on a device in a micro-batch."""
+        options = {name: getattr(compute, name) for name in _OPTIONS}
+        shards = {"n_sequence_shards": mesh.shape[SEQUENCE], "batch_size": batch_size}
+        return cls(mesh.shape[MODEL], mesh.shape[FSDP], rows, n_micro_batches, **options, **shards)
 
     @property
     def shards(self) -> tuple[int, int]:
@@ -69,8 +79,7 @@ class Strategy:
 
     def applied(self, compute: Any) -> Any:
         """Returns the `Compute` with the options of this strategy."""
-        options = {"remat": self.remat, "unroll": self.unroll, "offload_opt_state": self.offload_opt_state}
-        return replace(compute, **options, split_residual=self.split_residual)
+        return replace(compute, **{name: getattr(self, name) for name in _OPTIONS})
 
     def code(self) -> str:
         """Returns the arguments to write in a script."""

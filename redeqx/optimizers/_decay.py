@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
+from .._tree import as_bare_shapes
 from ..partition import Plan
 from ..tracing import Env, flow, insides, union
 from ._states import states_in
@@ -30,7 +31,7 @@ def decaying(optimizer: optax.GradientTransformation, plan: Plan, params: PyTree
 
     `params` are the trained leaves as the optimizer receives them, and `state` is its state, as arrays or shapes.
     """
-    params, state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state))
+    params, state = as_bare_shapes((params, state))
     grads = jax.eval_shape(widened, params) if states_in(state, MasterState) else params
 
     def update(params: PyTree, state: PyTree, grads: PyTree, value: Any) -> PyTree:

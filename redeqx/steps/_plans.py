@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._tree import as_bare_shapes
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
 from ..partition import Overrides, Plan, describe_positions, make_plan, mark_read
@@ -52,8 +53,8 @@ def plan_prediction(
         trained, frozen = structure.take(model)
         return predict([*trained, *frozen], *rest)
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, batch))
-    trace = Trace.of(of_model, model, *shapes, jax.eval_shape(lambda: jax.random.key(0)))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    trace = Trace.of(of_model, model, *as_bare_shapes((state, batch)), key)
     plan = make_plan(model, mesh, trace=trace)
     for message in plan.warnings:
         warn(message)

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,10 +69,10 @@ def replacing(path: Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
-def write_new(path: Path, data: bytes) -> None:
+def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Writes a file, in place of anything of that name, and calls fsync."""
     with os.fdopen(open_new(path), "wb") as file:
-        file.write(data)
+        file.writelines(chunks)
         file.flush()
         os.fsync(file.fileno())
 
@@ -80,7 +80,7 @@ def write_new(path: Path, data: bytes) -> None:
 def write_file(path: Path, data: bytes) -> None:
     """As `write_new`, but a reader sees the old file or the new one."""
     with replacing(path) as beside:
-        write_new(beside, data)
+        write_new(beside, [data])
 
 
 def check_writable(folder: Path, name: str) -> None:

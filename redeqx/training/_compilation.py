@@ -15,7 +15,7 @@ from ..compiled import SavedPrograms, checked as checked_work
 from ..data import Batch
 from ..dims import UNKNOWN
 from ..distributed import agree_on_program
-from ..machine import FSDP, MODEL, SEQUENCE, cache_use, chip_of_kind
+from ..machine import cache_use, chip_of_kind
 from ..memory import Loop, SearchSpace, Strategy, choose
 from ..monitor import ProgressLine, Work
 from ..partition import Plan
@@ -239,10 +239,8 @@ def _strategy(engine: Any, batch: Batch) -> Strategy:
     """Returns the strategy of this run for a batch."""
     task, compute, mesh = engine.task, engine.task.compute, engine.deployer.mesh
     rows = max(1, n_rows(batch.micro_batch) // engine.deployer.n_batch_shards // task.n_parts)
-    n_micro_batches, remat = task.accumulate * task.n_parts, compute.remat_level
-    shards = mesh.shape[MODEL], mesh.shape[FSDP]
-    options = compute.unroll, compute.offload_opt_state, mesh.shape[SEQUENCE]
-    return Strategy(*shards, rows, n_micro_batches, remat, *options, split_residual=compute.split_residual)
+    own = Strategy.of(compute, mesh, rows, task.accumulate * task.n_parts)
+    return replace(own, remat=compute.remat_level)
 
 
 def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> SearchSpace:
