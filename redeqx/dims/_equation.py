@@ -45,10 +45,16 @@ class Related(Inference):
         """Maps dims of one of two operands to the dims of the other one that have the same first factor."""
         return _by_first_factor(self.ins[side], self.ins[1 - side])
 
-    def combined(self, operand: int = 0) -> list[int]:
-        """Returns the dims of an operand along which entries are combined, selected, reordered or dropped."""
+    @property
+    def group(self) -> int | None:
+        """The dim of a grouped matmul's second operand that counts matrices, as the sizes of groups do; None without it."""
+        return _by_first_factor(self.ins[2], self.ins[1]).get(len(self.ins[2]) - 1)
+
+    def combined(self, operand: int = 0, how: str | None = None) -> list[int]:
+        """Returns the dims of an operand along which entries are combined, selected, reordered or dropped; or only those
+        where this is how (see `Step.mixes`)."""
         assert self._step is not None
-        mixes = [set(flat(dim)) for _, dim in self._step.mixes]
+        mixes = [set(flat(dim)) for own, dim in self._step.mixes if how in (None, own)]
         return [i for atoms in mixes for i, dim in enumerate(self.ins[operand]) if not atoms.isdisjoint(dim)]
 
 

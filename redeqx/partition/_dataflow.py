@@ -85,16 +85,13 @@ def _ragged(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     would need the rows of its groups, wherever they are. If a plan has split them nevertheless, these rows are sent to it.
     """
     related = run.related(eqn)
-    if (numbers := eqn.params.get("ragged_dot_dimension_numbers")) is not None:
-        rows, groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
-    else:  # those of the primitives of `kernels`
-        rows, groups = (1,), (1,) if eqn.primitive.name == "grouped_matmul" else ()
-    whole = rows, [*(related.partners(0).get(dim) for dim in rows), *groups]
+    rows, group = related.combined(0, "order"), related.group
+    whole = rows, [*(related.partners(0).get(dim) for dim in rows), group]
     flows = [
         run.gather(atom.aval, flow) if run.split(flow)[0] in dims and not run.is_open(flow) else flow
         for atom, flow, dims in zip(eqn.invars, ins, whole, strict=False)
     ]
-    is_sent = len(groups) == 1 and not run.is_open(ins[1]) and run.split(ins[1])[0] in groups
+    is_sent = group is not None and not run.is_open(ins[1]) and run.split(ins[1])[0] == group
     outs = run.contract(eqn, flows)
     if is_sent:  # each shard multiplies its own rows
         run.products.update({(each, at): 1 for each, at in run.products if each is eqn})

@@ -125,25 +125,15 @@ def expert_stacks(trace: Trace, mesh: Mesh, *, splits_residual: bool = False) ->
 
 def _exchange_of(sort: SortedRows, jaxpr: Any, body: Body, weights: "_Origins") -> Exchange | None:
     """Returns the exchange of a sort; None if its equations do not fit."""
-    products = [eqn for eqn in sort.roles if eqn.primitive.name in GROUPED]
-    after, before = set[Any](), set[Any]()  # values that depend on a product, and those that the last one depends on
-    for eqn in jaxpr.eqns:
-        if eqn in products or not after.isdisjoint(variables(eqn.invars)):
-            after.update(eqn.outvars)
-    last = [eqn for eqn in jaxpr.eqns if eqn in products][-1]
-    eqns: list[Any] = []
-    for eqn in reversed(jaxpr.eqns):
-        if (eqn is last or not before.isdisjoint(eqn.outvars)) and not after.isdisjoint(eqn.outvars):
-            eqns.append(eqn)
-            before.update(variables(eqn.invars))
-    eqns.reverse()
-    inside = {var for eqn in eqns for var in eqn.outvars}
-    read = [(var, reader) for eqn in eqns[:-1] for var in eqn.outvars for reader in body.readers(var)]
-    if any(reader not in eqns for _, reader in read) or not set(products) <= set(eqns):
+    products = [eqn for eqn in jaxpr.eqns if eqn in sort.roles and eqn.primitive.name in GROUPED]
+    eqns = _between(products, jaxpr)
+    read = [reader for eqn in eqns[:-1] for var in eqn.outvars for reader in body.readers(var)]
+    if not set(read) <= set(eqns) or not set(products) <= set(eqns):
         return None
+    inside = {var for eqn in eqns for var in eqn.outvars}
     matrices, entries = dict[Any, Matrices](), dict[Any, None]()
     for eqn in eqns:
-        operands = [atom for atom in eqn.invars if variables([atom])]
+        operands = variables(eqn.invars)
         if eqn in products:
             dim = group_dim(eqn)
             stack = None if dim is None else weights.of(eqn.invars[1], dim)
@@ -153,37 +143,57 @@ def _exchange_of(sort: SortedRows, jaxpr: Any, body: Body, weights: "_Origins") 
             matrices[eqn], operands = stack, operands[:1]
         elif not is_elementwise_inside(eqn, _VIEWS) or eqn in sort.roles or not _keeps_rows(sort, eqn):
             return None
-        for atom in operands:
-            if atom in inside:
-                continue
-            if sort.dim(atom) is not None:
-                if not _is_first(sort, atom) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+        for atom in (atom for atom in operands if atom not in inside):
+            if sort.dim(atom) is None:
+                if not is_constant_along(body, atom, range(len(sort.lead) + 1)):
                     return None
-                entries[atom] = None
-            elif not is_constant_along(body, atom, range(len(sort.lead) + 1)):
+            elif not _is_first(sort, atom) or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
                 return None
-    for atom in list(entries):  # two products may read two views of the same rows: these are sent, and got back, once
-        source, views = atom, list[Any]()
-        while (view := body.producer(source)) is not None and _is_view(sort, view):
-            if not set(body.readers(source)) <= {*eqns, *views}:
-                break
-            views.append(view)
-            (source,) = view.invars
-            if _is_first(sort, source):
-                eqns += views
-                del entries[atom]
-                entries[source] = None
-                atom, views = source, []
-    eqns = [eqn for eqn in jaxpr.eqns if eqn in set(eqns)]
+            else:
+                entries[atom] = None
+    eqns = _with_views(sort, body, eqns, entries)
     before = [chain_before(body, atom, weights.leaves) for atom in entries]
-    after = [eqn for eqn, _ in chain_after(body, last.outvars[0])]
+    after = [eqn for eqn, _ in chain_after(body, products[-1].outvars[0])]
     sizes = [
         min([n_bytes(atom), *(n_bytes(eqn.invars[0]) for eqn in found)]) for atom, found in zip(entries, before, strict=True)
     ]
-    before_them = max(sizes, default=0)
-    after_them = min(n_bytes(eqn.outvars[0]) for eqn in (last, *after))
+    after_them = min(n_bytes(eqn.outvars[0]) for eqn in (products[-1], *after))
+    in_order = [eqn for eqn in jaxpr.eqns if eqn in eqns]
     views = [*chain.from_iterable(before), *after]
-    return Exchange(sort, eqns, list(entries), matrices, views, before_them + after_them)
+    return Exchange(sort, in_order, list(entries), matrices, views, max(sizes, default=0) + after_them)
+
+
+def _between(products: Sequence[Any], jaxpr: Any) -> list[Any]:
+    """Returns the equations from the first of some products to the last: all that depend on one, and on which the last one
+    depends."""
+    after, before, eqns = set[Any](), set[Any](), list[Any]()
+    for eqn in jaxpr.eqns:
+        if eqn in products or not after.isdisjoint(variables(eqn.invars)):
+            after.update(eqn.outvars)
+    for eqn in reversed(jaxpr.eqns):
+        if (eqn is products[-1] or not before.isdisjoint(eqn.outvars)) and not after.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            before.update(variables(eqn.invars))
+    return eqns[::-1]
+
+
+def _with_views(sort: SortedRows, body: Body, eqns: Sequence[Any], entries: dict[Any, None]) -> set[Any]:
+    """Replaces entries that are views of rows by these rows. Returns the equations with the views: two products may read two
+    views of the same rows, which are then sent, and got back, once."""
+    found = set(eqns)
+    for atom in list(entries):
+        source, views = atom, set[Any]()
+        while (view := body.producer(source)) is not None and _is_view(sort, view):
+            if not set(body.readers(source)) <= found | views:
+                break
+            views.add(view)
+            (source,) = view.invars
+            if _is_first(sort, source):
+                found |= views
+                del entries[atom]
+                entries[source] = None
+                atom, views = source, set()
+    return found
 
 
 def _is_view(sort: SortedRows, eqn: Any) -> bool:
@@ -218,12 +228,8 @@ def _unviewed(body: Body, atom: Any) -> Any:
 
 
 def group_dim(eqn: Any) -> int | None:
-    """Returns the dim of the second operand of a grouped matmul that counts matrices."""
-    if eqn.primitive.name == "grouped_matmul":
-        return 1
-    numbers = eqn.params.get("ragged_dot_dimension_numbers")
-    dims = () if numbers is None else numbers.rhs_group_dimensions
-    return dims[0] if len(dims) == 1 else None
+    """Returns the dim of the second operand of a grouped matmul that counts matrices; None for other equations."""
+    return Related(eqn).group if eqn.primitive.name in GROUPED else None
 
 
 class _Origins:
