@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ..distributed import Peers
 from ..errors import brief_name
-from ..storage import AtEnd, Location, StoreError, StorePath, remove_foreign
+from ..storage import AtEnd, Location, StoreError, StorePath, open_old, remove_foreign
 
 _MOST = 4096  # the most bytes read from a lock
 _MOST_TRIES = 5
@@ -216,7 +216,7 @@ class _FileLock:
     def read(self) -> _Found | None:
         """Returns the owner and its last touch by the file server's clock; None if there is no lock."""
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening it makes NFS ask its server
+            fd = open_old(self.path)  # opening it makes NFS ask its server
         except OSError:
             return None
         with os.fdopen(fd, "rb") as file:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from ..dims import Related, is_elementwise
 from ..machine import axes_of
-from ..tracing import Env, flow, insides, variables
+from ..tracing import Env, flow, insides, is_variable
 
 Axes = tuple[tuple[str, ...], ...]  # for each dim of a value, the axes that split it
 
@@ -81,7 +81,7 @@ class Shards:
     def _visit(self, eqn: Any, ins: Sequence[Axes], outs: Sequence[Axes]) -> None:
         """Notes the axes of outputs, and of operands, among which are the inputs of inner jaxprs."""
         pairs = zip((*eqn.invars, *eqn.outvars), (*ins, *outs), strict=True)
-        self._axes.update((atom, axes) for atom, axes in pairs if variables([atom]))
+        self._axes.update((atom, axes) for atom, axes in pairs if is_variable(atom))
 
     def _rule(self, eqn: Any, ins: Sequence[Axes]) -> Sequence[Axes] | None:
         inner = insides(eqn)

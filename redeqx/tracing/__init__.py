@@ -22,6 +22,7 @@ from ._inner import (
     equations as equations,
     evaluate as evaluate,
     insides as insides,
+    is_variable as is_variable,
     n_bytes as n_bytes,
     n_iterations as n_iterations,
     run as run,

@@ -42,7 +42,7 @@ class Env(dict[Any, Any]):
         self._literal = literal
 
     def __getitem__(self, atom: Any) -> Any:
-        return self._literal(atom) if isinstance(atom, jex.Literal) else super().__getitem__(atom)
+        return super().__getitem__(atom) if is_variable(atom) else self._literal(atom)
 
     def get(self, atom: Any, default: Any = None) -> Any:
         try:
@@ -55,9 +55,14 @@ class Env(dict[Any, Any]):
         return list(map(self.__getitem__, atoms))
 
 
+def is_variable(atom: Any) -> bool:
+    """Whether an atom of a jaxpr is a variable, and no literal."""
+    return not isinstance(atom, jex.Literal)
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Returns the variables among the atoms of a jaxpr, each once, without its literals."""
-    return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, jex.Literal)))
+    """Returns the variables among the atoms of a jaxpr, each once."""
+    return list(dict.fromkeys(filter(is_variable, atoms)))
 
 
 def n_bytes(atom: Any) -> int:

@@ -34,6 +34,7 @@ from ._inner import (
     as_fun,
     insides,
     is_replaceable,
+    is_variable,
     place_of,
     run,
     shapes_in,
@@ -279,7 +280,7 @@ class _Interpreter:
             else:
                 eqn = calls.get(eqn, eqn)
                 outvars, outs = eqn.outvars, site.rest(eqn, env.read(eqn.invars))
-            env.update((var, out) for var, out in zip(outvars, outs, strict=True) if variables([var]))
+            env.update((var, out) for var, out in zip(outvars, outs, strict=True) if is_variable(var))
         return list(map(as_array, map(plain, env.read(jaxpr.outvars)), jaxpr.outvars))
 
     def _unchanged_call(self, jaxpr: Any, i: int, env: Mapping[Any, Any]) -> Inlined | None:

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ..machine import BATCH_AXES, MODEL, n_batch_shards
-from ..tracing import Env, Site, evaluate, plain, rarely, run, variables
+from ..tracing import Env, Site, evaluate, is_variable, plain, rarely, run, variables
 from ._constrain import split_over
 from ._exchanged_rows import Exchange, group_dim
 from ._send_rows import Sending
@@ -62,7 +62,7 @@ class Exchanges:
         if eqn in exchange.eqns:
             inside = {var for each in exchange.eqns for var in each.outvars}
             for atom, value in zip(eqn.invars, ins, strict=True):
-                if variables([atom]) and atom not in inside:
+                if is_variable(atom) and atom not in inside:
                     self._values[atom] = plain(value)
             if eqn is not exchange.eqns[-1]:
                 return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars]  # computed with the last one

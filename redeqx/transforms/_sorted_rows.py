@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ..dims import REDUCTIONS, SCATTERS, Related, is_elementwise
-from ..tracing import GROUPED, Body, Env, all_inside, insides, run, variables
+from ..tracing import GROUPED, Body, Env, all_inside, insides, is_variable, run, variables
 
 _ANY_ORDER = {*REDUCTIONS, "dot_general"}
 _MAX_INDICES = 2**24
@@ -227,7 +227,7 @@ class SortedRows:
         """Notes the operands whose dims are to be arranged, and checks those that are."""
         for i, place in places.items():
             atom = eqn.invars[i]
-            if (dim := self.dim(atom)) is None and variables([atom]) and not is_constant_along(self.body, atom, [place]):
+            if (dim := self.dim(atom)) is None and is_variable(atom) and not is_constant_along(self.body, atom, [place]):
                 self.moved[eqn, atom] = place
                 self.roles.setdefault(eqn, "as written")
             elif dim not in (None, place):
@@ -244,7 +244,7 @@ class SortedRows:
         return found[0] if (found == found[0]).all() else None
 
     def _value(self, atom: Any) -> Any:
-        if not variables([atom]):
+        if not is_variable(atom):
             return atom.val
         if atom not in self.known:
             if self.body.is_constant(atom):

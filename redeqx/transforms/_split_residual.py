@@ -30,7 +30,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ..dims import ATTENTION, REDUCTIONS, VIEWS, Inputs, Positions, Related, is_elementwise, positions_of
 from ..machine import MODEL, SEQUENCE
 from ..partition import Plan, inputs_of, values_by
-from ..tracing import REMATS, Body, Env, Rule, Site, Tagged, Trace, insides, once, or_as_written, scan_counts, variables
+from ..tracing import (
+    REMATS,
+    Body,
+    Env,
+    Rule,
+    Site,
+    Tagged,
+    Trace,
+    insides,
+    is_variable,
+    once,
+    or_as_written,
+    scan_counts,
+    variables,
+)
 from ._constrain import with_gradient
 from ._exchanged_rows import chosen_exchanges
 
@@ -240,7 +254,7 @@ class _Search:
 
     def follow(self, var: Any, other: Any, *, is_slice: bool = False) -> None:
         """Gives a variable the dims of another one, or of its slices along dim 0."""
-        if not variables([other]):
+        if not is_variable(other):
             return
         if dims := [dim - is_slice for dim in self.dims.get(other, ()) if dim >= is_slice]:
             self.dims.setdefault(var, tuple(dims))
