@@ -284,7 +284,7 @@ class Predictor(RedcoNames):
         return outputs
 
     def _unbatch(self, n_rows: int, outputs: PyTree) -> list[Any]:
-        listed = self._output_fn(jax.tree.map(lambda x: np.asarray(x)[:n_rows], outputs))
+        listed = self._output_fn(jax.tree.map(lambda x: _on_host(x)[:n_rows], outputs))
         is_list = isinstance(listed, Sequence) and not isinstance(listed, str)
         if not is_list or len(listed) != n_rows:
             found = f"{len(listed)} entries" if is_list else type(listed).__name__
@@ -348,6 +348,12 @@ class Predictor(RedcoNames):
         options = xla_settings(plan.mesh, self._deployer.compiler.settings).options
         fuse_attention = self._compute.fuse_attention
         return make_predict_step(structure, plan, predict, named=named, fuse_attention=fuse_attention, options=options)
+
+
+def _on_host(x: Any) -> np.ndarray:
+    """Returns an output as a NumPy array. One without entries, alone in its program, has shards that do not fit into it (jax
+    0.10.2), so it is not fetched."""
+    return np.asarray(x) if x.size else np.empty(x.shape, x.dtype)
 
 
 def _rows(outputs: PyTree) -> list[Any]:

@@ -124,6 +124,18 @@ def test_outputs_can_be_any_pytree():
     assert outputs[0]["best"][1].dtype == jnp.bfloat16
 
 
+def test_an_output_may_have_no_entries():
+    deployer = make_deployer(1)
+    predictor = redeqx.Predictor(
+        deployer, model=make_linear(), collate_fn=stack, pred_fn=lambda model, batch, key: apply(model, batch, key)[:, :0]
+    )
+    assert [x.shape for x in predictor.predict(make_examples(5), batch_size=8)] == [(0,)] * 5
+    rows = jax.NamedSharding(deployer.mesh, jax.P("data"))
+    alone = jax.jit(lambda x: x[:, :0], out_shardings=rows)(jax.device_put(np.ones((8, 4)), rows))
+    with pytest.raises(ValueError, match="broadcast"):  # if it does not raise, `_on_host` is not needed any more
+        np.asarray(alone)
+
+
 def test_output_fn_receives_numpy_arrays_without_padding():
     batches = []
 
@@ -521,6 +533,12 @@ def test_pred_fn_must_return_one_row_per_example(pred_fn, name, found):
     assert predict_error(ValueError, pred_fn=pred_fn, per_device_batch_size=2) == (
         f"`pred_fn` output `{name}`: expected 2 rows, one for each of the batch, got {found}. "
         "Return arrays whose leading dim is the batch."
+    )
+
+
+def test_pred_fn_must_not_return_random_keys():
+    assert predict_error(TypeError, pred_fn=lambda m, b, k: {"keys": jax.random.split(k, len(b["x"]))}) == (
+        "`pred_fn` output `keys`: expected numbers, got random keys. Return `jax.random.key_data(keys)`."
     )
 
 

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from .._tree import is_array_like, named_leaves
+from .._tree import is_array_like, is_key, named_leaves
 from ..dims import row_use
 from ..machine import Options, is_in_host, replicated, split_rows
 from ..optimizers import ascent, injected_rate, n_updates, update_with, widened
@@ -325,6 +325,10 @@ def prediction(
                 raise ValueError(
                     f"`pred_fn` output `{name}`: expected {n} rows, one for each of the batch, got {found}. "
                     "Return arrays whose leading dim is the batch."
+                )
+            if is_key(leaf):
+                raise TypeError(
+                    f"`pred_fn` output `{name}`: expected numbers, got random keys. Return `jax.random.key_data(keys)`."
                 )
         return outputs
 
