@@ -54,6 +54,7 @@ LONGEST = [
     *("dry_run/test_forecast.py", "promises/test_tutorials.py", "promises/test_processes.py", "dims/test_verdicts.py"),
     *("promises/test_draws.py", "distributed/test_preempted_outside.py", "examples/test_text_to_image.py"),
     *("examples/test_language_modeling.py", "models/lora/test_lora.py", "training/test_odd_losses.py"),
+    *("models/test_parity.py", "models/test_gradients_parity.py", "models/test_decoders_parity.py"),
 ]
 RANKS = {os.path.join(os.path.dirname(__file__), name): rank for rank, name in enumerate(LONGEST)}
 

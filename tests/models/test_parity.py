@@ -1,7 +1,6 @@
-"""Compares every family with `transformers` and `diffusers`; needs the `parity` extra."""
+"""Compares outputs and folders of every family with `transformers` and `diffusers`; needs the `parity` extra."""
 
 import fnmatch
-import importlib
 
 import numpy as np
 import pytest
@@ -9,41 +8,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import equinox as eqx
-import jax
 from safetensors.numpy import load_file
 
-import redeqx
 from redeqx.models import from_pretrained, save_pretrained
-from redeqx.models.hf._save import to_disk
-from tests.models.families._case import FAMILIES, assert_equal, call_rows, collect, outputs, torch_folder, weights_file
+from tests.models.families._case import assert_equal, collect, outputs, weights_file
 
 # torch and its libraries emit deprecation warnings.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 CASES = collect("CASES")
-# A mesh changes what layers send, not their options: the first case of each family, and those with layers of their own.
-FIRST = [importlib.import_module(f"tests.models.families.{family}").CASES[0].name for family in FAMILIES]
-OTHER_LAYERS = ("bert-odd-head-size", "bert-classes", "gpt2-cross-attention", "llama-single-kv-head", "qwen3", "mistral")
-OTHER_LAYERS += ("modernbert-mlm", "opt-350m", "sdxl", "sd3-5", "t5-v1.1", "dinov2-registers-classes")
-ON_A_MESH = [case for case in CASES if case.name in (*FIRST, *OTHER_LAYERS)]
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    """A function that returns the folder of a case, the torch module that reads it, and its outputs; they are made once."""
-    made = {}
-
-    def get(case):
-        if case.name not in made:
-            import torch
-
-            folder = tmp_path_factory.mktemp(case.name)
-            module = torch_folder(case, folder)
-            with torch.no_grad():
-                made[case.name] = folder, module, case.run(module, case.inputs).numpy()
-        return made[case.name]
-
-    return get
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -52,23 +24,6 @@ def test_outputs(case, folder_of):
     model, config = from_pretrained(folder)
     assert model.config == config
     assert_equal(case, outputs(case, model), expected)
-
-
-@pytest.mark.parametrize("case", ON_A_MESH, ids=lambda case: case.name)
-def test_outputs_on_a_mesh(case, folder_of):
-    folder, _, expected = folder_of(case)
-    deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
-    model, _ = from_pretrained(folder, deployer=deployer)
-    for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)):
-        assert leaf.sharding.mesh == deployer.mesh
-    examples = [{name: value[i] for name, value in case.inputs.items()} for i in range(len(expected))]
-    predictor = redeqx.Predictor(
-        deployer,
-        model=model,
-        collate_fn=lambda rows: {name: np.stack([row[name] for row in rows]) for name in rows[0]},
-        pred_fn=lambda model, batch, key: call_rows(case, model, batch),
-    )
-    assert_equal(case, np.stack(predictor.predict(examples, 1)), expected)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -95,42 +50,6 @@ def test_round_trip(case, folder_of, tmp_path):
         assert torch.equal(held[name], tensor), name
     with torch.no_grad():  # torch's rounding depends on the alignment of its arrays, though the weights have the same bits
         np.testing.assert_allclose(case.run(again.eval(), case.inputs).numpy(), expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.gradients], ids=lambda case: case.name)
-def test_gradients(case, folder_of, tmp_path):
-    """Gradients of a loss with a different weight for each output, for every tensor on disk."""
-    import torch
-
-    folder, _, expected = folder_of(case)
-    module = torch_folder(case, tmp_path / "torch")
-    weights = np.random.default_rng(1).normal(size=expected.shape).astype(np.float32)
-    module.zero_grad()
-    (case.run(module, case.inputs) * torch.tensor(weights)).sum().backward()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        for buffer in module.buffers():  # they are not trained; our leaves for them have no gradient
-            buffer.zero_()
-    # Saved as if they were weights, since only files have common names.
-    module.save_pretrained(tmp_path / "gradients")
-    theirs = load_file(weights_file(tmp_path / "gradients"))
-
-    model, config = from_pretrained(folder)
-    model = eqx.nn.inference_mode(model)
-
-    @eqx.filter_jit
-    @eqx.filter_grad
-    def gradient(model):
-        return (call_rows(case, model, case.inputs) * weights).sum()
-
-    grads = gradient(model)
-    ours = to_disk(eqx.combine(grads, model), type(model).weight_map(config))
-    scale = max(np.abs(tensor).max() for tensor in theirs.values())
-    for name, tensor in ours.items():
-        error = np.linalg.norm(np.asarray(tensor) - theirs[name])
-        # A gradient that is zero in exact arithmetic is only rounding error.
-        assert error < 1e-3 * np.linalg.norm(theirs[name]) + 1e-6 * scale, name
 
 
 def test_cases_have_unique_names():
