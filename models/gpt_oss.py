@@ -56,7 +56,6 @@ class GptOssConfig(CausalLMConfig):
         without=("activation",),
     )
     aliases = MappingProxyType({"num_experts": "num_local_experts"})
-    packed = ("mxfp4",)
     names = Names(
         {
             "self_attn.sinks": "attention.sinks",

@@ -216,7 +216,6 @@ class FolderConfig:
     aliases: ClassVar[Mapping[str, str]] = {}  # alternative names of keys, which transformers accepts too
     sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the fields of published models, for `of`
     part: ClassVar[str | None] = None  # the object with this config in the `config.json` of a larger model
-    packed: ClassVar[tuple[str, ...]] = ()  # the `quant_method` of folders that are read, and saved without quantization
 
     @classmethod
     def from_hf(cls: type[Self], reader: ConfigReader) -> Self:

@@ -25,7 +25,7 @@ from redeqx.machine import as_zeros, dry
 from redeqx.storage import Location, View
 
 from ._files import CONFIG, read_config, weights_of
-from ._mxfp4 import unpacked
+from ._packed import unpacked
 from ._split_experts import Source, split_experts
 from ._weight_map import WeightMap
 
@@ -64,7 +64,8 @@ def load(
         kept = jnp.dtype(dtype or fields.get("dtype") or fields.get("torch_dtype") or "float32")
         return as_zeros(map_named(lambda _, leaf: _cast(leaf, kept), shapes))
     _check_index(source, folder / f"{stem}{INDEX}")
-    source = unpacked(source, {disk for name in weight_map.tensors for disk in name.on_disk})
+    disk_names = {disk for name in weight_map.tensors for disk in name.on_disk}
+    source = unpacked(source, read_config(folder) if (folder / CONFIG).is_file() else {}, disk_names, dtype)
     source = split_experts(source, weight_map)
     tensors = _match(source, weight_map, wanted, folder / CONFIG)
     if dtype is None:

@@ -9,11 +9,11 @@ import jax
 
 from redeqx import Deployer, Plan
 from redeqx._tree import nearest
-from redeqx.errors import brief
 from redeqx.storage import Location, location
 
 from ._files import CONFIG, companions, read_config, read_generation, type_key, weights_of
 from ._load import load
+from ._packed import check_quantization
 from ._reader import ConfigReader
 from ._weight_map import WeightMap
 
@@ -90,13 +90,7 @@ class Pretrained(eqx.Module):
                 f"got {fields[key]!r}. Pass the folder of such a model."
             )
         config_class = cls.config_of(model_type)
-        quantization = fields.pop("quantization_config", None)
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        if quantization is not None and method not in config_class.packed:
-            raise ValueError(
-                f"`{folder / CONFIG}`: `quantization_config`: expected none, got {brief(quantization)}. "
-                "Load the weights before quantization, or have `transformers` dequantize and save them."
-            )
+        check_quantization(folder / CONFIG, fields.pop("quantization_config", None))
         source = weights_of(folder, cls.weights_name)
         keys = ConfigReader(
             fields,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from redeqx.checkpoint import TensorReader
 from redeqx.storage import View
 
-from ._mxfp4 import Unpacked
+from ._packed import Unpacked
 from ._weight_map import WeightMap
 
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

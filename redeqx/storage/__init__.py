@@ -6,8 +6,8 @@ checkpoints or runs. Open `_path.py` first.
 """
 
 from ._array import (
-    ComputedArray as ComputedArray,
     MergedDims as MergedDims,
+    Readable as Readable,
     StoredArray as StoredArray,
     View as View,
     fetch as fetch,

@@ -1,4 +1,4 @@
-"""An array in an object; only the bytes that are used are read.
+"""An array in an object, or one whose bytes are computed; only those that are used are read.
 
 It has the shape, dtype and views of a NumPy array: indexing, transposing, reshaping. `np.asarray` reads its values; `fetch`
 reads several views at once, and their common bytes only once.
@@ -8,17 +8,23 @@ NumPy itself tracks the bytes of each view: every view has an array of addresses
 
 import math
 import mmap
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from ._path import StorePath
 from ._requests import limits
+
+
+class Readable(Protocol):
+    """Bytes of which any range can be read: those of an object in a store (`StorePath`), or computed ones."""
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Returns the bytes `[start, stop)`."""
+        ...
 
 
 class StoredArray:
@@ -26,18 +32,18 @@ class StoredArray:
 
     **Arguments:**
 
-    - `path`: the object.
+    - `path`: the object, or what computes its bytes.
     - `addresses`: an array with the shape, dtype and strides of the view, in reserved memory.
     - `base`: the address that corresponds to the object's first byte.
     """
 
-    def __init__(self, path: StorePath, addresses: np.ndarray, base: int):
+    def __init__(self, path: Readable, addresses: np.ndarray, base: int):
         self.path, self._addresses, self._base = path, addresses, base
         self.shape, self.ndim, self.dtype = addresses.shape, addresses.ndim, addresses.dtype
         self.size, self.nbytes = addresses.size, addresses.nbytes
 
     @classmethod
-    def of(cls, path: StorePath, size: int) -> "StoredArray":
+    def of(cls, path: Readable, size: int) -> "StoredArray":
         """Returns all bytes of an object of that size, as a one-dimensional array."""
         if size == 0:
             return cls(path, np.empty(0, np.uint8), 0)
@@ -80,36 +86,7 @@ class StoredArray:
         return StoredArray(self.path, addresses, self._base)
 
 
-class ComputedArray:
-    """An array whose values are computed when it is indexed, or converted by `np.asarray`."""
-
-    shape: tuple[int, ...]
-    ndim: int
-    size: int
-    dtype: Any
-
-    @abstractmethod
-    def __getitem__(self, index: Any) -> Any:
-        """As that of `numpy.ndarray`."""
-
-    @abstractmethod
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Returns all values."""
-
-    @property
-    def T(self) -> np.ndarray:
-        return np.asarray(self).T
-
-    def reshape(self, *shape: Any) -> np.ndarray:
-        """As `numpy.ndarray.reshape`."""
-        return np.asarray(self).reshape(*shape)
-
-    def transpose(self, *axes: Any) -> Any:
-        """As `numpy.ndarray.transpose`."""
-        return np.asarray(self).transpose(*axes)
-
-
-class MergedDims(ComputedArray):
+class MergedDims:
     """A view `[a, b, ...]` as an array `[a x b, ...]`, though its elements are not next to each other in the file. Only the
     rows that an index needs are read."""
 
@@ -134,8 +111,20 @@ class MergedDims(ComputedArray):
         values = np.asarray(self._split).reshape(self.shape)
         return values if dtype is None else values.astype(dtype, copy=False)
 
+    @property
+    def T(self) -> np.ndarray:
+        return np.asarray(self).T
 
-View: TypeAlias = np.ndarray | StoredArray | ComputedArray  # a tensor of a file, on a disk or in an object store
+    def reshape(self, *shape: Any) -> np.ndarray:
+        """As `numpy.ndarray.reshape`."""
+        return np.asarray(self).reshape(*shape)
+
+    def transpose(self, *axes: Any) -> np.ndarray:
+        """As `numpy.ndarray.transpose`."""
+        return np.asarray(self).transpose(*axes)
+
+
+View: TypeAlias = np.ndarray | StoredArray | MergedDims  # a tensor of a file, on a disk or in an object store
 
 
 @dataclass(frozen=True)
@@ -199,7 +188,7 @@ def _groups(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         yield group
 
 
-def _read(path: StorePath, base: int, group: list[_Piece]) -> None:
+def _read(path: Readable, base: int, group: list[_Piece]) -> None:
     start, stop = group[0].start, max(piece.stop for piece in group)
     data = path.read(start - base, stop - base)
     for piece in group:

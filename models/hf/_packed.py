@@ -1,0 +1,232 @@
+"""Folders of quantized weights, which are read as their numbers: MXFP4, FP8 in blocks, and 4 bits of bitsandbytes.
+
+A matrix is stored as codes, and scales in tensors beside it. `Unpacked` shows them as one tensor, which is computed where it
+is read, so that a device decodes only its own slices. The numbers are bfloat16, or what the folder says, unless the caller
+asks for another dtype. They are the exact products, rounded once.
+
+Sources: *OCP Microscaling Formats (MX) Specification* 1.0, 2023, in the layout of gpt-oss; *DeepSeek-V3* (arXiv:2412.19437);
+*QLoRA* (arXiv:2305.14314), in the layout of `bitsandbytes`.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from redeqx.checkpoint import TensorReader
+from redeqx.errors import brief
+from redeqx.storage import StoredArray, View
+
+# The numbers of four bits in MXFP4: a sign, two bits of exponent, and one of mantissa.
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NUMBERS = np.array([*_POSITIVE, *(-number for number in _POSITIVE)], np.float32)
+_BIAS = 127  # of exponents
+_STATE = ".quant_state.bitsandbytes__"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of one tensor.
+
+    **Arguments:**
+
+    - `parts`: the names of the tensors that hold them.
+    - `shape`: their shape.
+    - `decode`: returns the numbers `[start, stop)` in C order, in float32.
+    - `dtype`: the dtype that the folder says; None for that of its config.
+    - `transposes`: whether the last two dims are exchanged.
+    """
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    decode: Callable[[int, int], np.ndarray]
+    dtype: Any = None
+    transposes: bool = False
+
+    def view(self, dtype: Any) -> StoredArray:
+        """Returns them as an array of a dtype."""
+        array = StoredArray.of(_Bytes(self.decode, np.dtype(dtype)), int(np.prod(self.shape)) * dtype.itemsize)
+        array = array.view(dtype).reshape(self.shape)
+        n = len(self.shape)
+        return array.transpose(*range(n - 2), n - 1, n - 2) if self.transposes else array
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """The bytes of numbers in a dtype. See `redeqx.storage.Readable`."""
+
+    decode: Callable[[int, int], np.ndarray]
+    dtype: np.dtype
+
+    def read(self, start: int, stop: int) -> bytes:
+        size = self.dtype.itemsize
+        return self.decode(start // size, stop // size).astype(self.dtype).tobytes()
+
+
+class Unpacked:
+    """The tensors of a folder, with those that are quantized as one each, under the name that they have without that."""
+
+    def __init__(self, source: TensorReader, numbers: Mapping[str, Numbers], dtype: Any, default: Any):
+        """**Arguments:**
+
+        - `dtype`: the dtype of all numbers; None for what the folder says, or else `default`.
+        """
+        self.path, self.paths, self._source, self._numbers = source.path, source.paths, source, numbers
+        self._dtypes = {name: jnp.dtype(dtype or each.dtype or default) for name, each in numbers.items()}
+        self._parts = {part for each in numbers.values() for part in each.parts}
+
+    def names(self) -> list[str]:
+        """Returns the names of the tensors."""
+        return [*(name for name in self._source.names() if name not in self._parts), *self._numbers]
+
+    def view(self, name: str) -> View:
+        """Returns a tensor."""
+        return self._numbers[name].view(self._dtypes[name]) if name in self._numbers else self._source.view(name)
+
+
+def check_quantization(path: Any, quantization: Any) -> None:
+    """Raises ValueError for the `quantization_config` of a `config.json` that is not read."""
+    if quantization is not None and not _is_read(quantization):
+        raise ValueError(
+            f"`{path}`: `quantization_config`: expected none, mxfp4, fp8 with `weight_block_size` and no static scales, or "
+            f"bitsandbytes with `load_in_4bit`, got {brief(quantization)}. Load the weights before quantization, or have "
+            "`transformers` dequantize and save them."
+        )
+
+
+def _is_read(quantization: Any) -> bool:
+    said = quantization if isinstance(quantization, dict) else {}
+    method, block = said.get("quant_method"), said.get("weight_block_size")
+    if method == "fp8":
+        are_sizes = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+        return are_sizes and said.get("activation_scheme", "dynamic") == "dynamic"
+    if method == "bitsandbytes":
+        return said.get("load_in_4bit", said.get("_load_in_4bit")) is True
+    return method == "mxfp4"
+
+
+def unpacked(
+    source: TensorReader, fields: Mapping[str, Any], wanted: Collection[str], dtype: Any = None
+) -> TensorReader | Unpacked:
+    """Returns the tensors of a folder, with those that are quantized as one each.
+
+    **Arguments:**
+
+    - `fields`: the folder's `config.json`.
+    - `wanted`: the names of the model's tensors.
+    - `dtype`: the dtype of the numbers; None for the folder's.
+
+    Raises ValueError for codes without their scales, or of other shapes or dtypes than the format's.
+    """
+    quantization: Any = fields.get("quantization_config")
+    if not _is_read(quantization):
+        return source
+    method = quantization["quant_method"]
+    if method == "mxfp4":
+        bases = {name.removesuffix("_blocks"): name for name in source.names() if name.endswith("_blocks")}
+        found = {base: _mxfp4(source, base, name) for base, name in bases.items() if base in wanted}
+    elif method == "fp8":
+        block = quantization["weight_block_size"]
+        bases = {name for name in source.names() if str(source.view(name).dtype).startswith("float8_e4m3")}
+        found = {base: _fp8(source, base, block) for base in sorted(bases)}
+    else:
+        states = [name for name in source.names() if _STATE in name]
+        found = {name.partition(_STATE)[0]: _four_bits(source, name) for name in states}
+    return Unpacked(source, found, dtype, fields.get("dtype") or fields.get("torch_dtype") or "bfloat16")
+
+
+def _mxfp4(source: TensorReader, base: str, name: str) -> Numbers:
+    """Returns a matrix of each expert, `[experts, out, in]`, of blocks of 32 numbers with a common exponent. Each byte holds
+    two of them, the first one in its low bits."""
+    blocks, scales = source.view(name), _get(source, f"{base}_scales")
+    is_read = scales is not None and scales.ndim == 3 and {blocks.dtype, scales.dtype} == {np.dtype(np.uint8)}
+    if scales is None or not is_read or blocks.shape != (*scales.shape, 16):
+        raise _refuse(source, f"{base}_scales", scales, f"uint8, one number for each block of `{name}`, {_told(blocks)}")
+
+    def decode(start: int, stop: int) -> np.ndarray:
+        first, last = start // 32, -(-stop // 32)
+        pairs = np.asarray(blocks.reshape(-1, 16)[first:last])
+        exponents = np.asarray(scales.reshape(-1)[first:last]).astype(np.int32) - _BIAS
+        numbers = _NUMBERS[np.stack([pairs & 15, pairs >> 4], axis=-1)].reshape(-1, 32)
+        return np.ldexp(numbers, exponents[:, None]).reshape(-1)[start - 32 * first : stop - 32 * first]
+
+    shape = (*scales.shape[:-1], 32 * scales.shape[-1])
+    return Numbers((name, f"{base}_scales"), shape, decode, "bfloat16", transposes=True)  # which holds them exactly
+
+
+def _fp8(source: TensorReader, name: str, block: Sequence[int]) -> Numbers:
+    """Returns a matrix of numbers of 8 bits with a factor for each block of rows and columns, of which the last ones may be
+    smaller."""
+    codes, scales = source.view(name), _get(source, f"{name}_scale_inv")
+    wanted = tuple(-(-size // each) for size, each in zip(codes.shape, block, strict=False))
+    if scales is None or codes.ndim != 2 or scales.shape != wanted or not jnp.issubdtype(scales.dtype, jnp.floating):
+        raise _refuse(source, f"{name}_scale_inv", scales, f"floats {wanted} for `{name}`, {_told(codes)}")
+    (n_rows, n_columns), (height, width) = codes.shape, block
+
+    def decode(start: int, stop: int) -> np.ndarray:
+        first, last = start // n_columns, -(-stop // n_columns)
+        top = first // height
+        factors = np.asarray(scales[top : -(-last // height)]).astype(np.float32).repeat(height, 0)
+        factors = factors[first - top * height : last - top * height].repeat(width, 1)[:, :n_columns]
+        numbers = np.asarray(codes[first:last]).astype(np.float32) * factors
+        return numbers.reshape(-1)[start - first * n_columns : stop - first * n_columns]
+
+    return Numbers((name, f"{name}_scale_inv"), (n_rows, n_columns), decode)
+
+
+def _four_bits(source: TensorReader, state_name: str) -> Numbers:
+    """Returns a matrix of numbers of 4 bits from a table, with a factor for each block of them in C order. Each byte holds
+    two, the first one in its high bits. Factors may be quantized too: numbers of 8 bits from a table, with factors of their
+    own, and a common offset."""
+    name = state_name.partition(_STATE)[0]
+    try:
+        state = json.loads(np.asarray(source.view(state_name)).tobytes())
+        shape, size, dtype = tuple(state["shape"]), int(state["blocksize"]), jnp.dtype(state["dtype"])
+        nested = ("nested_absmax", "nested_quant_map") if state.get("nested_blocksize") else ()
+        each, offset = (int(state["nested_blocksize"]), np.float32(state["nested_offset"])) if nested else (1, np.float32(0))
+    except (ValueError, KeyError, TypeError) as error:
+        raise _refuse(source, state_name, source.view(state_name), "JSON of the format's state") from error
+    parts = {part: f"{name}.{part}" for part in ("absmax", "quant_map", *nested)}
+    views: dict[str, Any] = {part: _get(source, disk) for part, disk in parts.items()}
+    codes, n = _get(source, name), int(np.prod(shape))
+    lengths = {"absmax": -(-n // size), "quant_map": 16, "nested_quant_map": 256}
+    if nested:
+        lengths["nested_absmax"] = -(-lengths["absmax"] // each)
+    for part, view in views.items():
+        if view is None or view.shape != (lengths[part],):
+            raise _refuse(source, parts[part], view, f"{lengths[part]} numbers for `{name}`, {shape}")
+    if codes is None or codes.dtype != np.uint8 or codes.size != -(-n // 2):
+        raise _refuse(source, name, codes, f"uint8, two of the {n} numbers of {shape} in each")
+    table, *inner = (np.asarray(views[part]) for part in ("quant_map", *nested[1:]))
+
+    def factors(start: int, stop: int) -> np.ndarray:
+        found = np.asarray(views["absmax"][start:stop])
+        if not nested:
+            return found
+        outer = np.asarray(views["nested_absmax"][start // each : -(-stop // each)]).repeat(each)[start % each :]
+        return inner[0][found] * outer[: stop - start] + offset
+
+    def decode(start: int, stop: int) -> np.ndarray:
+        first, top = start // 2, start // size
+        pairs = np.asarray(codes.reshape(-1)[first : -(-stop // 2)])
+        numbers = table[np.stack([pairs >> 4, pairs & 15], axis=-1)].reshape(-1)
+        of_each = factors(top, -(-stop // size)).repeat(size)
+        return numbers[start - 2 * first : stop - 2 * first] * of_each[start - top * size : stop - top * size]
+
+    return Numbers((name, state_name, *parts.values()), shape, decode, dtype)
+
+
+def _get(source: TensorReader, name: str) -> View | None:
+    return source.view(name) if name in source else None
+
+
+def _told(view: View) -> str:
+    return f"{view.dtype} {view.shape}"
+
+
+def _refuse(source: TensorReader, name: str, found: View | None, expected: str) -> ValueError:
+    got = "none" if found is None else _told(found)
+    return ValueError(f"`{source.path}`: `{name}`: expected {expected}, got {got}. Fetch the file again.")
