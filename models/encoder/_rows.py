@@ -3,24 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .._kinds import RATE, TEXT
-from ..hf import Classes, ConfigReader, Field, ModelType, Only, Row, Tokens
+from .._kinds import RATE
+from ..hf import BLOCKS, DROPOUT, Classes, Field, ModelType, Only, Row, Tokens
 
 ROWS: tuple[Row, ...] = (
     Only("tie_word_embeddings", True),
     Field("vocab_size"),
     Field("max_position_embeddings", "n_positions"),
     Field("type_vocab_size", "n_token_types"),
-    Field("hidden_size", "d_model"),
     Field("intermediate_size", "d_ff"),
-    Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
-    Field("num_attention_heads", "n_heads"),
+    *BLOCKS,
+    *DROPOUT,
     Classes(),
-    Field("hidden_act", "activation", TEXT),
-    Field("hidden_dropout_prob", "dropout", RATE),
-    Field("attention_probs_dropout_prob", "attention_dropout", RATE),
     Field("classifier_dropout", kind=RATE),
-    Field("layer_norm_eps"),
     Tokens(),
     Field("initializer_range", "init_std"),
     # `config.json` does not describe a pooler (see `Encoder.read_config`).

@@ -7,6 +7,8 @@ with `_pretrained.py`.
 
 from ._compare import Differences as Differences, compare_weights as compare_weights, load_weights as load_weights
 from ._config import (
+    BLOCKS as BLOCKS,
+    DROPOUT as DROPOUT,
     Classes as Classes,
     Field as Field,
     FolderConfig as FolderConfig,

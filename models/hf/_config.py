@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from .._kinds import Kind
+from .._kinds import RATE, TEXT, Kind
 from ._reader import ConfigReader
 
 _UNSET: Any = object()
@@ -257,6 +257,20 @@ class FolderConfig:
     def key_of(cls, field: str) -> str:
         """Returns the key of `config.json` that holds a field; the field's own name if there is no such key."""
         return {name: key for row in reversed(cls.rows) for name, key in row.keys.items()}.get(field, field)
+
+
+# The keys of encoders of texts and images that hold the sizes of their blocks, and those of dropout in BERT's names.
+BLOCKS: tuple[Row, ...] = (
+    Field("hidden_size", "d_model"),
+    Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
+    Field("num_attention_heads", "n_heads"),
+    Field("hidden_act", "activation", TEXT),
+    Field("layer_norm_eps"),
+)
+DROPOUT: tuple[Row, ...] = (
+    Field("hidden_dropout_prob", "dropout", RATE),
+    Field("attention_probs_dropout_prob", "attention_dropout", RATE),
+)
 
 
 def sized(size: str, sizes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from .._kinds import RATE, SIZE, TEXT
-from ..hf import Classes, ConfigReader, Field, FolderConfig, Row, Written, check_fixed
+from .._kinds import RATE, SIZE
+from ..hf import BLOCKS, DROPOUT, Classes, ConfigReader, Field, FolderConfig, Row, Written, check_fixed
 from ..nn import ACTIVATIONS, BlockStds, check_choice, check_heads, check_patches, check_rates, check_sizes
 
 Self = TypeVar("Self", bound="VisionConfig")
@@ -31,24 +31,15 @@ PATCHES: tuple[Row, ...] = (
     Field("num_channels", "n_channels"),
 )
 TRANSFORMER: tuple[Row, ...] = (
-    Field("hidden_size", "d_model"),
+    *BLOCKS,
     Field("intermediate_size", "d_ff"),
-    Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
-    Field("num_attention_heads", "n_heads"),
-    Field("hidden_act", "activation", TEXT),
     Field("attention_dropout", kind=RATE),
-    Field("layer_norm_eps"),
 )
 VIT: tuple[Row, ...] = (
     *PATCHES,
-    Field("hidden_size", "d_model"),
-    Field("num_hidden_layers", "n_layers", via=ConfigReader.layers),
-    Field("num_attention_heads", "n_heads"),
+    *BLOCKS,
+    *DROPOUT,
     Classes(),
-    Field("hidden_act", "activation", TEXT),
-    Field("hidden_dropout_prob", "dropout", RATE),
-    Field("attention_probs_dropout_prob", "attention_dropout", RATE),
-    Field("layer_norm_eps"),
     Field("qkv_bias", "has_qkv_bias"),
     Field("initializer_range", "init_std"),
 )
