@@ -1,8 +1,9 @@
 """Falcon: attention and MLP run in parallel, with one or a few heads of keys and values, and no biases.
 
-Falcon 3 has LLaMA's model type. Models with ALiBi, such as falcon-rw, are not implemented.
+Falcon-RW has biases and ALiBi in place of rotary positions, and computes the MLP after attention. Falcon 3 has LLaMA's model
+type.
 
-Source: *The Falcon Series of Open Language Models* (arXiv:2311.16867).
+Sources: *The Falcon Series of Open Language Models* (arXiv:2311.16867); *The RefinedWeb Dataset* (arXiv:2306.01116).
 """
 
 from collections.abc import Mapping
@@ -11,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import RATE, SIZE, TEXT
-from .decoder import ByHead, CausalLM, GPTConfig, Inner, Names, Shared, rows
-from .hf import ConfigReader, Field, Only, Row, published
+from .decoder import ByHead, CausalLM, Choice, GPTConfig, Inner, Names, Shared, rows
+from .hf import ConfigReader, Field, Row, published
 
 
 class _Architecture(Row):
@@ -45,6 +46,10 @@ class _Architecture(Row):
         }
 
 
+_RW = {"vocab_size": 50304, "n_kv_heads": None, "bias_range": 8.0, "is_parallel": False, "shares_norm": False}
+_RW |= {"attention_bias": True, "mlp_bias": True, "bos_token_id": 1}
+
+
 @dataclass(frozen=True)
 class FalconConfig(GPTConfig):
     """The sizes of a Falcon. The defaults are those with 7 billion parameters. See `CausalLMConfig`."""
@@ -62,6 +67,7 @@ class FalconConfig(GPTConfig):
     eos_token_id: int | tuple[int, ...] | None = 11
 
     model_type = "falcon"
+    scales_bias = True
     rows = rows(
         _Architecture(),
         Inner("ffn_hidden_size"),
@@ -69,7 +75,7 @@ class FalconConfig(GPTConfig):
         Field("layer_norm_epsilon", "norm_eps"),
         Shared("bias", "attention_bias", "mlp_bias"),
         Field("hidden_dropout", "residual_dropout", RATE),
-        Only("alibi", False),
+        Choice("alibi", {"bias_range": (None, 8.0)}, default=False),
         without=("head_size",),
     )
     aliases = MappingProxyType({"n_embed": "hidden_size"})
@@ -88,7 +94,12 @@ class FalconConfig(GPTConfig):
         token_score="classifier",
     )
     sizes = published(
-        {"7b": {}, "40b": {"d_model": 8192, "n_layers": 60, "n_heads": 128, "n_kv_heads": 8, "shares_norm": False}}
+        {
+            "7b": {},
+            "40b": {"d_model": 8192, "n_layers": 60, "n_heads": 128, "n_kv_heads": 8, "shares_norm": False},
+            "rw-1b": {"d_model": 2048, "n_layers": 24, "n_heads": 32, "eos_token_id": 2, **_RW},
+            "rw-7b": {"d_model": 4096, "n_layers": 36, "n_heads": 64, **_RW},
+        }
     )
 
     @property

@@ -214,6 +214,7 @@ class CausalLMConfig(FolderConfig):
     attention_period: ClassVar[int | None] = None  # the n of "every n-th layer has attention", others a gated delta rule
     activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)  # those that the family has
     by_kind: ClassVar[bool] = False  # layers differ in more than windows and positions: see `LayerKind`
+    scales_bias: ClassVar[bool] = False  # biases of scores are scaled as scores are, and rounded to bfloat16
     latent_eps: ClassVar[float] = 1e-6  # of the norms of latent vectors
     names: ClassVar[Names] = Names()
     rows = ROWS

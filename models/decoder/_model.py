@@ -210,7 +210,9 @@ class CausalLM(Decoder, Pretrained):
         angles, angle_kinds = different(config.ropes)
         bias = None
         if config.bias_range is not None:
-            bias = distance_bias(mask, seq, cache, segments=segments, n_heads=config.n_heads, largest=config.bias_range)
+            scale = config.size**-0.5 if config.scales_bias else None
+            options = {"n_heads": config.n_heads, "largest": config.bias_range, "scale": scale}
+            bias = distance_bias(mask, seq, cache, segments=segments, **options)
             angles = []
         elif self.positions is None:
             positions = token_positions(mask, seq, cache, segments=segments)

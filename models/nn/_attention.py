@@ -105,6 +105,7 @@ def distance_bias(
     segments: Int[Array, " seq"] | None = None,
     n_heads: int,
     largest: float = 8.0,
+    scale: float | None = None,
 ) -> Float[Array, "heads 1 source"]:
     """Returns the biases of attention scores in place of positions (ALiBi): they fall with the distance, in each head with
     another slope. See `token_positions` for the arguments.
@@ -115,6 +116,8 @@ def distance_bias(
     **Arguments:**
 
     - `largest`: the slope of the last head is `2 ** -largest`, if their number is a power of two.
+    - `scale`: a factor of the biases, which then are rounded to bfloat16 before, and so are slopes and positions, as in
+        Falcon; None for neither.
 
     Source: Press et al. 2021, *Train Short, Test Long* (arXiv:2108.12409).
     """
@@ -126,7 +129,11 @@ def distance_bias(
         positions = token_positions(mask, seq, segments=segments)
     else:
         positions = jnp.maximum(jnp.cumsum(cache.mask) - 1, 0)
-    return jnp.asarray(slopes, jnp.float32)[:, None, None] * positions.astype(jnp.float32)
+    slopes, positions = jnp.asarray(slopes, jnp.float32)[:, None, None], positions.astype(jnp.float32)
+    if scale is None:
+        return slopes * positions
+    rounded = lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)  # noqa: E731
+    return scale * rounded(rounded(slopes) * rounded(positions))
 
 
 def causal_mask(

@@ -228,6 +228,7 @@ CASES = [
     case("granite-moe", "GraniteMoe", num_local_experts=4, attention_multiplier=0.3, logits_scaling=0.5),
     case("falcon-new", "Falcon", num_kv_heads=2, new_decoder_architecture=True, alibi=False),
     case("falcon", "Falcon", bias=True, ffn_hidden_size=40),
+    case("falcon-alibi", "Falcon", num_attention_heads=6, multi_query=False, parallel_attn=False, bias=True, alibi=True),
     case("falcon-serial", "Falcon", multi_query=False, parallel_attn=False),
     case("gpt-neo", "GPTNeo", **NEO, window_size=4, attention_types=[[["local", "global"], 1]]),
     case("nemotron", "Nemotron", hidden_size=32),
