@@ -1,8 +1,9 @@
-"""Noise schedulers: DDPM, DDIM, Euler and flow matching, and the loop and the loss of denoising, of package `diffusion`."""
+"""Noise schedulers: DDPM, DDIM, PNDM, Euler, and flow matching; the loop and loss of denoising. See package `diffusion`."""
 
 from .diffusion import (
     DDIM as DDIM,
     DDPM as DDPM,
+    PNDM as PNDM,
     BetaScheduler as BetaScheduler,
     Euler as Euler,
     FlowMatchEuler as FlowMatchEuler,

@@ -27,7 +27,7 @@ from redeqx.storage import disk_path, write_file
 
 from ._kinds import LIST
 from .clip import CLIPText, CLIPTextWithProjection
-from .diffusion import DDIM, DDPM, Euler, FlowMatchEuler, Scheduler, denoise, denoising_loss, diffusers, guided
+from .diffusion import DDIM, DDPM, PNDM, Euler, FlowMatchEuler, Scheduler, denoise, denoising_loss, diffusers, guided
 from .hf import ConfigReader, Pretrained, companions, read_config, replace_json, save_pretrained
 from .mmdit import MMDiT
 from .nn import norm
@@ -80,7 +80,7 @@ class TextToImage(eqx.Module):
     class_name: ClassVar[str]  # in `model_index.json`
     parts: ClassVar[Mapping[str, type[Pretrained]]]  # the models, by field and subfolder; the last one predicts
     optional: ClassVar[tuple[str, ...]] = ()  # parts that a folder may lack
-    schedulers: ClassVar[tuple[type[Scheduler], ...]] = (DDIM, DDPM, Euler)
+    schedulers: ClassVar[tuple[type[Scheduler], ...]] = (DDIM, DDPM, PNDM, Euler)
     zero_key: ClassVar[str | None] = None  # of `model_index.json`, for `is_empty_zero`
     given: ClassVar[tuple[str, ...]] = ()  # the entries of a condition that do not depend on the text
 

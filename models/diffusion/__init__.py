@@ -1,7 +1,7 @@
 """Diffusion: noise schedulers, and the blocks and config keys of denoising models and of their autoencoder.
 
-This package does not depend on the models. Start with `_scheduler.py`, the base of the schedulers in `_schedulers.py` and
-`_flow.py`; `_blocks.py` has the layers.
+This package does not depend on the models. Start with `_scheduler.py`, the base of the schedulers in `_schedulers.py`,
+`_pndm.py` and `_flow.py`; `_blocks.py` has the layers.
 """
 
 from ._blocks import (
@@ -20,6 +20,7 @@ from ._blocks import (
     upsample as upsample,
 )
 from ._flow import FlowMatchEuler as FlowMatchEuler
+from ._pndm import PNDM as PNDM
 from ._scheduler import (
     Scheduler as Scheduler,
     denoise as denoise,

@@ -1,7 +1,8 @@
 """`Scheduler`: what all noise schedulers have in common, the denoising loop, and the loss of a denoising model.
 
-A scheduler is a configuration with pure functions. The next step depends only on the timestep and the number of steps, so a
-loop over the steps can be a `jax.lax.scan`. `_schedulers.py` and `_flow.py` say how much noise there is at each timestep.
+A scheduler is a configuration with pure functions. The next step depends only on the timestep, the number of steps, and what
+the scheduler remembers of the previous ones, so a loop over the steps can be a `jax.lax.scan`. `_schedulers.py` and
+`_flow.py` say how much noise there is at each timestep, and `_pndm.py` has a scheduler that remembers.
 
 Dims: shape = shape of a sample, any. Timesteps count from 0, which has the least noise.
 """
@@ -98,8 +99,8 @@ class Scheduler(FolderConfig):
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def timesteps(self, n_steps: int) -> Num[Array, " n_steps"]:
-        """Returns the timesteps for denoising in `n_steps`, in decreasing order of noise.
+    def timesteps(self, n_steps: int) -> Num[Array, " n_calls"]:
+        """Returns the timesteps for denoising in `n_steps`, in decreasing order of noise, one for each call of the model.
 
         Raises ValueError for more steps than timesteps.
         """
@@ -109,6 +110,24 @@ class Scheduler(FolderConfig):
         """Returns the sample with which denoising begins, from standard normal noise: by default the noise itself."""
         del n_steps
         return noise
+
+    def memory(self, sample: Float[Array, "*shape"]) -> Any:
+        """Returns what a denoising that begins with `sample` remembers before its first step: by default nothing, None."""
+        del sample
+        return None
+
+    def recall(
+        self,
+        memory: Any,
+        model_output: Float[Array, "*shape"],
+        timestep: Step,
+        sample: Float[Array, "*shape"],
+        *,
+        n_steps: int,
+    ) -> tuple[Any, tuple[Float[Array, "*shape"], Step, Float[Array, "*shape"]]]:
+        """Returns the memory after a call of the model, and what `step` gets in place of its first arguments."""
+        del n_steps
+        return memory, (model_output, timestep, sample)
 
     def step(
         self,
@@ -178,12 +197,15 @@ def denoise(
     - `key`: for the noise that steps add; not needed if they add none.
     """
 
-    def body(sample: Array, now: tuple[Array, Any]) -> tuple[Array, None]:
-        timestep, key = now
-        return scheduler.step(model_fn(sample, timestep), timestep, sample, n_steps=n_steps, key=key), None
+    def body(carry: tuple[Array, Any], now: tuple[Array, Any]) -> tuple[tuple[Array, Any], None]:
+        (sample, memory), (timestep, key) = carry, now
+        memory, arguments = scheduler.recall(memory, model_fn(sample, timestep), timestep, sample, n_steps=n_steps)
+        return (scheduler.step(*arguments, n_steps=n_steps, key=key), memory), None
 
-    keys = None if key is None else jax.random.split(key, n_steps)
-    return jax.lax.scan(body, scheduler.begin(sample, n_steps), (scheduler.timesteps(n_steps), keys))[0]
+    timesteps = scheduler.timesteps(n_steps)
+    keys = None if key is None else jax.random.split(key, len(timesteps))
+    sample = scheduler.begin(sample, n_steps)
+    return jax.lax.scan(body, (sample, scheduler.memory(sample)), (timesteps, keys))[0][0]
 
 
 def guided(

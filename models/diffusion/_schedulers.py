@@ -140,6 +140,9 @@ class BetaScheduler(Scheduler):
         includes both ends. Raises ValueError for more steps than timesteps, and for an offset that exceeds the last
         timestep.
         """
+        return jnp.asarray(self._spaced(n_steps), jnp.int32 if self.rounds_timesteps else jnp.float32)
+
+    def _spaced(self, n_steps: int) -> np.ndarray:
         n = self.n_train_steps
         self._check_steps(n_steps)
         if self.timestep_spacing == "leading":
@@ -154,7 +157,7 @@ class BetaScheduler(Scheduler):
                 f"`steps_offset`: expected timesteps below `n_train_steps`={n}, got {int(steps[0])} with {n_steps} steps "
                 f"and an offset of {self.steps_offset}. Use fewer steps."
             )
-        return jnp.asarray(steps, jnp.int32 if self.rounds_timesteps else jnp.float32)
+        return steps
 
     def _alpha_after(self, timestep: Step, n_steps: int, end: Any) -> Float[Array, ""]:
         """Returns the alpha of the next timestep; `end` if there is none."""
@@ -252,6 +255,8 @@ class Euler(BetaScheduler):
 
     - `ends_clean`: whether the last step removes all noise; else the noise of timestep 0 remains. `scheduler_config.json`
         calls it `final_sigmas_type`.
+    - `has_karras`: whether steps between the first and the last are distributed as Karras et al. do it: the seventh roots
+        of the noise's standard deviations are evenly spaced.
     """
 
     class_name: ClassVar[str] = "EulerDiscreteScheduler"
@@ -260,6 +265,7 @@ class Euler(BetaScheduler):
     clip_range: float | None = None
     timestep_spacing: str = "linspace"
     ends_clean: bool = True
+    has_karras: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -269,7 +275,8 @@ class Euler(BetaScheduler):
     rows = (
         *BetaScheduler.rows,
         Only("interpolation_type", "linear"),
-        *(Only(f"use_{kind}_sigmas", False, None) for kind in ("karras", "exponential", "beta")),
+        Field("use_karras_sigmas", "has_karras"),
+        *(Only(f"use_{kind}_sigmas", False, None) for kind in ("exponential", "beta")),
         Only("sigma_min", None),
         Only("sigma_max", None),
         Only("timestep_type", "discrete"),
@@ -295,6 +302,27 @@ class Euler(BetaScheduler):
         sigma = jnp.interp(jnp.asarray(timestep, jnp.float32), np.arange(len(sigmas), dtype=np.float32), sigmas)
         return 1 / (1 + jnp.square(sigma))
 
+    def timesteps(self, n_steps: int) -> Num[Array, " n_steps"]:
+        if not self.has_karras:
+            return super().timesteps(n_steps)
+        places = np.arange(self.n_train_steps)
+        return jnp.asarray(np.interp(np.log(self._karras(n_steps)), np.log(self._sigmas), places), jnp.float32)
+
+    def _karras(self, n_steps: int) -> np.ndarray:
+        """Returns the standard deviation of the noise at each step."""
+        ends = self._spaced(n_steps)[[0, -1]]
+        first, last = np.interp(ends, np.arange(self.n_train_steps), self._sigmas) ** (1 / 7)
+        return (first + np.linspace(0, 1, n_steps) * (last - first)) ** 7
+
+    def _alphas_of(self, timestep: Step, n_steps: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """Returns the alphas before and after a step."""
+        if not self.has_karras:
+            return self._alpha(timestep), self._alpha_after(timestep, n_steps, 1.0 if self.ends_clean else self._alpha(0))
+        sigmas = np.append(self._karras(n_steps), 0.0 if self.ends_clean else self._sigmas[0])
+        alphas = jnp.asarray(1 / (1 + sigmas**2), jnp.float32)
+        i = jnp.argmin(jnp.abs(self.timesteps(n_steps) - timestep))
+        return alphas[i], alphas[i + 1]
+
     def begin(self, noise: Float[Array, "*shape"], n_steps: int) -> Float[Array, "*shape"]:
         """Returns the sample with which denoising begins, as in diffusers: the noise itself with "leading" timesteps, else
         the share of noise in the first timestep's samples."""
@@ -303,7 +331,6 @@ class Euler(BetaScheduler):
         return (jnp.sqrt(1 - self._alpha(self.timesteps(n_steps)[0])) * noise).astype(noise.dtype)
 
     def _step(self, model_output, timestep, sample, n_steps):
-        end = 1.0 if self.ends_clean else self._alpha(0)
-        alpha, alpha_after = self._alpha(timestep), self._alpha_after(timestep, n_steps, end)
+        alpha, alpha_after = self._alphas_of(timestep, n_steps)
         clean, noise = self._predict(model_output, alpha, sample)
         return jnp.sqrt(alpha_after) * clean + jnp.sqrt(1 - alpha_after) * noise, None

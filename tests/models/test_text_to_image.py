@@ -96,8 +96,8 @@ def test_a_folder_holds_the_pipeline_and_its_tokenizers(tmp_path):
         ({"unet": [None, None]}, "`unet`: expected 'UNet2DConditionModel', .* got None"),
         ({"vae": "AutoencoderKL"}, "`vae`: expected list, got 'AutoencoderKL'"),
         (
-            {"scheduler": ["diffusers", "PNDMScheduler"]},
-            r"`scheduler`: expected DDIM or .* got PNDMScheduler\. Pass `scheduler=`",
+            {"scheduler": ["diffusers", "LMSDiscreteScheduler"]},
+            r"`scheduler`: expected DDIM or .* got LMSDiscreteScheduler\. Pass `scheduler=`",
         ),
     ):
         with pytest.raises((ValueError, TypeError), match=message):

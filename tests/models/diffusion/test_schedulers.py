@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from redeqx.models.hf import ConfigReader
-from redeqx.models.schedulers import DDIM, DDPM, Euler, FlowMatchEuler, denoise, denoising_loss, guided
+from redeqx.models.schedulers import DDIM, DDPM, PNDM, Euler, FlowMatchEuler, denoise, denoising_loss, guided
 
 SHAPE = (2, 3)
 LATENT = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_range": None}
@@ -243,8 +243,9 @@ def test_guidance_extrapolates_from_the_unconditional_prediction():
         DDPM(),
         DDIM(),
         DDPM(variance_type="fixed_large", beta_schedule="squaredcos_cap_v2", clip_range=2.0),
-        Euler(ends_clean=False, steps_offset=1, **LATENT),
+        Euler(ends_clean=False, steps_offset=1, has_karras=True, **LATENT),
         FlowMatchEuler(500, shift=3.0),
+        PNDM(ends_clean=True, steps_offset=1, prediction_type="v_prediction"),
         DDIM(ends_clean=False, steps_offset=1, has_zero_snr=True, timestep_spacing="trailing", **LATENT),
     ],
 )
@@ -271,7 +272,8 @@ def test_keys_that_change_nothing_are_kept(tmp_path):
         (DDIM, "beta_schedule", "sigmoid", "`beta_schedule`: expected 'linear' or .* got 'sigmoid'"),
         (DDIM, "prediction_type", "flow", "`prediction_type`: expected 'epsilon' or .* got 'flow'"),
         (DDIM, "timestep_spacing", "karras", "`timestep_spacing`: expected 'leading' or .* got 'karras'"),
-        (Euler, "use_karras_sigmas", True, "`use_karras_sigmas`: expected False or None, .* got True"),
+        (PNDM, "skip_prk_steps", False, "`skip_prk_steps`: expected True, .* got False"),
+        (Euler, "use_beta_sigmas", True, "`use_beta_sigmas`: expected False or None, .* got True"),
         (Euler, "sigma_max", 9.0, r"`sigma_max`: expected None, .* got 9\.0"),
         (Euler, "timestep_type", "continuous", "`timestep_type`: expected 'discrete', .* got 'continuous'"),
         (Euler, "final_sigmas_type", "one", "`final_sigmas_type`: expected 'zero' or 'sigma_min', .* got 'one'"),
@@ -293,6 +295,46 @@ def test_names_the_missing_file(tmp_path):
         DDIM.from_pretrained(tmp_path)
 
 
+def test_karras_steps_have_evenly_spaced_roots():
+    """Equation 5 of arXiv:2206.00364, between the noise of the last and the first timestep. Between its steps, a sample is
+    divided by the share that remains of it, and goes along the noise."""
+    scheduler, n_steps = Euler(has_karras=True, **LATENT), 5
+    table = np.sqrt(1 / scheduler.alphas.astype(np.float64) - 1)
+    sigmas = np.linspace(table[-1] ** (1 / 7), table[0] ** (1 / 7), n_steps) ** 7
+    timesteps = scheduler.timesteps(n_steps)
+    np.testing.assert_allclose(np.exp(np.interp(timesteps, np.arange(1000), np.log(table))), sigmas, rtol=1e-4)
+    x = np.asarray(CLEAN, np.float64)
+    for timestep, before, after in zip(timesteps, sigmas, [*sigmas[1:], 0], strict=True):
+        scaled = x / np.sqrt(1 + before**2)
+        x = x + (after - before) * np.asarray(NOISE, np.float64)
+        found = scheduler.step(NOISE, timestep, jnp.asarray(scaled, jnp.float32), n_steps=n_steps)
+        np.testing.assert_allclose(found, x / np.sqrt(1 + after**2), rtol=1e-3, atol=1e-4)
+
+
+def test_pndm_extrapolates_the_last_predictions():
+    scheduler, n_steps, ratio = PNDM(steps_offset=1, **LATENT), 6, 1000 // 6
+    predict = lambda sample, timestep: 0.5 * sample + timestep / 1000  # noqa: E731
+    alphas = scheduler.alphas.astype(np.float64)
+
+    def move(x, predicted, start, stop):
+        """Formula 9 of arXiv:2202.09778."""
+        a, b = alphas[start], alphas[max(stop, 0)]
+        return (b / a) ** 0.5 * x - (b - a) * predicted / (a * (1 - b) ** 0.5 + (a * (1 - a) * b) ** 0.5)
+
+    first, *others = [i * ratio + 1 for i in reversed(range(n_steps))]
+    x = np.asarray(NOISE, np.float64)
+    past = [predict(x, first)]
+    end = predict(move(x, past[0], first, first - ratio), others[0])
+    x = move(x, (past[0] + end) / 2, first, others[0])
+    for timestep in others:
+        past = [predict(x, timestep), *past]
+        weights = {2: (3 / 2, -1 / 2), 3: (23 / 12, -16 / 12, 5 / 12)}.get(len(past), (55 / 24, -59 / 24, 37 / 24, -9 / 24))
+        combined = sum(weight * each for weight, each in zip(weights, past, strict=False))
+        x = move(x, combined, timestep, timestep - ratio)
+    assert scheduler.timesteps(n_steps).tolist() == [first, others[0], *others]
+    np.testing.assert_allclose(denoise(scheduler, predict, NOISE, n_steps), x, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("cls", "fields", "message"),
     [
@@ -302,6 +344,8 @@ def test_names_the_missing_file(tmp_path):
             {"beta_schedule": "cosine"},
             "`beta_schedule`: expected 'linear', 'scaled_linear' or 'squaredcos_cap_v2', got",
         ),
+        (PNDM, {"eta": 0.5}, "`eta`: expected 0.0 for PNDM, got 0.5"),
+        (PNDM, {"prediction_type": "sample"}, "`prediction_type`: expected 'epsilon' or 'v_prediction' for PNDM, got"),
         (Euler, {"clip_range": 1.0}, "`clip_range`: expected None for Euler, got 1.0"),
         (FlowMatchEuler, {"shift": 0.0}, "`shift`: expected a positive number, got 0.0"),
         (DDIM, {"eta": -1.0}, "`eta`: expected 0 to 1, got -1.0"),

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from redeqx.models.schedulers import DDIM, DDPM, Euler, FlowMatchEuler, denoise
+from redeqx.models.schedulers import DDIM, DDPM, PNDM, Euler, FlowMatchEuler, denoise
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 
@@ -33,6 +33,10 @@ CASES = [
     (DDIM(eta=0.5, **LATENT), 20),
     (DDPM(variance_type="fixed_large"), 50),
     (DDPM(variance_type="fixed_large", steps_offset=1, **LATENT), 40),
+    (PNDM(steps_offset=1, **LATENT), 50),  # Stable Diffusion 1
+    (PNDM(prediction_type="v_prediction", timestep_spacing="linspace"), 7),
+    (PNDM(ends_clean=True, timestep_spacing="trailing", **LATENT), 3),
+    (PNDM(), 1),
 ]
 
 
@@ -43,6 +47,9 @@ EULER = [
     (Euler(timestep_spacing="trailing", prediction_type="v_prediction", has_zero_snr=True, **LATENT), 25),
     (Euler(ends_clean=False, beta_schedule="squaredcos_cap_v2"), 7),
     (Euler(prediction_type="sample", n_train_steps=100), 100),
+    (Euler(has_karras=True, timestep_spacing="leading", steps_offset=1, **LATENT), 20),
+    (Euler(has_karras=True, ends_clean=False, prediction_type="v_prediction"), 7),
+    (Euler(has_karras=True, timestep_spacing="trailing", **LATENT), 1),
 ]
 FLOW = [
     (FlowMatchEuler(), 28),
@@ -71,19 +78,18 @@ def test_trajectory(scheduler, n_steps, tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     tables = rng.normal(size=(scheduler.n_train_steps, *SHAPE)).astype(np.float32)
     start = rng.normal(size=SHAPE).astype(np.float32)
-    keys = jax.random.split(jax.random.key(0), n_steps)
 
     other = theirs(scheduler, tmp_path)
     other.set_timesteps(n_steps)
+    keys = jax.random.split(jax.random.key(0), len(other.timesteps))
     np.testing.assert_array_equal(scheduler.timesteps(n_steps), other.timesteps.numpy())
     np.testing.assert_allclose(scheduler.alphas, other.alphas_cumprod.numpy(), rtol=0, atol=1e-6)
     sample = torch.tensor(start)
     for key, timestep in zip(keys, other.timesteps, strict=True):
         noise = torch.tensor(np.asarray(jax.random.normal(key, SHAPE)))
-        monkeypatch.setattr(
-            f"diffusers.schedulers.scheduling_{scheduler.class_name[:4].lower()}.randn_tensor", lambda *_, n=noise, **__: n
-        )
-        more = {"eta": scheduler.eta} if isinstance(scheduler, DDIM) else {}
+        module = f"diffusers.schedulers.scheduling_{scheduler.class_name[:4].lower()}"
+        monkeypatch.setattr(f"{module}.randn_tensor", lambda *_, n=noise, **__: n, raising=False)  # PNDM draws none
+        more = {"eta": scheduler.eta} if type(scheduler) is DDIM else {}
         sample = other.step(predict(torch.tensor(tables), sample, timestep), timestep, sample, **more).prev_sample
 
     model_fn = lambda sample, timestep: predict(jnp.asarray(tables), sample, timestep)  # noqa: E731
@@ -157,11 +163,12 @@ def test_reads_what_diffusers_writes(name, tmp_path):
     import diffusers
 
     fields = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
-    getattr(diffusers, name)(**fields).save_pretrained(tmp_path)
+    more = {"skip_prk_steps": True} if name == "PNDMScheduler" else {}
+    getattr(diffusers, name)(**fields, **more).save_pretrained(tmp_path)
     wanted = {
         "DDPMScheduler": DDPM(**fields),
         "DDIMScheduler": DDIM(**fields),
-        "PNDMScheduler": DDIM(ends_clean=False, **fields),  # Stable Diffusion's folders name this one
+        "PNDMScheduler": PNDM(**fields),
         "EulerDiscreteScheduler": Euler(**fields),
     }[name]
     assert type(wanted).from_pretrained(tmp_path) == wanted
