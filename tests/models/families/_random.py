@@ -40,6 +40,8 @@ ROPES = [
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16,
     },
+    {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 1.0, "alpha": 50.0},
+    {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, "factor": 2.0},
 ]
 # The values of keys whose type does not say which ones are valid. Flags are flipped.
 SHARED: list[tuple[str, list[Any]]] = [
@@ -50,8 +52,14 @@ SHARED: list[tuple[str, list[Any]]] = [
     ("attention_multiplier residual_multiplier logits_scaling embedding_multiplier", FACTORS),
     ("logit_scale routed_scaling_factor layerscale_value", FACTORS),
     ("final_logit_softcapping attn_logit_softcapping clip_qkv", [None, 0.5, 30.0]),
-    ("intermediate_size ffn_dim n_inner d_ff moe_intermediate_size", [20, 36]),
+    ("intermediate_size ffn_dim n_inner d_ff moe_intermediate_size shared_expert_intermediate_size", [20, 36]),
     ("num_key_value_heads num_kv_heads n_group num_decoder_layers decoder_layers", [1, 2, 4]),
+    ("num_attention_heads n_head n_heads num_heads", [2, 3, 4, 6]),
+    ("num_experts num_local_experts n_routed_experts moe_num_experts", [2, 4, 8]),
+    ("top_k_experts moe_k num_kv_shared_layers", [0, 1, 2, 3]),
+    ("linear_num_key_heads linear_num_value_heads", [1, 2, 4]),
+    ("linear_key_head_dim linear_value_head_dim global_head_dim", [4, 8, 12]),
+    ("vocab_size_per_layer_input hidden_size_per_layer_input", [0, 6, 60]),
     ("topk_group num_experts_per_tok first_k_dense_replace decoder_sparse_step", [0, 1, 2, 3]),
     ("n_shared_experts moe_layer_freq global_attn_every_n_layers", [1, 2]),
     ("rotary_dim head_dim", [4, 6, 8]),
@@ -60,7 +68,6 @@ SHARED: list[tuple[str, list[Any]]] = [
 POOL: dict[str, list[Any]] = {
     **{key: values for keys, values in SHARED for key in keys.split()},
     "mlp_only_layers": [[], [0], [1]],
-    "layer_types": [["full_attention"] * 2, ["sliding_attention"] * 2, ["sliding_attention", "full_attention"]],
     "rope_parameters": ROPES,
     "query_pre_attn_scalar": [4, 64],
     "topk_method": ["greedy", "group_limited_greedy", "noaux_tc"],
@@ -86,6 +93,29 @@ POOL: dict[str, list[Any]] = {
     "type_vocab_size": [1, 2],
     "word_embed_proj_dim": [16],
     "conv_kernel_size": [0, 3],
+    "linear_conv_kernel_dim": [1, 2, 3],
+    "num_global_key_value_heads": [None, 1, 2],
+    "use_bidirectional_attention": [None, "vision", "all"],
+    "expansion_ratio": [2, 4],
+    "qk_norm": [None, "rms_norm"],
+    "dual_attention_layers": [(), (0,)],
+    "pos_embed_max_size": [4, 8],
+    "norm_num_groups": [2, 4],
+    "freq_shift": [0, 1],
+    "conv_in_kernel": [1, 3, 5],
+    "conv_out_kernel": [1, 3, 5],
+    "layers_per_block": [1, 2],
+    "transformer_layers_per_block": [1, 2],
+    "act_fn": ["silu", "gelu", "relu", "mish"],
+    "resnet_time_scale_shift": ["default", "scale_shift"],
+    "mid_block_type": ["UNetMidBlock2DCrossAttn", "UNetMidBlock2D", None],
+    "attn_config": [
+        {"clip_qkv": 0.5},
+        {"softmax_scale": 0.7, "attn_pdrop": 0.5},
+        {"alibi": False},
+        {"alibi_bias_max": 4},
+        {"qk_ln": True},
+    ],
 }
 # Flags of training, of outputs and of other classes.
 SKIPPED = (
@@ -101,21 +131,36 @@ SKIPPED = (
     "tie_encoder",
     "add_cross",
 )
+KINDS_OF_LAYERS = ["full_attention", "sliding_attention", "linear_attention"]
 
-SLOW = ("unet", "vae", "sd", "vision-encoder")  # and their configs have few options
+SLOW = ("unet", "vae", "vision-encoder")  # and their configs have few options; "sdxl" is a UNet, too
 
 
 @functools.cache
 def base_of(make: Any) -> dict[str, Any]:
-    return make().config.to_dict()
+    """Returns a case's config, with the arguments that transformers keeps under other keys."""
+    config = make().config
+    options = {key: value for key, value in getattr(make, "keywords", {}).items() if value is not None}
+    return {**options, **(config.to_dict() if hasattr(config, "to_dict") else config)}
 
 
 def draw(case: Case, rng: random.Random) -> dict[str, Any]:
     """Returns changed keys of a case's config."""
     base = base_of(case.make)
     known = [key for key, value in base.items() if key in POOL or (isinstance(value, bool) and not key.startswith(SKIPPED))]
+    known += ["layer_types"] if base.get("layer_types") else []
     chosen = rng.sample(sorted(known), min(len(known), rng.randint(1, 4)))
-    return {key: (not base[key]) if isinstance(base[key], bool) else rng.choice(POOL[key]) for key in chosen}
+    return {key: draw_value(key, base[key], rng) for key in chosen}
+
+
+def draw_value(key: str, value: Any, rng: random.Random) -> Any:
+    """Returns another value of a key. Layers keep their number, and positions by kind of layer their kinds."""
+    if key == "layer_types":
+        kinds = KINDS_OF_LAYERS[::2] if "linear_attention" in value else KINDS_OF_LAYERS[:2]
+        return [rng.choice(kinds) for _ in value]
+    if key == "rope_parameters" and "full_attention" in (value or {}):
+        return {kind: rng.choice(POOL[key]) for kind in value}
+    return (not value) if isinstance(value, bool) else rng.choice(POOL[key])
 
 
 def compare(case: Case, folder: Path) -> str:
@@ -152,12 +197,15 @@ def compare(case: Case, folder: Path) -> str:
 
 
 def main(n: int, seed: int = 0, *names: str) -> None:
+    import transformers
+
     from tests.models.families._decoders import CASES
 
     # Each program runs once, so optimizing it would take nearly all of the time.
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
     cases = [case for case in (*CASES, *collect("CASES")) if not case.name.startswith(SLOW)]
     cases = [case for case in cases if not names or case.name in names]
     rng, found = random.Random(seed), collections.Counter[str]()
