@@ -1,6 +1,7 @@
 """Which equations of a traced function make an entry of a row from the row's number: draws, splits of keys, and numbers of
 rows. And which draws cannot follow the numbers of their rows."""
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,16 @@ class ByNumber(NamedTuple):
     place: int  # among the equations of the function, in the order of `equations_of`
     factors: tuple[Factors, ...] = ()  # of each dim of a draw that is not one of the keys; of an `iota`, those of its dim
     is_draw: bool = False  # whether it draws or splits keys
-    columns: tuple[tuple[int, int], ...] = ()  # of indices that are this number, each with the dim along which the rows are
+    columns: tuple["OwnColumn", ...] = ()
+
+
+class OwnColumn(NamedTuple):
+    """A column of indices that are the number of each entry's own row, in a table of the rows."""
+
+    column: int
+    rows: int  # the dim of the table
+    along: int  # the dim of the indices along which the rows are
+    repeats: int  # how many entries of that dim each row has, one after the other
 
 
 def factors_of(growth: Growth, dims: Sequence[Dim]) -> tuple[Factors, ...]:
@@ -84,9 +94,12 @@ class Draws:
             of = numbers.start_index_map if step.name == "gather" else numbers.scatter_dims_to_operand_dims
             table, indices = step.ins[:2]
             dims = {column: flat(table.dims[of[column]]) for column in step.own_columns}
-            along = [flat(dim) for dim in indices.dims]
-            rows = [(column, dim) for column, dim in dims.items() if growth.has_rows([dim])]
-            return ByNumber(place, columns=tuple((column, along.index(dim)) for column, dim in rows)) if rows else None
+            rows = [
+                OwnColumn(column, of[column], *_place(indices.dims, dim))
+                for column, dim in dims.items()
+                if growth.has_rows([dim])
+            ]
+            return ByNumber(place, columns=tuple(rows)) if rows else None
         return None
 
     def _why_refused(self, step: Step, made: ByNumber | None) -> str:
@@ -106,6 +119,16 @@ class Draws:
 
 def _is_key(value: Value) -> bool:
     return jnp.issubdtype(getattr(value.aval, "dtype", float), jax.dtypes.prng_key)
+
+
+def _place(dims: Sequence[Dim], of: Dim) -> tuple[int, int]:
+    """Returns which of some dims has another one as its factor, and how many entries that factor's entries have each."""
+    return next(
+        (i, math.prod(atom.size for atom in dim[start + len(of) :]))
+        for i, dim in enumerate(map(flat, dims))
+        for start in range(len(dim))
+        if dim[start : start + len(of)] == of
+    )
 
 
 def _own(step: Step) -> Sequence[Dim]:

@@ -206,8 +206,10 @@ class _ByRow(Rule):
             (_, numbers), dim = self._index(made.factors), eqn.params["dimension"]
             return [jax.lax.broadcast_in_dim(numbers.astype(aval.dtype), aval.shape, (dim,))]
         if made.columns:  # this part of the table has only these rows
-            for column, dim in made.columns:
-                own = jax.lax.broadcasted_iota(ins[1].dtype, ins[1].shape[:-1], dim)
+            for column, rows, along, repeats in made.columns:
+                own = jax.lax.broadcasted_iota(ins[1].dtype, ins[1].shape[:-1], along)
+                if ins[1].shape[along] != (n_rows := ins[0].shape[rows]):
+                    own = own // repeats % n_rows
                 ins[1] = ins[1].at[..., column].set(own)
             return site.rest(eqn, ins)
         return [_drawn(ins[0], self._index(made.factors), aval)]

@@ -973,6 +973,23 @@ def a_union_of_graphs(p, batch, key):
     return (jnp.tanh(received) @ p["v"]).mean()
 
 
+@separable
+def graphs_and_their_nodes(p, batch, key):
+    """The nodes of all graphs in one dim look their graph's value up, and are added to it."""
+    rows = len(batch["x"])
+    nodes, of = batch["x"].reshape(rows * T, D), jnp.broadcast_to(jnp.arange(rows)[:, None], (rows, T)).ravel()
+    values = jnp.tanh(nodes @ p["w"] + row_losses(p, batch)[of][:, None])
+    return jnp.tanh(jnp.zeros((rows, D)).at[of].add(values) @ p["v"]).mean()
+
+
+@separable
+def graphs_and_their_nodes_by_position(p, batch, key):
+    rows = len(batch["x"])
+    nodes, of = batch["x"].swapaxes(0, 1).reshape(T * rows, D), jnp.broadcast_to(jnp.arange(rows), (T, rows)).ravel()
+    values = jnp.tanh(nodes @ p["w"] + row_losses(p, batch)[of][:, None])
+    return jnp.tanh(jax.ops.segment_sum(values, of, rows) @ p["v"]).mean()
+
+
 # --- experts -------------------------------------------------------------------------------------------------------------
 
 
