@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Num
+from jaxtyping import Array, Float, Num
 
 from ..hf import Field, Only
+from ._scheduler import Step
 from ._schedulers import DDIM, BetaScheduler
 
 # The weights of a prediction and of the three before it, by the number of calls of the model before: those of Adams and
@@ -60,10 +61,18 @@ class PNDM(DDIM):
         steps = super().timesteps(n_steps)
         return jnp.concatenate([steps[:2], steps[1:]])
 
-    def memory(self, sample):
+    def memory(self, sample: Float[Array, "*shape"]) -> Any:
         return jnp.int32(0), jnp.zeros((3, *sample.shape)), sample
 
-    def recall(self, memory, model_output, timestep, sample, *, n_steps) -> Any:
+    def recall(
+        self,
+        memory: Any,
+        model_output: Float[Array, "*shape"],
+        timestep: Step,
+        sample: Float[Array, "*shape"],
+        *,
+        n_steps: int,
+    ) -> tuple[Any, tuple[Float[Array, "*shape"], Step, Float[Array, "*shape"]]]:
         n_calls, last, first_sample = memory
         recent = jnp.concatenate([model_output[None].astype(last.dtype), last])
         combined = jnp.tensordot(jnp.asarray(_WEIGHTS)[jnp.minimum(n_calls, 4)], recent, 1)
