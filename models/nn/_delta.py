@@ -202,7 +202,7 @@ def _in_chunks(
     if reads is not None and keeps is not None:
         since, until, whole = jnp.where(reads, since, 0), jnp.where(keeps, until, 0), jnp.where(reads[..., -1], whole, 0)
     alike = jnp.einsum("cigk,cjgk->cgij", keys, keys)[:, :, None]
-    inverse = _inverse(jnp.tril(strength * alike * between, -1))
+    inverse = _inverse(jnp.tril(strength * alike * between, -1)[None])[0]
     spread = "chunks places groups size -> chunks groups 1 places size"
     keys, queries = rearrange(keys, spread), rearrange(queries, spread)
     changes = inverse @ (strength * rearrange(values, "chunks places groups each value -> chunks groups each places value"))
@@ -220,8 +220,8 @@ def _in_chunks(
     return rearrange(found, "chunks groups each places value -> (chunks places) groups each value")[:seq], memory[None]
 
 
-def _inverse(lower: Float[Array, "*dims n n"]) -> Float[Array, "*dims n n"]:
-    """Returns the inverse of the identity plus a strictly lower triangular matrix, whose size is a power of two.
+def _inverse(lower: Float[Array, "blocks *dims n n"]) -> Float[Array, "blocks *dims n n"]:
+    """Returns the inverses of the identity plus strictly lower triangular matrices, whose size is a power of two.
 
     By halves: products of matrices are as exact as a substitution row by row, which would take `n` steps. The products have
     the highest precision, as errors of one enter the next. A power series would need no halves, but its terms grow beyond
@@ -231,7 +231,8 @@ def _inverse(lower: Float[Array, "*dims n n"]) -> Float[Array, "*dims n n"]:
     if n == 1:
         return jnp.ones_like(lower)
     half = n // 2
-    first, last = _inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    # Along one dim at each level: XLA's CPU backend aborts at a product of arrays of 8 dims (jaxlib 0.10.2, 2026-11-26).
+    first, last = jnp.split(_inverse(jnp.concatenate([lower[..., :half, :half], lower[..., half:, half:]])), 2)
     multiply = lambda a, b: jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)  # noqa: E731
     corner = -multiply(last, multiply(lower[..., half:, :half], first))
     top, bottom = jnp.concatenate([first, jnp.zeros_like(first)], -1), jnp.concatenate([corner, last], -1)
