@@ -371,11 +371,10 @@ def mix_values(
 
 def _mix_unfused(queries, keys, values, mask, bias, scale, cap, sinks, dropout, key) -> Float[Array, "seq heads value_size"]:
     """Computes the attention without a kernel. The softmax is in float32."""
-    n_queries, groups = queries.shape[0], len(keys)
-    grouped = rearrange(queries, "seq (groups n) size -> groups size (n seq)", groups=groups)
-    # The keys are the first operand of the matmuls: otherwise XLA on CPU transposes the whole cache for each token.
-    scores = jnp.matmul(keys, grouped, preferred_element_type=jnp.float32) * scale
-    scores = rearrange(scores, "groups source (n seq) -> (groups n) seq source", seq=n_queries)
+    grouped = rearrange(queries, "seq (groups n) size -> seq groups n size", groups=len(keys))
+    # The keys are the first operand of the product: otherwise XLA on CPU transposes the whole cache for each token.
+    scores = jnp.einsum("gks,qgns->gkqn", keys, grouped, preferred_element_type=jnp.float32) * scale
+    scores = rearrange(scores, "groups source seq n -> (groups n) seq source")
     scores = soft_cap(scores, cap)
     if bias is not None:
         scores = scores + bias
@@ -388,8 +387,8 @@ def _mix_unfused(queries, keys, values, mask, bias, scale, cap, sinks, dropout, 
     weights = jax.nn.softmax(scores)
     weights = weights if sinks is None else weights[..., :-1]
     weights = dropout(weights, key=key).astype(values.dtype)
-    weights = rearrange(weights, "(groups n) seq source -> groups (n seq) source", groups=groups)
-    return rearrange(jnp.matmul(weights, values), "groups (n seq) size -> seq (groups n) size", seq=n_queries)
+    weights = rearrange(weights, "(groups n) seq source -> groups n seq source", groups=len(keys))
+    return rearrange(jnp.einsum("gnqk,gks->gnqs", weights, values), "groups n seq size -> seq (groups n) size")
 
 
 def _split_heads(

@@ -3,11 +3,14 @@
 Candidates are all dims of the batch but the rows, and what is sliced, padded or joined from them. Such a dim is positions if
 an attention compares its entries with one another, or a loop, a convolution, an order or a cumulative operation runs along
 it. The dims are hints: a rule constrains values by them, so a missing or a wrong one costs traffic and no correctness.
+
+A reshape to chunks makes two dims of one: the chunks, and the places within them. Work along one of the two is *by chunks*:
+it combines some positions, and is no attention over all of them.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..tracing import once, without_remats
 from ._atoms import Atom, Dim, Step, Value, flat, size_of, steps_of
@@ -16,6 +19,7 @@ from ._names import Inputs, Names, equations_of
 # How a step may combine entries along positions, so that they are more than features.
 _ALONG = {"window", "order", "fft"}
 ATTENTION, RECURRENCE, CHUNKS = "attention", "a recurrence", "a loop over chunks"
+_PRODUCTS = "products"  # of some positions with others
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,20 @@ class Along:
 
     **Arguments:**
 
-    - `what`: `ATTENTION`, `RECURRENCE`, `CHUNKS`, or the name of a primitive.
+    - `what`: `ATTENTION`, `RECURRENCE`, `CHUNKS`, products of some positions with others, or the name of a primitive.
     - `line`: `file:line`, or an empty string inside a library.
-    - `size`: the number of positions; of the queries in an attention.
+    - `size`: the number of entries along which it works: of positions, or by chunks of chunks or of places within them.
+    - `in_batch`: the number of these positions in the batch.
     - `is_given`: whether the batch has these positions, or they are a slice of its; otherwise the model has added some.
+    - `chunked`: if it is by chunks, the sizes of the dims of positions along which it may be split; otherwise None.
     """
 
     what: str
     line: str
     size: int
+    in_batch: int
     is_given: bool
+    chunked: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -54,16 +62,21 @@ class Positions:
     loops: Mapping[Any, bool] = field(default_factory=dict)
     along: Sequence[Along] = ()
 
+    @property
+    def are_compared(self) -> bool:
+        """Whether entries along positions are compared with one another, as by an attention."""
+        return any(each.what in (ATTENTION, _PRODUCTS) for each in self.along)
+
 
 @once
 def positions_of(closed: Any, inputs: Inputs) -> Positions:
     """Returns the positions in a closed jaxpr in normal form."""
     names = Names(without_remats(closed), inputs)
     batch, steps, sets = names.root.ins[inputs.batch], list(steps_of(names.root)), _Sets(names)
-    others = [atom for value in batch for dim in value.dims[1:] for atom in flat(dim)]
-    candidates = set(map(sets.root, others)) - set(map(sets.root, names.rows))
-    uses = [use for step in steps for use in _uses(step, sets) if use[0] in candidates]
-    seen = {root for root, _, _, _ in uses}
+    for use in (use for step in steps for use in _uses(step, sets)):
+        sets.join(use)
+    uses = [use for step in steps for use in _uses(step, sets)]
+    seen = {use.root for use in uses}
     for value in batch:
         # Of a grid, as of an image, no side is split: with a side over the sequence axis and channels over the model axis,
         # XLA computed a ViT's loss from half of the patches (jax 0.10.2, CPU, 2 x 2 shards; 2026-11-25).
@@ -89,26 +102,33 @@ def positions_of(closed: Any, inputs: Inputs) -> Positions:
         for i, dim in reversed([*enumerate(value.dims)])
         if flat(dim)[:1] == names.rows[:1] != ()
     }
-    given = sets.sliced(others)
-    return Positions(dims, rows, loops, _along([use for use in uses if use[0] in seen], given))
+    return Positions(dims, rows, loops, _along([use for use in uses if use.root in seen], sets))
 
 
-_Use = tuple[Atom, str, Step, Dim]  # of a set of positions: what a step does along a dim
+class _Use(NamedTuple):
+    """What a step does along a dim of a set of positions."""
+
+    root: Atom
+    what: str
+    step: Step
+    dim: Dim
 
 
 class _Sets:
-    """Sets of atoms of which one is a part of another, as after a slice; one atom stands for each set. Rows are left out."""
+    """Sets of atoms of which one is a part of another, as after a slice, or that are factors of one dim of positions. One
+    atom stands for each set. Rows are left out."""
 
     def __init__(self, names: Names):
         self._parents: dict[Atom, Atom] = {}
-        self._slices: list[tuple[Dim, Dim]] = []
-        rows = set(names.rows)
-        for how, before, after in names.parts:
-            atoms = [atom for atom in (*flat(before), *flat(after)) if atom not in rows]
-            for atom in atoms[1:]:
-                self._parents[self.root(atom)] = self.root(atoms[0])
-            if how == "part":
-                self._slices.append((flat(before), flat(after)))
+        self._rows = set(names.rows)
+        parts = [(how, self._own(before), self._own(after)) for how, before, after in names.parts]
+        for _, before, after in parts:
+            self._unify((*before, *after))
+        batch = names.root.ins[names.inputs.batch]
+        self._batch = [own for value in batch for dim in value.dims[1:] if (own := self._own(dim))]
+        # The atoms of each dim that may have all positions: of the batch, and of what is sliced, padded or joined from it.
+        self._complete = _with_parts(self._batch, parts)
+        self._given = _with_parts(self._batch, [part for part in parts if part[0] == "part"])
 
     def root(self, atom: Atom) -> Atom:
         """Returns the atom that stands for the set of this one."""
@@ -119,32 +139,84 @@ class _Sets:
     def of_dim(self, dim: Dim) -> Atom | None:
         """Returns the set of a dim by its first factor: one of rows and then positions is split as rows are."""
         atoms = flat(dim)
-        return self.root(atoms[0]) if atoms else None
+        return self.root(atoms[0]) if atoms and atoms[0] not in self._rows else None
 
-    def sliced(self, atoms: Iterable[Atom]) -> set[Atom]:
-        """Returns some atoms with all that are slices of them."""
-        found = set(atoms)
-        for before, after in self._slices:  # in the order of the function
-            if found.issuperset(before):
-                found.update(after)
-        return found
+    def of_batch(self, dim: Dim) -> Dim:
+        """Returns the factors of a dim that may be positions, as in a dim of heads and then positions."""
+        return tuple(atom for atom in self._own(dim) if self.in_batch(self.root(atom)))
+
+    def in_batch(self, root: Atom) -> int:
+        """Returns how many positions of a set the batch has; 0 if they are none of the batch's."""
+        return max((size_of(dim) for dim in self._batch if root in map(self.root, dim)), default=0)
+
+    def is_given(self, dim: Dim) -> bool:
+        """Whether a dim is one of the batch, or a slice of it: what is sliced and then padded is not longer than it was."""
+        return frozenset(flat(dim)) in self._given and size_of(flat(dim)) <= self.in_batch(self.root(flat(dim)[0]))
+
+    def is_by_chunks(self, dim: Dim) -> bool:
+        """Whether a dim has some factors of positions, but not all."""
+        own = frozenset(flat(dim))
+        return not any(atoms <= own for atoms in self._complete)
+
+    def join(self, use: _Use) -> None:
+        """Makes the factors of a dim one set if they are used as one, or if places within a chunk are compared."""
+        self._unify(self.of_batch(use.dim))
+        if use.what == _PRODUCTS:
+            for atoms in self._complete:
+                if not atoms.isdisjoint(flat(use.dim)):
+                    self._unify(tuple(atoms))
+
+    def _own(self, dim: Dim) -> Dim:
+        return tuple(atom for atom in flat(dim) if atom not in self._rows)
+
+    def _unify(self, atoms: Dim) -> None:
+        for atom in atoms[1:]:
+            self._parents[self.root(atom)] = self.root(atoms[0])
+
+
+def _with_parts(dims: Iterable[Dim], parts: Iterable[tuple[str, Dim, Dim]]) -> set[frozenset[Atom]]:
+    """Returns the atoms of some dims, and of those that are made of them."""
+    found = set(map(frozenset[Atom], dims))
+    for _, before, after in parts:  # in the order of the function
+        if after and frozenset(before) in found:
+            found.add(frozenset(after))
+    return found
 
 
 def _uses(step: Step, sets: _Sets) -> Iterator[_Use]:
     """Yields what a step does along the dims of its operands, if that makes them positions."""
+    found: list[tuple[str, Dim]] = []
     if step.name == "scan" and (root := sets.of_dim(step.scanned)) is not None:
-        yield root, CHUNKS if _is_chunked(step, {root}, sets) else RECURRENCE, step, step.scanned
-    if step.name == "dot_general":  # the scores of an attention have the positions twice
-        dims = step.outs[0].dims
-        roots = list(map(sets.of_dim, dims))
-        for i, root in enumerate(roots):
-            if root is not None and root in roots[i + 1 :]:
-                yield root, ATTENTION, step, dims[i]
-                break
+        found.append((CHUNKS if _is_chunked(step, {root}, sets) else RECURRENCE, step.scanned))
+    if step.name == "dot_general":
+        found += _compared(step, sets)
     for how, dim in step.mixes:
         is_strided = how == "part" and step.name == "slice" and any(n > 1 for n in step.eqn.params["strides"] or ())
-        if (how in _ALONG or is_strided) and (root := sets.of_dim(dim)) is not None:
-            yield root, step.name, step, dim
+        found += [(step.name, dim)] if how in _ALONG or is_strided else []
+    for what, dim in found:
+        if (root := sets.of_dim(dim)) is not None and sets.in_batch(root):
+            yield _Use(root, what, step, dim)
+
+
+def _compared(step: Step, sets: _Sets) -> list[tuple[str, Dim]]:
+    """Returns the dim of positions of one operand of a product that are compared with those of the other one, as the scores
+    of an attention do. What sums over the same positions, such as scores times values, compares nothing."""
+    contracted, batch = step.eqn.params["dimension_numbers"]
+    operands = list(zip(step.ins[:2], contracted, batch, strict=True))
+    summed = {sets.root(atom) for value, dims, _ in operands for i in dims for atom in sets.of_batch(value.dims[i])}
+    sides = list[dict[Atom, Dim]]()
+    for value, *others in operands:
+        side = dict[Atom, Dim]()
+        for i, dim in enumerate(value.dims):
+            if all(i not in dims for dims in others) and (own := sets.of_batch(dim)):
+                root = sets.root(own[0])
+                side[root] = (*side.get(root, ()), *own)
+        sides.append(side)
+    for root in sides[0]:
+        if root in sides[1] and root not in summed:
+            complete = [side[root] for side in sides if not sets.is_by_chunks(side[root])]
+            return [(ATTENTION, max(complete, key=size_of)) if complete else (_PRODUCTS, sides[0][root])]
+    return []
 
 
 def _is_chunked(step: Step, roots: Collection[Atom | None], sets: _Sets) -> bool:
@@ -153,12 +225,27 @@ def _is_chunked(step: Step, roots: Collection[Atom | None], sets: _Sets) -> bool
     return any(sum(sets.of_dim(dim) in roots for dim in value.dims) > 1 for value in values)
 
 
-def _along(uses: Sequence[_Use], given: set[Atom]) -> tuple[Along, ...]:
+def _along(uses: Sequence[_Use], sets: _Sets) -> tuple[Along, ...]:
     """Returns the uses, each once. Of the primitives of one line only the largest counts: scans halve their positions."""
     found: dict[Any, Along] = {}
-    for _, what, step, dim in uses:
-        own = Along(what, step.line, size_of(flat(dim)), given.issuperset(flat(dim)))
+    for root, what, step, dim in uses:
+        own = Along(
+            what,
+            step.line,
+            size_of(flat(dim)),
+            sets.in_batch(root),
+            sets.is_given(dim),
+            _chunked(root, step, sets) if what == CHUNKS or sets.is_by_chunks(dim) else None,
+        )
         key = (what, own.line, own.size if what in (ATTENTION, RECURRENCE, CHUNKS) else None)
         if key not in found or found[key].size < own.size:
             found[key] = own
     return tuple(found.values())
+
+
+def _chunked(root: Atom, step: Step, sets: _Sets) -> tuple[int, ...]:
+    """Returns the sizes of the dims along which work by chunks is split: the chunks, or the places that a loop slices."""
+    if step.name != "scan":
+        return tuple(size_of(flat(dim)) for dim in step.outs[0].dims if sets.of_dim(dim) is root)[:1]
+    values = (*step.ins, *step.outs)
+    return tuple(size_of(flat(dim)) for value in values for dim in value.dims[1:] if sets.of_dim(dim) is root)

@@ -46,26 +46,30 @@ def describe_positions(trace: Trace, mesh: Mesh, n_state: int = 0, *, may_be_who
     wrong = [each for each in found if each.what == ATTENTION and each.is_given and each.size % n]
     if wrong and not may_be_whole:
         size, below = wrong[0].size, wrong[0].size // n * n
+        of = f" of the batch's {wrong[0].in_batch}" if wrong[0].in_batch != size else ""
         fitting = " or ".join(str(length) for length in (below, below + n) if length)
         raise ValueError(
-            f"`n_sequence_shards`: expected attention over a number of positions that {n} divides, got {size}"
+            f"`n_sequence_shards`: expected attention over a number of positions that {n} divides, got {size}{of}"
             f"{_at(wrong[0])}. Cut or pad the sequences, so that the model attends to {fitting} positions."
         )
     return tuple(_sentence(each, n) for each in found)
 
 
 def _sentence(each: Along, n: int) -> str:
-    if each.what == RECURRENCE:
+    size, by_chunks = (each.size, "") if each.chunked is None else (each.in_batch, " by chunks")
+    place = f"{size} in {each.what}{'' if each.what == CHUNKS else by_chunks}"
+    divides = any(part % n == 0 for part in ([size] if each.chunked is None else each.chunked))
+    if each.what == CHUNKS and divides:
+        how = "each device computes a part of the rows if these divide, and else of each chunk"
+    elif each.what in (RECURRENCE, CHUNKS) or (each.chunked is not None and not divides):
         how = "each device computes all of them, for its part of the rows if these divide"
-    elif each.what == CHUNKS:
-        how = "each device computes a part of each chunk"
-    elif each.size % n and each.is_given and each.what == ATTENTION:
-        how = f"{n} devices do not divide them, so each computes all of them"
-    elif each.size % n:
-        how = f"{n} devices do not divide them, so XLA pads them"
-    else:
+    elif divides:
         how = f"split over {n} devices"
-    return f"{each.size} in {each.what}{_at(each)}: {how}"
+    elif each.is_given and each.what == ATTENTION:
+        how = f"{n} devices do not divide them, so each computes all of them"
+    else:
+        how = f"{n} devices do not divide them, so XLA pads them"
+    return f"{place}{_at(each)}: {how}"
 
 
 def _at(each: Along) -> str:

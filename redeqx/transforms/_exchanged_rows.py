@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..dims import ATTENTION, Related
+from ..dims import Related
 from ..machine import MODEL, SEQUENCE, n_batch_shards
 from ..partition import positions_in
 from ..tracing import GROUPED, Body, Trace, equations, insides, n_bytes, or_as_written, variables
@@ -112,7 +112,7 @@ def expert_stacks(trace: Trace, mesh: Mesh, *, splits_residual: bool = False) ->
         body, n_weights = Body(trace.closed), len(trace.names)
         weights, found = _Origins(body, n_weights), exchanges_in(body, n_weights, mesh)
         # A loss without attention has no stream to split (`_split_residual`).
-        is_split = splits_residual and any(each.what == ATTENTION for each in positions_in(trace).along)
+        is_split = splits_residual and positions_in(trace).are_compared
         chosen = [each for each in found if each.sends_less(mesh.shape[MODEL], splits_residual=is_split)]
         exchanged = {eqn: stack for each in chosen for eqn, stack in each.matrices.items()}
         products = [eqn for eqn in body.eqns if group_dim(eqn) is not None]

@@ -5,9 +5,11 @@ positions. This rule constrains the results of products, lookups, slices, sums a
 sequence axis. XLA propagates this to the equations between, and finds what else is sent, such as the edges of a convolution.
 Attention over split positions is the kernel's task (`kernels`).
 
+Where a reshape makes chunks of positions, each device computes some of the chunks if their number divides, and else all
+chunks of a part of the rows, if these divide.
+
 A loop over positions, such as a recurrence, cannot be split along them: each device computes all positions of a part of the
-rows, if the rows divide, and else of all rows. Of a loop over chunks of positions, each device computes a part of each
-chunk.
+rows, if the rows divide. Else it computes all rows, or of a loop over chunks of positions a part of each chunk.
 
 Cost: attention sends keys and values once a pass; slices, edges and recurrences send their operands.
 """
@@ -20,7 +22,7 @@ from jax.sharding import Mesh
 
 from ..dims import Inputs, Positions, positions_of
 from ..machine import BATCH_AXES, SEQUENCE, n_batch_shards
-from ..tracing import Rule, Site, Tagged, scan_counts
+from ..tracing import Rule, Site, Tagged, scan_counts, variables
 from ._constrain import split_over
 from ._split_residual import SplitResidual
 
@@ -64,26 +66,42 @@ class _SplitValues(Rule):
     left: Collection[Any] = frozenset()  # variables that another rule splits
 
     def claims(self, eqn: Any) -> bool:
-        return eqn.primitive.name in _CONSTRAINED and any(self._dim(var) is not None for var in eqn.outvars)
+        return eqn.primitive.name in _CONSTRAINED and any(self._splits(eqn))
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         outs = site.rest(eqn, ins)
         return [
-            out if var in self.left else self._constrained(out, {self._dim(var): SEQUENCE})
-            for out, var in zip(outs, eqn.outvars, strict=True)
+            out if var in self.left else self._constrained(out, entries)
+            for out, var, entries in zip(outs, eqn.outvars, self._splits(eqn), strict=True)
         ]
 
-    def _dim(self, var: Any, *, begin: int = 0) -> int | None:
-        """Returns the dim of a variable to split over the sequence axis: the first that is positions and divides."""
-        shape, n = var.aval.shape, self.mesh.shape[SEQUENCE]
-        dims = self.positions.dims.get(var, ())
-        return next((dim for dim in dims if dim >= begin and shape[dim] and shape[dim] % n == 0), None)
+    def _splits(self, eqn: Any) -> list[Mapping[int, Any]]:
+        """Returns the mesh axes of the dims of each output to split. What is computed of chunks, or of scores, is split as
+        these are: XLA would move the halves of a matrix of scores to split each of them again."""
+        n_before = max((len(self.positions.dims.get(var, ())) for var in variables(eqn.invars)), default=0)
+        is_new = [n_before < 2 or len(self.positions.dims.get(var, ())) < 2 for var in eqn.outvars]
+        return [self._entries(var) if new else {} for var, new in zip(eqn.outvars, is_new, strict=True)]
 
-    def _constrained(self, value: Any, entries: Mapping[Any, Any]) -> Any:
+    def _entries(self, var: Any) -> Mapping[int, Any]:
+        """Returns the mesh axes of the dims of a variable to split: of chunks and the places within them, or of scores, the
+        first, and if it does not divide the rows."""
+        dims, rows = self.positions.dims.get(var, ()), self._rows(var)
+        if dims and self._divides(var, dims[0]):
+            return {dims[0]: SEQUENCE}
+        return {} if len(dims) < 2 or rows is None else {rows: (*BATCH_AXES, SEQUENCE)}
+
+    def _divides(self, var: Any, dim: int) -> bool:
+        size = var.aval.shape[dim]
+        return size > 0 and size % self.mesh.shape[SEQUENCE] == 0
+
+    def _rows(self, var: Any) -> int | None:
+        """Returns the dim of the rows, if they divide over the sequence axis too."""
+        rows, n = self.positions.rows.get(var), n_batch_shards(self.mesh) * self.mesh.shape[SEQUENCE]
+        return None if rows is None or var.aval.shape[rows] % n else rows
+
+    def _constrained(self, value: Any, entries: Mapping[int, Any]) -> Any:
         """Constrains some dims of a value, by their mesh axes. A tagged value, such as a weight, is left to its rule."""
-        if isinstance(value, Tagged) or not entries.keys() - {None}:
-            return value
-        return split_over(value, self.mesh, entries)
+        return value if isinstance(value, Tagged) or not entries else split_over(value, self.mesh, entries)
 
 
 class _ArrangeLoops(_SplitValues):
@@ -91,18 +109,19 @@ class _ArrangeLoops(_SplitValues):
         return eqn in self.positions.loops
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        arranged = self._part_of_each if self.positions.loops[eqn] else self._all
         first = sum(scan_counts(eqn))
-        slices = [arranged(x, var) for x, var in zip(ins[first:], eqn.invars[first:], strict=True)]
-        return super().__call__(eqn, [*ins[:first], *slices], site)
+        by_rows = any(self._rows(var) is not None for var in eqn.invars[first:])
+        slices = [
+            self._constrained(x, {0: None, **self._in_loop(var, eqn, by_rows=by_rows)})
+            for x, var in zip(ins[first:], eqn.invars[first:], strict=True)
+        ]
+        outs = site.rest(eqn, [*ins[:first], *slices])
+        return [self._constrained(out, self._entries(var)) for out, var in zip(outs, eqn.outvars, strict=True)]
 
-    def _part_of_each(self, value: Any, var: Any) -> Any:
-        """Arranges chunks for a loop over them: each device has a part of each chunk."""
-        dim = self._dim(var, begin=1)
-        return value if dim is None else self._constrained(value, {0: None, dim: SEQUENCE})
-
-    def _all(self, value: Any, var: Any) -> Any:
-        """Arranges positions for a loop over them: each device has all of them, for its part of the rows if these divide."""
-        rows, n = self.positions.rows.get(var), n_batch_shards(self.mesh) * self.mesh.shape[SEQUENCE]
-        divides = rows is not None and var.aval.shape[rows] % n == 0
-        return self._constrained(value, {0: None, **({rows: (*BATCH_AXES, SEQUENCE)} if divides else {})})
+    def _in_loop(self, var: Any, eqn: Any, *, by_rows: bool) -> Mapping[int, Any]:
+        """Returns the mesh axes of what a loop slices: of the rows if they divide, and else of the places in each chunk."""
+        if by_rows:
+            rows = self._rows(var)
+            return {} if rows is None else {rows: (*BATCH_AXES, SEQUENCE)}
+        places = [dim for dim in self.positions.dims.get(var, ()) if dim > 0 and self._divides(var, dim)]
+        return {places[0]: SEQUENCE} if places and self.positions.loops[eqn] else {}

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from ..dims import ATTENTION, REDUCTIONS, VIEWS, Inputs, Positions, Related, is_elementwise, positions_of
+from ..dims import REDUCTIONS, VIEWS, Inputs, Positions, Related, is_elementwise, positions_of
 from ..machine import MODEL, SEQUENCE
 from ..partition import Plan, inputs_of, values_by
 from ..tracing import (
@@ -103,7 +103,7 @@ def residual_of(closed: Any, inputs: Inputs, splits: tuple[int | None, ...], mes
     - `splits`: for each of the function's first inputs, the dim that the model axis splits, or None.
     """
     positions = positions_of(closed, inputs)
-    if not any(each.what == ATTENTION for each in positions.along):
+    if not positions.are_compared:
         return Residual()
     exchanged = {eqn for each in chosen_exchanges(Body(closed), splits, mesh) for eqn in each.all}
     found = values_by(closed, splits, mesh.shape[MODEL])
