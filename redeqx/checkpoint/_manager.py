@@ -232,12 +232,16 @@ class Checkpoints(CheckpointFolder):
             write_manifest(target, save.record, save.tags, sums)
             self._commits.commit(save.name)
 
+        def write_index() -> None:
+            self._commits.write_index(index)
+            self._peers.committed = save.step  # before the others answer: one of them may be gone
+
         try:
             self._per_folder("save created", create)
             written = self._together("save written", lambda: {kind: file.write(target) for kind, file in files.items()})
             self._per_folder("save complete", commit)
             # After all folders are committed, so that every process has what an index names.
-            self._per_folder("save committed", lambda: self._commits.write_index(index))
+            self._per_folder("save committed", write_index)
         except OSError as error:
             if error.errno != INCOMPLETE:  # there, the disk is not at fault
                 self._commits.check_root()
