@@ -16,7 +16,7 @@ from ..dry_run import DryRunDone
 from ..machine import GPUS, TPUS, Machine, describe, dry_for, host_memory, simulate_devices
 from ..memory import bytes_of
 from ..monitor import Console, size_text
-from ..storage import disk_path
+from ..storage import check_writable, disk_path
 from ._scripts import add_script, check_script
 
 _EPILOG = f"""
@@ -132,6 +132,7 @@ def _check_save(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"`--save`: expected the programs of a run as the script is, got {got}. Leave one of the two out."
             )
+    check_writable(args.save, "--save")
     args.save.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, since its contents are executed
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..machine import compiler_environment, mesh_text, use_cache_folder
+from ..machine import XLA_CACHES, compiler_environment, mesh_text, use_cache_folder
 from ..storage import write_file
 
 MANIFEST = "redeqx.json"
@@ -48,7 +48,7 @@ class SavedPrograms:
         try:
             found = json.loads(path.read_text())
             return cls(path.parent, found["environment"], found["programs"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OSError) as error:
             raise ValueError(f"`{path}`: expected a manifest of saved programs, got {error!r}. {_AGAIN}") from None
 
     def write(self) -> None:
@@ -59,15 +59,18 @@ class SavedPrograms:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """A context in which compiled programs are kept in the folder, also those of devices that are only described."""
-        before = getattr(jax.config, _MIN_SECONDS)
-        jax.config.update(_MIN_SECONDS, 0.0)
+        options = {_MIN_SECONDS: 0.0, XLA_CACHES: ""}
+        before = {name: getattr(jax.config, name) for name in options}
+        for name, value in options.items():
+            jax.config.update(name, value)
         try:
             with use_cache_folder(str(self.folder)), warnings.catch_warnings():
                 # An earlier entry cannot be loaded by a compiler that has no devices: it is compiled again.
                 warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
                 yield
         finally:
-            jax.config.update(_MIN_SECONDS, before)
+            for name, value in before.items():
+                jax.config.update(name, value)
 
     def check_environment(self, found: Mapping[str, str]) -> None:
         """Raises ValueError for the first of these facts that differs."""

@@ -16,6 +16,7 @@ from ._chips import (
 )
 from ._compiler import (
     SETTINGS as SETTINGS,
+    XLA_CACHES as XLA_CACHES,
     CacheUse as CacheUse,
     Compiler as Compiler,
     Options as Options,

@@ -11,7 +11,9 @@ support. XLA checks this, but its check also prints errors and rejects entries o
 
 import os
 import re
+import tempfile
 import threading
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +21,6 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import jax
@@ -41,9 +42,10 @@ class Compiler:
     - `cache`: True keeps compiled programs for the next run, in JAX's folder if `JAX_COMPILATION_CACHE_DIR` or `jax.config`
         sets one, else in `~/.cache/redeqx/xla` (`XDG_CACHE_HOME`). A folder keeps them there, also on CPUs, for which True
         does nothing, as their machine code does not run on every other CPU. One that `redeqx dry-run --save` has filled must
-        be for this run: the Deployer or the first step raises ValueError with what differs. False leaves JAX's setting
-        unchanged. The environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True. Let nobody else write
-        to this folder: its contents are executed.
+        be for this run: the Deployer or the first step raises ValueError with what differs. From one that cannot be written,
+        programs are read (not on GPUs, where it is not used). False leaves JAX's setting unchanged. The environment variable
+        `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True. Let nobody else write to this folder: its contents are
+        executed.
     - `settings`: XLA options for the train, eval and predict steps, as in `XLA_FLAGS` but without dashes:
         `{"xla_gpu_enable_pipelined_all_gather": True}`; `"auto"`, the options recommended for training on this platform;
         None for none. Options that the compiler does not know are left out, and the header names them.
@@ -188,6 +190,9 @@ VARIABLE = "REDEQX_COMPILATION_CACHE"
 # The maximal size of the user's cache folder, in bytes. A program has some megabytes.
 MAX_BYTES = 16 * 2**30
 _MAX_SIZE = "jax_compilation_cache_max_size"
+# XLA's own caches, which only compilers for GPUs have, are below JAX's folder, and JAX's keys contain their paths. Without
+# them, programs are also found in a folder that was moved.
+XLA_CACHES = "jax_persistent_cache_enable_xla_caches"
 _ON, _OFF = ("", "1", "true", "on", "yes"), ("0", "false", "off", "no")
 
 
@@ -200,10 +205,12 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
         environment variable `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True.
     - `platform`: the platform that steps are compiled for.
     """
-    before = cache_folder()
+    before, has_gpus = cache_folder(), platform in ("cuda", "gpu")
     variable = os.environ.get(VARIABLE, "")
     if given is True and variable.lower() not in _ON:
         given = False if variable.lower() in _OFF else variable
+    if given and not has_gpus:
+        jax.config.update(XLA_CACHES, "")
     if not given or (given is True and (platform == "cpu" or before is not None)):
         return None if before is None else f"{before}, as JAX is set"
     try:
@@ -215,15 +222,21 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
         return f"off: expected a home folder for `{'~/.cache' if given is True else given}`, got none"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, since others who can write here could run code
-        with TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        return f"off: `{folder}` cannot be written ({error.strerror or error})"
-    if given is True and getattr(jax.config, _MAX_SIZE) == -1 and find_spec("filelock"):  # which JAX needs for a limit
-        jax.config.update(_MAX_SIZE, MAX_BYTES)
+        unwritten = f"cannot be written ({error.strerror or error})"
+        # Where XLA compiles for GPUs, it writes the times of its kernels to this folder.
+        if has_gpus or not os.access(folder, os.R_OK | os.X_OK):
+            return f"off: `{folder}` {unwritten}"
+        warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry")
+    else:
+        unwritten = ""
+        if given is True and getattr(jax.config, _MAX_SIZE) == -1 and find_spec("filelock"):  # which JAX needs for a limit
+            jax.config.update(_MAX_SIZE, MAX_BYTES)
     if before != str(folder):
         _use(str(folder))
-    return str(folder)
+    return f"{folder}, which {unwritten}" if unwritten else str(folder)
 
 
 @contextmanager

@@ -1,6 +1,10 @@
 """Programs that a dry run saves: a run finds them, with the same numbers, and is refused by name where it differs."""
 
+import errno
 import json
+import os
+import shutil
+import tempfile
 import warnings
 
 import equinox as eqx
@@ -44,10 +48,15 @@ def folder(tmp_path_factory):
     return save(tmp_path_factory.mktemp("programs") / "saved")
 
 
+def jax_options():
+    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_enable_xla_caches")
+    return {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+
+
 @pytest.fixture
 def use(monkeypatch):
     """Returns a function that runs with a folder of programs, and nothing that this process has compiled before."""
-    before = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
+    before = jax_options()
     monkeypatch.delenv("REDEQX_COMPILATION_CACHE", raising=False)
 
     def run(folder, **kwargs):
@@ -55,7 +64,8 @@ def use(monkeypatch):
         return fit(compiler=redeqx.Compiler(cache=folder), **kwargs)
 
     yield run
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
     compilation_cache.reset_cache()
 
 
@@ -74,11 +84,34 @@ def test_a_run_loads_what_a_dry_run_has_saved(folder, use, capsys):
     assert metrics == fit(verbose=False)
 
 
+def test_programs_are_loaded_from_a_moved_folder_that_cannot_be_written(folder, use, tmp_path, monkeypatch, capsys):
+    """As a disk that is mounted read-only on the hosts of a pod."""
+    moved = shutil.copytree(folder, tmp_path / "moved")
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    use(moved)
+    out = capsys.readouterr().out
+    assert f"{moved}, which cannot be written (Read-only file system)" in " ".join(out.split())
+    for name in ("train", "eval"):
+        (line,) = [line for line in out.splitlines() if line.startswith(f"compiled {name} step")]
+        assert "read from the compilation cache" in line
+
+
+def test_programs_are_not_compiled_for_a_folder_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # as for a read-only mount
+    (tmp_path / "train.py").write_text("raise AssertionError")
+    assert main(["dry-run", "--topology", "cpu:8", "--save", str(tmp_path), str(tmp_path / "train.py")]) == 1
+    expected = f"`--save`: expected a folder that can be written, got {tmp_path}, which cannot."
+    assert capsys.readouterr().err.startswith(expected)
+
+
 def test_jax_of_the_whole_process_is_left_as_it_was(tmp_path):
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
+    before = jax_options()
     save(tmp_path / "saved")
-    assert [getattr(jax.config, name) for name in names] == before
+    assert jax_options() == before
 
 
 AGAIN = "Save them again with `redeqx dry-run --save`, or pass another folder to `Compiler(cache=)`."

@@ -1,9 +1,11 @@
 """The compilation cache: its folder, when it is off, its messages, and reuse by a second run."""
 
+import errno
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -14,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 import redeqx
-from redeqx.machine import CacheUse, cache_use, start_cache, uncached_where_described
+from redeqx.machine import XLA_CACHES, CacheUse, cache_use, start_cache, uncached_where_described
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,13 +24,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def default_folder(monkeypatch, tmp_path):
     """JAX without a cache folder, and the user's cache inside `tmp_path`. Yields the latter."""
-    before = jax_cache_folder()
+    before, xla_caches = jax_cache_folder(), getattr(jax.config, XLA_CACHES)
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("REDEQX_COMPILATION_CACHE", raising=False)
     yield tmp_path / "cache/redeqx/xla"
     jax.config.update("jax_compilation_cache_dir", before)
     jax.config.update("jax_compilation_cache_max_size", -1)
+    jax.config.update(XLA_CACHES, xla_caches)
     compilation_cache.reset_cache()
 
 
@@ -100,6 +103,27 @@ def test_unwritable_folder_switches_the_cache_off_with_a_message(default_folder,
         f"off: `{tmp_path}/file/cache` cannot be written (Not a directory)"
     )
     assert jax_cache_folder() is None
+
+
+def test_xlas_own_caches_are_for_gpus_alone(default_folder, tmp_path):
+    """They are below the folder, so that JAX's keys contain its path: elsewhere its programs would not be found."""
+    before = getattr(jax.config, XLA_CACHES)
+    start_cache(tmp_path / "gpu", "gpu")
+    assert getattr(jax.config, XLA_CACHES) == before
+    start_cache(tmp_path / "tpu", "tpu")
+    assert getattr(jax.config, XLA_CACHES) == ""
+
+
+def test_folder_that_cannot_be_written_is_read_except_on_gpus(default_folder, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    text = f"cannot be written ({os.strerror(errno.EROFS)})"
+    assert start_cache(tmp_path, "gpu") == f"off: `{tmp_path}` {text}"
+    assert jax_cache_folder() is None
+    assert start_cache(tmp_path, "tpu") == f"{tmp_path}, which {text}"
+    assert jax_cache_folder() == str(tmp_path)
 
 
 def test_missing_home_folder_switches_the_cache_off_with_a_message(default_folder, monkeypatch):
