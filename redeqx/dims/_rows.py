@@ -42,7 +42,7 @@ NOT_KNOWN = ("an unknown operation", _UNNAMED)
 TOGETHER = "a loop that runs as long as any row needs"
 
 
-class Rows:
+class RowDependence:
     """How each value depends on the rows of the batch.
 
     **Arguments:**
@@ -362,10 +362,10 @@ class Rows:
         return [self._mixed(TOGETHER, step)] * len(carry)
 
 
-_LOOPS: dict[str, Callable[[Rows, Step], list[State]]] = {
-    "cond": Rows._of_cond,
-    "scan": Rows._of_scan,
-    "while": Rows._of_while,
+_LOOPS: dict[str, Callable[[RowDependence, Step], list[State]]] = {
+    "cond": RowDependence._of_cond,
+    "scan": RowDependence._of_scan,
+    "while": RowDependence._of_while,
 }
 _SAID = {
     "order": "an order of rows",

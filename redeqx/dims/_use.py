@@ -19,7 +19,7 @@ from ._atoms import Dim, Step, flat, steps_of
 from ._draws import ByNumber, Draws, Factors, factors_of
 from ._growth import Growth, constants_of, have_same_constants
 from ._names import Inputs, Names
-from ._rows import NOT_KNOWN, ROW, TOGETHER, Rows
+from ._rows import NOT_KNOWN, ROW, TOGETHER, RowDependence
 
 
 class Whole(NamedTuple):
@@ -206,12 +206,12 @@ def _metrics_in(outs: PyTree) -> dict[str, list[int]]:
 
 def _judged(
     names: Names, growth: Growth, metrics: Mapping[str, Sequence[int]], *, with_whole: bool
-) -> tuple[Rows, dict[str, str]]:
+) -> tuple[RowDependence, dict[str, str]]:
     """Returns how the outputs depend on rows, without metrics that mix rows, and a phrase for each of these."""
     left, mixing = dict(metrics), list[str]()
     judged = set(range(len(names.root.outs)))
     while True:
-        rows = Rows(names, growth, judged, with_whole=with_whole)
+        rows = RowDependence(names, growth, judged, with_whole=with_whole)
         found = [name for name, of in left.items() if not set(rows.mixed).isdisjoint(of)]
         if not found:
             break
@@ -220,7 +220,7 @@ def _judged(
             judged.difference_update(left.pop(name))
     said = dict[str, str]()
     for name in mixing if rows.is_sum else ():
-        first = Rows(names, growth, metrics[name], with_whole=with_whole).first
+        first = RowDependence(names, growth, metrics[name], with_whole=with_whole).first
         line = "" if first is None else f" at {shortened(first[1].line)}"
         said[name] = f"metric `{name}` mixes{line or ' rows'}"
     return rows, said
@@ -274,7 +274,7 @@ def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs, draws: Draws
     if not growth.is_comparable:
         return False
     every = range(len(names.root.outs))
-    rows, its = Rows(names, growth, every, with_whole=False), Draws(names, growth, every)
+    rows, its = RowDependence(names, growth, every, with_whole=False), Draws(names, growth, every)
     is_as_forward = (len(its.by_number), len(its.refused), its.wrong) == (len(draws.by_number), len(draws.refused), None)
     degrees = {state.degree for state in rows.outs.values() if not state.is_of_any_degree}
     return rows.is_sum and is_as_forward and len(degrees) <= 1 and not rows.scaled

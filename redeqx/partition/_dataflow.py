@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from ..dims import ORDERED, REDUCTIONS, SCATTERS, VIEWS, Related, is_elementwise
 from ..kernels import formula
 from ..tracing import GROUPED, Trace, called, insides, once
-from ._flow import Pass
+from ._flow import Flow, View
+from ._pass import Pass
 from ._rules import embedding
-from ._values import Flow, View
 
 
 @once

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..tracing import Trace, once, shapes_in
 from ._dataflow import follow
-from ._flow import Pass
+from ._pass import Pass
 from ._rules import Split
 
 

@@ -27,11 +27,11 @@ from ..tracing import Trace, line_of, product_flops
 from . import _rules
 from ._codes import by_blocks, expanded, of_whole_weights, unit_shape, with_whole_weights
 from ._draw import Picture, draw
-from ._flow import EXPERTS
 from ._given import followed
 from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
 from ._overrides import Overrides, specs_of
+from ._pass import EXPERTS
 from ._positions import describe_positions, positions_note
 from ._search import order
 

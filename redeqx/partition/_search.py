@@ -2,7 +2,7 @@
 
 A first pass over the loss applies the rules. If an operation combines values with different splits, or a split value with a
 replicated one, other splits are tried for the leaves that caused this. The cheapest choice wins. The cost counts bytes sent,
-replicated bytes and repeated work (`_flow`).
+replicated bytes and repeated work (`_pass`).
 """
 
 import math
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from .._tree import without_indices
 from ..tracing import Trace
 from ._dataflow import follow
-from ._flow import Pass
+from ._pass import Pass
 
 # Alternative splits to try. Each follows the whole loss again, and so does the check of each kind of leaf that was changed.
 MAX_TRIALS = 64
