@@ -27,7 +27,7 @@ class Compute:
     trainer = redeqx.Trainer(..., compute=redeqx.Compute("bfloat16", remat="full", memory="auto"))
     ```
 
-    The guides "Make it fast" and "Make it fit" say when each option pays.
+    The pages "Does it fit?" and "When it is slow" say when each option pays.
 
     **Arguments:**
 

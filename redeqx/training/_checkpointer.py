@@ -1,7 +1,7 @@
 """The checkpointer of a trainer: saves its engine, restores it, and knows how far its fits have come.
 
-What a checkpoint contains is decided here; its files belong to the package `checkpoint`. `_start.py` decides where a fit
-starts.
+What a checkpoint contains is decided here; its files belong to the package `checkpoint`. `_progress.py` decides where a
+fit starts.
 """
 
 import math

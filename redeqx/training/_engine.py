@@ -50,7 +50,7 @@ class Engine:
     - `program`: the jitted steps; None until the model is placed.
     - `step`, `n_examples`, `position`: the numbers of updates and of their examples so far, and where that is in the
         trainer's fits. They change together, so that a checkpoint that is saved at any time is consistent.
-    - `stream`: from which each step derives its key (`Run.next_stream`).
+    - `stream`: from which each step derives its key (`Deployer.next_stream`).
     - `restore`: the checkpoint to load when the model is placed, instead of the given values.
     - `metrics`: the metrics of its updates.
     - `hyperparams`: the hyperparameters in the optimizer's state.

@@ -1,7 +1,7 @@
 """A fit: a stream of moments, at each of which callbacks are called.
 
 `Fit.moments` is the loop: it takes the steps of all epochs. What else happens (evaluations, best checkpoints, saves, and
-what the user adds) are callbacks: those of `_handlers.py`, and the user's. `_start.py` decides where a fit begins.
+what the user adds) are callbacks: those of `_handlers.py`, and the user's. `_progress.py` decides where a fit starts.
 """
 
 import functools

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from redeqx import tracing, transforms
+
 DOCS = Path(__file__).parents[2] / "docs"
 TUTORIALS = {f"tutorials/{path.stem}.md" for path in DOCS.glob("pages/tutorials/*.py")}  # made by `make docs`
 FILES = {str(path.relative_to(DOCS / "pages")): path for path in sorted(DOCS.glob("pages/**/*.md"))}
@@ -87,6 +89,11 @@ def test_code_fits_the_page(name):
     text = PAGES[name] if name in PAGES else (DOCS / "pages" / name).read_text("utf-8")
     blocks = re.findall(r"```\w+\n(.*?)```", text, re.DOTALL) if name in PAGES else [text]
     assert not [line for block in blocks for line in block.splitlines() if len(line) > 125]
+
+
+def test_the_page_on_rules_names_all_of_them():
+    rules = {name for name, each in vars(transforms).items() if isinstance(each, type) and issubclass(each, tracing.Rule)}
+    assert rules - {"KeepEverything"} <= set(re.findall(r"`(\w+)`", PAGES["ideas/rules.md"]))  # that one only counts
 
 
 def test_llms_txt_lists_every_page():
