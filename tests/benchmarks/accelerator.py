@@ -156,7 +156,7 @@ RULES = {
 }
 
 
-def measure(case: Case, topology: str, rules: dict[str, Any], n_fsdp_shards: int) -> redeqx.DryRun:
+def measure(case: Case, topology: str, rules: dict[str, Any], n_fsdp_shards: int = 1) -> redeqx.DryRun:
     with redeqx.described(topology):
         deployer = redeqx.Deployer(n_fsdp_shards=n_fsdp_shards, verbose=False)
         model = deployer.init(lambda: case.make(jax.random.key(0)))

@@ -166,7 +166,7 @@ def by_hand(replicated: Plan, specs: dict[str, Any]) -> Plan:
     for name, leaf in replicated.leaves.items():
         spec = next((spec for pattern, spec in specs.items() if fnmatch.fnmatch(name, pattern)), ())
         split = Split(spec.index("model") if "model" in spec else None, "by hand")
-        leaves[name] = replace(leaf, spec=_plan._spec(leaf.shape, 0, split, replicated.mesh)[0])
+        leaves[name] = replace(leaf, spec=_plan._spec(leaf.shape, math.prod(leaf.shape), 0, split, replicated.mesh)[0])
     return replace(replicated, leaves=leaves)
 
 
