@@ -55,7 +55,7 @@ def effective_specs(plan: Plan, name: str) -> Any:
 
 
 def plan_rules(
-    structure: Structure, plan: Plan, *, named: bool = False, convolutions: bool = True, fuse_attention: bool = True
+    structure: Structure, plan: Plan, *, named: bool = False, is_differentiated: bool = True, fuse_attention: bool = True
 ) -> list[Rule]:
     """Returns the rules that rewrite a function of the trained and then the frozen arrays, in the order in which they apply.
 
@@ -64,7 +64,7 @@ def plan_rules(
     **Arguments:**
 
     - `named`: whether the program names the weight of each operation, gathered or not; it computes the same.
-    - `convolutions`: whether the function is differentiated, and may contain convolutions.
+    - `is_differentiated`: whether the function is.
     - `fuse_attention`: whether attention is computed by the platform's kernel.
     """
     splits = [plan.model_dim(name) for name in structure.weights]
@@ -75,8 +75,8 @@ def plan_rules(
     if any(of is not None for of in shardings):
         rules += [ExchangeLookups(plan.mesh, len(shardings)), GatherAtUse(shardings)]
     rules.append(SplitRepeated(plan.mesh, len(shardings)))
+    rules.append(FixGroupedConvolutions(plan.mesh, is_differentiated))
     if plan.mesh.shape[MODEL] > 1:
-        rules += [FixGroupedConvolutions(plan.mesh)] if convolutions else []
         rules.append(Reshard(splits, plan.mesh))
     rules.append(GroupMatmuls(split_sorted_rows(plan.mesh), splits))
     return [*rules, FuseAttention(split_heads(plan.mesh))] if fuse_attention else rules

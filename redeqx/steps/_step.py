@@ -353,7 +353,7 @@ def make_predict_step(
     - `named`, `fuse_attention`: as for `plan_rules`.
     - `options`: for the compiler.
     """
-    rules = plan_rules(structure, plan, named=named, convolutions=False, fuse_attention=fuse_attention)
+    rules = plan_rules(structure, plan, named=named, is_differentiated=False, fuse_attention=fuse_attention)
 
     def of_part(*args):
         return by_row(predict, row_use(predict, *args[:4], returns_rows=True))(*args)

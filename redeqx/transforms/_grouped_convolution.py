@@ -1,12 +1,16 @@
-"""Grouped convolutions: fixes the gradient of their weights, which XLA computes wrongly under a model axis.
+"""Grouped convolutions, which XLA's partitioners compute wrongly in two ways, both silent. This rule avoids them.
+
+A convolution whose window does not slide (a kernel of size 1, or of the size of the input) is partitioned as a product, and
+its groups are forgotten. If its channels are split over devices, its values are wrong, or it does not compile. A convolution
+with a kernel for each row, as in StyleGAN, has the rows among its channels, so this happens on any mesh. It is computed as
+the product that it is.
 
 If the batch is split over some axes of a mesh and the convolution is replicated over another axis of n devices, the gradient
-of a grouped (or depthwise) convolution's weight is n times too large. Both of XLA's partitioners have this silent error. The
-gradient is right if the channels are split over that axis, so this rule splits them. If the axis does not divide the
-channels, groups of zeros are added first.
+of its weight is n times too large. The gradient is right if the channels are split over that axis, so this rule splits them.
+If the axis does not divide the channels, groups of zeros are added first.
 
-Source: measured with jax 0.10.2 (`test_xla_still_sums_the_gradient_too_often` fails once it is fixed). Cost: resharding the
-input's channels over the model axis, which is a slice if they are replicated.
+Source: measured with jax 0.10.2 (the tests `test_xla_still_...` fail once it is fixed). Cost: resharding the input's
+channels over the model axis, which is a slice if they are replicated.
 """
 
 from collections.abc import Sequence
@@ -15,6 +19,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax.sharding import Mesh
 
 from ..machine import MODEL
@@ -26,16 +31,27 @@ _COUNTS = ("feature_group_count", "batch_group_count")  # the second is the firs
 
 @dataclass(frozen=True)
 class FixGroupedConvolutions(Rule):
-    """Computes grouped convolutions with correct gradients on a mesh with a model axis."""
+    """Computes grouped convolutions, and their gradients, correctly on a mesh.
+
+    **Arguments:**
+
+    - `is_differentiated`: whether the function is; else only its values must be right.
+    """
 
     mesh: Mesh
+    is_differentiated: bool = True
     corrects: ClassVar = True
 
     def claims(self, eqn: Any) -> bool:
-        return eqn.primitive.name == "conv_general_dilated" and any(eqn.params[count] > 1 for count in _COUNTS)
+        is_grouped = eqn.primitive.name == "conv_general_dilated" and any(eqn.params[count] > 1 for count in _COUNTS)
+        if not is_grouped or self.mesh.size == 1:
+            return False
+        return (self.is_differentiated and self.mesh.shape[MODEL] > 1) or _window(eqn) is not None
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         x, weight = map(plain, ins)
+        if (window := _window(eqn)) is not None:
+            return [_product(eqn, x, weight, window)]
         numbers, n_shards = eqn.params["dimension_numbers"], self.mesh.shape[MODEL]
         (count,) = (count for count in _COUNTS if eqn.params[count] > 1)
         channels, n_groups = numbers.lhs_spec[int(count == "feature_group_count")], eqn.params[count]
@@ -48,6 +64,51 @@ class FixGroupedConvolutions(Rule):
         (out,) = run(eqn.replace(params={**eqn.params, count: n_groups + n_added}), [x, weight])
         dim = numbers.out_spec[1]
         return [jax.lax.slice_in_dim(out, 0, eqn.outvars[0].aval.shape[dim], axis=dim) if n_added else out]
+
+
+def _window(eqn: Any) -> tuple[str, ...] | None:
+    """Returns what the window does along each spatial dim: "meets" each entry of the input alone, "sums" all of them, or
+    "spreads" the only one. None if it slides along one of them."""
+    numbers, params, found = eqn.params["dimension_numbers"], eqn.params, []
+    x, weight = (atom.aval.shape for atom in eqn.invars)
+    for i, (dim, of_weight) in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)):
+        n, size, padding, stride = x[dim], weight[of_weight], tuple(params["padding"][i]), params["window_strides"][i]
+        is_dense = (n == 1 or params["lhs_dilation"][i] == 1) and (size == 1 or params["rhs_dilation"][i] == 1)
+        if is_dense and size == 1 and padding == (0, 0) and (stride == 1 or n == 1):
+            found.append("meets")
+        elif is_dense and size == n and padding == (0, 0):
+            found.append("sums")
+        elif is_dense and n == 1 and padding == (size - 1, size - 1) and stride == 1:
+            found.append("spreads")
+        else:
+            return None
+    return tuple(found)
+
+
+def _product(eqn: Any, x: jax.Array, weight: jax.Array, window: Sequence[str]) -> jax.Array:
+    """Returns a grouped convolution whose window does not slide, by a product for each group."""
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    x, weight = jnp.transpose(x, numbers.lhs_spec), jnp.transpose(weight, numbers.rhs_spec)
+    if params["batch_group_count"] > 1:
+        x = rearrange(x, "(g n) i ... -> n g i ...", g=(n_groups := params["batch_group_count"]))
+    else:
+        x = rearrange(x, "n (g i) ... -> n g i ...", g=(n_groups := params["feature_group_count"]))
+    weight = rearrange(weight, "(g o) i ... -> g o i ...", g=n_groups)
+    spreading = [3 + i for i, does in enumerate(window) if does == "spreads"]
+    x, weight = jnp.squeeze(x, spreading), jnp.flip(weight, spreading)
+    weight = jnp.squeeze(weight, [3 + i for i, does in enumerate(window) if does == "meets"])
+    n, g, i, o, *space = range(4 + len(window))
+    in_x, in_weight, in_out = (
+        [dim for dim, does in zip(space, window, strict=True) if does != unlike] for unlike in ("spreads", "meets", "sums")
+    )
+    out = jnp.einsum(
+        *(x, [n, g, i, *in_x], weight, [g, o, i, *in_weight], [n, g, o, *in_out]),
+        precision=params["precision"], preferred_element_type=params["preferred_element_type"],
+    )  # fmt: skip
+    out = jnp.expand_dims(
+        rearrange(out, "n g o ... -> n (g o) ..."), [2 + i for i, does in enumerate(window) if does == "sums"]
+    )
+    return jnp.transpose(out, [numbers.out_spec.index(dim) for dim in range(out.ndim)]).astype(eqn.outvars[0].aval.dtype)
 
 
 def _with_groups(x: jax.Array, dim: int, n_groups: int, n_added: int) -> jax.Array:

@@ -809,16 +809,17 @@ def test_a_collate_fn_may_reuse_its_memory():
     assert weights[0] == weights[1]
 
 
-OF_MODEL_AXIS = ("FixGroupedConvolutions", "Reshard", "GroupMatmuls", "FuseAttention")
+REPLACED = ("SplitRepeated", "FixGroupedConvolutions", "GroupMatmuls", "FuseAttention")
+OF_MODEL_AXIS = ("SplitRepeated", "FixGroupedConvolutions", "Reshard", "GroupMatmuls", "FuseAttention")
 
 
 @pytest.mark.parametrize(
     ("n_model_shards", "n_fsdp_shards", "expected"),
     [
-        (1, 1, ["SplitRepeated", "GroupMatmuls", "FuseAttention"]),
-        (1, 8, ["ExchangeLookups", "GatherAtUse", "SplitRepeated", "GroupMatmuls", "FuseAttention"]),
-        (4, 1, ["SplitRepeated", *OF_MODEL_AXIS]),
-        (2, 2, ["ExchangeLookups", "GatherAtUse", "SplitRepeated", *OF_MODEL_AXIS]),
+        (1, 1, [*REPLACED]),
+        (1, 8, ["ExchangeLookups", "GatherAtUse", *REPLACED]),
+        (4, 1, [*OF_MODEL_AXIS]),
+        (2, 2, ["ExchangeLookups", "GatherAtUse", *OF_MODEL_AXIS]),
     ],
 )
 def test_rules_of_each_mesh_are_in_order(n_model_shards, n_fsdp_shards, expected):

@@ -1,4 +1,4 @@
-"""Gradients of grouped convolutions are right on every mesh, also inside scans and branches."""
+"""Values and gradients of grouped convolutions are right on every mesh, also inside scans and branches."""
 
 import equinox as eqx
 import jax
@@ -10,6 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
 from redeqx.machine import make_mesh
+from redeqx.tracing import transformed
+from redeqx.transforms import FixGroupedConvolutions
 
 C = 12
 
@@ -23,6 +25,8 @@ class Net(eqx.Module):
         make = eqx.nn.Conv1d if kind == "1d" else eqx.nn.Conv2d
         self.kind = kind
         self.convs = [make(n_channels, 2 * n_channels, 3, stride=2, padding=1, groups=groups, key=keys[0])]
+        if kind == "1x1":  # as in ShuffleNet
+            self.convs = [make(n_channels, n_channels, 1, groups=groups, key=keys[0])]
         if kind == "scan":  # as many output channels as input channels
             self.convs = [make(n_channels, n_channels, 3, padding=1, groups=groups, key=key) for key in keys]
 
@@ -60,14 +64,15 @@ def gradients(model, batch, n_model_shards, n_fsdp_shards, **options):
 
 KINDS = [
     (12, "plain", 12), (3, "plain", 12), (12, "1d", 12), (12, "scan", 12), (3, "plain", 9), (9, "1d", 9), (9, "scan", 9),
+    (4, "1x1", 12), (3, "1x1", 12),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("mesh", "groups", "kind", "n_channels"),
     [
-        *(((2, 2), *KINDS[i]) for i in (0, 4, 6)),
-        *(pytest.param((2, 2), *KINDS[i], marks=pytest.mark.sweep) for i in (1, 2, 3, 5)),
+        *(((2, 2), *KINDS[i]) for i in (0, 4, 6, 7)),
+        *(pytest.param((2, 2), *KINDS[i], marks=pytest.mark.sweep) for i in (1, 2, 3, 5, 8)),
         *(pytest.param([(4, 1), (2, 1)][i % 2], *kind, marks=pytest.mark.sweep) for i, kind in enumerate(KINDS)),
     ],
 )
@@ -103,3 +108,75 @@ def test_xla_still_sums_the_gradient_too_often(n_model_shards):
     expected = jax.jit(jax.grad(loss))(weight, batch)
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((weight, P()), (batch, P(("data", "fsdp"))))]
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(*placed), n_model_shards * expected, rtol=1e-4, atol=1e-6)
+
+
+# --- windows that do not slide ------------------------------------------------------------------------------------------
+
+
+class Styled(eqx.Module):
+    """A convolution whose kernel depends on the row, as in StyleGAN."""
+
+    weight: jax.Array
+    style: eqx.nn.Linear
+
+    def __init__(self):
+        self.weight = jax.random.normal(jax.random.key(0), (8, C, 1, 1))
+        self.style = eqx.nn.Linear(C, C, key=jax.random.key(1))
+
+    def __call__(self, x):
+        weight = self.weight * self.style(x.mean((1, 2)))[:, None, None]
+        return jax.lax.conv_general_dilated(x[None], weight, (1, 1), "SAME")[0]
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
+def test_kernels_of_rows(x64, mesh):
+    model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, Styled())
+    batch = np.random.default_rng(0).normal(size=(16, C, 4, 4))
+    found, expected = gradients(model, batch, *mesh), eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6, atol=1e-10)
+    predictor = redeqx.Predictor(
+        redeqx.Deployer(0, *mesh, verbose=False), model=model, collate_fn=np.stack,
+        pred_fn=lambda model, batch, key: jax.vmap(model)(batch),
+    )  # fmt: skip
+    outputs = np.stack(predictor.predict(list(batch), batch_size=16))
+    np.testing.assert_allclose(outputs, np.stack([model(x) for x in batch]), rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("by_batch", [False, True])
+@pytest.mark.parametrize(
+    ("space", "kernel", "padding", "strides", "numbers"),
+    [
+        ((5, 6), (1, 1), [(0, 0), (0, 0)], (1, 1), ("NCHW", "OIHW", "NCHW")),
+        ((5, 6), (5, 6), [(0, 0), (0, 0)], (2, 1), ("NHWC", "OIHW", "CNHW")),
+        ((1, 1), (3, 2), [(2, 2), (1, 1)], (1, 1), ("CHWN", "IHWO", "HWNC")),
+        ((5, 1), (1, 2), [(0, 0), (1, 1)], (1, 1), ("NHWC", "HWIO", "NHWC")),
+        ((1, 4), (1, 4), [(0, 0), (0, 0)], (3, 3), ("NCHW", "HWIO", "CHWN")),
+    ],
+)
+def test_a_window_that_does_not_slide_is_a_product(space, kernel, padding, strides, numbers, by_batch):
+    n_groups, size, rng = 4, 2, np.random.default_rng(0)
+    sizes = {"N": 8, "C": size if by_batch else n_groups * size, "H": space[0], "W": space[1]}
+    of_kernel = {"O": 3 * n_groups, "I": size, "H": kernel[0], "W": kernel[1]}
+    x, weight = rng.normal(size=[sizes[dim] for dim in numbers[0]]), rng.normal(size=[of_kernel[dim] for dim in numbers[1]])
+    count = {"batch_group_count" if by_batch else "feature_group_count": n_groups}
+
+    def convolve(x, weight):
+        return jax.lax.conv_general_dilated(x, weight, strides, padding, dimension_numbers=numbers, **count)
+
+    fixed = transformed(convolve, [FixGroupedConvolutions(make_mesh(1), is_differentiated=False)])
+    found, expected = fixed(x, weight), convolve(x, weight)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert "conv_general_dilated" not in str(jax.make_jaxpr(fixed)(x, weight))
+
+
+def test_xla_still_forgets_groups():
+    """The other error that `FixGroupedConvolutions` avoids (jax 0.10.2, 2026-11-26)."""
+    mesh = make_mesh(1)
+    batch, weight = jax.random.normal(jax.random.key(0), (1, 128, 6)), jax.random.normal(jax.random.key(1), (128, 8, 1))
+
+    def convolve(batch, weight):
+        return jax.lax.conv_general_dilated(batch, weight, (1,), "SAME", feature_group_count=16)
+
+    by_channel = jax.device_put(batch, NamedSharding(mesh, P(None, "data")))
+    assert not np.allclose(jax.jit(convolve)(by_channel, weight), jax.jit(convolve)(batch, weight), rtol=0.1)
