@@ -1,9 +1,10 @@
 """The normal form of a traced function, in which rules and analyses read it.
 
 There are no plain jits, so patterns of equations may cross their boundaries: `jax.nn.softmax` and `jnp.where` are jits
-themselves. Each equation is an object of its own at each place, also in the bodies of loops, so `id(eqn)` is a place. JAX
-traces a jitted function once, so the equations of a library's function would have the line of its first call in the process:
-they get that of their own call.
+themselves. A reshape keeps the order of dims: one in another order, as with `order="F"`, is a transpose and a reshape. Each
+equation is an object of its own at each place, also in the bodies of loops, so `id(eqn)` is a place. JAX traces a jitted
+function once, so the equations of a library's function would have the line of its first call in the process: they get that
+of their own call.
 """
 
 import os
@@ -12,6 +13,7 @@ from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+import jax
 from jax.extend import core as jex
 
 from ._inner import REMATS, Env, equations, insides, variables, with_insides
@@ -134,6 +136,10 @@ def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
             if not keeps_remats and eqn.primitive.name in REMATS:
                 env.update(zip(eqn.outvars, enter(insides(eqn)[0].closed, invars, call, info.name_stack), strict=True))
                 continue
+            if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
+                outs = enter(_in_two_steps(eqn), invars, info.traceback, info.name_stack)
+                env.update(zip(eqn.outvars, outs, strict=True))
+                continue
             env.update(zip(eqn.outvars, outvars := _fresh(eqn.outvars), strict=True))
             new = eqn.replace(invars=invars, outvars=outvars, source_info=info)
             if inside := [inner for inner in insides(eqn) if inner.role != "manual"]:
@@ -152,6 +158,13 @@ def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
     form = jex.ClosedJaxpr(jaxpr, consts)
     _INLINED[form.jaxpr] = {eqns[i]: found for i, found in calls.items()}
     return form
+
+
+def _in_two_steps(eqn: Any) -> Any:
+    """Returns the closed jaxpr of a reshape of dims in another order: a transpose, and a reshape."""
+    x, order, sizes = eqn.invars[0].aval, eqn.params["dimensions"], eqn.params["new_sizes"]
+    two = lambda x: jax.lax.reshape(jax.lax.transpose(x, order), sizes)  # noqa: E731
+    return jax.make_jaxpr(two)(jax.ShapeDtypeStruct(x.shape, x.dtype))
 
 
 def _fresh(variables: Any) -> list[Any]:

@@ -628,6 +628,13 @@ def grpo_groups(p, batch, key):
     return (advantage.ravel() * row_losses(p, batch)).mean()
 
 
+@case("separable", group=4)
+def groups_in_fortran_order(p, batch, key):
+    """The rows of each column are consecutive."""
+    columns = jnp.ravel(scores(p, batch)[:, None] * jnp.arange(1.0, 5.0), order="F")
+    return columns.reshape(-1, 4).max(1).mean()
+
+
 @case("separable", group=2)
 def groups_by_einops(p, batch, key):
     out = einops.rearrange(scores(p, batch), "(pair side) -> pair side", side=2)

@@ -52,6 +52,13 @@ def test_equation_is_one_place_of_the_function(name):
     np.testing.assert_allclose(interpret(closed, [x], [])[0], calls(jnp.sin, jnp.sin, x), rtol=1e-6)
 
 
+def test_reshape_of_dims_in_another_order_is_a_transpose_first():
+    x = np.arange(24.0).reshape(2, 3, 4)
+    closed = normal(jax.make_jaxpr(lambda x: jnp.ravel(x, order="F"))(x))
+    assert [eqn.params["dimensions"] for eqn in equations(closed) if eqn.primitive.name == "reshape"] == [None]
+    np.testing.assert_array_equal(interpret(closed, [x], [])[0], x.ravel(order="F"))
+
+
 def test_names_of_scopes_and_constants_stay():
     table = np.linspace(0.0, 1.0, 3)
 
