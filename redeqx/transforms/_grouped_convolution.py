@@ -13,6 +13,7 @@ Source: measured with jax 0.10.2 (the tests `test_xla_still_...` fail once it is
 channels over the model axis, which is a slice if they are replicated.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import Mesh
 
-from ..machine import MODEL
+from ..machine import BATCH_AXES, MODEL
 from ..tracing import Rule, Site, plain, run
 from ._constrain import split_over
 
@@ -52,7 +53,9 @@ class FixGroupedConvolutions(Rule):
         x, weight = map(plain, ins)
         if (window := _window(eqn)) is not None:
             return [_product(eqn, x, weight, window)]
-        numbers, n_shards = eqn.params["dimension_numbers"], self.mesh.shape[MODEL]
+        numbers = eqn.params["dimension_numbers"]
+        axes = (*BATCH_AXES, MODEL) if x.shape[numbers.lhs_spec[0]] == 1 else (MODEL,)  # the rows may be among the channels
+        n_shards = math.prod(self.mesh.shape[axis] for axis in axes)
         (count,) = (count for count in _COUNTS if eqn.params[count] > 1)
         channels, n_groups = numbers.lhs_spec[int(count == "feature_group_count")], eqn.params[count]
         n_added = -n_groups % n_shards if x.shape[channels] % n_shards else 0
@@ -60,7 +63,7 @@ class FixGroupedConvolutions(Rule):
             _with_groups(x, channels, n_groups, n_added),
             _with_groups(weight, numbers.rhs_spec[0], n_groups, n_added),
         )
-        x = split_over(x, self.mesh, {channels: MODEL})
+        x = split_over(x, self.mesh, {channels: axes})
         (out,) = run(eqn.replace(params={**eqn.params, count: n_groups + n_added}), [x, weight])
         dim = numbers.out_spec[1]
         return [jax.lax.slice_in_dim(out, 0, eqn.outvars[0].aval.shape[dim], axis=dim) if n_added else out]

@@ -119,19 +119,19 @@ class Styled(eqx.Module):
     weight: jax.Array
     style: eqx.nn.Linear
 
-    def __init__(self):
-        self.weight = jax.random.normal(jax.random.key(0), (8, C, 1, 1))
-        self.style = eqx.nn.Linear(C, C, key=jax.random.key(1))
+    def __init__(self, size):
+        self.weight = jax.random.normal(jax.random.key(0), (8, 3, size, size))
+        self.style = eqx.nn.Linear(3, 3, key=jax.random.key(1))
 
     def __call__(self, x):
         weight = self.weight * self.style(x.mean((1, 2)))[:, None, None]
         return jax.lax.conv_general_dilated(x[None], weight, (1, 1), "SAME")[0]
 
 
-@pytest.mark.parametrize("mesh", [(1, 1), pytest.param((2, 2), marks=pytest.mark.sweep)])
-def test_kernels_of_rows(x64, mesh):
-    model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, Styled())
-    batch = np.random.default_rng(0).normal(size=(16, C, 4, 4))
+@pytest.mark.parametrize(("mesh", "size"), [((1, 1), 1), ((2, 2), 3), pytest.param((2, 2), 1, marks=pytest.mark.sweep)])
+def test_kernels_of_rows(x64, mesh, size):
+    model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, Styled(size))
+    batch = np.random.default_rng(0).normal(size=(16, 3, 4, 4))
     found, expected = gradients(model, batch, *mesh), eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6, atol=1e-10)
