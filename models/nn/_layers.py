@@ -4,6 +4,7 @@
 is `[out, ...]` and is transposed at each layer. Applied as `x @ weight.T`, the same leaves need no transpose.
 """
 
+from functools import cache
 from typing import Any
 
 import equinox as eqx
@@ -78,11 +79,17 @@ def embed(layer: eqx.nn.Embedding, ids: Int[Array, " seq"]) -> Float[Array, "seq
 
 def normal_linear(in_size: int, out_size: int, *, std: float, use_bias: bool = True, key: PRNGKeyArray) -> eqx.nn.Linear:
     """Returns a `Linear` whose weight is drawn from N(0, `std`²) and whose bias is zero."""
-    layer = eqx.nn.Linear(in_size, out_size, use_bias=use_bias, key=key)
+    layer = _shapes_of_linear(in_size, out_size, use_bias)
     weight = std * jax.random.normal(key, (out_size, in_size))
     if not use_bias:
         return eqx.tree_at(lambda l: l.weight, layer, weight)
     return eqx.tree_at(lambda l: (l.weight, l.bias), layer, (weight, jnp.zeros(out_size)))
+
+
+@cache
+def _shapes_of_linear(in_size: int, out_size: int, use_bias: bool) -> eqx.nn.Linear:
+    """Returns a `Linear` without arrays. Drawing Equinox's own, to replace them, would take most of a model's creation."""
+    return eqx.filter_eval_shape(lambda: eqx.nn.Linear(in_size, out_size, use_bias=use_bias, key=jax.random.key(0)))
 
 
 def normal_embedding(n_rows: int, size: int, *, std: float, zero: int | None = None, key: PRNGKeyArray) -> eqx.nn.Embedding:
