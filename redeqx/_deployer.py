@@ -150,7 +150,7 @@ class Deployer(RedcoNames):
                 raise TypeError(f"`{argument}`: expected a `redeqx.{name}`, got {brief(value)}. Pass `redeqx.{name}(...)`.")
         folder = None
         if workdir is not None:
-            check_folder(workdir, "workdir")
+            check_folder(workdir, "workdir", optional=True)
             folder = location(workdir, "workdir")
         described = dry()
         if described is not None:

@@ -67,7 +67,7 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
         )
 
 
-def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
+def examples_of(given: Any, epoch: int) -> Any:
     """Returns the examples of an epoch: `given`, or its result if it is a function of the epoch.
 
     If examples have `set_epoch`, it is called: an iterable of `datasets` shuffles by it, and then starts the epoch at its
@@ -78,7 +78,7 @@ def examples_of(given: Any, epoch: int, name: str = "train_examples") -> Any:
             given.set_epoch(epoch)
         return given
     examples = given(epoch)
-    check_examples(examples, f"{name}({epoch})")
+    check_examples(examples, f"train_examples({epoch})")
     return examples
 
 

@@ -124,7 +124,7 @@ def check_path(path: Any, name: str, *, optional: bool = False) -> None:
         raise wrong_type(name, expected, path, "Pass a string or a `pathlib.Path`")
 
 
-def check_folder(path: Any, name: str, *, optional: bool = True, make: bool = False) -> None:
+def check_folder(path: Any, name: str, *, optional: bool = False, make: bool = False) -> None:
     """Raise ValueError if a part of the path is a file, so that the folder cannot exist; TypeError if it is not a path; an
     OSError of the same kind, with the name of the argument, if the system refuses it. With `make`, create the folder.
 
@@ -220,13 +220,13 @@ def check_alive(tree: Any, name: str) -> None:
         )
 
 
-def check_key(key: Any, name: str = "key") -> None:
+def check_key(key: Any) -> None:
     """Raise TypeError if this is not one PRNG key, typed or of integers."""
     is_array = isinstance(key, jax.Array | np.ndarray)
     if is_array and (key.ndim == 0 if is_key(key) else key.ndim == 1 and jnp.issubdtype(key.dtype, jnp.unsignedinteger)):
         return
     found = f"an array of {key.dtype}{list(key.shape)}" if is_array else described(key)
-    raise wrong(name, "a PRNG key", found, "Pass `jax.random.key(0)`, say", TypeError)
+    raise wrong("key", "a PRNG key", found, "Pass `jax.random.key(0)`, say", TypeError)
 
 
 def check_optimizer(optimizer: Any, argument: str = "optimizer") -> None:

@@ -42,13 +42,13 @@ class Delivery:
 
     - `name`: the name of the tracker.
     - `workdir`: where the run's id and the delivered mark are stored; None stores neither.
-    - `say`: prints a line.
+    - `log`: prints a line.
 
     Attributes: `is_new`, whether this process began the tracker's run, rather than an earlier process.
     """
 
-    def __init__(self, name: str, workdir: Path | None, say: Callable[[str], None]):
-        self._name, self._workdir, self._say = name, workdir, say
+    def __init__(self, name: str, workdir: Path | None, log: Callable[[str], None]):
+        self._name, self._workdir, self._log = name, workdir, log
         self._kind = TRACKERS[name]
         self._file = None if workdir is None or self._kind.purges else workdir / "trackers" / f"{name}.json"
         self._run_id, self._sent, self._sent_media = _load_state(self._file)
@@ -165,7 +165,7 @@ class Delivery:
             with self._warning():
                 self._deliver()
                 if self._has_failed:
-                    self._say(f"{self._name}: records again")
+                    self._log(f"{self._name}: records again")
                 self._has_failed, wait = False, GAP
                 continue
             self._has_failed, wait = True, min(max(2 * wait, FIRST_RETRY), LAST_RETRY)
@@ -200,7 +200,7 @@ class Delivery:
             self._forget = at_end(self.close)  # before what the package has registered
             self._run_id = self._tracker.run_id
             self._save_state()
-            self._say(f"{self._name}: {self._tracker.where}")
+            self._log(f"{self._name}: {self._tracker.where}")
         while True:
             with self._lock:
                 first = list(islice(self._pending, BATCH))

@@ -30,7 +30,7 @@ class Records:
     - `workdir`: the folder of the run; None writes no files.
     - `loggers`: trackers, as names or objects.
     - `is_main`: whether this process records.
-    - `say`: prints a line. Threads hold it, so it must not hold this object.
+    - `log`: prints a line. Threads hold it, so it must not hold this object.
 
     Attributes: `goodput`, where the time of the run goes; `has_trackers`, whether there are trackers by name, also in other
     processes than the main one; `is_kept`, whether this process writes or sends what it records.
@@ -38,14 +38,14 @@ class Records:
     Raises the errors of `check_loggers`.
     """
 
-    def __init__(self, workdir: Path | None, loggers: Iterable[Tracker | str], is_main: bool, say: Callable[[str], None]):
+    def __init__(self, workdir: Path | None, loggers: Iterable[Tracker | str], is_main: bool, log: Callable[[str], None]):
         named, objects = check_loggers(loggers, workdir)
         self.has_trackers: bool = bool(named)
         self.goodput: Goodput = Goodput()
         self._workdir, self._is_main = workdir, is_main
         self._objects = objects if is_main else []
         self._files = {name: JsonLines(workdir / name) for name in (_METRICS, _SPEED)} if workdir and is_main else {}
-        self._deliveries = [Delivery(name, workdir, say) for name in named] if is_main else []
+        self._deliveries = [Delivery(name, workdir, log) for name in named] if is_main else []
         self.is_kept: bool = bool(self._objects or self._files or self._deliveries)
         weakref.finalize(self, _request_close, self._deliveries).atexit = False
         self._step = 0  # the step of the newest metrics

@@ -150,7 +150,7 @@ def make_program(
     state: PyTree,
     optimizer: optax.GradientTransformation,
     lr_schedule_fn: Callable[[Any], Any] | None,
-    skip_nonfinite: bool = False,
+    skips: bool = False,
     n_parts: int = 1,
     options: Options | None = None,
 ) -> Program:
@@ -158,7 +158,7 @@ def make_program(
 
     **Arguments:**
 
-    - `skip_nonfinite`, `n_parts`, `options`: as for `TrainStep`.
+    - `skips`, `n_parts`, `options`: as for `TrainStep`.
     """
     structure, plan = functions.structure, functions.plan
     replicate = replicated(plan.mesh)
@@ -187,7 +187,7 @@ def make_program(
     shapes = TrainState(trained, frozen, opt_state, layers, counts, stream)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, replace(shapes, frozen=[]))
     train = TrainStep(
-        functions, optimizer, lr_schedule_fn, opt_treedef, layers_treedef, shardings, skips=skip_nonfinite, n_parts=n_parts
+        functions, optimizer, lr_schedule_fn, opt_treedef, layers_treedef, shardings, skips=skips, n_parts=n_parts
     )
     evaluation = EvalStep(functions, layers_treedef)
     return Program(

@@ -79,7 +79,7 @@ class Metrics:
 
     **Arguments:**
 
-    - `say`: prints a line.
+    - `log`: prints a line.
     - `skips`, `max_skipped`: whether steps skip updates that are not finite, and how many in a row.
 
     **Attributes:**
@@ -90,10 +90,10 @@ class Metrics:
     Methods raise ValueError for an update that is not finite, unless it may be skipped.
     """
 
-    def __init__(self, say: Callable[[str], None], skips: bool, max_skipped: int):
+    def __init__(self, log: Callable[[str], None], skips: bool, max_skipped: int):
         self.n_skipped = 0
         self.last: dict[str, float] = {}
-        self._say = say
+        self._log = log
         self._skips, self._max_skipped = skips, max_skipped
         self._n_skipped_in_a_row = 0
         self._has_warned = False  # of parameters that do not move
@@ -138,7 +138,7 @@ class Metrics:
                 raise self._error(update, name, metrics, to)
             self.n_skipped += 1
             text = f"skipped, as `{name}` is {metrics[name]}; {self.n_skipped} so far"
-            self._say(f"step {update.step}: {text}")
+            self._log(f"step {update.step}: {text}")
         elif not self._has_warned and update.unmoved() > _MOST_UNMOVED:
             self._has_warned = True
             warn(
