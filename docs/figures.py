@@ -106,7 +106,7 @@ def forecast(rows: int = 64, accumulate: int = 1, n_fsdp_shards: int = 1, remat:
             accumulate_grad_batches=accumulate,
             compute=redeqx.Compute(remat=remat),
         )
-        report = trainer.dry_run(np.zeros((rows, 512), np.float32), batch_size=rows, search=False)
+        report = trainer.dry_run(np.zeros((rows, 512), np.float32), batch_size=rows, search="none")
     return [report.held["parameters"], report.held["optimizer state"], report.steps["train"].temporaries]
 
 

@@ -403,8 +403,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         *,
         batch_size: int | None = None,
         optimization: str | None = None,
-        search: bool = True,
-        fit: bool = False,
+        search: str = "fits",
     ) -> DryRun:
         """Compiles a training step without running it, and reports its memory, collectives, FLOPs, and whether it fits.
 
@@ -418,8 +417,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
         - `optimization`: the compiler's level, `"O0"` to `"O3"`, or `"UNKNOWN"`, the level of a run. By default `"UNKNOWN"`,
             but for TPUs `"O2"`, which needs the same memory and compiles in half the time; `"O1"` is faster and needs less.
             `"none"` compiles nothing, and estimates the memory from the trace.
-        - `search`: whether to search for a strategy that fits, if this one does not.
-        - `fit`: whether to search for the fastest strategy that fits: shards, micro-batches, `remat`.
+        - `search`: `"fits"` searches for a strategy that fits (shards, micro-batches, `remat`) if this one does not;
+            `"fastest"` for the fastest one that fits, in any case; `"none"` for none.
 
         Raises ValueError for an unknown topology, ImportError where its compiler is not installed.
         """
@@ -431,7 +430,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         n_devices = len(machine.devices)
         size = self._engine.batch_size(per_device_batch_size, batch_size, n_devices)
         work = self._workload(in_order(examples, size), size, n_devices)
-        return dry_run(work, machine, optimization=optimization, search=search, fit=fit)
+        return dry_run(work, machine, optimization=optimization, search=search)
 
     def _workload(self, steps: Iterator[Slice], size: BatchSize, n_devices: int | None = None) -> Workload:
         """Returns the workload of a dry run: the first of these steps."""

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from ..compiled import SavedPrograms
-from ..dry_run import DryRunDone
+from ..dry_run import OPTIMIZATIONS, SEARCHES, DryRunDone
 from ..machine import GPUS, TPUS, Machine, describe, dry_for, host_memory, simulate_devices
 from ..memory import bytes_of
 from ..monitor import Console, size_text
@@ -28,7 +28,7 @@ topologies:
   cpu:8                 eight simulated devices
   this                  the devices at hand
 
-exit code: 0 if it fits (with --fit: if a strategy does), 3 if it does not,
+exit code: 0 if it fits (with --search fastest: if a strategy does), 3 if it does not,
 2 for a script that never trains, 1 for one that fails
 """
 
@@ -51,18 +51,20 @@ def add(commands: Any) -> None:
         help="the memory of a device, such as 10GB or 9.5GiB, if not its actual one",
     )
     parser.add_argument(
-        "--effort",
-        choices=("none", "O0", "O1", "O2", "O3", "UNKNOWN"),
+        "--optimization",
+        choices=OPTIMIZATIONS,
         help="the compiler's optimization level: UNKNOWN is that of a run; for TPUs the default is O2, which gives the same "
         "memory in half the time; O1 takes seconds and gives less memory (for a run set jax_optimization_level to O1); none "
         "compiles nothing, and estimates the memory from the trace",
     )
     parser.add_argument("--json", type=disk_path, metavar="FILE", help="also write the report to this file")
     parser.add_argument(
-        "--fit",
-        action="store_true",
-        help="search for the fastest strategy that fits (shards, micro-batches, recomputation in loops), and print the "
-        "line to use; every candidate is compiled",
+        "--search",
+        choices=SEARCHES,
+        default="fits",
+        help="fits, the default: if the script does not fit, try other strategies (shards, micro-batches, recomputation in "
+        "loops) until one does; fastest: search for the fastest one that fits, and print the line to use; none: try none. "
+        "Every candidate is compiled",
     )
     parser.add_argument(
         "--save",
@@ -71,7 +73,6 @@ def add(commands: Any) -> None:
         help="also save the compiled programs: a run on that machine with `Compiler(cache=FOLDER)`, or with "
         "REDEQX_COMPILATION_CACHE=FOLDER, loads them, and compiles nothing before its first step",
     )
-    parser.add_argument("--no-search", action="store_true", help="do not try other strategies if it does not fit")
     add_script(parser)
     parser.set_defaults(run=_dry_run)
 
@@ -88,9 +89,9 @@ def _dry_run(args: argparse.Namespace) -> int:
     machine = _describe_machine(args.topology, args.memory)
     console, progress = Console(None), Console(None, file=sys.stderr)
     saved = None if args.save is None else SavedPrograms(args.save)
-    options = {"optimization": args.effort, "search": not args.no_search, "fit": args.fit, "save": saved}
+    options = {"optimization": args.optimization, "search": args.search, "save": saved}
     try:
-        with dry_for(machine, **options, say=progress.info, line=progress.progress(unit="compiled")) as run:
+        with dry_for(machine, **options, log=progress.info, line=progress.progress(unit="compiled")) as run:
             _run(args.script, args.args, args.is_module)
     except DryRunDone:
         pass
@@ -126,11 +127,12 @@ def _check_save(args: argparse.Namespace) -> None:
             f"`--save`: expected TPUs or CPUs, got `{args.topology}`: the compiler chooses the kernels of a GPU by timing "
             "them on it. Let the first run on the GPUs fill the folder: `Compiler(cache=FOLDER)`."
         )
-    for name in ("fit", "effort"):
-        if value := getattr(args, name):
-            got = f"`--{name}`" if value is True else f"`--{name} {value}`"
+    changes = {"search": args.search == "fastest" and args.search, "optimization": args.optimization}
+    for name, value in changes.items():
+        if value:
             raise ValueError(
-                f"`--save`: expected the programs of a run as the script is, got {got}. Leave one of the two out."
+                f"`--save`: expected the programs of a run as the script is, got `--{name} {value}`. Leave one of the two "
+                "out."
             )
     check_writable(args.save, "--save")
     args.save.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, since its contents are executed

@@ -136,7 +136,8 @@ def _print_file(args: argparse.Namespace) -> int:
             raise ValueError(f"`--{name}`: expected at least 1, got {getattr(args, name)}. Pass the number.")
     code, verdict = 0, ""
     if args.topology is not None:
-        command = [sys.executable, "-m", "redeqx", "dry-run", "--topology", args.topology, "--no-search", *_script(args)]
+        options = ["--topology", args.topology, "--search", "none"]
+        command = [sys.executable, "-m", "redeqx", "dry-run", *options, *_script(args)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         code = done.returncode
         if code not in (0, 3):

@@ -4,6 +4,11 @@ Owns the compilation and the report; `memory` owns the search for strategies tha
 """
 
 from ._figures import Step as Step
-from ._forecast import DryRunDone as DryRunDone, dry_run as dry_run
+from ._forecast import (
+    OPTIMIZATIONS as OPTIMIZATIONS,
+    SEARCHES as SEARCHES,
+    DryRunDone as DryRunDone,
+    dry_run as dry_run,
+)
 from ._report import DryRun as DryRun
 from ._workload import Workload as Workload

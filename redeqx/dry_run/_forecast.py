@@ -31,6 +31,7 @@ from ..compiled import (
 )
 from ..data import BatchSize, Group, group_sharding, n_tokens
 from ..dims import RowUse
+from ..errors import check_choice
 from ..machine import Machine, dry, is_in_host, uncached_where_described
 from ..memory import Loop, SearchSpace, Strategy, Tried, estimated_bytes, matmul_seconds, refused_bytes
 from ..monitor import ProgressLine
@@ -43,6 +44,8 @@ from ._workload import Workload
 
 EXIT_FAILED, EXIT_DOES_NOT_FIT = 1, 3
 UNCOMPILED = "none"  # a level of optimization
+OPTIMIZATIONS = (UNCOMPILED, "O0", "O1", "O2", "O3", "UNKNOWN")
+SEARCHES = ("fits", "fastest", "none")
 
 
 class DryRunDone(SystemExit):
@@ -62,9 +65,8 @@ def dry_run(
     machine: Machine,
     *,
     optimization: str | None = None,
-    search: bool = True,
-    fit: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    search: str = "fits",
+    log: Callable[[str], None] = lambda text: None,
     line: ProgressLine | None = None,
     save: SavedPrograms | None = None,
 ) -> DryRun:
@@ -76,17 +78,18 @@ def dry_run(
         `"O2"` for TPUs, which compiles in half the time, to a program that needs the same memory, and `"UNKNOWN"` for all
         others. `"O1"` compiles still faster, to a program that needs less memory. `"none"` compiles nothing: the memory of
         the train step is estimated from its trace, in seconds for any size.
-    - `search`: whether to try other strategies if the script's own does not fit, until one does. Each is compiled too.
-    - `fit`: whether to search for the fastest strategy that fits, even if the script's own fits.
-    - `say`: called with progress messages.
+    - `search`: `"fits"` tries other strategies if the script's own does not fit, until one does; `"fastest"` searches for
+        the fastest one that fits, even if the script's own does; `"none"` tries none. Each is compiled too.
+    - `log`: called with progress messages.
     - `line`: shows what is being compiled, and since when.
     - `save`: where the programs of the script's own strategy are saved, compiled as a run compiles them.
     """
+    check_choice(search, "search", SEARCHES)
     shown = _Shown(machine, optimization, line)
     with nullcontext() if line is None else line:
         with shown.compiling(work.strategy):
-            run = _compiled(work, machine, work.strategy, optimization, say=say, save=save)
-        return _searched(work, run, shown, search=search, fit=fit)
+            run = _compiled(work, machine, work.strategy, optimization, log=log, save=save)
+        return _searched(work, run, shown, search)
 
 
 @dataclass
@@ -111,10 +114,10 @@ class _Shown:
         self.line.begin_step(self.n_done)
 
 
-def _searched(work: Workload, run: DryRun, shown: _Shown, *, search: bool, fit: bool) -> DryRun:
+def _searched(work: Workload, run: DryRun, shown: _Shown, search: str) -> DryRun:
     """Adds the other strategies that are tried to a dry run."""
-    machine, optimization = run.machine, shown.optimization
-    if machine.memory is None or not (fit or (search and not run.fits)):
+    machine, optimization, to_fastest = run.machine, shown.optimization, search == "fastest"
+    if machine.memory is None or not (to_fastest or (search == "fits" and not run.fits)):
         return run
     failed: dict[str, str] = {}
     tried: list[Tried] = []
@@ -123,7 +126,7 @@ def _searched(work: Workload, run: DryRun, shown: _Shown, *, search: bool, fit: 
         if space is not None:
             run = replace(run, strategy=space.own)
             own = _as_tried(run, run.model_flops)
-            tried += [own] if fit else []
+            tried += [own] if to_fastest else []
 
             def measure(strategy: Strategy) -> Tried | None:
                 # One that is invalid for this model (such as heads that do not divide) raises: it is listed as failed.
@@ -132,10 +135,10 @@ def _searched(work: Workload, run: DryRun, shown: _Shown, *, search: bool, fit: 
                     other = attempt(strategy.code(), make, None, failed)
                 return None if other is None else _as_tried(other, run.model_flops)
 
-            tried.extend(space.search(own, measure, to_fastest=fit))
+            tried.extend(space.search(own, measure, to_fastest=to_fastest))
     except KeyboardInterrupt:  # report the results so far
         failed["other strategies"] = "interrupted"
-    return replace(run, tried=tuple(tried), is_searched=fit, failed={**run.failed, **failed})
+    return replace(run, tried=tuple(tried), is_searched=to_fastest, failed={**run.failed, **failed})
 
 
 def _as_tried(run: DryRun, model_flops: Mapping[str, int]) -> Tried:
@@ -198,7 +201,7 @@ def _compiled(
     optimization: str | None,
     *,
     only_train: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     save: SavedPrograms | None = None,
 ) -> DryRun:
     mesh, plan = strategy.mesh(machine.devices), _plan(work, machine, strategy)
@@ -242,7 +245,7 @@ def _compiled(
     run = replace(run, steps={"train": train})
     if only_train:
         return run
-    say(f"train step: {run.verdict()}")
+    log(f"train step: {run.verdict()}")
     steps = dict(run.steps)
     other_bytes = held.get("optimizer state", 0)  # not an input of an evaluation, but still in memory
     for name in [name for name in traced if name != "train"]:

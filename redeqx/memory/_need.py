@@ -83,8 +83,8 @@ def _describe(tried: Sequence[Tried], limit: int) -> str:
     text += "".join(f"; {each.strategy.code()} needs {size(each)}" for each in others)
     if not chosen.fits:
         text += (
-            ". Nothing fits: expect the step to fail. Take more shards; `python -m redeqx dry-run --fit` finds the fastest "
-            "strategy that fits"
+            ". Nothing fits: expect the step to fail. Take more shards; `python -m redeqx dry-run --search fastest` finds "
+            "the fastest strategy that fits"
         )
     return text
 

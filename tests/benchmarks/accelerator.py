@@ -169,7 +169,7 @@ def measure(case: Case, topology: str, rules: dict[str, Any], n_fsdp_shards: int
             trainable=case.trainable(model),
             compute=redeqx.Compute(redeqx.Precision("bfloat16", gradients=None), **rules),
         )
-        return trainer.dry_run([case.example] * case.rows, batch_size=case.rows, search=False)
+        return trainer.dry_run([case.example] * case.rows, batch_size=case.rows, search="none")
 
 
 def measure_flax(topology: str) -> tuple[float, float, float, float]:

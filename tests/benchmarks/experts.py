@@ -169,7 +169,7 @@ def dry_run(row: Row, n_rows: int, seq: int, remat: str, *, offload: bool) -> re
             trainable=lora.trainable(model) if row.is_adapted else eqx.is_inexact_array,
             compute=redeqx.Compute("bfloat16", remat=remat, offload_opt_state=offload),
         )  # fmt: skip
-        return trainer.dry_run(np.zeros((trainer.batch_size(n_rows), seq), np.int32), n_rows, search=False)
+        return trainer.dry_run(np.zeros((trainer.batch_size(n_rows), seq), np.int32), n_rows, search="none")
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def sent_by(topology: str, remat: str, mesh: Any, n_layers: int, *args: Any) -> 
             loss_fn=_mixtures.loss_fn, collate_fn=np.stack, compute=redeqx.Compute("bfloat16", remat=remat),
         )  # fmt: skip
         batch = np.zeros((ROWS_OF_TOKENS, N_TOKENS), np.int32)
-        run = trainer.dry_run(batch, batch_size=ROWS_OF_TOKENS, search=False)
+        run = trainer.dry_run(batch, batch_size=ROWS_OF_TOKENS, search="none")
         found = {"model": 0.0, "batch": 0.0}
         for each in run.steps["train"].collectives:
             found["model" if "model" in each.axes(deployer.mesh) else "batch"] += each.moved

@@ -172,7 +172,7 @@ def measure(recipe: Recipe, *, stranger: bool, explain: bool) -> dict[str, Any]:
             trainer = make_trainer(recipe, deployer, remat, stranger=stranger)
             n_rows = recipe.rows * deployer.n_batch_shards * recipe.accumulate
             rows = [np.zeros(recipe.tokens, np.int32)] * n_rows
-            run = trainer.dry_run(rows, per_device_batch_size=recipe.rows, search=False)
+            run = trainer.dry_run(rows, per_device_batch_size=recipe.rows, search="none")
             took = time.perf_counter() - began
             if explain:
                 print(run, flush=True)

@@ -91,7 +91,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         script = [__file__, "--train", "--layers", str(args.layers), "--width", str(args.width)]
         saved, run = [f"{folder}/programs"], ["--workdir", f"{folder}/run"]
-        dry_run = ["-m", "redeqx", "dry-run", "--topology", "cpu:8", "--no-search", "--save", *saved]
+        dry_run = ["-m", "redeqx", "dry-run", "--topology", "cpu:8", "--search", "none", "--save", *saved]
         for title, command, cache in (
             ("without a cache", script, "0"),
             ("redeqx dry-run --save", [*dry_run, *script], "0"),

@@ -102,7 +102,7 @@ def dry_run(row: Row, n_rows: int) -> redeqx.DryRun:
             collate_fn=collate_pairs if row.make in (Bart, T5) else collate_fn,
         )  # fmt: skip
         examples = np.zeros((trainer.batch_size(n_rows), row.seq), np.int32)
-        return trainer.dry_run(examples, n_rows, search=False)
+        return trainer.dry_run(examples, n_rows, search="none")
 
 
 def search(row: Row, most: int) -> Iterator[tuple[int, redeqx.DryRun, float]]:

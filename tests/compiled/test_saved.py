@@ -38,7 +38,7 @@ def fit(rate=0.1, d=16, batch_size=16, shards=(2, 2), dtype="float32", **kwargs)
 
 def save(folder):
     folder.mkdir()
-    with dry_for(describe("cpu:8"), save=SavedPrograms(folder), search=False), pytest.raises(DryRunDone):
+    with dry_for(describe("cpu:8"), save=SavedPrograms(folder), search="none"), pytest.raises(DryRunDone):
         fit(verbose=False)
     return folder
 
@@ -161,8 +161,14 @@ def test_a_damaged_manifest_is_an_error(text, use, tmp_path):
 
 REFUSED_OPTIONS = [
     (["--topology", "gpu:h100-80gb:8"], "expected TPUs or CPUs, got `gpu:h100-80gb:8`: the compiler chooses the kernels"),
-    (["--topology", "cpu:8", "--fit"], "expected the programs of a run as the script is, got `--fit`. Leave one of"),
-    (["--topology", "v5e:2x4", "--effort", "O1"], "expected the programs of a run as the script is, got `--effort O1`."),
+    (
+        ["--topology", "cpu:8", "--search", "fastest"],
+        "expected the programs of a run as the script is, got `--search fastest`.",
+    ),
+    (
+        ["--topology", "v5e:2x4", "--optimization", "O1"],
+        "expected the programs of a run as the script is, got `--optimization O1`.",
+    ),
 ]
 
 
@@ -180,7 +186,7 @@ def test_programs_of_described_tpus_are_saved_twice_without_a_warning(tmp_path):
     machine = describe("v5e:2x2")
     saved = SavedPrograms(tmp_path)
     for _ in range(2):
-        with dry_for(machine, save=saved, search=False), warnings.catch_warnings(), pytest.raises(DryRunDone):
+        with dry_for(machine, save=saved, search="none"), warnings.catch_warnings(), pytest.raises(DryRunDone):
             warnings.simplefilter("error")
             fit(verbose=False)
     assert len([*tmp_path.glob("jit_step_fn-*-cache")]) == 1

@@ -483,7 +483,7 @@ def test_mesh_axes_that_share_a_side_of_the_torus():
 def test_step_refused_by_the_tpu_compiler_does_not_fit():
     config = remat(GPT2Config.of("1.6b").without_dropout())
     with redeqx.described("v5e:2x2"):
-        run = make_trainer(make_deployer(1), config=config).dry_run(np.zeros((64, 32), np.int32), 8, search=False)
+        run = make_trainer(make_deployer(1), config=config).dry_run(np.zeros((64, 32), np.int32), 8, search="none")
     step = run.steps["train"]
     assert step.is_refused and not run.fits and run.needs > run.machine.memory
     assert run.estimate is None and "needs at least" in run.verdict() and "refused: at least" in str(run)
@@ -504,7 +504,7 @@ def test_described_gpus_count_their_hosts():
         run = make_trainer(make_deployer(4)).dry_run(examples(), 2)
     assert run.fits and run.estimate.communication > 0
     with redeqx.described("gpu:rtx-2080ti:2", memory=10**6):
-        assert not make_trainer(make_deployer(2)).dry_run(examples(), 2, search=False).fits
+        assert not make_trainer(make_deployer(2)).dry_run(examples(), 2, search="none").fits
 
 
 @pytest.mark.skipif(
@@ -600,7 +600,7 @@ def test_script_runs_up_to_its_fit(script, tmp_path):
 
 @pytest.mark.sweep
 def test_exit_code_is_3_if_the_step_does_not_fit(script, tmp_path):
-    done = command(script, "fits", str(tmp_path / "run"), options=["--memory", "5MB", "--no-search"])
+    done = command(script, "fits", str(tmp_path / "run"), options=["--memory", "5MB", "--search", "none"])
     assert done.returncode == 3 and "does not fit" in done.stdout, done.stderr
     assert "of 4.77 MiB a device" in done.stdout
 
@@ -652,9 +652,9 @@ def test_invalid_arguments_are_errors(script):
 
 
 @pytest.mark.sweep
-def test_fit_option_asks_for_the_fastest_setting(script, tmp_path):
+def test_search_option_asks_for_the_fastest_setting(script, tmp_path):
     """The script's own one fits, so that nothing else is compiled; `test_search.py` searches."""
-    options = ["--fit", "--json", str(tmp_path / "report.json")]
+    options = ["--search", "fastest", "--json", str(tmp_path / "report.json")]
     done = command(script, "fits", str(tmp_path / "run"), options=options)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())

@@ -56,16 +56,16 @@ def test_proposed_setting_fits_with_the_reported_memory():
 def test_search_for_the_fastest_exits_with_0():
     with described("cpu:8"):
         need = make_trainer().dry_run(example_rows(), 256).needs
-    with dry_for(describe("cpu:8", memory=need // 3), fit=True) as dry, pytest.raises(DryRunDone) as done:
+    with dry_for(describe("cpu:8", memory=need // 3), search="fastest") as dry, pytest.raises(DryRunDone) as done:
         make_trainer().fit(example_rows(), 256, 1)
     run = done.value.run
-    assert dry.options == {"fit": True} and not run.fits and done.value.code == 0 and run.is_searched
+    assert dry.options == {"search": "fastest"} and not run.fits and done.value.code == 0 and run.is_searched
     assert [each.fits for each in run.tried] == [False] * (len(run.tried) - 1) + [True]
     assert "Fastest that fits: Deployer(n_model_shards=1" in run.verdict() and run.best.strategy.code() in str(run)
     plain = run.to_json()
     assert plain["best"] == run.best.strategy.code() == plain["tried"][-1]["code"]
     with described("cpu:8"):
-        own = make_trainer().dry_run(example_rows(), 256, fit=True)
+        own = make_trainer().dry_run(example_rows(), 256, search="fastest")
     assert own.fits and own.best.strategy == own.strategy and "Fastest that fits: Deployer(" in own.verdict()
 
 
@@ -74,14 +74,14 @@ def test_verdict_says_what_the_nearest_setting_lacks():
     mlp = eqx.nn.MLP(16, 16, 256, 3, key=jax.random.key(0))
     memory = 4 * sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(mlp, eqx.is_array))) // 7
     with described("cpu:8", memory=memory):
-        run = make_trainer(mlp).dry_run(example_rows(8), 1, fit=True)
+        run = make_trainer(mlp).dry_run(example_rows(8), 1, search="fastest")
     assert len(run.tried) > 3
     nearest = min((each for each in run.tried if not each.is_refused), key=lambda each: each.needs)
     assert not any(each.fits for each in run.tried) and run.best is None and DryRunDone(run).code == 3
     lacks = f"{(nearest.needs - memory) / 2**10:,.1f} KiB a device: {nearest.strategy.code()}. Use more devices"
     assert f"None of the tried strategies fits. The nearest lacks {lacks}" in run.verdict()
     with described("cpu:8", memory=1000):
-        assert make_trainer(mlp).dry_run(example_rows(8), 1, search=False).tried == ()
+        assert make_trainer(mlp).dry_run(example_rows(8), 1, search="none").tried == ()
 
 
 @pytest.mark.sweep
@@ -96,7 +96,7 @@ def test_verdict_says_what_the_nearest_setting_lacks():
 )
 def test_only_levels_that_differ_are_tried(options, levels):
     with described("cpu:8", memory=200_000):
-        run = make_trainer(**options).dry_run(example_rows(64), 8, fit=True)
+        run = make_trainer(**options).dry_run(example_rows(64), 8, search="fastest")
     tried = {each.strategy.remat for each in run.tried}
     assert {remat for remat in tried if not remat.endswith("iB")} <= levels and run.strategy.remat in levels
     assert levels != {"auto"} or tried <= levels
@@ -112,7 +112,7 @@ def test_interrupted_search_reports_its_results(monkeypatch):
 
     monkeypatch.setattr(SearchSpace, "search", interrupted)
     with described("cpu:8", memory=1_000_000):
-        run = make_trainer().dry_run(example_rows(), 256, fit=True)
+        run = make_trainer().dry_run(example_rows(), 256, search="fastest")
     assert run.failed["other strategies"] == "interrupted" and run.tried[0].strategy == run.strategy
 
 
@@ -126,7 +126,7 @@ def test_loop_inputs_are_offloaded_to_the_host():
             trainer = make_trainer(
                 Scanned(jax.random.key(0)), 2, compute=redeqx.Compute(remat=remat), accumulate_grad_batches=2
             )
-            found[remat] = trainer.dry_run(example_rows(2**17), 2**14, search=False)
+            found[remat] = trainer.dry_run(example_rows(2**17), 2**14, search="none")
     steps = {remat: run.steps["train"] for remat, run in found.items()}
     input_bytes = 8 * 2**14 * 16 * 4  # the inputs of 8 blocks, in float32
     assert steps["full"].host_bytes == 0 and steps["offload"].host_bytes >= 2 * 2 * input_bytes

@@ -129,7 +129,7 @@ def test_every_mesh_trains_to_the_numbers_of_one_device(mesh):
 @pytest.mark.sweep
 def test_devices_compute_their_own_rows():
     """Sorted tokens, scores and counts of a sequence stay on its device: only sums are sent."""
-    run = trainer_of(2, optax.sgd(0.1)).dry_run(texts(16), batch_size=16, search=False)
+    run = trainer_of(2, optax.sgd(0.1)).dry_run(texts(16), batch_size=16, search="none")
     sent = run.steps["train"].collectives
     assert {collective.kind for collective in sent} == {"all-reduce"}
     assert max(collective.bytes for collective in sent) <= max(leaf.n_bytes for leaf in run.plan.leaves.values())

@@ -165,7 +165,7 @@ def test_fused_attention_counts_without_its_recomputed_scores(clock, monkeypatch
     rows = [np.ones((n, d), np.float32)] * 24
     # Two projections of data, whose backward pass has one product each, and the two products of attention.
     expected = 8 * (2 * 2 * (2 * n * d * d) + 2 * 3 * (2 * n * n * d))
-    run = trainer.dry_run(rows, batch_size=8, search=False)
+    run = trainer.dry_run(rows, batch_size=8, search="none")
     trainer.fit(rows, batch_size=8, n_epochs=1, callbacks=[AdvanceClock(clock, 2.0)])
     line = speeds(tmp_path)[-1]
     assert (dict(run.model_flops), line["model_flops_per_second"] * 8 * 2) == ({"float32": expected}, expected)

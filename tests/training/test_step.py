@@ -769,7 +769,7 @@ def test_remat_of_loops_saves_memory_without_changing_results(shards):
             loss_fn=loss_fn,
             compute=redeqx.Compute(remat=remat),
         )
-        step = trainer.dry_run(examples, batch_size=256, search=False).steps["train"]
+        step = trainer.dry_run(examples, batch_size=256, search="none").steps["train"]
         trainer.train(examples, batch_size=256)
         found[remat] = step.temporaries, step.flops["float32"], jax.tree.leaves(eqx.filter(trainer.model, eqx.is_array))
     memory, flops, leaves = ({name: values[i] for name, values in found.items()} for i in range(3))
