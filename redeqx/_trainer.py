@@ -58,9 +58,9 @@ class Trainer(RedcoNames, Generic[ModelT]):
     """Trains an Equinox model on the deployer's mesh.
 
     An update is that of the undivided loss, up to rounding: it does not depend on the mesh, on micro-batches or on a
-    restart, also if the loss draws random numbers. A loss that mixes rows, such as a contrastive one, is computed undivided
-    unless `accumulate_grad_batches` asks for parts. The header names its line, and what has no proof: an operation that is
-    not known, or a draw that cannot follow its rows.
+    restart, even if the loss draws random numbers. A loss that mixes rows, such as a contrastive one, is computed undivided
+    unless `accumulate_grad_batches` asks for parts. The header names its line, and what could not be proved: an unknown
+    operation, or a draw that cannot follow its rows.
 
     The arrays of `model` are copied to the mesh when the first batch arrives; arrays made by `deployer.init` are used
     without a copy, and deleted by the first update.
@@ -120,7 +120,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         check_count(accumulate_grad_batches, "accumulate_grad_batches")
         if name is not None and not (isinstance(name, str) and name.isidentifier() and not name.startswith("step_")):
             rule = "an identifier that does not begin with `step_`, as checkpoints do"
-            raise ValueError(f"`name`: expected {rule}, got {brief(name)}. Pass `name='critic'`, say.")
+            raise ValueError(f"`name`: expected {rule}, got {brief(name)}. Pass `name='critic'`, for example.")
         compute = Compute.of(compute)
         dtypes = compute.precision
         dtypes.check(deployer.mesh)
@@ -322,10 +322,10 @@ class Trainer(RedcoNames, Generic[ModelT]):
     ) -> float:
         """Computes the loss over all examples: sums totals and weights, and divides once.
 
-        The result is the same for every batch size, also with a remainder, if the loss is a mean over rows of which each
-        depends on itself, or a `Loss` with the total and weight of such rows. Otherwise a line in the console says that it
-        depends on the batch size. If `examples` is an iterator, a draw whose rows are not the first dim differs from that
-        for a list, whose length is known.
+        The result is the same for every batch size, remainder included, if the loss is a mean over rows, each of which
+        depends on itself alone, or a `Loss` with the total and weight of such rows. Otherwise a line in the console says
+        that it depends on the batch size. If `examples` is an iterator, a draw whose rows are not the first dim differs
+        from that for a list, whose length is known.
 
         **Arguments:**
 
@@ -549,7 +549,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         - `per_device_batch_size`: rows of a micro-batch at one position of the data and fsdp axes. A step has
             `trainer.batch_size(per_device_batch_size)` examples, which depends on the mesh.
         - `n_epochs`: passes over the examples; by default 1, or with `max_steps` as many as these need.
-        - `max_steps`: the fit ends after this many steps, also within an epoch; a later run with more continues there.
+        - `max_steps`: the fit ends after this many steps, even within an epoch; a later run with more continues there.
         - `batch_size`: instead of `per_device_batch_size`, the examples of a step over all devices and micro-batches: the
             same run on every mesh. Best a multiple of devices times micro-batches, as every device computes all of the
             remaining rows.

@@ -28,7 +28,7 @@ class TensorReader:
     def __init__(self, path: Location):
         """**Arguments:**
 
-        - `path`: any safetensors file, also of other libraries, or the index (`*.safetensors.index.json`) of several in the
+        - `path`: any safetensors file, of any library, or the index (`*.safetensors.index.json`) of several in the
             same folder.
 
         **Attributes:**

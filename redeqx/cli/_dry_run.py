@@ -102,7 +102,7 @@ def _dry_run(args: argparse.Namespace) -> int:
         if not run.done:
             _explain(error, args.script, run.zeros)
             return 1
-    if run.done:  # also if the script has caught `DryRunDone`, or failed after it
+    if run.done:  # even if the script has caught `DryRunDone`, or failed after it
         done = run.done[0]
         done.run.show(console)
         if args.json is not None:

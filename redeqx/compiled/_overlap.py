@@ -115,7 +115,7 @@ class _Replay:
                     yield from self._inside(inner)
 
     def _flops_inside(self, line: Instruction) -> float:
-        """Counts the FLOPs of a line's matmuls, also of those inside. A loop counts as often as it runs."""
+        """Counts the FLOPs of a line's matmuls and of those inside. A loop counts as often as it runs."""
         if line.opcode in ("dot", "convolution", "custom-call"):
             return flops_of(line) or _attention_flops(line)
         inner = [sum(map(self._flops, self._module.computations[called])) for _, called in line.calls]

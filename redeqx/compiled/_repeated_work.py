@@ -123,7 +123,7 @@ def flops_by_line(module: Module) -> _Count:
 
 
 def flops_of(instruction: Instruction) -> int:
-    """Counts the FLOPs of a matmul or a convolution, also as a call to cuBLAS. Returns 0 for all others."""
+    """Counts the FLOPs of a matmul or a convolution, which may be a call to cuBLAS. Returns 0 for all others."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return 0
     operands = [operand.arrays for operand in instruction.operands[:2]]

@@ -58,7 +58,7 @@ class SavedPrograms:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A context in which compiled programs are kept in the folder, also those of devices that are only described."""
+        """A context in which compiled programs are kept in the folder, even those of devices that are only described."""
         options = {_MIN_SECONDS: 0.0, XLA_CACHES: ""}
         before = {name: getattr(jax.config, name) for name in options}
         for name, value in options.items():

@@ -75,7 +75,7 @@ class Value:
     columns: tuple[Dim | None, ...] | None = None  # the same for each entry of the last dim, as of the indices of a gather
     is_negative: bool = False  # whether it is `index < 0`
     literal: Any = None  # its value, if the traced function contains it
-    reads: "list[Value]" = field(default_factory=list)  # what it is computed from, also in loops, branches and calls
+    reads: "list[Value]" = field(default_factory=list)  # what it is computed from, even in loops, branches and calls
     readers: "list[Value]" = field(default_factory=list)  # what is computed from it
 
     def depends(self, *values: "Value") -> "Value":
@@ -87,7 +87,7 @@ class Value:
 
     @property
     def source(self) -> "Value":
-        """The value itself, also of a use."""
+        """The value itself, for a use too."""
         return self.base or self
 
     @property
@@ -137,7 +137,7 @@ class Block:
 
 
 def steps_of(block: Block) -> Iterator[Step]:
-    """Yields the steps of a block, also inside loops, branches and calls."""
+    """Yields the steps of a block, and those inside loops, branches and calls."""
     for step in block.steps:
         yield step
         for inner in step.blocks:

@@ -52,7 +52,7 @@ def _largest(parts: Any) -> Parts:
 
 @once
 def spread(closed: Any, n_weights: int) -> Mapping[Any, Sequence[Spread]]:
-    """Returns what is known of the operands of each equation of a closed jaxpr in normal form, also inside.
+    """Returns what is known of the operands of each equation of a closed jaxpr in normal form, and of those inside.
 
     **Arguments:**
 

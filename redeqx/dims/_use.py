@@ -94,7 +94,7 @@ class RowUse:
 
     @property
     def is_additive(self) -> bool:
-        """Whether the outputs of all rows are the sum of those of batches, of which each is computed by itself."""
+        """Whether the outputs of all rows are the sum of those of batches that are computed one by one."""
         return self.kind == "separable" and not self.draws and set(self.degrees) <= {1}
 
     @property

@@ -82,7 +82,7 @@ _exit_callbacks: list[Callable[[], object]] = []
 
 
 def at_end(act: Callable[[], object]) -> Callable[[], None]:
-    """Register `act` to be called at exit, also one that skips `atexit`. Returns a function that unregisters it."""
+    """Register `act` to be called at exit, even one that skips `atexit`. Returns a function that unregisters it."""
     _exit_callbacks.append(act)
     atexit.register(act)
 

@@ -93,7 +93,7 @@ class Link:
             return True
 
     def end(self) -> None:
-        """End the connection, also for a thread that waits for a message."""
+        """End the connection, even for a thread that waits for a message."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

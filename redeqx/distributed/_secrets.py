@@ -40,7 +40,7 @@ def _read(path: Path) -> bytes:
             os.fsync(file.fileno())
         try:
             with contextlib.suppress(FileExistsError):  # another process of the job came first
-                os.link(own, path)  # complete or absent, also over NFS
+                os.link(own, path)  # complete or absent, even over NFS
         finally:
             own.unlink()
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:

@@ -97,7 +97,7 @@ class DryRun:
     # --- the report --------------------------------------------------------------------------------------------------
 
     def show(self, console: Console | HtmlPage) -> None:
-        """Prints the report, with the verdict last, also if the details cannot be printed: then with the reason."""
+        """Prints the report, with the verdict last, even if the details cannot be printed: then with the reason."""
         unread = {f"{name} step: its arrays and collectives": step.unread for name, step in self.steps.items()}
         failed = {**{what: why for what, why in unread.items() if why}, **self.failed}
         attempt("the rest of the report", lambda: self._show_details(console), None, failed)

@@ -226,7 +226,7 @@ def check_key(key: Any) -> None:
     if is_array and (key.ndim == 0 if is_key(key) else key.ndim == 1 and jnp.issubdtype(key.dtype, jnp.unsignedinteger)):
         return
     found = f"an array of {key.dtype}{list(key.shape)}" if is_array else described(key)
-    raise wrong("key", "a PRNG key", found, "Pass `jax.random.key(0)`, say", TypeError)
+    raise wrong("key", "a PRNG key", found, "Pass `jax.random.key(0)`, for example", TypeError)
 
 
 def check_optimizer(optimizer: Any, argument: str = "optimizer") -> None:

@@ -220,7 +220,7 @@ class Dry:
 
     - `options`: further arguments of the dry run.
     - `zeros`: what the script received with zeros as values: `"models"`, `"predictions"`.
-    - `done`: the exception with the report that ended the script, also if the script caught it. Empty before.
+    - `done`: the exception with the report that ended the script, even if the script caught it. Empty before.
     """
 
     machine: Machine

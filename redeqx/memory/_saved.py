@@ -59,7 +59,7 @@ class Loop:
 
     **Arguments:**
 
-    - `n`: the number of iterations, of which each saves its own values.
+    - `n`: the number of iterations, each of which saves its own values.
     - `carry`: bytes of the carry on one device: of what an iteration saves in any case. Scalars are not counted.
     - `seconds`: of the products of one iteration on one device, at the published rate.
     - `again`: the time to compute everything that the backward pass reads, given the keys of what is saved.
@@ -317,7 +317,7 @@ class _Only:
 
 
 def _flops(eqn: Any) -> tuple[float, str]:
-    """Returns the FLOPs of an equation's products, also inside it, and the dtype of most of them."""
+    """Returns the FLOPs of an equation's products and of those inside it, and the dtype of most of them."""
     found = matmul_flops(_Only([eqn]), with_masked=False)
     ((dtype, _),) = found.most_common(1) or [("float32", 0)]
     return found.total(), dtype

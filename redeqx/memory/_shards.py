@@ -18,7 +18,7 @@ Axes = tuple[tuple[str, ...], ...]  # for each dim of a value, the axes that spl
 
 
 class Shards:
-    """The shards of a closed jaxpr's values, also inside its loops, branches and calls.
+    """The shards of a closed jaxpr's values, including those inside its loops, branches and calls.
 
     **Arguments:**
 

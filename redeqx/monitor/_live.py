@@ -63,7 +63,7 @@ class Work:
 class ProgressLine:
     """The progress of a loop; `Console.progress` makes it.
 
-    On a terminal it is a line that a thread redraws a few times per second, also while a model compiles. Elsewhere plain
+    On a terminal it is a line that a thread redraws a few times per second, even while a model compiles. Elsewhere plain
     lines are printed: for the first step, then at growing intervals, and for the last. A nested one (an evaluation inside a
     fit) has no line of its own: the outer one reports compilations.
 

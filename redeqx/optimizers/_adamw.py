@@ -71,7 +71,7 @@ def adamw(
         )
     check_numbers(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     if isinstance(mask, str):
-        advice = f"Pass `redeqx.optimizers.of_kind({mask!r})`, say"
+        advice = f"Pass `redeqx.optimizers.of_kind({mask!r})`, for example"
         raise TypeError(f"`mask`: expected a function of the parameters or a PyTree of booleans, got {mask!r}. {advice}.")
     return optax.chain(
         _scale_by_adam(moments, b1, b2, eps),

@@ -109,7 +109,7 @@ def _triples(coeffs: Any) -> tuple[tuple[float, float, float], ...]:
     given = np.shape(coeffs)
     if len(given) != 2 or given[1] != 3 or not given[0]:
         raise ValueError(
-            f"`ns_coeffs`: expected three numbers for each iteration, got shape {given}. Pass `((a, b, c),) * 5`, say."
+            f"`ns_coeffs`: expected three numbers for each iteration, got shape {given}. Pass `((a, b, c),) * 5`."
         )
     return tuple((float(a), float(b), float(c)) for a, b, c in coeffs)
 

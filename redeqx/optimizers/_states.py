@@ -103,7 +103,7 @@ def as_hyperparam(name: str, value: Any, leaf: Array) -> np.ndarray:
 
 
 def injected_rate(opt_tree: PyTree) -> Any:
-    """Returns the learning rate in an optimizer state, also one that a schedule has computed; None without exactly one."""
+    """Returns the learning rate in an optimizer state, which a schedule may have computed; None without exactly one."""
     rates = [node.hyperparams[_RATE] for _, node in injected(opt_tree) if _RATE in node.hyperparams]
     return jnp.real(rates[0]) if len(rates) == 1 and not jnp.ndim(rates[0]) else None
 
@@ -127,7 +127,7 @@ def check_opt_state(opt_tree: PyTree) -> None:
             "`optimizer`: expected one of the model's parameters, got `optax.lookahead`, which trains pairs of a fast and a "
             "slow copy. Average the weights instead: `redeqx.optimizers.ema(optimizer)`."
         )
-    # `optax.inject_hyperparams` calls every function with the number of updates, also a mask.
+    # `optax.inject_hyperparams` calls every function with the number of updates, even a mask.
     masks = [name.rpartition(".")[2] for name, x in hyperparams(opt_tree, scheduled=True).items() if x.dtype == jnp.bool_]
     if masks:
         raise ValueError(

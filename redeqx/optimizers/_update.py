@@ -46,7 +46,7 @@ def update_with(
 
     extra: dict[str, Any] = {"value": value, "grad": ascent(grads), "value_fn": value_of}
     extra |= {"grad_fn": lambda params, *_: grad_fn(params), "obj_fn": value_fn, "plan": plan}
-    if states_in(state, optax.contrib.SAMState):  # refuses all others, also inside of `optax.chain`
+    if states_in(state, optax.contrib.SAMState):  # refuses all others, even inside of `optax.chain`
         extra = {"grad_fn": extra["grad_fn"]}
     with using_kinds(plan.kinds_of_loss):
         return accepting(optimizer).update(grads, state, params, **extra)

@@ -104,7 +104,7 @@ def draw(pictures: Sequence[Picture], sizes: Mapping[str, int], path: Path, *, t
     formats = fig.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise ValueError(
-            f"`{path}`: expected a suffix among {', '.join(sorted(formats))}, got {path.suffix!r}. Pass `plan.png`, say."
+            f"`{path}`: expected a suffix among {', '.join(sorted(formats))}, got {path.suffix!r}. Pass `plan.png`."
         )
     ax: Any = fig.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, width), ylim=(height, 0))  # inches, counted from the top

@@ -26,7 +26,7 @@ class Flow:
     dim: int | None = None  # the dim that the model axis splits; None for a replicated value
     cause: str | None = None  # the leaf that caused the split, or the replication
     views: tuple[View, ...] = ()  # of parameters
-    broadcast: frozenset[int] = frozenset()  # dims along which all entries are equal: slicing is free, also in the gradient
+    broadcast: frozenset[int] = frozenset()  # dims along which all entries are equal: slicing is free, even in the gradient
     data: bool = False  # whether it depends on data; not for a parameter that data selects among others
     grad: bool = False  # whether a gradient flows back through it
     tail: int | None = None  # a later dim that is split together with `dim`, if `dim` alone does not divide over the shards

@@ -39,8 +39,8 @@ class Compute:
     - `remat`: what loops (`jax.lax.scan`, as over stacked blocks) recompute in the backward pass: `"none"`; `"matmuls"`,
         everything except matmuls, convolutions and attention; `"full"`, the whole body; `"offload"`, as `"full"`, with the
         inputs of each iteration in host memory, and as many products as the bus copies while it is computed. Or bytes, such
-        as `"6GiB"`: of each product it is chosen whether the device keeps it, in as many bytes for all of them, or the host,
-        or whether it is computed again. `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own stay.
+        as `"6GiB"`: the device keeps the products that save most time, in that many bytes; the host keeps others, and the
+        rest is computed again. `"auto"` is `"matmuls"`. Loops with a `jax.checkpoint` of their own stay as they are.
     - `memory`: `"auto"` compiles the first step and, if it does not fit into the device's memory, tries loops that are not
         unrolled, a split residual stream, bytes and the next levels of `remat`, smaller parts of micro-batches unless the
         loss mixes rows, and the optimizer state in host memory. It prints its choice; nothing is chosen on CPUs and with a
@@ -48,7 +48,7 @@ class Compute:
     - `unroll`: whether loops over a few small layers are unrolled on GPUs, which costs compile time.
     - `stack_blocks`: whether equal blocks computed one after the other, as from a Python list, become one loop over their
         stacked weights. By default on GPUs and TPUs.
-    - `split_residual`: whether model shards also split the positions of what is between layers, instead of each having all
+    - `split_residual`: whether model shards split the positions of the values between layers, instead of each having all
         of them (Megatron's sequence parallelism). By default on GPUs unless `remat` is `"matmuls"`, where the step would
         send a quarter more bytes.
     - `offload_opt_state`: whether the optimizer state is stored in host memory between updates.

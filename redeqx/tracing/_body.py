@@ -22,7 +22,7 @@ _REPEATING = ("broadcast_in_dim", "convert_element_type", "reshape", "copy")
 
 
 class Body:
-    """The values of a closed jaxpr in normal form, also inside its loops, branches and calls.
+    """The values of a closed jaxpr in normal form, including those inside its loops, branches and calls.
 
     **Arguments:**
 

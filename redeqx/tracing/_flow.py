@@ -1,4 +1,4 @@
-"""Carries one value per variable forward through a jaxpr, also through its calls, branches and loops.
+"""Carries one value per variable forward through a jaxpr and through its calls, branches and loops.
 
 An analysis of what values depend on is a rule for one equation: from the values of its operands to those of its outputs.
 Values are joined where paths meet: those of a `cond`'s branches, and those of a loop's iterations, until its carry no longer

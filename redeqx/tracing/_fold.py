@@ -1,4 +1,4 @@
-"""Sums numbers over the equations of a jaxpr, also inside its calls, branches and loops, with the loops' trip numbers."""
+"""Sums numbers over the equations of a jaxpr and of its calls, branches and loops, which count as often as they run."""
 
 import re
 from collections import Counter

@@ -229,7 +229,7 @@ def all_inside(eqn: Any) -> list[Any]:
 
 
 def equations(closed: Any) -> Iterator[Any]:
-    """Yields the equations of a closed jaxpr, also inside its loops, branches and plain calls. Visits each jaxpr once."""
+    """Yields the equations of a closed jaxpr and of its loops, branches and plain calls. Visits each jaxpr once."""
     seen: set[Any] = set()
 
     def of(jaxpr: Any) -> Iterator[Any]:

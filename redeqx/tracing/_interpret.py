@@ -1,6 +1,6 @@
 """Interprets a jaxpr under rules. This is the only jaxpr interpreter of the library.
 
-The function is traced once, put into normal form, and its equations are evaluated once, for any number of rules, also inside
+The function is traced once, put into normal form, and its equations are evaluated once, for any number of rules, and inside
 loops, branches and remats. Each equation is offered to the rules in order. A rule may compute it, and may call the rules
 after it (`Site.rest`), so each rule wraps the rules that follow it. Equations that no rule computes are emitted unchanged,
 with their name scope and source line, so profiles and tracebacks still show the user's code; jits in which no rule applies
@@ -135,7 +135,7 @@ class Rule:
 
         **Arguments:**
 
-        - `ins`: the operands. Some may be tagged, also by other rules.
+        - `ins`: the operands. Some may be tagged, by this rule or by others.
         """
         del eqn, ins, site
         return None

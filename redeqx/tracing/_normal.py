@@ -2,7 +2,7 @@
 
 There are no plain jits, so patterns of equations may cross their boundaries: `jax.nn.softmax` and `jnp.where` are jits
 themselves. A reshape keeps the order of dims: one in another order, as with `order="F"`, is a transpose and a reshape. Each
-equation is an object of its own at each place, also in the bodies of loops, so `id(eqn)` is a place. JAX traces a jitted
+equation is an object of its own at each place, even in the bodies of loops, so `id(eqn)` is a place. JAX traces a jitted
 function once, so the equations of a library's function would have the line of its first call in the process: they get that
 of their own call.
 """

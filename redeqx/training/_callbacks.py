@@ -68,7 +68,7 @@ class Callback:
         last step."""
 
     def on_last_step(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """Called once after the last step of a fit, also if it was stopped, before its end is saved."""
+        """Called once after the last step of a fit, even if it was stopped, before its end is saved."""
 
     def on_save(self, trainer: Any, path: Location) -> None:
         """Called after a checkpoint is complete on disk; the loop waits for this if a callback overrides this method. The
@@ -78,7 +78,7 @@ class Callback:
         """Called after a fit, with the metrics that it returns."""
 
     def close(self) -> None:
-        """Called after a fit, also if it raised: release what was opened."""
+        """Called after a fit, even if it raised: release what was opened."""
 
     def state(self) -> dict[str, Any]:
         """Returns the state that a checkpoint keeps of this callback, by name: JSON values and arrays."""

@@ -1,4 +1,4 @@
-"""Constraints that rules put on values: the mesh axes that split some of their dims, also only of their gradients."""
+"""Constraints that rules put on values: the mesh axes that split some of their dims, or those of their gradients alone."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,6 +1,6 @@
 """Fused attention: computes a softmax between two products of queries, keys and values by the platform's kernel.
 
-The pattern is matched for any order of dims, also under `jax.vmap` and in loops: `_scores` labels the dims of the scores at
+The pattern is matched for any order of dims, under `jax.vmap` and in loops: `_scores` labels the dims of the scores at
 the softmax, and traces the labels to the product of queries and keys and to the product with the values. Between them there
 may be scales, masks (`where`), biases (sums), casts and transposes. Constant masks are recognised as causal or as windows;
 other masks and biases are passed to the kernel without the dims along which they repeat. If anything else uses the scores

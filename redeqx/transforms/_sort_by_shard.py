@@ -6,7 +6,7 @@ or lookup back. So the sorted rows may be kept in any order. This module keeps t
 that come from its own rows of the batch, in the order of the sort. The lookups and the scatter are then a device's own, and
 its part of a group is the part of the rows that have the positions of the group.
 
-The function stays the same, whatever the groups are, also where rows in the end are dropped: positions are those in the sort
+The function stays the same, whatever the groups are, even where rows in the end are dropped: positions are those in the sort
 of all rows. For them each device sorts the keys of all rows, 4 bytes each. What depends on the order otherwise, such as a
 running sum, keeps a sort as it is written.
 

@@ -220,7 +220,7 @@ MISTAKES = {
     ),
     "one triple of coefficients": (
         lambda: muon(1e-2, ns_coeffs=(3.4445, -4.7750, 2.0315)),
-        "`ns_coeffs`: expected three numbers for each iteration, got shape (3,). Pass `((a, b, c),) * 5`, say.",
+        "`ns_coeffs`: expected three numbers for each iteration, got shape (3,). Pass `((a, b, c),) * 5`.",
     ),
     "plan of another model": (
         lambda: muon(1e-2, redeqx.Deployer(verbose=False).plan(eqx.nn.MLP(2, 2, 2, 2, key=jax.random.key(0)))).init(

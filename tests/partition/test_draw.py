@@ -116,7 +116,7 @@ def test_error_messages(tmp_path, monkeypatch):
     with pytest.raises(ValueError) as raised:
         model_plan.draw(tmp_path / "x.bmpp")
     assert str(raised.value).startswith(f"`{tmp_path}/x.bmpp`: expected a suffix among ") and "png" in str(raised.value)
-    assert str(raised.value).endswith("got '.bmpp'. Pass `plan.png`, say.")
+    assert str(raised.value).endswith("got '.bmpp'. Pass `plan.png`.")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError) as raised:
         model_plan.draw(tmp_path / "x.png")
