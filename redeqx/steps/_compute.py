@@ -86,9 +86,7 @@ class Compute:
         """The level of recomputation. By default everything but products is recomputed (tests/benchmarks/README.md)."""
         return AUTO if self.remat == "auto" else self.remat
 
-    def remats_on(
-        self, mesh: Mesh, specs: Sequence[P], *, measures: bool = False, blocks: Rule | None = None
-    ) -> Rule | None:
+    def remats_on(self, mesh: Mesh, specs: Sequence[P], *, measures: bool, blocks: Rule | None) -> Rule | None:
         """Returns the rule for what loops save on the devices of a mesh; None if they save everything.
 
         **Arguments:**

@@ -86,8 +86,8 @@ def with_rules(
     fn: Callable[..., Any],
     structure: Structure,
     plan: Plan,
-    first: Sequence[Rule],
-    rules: Sequence[Rule],
+    first: Sequence[Rule | None],
+    rules: Sequence[Rule | None],
     *,
     splits_residual: bool = False,
     saved: list[Loop] | None = None,
@@ -103,8 +103,9 @@ def with_rules(
     """
     mesh = plan.mesh
     by_sequence = mesh.shape[SEQUENCE] > 1
+    before, after = ([rule for rule in some if rule is not None] for some in (first, rules))
     if not by_sequence and not splits_residual:
-        return with_remats(fn, [*first, *rules], saved)
+        return with_remats(fn, [*before, *after], saved)
 
     def split(*args: Any) -> Any:
         inputs = Inputs(*(len(jax.tree.leaves(tree)) for tree in args[:3]))
@@ -112,7 +113,7 @@ def with_rules(
         residual = SplitResidual(mesh, inputs, splits) if splits_residual else None
         around: list[Any] = [] if residual is None else [residual]
         around += [SplitPositions(mesh, inputs, residual=residual)] if by_sequence else []
-        return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *first, *around, *rules], saved)(*args)
+        return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *before, *around, *after], saved)(*args)
 
     return split
 
@@ -260,28 +261,23 @@ class Functions:
         return self.sums.precision
 
     def _with_rules(self, fn: Callable[..., Any], *, is_loss: bool = False, is_trained: bool = False) -> Callable[..., Any]:
-        compute, mesh = self.compute, self.plan.mesh
-        rules = plan_rules(self.structure, self.plan, named=self.named, fuse_attention=compute.fuse_attention)
-        in_fp8, summed_in = self.precision.in_fp8, self.precision.summed_in
+        compute, precision, mesh = self.compute, self.precision, self.plan.mesh
         n_weights, is_cpu = len(self.structure.weights), mesh.devices.flat[0].platform == "cpu"
-        if in_fp8 or summed_in is not None:
-            rules.append(WeightProducts(n_weights, in_fp8, summed_in, emulated=is_cpu))
-        first: list[Rule] = []
         kinds = [effective_specs(self.plan, name) for name in self.structure.weights]
-        if is_loss and (compute.stacks_on(mesh) or (is_trained and compute.checkpoints_blocks)):
-            first.append(StackBlocks(kinds) if compute.stacks_on(mesh) else CheckpointBlocks(kinds))
-        first += [] if self.change is None else [self.change]
+        stacks = compute.stacks_on(mesh)
+        blocks = StackBlocks(kinds) if stacks else CheckpointBlocks(kinds)
+        has_blocks = (is_loss and stacks) or (is_trained and compute.checkpoints_blocks)
+        first: list[Rule | None] = [blocks if has_blocks else None, self.change]
+        rules: list[Rule | None] = []
+        rules += plan_rules(self.structure, self.plan, named=self.named, fuse_attention=compute.fuse_attention)
+        if precision.in_fp8 or precision.summed_in is not None:
+            rules.append(WeightProducts(n_weights, precision.in_fp8, precision.summed_in, emulated=is_cpu))
         if is_trained:  # without a backward pass nothing is kept or recomputed
-            first.append(SplitVocabulary(mesh))
-            rules.append(PickByComparison())
-            rules += [NarrowTransposes(n_weights)] if is_cpu else []
-            remat = "none" if isinstance(self.change, KeepEverything) else compute.remat_level
-            unroll = compute.unroll_on(mesh, remat)
-            first += [] if unroll is None else [unroll]
-            specs = list(map(self.plan.spec_in_use, self.structure.weights))
-            blocks = None if compute.stacks_on(mesh) else CheckpointBlocks(kinds)
-            remats = None if remat == "none" else compute.remats_on(mesh, specs, measures=self.measures, blocks=blocks)
-            first += [] if remats is None else [remats]
+            keeps, specs = isinstance(self.change, KeepEverything), list(map(self.plan.spec_in_use, self.structure.weights))
+            unroll = compute.unroll_on(mesh, "none" if keeps else compute.remat_level)
+            remats = compute.remats_on(mesh, specs, measures=self.measures, blocks=None if stacks else blocks)
+            first += [SplitVocabulary(mesh), unroll, None if keeps else remats]
+            rules += [PickByComparison(), NarrowTransposes(n_weights) if is_cpu else None]
         by_model = is_trained and compute.splits_residual_on(mesh)
         return with_rules(fn, self.structure, self.plan, first, rules, splits_residual=by_model, saved=self.saved)
 
