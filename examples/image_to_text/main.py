@@ -28,10 +28,11 @@ from examples._cli import Flags
 from examples._images import Captioned, read_captions
 from examples._texts import BOS, EOS, PAD, embedding_rows, learn_tokenizer, load_tokenizer
 from examples.image_to_text.pictures import CELL, Parts, draw, two_digits
-from redeqx.models import cross_entropy, generate, save_pretrained, weight_decay_mask
+from redeqx.models import cross_entropy, generate, save_pretrained
 from redeqx.models.gpt2 import GPT2Config
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
 from redeqx.models.vit import ViTConfig
+from redeqx.optimizers import decay_mask
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def main(args: Args) -> dict[str, float]:
         len(first), batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=args.learning_rate,
         schedule_type="cosine", warmup_ratio=0.05,
     )  # fmt: skip
-    adamw = optax.adamw(lr, b2=0.98, weight_decay=args.weight_decay, mask=weight_decay_mask)
+    adamw = optax.adamw(lr, b2=0.98, weight_decay=args.weight_decay, mask=decay_mask)
     collate = partial(collate_fn, tokenizer=tokenizer, eos=eos, n_tokens=n_tokens)
     batch = collate([first[i] for i in range(min(args.batch_size, len(first)))])
     deployer.log_info(deployer.plan(model, loss_fn, batch).explain(), title="plan")

@@ -33,9 +33,9 @@ from examples._questions import conversations
 from examples._records import curve, draw_curves
 from examples._texts import embedding_rows
 from redeqx.data import pack
-from redeqx.models import cross_entropy, generate, weight_decay_mask
+from redeqx.models import cross_entropy, generate
 from redeqx.models.llama import Llama, LlamaConfig
-from redeqx.optimizers import muon
+from redeqx.optimizers import decay_mask, muon
 
 Conversation = list[Message]
 
@@ -138,7 +138,7 @@ def main(args: Args) -> dict[str, float]:
         len(rows), batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=args.learning_rate,
         schedule_type="cosine", warmup_ratio=0.05,
     )  # fmt: skip
-    optimizer = optax.adamw(lr, b2=0.95, weight_decay=0.01, mask=weight_decay_mask)
+    optimizer = optax.adamw(lr, b2=0.95, weight_decay=0.01, mask=decay_mask)
     if args.pretrained is None:
         optimizer = muon(lr, weight_decay=0.01, rest=optimizer)
     trainer = redeqx.Trainer(

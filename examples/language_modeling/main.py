@@ -34,9 +34,9 @@ import redeqx
 from examples._cli import Flags
 from examples._records import checkpoint, curve, draw_curves
 from examples.language_modeling.texts import Vocabulary, load_vocabulary, pad_left, prompt_of, read_examples
-from redeqx.models import Decoder, cross_entropy, from_pretrained, generate, lora, save_pretrained, weight_decay_mask
+from redeqx.models import Decoder, cross_entropy, from_pretrained, generate, lora, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
-from redeqx.optimizers import muon
+from redeqx.optimizers import decay_mask, muon
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def main(args: Args) -> dict[str, float]:
         len(train), batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=args.learning_rate,
         schedule_type="cosine", warmup_ratio=0.05, end_learning_rate=args.learning_rate / 10,
     )  # fmt: skip
-    optimizer = optax.adamw(lr, b2=0.95, weight_decay=0.1, mask=weight_decay_mask)
+    optimizer = optax.adamw(lr, b2=0.95, weight_decay=0.1, mask=decay_mask)
     if args.optimizer == "muon":  # for the matrices of the blocks; AdamW for all other leaves
         optimizer = muon(lr, weight_decay=0.1, rest=optimizer)
     trainer = redeqx.Trainer(

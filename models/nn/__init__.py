@@ -46,7 +46,6 @@ from ._layers import (
     normal_embedding as normal_embedding,
     normal_linear as normal_linear,
     soft_cap as soft_cap,
-    weight_decay_mask as weight_decay_mask,
 )
 from ._losses import cross_entropy as cross_entropy
 from ._rope import (

@@ -1,4 +1,4 @@
-"""Equinox's layers applied to whole arrays, their initialization, and the weight decay mask.
+"""Equinox's layers applied to whole arrays, and their initialization.
 
 `eqx.nn` layers take one vector and must be vmapped. Over `[..., in]`, a vmapped `Linear` computes `weight @ x`, whose output
 is `[out, ...]` and is transposed at each layer. Applied as `x @ weight.T`, the same leaves need no transpose.
@@ -11,9 +11,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
-
-from redeqx._tree import PyTree
-from redeqx.optimizers import decay_mask
 
 
 def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*dims out"]:
@@ -97,11 +94,3 @@ def normal_embedding(n_rows: int, size: int, *, std: float, zero: int | None = N
     weight = std * jax.random.normal(key, (n_rows, size))
     has_zero = zero is not None and 0 <= zero < n_rows
     return eqx.nn.Embedding(weight=weight.at[zero].set(0) if has_zero else weight)
-
-
-def weight_decay_mask(params: PyTree) -> PyTree:
-    """Returns True for the leaves that should have weight decay, False for others: `redeqx.optimizers.decay_mask`.
-
-    Pass it as `optax.adamw(learning_rate, mask=weight_decay_mask)`.
-    """
-    return decay_mask(params)

@@ -16,15 +16,15 @@ from ._peers import EXIT_CODE, HEARTBEAT, Peers
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long to wait, in seconds.
+    """How many seconds to wait for other processes, and for progress.
 
     **Arguments:**
 
-    - `heartbeat`: without a message after which another process counts as lost, and this one exits.
-    - `start`: within which all processes must start.
-    - `hang`: without progress, not counting compilation, after which the run ends and prints which process is behind and the
-        stack of each thread; None never ends it. A step, a batch of an evaluation, and a call of `eval_metric_fn` are
-        progress.
+    - `heartbeat`: if another process sends nothing for so long, it counts as lost, and this one exits.
+    - `start`: all processes must start within this time.
+    - `hang`: if nothing progresses for so long, not counting compilation, the run ends, and prints which process is behind
+        and the stack of each thread; None never ends it. A step, a batch of an evaluation, and a call of `eval_metric_fn`
+        are progress.
 
     Raises ValueError for anything but a number above 0.
     """

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.models import lora, weight_decay_mask
+from redeqx.models import lora
 from redeqx.optimizers import adamw, decay_mask, groups, muon
 from tests._tree import named_leaves
 
@@ -65,7 +65,7 @@ ADAMW = {"learning_rate": 1e-2, "weight_decay": 0.5}
 @pytest.mark.parametrize("cell", [eqx.nn.GRUCell, pytest.param(eqx.nn.LSTMCell, marks=pytest.mark.sweep)])
 def test_what_the_loss_multiplies_with_data_decays(capsys, cell):
     model = Recurrent(cell)
-    names, row = shrunk(capsys, model, optax.adamw(**ADAMW, mask=weight_decay_mask))
+    names, row = shrunk(capsys, model, optax.adamw(**ADAMW, mask=decay_mask))
     assert names == WEIGHTS
     leaves = named_leaves(eqx.filter(model, eqx.is_array))
     size = sum(leaves[name].size for name in WEIGHTS)
@@ -77,9 +77,9 @@ def test_adapters_decay(capsys):
     model = lora.add(Recurrent(), rank=2, where="*", key=jax.random.key(1))
     model = eqx.tree_at(lambda m: m.head.lora_b, model, jnp.ones_like(model.head.lora_b))
     adapters, trainable = {"head.lora_a", "head.lora_b"}, lora.trainable(model)
-    optimizer = optax.adamw(**ADAMW, mask=weight_decay_mask)
+    optimizer = optax.adamw(**ADAMW, mask=decay_mask)
     assert shrunk(capsys, model, optimizer, trainable=trainable) == (adapters, "2 of 2 trained leaves, 20 parameters")
-    mask = named_leaves(weight_decay_mask(eqx.filter(model, trainable)))
+    mask = named_leaves(decay_mask(eqx.filter(model, trainable)))
     assert {name for name, decays in mask.items() if decays} == adapters
 
 

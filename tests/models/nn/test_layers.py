@@ -7,9 +7,9 @@ import numpy as np
 import optax
 import pytest
 
-from redeqx.models import weight_decay_mask
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.nn import embed, linear, norm, normal_embedding, normal_linear
+from redeqx.optimizers import decay_mask
 from tests._tree import named_leaves
 
 
@@ -47,17 +47,17 @@ def test_normal_layers_have_the_given_standard_deviation():
 def test_only_weights_of_layers_decay():
     model = eqx.filter_eval_shape(GPT2, GPT2Config(64, 8, 16, 2, 2), key=jax.random.key(0))
     shapes = eqx.filter(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    marked = jax.tree_util.tree_leaves_with_path(weight_decay_mask(shapes))
+    marked = jax.tree_util.tree_leaves_with_path(decay_mask(shapes))
     decaying = {jax.tree_util.keystr(path).removeprefix(".stack.blocks") for path, decays in marked if decays}
     layers = [f".attention.{name}" for name in ("query", "key", "value", "output")] + [".mlp.up", ".mlp.down"]
     assert decaying == {".embedding.weight", *(f"{layer}.weight" for layer in layers)}
 
 
-def test_weight_decay_mask_of_a_users_model():
+def test_decay_mask_of_a_users_model():
     linear, norms = eqx.nn.Linear(4, 4, key=jax.random.key(0)), [eqx.nn.LayerNorm(4), eqx.nn.GroupNorm(2, 4)]
     model = {"a": linear, "norms": norms, "weight": jnp.ones(3), "alone": jnp.ones((2, 2))}
-    mask = weight_decay_mask(eqx.filter(model, eqx.is_array))
+    mask = decay_mask(eqx.filter(model, eqx.is_array))
     assert [name for name, decays in named_leaves(mask).items() if decays] == ["a.weight"]
-    assert weight_decay_mask(jnp.ones(3)) is False
-    optimizer = optax.adamw(1e-3, mask=weight_decay_mask)
+    assert decay_mask(jnp.ones(3)) is False
+    optimizer = optax.adamw(1e-3, mask=decay_mask)
     optimizer.init(eqx.filter(model, eqx.is_array))
