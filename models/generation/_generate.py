@@ -223,33 +223,14 @@ def _request(
             f"`model`: expected one with `init_cache` and `decode`, got {type(model).__name__}. "
             "Pass a decoder or an encoder-decoder of redeqx.models, or give yours these two methods."
         )
-    config = getattr(model, "config", None)
-    is_encoder_decoder = hasattr(model, "encode")
+    config, is_encoder_decoder = getattr(model, "config", None), hasattr(model, "encode")
     is_ragged = isinstance(inputs, list | tuple) and all(np.ndim(row) == 1 for row in inputs)
     if is_ragged:
         inputs, mask = _padded(inputs, mask, left=not is_encoder_decoder)
-    if isinstance(inputs, str) or (not hasattr(inputs, "shape") and np.asarray(inputs).dtype.kind not in "biuf"):
-        raise TypeError(f"`inputs`: expected an array of token ids, got {brief(inputs)}. Pass what the tokenizer returns.")
-    ids = jnp.asarray(inputs)
-    is_prompt = ids.ndim == 2 and jnp.issubdtype(ids.dtype, jnp.integer)
-    if ids.ndim < 2 or ids.size == 0 or not (is_prompt or is_encoder_decoder):
-        wanted = "a batch of inputs of the encoder" if is_encoder_decoder else "token ids of shape (batch, prompt)"
-        raise ValueError(
-            f"`inputs`: expected {wanted}, got {ids.dtype} {ids.shape}. Pass at least one row, and one token each."
-        )
-    mask = np.asarray(mask) if isinstance(mask, list | tuple) else mask
-    if mask is not None and mask.shape != ids.shape:
-        raise ValueError(f"`mask`: expected the shape of `inputs`, {ids.shape}, got {mask.shape}. Pass one entry per token.")
-    if isinstance(mask, np.ndarray) and not is_encoder_decoder and not mask[:, -1].all():
-        row = int(np.argmin(mask[:, -1]))
-        raise ValueError(
-            f"`mask`: expected a token at the end of each prompt, got padding there in row {row}. Pad prompts on the left."
-        )
+    ids, mask = _checked(inputs, mask, is_encoder_decoder=is_encoder_decoder)
     if not is_encoder_decoder:
         _check_ids(inputs, mask, getattr(config, "vocab_size", None))
-    for name, token in {"eos_token_id": eos_token_id, "pad_token_id": pad_token_id}.items():
-        if token is not None and np.size(token) and not np.issubdtype(np.asarray(token).dtype, np.integer):
-            raise TypeError(f"`{name}`: expected a token id, got {brief(token)}. Pass that of the tokenizer.")
+    eos, pad = _ends(config, eos_token_id, pad_token_id)
     has_prompt = hasattr(model, "decoder_prompt")
     if decoder_input_ids is None and has_prompt:
         decoder_input_ids = model.decoder_prompt(ids)
@@ -268,13 +249,8 @@ def _request(
         check(options, n_given=n_given, n_positions=getattr(config, "n_positions", None), key=key)
     except ValueError as error:
         raise generation.with_source(error, keys) from None
-    eos = eos_token_id if eos_token_id is not None else getattr(config, "eos_token_id", None)
-    eos = () if eos is None else tuple(int(token) for token in np.ravel(np.asarray(eos)))
-    pad = pad_token_id if pad_token_id is not None else getattr(config, "pad_token_id", None)
-    pad = pad if pad is not None else eos[0] if eos else 0
-    pad = NO_TOKEN if is_ragged else pad
-    rules = Options(**options, eos=eos, pad=pad, n_given=n_given, has_encoder=is_encoder_decoder)
-    if rules.needs_source and not is_prompt:
+    rules = Options(**options, eos=eos, pad=NO_TOKEN if is_ragged else pad, n_given=n_given, has_encoder=is_encoder_decoder)
+    if rules.needs_source and not _are_tokens(ids):
         name = "encoder_repetition_penalty" if rules.encoder_repetition_penalty != 1 else "encoder_no_repeat_ngram_size"
         raise ValueError(f"`{name}`: expected none, since the inputs are no tokens, got {options[name]}. Leave it out.")
     mask = None if mask is None else jnp.asarray(mask, bool)
@@ -285,6 +261,42 @@ def _request(
     stop = None if stop_strings is None else Stop.of(stop_strings, tokenizer)
     pixels = None if pixels is None else _images(pixels, len(ids), model)
     return Request(ids, mask, key if rules.do_sample else None, given, stop, rules, output_scores, start, pixels)
+
+
+def _checked(inputs: Any, mask: Any, *, is_encoder_decoder: bool) -> tuple[Array, Any]:
+    """Returns the inputs as an array, and their mask. Raises TypeError or ValueError for others than `generate` takes."""
+    if isinstance(inputs, str) or (not hasattr(inputs, "shape") and np.asarray(inputs).dtype.kind not in "biuf"):
+        raise TypeError(f"`inputs`: expected an array of token ids, got {brief(inputs)}. Pass what the tokenizer returns.")
+    ids = jnp.asarray(inputs)
+    if ids.ndim < 2 or ids.size == 0 or not (_are_tokens(ids) or is_encoder_decoder):
+        wanted = "a batch of inputs of the encoder" if is_encoder_decoder else "token ids of shape (batch, prompt)"
+        raise ValueError(
+            f"`inputs`: expected {wanted}, got {ids.dtype} {ids.shape}. Pass at least one row, and one token each."
+        )
+    mask = np.asarray(mask) if isinstance(mask, list | tuple) else mask
+    if mask is not None and mask.shape != ids.shape:
+        raise ValueError(f"`mask`: expected the shape of `inputs`, {ids.shape}, got {mask.shape}. Pass one entry per token.")
+    if isinstance(mask, np.ndarray) and not is_encoder_decoder and not mask[:, -1].all():
+        row = int(np.argmin(mask[:, -1]))
+        raise ValueError(
+            f"`mask`: expected a token at the end of each prompt, got padding there in row {row}. Pad prompts on the left."
+        )
+    return ids, mask
+
+
+def _are_tokens(ids: Array) -> bool:
+    return ids.ndim == 2 and jnp.issubdtype(ids.dtype, jnp.integer)
+
+
+def _ends(config: Any, eos: Any, pad: Any) -> tuple[tuple[int, ...], int]:
+    """Returns the tokens that end a text and the one that pads it: the given ones, or those of the config."""
+    for name, token in {"eos_token_id": eos, "pad_token_id": pad}.items():
+        if token is not None and np.size(token) and not np.issubdtype(np.asarray(token).dtype, np.integer):
+            raise TypeError(f"`{name}`: expected a token id, got {brief(token)}. Pass that of the tokenizer.")
+    eos = eos if eos is not None else getattr(config, "eos_token_id", None)
+    eos = () if eos is None else tuple(int(token) for token in np.ravel(np.asarray(eos)))
+    pad = pad if pad is not None else getattr(config, "pad_token_id", None)
+    return eos, pad if pad is not None else eos[0] if eos else 0
 
 
 def _images(pixels: Any, n_rows: int, model: Any) -> Array:
