@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 
 from redeqx import Deployer, Plan
-from redeqx.errors import brief, check_deployer, filter_traceback
+from redeqx.errors import brief, check_type, filter_traceback
 from redeqx.partition import check_plan
 from redeqx.storage import Location, location
 
@@ -120,7 +120,7 @@ def from_pretrained(
     """
     folder = location(folder, "folder")
     if deployer is not None:
-        check_deployer(deployer, Deployer)
+        check_type(deployer, Deployer, "deployer")
     check_plan(plan)
     if not isinstance(kind, type):
         raise TypeError(f"`kind`: expected a class of models, got {brief(kind)}. Pass `redeqx.models.Decoder`, say.")

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from redeqx import Deployer, Predictor
-from redeqx.errors import check_count, check_deployer
+from redeqx.errors import check_count, check_type
 
 from .generation import generate
 
@@ -47,7 +47,7 @@ class HarnessLM:
         chat_template: Callable[[list[dict[str, str]], bool], str] | None = None,
     ):
         super().__init__()  # of the harness
-        check_deployer(deployer, Deployer)
+        check_type(deployer, Deployer, "deployer")
         check_count(batch_size, "batch_size")
         config, self._deployer, self._model, self._tokenizer = model.config, deployer, model, tokenizer
         self._batch_size, self._template = batch_size, chat_template

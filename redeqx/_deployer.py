@@ -25,13 +25,13 @@ from .errors import (
     REDCO_DEPLOYER,
     FilteredTraceback,
     RedcoNames,
-    brief,
     check_count,
     check_folder,
     check_function,
     check_model,
     check_model_function,
     check_not_traced,
+    check_type,
     filter_traceback,
     with_batch_note,
 )
@@ -144,10 +144,8 @@ class Deployer(RedcoNames):
         compiler: Compiler = Compiler(),
     ):
         check_count(jax_seed, "jax_seed", 0)
-        for value, kind, argument in ((timeouts, Timeouts, "timeouts"), (compiler, Compiler, "compiler")):
-            if not isinstance(value, kind):
-                name = kind.__name__
-                raise TypeError(f"`{argument}`: expected a `redeqx.{name}`, got {brief(value)}. Pass `redeqx.{name}(...)`.")
+        check_type(timeouts, Timeouts, "timeouts")
+        check_type(compiler, Compiler, "compiler")
         folder = None
         if workdir is not None:
             check_folder(workdir, "workdir", optional=True)

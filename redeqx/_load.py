@@ -11,7 +11,7 @@ from ._origins import CHANGED, set_origin
 from ._tree import ModelT, PyTree, map_named, named_leaves
 from .checkpoint import Base, CheckpointFolder, TensorReader, check_tree, find_checkpoint, load_tree
 from .distributed import Peers
-from .errors import check_alive, check_deployer, check_model, filter_traceback
+from .errors import check_alive, check_model, check_type, filter_traceback
 from .machine import as_zeros
 from .partition import Plan, check_plan, place
 from .storage import Location, location
@@ -63,7 +63,7 @@ def load(
     else:
         check_alive(like, "like")
     if deployer is not None:
-        check_deployer(deployer, Deployer)
+        check_type(deployer, Deployer, "deployer")
     check_plan(plan)
     saved = Saved.at(path, like, deployer, kind)
     if deployer is not None and not saved.is_dry_run:

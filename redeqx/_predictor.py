@@ -20,12 +20,12 @@ from .errors import (
     REDCO_PREDICTOR,
     REDCO_PREDICTOR_ARGUMENTS,
     RedcoNames,
-    check_deployer,
     check_examples_kind,
     check_function,
     check_key,
     check_model,
     check_model_function,
+    check_type,
     filter_traceback,
     with_batch_note,
 )
@@ -82,7 +82,7 @@ class Predictor(RedcoNames):
         compute: Compute | Precision | str | None = None,
         plan: Plan | None = None,
     ):
-        check_deployer(deployer, Deployer)
+        check_type(deployer, Deployer, "deployer")
         if model is not None:
             check_model(model)
             check_model_function(pred_fn, "pred_fn", has_state=model_state is not None)
@@ -123,7 +123,7 @@ class Predictor(RedcoNames):
 
         Raises as `redeqx.load` does.
         """
-        check_deployer(deployer, Deployer)
+        check_type(deployer, Deployer, "deployer")
         check_model(like, "like")
         if "model" in options:
             raise TypeError("`load(model=)`: expected the model as `like` alone, got both. Leave `model` out.")

@@ -23,13 +23,13 @@ from .errors import (
     check_alive,
     check_choice,
     check_count,
-    check_deployer,
     check_float_dtype,
     check_function,
     check_model,
     check_model_function,
     check_not_traced,
     check_optimizer,
+    check_type,
     filter_traceback,
     with_batch_note,
 )
@@ -115,7 +115,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         on_nonfinite: str | int = "raise",
         name: str | None = None,
     ):
-        check_deployer(deployer, Deployer)
+        check_type(deployer, Deployer, "deployer")
         max_skipped = _max_skipped(on_nonfinite)
         check_count(accumulate_grad_batches, "accumulate_grad_batches")
         if name is not None and not (isinstance(name, str) and name.isidentifier() and not name.startswith("step_")):
@@ -124,8 +124,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         compute = Compute.of(compute)
         dtypes = compute.precision
         dtypes.check(deployer.mesh)
-        if not isinstance(workers, Workers):
-            raise TypeError(f"`workers`: expected a `redeqx.Workers`, got {brief(workers)}. Pass `redeqx.Workers(4)`.")
+        check_type(workers, Workers, "workers")
         check_model(model)
         check_alive(model_state, "model_state")
         check_optimizer(optimizer)

@@ -10,7 +10,6 @@ from ._arguments import (
     check_alive as check_alive,
     check_choice as check_choice,
     check_count as check_count,
-    check_deployer as check_deployer,
     check_examples_kind as check_examples_kind,
     check_float_dtype as check_float_dtype,
     check_folder as check_folder,
@@ -24,6 +23,7 @@ from ._arguments import (
     check_path as check_path,
     check_predictor as check_predictor,
     check_readable_again as check_readable_again,
+    check_type as check_type,
 )
 from ._names import check_names as check_names
 from ._redco import (

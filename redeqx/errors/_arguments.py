@@ -297,10 +297,10 @@ def check_model_function(fn: Any, name: str, *, has_state: bool) -> None:
     check_function(fn, name, ["model", *state, "batch", "key"], why)
 
 
-def check_deployer(deployer: Any, cls: type) -> None:
-    """Raise TypeError if `deployer` is not of this class."""
-    if not isinstance(deployer, cls):
-        raise wrong_type("deployer", "a Deployer", deployer, "Pass `redeqx.Deployer()`")
+def check_type(value: Any, cls: type, name: str) -> None:
+    """Raise TypeError if an argument is not of this public class."""
+    if not isinstance(value, cls):
+        raise wrong_type(name, f"a `redeqx.{cls.__name__}`", value, f"Pass `redeqx.{cls.__name__}(...)`")
 
 
 def check_predictor(predictor: Any) -> None:
