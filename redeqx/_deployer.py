@@ -162,28 +162,16 @@ class Deployer(RedcoNames):
         # With different XLA settings, processes would compile different collectives and wait for each other.
         _agree(peers, {"jax_seed": jax_seed, **shards, "compiler.settings": str(compiler.settings), "workdir": workdir})
         mesh = make_mesh(**shards, devices=None if described is None else described.machine.devices)
+        staging = None
         if described is not None:
             cache, saved = None, described.options.get("save")
+            console = Console(None, verbose=verbose)
         else:
             cache = start_cache(compiler.cache, mesh.devices.flat[0].platform)
             saved = SavedPrograms.read(cache_folder())
             if saved is not None:
                 saved.check_environment(program_environment(mesh))
-        staging, is_main = None, peers.index == 0
-        if described is not None:
-            console = Console(None, verbose=verbose)
-        else:
-            if isinstance(folder, StorePath) and is_main:
-                staging = Staging(folder, RECORDS)
-            elif isinstance(folder, Path) and is_main:
-                check_folder(folder, "workdir", make=True)
-            console = Console(
-                staging.folder if staging is not None else folder if isinstance(folder, Path) else None,
-                verbose=verbose,
-                loggers=loggers,
-                is_main=is_main,
-                peak_memory=lambda: peak_memory(mesh.local_devices),
-            )
+            console, staging = _make_console(folder, peers, mesh, verbose=verbose, loggers=loggers)
         watch, preemption = Watch(peers, timeouts.hang), Preemption(peers)
         is_dry_run = described is not None
         if folder is not None and not is_dry_run:
@@ -565,6 +553,25 @@ class Deployer(RedcoNames):
         make_subfolder(path.parent, self.workdir)  # pyright: ignore[reportArgumentType]
         write_file(path, lines.encode())
         return path
+
+
+def _make_console(
+    folder: Location | None, peers: Peers, mesh: Mesh, *, verbose: bool, loggers: Iterable[Tracker | str]
+) -> tuple[Console, Staging | None]:
+    """Returns the console of a run; and if the workdir is in an object store, the folder that stands for it here."""
+    staging, is_main = None, peers.index == 0
+    if isinstance(folder, StorePath) and is_main:
+        staging = Staging(folder, RECORDS)
+    elif isinstance(folder, Path) and is_main:
+        check_folder(folder, "workdir", make=True)
+    console = Console(
+        staging.folder if staging is not None else folder if isinstance(folder, Path) else None,
+        verbose=verbose,
+        loggers=loggers,
+        is_main=is_main,
+        peak_memory=lambda: peak_memory(mesh.local_devices),
+    )
+    return console, staging
 
 
 def _agree(peers: Peers, given: dict[str, Any]) -> None:

@@ -118,9 +118,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         check_type(deployer, Deployer, "deployer")
         max_skipped = _max_skipped(on_nonfinite)
         check_count(accumulate_grad_batches, "accumulate_grad_batches")
-        if name is not None and not (isinstance(name, str) and name.isidentifier() and not name.startswith("step_")):
-            rule = "an identifier that does not begin with `step_`, as checkpoints do"
-            raise ValueError(f"`name`: expected {rule}, got {brief(name)}. Pass `name='critic'`, for example.")
+        _check_name(name)
         compute = Compute.of(compute)
         dtypes = compute.precision
         dtypes.check(deployer.mesh)
@@ -273,7 +271,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         """
         size = self._engine.batch_size(per_device_batch_size, batch_size)
         steps = in_order(examples, size, drop_remainder)
-        agree_on_examples(self._engine.deployer.peers, "train", size_of(examples), size.examples)
+        agree_on_examples(self.deployer.peers, "train", size_of(examples), size.examples)
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(self._workload(steps, size), run.machine, **run.options))
         if not drop_remainder:
@@ -348,7 +346,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         """Computes `{"loss": ...}` and every metric of `Loss.metrics` over all examples; arguments as for `eval_loss`."""
         size = BatchSize.of(self.deployer.mesh, per_device_batch_size, batch_size)
         check_examples(examples, "examples")
-        agree_on_examples(self._engine.deployer.peers, "eval_loss", size_of(examples), size.examples)
+        agree_on_examples(self.deployer.peers, "eval_loss", size_of(examples), size.examples)
         return evaluate(self._engine, examples, size, model)
 
     @filter_traceback
@@ -597,3 +595,10 @@ def _max_skipped(on_nonfinite: Any) -> int | None:
         return None if on_nonfinite == "raise" else 10
     check_count(on_nonfinite, "on_nonfinite", 0, advice="Pass how many steps in a row may be skipped, or 'raise'.")
     return on_nonfinite
+
+
+def _check_name(name: Any) -> None:
+    """Raises ValueError unless a name can be a prefix of metrics and a folder beside the checkpoints."""
+    if name is not None and not (isinstance(name, str) and name.isidentifier() and not name.startswith("step_")):
+        rule = "an identifier that does not begin with `step_`, as checkpoints do"
+        raise ValueError(f"`name`: expected {rule}, got {brief(name)}. Pass `name='critic'`, for example.")

@@ -1,6 +1,6 @@
 """The engine: the arrays of one model on a mesh, and the programs that compute with them.
 
-It plans, places, updates and evaluates. What it does not know: fits, checkpoints and their order.
+It plans, places and updates. Passes over examples are in `_loops`; it does not know fits and their checkpoints.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
