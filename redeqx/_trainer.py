@@ -417,7 +417,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         - `search`: `"fits"` searches for a strategy that fits (shards, micro-batches, `remat`) if this one does not;
             `"fastest"` for the fastest one that fits, in any case; `"none"` for none.
 
-        Raises ValueError for an unknown topology, ImportError where its compiler is not installed.
+        Raises ValueError for an unknown topology, level or search, ImportError where its compiler is not installed.
         """
         run = dry()
         if topology is not None:

@@ -84,6 +84,7 @@ def dry_run(
     - `line`: shows what is being compiled, and since when.
     - `save`: where the programs of the script's own strategy are saved, compiled as a run compiles them.
     """
+    check_choice(optimization, "optimization", (*OPTIMIZATIONS, None))
     check_choice(search, "search", SEARCHES)
     shown = _Shown(machine, optimization, line)
     with nullcontext() if line is None else line:

@@ -69,6 +69,19 @@ def test_search_for_the_fastest_exits_with_0():
     assert own.fits and own.best.strategy == own.strategy and "Fastest that fits: Deployer(" in own.verdict()
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"search": True}, "`search`: expected 'fits', 'fastest' or 'none', got True. Pass one of them."),
+        ({"optimization": "O4"}, "`optimization`: expected 'none', 'O0', 'O1', 'O2', 'O3', 'UNKNOWN' or None, got 'O4'."),
+    ],
+)
+def test_invalid_options(options, message):
+    with described("cpu:8"), pytest.raises(ValueError) as raised:
+        make_trainer(eqx.nn.MLP(16, 16, 16, 1, key=jax.random.key(0))).dry_run(example_rows(8), 1, **options)
+    assert str(raised.value).startswith(message)
+
+
 @pytest.mark.sweep
 def test_verdict_says_what_the_nearest_setting_lacks():
     mlp = eqx.nn.MLP(16, 16, 256, 3, key=jax.random.key(0))
