@@ -16,9 +16,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 import redeqx
+from examples._texts import learn_tokenizer, load_tokenizer
 from redeqx.models import Decoder, from_pretrained, save_pretrained
-
-from ._texts import learn_tokenizer, load_tokenizer
 
 Message = dict[str, str]
 IGNORED = -100  # the label of tokens that are no reply

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ._chat import IGNORED, Chat, Message
-from ._questions import Part, ask
+from examples._chat import IGNORED, Chat, Message
+from examples._questions import Part, ask
 
 
 @dataclass(frozen=True)

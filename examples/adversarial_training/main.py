@@ -23,9 +23,8 @@ import numpy as np
 import optax
 
 import redeqx
-
-from .._cli import Flags
-from .._images import draw_grid, judge, read_parts
+from examples._cli import Flags
+from examples._images import draw_grid, judge, read_parts
 
 
 @dataclass(frozen=True)

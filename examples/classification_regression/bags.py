@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._texts import embedding_rows
-from .tasks import Examples, Task, map_examples
+from examples._texts import embedding_rows
+from examples.classification_regression.tasks import Examples, Task, map_examples
 
 
 class Bag(eqx.Module):

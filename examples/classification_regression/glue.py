@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._texts import read_table
+from examples._texts import read_table
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,13 @@ import optax
 from tokenizers import Tokenizer
 
 import redeqx
+from examples._cli import Flags
+from examples._texts import PAD, load_tokenizer
+from examples.classification_regression.bags import Bag, encode_bags, learn_words
+from examples.classification_regression.cnn import CNN
+from examples.classification_regression.glue import GLUE
+from examples.classification_regression.tasks import METRICS, Name, Task, draw, encode, measure, read_task, ridge
 from redeqx.models.bert import Bert, BertForSequenceClassification
-
-from .._cli import Flags
-from .._texts import PAD, load_tokenizer
-from .bags import Bag, encode_bags, learn_words
-from .cnn import CNN
-from .glue import GLUE
-from .tasks import METRICS, Name, Task, draw, encode, measure, read_task, ridge
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from sklearn.metrics import (
 )
 from tokenizers import Tokenizer
 
-from .._images import digits, draw_grid, read_classes, split
-from .glue import GLUE, read_glue
+from examples._images import digits, draw_grid, read_classes, split
+from examples.classification_regression.glue import GLUE, read_glue
 
 Name = Literal[
     "digits", "images", "diabetes", "cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli"

@@ -30,11 +30,10 @@ import numpy as np
 import optax
 
 import redeqx
-
-from .._cli import Flags
-from .._records import draw_curves
-from .network import ConvNet
-from .tasks import AFTER, N_STEPS, SHOWN, Sinusoids, Tasks, filled, omniglot
+from examples._cli import Flags
+from examples._records import draw_curves
+from examples.meta_learning.network import ConvNet
+from examples.meta_learning.tasks import AFTER, N_STEPS, SHOWN, Sinusoids, Tasks, filled, omniglot
 
 RATES = (0.003, 0.01, 0.03)  # step sizes that are tried for the pretrained network
 N_TRAIN, N_VALIDATION, N_TEST = range(3)  # indices of the random streams

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from einops import rearrange, repeat
 
-from .._images import read_image
+from examples._images import read_image
 
 N_STEPS, AFTER = 10, 5  # steps of adaptation at test time, and the number after which the error is reported
 SHOWN = (0, 1, AFTER, N_STEPS)  # the numbers of steps whose results are printed and drawn

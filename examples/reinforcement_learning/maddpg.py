@@ -18,11 +18,10 @@ from einops import rearrange
 from jaxtyping import PyTree
 
 import redeqx
-
-from .._cli import Flags
-from .._records import curve
-from .environments import Games, returns_of
-from .training import TEST_SEED, Best, Replay, collate_fn, learn, report
+from examples._cli import Flags
+from examples._records import curve
+from examples.reinforcement_learning.environments import Games, returns_of
+from examples.reinforcement_learning.training import TEST_SEED, Best, Replay, collate_fn, learn, report
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ from gymnasium.spaces.utils import flatdim
 from gymnasium.vector import VectorEnv
 
 import redeqx
-
-from .._cli import Flags
-from .._records import curve
-from .environments import make_envs, play_episodes, random_returns
-from .training import TEST_SEED, Best, collate_fn, learn, report
+from examples._cli import Flags
+from examples._records import curve
+from examples.reinforcement_learning.environments import make_envs, play_episodes, random_returns
+from examples.reinforcement_learning.training import TEST_SEED, Best, collate_fn, learn, report
 
 
 @dataclass(frozen=True)

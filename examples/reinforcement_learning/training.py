@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 import redeqx
-
-from .._records import Curve, checkpoint, draw_curves
+from examples._records import Curve, checkpoint, draw_curves
 
 # The first seeds of the episodes for selection and for testing. Training uses seeds near 0.
 VALIDATION_SEED, TEST_SEED = 1_000_000, 2_000_000

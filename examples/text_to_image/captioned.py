@@ -1,6 +1,6 @@
 """Captions of digits, and batches that are full."""
 
-from .._images import Captioned, digits
+from examples._images import Captioned, digits
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PHRASES = ("{}", "the digit {}", "a handwritten {}", "the number {}")

@@ -22,16 +22,15 @@ import numpy as np
 import optax
 
 import redeqx
+from examples._cli import Flags
+from examples._images import Captioned, digits, draw_grid, judge, read_captions
+from examples._records import checkpoint
+from examples._texts import BOS, EOS, learn_tokenizer
+from examples.text_to_image.captioned import PHRASES, WORDS, captioned_digits, whole_batches
+from examples.text_to_image.pipeline import Pipeline, encode_captions, without_words
 from redeqx.models import save_pretrained
 from redeqx.models.clip import CLIPTextConfig
 from redeqx.models.vae import VAE, VAEConfig
-
-from .._cli import Flags
-from .._images import Captioned, digits, draw_grid, judge, read_captions
-from .._records import checkpoint
-from .._texts import BOS, EOS, learn_tokenizer
-from .captioned import PHRASES, WORDS, captioned_digits, whole_batches
-from .pipeline import Pipeline, encode_captions, without_words
 
 
 @dataclass(frozen=True)

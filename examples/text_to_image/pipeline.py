@@ -14,13 +14,12 @@ from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
 import redeqx
+from examples._texts import load_tokenizer
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.clip import CLIPText, CLIPTextConfig
 from redeqx.models.schedulers import DDIM, denoise, guided
 from redeqx.models.unet import UNet, UNetConfig
 from redeqx.models.vae import VAE
-
-from .._texts import load_tokenizer
 
 PARTS = {"vae": VAE, "text_encoder": CLIPText, "unet": UNet}  # the models by their subfolders
 

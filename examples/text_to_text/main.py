@@ -31,13 +31,21 @@ import optax
 from tokenizers import Tokenizer, processors
 
 import redeqx
+from examples._cli import Flags
+from examples._texts import (
+    EOS,
+    PAD,
+    embedding_rows,
+    fixed_length,
+    learn_tokenizer,
+    load_tokenizer,
+    read_pairs,
+    standard_library,
+)
+from examples.text_to_text.pairs import Pair, aligned_pairs, denoising_pairs, docstring_pairs, rouge, split
+from examples.text_to_text.report import report
 from redeqx.models import EncoderDecoder, cross_entropy, from_pretrained, generate, save_pretrained
 from redeqx.models.t5 import T5, T5Config
-
-from .._cli import Flags
-from .._texts import EOS, PAD, embedding_rows, fixed_length, learn_tokenizer, load_tokenizer, read_pairs, standard_library
-from .pairs import Pair, aligned_pairs, denoising_pairs, docstring_pairs, rouge, split
-from .report import report
 
 IGNORED = -100  # the label of padding
 

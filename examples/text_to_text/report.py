@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import redeqx
-
-from .._records import checkpoint, curve, draw_curves
-from .pairs import METRICS, Pair, best_copies, common_opening, copy_scores, rouge
+from examples._records import checkpoint, curve, draw_curves
+from examples.text_to_text.pairs import METRICS, Pair, best_copies, common_opening, copy_scores, rouge
 
 
 def report(
