@@ -9,7 +9,7 @@ Dims: source, target = tokens of one example in the encoder and the decoder (seq
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -30,6 +30,7 @@ from .hf import (
     WeightMap,
     Written,
     layers,
+    published,
     reshaped,
     same,
     same_layer,
@@ -150,17 +151,23 @@ class BartConfig(FolderConfig):
         check_rates(self, "dropout", "attention_dropout", "activation_dropout")
         check_choice(self, "activation", ACTIVATIONS)
 
-    @classmethod
-    def bart_base(cls) -> "BartConfig":
-        """The published BART with 139 million parameters."""
-        config = replace(cls.bart_large(), d_model=768, n_layers=6, n_decoder_layers=6, n_heads=12, n_decoder_heads=12)
-        return replace(config, d_ff=3072, d_decoder_ff=3072, forced_bos_token_id=0)
-
-    @classmethod
-    def bart_large(cls) -> "BartConfig":
-        """The published BART with 406 million parameters."""
-        return cls(attention_dropout=0.1, activation_dropout=0.1)
-
+    sizes = published(
+        {
+            "base": {
+                "d_model": 768,
+                "d_ff": 3072,
+                "d_decoder_ff": 3072,
+                "n_layers": 6,
+                "n_decoder_layers": 6,
+                "n_heads": 12,
+                "n_decoder_heads": 12,
+                "forced_bos_token_id": 0,
+            },
+            "large": {},
+        },
+        attention_dropout=0.1,
+        activation_dropout=0.1,
+    )
     rows = (
         Written("model_type", "bart"),
         Only("is_encoder_decoder", True),
@@ -267,7 +274,7 @@ class Bart(EncoderDecoder, Pretrained):
     example; `jax.vmap` it over a batch.
 
     ```python
-    model = Bart(BartConfig.bart_base(), key=jax.random.key(0))
+    model = Bart(BartConfig.of("base"), key=jax.random.key(0))
     logits = model(ids, model.shift_right(labels), mask=mask, key=key)
     ```
 

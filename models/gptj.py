@@ -13,7 +13,7 @@ from typing import Any
 
 from ._kinds import SIZE
 from .decoder import GPT_ALIASES, GPT_ROWS, CausalLM, GPTConfig, Names, rows
-from .hf import ConfigReader, Row
+from .hf import ConfigReader, Row, published
 
 
 class _RotaryDim(Row):
@@ -71,10 +71,7 @@ class GPTJConfig(GPTConfig):
         ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions"),
     )
 
-    @classmethod
-    def gptj_6b(cls) -> "GPTJConfig":
-        """The published GPT-J with 6 billion parameters."""
-        return cls()
+    sizes = published({"6b": {}})
 
 
 class GPTJ(CausalLM):

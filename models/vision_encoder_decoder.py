@@ -19,7 +19,7 @@ from redeqx._tree import map_named, named_leaves
 
 from .generation import Generation, shift_right
 from .gpt2 import GPT2, GPT2Config
-from .hf import ConfigReader, FolderConfig, Pretrained, Tokens, WeightMap, is_on_disk, same_layer, within
+from .hf import ConfigReader, FolderConfig, Pretrained, Tokens, WeightMap, is_on_disk, published, same_layer, within
 from .nn import Cache, linear, normal_linear
 from .vit import ViT, ViTConfig
 
@@ -59,10 +59,7 @@ class VisionEncoderDecoderConfig(FolderConfig):
         """The maximum length of a text, in tokens."""
         return self.decoder.n_positions
 
-    @classmethod
-    def vit_gpt2(cls) -> "VisionEncoderDecoderConfig":
-        """The published captioner of ViT-B/16 and the smallest GPT-2, with 239 million parameters."""
-        return cls(pad_token_id=50256)
+    sizes = published({"239m": {"pad_token_id": 50256}})  # ViT-B/16 and the smallest GPT-2
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> "VisionEncoderDecoderConfig":

@@ -1,11 +1,11 @@
 """`T5Config`: the sizes and dropout rates of T5."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .._kinds import RATE
 from ..generation import Generation
-from ..hf import ConfigReader, Field, FolderConfig, ModelType, Only, Tokens
+from ..hf import ConfigReader, Field, FolderConfig, ModelType, Only, Tokens, published
 from ..nn import check_rates, check_sizes
 
 _MLPS = ("relu", "gated-gelu", "gated-silu")
@@ -23,6 +23,33 @@ _ALIASES = {
     "num_attention_heads": "num_heads",
     "num_hidden_layers": "num_layers",
     "head_dim": "d_kv",
+}
+
+
+def _layers(n: int, **sizes: int) -> dict[str, int]:
+    return {"n_layers": n, "n_decoder_layers": n, **sizes}
+
+
+# T5 with 61, 223 and 738 million, 2.9 and 11.3 billion parameters; and version 1.1, as Flan-T5, with 77, 248 and 783
+# million, 2.8 and 11.1 billion.
+_SIZES = {
+    "small": {},
+    "base": _layers(12, d_model=768, d_ff=3072, n_heads=12),
+    "large": _layers(24, d_model=1024, d_ff=4096, n_heads=16),
+    "3b": _layers(24, d_model=1024, d_kv=128, d_ff=16384, n_heads=32),
+    "11b": _layers(24, d_model=1024, d_kv=128, d_ff=65536, n_heads=128),
+    **published(
+        {
+            "v1.1-small": _layers(8, d_model=512, d_ff=1024, n_heads=6),
+            "v1.1-base": _layers(12, d_model=768, d_ff=2048, n_heads=12),
+            "v1.1-large": _layers(24, d_model=1024, d_ff=2816, n_heads=16),
+            "v1.1-xl": _layers(24, d_model=2048, d_ff=5120, n_heads=32),
+            "v1.1-xxl": _layers(24, d_model=4096, d_ff=10240, n_heads=64),
+        },
+        mlp="gated-gelu",
+        is_tied=False,
+        is_scaled=False,
+    ),
 }
 _MAX_DISTANCE = 2**20  # in tokens; the maximum size of the table of distances
 
@@ -115,61 +142,7 @@ class T5Config(FolderConfig):
         """The activation in the MLPs, by its name in `transformers`."""
         return _activation(self.mlp)
 
-    @classmethod
-    def t5_small(cls) -> "T5Config":
-        """The published T5 with 61 million parameters."""
-        return cls()
-
-    @classmethod
-    def t5_base(cls) -> "T5Config":
-        """The published T5 with 223 million parameters."""
-        return cls(d_model=768, d_ff=3072, n_layers=12, n_decoder_layers=12, n_heads=12)
-
-    @classmethod
-    def t5_large(cls) -> "T5Config":
-        """The published T5 with 738 million parameters."""
-        return cls(d_model=1024, d_ff=4096, n_layers=24, n_decoder_layers=24, n_heads=16)
-
-    @classmethod
-    def t5_3b(cls) -> "T5Config":
-        """The published T5 with 2.9 billion parameters."""
-        return cls(d_model=1024, d_kv=128, d_ff=16384, n_layers=24, n_decoder_layers=24, n_heads=32)
-
-    @classmethod
-    def t5_11b(cls) -> "T5Config":
-        """The published T5 with 11.3 billion parameters."""
-        return cls(d_model=1024, d_kv=128, d_ff=65536, n_layers=24, n_decoder_layers=24, n_heads=128)
-
-    @classmethod
-    def v1_1_small(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) with 77 million parameters."""
-        return cls._v1_1(d_model=512, d_ff=1024, n_layers=8, n_heads=6)
-
-    @classmethod
-    def v1_1_base(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) with 248 million parameters."""
-        return cls._v1_1(d_model=768, d_ff=2048, n_layers=12, n_heads=12)
-
-    @classmethod
-    def v1_1_large(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) with 783 million parameters."""
-        return cls._v1_1(d_model=1024, d_ff=2816, n_layers=24, n_heads=16)
-
-    @classmethod
-    def v1_1_xl(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) with 2.8 billion parameters."""
-        return cls._v1_1(d_model=2048, d_ff=5120, n_layers=24, n_heads=32)
-
-    @classmethod
-    def v1_1_xxl(cls) -> "T5Config":
-        """Version 1.1 (and Flan-T5) with 11.1 billion parameters."""
-        return cls._v1_1(d_model=4096, d_ff=10240, n_layers=24, n_heads=64)
-
-    @classmethod
-    def _v1_1(cls, *, n_layers: int, **sizes: int) -> "T5Config":
-        original = cls(mlp="gated-gelu", is_tied=False, is_scaled=False)
-        return replace(original, n_layers=n_layers, n_decoder_layers=n_layers, **sizes)
-
+    sizes = _SIZES
     rows = (
         ModelType(_DEFAULTS),
         Only("is_decoder", False, is_written=False),

@@ -170,7 +170,7 @@ class T5(EncoderDecoder, Pretrained):
     Call it on one example; `jax.vmap` it over a batch.
 
     ```python
-    model = T5(T5Config.t5_small(), key=jax.random.key(0))
+    model = T5(T5Config.of("small"), key=jax.random.key(0))
     logits = model(ids, model.shift_right(labels), mask=mask, key=key)
     ```
 

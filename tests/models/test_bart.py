@@ -178,7 +178,7 @@ def test_initial_weights_are_those_of_transformers_code():
 
 
 @pytest.mark.parametrize(
-    ("config", "n_parameters"), [(BartConfig.bart_base(), 139_420_416), (BartConfig.bart_large(), 406_291_456)]
+    ("config", "n_parameters"), [(BartConfig.of("base"), 139_420_416), (BartConfig.of("large"), 406_291_456)]
 )
 def test_presets_have_the_published_number_of_parameters(config, n_parameters):
     model = eqx.filter_eval_shape(Bart, config, key=jax.random.key(0))
@@ -202,7 +202,7 @@ def test_bfloat16_stays_bfloat16(model, logits):
 
 
 @pytest.mark.parametrize(
-    "config", [CONFIG, BartConfig(), BartConfig.bart_base(), BartConfig(is_scaled=True, activation="relu")]
+    "config", [CONFIG, BartConfig(), BartConfig.of("base"), BartConfig(is_scaled=True, activation="relu")]
 )
 def test_config_round_trip(config):
     assert BartConfig.from_hf(ConfigReader(config.to_hf())) == config

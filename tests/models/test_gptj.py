@@ -124,7 +124,7 @@ def test_initial_weights():
 
 @pytest.mark.parametrize(("is_tied", "n_parameters"), [(False, 6_050_882_784), (True, 6_050_882_784 - 50400 * 4096)])
 def test_the_preset_has_the_published_number_of_parameters(is_tied, n_parameters):
-    config = dataclasses.replace(GPTJConfig.gptj_6b(), is_tied=is_tied)
+    config = dataclasses.replace(GPTJConfig.of("6b"), is_tied=is_tied)
     model = eqx.filter_eval_shape(GPTJ, config, key=jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters
 

@@ -242,22 +242,22 @@ def test_initial_weights_are_those_of_the_papers_code():
 
 
 @pytest.mark.parametrize(
-    ("preset", "n_parameters"),
+    ("size", "n_parameters"),
     [
-        ("t5_small", 60_506_624),
-        ("t5_base", 222_903_552),
-        ("t5_large", 737_668_096),
-        ("t5_3b", 2_851_598_336),
-        ("t5_11b", 11_307_321_344),
-        ("v1_1_small", 76_961_152),
-        ("v1_1_base", 247_577_856),
-        ("v1_1_large", 783_150_080),
-        ("v1_1_xl", 2_849_757_184),
-        ("v1_1_xxl", 11_135_332_352),
+        ("small", 60_506_624),
+        ("base", 222_903_552),
+        ("large", 737_668_096),
+        ("3b", 2_851_598_336),
+        ("11b", 11_307_321_344),
+        ("v1.1-small", 76_961_152),
+        ("v1.1-base", 247_577_856),
+        ("v1.1-large", 783_150_080),
+        ("v1.1-xl", 2_849_757_184),
+        ("v1.1-xxl", 11_135_332_352),
     ],
 )
-def test_presets_have_the_published_number_of_parameters(preset, n_parameters):
-    model = eqx.filter_eval_shape(T5, getattr(T5Config, preset)(), key=jax.random.key(0))
+def test_presets_have_the_published_number_of_parameters(size, n_parameters):
+    model = eqx.filter_eval_shape(T5, T5Config.of(size), key=jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters
 
 
@@ -265,7 +265,7 @@ def test_presets_have_the_published_number_of_parameters(preset, n_parameters):
     "config",
     [
         T5Config(),
-        T5Config.v1_1_xl(),
+        T5Config.of("v1.1-xl"),
         dataclasses.replace(CONFIG, eos_token_id=(1, 2), decoder_start_token_id=4, is_tied=False),
         dataclasses.replace(CONFIG, is_scaled=False),
         dataclasses.replace(CONFIG, is_scaled=False, model_type="mt5"),

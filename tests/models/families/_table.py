@@ -36,19 +36,13 @@ def table():
         cells = (
             f"`{config.model_type}`",
             f"`{module}.{cls.__name__}`",
-            ", ".join(_sizes(config)),
+            ", ".join(config.sizes),
             ", ".join(_values(config)) or "nothing",
             ", ".join(_refused(config)) or "none",
             f"{measured[config.model_type]:.0e}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _sizes(config):
-    """Returns the published sizes: those of `of`, or else the class methods of the config."""
-    presets = [name for name, value in vars(config).items() if isinstance(value, classmethod)]
-    return list(config.sizes) or presets
 
 
 def _values(config):
