@@ -5,13 +5,57 @@ Herd of Models* (arXiv:2407.21783). As in transformers, and unlike in Meta's cod
 head's dims with the second half, instead of each even dim with the next.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from .decoder import CausalLM, CausalLMConfig, rows
-from .hf import Field, sized
+from .hf import Field, published
 from .nn import Llama3Scaling, check_heads
 
 _LLAMA3 = {"8b": {"d_mlp": 14336}, "70b": {"d_model": 8192, "d_mlp": 28672, "n_layers": 80, "n_heads": 64}}
+_OF_LLAMA3 = {
+    "vocab_size": 128256,
+    "n_positions": 8192,
+    "n_kv_heads": 8,
+    "rope_theta": 500000.0,
+    "norm_eps": 1e-5,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+
+
+def _named(model: str, sizes: Mapping[str, Mapping[str, Any]], **common: Any) -> Mapping[str, Mapping[str, Any]]:
+    return published({f"{model}-{size}": fields for size, fields in sizes.items()}, **common)
+
+
+_SIZES = {
+    **_named(
+        "llama",
+        {
+            "7b": {},
+            "13b": {"d_model": 5120, "d_mlp": 13824, "n_layers": 40, "n_heads": 40},
+            "33b": {"d_model": 6656, "d_mlp": 17920, "n_layers": 60, "n_heads": 52},  # called 30b on the Hub
+            "65b": {"d_model": 8192, "d_mlp": 22016, "n_layers": 80, "n_heads": 64, "norm_eps": 1e-5},
+        },
+    ),
+    **_named(
+        "llama2",
+        {
+            "7b": {},
+            "13b": {"d_model": 5120, "d_mlp": 13824, "n_layers": 40, "n_heads": 40},
+            "70b": {"d_model": 8192, "d_mlp": 28672, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8},
+        },
+        n_positions=4096,
+        norm_eps=1e-5,
+    ),
+    **_named("llama3", _LLAMA3, **_OF_LLAMA3),
+    **_named(
+        "llama3.1",
+        {**_LLAMA3, "405b": {"d_model": 16384, "d_mlp": 53248, "n_layers": 126, "n_heads": 128}},
+        **{**_OF_LLAMA3, "n_positions": 131072, "rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 8192)},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -19,53 +63,12 @@ class LlamaConfig(CausalLMConfig):
     """The sizes of a LLaMA. The defaults are those of the first one with 7 billion parameters. See `CausalLMConfig`."""
 
     model_type = "llama"
+    sizes = _SIZES
     rows = rows(Field("attention_bias"), Field("mlp_bias"))
 
     def __post_init__(self) -> None:
         check_heads(self)  # transformers checks it even with a `head_size`
         super().__post_init__()
-
-    @classmethod
-    def llama(cls, size: str) -> "LlamaConfig":
-        """The first LLaMA: `"7b"`, `"13b"`, `"33b"` (called 30b on the Hub) or `"65b"`."""
-        sizes = {
-            "7b": {},
-            "13b": {"d_model": 5120, "d_mlp": 13824, "n_layers": 40, "n_heads": 40},
-            "33b": {"d_model": 6656, "d_mlp": 17920, "n_layers": 60, "n_heads": 52},
-            "65b": {"d_model": 8192, "d_mlp": 22016, "n_layers": 80, "n_heads": 64, "norm_eps": 1e-5},
-        }
-        return cls(**sized(size, sizes))
-
-    @classmethod
-    def llama2(cls, size: str) -> "LlamaConfig":
-        """Llama 2: `"7b"`, `"13b"` or `"70b"`."""
-        sizes = {
-            "7b": {},
-            "13b": {"d_model": 5120, "d_mlp": 13824, "n_layers": 40, "n_heads": 40},
-            "70b": {"d_model": 8192, "d_mlp": 28672, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8},
-        }
-        return cls(n_positions=4096, norm_eps=1e-5, **sized(size, sizes))
-
-    @classmethod
-    def llama3(cls, size: str) -> "LlamaConfig":
-        """Llama 3: `"8b"` or `"70b"`."""
-        return cls(
-            vocab_size=128256,
-            n_positions=8192,
-            n_kv_heads=8,
-            rope_theta=500000.0,
-            norm_eps=1e-5,
-            bos_token_id=128000,
-            eos_token_id=128001,
-            **sized(size, _LLAMA3),
-        )
-
-    @classmethod
-    def llama3_1(cls, size: str) -> "LlamaConfig":
-        """Llama 3.1: `"8b"`, `"70b"` or `"405b"`."""
-        sizes = {**_LLAMA3, "405b": {"d_model": 16384, "d_mlp": 53248, "n_layers": 126, "n_heads": 128}}
-        scaling = Llama3Scaling(8.0, 1.0, 4.0, 8192)
-        return replace(cls.llama3("8b"), n_positions=131072, rope_scaling=scaling, **sized(size, sizes))
 
 
 class Llama(CausalLM):

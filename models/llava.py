@@ -51,7 +51,7 @@ class LlavaConfig(FolderConfig):
     """
 
     vision: VisionConfig = field(default_factory=lambda: CLIPVisionConfig(**_CLIP_L))
-    text: CausalLMConfig = field(default_factory=lambda: replace(LlamaConfig.llama2("7b"), vocab_size=32064))
+    text: CausalLMConfig = field(default_factory=lambda: replace(LlamaConfig.of("llama2-7b"), vocab_size=32064))
     image_token_id: int = 32000
     feature_layers: tuple[int, ...] = (-2,)
     drops_first: bool = True
@@ -99,7 +99,7 @@ class LlavaConfig(FolderConfig):
         Raises ValueError for another size.
         """
         check_choice(size, "size", ("7b", "13b"))
-        return cls(text=replace(LlamaConfig.llama2(size), vocab_size=32064))
+        return cls(text=replace(LlamaConfig.of(f"llama2-{size}"), vocab_size=32064))
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> "LlavaConfig":

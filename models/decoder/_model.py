@@ -48,7 +48,7 @@ class CausalLM(Decoder, Pretrained):
     """A decoder, from token ids to the logits of each next token. Call it on one example; `jax.vmap` it over a batch.
 
     ```python
-    model = Llama(LlamaConfig.llama3("8b"), key=jax.random.key(0))
+    model = Llama(LlamaConfig.of("llama3-8b"), key=jax.random.key(0))
     logits = jax.vmap(model)(ids)
     ```
 

@@ -111,7 +111,7 @@ def make_llama(key: Any) -> Llama:
 
 def make_lora(key: Any) -> Llama:
     """Llama 3 8B in bfloat16, with adapters in float32."""
-    base = Llama(LlamaConfig.llama3("8b"), key=key)
+    base = Llama(LlamaConfig.of("llama3-8b"), key=key)
     base = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, base)
     return lora.add(base, rank=16, where=("*.attention.query", "*.attention.value"), key=key)
 

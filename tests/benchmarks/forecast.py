@@ -44,7 +44,7 @@ MORE = {
     ),
     "llama3.1-70b-tpu7x-256": replace(_7X, machine="tpu7x:4x8x8", seconds=12.27, source=_README),
     "llama3.1-405b-tpu7x-256": replace(
-        _7X, config=LlamaConfig.llama3_1("405b"), machine="tpu7x:4x8x8", rows=3, seconds=98.34, source=_README
+        _7X, config=LlamaConfig.of("llama3.1-405b"), machine="tpu7x:4x8x8", rows=3, seconds=98.34, source=_README
     ),
 }
 LEFT_OUT = ("qwen3-30b-a3b-h100", "llama3-8b-262k-h100")  # experts, and products in fp8

@@ -79,7 +79,7 @@ class Stranger(eqx.Module):
 def make_model(name: str, n_tokens: int, n_layers: int | None, key: jax.Array) -> eqx.Module:
     if name == "stranger":
         return Stranger(n_layers=n_layers or 20, key=key)
-    config = LlamaConfig.llama3("8b")
+    config = LlamaConfig.of("llama3-8b")
     if name == "1b":
         config = dataclasses.replace(config, d_model=2048, d_mlp=8192, n_layers=16, head_size=64, is_tied=True)
     return Llama(dataclasses.replace(config, n_positions=n_tokens, n_layers=n_layers or config.n_layers), key=key)

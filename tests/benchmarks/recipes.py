@@ -85,8 +85,8 @@ TITAN_A100 = "pytorch/torchtitan, docs/performance.md"
 TPU = "AI-Hypercomputer/tpu-recipes, training/trillium"
 NGC = "catalog.ngc.nvidia.com, dgxc-benchmarking"
 AUTOMODEL = "NVIDIA-NeMo/Automodel, docs/performance-summary.md"
-LLAMA2_13B, LLAMA2_70B = LlamaConfig.llama2("13b"), LlamaConfig.llama2("70b")
-LLAMA3_8B, LLAMA3_70B = LlamaConfig.llama3("8b"), LlamaConfig.llama3("70b")
+LLAMA2_13B, LLAMA2_70B = LlamaConfig.of("llama2-13b"), LlamaConfig.of("llama2-70b")
+LLAMA3_8B, LLAMA3_70B = LlamaConfig.of("llama3-8b"), LlamaConfig.of("llama3-70b")
 
 # Tokens a second of a chip are as published; a step's seconds follow from them where the source does not name these.
 RECIPES = {

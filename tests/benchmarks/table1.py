@@ -54,7 +54,7 @@ class Row:
 ROWS = (
     Row("BART-large", Bart, BartConfig.of("large"), 1024, "gpu:rtx-2080ti:2", 2, "2 x 1080 Ti (10 GB)", memory=10 * GB),
     Row("GPT2-large", GPT2, GPT2Config.of("774m"), 512, "gpu:rtx-2080ti:2", 2, "2 x 1080 Ti (10 GB)", memory=10 * GB),
-    Row("LLaMA-7B", Llama, LlamaConfig.llama("7b"), 1024, "gpu:a100-40gb:4", 4, "4 x A100 (40 GB)"),
+    Row("LLaMA-7B", Llama, LlamaConfig.of("llama-7b"), 1024, "gpu:a100-40gb:4", 4, "4 x A100 (40 GB)"),
     Row("GPT-J-6B", GPTJ, GPTJConfig.of("6b"), 1024, "gpu:a100-40gb:4", 4, "4 x A100 (40 GB)"),
     Row("OPT-13B on A100", OPT, OPTConfig.of("13b"), 1024, "gpu:a100-40gb:4", 4, "not listed for 4 x A100"),
     Row("T5-XXL-11B", T5, T5Config.of("v1.1-xxl"), 512, "v4:2x2x2", 8, "2 hosts x 4 TPU v4"),
@@ -62,7 +62,7 @@ ROWS = (
     Row("OPT-13B with FSDP", OPT, OPTConfig.of("13b"), 1024, "v4:2x2x2", 2, "2 hosts x 4 TPU v4", n_fsdp_shards=4),
     Row("OPT-66B", OPT, OPTConfig.of("66b"), 512, "v4:4x4x4", 8, "16 hosts x 4 TPU v4", n_fsdp_shards=8),
     Row(
-        "LLaMA-3.1-405B", Llama, LlamaConfig.llama3_1("405b"), 8192, "v5p:4x8x8", 8, "past the paper", n_fsdp_shards=32,
+        "LLaMA-3.1-405B", Llama, LlamaConfig.of("llama3.1-405b"), 8192, "v5p:4x8x8", 8, "past the paper", n_fsdp_shards=32,
         compute_dtype="bfloat16",
     ),
 )  # fmt: skip

@@ -108,7 +108,7 @@ def test_the_verdict_on_a_large_model_takes_seconds():
     began = time.process_time()
     with redeqx.described("v5p:4x8x8"):
         deployer = redeqx.Deployer(n_model_shards=8, n_fsdp_shards=32, verbose=False)
-        model = deployer.init(lambda: Llama(LlamaConfig.llama3_1("405b"), key=jax.random.key(0)))
+        model = deployer.init(lambda: Llama(LlamaConfig.of("llama3.1-405b"), key=jax.random.key(0)))
         trainer = redeqx.Trainer(
             deployer,
             model=model,

@@ -199,7 +199,7 @@ def test_few_key_value_heads_are_replicated_and_everything_else_is_split():
 
 def test_mlps_split_as_columns_and_rows():
     deployer = redeqx.Deployer(n_model_shards=4, verbose=False)
-    leaves = deployer.plan(eqx.filter_eval_shape(Llama, LlamaConfig.llama3("8b"), key=jax.random.key(0))).leaves
+    leaves = deployer.plan(eqx.filter_eval_shape(Llama, LlamaConfig.of("llama3-8b"), key=jax.random.key(0))).leaves
     for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
         spec = leaves[f"stack.blocks.mlp.{name}.weight"].spec
         assert [i for i, axis in enumerate(spec) if axis] == [dim], name
@@ -212,22 +212,24 @@ PRESETS = {
     "llama": {"7b": 6_738_415_616, "13b": 13_015_864_320, "33b": 32_528_943_616, "65b": 65_285_660_672},
     "llama2": {"7b": 6_738_415_616, "13b": 13_015_864_320, "70b": 68_976_648_192},
     "llama3": {"8b": 8_030_261_248, "70b": 70_553_706_496},
-    "llama3_1": {"8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800},
+    "llama3.1": {"8b": 8_030_261_248, "70b": 70_553_706_496, "405b": 405_853_388_800},
 }
 
 
 @pytest.mark.parametrize("family", PRESETS)
 def test_presets_have_the_published_number_of_parameters(family):
     for size, n_parameters in PRESETS[family].items():
-        config = getattr(LlamaConfig, family)(size)
+        config = LlamaConfig.of(f"{family}-{size}")
         model = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
         assert sum(leaf.size for leaf in jax.tree.leaves(model) if is_shape(leaf)) == n_parameters, size
         assert read(**config.to_hf()) == config
 
 
 def test_rejects_an_unpublished_size():
-    with pytest.raises(ValueError, match=r"`size`: expected one of 8b, 70b, got '405b'\. For other sizes set the fields\."):
-        LlamaConfig.llama3("405b")
+    with pytest.raises(
+        ValueError, match=r"`size`: expected one of llama-7b, .*, got 'llama3-405b'\. For other sizes set the"
+    ):
+        LlamaConfig.of("llama3-405b")
 
 
 @pytest.mark.parametrize("cls", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
