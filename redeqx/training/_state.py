@@ -1,6 +1,6 @@
 """Makes, saves and loads training states: the trees of a checkpoint, and their arrays on the devices of a program."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from ..checkpoint import Base, CheckpointFolder
 from ..machine import copied, put, replicated
 from ..optimizers import with_new_copies
 from ..partition import place
-from ..steps import Program, TrainState
+from ..steps import Program, Structure, TrainState
 from ..storage import Location
 
 
@@ -48,6 +48,22 @@ def new_state(program: Program, model: PyTree, model_state: PyTree | None, strea
     layers = [put(copied(leaf), replicate) for leaf in jax.tree.leaves(model_state)]  # as `place` copies
     counts = put(np.zeros(2, np.int32), replicate)
     return TrainState(trained, frozen, program.init_opt_state(trained), layers, counts, put(stream, replicate))
+
+
+def without_shared(structure: Structure, model: PyTree, others: Sequence[TrainState]) -> PyTree:
+    """Returns a model with copies of those arrays that other trainers hold too, if a step deletes them: a step deletes all
+    arrays of its trainer's state but the frozen ones.
+
+    **Arguments:**
+
+    - `others`: the states of the other trainers.
+    """
+    frozen_there = {id(x) for state in others for x in state.frozen}
+    deleted_there = {id(x) for state in others for x in jax.tree.leaves(replace(state, frozen=[]))}
+    trained, frozen = structure.take(model)
+    shared = [x for x in trained if id(x) in frozen_there] + [x for x in (*trained, *frozen) if id(x) in deleted_there]
+    copies = {id(x): x.copy() for x in shared}
+    return jax.tree.map(lambda x: copies.get(id(x), x), model) if copies else model
 
 
 def given_state(program: Program, model: PyTree, stream: np.ndarray, base: Base | None) -> TrainState:

@@ -110,6 +110,24 @@ def test_a_prediction_before_the_second_fit_uses_the_restored_model(tmp_path):
     np.testing.assert_array_equal(again.get_default_predictor(pred_fn).predict(DATA, batch_size=8), wanted)
 
 
+def test_a_trainer_of_another_ones_model_leaves_it_its_arrays():
+    first = make_trainer(name="first")
+    fit(first, 1)
+    before = bits((first.model, first.opt_state))
+    for trained in ("all", "none but biases"):
+        trainable = eqx.is_inexact_array if trained == "all" else lambda x: eqx.is_inexact_array(x) and x.ndim == 1
+        second = redeqx.Trainer(
+            first.deployer, model=first.model, optimizer=optax.sgd(0.1), collate_fn=collate_fn, loss_fn=loss_fn,
+            trainable=trainable, name=trained.split()[0],
+        )  # fmt: skip
+        second.update(list(DATA[:BATCH]))
+        assert bits((first.model, first.opt_state)) == before
+    frozen = bits(second.model.first.weight)
+    first.update(list(DATA[:BATCH]))
+    second.update(list(DATA[:BATCH]))
+    assert bits(second.model.first.weight) == frozen
+
+
 # --- the plan -----------------------------------------------------------------------------------------------------------
 
 
