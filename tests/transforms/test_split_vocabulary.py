@@ -11,6 +11,7 @@ import pytest
 
 import redeqx
 from redeqx.models import cross_entropy
+from tests.transforms.updates import check_update
 
 VOCAB, D, ROWS, RATE = 512, 32, 16, 0.5
 N_IDS = 256  # so that no other matrix has the shape of the head
@@ -58,17 +59,7 @@ def trainer_on(mesh, **kwargs):
 def test_an_update_is_that_of_one_device(mesh):
     rows = examples(18)  # the last chunk is padded
     trainer = trainer_on(MESHES[mesh], accumulate_grad_batches=2 if mesh == "all" else 1)
-    trainer.train(rows, batch_size=ROWS)
-
-    def by_hand(model):
-        loss = loss_fn(model, jax.tree.map(jnp.asarray, collate(rows)), None)
-        return loss.total / loss.weight
-
-    model = Model()
-    grads = eqx.filter_grad(by_hand)(model)
-    for new, old, grad in zip(*map(jax.tree.leaves, (trainer.model, model, grads)), strict=True):
-        expected = old - RATE * grad
-        np.testing.assert_allclose(new, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    check_update(trainer, rows, model=Model(), loss_fn=loss_fn, collate=collate, rate=RATE)
 
 
 def test_no_device_has_the_whole_head_or_its_gradient():

@@ -9,6 +9,7 @@ import pytest
 
 import redeqx
 from redeqx.models import cross_entropy
+from tests.transforms.updates import check_update
 
 VOCAB, D, T, ROWS, RATE = 512, 64, 40, 16, 0.5  # more tokens than the vocabulary: the head is not split by it
 MESHES = {"fsdp": {"n_fsdp_shards": 8}, "all": {"n_model_shards": 2, "n_fsdp_shards": 2}}
@@ -53,18 +54,7 @@ def trainer_on(mesh):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_an_update_is_that_of_one_device(mesh):
-    trainer = trainer_on(MESHES[mesh])
-    trainer.train(EXAMPLES, batch_size=ROWS)
-
-    def by_hand(model):
-        loss = loss_fn(model, jax.tree.map(jnp.asarray, collate(EXAMPLES)), None)
-        return loss.total / loss.weight
-
-    model = Model()
-    grads = eqx.filter_grad(by_hand)(model)
-    for new, old, grad in zip(*map(jax.tree.leaves, (trainer.model, model, grads)), strict=True):
-        expected = old - RATE * grad
-        np.testing.assert_allclose(new, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    check_update(trainer_on(MESHES[mesh]), EXAMPLES, model=Model(), loss_fn=loss_fn, collate=collate, rate=RATE)
 
 
 @pytest.mark.sweep
