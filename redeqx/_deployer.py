@@ -183,7 +183,6 @@ class Deployer(RedcoNames):
             mesh, folder, jax_seed, is_dry_run, staging
         )  # fmt: skip
         self._recorders: dict[str | None, Callable[[], Any]] = {}  # the trainer of each name that records
-        self.engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of its trainers
         self._former_recorders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._begun: set[str | None] = set()  # the trainers, by name, whose records of an earlier process were rewound
 

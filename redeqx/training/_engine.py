@@ -29,7 +29,7 @@ from ._header import eval_text, header_rows, loss_rows, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
 from ._metrics import Metrics, Update, explained
 from ._progress import Position
-from ._state import Checkpoint, given_state, load_state, match_state, new_state, without_shared
+from ._state import ENGINES, Checkpoint, given_state, load_state, match_state, new_state, without_shared
 from ._task import Task
 
 
@@ -81,7 +81,7 @@ class Engine:
         self._state: TrainState | None = None
         self._knows_loss = False  # whether the plan tells what the loss does with leaves and rows
         self.newest_checkpoint: Callable[[], str | None] = lambda: None
-        deployer.engines.add(self)
+        ENGINES.add(self)
         if task.pool.n:
             AtEnd(self, task.pool.close)
 
@@ -184,7 +184,7 @@ class Engine:
         """Checks that the arrays still exist, and that the trainers of all processes agree."""
         model, state = self.trees
         check_alive(model, "model")  # another trainer may have donated the arrays of `deployer.init`
-        others = [other._state for other in self.deployer.engines - {self} if other._state is not None]
+        others = [other.placed[1] for other in ENGINES - {self} if other.has_values]
         self._given = model, state = without_shared(self.task.structure, model, others), state
         if self.deployer.peers.n > 1:
             settings = {"accumulate_grad_batches": self.task.accumulate, "precision": self.precision}

@@ -1,5 +1,6 @@
 """Makes, saves and loads training states: the trees of a checkpoint, and their arrays on the devices of a program."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -39,6 +40,9 @@ class Checkpoint:
     def base(self) -> Base | None:
         """The leaves that it does not hold, which stay as they are; None if it holds all."""
         return Base.of_record(self.record)
+
+
+ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # those of this process, which hold the states of its trainers
 
 
 def new_state(program: Program, model: PyTree, model_state: PyTree | None, stream: np.ndarray) -> TrainState:

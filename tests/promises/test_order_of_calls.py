@@ -116,10 +116,7 @@ def test_a_trainer_of_another_ones_model_leaves_it_its_arrays():
     before = bits((first.model, first.opt_state))
     for trained in ("all", "none but biases"):
         trainable = eqx.is_inexact_array if trained == "all" else lambda x: eqx.is_inexact_array(x) and x.ndim == 1
-        second = redeqx.Trainer(
-            first.deployer, model=first.model, optimizer=optax.sgd(0.1), collate_fn=collate_fn, loss_fn=loss_fn,
-            trainable=trainable, name=trained.split()[0],
-        )  # fmt: skip
+        second = make_trainer(model=first.model, optimizer=optax.sgd(0.1), trainable=trainable)
         second.update(list(DATA[:BATCH]))
         assert bits((first.model, first.opt_state)) == before
     frozen = bits(second.model.first.weight)
