@@ -12,7 +12,7 @@ image, source x context = the sequence that the denoising model attends to.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -129,7 +129,7 @@ class TextToImage(eqx.Module):
         - `latents`: as `encode_image` returns them.
         - `key`: draws the timestep and the noise.
         """
-        return denoising_loss(self.config.scheduler, lambda x, t: self.predict(x, t, condition), latents, key)
+        return denoising_loss(self.scheduler_of(latents), lambda x, t: self.predict(x, t, condition), latents, key)
 
     def denoise(
         self,
@@ -152,7 +152,12 @@ class TextToImage(eqx.Module):
         - `key`: for schedulers that draw noise.
         """
         model_fn = self.model_fn(condition, empty, guidance)
-        return denoise(self.config.scheduler, model_fn, noise, n_steps, key=key)
+        return denoise(self.scheduler_of(noise), model_fn, noise, n_steps, key=key)
+
+    def scheduler_of(self, latents: Float[Array, "c h w"]) -> Scheduler:
+        """Returns the scheduler for latents of this size, for `denoise` of `redeqx.models.schedulers`."""
+        del latents
+        return self.config.scheduler
 
     def model_fn(
         self, condition: Condition, empty: Condition | None = None, guidance: Float[Array, ""] | float = 1.0
@@ -400,6 +405,11 @@ class StableDiffusion3(TextToImage):
             third = self.text_encoder_3(ids_3).astype(clip.dtype)
         padded = jnp.pad(clip, ((0, 0), (0, width - clip.shape[1])))
         return {"context": jnp.concatenate([padded, third]), "pooled": jnp.concatenate([pooled, pooled_2])}
+
+    def scheduler_of(self, latents: Float[Array, "c h w"]) -> Scheduler:
+        _, height, width = latents.shape
+        size = self.transformer.config.patch_size
+        return replace(self.config.scheduler, n_patches=(height // size) * (width // size))
 
     @property
     def _sizes(self) -> Sequence[Agreement]:

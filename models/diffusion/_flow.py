@@ -6,6 +6,7 @@ for High-Resolution Image Synthesis*. The variants are those of `diffusers`.
 Dims: shape = shape of a sample, any. A timestep is the noise level in (0, 1] times `n_train_steps`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._kinds import POSITIVE
+from .._kinds import NUMBER, POSITIVE
 from ..hf import Field, Only
+from ..nn import check_choice, check_sizes
 from ._scheduler import Scheduler, Step
+
+_SHIFTS = ("exponential", "linear")
 
 
 @dataclass(frozen=True)
@@ -27,23 +31,51 @@ class FlowMatchEuler(Scheduler):
 
     - `shift`: the noise level `s` becomes `shift * s / (1 + (shift - 1) * s)`: above 1, more of the steps are at high noise
         levels, as large images need.
+    - `is_dynamic`: whether the shift depends on the size of an image, by the arguments below, and not on `shift`.
+    - `base_shift`, `max_shift`: a number for images of `base_patches` and one for images of `max_patches`; that for other
+        sizes is on the line through the two. `shift_kind`: what the number is, "exponential" for the logarithm of the
+        shift, "linear" for the shift itself.
+    - `n_patches`: the number of patches of an image; None if it is not known yet. It is not saved: a pipeline sets it.
 
-    Raises ValueError for a shift that is not positive.
+    Raises ValueError for a shift that is not positive, for an unknown name, and for two sizes that are equal.
     """
 
     class_name: ClassVar[str] = "FlowMatchEulerDiscreteScheduler"
 
     shift: float = 1.0
+    is_dynamic: bool = False
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    base_patches: int = 256
+    max_patches: int = 4096
+    shift_kind: str = "exponential"
+    n_patches: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_sizes(self, "base_patches", "max_patches", *([] if self.n_patches is None else ["n_patches"]))
+        check_choice(self, "shift_kind", _SHIFTS)
         if not self.shift > 0:
             raise ValueError(f"`shift`: expected a positive number, got {self.shift}. Pass 1 for evenly spaced steps.")
+        if self.base_patches == self.max_patches:
+            raise ValueError(
+                f"`max_patches`: expected another number than `base_patches`, got {self.max_patches}. Change one of the two."
+            )
+        if self.n_patches is not None and not self._factor > 0:
+            raise ValueError(
+                f"`n_patches`: expected a number whose shift is positive, got {self.n_patches}, whose shift is "
+                f"{self._factor:.3g}. Change `base_shift` or `max_shift`."
+            )
 
     rows = (
         *Scheduler.rows,
         Field("shift", kind=POSITIVE),
-        Only("use_dynamic_shifting", False),
+        Field("use_dynamic_shifting", "is_dynamic"),
+        Field("base_shift", kind=NUMBER),
+        Field("max_shift", kind=NUMBER),
+        Field("base_image_seq_len", "base_patches"),
+        Field("max_image_seq_len", "max_patches"),
+        Only("time_shift_type", *_SHIFTS, name="shift_kind"),
         Only("shift_terminal", None),
         Only("invert_sigmas", False),
         Only("stochastic_sampling", False),
@@ -68,18 +100,33 @@ class FlowMatchEuler(Scheduler):
         return self.n_train_steps * self._shifted(jax.nn.sigmoid(jax.random.normal(key)))
 
     def timesteps(self, n_steps: int) -> Float[Array, " n_steps"]:
-        """Returns the timesteps for denoising in `n_steps`, in decreasing order of noise, from pure noise to the shifted
-        lowest level of training. As in diffusers, levels between the two are shifted, and so is the lowest one once more.
+        """Returns the timesteps for denoising in `n_steps`, in decreasing order of noise, from pure noise to the lowest
+        level of training. All are shifted; as in diffusers, the lowest one twice if the shift is the same for all images.
 
-        Raises ValueError for more steps than timesteps.
+        Raises ValueError for more steps than timesteps, and without `n_patches` if the shift depends on it.
         """
         self._check_steps(n_steps)
         n = self.n_train_steps
-        levels = np.linspace(1.0, float(self._shifted(np.float32(1 / n))), n_steps)  # in float64
+        lowest = np.float32(1 / n)
+        levels = np.linspace(1.0, float(lowest if self.is_dynamic else self._shifted(lowest)), n_steps)  # in float64
         return jnp.asarray(self._shifted(levels).astype(np.float32) * np.float32(n))
 
+    @property
+    def _factor(self) -> float:
+        """The shift, of an image of `n_patches` if it depends on them."""
+        if not self.is_dynamic:
+            return self.shift
+        if self.n_patches is None:
+            raise ValueError(
+                "`n_patches`: expected a number, since the shift depends on the size of an image, got None. "
+                "Pass `dataclasses.replace(scheduler, n_patches=...)`."
+            )
+        slope = (self.max_shift - self.base_shift) / (self.max_patches - self.base_patches)
+        number = self.base_shift + slope * (self.n_patches - self.base_patches)
+        return math.exp(number) if self.shift_kind == "exponential" else number
+
     def _shifted(self, level):
-        return self.shift * level / (1 + (self.shift - 1) * level)
+        return self._factor * level / (1 + (self._factor - 1) * level)
 
     def _level(self, timestep: Step) -> Float[Array, ""]:
         return jnp.asarray(timestep, jnp.float32) / self.n_train_steps

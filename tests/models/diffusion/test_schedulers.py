@@ -124,6 +124,22 @@ def test_flow_matching_is_linear_in_the_shifted_level():
     np.testing.assert_allclose([normal.mean(), normal.std()], [0, 1], atol=0.05)
 
 
+def test_the_shift_depends_on_the_size_of_an_image():
+    dynamic = FlowMatchEuler(100, is_dynamic=True, base_shift=0.0, max_shift=1.0, base_patches=128, max_patches=640)
+    levels = np.linspace(1, 0.01, 5)
+    for kind, size, shift in (("exponential", 384, np.exp(0.5)), ("exponential", 128, 1.0), ("linear", 384, 0.5)):
+        scheduler = dataclasses.replace(dynamic, shift_kind=kind, n_patches=size)
+        wanted = 100 * shift * levels / (1 + (shift - 1) * levels)
+        np.testing.assert_allclose(scheduler.timesteps(5), wanted, rtol=1e-6)
+        shifted = scheduler.draw_timestep(jax.random.key(0)) / 100
+        plain = FlowMatchEuler(100).draw_timestep(jax.random.key(0)) / 100
+        np.testing.assert_allclose(shifted, shift * plain / (1 + (shift - 1) * plain), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"`n_patches`: expected a number, since the shift depends on .*, got None"):
+        dynamic.timesteps(5)
+    with pytest.raises(ValueError, match="`n_patches`: expected a number whose shift is positive, got 100"):
+        dataclasses.replace(dynamic, shift_kind="linear", n_patches=100)
+
+
 def test_euler_takes_the_steps_of_ddim_if_they_have_equal_length():
     fields = {**LATENT, "timestep_spacing": "leading"}
     model_fn = lambda sample, timestep: 0.3 * sample + NOISE[::-1]  # noqa: E731
@@ -245,6 +261,7 @@ def test_guidance_extrapolates_from_the_unconditional_prediction():
         DDPM(variance_type="fixed_large", beta_schedule="squaredcos_cap_v2", clip_range=2.0),
         Euler(ends_clean=False, steps_offset=1, has_karras=True, **LATENT),
         FlowMatchEuler(500, shift=3.0),
+        FlowMatchEuler(is_dynamic=True, base_shift=0.4, max_patches=1024, shift_kind="linear"),
         PNDM(ends_clean=True, steps_offset=1, prediction_type="v_prediction"),
         DDIM(ends_clean=False, steps_offset=1, has_zero_snr=True, timestep_spacing="trailing", **LATENT),
     ],
@@ -277,7 +294,7 @@ def test_keys_that_change_nothing_are_kept(tmp_path):
         (Euler, "sigma_max", 9.0, r"`sigma_max`: expected None, .* got 9\.0"),
         (Euler, "timestep_type", "continuous", "`timestep_type`: expected 'discrete', .* got 'continuous'"),
         (Euler, "final_sigmas_type", "one", "`final_sigmas_type`: expected 'zero' or 'sigma_min', .* got 'one'"),
-        (FlowMatchEuler, "use_dynamic_shifting", True, "`use_dynamic_shifting`: expected False, .* got True"),
+        (FlowMatchEuler, "time_shift_type", "cubic", "`time_shift_type`: expected 'exponential' or .* got 'cubic'"),
         (FlowMatchEuler, "shift_terminal", 0.1, r"`shift_terminal`: expected None, .* got 0\.1"),
         (DDPM, "variance_type", "learned_range", "`variance_type`: expected 'fixed_small' or .* got 'learned_range'"),
         (DDPM, "variance_type", "fixed_small_log", "`variance_type`: expected 'fixed_small' or .* got 'fixed_small_log'"),
@@ -348,6 +365,7 @@ def test_pndm_extrapolates_the_last_predictions():
         (PNDM, {"prediction_type": "sample"}, "`prediction_type`: expected 'epsilon' or 'v_prediction' for PNDM, got"),
         (Euler, {"clip_range": 1.0}, "`clip_range`: expected None for Euler, got 1.0"),
         (FlowMatchEuler, {"shift": 0.0}, "`shift`: expected a positive number, got 0.0"),
+        (FlowMatchEuler, {"max_patches": 256}, "`max_patches`: expected another number than `base_patches`, got 256"),
         (DDIM, {"eta": -1.0}, "`eta`: expected 0 to 1, got -1.0"),
         (DDIM, {"eta": 2.0}, "`eta`: expected 0 to 1, got 2.0"),
         (

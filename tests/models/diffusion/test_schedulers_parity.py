@@ -56,6 +56,9 @@ FLOW = [
     (FlowMatchEuler(shift=3.0), 28),
     (FlowMatchEuler(100, 0.5), 100),
     (FlowMatchEuler(shift=3.0), 1),
+    (FlowMatchEuler(is_dynamic=True, n_patches=1024, shift=3.0), 28),
+    (FlowMatchEuler(100, is_dynamic=True, base_shift=0.3, max_patches=300, n_patches=320), 7),
+    (FlowMatchEuler(is_dynamic=True, shift_kind="linear", max_shift=3.0, n_patches=4000), 20),
 ]
 
 
@@ -64,6 +67,16 @@ def theirs(scheduler, folder):
     import diffusers
 
     return getattr(diffusers, scheduler.class_name).from_pretrained(scheduler.save_pretrained(folder))
+
+
+def shift(scheduler):
+    """Returns what a pipeline of diffusers passes to its scheduler."""
+    from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+    if not getattr(scheduler, "is_dynamic", False):
+        return {}
+    line = scheduler.base_patches, scheduler.max_patches, scheduler.base_shift, scheduler.max_shift
+    return {"mu": calculate_shift(scheduler.n_patches, *line)}
 
 
 def predict(tables, sample, timestep):
@@ -108,7 +121,7 @@ def test_trajectory_of_float_timesteps(scheduler, n_steps, tmp_path):
     predict = lambda sample, timestep, drift: sample * 0.75 + drift * (1 - timestep / 1000)  # noqa: E731
 
     other = theirs(scheduler, tmp_path)
-    other.set_timesteps(n_steps)
+    other.set_timesteps(n_steps, **shift(scheduler))
     timesteps = scheduler.timesteps(n_steps)
     np.testing.assert_allclose(timesteps, other.timesteps.numpy(), rtol=2e-7)
     is_euler = isinstance(scheduler, Euler)

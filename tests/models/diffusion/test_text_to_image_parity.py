@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from redeqx.models.schedulers import DDIM
+from redeqx.models.schedulers import DDIM, PNDM
 from redeqx.models.text_to_image import StableDiffusion, StableDiffusion3, StableDiffusionXL
 from tests.models.families import clip, mmdit, unet, vae
 from tests.models.families._case import fill, shapes
@@ -71,13 +71,14 @@ def run_theirs(pipeline, noise, **more):
 
 def run_ours(pipeline, noise, conditions, empties):
     """The same. Steps are taken one by one, and all of them in the pipeline's own loop."""
-    scheduler = pipeline.config.scheduler
+    scheduler = pipeline.scheduler_of(jnp.asarray(noise[0]))
 
     @jax.jit
-    @functools.partial(jax.vmap, in_axes=(0, 0, 0, None))
-    def step(x, condition, empty, timestep):
-        model_fn = pipeline.model_fn(condition, empty, GUIDANCE)
-        return scheduler.step(model_fn(x, timestep), timestep, x, n_steps=N_STEPS)
+    @functools.partial(jax.vmap, in_axes=(0, 0, 0, 0, None))
+    def step(x, memory, condition, empty, timestep):
+        output = pipeline.model_fn(condition, empty, GUIDANCE)(x, timestep)
+        memory, arguments = scheduler.recall(memory, output, timestep, x, n_steps=N_STEPS)
+        return scheduler.step(*arguments, n_steps=N_STEPS), memory
 
     @jax.jit
     @jax.vmap
@@ -86,8 +87,9 @@ def run_ours(pipeline, noise, conditions, empties):
         return latents, pipeline.decode(latents)
 
     x, steps = scheduler.begin(jnp.asarray(noise), N_STEPS), []
+    memory = jax.vmap(scheduler.memory)(x)
     for timestep in scheduler.timesteps(N_STEPS):
-        x = step(x, conditions, empties, timestep)
+        x, memory = step(x, memory, conditions, empties, timestep)
         steps.append(x)
     latents, images = run(noise, conditions, empties)
     compare([latents], [steps[-1]])
@@ -175,7 +177,10 @@ def test_sdxl(tmp_path):
     compare(found, (states, empty_states, pooled, empty_pooled))
 
 
-def test_stable_diffusion(tmp_path):
+@pytest.mark.parametrize(
+    ("cls", "options"), [(DDIM, {"clip_sample": False, "set_alpha_to_one": False}), (PNDM, {"skip_prk_steps": True})]
+)
+def test_stable_diffusion(cls, options, tmp_path):
     import diffusers
 
     theirs = filled(
@@ -184,7 +189,7 @@ def test_stable_diffusion(tmp_path):
             text_encoder=clip.make_text(**{**TEXT, "hidden_size": unet.CONTEXT}),
             tokenizer=tokenizer("<|endoftext|>"),
             unet=unet.make(),
-            scheduler=diffusers.DDIMScheduler(**LATENT, steps_offset=1, clip_sample=False, set_alpha_to_one=False),
+            scheduler=getattr(diffusers, cls.class_name)(**LATENT, steps_offset=1, **options),
             safety_checker=None,
             feature_extractor=None,
             requires_safety_checker=False,
@@ -192,7 +197,7 @@ def test_stable_diffusion(tmp_path):
         tmp_path / "theirs",
     )
     pipeline = StableDiffusion.from_pretrained(tmp_path / "theirs")
-    assert isinstance(pipeline.config.scheduler, DDIM)
+    assert type(pipeline.config.scheduler) is cls
 
     noise = latents(4)
     texts, empty = ([ids_of(theirs.tokenizer, texts)] for texts in (PROMPTS, ["", ""]))
@@ -200,8 +205,8 @@ def test_stable_diffusion(tmp_path):
     assert round_trip(pipeline, theirs, tmp_path / "ours")["unet"] == ["diffusers", "UNet2DConditionModel"]
 
 
-@pytest.mark.parametrize("has_t5", [True, False])
-def test_sd3(has_t5, tmp_path):
+@pytest.mark.parametrize(("has_t5", "shift"), [(True, {"shift": 3.0}), (False, {"use_dynamic_shifting": True})])
+def test_sd3(has_t5, shift, tmp_path):
     import diffusers
     import transformers
 
@@ -219,7 +224,7 @@ def test_sd3(has_t5, tmp_path):
             tokenizer_2=tokenizer("!"),
             tokenizer_3=tokenizer("!"),
             transformer=mmdit.make(in_channels=16, out_channels=16, **({} if has_t5 else SD35)),
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**shift),
         ),
         tmp_path / "theirs",
         **absent,
