@@ -51,6 +51,7 @@ class Positions:
     **Arguments:**
 
     - `dims`: for each variable with positions, its dims that are positions, in order.
+    - `in_batch`: for each variable with positions, how many of these the batch has.
     - `rows`: for each variable with rows, the dim that begins with them.
     - `loops`: for each loop along positions, by its equation, whether it runs over chunks of them. Otherwise it takes one
         after the other, as a recurrence does.
@@ -58,9 +59,21 @@ class Positions:
     """
 
     dims: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
+    in_batch: Mapping[Any, int] = field(default_factory=dict)
     rows: Mapping[Any, int] = field(default_factory=dict)
     loops: Mapping[Any, bool] = field(default_factory=dict)
     along: Sequence[Along] = ()
+
+    def are_whole(self, var: Any, n: int) -> bool:
+        """Whether `n` devices do not split the positions of a variable: it has none, or neither they nor those of the batch
+        divide. A few more or less than those of the batch, as of `logits[:, :-1]`, are split as these are."""
+        dims = self.dims.get(var, ())
+        return not dims or (var.aval.shape[dims[0]] % n > 0 and self.in_batch[var] % n > 0)
+
+    def rows_in(self, var: Any, n: int) -> int | None:
+        """Returns the dim of a variable that begins with rows, if `n` divides it."""
+        rows = self.rows.get(var)
+        return None if rows is None or var.aval.shape[rows] % n else rows
 
     @property
     def are_compared(self) -> bool:
@@ -82,8 +95,6 @@ def positions_of(closed: Any, inputs: Inputs) -> Positions:
         # XLA computed a ViT's loss from half of the patches (jax 0.10.2, CPU, 2 x 2 shards; 2026-11-25).
         sides = [root for dim in value.dims if (root := sets.of_dim(dim)) in seen]
         seen -= set(sides) if len(sides) > 1 else set()
-    if not seen:
-        return Positions()
 
     def positions_in(value: Value) -> tuple[int, ...]:
         return tuple(i for i, dim in enumerate(value.dims) if sets.of_dim(dim) in seen)
@@ -96,13 +107,15 @@ def positions_of(closed: Any, inputs: Inputs) -> Positions:
             if step.name == "scan" and sets.of_dim(step.scanned) in seen:
                 loops[eqn] = _is_chunked(step, seen, sets)
     dims = {var: found for var, value in of_variables if (found := positions_in(value))}
+    firsts = {var: value.dims[dims[var][0]] for var, value in of_variables if var in dims}
+    in_batch = {var: sets.in_batch(root) for var, dim in firsts.items() if (root := sets.of_dim(dim)) is not None}
     rows = {
         var: i
         for var, value in of_variables
         for i, dim in reversed([*enumerate(value.dims)])
         if flat(dim)[:1] == names.rows[:1] != ()
     }
-    return Positions(dims, rows, loops, _along([use for use in uses if use.root in seen], sets))
+    return Positions(dims, in_batch, rows, loops, _along([use for use in uses if use.root in seen], sets))
 
 
 class _Use(NamedTuple):

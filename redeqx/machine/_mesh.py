@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from ..errors import check_count
 
@@ -76,7 +76,7 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if axis != SEQUENCE or size != 1)
 
 
-def n_batch_shards(mesh: Mesh) -> int:
+def n_batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Returns the number of parts into which the rows of a batch are split: data x fsdp."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
@@ -129,11 +129,17 @@ def split_rows(mesh: Mesh, dim: int = 0) -> NamedSharding:
     return NamedSharding(mesh, P(*[None] * dim, BATCH_AXES))
 
 
-def split_heads(mesh: Mesh) -> NamedSharding:
+def split_heads(mesh: Mesh | AbstractMesh, *, by_rows: bool = False) -> NamedSharding:
     """Returns the sharding of an attention's queries `[rows, positions, heads, size]`.
 
     Rows are split as in a batch, positions over the sequence axis, and heads over the model axis.
+
+    **Arguments:**
+
+    - `by_rows`: whether the sequence axis splits rows too, instead of positions.
     """
+    if by_rows:
+        return NamedSharding(mesh, P((*BATCH_AXES, SEQUENCE), None, MODEL, None))
     return NamedSharding(mesh, P(BATCH_AXES, SEQUENCE if mesh.shape[SEQUENCE] > 1 else None, MODEL, None))
 
 

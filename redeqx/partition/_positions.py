@@ -42,7 +42,8 @@ def describe_positions(trace: Trace, mesh: Mesh, n_state: int = 0, *, may_be_who
         return ()
     found = positions_in(trace, n_state).along
     if not found:
-        return (f"none found in the batch; the {n} sequence shards repeat the work of each other",)
+        how = f"each device computes a part of the rows if these divide, and else {n} devices repeat the work of each other"
+        return (f"none found in the batch: {how}",)
     wrong = [each for each in found if each.what == ATTENTION and each.is_given and each.size % n]
     if wrong and not may_be_whole:
         size, below = wrong[0].size, wrong[0].size // n * n
@@ -58,15 +59,17 @@ def describe_positions(trace: Trace, mesh: Mesh, n_state: int = 0, *, may_be_who
 def _sentence(each: Along, n: int) -> str:
     size, by_chunks = (each.size, "") if each.chunked is None else (each.in_batch, " by chunks")
     place = f"{size} in {each.what}{'' if each.what == CHUNKS else by_chunks}"
+    is_loop = each.what in (RECURRENCE, CHUNKS)
     divides = any(part % n == 0 for part in ([size] if each.chunked is None else each.chunked))
     if each.what == CHUNKS and divides:
         how = "each device computes a part of the rows if these divide, and else of each chunk"
-    elif each.what in (RECURRENCE, CHUNKS) or (each.chunked is not None and not divides):
-        how = "each device computes all of them, for its part of the rows if these divide"
+    elif is_loop or (each.chunked is not None and not divides):
+        why = "" if is_loop or not each.chunked else f"{n} devices do not divide the {each.chunked[0]} chunks, so "
+        how = f"{why}each device computes all of them, for its part of the rows if these divide"
     elif divides:
         how = f"split over {n} devices"
-    elif each.is_given and each.what == ATTENTION:
-        how = f"{n} devices do not divide them, so each computes all of them"
+    elif each.in_batch % n or (each.is_given and each.what == ATTENTION):
+        how = f"{n} devices do not divide them, so each computes all of them, for its part of the rows if these divide"
     else:
         how = f"{n} devices do not divide them, so XLA pads them"
     return f"{place}{_at(each)}: {how}"

@@ -113,7 +113,8 @@ def with_rules(
         residual = SplitResidual(mesh, inputs, splits) if splits_residual else None
         around: list[Any] = [] if residual is None else [residual]
         around += [SplitPositions(mesh, inputs, residual=residual)] if by_sequence else []
-        return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *before, *around, *after], saved)(*args)
+        then = [replace(rule, inputs=inputs) if isinstance(rule, FuseAttention) else rule for rule in after]
+        return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *before, *around, *then], saved)(*args)
 
     return split
 

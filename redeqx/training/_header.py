@@ -12,7 +12,7 @@ from ..errors import warn
 from ..machine import mesh_text, n_batch_shards, split_heads
 from ..monitor import size_text
 from ..optimizers import decaying
-from ..partition import Plan
+from ..partition import Plan, inputs_of
 from ..steps import AS_GIVEN, Program, TrainState, effective_specs, shard_bytes
 from ..tracing import Trace, equations, or_as_written, shortened
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
@@ -153,7 +153,7 @@ def _attention_rows(task: Task, mesh: Mesh, trace: Trace) -> dict[str, str]:
     """Describes the attention in the loss; warns about large arrays of queries x keys that remain."""
     if not task.compute.fuse_attention:
         return {}
-    fused, left, dense = attentions(trace.closed, mesh.devices.flat[0].platform, split_heads(mesh))
+    fused, left, dense = attentions(trace.closed, mesh.devices.flat[0].platform, split_heads(mesh), inputs_of(trace))
     for what, n_bytes in dense.items():
         if n_bytes > _LARGE:
             warn(

@@ -1,14 +1,14 @@
 """Reports which attentions of a traced function are fused, by which kernel, and why the others are not."""
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
 
+from ..dims import Inputs
 from ..kernels import AttentionSetting, dense_bytes, kernel_of
 from ..tracing import Body, all_inside, line_of, n_bytes, n_iterations, normal
-from ._fuse_attention import describe, drop_known_mask, find_attentions
+from ._fuse_attention import FuseAttention, describe, drop_known_mask, find_attentions
 
 
 class Attentions(NamedTuple):
@@ -26,18 +26,21 @@ class Attentions(NamedTuple):
     dense: dict[str, int]
 
 
-def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None = None) -> Attentions:
+def attentions(
+    closed: Any, platform: str = "cpu", split: NamedSharding | None = None, inputs: Inputs | None = None
+) -> Attentions:
     """Finds the attentions of a traced function.
 
     **Arguments:**
 
-    - `platform`, `split`: the target platform, and the split of queries as in `FuseAttention`.
+    - `platform`: the target platform.
+    - `split`, `inputs`: the split of queries, and what the function's inputs are, as in `FuseAttention`.
     """
     found, closed = Attentions(Counter(), {}, {}), normal(closed)
-    body = Body(closed)
+    body, rule = Body(closed), FuseAttention(split, inputs).of(closed)
 
-    def record_fused(setting: AttentionSetting, operands: list[Any], line: str, times: int) -> None:
-        with_split = replace(setting, split=split)
+    def record_fused(setting: AttentionSetting, operands: list[Any], queries: Any, line: str, times: int) -> None:
+        with_split = rule.with_split(setting, queries)
         found.fused[f"{describe(setting)}, {kernel_of(platform, with_split, operands)}"] += times
         record_dense(f"a mask or bias at {line}", dense_bytes(platform, with_split, operands))
 
@@ -54,12 +57,12 @@ def attentions(closed: Any, platform: str = "cpu", split: NamedSharding | None =
                 found.unfused[line], has_unfused = attention, True
                 record_dense(f"the weights at {line}", n_bytes(eqn.outvars[0]))
             else:
-                record_fused(*attention.shapes(), line_of(attention.out[0]), times)
+                record_fused(*attention.shapes(), attention.q.atom, line_of(attention.out[0]), times)
                 fused.update(attention.eqns)
         for eqn in closed.jaxpr.eqns:
             if eqn.primitive.name == "attention":
                 setting, kept = drop_known_mask(body, eqn)
-                record_fused(setting, [eqn.invars[i].aval for i in kept], line_of(eqn), times)
+                record_fused(setting, [eqn.invars[i].aval for i in kept], eqn.invars[0], line_of(eqn), times)
             if eqn not in fused:
                 if _is_score_like(eqn):
                     score_like.append(eqn)

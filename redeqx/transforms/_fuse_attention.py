@@ -12,7 +12,7 @@ recomputes the weights instead of reading them.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from ..dims import Related
+from ..dims import Inputs, Positions, Related, positions_of
 from ..kernels import AttentionSetting, attend, constrain_positions
+from ..machine import SEQUENCE, n_batch_shards, split_heads
 from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run
 from ._bands import Affine, find_band, inequalities, select_dims
 from ._scores import SIZE, Operand, Scores, WeightsUse, match_softmax, trace_scores, uses_of_weights
@@ -36,30 +37,50 @@ class FuseAttention(Rule):
     **Arguments:**
 
     - `split`: how the plan splits queries `[rows, positions, heads, size]`; kernels need to know it.
+    - `inputs`: what the function's inputs are. Queries whose positions are not split, as of an image, are then split by rows
+        over the sequence axis too, if these divide. None if `split` holds for all queries.
     """
 
     split: NamedSharding | None = None
+    inputs: Inputs | None = None
+    positions: Positions | None = field(default=None, compare=False, repr=False)  # of the function
+
+    def of(self, closed: Any) -> "FuseAttention":
+        if self.inputs is None or self.split is None or self.split.mesh.shape[SEQUENCE] == 1:
+            return self
+        search = partial(positions_of, closed, self.inputs)
+        return replace(self, positions=or_as_written(search, Positions, "the search for positions"))
 
     def groups(self, body: Body) -> Iterable[Group]:
         found = [each for _, each in find_attentions(body, body.eqns) if isinstance(each, _Attention)]
-        return [replace(each, setting=self._with_split(each.setting)).group(body) for each in found]
+        return [replace(each, setting=self.with_split(each.setting, each.q.atom)).group(body) for each in found]
 
     def claims(self, eqn: Any) -> bool:
         if eqn.primitive.name != "attention":
             return False
         setting = eqn.params["setting"]
-        return setting.split != self.split or "mask" in setting.names
+        return setting.split != self._split_of(eqn.invars[0]) or "mask" in setting.names
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         setting, kept = drop_known_mask(site.body, eqn)
-        setting = self._with_split(setting)
+        setting = self.with_split(setting, eqn.invars[0])
         params = {**eqn.params, "setting": setting}
         kept_eqn = eqn.replace(params=params, invars=[eqn.invars[i] for i in kept])
         out, *others = run(kept_eqn, [plain(ins[i]) for i in kept])
         return [constrain_positions(setting, out), *others]
 
-    def _with_split(self, setting: AttentionSetting) -> AttentionSetting:
-        return replace(setting, split=self.split)
+    def with_split(self, setting: AttentionSetting, queries: Any) -> AttentionSetting:
+        """Returns the setting with the split of queries, given the variable or the atom that they are made of."""
+        return replace(setting, split=self._split_of(queries))
+
+    def _split_of(self, queries: Any) -> NamedSharding | None:
+        if self.split is None or self.positions is None:
+            return self.split
+        mesh = self.split.mesh
+        if not self.positions.are_whole(queries, mesh.shape[SEQUENCE]):
+            return self.split
+        divide = self.positions.rows_in(queries, n_batch_shards(mesh) * mesh.shape[SEQUENCE]) is not None
+        return split_heads(mesh, by_rows=True) if divide else self.split
 
 
 @dataclass(frozen=True)

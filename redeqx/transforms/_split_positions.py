@@ -9,7 +9,8 @@ Where a reshape makes chunks of positions, each device computes some of the chun
 chunks of a part of the rows, if these divide.
 
 A loop over positions, such as a recurrence, cannot be split along them: each device computes all positions of a part of the
-rows, if the rows divide. Else it computes all rows, or of a loop over chunks of positions a part of each chunk.
+rows, if the rows divide. Else it computes all rows, or of a loop over chunks of positions a part of each chunk. Products of
+values without positions, as of an image, or of a batch whose positions do not divide, are split by rows likewise.
 
 Cost: attention sends keys and values once a pass; slices, edges and recurrences send their operands.
 """
@@ -27,10 +28,10 @@ from ._constrain import split_over
 from ._split_residual import SplitResidual
 
 # Between these, XLA finds the split of values by itself.
-_CONSTRAINED = {
-    *("dot_general", "ragged_dot_general", "conv_general_dilated", "attention", "gather", "scatter", "scatter-add"),
-    *("slice", "dynamic_slice", "split", "pad", "concatenate", "reshape", "scan", "add", "iota"),
-    "jit",  # what another rule computes at once, such as an attention
+_PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated", "attention"}
+_CONSTRAINED = _PRODUCTS | {
+    *("gather", "scatter", "scatter-add", "slice", "dynamic_slice", "split", "pad", "concatenate", "reshape", "scan", "add"),
+    *("iota", "jit"),  # another rule may compute a `jit` at once, such as an attention
 }
 
 
@@ -56,7 +57,7 @@ class SplitPositions(Rule):
         if self.of_loops:
             return _ArrangeLoops(positions, self.mesh) if positions.loops else None
         left = frozenset[Any]() if self.residual is None else self.residual.residual(closed).split
-        return _SplitValues(positions, self.mesh, left) if positions.dims else None
+        return _SplitValues(positions, self.mesh, left) if positions.dims or positions.rows else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,25 +80,28 @@ class _SplitValues(Rule):
         """Returns the mesh axes of the dims of each output to split. What is computed of chunks, or of scores, is split as
         these are: XLA would move the halves of a matrix of scores to split each of them again."""
         n_before = max((len(self.positions.dims.get(var, ())) for var in variables(eqn.invars)), default=0)
+        n = self.mesh.shape[SEQUENCE]
+        if all(self.positions.are_whole(var, n) for var in (*variables(eqn.invars), *eqn.outvars)):  # as of an image
+            return [self._by_rows(var) if eqn.primitive.name in _PRODUCTS else {} for var in eqn.outvars]
         is_new = [n_before < 2 or len(self.positions.dims.get(var, ())) < 2 for var in eqn.outvars]
         return [self._entries(var) if new else {} for var, new in zip(eqn.outvars, is_new, strict=True)]
 
     def _entries(self, var: Any) -> Mapping[int, Any]:
         """Returns the mesh axes of the dims of a variable to split: of chunks and the places within them, or of scores, the
         first, and if it does not divide the rows."""
-        dims, rows = self.positions.dims.get(var, ()), self._rows(var)
+        dims = self.positions.dims.get(var, ())
         if dims and self._divides(var, dims[0]):
             return {dims[0]: SEQUENCE}
-        return {} if len(dims) < 2 or rows is None else {rows: (*BATCH_AXES, SEQUENCE)}
+        return {} if len(dims) < 2 else self._by_rows(var)
+
+    def _by_rows(self, var: Any) -> Mapping[int, Any]:
+        """Returns the mesh axes of the rows of a variable over which the sequence axis splits them too, if they divide."""
+        rows = self.positions.rows_in(var, n_batch_shards(self.mesh) * self.mesh.shape[SEQUENCE])
+        return {} if rows is None else {rows: (*BATCH_AXES, SEQUENCE)}
 
     def _divides(self, var: Any, dim: int) -> bool:
         size = var.aval.shape[dim]
         return size > 0 and size % self.mesh.shape[SEQUENCE] == 0
-
-    def _rows(self, var: Any) -> int | None:
-        """Returns the dim of the rows, if they divide over the sequence axis too."""
-        rows, n = self.positions.rows.get(var), n_batch_shards(self.mesh) * self.mesh.shape[SEQUENCE]
-        return None if rows is None or var.aval.shape[rows] % n else rows
 
     def _constrained(self, value: Any, entries: Mapping[int, Any]) -> Any:
         """Constrains some dims of a value, by their mesh axes. A tagged value, such as a weight, is left to its rule."""
@@ -110,7 +114,7 @@ class _ArrangeLoops(_SplitValues):
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         first = sum(scan_counts(eqn))
-        by_rows = any(self._rows(var) is not None for var in eqn.invars[first:])
+        by_rows = any(self._by_rows(var) for var in eqn.invars[first:])
         slices = [
             self._constrained(x, {0: None, **self._in_loop(var, eqn, by_rows=by_rows)})
             for x, var in zip(ins[first:], eqn.invars[first:], strict=True)
@@ -121,7 +125,6 @@ class _ArrangeLoops(_SplitValues):
     def _in_loop(self, var: Any, eqn: Any, *, by_rows: bool) -> Mapping[int, Any]:
         """Returns the mesh axes of what a loop slices: of the rows if they divide, and else of the places in each chunk."""
         if by_rows:
-            rows = self._rows(var)
-            return {} if rows is None else {rows: (*BATCH_AXES, SEQUENCE)}
+            return self._by_rows(var)
         places = [dim for dim in self.positions.dims.get(var, ()) if dim > 0 and self._divides(var, dim)]
         return {places[0]: SEQUENCE} if places and self.positions.loops[eqn] else {}
