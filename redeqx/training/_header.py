@@ -9,7 +9,7 @@ from .._deployer import Deployer
 from ..data import BatchSize
 from ..dims import UNKNOWN, RowUse
 from ..errors import warn
-from ..machine import mesh_text, n_batch_shards, split_heads
+from ..machine import SEQUENCE, mesh_text, n_batch_shards, split_heads
 from ..monitor import size_text
 from ..optimizers import decaying
 from ..partition import Plan, inputs_of
@@ -153,7 +153,8 @@ def _attention_rows(task: Task, mesh: Mesh, trace: Trace) -> dict[str, str]:
     """Describes the attention in the loss; warns about large arrays of queries x keys that remain."""
     if not task.compute.fuse_attention:
         return {}
-    fused, left, dense = attentions(trace.closed, mesh.devices.flat[0].platform, split_heads(mesh), inputs_of(trace))
+    inputs = inputs_of(trace) if mesh.shape[SEQUENCE] > 1 else None
+    fused, left, dense = attentions(trace.closed, mesh.devices.flat[0].platform, split_heads(mesh), inputs)
     for what, n_bytes in dense.items():
         if n_bytes > _LARGE:
             warn(

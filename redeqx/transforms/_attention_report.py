@@ -34,10 +34,10 @@ def attentions(
     **Arguments:**
 
     - `platform`: the target platform.
-    - `split`, `inputs`: the split of queries, and what the function's inputs are, as in `FuseAttention`.
+    - `split`, `inputs`: as in `FuseAttention`.
     """
     found, closed = Attentions(Counter(), {}, {}), normal(closed)
-    body, rule = Body(closed), FuseAttention(split, inputs).of(closed)
+    body, rule = Body(closed), FuseAttention(split, inputs=inputs).of(closed)
 
     def record_fused(setting: AttentionSetting, operands: list[Any], queries: Any, line: str, times: int) -> None:
         with_split = rule.with_split(setting, queries)

@@ -12,7 +12,7 @@ recomputes the weights instead of reading them.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,36 +20,28 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from ..dims import Inputs, Positions, Related, positions_of
+from ..dims import Related
 from ..kernels import AttentionSetting, attend, constrain_positions
 from ..machine import SEQUENCE, n_batch_shards, split_heads
-from ..tracing import Body, Group, Rule, Site, or_as_written, plain, run
+from ..tracing import Body, Group, Site, or_as_written, plain, run
 from ._bands import Affine, find_band, inequalities, select_dims
+from ._by_positions import ByPositions
 from ._scores import SIZE, Operand, Scores, WeightsUse, match_softmax, trace_scores, uses_of_weights
 
 MIN_QUERIES = 16  # with fewer, as when decoding one token at a time, the weights are small and fusing does not pay off
 
 
 @dataclass(frozen=True)
-class FuseAttention(Rule):
+class FuseAttention(ByPositions):
     """The rule that computes attention by the kernel of the target platform.
 
     **Arguments:**
 
-    - `split`: how the plan splits queries `[rows, positions, heads, size]`; kernels need to know it.
-    - `inputs`: what the function's inputs are. Queries whose positions are not split, as of an image, are then split by rows
-        over the sequence axis too, if these divide. None if `split` holds for all queries.
+    - `split`: how the plan splits queries `[rows, positions, heads, size]`; kernels need to know it. Those whose positions
+        are not split are split by rows over the sequence axis too, if these divide.
     """
 
     split: NamedSharding | None = None
-    inputs: Inputs | None = None
-    positions: Positions | None = field(default=None, compare=False, repr=False)  # of the function
-
-    def of(self, closed: Any) -> "FuseAttention":
-        if self.inputs is None or self.split is None or self.split.mesh.shape[SEQUENCE] == 1:
-            return self
-        search = partial(positions_of, closed, self.inputs)
-        return replace(self, positions=or_as_written(search, Positions, "the search for positions"))
 
     def groups(self, body: Body) -> Iterable[Group]:
         found = [each for _, each in find_attentions(body, body.eqns) if isinstance(each, _Attention)]

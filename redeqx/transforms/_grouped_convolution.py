@@ -6,15 +6,16 @@ with a kernel for each row, as in StyleGAN, has the rows among its channels, so 
 the product that it is.
 
 If the batch is split over some axes of a mesh and the convolution is replicated over another axis of n devices, the gradient
-of its weight is n times too large. The gradient is right if the channels are split over that axis, so this rule splits them.
-If the axis does not divide the channels, groups of zeros are added first.
+of its weight is n times too large. It is right if that axis splits something. So this rule splits the channels over the
+model axis. Over the sequence axis, where it does not split positions, it splits the rows; and if these do not divide, the
+channels. Groups of zeros are added first if the channels do not divide.
 
 Source: measured with jax 0.10.2 (the tests `test_xla_still_...` fail once it is fixed). Cost: resharding the input's
-channels over the model axis, which is a slice if they are replicated.
+channels over these axes, which is a slice if they are replicated.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,15 +24,17 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import Mesh
 
-from ..machine import BATCH_AXES, MODEL
-from ..tracing import Rule, Site, plain, run
+from ..dims import Positions
+from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
+from ..tracing import Site, plain, run
+from ._by_positions import ByPositions
 from ._constrain import split_over
 
 _COUNTS = ("feature_group_count", "batch_group_count")  # the second is the first's weight gradient, as in a user's `grad_fn`
 
 
 @dataclass(frozen=True)
-class FixGroupedConvolutions(Rule):
+class FixGroupedConvolutions(ByPositions):
     """Computes grouped convolutions, and their gradients, correctly on a mesh.
 
     **Arguments:**
@@ -47,26 +50,37 @@ class FixGroupedConvolutions(Rule):
         is_grouped = eqn.primitive.name == "conv_general_dilated" and any(eqn.params[count] > 1 for count in _COUNTS)
         if not is_grouped or self.mesh.size == 1:
             return False
-        return (self.is_differentiated and self.mesh.shape[MODEL] > 1) or _window(eqn) is not None
+        n = self.mesh.shape[MODEL] * self.mesh.shape[SEQUENCE]
+        return (self.is_differentiated and n > 1) or _window(eqn) is not None
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         x, weight = map(plain, ins)
         if (window := _window(eqn)) is not None:
             return [_product(eqn, x, weight, window)]
         numbers = eqn.params["dimension_numbers"]
-        axes = (*BATCH_AXES, MODEL) if x.shape[numbers.lhs_spec[0]] == 1 else (MODEL,)  # the rows may be among the channels
-        n_shards = math.prod(self.mesh.shape[axis] for axis in axes)
         (count,) = (count for count in _COUNTS if eqn.params[count] > 1)
         channels, n_groups = numbers.lhs_spec[int(count == "feature_group_count")], eqn.params[count]
+        axes = self._axes(eqn.invars[0], numbers.lhs_spec[0], channels)
+        n_shards = math.prod(self.mesh.shape[axis] for axis in axes[channels])
         n_added = -n_groups % n_shards if x.shape[channels] % n_shards else 0
         x, weight = (
             _with_groups(x, channels, n_groups, n_added),
             _with_groups(weight, numbers.rhs_spec[0], n_groups, n_added),
         )
-        x = split_over(x, self.mesh, {channels: axes})
+        x = split_over(x, self.mesh, axes)
         (out,) = run(eqn.replace(params={**eqn.params, count: n_groups + n_added}), [x, weight])
         dim = numbers.out_spec[1]
         return [jax.lax.slice_in_dim(out, 0, eqn.outvars[0].aval.shape[dim], axis=dim) if n_added else out]
+
+    def _axes(self, x: Any, batch: int, channels: int) -> Mapping[int, tuple[str, ...]]:
+        """Returns the mesh axes of the dims of an input to split, such that no axis is left over."""
+        axes = (*BATCH_AXES, MODEL) if x.aval.shape[batch] == 1 else (MODEL,)  # the rows may be among the channels
+        n, positions = self.mesh.shape[SEQUENCE], self.positions or Positions()
+        if n == 1 or not positions.are_whole(x, n):
+            return {channels: axes}
+        if positions.rows_in(x, n_batch_shards(self.mesh) * n) == batch:
+            return {batch: (*BATCH_AXES, SEQUENCE), channels: axes}
+        return {channels: (SEQUENCE, *axes)}
 
 
 def _window(eqn: Any) -> tuple[str, ...] | None:

@@ -50,13 +50,15 @@ def grad_fn(model, batch, key):
     return redeqx.Loss(loss * len(batch), len(batch)), grads
 
 
-def gradients(model, batch, n_model_shards, n_fsdp_shards, **options):
+def gradients(model, batch, n_model_shards, n_fsdp_shards, n_sequence_shards=1, **options):
     """The gradients, measured as the change of each leaf by a step of SGD with learning rate 1."""
-    deployer = redeqx.Deployer(n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, verbose=False)
+    deployer = redeqx.Deployer(
+        n_model_shards=n_model_shards, n_fsdp_shards=n_fsdp_shards, n_sequence_shards=n_sequence_shards, verbose=False
+    )
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=np.stack, loss_fn=loss_fn, **options
     )
-    trainer.train(list(batch), len(batch) * n_model_shards // 8)
+    trainer.train(list(batch), len(batch) * n_model_shards * n_sequence_shards // 8)
     return jax.tree.map(
         lambda a, b: np.asarray(a) - np.asarray(b), *(eqx.filter(m, eqx.is_array) for m in (model, trainer.model))
     )
@@ -82,6 +84,42 @@ def test_gradient_of_a_grouped_convolution(x64, mesh, groups, kind, n_channels):
     batch = np.random.default_rng(0).normal(size=(8, n_channels, *space))
     expected = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None)
     found = gradients(model, batch, *mesh)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6, atol=1e-10)
+
+
+class OverText(eqx.Module):
+    """A convolution for each channel over the positions of a text, as in a Hyena."""
+
+    embedding: eqx.nn.Embedding
+    conv: eqx.nn.Conv1d
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 2)
+        self.embedding = eqx.nn.Embedding(16, 9, key=keys[0])
+        self.conv = eqx.nn.Conv1d(9, 9, 3, padding=[(2, 0)], groups=9, key=keys[1])
+
+    def __call__(self, ids):
+        return jnp.tanh(self.conv(jax.vmap(self.embedding)(ids).T)).T
+
+
+@pytest.mark.parametrize(
+    ("mesh", "n_rows", "kind", "n_positions"),
+    [
+        ((1, 4), 8, "image", None), ((1, 4), 2, "text", 30),
+        *(pytest.param((1, 4), 2, *of, marks=pytest.mark.sweep) for of in (("image", None), ("text", 29), ("text", 32))),
+        *(pytest.param((2, 2), 8, *of, marks=pytest.mark.sweep) for of in (("image", None), ("text", 31))),
+    ],
+)  # fmt: skip
+def test_gradient_with_sequence_shards(x64, mesh, n_rows, kind, n_positions):
+    """Images have no positions, and those of a text may not divide."""
+    rng = np.random.default_rng(0)
+    model, batch = Net(9, n_channels=9), rng.normal(size=(n_rows, 9, 8, 6))
+    if kind == "text":
+        model, batch = OverText(), rng.integers(0, 16, size=(n_rows, n_positions)).astype(np.int32)
+    model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, model)
+    expected = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None)
+    found = gradients(model, batch, mesh[0], 1, n_sequence_shards=mesh[1])
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6, atol=1e-10)
 

@@ -1,0 +1,29 @@
+"""A rule that needs to know which values have positions that the sequence axis splits."""
+
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
+from typing import Any, Self
+
+from ..dims import Inputs, Positions, positions_of
+from ..tracing import Rule, or_as_written
+
+
+@dataclass(frozen=True)
+class ByPositions(Rule):
+    """A rule that treats values without positions, as of an image, in another way.
+
+    **Arguments:**
+
+    - `inputs`: what the function's inputs are, if the sequence axis splits positions.
+    - `positions`: those of the function, found in its trace; None without `inputs`.
+    """
+
+    _: KW_ONLY
+    inputs: Inputs | None = None
+    positions: Positions | None = field(default=None, compare=False, repr=False)
+
+    def of(self, closed: Any) -> Self:
+        if self.inputs is None:
+            return self
+        search = partial(positions_of, closed, self.inputs)
+        return replace(self, positions=or_as_written(search, Positions, "the search for positions"))
