@@ -99,8 +99,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help="the number of processes")
     parser.add_argument("--port", type=int, help="the port of process 0; a free one by default")
     parser.add_argument("--on", choices=tuple(_FILES), help="print the file for this cluster, and start nothing")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="with --on: the number of hosts; 1 by default")
-    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="with --on: the GPUs of a host; 8 by default")
+    parser.add_argument("--nodes", type=int, metavar="N", help="with --on: the number of hosts; 1 by default")
+    parser.add_argument("--gpus", type=int, metavar="N", help="with --on: the GPUs of a host; 8 by default")
     parser.add_argument(
         "--topology",
         help="with --on: also compile the script for these devices, as `redeqx dry-run` does, and begin with its verdict "
@@ -113,6 +113,9 @@ def add(commands: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     if args.on is not None:
         return _print_file(args)
+    for name in ("nodes", "gpus", "topology"):
+        if (value := getattr(args, name)) is not None:
+            raise ValueError(f"`--{name}`: expected with `--on` and a cluster, got {value} without. Pass `--on slurm`, say.")
     if args.processes is None:
         raise ValueError("`--processes`: expected the number of processes, or `--on` and a cluster, got none. Pass one.")
     if args.processes < 1:
@@ -131,9 +134,10 @@ def _print_file(args: argparse.Namespace) -> int:
     for name in ("processes", "port"):
         if (value := getattr(args, name)) is not None:
             raise ValueError(f"`--{name}`: expected without `--on`, got {value}. Pass `--nodes` and `--gpus`.")
-    for name in ("nodes", "gpus"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"`--{name}`: expected at least 1, got {getattr(args, name)}. Pass the number.")
+    nodes, gpus = (default if value is None else value for value, default in ((args.nodes, 1), (args.gpus, 8)))
+    for name, value in (("nodes", nodes), ("gpus", gpus)):
+        if value < 1:
+            raise ValueError(f"`--{name}`: expected at least 1, got {value}. Pass the number.")
     code, verdict = 0, ""
     if args.topology is not None:
         options = ["--topology", args.topology, "--search", "none"]
@@ -152,7 +156,7 @@ def _print_file(args: argparse.Namespace) -> int:
     text, submit = _FILES[args.on]
     print(
         text.format(
-            comment=f"# {verdict}\n" if verdict else "", name=name, nodes=args.nodes, gpus=args.gpus,
+            comment=f"# {verdict}\n" if verdict else "", name=name, nodes=nodes, gpus=gpus,
             kind=_SKYPILOT_KINDS.get(kind, "KIND"), line=shlex.join(command), quoted=_quoted(shlex.join(command)),
             listed=f"[{', '.join(map(_quoted, command))}]",
         ),

@@ -124,6 +124,10 @@ def test_verdict_of_the_dry_run_is_the_first_comment(capfd, tmp_path):
             ["--on", "slurm", "--processes", "2"],
             "`--processes`: expected without `--on`, got 2. Pass `--nodes` and `--gpus`.",
         ),
+        (
+            ["--processes", "2", "--nodes", "2"],
+            "`--nodes`: expected with `--on` and a cluster, got 2 without. Pass `--on slurm`, say.",
+        ),
         (["--on", "slurm", "--nodes", "0"], "`--nodes`: expected at least 1, got 0. Pass the number."),
         (["--on", "jobset", "--gpus", "-1"], "`--gpus`: expected at least 1, got -1. Pass the number."),
     ],
