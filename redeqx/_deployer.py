@@ -50,7 +50,7 @@ from .monitor import RECORDS, Console, ProgressLine, Tracker, to_json
 from .optimizers import lr_schedule
 from .partition import Overrides, Plan
 from .steps import Compute, Precision, Structure, Sums, plan_model, stream_dtype, stream_key, trace_loss
-from .storage import Location, Staging, StorePath, location, make_subfolder, write_file
+from .storage import Location, Staging, StorePath, explained, location, make_subfolder, write_file
 from .tracing import leak
 
 _key = jax.jit(stream_key)
@@ -527,6 +527,7 @@ class Deployer(RedcoNames):
                 "value yet. Leave it out with `if not deployer.is_dry_run:`."
             )
 
+    @filter_traceback
     def save_outputs(self, outputs: Sequence[Any], name: str = "outputs.jsonl") -> Location:
         """Writes one JSON line per output to `workdir/outputs/NAME` and returns its path. Arrays become nested lists.
 
@@ -550,8 +551,9 @@ class Deployer(RedcoNames):
         if isinstance(path, StorePath):
             path.write_bytes(lines.encode())
             return path
-        make_subfolder(path.parent, self.workdir)  # pyright: ignore[reportArgumentType]
-        write_file(path, lines.encode())
+        with explained(path, "to write it"):
+            make_subfolder(path.parent, self.workdir)  # pyright: ignore[reportArgumentType]
+            write_file(path, lines.encode())
         return path
 
 

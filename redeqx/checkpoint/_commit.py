@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..distributed import Peers
-from ..storage import StorePath, fsync_folder, make_subfolder, open_old, read_file, replacing, write_new
+from ..storage import (
+    StorageError,
+    StorePath,
+    explained,
+    fsync_folder,
+    make_subfolder,
+    open_old,
+    read_file,
+    replacing,
+    write_new,
+)
 from ._folder import INDEX_FILE, order
 from ._lock import Lock
 from ._manifest import MANIFEST, TMP, write_json
@@ -40,7 +50,7 @@ class Disk:
         """Raises OSError if the run's folder existed at the start of the run, and is gone."""
         if self._has_root and not self._root.is_dir():
             why = "expected the run's folder, which existed at its start, got none. Mount it again, or save elsewhere"
-            raise OSError(errno.ENOENT, why, str(self._root))
+            raise StorageError(errno.ENOENT, why, str(self._root)) from None
 
     def lock(self, log: Callable[[str], None]) -> Lock:
         """Locks the folder, which need not exist."""
@@ -51,19 +61,17 @@ class Disk:
     def create(self) -> None:
         """Creates the folder."""
         self.check_root()
-        make_subfolder(self.folder, self._root)
-        above = self.folder
-        while above != self._root:
-            above = above.parent
-            fsync_folder(above)
+        with explained(self.folder):
+            make_subfolder(self.folder, self._root)
+            above = self.folder
+            while above != self._root:
+                above = above.parent
+                fsync_folder(above)
 
     def capabilities(self, peers: Peers, log: Callable[[str], None]) -> Capabilities:
         """Tests the file system: all processes write a file together. Raises OSError if it cannot be written."""
-        try:
+        with explained(self.folder):
             found = _probe(self.folder / f"{TMP}probe", peers)
-        except OSError as error:
-            why = f"expected a folder that can be written, got {error.strerror!r}. Make room, or save elsewhere"
-            raise OSError(error.errno, why, str(self.folder)) from error
         if not found.is_shared:
             log(
                 f"{self.folder}: not shared by all {peers.n} processes, so each keeps its part of every checkpoint on "
@@ -78,7 +86,7 @@ class Disk:
         free = shutil.disk_usage(self.folder).free
         if n_bytes > free:
             why = f"expected {n_bytes} bytes free, got {free}. Make room, or save elsewhere"
-            raise OSError(errno.ENOSPC, why, str(self.folder / name))
+            raise StorageError(errno.ENOSPC, why, str(self.folder / name))
         return free
 
     def target(self, name: str) -> Path:

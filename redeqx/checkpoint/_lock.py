@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ..distributed import Peers
 from ..errors import brief_name
-from ..storage import AtEnd, Location, StoreError, StorePath, open_old, remove_foreign
+from ..storage import AtEnd, Location, StorageError, StoreError, StorePath, open_old, remove_foreign
 
 _MOST = 4096  # the most bytes read from a lock
 _MOST_TRIES = 5
@@ -143,7 +143,7 @@ class Lock:
             return
         who = _describe_owner(found)
         why = f"expected a folder that is this run's own, got one that {who} has taken over since. Leave it"
-        raise OSError(errno.EBUSY, why, str(self._folder))
+        raise StorageError(errno.EBUSY, why, str(self._folder))
 
     def _acquire(self) -> bool:
         """Acquires the lock. Returns False if there can be none."""

@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 from .._tree import array_leaves
 from ..distributed import Peers
 from ..errors import check_count
-from ..storage import Location, StoreError, StorePath
+from ..storage import Location, StorageError, StoreError, StorePath
 from ._commit import Capabilities, Disk, Store
 from ._folder import CheckpointFolder, order
 from ._lock import Claim
@@ -190,7 +190,9 @@ class Checkpoints(CheckpointFolder):
 
     def _together(self, topic: str, act: Callable[[], Any], *, alone: bool = False) -> list[Any]:
         """As `Peers.together`, but apart from the saves of another trainer, whose thread may save at the same time."""
-        return self._peers.together(f"{topic} {self.folder.name}", act, alone=alone, kinds=(StoreError, OSError))
+        return self._peers.together(
+            f"{topic} {self.folder.name}", act, alone=alone, kinds=(StoreError, StorageError, OSError)
+        )
 
     def _name(self, step: int) -> str:
         """Returns the name of the new checkpoint of that step; creates the folder."""
@@ -245,7 +247,7 @@ class Checkpoints(CheckpointFolder):
         except OSError as error:
             if error.errno != INCOMPLETE:  # there, the disk is not at fault
                 self._commits.check_root()
-            raise OSError(error.errno, _why(error, save), str(self.folder / save.name)) from error
+            raise StorageError(error.errno, _why(error, save), str(self.folder / save.name)) from None
         finally:
             # Not in a store: if another run has taken over the folder, its files would look like remains.
             if isinstance(self._commits, Disk) and (self._peers.index == 0 or not self._capabilities.is_shared):

@@ -13,8 +13,10 @@ from ._array import (
     fetch as fetch,
 )
 from ._disk import (
+    StorageError as StorageError,
     check_writable as check_writable,
     disk_path as disk_path,
+    explained as explained,
     make_subfolder as make_subfolder,
     open_new as open_new,
     open_old as open_old,

@@ -14,6 +14,14 @@ from pathlib import Path
 
 from ..errors import brief_name, check_path
 
+
+class StorageError(OSError):
+    """A disk or an object store refuses something: an OSError whose text begins with the path, as that of other errors."""
+
+    def __str__(self) -> str:
+        return super().__str__() if self.filename is None else f"`{self.filename}`: {self.strerror}."
+
+
 _MOST_TRIES = 100
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -81,6 +89,18 @@ def write_file(path: Path, data: bytes) -> None:
     """As `write_new`, but a reader sees the old file or the new one."""
     with replacing(path) as beside:
         write_new(beside, [data])
+
+
+@contextmanager
+def explained(path: Path, rule: str = "a folder that can be written") -> Iterator[None]:
+    """A context that raises an error of the system as a StorageError of this path, which says what was expected."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # one of the above, which says so itself
+            raise
+        why = f"expected {rule}, got {error.strerror!r}. Make room, or save elsewhere"
+        raise StorageError(error.errno, why, str(path)) from None
 
 
 def check_writable(folder: Path, name: str) -> None:

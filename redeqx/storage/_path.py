@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import brief_name, check_path
-from ._disk import disk_path
+from ._disk import StorageError, disk_path
 from ._requests import SCHEMES, check_installed, limits, request
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ class StorePath:
         found = self._request(lambda ob, store: bytes(ob.get_range(store, self.key, start=start, end=stop)))
         if len(found) != stop - start:
             text = f"expected {stop - start} bytes from {start} on, got {len(found)}. The object is truncated: load another"
-            raise OSError(errno.EIO, text, str(self))
+            raise StorageError(errno.EIO, text, str(self))
         return found
 
     def version(self) -> tuple[bytes, dict[str, str]]:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from ._disk import StorageError
+
 T = TypeVar("T")
 
 SCHEMES = {"s3": "S3Store", "gs": "GCSStore"}
@@ -48,7 +50,7 @@ class Limits:
 limits = Limits()
 
 
-class StoreError(OSError):
+class StoreError(StorageError):
     """An object store does not answer, or refuses a request: its contents are unknown."""
 
 

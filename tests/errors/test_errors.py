@@ -1,9 +1,12 @@
 """Invalid input, end to end: each error is raised before any work, with this message, and nothing is lost."""
 
+import errno
 import json
 import os
+import re
 import shutil
 import threading
+import traceback
 
 import equinox as eqx
 import jax
@@ -14,6 +17,8 @@ import pytest
 
 import redeqx
 from tests._tree import named_leaves
+
+LIBRARY = os.path.dirname(redeqx.__file__)
 
 
 def stack(examples):
@@ -389,6 +394,29 @@ def test_saving_needs_a_workdir_that_can_be_written(kwargs, tmp_path, monkeypatc
     expected = f"`workdir`: expected a folder that can be written, got {tmp_path}, which cannot. Change its permissions or "
     assert message(ValueError, trainer.fit, EXAMPLES, 4, 1, **kwargs).startswith(expected)
     assert has_done_no_work(trainer)
+
+
+@pytest.mark.parametrize("call", ["fit", "save_ckpt", "save_outputs"])
+def test_a_full_disk_reads_as_other_errors(call, tmp_path, monkeypatch):
+    """The path, what was expected and found, and the next step, below one frame of the library."""
+    trainer = make_trainer(tmp_path)
+    calls = {
+        "fit": lambda: trainer.fit(EXAMPLES, 4),
+        "save_ckpt": trainer.save_ckpt,
+        "save_outputs": lambda: trainer.deployer.save_outputs([1]),
+    }
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError) as raised:
+        calls[call]()
+    path = "outputs/outputs.jsonl" if call == "save_outputs" else "ckpts"
+    assert raised.value.errno == errno.ENOSPC
+    assert re.match(rf"`{tmp_path / path}`: expected .*, got 'No space left on device'.* Make room, or ", str(raised.value))
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None
+    assert len([frame for frame in traceback.extract_tb(raised.tb) if frame.filename.startswith(LIBRARY)]) == 1
 
 
 @pytest.mark.parametrize("kwargs", SAVES)

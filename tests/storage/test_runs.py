@@ -147,7 +147,7 @@ def test_missing_obstore_names_the_package_to_install(monkeypatch, tmp_path):
 
 
 def test_missing_bucket_is_reported_at_the_start(bucket):
-    with pytest.raises(OSError, match=f"expected a bucket, got none of that name.*{bucket}-none"):
+    with pytest.raises(OSError, match=f"{bucket}-none`: expected a bucket, got none of that name"):
         redeqx.Deployer(workdir=f"{bucket}-none/run", verbose=False)
 
 
