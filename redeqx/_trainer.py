@@ -537,7 +537,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         Every example is used once per epoch. The last step of an epoch holds the remaining examples. A run that was stopped
         resumes from its newest checkpoint and ends with the same bits; a finished one continues if `n_epochs` is larger than
-        before.
+        before, and else returns its metrics of then.
 
         **Arguments:**
 

@@ -35,6 +35,7 @@ from ..errors import (
     check_names,
     check_predictor,
     check_readable_again,
+    warn,
 )
 from ..monitor import ProgressLine
 from ..optimizers import warn_of_zero_rate
@@ -329,8 +330,10 @@ class Fit:
         n, console = self.options.epochs, self.engine.deployer.console
         if n is not None and start.epoch >= n:
             console.info(f"epoch {start.epoch} of {n} is done already: nothing to train")
+            self._warn_of_other_examples()
         elif self.is_at_last_step:
             console.info(f"step {self.engine.step} is reached already: nothing to train")
+            self._warn_of_other_examples()
             return ()
         return count(start.epoch) if n is None else range(start.epoch, n)
 
@@ -371,6 +374,18 @@ class Fit:
         self.progress.setting, self.progress.learning_rate = now, None
         if not options.drop_remainder:
             warn_of_large_batch(n, self.size, options.per_device_batch_size)
+
+    def _warn_of_other_examples(self) -> None:
+        """Warns if this fit, in which nothing is left to train, was done with other examples than these."""
+        examples, was = self.options.train_examples, self.progress.setting
+        now = {} if differs_by_epoch(examples) else {"train_size": size_of(examples), "sample": sample_of(examples)}
+        if any(None not in (was.get(name), value) and was[name] != value for name, value in now.items()):
+            n_before, n = was.get("train_size"), now["train_size"]
+            got = "others" if n == n_before else f"{n} others"
+            warn(
+                f"`train_examples`: expected the {n_before} with which this fit was done, got {got}: nothing is trained on "
+                "them, and the result is that of then. For a run on these choose another workdir."
+            )
 
     def _note_length(self, n: int | None, start: Position, line: ProgressLine, *, is_first: bool) -> None:
         """Notes the number of steps, if it is known; warns of a schedule that ends before."""

@@ -141,6 +141,14 @@ def test_finished_run_is_not_trained_again(uninterrupted, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 
 
+def test_a_finished_fit_says_that_it_had_other_examples(tmp_path):
+    make_trainer(tmp_path).fit(DATA, batch_size=8)
+    for given, got in ((DATA[:12], "12 others"), (DATA[::-1], "others")):
+        with pytest.warns(UserWarning, match=rf"`train_examples`: expected the 22 .*, got {got}: .* choose another workdir"):
+            make_trainer(tmp_path).fit(given, batch_size=8)
+    make_trainer(tmp_path).fit(DATA, batch_size=4)  # a warning would be an error: its result is that of these examples
+
+
 @pytest.mark.sweep
 def test_second_fit_of_one_trainer_resumes_too(tmp_path):
     """The script is run again: the finished first fit is skipped, and the second one resumes."""
