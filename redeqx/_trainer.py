@@ -503,7 +503,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         before their first update: `fit` resumes by itself.
 
         Later records of `metrics.jsonl` are deleted, as these steps are repeated. Damaged checkpoints are skipped with a
-        warning.
+        warning. If a kill came between the saves of several trainers, all continue from the saves before.
 
         Raises ValueError if the checkpoint belongs to another model, or all are damaged.
         """

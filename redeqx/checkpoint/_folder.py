@@ -130,9 +130,15 @@ class CheckpointFolder:
         except (ValueError, OSError):
             return None
 
-    def newest(self) -> list[Location]:
+    def newest(self, is_whole: Callable[[Mapping[str, Any]], bool | None] = lambda record: True) -> list[Location]:
         """Returns the folders of the checkpoints to resume from: the index's last one, then older ones. In every process it
-        is the list of the process that has the newest."""
+        is the list of the process that has the newest.
+
+        **Arguments:**
+
+        - `is_whole`: whether the run's other trainers were saved at the time of a record too; None if this does not matter.
+            If not for the newest step, but for the one before it, that comes first.
+        """
 
         def found() -> list[str]:
             last, names = self.index().get("last"), self.names()
@@ -141,8 +147,26 @@ class CheckpointFolder:
                 names = [*(name for name in names if order(name) < order(last)), last]
             return [name for name in reversed(names) if name == last or not is_outside_link(self.folder / name)]
 
-        everywhere = run_everywhere(self._peers, "newest", self.folder / INDEX_FILE, found)
-        return [self.folder / name for name in max(everywhere, key=lambda names: order(names[0]) if names else (-1, 0))]
+        def whole_first() -> list[str]:
+            names = found()
+            before = next((name for name in names if order(name)[0] < order(names[0])[0]), None)
+            if before is None or is_whole_at(names[0]) is not False or not is_whole_at(before):
+                return names
+            return [before, *(name for name in names if name != before)]
+
+        def is_whole_at(name: str) -> bool | None:
+            manifest = self._manifest_if_complete(name)
+            return None if manifest is None else is_whole(manifest.record)
+
+        everywhere = run_everywhere(self._peers, "newest", self.folder / INDEX_FILE, whole_first)
+        names = max(everywhere, key=lambda names: max(map(order, names), default=(-1, 0)))
+        if names and (newest := max(names, key=order)) != names[0]:
+            self._log(f"{self.folder}: other trainers were not saved with {newest}, so all resume from the save before it")
+        return [self.folder / name for name in names]
+
+    def steps(self) -> list[int]:
+        """Returns the steps of the existing checkpoints, in order, each once."""
+        return sorted({order(name)[0] for name in self.names()})
 
     def resolve(self, which: str | Location) -> Location:
         """Returns the folder of a checkpoint, the same in all processes even if only some have it.

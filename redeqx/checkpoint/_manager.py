@@ -259,13 +259,15 @@ class Checkpoints(CheckpointFolder):
     def _prune(self, keep_last: int) -> None:
         """Removes checkpoints older than the `keep_last` newest complete ones, unless the index names them.
 
-        A damaged one does not count, and is removed with the older ones.
+        A damaged one does not count, and is removed with the older ones. Of a step that was saved again the newest counts.
         """
         named, names = set(self.index().values()), self.names()
         complete = [name for name in names if self._manifest_if_complete(name) is not None] or names
-        oldest = order(complete[-max(keep_last, 1) :][0])
+        newest = {order(name)[0]: order(name) for name in complete}  # of each step
+        oldest = list(newest.values())[-max(keep_last, 1) :][0]
         for name in names:
-            if name not in named and (order(name) < oldest or keep_last == 0):
+            is_old = order(name) < oldest or (name in complete and order(name) < newest[order(name)[0]])
+            if name not in named and (is_old or keep_last == 0):
                 self._commits.remove(name)
 
 

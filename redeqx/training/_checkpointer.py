@@ -29,6 +29,7 @@ from ._progress import (
     Refused,
     check_record,
     numbers_of_record,
+    others_of_record,
     plain_numbers,
     position_of_record,
     start,
@@ -131,7 +132,7 @@ class Checkpointer:
         if self.checkpoints is None:
             return None
         self.checkpoints.wait()
-        candidates = self.checkpoints.newest()
+        candidates = self.checkpoints.newest(self._is_whole)
         if candidates and not may_resume:
             return Known(Position(), candidates[0])
         path, record = self._first_valid(self.checkpoints, candidates)
@@ -148,6 +149,18 @@ class Checkpointer:
         self._resume_from(path, record)
         engine.deployer.console.info(f"resuming from {path}, step {engine.step}")
         return Known(engine.position, path)
+
+    def _is_whole(self, record: Mapping[str, Any]) -> bool | None:
+        """Returns whether the run's other trainers have checkpoints of the steps that they had at the time of a record; None
+        if they have gone on since."""
+        assert self.checkpoints is not None
+        root = self.checkpoints.folder.parent if self.engine.name else self.checkpoints.folder
+        others = others_of_record(record)
+        saved = {name: CheckpointFolder(root / name).steps() for name in others}
+        pairs = [(step, saved[name]) for name, step in others.items() if saved[name]]
+        if any(step > steps[-1] for step, steps in pairs):
+            return False
+        return all(step in steps[-2:] for step, steps in pairs) or None
 
     def _first_valid(self, checkpoints: Checkpoints, paths: Sequence[Location]) -> tuple[Location | None, dict[str, Any]]:
         """Returns the first undamaged checkpoint of these, with its record."""
@@ -253,6 +266,9 @@ class Checkpointer:
             "train_metrics": plain_numbers(last_metrics),
             "hyperparams": engine.hyperparams.record,
         }
+        others = sorted((other.name or "", other.step) for other in deployer.engines if other.name != engine.name)
+        if others:
+            record["others"] = dict(others)
         with engine.line.pause("saving"):
             checkpoints = self.need_checkpoints()
         program, state = engine.placed

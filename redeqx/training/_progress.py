@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoint import MANIFEST
-from ..errors import brief, damaged
+from ..errors import brief, damaged, is_plain
 from ..monitor import to_json
 from ..storage import Location
 
@@ -30,6 +30,13 @@ class Position:
 def position_of_record(record: Mapping[str, Any]) -> Position:
     """Returns the position in a `trainer.json` that `check_record` has found valid."""
     return Position(**{name: record[name] for name in ("fit", "epoch", "examples", "data_state")})
+
+
+def others_of_record(record: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the steps that the run's other trainers had at the time of a record, by their folders' names."""
+    others = record.get("others")
+    pairs = others.items() if isinstance(others, dict) else ()
+    return {name: step for name, step in pairs if isinstance(step, int) and (not name or is_plain(name))}
 
 
 @dataclass

@@ -149,6 +149,53 @@ def test_a_finished_fit_says_that_it_had_other_examples(tmp_path):
     make_trainer(tmp_path).fit(DATA, batch_size=4)  # a warning would be an error: its result is that of these examples
 
 
+def make_actor_and_critic(workdir):
+    deployer = redeqx.Deployer(workdir=workdir, verbose=False)
+    return [
+        redeqx.Trainer(
+            deployer, model=eqx.nn.Linear(6, 1, key=jax.random.key(i)), optimizer=optax.adam(1e-2), collate_fn=np.stack,
+            loss_fn=lambda model, batch, key: (jax.vmap(model)(batch) ** 2).mean(), name=name,
+        )
+        for i, name in enumerate(("actor", "critic"))
+    ]  # fmt: skip
+
+
+def test_trainers_resume_at_one_iteration_if_a_kill_came_between_their_saves(tmp_path):
+    """Also if it comes at the same point again, as when there is no room for that save."""
+
+    def run(workdir, killed_at):
+        actor, critic = trainers = make_actor_and_critic(workdir)
+        first = [trainer.resume() for trainer in trainers]
+        while critic.step < 6:
+            for trainer in trainers:
+                trainer.update(DATA[critic.step :][:8])
+            actor.deployer.log_metrics({"env/reward": critic.step}, critic.step)
+            actor.save_ckpt()
+            if critic.step == killed_at:
+                return first, None  # nothing is written after that
+            critic.save_ckpt()
+        return first, [array for trainer in trainers for array in arrays(trainer)]
+
+    _, expected = run(tmp_path / "undisturbed", None)
+    assert [run(tmp_path / "killed", 4)[0] for _ in range(2)] == [[0, 0], [3, 3]]
+    first, found = run(tmp_path / "killed", None)
+    assert first == [3, 3]
+    assert_same_bits(found, expected)
+    metrics, expected_metrics = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("killed", "undisturbed"))
+    assert metrics == expected_metrics
+
+
+def test_trainers_that_save_at_different_times_resume_from_their_own_newest_checkpoints(tmp_path):
+    for life in range(2):
+        actor, critic = trainers = make_actor_and_critic(tmp_path)
+        assert [trainer.resume() for trainer in trainers] == [2 * life, 4 * life]
+        if life == 0:
+            for trainer, n in ((actor, 1), (critic, 1), (actor, 1), (critic, 3)):  # now the critic's step 1 is pruned
+                for _ in range(n):
+                    trainer.update(DATA[:8])
+                    trainer.save_ckpt()
+
+
 @pytest.mark.sweep
 def test_second_fit_of_one_trainer_resumes_too(tmp_path):
     """The script is run again: the finished first fit is skipped, and the second one resumes."""
