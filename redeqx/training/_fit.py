@@ -228,8 +228,6 @@ class Fit:
         """Trains to the end of the fit; returns its `result`."""
         engine, checkpoints = self.engine, self.checkpointer.checkpoints
         engine.deployer.peers.agree("fit", self.options.plain)
-        if self.options.saves and isinstance(engine.deployer.workdir, Path):
-            check_writable(engine.deployer.workdir, "workdir")
         with nullcontext() if checkpoints is None else checkpoints.writing():
             return self._run()
 
@@ -360,6 +358,8 @@ class Fit:
             if differs:
                 self.progress.setting |= {"train_size": n, "sample": sample_of(examples)}
             return
+        if (options.saves or options.save_end) and isinstance(self.engine.deployer.workdir, Path):
+            check_writable(self.engine.deployer.workdir, "workdir")
         now = {
             "batch_size": self.size.examples,
             "train_size": n,

@@ -387,7 +387,7 @@ SAVES = [
 ]
 
 
-@pytest.mark.parametrize("kwargs", SAVES)
+@pytest.mark.parametrize("kwargs", [*SAVES, {}])
 def test_saving_needs_a_workdir_that_can_be_written(kwargs, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # as for a read-only mount
     trainer = make_trainer(tmp_path)
