@@ -34,7 +34,7 @@ from ._progress import (
     position_of_record,
     start,
 )
-from ._state import Checkpoint, checkpoint_trees, leaves_of
+from ._state import ENGINES, Checkpoint, checkpoint_trees, leaves_of
 
 
 class Checkpointer:
@@ -266,9 +266,9 @@ class Checkpointer:
             "train_metrics": plain_numbers(last_metrics),
             "hyperparams": engine.hyperparams.record,
         }
-        others = sorted((other.name or "", other.step) for other in deployer.engines if other.name != engine.name)
-        if others:
-            record["others"] = dict(others)
+        same_run = [other for other in ENGINES if other.deployer is deployer and other.name != engine.name]
+        if same_run:
+            record["others"] = dict(sorted((other.name or "", other.step) for other in same_run))
         with engine.line.pause("saving"):
             checkpoints = self.need_checkpoints()
         program, state = engine.placed

@@ -8,7 +8,6 @@ loop. The package is independent of optimizers, batches and files. Open `_gather
 """
 
 from ._attention_report import Attentions as Attentions, attentions as attentions
-from ._by_positions import ByPositions as ByPositions
 from ._checkpoint_blocks import CheckpointBlocks as CheckpointBlocks
 from ._dequantise import DequantiseAtUse as DequantiseAtUse
 from ._draw_by_row import Rows as Rows, by_row as by_row, of_whole as of_whole
