@@ -257,16 +257,19 @@ class Checkpoints(CheckpointFolder):
         self._per_folder("save pruned", lambda: self._prune(save.keep_last))
 
     def _prune(self, keep_last: int) -> None:
-        """Removes checkpoints older than the `keep_last` newest complete ones, unless the index names them.
+        """Removes checkpoints older than the complete ones of the `keep_last` newest steps, unless the index names them.
 
-        A damaged one does not count, and is removed with the older ones. Of a step that was saved again the newest counts.
+        Of a step that was saved more than once, as many are kept. A damaged one does not count, and is removed with the
+        older ones.
         """
-        named, names = set(self.index().values()), self.names()
+        named, names, n = set(self.index().values()), self.names(), max(keep_last, 1)
         complete = [name for name in names if self._manifest_if_complete(name) is not None] or names
-        newest = {order(name)[0]: order(name) for name in complete}  # of each step
-        oldest = list(newest.values())[-max(keep_last, 1) :][0]
+        by_step: dict[int, list[str]] = {}
+        for name in complete:
+            by_step.setdefault(order(name)[0], []).append(name)
+        kept = [name for of_step in list(by_step.values())[-n:] for name in of_step[-n:]]
         for name in names:
-            is_old = order(name) < oldest or (name in complete and order(name) < newest[order(name)[0]])
+            is_old = name not in kept if name in complete else order(name) < order(kept[0])
             if name not in named and (is_old or keep_last == 0):
                 self._commits.remove(name)
 
