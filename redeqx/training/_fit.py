@@ -325,12 +325,11 @@ class Fit:
 
     def _epochs(self, start: Position) -> Iterable[int]:
         """Returns the remaining epochs."""
-        n, console = self.options.epochs, self.engine.deployer.console
-        if n is not None and start.epoch >= n:
-            console.info(f"epoch {start.epoch} of {n} is done already: nothing to train")
-            self._warn_of_other_examples()
-        elif self.is_at_last_step:
-            console.info(f"step {self.engine.step} is reached already: nothing to train")
+        n = self.options.epochs
+        is_done = n is not None and start.epoch >= n
+        if is_done or self.is_at_last_step:
+            what = f"epoch {start.epoch} of {n} is done" if is_done else f"step {self.engine.step} is reached"
+            self.engine.deployer.console.info(f"{what} already: nothing to train")
             self._warn_of_other_examples()
             return ()
         return count(start.epoch) if n is None else range(start.epoch, n)
@@ -380,10 +379,10 @@ class Fit:
         examples, was = self.options.train_examples, self.progress.setting
         now = {} if differs_by_epoch(examples) else {"train_size": size_of(examples), "sample": sample_of(examples)}
         if any(None not in (was.get(name), value) and was[name] != value for name, value in now.items()):
-            n_before, n = was.get("train_size"), now["train_size"]
-            got = "others" if n == n_before else f"{n} others"
+            n = was.get("train_size")
+            got = "others" if now["train_size"] == n else f"{now['train_size']} others"
             warn(
-                f"`train_examples`: expected the {n_before} with which this fit was done, got {got}: nothing is trained on "
+                f"`train_examples`: expected the {n} with which this fit was done, got {got}: nothing is trained on "
                 "them, and the result is that of then. For a run on these choose another workdir."
             )
 
@@ -417,8 +416,7 @@ class Fit:
         """Records the metrics of an evaluation, and calls `on_eval`."""
         engine = self.engine
         self.metrics = self.progress.metrics = metrics
-        values = {f"eval_{name}": value for name, value in metrics.items()}
-        engine.records.metrics(values, engine.step, name=engine.name)
+        engine.records.metrics({f"eval_{name}": x for name, x in metrics.items()}, engine.step, name=engine.name)
         engine.deployer.console.info(f"step {engine.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in metrics.items()))
         self.callbacks.call("on_eval", dict(metrics))
 
@@ -439,8 +437,7 @@ class Fit:
             checkpointer.callbacks = None
 
     def _summarise(self) -> None:
-        rows = {"steps": f"{self.engine.step:,}"}
-        rows.update({f"eval {name}": f"{value:.6g}" for name, value in self.metrics.items()})
+        rows = {"steps": f"{self.engine.step:,}", **{f"eval {name}": f"{x:.6g}" for name, x in self.metrics.items()}}
         checkpoints, best = self.checkpointer.checkpoints, self.progress.best
         if checkpoints is not None:
             folder, index, names = checkpoints.folder, checkpoints.index(), checkpoints.names()
@@ -448,7 +445,6 @@ class Fit:
             paths = {tag: f"{folder / name}{'' if name in names else ', which was removed'}" for tag, name in index.items()}
             for tag in (tag for tag in self.options.tracked if tag in best and tag in paths):
                 rows[tag] = f"{best[tag]['value']:.6g} at step {best[tag]['step']}: {paths[tag]}"
-            if "last" in paths:
-                rows["last"] = paths["last"]
+            rows |= {tag: paths[tag] for tag in ("last",) if tag in paths}
         rows["goodput"] = self.engine.records.goodput.text()
         self.engine.deployer.console.header(rows, title="done")
