@@ -130,7 +130,7 @@ class CheckpointFolder:
         except (ValueError, OSError):
             return None
 
-    def newest(self, is_whole: Callable[[Mapping[str, Any]], bool | None] = lambda record: True) -> list[Location]:
+    def newest(self, is_whole: Callable[[Mapping[str, Any]], bool | None] | None = None) -> list[Location]:
         """Returns the folders of the checkpoints to resume from: the index's last one, then older ones. In every process it
         is the list of the process that has the newest.
 
@@ -150,13 +150,13 @@ class CheckpointFolder:
         def whole_first() -> list[str]:
             names = found()
             before = next((name for name in names if order(name)[0] < order(names[0])[0]), None)
-            if before is None or is_whole_at(names[0]) is not False or not is_whole_at(before):
+            if is_whole is None or before is None or is_whole_at(names[0]) is not False or not is_whole_at(before):
                 return names
             return [before, *(name for name in names if name != before)]
 
         def is_whole_at(name: str) -> bool | None:
             manifest = self._manifest_if_complete(name)
-            return None if manifest is None else is_whole(manifest.record)
+            return None if manifest is None or is_whole is None else is_whole(manifest.record)
 
         everywhere = run_everywhere(self._peers, "newest", self.folder / INDEX_FILE, whole_first)
         names = max(everywhere, key=lambda names: max(map(order, names), default=(-1, 0)))
