@@ -1,7 +1,7 @@
 """Goodput: the share of a run's time that went into steps which count, and what took the rest.
 
-Owns the seconds by cause, and those of earlier processes of the run, which it reads from their records. `ProgressLine` and the
-engine say what runs.
+Owns the seconds by cause, and those of earlier processes of the run, which it reads from their records. `ProgressLine` and
+the engine say what runs.
 """
 
 import time
