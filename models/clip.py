@@ -57,15 +57,13 @@ class CLIPTextConfig(TextConfig):
     rows = (*TEXTS, _TextTokens(), Field("initializer_range", "init_std"))
     block_stds = property(_block_stds)
 
-    @classmethod
-    def stable_diffusion_1(cls) -> "CLIPTextConfig":
-        """The text encoder of Stable Diffusion 1, which is that of OpenAI's ViT-L/14, with 123 million parameters."""
-        return cls(d_model=768, d_ff=3072, n_heads=12)
-
-    @classmethod
-    def stable_diffusion_2(cls) -> "CLIPTextConfig":
-        """The text encoder of Stable Diffusion 2: OpenCLIP's ViT-H/14 without its last block, 340 million parameters."""
-        return cls(d_model=1024, d_ff=4096, n_layers=23, n_heads=16, activation="gelu")
+    # Of Stable Diffusion 1, OpenAI's ViT-L/14; and 2, OpenCLIP's ViT-H/14 without its last block.
+    sizes = published(
+        {
+            "sd1": {"d_model": 768, "d_ff": 3072, "n_heads": 12},
+            "sd2": {"d_model": 1024, "d_ff": 4096, "n_layers": 23, "n_heads": 16, "activation": "gelu"},
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -84,15 +82,20 @@ class CLIPTextWithProjectionConfig(CLIPTextConfig):
     )
     rows = (*CLIPTextConfig.rows, Field("projection_dim", "d_projection", SIZE))
 
-    @classmethod
-    def sdxl(cls) -> "CLIPTextWithProjectionConfig":
-        """The second text encoder of Stable Diffusion XL and 3: that of OpenCLIP's ViT-bigG/14, 695 million parameters."""
-        return cls(d_model=1280, d_ff=5120, n_layers=32, n_heads=20, activation="gelu", d_projection=1280)
-
-    @classmethod
-    def sd3(cls) -> "CLIPTextWithProjectionConfig":
-        """The first text encoder of Stable Diffusion 3: that of OpenAI's ViT-L/14, with 124 million parameters."""
-        return cls(d_model=768, d_ff=3072, n_heads=12, d_projection=768)
+    # The second one of Stable Diffusion XL and 3, OpenCLIP's ViT-bigG/14; and the first one of 3, OpenAI's ViT-L/14.
+    sizes = published(
+        {
+            "sdxl": {
+                "d_model": 1280,
+                "d_ff": 5120,
+                "n_layers": 32,
+                "n_heads": 20,
+                "activation": "gelu",
+                "d_projection": 1280,
+            },
+            "sd3": {"d_model": 768, "d_ff": 3072, "n_heads": 12, "d_projection": 768},
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -161,10 +164,10 @@ class CLIPConfig(PairConfig):
     sizes = published(
         {
             "vit-base-patch32": {},
-            "vit-base-patch16": {"vision": {"patch_size": 16}},
+            "vit-base-patch16": {"vision": CLIPVisionConfig(patch_size=16)},
             "vit-large-patch14": {
-                "text": {"d_model": 768, "d_ff": 3072, "n_heads": 12},
-                "vision": {"patch_size": 14, "d_model": 1024, "d_ff": 4096, "n_layers": 24, "n_heads": 16},
+                "text": CLIPTextConfig.of("sd1"),
+                "vision": CLIPVisionConfig(patch_size=14, d_model=1024, d_ff=4096, n_layers=24, n_heads=16),
                 "d_projection": 768,
             },
         }

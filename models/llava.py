@@ -23,7 +23,7 @@ from ._kinds import INTEGER, TEXT
 from .clip import CLIPVision, CLIPVisionConfig
 from .decoder import FAMILIES, CausalLM, CausalLMConfig
 from .generation import Generation
-from .hf import ConfigReader, FolderConfig, Pretrained, WeightMap, same_layer, within
+from .hf import ConfigReader, FolderConfig, Pretrained, WeightMap, published, same_layer, within
 from .llama import LlamaConfig
 from .nn import ACTIVATIONS, Cache, check_choice as check_one_of, check_length, embed, linear, normal_linear
 from .siglip import SiglipVision
@@ -92,14 +92,8 @@ class LlavaConfig(FolderConfig):
     eos_token_id = property(lambda config: config.text.eos_token_id)
     pad_token_id = property(lambda config: config.text.pad_token_id)
 
-    @classmethod
-    def of(cls, size: str) -> "LlavaConfig":
-        """The published LLaVA 1.5 of a size: `"7b"` or `"13b"`, with 7.06 and 13.35 thousand million parameters.
-
-        Raises ValueError for another size.
-        """
-        check_choice(size, "size", ("7b", "13b"))
-        return cls(text=replace(LlamaConfig.of(f"llama2-{size}"), vocab_size=32064))
+    # LLaVA 1.5, with 7.06 and 13.35 thousand million parameters.
+    sizes = published({"7b": {}, "13b": {"text": replace(LlamaConfig.of("llama2-13b"), vocab_size=32064)}})
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> "LlavaConfig":

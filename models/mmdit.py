@@ -35,6 +35,7 @@ from .hf import (
     WeightMap,
     layers,
     leaves_of,
+    published,
     reshaped,
     stored,
 )
@@ -122,21 +123,20 @@ class MMDiTConfig(FolderConfig):
         kinds = [(i in self.dual_layers, i == self.n_layers - 1) for i in range(self.n_layers)]
         return tuple((len(list(blocks)), *kind) for kind, blocks in groupby(kinds))
 
-    @classmethod
-    def sd3_medium(cls) -> "MMDiTConfig":
-        """The transformer of Stable Diffusion 3 Medium, with 2,085 million parameters and positions."""
-        return cls(n_layers=24, n_heads=24, max_patches=192)
-
-    @classmethod
-    def sd3_5_medium(cls) -> "MMDiTConfig":
-        """The transformer of Stable Diffusion 3.5 Medium, with 2,470 million parameters and positions."""
-        dual = tuple(range(13))
-        return cls(n_layers=24, n_heads=24, max_patches=384, dual_layers=dual, head_norm="rms_norm")
-
-    @classmethod
-    def sd3_5_large(cls) -> "MMDiTConfig":
-        """The transformer of Stable Diffusion 3.5 Large, with 8,146 million parameters and positions."""
-        return cls(n_layers=38, n_heads=38, max_patches=192, head_norm="rms_norm")
+    # 2,085, 2,470 and 8,146 million parameters, with positions.
+    sizes = published(
+        {
+            "sd3-medium": {"n_layers": 24, "n_heads": 24, "max_patches": 192},
+            "sd3.5-medium": {
+                "n_layers": 24,
+                "n_heads": 24,
+                "max_patches": 384,
+                "dual_layers": tuple(range(13)),
+                "head_norm": "rms_norm",
+            },
+            "sd3.5-large": {"n_layers": 38, "n_heads": 38, "max_patches": 192, "head_norm": "rms_norm"},
+        }
+    )
 
     rows = (
         *diffusers("SD3Transformer2DModel"),
@@ -267,7 +267,7 @@ class MMDiT(Pretrained):
     """A transformer that predicts the velocity of noisy latents. Call it on one example; `jax.vmap` it over a batch.
 
     ```python
-    model = MMDiT(MMDiTConfig.sd3_medium(), key=jax.random.key(0))
+    model = MMDiT(MMDiTConfig.of("sd3-medium"), key=jax.random.key(0))
     velocities = jax.vmap(model)(samples, timesteps, contexts, pooled)
     ```
 

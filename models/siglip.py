@@ -122,8 +122,9 @@ class SiglipVisionConfig(VisionConfig):
         return (self.n_channels * self.patch_size**2) ** -0.5, d**-0.5, d**-0.5
 
 
-_LARGE = {"d_model": 1024, "d_ff": 4096, "n_layers": 24, "n_heads": 16}
-_SO400M = {"d_model": 1152, "d_ff": 4304, "n_layers": 27, "n_heads": 16}
+_LARGE: dict[str, Any] = {"d_model": 1024, "d_ff": 4096, "n_layers": 24, "n_heads": 16}
+_LARGE_TEXT = SiglipTextConfig(**_LARGE, d_projection=1024)
+_SO400M: dict[str, Any] = {"d_model": 1152, "d_ff": 4304, "n_layers": 27, "n_heads": 16}
 
 
 @dataclass(frozen=True)
@@ -150,13 +151,13 @@ class SiglipConfig(PairConfig):
     sizes = published(
         {
             "base-patch16-224": {},
-            "base-patch16-256": {"vision": {"image_size": 256}},
-            "base-patch16-384": {"vision": {"image_size": 384}},
-            "large-patch16-256": {"text": {**_LARGE, "d_projection": 1024}, "vision": {**_LARGE, "image_size": 256}},
-            "large-patch16-384": {"text": {**_LARGE, "d_projection": 1024}, "vision": {**_LARGE, "image_size": 384}},
+            "base-patch16-256": {"vision": SiglipVisionConfig(image_size=256)},
+            "base-patch16-384": {"vision": SiglipVisionConfig(image_size=384)},
+            "large-patch16-256": {"text": _LARGE_TEXT, "vision": SiglipVisionConfig(**_LARGE, image_size=256)},
+            "large-patch16-384": {"text": _LARGE_TEXT, "vision": SiglipVisionConfig(**_LARGE, image_size=384)},
             "so400m-patch14-384": {
-                "text": {**_SO400M, "d_projection": 1152},
-                "vision": {**_SO400M, "image_size": 384, "patch_size": 14},
+                "text": SiglipTextConfig(**_SO400M, d_projection=1152),
+                "vision": SiglipVisionConfig(**_SO400M, image_size=384, patch_size=14),
             },
         }
     )

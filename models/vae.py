@@ -10,7 +10,7 @@ Dims: c = channels, h x w = height and width, latent = channels of the latents.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import equinox as eqx
@@ -20,8 +20,8 @@ from einops import rearrange
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._kinds import NUMBER, POSITIVE
-from .diffusion import Resnet, apply, attention, check_groups, diffusers, mirrored, size_of_sample, sizes, upsample
-from .hf import ConfigReader, Field, FolderConfig, Only, Pretrained, Row, WeightMap
+from .diffusion import Resnet, apply, attention, check_groups, diffusers, mirrored, size_of_sample, sizes_of_blocks, upsample
+from .hf import ConfigReader, Field, FolderConfig, Only, Pretrained, Row, WeightMap, published
 from .nn import Attention, check_sizes
 
 _EPS = 1e-6  # added to the variance in all norms here
@@ -79,28 +79,23 @@ class VAEConfig(FolderConfig):
         check_sizes(self, "in_channels", "out_channels", "latent_channels", "layers_per_block", "norm_groups")
         check_groups(self.block_channels, self.norm_groups)
 
-    @classmethod
-    def sd(cls) -> "VAEConfig":
-        """The autoencoder of Stable Diffusion 1 and 2, with 84 million parameters."""
-        return cls(block_channels=(128, 256, 512, 512), layers_per_block=2, sample_size=512)
-
-    @classmethod
-    def sdxl(cls) -> "VAEConfig":
-        """The autoencoder of Stable Diffusion XL, with 84 million parameters."""
-        return replace(cls.sd(), scaling_factor=0.13025, sample_size=1024)
-
-    @classmethod
-    def sd3(cls) -> "VAEConfig":
-        """The autoencoder of Stable Diffusion 3 and 3.5, whose latents have 16 channels, with 84 million parameters."""
-        return replace(
-            cls.sd(),
-            latent_channels=16,
-            scaling_factor=1.5305,
-            shift_factor=0.0609,
-            has_quant_conv=False,
-            has_post_quant_conv=False,
-            sample_size=1024,
-        )
+    # The autoencoders of Stable Diffusion 1 and 2, of XL, and of 3 and 3.5, with 84 million parameters each.
+    sizes = published(
+        {
+            "sd": {"sample_size": 512},
+            "sdxl": {"scaling_factor": 0.13025, "sample_size": 1024},
+            "sd3": {
+                "latent_channels": 16,
+                "scaling_factor": 1.5305,
+                "shift_factor": 0.0609,
+                "has_quant_conv": False,
+                "has_post_quant_conv": False,
+                "sample_size": 1024,
+            },
+        },
+        block_channels=(128, 256, 512, 512),
+        layers_per_block=2,
+    )
 
     def to_diffusion(self, latents: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
         """Returns what a diffusion model works on: latents of mean 0 and variance 1."""
@@ -116,7 +111,7 @@ class VAEConfig(FolderConfig):
         Field("in_channels"),
         Field("out_channels"),
         Field("latent_channels"),
-        Field("block_out_channels", "block_channels", via=sizes),
+        Field("block_out_channels", "block_channels", via=sizes_of_blocks),
         _block_types("down_block_types", "DownEncoderBlock2D"),
         _block_types("up_block_types", "UpDecoderBlock2D"),
         Field("layers_per_block", via=ConfigReader.layers),
@@ -296,7 +291,7 @@ class VAE(Pretrained):
     """An autoencoder of images in [-1, 1]. Call it on one image; `jax.vmap` it over a batch.
 
     ```python
-    model = VAE(VAEConfig.sd(), key=jax.random.key(0))
+    model = VAE(VAEConfig.of("sd"), key=jax.random.key(0))
     latents = model.encode(image).sample(key) * model.config.scaling_factor  # the input of a diffusion model
     image = model.decode(latents / model.config.scaling_factor)
     ```

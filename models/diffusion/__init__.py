@@ -16,7 +16,7 @@ from ._blocks import (
     one_or_many as one_or_many,
     sinusoids as sinusoids,
     size_of_sample as size_of_sample,
-    sizes as sizes,
+    sizes_of_blocks as sizes_of_blocks,
     upsample as upsample,
 )
 from ._flow import FlowMatchEuler as FlowMatchEuler

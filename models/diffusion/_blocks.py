@@ -139,7 +139,7 @@ def one_or_many(reader: ConfigReader, key: str, default: Any) -> Any:
     return value
 
 
-def sizes(reader: ConfigReader, key: str, default: Sequence[int]) -> tuple[int, ...]:
+def sizes_of_blocks(reader: ConfigReader, key: str, default: Sequence[int]) -> tuple[int, ...]:
     """Returns the value of a key that is a list of sizes."""
     return tuple(SIZE.check(reader.path, key, size) for size in reader.get(key, list(default)))
 
@@ -156,7 +156,7 @@ def size_of_sample(reader: ConfigReader, key: str, default: int | None) -> int |
     """Returns the size of a sample in pixels: one number for a square, or height and width."""
     size = reader.get(key, None)
     if isinstance(size, list):
-        return sizes(reader, key, [])
+        return sizes_of_blocks(reader, key, [])
     return default if size is None else reader.get(key, kind=SIZE)
 
 

@@ -19,7 +19,6 @@ from ._config import (
     Written as Written,
     check_fixed as check_fixed,
     published as published,
-    sized as sized,
 )
 from ._files import (
     CONFIG as CONFIG,

@@ -251,7 +251,11 @@ class FolderConfig:
 
         Raises ValueError, with the known sizes, for another.
         """
-        return cls(**sized(size, cls.sizes))
+        if size not in cls.sizes:
+            raise ValueError(
+                f"`size`: expected one of {', '.join(cls.sizes)}, got {size!r}. For other sizes set the fields."
+            )
+        return cls(**cls.sizes[size])
 
     @classmethod
     def key_of(cls, field: str) -> str:
@@ -271,13 +275,6 @@ DROPOUT: tuple[Row, ...] = (
     Field("hidden_dropout_prob", "dropout", RATE),
     Field("attention_probs_dropout_prob", "attention_dropout", RATE),
 )
-
-
-def sized(size: str, sizes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the fields of a published size. Raises ValueError for another."""
-    if size not in sizes:
-        raise ValueError(f"`size`: expected one of {', '.join(sizes)}, got {size!r}. For other sizes set the fields.")
-    return dict(sizes[size])
 
 
 def published(sizes: Mapping[str, Mapping[str, Any]], **common: Any) -> Mapping[str, Mapping[str, Any]]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._kinds import COUNT, LIST, RATE, SIZE
-from ..diffusion import check_groups, diffusers, layers_of_blocks, one_or_many, size_of_sample, sizes
-from ..hf import ConfigReader, Field, FolderConfig, Only, Row
+from ..diffusion import check_groups, diffusers, layers_of_blocks, one_or_many, size_of_sample, sizes_of_blocks
+from ..hf import ConfigReader, Field, FolderConfig, Only, Row, published
 from ..nn import check_rates, check_sizes
 
 # Keys for which only this value is implemented. It is also the value of an absent key.
@@ -178,31 +178,25 @@ class UNetConfig(FolderConfig):
         """The options of `sinusoids`."""
         return {"flips_sin_to_cos": self.flips_sin_to_cos, "freq_shift": self.freq_shift}
 
-    @classmethod
-    def sd1(cls) -> "UNetConfig":
-        """The UNet of Stable Diffusion 1.1 to 1.5, with 860 million parameters."""
-        return cls(context_size=768, sample_size=64)
-
-    @classmethod
-    def sd2(cls) -> "UNetConfig":
-        """The UNet of Stable Diffusion 2.0 and 2.1, with 866 million parameters."""
-        return cls(context_size=1024, n_heads=(5, 10, 20, 20), use_linear_projection=True, sample_size=96)
-
-    @classmethod
-    def sdxl(cls) -> "UNetConfig":
-        """The UNet of Stable Diffusion XL 1.0, the base model, with 2,567 million parameters."""
-        return cls(
-            block_channels=(320, 640, 1280),
-            down_attention=(False, True, True),
-            up_attention=(True, True, False),
-            transformer_layers=(1, 2, 10),
-            n_heads=(5, 10, 20),
-            context_size=2048,
-            use_linear_projection=True,
-            added_size=2816,
-            added_wave_size=256,
-            sample_size=128,
-        )
+    # Stable Diffusion 1.1 to 1.5, 2.0 and 2.1, and the base model of XL 1.0: 860, 866 and 2,567 million parameters.
+    sizes = published(
+        {
+            "sd1": {"context_size": 768, "sample_size": 64},
+            "sd2": {"context_size": 1024, "n_heads": (5, 10, 20, 20), "use_linear_projection": True, "sample_size": 96},
+            "sdxl": {
+                "block_channels": (320, 640, 1280),
+                "down_attention": (False, True, True),
+                "up_attention": (True, True, False),
+                "transformer_layers": (1, 2, 10),
+                "n_heads": (5, 10, 20),
+                "context_size": 2048,
+                "use_linear_projection": True,
+                "added_size": 2816,
+                "added_wave_size": 256,
+                "sample_size": 128,
+            },
+        }
+    )
 
     rows = (
         *diffusers("UNet2DConditionModel"),
@@ -210,7 +204,7 @@ class UNetConfig(FolderConfig):
         Only("act_fn", "silu", "swish"),  # two names for the same function
         Field("in_channels"),
         Field("out_channels"),
-        Field("block_out_channels", "block_channels", via=sizes),
+        Field("block_out_channels", "block_channels", via=sizes_of_blocks),
         _attention_of_blocks("down_block_types", "down_attention", _DOWN),
         _attention_of_blocks("up_block_types", "up_attention", _UP),
         Field("layers_per_block", via=layers_of_blocks),

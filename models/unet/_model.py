@@ -251,7 +251,7 @@ class UNet(Pretrained):
     """A UNet that predicts noise, or another target, from noisy latents. Call it on one example; `jax.vmap` it over a batch.
 
     ```python
-    model = UNet(UNetConfig.sd1(), key=jax.random.key(0))
+    model = UNet(UNetConfig.of("sd1"), key=jax.random.key(0))
     noise = jax.vmap(model)(samples, timesteps, contexts)
     ```
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from .._kinds import OBJECT
-from ..hf import ConfigReader, FolderConfig, Pretrained, Row, WeightMap, leaves_of, reshaped, same, same_layer, sized, within
+from ..hf import ConfigReader, FolderConfig, Pretrained, Row, WeightMap, leaves_of, reshaped, same, same_layer, within
 from ..nn import linear, normal_linear
 from ._config import VisionConfig
 from ._model import VisionEncoder
@@ -52,12 +52,6 @@ class PairConfig(FolderConfig):
     width: ClassVar[Any] = None  # of the linear layers after both encoders; None for no such layers
     init_scale: ClassVar[Any]  # the initial logarithm of the factor of similarities
     init_bias: ClassVar[Any] = None  # the initial number that is added to them; None for no such number
-
-    @classmethod
-    def of(cls: type[Self], size: str) -> Self:
-        """Returns the config of a published pair, by its name. Raises ValueError, with the known names, for another."""
-        classes = {row.name: row.config_class for row in cls.rows if isinstance(row, Submodel)}
-        return cls(**{name: classes[name](**x) if name in classes else x for name, x in sized(size, cls.sizes).items()})
 
 
 class Pair(Pretrained):

@@ -113,7 +113,7 @@ class TextEncoder(Pretrained):
     """A text encoder, from token ids to hidden states, and to the vector that represents a text. Call it on one text.
 
     ```python
-    model = CLIPText(CLIPTextConfig.stable_diffusion_1(), key=jax.random.key(0))
+    model = CLIPText(CLIPTextConfig.of("sd1"), key=jax.random.key(0))
     hidden = jax.vmap(model)(ids)  # [batch, seq, d]
     pooled = jax.vmap(model.pool)(hidden, ids)  # [batch, d]
     ```

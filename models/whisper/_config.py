@@ -4,22 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from redeqx.errors import check_choice
-
 from ..bart import SIDES, BartConfig
-from ..hf import Field, Only, Tokens, Written
+from ..hf import Field, Only, Tokens, Written, published
 from ..nn import check_sizes
 from ._prompt import KEYS
 
-_SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"d_model": 384, "n_layers": 4, "n_heads": 6},
-    "base": {"d_model": 512, "n_layers": 6, "n_heads": 8},
-    "small": {"d_model": 768, "n_layers": 12, "n_heads": 12},
-    "medium": {"d_model": 1024, "n_layers": 24, "n_heads": 16},
-    "large": {"d_model": 1280, "n_layers": 32, "n_heads": 20},
-    "large-v3": {"d_model": 1280, "n_layers": 32, "n_heads": 20, "n_mels": 128, "vocab_size": 51866},
-    "large-v3-turbo": {"d_model": 1280, "n_layers": 32, "n_heads": 20, "n_mels": 128, "vocab_size": 51866},
-}
+
+def _size(d_model: int, n_layers: int, n_heads: int, **others: int) -> dict[str, int]:
+    """Returns the fields of a model whose encoder and decoder have the same size, but for the others."""
+    decoder = {"n_decoder_layers": n_layers, "n_decoder_heads": n_heads, "d_ff": 4 * d_model, "d_decoder_ff": 4 * d_model}
+    return {"d_model": d_model, "n_layers": n_layers, "n_heads": n_heads, **decoder, **others}
 
 
 @dataclass(frozen=True)
@@ -70,6 +64,18 @@ class WhisperConfig(BartConfig):
         Tokens("decoder_start"),
         Field("init_std"),
     )
+    # The multilingual models, with 38 to 1543 million parameters.
+    sizes = published(
+        {
+            "tiny": _size(384, 4, 6),
+            "base": _size(512, 6, 8),
+            "small": _size(768, 12, 12),
+            "medium": _size(1024, 24, 16),
+            "large": _size(1280, 32, 20),
+            "large-v3": _size(1280, 32, 20, n_mels=128, vocab_size=51866),
+            "large-v3-turbo": _size(1280, 32, 20, n_decoder_layers=4, n_mels=128, vocab_size=51866),
+        }
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,18 +93,3 @@ class WhisperConfig(BartConfig):
         """The keys of `generation_config.json` that say what a text begins with."""
         old = {key: self.extra[key] for key in KEYS if key in self.extra}
         return old if self.generation is None else {**old, **self.generation.keys}
-
-    @classmethod
-    def of(cls, size: str) -> "WhisperConfig":
-        """The published multilingual model of a size: `"tiny"`, `"base"`, `"small"`, `"medium"`, `"large"`, `"large-v3"` or
-        `"large-v3-turbo"`, with 38 to 1543 million parameters.
-
-        Raises ValueError for another size.
-        """
-        check_choice(size, "size", (*_SIZES,))
-        sizes = _SIZES[size]
-        n_decoder_layers = 4 if size == "large-v3-turbo" else sizes["n_layers"]
-        d_ff = 4 * sizes["d_model"]
-        return cls(
-            **sizes, n_decoder_layers=n_decoder_layers, n_decoder_heads=sizes["n_heads"], d_ff=d_ff, d_decoder_ff=d_ff
-        )

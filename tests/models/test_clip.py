@@ -52,8 +52,8 @@ def assert_same(found, wanted):
         (CLIP, CLIPConfig.of("vit-base-patch32"), 151_277_313),
         (CLIP, CLIPConfig.of("vit-base-patch16"), 149_620_737),
         (CLIP, CLIPConfig.of("vit-large-patch14"), 427_616_513),
-        (CLIPText, CLIPTextConfig.stable_diffusion_1(), 123_060_480),
-        (CLIPText, CLIPTextConfig.stable_diffusion_2(), 340_387_840),
+        (CLIPText, CLIPTextConfig.of("sd1"), 123_060_480),
+        (CLIPText, CLIPTextConfig.of("sd2"), 340_387_840),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(cls, config, n_parameters):

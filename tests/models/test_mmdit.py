@@ -26,9 +26,9 @@ CONFIG = dataclasses.replace(mmdit.CONFIG, n_layers=3)
 @pytest.mark.parametrize(
     ("config", "n"),
     [
-        (MMDiTConfig.sd3_medium(), 2_028_328_000),
-        (MMDiTConfig.sd3_5_medium(), 2_243_171_520),
-        (MMDiTConfig.sd3_5_large(), 8_056_627_520),
+        (MMDiTConfig.of("sd3-medium"), 2_028_328_000),
+        (MMDiTConfig.of("sd3.5-medium"), 2_243_171_520),
+        (MMDiTConfig.of("sd3.5-large"), 8_056_627_520),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(config, n):
@@ -40,7 +40,7 @@ def test_presets_have_the_published_number_of_parameters(config, n):
 
 
 def test_equal_blocks_are_one_stack():
-    assert MMDiTConfig.sd3_5_medium().runs == ((13, True, False), (10, False, False), (1, False, True))
+    assert MMDiTConfig.of("sd3.5-medium").runs == ((13, True, False), (10, False, False), (1, False, True))
     config = dataclasses.replace(CONFIG, n_layers=5, dual_layers=(1, 4))
     assert config.runs == ((1, False, False), (1, True, False), (2, False, False), (1, True, True))
     names = {name for tensor in MMDiT.weight_map(config).tensors for name in tensor.on_disk}
@@ -115,7 +115,7 @@ def test_checks_the_shape_of_latents():
 # --- configurations -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [MMDiTConfig(), CONFIG, MMDiTConfig.sd3_medium(), MMDiTConfig.sd3_5_large()])
+@pytest.mark.parametrize("config", [MMDiTConfig(), CONFIG, MMDiTConfig.of("sd3-medium"), MMDiTConfig.of("sd3.5-large")])
 def test_config_round_trip(config):
     fields = config.to_hf()
     assert fields["_class_name"] == "SD3Transformer2DModel"

@@ -117,11 +117,9 @@ def test_bfloat16_stays_bfloat16(model):
     assert jnp.abs(found.astype(jnp.float32) - wanted).mean() < 0.05 * wanted.std()
 
 
-@pytest.mark.parametrize(
-    ("config", "n"), [(UNetConfig.sd1(), 859_520_964), (UNetConfig.sd2(), 865_910_724), (UNetConfig.sdxl(), 2_567_463_684)]
-)
-def test_presets_have_the_published_number_of_parameters(config, n):
-    shapes = eqx.filter_eval_shape(UNet, config, key=jax.random.key(0))
+@pytest.mark.parametrize(("size", "n"), [("sd1", 859_520_964), ("sd2", 865_910_724), ("sdxl", 2_567_463_684)])
+def test_presets_have_the_published_number_of_parameters(size, n):
+    shapes = eqx.filter_eval_shape(UNet, UNetConfig.of(size), key=jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes) if is_array_like(leaf)) == n
 
 
@@ -155,7 +153,7 @@ UNEVEN = UNetConfig(
 )
 
 
-@pytest.mark.parametrize("config", [UNetConfig(), UNetConfig.sd1(), UNetConfig.sd2(), UNetConfig.sdxl(), CONFIG, UNEVEN])
+@pytest.mark.parametrize("config", [UNetConfig(), *map(UNetConfig.of, UNetConfig.sizes), CONFIG, UNEVEN])
 def test_config_round_trip(config):
     fields = config.to_hf()
     assert fields["_class_name"] == "UNet2DConditionModel"

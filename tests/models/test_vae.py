@@ -99,7 +99,7 @@ def test_bfloat16_stays_bfloat16(model):
 
 
 def test_the_preset_has_the_published_number_of_parameters():
-    shapes = eqx.filter_eval_shape(VAE, VAEConfig.sd(), key=jax.random.key(0))
+    shapes = eqx.filter_eval_shape(VAE, VAEConfig.of("sd"), key=jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes) if is_array_like(leaf)) == 83_653_863
     latents = eqx.filter_eval_shape(VAE.encode, shapes, jax.ShapeDtypeStruct((3, 512, 512), jnp.float32))
     assert latents.mean.shape == (4, 64, 64)
@@ -130,7 +130,7 @@ def test_loads_the_names_of_old_folders(model, tmp_path):
     "config",
     [
         VAEConfig(),
-        VAEConfig.sd(),
+        VAEConfig.of("sd"),
         CONFIG,
         VAEConfig(has_quant_conv=False, has_post_quant_conv=False, has_mid_attention=False, shift_factor=0.1),
         VAEConfig(sample_size=(32, 48), latent_channels=16, scaling_factor=0.3),
