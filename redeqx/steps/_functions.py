@@ -20,7 +20,7 @@ from ..transforms import (
     CheckpointBlocks,
     DequantiseAtUse,
     ExchangeLookups,
-    FixGroupedConvolutions,
+    FixConvolutions,
     FuseAttention,
     GatherAtUse,
     GroupMatmuls,
@@ -75,7 +75,7 @@ def plan_rules(
     if any(of is not None for of in shardings):
         rules += [ExchangeLookups(plan.mesh, len(shardings)), GatherAtUse(shardings)]
     rules.append(SplitRepeated(plan.mesh, len(shardings)))
-    rules.append(FixGroupedConvolutions(plan.mesh, is_differentiated))
+    rules.append(FixConvolutions(plan.mesh, is_differentiated))
     if plan.mesh.shape[MODEL] > 1:
         rules.append(Reshard(splits, plan.mesh))
     rules.append(GroupMatmuls(split_sorted_rows(plan.mesh), splits))
@@ -114,8 +114,7 @@ def with_rules(
         around: list[Any] = [] if residual is None else [residual]
         around += [SplitPositions(mesh, inputs, residual=residual)] if by_sequence else []
         then = [
-            replace(rule, inputs=inputs) if isinstance(rule, FixGroupedConvolutions | FuseAttention) else rule
-            for rule in after
+            replace(rule, inputs=inputs) if isinstance(rule, FixConvolutions | FuseAttention) else rule for rule in after
         ]
         return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *before, *around, *then], saved)(*args)
 

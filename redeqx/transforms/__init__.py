@@ -1,7 +1,7 @@
 """Rules on the traced step: they replace some equations of a loss, with the same values and gradients.
 
 Each file is one `tracing.Rule`: draws by the numbers of rows, gathering weights at use, dequantising them there, exchanging
-what is looked up in tables, splitting a head by its vocabulary, resharding equal parts of a split dim, grouped convolutions,
+what is looked up in tables, splitting a head by its vocabulary, resharding equal parts of a split dim, convolutions,
 splitting products that have lost the rows, fused attention, grouped matmuls, label picking by comparison, products with
 weights in fp8, transposes in gradients of weights, rematerialisation, unrolling loops, and stacking equal blocks into one
 loop. The package is independent of optimizers, batches and files. Open `_gather.py` first.
@@ -9,6 +9,7 @@ loop. The package is independent of optimizers, batches and files. Open `_gather
 
 from ._attention_report import Attentions as Attentions, attentions as attentions
 from ._checkpoint_blocks import CheckpointBlocks as CheckpointBlocks
+from ._convolutions import FixConvolutions as FixConvolutions
 from ._dequantise import DequantiseAtUse as DequantiseAtUse
 from ._draw_by_row import Rows as Rows, by_row as by_row, of_whole as of_whole
 from ._exchange_lookups import ExchangeLookups as ExchangeLookups
@@ -21,7 +22,6 @@ from ._gather import (
     sum_gradient as sum_gradient,
 )
 from ._group_matmuls import GroupMatmuls as GroupMatmuls
-from ._grouped_convolution import FixGroupedConvolutions as FixGroupedConvolutions
 from ._narrow_transposes import NarrowTransposes as NarrowTransposes
 from ._pick import PickByComparison as PickByComparison
 from ._remat import (

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from redeqx.dims import view
 from redeqx.machine import make_mesh
 from redeqx.tracing import Body, Group, Rule, Tag, Tagged, matmul_flops, plain, run, transformed
-from redeqx.transforms import FixGroupedConvolutions, GatherAtUse, KeepEverything, RematLoops, Reshard, Shardings
+from redeqx.transforms import FixConvolutions, GatherAtUse, KeepEverything, RematLoops, Reshard, Shardings
 from tests._programs import assert_all_close, computed
 
 
@@ -554,7 +554,7 @@ def gather_at_use(n_model_shards, n_fsdp_shards):
 REWRITTEN = {
     "replaced": lambda: [Replace("sin", jnp.sin)],
     "nothing replaced": lambda: [Replace("tan")],
-    "grouped convolutions": lambda: [FixGroupedConvolutions(make_mesh(4))],
+    "grouped convolutions": lambda: [FixConvolutions(make_mesh(4))],
     "reshard": lambda: [Reshard([1, 0], make_mesh(4))],
     "nothing to reshard": lambda: [Reshard([None, None], make_mesh(4))],
     "gather": lambda: [gather_at_use(1, 8)],

@@ -809,8 +809,8 @@ def test_a_collate_fn_may_reuse_its_memory():
     assert weights[0] == weights[1]
 
 
-REPLACED = ("SplitRepeated", "FixGroupedConvolutions", "GroupMatmuls", "FuseAttention")
-OF_MODEL_AXIS = ("SplitRepeated", "FixGroupedConvolutions", "Reshard", "GroupMatmuls", "FuseAttention")
+REPLACED = ("SplitRepeated", "FixConvolutions", "GroupMatmuls", "FuseAttention")
+OF_MODEL_AXIS = ("SplitRepeated", "FixConvolutions", "Reshard", "GroupMatmuls", "FuseAttention")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Values and gradients of grouped convolutions are right on every mesh, also inside scans and branches."""
+"""Values and gradients of convolutions are right on every mesh: grouped ones, also inside scans and branches, and those
+along positions that sequence shards split."""
 
 import equinox as eqx
 import jax
@@ -9,9 +10,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
+from redeqx.dims import Inputs
 from redeqx.machine import make_mesh
 from redeqx.tracing import transformed
-from redeqx.transforms import FixGroupedConvolutions
+from redeqx.transforms import FixConvolutions
 
 C = 12
 
@@ -58,7 +60,7 @@ def gradients(model, batch, n_model_shards, n_fsdp_shards, n_sequence_shards=1, 
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=np.stack, loss_fn=loss_fn, **options
     )
-    trainer.train(list(batch), len(batch) * n_model_shards * n_sequence_shards // 8)
+    trainer.update(list(batch))
     return jax.tree.map(
         lambda a, b: np.asarray(a) - np.asarray(b), *(eqx.filter(m, eqx.is_array) for m in (model, trainer.model))
     )
@@ -78,7 +80,7 @@ KINDS = [
         *(pytest.param([(4, 1), (2, 1)][i % 2], *kind, marks=pytest.mark.sweep) for i, kind in enumerate(KINDS)),
     ],
 )
-def test_gradient_of_a_grouped_convolution(x64, mesh, groups, kind, n_channels):
+def test_gradient_of_a_convolutions(x64, mesh, groups, kind, n_channels):
     model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, Net(groups, kind, n_channels))
     space = (8,) if kind == "1d" else (8, 6)
     batch = np.random.default_rng(0).normal(size=(8, n_channels, *space))
@@ -128,6 +130,91 @@ def test_gradient_with_sequence_shards(x64, mesh, n_rows, kind, n_positions):
         np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6, atol=1e-10)
 
 
+# --- positions that are split -------------------------------------------------------------------------------------------
+
+
+class Ends(eqx.Module):
+    """Two convolutions over the positions of a text, as in Whisper, of which the first position counts."""
+
+    embedding: eqx.nn.Embedding
+    convs: list[eqx.nn.Conv1d]
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.embedding = eqx.nn.Embedding(16, 8, key=keys[0])
+        self.convs = [eqx.nn.Conv1d(8, 8, 3, stride, padding=1, key=keys[stride]) for stride in (1, 2)]
+
+    def __call__(self, ids):
+        x = jax.vmap(self.embedding)(ids).T
+        for conv in self.convs:
+            x = jnp.tanh(conv(x))
+        return x[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "n_rows"),
+    [((1, 2), 3), ((2, 2), 8), *(pytest.param(*of, marks=pytest.mark.sweep) for of in (((2, 2), 3), ((2, 4), 1)))],
+)
+def test_gradient_along_split_positions(x64, mesh, n_rows):
+    """The model axis splits the input channels of the second one, and no axis rows that do not divide."""
+    model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, Ends())
+    batch = np.random.default_rng(0).integers(0, 16, size=(n_rows, 32)).astype(np.int32)
+    expected = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None)
+    found = gradients(model, batch, mesh[0], 1, n_sequence_shards=mesh[1])
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "padding", "dilations", "n_groups", "numbers"),
+    [
+        (3, 1, (2, 0), (1, 1), 1, ("NCW", "OIW", "NCW")),
+        (5, 2, (4, 4), (1, 2), 1, ("WNC", "WIO", "CWN")),
+        (3, 3, (-1, 10), (2, 1), 4, ("NWC", "WIO", "NWC")),
+        (65, 1, (64, 0), (1, 1), 4, ("CNW", "OIW", "WNC")),  # longer than all windows
+        (1, 4, (0, 0), (1, 1), 1, ("NCW", "OIW", "NCW")),  # shorter than its stride
+    ],
+)
+def test_windows_are_rows(x64, size, stride, padding, dilations, n_groups, numbers):
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=[{"O": 4, "I": 8 // n_groups, "W": size}[dim] for dim in numbers[1]])
+    batch = rng.normal(size=(2, 32, 8))
+
+    def convolve(weight, batch):
+        x = jnp.transpose(batch, ["NWC".index(dim) for dim in numbers[0]])
+        return jax.lax.conv_general_dilated(
+            x, weight, (stride,), [padding], dilations[:1], dilations[1:], numbers, feature_group_count=n_groups
+        )
+
+    def step(fn):
+        return jax.value_and_grad(lambda *args: jnp.square(fn(*args)).sum(), (0, 1))
+
+    rule = FixConvolutions(make_mesh(n_sequence_shards=4), inputs=Inputs(n_weights=1, n_state=0, n_batch=1))
+    found, expected = (jax.jit(step(fn))(weight, batch) for fn in (transformed(convolve, [rule]), convolve))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+    (eqn,) = (
+        eqn
+        for eqn in jax.make_jaxpr(transformed(convolve, [rule]))(weight, batch).eqns
+        if eqn.primitive.name == "conv_general_dilated"
+    )
+    assert eqn.invars[0].aval.shape[eqn.params["dimension_numbers"].lhs_spec[0]] == 4 * 2
+
+
+def test_xla_still_computes_split_positions_wrongly():
+    """The third error that `FixConvolutions` avoids (jax 0.10.2, 2026-11-27). Once this fails, delete its windows."""
+    mesh = make_mesh(2, n_sequence_shards=2)
+    batch, weight = jax.random.normal(jax.random.key(0), (8, C, 16)), jax.random.normal(jax.random.key(1), (C, C, 3))
+
+    def loss(weight, batch):
+        return jnp.square(jnp.tanh(jax.lax.conv_general_dilated(batch, weight, (1,), "SAME"))).sum()
+
+    expected = jax.jit(jax.grad(loss))(weight, batch)
+    specs = ((weight, P()), (batch, P(("data", "fsdp"), None, "sequence")))
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in specs]
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(*placed), 2 * expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("n_channels", [12, 9])
 def test_gradient_taken_by_a_grad_fn(x64, n_channels):
     model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, Net(n_channels, "plain", n_channels))
@@ -140,7 +227,7 @@ def test_gradient_taken_by_a_grad_fn(x64, n_channels):
 
 @pytest.mark.parametrize("n_model_shards", [2, 4])
 def test_xla_still_sums_the_gradient_too_often(n_model_shards):
-    """The error that `FixGroupedConvolutions` avoids (jax 0.10.2, 2026-11-25). Once this fails, delete the rule."""
+    """The error that `FixConvolutions` avoids (jax 0.10.2, 2026-11-25). Once this fails, delete the rule."""
     mesh = make_mesh(n_model_shards)
     batch, weight = jax.random.normal(jax.random.key(0), (8, C, 8)), jax.random.normal(jax.random.key(1), (C, 1, 3))
 
@@ -206,14 +293,14 @@ def test_a_window_that_does_not_slide_is_a_product(space, kernel, padding, strid
     def convolve(x, weight):
         return jax.lax.conv_general_dilated(x, weight, strides, padding, dimension_numbers=numbers, **count)
 
-    fixed = transformed(convolve, [FixGroupedConvolutions(make_mesh(1), is_differentiated=False)])
+    fixed = transformed(convolve, [FixConvolutions(make_mesh(1), is_differentiated=False)])
     found, expected = fixed(x, weight), convolve(x, weight)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert "conv_general_dilated" not in str(jax.make_jaxpr(fixed)(x, weight))
 
 
 def test_xla_still_forgets_groups():
-    """The other error that `FixGroupedConvolutions` avoids (jax 0.10.2, 2026-11-26)."""
+    """The other error that `FixConvolutions` avoids (jax 0.10.2, 2026-11-26)."""
     mesh = make_mesh(1)
     batch, weight = jax.random.normal(jax.random.key(0), (1, 128, 6)), jax.random.normal(jax.random.key(1), (128, 8, 1))
 
