@@ -17,10 +17,12 @@ from ..memory import Loop
 from ..partition import Plan
 from ..tracing import Rule, normal, restricted, variables
 from ..transforms import (
+    ByPositions,
     CheckpointBlocks,
     DequantiseAtUse,
     ExchangeLookups,
     FixConvolutions,
+    FixPools,
     FuseAttention,
     GatherAtUse,
     GroupMatmuls,
@@ -76,6 +78,8 @@ def plan_rules(
         rules += [ExchangeLookups(plan.mesh, len(shardings)), GatherAtUse(shardings)]
     rules.append(SplitRepeated(plan.mesh, len(shardings)))
     rules.append(FixConvolutions(plan.mesh, is_differentiated))
+    if plan.mesh.shape[SEQUENCE] > 1:
+        rules.append(FixPools(plan.mesh))
     if plan.mesh.shape[MODEL] > 1:
         rules.append(Reshard(splits, plan.mesh))
     rules.append(GroupMatmuls(split_sorted_rows(plan.mesh), splits))
@@ -113,9 +117,7 @@ def with_rules(
         residual = SplitResidual(mesh, inputs, splits) if splits_residual else None
         around: list[Any] = [] if residual is None else [residual]
         around += [SplitPositions(mesh, inputs, residual=residual)] if by_sequence else []
-        then = [
-            replace(rule, inputs=inputs) if isinstance(rule, FixConvolutions | FuseAttention) else rule for rule in after
-        ]
+        then = [replace(rule, inputs=inputs) if isinstance(rule, ByPositions) else rule for rule in after]
         return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *before, *around, *then], saved)(*args)
 
     return split

@@ -1,13 +1,14 @@
 """Rules on the traced step: they replace some equations of a loss, with the same values and gradients.
 
 Each file is one `tracing.Rule`: draws by the numbers of rows, gathering weights at use, dequantising them there, exchanging
-what is looked up in tables, splitting a head by its vocabulary, resharding equal parts of a split dim, convolutions,
-splitting products that have lost the rows, fused attention, grouped matmuls, label picking by comparison, products with
-weights in fp8, transposes in gradients of weights, rematerialisation, unrolling loops, and stacking equal blocks into one
-loop. The package is independent of optimizers, batches and files. Open `_gather.py` first.
+what is looked up in tables, splitting a head by its vocabulary, resharding equal parts of a split dim, convolutions and
+pools, splitting products that have lost the rows, fused attention, grouped matmuls, label picking by comparison, products
+with weights in fp8, transposes in gradients of weights, rematerialisation, unrolling loops, and stacking equal blocks into
+one loop. The package is independent of optimizers, batches and files. Open `_gather.py` first.
 """
 
 from ._attention_report import Attentions as Attentions, attentions as attentions
+from ._by_positions import ByPositions as ByPositions
 from ._checkpoint_blocks import CheckpointBlocks as CheckpointBlocks
 from ._convolutions import FixConvolutions as FixConvolutions
 from ._dequantise import DequantiseAtUse as DequantiseAtUse
@@ -24,6 +25,7 @@ from ._gather import (
 from ._group_matmuls import GroupMatmuls as GroupMatmuls
 from ._narrow_transposes import NarrowTransposes as NarrowTransposes
 from ._pick import PickByComparison as PickByComparison
+from ._pools import FixPools as FixPools
 from ._remat import (
     KeepEverything as KeepEverything,
     Measure as Measure,

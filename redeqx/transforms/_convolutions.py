@@ -35,6 +35,7 @@ from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
 from ..tracing import Site, plain, run
 from ._by_positions import ByPositions
 from ._constrain import split_over
+from ._windows import in_windows
 
 _COUNTS = ("feature_group_count", "batch_group_count")  # the second is the first's weight gradient, as in a user's `grad_fn`
 
@@ -90,15 +91,16 @@ class FixConvolutions(ByPositions):
 
     def _split(self, eqn: Any) -> int | None:
         """Returns along which dim, counted from the first that the window slides along, the result's positions are split."""
-        numbers, dims = eqn.params["dimension_numbers"], {} if self.positions is None else self.positions.dims
+        if self.positions is None or (n := self.mesh.shape[SEQUENCE]) == 1:
+            return None
+        numbers, dims = eqn.params["dimension_numbers"], self.positions.dims
         of_x, of_weight, of_out = (
             [dim for dim in spec[2:] if dim in dims.get(atom, ())]
             for spec, atom in zip(numbers, (*eqn.invars, *eqn.outvars), strict=True)
         )
         is_plain = len(of_x) == len(of_out) == 1 and not of_weight and eqn.params["batch_group_count"] == 1
         size = eqn.outvars[0].aval.shape[of_out[0]] if is_plain else 0
-        divides = size > 0 and size % self.mesh.shape[SEQUENCE] == 0
-        return numbers.lhs_spec[2:].index(of_x[0]) if divides else None
+        return numbers.lhs_spec[2:].index(of_x[0]) if size > 0 and size % n == 0 else None
 
     def _axes(self, eqn: Any) -> Mapping[int, Any]:
         """Returns the mesh axes of the dims of an input to split, such that no axis is left over for groups."""
@@ -128,32 +130,21 @@ def _groups(eqn: Any) -> tuple[int, str]:
 
 def _in_windows(eqn: Any, x: jax.Array, i: int, n: int) -> tuple[Any, jax.Array]:
     """Returns the convolution of n windows of an input, which follow each other along its i-th dim after rows and channels.
-    Each is what a part of the output reads; they are the first factor of the rows."""
+    They are the first factor of the rows."""
     numbers, params = eqn.params["dimension_numbers"], eqn.params
-    batch, dim, stride = numbers.lhs_spec[0], numbers.lhs_spec[2 + i], params["window_strides"][i]
-    size = eqn.outvars[0].aval.shape[numbers.out_spec[2 + i]] // n * stride  # of a window without what the next has, too
-    span = (eqn.invars[1].aval.shape[numbers.rhs_spec[2 + i]] - 1) * params["rhs_dilation"][i] + 1
-    n_edge, (low, _), dilation = max(span - stride, 0), params["padding"][i], params["lhs_dilation"][i]
-    high = n * size + n_edge - low - ((x.shape[dim] - 1) * dilation + 1)
-    padding = [(max(low, 0), max(high, 0), dilation - 1) if j == dim else (0, 0, 0) for j in range(x.ndim)]
-    x = jax.lax.pad(x, jnp.zeros((), x.dtype), padding)
-    x = jax.lax.slice_in_dim(x, max(-low, 0), x.shape[dim] - max(-high, 0), axis=dim)  # XLA fails at pads that cut off
-    n_next = -(-n_edge // size)
-    own = jax.lax.slice_in_dim(x, 0, n * size, axis=dim)
-    last = jax.lax.slice_in_dim(x, n * size, None, axis=dim)
-    last = jnp.pad(last, [(0, n_next * size - n_edge if j == dim else 0) for j in range(x.ndim)])
-    own, last = (
-        each.reshape(*x.shape[:dim], count, size, *x.shape[dim + 1 :]) for each, count in ((own, n), (last, n_next))
-    )
-    windows = [own]
-    for j in range(1, n_next + 1):  # what a window has in common with the j-th after it
-        width = min(size, n_edge - (j - 1) * size)
-        firsts = [jax.lax.slice_in_dim(each, 0, width, axis=dim + 1) for each in (own, last)]
-        windows.append(jax.lax.slice_in_dim(jnp.concatenate(firsts, dim), j, j + n, axis=dim))
-    x = jnp.moveaxis(jnp.concatenate(windows, dim + 1), dim, batch)
+    batch, dim = numbers.lhs_spec[0], numbers.lhs_spec[2 + i]
+    x = in_windows(
+        x, dim, n, 0,
+        n_results=eqn.outvars[0].aval.shape[numbers.out_spec[2 + i]],
+        size=eqn.invars[1].aval.shape[numbers.rhs_spec[2 + i]],
+        stride=params["window_strides"][i],
+        padding=params["padding"][i],
+        dilations=(params["lhs_dilation"][i], params["rhs_dilation"][i]),
+    )  # fmt: skip
+    x = jnp.moveaxis(x, dim, batch)
     x = x.reshape(*x.shape[:batch], n * x.shape[batch + 1], *x.shape[batch + 2 :])
-    ones = {"padding": (0, 0), "lhs_dilation": 1}
-    changed = {name: tuple(one if j == i else each for j, each in enumerate(params[name])) for name, one in ones.items()}
+    none = {"padding": (0, 0), "lhs_dilation": 1}
+    changed = {name: tuple(no if j == i else each for j, each in enumerate(params[name])) for name, no in none.items()}
     return eqn.replace(params={**params, **changed}), x
 
 
