@@ -65,7 +65,7 @@ def load(
         return as_zeros(map_named(lambda _, leaf: _cast(leaf, kept), shapes))
     _check_index(source, folder / f"{stem}{INDEX}")
     disk_names = {disk for name in weight_map.tensors for disk in name.on_disk}
-    source = unpacked(source, read_config(folder) if (folder / CONFIG).is_file() else {}, disk_names, dtype)
+    source = unpacked(source, folder, disk_names, dtype)
     source = split_experts(source, weight_map)
     tensors = _match(source, weight_map, wanted, folder / CONFIG)
     if dtype is None:

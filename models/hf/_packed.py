@@ -1,11 +1,11 @@
-"""Folders of quantized weights, which are read as their numbers: MXFP4, FP8 in blocks, and 4 bits of bitsandbytes.
+"""Folders of quantized weights, which are read as their numbers: MXFP4, FP8 and INT8, and 4 bits of bitsandbytes.
 
 A matrix is stored as codes, and scales in tensors beside it. `Unpacked` shows them as one tensor, which is computed where it
 is read, so that a device decodes only its own slices. The numbers are bfloat16, or what the folder says, unless the caller
-asks for another dtype. They are the exact products, rounded once.
+asks for another dtype. They are products in float32, rounded to that dtype.
 
 Sources: *OCP Microscaling Formats (MX) Specification* 1.0, 2023, in the layout of gpt-oss; *DeepSeek-V3* (arXiv:2412.19437);
-*QLoRA* (arXiv:2305.14314), in the layout of `bitsandbytes`.
+*QLoRA* (arXiv:2305.14314), in the layout of `bitsandbytes`; `compressed-tensors` 0.20; NVIDIA's ModelOpt.
 """
 
 import json
@@ -18,13 +18,21 @@ import numpy as np
 
 from redeqx.checkpoint import TensorReader
 from redeqx.errors import brief
-from redeqx.storage import StoredArray, View
+from redeqx.storage import Location, StoredArray, View
+
+from ._files import CONFIG, read_config
 
 # The numbers of four bits in MXFP4: a sign, two bits of exponent, and one of mantissa.
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NUMBERS = np.array([*_POSITIVE, *(-number for number in _POSITIVE)], np.float32)
 _BIAS = 127  # of exponents
 _STATE = ".quant_state.bitsandbytes__"
+_MODELOPT = "hf_quant_config.json"  # says what `quantization_config` says, in folders of older versions
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")  # of ModelOpt, that have one factor, or one for each row
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")  # of `compressed-tensors`, whose codes are numbers
+# The ends of the names of scales of activations, and of cached keys and values, none of which are quantized here.
+_ACTIVATIONS = (".input_scale", ".input_zero_point", ".output_scale", ".activation_scale", "_activation_scale")
+_OTHERS = (*_ACTIVATIONS, ".q_scale", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
@@ -69,14 +77,17 @@ class _Bytes:
 class Unpacked:
     """The tensors of a folder, with those that are quantized as one each, under the name that they have without that."""
 
-    def __init__(self, source: TensorReader, numbers: Mapping[str, Numbers], dtype: Any, default: Any):
+    def __init__(
+        self, source: TensorReader, numbers: Mapping[str, Numbers], dtype: Any, default: Any, *, unused: Collection[str] = ()
+    ):
         """**Arguments:**
 
         - `dtype`: the dtype of all numbers; None for what the folder says, or else `default`.
+        - `unused`: the names of further tensors that are left out.
         """
         self.path, self.paths, self._source, self._numbers = source.path, source.paths, source, numbers
         self._dtypes = {name: jnp.dtype(dtype or each.dtype or default) for name, each in numbers.items()}
-        self._parts = {part for each in numbers.values() for part in each.parts}
+        self._parts = {part for each in numbers.values() for part in each.parts} | {*unused}
 
     def names(self) -> list[str]:
         """Returns the names of the tensors."""
@@ -87,55 +98,93 @@ class Unpacked:
         return self._numbers[name].view(self._dtypes[name]) if name in self._numbers else self._source.view(name)
 
 
-def check_quantization(path: Any, quantization: Any) -> None:
-    """Raises ValueError for the `quantization_config` of a `config.json` that is not read."""
-    if quantization is not None and not _is_read(quantization):
-        raise ValueError(
-            f"`{path}`: `quantization_config`: expected none, mxfp4, fp8 with `weight_block_size` and no static scales, or "
-            f"bitsandbytes with `load_in_4bit`, got {brief(quantization)}. Load the weights before quantization, or have "
-            "`transformers` dequantize and save them."
-        )
-
-
-def _is_read(quantization: Any) -> bool:
-    said = quantization if isinstance(quantization, dict) else {}
-    method, block = said.get("quant_method"), said.get("weight_block_size")
-    if method == "fp8":
-        are_sizes = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-        return are_sizes and said.get("activation_scheme", "dynamic") == "dynamic"
-    if method == "bitsandbytes":
-        return said.get("load_in_4bit", said.get("_load_in_4bit")) is True
-    return method == "mxfp4"
-
-
-def unpacked(
-    source: TensorReader, fields: Mapping[str, Any], wanted: Collection[str], dtype: Any = None
-) -> TensorReader | Unpacked:
-    """Returns the tensors of a folder, with those that are quantized as one each.
+def read_quantization(folder: Location, fields: Mapping[str, Any]) -> Any:
+    """Returns the `quantization_config` of a folder; None if its weights are not quantized.
 
     **Arguments:**
 
     - `fields`: the folder's `config.json`.
+
+    Raises ValueError for one that is not read.
+    """
+    path, said = folder / CONFIG, fields.get("quantization_config")
+    if said is None and (folder / _MODELOPT).is_file():
+        path, said = folder / _MODELOPT, read_config(folder, _MODELOPT).get("quantization")
+        said = {"quant_method": "modelopt", **said} if isinstance(said, dict) else said
+    if said is not None and not _is_read(said):
+        raise ValueError(
+            f"`{path}`: `quantization_config`: expected none, mxfp4, bitsandbytes with `load_in_4bit`, or weights of 8 bits "
+            "of fp8, fbgemm_fp8, modelopt, or compressed-tensors without zero points and transforms, got "
+            f"{brief(said)}. Load the weights before quantization, or have `transformers` dequantize and save them."
+        )
+    return said
+
+
+def _is_read(said: Any) -> bool:
+    said = said if isinstance(said, dict) else {}
+    method = said.get("quant_method")
+    if method == "bitsandbytes":
+        return said.get("load_in_4bit", said.get("_load_in_4bit")) is True
+    return method == "mxfp4" or _blocks(said) is not None
+
+
+def _blocks(said: Mapping[str, Any]) -> list[Sequence[int]] | None:
+    """Returns the sizes of the blocks of matrices of 8 bits that have a factor each; None for formats that are not read. One
+    factor of a matrix, or one of each row, shows in its shape."""
+    method, groups = said.get("quant_method"), said.get("config_groups")
+    if method == "fp8":
+        blocks = [said.get("weight_block_size", [128, 128])]  # the default of transformers
+    elif method == "compressed-tensors" and isinstance(groups, dict) and groups and not said.get("transform_config"):
+        blocks = [_block(group, said.get("format")) for group in groups.values()]
+    elif method == "fbgemm_fp8" or (method == "modelopt" and said.get("quant_algo") in _ALGORITHMS):
+        blocks = []
+    else:
+        return None
+    blocks = [block for block in blocks if block is not None]
+    is_read = all(isinstance(block, list) and len(block) == 2 for block in blocks)
+    return blocks if is_read and all(type(size) is int and size > 0 for block in blocks for size in block) else None
+
+
+def _block(group: Any, form: Any) -> Any:
+    """Returns the block of a group of layers of `compressed-tensors`: None for none, and () if it is not read."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict) or (group.get("format") or form) not in _FORMATS:
+        return ()
+    if weights.get("num_bits") != 8 or weights.get("symmetric", True) is not True:
+        return ()
+    if weights.get("strategy") == "group":
+        return [1, weights.get("group_size")]
+    return weights.get("block_structure") if weights.get("strategy") == "block" else None
+
+
+def unpacked(source: TensorReader, folder: Location, wanted: Collection[str], dtype: Any = None) -> TensorReader | Unpacked:
+    """Returns the tensors of a folder, with those that are quantized as one each.
+
+    **Arguments:**
+
     - `wanted`: the names of the model's tensors.
     - `dtype`: the dtype of the numbers; None for the folder's.
 
     Raises ValueError for codes without their scales, or of other shapes or dtypes than the format's.
     """
-    quantization: Any = fields.get("quantization_config")
-    if not _is_read(quantization):
+    fields = read_config(folder) if (folder / CONFIG).is_file() else {}
+    said = read_quantization(folder, fields)
+    if said is None:
         return source
-    method = quantization["quant_method"]
+    method, unused = said["quant_method"], []
     if method == "mxfp4":
         bases = {name.removesuffix("_blocks"): name for name in source.names() if name.endswith("_blocks")}
         found = {base: _mxfp4(source, base, name) for base, name in bases.items() if base in wanted}
-    elif method == "fp8":
-        block = quantization["weight_block_size"]
-        bases = {name for name in source.names() if str(source.view(name).dtype).startswith("float8_e4m3")}
-        found = {base: _fp8(source, base, block) for base in sorted(bases)}
-    else:
+    elif method == "bitsandbytes":
         states = [name for name in source.names() if _STATE in name]
         found = {name.partition(_STATE)[0]: _four_bits(source, name) for name in states}
-    return Unpacked(source, found, dtype, fields.get("dtype") or fields.get("torch_dtype") or "bfloat16")
+    else:
+        kinds = ("float8_e4m3", "int8") if method == "compressed-tensors" else ("float8_e4m3",)
+        ends = ("_scale_inv", "_scale") if method == "fp8" else ("_scale",)  # both are multiplied with the codes
+        names = [name for name in source.names() if str(source.view(name).dtype).startswith(kinds)]
+        found = {name: _eight_bits(source, name, ends, _blocks(said) or ()) for name in names}
+        unused = [name for name in source.names() if name.endswith(_OTHERS)]
+    return Unpacked(source, found, dtype, fields.get("dtype") or fields.get("torch_dtype") or "bfloat16", unused=unused)
 
 
 def _mxfp4(source: TensorReader, base: str, name: str) -> Numbers:
@@ -157,24 +206,34 @@ def _mxfp4(source: TensorReader, base: str, name: str) -> Numbers:
     return Numbers((name, f"{base}_scales"), shape, decode, "bfloat16", transposes=True)  # which holds them exactly
 
 
-def _fp8(source: TensorReader, name: str, block: Sequence[int]) -> Numbers:
-    """Returns a matrix of numbers of 8 bits with a factor for each block of rows and columns, of which the last ones may be
-    smaller."""
-    codes, scales = source.view(name), _get(source, f"{name}_scale_inv")
-    wanted = tuple(-(-size // each) for size, each in zip(codes.shape, block, strict=False))
-    if scales is None or codes.ndim != 2 or scales.shape != wanted or not jnp.issubdtype(scales.dtype, jnp.floating):
-        raise _refuse(source, f"{name}_scale_inv", scales, f"floats {wanted} for `{name}`, {_told(codes)}")
-    (n_rows, n_columns), (height, width) = codes.shape, block
+def _eight_bits(source: TensorReader, name: str, ends: Sequence[str], blocks: Sequence[Sequence[int]]) -> Numbers:
+    """Returns a matrix of numbers of 8 bits, `[out, in]`, or those of all experts. A matrix has one factor, one for each
+    row, or one for each block of rows and columns, of which the last ones may be smaller."""
+    codes, disk = source.view(name), next((name + end for end in ends if name + end in source), name + ends[0])
+    scales = _get(source, disk)
+    if codes.ndim < 2:
+        raise _refuse(source, name, codes, "a matrix")
+    *experts, n_rows, n_columns = codes.shape
+    sizes = [*blocks, (1, n_columns), (n_rows, n_columns)]
+    grids = {(*experts, -(-n_rows // height), -(-n_columns // width)): (height, width) for height, width in sizes}
+    block = None if scales is None else grids.get((*scales.shape, *[1] * (codes.ndim - scales.ndim)))
+    if scales is None or block is None or not jnp.issubdtype(scales.dtype, jnp.floating):
+        raise _refuse(source, disk, scales, f"floats {' or '.join(map(str, grids))} for `{name}`, {_told(codes)}")
+    height, width = block
+    n_high, n_wide = -(-n_rows // height), -(-n_columns // width)
+
+    def place(row: Any) -> Any:
+        return row // n_rows * n_high + row % n_rows // height
 
     def decode(start: int, stop: int) -> np.ndarray:
         first, last = start // n_columns, -(-stop // n_columns)
-        top = first // height
-        factors = np.asarray(scales[top : -(-last // height)]).astype(np.float32).repeat(height, 0)
-        factors = factors[first - top * height : last - top * height].repeat(width, 1)[:, :n_columns]
-        numbers = np.asarray(codes[first:last]).astype(np.float32) * factors
+        top = place(first)
+        factors = np.asarray(scales.reshape(-1, n_wide)[top : place(last - 1) + 1]).astype(np.float32)
+        factors = factors[place(np.arange(first, last)) - top].repeat(width, 1)[:, :n_columns]
+        numbers = np.asarray(codes.reshape(-1, n_columns)[first:last]).astype(np.float32) * factors
         return numbers.reshape(-1)[start - first * n_columns : stop - first * n_columns]
 
-    return Numbers((name, f"{name}_scale_inv"), (n_rows, n_columns), decode)
+    return Numbers((name, disk), codes.shape, decode)
 
 
 def _four_bits(source: TensorReader, state_name: str) -> Numbers:

@@ -13,7 +13,7 @@ from redeqx.storage import Location, location
 
 from ._files import CONFIG, companions, read_config, read_generation, type_key, weights_of
 from ._load import load
-from ._packed import check_quantization
+from ._packed import read_quantization
 from ._reader import ConfigReader
 from ._weight_map import WeightMap
 
@@ -90,7 +90,8 @@ class Pretrained(eqx.Module):
                 f"got {fields[key]!r}. Pass the folder of such a model."
             )
         config_class = cls.config_of(model_type)
-        check_quantization(folder / CONFIG, fields.pop("quantization_config", None))
+        read_quantization(folder, fields)
+        fields.pop("quantization_config", None)
         source = weights_of(folder, cls.weights_name)
         keys = ConfigReader(
             fields,
