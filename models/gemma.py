@@ -17,6 +17,9 @@ _BOTH = {
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
 }
+# In folders of `gemma3`: the encoder of images, and the names of the text model.
+_ENCODER = ("*vision_tower.*", "*multi_modal_projector.*")
+_ALIASES = ((r"^language_model\.lm_head\.", "lm_head."), (r"^(language_model\.model|model\.language_model)\.", "model."))
 
 
 def _scalar(config: CausalLMConfig) -> float | int:
@@ -135,6 +138,7 @@ class Gemma3Config(Gemma2Config):
     logit_cap: float | None = None
 
     model_type = "gemma3_text"
+    part = "text_config"
     window_period = 6
 
     @classmethod
@@ -151,6 +155,7 @@ class Gemma3Config(Gemma2Config):
         LayerTypes("sliding_window_pattern"),
         Rope(has_local=True),
     )
+    names = Names(_BOTH, ignored=_ENCODER, aliases=_ALIASES)
     sizes = published(
         {
             "270m": {"d_model": 640, "d_mlp": 2048, "n_layers": 18},
@@ -168,4 +173,5 @@ class Gemma3(CausalLM):
     """A Gemma 3 for text, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = Gemma3Config
+    model_types = ("gemma3_text", "gemma3")
     __init__ = CausalLM.__init__

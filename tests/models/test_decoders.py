@@ -403,9 +403,18 @@ def test_the_text_model_of_a_folder_with_images_is_read_by_its_class(tmp_path):
     assert SequenceClassifier.architecture(Qwen3_5.config_class(n_classes=2)) == "Qwen3_5TextForSequenceClassification"
 
 
-def test_the_text_model_of_a_larger_folder_is_read_and_saved_alone(tmp_path):
-    """Without encoders, and without the keys and values of layers that share those of others."""
-    golden = json.loads((GOLDEN / "gemma4.json").read_text())
+@pytest.mark.parametrize(
+    ("cls", "prefix", "unused"),
+    [
+        # Without encoders, and without the keys and values of layers that share those of others.
+        (Gemma4, "model.language_model.", ("vision_tower.patch.weight", "language_model.layers.5.self_attn.k_proj.weight")),
+        (Gemma3, "model.language_model.", ("vision_tower.encoder.weight", "multi_modal_projector.mm_soft_emb_norm.weight")),
+        (Gemma3, "language_model.model.", ("vision_tower.encoder.weight", "multi_modal_projector.mm_soft_emb_norm.weight")),
+    ],
+)
+def test_the_text_model_of_a_larger_folder_is_read_and_saved_alone(cls, prefix, unused, tmp_path):
+    model_type, text_type = cls.model_types[::-1]
+    golden = json.loads((GOLDEN / f"{model_type}.json").read_text())
     folders = [tmp_path / name for name in ("text", "whole", "again")]
     for folder in folders:
         folder.mkdir()
@@ -413,21 +422,22 @@ def test_the_text_model_of_a_larger_folder_is_read_and_saved_alone(tmp_path):
     (text / "config.json").write_text(json.dumps(golden["config"]))
     fill(text / "model.safetensors", golden["tensors"])
     part = {name: value for name, value in golden["config"].items() if name != "architectures"}
-    names = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], "vision_config": {}}
+    names = {"model_type": model_type, "architectures": [f"{cls.__name__}ForConditionalGeneration"], "vision_config": {}}
     (whole / "config.json").write_text(json.dumps({**names, "text_config": part}))
     (whole / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5], "top_k": 3}))
     tensors = load_file(text / "model.safetensors")
-    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    unused = ("model.vision_tower.patch.weight", "model.language_model.layers.5.self_attn.k_proj.weight")
-    save_file({**renamed, **dict.fromkeys(unused, np.zeros((2, 2)))}, whole / "model.safetensors", metadata={"format": "pt"})
-    model, config = Gemma4.from_pretrained(whole)
+    renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+    start = "model." if prefix.startswith("model.") else ""
+    others = {start + name: np.zeros((2, 2)) for name in unused}
+    save_file({**renamed, **others}, whole / "model.safetensors", metadata={"format": "pt"})
+    model, config = cls.from_pretrained(whole)
     assert (config.eos_token_id, config.generation.keys) == ((2, 5), {"top_k": 3})
     for ours, theirs in zip(jax.tree.leaves(model), jax.tree.leaves(from_pretrained(text)[0]), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     save_pretrained(model, config, again)
     saved = load_file(again / "model.safetensors")
     assert saved.keys() == tensors.keys() and all(np.array_equal(saved[name], tensors[name]) for name in saved)
-    assert json.loads((again / "config.json").read_text())["model_type"] == "gemma4_text"
+    assert json.loads((again / "config.json").read_text())["model_type"] == text_type
 
 
 # --- heads for classes ---------------------------------------------------------------------------------------------------
