@@ -121,9 +121,11 @@ class Checkpoints(CheckpointFolder):
         trees_ = {kind: (array_leaves(tree), float_dtype if kind == "model" else None) for kind, tree in trees.items()}
         for leaves, dtype in trees_.values():
             check_arrays(leaves, dtype)
-        name = max(self._together("save named", lambda: self._name(step)), key=order)
         self._claim.hold()
-        capabilities = self._capabilities = self._capabilities or self._commits.capabilities(self._peers, self._log)
+        if self._capabilities is None:
+            self._together("save tests", self._commits.create)
+            self._capabilities = self._commits.capabilities(self._peers, self._log)
+        capabilities = self._capabilities
         self._sees_all = self._peers.n == 1 or capabilities.is_shared
         files: dict[str, InPlace | FilePerProcess] = {
             kind: InPlace(kind, *tree)
@@ -132,7 +134,8 @@ class Checkpoints(CheckpointFolder):
             for kind, tree in trees_.items()
         }
         size = sum(file.size for file in files.values())
-        free = min(self._per_folder("save begins", lambda: self._make_room(name, size)))
+        begun = self._per_folder("save begins", lambda: self._begin(step, size))
+        name, free = max((name for name, _ in begun), key=order), min(free for _, free in begun)
         for file in files.values():
             if then is not None or file.needs_copy:
                 file.copy()
@@ -194,22 +197,19 @@ class Checkpoints(CheckpointFolder):
             f"{topic} {self.folder.name}", act, alone=alone, kinds=(StoreError, StorageError, OSError)
         )
 
-    def _name(self, step: int) -> str:
-        """Returns the name of the new checkpoint of that step; creates the folder."""
+    def _begin(self, step: int, needed: int) -> tuple[str, int]:
+        """Makes the folder and room in it; returns the name of the new checkpoint of that step, and the free bytes."""
         self._commits.create()
+        self._claim.check()
+        self._commits.sweep()
         # A checkpoint that the index names is never touched. Any other one of this step is left from a crash.
         taken = [repeat for other, repeat in map(order, self.index().values()) if other == step]
         repeat = 1 + max(taken, default=-1)
-        return f"step_{step:08d}" + (f"_{repeat}" if repeat else "")
-
-    def _make_room(self, name: str, needed: int) -> int:
-        """Removes everything that a checkpoint of that name would overwrite; returns the free bytes."""
-        self._claim.check()
-        self._commits.sweep()
         for other in self.names():
-            if order(other)[0] == order(name)[0] and order(other) >= order(name):
+            if (step, repeat) <= order(other) < (step + 1, 0):
                 self._commits.remove(other)
-        return self._commits.check_space(name, needed)
+        name = f"step_{step:08d}" + (f"_{repeat}" if repeat else "")
+        return name, self._commits.check_space(name, needed)
 
     def _write(self, save: _Save) -> None:
         """Runs a save: creates the files, writes every process's part, commits the checkpoint."""

@@ -147,7 +147,12 @@ class StorePath:
 
         mode: Any = "overwrite" if replacing == "any" else replacing or "create"
         try:
-            return _version(self._request(lambda ob, store: ob.put(store, self.key, data, mode=mode, use_multipart=False)))
+            return _version(
+                self._request(
+                    lambda ob, store: ob.put(store, self.key, data, mode=mode, use_multipart=False),
+                    on_condition=replacing != "any",
+                )
+            )
         except OSError as error:
             is_missing = replacing != "any" and isinstance(error.__cause__, FileNotFoundError)
             if is_missing or isinstance(error.__cause__, AlreadyExistsError | PreconditionError):

@@ -70,15 +70,17 @@ def request(
     act: Callable[[Any, Any], T],
     *,
     is_list: bool = False,
+    on_condition: bool = False,
     also: type[Exception] | tuple[()] = (),
 ) -> T:
     """Returns `act(obstore, store)`, a request to a bucket. Retries it if an answer is cut off: `obstore` retries only
-    requests without an answer.
+    requests without an answer, and of these none that writes on a condition.
 
     **Arguments:**
 
     - `key`: the object, for errors.
     - `is_list`: whether it lists objects, of which there may be none.
+    - `on_condition`: whether it writes on a condition, which no longer holds if the first of two tries has written.
     - `also`: further errors that are retried.
     """
     check_installed()
@@ -88,11 +90,14 @@ def request(
     with _translate_errors(scheme, bucket, key, is_list):
         client = (limits.timeout, limits.retries, limits.pause, limits.give_up)
         store = _opened(scheme, bucket, os.getpid(), *client)  # connections do not survive a fork
+        lost = ("response body", "error sending request") if on_condition else ("response body",)
+        until = time.monotonic() + limits.give_up
         for attempt in range(limits.retries):
             try:
                 return act(obstore, store)
             except (BaseError, FileNotFoundError) as error:
-                if not isinstance(error, also) and "response body" not in str(error):
+                is_lost = isinstance(error, also) or any(text in str(error) for text in lost)
+                if not is_lost or time.monotonic() > until:
                     raise
             time.sleep(min(limits.pause * 2**attempt, 15) * random.uniform(0.5, 1))
         return act(obstore, store)

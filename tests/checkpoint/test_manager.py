@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections import namedtuple
@@ -624,6 +625,25 @@ def test_disk_full_during_a_save(saved, monkeypatch, call):
     assert "bytes, got 'No space left on device' with" in message and "Earlier checkpoints are complete" in message
     assert_untouched(saved)
     assert verify_checkpoint(saved, saved.save(300, small_state(300), {"step": 300})) == 300
+
+
+def test_steps_do_not_wait_until_folders_are_flushed(tmp_path, monkeypatch):
+    checkpoints, flushed, flush = Checkpoints(tmp_path / "ckpts"), [], os.fsync
+    tree = {"model": {"x": np.zeros(3)}}
+    checkpoints.save(1, tree, {})
+
+    def note(descriptor):
+        flushed.append(threading.current_thread())
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    checkpoints.save(2, tree, {}, then=lambda path: None)
+    checkpoints.wait()
+    assert flushed and threading.main_thread() not in flushed
+    shutil.rmtree(tmp_path / "ckpts")
+    checkpoints.save(3, tree, {}, then=lambda path: None)
+    checkpoints.wait()
+    assert threading.main_thread() in flushed  # the new folder must be in the one above before anything is said to be there
 
 
 def test_error_of_a_background_save_is_raised_once(tmp_path):
