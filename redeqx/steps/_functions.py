@@ -17,7 +17,6 @@ from ..memory import Loop
 from ..partition import Plan
 from ..tracing import Rule, normal, restricted, variables
 from ..transforms import (
-    ByPositions,
     CheckpointBlocks,
     DequantiseAtUse,
     ExchangeLookups,
@@ -117,7 +116,10 @@ def with_rules(
         residual = SplitResidual(mesh, inputs, splits) if splits_residual else None
         around: list[Any] = [] if residual is None else [residual]
         around += [SplitPositions(mesh, inputs, residual=residual)] if by_sequence else []
-        then = [replace(rule, inputs=inputs) if isinstance(rule, ByPositions) else rule for rule in after]
+        then = [
+            replace(rule, inputs=inputs) if isinstance(rule, FixConvolutions | FixPools | FuseAttention) else rule
+            for rule in after
+        ]
         return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *before, *around, *then], saved)(*args)
 
     return split

@@ -8,7 +8,6 @@ one loop. The package is independent of optimizers, batches and files. Open `_ga
 """
 
 from ._attention_report import Attentions as Attentions, attentions as attentions
-from ._by_positions import ByPositions as ByPositions
 from ._checkpoint_blocks import CheckpointBlocks as CheckpointBlocks
 from ._convolutions import FixConvolutions as FixConvolutions
 from ._dequantise import DequantiseAtUse as DequantiseAtUse
