@@ -29,9 +29,12 @@ class Goodput:
 
     A process that continues a run takes over the seconds of the earlier ones. The time after the step that it continues from
     is lost, and the time from the last record to its own begin is stalled, unless the earlier process had ended its fit.
+
+    Attribute `waited`: the seconds that a loop adds for which it waited for data; they are those of no other cause.
     """
 
     def __init__(self) -> None:
+        self.waited = 0.0  # since the time that is noted
         self._seconds = dict.fromkeys(CAUSES, 0.0)
         self._began, self._noted = time.time(), time.perf_counter()
         self._cause = "other"
@@ -57,8 +60,9 @@ class Goodput:
     def _note(self) -> None:
         now = time.perf_counter()
         is_starting = not self._has_stepped and self._cause in ("steps", "other")
-        self._seconds["starting" if is_starting else self._cause] += now - self._noted
-        self._noted = now
+        self._seconds["starting" if is_starting else self._cause] += now - self._noted - self.waited
+        self._seconds["data"] += self.waited
+        self._noted, self.waited = now, 0.0
 
     @property
     def seconds(self) -> dict[str, float]:

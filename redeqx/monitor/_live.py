@@ -170,6 +170,8 @@ class ProgressLine:
         - `work`: the work of one device in the step, if it is known.
         """
         now = time.perf_counter()
+        if not self._sums:  # this line has taken no more than one step
+            self.goodput.step()
         if self._last is not None:
             seconds = now - self._last
             new = {
@@ -184,7 +186,6 @@ class ProgressLine:
             memory, old = math.exp(-seconds / MEMORY), self._sums
             self._sums = {of: memory * old.get(of, 0.0) + x for of, x in new.items() if x is not None}
         self._last = now
-        self.goodput.step()
         self._waited = None if self._waited is None else 0.0
         self._step, self._epoch, self._metrics = step, epoch, metrics
         if self._shows and self._live is None and (now >= self._due or step == self.n_steps):
@@ -217,10 +218,11 @@ class ProgressLine:
         """A context in which the loop waits for its next batch; this share of the time is shown and recorded."""
         began = time.perf_counter()
         try:
-            with self.goodput.during("data"):
-                yield
+            yield
         finally:
-            self._waited = (self._waited or 0.0) + time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            self._waited = (self._waited or 0.0) + seconds
+            self.goodput.waited += seconds
 
     @contextmanager
     def compiling(self, what: str, began: float | None = None) -> Iterator[list[str]]:

@@ -323,8 +323,7 @@ class Engine:
                 batch = following
 
     def update(self, batch: Batch, epoch: Position | None = None) -> None:
-        """Queues one update, which the device may still compute afterwards, and reads the metrics of an earlier one; `epoch`
-        as for `updates`."""
+        """Queues one update, and reads the metrics of an earlier one; `epoch` as for `updates`."""
         deployer, programs = self.deployer, self.programs
         is_first = batch.signature not in programs.train
         if deployer.peers.n > 1:
@@ -343,7 +342,8 @@ class Engine:
             after, vector = programs.call_first(self.task, program, self.trees, args, batch, self.line)
             after.frozen.extend(state.frozen)
         else:
-            check_captured(programs.train[batch.signature].captured, "loss_fn" if self.task.grad_fn is None else "grad_fn")
+            if captured := programs.train[batch.signature].captured:
+                check_captured(captured, "loss_fn" if self.task.grad_fn is None else "grad_fn")
             after, vector = program.train(state, batch.groups, n_rows)
         self._state = after
         programs.newest = programs.train[batch.signature]
