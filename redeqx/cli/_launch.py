@@ -79,11 +79,11 @@ setup: pip install redeqx
 run: {quoted}
 """
 
-# By cluster: the file, and the command that submits it.
+# By cluster: the file, the command that submits it, and whether the job runs the script of the folder it is submitted from.
 _FILES = {
-    "slurm": (_SLURM, "sbatch job.sh"),
-    "jobset": (_JOBSET, "kubectl apply -f job.yaml"),
-    "skypilot": (_SKYPILOT, "sky jobs launch job.yaml"),
+    "slurm": (_SLURM, "sbatch job.sh", True),
+    "jobset": (_JOBSET, "kubectl apply -f job.yaml", False),  # it is in the image
+    "skypilot": (_SKYPILOT, "sky jobs launch job.yaml", True),
 }
 
 
@@ -138,6 +138,9 @@ def _print_file(args: argparse.Namespace) -> int:
     for name, value in (("nodes", nodes), ("gpus", gpus)):
         if value < 1:
             raise ValueError(f"`--{name}`: expected at least 1, got {value}. Pass the number.")
+    text, submit, is_here = _FILES[args.on]
+    if is_here:
+        check_script(args)
     code, verdict = 0, ""
     if args.topology is not None:
         options = ["--topology", args.topology, "--search", "none"]
@@ -153,7 +156,6 @@ def _print_file(args: argparse.Namespace) -> int:
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "train"  # Kubernetes takes these characters only
     kind = (args.topology or "").removeprefix("gpu:").partition(":")[0]
     command = ["python", *_script(args)]
-    text, submit = _FILES[args.on]
     print(
         text.format(
             comment=f"# {verdict}\n" if verdict else "", name=name, nodes=nodes, gpus=gpus,

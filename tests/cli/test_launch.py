@@ -73,9 +73,20 @@ run: 'python train.py --name ''a b'''
 """
 
 
+@pytest.fixture(autouse=True)
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+
+@pytest.mark.parametrize("on", ["slurm", "skypilot"])
+def test_script_of_this_folder_exists(capsys, on):
+    expected = "`nope.py`: expected a script, got no such file. For a module write `-m nope.py`."
+    assert error_of(capsys, "launch", "--on", on, "nope.py") == expected
+
+
 @pytest.mark.parametrize(("on", "expected"), {"slurm": SLURM, "jobset": JOBSET, "skypilot": SKYPILOT}.items())
 def test_file_to_submit(capsys, on, expected):
-    """The script need not be on this machine."""
     shown = output_of(capsys, "launch", "--on", on, "--nodes", "4", "--gpus", "8", "train.py", "--name", "a b")
     assert shown == expected
 
@@ -137,6 +148,7 @@ def test_invalid_arguments_are_named(capsys, arguments, expected):
 
 
 def test_names_fit_kubernetes(capsys):
+    """The script is in the image, not here."""
     shown = output_of(capsys, "launch", "--on", "jobset", "runs/My_Model.v2.py")
     assert "  name: my-model-v2\n" in shown and "my-model-v2-worker-0-0.my-model-v2:55527" in shown
     assert json.loads(re.search(r"command: (.*)", shown).group(1).replace("'", '"')) == ["python", "runs/My_Model.v2.py"]
