@@ -138,12 +138,14 @@ class Lock:
             self._end()
 
     def check(self) -> None:
-        """Raises OSError if another run took over the lock while this process was frozen."""
+        """Raises OSError if another run took over the lock while this process was frozen, or if it is gone."""
         if self._end is None or _is_mine(found := self._file.read(), self._me):
             return
-        who = _describe_owner(found)
-        why = f"expected a folder that is this run's own, got one that {who} has taken over since. Leave it"
-        raise StorageError(errno.EBUSY, why, str(self._folder))
+        got = f"one that {_describe_owner(found)} has taken over since. Leave it"
+        if found is None:  # nothing tells whether another run took it over and ended
+            got = f"one whose lock {self.path.name} is gone: it was deleted, or another run took the folder over and ended. "
+            got += "Start this run again: it continues from the newest checkpoint"
+        raise StorageError(errno.EBUSY, f"expected a folder that is this run's own, got {got}", str(self._folder))
 
     def _acquire(self) -> bool:
         """Acquires the lock. Returns False if there can be none."""
