@@ -148,19 +148,32 @@ class Checkpointer:
             )
         self._resume_from(path, record)
         engine.deployer.console.info(f"resuming from {path}, step {engine.step}")
+        self._warn_of_unsaved(path, record)
         return Known(engine.position, path)
 
     def _is_whole(self, record: Mapping[str, Any]) -> bool | None:
         """Returns whether the run's other trainers have checkpoints of the steps that they had at the time of a record; None
         if they have gone on since."""
+        pairs = [(step, saved) for step, saved in self._others(record).values() if saved]
+        if any(step > saved[-1] for step, saved in pairs):
+            return False
+        return all(step in saved[-2:] for step, saved in pairs) or None
+
+    def _warn_of_unsaved(self, path: Location, record: Mapping[str, Any]) -> None:
+        """Warns of the run's other trainers that had taken steps at the time of a record, and have no checkpoint."""
+        for name, (step, saved) in self._others(record).items():
+            if step and not saved:
+                who = f"the trainer {name!r}" if name else "the trainer without a name"
+                warn(
+                    f"`{path}`: expected a checkpoint of each trainer of the run, got none of {who}, which was at step "
+                    f"{step} then: it begins anew. Save every trainer; to begin all of them anew, choose another workdir."
+                )
+
+    def _others(self, record: Mapping[str, Any]) -> dict[str, tuple[int, list[int]]]:
+        """For each of the run's other trainers its step at the time of a record, and the steps of its checkpoints."""
         assert self.checkpoints is not None
         root = self.checkpoints.folder.parent if self.engine.name else self.checkpoints.folder
-        others = others_of_record(record)
-        saved = {name: CheckpointFolder(root / name).steps() for name in others}
-        pairs = [(step, saved[name]) for name, step in others.items() if saved[name]]
-        if any(step > steps[-1] for step, steps in pairs):
-            return False
-        return all(step in steps[-2:] for step, steps in pairs) or None
+        return {name: (step, CheckpointFolder(root / name).steps()) for name, step in others_of_record(record).items()}
 
     def _first_valid(self, checkpoints: Checkpoints, paths: Sequence[Location]) -> tuple[Location | None, dict[str, Any]]:
         """Returns the first undamaged checkpoint of these, with its record."""

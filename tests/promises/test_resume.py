@@ -185,6 +185,16 @@ def test_trainers_resume_at_one_iteration_if_a_kill_came_between_their_saves(tmp
     assert metrics == expected_metrics
 
 
+def test_a_trainer_that_has_no_checkpoint_yet_is_named(tmp_path):
+    """A kill came before its first save, so the two do not resume at one iteration."""
+    for trainer in (trainers := make_actor_and_critic(tmp_path)):
+        trainer.update(DATA[:8])
+    trainers[0].save_ckpt()
+    actor, critic = make_actor_and_critic(tmp_path)
+    with pytest.warns(UserWarning, match="got none of the trainer 'critic', which was at step 1 then: it begins anew. Save"):
+        assert [actor.resume(), critic.resume()] == [1, 0]
+
+
 def test_trainers_that_save_at_different_times_resume_from_their_own_newest_checkpoints(tmp_path):
     for life in range(2):
         actor, critic = trainers = make_actor_and_critic(tmp_path)
