@@ -16,6 +16,7 @@ from ..distributed import Peers
 from ..storage import (
     StorageError,
     StorePath,
+    check_subfolder,
     explained,
     fsync_folder,
     make_subfolder,
@@ -54,8 +55,9 @@ class Disk:
             raise StorageError(errno.ENOENT, why, str(self._root)) from None
 
     def lock(self, log: Callable[[str], None]) -> Lock:
-        """Locks the folder, which need not exist."""
+        """Locks the folder, which need not exist. Raises OSError if it is something else than a folder."""
         self.check_root()
+        check_subfolder(self.folder, self._root)  # now, not at the first save
         if self._root.is_dir():
             make_subfolder(self.folder.parent, self._root)
         return Lock(self.folder, log)

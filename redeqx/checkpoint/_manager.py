@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 from .._tree import array_leaves
 from ..distributed import Peers
 from ..errors import check_count
-from ..storage import Location, StorageError, StoreError, StorePath
+from ..storage import Location, StorageError, StoreError, StorePath, next_step
 from ._commit import Capabilities, Disk, Store
 from ._folder import CheckpointFolder, order
 from ._lock import Claim
@@ -287,5 +287,5 @@ def _why(error: OSError, save: _Save) -> str:
         )
     return (
         f"expected to write {save.size} bytes, got {error.strerror!r} with {save.free} bytes free at first. "
-        "Earlier checkpoints are complete. Make room, or save elsewhere"
+        f"Earlier checkpoints are complete. {next_step(error)}"
     )

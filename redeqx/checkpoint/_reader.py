@@ -132,10 +132,13 @@ def read_sharded(view: View, leaf: Any, sharding: Sharding) -> jax.Array:
 
 def check_tree(source: TensorReader, template: PyTree, what: str = "model") -> None:
     """Raises ValueError if the tensors differ from the template's arrays, as `load_tree` does. No tensor is read."""
-    lines = _mismatches(source, array_leaves(template))
+    wanted, there = array_leaves(template), set(source.names())
+    lines = _mismatches(source, wanted)
     if lines:
         differing = "\n  - ".join(listed(lines))
         advice = f"Build the {what} that was saved, or load the checkpoint of this one."
+        if wanted.keys() - there and there - wanted.keys():
+            advice += " If leaves were renamed, `redeqx.models.load_weights` maps the names."
         if what == "optimizer":
             advice = (
                 "Pass the `optimizer` and the `trainable` with which it was saved, or load the model alone: "

@@ -14,10 +14,12 @@ from ._array import (
 )
 from ._disk import (
     StorageError as StorageError,
+    check_subfolder as check_subfolder,
     check_writable as check_writable,
     disk_path as disk_path,
     explained as explained,
     make_subfolder as make_subfolder,
+    next_step as next_step,
     open_new as open_new,
     open_old as open_old,
     read_file as read_file,

@@ -4,6 +4,7 @@ The folder that a user names, and its parents, may be links. Everything below it
 no links: one that is there was planted, and writing through it would overwrite a file elsewhere, with this user's rights.
 """
 
+import errno
 import os
 import re
 import secrets
@@ -99,8 +100,17 @@ def explained(path: Path, rule: str = "a folder that can be written") -> Iterato
     except OSError as error:
         if error.errno is None:  # one of the above, which says so itself
             raise
-        why = f"expected {rule}, got {error.strerror!r}. Make room, or save elsewhere"
+        why = f"expected {rule}, got {error.strerror!r}. {next_step(error)}"
         raise StorageError(error.errno, why, str(path)) from None
+
+
+def next_step(error: OSError) -> str:
+    """Returns what to do about an error of the system on writing a file."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Make room, or save elsewhere"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "Change its permissions or mount, or save elsewhere"
+    return "Look at the disk, or save elsewhere"
 
 
 def check_writable(folder: Path, name: str) -> None:
@@ -121,13 +131,24 @@ def make_subfolder(folder: Path, root: Path) -> None:
         try:
             root.mkdir()
         except OSError:  # also of a full disk, where the folder exists
-            if root.is_symlink() or root.is_file():
-                raise OSError(
-                    f"`{root}`: expected a folder, got {_kind(root)}. Remove it; to write elsewhere, pass that path as the "
-                    "run's folder, or make that a link."
-                ) from None
+            _check_no_other(root)
             if not root.is_dir():
                 raise
+
+
+def check_subfolder(folder: Path, root: Path) -> None:
+    """Raises OSError if a part of a folder below `root`, which may be a link, is one, or a file."""
+    for part in folder.relative_to(root).parts:
+        root /= part
+        _check_no_other(root)
+
+
+def _check_no_other(folder: Path) -> None:
+    if folder.is_symlink() or folder.is_file():
+        raise OSError(
+            f"`{folder}`: expected a folder, got {_kind(folder)}. Remove it; to write elsewhere, pass that path as the "
+            "run's folder, or make that a link."
+        ) from None
 
 
 def remove_foreign(path: Path) -> str | None:

@@ -382,7 +382,8 @@ def test_all_differing_tensors_are_named(tmp_path):
         "  - `mlp.up.weight`: expected no tensor of this name, got float32 (4, 2). Did you mean `mlp.up.wieght`?\n"
         "  - `n`: expected float32 (2,), got int32 (2,).\n"
         "  - `norm`: expected float32 (5,), got float32 (3,).\n"
-        "Build the encoder that was saved, or load the checkpoint of this one."
+        "Build the encoder that was saved, or load the checkpoint of this one. "
+        "If leaves were renamed, `redeqx.models.load_weights` maps the names."
     )
     with pytest.raises(ValueError, match=r"got 33 that differ:(.|\n)*and 23 more"):
         load_tree(tmp_path / "x", [np.ones(1)] * 30)

@@ -396,8 +396,15 @@ def test_saving_needs_a_workdir_that_can_be_written(kwargs, tmp_path, monkeypatc
     assert has_done_no_work(trainer)
 
 
-@pytest.mark.parametrize("call", ["fit", "save_ckpt", "save_outputs"])
-def test_a_full_disk_reads_as_other_errors(call, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("call", "number", "advice"),
+    [
+        ("fit", errno.ENOSPC, "Make room"),
+        ("save_ckpt", errno.EROFS, "Change its permissions or mount"),
+        ("save_outputs", errno.EIO, "Look at the disk"),
+    ],
+)
+def test_an_error_of_the_disk_reads_as_other_errors(call, number, advice, tmp_path, monkeypatch):
     """The path, what was expected and found, and the next step, below one frame of the library."""
     trainer = make_trainer(tmp_path)
     calls = {
@@ -406,15 +413,16 @@ def test_a_full_disk_reads_as_other_errors(call, tmp_path, monkeypatch):
         "save_outputs": lambda: trainer.deployer.save_outputs([1]),
     }
 
-    def full(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def fails(*args):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(OSError) as raised:
         calls[call]()
     path = "outputs/outputs.jsonl" if call == "save_outputs" else "ckpts"
-    assert raised.value.errno == errno.ENOSPC
-    assert re.match(rf"`{tmp_path / path}`: expected .*, got 'No space left on device'.* Make room, or ", str(raised.value))
+    assert raised.value.errno == number
+    expected = rf"`{tmp_path / path}`: expected .*, got '{os.strerror(number)}'.* {advice}, or "
+    assert re.match(expected, str(raised.value))
     assert raised.value.__suppress_context__ or raised.value.__context__ is None
     assert len([frame for frame in traceback.extract_tb(raised.tb) if frame.filename.startswith(LIBRARY)]) == 1
 
@@ -543,9 +551,11 @@ class Renamed(eqx.Module):
 
 def mismatch_message(path, *lines):
     listed = "".join(f"\n  - {line}" for line in lines)
+    is_renamed = any("got none" in line for line in lines) and any("expected no tensor" in line for line in lines)
+    hint = " If leaves were renamed, `redeqx.models.load_weights` maps the names."
     return (
         f"`{path / 'model.safetensors'}`: expected the tensors of this model, got {len(lines)} that differ:{listed}\n"
-        "Build the model that was saved, or load the checkpoint of this one."
+        f"Build the model that was saved, or load the checkpoint of this one.{hint * is_renamed}"
     )
 
 

@@ -93,13 +93,14 @@ def test_linked_folder_of_media_costs_the_media_only(tmp_path, outside):
     assert steps(workdir) == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["ckpts", "outputs"])
-def test_linked_folders_are_refused(tmp_path, outside, name):
+@pytest.mark.parametrize(("name", "target"), [("ckpts", "outside"), ("ckpts", "gone"), ("outputs", "outside")])
+def test_linked_folders_are_refused(tmp_path, outside, name, target):
     workdir = tmp_path / "run"
     workdir.mkdir()
-    (workdir / name).symlink_to(outside.parent)
-    with pytest.raises(OSError, match=f"{name}`: expected a folder, got a link to '.*outside'. Remove it"):
+    (workdir / name).symlink_to(outside.parent.with_name(target))
+    with pytest.raises(OSError, match=f"{name}`: expected a folder, got a link to '.*{target}'. Remove it"):
         fit(workdir, 1)
+    assert name == "outputs" or not (workdir / "metrics.jsonl").exists()  # before the first step
 
 
 def test_workdir_and_its_parents_may_be_links(tmp_path):
