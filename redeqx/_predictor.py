@@ -13,13 +13,15 @@ from jaxtyping import PRNGKeyArray
 
 from ._deployer import Deployer
 from ._load import Saved
-from ._tree import PyTree, is_array_like
+from ._tree import PyTree, array_leaves, is_array_like
 from .data import BatchSize, Group, Prefetch, collate, local_rows, pad_rows, place_rows, read, size_of
+from .dims import RowUse
 from .distributed import agree_on_examples
 from .errors import (
     REDCO_PREDICTOR,
     REDCO_PREDICTOR_ARGUMENTS,
     RedcoNames,
+    check_alike,
     check_examples_kind,
     check_function,
     check_key,
@@ -106,6 +108,7 @@ class Predictor(RedcoNames):
         self._placed: tuple[PyTree, PyTree] | None = None
         self._read: Callable[[Plan], PyTree] | None = None  # reads the model, of which `_model` has the shapes
         self._engine: Engine | None = None  # of the Trainer whose model this is
+        self._has_judged = False  # whether it is said that the outputs depend on the batch size
 
     @classmethod
     @filter_traceback
@@ -189,7 +192,7 @@ class Predictor(RedcoNames):
                 f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
             )
         if model is not None:
-            check_model(model)
+            self._check_alike(model)
         elif self._engine is None:
             self._require_model(model)
         if key is not None:
@@ -324,6 +327,16 @@ class Predictor(RedcoNames):
             raise ValueError("`model`: expected a model, got None. Pass it to `Predictor` or to `predict`.")
         return own if model is None else model
 
+    def _check_alike(self, model: PyTree) -> None:
+        """Checks a model that replaces the Predictor's own, or the first one that it was given."""
+        own = self._model if self._engine is None else self._engine.trees[0]
+        if self.plan is not None:
+            check_alike(model, self.plan.leaves, "the Predictor's model")
+        elif own is not None:
+            check_alike(model, array_leaves(own), "the Predictor's model")
+        else:
+            check_model(model)
+
     def _get_step(self, model: PyTree, state: PyTree, plan: Plan) -> tuple[Structure, Callable[..., Any]]:
         """Returns the compiled step, rebuilt if the model differs in more than its arrays."""
         arrays, static = eqx.partition(model, is_array_like)
@@ -347,7 +360,18 @@ class Predictor(RedcoNames):
     ) -> Callable[..., Any]:
         options = xla_settings(plan.mesh, self._deployer.compiler.settings).options
         fuse_attention = self._compute.fuse_attention
-        return make_predict_step(structure, plan, predict, named=named, fuse_attention=fuse_attention, options=options)
+        return make_predict_step(
+            structure, plan, predict, named=named, fuse_attention=fuse_attention, options=options, judged=self._note_rows
+        )
+
+    def _note_rows(self, use: RowUse) -> None:
+        """Says once if an output of a row depends on the batch in which it is."""
+        is_said = use.kind == "mixed" or (use.kind == "unknown" and use.is_random)
+        if not self._has_judged and (is_said or use.draws):
+            self._has_judged = True
+            depend = "may depend" if use.kind == "unknown" else "depend"
+            text = "; ".join([*([use.text] if is_said else []), *use.draws])
+            self._deployer.console.info(f"prediction: the outputs {depend} on the batch size. Rows: {text}")
 
 
 def _on_host(x: Any) -> np.ndarray:

@@ -271,14 +271,15 @@ def test_plan_is_in_the_order_in_which_pred_fn_computes(shards):
 
 
 def test_devices_hold_only_their_shards_and_the_given_model_is_released():
-    deployer, before = make_deployer(), {id(array) for array in jax.live_arrays()}
+    deployer, before = make_deployer(), jax.live_arrays()  # kept, so that no other array gets the id of one
     model = Arrays()
     given = weakref.ref(model.up)
     predictor = redeqx.Predictor(deployer, model=model, collate_fn=stack, pred_fn=apply)
     del model
     predictor.predict([np.ones(32, np.float32)], 1)
     assert given() is None
-    shape = [array for array in jax.live_arrays() if id(array) not in before and array.shape in ((32, 64), (64, 32))]
+    old = set(map(id, before))
+    shape = [array for array in jax.live_arrays() if id(array) not in old and array.shape in ((32, 64), (64, 32))]
     assert set(bytes_by_device(shape).values()) == {predictor.plan.n_bytes_per_device} == {2 * 32 * 64 * 4 // 8}
 
 
@@ -377,6 +378,27 @@ def test_each_batch_has_its_own_key_and_calls_are_repeatable():
     assert other.predict(make_examples(6), 2) != first
 
 
+@pytest.mark.parametrize("shards", [(8, 1), (2, 2)])
+def test_draws_of_a_loop_that_runs_until_all_rows_have_ended_do_not_depend_on_the_batch_size(shards):
+    def pred_fn(model, batch, key):
+        def advance(state):
+            i, total, has_ended = state
+            draw = jax.random.uniform(jax.random.fold_in(key, i), total.shape)
+            return i + 1, jnp.where(has_ended, total, total + draw), has_ended | (draw > 0.7)
+
+        def goes_on(state):
+            return (state[0] < 9) & ~state[2].all()
+
+        n = len(batch["x"])
+        return jax.lax.while_loop(goes_on, advance, (0, jnp.zeros(n), jnp.zeros(n, bool)))[1]
+
+    examples, key = make_examples(9), jax.random.key(3)
+    predictor = redeqx.Predictor(make_deployer(*shards), model=make_linear(), collate_fn=stack, pred_fn=pred_fn)
+    for batch_size in (2, 9):
+        found = predictor.predict(examples, batch_size=batch_size, key=key)
+        np.testing.assert_allclose(found, pred_fn(None, stack(examples), key), rtol=1e-6)
+
+
 def test_random_draws_follow_the_key_argument():
     def pred_fn(model, batch, key):
         return jax.random.uniform(key, (len(batch["x"]),))
@@ -387,6 +409,47 @@ def test_random_draws_follow_the_key_argument():
     assert draws[0] == draws[2]
     iterated = predictor.iterate(make_examples(6), 2, key=jax.random.key(5))
     assert [row for batch in iterated for row in batch] == draws[0]
+
+
+def halved(model, batch, key):
+    return jax.lax.while_loop(lambda x: jnp.abs(x).mean() > 0.1, lambda x: x / 2, batch["x"])
+
+
+@pytest.mark.parametrize(
+    ("pred_fn", "said"),
+    [
+        (
+            lambda model, batch, key: apply(model, batch, key) - apply(model, batch, key).mean(0),
+            "mixed at tests/test_predictor",
+        ),
+        (
+            lambda model, batch, key: jax.random.gamma(key, 2.0, (len(batch["x"]),)),
+            "`random_gamma` draws for all rows at once",
+        ),
+        (lambda model, batch, key: jax.random.normal(key, (len(batch["x"]),)) + batch["x"].sum(1), None),
+        (halved, "mixed at tests/test_predictor"),
+    ],
+)
+def test_outputs_that_depend_on_the_batch_size_are_named_once(pred_fn, said, capsys):
+    predictor = redeqx.Predictor(redeqx.Deployer(), model=make_linear(), collate_fn=stack, pred_fn=pred_fn)
+    for batch_size in (8, 16):
+        predictor.predict(make_examples(20), batch_size=batch_size)
+    out = " ".join(capsys.readouterr().out.split())
+    text = "prediction: the outputs depend on the batch size. Rows: "
+    assert out.count(text) == (said is not None)
+    assert said is None or f"{text}{said}" in out
+
+
+def test_another_model_has_the_same_arrays():
+    predictor, given = redeqx.Predictor(make_deployer(), collate_fn=stack, pred_fn=apply), make_linear()
+    predictor.predict(make_examples(4), 2, model=given)  # the first one may be any
+    with pytest.raises(
+        ValueError, match=r"`model`: `bias`: expected shape \(8,\), as in the Predictor's model, got no array"
+    ):
+        predictor.predict(make_examples(4), 2, model=eqx.nn.Linear(4, 8, use_bias=False, key=jax.random.key(0)))
+    predictor = redeqx.Predictor(make_deployer(), model=given, collate_fn=stack, pred_fn=apply)
+    with pytest.raises(ValueError, match=r"`model`: `weight`: expected shape \(8, 4\), as in .*, got shape \(7, 4\)\. Pass"):
+        predictor.iterate(make_examples(4), 2, model=eqx.nn.Linear(4, 7, key=jax.random.key(0)))
 
 
 def test_iterate_checks_its_arguments_immediately():

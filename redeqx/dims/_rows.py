@@ -37,9 +37,9 @@ from ._states import (
 _UNORDERED = {"dot_general", *REDUCTIONS}
 # What makes the entries of rows without entries of rows: equal ones, or ones from the numbers of the rows.
 _MAKES_ROWS = {"broadcast_in_dim", "tile", "iota", "random_bits", "random_split", "rng_bit_generator", "rng_uniform"}
+_ALL_OR_ANY = {"reduce_and", "reduce_or"}
 _UNNAMED = "a dim that grows with the rows is not known to be rows"
 NOT_KNOWN = ("an unknown operation", _UNNAMED)
-TOGETHER = "a loop that runs as long as any row needs"
 
 
 class RowDependence:
@@ -52,6 +52,8 @@ class RowDependence:
     - `judged`: the indices of the outputs that are judged. What only others depend on is not looked at.
     - `with_whole`: whether values that mix rows, but depend on no weight, are computed on the whole batch before, where that
         makes the function a sum over rows.
+    - `makes_text`: whether a loop that runs until all rows have ended keeps them apart: text is generated in this way, and
+        what follows an end is not used.
 
     **Attributes:**
 
@@ -62,8 +64,10 @@ class RowDependence:
         part, to multiply it by.
     """
 
-    def __init__(self, names: Names, growth: Growth, judged: Collection[int], *, with_whole: bool = True):
-        self.names, self.growth, self._rows = names, growth, growth.rows
+    def __init__(
+        self, names: Names, growth: Growth, judged: Collection[int], *, with_whole: bool = True, makes_text: bool = False
+    ):
+        self.names, self.growth, self._rows, self._makes_text = names, growth, growth.rows, makes_text
         self._judged = {i: value for i, value in enumerate(names.root.outs) if i in judged}
         self._live = names.needed(judged)
         self._trained = reached(names.root.ins[: names.inputs.n_weights], lambda value: value.readers)
@@ -356,10 +360,11 @@ class RowDependence:
         runs = self._follow(condition, [*ins[:n_cond], *carry])[0]
         if runs.kind in (FREE, ROW):
             return [chosen(state, runs) for state in carry]
-        if (by := ends_of_rows(step)) is not None and self.of(by).kind == ROW:
+        by, ends = ends_of_rows(step), {by.name for by in steps_of(condition) if id(by) in self._found}
+        if (self._makes_text and ends <= _ALL_OR_ANY) or (by is not None and self.of(by).kind == ROW):
             self._found = before
             return carry
-        return [self._mixed(TOGETHER, step)] * len(carry)
+        return [self._mixed("a loop that runs as long as any row needs", step)] * len(carry)
 
 
 _LOOPS: dict[str, Callable[[RowDependence, Step], list[State]]] = {

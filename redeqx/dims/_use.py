@@ -19,7 +19,7 @@ from ._atoms import Dim, Step, flat, steps_of
 from ._draws import ByNumber, Draws, Factors, factors_of
 from ._growth import Growth, constants_of, have_same_constants
 from ._names import Inputs, Names
-from ._rows import NOT_KNOWN, ROW, TOGETHER, RowDependence
+from ._rows import NOT_KNOWN, ROW, RowDependence
 
 
 class Whole(NamedTuple):
@@ -122,7 +122,7 @@ def row_use(
 
     - `fn`: takes the following; returns arrays. Those in a dict are metrics, by name: they do not decide the verdict.
     - `weights`, `state`, `batch`, `args`: arrays or their shapes. Dim 0 of each leaf of the batch is rows.
-    - `returns_rows`: whether dim 0 of each output is rows. There are no metrics then.
+    - `returns_rows`: whether dim 0 of each output is rows. There are no metrics then, and `RowDependence(makes_text=True)`.
     """
     inputs = Inputs(*(len(jax.tree.leaves(tree)) for tree in (weights, state, batch)))
     n = jax.tree.leaves(batch)[0].shape[0]
@@ -141,7 +141,8 @@ def row_use(
     # A layer's state takes the statistics of each part, so what the layer computes is not taken from the whole batch. Of the
     # rows of a prediction, no more than one batch is known at a time.
     metrics, with_whole = {} if returns_rows else _metrics_in(outs), not inputs.n_state and not returns_rows
-    judged = _judged(names, growth, metrics, with_whole=with_whole) if growth.is_comparable else None
+    options = {"with_whole": with_whole, "makes_text": returns_rows}
+    judged = _judged(names, growth, metrics, **options) if growth.is_comparable else None
     draws = Draws(names, growth, judged[0].outs if judged else range(len(names.root.outs)))
     found |= {
         "is_random": draws.is_random,
@@ -152,9 +153,7 @@ def row_use(
     rows, mixing = judged
     if not rows.is_sum:
         how, step = rows.first or ("the number of rows", None)
-        # Text is generated until it has ended in all rows, and what follows an end is not used.
-        is_known = how not in NOT_KNOWN and not (returns_rows and how == TOGETHER)
-        kind = "mixed" if is_known else "unknown"
+        kind = "unknown" if how in NOT_KNOWN else "mixed"
         return RowUse(kind, why=how, line="" if step is None else shortened(step.line), **found)
     if draws.wrong is not None:
         step, why = draws.wrong
@@ -205,13 +204,13 @@ def _metrics_in(outs: PyTree) -> dict[str, list[int]]:
 
 
 def _judged(
-    names: Names, growth: Growth, metrics: Mapping[str, Sequence[int]], *, with_whole: bool
+    names: Names, growth: Growth, metrics: Mapping[str, Sequence[int]], **options: bool
 ) -> tuple[RowDependence, dict[str, str]]:
     """Returns how the outputs depend on rows, without metrics that mix rows, and a phrase for each of these."""
     left, mixing = dict(metrics), list[str]()
     judged = set(range(len(names.root.outs)))
     while True:
-        rows = RowDependence(names, growth, judged, with_whole=with_whole)
+        rows = RowDependence(names, growth, judged, **options)
         found = [name for name, of in left.items() if not set(rows.mixed).isdisjoint(of)]
         if not found:
             break
@@ -220,7 +219,7 @@ def _judged(
             judged.difference_update(left.pop(name))
     said = dict[str, str]()
     for name in mixing if rows.is_sum else ():
-        first = RowDependence(names, growth, metrics[name], with_whole=with_whole).first
+        first = RowDependence(names, growth, metrics[name], **options).first
         line = "" if first is None else f" at {shortened(first[1].line)}"
         said[name] = f"metric `{name}` mixes{line or ' rows'}"
     return rows, said

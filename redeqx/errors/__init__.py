@@ -7,6 +7,7 @@ devices, models or training. Open `_arguments.py` first.
 from ._arguments import (
     alternatives as alternatives,
     as_metrics as as_metrics,
+    check_alike as check_alike,
     check_alive as check_alive,
     check_choice as check_choice,
     check_count as check_count,

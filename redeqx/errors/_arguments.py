@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._tree import is_key, listed, named_leaves
+from .._tree import array_leaves, is_key, listed, named_leaves
 
 
 def wrong(name: str, expected: str, got: str, advice: str, error: type[Exception] = ValueError) -> Exception:
@@ -168,6 +168,25 @@ def check_model(model: Any, name: str = "model") -> None:
     for path, leaf in named_leaves(model).items():
         if isinstance(leaf, np.ndarray):
             check_integers(leaf, f"`{name}` leaf `{path}`")
+
+
+def check_alike(model: Any, own: Mapping[str, Any], whose: str) -> None:
+    """Raise ValueError if the arrays of a model differ from others in name or shape; and as `check_model`.
+
+    **Arguments:**
+
+    - `own`: the other arrays, or anything with a `shape`, by name.
+    - `whose`: the model that they are of, such as "the trained model".
+    """
+    check_model(model)
+    found = array_leaves(model)
+    for name in [*own, *(name for name in found if name not in own)]:
+        shapes = [tuple(of[name].shape) if name in of else None for of in (own, found)]
+        if shapes[0] != shapes[1]:
+            expected, got = ("no array" if shape is None else f"shape {shape}" for shape in shapes)
+            raise ValueError(
+                f"`model`: `{name}`: expected {expected}, as in {whose}, got {got}. Pass a model of the same structure."
+            )
 
 
 def _why_no_model(model: Any) -> tuple[str, str] | None:

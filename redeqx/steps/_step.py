@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._tree import is_array_like, is_key, named_leaves
-from ..dims import row_use
+from ..dims import RowUse, row_use
 from ..machine import Options, is_in_host, replicated, split_rows
 from ..optimizers import ascent, injected_rate, n_updates, update_with, widened
 from ..partition import Plan
@@ -343,6 +343,7 @@ def make_predict_step(
     named: bool = False,
     fuse_attention: bool = True,
     options: Options | None = None,
+    judged: Callable[[RowUse], None] = lambda use: None,
 ) -> Callable[..., Any]:
     """Returns the jitted `(trained, frozen, state, batch, key, span) -> outputs`, with rows split over the batch axes.
     `span` is the place of the batch in the prediction, see `row_span`.
@@ -352,11 +353,14 @@ def make_predict_step(
     - `predict`: as `prediction` returns it.
     - `named`, `fuse_attention`: as for `plan_rules`.
     - `options`: for the compiler.
+    - `judged`: called with what `predict` does with rows, whenever it is traced.
     """
     rules = plan_rules(structure, plan, named=named, is_differentiated=False, fuse_attention=fuse_attention)
 
     def of_part(*args):
-        return by_row(predict, row_use(predict, *args[:4], returns_rows=True))(*args)
+        use = row_use(predict, *args[:4], returns_rows=True)
+        judged(use)
+        return by_row(predict, use)(*args)
 
     planned_fn = with_rules(of_part, structure, plan, [], rules)
 

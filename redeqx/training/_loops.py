@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from .._tree import array_leaves
 from ..data import BatchSize, Prefetch, Slice, check_examples, collated_shapes, is_function, size_of, slices
 from ..dims import UNKNOWN
-from ..errors import check_model, warn
+from ..errors import check_alike, warn
 from ..partition import place
 from ..steps import row_span
 from ._checkpointer import Checkpointer
@@ -100,7 +100,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
     Raises ValueError for a `model` of another structure.
     """
     if model is not None:
-        _check_alike(engine, model)
+        check_alike(model, array_leaves(engine.trees[0]), "the trained model")
     deployer, task = engine.deployer, engine.task
     deployer.need_values("eval_loss")
     size = _even_size(engine, examples, size)
@@ -153,17 +153,3 @@ def _even_size(engine: Engine, examples: Any, size: BatchSize) -> BatchSize:
         with closing(Prefetch(map(partial(collated_shapes, task.collate_fn), [first]))) as shapes:
             use = task.row_use(*engine.trees, next(shapes), inference=True)
     return size.evenly(n, n_devices, use or UNKNOWN)
-
-
-def _check_alike(engine: Engine, model: PyTree) -> None:
-    """Raises ValueError for a model whose arrays differ from the trained one's in name or shape."""
-    check_model(model)
-    own, found = array_leaves(engine.trees[0]), array_leaves(model)
-    for name in [*own, *(name for name in found if name not in own)]:
-        shapes = [None if name not in of else of[name].shape for of in (own, found)]
-        if shapes[0] != shapes[1]:
-            expected, got = ("no array" if shape is None else f"shape {shape}" for shape in shapes)
-            raise ValueError(
-                f"`model`: `{name}`: expected {expected}, as in the trained model, got {got}. "
-                "Pass a model of the same structure."
-            )

@@ -308,6 +308,19 @@ def test_tokens_are_the_same_in_pred_fn_on_a_mesh(n_model, n_fsdp, options):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.sweep
+def test_samples_do_not_depend_on_the_batch_size():
+    def pred_fn(model, batch, key):
+        return generate(model, batch, max_new_tokens=6, do_sample=True, eos_token_id=2, key=key)
+
+    ids, key = np.tile(IDS, (3, 1))[:5], jax.random.key(0)
+    deployer = redeqx.Deployer(0, 2, 2, verbose=False)
+    predictor = redeqx.Predictor(deployer, model=MODEL, collate_fn=np.stack, pred_fn=pred_fn)
+    for batch_size in (2, 5):
+        found = predictor.predict(list(ids), batch_size=batch_size, key=key)
+        np.testing.assert_array_equal(found, pred_fn(MODEL, ids, key))
+
+
 def test_each_shape_is_compiled_once():
     count = 0
 
