@@ -34,6 +34,7 @@ class Along:
     - `in_batch`: the number of these positions in the batch.
     - `is_given`: whether the batch has these positions, or they are a slice of its; otherwise the model has added some.
     - `chunked`: if it is by chunks, the sizes of the dims of positions along which it may be split; otherwise None.
+    - `has_windows`: whether it combines those in a window that slides along them.
     """
 
     what: str
@@ -42,6 +43,7 @@ class Along:
     in_batch: int
     is_given: bool
     chunked: tuple[int, ...] | None = None
+    has_windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -249,6 +251,7 @@ def _along(uses: Sequence[_Use], sets: _Sets) -> tuple[Along, ...]:
             sets.in_batch(root),
             sets.is_given(dim),
             _chunked(root, step, sets) if what == CHUNKS or sets.is_by_chunks(dim) else None,
+            ("window", dim) in step.mixes,
         )
         key = (what, own.line, own.size if what in (ATTENTION, RECURRENCE, CHUNKS) else None)
         if key not in found or found[key].size < own.size:

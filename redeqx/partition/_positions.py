@@ -68,7 +68,7 @@ def _sentence(each: Along, n: int) -> str:
         how = f"{why}each device computes all of them, for its part of the rows if these divide"
     elif divides:
         how = f"split over {n} devices"
-    elif each.in_batch % n or (each.is_given and each.what == ATTENTION):
+    elif each.in_batch % n or each.has_windows or (each.is_given and each.what == ATTENTION):
         how = f"{n} devices do not divide them, so each computes all of them, for its part of the rows if these divide"
     else:
         how = f"{n} devices do not divide them, so XLA pads them"

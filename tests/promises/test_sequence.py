@@ -472,6 +472,16 @@ def test_the_plan_says_how_positions_are_computed(name, n, expected):
     assert not positions_of(name, 1).positions
 
 
+def test_the_plan_says_that_windows_are_not_padded():
+    def loss_fn(model, batch, key):
+        return next_token(model, {"ids": batch["ids"][:, :-1]}, key)
+
+    plan = redeqx.Deployer(0, n_sequence_shards=8, verbose=False).plan(model_of("state_space"), loss_fn, collate_fn(TEXTS))
+    assert re.match(
+        r"63 in conv_general_dilated at \S*: 8 devices do not divide them, so each computes all", plan.positions[0]
+    )
+
+
 def test_a_loss_in_chunks_does_not_mix_rows():
     plan = positions_of("gpt2_loss_in_chunks", 4)
     assert plan.row_use.kind == "separable"
