@@ -165,6 +165,33 @@ def test_gradient_along_split_positions(x64, mesh, n_rows):
         np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6, atol=1e-10)
 
 
+class OverPixels(eqx.Module):
+    """An attention over the pixels of an image between two convolutions, as in a UNet."""
+
+    convs: list[eqx.nn.Conv2d]
+    attention: eqx.nn.MultiheadAttention
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.convs = [eqx.nn.Conv2d(8, 8, 3, padding=1, key=key) for key in keys[:2]]
+        self.attention = eqx.nn.MultiheadAttention(4, 8, key=keys[2])
+
+    def __call__(self, x):
+        x = jnp.tanh(self.convs[0](x))
+        pixels = x.reshape(8, -1).T
+        pixels = pixels + self.attention(pixels, pixels, pixels)
+        return self.convs[1](pixels.T.reshape(x.shape))
+
+
+@pytest.mark.sweep
+def test_gradient_around_an_attention_over_pixels():
+    """Of rows that do not divide: the attention splits its queries, so XLA would split the image's sides."""
+    model, batch = OverPixels(), np.random.default_rng(0).normal(size=(3, 8, 8, 8)).astype(np.float32)
+    expected, found = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None), gradients(model, batch, 2, 1, 2)
+    for a, b in zip(jax.tree.leaves(found.convs), jax.tree.leaves(expected.convs), strict=True):
+        np.testing.assert_allclose(a, np.asarray(b), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("size", "stride", "padding", "dilations", "n_groups", "numbers"),
     [
