@@ -47,8 +47,8 @@ from .training import (
     as_one_step,
     evaluate,
     in_order,
-    train,
-    update,
+    one_pass,
+    one_update,
     warn_of_large_batch,
     with_options,
 )
@@ -276,7 +276,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             raise DryRunDone(dry_run(self._workload(steps, size), run.machine, **run.options))
         if not drop_remainder:
             warn_of_large_batch(size_of(examples), size, per_device_batch_size)
-        return train(self._engine, self._checkpointer, steps, size)
+        return one_pass(self._engine, self._checkpointer, steps, size)
 
     @filter_traceback
     def update(self, examples: Any) -> dict[str, float]:
@@ -306,7 +306,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         """
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(self._workload(*as_one_step(self._engine, examples)), run.machine, **run.options))
-        return update(self._engine, self._checkpointer, examples)
+        return one_update(self._engine, self._checkpointer, examples)
 
     @filter_traceback
     def eval_loss(

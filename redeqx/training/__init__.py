@@ -17,8 +17,8 @@ from ._loops import (
     as_one_step as as_one_step,
     evaluate as evaluate,
     in_order as in_order,
-    train as train,
-    update as update,
+    one_pass as one_pass,
+    one_update as one_update,
     warn_of_large_batch as warn_of_large_batch,
 )
 from ._progress import (

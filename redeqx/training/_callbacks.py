@@ -248,12 +248,13 @@ class Callbacks:
 
     **Attributes:**
 
+    - `has_begun`: whether their states of an earlier run were restored, before the first call.
     - `was_called`: whether one was called since this was last set to False; the same in all processes.
     """
 
     def __init__(self, trainer: Any, before: Sequence[Callback], own: Sequence[Callback], after: Sequence[Callback]):
         self.trainer, self.own, self.each = trainer, own, [*before, *own, *after]
-        self.was_called = False
+        self.has_begun = self.was_called = False
         self._is_saving = False  # within `on_save`
 
     @staticmethod
@@ -335,8 +336,9 @@ class Callbacks:
         states = {key: callback.state() for key, callback in self._keyed().items()}
         return {key: state for key, state in states.items() if state}
 
-    def load(self, states: Mapping[str, dict[str, Any]]) -> None:
+    def begin(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Restores the saved state of each callback."""
+        self.has_begun = True
         for key, callback in self._keyed().items():
             if key in states:
                 callback.load_state(states[key])

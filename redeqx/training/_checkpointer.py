@@ -5,11 +5,11 @@ fit starts.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
@@ -27,6 +27,7 @@ from ._progress import (
     Position,
     Progress,
     Refused,
+    changed_setting,
     check_record,
     numbers_of_record,
     others_of_record,
@@ -45,17 +46,15 @@ class Checkpointer:
     - `checkpoints`: the checkpoints of the workdir; None without one.
     - `progress`: how far the fits have come.
     - `fit_index`: the number of finished fits.
-    - `callbacks`: the callbacks of the running fit; None outside a fit.
-    - `callback_states`: the callbacks' states of the fit that was resumed, interrupted or ended last.
     """
 
     def __init__(self, engine: Engine):
         deployer, task, folder = engine.deployer, engine.task, engine.name or ""
         self.engine, self.progress, self.fit_index = engine, Progress(), 0
-        self.callbacks: Callbacks | None = None
-        self.callback_states: dict[str, dict[str, Any]] = {}
-        self._looks = True  # the next fit looks for an earlier run
-        self._begins_anew = False  # the next fit is a new one, whatever `progress` says of the loaded checkpoint
+        self._callbacks: Callbacks | None = None  # of the running fit
+        self._states: dict[str, dict[str, Any]] = {}  # of the fit that was resumed, interrupted or ended last
+        # What the next fit does: it looks for an earlier run, begins anew, whatever `progress` says, or goes on.
+        self._next: Literal["look", "begin", "go on"] = "look"
         self._source: Location | None = None  # of `progress`, if an earlier process made it
         self._kept_step = 0  # the step of the newest save, or of the checkpoint that was loaded
         self._keep_last = 2  # as in the newest save
@@ -91,8 +90,8 @@ class Checkpointer:
         Raises ValueError if the workdir has a run that must not be resumed.
         """
         self._warned.clear()
-        known = None if self._begins_anew else Known(self.engine.position)
-        if self._looks:
+        known = None if self._next == "begin" else Known(self.engine.position)
+        if self._next == "look":
             known = self._look(may_resume=may_resume)
         decision = start(known, self.fit_index, may_resume=may_resume)
         if isinstance(decision, Refused):
@@ -100,7 +99,7 @@ class Checkpointer:
                 f"`workdir`: expected no checkpoints, as `resume=False`, got {decision.path}. "
                 "Pass `resume=True` to continue from it, or another workdir for a new run."
             )
-        self._looks = self._begins_anew = False
+        self._next = "go on"
         if isinstance(decision, Done):
             self.fit_index += 1
             return None
@@ -108,8 +107,33 @@ class Checkpointer:
         self.fit_index, self._source = position.fit, None
         if decision.is_new:
             self.engine.position, progress.first_step = position, self.engine.step
-            progress.setting, progress.metrics, self.callback_states = {}, {}, {}
+            progress.setting, progress.metrics, self._states = {}, {}, {}
         return position
+
+    @contextmanager
+    def keeping(self, callbacks: Callbacks) -> Iterator[None]:
+        """A context of a running fit. Checkpoints hold the states of its callbacks; if it fails, the next fit has them."""
+        self._callbacks = callbacks
+        try:
+            yield
+        except BaseException:
+            if self.checkpoints is not None:
+                self.checkpoints.settle()
+            if callbacks.has_begun:
+                self.keep_states()
+            raise
+        finally:
+            self._callbacks = None
+
+    def begin_callbacks(self) -> None:
+        """Restores the states of the fit's callbacks."""
+        assert self._callbacks is not None
+        self._callbacks.begin(self._states)
+
+    def keep_states(self) -> None:
+        """Keeps the states of the fit's callbacks, for checkpoints that are saved after it."""
+        assert self._callbacks is not None
+        self._states = self._callbacks.states()
 
     def end_fit(self) -> None:
         """Waits until the end of a fit is on disk."""
@@ -121,7 +145,7 @@ class Checkpointer:
     def resume(self) -> None:
         """Resumes from the newest checkpoint of the workdir, if there is one."""
         self._look(may_resume=True)
-        self._looks = False
+        self._next = "go on"
 
     def _look(self, *, may_resume: bool) -> Known | None:
         """Resumes from the workdir's newest undamaged checkpoint; warns about each damaged one that is skipped.
@@ -195,48 +219,34 @@ class Checkpointer:
             raise problem
         return None, {}
 
-    def check_setting(self, now: Mapping[str, Any]) -> None:
-        """Compares the sizes of a fit with those of the run that it resumes; prints harmless differences.
+    def use_setting(self, now: Mapping[str, Any], unknown: Collection[str] = ()) -> None:
+        """Begins a fit with these sizes, after comparing them with those of the run that it resumes; prints harmless
+        differences.
 
         **Arguments:**
 
         - `now`: the sizes by name; None if unknown.
+        - `unknown`: the names of sizes that may differ.
 
         Raises ValueError if the steps would have other examples.
         """
         engine, progress = self.engine, self.progress
-        if engine.step <= progress.first_step:  # no update was made with the earlier sizes
-            return
+        if engine.step > progress.first_step:  # updates were made with the earlier sizes
+            otherwise = "pass `resume=False`" if self.checkpoints is None else "choose another workdir"
+            compared = {name: value for name, value in now.items() if name not in unknown}
+            differences = [*changed_setting(progress.setting, compared, otherwise), *self._changed_rate()]
+            if differences:
+                engine.deployer.console.info(f"resumed with settings that differ: {'; '.join(differences)}")
+        progress.setting, progress.learning_rate = dict(now), None
+
+    def _changed_rate(self) -> Iterator[str]:
+        """Yields a description of the schedule, if its rate at the newest step differs from the recorded one."""
+        engine, was = self.engine, self.progress.learning_rate
         schedule = engine.task.checked_schedule(engine.trees[0])
-        otherwise = "pass `resume=False`" if self.checkpoints is None else "choose another workdir"
-        differs = {
-            name: (was, now[name])
-            for name, was in progress.setting.items()
-            if now.get(name) is not None and now[name] != was
-        }
-        if "batch_size" in differs:
-            was, found = differs["batch_size"]
-            raise ValueError(
-                f"`batch_size`: expected {was} examples per update, as in the resumed run, got {found}. "
-                f"Pass `batch_size={was}`, which sets the rows per device on any mesh, or {otherwise}."
-            )
-        if "train_size" in differs:
-            was, found = differs["train_size"]
-            raise ValueError(
-                f"`train_examples`: expected {was}, as in the resumed run, got {found}. "
-                f"The order of the examples would differ. For new examples {otherwise}."
-            )
-        differences = [
-            "other examples" if name == "sample" else f"`{name}` {found}, before {was}"
-            for name, (was, found) in differs.items()
-        ]
-        was = progress.learning_rate
         if was is not None and schedule is not None and engine.step:
             found = float(schedule(jnp.asarray(engine.step - 1 - engine.metrics.n_skipped, jnp.int32)))
             if not math.isclose(found, was, rel_tol=1e-5, abs_tol=1e-12):
-                differences.append(f"a learning rate at step {engine.step} of {found:.6g}, before {was:.6g}")
-        if differences:
-            engine.deployer.console.info(f"resumed with settings that differ: {'; '.join(differences)}")
+                yield f"a learning rate at step {engine.step} of {found:.6g}, before {was:.6g}"
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -288,7 +298,7 @@ class Checkpointer:
         trees = checkpoint_trees(program, state, program.eval_model(state), opt_states=save_opt_states)
         if state.frozen:
             record["trained"] = list(engine.task.structure.names[0])
-        states = self.callback_states if self.callbacks is None else self.callbacks.states()
+        states = self._states if self._callbacks is None else self._callbacks.states()
         record["callbacks"] = states_to_record(states)
         if arrays := arrays_of(states):
             trees["callbacks"] = arrays
@@ -299,13 +309,13 @@ class Checkpointer:
             path = checkpoints.save(engine.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
             self.progress.saved = (engine.step, engine.position)
             self._kept_step, self._keep_last = engine.step, keep_last
-        if self.callbacks is not None:
-            self.callbacks.call_on_save(path, checkpoints)
+        if self._callbacks is not None:
+            self._callbacks.call_on_save(path, checkpoints)
         return path
 
     def is_unsaved(self) -> bool:
         """Whether updates were made since the newest save, by a fit or by a loop that resumes or saves."""
-        resumes = not self._looks or self.progress.saved is not None
+        resumes = self._next != "look" or self.progress.saved is not None
         return resumes and self.engine.step != self._kept_step and self.engine.has_values
 
     def save_to_resume(self) -> int:
@@ -359,9 +369,9 @@ class Checkpointer:
         if path.parent != checkpoints.folder:
             return
         if is_ahead and opt_states:
-            self._looks = True  # the next fit resumes the part of it that an earlier run has done
-        elif self._looks:  # the next fit begins from this checkpoint, not from the newest
-            self._looks, self._begins_anew = False, True
+            self._next = "look"  # the next fit resumes the part of it that an earlier run has done
+        elif self._next == "look":  # the next fit begins from this checkpoint, not from the newest
+            self._next = "begin"
 
     def _resume_from(self, path: Location, record: dict[str, Any]) -> None:
         """Loads a checkpoint of an earlier run: now, or when the model is placed for the first batch."""
@@ -381,7 +391,7 @@ class Checkpointer:
 
     def _continue_from(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
         """Takes over the counts, the stream of keys, the progress and the callbacks' states of a checkpoint's record."""
-        self.progress, self.callback_states = Progress.of_record(record), states
+        self.progress, self._states = Progress.of_record(record), states
         self._kept_step = record["step"]
         self.engine.continue_from(
             record["step"],
@@ -402,8 +412,8 @@ class Checkpointer:
         except ValueError as error:
             # A later fit finds that run again, and does not overwrite it.
             self.engine.continue_from(0, 0, Position(), 0, {})
-            self.progress, self._looks, self._source = Progress(), True, None
-            self.engine.restore, self.callback_states = None, {}
+            self.progress, self._next, self._source = Progress(), "look", None
+            self.engine.restore, self._states = None, {}
             if isinstance(error, DamagedError):
                 raise
             raise ValueError(

@@ -91,7 +91,7 @@ class Programs:
         self.train[batch.signature] = of
         return outs
 
-    def evaluate(self, step: Any, args: tuple[Any, ...], signature: Any, line: ProgressLine) -> Any:
+    def call_eval(self, step: Any, args: tuple[Any, ...], signature: Any, line: ProgressLine) -> Any:
         """Calls an eval step; returns its results."""
         if self._evaluated[0] is not step:
             self._evaluated = step, {}
@@ -221,7 +221,7 @@ def choose_memory(engine: Any, batch: Batch) -> None:
 
     def compiled(strategy: Strategy) -> jax.stages.Compiled:
         if strategy != own:
-            _use_strategy(engine, strategy, task)
+            engine.use_task(_with_strategy(engine.task, strategy))
         with engine.line.compiling("train step"):
             return engine.compiled(batch)
 
@@ -230,9 +230,9 @@ def choose_memory(engine: Any, batch: Batch) -> None:
         tried, text = choose(
             own, deployer.mesh, deployer.peers, compiled, partial(_search_space, engine, own, batch), opt_state
         )
-    if tried and (tried[-1].strategy != own or not tried[-1].fits or not engine.has_chosen_memory):
+    is_first = engine.programs.newest is None
+    if tried and (tried[-1].strategy != own or not tried[-1].fits or is_first):
         deployer.console.info(text)
-    engine.has_chosen_memory |= bool(tried)
 
 
 def _strategy(engine: Any, batch: Batch) -> Strategy:
@@ -253,9 +253,7 @@ def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> Searc
         return changed.train_step.trace(*args).jaxpr.jaxpr
 
     def loops(strategy: Strategy) -> Sequence[Loop]:
-        n_parts = strategy.accumulate_grad_batches // task.accumulate
-        noting = replace(task, compute=replace(strategy, remat="0KiB").applied(task.compute), n_parts=n_parts)
-        changed = noting.program(program.plan, *engine.trees)
+        changed = _with_strategy(task, replace(strategy, remat="0KiB")).program(program.plan, *engine.trees)
         changed.train_step.trace(*args)
         return changed.saved
 
@@ -274,10 +272,7 @@ def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> Searc
     )
 
 
-def _use_strategy(engine: Any, strategy: Strategy, given: Task) -> None:
-    """Switches from a given task to the train step of a strategy."""
-    old, _ = engine.placed
-    n_parts = strategy.accumulate_grad_batches // given.accumulate
-    engine.task = replace(engine.task, compute=strategy.applied(engine.task.compute), n_parts=n_parts)
-    new = engine.task.program(old.plan, *engine.trees)
-    engine.use_program(replace(new, eval_step=old.eval_step, eval_names=old.eval_names))  # it need not compile again
+def _with_strategy(task: Task, strategy: Strategy) -> Task:
+    """Returns a task as it is computed by a strategy."""
+    n_parts = strategy.accumulate_grad_batches // task.accumulate
+    return replace(task, compute=strategy.applied(task.compute), n_parts=n_parts)

@@ -59,7 +59,6 @@ class Engine:
     - `line`: shows the progress of what runs: a fit, a pass, or the updates of a user's own loop.
     - `programs`: the steps that have been called, with their work.
     - `is_updating`: whether updates are in progress.
-    - `has_chosen_memory`: whether a strategy that fits was chosen, with `memory="auto"`.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Engine:
         self.hyperparams = Hyperparams()
         self.line: ProgressLine = deployer.console.progress(title="update")
         self.records: Records = deployer.console.records
-        self.is_updating = self.has_chosen_memory = False
+        self.is_updating = False
         self.programs = Programs(deployer)
         self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until they are placed
         self._state: TrainState | None = None
@@ -218,12 +217,14 @@ class Engine:
         self.program, self._state = program, state
         self.programs.train.clear()
 
-    def use_program(self, program: Program) -> None:
-        """Switches to another program of the same model, and moves the optimizer state to its memory, leaf after leaf."""
-        _, state = self.placed
+    def use_task(self, task: Task) -> None:
+        """Switches to another task's train step, and moves the optimizer state to its memory, leaf after leaf."""
+        before, state = self.placed
+        program = task.program(before.plan, *self.trees)
         for i, shape in enumerate(program.state.opt_state):
             state.opt_state[i] = jax.device_put(state.opt_state[i], shape.sharding)
-        self.program = program
+        kept = {"eval_step": before.eval_step, "eval_names": before.eval_names}  # it need not compile again
+        self.task, self.program = task, replace(program, **kept)
         self.programs.train.clear()
 
     # --- hyperparameters -------------------------------------------------------------------------------------------------
@@ -316,14 +317,15 @@ class Engine:
             with self.line.waiting():
                 batch = next(upcoming, None)
             while batch is not None:
-                self.update(batch, epoch)
+                self.queue(batch, epoch)
                 with self.line.waiting():
                     following = next(upcoming, None)
                 yield following is None
                 batch = following
 
-    def update(self, batch: Batch, epoch: Position | None = None) -> None:
-        """Queues one update, and reads the metrics of an earlier one; `epoch` as for `updates`."""
+    def queue(self, batch: Batch, epoch: Position | None = None) -> None:
+        """Queues one update, which the device may still compute afterwards, and reads the metrics of an earlier one; `epoch`
+        as for `updates`."""
         deployer, programs = self.deployer, self.programs
         is_first = batch.signature not in programs.train
         if deployer.peers.n > 1:
@@ -344,7 +346,7 @@ class Engine:
         else:
             if captured := programs.train[batch.signature].captured:
                 check_captured(captured, "loss_fn" if self.task.grad_fn is None else "grad_fn")
-            after, vector = program.train(state, batch.groups, n_rows)
+            after, vector = program.call_train(state, batch.groups, n_rows)
         self._state = after
         programs.newest = programs.train[batch.signature]
         self.step += 1

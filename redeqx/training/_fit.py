@@ -8,7 +8,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import KW_ONLY, dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -180,7 +180,6 @@ class Fit:
 
     **Attributes:**
 
-    - `metrics`: of the newest evaluation.
     - `tags`: names of the next checkpoint, in addition to `"last"`.
     - `began_at`: the step at which it began.
     - `ends_epoch`: whether the newest step is the last one of its epoch.
@@ -197,14 +196,18 @@ class Fit:
             self.eval_size_of_loss = BatchSize.of(engine.deployer.mesh, *given, prefix="eval_")
         itself = weakref.proxy(self)  # in a cycle, the arrays of a trainer that was deleted would stay for a while
         self.callbacks = Callbacks(trainer, [Evaluate(itself), KeepBest(itself)], options.callbacks, [Save(itself)])
-        self.metrics: dict[str, float] = {}
         self.tags: set[str] = set()
         self.began_at, self.ends_epoch = engine.step, False
-        self.has_started = self.stop_requested = self._is_stopping = False
+        self.stop_requested = self._is_stopping = False
 
     @property
     def progress(self) -> Progress:
         return self.checkpointer.progress
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the newest evaluation."""
+        return self.progress.metrics
 
     @property
     def eval_size(self) -> BatchSize:
@@ -235,7 +238,6 @@ class Fit:
         engine, checkpointer, deployer = self.engine, self.checkpointer, self.engine.deployer
         start = checkpointer.begin_fit(may_resume=self.options.resume)
         deployer.begin_records(engine.step, engine.name)
-        self.metrics = dict(self.progress.metrics)
         if start is None:
             engine.place()
             deployer.console.info("this fit is done already: the checkpoint was saved after it")
@@ -243,7 +245,7 @@ class Fit:
         self.began_at = engine.step
         line = deployer.console.progress(n_epochs=self.options.epochs, first_step=engine.step)
         listening = nullcontext() if checkpointer.checkpoints is None else deployer.preemption.listening()
-        with self.callbacks, self._keeping_states(), listening, deployer.watch.on(), engine.showing(line):
+        with self.callbacks, checkpointer.keeping(self.callbacks), listening, deployer.watch.on(), engine.showing(line):
             with closing(self.moments(start, line)) as moments:
                 for moment in moments:
                     self._call(moment)
@@ -251,7 +253,7 @@ class Fit:
                         break
             engine.flush()
             self._call("on_last_step")
-            checkpointer.callback_states = self.callbacks.states()
+            checkpointer.keep_states()
             self._call("on_fit_end")
         with line.pause("saving"):
             checkpointer.end_fit()
@@ -274,13 +276,13 @@ class Fit:
         """Takes the steps of the fit, from its start; yields the method of the callbacks to call after each part."""
         for epoch in self._epochs(start):
             yield from self._epoch(epoch, start if epoch == start.epoch else Position(start.fit, epoch), line)
-        if not self.has_started:  # no step was due; the plan is made from the examples nevertheless
+        if not self.callbacks.has_begun:  # no step was due; the plan is made from the examples nevertheless
             self._place_for_examples(start)
             yield self._started()
 
     def _epoch(self, epoch: int, start: Position, line: ProgressLine) -> Iterator[str]:
         engine, examples = self.engine, examples_of(self.options.train_examples, epoch)
-        n, is_first = size_of(examples), not self.has_started
+        n, is_first = size_of(examples), not self.callbacks.has_begun
         self._check_epoch(epoch, start, examples, is_first=is_first)
         self._note_length(n, start, line, is_first=is_first)
         with closing(engine.batches(self.steps(start, examples), self.size, checks_end=n is None)) as upcoming:
@@ -297,8 +299,7 @@ class Fit:
         yield "on_epoch_end"
 
     def _started(self) -> str:
-        self.has_started = True
-        self.callbacks.load(self.checkpointer.callback_states)
+        self.checkpointer.begin_callbacks()
         return "on_fit_start"
 
     def steps(self, start: Position, examples: Any) -> Iterator[Slice]:
@@ -369,8 +370,7 @@ class Fit:
         }
         # If epochs differ, their data must be the same only when a run resumes within an epoch.
         unknown = () if start.examples or not differs else ("train_size", "sample")
-        self.checkpointer.check_setting({name: value for name, value in now.items() if name not in unknown})
-        self.progress.setting, self.progress.learning_rate = now, None
+        self.checkpointer.use_setting(now, unknown)
         if not options.drop_remainder:
             warn_of_large_batch(n, self.size, options.per_device_batch_size)
 
@@ -415,26 +415,10 @@ class Fit:
     def report(self, metrics: dict[str, float]) -> None:
         """Records the metrics of an evaluation, and calls `on_eval`."""
         engine = self.engine
-        self.metrics = self.progress.metrics = metrics
+        self.progress.metrics = metrics
         engine.records.metrics({f"eval_{name}": x for name, x in metrics.items()}, engine.step, name=engine.name)
         engine.deployer.console.info(f"step {engine.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in metrics.items()))
         self.callbacks.call("on_eval", dict(metrics))
-
-    @contextmanager
-    def _keeping_states(self) -> Iterator[None]:
-        """A context of a running fit. It keeps the callbacks' states if the fit fails, before the callbacks are closed."""
-        checkpointer = self.checkpointer
-        checkpointer.callbacks = self.callbacks
-        try:
-            yield
-        except BaseException:
-            if checkpointer.checkpoints is not None:
-                checkpointer.checkpoints.settle()
-            if self.has_started:
-                checkpointer.callback_states = self.callbacks.states()
-            raise
-        finally:
-            checkpointer.callbacks = None
 
     def _summarise(self) -> None:
         rows = {"steps": f"{self.engine.step:,}", **{f"eval {name}": f"{x:.6g}" for name, x in self.metrics.items()}}

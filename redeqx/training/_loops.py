@@ -1,4 +1,4 @@
-"""Passes over examples outside of a fit: `train`, `update`, and evaluations.
+"""Passes over examples outside of a fit: one pass, one update, and evaluations.
 
 Epochs, evaluations and saves belong to the fit, in `_fit.py`; the computation of one update to the engine, in `_engine.py`.
 """
@@ -50,7 +50,7 @@ def warn_of_large_batch(n: int | None, size: BatchSize, per_device: int | None) 
         )
 
 
-def train(engine: Engine, checkpointer: Checkpointer, steps: Iterator[Slice], size: BatchSize) -> dict[str, float]:
+def one_pass(engine: Engine, checkpointer: Checkpointer, steps: Iterator[Slice], size: BatchSize) -> dict[str, float]:
     """Takes one pass over the examples; returns the last step's metrics."""
     deployer = engine.deployer
     with deployer.watch.on(), engine.showing(deployer.console.progress(first_step=engine.step, title="train")):
@@ -73,14 +73,14 @@ def as_one_step(engine: Engine, examples: Any) -> tuple[Iterator[Slice], BatchSi
     return in_order(examples, size), size
 
 
-def update(engine: Engine, checkpointer: Checkpointer, examples: Any) -> dict[str, float]:
+def one_update(engine: Engine, checkpointer: Checkpointer, examples: Any) -> dict[str, float]:
     """Takes one update on all of these examples; returns its metrics."""
     steps, size = as_one_step(engine, examples)
     engine.line.begin_step(engine.step)
     shown = engine.line if not engine.programs.train else nullcontext()  # shows the compilation
     watched = engine.deployer.watch.on() if engine.deployer.peers.n > 1 else nullcontext()  # it costs a thread
     with shown, engine.updating(), watched, closing(engine.batches(steps, size)) as upcoming:
-        engine.update(next(upcoming))
+        engine.queue(next(upcoming))
         engine.flush()
         checkpointer.after_update()
     return dict(engine.metrics.last)
@@ -125,7 +125,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
                 given = None if model is None else place(model, program.plan)
                 weights = (program.eval_trained(state), state.frozen) if given is None else task.structure.take(given)
             args = (*weights, state.layers, state.stream, row_span(n_rows, size_of(examples)), batch.groups)
-            vector = engine.programs.evaluate(program.eval_step, args, batch.signature, line)
+            vector = engine.programs.call_eval(program.eval_step, args, batch.signature, line)
             n_rows += batch.n_examples
             deployer.watch.beat()
             vector.copy_to_host_async()

@@ -116,6 +116,34 @@ def check_record(folder: Location, record: Mapping[str, Any]) -> None:
             raise damaged(folder / MANIFEST, f"`{name}` as a Trainer writes it", brief(record.get(name)))
 
 
+def changed_setting(before: Mapping[str, Any], now: Mapping[str, Any], otherwise: str) -> list[str]:
+    """Describes harmless differences between the sizes of a resumed run and those of the fit that continues it.
+
+    **Arguments:**
+
+    - `before`, `now`: the sizes by name; None if unknown.
+    - `otherwise`: what to do to train with other examples, for errors.
+
+    Raises ValueError if the steps would have other examples.
+    """
+    differs = {name: (was, now[name]) for name, was in before.items() if now.get(name) is not None and now[name] != was}
+    if "batch_size" in differs:
+        was, found = differs["batch_size"]
+        raise ValueError(
+            f"`batch_size`: expected {was} examples per update, as in the resumed run, got {found}. "
+            f"Pass `batch_size={was}`, which sets the rows per device on any mesh, or {otherwise}."
+        )
+    if "train_size" in differs:
+        was, found = differs["train_size"]
+        raise ValueError(
+            f"`train_examples`: expected {was}, as in the resumed run, got {found}. "
+            f"The order of the examples would differ. For new examples {otherwise}."
+        )
+    return [
+        "other examples" if name == "sample" else f"`{name}` {found}, before {was}" for name, (was, found) in differs.items()
+    ]
+
+
 # --- where a fit starts -----------------------------------------------------------------------------------------------
 
 
