@@ -8,7 +8,8 @@ and a reply is right if all of its text is.
 
 Your own: `--data FILE.jsonl`, where each line is an object with `messages`, a list of objects with `role` and `content`. One
 in twenty is held out, and its last reply is tested. `--pretrained FOLDER` is a published decoder for chats with its
-tokenizer, whose own template is used; set `--learning-rate` to 1e-5 or so.
+tokenizer, whose own template is used; set `--learning-rate` to 1e-5 or so. With `--lora-rank 8`, adapters of its attention
+are trained alone, at 1e-4 or so; they are saved as PEFT's, and merged into the saved model.
 
 Several conversations are packed into a row of `--seq-len` tokens; they do not attend to each other.
 
@@ -33,7 +34,7 @@ from examples._questions import conversations
 from examples._records import curve, draw_curves
 from examples._texts import embedding_rows
 from redeqx.data import pack
-from redeqx.models import cross_entropy, generate
+from redeqx.models import cross_entropy, generate, lora
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.optimizers import decay_mask, muon
 
@@ -44,6 +45,7 @@ Conversation = list[Message]
 class Args(Flags):
     data: Path | None = None  # A .jsonl of conversations. Questions about numbers by default.
     pretrained: Path | None = None  # A Hugging Face folder of a decoder for chats. A small LLaMA by default.
+    lora_rank: int | None = None  # Train only adapters of this rank on the attention's weights.
     workdir: Path = Path("workdir/instruction_tuning")  # For metrics, checkpoints, the model and the picture.
     n_train: int = 20_000  # Number of conversations to draw for training.
     n_test: int = 500  # Maximum number of conversations for validation, and for the test.
@@ -124,9 +126,15 @@ def exact(examples: list[Conversation], replies: Sequence[str]) -> dict[str, flo
 def main(args: Args) -> dict[str, float]:
     """Trains, tests and saves the model. Returns the share of exact replies to held-out questions."""
     args.check_positive("n_train", "n_test", "max_new_tokens")
+    if args.lora_rank is not None and args.pretrained is None:
+        raise ValueError(f"`--lora-rank`: expected with `--pretrained`, got {args.lora_rank} alone. Pass a folder to adapt.")
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
     train, validation, test = read_parts(args)
     model, config, chat = make_model(args, deployer, train)
+    trainable = {}
+    if args.lora_rank is not None:
+        model = lora.add(model, rank=args.lora_rank, where="*.attention.*", key=deployer.next_key())
+        trainable = {"trainable": lora.trainable(model)}
     rows = pack([chat.encode(messages) for messages in train], args.seq_len)
     rows = rows[: max(1, len(rows) // args.batch_size) * args.batch_size]  # a smaller update would be compiled separately
     n_labels = sum(int((row["labels"] >= 0).sum()) for row in rows)
@@ -143,7 +151,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer = muon(lr, weight_decay=0.01, rest=optimizer)
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), optimizer), collate_fn=collate_fn,
-        loss_fn=loss_fn, lr_schedule_fn=lr,
+        loss_fn=loss_fn, lr_schedule_fn=lr, **trainable,
     )  # fmt: skip
     width = max(len(chat.prompt(messages[:-1])) for messages in [*validation, *test])
     predictor = trainer.get_default_predictor(
@@ -159,7 +167,11 @@ def main(args: Args) -> dict[str, float]:
 
     trainer.load_ckpt("argmax_exact", load_opt_states=False)
     replies = predictor.predict(test, batch_size=128)
-    folder = save_chat_model(trainer.model, config, chat, args.workdir / "model")
+    model = trainer.model
+    if args.lora_rank is not None:
+        lora.save_adapter(model, args.workdir / "adapter", base=str(args.pretrained))
+        model = lora.merge(model)
+    folder = save_chat_model(model, config, chat, args.workdir / "model")
     draw_curves(
         args.workdir / "exact.png", {"validation": curve(args.workdir, "eval_exact")}, {}, xlabel="step",
         ylabel="exact replies", ylim=(0, 1),

@@ -9,13 +9,9 @@ same bits.
 8 simulated devices on 2 CPU cores, some minutes: 1.486 bits per byte after 4 MB of text; 1.681 with `--optimizer adamw`. The
 compressors, which have not seen that text, reach 2.028 (zlib) and 1.681 (lzma).
 
-A published decoder (GPT-2, LLaMA, Mistral, Qwen, Gemma, ...) can be fine-tuned on instructions, or on more text, with
+A published decoder (GPT-2, LLaMA, Mistral, Qwen, Gemma, ...) is trained on more text with
 
-    python -m examples.language_modeling --data pairs.jsonl --pretrained FOLDER --lora-rank 8 \\
-        --optimizer adamw --learning-rate 1e-4
-
-Each line of the .jsonl is an object with `prompt` and `response`. The loss covers the tokens of the response and its end.
-Several pairs are packed into a row of `--seq-len` tokens; they do not attend to each other.
+    python -m examples.language_modeling --data FOLDER --pretrained MODEL --optimizer adamw --learning-rate 1e-5
 """
 
 import json
@@ -33,19 +29,16 @@ import optax
 import redeqx
 from examples._cli import Flags
 from examples._records import checkpoint, curve, draw_curves
-from examples.language_modeling.texts import Vocabulary, load_vocabulary, pad_left, prompt_of, read_examples
-from redeqx.models import Decoder, cross_entropy, from_pretrained, generate, lora, save_pretrained
+from examples.language_modeling.texts import Vocabulary, cut, load_vocabulary, prompt_of, read_texts
+from redeqx.models import Decoder, cross_entropy, from_pretrained, generate, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.optimizers import decay_mask, muon
 
 
 @dataclass(frozen=True)
 class Args(Flags):
-    data: Path | None = None  # A text file, a folder of them, or a .jsonl. The standard library's source by default.
-    prompt_key: str = "prompt"  # Key of the prompt in a .jsonl.
-    response_key: str = "response"  # Key of the response in a .jsonl.
+    data: Path | None = None  # A text file, or a folder of them. The standard library's source by default.
     pretrained: Path | None = None  # A Hugging Face folder of a decoder with its tokenizer.json. The result is saved too.
-    lora_rank: int | None = None  # Train only adapters of this rank on the attention's weights.
     tokenizer: Path | None = None  # A `tokenizer.json` of the tokenizers library. Bytes by default.
     train_bytes: int = 4_000_000  # Maximum number of bytes to train on. Raise it on better hardware.
     held_out_bytes: int = 200_000  # Maximum number of bytes to evaluate on.
@@ -53,7 +46,7 @@ class Args(Flags):
     n_layers: int = 2
     d_model: int = 128
     n_heads: int = 2
-    seq_len: int = 128  # Tokens of one example. A longer prompt keeps its last tokens.
+    seq_len: int = 128  # Tokens of one example.
     dropout: float = 0.0  # Rate of all three dropouts. A single pass over the text does better without.
     n_epochs: int = 1
     batch_size: int = 8  # Examples of one update, on all devices together.
@@ -71,10 +64,7 @@ def make_model(args: Args, deployer: redeqx.Deployer) -> tuple[Any, Any, Vocabul
     """Makes a GPT-2 of the given sizes, or loads a folder's model. Also returns its config and its vocabulary."""
     if args.pretrained is not None:
         model, config = from_pretrained(args.pretrained, deployer=deployer, kind=Decoder)
-        if config.eos_token_id is None:
-            raise ValueError(f"`{args.pretrained / 'config.json'}`: `eos_token_id`: expected an id, got None. Add it.")
-        end = config.eos_token_id[0] if isinstance(config.eos_token_id, tuple) else config.eos_token_id
-        return model, config, load_vocabulary(args.tokenizer or args.pretrained, end, config.vocab_size)
+        return model, config, load_vocabulary(args.tokenizer or args.pretrained, config.vocab_size)
     vocabulary = load_vocabulary(args.tokenizer)
     sizes = (vocabulary.n_ids, args.seq_len, args.d_model, args.n_layers, args.n_heads)
     # The published 0.02 is for a width of 768; narrower models learn faster with larger weights.
@@ -87,41 +77,27 @@ def make_model(args: Args, deployer: redeqx.Deployer) -> tuple[Any, Any, Vocabul
 
 
 def collate_fn(examples: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    return {name: np.stack([example[name] for example in examples]) for name in examples[0] if name != "positions"}
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
 
 
 def loss_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
     """Returns the loss in nats, summed over tokens. A label of -100 has no weight.
 
-    Packed rows have segments, which keep their texts apart. The logits of 256 tokens per row are computed at a time, since
-    published models have large vocabularies.
+    The logits of 256 tokens per row are computed at a time, since published models have large vocabularies.
     """
     keys = jax.random.split(key, len(batch["tokens"]))
-    run = lambda row, key: model.hidden(row["tokens"], segments=row.get("segments"), key=key)  # noqa: E731
-    return cross_entropy(jax.vmap(run)(batch, keys), batch["labels"], head=model.logits, chunk_size=256)
+    hidden = jax.vmap(lambda tokens, key: model.hidden(tokens, key=key))(batch["tokens"], keys)
+    return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=256)
 
 
-def pred_fn(model: Any, batch: dict[str, jax.Array], key: jax.Array) -> jax.Array:
+def pred_fn(model: Any, prompts: jax.Array, key: jax.Array) -> jax.Array:
     """Returns the generated continuation of each prompt."""
-    n_new = min(96, model.config.n_positions - batch["ids"].shape[1])
-    drawn = {"do_sample": True, "temperature": 0.8, "key": key}
-    return generate(model, batch["ids"], mask=batch["mask"], max_new_tokens=n_new, eos_token_id=(), **drawn)
-
-
-def save_folders(args: Args, model: Any, config: Any) -> list[Path]:
-    """Saves the trained model as a Hugging Face folder, and its adapter as PEFT's. Returns the folders."""
-    folders = [args.workdir / "model"]
-    if args.lora_rank is not None:
-        folders.append(lora.save_adapter(model, args.workdir / "adapter", base=str(args.pretrained)))
-        model = lora.merge(model)
-    save_pretrained(model, config, folders[0])
-    return folders
+    n_new = min(96, model.config.n_positions - prompts.shape[1])
+    return generate(model, prompts, max_new_tokens=n_new, eos_token_id=(), do_sample=True, temperature=0.8, key=key)
 
 
 def main(args: Args) -> dict[str, float]:
     """Trains and reports. Returns the held-out bits per byte."""
-    if args.lora_rank is not None and args.pretrained is None:
-        raise ValueError(f"`--lora-rank`: expected with `--pretrained`, got {args.lora_rank} alone. Pass a folder to adapt.")
     n_model_shards = args.n_model_shards or (2 if jax.default_backend() == "cpu" and jax.device_count() > 1 else 1)
     shards = (n_model_shards, args.n_fsdp_shards, args.n_sequence_shards)
     deployer = redeqx.Deployer(args.seed, *shards, workdir=args.workdir)
@@ -129,14 +105,11 @@ def main(args: Args) -> dict[str, float]:
     n_micro = 1 if rows is None else deployer.get_accumulate_grad_batches(args.batch_size, rows)
 
     model, config, vocabulary = make_model(args, deployer)
-    limits, keys = (args.train_bytes, args.held_out_bytes), (args.prompt_key, args.response_key)
-    train, held_out, text = read_examples(args.data, vocabulary, args.seq_len, limits, keys)
+    limits = (args.train_bytes, args.held_out_bytes)
+    texts = [text.encode()[:n].decode(errors="ignore") for text, n in zip(read_texts(args.data), limits, strict=True)]
+    train, held_out = (cut(vocabulary.encode(text), args.seq_len) for text in texts)
     # Only full updates: a smaller last one would be compiled separately.
     train = train[: max(1, len(train) // args.batch_size) * args.batch_size]
-    trainable = {}
-    if args.lora_rank is not None:
-        model = lora.add(model, rank=args.lora_rank, where="*.attention.*", key=deployer.next_key())
-        trainable = {"trainable": lora.trainable(model)}
     deployer.log_info(deployer.plan(model, loss_fn, collate_fn(list(train[: args.batch_size]))).explain(), title="plan")
 
     lr = deployer.get_lr_schedule_fn(
@@ -148,7 +121,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer = muon(lr, weight_decay=0.1, rest=optimizer)
     trainer = redeqx.Trainer(
         deployer, model=model, optimizer=optax.chain(optax.clip_by_global_norm(1.0), optimizer), collate_fn=collate_fn,
-        loss_fn=loss_fn, lr_schedule_fn=lr, accumulate_grad_batches=n_micro, **trainable,
+        loss_fn=loss_fn, lr_schedule_fn=lr, accumulate_grad_batches=n_micro,
     )  # fmt: skip
     trainer.fit(
         train, batch_size=args.batch_size, n_epochs=args.n_epochs, eval_examples=held_out,
@@ -156,11 +129,12 @@ def main(args: Args) -> dict[str, float]:
         save_last_ckpt=True, save_argmin_ckpt_by_metrics=["loss"],
     )  # fmt: skip
 
-    n_bytes = len(text.encode())
+    held_out_bytes = texts[1].encode()
+    n_bytes = len(held_out_bytes)
     bits_per_nat = (
         sum(int((row["labels"] >= 0).sum()) for row in held_out) / n_bytes / math.log(2)
     )  # the loss is in nats per token
-    packed = {"zlib": zlib.compress(text.encode(), 9), "lzma": lzma.compress(text.encode(), preset=9)}
+    packed = {"zlib": zlib.compress(held_out_bytes, 9), "lzma": lzma.compress(held_out_bytes, preset=9)}
     levels = {name: 8 * len(data) / n_bytes for name, data in packed.items()}
     name = "GPT-2" if args.pretrained is None else json.loads((args.pretrained / "config.json").read_text())["model_type"]
     scores = {name: trainer.eval_loss(held_out, batch_size=args.batch_size) * bits_per_nat, **levels}
@@ -169,15 +143,14 @@ def main(args: Args) -> dict[str, float]:
     draw_curves(args.workdir / "loss.png", curves, levels, xlabel="step", ylabel="bits per byte", ylim=(0, None))
 
     prompt = prompt_of(held_out[len(held_out) // 2])
-    (new,) = trainer.get_default_predictor(pred_fn, collate_fn=pad_left).predict([prompt], 1)
-    added = [*new.tolist(), vocabulary.end]
-    sample = f"{vocabulary.decode(prompt)}[{vocabulary.decode(added[: added.index(vocabulary.end)])}]"
+    (new,) = trainer.get_default_predictor(pred_fn, collate_fn=np.array).predict([prompt], 1)
+    sample = f"{vocabulary.decode(prompt)}[{vocabulary.decode(new.tolist())}]"
     deployer.log_info(sample, title=f"sample: held-out text, and in brackets what {name} adds")
     table = "\n".join(f"{name:8}{score:.3f}" for name, score in scores.items())
     deployer.log_info(table, title=f"bits per byte of {n_bytes:,} held-out bytes")
     files = [args.workdir / "loss.png", args.workdir / "metrics.jsonl"]
     files += [checkpoint(args.workdir, tag) for tag in ("last", "argmin_loss")]
-    files += [] if args.pretrained is None else save_folders(args, trainer.model, config)
+    files += [] if args.pretrained is None else [save_pretrained(trainer.model, config, args.workdir / "model")]
     deployer.log_info("\n".join(map(str, files)), title="curve, metrics, last checkpoint, best")
     test_scores = {"test_bits_per_byte": scores[name]}
     deployer.log_metrics(test_scores, trainer.step)

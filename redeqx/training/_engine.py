@@ -55,7 +55,6 @@ class Engine:
     - `metrics`: the metrics of its updates.
     - `hyperparams`: the hyperparameters in the optimizer's state.
     - `newest_checkpoint`: returns the name of the newest checkpoint, for errors.
-    - `records`: where its metrics are recorded.
     - `line`: shows the progress of what runs: a fit, a pass, or the updates of a user's own loop.
     - `programs`: the steps that have been called, with their work.
     - `is_updating`: whether updates are in progress.

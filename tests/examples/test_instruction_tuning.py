@@ -1,6 +1,8 @@
 """Instruction tuning at a small size: it learns, its labels are the replies alone, and templates of folders are used."""
 
 import json
+from dataclasses import replace
+from operator import attrgetter
 
 import equinox as eqx
 import jax
@@ -11,6 +13,7 @@ from examples._chat import CHATML, IGNORED, Chat, chatml, jinja_template, learn_
 from examples._questions import BRIEF, FULL, ask, conversations, number_in, part_of
 from examples.instruction_tuning.main import Args, collate_fn, loss_fn, main, read_conversations
 from redeqx.data import pack
+from redeqx.models import from_pretrained, lora
 from redeqx.models.llama import Llama, LlamaConfig
 from tests.examples._run import run_example
 
@@ -44,6 +47,14 @@ def test_learns_on_a_mesh_and_saves_a_folder_for_chats(tmp_path):
     data.write_text("".join(json.dumps({"messages": MESSAGES}) + "\n" for _ in range(40)), "utf-8")
     args = Args(data=data, pretrained=tmp_path / "model", workdir=tmp_path / "again", n_epochs=20, batch_size=4, seed=1)
     assert main(args) == {"test_exact": 1.0}
+    # By adapters of its attention alone, which are saved beside the merged model.
+    main(replace(args, workdir=tmp_path / "adapted", lora_rank=4))
+    after, _ = from_pretrained(tmp_path / "adapted" / "model")
+    found = lora.merge(lora.load_adapter(model, tmp_path / "adapted" / "adapter"))
+    for of, differs in (("attention.query", True), ("mlp.up", False)):
+        values = [attrgetter(f"stack.blocks.{of}.weight")(each) for each in (model, after, found)]
+        assert np.array_equal(values[0], values[1]) != differs
+        np.testing.assert_allclose(values[1], values[2], atol=1e-6)
 
 
 def test_only_replies_are_labels(chat):
@@ -122,6 +133,8 @@ def test_questions_of_the_parts_are_about_other_numbers():
 
 
 def test_invalid_input_is_refused(chat, tmp_path):
+    with pytest.raises(ValueError, match=r"`--lora-rank`: expected with `--pretrained`, got 4 alone\."):
+        main(Args(lora_rank=4, workdir=tmp_path))
     path = tmp_path / "data.jsonl"
     good = json.dumps({"messages": MESSAGES})
     for bad in ({"messages": MESSAGES[:2]}, {"messages": [{"role": "user"}]}, {"text": "x"}):

@@ -18,17 +18,8 @@ import pytest
 
 from examples._texts import learn_tokenizer
 from examples.language_modeling.main import Args, collate_fn, loss_fn, main, pred_fn
-from examples.language_modeling.texts import (
-    cut,
-    load_vocabulary,
-    pack_pairs,
-    pad_left,
-    prompt_of,
-    read_texts,
-    split_pairs,
-    within,
-)
-from redeqx.models import from_pretrained, lora, save_pretrained
+from examples.language_modeling.texts import cut, load_vocabulary, prompt_of, read_texts
+from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.t5 import T5, T5Config
@@ -234,33 +225,14 @@ def test_bytes_and_tokenizer_files_round_trip(tmp_path):
     text = "def f(x):\n    return 'ünï'\n"
     byte_vocabulary = load_vocabulary(None)
     assert byte_vocabulary.decode(byte_vocabulary.encode(text)) == text
-    assert (byte_vocabulary.n_ids, len(byte_vocabulary.encode(text)), byte_vocabulary.end) == (256, len(text.encode()), 0)
+    assert (byte_vocabulary.n_ids, len(byte_vocabulary.encode(text))) == (256, len(text.encode()))
 
     learn_tokenizer([inspect.getsource(inspect)], 300).save(str(tmp_path / "tokenizer.json"))
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         learnt = load_vocabulary(path)
         assert learnt.decode(learnt.encode(text)) == text
         assert len(learnt.encode(text)) < len(text)
-        assert (learnt.n_ids, learnt.end) == (320, 300)
-    assert load_vocabulary(tmp_path, end=2).end == 2
-
-
-@pytest.mark.sweep
-def test_sample_depends_only_on_its_prompt():
-    config = GPT2Config(64, 48, 16, 1, 2, init_std=0.3).without_dropout()
-    prompts = list(np.random.default_rng(0).integers(0, 64, (2, 32)))
-
-    @jax.jit
-    def sample(batch):
-        return pred_fn(GPT2(config, key=jax.random.key(0)), batch, jax.random.key(2))
-
-    batch = pad_left([prompts[0], prompts[1][:20]])
-    out = sample(batch)
-    assert out.shape == (2, 16)
-    np.testing.assert_array_equal(out, sample({**batch, "ids": np.where(batch["mask"], batch["ids"], 7)}))
-    other = batch["ids"].copy()
-    other[:, -1] += 1
-    assert not np.array_equal(out, sample({**batch, "ids": other % 64}))
+        assert learnt.n_ids == 320
 
 
 @pytest.mark.parametrize(("seq_len", "length"), [(128, 32), (32, 16)])
@@ -270,126 +242,44 @@ def test_sample_leaves_room_in_short_rows(seq_len, length):
     prompt = prompt_of(row)
     assert prompt == list(range(1, 1 + length))
     model = GPT2(GPT2Config(2 * seq_len, seq_len, 8, 1, 1).without_dropout(), key=jax.random.key(0))
-    assert pred_fn(model, pad_left([prompt]), jax.random.key(0)).shape == (1, min(96, seq_len - length))
+    assert pred_fn(model, np.array([prompt]), jax.random.key(0)).shape == (1, min(96, seq_len - length))
 
 
-# --- instructions and published models ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pairs_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    words = ["alpha", "beta", "gamma", "delta"]
-    rows = [{"question": f"Say {words[i % 4]} {i}.", "answer": words[i % 4].upper()} for i in range(200)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, pairs_file):
-    """An untrained LLaMA with a tokenizer."""
-    path = tmp_path_factory.mktemp("llama")
-    tokenizer = learn_tokenizer([pairs_file.read_text("utf-8")], 300)
-    tokenizer.save(str(path / "tokenizer.json"))
-    sizes = {"n_positions": 48, "d_model": 32, "d_mlp": 64, "n_layers": 1, "n_heads": 2, "init_std": 0.1}
-    config = LlamaConfig(vocab_size=320, bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes)
-    return save_pretrained(eqx.filter_jit(Llama)(config, key=jax.random.key(0)), config, path)
-
-
-def tune(folder, pairs_file, workdir, **changes):
-    settings = {"batch_size": 8, "n_model_shards": 2, "n_epochs": 6, "learning_rate": 1e-2, "eval_every_n_steps": 50}
-    keys = {"prompt_key": "question", "response_key": "answer", "seq_len": 32}
-    return main(Args(data=pairs_file, pretrained=folder, workdir=workdir, optimizer="adamw", **settings, **keys, **changes))
+# --- published models ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("rank", [None, 4])
-def test_folder_is_tuned_on_instructions_and_saved(rank, folder, pairs_file, tmp_path, capsys):
-    scores = tune(folder, pairs_file, tmp_path, lora_rank=rank)
-    losses = [line["loss"] for line in metrics(tmp_path) if "loss" in line]
-    assert np.mean(losses[-5:]) < (0.6 if rank is None else 0.75) * losses[0]
-    assert metrics(tmp_path)[-1]["test_bits_per_byte"] == scores["test_bits_per_byte"]
+def test_folder_is_trained_on_more_text_and_saved(data, tmp_path, capsys):
+    tokenizer = learn_tokenizer([data.read_text("utf-8")], 300)
+    sizes = {"n_positions": 48, "d_model": 32, "d_mlp": 64, "n_layers": 1, "n_heads": 2, "init_std": 0.1}
+    config = LlamaConfig(vocab_size=320, bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes)
+    folder = save_pretrained(eqx.filter_jit(Llama)(config, key=jax.random.key(0)), config, tmp_path / "llama")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {**SIZES, "seq_len": 32, "optimizer": "adamw", "learning_rate": 1e-2}
+    scores = main(Args(data=data, pretrained=folder, workdir=tmp_path / "run", **settings))
+    losses = [line["loss"] for line in metrics(tmp_path / "run") if "loss" in line]
+    assert np.mean(losses[-5:]) < 0.8 * losses[0]
     assert f"llama   {scores['test_bits_per_byte']:.3f}" in capsys.readouterr().out
-
-    before, _ = from_pretrained(folder)
-    after, _ = from_pretrained(tmp_path / "model")  # a complete folder
-    assert load_vocabulary(tmp_path / "model").n_ids == 320
-    assert not np.array_equal(after.stack.blocks.attention.query.weight, before.stack.blocks.attention.query.weight)
-    assert np.array_equal(after.embedding.weight, before.embedding.weight) == (rank is not None)
-    if rank is not None:
-        adapted = lora.load_adapter(before, tmp_path / "adapter")
-        found = lora.merge(adapted).stack.blocks.attention.output.weight
-        np.testing.assert_allclose(found, after.stack.blocks.attention.output.weight, atol=1e-6)
+    after, _ = from_pretrained(tmp_path / "run" / "model")  # a complete folder
+    assert load_vocabulary(tmp_path / "run" / "model").n_ids == 320
+    assert not np.array_equal(after.embedding.weight, from_pretrained(folder)[0].embedding.weight)
 
 
-def test_only_the_response_and_its_end_are_labels(folder):
-    vocabulary = load_vocabulary(folder, end=2)
-    pairs = [("Say alpha.\n\n", "ALPHA"), ("Say beta, and then some more of it. " * 5, "BETA")]
-    examples = pack_pairs(pairs, vocabulary, 24)
-    for row, (prompt, response) in zip(examples, pairs, strict=True):
-        ids, labels = row["tokens"], row["labels"]
-        answer = [*vocabulary.encode(response), 2]
-        assert labels[labels >= 0].tolist() == answer
-        assert ids[labels >= 0][1:].tolist() == answer[:-1]  # each token is predicted from those before it
-        assert vocabulary.encode(prompt)[-5:] == prompt_of(row)[-5:]
-    assert prompt_of(examples[0]) == vocabulary.encode(pairs[0][0])
-    assert len(prompt_of(examples[1])) == 25 - len(vocabulary.encode("BETA")) - 1  # a long prompt keeps its end
-    rest = examples[0]["tokens"][int((examples[0]["labels"] >= 0).nonzero()[0][-1]) + 1 :]
-    assert len(rest) and not rest.any()
-    assert prompt_of(cut(list(range(1, 200)), 64)[1]) == list(range(65, 97))
-
-
-def test_pairs_are_packed_and_kept_apart(folder, pairs_file):
-    vocabulary, pairs = load_vocabulary(folder, end=2), split_pairs(pairs_file, "question", "answer")[0]
-    rows = pack_pairs(pairs, vocabulary, 64)
-    assert len(rows) <= -(-len(pairs) // 4) + 1
-    assert np.mean([row["segments"] == 0 for row in rows]) < 0.1  # pairs of 14 to 16 tokens in rows of 64
-    n_labels = sum(len(vocabulary.encode(response)) + 1 for _, response in pairs)
-    assert sum((row["labels"] >= 0).sum() for row in rows) == n_labels
-
-    model, row = from_pretrained(folder)[0], rows[0]
-    loss = lambda row: eqx.filter_jit(loss_fn)(model, collate_fn([row]), jax.random.key(0))  # noqa: E731
-    apart = [loss({name: array[row["segments"] == i] for name, array in row.items()}) for i in np.unique(row["segments"])]
-    np.testing.assert_allclose(loss(row).total, sum(each.total for each in apart), rtol=1e-6)
-
-
-def test_loss_is_summed_over_labelled_tokens(folder, pairs_file):
-    model, _ = from_pretrained(folder)
-    vocabulary = load_vocabulary(folder, end=2)
-    examples = [pack_pairs([pair], vocabulary, 32)[0] for pair in split_pairs(pairs_file, "question", "answer")[0][:4]]
-    batch = collate_fn(list(examples))
+def test_loss_is_summed_over_labelled_tokens():
+    model = eqx.filter_jit(GPT2)(GPT2Config(64, 32, 16, 1, 2, init_std=0.3).without_dropout(), key=jax.random.key(0))
+    batch = collate_fn(cut(list(range(1, 55)), 32))  # the last row is padded
     found = eqx.filter_jit(loss_fn)(model, batch, jax.random.key(0))
     log_probs = jax.nn.log_softmax(jax.vmap(model)(batch["tokens"]).astype(np.float32))
     expected = -sum(log_probs[i, t, batch["labels"][i, t]] for i, t in np.argwhere(batch["labels"] >= 0))
-    assert found.weight == (batch["labels"] >= 0).sum()
+    assert found.weight == (batch["labels"] >= 0).sum() == 53
     np.testing.assert_allclose(found.total, expected, rtol=1e-5)
 
 
-def test_pairs_are_held_out_and_limited_by_bytes(pairs_file):
-    train, held_out = split_pairs(pairs_file, "question", "answer")
-    assert (len(train), len(held_out)) == (190, 10)
-    assert held_out[0] == ("Say alpha 0.\n\n", "ALPHA")
-    assert not set(train) & set(held_out)
-    assert len(within(train, 100)) == 5
-    assert within(train, 1) == train[:1]
-
-
-def test_invalid_input_is_refused(folder, pairs_file, tmp_path):
+def test_invalid_input_is_refused(tmp_path):
     def refused(fn, *args):
         with pytest.raises(ValueError) as raised:
             fn(*args)
         return str(raised.value)
-
-    assert f"`{pairs_file}` row 1: expected columns prompt, response, got question, answer. " in refused(
-        split_pairs, pairs_file, "prompt", "response"
-    )
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": 3}\n')
-    assert refused(split_pairs, bad, "prompt", "response").startswith(f"`{bad}` row 2: `response`: expected a text, got 3. ")
-    assert "`--seq-len`: expected at least 5, for the response 'long'..., got 4. " in refused(
-        pack_pairs, [("p", "long")], load_vocabulary(None), 4
-    )
-    assert "`--lora-rank`: expected with `--pretrained`, got 4 alone." in refused(main, Args(lora_rank=4, workdir=tmp_path))
 
     config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, n_layers=1, n_decoder_layers=1, n_heads=2)
     t5 = save_pretrained(eqx.filter_jit(T5)(config, key=jax.random.key(0)), config, tmp_path / "t5")
