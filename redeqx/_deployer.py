@@ -341,23 +341,6 @@ class Deployer(RedcoNames):
     # --- batches and schedules ---------------------------------------------------------------------------------------
 
     @filter_traceback
-    def get_per_device_batch_size(self, global_batch_size: int, accumulate_grad_batches: int = 1) -> int:
-        """Returns the rows of a micro-batch at one position of the data and fsdp axes, for updates of `global_batch_size`
-        examples: with it, the same script takes the same updates on any mesh.
-
-        Raises ValueError if the batch shards times the micro-batches do not divide `global_batch_size`.
-        """
-        check_count(global_batch_size, "global_batch_size", 0)
-        check_count(accumulate_grad_batches, "accumulate_grad_batches")
-        n_parts = self.n_batch_shards * accumulate_grad_batches
-        if global_batch_size < 1 or global_batch_size % n_parts:
-            raise ValueError(
-                f"`global_batch_size`: expected a multiple of {self.n_batch_shards} shards x {accumulate_grad_batches} "
-                f"micro-batches = {n_parts}, got {global_batch_size}. Change one of the three."
-            )
-        return global_batch_size // n_parts
-
-    @filter_traceback
     def get_accumulate_grad_batches(self, global_batch_size: int, per_device_batch_size: int) -> int:
         """Returns the number of micro-batches in an update of `global_batch_size` examples.
 

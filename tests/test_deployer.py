@@ -312,30 +312,6 @@ def test_zero_rows_per_device_raises():
     assert error_text == "`per_device_batch_size`: expected at least 1, got 0. Pass a positive number."
 
 
-@pytest.mark.parametrize(
-    ("shards", "global_batch_size", "accumulate_grad_batches", "rows"),
-    [((1, 1), 8, 1, 1), ((1, 1), 64, 4, 2), ((2, 2), 12, 3, 1), ((8, 1), 7, 1, 7)],
-)
-def test_rows_per_device_follow_from_the_global_batch(shards, global_batch_size, accumulate_grad_batches, rows):
-    deployer = make_deployer(n_model_shards=shards[0], n_fsdp_shards=shards[1])
-    assert deployer.get_per_device_batch_size(global_batch_size, accumulate_grad_batches) == rows
-    assert deployer.get_accumulate_grad_batches(global_batch_size, rows) == accumulate_grad_batches
-
-
-@pytest.mark.parametrize(("global_batch_size", "n_micro"), [(20, 1), (8, 2), (0, 1)])
-def test_global_batch_indivisible_by_shards_and_micro_batches_raises(global_batch_size, n_micro):
-    error_text = message(ValueError, make_deployer().get_per_device_batch_size, global_batch_size, n_micro)
-    assert error_text == (
-        f"`global_batch_size`: expected a multiple of 8 shards x {n_micro} micro-batches = {8 * n_micro}, got "
-        f"{global_batch_size}. Change one of the three."
-    )
-
-
-def test_zero_micro_batches_raises():
-    error_text = message(ValueError, make_deployer().get_per_device_batch_size, 8, 0)
-    assert error_text == "`accumulate_grad_batches`: expected at least 1, got 0. Pass a positive number."
-
-
 def schedule(deployer=None, *, train_size=100, per_device_batch_size=1, n_epochs=1, learning_rate=1.0, **kwargs):
     deployer = deployer or make_deployer()
     return deployer.get_lr_schedule_fn(train_size, per_device_batch_size, n_epochs, learning_rate, **kwargs)

@@ -107,7 +107,6 @@ def pred_fn(model: Any, state: eqx.nn.State, batch: dict[str, Any], key: jax.Arr
 def main(args: Args) -> dict[str, float]:
     """Trains and reports. Returns the scores on the test set."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=args.workdir)
-    rows = deployer.get_per_device_batch_size(args.batch_size, args.accumulate_grad_batches)
     task = read_task(args.task, args.data, args.image_size, args.n_channels)
     kind = "texts" if args.task in GLUE else "table" if args.task == "diabetes" else "images"
     if kind == "texts" and args.pretrained is not None:
@@ -130,7 +129,7 @@ def main(args: Args) -> dict[str, float]:
     n_epochs = n_epochs if args.n_epochs is None else args.n_epochs
     learning_rate = learning_rate if args.learning_rate is None else args.learning_rate
     lr = deployer.get_lr_schedule_fn(
-        len(train), rows, n_epochs, learning_rate, "cosine", warmup_ratio=0.1,
+        len(train), None, n_epochs, learning_rate, "cosine", warmup_ratio=0.1, batch_size=args.batch_size,
         accumulate_grad_batches=args.accumulate_grad_batches,
     )  # fmt: skip
     trainer = redeqx.Trainer(
@@ -141,7 +140,7 @@ def main(args: Args) -> dict[str, float]:
         trainer.load_ckpt(args.pretrained, load_opt_states=False)
     predictor, metric = trainer.get_default_predictor(pred_fn), METRICS[args.task][0]
     trainer.fit(
-        train, rows, n_epochs, eval_examples=task.validation, eval_predictor=predictor,
+        train, batch_size=args.batch_size, n_epochs=n_epochs, eval_examples=task.validation, eval_predictor=predictor,
         eval_metric_fn=partial(measure, task), save_last_ckpt=True, save_argmin_ckpt_by_metrics=["loss"],
         save_argmax_ckpt_by_metrics=[metric],
     )  # fmt: skip
@@ -149,7 +148,7 @@ def main(args: Args) -> dict[str, float]:
     # rises.
     trainer.load_ckpt(f"argmax_{metric}" if kind == "texts" else "argmin_loss")
 
-    outputs = np.stack(predictor.predict(task.test, rows))
+    outputs = np.stack(predictor.predict(task.test, batch_size=args.batch_size))
     scores = {f"test_{name}": score for name, score in measure(task, task.test, outputs).items()}
     if kind == "table":
         scores |= {f"test_ridge_{name}": score for name, score in ridge(task).items()}

@@ -128,8 +128,10 @@ def fit(
 ) -> tuple[redeqx.Trainer, redeqx.Predictor]:
     """Returns a trainer with the best network of a run, by the error on validation tasks after the test-time steps."""
     deployer = redeqx.Deployer(args.seed, args.n_model_shards, args.n_fsdp_shards, workdir=workdir)
-    rows = deployer.get_per_device_batch_size(args.batch_size)
-    lr = deployer.get_lr_schedule_fn(args.tasks_per_epoch, rows, args.n_epochs, args.learning_rate, "cosine")
+    lr = deployer.get_lr_schedule_fn(
+        args.tasks_per_epoch, batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=args.learning_rate,
+        schedule_type="cosine",
+    )  # fmt: skip
     trainer = redeqx.Trainer(
         deployer, model=Learner(net, args.inner_rate, inner_steps, args.first_order), optimizer=optax.adam(lr),
         collate_fn=parts[0].collate_fn, loss_fn=loss_fn, lr_schedule_fn=lr,
@@ -138,7 +140,8 @@ def fit(
         trainer.load_ckpt(args.pretrained, load_opt_states=False)
     predictor = trainer.get_default_predictor(pred_fn)
     trainer.fit(
-        lambda epoch: parts[0].draw(args.tasks_per_epoch, args.n_query, (args.seed, N_TRAIN, epoch)), rows, args.n_epochs,
+        lambda epoch: parts[0].draw(args.tasks_per_epoch, args.n_query, (args.seed, N_TRAIN, epoch)),
+        batch_size=args.batch_size, n_epochs=args.n_epochs,
         eval_examples=parts[1].draw(args.n_validation_tasks, args.n_query, (args.seed, N_VALIDATION)), eval_loss=False,
         eval_predictor=predictor, eval_metric_fn=metric_fn, save_last_ckpt=True, save_argmin_ckpt_by_metrics=["error"],
     )  # fmt: skip
@@ -159,18 +162,16 @@ def main(args: Args) -> dict[str, float]:
         net = ConvNet(run.width, run.n_ways, key=key)
     trainer, predictor = fit(run, net, run.inner_steps, parts, run.workdir)
     deployer, test = trainer.deployer, parts[2]
-    rows = deployer.get_per_device_batch_size(run.batch_size)
-    predict = {"MAML": partial(predictor.predict, per_device_batch_size=rows)}
+    predict = {"MAML": partial(predictor.predict, batch_size=run.batch_size)}
 
     if run.data is None:
         pooled, predictor = fit(run, net, 0, parts, run.workdir / "pooled")
         tasks = parts[1].draw(run.n_validation_tasks, run.n_query, (run.seed, N_VALIDATION))
         models = [Learner(pooled.model.net, rate, 0, False) for rate in RATES]
-        of_rates = [metric_fn(tasks, predictor.predict(tasks, rows, model))["error"] for model in models]
+        of_model = partial(predictor.predict, batch_size=run.batch_size)
+        of_rates = [metric_fn(tasks, of_model(tasks, model=model))["error"] for model in models]
         best = int(np.argmin(of_rates))
-        predict[f"pretrained, rate {RATES[best]}"] = partial(
-            predictor.predict, per_device_batch_size=rows, model=models[best]
-        )
+        predict[f"pretrained, rate {RATES[best]}"] = partial(of_model, model=models[best])
     tasks = test.draw(run.n_test_tasks, run.n_query, (run.seed, N_TEST))
     errors = {name: np.stack([out["errors"] for out in of(tasks)]) for name, of in predict.items()}
 

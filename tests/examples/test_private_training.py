@@ -118,7 +118,7 @@ def sgd_update(shape, examples, n_micro, noise_multiplier, sample_size, width=8)
         accumulate_grad_batches=n_micro,
     )  # fmt: skip
     before = flat(trainer.model)
-    trainer.train(examples, deployer.get_per_device_batch_size(len(examples), n_micro))
+    trainer.train(examples, len(examples) // n_micro // deployer.n_batch_shards)
     assert trainer.step == 1
     return before - flat(trainer.model)
 

@@ -257,7 +257,6 @@ if args.fault == "forks" and is_culprit:
     forks()
 if args.fault == "ends" and is_culprit:
     sys.exit(0)
-rows = deployer.get_per_device_batch_size(args.batch)
 if args.fault == "metric":  # computed from each process's own rows: it rises in one process and falls in another
     options = {
         "eval_predictor": trainer.get_default_predictor(lambda model, batch, key: batch["y"]),
@@ -269,7 +268,7 @@ else:
     options = {}
 metrics = trainer.fit(
     Examples(),
-    rows,
+    args.batch // deployer.n_batch_shards,
     args.epochs,
     eval_examples=list(range(N, N + N_EVALUATED)),
     save_every_n_steps=args.save_every if args.workdir and not args.always else None,
