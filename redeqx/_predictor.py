@@ -40,7 +40,7 @@ from .steps import (
     Structure,
     effective_specs,
     make_predict_step,
-    placed,
+    placed_shape,
     placed_shapes,
     plan_prediction,
     prediction,
@@ -266,11 +266,11 @@ class Predictor(RedcoNames):
         n_shards = n_batch_shards(mesh)
         batch_size = min(per_device_batch_size * n_shards, -(-len(examples) // n_shards) * n_shards)
         batch = pad_rows(collate(self._collate_fn, list(examples[:batch_size])), batch_size)
-        batch = jax.tree.map(lambda x: placed(x, split_rows(mesh)), batch)
+        batch = jax.tree.map(lambda x: placed_shape(x, split_rows(mesh)), batch)
         structure = Structure.of(model)
         predict = self._prediction(structure, program.layers_treedef if program.state.layers else None)
         step = self._make_step(structure, program.plan, predict, named=True)
-        key = placed(jax.eval_shape(lambda: jax.random.key(0)), replicated(mesh))
+        key = placed_shape(jax.eval_shape(lambda: jax.random.key(0)), replicated(mesh))
         span = jax.ShapeDtypeStruct((2,), np.uint32)
         return step.trace(*placed_shapes(structure, model, program.plan), program.state.layers, batch, key, span)
 

@@ -222,7 +222,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
         Raises ValueError for an unknown name, with the nearest one, for a hyperparameter with a schedule, and for NaN;
         TypeError for anything but a number.
         """
-        self._engine.hyperparams.is_running |= self._fit is not None
+        if self._fit is not None:
+            self._engine.hyperparams.begin_run()
         self._engine.set_hyperparams(values)
 
     @property
@@ -379,7 +380,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
     @property
     def compiled_step(self) -> jax.stages.Compiled | None:
         """The compiled program of the newest step, for inspection; None before the first. Reading it compiles nothing."""
-        newest = self._engine.programs.newest
+        newest = self._engine.newest_step
         return None if newest is None else newest.lowered.compile()
 
     @filter_traceback
@@ -512,7 +513,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             raise ValueError("`resume`: expected before the first update, got called inside `fit`. It resumes by itself.")
         if not self.deployer.is_dry_run:
             self._checkpointer.resume()
-            engine.hyperparams.is_running = True
+            engine.hyperparams.begin_run()
             engine.deployer.forget_records(engine.name)  # of later steps, if this process has taken any
             engine.deployer.begin_records(engine.step, engine.name)
         return engine.step

@@ -25,7 +25,7 @@ from ._precision import (
 from ._program import (
     Program as Program,
     make_program as make_program,
-    placed as placed,
+    placed_shape as placed_shape,
     placed_shapes as placed_shapes,
     shard_bytes as shard_bytes,
 )

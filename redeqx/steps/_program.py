@@ -127,7 +127,7 @@ class Program:
         return texts | {name: argument_text(leaf) for name, leaf in named_leaves(batch).items()}
 
 
-def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def placed_shape(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     """Returns the shape of the array that a leaf becomes on devices, where JAX may use a narrower dtype than the host."""
     dtype = leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
@@ -138,7 +138,7 @@ def placed_shapes(
 ) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
     """Returns the shapes of a model's trained and frozen arrays, with their shardings by the plan."""
     trained, frozen = (
-        [placed(leaf, plan.sharding(name)) for name, leaf in zip(names, leaves, strict=True)]
+        [placed_shape(leaf, plan.sharding(name)) for name, leaf in zip(names, leaves, strict=True)]
         for names, leaves in zip(structure.names, structure.take(model), strict=True)
     )
     return trained, frozen
@@ -170,9 +170,9 @@ def make_program(
 
     traced, opt_tree = jax.make_jaxpr(init, return_shape=True)(trained)
     check_opt_state(opt_tree)
-    opt_state = jax.tree.leaves(jax.tree.map(placed, opt_tree, shardings_like(opt_tree, plan)))
+    opt_state = jax.tree.leaves(jax.tree.map(placed_shape, opt_tree, shardings_like(opt_tree, plan)))
     if functions.compute.offload_opt_state:  # scalars stay: copying them would take longer than using them
-        opt_state = [placed(leaf, in_host(leaf.sharding)) if leaf.ndim else leaf for leaf in opt_state]
+        opt_state = [placed_shape(leaf, in_host(leaf.sharding)) if leaf.ndim else leaf for leaf in opt_state]
 
     def init_opt_state(trained: list[Array]) -> list[Array]:
         return [strong(leaf) for leaf in as_fun(traced)(*trained)]
@@ -182,8 +182,8 @@ def make_program(
         return jax.tree.leaves(eval_params(opt_tree, structure.trained_tree(trained)))
 
     opt_treedef, layers_treedef = jax.tree.structure(opt_tree), jax.tree.structure(state)
-    layers = [placed(leaf, replicate) for leaf in jax.tree.leaves(state)]
-    counts, stream = (placed(jax.ShapeDtypeStruct((2,), d), replicate) for d in (np.int32, stream_dtype()))
+    layers = [placed_shape(leaf, replicate) for leaf in jax.tree.leaves(state)]
+    counts, stream = (placed_shape(jax.ShapeDtypeStruct((2,), d), replicate) for d in (np.int32, stream_dtype()))
     shapes = TrainState(trained, frozen, opt_state, layers, counts, stream)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, replace(shapes, frozen=[]))
     train = TrainStep(

@@ -23,7 +23,7 @@ from ..steps import Program, n_rows, shard_bytes
 from ._task import Task
 
 
-class TrainProgram(NamedTuple):
+class CalledStep(NamedTuple):
     """A compiled train step, its work on one device (None if nothing shows the rates), and what it has captured."""
 
     lowered: jax.stages.Lowered
@@ -31,18 +31,16 @@ class TrainProgram(NamedTuple):
     captured: list[jax.Array]
 
 
-class Programs:
+class CalledSteps:
     """The steps of one model that have been called, by the signature of their batch.
 
     **Attributes:**
 
-    - `train`: the programs of the train step; the engine empties it when it takes another step.
-    - `newest`: the train program that was called last; None before the first update.
+    - `train`: the train steps; the engine empties it when it takes another.
     """
 
     def __init__(self, deployer: Deployer):
-        self.train: dict[Any, TrainProgram] = {}
-        self.newest: TrainProgram | None = None
+        self.train: dict[Any, CalledStep] = {}
         self._deployer = deployer
         self._evaluated: tuple[Any, dict[Any, list[jax.Array]]] = None, {}  # the eval step, and what it captured
         self._ahead: Compilation | None = None
@@ -67,8 +65,8 @@ class Programs:
         args: tuple[Any, ...],
         batch: Batch,
         line: ProgressLine,
-    ) -> Any:
-        """Calls a train step for a batch with a new signature, which compiles it; returns its results.
+    ) -> tuple[CalledStep, Any]:
+        """Calls a train step for a batch with a new signature, which compiles it; returns the step, and its results.
 
         **Arguments:**
 
@@ -84,12 +82,12 @@ class Programs:
         with compiling(self._deployer, "train step", step, args, line, is_another=is_another, check=check, ahead=ahead):
             is_shown = self._deployer.console.shows_speed  # the step may be traced once more to count its work
             work = _work(task, plan, *trees, step, args) if is_shown else None
-            of = TrainProgram(step.lower(*args), work, captured(step, args))
+            called = CalledStep(step.lower(*args), work, captured(step, args))
             if ahead is not None:
                 ahead.wait()
             outs = step(*args)  # finds this lowering in JAX's caches
-        self.train[batch.signature] = of
-        return outs
+        self.train[batch.signature] = called
+        return called, outs
 
     def call_eval(self, step: Any, args: tuple[Any, ...], signature: Any, line: ProgressLine) -> Any:
         """Calls an eval step; returns its results."""
@@ -230,7 +228,7 @@ def choose_memory(engine: Any, batch: Batch) -> None:
         tried, text = choose(
             own, deployer.mesh, deployer.peers, compiled, partial(_search_space, engine, own, batch), opt_state
         )
-    is_first = engine.programs.newest is None
+    is_first = engine.newest_step is None
     if tried and (tried[-1].strategy != own or not tried[-1].fits or is_first):
         deployer.console.info(text)
 

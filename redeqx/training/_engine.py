@@ -24,10 +24,10 @@ from ..optimizers import find_hyperparam
 from ..partition import Plan, make_plan
 from ..steps import Program, TrainState, n_rows
 from ..storage import AtEnd
-from ._compilation import Programs, check_captured, choose_memory
+from ._compilation import CalledStep, CalledSteps, check_captured, choose_memory
 from ._header import eval_text, header_rows, loss_rows, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
-from ._metrics import Metrics, Update, explained
+from ._metrics import Metrics, Update, why_nonfinite
 from ._progress import Position
 from ._state import ENGINES, Checkpoint, given_state, load_state, match_state, new_state, without_shared
 from ._task import Task
@@ -56,7 +56,7 @@ class Engine:
     - `hyperparams`: the hyperparameters in the optimizer's state.
     - `newest_checkpoint`: returns the name of the newest checkpoint, for errors.
     - `line`: shows the progress of what runs: a fit, a pass, or the updates of a user's own loop.
-    - `programs`: the steps that have been called, with their work.
+    - `called`, `newest_step`: the steps that have been called, and the train step that was called last.
     - `is_updating`: whether updates are in progress.
     """
 
@@ -74,7 +74,8 @@ class Engine:
         self.line: ProgressLine = deployer.console.progress(title="update")
         self.records: Records = deployer.console.records
         self.is_updating = False
-        self.programs = Programs(deployer)
+        self.called = CalledSteps(deployer)
+        self.newest_step: CalledStep | None = None
         self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until they are placed
         self._state: TrainState | None = None
         self._knows_loss = False  # whether the plan tells what the loss does with leaves and rows
@@ -199,7 +200,7 @@ class Engine:
             return None
         program = self.task.program(plan, *self.trees)
         shapes = program.train_args(program.state, batch.groups, np.uint32(batch.n_examples))
-        self.programs.compile_ahead(program, shapes, batch.signature)
+        self.called.compile_ahead(program, shapes, batch.signature)
         return program
 
     def _use_plan_of_loss(self, plan: Plan) -> None:
@@ -214,7 +215,7 @@ class Engine:
                 )
             state = replace(state, opt_state=program.init_opt_state(state.trained))
         self.program, self._state = program, state
-        self.programs.train.clear()
+        self.called.train.clear()
 
     def use_task(self, task: Task) -> None:
         """Switches to another task's train step, and moves the optimizer state to its memory, leaf after leaf."""
@@ -224,7 +225,7 @@ class Engine:
             state.opt_state[i] = jax.device_put(state.opt_state[i], shape.sharding)
         kept = {"eval_step": before.eval_step, "eval_names": before.eval_names}  # it need not compile again
         self.task, self.program = task, replace(program, **kept)
-        self.programs.train.clear()
+        self.called.train.clear()
 
     # --- hyperparameters -------------------------------------------------------------------------------------------------
 
@@ -323,14 +324,13 @@ class Engine:
                 batch = following
 
     def queue(self, batch: Batch, epoch: Position | None = None) -> None:
-        """Queues one update, which the device may still compute afterwards, and reads the metrics of an earlier one; `epoch`
-        as for `updates`."""
-        deployer, programs = self.deployer, self.programs
-        is_first = batch.signature not in programs.train
+        """Queues one update, and reads the metrics of an earlier one; `epoch` as for `updates`."""
+        deployer, step = self.deployer, self.called.train.get(batch.signature)
+        is_first = step is None
         if deployer.peers.n > 1:
             deployer.peers.check()
-        self.hyperparams.is_running = True
         if is_first:
+            self.hyperparams.begin_run()
             self.place_for(batch, is_update=True)
             self.flush()
             choose_memory(self, batch)
@@ -338,22 +338,21 @@ class Engine:
             self.take_hyperparams()
         program, state = self.placed
         n_rows = np.uint32(batch.n_examples)
-        if is_first:
+        if step is None:
             args = program.train_args(state, batch.groups, n_rows)
-            after, vector = programs.call_first(self.task, program, self.trees, args, batch, self.line)
+            step, (after, vector) = self.called.call_first(self.task, program, self.trees, args, batch, self.line)
             after.frozen.extend(state.frozen)
         else:
-            if captured := programs.train[batch.signature].captured:
-                check_captured(captured, "loss_fn" if self.task.grad_fn is None else "grad_fn")
+            if step.captured:
+                check_captured(step.captured, "loss_fn" if self.task.grad_fn is None else "grad_fn")
             after, vector = program.call_train(state, batch.groups, n_rows)
-        self._state = after
-        programs.newest = programs.train[batch.signature]
+        self._state, self.newest_step = after, step
         self.step += 1
         self.n_examples += batch.n_examples
         if epoch is not None:
             self.position = Position(epoch.fit, epoch.epoch, batch.position, batch.state)
         deployer.watch.beat(self.step)
-        work = None if programs.newest.work is None else programs.newest.work * batch.counted_share
+        work = None if step.work is None else step.work * batch.counted_share
         n_epochs = None if epoch is None else epoch.epoch + 1
         self.metrics.add(Update(self.step, n_epochs, program.metric_names, vector, replace(batch, groups=()), work), self)
         if is_first:  # read late, the steps around a compilation would count in the rates without their time
@@ -381,7 +380,7 @@ class Engine:
 
     def explain_nonfinite(self, update: Update) -> str:
         """Names the last good checkpoint, and what makes the loss of an update not finite."""
-        return explained(update, self.newest_checkpoint(), lambda rows: self.task.trace(*self.trees, rows))
+        return why_nonfinite(update, self.newest_checkpoint(), lambda rows: self.task.trace(*self.trees, rows))
 
     def to_predict(self, make_plan: Callable[[PyTree, PyTree], Plan]) -> tuple[PyTree, PyTree, Plan]:
         """Returns the model, the state of its layers and the plan that a Predictor of this trainer uses.

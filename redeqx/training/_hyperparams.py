@@ -28,12 +28,11 @@ class Hyperparams:
 
     **Attributes:**
 
-    - `is_running`: whether the run has begun. Values that are set before belong to the script, like its optimizer.
     - `shown`: the dicts in the state that the user received, and what they held: a changed one is a value to set.
     """
 
     def __init__(self) -> None:
-        self.is_running = False
+        self._is_running = False
         self._given: dict[str, str] = {}  # the values of the script, as texts
         self._of_run: set[str] = set()  # the names of those set during the run
         self._by_script: dict[str, np.ndarray] = {}  # set before the run
@@ -47,6 +46,10 @@ class Hyperparams:
     def begin(self, program: Program, state: TrainState) -> None:
         """Notes the values of a new optimizer state."""
         self._given = {name: _text(value) for name, value in hyperparams(program.opt_tree(state), scheduled=False).items()}
+
+    def begin_run(self) -> None:
+        """Notes that the run has begun. Values that are set before belong to the script, like its optimizer."""
+        self._is_running = True
 
     # --- setting -------------------------------------------------------------------------------------------------------
 
@@ -64,7 +67,7 @@ class Hyperparams:
         for name, value in decided.items():
             value = np.asarray(value, known[name].dtype)
             _put(program, state, name, value)
-            if self.is_running:
+            if self._is_running:
                 self._of_run.add(name)
             else:
                 self._by_script[name], self._given[name] = value, _text(value)

@@ -77,7 +77,7 @@ def one_update(engine: Engine, checkpointer: Checkpointer, examples: Any) -> dic
     """Takes one update on all of these examples; returns its metrics."""
     steps, size = as_one_step(engine, examples)
     engine.line.begin_step(engine.step)
-    shown = engine.line if not engine.programs.train else nullcontext()  # shows the compilation
+    shown = engine.line if not engine.called.train else nullcontext()  # shows the compilation
     watched = engine.deployer.watch.on() if engine.deployer.peers.n > 1 else nullcontext()  # it costs a thread
     with shown, engine.updating(), watched, closing(engine.batches(steps, size)) as upcoming:
         engine.queue(next(upcoming))
@@ -125,7 +125,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
                 given = None if model is None else place(model, program.plan)
                 weights = (program.eval_trained(state), state.frozen) if given is None else task.structure.take(given)
             args = (*weights, state.layers, state.stream, row_span(n_rows, size_of(examples)), batch.groups)
-            vector = engine.programs.call_eval(program.eval_step, args, batch.signature, line)
+            vector = engine.called.call_eval(program.eval_step, args, batch.signature, line)
             n_rows += batch.n_examples
             deployer.watch.beat()
             vector.copy_to_host_async()

@@ -171,7 +171,7 @@ class Metrics:
 # --- why a loss is not finite -----------------------------------------------------------------------------------------
 
 
-def explained(update: Update, newest: str | None, trace: Callable[[PyTree[np.ndarray]], Trace]) -> str:
+def why_nonfinite(update: Update, newest: str | None, trace: Callable[[PyTree[np.ndarray]], Trace]) -> str:
     """Returns what makes the loss of an update not finite, and the next step, as sentences that end an error.
 
     **Arguments:**

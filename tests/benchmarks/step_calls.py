@@ -37,7 +37,7 @@ def main() -> None:
         if event != "call" or FOLDER not in (path := pathlib.Path(frame.f_code.co_filename)).parents:
             return
         name = frame.f_code.co_name
-        if name == "update" and path.name == "_engine.py":
+        if name == "queue" and path.name == "_engine.py":
             steps += 1
         if steps == 10 and not name.startswith("<"):  # one step, after those that compile
             caller = frame.f_back.f_code.co_filename
