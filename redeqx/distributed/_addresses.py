@@ -12,7 +12,7 @@ def unknown_host(host: str, error: socket.gaierror) -> ValueError:
 
 
 def interface(host: str) -> str:
-    """Return the address that process 0 listens on, given the name or address that its launcher has for it.
+    """Returns the address that process 0 listens on, given the name or address that its launcher has for it.
 
     This is the same one if it belongs to this host and other hosts can reach it; otherwise `""`, all addresses.
     """
@@ -33,7 +33,7 @@ def interface(host: str) -> str:
 
 
 def reachable(host: str) -> tuple[str, str]:
-    """Return the address at which other processes reach this one, and the one to listen on, given JAX's coordinator's."""
+    """Returns the address at which other processes reach this one, and the one to listen on, given JAX's coordinator's."""
     if host and (bind := interface(host)):
         return host, bind
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -46,14 +46,14 @@ def reachable(host: str) -> tuple[str, str]:
 
 
 def free_port(host: str) -> int:
-    """Return a port of this host that nobody listens on."""
+    """Returns a port of this host that nobody listens on."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
         free.bind((host, 0))
         return free.getsockname()[1]
 
 
 def listen(host: str, port: int, bind: str) -> socket.socket:
-    """Return a socket that listens on `port` of the address `bind`; `""` for all addresses. `host` is for errors.
+    """Returns a socket that listens on `port` of the address `bind`; `""` for all addresses. `host` is for errors.
 
     Raises ValueError if the port is in use or not allowed, or the address is not this host's.
     """

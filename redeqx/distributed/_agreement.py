@@ -69,7 +69,7 @@ def check_rows(peers: Peers, n_pass: int, i: int, batch: PyTree, n_examples: int
 
 
 def agree_on_program(peers: Peers, what: str, lowered: Any) -> None:
-    """Check that a program is the same in all processes; waits for all of them.
+    """Checks that a program is the same in all processes; waits for all of them.
 
     Raises ValueError, the same in every process, with the first line that differs. Constants, such as a learning rate, are
     part of the program.
@@ -93,7 +93,7 @@ def agree_on_program(peers: Peers, what: str, lowered: Any) -> None:
 
 
 def agree_on_values(peers: Peers, what: str, leaves: Mapping[str, Any]) -> None:
-    """Check that array shards which several processes hold have the same bits in all of them.
+    """Checks that array shards which several processes hold have the same bits in all of them.
 
     **Arguments:**
 
@@ -118,7 +118,7 @@ def agree_on_values(peers: Peers, what: str, leaves: Mapping[str, Any]) -> None:
 
 
 def _shared_parts(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the shards of an array that another process holds too, with names that are the same in all processes."""
+    """Yields the shards of an array that another process holds too, with names that are the same in all processes."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:

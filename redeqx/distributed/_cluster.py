@@ -43,7 +43,7 @@ def start(
     heartbeat: float = HEARTBEAT,
     timeout: float = START,
 ) -> Peers:
-    """Start JAX's distributed runtime; returns the processes of this run, which may be this one alone.
+    """Starts JAX's distributed runtime; returns the processes of this run, which may be this one alone.
 
     Raises ValueError if the arguments or the environment are invalid, PeerError if some processes do not connect,
     RuntimeError if JAX's devices have been used already.
@@ -88,7 +88,7 @@ def _check_same(member: Member | Peers, n: int | None, index: int | None, why: s
 
 
 def _check_span(n: int) -> None:
-    """Raise RuntimeError if other processes have a part of JAX's devices: each would save what it holds as the whole."""
+    """Raises RuntimeError if other processes have a part of JAX's devices: each would save what it holds as the whole."""
     if jax.process_count() != n:
         raise RuntimeError(
             f"`Deployer`: expected devices of {n} processes, as its arguments or the launcher say, got those of "
@@ -98,7 +98,7 @@ def _check_span(n: int) -> None:
 
 
 def _running_member(port: int | None, timeout: float) -> Member:
-    """Return this process in the runtime that the script started. Process 0 publishes in it where the others connect."""
+    """Returns this process in the runtime that the script started. Process 0 publishes in it where the others connect."""
     # A private API: JAX has no public door to its key-value store.
     from jax._src.distributed import global_state
 
@@ -142,7 +142,7 @@ def _start_jax(member: Member, port: int, timeout: float) -> None:
 
 @contextlib.contextmanager
 def _no_proxies() -> Iterator[None]:
-    """Hide the web proxies that clusters set (`http_proxy`): gRPC would use one to reach the coordinator, and hang.
+    """Hides the web proxies that clusters set (`http_proxy`): gRPC would use one to reach the coordinator, and hang.
 
     So JAX 0.10.2 does, and warns (2026-11-25); `tests/distributed/test_workarounds.py` tells when it no longer does.
     """
@@ -154,7 +154,7 @@ def _no_proxies() -> Iterator[None]:
 
 
 def _check_unused() -> None:
-    """Raise RuntimeError if JAX's backends have started: then devices of other processes can no longer be added."""
+    """Raises RuntimeError if JAX's backends have started: then devices of other processes can no longer be added."""
     try:  # JAX checks this before the arguments, which are missing here
         jax.distributed.initialize(cluster_detection_method="deactivate")
     except ValueError:
@@ -170,7 +170,7 @@ def _check_unused() -> None:
 
 
 def _report_ends(peers: Peers) -> None:
-    """Install a hook: if an exception ends this process, the others end first and the traceback is printed once, last."""
+    """Installs a hook: if an exception ends this process, the others end first and the traceback is printed once, last."""
     hook = sys.excepthook
 
     def failing(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -184,7 +184,7 @@ def _report_ends(peers: Peers) -> None:
 
 
 def _is_of_runtime(error: BaseException | None) -> bool:
-    """Return whether JAX's runtime raised this exception, or one that it comes from."""
+    """Returns whether JAX's runtime raised this exception, or one that it comes from."""
     while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
         error = error.__cause__ or error.__context__
     return error is not None

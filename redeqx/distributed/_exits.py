@@ -19,7 +19,7 @@ CLEANUP = 10.0  # seconds that exit handlers may take after that: schedulers kil
 
 
 def attempt(act: Callable[[], object], seconds: float | None = None) -> None:
-    """Call `act` in a thread and wait for it at most that long, by default `PATIENCE`. Drops exceptions."""
+    """Calls `act` in a thread and waits for it at most that long, by default `PATIENCE`. Drops exceptions."""
 
     def run() -> None:
         with contextlib.suppress(BaseException):
@@ -32,13 +32,13 @@ def attempt(act: Callable[[], object], seconds: float | None = None) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line to standard error. Does not block if nobody reads it."""
+    """Prints a line to standard error. Does not block if nobody reads it."""
     # One write: an unbuffered stream would take the newline in a second one, after what another thread writes meanwhile.
     attempt(lambda: print(f"{text}\n", end="", file=sys.stderr, flush=True))
 
 
 def exit_now(code: int, seconds: float | None = None) -> NoReturn:
-    """Call the functions of `at_end`, for at most that many seconds (by default `PATIENCE`), and end this process without
+    """Calls the functions of `at_end`, for at most that many seconds (by default `PATIENCE`), and ends this process without
     waiting for any thread, peer, or reader of its output."""
     attempt(_run_callbacks, seconds)
     for stream in (sys.stdout, sys.stderr):
@@ -48,7 +48,7 @@ def exit_now(code: int, seconds: float | None = None) -> NoReturn:
 
 
 def discard(stream: Any) -> None:
-    """Redirect a stream that nobody reads any more to the null device, including what is still in its buffer."""
+    """Redirects a stream that nobody reads any more to the null device, including what is still in its buffer."""
     # Flushing the buffer at exit would fail again, and change the exit code.
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -57,7 +57,7 @@ def discard(stream: Any) -> None:
 
 
 def end_in_time(code: int) -> None:
-    """After the main thread ends, give threads `STAY` seconds and exit handlers `CLEANUP` seconds, then end the process
+    """After the main thread ends, gives threads `STAY` seconds and exit handlers `CLEANUP` seconds, then ends the process
     with that code."""
 
     def end() -> None:
@@ -82,7 +82,7 @@ _exit_callbacks: list[Callable[[], object]] = []
 
 
 def at_end(act: Callable[[], object]) -> Callable[[], None]:
-    """Register `act` to be called at exit, even one that skips `atexit`. Returns a function that unregisters it."""
+    """Registers `act` to be called at exit, even one that skips `atexit`. Returns a function that unregisters it."""
     _exit_callbacks.append(act)
     atexit.register(act)
 
@@ -95,7 +95,7 @@ def at_end(act: Callable[[], object]) -> Callable[[], None]:
 
 
 def _run_callbacks() -> None:
-    """Call them all at once, as one may hang."""
+    """Calls them all at once, as one may hang."""
     threads = [threading.Thread(target=act, name="redeqx-end", daemon=True) for act in _exit_callbacks]
     for thread in threads:
         thread.start()
@@ -104,7 +104,7 @@ def _run_callbacks() -> None:
 
 
 def stacks() -> str:
-    """Return the stack of each thread as text, innermost call first."""
+    """Returns the stack of each thread as text, innermost call first."""
     # `faulthandler` holds the interpreter's lock while it writes, so a blocked pipe would stop it. `traceback` reads source
     # files, maybe from the file system that hangs.
     names = {thread.ident: thread.name for thread in threading.enumerate()}

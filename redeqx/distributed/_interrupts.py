@@ -31,7 +31,7 @@ class Keeper(Protocol):
 
     def is_unsaved(self) -> bool: ...
     def save_to_resume(self) -> int:
-        """Save the newest step, and return it."""
+        """Saves the newest step, and returns it."""
         ...
 
 
@@ -86,7 +86,7 @@ class Preemption:
         self._is_signalled = True  # do nothing else: the main thread may hold any lock
 
     def _interrupt(self) -> None:
-        """Handle Ctrl-C. In a notebook the second one ends the fit at once, and the kernel keeps running."""
+        """Handles Ctrl-C. In a notebook the second one ends the fit at once, and the kernel keeps running."""
         if _is_interactive():
             if self._n_interrupts:
                 raise KeyboardInterrupt
@@ -106,7 +106,7 @@ class Preemption:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Return a context that records the signals. Their usual effect is delayed until its end."""
+        """Returns a context that records the signals. Their usual effect is delayed until its end."""
         acts = dict.fromkeys(SIGNALS, self._notice)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a script that a shell runs in the background
             acts[signal.SIGINT] = self._interrupt
@@ -128,7 +128,7 @@ class Preemption:
             raise KeyboardInterrupt
 
     def is_due(self, step: int) -> bool:
-        """Return whether the run stops after this step, the same in every process. Each process calls it after each step."""
+        """Returns whether the run stops after this step, the same in every process. Each calls it after each step."""
         with self._change:
             self._step = step
         if not self._is_noticed:
@@ -151,7 +151,7 @@ class Preemption:
         return step == self._end
 
     def end(self, step: int, log: Callable[[str], None]) -> NoReturn:
-        """End the script after that step is saved: with exit code 75, or by KeyboardInterrupt, which a notebook survives."""
+        """Ends the script after that step is saved: with exit code 75, or by KeyboardInterrupt, which notebooks survive."""
         is_interrupt, self._n_interrupts = self._n_interrupts > 0, 0
         why = "stopped by Ctrl-C" if is_interrupt else "preempted"
         what = "`fit`" if _is_interactive() else "the script"
@@ -185,12 +185,12 @@ class Preemption:
             )
 
     def keep(self, keeper: Keeper) -> None:
-        """Have `keeper` save before the end of the script; held by a weak reference."""
+        """Has `keeper` save before the end of the script; held by a weak reference."""
         self._keepers.append(weakref.ref(keeper))
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Return a context in which a signal waits for its end: what would be saved changes, or is being saved."""
+        """Returns a context in which a signal waits for its end: what would be saved changes, or is being saved."""
         self._n_held += 1
         try:
             yield
@@ -208,7 +208,7 @@ class Preemption:
         return self.is_due(step)
 
     def end_outside(self) -> NoReturn:
-        """End the script with exit code 75, after what is not saved yet was saved. All processes call it after the same
+        """Ends the script with exit code 75, after what is not saved yet was saved. All processes call it after the same
         update, or there is nothing to save."""
         self._is_signalled = False
         self._n_held += 1  # a second signal must not end the save
@@ -252,7 +252,7 @@ _guarded: "list[weakref.ref[Preemption]]" = []
 
 
 def _act_outside() -> None:
-    """Handle a scheduler's signal while no fit runs in the main thread."""
+    """Handles a scheduler's signal while no fit runs in the main thread."""
     runs = [run for ref in _guarded if (run := ref()) is not None]
     if fits := [run for run in runs if run._is_in_fit]:  # in another thread, which ends the process
         for run in fits:
@@ -273,6 +273,6 @@ def _print_stopping() -> None:
 
 
 def _second_exits() -> AbstractContextManager[None]:
-    """Return a context in which the first Ctrl-C prints a message, and the second ends the process, wherever the main
+    """Returns a context in which the first Ctrl-C prints a message, and the second ends the process, wherever the main
     thread is."""
     return woken(signal.SIGINT, lambda n: _print_stopping() if n == 1 else os._exit(_INTERRUPTED))

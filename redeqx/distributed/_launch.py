@@ -37,7 +37,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
-    """Run a command as `n` processes of one run; returns 0, or the exit code of a process that failed.
+    """Runs a command as `n` processes of one run; returns 0, or the exit code of a process that failed.
 
     Code 75, of a process that left because another one is gone, is returned only if no process has another code. If one
     fails, the others have ten seconds to exit and are then killed. SIGTERM, SIGINT and SIGUSR1 are forwarded. On Linux the
@@ -105,7 +105,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _print(process: subprocess.Popen[bytes], prefix: bytes, lock: threading.Lock) -> None:
-    """Print the lines of a process after its prefix, until both of its streams end. What it wrote to stdout before an error
+    """Prints the lines of a process after its prefix, until both of its streams end. What it wrote to stdout before an error
     comes before it."""
     assert process.stdout is not None and process.stderr is not None
     streams = {process.stdout: sys.stdout, process.stderr: sys.stderr}

@@ -59,7 +59,7 @@ def find_member(
     process_id: int | None = None,
     n_local_devices: int | None = None,
 ) -> Member | None:
-    """Return this process as a member of its run, by the arguments or else by the launcher; None for a single process.
+    """Returns this process as a member of its run, by the arguments or else by the launcher; None for a single process.
 
     Raises ValueError if an argument is missing or impossible, or a launcher's variables are incomplete.
     """
@@ -132,7 +132,7 @@ class Launcher:
     is_shared: bool = False  # other programs set such variables too: a text as a number, or index 0 alone, means nothing
 
     def read(self) -> Member | None:
-        """Return the place; None if the launcher did not start several processes. Raises `_Missing`."""
+        """Returns the place; None if the launcher did not start several processes. Raises `_Missing`."""
         if self.detect is not None:
             return self.detect()
         name, index = _given(*self.n), _given(*self.index)
@@ -161,7 +161,7 @@ class Launcher:
 
 
 def _detect() -> Member | None:
-    """Return the place that the innermost launcher of several processes gives; None for a single process."""
+    """Returns the place that the innermost launcher of several processes gives; None for a single process."""
     if os.environ.get(_PROCESSES) == "1":  # alone, whatever another launcher says
         return None
     error = None
@@ -185,7 +185,7 @@ def _detect() -> Member | None:
 
 
 def _member(n: int, index: int, host: str, port: int, launcher: Launcher | None = None, token: str = "") -> Member:
-    """Return a launcher's place. JAX's own variables replace its address, unless `redeqx launch` or JAX itself gave it."""
+    """Returns a launcher's place. JAX's own variables replace its address, unless `redeqx launch` or JAX itself gave it."""
     given, coordinator = os.environ.get(_JAX_HOST0, ""), os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "")
     if launcher not in (None, LAUNCHERS[0]):
         if given:
@@ -215,7 +215,7 @@ def _number(name: str) -> int:
 
 
 def _port(number: int, *, avoid: int = 0) -> int:
-    """Return a port from a number of the job, above those that Linux gives to outgoing connections."""
+    """Returns a port from a number of the job, above those that Linux gives to outgoing connections."""
     port = number % 2**12 + 2**16 - 2**12
     return port if port != avoid else (number + 1) % 2**12 + 2**16 - 2**12
 

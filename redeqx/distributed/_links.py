@@ -49,7 +49,7 @@ class Link:
         self._sending = threading.Lock()
 
     def limit(self, seconds: float) -> None:
-        """Set the timeout for receiving bytes, and for sending them."""
+        """Sets the timeout for receiving bytes, and for sending them."""
         self._socket.settimeout(seconds)
 
     def send(self, kind: str, value: Any = None) -> None:
@@ -57,7 +57,7 @@ class Link:
             self._socket.sendall(json.dumps([kind, value]).encode() + b"\n")
 
     def receive(self, *, until: float | None = None, limit: int | None = None) -> tuple[str, Any]:
-        """Wait for the next message, of at most `limit` bytes, and return it; without a deadline as long as bytes arrive.
+        """Waits for the next message, of at most `limit` bytes, and returns it; without a deadline as long as bytes arrive.
 
         Raises OSError if none arrives, ValueError for bytes that are not a message.
         """
@@ -84,7 +84,7 @@ class Link:
         raise ValueError("expected a kind and a value")
 
     def has_ended(self) -> bool:
-        """Return whether the other end has closed the connection, as far as this end knows."""
+        """Returns whether the other end has closed the connection, as far as this end knows."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -93,19 +93,19 @@ class Link:
             return True
 
     def end(self) -> None:
-        """End the connection, even for a thread that waits for a message."""
+        """Ends the connection, even for a thread that waits for a message."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this process's copy of the socket. The connection ends with the last copy; a forked child has another."""
+        """Closes this process's copy of the socket. The connection ends with the last copy; a forked child has another."""
         self._socket.close()
 
 
 def meet(
     n: int, index: int, host: str, port: int, *, bind: str, timeout: float, token: str = "", source: str = ""
 ) -> dict[int, Link]:
-    """Wait for all processes; returns the connections of this one, by the index of the other end.
+    """Waits for all processes; returns the connections of this one, by the index of the other end.
 
     **Arguments:**
 
@@ -165,7 +165,7 @@ class _Arrivals:
         self._lock = threading.Lock()
 
     def wait(self, listener: socket.socket, until: float, *, has_failed: bool = False) -> ValueError | None:
-        """Wait for all processes, or until the deadline. Returns an error if a process that connects is misconfigured.
+        """Waits for all processes, or until the deadline. Returns an error if a process that connects is misconfigured.
 
         If there is an error already, processes that connect are only collected, to receive it.
         """
@@ -180,7 +180,7 @@ class _Arrivals:
         return self._problem
 
     def close(self) -> ValueError | None:
-        """End the connections without a greeting. Returns an error if a process has come since that is misconfigured."""
+        """Ends the connections without a greeting. Returns an error if a process has come since that is misconfigured."""
         with self._lock:
             for link in self._pending:
                 link.end()
@@ -218,7 +218,7 @@ class _Arrivals:
                     link.close()
 
     def _accept(self, link: Link, index: int, n: int, token: str) -> None:
-        """Accept a connection that has sent its greeting, if that fits."""
+        """Accepts a connection that has sent its greeting, if that fits."""
         if not hmac.compare_digest(token.encode(errors="replace"), self._token.encode(errors="replace")):
             text = (
                 f"`{TOKEN}`: expected the value of process 0 in the environment, got another at {link.host}. "

@@ -62,7 +62,7 @@ class Peers:
     # --- collective operations -----------------------------------------------------------------------------------------
 
     def gather(self, topic: str, value: Any = None, timeout: float | None = None) -> list[Any]:
-        """Gather one value from every process; waits for all of them. Returns the values in the order of the processes.
+        """Gathers one value from every process; waits for all of them. Returns the values in the order of the processes.
 
         **Arguments:**
 
@@ -78,7 +78,7 @@ class Peers:
         return self.wait(self.contribute(topic, value), timeout)
 
     def contribute(self, topic: str, value: Any = None) -> str:
-        """Add this process's value to a gathering, without waiting; returns the gathering's name, for `wait`."""
+        """Adds this process's value to a gathering, without waiting; returns the gathering's name, for `wait`."""
         if self._is_forked:
             raise PeerError(
                 "`Deployer`: expected a call from a process of the run, got one from a forked child. "
@@ -94,7 +94,7 @@ class Peers:
         return name
 
     def wait(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Wait for the gathering that `contribute` named; returns its result."""
+        """Waits for the gathering that `contribute` named; returns its result."""
         with self._change:
             if not self._change.wait_for(lambda: name in self._results, timeout):
                 here = self._contributed.get(name, {})
@@ -103,7 +103,7 @@ class Peers:
             return self._results.pop(name)
 
     def _collect(self, index: int, name: str, value: Any) -> None:
-        """At the coordinator: store a process's contribution; after the last one, send the result to all processes."""
+        """At the coordinator: stores a process's contribution; after the last one, sends the result to all processes."""
         with self._change:
             contributed = self._contributed.setdefault(name, {})
             contributed[index] = value
@@ -121,7 +121,7 @@ class Peers:
             self._change.notify_all()
 
     def _end_if_missing(self) -> None:
-        """At the coordinator: end the run if a gathering waits for a process whose script has ended."""
+        """At the coordinator: ends the run if a gathering waits for a process whose script has ended."""
         with self._change:
             missing = [i for i in sorted(self._left) if any(i not in each for each in self._contributed.values())]
         if missing and self._failed is None:
@@ -132,7 +132,7 @@ class Peers:
     def together(
         self, topic: str, act: Callable[[], Any], *, alone: bool = False, kinds: Sequence[type[Exception]] = (OSError,)
     ) -> list[Any]:
-        """Call `act` in every process; returns the results (JSON) in the order of the processes.
+        """Calls `act` in every process; returns the results (JSON) in the order of the processes.
 
         If it raises in one process, all raise an error of the same kind with the same text.
 
@@ -163,7 +163,7 @@ class Peers:
         return [value for value, _ in found]
 
     def agree(self, what: str, values: Mapping[str, Any], advice: str = _SAME_SCRIPT) -> None:
-        """Check that every process has the same values by name; waits for all of them.
+        """Checks that every process has the same values by name; waits for all of them.
 
         Raises ValueError, the same in every process, that names the first field that differs.
         """
@@ -173,7 +173,7 @@ class Peers:
                 raise ValueError(difference)
 
     def decide(self, what: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Return process 0's values by name in all processes, so that decisions based on them are the same everywhere.
+        """Returns process 0's values by name in all processes, so that decisions based on them are the same everywhere.
 
         Process 0 warns if another process has different ones.
         """
@@ -209,34 +209,34 @@ class Peers:
                 self._send(i, "differs", self._difference_found)
 
     def check(self) -> None:
-        """Raise ValueError if a comparison has found that the processes differ."""
+        """Raises ValueError if a comparison has found that the processes differ."""
         if self._difference_found is not None:
             raise ValueError(self._difference_found)
 
     def on(self, topic: str, handle: Callable[[int, Any], None]) -> None:
-        """Call `handle(index, value)`, in a thread, for each message that another process broadcasts on this topic."""
+        """Calls `handle(index, value)`, in a thread, for each message that another process broadcasts on this topic."""
         self._handlers[topic] = handle
 
     def broadcast(self, topic: str, value: Any = None) -> None:
-        """Send a message to every other process, without waiting."""
+        """Sends a message to every other process, without waiting."""
         if self.index == 0:
             self._forward(0, topic, value)
         else:
             self._send(0, "message", [self.index, topic, value])
 
     def _forward(self, index: int, topic: str, value: Any) -> None:
-        """At the coordinator: send a process's message to the others."""
+        """At the coordinator: sends a process's message to the others."""
         for i in self._links:
             if i != index:
                 self._send(i, "message", [index, topic, value])
 
     @property
     def n_contributed(self) -> int:
-        """Return the number of gatherings that this process has contributed to."""
+        """The number of gatherings that this process has contributed to."""
         return self._n_calls.total()
 
     def meet(self, host: str, port: int, *, bind: str, timeout: float = START, token: str = "", source: str = "") -> None:
-        """Connect to all processes by `_links.meet`, and receive their messages from then on."""
+        """Connects to all processes by `_links.meet`, and receives their messages from then on."""
         self._links = meet(self.n, self.index, host, port, bind=bind, timeout=timeout, token=token, source=source)
         for i, link in self._links.items():
             link.limit(self.heartbeat)
@@ -313,7 +313,7 @@ class Peers:
     # --- ends ------------------------------------------------------------------------------------------------------------
 
     def _handle_disconnect(self, index: int, why: str) -> None:
-        """End the run, unless the process at the other end was expected to leave."""
+        """Ends the run, unless the process at the other end was expected to leave."""
         with self._change:
             expected = index in self._left or self._failed is not None
             self._left.add(index)
@@ -325,7 +325,7 @@ class Peers:
             self._end_all(f"process {index} of {self.n} is gone: {why}", EXIT_CODE)
 
     def end(self, why: str, code: int) -> None:
-        """Leave, and make all others leave; from any thread."""
+        """Leaves, and makes all others leave; from any thread."""
         if self.claim_end():
             self._end_all(why, code)
 
@@ -335,7 +335,7 @@ class Peers:
         self.leave(why, code)
 
     def leave(self, why: str, code: int) -> NoReturn:
-        """End this process at once, from any thread. The last line names the step that is safe on disk."""
+        """Ends this process at once, from any thread. The last line names the step that is safe on disk."""
         safe = "no step was committed yet" if self.committed is None else f"the last committed step is {self.committed}"
         advice = ": run it again to go on" if code == EXIT_CODE else ""
         say(f"redeqx: {why}; {safe}. Leaving with exit code {code}{advice}.")
@@ -343,7 +343,7 @@ class Peers:
         exit_now(code)
 
     def claim_end(self) -> bool:
-        """Return whether the caller is the first to end this process: it then prints the reason, and calls `leave`.
+        """Returns whether the caller is the first to end this process: it then prints the reason, and calls `leave`.
 
         From then on a closed connection is no reason: the others may be leaving for the same one.
         """
@@ -352,7 +352,7 @@ class Peers:
         return is_first
 
     def fail(self, *, in_runtime: bool = False) -> bool:
-        """Announce that an exception ends this process, and wait until the others have left.
+        """Announces that an exception ends this process, and waits until the others have left.
 
         JAX's runtime raises one (`in_runtime`) also if a process is gone, maybe before this channel notices it. Then that
         process is the reason: this call does not return, as `end` ends the run.
@@ -377,7 +377,7 @@ class Peers:
         return reports
 
     def _handle_failure(self, index: int, in_runtime: bool) -> None:
-        """At the coordinator: tell all that a process failed. The first one to fail reports for all."""
+        """At the coordinator: tells all that a process failed. The first one to fail reports for all."""
         if in_runtime:
             self._wait_for_answers()
         with self._change:
@@ -392,7 +392,7 @@ class Peers:
             exit_now(FAILURE)
 
     def _wait_for_answers(self) -> None:
-        """At the coordinator: wait until each process that runs has answered. If one is gone, `end` ends the run."""
+        """At the coordinator: waits until each process that runs has answered. If one is gone, `end` ends the run."""
         now = time.monotonic()
         for i in self._links:
             self._send(i, "ask")
@@ -401,13 +401,13 @@ class Peers:
             self._change.wait_for(lambda: all(map(has_answered, self._links)), timeout=self.heartbeat)
 
     def _wait_for_ends(self) -> None:
-        """Wait until the others have left, except for the one that reports. The coordinator leaves last."""
+        """Waits until the others have left, except for the one that reports. The coordinator leaves last."""
         with self._change:
             others = {0} if self.index else set(range(1, self.n)) - {self._failed}
             self._change.wait_for(lambda: others <= self._left, timeout=_LEAVE_TIMEOUT if self.index else _LEAVE_TIMEOUT / 2)
 
     def close(self) -> None:
-        """Announce that this process ends without a failure."""
+        """Announces that this process ends without a failure."""
         for i in self._links:
             self._send(i, "bye")
         if self.index == 0 and self._links:
@@ -416,19 +416,19 @@ class Peers:
             self._end_if_missing()
 
     def forget(self) -> None:
-        """In a forked child, which does not belong to the run: close its copies of the connections, and send no message."""
+        """In a forked child, which does not belong to the run: closes its copies of the connections, sends no message."""
         links, self._links, self._is_forked = self._links, {}, True
         for link in links.values():
             link.close()
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values after a round trip through JSON: a tuple becomes a list."""
+    """Returns the values after a round trip through JSON: a tuple becomes a list."""
     return json.loads(json.dumps(dict(values), default=str))
 
 
 def _difference(what: str, values_of: Mapping[int, Mapping[str, Any]], advice: str) -> str | None:
-    """Return an error message for the first field in which the processes' values differ; None if all are equal."""
+    """Returns an error message for the first field in which the processes' values differ; None if all are equal."""
     first = min(values_of)
     for name in dict.fromkeys(name for values in values_of.values() for name in values):
         expected = values_of[first].get(name)

@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 
 
 def start_relay(host: str, port: int, timeout: float) -> int:
-    """Forward connections to a port of `HOST`, which is returned, to another address: a program must listen there within
+    """Forwards connections to a port of `HOST`, which is returned, to another address: a program must listen there within
     `timeout` seconds."""
     listener = socket.create_server((HOST, 0))
 
@@ -32,7 +32,7 @@ def start_relay(host: str, port: int, timeout: float) -> int:
 
 
 def _serve(client: socket.socket, address: tuple[str, int], timeout: float) -> None:
-    """Forward one connection, until JAX's client closes it."""
+    """Forwards one connection, until JAX's client closes it."""
     until = time.monotonic() + timeout
     server = None
     with client:
@@ -57,7 +57,7 @@ def _run(act: Callable[..., None], *args: Any) -> None:
 
 
 def _forward(source: socket.socket, target: socket.socket) -> None:
-    """Forward bytes until the source is closed; drop those that a broken target does not take."""
+    """Forwards bytes until the source is closed; drops those that a broken target does not take."""
     with contextlib.suppress(OSError):
         while data := source.recv(2**16):
             with contextlib.suppress(OSError):

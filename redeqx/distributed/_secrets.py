@@ -17,7 +17,7 @@ _SHARED = "9p|afs|beegfs|ceph|cifs|fhgfs|gpfs|lustre|nfs|nfs4|panfs|smb3|virtiof
 
 
 def job_token(job: str, *, is_one_host: bool) -> str:
-    """Return a token that is the same in all processes of the job (`is_one_host`: all are here); `""` if they cannot share
+    """Returns a token that is the same in all processes of the job (`is_one_host`: all are here); `""` if they cannot share
     one."""
     try:
         home = Path.home()
@@ -30,7 +30,7 @@ def job_token(job: str, *, is_one_host: bool) -> str:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of the secret file, and create it if there is none; `b""` if others may read it."""
+    """Returns the content of the secret file, and creates it if there is none; `b""` if others may read it."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
@@ -49,7 +49,7 @@ def _read(path: Path) -> bytes:
 
 
 def _file_system(path: Path) -> str:
-    """Return the type of the file system that a folder is on; `""` if the system does not say."""
+    """Returns the type of the file system that a folder is on; `""` if the system does not say."""
     best, kind = "", ""
     with contextlib.suppress(OSError):
         real = os.path.realpath(path)

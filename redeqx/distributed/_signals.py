@@ -21,7 +21,7 @@ _thread_mask = threading.local()  # the signal mask of the thread that forks
 
 @contextmanager
 def handled(handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
-    """Return a context in which the main thread calls these handlers. Forked children get the previous handlers.
+    """Returns a context in which the main thread calls these handlers. Forked children get the previous handlers.
 
     In another thread it changes nothing: Python delivers signals to the main thread only.
     """
@@ -41,7 +41,7 @@ def handled(handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
 
 
 def handle_always(numbers: Sequence[int], act: Callable[[], None]) -> bool:
-    """Install a handler for the rest of the process, for signals that have their default effect; forked children keep that.
+    """Installs a handler for the rest of the process, for signals that have their default effect; forked children keep that.
 
     Returns whether this was possible: only the main thread may install handlers.
     """
@@ -59,7 +59,7 @@ def handle_always(numbers: Sequence[int], act: Callable[[], None]) -> bool:
 
 @contextmanager
 def woken(number: int, act: Callable[[int], None]) -> Iterator[None]:
-    """Return a context in which a thread calls `act(n)` at the n-th signal of this number, even if Python cannot interrupt
+    """Returns a context in which a thread calls `act(n)` at the n-th signal of this number, even if Python cannot interrupt
     what the main thread does. A signal within half a second of the previous one is not counted."""
     if not _is_in_main_thread():
         yield

@@ -53,7 +53,7 @@ class Watch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Return a context in which progress is expected, from the first `beat` on: a step, or a batch of an evaluation."""
+        """Returns a context in which progress is expected, from the first `beat` on: a step, or a batch of an evaluation."""
         is_left = threading.Event()
         if not self._n_loops and self._seconds is not None:
             threading.Thread(target=self._watch, args=(is_left, self._seconds), name="redeqx-watch", daemon=True).start()
@@ -67,7 +67,7 @@ class Watch:
                 self._last = None
 
     def beat(self, step: int | None = None) -> None:
-        """Record progress, and the step that was finished if one is given; more progress is expected."""
+        """Records progress, and the step that was finished if one is given; more progress is expected."""
         if step is not None:
             self._peers.step = step
         if self._n_loops:
@@ -75,7 +75,7 @@ class Watch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context for work that may take any time, such as compilation."""
+        """Returns a context for work that may take any time, such as compilation."""
         was_on, self._last = self._last is not None, None
         try:
             yield

@@ -26,7 +26,7 @@ from .._tree import array_leaves, is_key, listed, named_leaves
 
 
 def wrong(name: str, expected: str, got: str, advice: str, error: type[Exception] = ValueError) -> Exception:
-    """Return the error for an argument; `advice` is the next step."""
+    """Returns the error for an argument; `advice` is the next step."""
     return error(f"`{name}`: expected {expected}, got {got}. {advice.removesuffix('.')}.")
 
 
@@ -35,7 +35,7 @@ def wrong_type(name: str, expected: str, value: Any, advice: str) -> Exception:
 
 
 def described(value: Any) -> str:
-    """Describe a value, for the part of an error after "got"."""
+    """Describes a value, for the part of an error after "got"."""
     if isinstance(value, bool | int | float | None):
         return repr(value)
     if isinstance(value, str):
@@ -55,7 +55,7 @@ def described(value: Any) -> str:
 
 
 def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False, advice: str = "") -> None:
-    """Raise TypeError if `value` is not an integer, ValueError if it is below `least`; `advice` is then the next step."""
+    """Raises TypeError if `value` is not an integer, ValueError if it is below `least`; `advice` is then the next step."""
     if optional and value is None:
         return
     or_none = " or None" if optional else ""
@@ -75,7 +75,7 @@ def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False
 def check_number(
     value: Any, name: str, expected: str, holds: Callable[[Any], bool], advice: str, *, optional: bool = False
 ) -> None:
-    """Raise TypeError if `value` is not a real number, ValueError if `holds(value)` is false, as it must be for NaN.
+    """Raises TypeError if `value` is not a real number, ValueError if `holds(value)` is false, as it must be for NaN.
 
     `expected` describes the valid numbers, and `advice` is the next step.
     """
@@ -90,20 +90,20 @@ def check_number(
 
 
 def check_choice(value: Any, name: str, choices: Sequence[Any]) -> None:
-    """Raise ValueError if `value` is not one of the choices."""
+    """Raises ValueError if `value` is not one of the choices."""
     if not any(value is choice or (isinstance(value, type(choice)) and value == choice) for choice in choices):
         which = "the two" if len(choices) == 2 else "them"
         raise wrong(name, alternatives(choices), described(value), f"Pass one of {which}")
 
 
 def alternatives(choices: Sequence[Any]) -> str:
-    """Return the choices in words: 'a', 'b' or None."""
+    """Returns the choices in words: 'a', 'b' or None."""
     *most, last = [repr(choice) for choice in choices]
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def check_float_dtype(value: Any, name: str, advice: str) -> None:
-    """Raise ValueError if `value` is no floating dtype of 16 bits or more, TypeError if it is no dtype. None is allowed."""
+    """Raises ValueError if `value` is no floating dtype of 16 bits or more, TypeError if it is no dtype. None is allowed."""
     if value is None:
         return
     try:
@@ -116,7 +116,7 @@ def check_float_dtype(value: Any, name: str, advice: str) -> None:
 
 
 def check_path(path: Any, name: str, *, optional: bool = False) -> None:
-    """Raise TypeError if `path` is no path, ValueError if it is an empty one."""
+    """Raises TypeError if `path` is no path, ValueError if it is an empty one."""
     expected = f"a path{' or None' if optional else ''}"
     if path == "":
         raise wrong(name, expected, "''", "Pass '.' for the current folder")
@@ -125,8 +125,8 @@ def check_path(path: Any, name: str, *, optional: bool = False) -> None:
 
 
 def check_folder(path: Any, name: str, *, optional: bool = False, make: bool = False) -> None:
-    """Raise ValueError if a part of the path is a file, so that the folder cannot exist; TypeError if it is not a path; an
-    OSError of the same kind, with the name of the argument, if the system refuses it. With `make`, create the folder.
+    """Raises ValueError if a part of the path is a file, so that the folder cannot exist; TypeError if it is not a path; an
+    OSError of the same kind, with the name of the argument, if the system refuses it. With `make`, creates the folder.
 
     An object store's address is not checked.
     """
@@ -160,7 +160,7 @@ _LAYERS = {"Module", "Layer", "Transformed", "TransformedWithState"}
 
 
 def check_model(model: Any, name: str = "model") -> None:
-    """Raise TypeError if a model is a function, a class, a module of another library, or another single object that is no
+    """Raises TypeError if a model is a function, a class, a module of another library, or another single object that is no
     array; ValueError if its arrays have been deleted, or hold integers that devices would wrap around."""
     if (problem := _why_no_model(model)) is not None:
         raise wrong(name, "an Equinox module", *problem, TypeError)
@@ -190,7 +190,7 @@ def check_alike(model: Any, own: Mapping[str, Any], whose: str) -> None:
 
 
 def _why_no_model(model: Any) -> tuple[str, str] | None:
-    """Return what was passed in place of a model, and the next step; None for a model."""
+    """Returns what was passed in place of a model, and the next step; None for a model."""
     if isinstance(model, type):
         return f"the class {model.__name__}", f"Make one: `{model.__name__}(..., key=key)`"
     if (found := _of_library(model, _LAYERS)) is not None:
@@ -210,7 +210,7 @@ def _why_no_model(model: Any) -> tuple[str, str] | None:
 
 
 def check_integers(array: np.ndarray, where: str) -> None:
-    """Raise ValueError for integers that do not fit into the narrower dtype which JAX stores on devices: it would wrap them
+    """Raises ValueError for integers that do not fit into the narrower dtype which JAX stores on devices: it would wrap them
     around without an error."""
     narrow = np.dtype(jax.dtypes.canonicalize_dtype(array.dtype))
     if narrow == array.dtype or array.dtype.kind not in "iu" or not array.size:
@@ -225,7 +225,7 @@ def check_integers(array: np.ndarray, where: str) -> None:
 
 
 def check_alive(tree: Any, name: str) -> None:
-    """Raise ValueError if arrays have been deleted. A training step deletes its inputs to reuse their memory."""
+    """Raises ValueError if arrays have been deleted. A training step deletes its inputs to reuse their memory."""
     arrays = {path: leaf for path, leaf in named_leaves(tree).items() if isinstance(leaf, jax.Array)}
     dead = [path for path, leaf in arrays.items() if not isinstance(leaf, Tracer) and leaf.is_deleted()]
     if dead:
@@ -240,7 +240,7 @@ def check_alive(tree: Any, name: str) -> None:
 
 
 def check_key(key: Any) -> None:
-    """Raise TypeError if this is not one PRNG key, typed or of integers."""
+    """Raises TypeError if this is not one PRNG key, typed or of integers."""
     is_array = isinstance(key, jax.Array | np.ndarray)
     if is_array and (key.ndim == 0 if is_key(key) else key.ndim == 1 and jnp.issubdtype(key.dtype, jnp.unsignedinteger)):
         return
@@ -249,7 +249,7 @@ def check_key(key: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, argument: str = "optimizer") -> None:
-    """Raise TypeError if this is not an optax transformation, for example `optax.adam` itself or a PyTorch optimizer."""
+    """Raises TypeError if this is not an optax transformation, for example `optax.adam` itself or a PyTorch optimizer."""
     if callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None)):
         return
     got, advice = described(optimizer), "Pass, for example, `optax.adamw(learning_rate)`"
@@ -269,7 +269,7 @@ def _package(value: Any) -> str:
 
 
 def _of_library(value: Any, bases: Collection[str] = ()) -> str | None:
-    """Return what a value is, if its class or a base of it, with one of these names if given, is of another library."""
+    """Returns what a value is, if its class or a base of it, with one of these names if given, is of another library."""
     of = (_LIBRARIES.get(_package(cls)) for cls in type(value).__mro__ if not bases or cls.__name__ in bases)
     library = next(filter(None, of), None)
     return None if library is None else f"{library}'s {type(value).__name__}"
@@ -279,7 +279,7 @@ def _of_library(value: Any, bases: Collection[str] = ()) -> str | None:
 
 
 def check_function(fn: Any, name: str, parameters: Sequence[str], why: str = "") -> None:
-    """Raise TypeError if `fn` is not a function that takes these positional arguments. `why` is added to the rule."""
+    """Raises TypeError if `fn` is not a function that takes these positional arguments. `why` is added to the rule."""
     expected = f"a function of `({', '.join(parameters)})`{why}" if parameters else f"a function without arguments{why}"
     if not callable(fn):
         raise wrong_type(name, expected, fn, "Pass the function itself")
@@ -311,25 +311,25 @@ def check_function(fn: Any, name: str, parameters: Sequence[str], why: str = "")
 
 
 def check_model_function(fn: Any, name: str, *, has_state: bool) -> None:
-    """Call `check_function` for a `loss_fn`, a `grad_fn` or a `pred_fn`."""
+    """Calls `check_function` for a `loss_fn`, a `grad_fn` or a `pred_fn`."""
     state, why = (["state"], ", as `model_state` was given") if has_state else ([], "")
     check_function(fn, name, ["model", *state, "batch", "key"], why)
 
 
 def check_type(value: Any, cls: type, name: str) -> None:
-    """Raise TypeError if an argument is not of this public class."""
+    """Raises TypeError if an argument is not of this public class."""
     if not isinstance(value, cls):
         raise wrong_type(name, f"a `redeqx.{cls.__name__}`", value, f"Pass `redeqx.{cls.__name__}(...)`")
 
 
 def check_predictor(predictor: Any) -> None:
-    """Raise TypeError if `eval_predictor` has no `predict`, for example if it is `pred_fn` itself."""
+    """Raises TypeError if `eval_predictor` has no `predict`, for example if it is `pred_fn` itself."""
     if not callable(getattr(predictor, "predict", None)):
         raise wrong_type("eval_predictor", "a Predictor", predictor, "Pass `trainer.get_default_predictor(pred_fn)`")
 
 
 def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
-    """Convert the metrics that `eval_metric_fn` returned to Python floats.
+    """Converts the metrics that `eval_metric_fn` returned to Python floats.
 
     Raises TypeError if they are not a mapping from strings to numbers, ValueError for arrays and for names in `taken`, those
     of the evaluation's own metrics.
@@ -355,13 +355,13 @@ def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
 
 
 def check_examples_kind(given: Any, name: str) -> None:
-    """Raise TypeError for objects whose items are not examples: data frames, loaders of batches, tuples of columns."""
+    """Raises TypeError for objects whose items are not examples: data frames, loaders of batches, tuples of columns."""
     if (problem := _why_no_examples(given)) is not None:
         raise wrong(name, "one item per example", *problem, TypeError)
 
 
 def _why_no_examples(given: Any) -> tuple[str, str] | None:
-    """Return what was passed in place of examples, and the next step; None if these may be examples."""
+    """Returns what was passed in place of examples, and the next step; None if these may be examples."""
     kind = type(given).__name__
     if kind == "DataFrame" and hasattr(given, "columns"):
         method = 'to_dict("records")' if hasattr(given, "to_dict") and not hasattr(given, "to_dicts") else "to_dicts()"
@@ -394,7 +394,7 @@ def _why_no_examples(given: Any) -> tuple[str, str] | None:
 
 
 def check_readable_again(given: Any, name: str, n_epochs: int) -> None:
-    """Raise ValueError if an object can be read only once, such as a generator, a `map` or an open file, but there are
+    """Raises ValueError if an object can be read only once, such as a generator, a `map` or an open file, but there are
     several epochs.
 
     An iterator written in Python is accepted: its `__iter__` may start again.

@@ -13,17 +13,17 @@ _BRIEF.maxstring, _BRIEF.maxlevel = 200, 2
 
 
 def brief(value: Any) -> str:
-    """Return the `repr` of a value from a file, shortened for a message."""
+    """Returns the `repr` of a value from a file, shortened for a message."""
     return _BRIEF.repr(value)
 
 
 def brief_name(name: str) -> str:
-    """Return a name from a file, shortened for a message, with line breaks escaped."""
+    """Returns a name from a file, shortened for a message, with line breaks escaped."""
     return brief(name)[1:-1]
 
 
 def printable(text: str) -> str:
-    """Return a text whose control and direction characters are escaped, except line breaks: a terminal would obey them."""
+    """Returns a text whose control and direction characters are escaped, except line breaks: a terminal would obey them."""
     unsafe = {
         letter for letter in set(text) if letter != "\n" and unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     }
@@ -31,7 +31,7 @@ def printable(text: str) -> str:
 
 
 def is_plain(name: Any) -> bool:
-    """Return whether a value from a file is a plain file name: no path, no control characters."""
+    """Returns whether a value from a file is a plain file name: no path, no control characters."""
     return (
         isinstance(name, str)
         and name not in (".", "..")
@@ -49,7 +49,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: bytes | memoryview, *, unique: bool = True) -> Any:
-    """Parse a JSON text. Raises ValueError for any other text, and if names must be `unique`, for an object that has one
+    """Parses a JSON text. Raises ValueError for any other text, and if names must be `unique`, for an object that has one
     twice; else the last one is used."""
     try:
         # As a string: for bytes `json` guesses the encoding.
@@ -59,7 +59,7 @@ def parse_json(text: bytes | memoryview, *, unique: bool = True) -> Any:
 
 
 def load_json(path: Any, *, unique: bool = True) -> Any:
-    """Parse a JSON file, on a disk or in an object store. Raises ValueError, without reading it, if it is not a regular file
+    """Parses a JSON file, on a disk or in an object store. Raises ValueError, without reading it, if it is no regular file
     or too large."""
     if not path.is_file():  # reading a pipe would block
         raise ValueError("no regular file")
@@ -69,7 +69,7 @@ def load_json(path: Any, *, unique: bool = True) -> Any:
 
 
 def is_size(value: Any) -> bool:
-    """Return whether a value from a file is a possible number of bytes or items."""
+    """Returns whether a value from a file is a possible number of bytes or items."""
     return type(value) is int and 0 <= value < _MAX_SIZE  # excludes True, an instance of int
 
 
@@ -78,10 +78,10 @@ class DamagedError(ValueError):
 
 
 def unreadable(path: Any, error: OSError) -> DamagedError:
-    """Return the error for a file that the system cannot read."""
+    """Returns the error for a file that the system cannot read."""
     return damaged(path, "a file that can be read", repr(error.strerror or str(error)))
 
 
 def damaged(path: Any, rule: str, got: str) -> DamagedError:
-    """Return the error for a file that differs from what was written."""
+    """Returns the error for a file that differs from what was written."""
     return DamagedError(f"`{path}`: expected {rule}, got {got}. The file is damaged or unfinished: load another checkpoint.")

@@ -33,8 +33,8 @@ _traced: ContextVar[str | None] = ContextVar("traced", default=None)  # the name
 
 
 def with_batch_note(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap a function of `(model, ..., batch, key)`, which is only traced, so that its errors have a note with the shapes of
-    the batch, and `check_not_traced` knows that it runs."""
+    """Wraps a function of `(model, ..., batch, key)`, which is only traced, so that its errors have a note with the shapes
+    of the batch, and `check_not_traced` knows that it runs."""
 
     @functools.wraps(fn, updated=())
     def with_note(*args: Any) -> Any:
@@ -49,7 +49,7 @@ def with_batch_note(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def check_not_traced(what: str) -> None:
-    """Raise ValueError if a function of `with_batch_note` reads this: its value would be the same in all later steps."""
+    """Raises ValueError if a function of `with_batch_note` reads this: its value would be the same in all later steps."""
     if (name := _traced.get()) is not None:
         raise ValueError(
             f"`{what}`: expected to be read outside of `{name}`, got read inside: `{name}` is traced once, and later "
@@ -105,12 +105,12 @@ _RAISED_IN_STEP = re.compile(r"_EquinoxRuntimeError: (.*?)(?:\n-{10}|\Z)", re.DO
 
 @functools.cache
 def is_ours(file: str) -> bool:
-    """Return whether a file belongs to the library, except for the reference models."""
+    """Returns whether a file belongs to the library, except for the reference models."""
     return file.startswith(_PACKAGE) and not file.startswith(_MODELS)
 
 
 def warn(message: str) -> None:
-    """Warn at the innermost line outside of the library, JAX and the import system."""
+    """Warns at the innermost line outside of the library, JAX and the import system."""
     between, level, frame = (_JAX, "<frozen", "<string", "<@", contextlib.__file__), 1, inspect.currentframe()
     while frame is not None and frame.f_back is not None:
         file = frame.f_code.co_filename
