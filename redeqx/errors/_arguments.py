@@ -393,7 +393,7 @@ def _why_no_examples(given: Any) -> tuple[str, str] | None:
     return got, f"Pass `list(zip(*arrays))`{'' if differs else ', or `list(arrays)` if each is one example'}"
 
 
-def check_readable_again(given: Any, name: str, n_epochs: int) -> None:
+def check_readable_again(given: Any, n_epochs: int) -> None:
     """Raises ValueError if an object can be read only once, such as a generator, a `map` or an open file, but there are
     several epochs.
 
@@ -406,7 +406,7 @@ def check_readable_again(given: Any, name: str, n_epochs: int) -> None:
         return
     what = f"`{given.__name__}`, a generator" if isinstance(given, types.GeneratorType) else described(given)
     raise wrong(
-        name,
+        "train_examples",
         f"examples that can be read {n_epochs} times, once per epoch",
         f"{what}, which can be read once",
         "Pass a list, or a function of the epoch that returns a new one: `lambda epoch: ...`",

@@ -73,8 +73,13 @@ class Task:
             by_name = dict(zip(self.structure.weights, weights, strict=True))
             closed = restricted(traced, traced.jaxpr.outvars[:1], [*map(by_name.__getitem__, names), *rest])
             return Trace(names, tuple(shapes_in(closed)[: len(names)]), closed)
-        loss = self._loss(state, inference=False)
-        return Trace.of(lambda *args: loss(*args)[0], model, batch, jax.eval_shape(lambda: jax.random.key(0)))
+        loss = self.sums.loss(inference=False)
+
+        def total(model: PyTree, batch: PyTree, key: Any) -> Any:
+            trained, frozen = self.structure.take(model)
+            return loss([*trained, *frozen], jax.tree.map(_any_value, state), batch, key)[0][0]
+
+        return Trace.of(total, model, batch, jax.eval_shape(lambda: jax.random.key(0)))
 
     def row_use(self, model: PyTree, state: PyTree, batch: PyTree, *, inference: bool = False) -> RowUse:
         """Returns what the loss does with the rows of a batch, for its shapes."""
@@ -161,16 +166,6 @@ class Task:
     def sums(self) -> Sums:
         """The user's functions as sums over rows."""
         return Sums(self.structure, self.loss_fn, self.has_state, self.compute.precision, self.grad_fn, self.uses)
-
-    def _loss(self, state: PyTree, *, inference: bool) -> Callable[..., Any]:
-        """Returns `(model, batch, key) -> (total, weight, metrics)`."""
-        loss = self.sums.loss(inference=inference)
-
-        def of_model(model: PyTree, batch: PyTree, key: Any) -> Any:
-            trained, frozen = self.structure.take(model)
-            return loss([*trained, *frozen], jax.tree.map(_any_value, state), batch, key)[0]
-
-        return of_model
 
 
 def _any_value(leaf: Any) -> Any:
