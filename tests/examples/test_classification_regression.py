@@ -15,7 +15,6 @@ from scipy.stats import rankdata
 
 import redeqx
 from examples._texts import PAD, learn_tokenizer
-from examples.classification_regression.bags import Bag, encode_bags, learn_words, words
 from examples.classification_regression.cnn import CNN, Shift
 from examples.classification_regression.glue import read_glue
 from examples.classification_regression.main import Args, apply, collate_fn, main, make_bert
@@ -26,8 +25,7 @@ from redeqx.models.gpt2 import GPT2Config
 from tests.examples._run import run_example
 
 STSB = ("sentence1", "sentence2", "score")
-SIZES = {"max_tokens": 12, "n_ids": 300, "d_model": 32}
-SMALL: Any = {"n_model_shards": 2, "batch_size": 32, **SIZES}
+SMALL: Any = {"n_model_shards": 2, "batch_size": 32, "max_tokens": 12}
 PNG = b"\x89PNG"
 
 
@@ -98,20 +96,28 @@ def test_learns_a_table_and_reports_ridge(tmp_path):
     assert metrics(tmp_path / "again", "loss")[0] < 0.8 * metrics(tmp_path, "loss")[0]
 
 
+def save_bert(folder, texts):
+    """Saves a BERT with random weights, without a pooler, and with a tokenizer for these texts."""
+    tokenizer = learn_tokenizer(texts, 300)
+    config = BertConfig(tokenizer.get_vocab_size(), 16, 2, 16, 32, 1, 2, n_classes=3, has_pooler=False)
+    saved = eqx.filter_jit(Bert)(config, key=jax.random.key(0))
+    save_pretrained(saved, config, folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return saved, tokenizer
+
+
 @pytest.mark.sweep
 def test_learns_sentences(cola, tmp_path):
-    scores = main(Args("cola", cola, workdir=tmp_path, n_epochs=12, learning_rate=3e-2, **SMALL))
+    save_bert(tmp_path / "bert", [text for (text,), _ in read_glue("cola", cola / "train.tsv")])
+    scores = main(Args("cola", cola, tmp_path / "bert", tmp_path / "run", n_epochs=12, learning_rate=1e-2, **SMALL))
     assert scores["test_matthews"] > 0.9
-    assert (tmp_path / "test.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "run" / "test.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.sweep
 def test_published_bert_gets_a_new_head(stsb, tmp_path):
-    tokenizer = learn_tokenizer(["cat dog"], 300)
-    config = BertConfig(tokenizer.get_vocab_size(), 16, 2, 16, 32, 1, 2, n_classes=3, has_pooler=False)
-    saved = eqx.filter_jit(Bert)(config, key=jax.random.key(0))
-    folder = save_pretrained(saved, config, tmp_path)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    folder = tmp_path / "bert"
+    saved, tokenizer = save_bert(folder, ["cat dog"])
     deployer, task = redeqx.Deployer(0, n_model_shards=2, verbose=False), read_task("stsb", stsb, 8, 1)
     model, read = make_bert(task, folder, deployer)
     assert read.to_str() == tokenizer.to_str()
@@ -153,36 +159,6 @@ def test_ridge_fits_a_linear_rule():
     features = np.random.default_rng(0).normal(size=(60, 3))
     examples = [({"x": x}, x @ [1.0, -2.0, 0.5]) for x in features]
     assert ridge(Task("diabetes", examples[:40], (), examples[40:]))["r2"] > 0.999
-
-
-def test_words_and_word_pairs():
-    assert words("It's big.") == ["it", "'", "s", "big", ".", "< it", "it '", "' s", "s big", "big .", ". >"]
-    ids, idf = learn_words([(("a b", "b"), 0), (("b",), 1), (("c",), 0)], 300)
-    assert list(ids) == ["b", "b >", "< b"]  # the most frequent first, then by position, in every process
-    assert ids["b"] == 1 and idf.shape == (64,)
-    assert idf[1] == pytest.approx(math.log(4 / 3)) and idf[0] == 0
-    part = [(("B a", "c"), 1)]
-    ((inputs, target),) = encode_bags(Task("mrpc", part, part, part), ids, 3).train
-    assert target == 1
-    assert inputs["ids"].tolist() == [[1, ids["< b"], 0], [0, 0, 0]]
-
-
-@pytest.mark.sweep
-def test_bag_ignores_order_and_measures_overlap():
-    idf = np.concatenate([[0], np.ones(63)]).astype(np.float32)
-    one = eqx.nn.inference_mode(Bag(idf, 8, 1, 3, key=jax.random.key(0)))
-    a, b = (one(jnp.array([ids]), key=jax.random.key(0)) for ids in ([1, 2, 3, 0], [3, 1, 2, 0]))
-    assert a.shape == (3,)
-    np.testing.assert_allclose(a, b, rtol=1e-5)
-    pair = eqx.nn.inference_mode(Bag(idf, 8, 2, 1, key=jax.random.key(0)))
-    pair = eqx.tree_at(lambda bag: bag.head.weight, pair, jnp.zeros((1, 17)).at[0, -1].set(1))  # only the cosine
-    pair = eqx.tree_at(lambda bag: bag.head.bias, pair, jnp.zeros(1))
-    same, other, empty = (
-        pair(jnp.array(ids), key=jax.random.key(0)) for ids in ([[1, 2], [2, 1]], [[1, 2], [3, 4]], [[1], [0]])
-    )
-    assert same[0] == pytest.approx(1, abs=1e-4)
-    assert abs(other[0]) < 0.9
-    assert empty[0] == 0
 
 
 def test_glue_folders_are_read_without_changes(tmp_path):
@@ -340,3 +316,5 @@ def test_folders_without_bert_are_named(cola, tmp_path):
     save_pretrained(Bert(config, key=jax.random.key(0)), config, folder)
     with pytest.raises(ValueError, match=r"folder`: expected a tokenizer\.json, got none"):
         main(args)
+    with pytest.raises(ValueError, match="`--pretrained`: expected the folder of a BERT for `--task cola`, got none"):
+        main(Args("cola", cola, workdir=tmp_path / "run", **SMALL))
