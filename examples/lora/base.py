@@ -9,7 +9,7 @@ import optax
 
 import redeqx
 from examples._texts import BOS, EOS, PAD, embedding_rows, learn_tokenizer
-from examples.lora.sentences import pack
+from redeqx.data import TokenRows
 from redeqx.models import cross_entropy, save_pretrained
 from redeqx.models.llama import Llama, LlamaConfig
 
@@ -30,7 +30,8 @@ def loss_fn(model: Llama, batch: dict[str, jax.Array], key: jax.Array) -> redeqx
 def train_base(args: Any, deployer: redeqx.Deployer, corpus: list[str], folder: Path) -> None:
     """Trains a small LLaMA on text and saves it as a Hugging Face folder."""
     tokenizer = learn_tokenizer(corpus, args.n_ids)
-    examples = pack(corpus, tokenizer, 2 * args.seq_len, args.base_tokens)
+    ids = np.concatenate([encoding.ids for encoding in tokenizer.encode_batch(corpus)])[: args.base_tokens]
+    examples = TokenRows(ids.astype(np.int32), 2 * args.seq_len + 1, stride=2 * args.seq_len)
     examples = examples[: max(1, len(examples) // args.batch_size) * args.batch_size]  # a smaller update would recompile
     config = LlamaConfig(
         vocab_size=embedding_rows(tokenizer.get_vocab_size()), n_positions=2 * args.seq_len, d_model=args.d_model,

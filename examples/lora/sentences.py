@@ -105,9 +105,3 @@ def encode(
         row = {"ids": np.pad(np.array(ids, np.int32), (n_padded, 0)), "mask": np.arange(seq_len) >= n_padded}
         encoded.append({**row, "answers": answers, "label": np.int32(label)})
     return encoded
-
-
-def pack(corpus: Sequence[str], tokenizer: Tokenizer, length: int, n_tokens: int) -> np.ndarray:
-    """Packs sentences, in their original order, into rows of `length` ids plus the next one."""
-    ids = np.concatenate([encoding.ids for encoding in tokenizer.encode_batch(corpus)])[:n_tokens].astype(np.int32)
-    return np.lib.stride_tricks.sliding_window_view(ids, length + 1)[::length]

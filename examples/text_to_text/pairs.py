@@ -1,7 +1,6 @@
 """Pairs of a source and a target, from docstrings or a table, and ROUGE of a model's outputs and of copies."""
 
 import ast
-import gzip
 import re
 import zlib
 from collections import Counter
@@ -66,30 +65,6 @@ def docstring_pairs(files: Sequence[Path]) -> tuple[list[Pair], int]:
                     pairs.append((f"{name} ({heading}) {words(owner)}, {words(file.stem)}: {body}", target))
                 seen |= {code, sentence}
     return pairs, n_repeated
-
-
-def aligned_pairs(sources: Path, targets: Path) -> list[Pair]:
-    """Reads pairs from two text files with parallel lines, the usual format of translation corpora: `train.en`, `train.de`.
-
-    Raises ValueError if the files have different lengths, and for an empty line.
-    """
-    lines = []
-    for path in (sources, targets):
-        if not path.is_file():
-            raise ValueError(f"`{path}`: expected a text file, got none. Pass the path of one, with one text per line.")
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            lines.append([line.strip() for line in file])
-        if "" in lines[-1]:
-            raise ValueError(
-                f"`{path}` line {lines[-1].index('') + 1}: expected a text, got an empty line. "
-                "Remove that line from both files."
-            )
-    if len(lines[0]) != len(lines[1]):
-        raise ValueError(
-            f"`{targets}`: expected {len(lines[0])} lines, as in `{sources}`, got {len(lines[1])}. "
-            "Pass files whose lines correspond."
-        )
-    return list(zip(*lines, strict=True))
 
 
 def split(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair], list[Pair]]:

@@ -1,6 +1,5 @@
 """Text to text at a small size: it learns and saves on a mesh, data and scores are correct, and bad input is refused."""
 
-import gzip
 import json
 import shutil
 from functools import partial
@@ -13,7 +12,6 @@ from examples._texts import fixed_length, learn_tokenizer, read_pairs
 from examples.text_to_text.main import IGNORED, Args, collate_fn, load_pretrained, main, pred_fn
 from examples.text_to_text.pairs import (
     METRICS,
-    aligned_pairs,
     best_copies,
     common_opening,
     copy_scores,
@@ -146,31 +144,6 @@ def test_pairs_from_a_table(tmp_path):
     path = tmp_path / "pairs.tsv"
     path.write_text('source\ttarget\na\tone\nb\t"two\n')
     assert read_pairs(path, "source", "target") == [("a", "one"), ("b", '"two')]
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_pairs_from_two_aligned_files(suffix, tmp_path):
-    paths = [tmp_path / f"train.{language}{suffix}" for language in ("en", "de")]
-    for path, text in zip(paths, ("A dog.\nTwo men.\n", "Ein Hund.\nZwei M\u00e4nner.\n"), strict=True):
-        path.write_bytes(gzip.compress(text.encode()) if suffix else text.encode())
-    assert aligned_pairs(*paths) == [("A dog.", "Ein Hund."), ("Two men.", "Zwei M\u00e4nner.")]
-
-
-def test_misaligned_files_are_refused(tmp_path):
-    english, german = tmp_path / "train.en", tmp_path / "train.de"
-    english.write_text("A dog.\nTwo men.\n")
-    with pytest.raises(ValueError, match=r"train\.de`: expected a text file, got none\. Pass"):
-        aligned_pairs(english, german)
-    german.write_text("Ein Hund.\n")
-    with pytest.raises(ValueError, match=r"train\.de`: expected 2 lines, as in `.*train\.en`, got 1\. Pass files whose"):
-        aligned_pairs(english, german)
-    german.write_text("Ein Hund.\n\n")
-    with pytest.raises(ValueError, match=r"train\.de` line 2: expected a text, got an empty line\. Remove that line"):
-        aligned_pairs(english, german)
-    with pytest.raises(
-        ValueError, match=r"`--target-data`: expected with `--data`, got .*train\.de alone\. Pass the sources"
-    ):
-        main(Args(target_data=german, workdir=tmp_path / "run"))
 
 
 def test_denoising_drops_words():
