@@ -29,11 +29,13 @@ from ._progress import (
     Refused,
     changed_setting,
     check_record,
+    is_whole,
     numbers_of_record,
     others_of_record,
     plain_numbers,
     position_of_record,
     start,
+    warn_of_unsaved,
 )
 from ._state import ENGINES, Checkpoint, checkpoint_trees, leaves_of
 
@@ -156,7 +158,7 @@ class Checkpointer:
         if self.checkpoints is None:
             return None
         self.checkpoints.wait()
-        candidates = self.checkpoints.newest(self._is_whole)
+        candidates = self.checkpoints.newest(lambda record: is_whole(self._others(record)))
         if candidates and not may_resume:
             return Known(Position(), candidates[0])
         path, record = self._first_valid(self.checkpoints, candidates)
@@ -172,26 +174,8 @@ class Checkpointer:
             )
         self._resume_from(path, record)
         engine.deployer.console.info(f"resuming from {path}, step {engine.step}")
-        self._warn_of_unsaved(path, record)
+        warn_of_unsaved(path, self._others(record))
         return Known(engine.position, path)
-
-    def _is_whole(self, record: Mapping[str, Any]) -> bool | None:
-        """Returns whether the run's other trainers have checkpoints of the steps that they had at the time of a record; None
-        if they have gone on since."""
-        pairs = [(step, saved) for step, saved in self._others(record).values() if saved]
-        if any(step > saved[-1] for step, saved in pairs):
-            return False
-        return all(step in saved[-2:] for step, saved in pairs) or None
-
-    def _warn_of_unsaved(self, path: Location, record: Mapping[str, Any]) -> None:
-        """Warns of the run's other trainers that had taken steps at the time of a record, and have no checkpoint."""
-        for name, (step, saved) in self._others(record).items():
-            if step and not saved:
-                who = f"the trainer {name!r}" if name else "the trainer without a name"
-                warn(
-                    f"`{path}`: expected a checkpoint of each trainer of the run, got none of {who}, which was at step "
-                    f"{step} then: it begins anew. Save every trainer; to begin all of them anew, choose another workdir."
-                )
 
     def _others(self, record: Mapping[str, Any]) -> dict[str, tuple[int, list[int]]]:
         """For each of the run's other trainers its step at the time of a record, and the steps of its checkpoints."""

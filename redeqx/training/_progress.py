@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoint import MANIFEST
-from ..errors import brief, damaged, is_plain
+from ..errors import brief, damaged, is_plain, warn
 from ..monitor import to_json
 from ..storage import Location
 
@@ -37,6 +37,26 @@ def others_of_record(record: Mapping[str, Any]) -> dict[str, int]:
     others = record.get("others")
     pairs = others.items() if isinstance(others, dict) else ()
     return {name: step for name, step in pairs if isinstance(step, int) and (not name or is_plain(name))}
+
+
+def is_whole(others: Mapping[str, tuple[int, list[int]]]) -> bool | None:
+    """Returns whether the run's other trainers, each its step at the time of a record and the steps of its checkpoints, have
+    checkpoints of those steps; None if they have gone on since."""
+    pairs = [(step, saved) for step, saved in others.values() if saved]
+    if any(step > saved[-1] for step, saved in pairs):
+        return False
+    return all(step in saved[-2:] for step, saved in pairs) or None
+
+
+def warn_of_unsaved(path: Location, others: Mapping[str, tuple[int, list[int]]]) -> None:
+    """Warns of those that had taken steps at the time of a record, and have no checkpoint."""
+    for name, (step, saved) in others.items():
+        if step and not saved:
+            who = f"the trainer {name!r}" if name else "the trainer without a name"
+            warn(
+                f"`{path}`: expected a checkpoint of each trainer of the run, got none of {who}, which was at step {step} "
+                "then: it begins anew. Save every trainer; to begin all of them anew, choose another workdir."
+            )
 
 
 @dataclass
