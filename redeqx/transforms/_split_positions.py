@@ -67,13 +67,30 @@ class _SplitValues(Rule):
     left: Collection[Any] = frozenset()  # variables that another rule splits
 
     def claims(self, eqn: Any) -> bool:
-        return eqn.primitive.name in _CONSTRAINED and any(self._splits(eqn))
+        return eqn.primitive.name in _CONSTRAINED and (any(self._splits(eqn)) or any(self._uneven(eqn)))
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        outs = site.rest(eqn, ins)
+        *of_ins, of_out = self._uneven(eqn) or [{}] * (len(ins) + 1)
+        outs = site.rest(eqn, [self._constrained(x, entries) for x, entries in zip(ins, of_ins, strict=True)])
         return [
-            out if var in self.left else self._constrained(out, entries)
+            out if var in self.left else self._constrained(out, {**of_out, **entries})
             for out, var, entries in zip(outs, eqn.outvars, self._splits(eqn), strict=True)
+        ]
+
+    def _uneven(self, eqn: Any) -> Sequence[Mapping[int, None]]:
+        """Returns for each operand and the output of a lookup in a table without positions those of its dims of positions
+        that do not divide. XLA would pad them, and add some of the table's gradient wrongly (jax 0.10.2, 2026-11-27)."""
+        atoms = [*eqn.invars, *eqn.outvars]
+        if eqn.primitive.name != "gather" or any(self.positions.dims.get(var) for var in variables(atoms[:1])):
+            return ()
+        return [
+            {
+                dim: None
+                for var in variables([atom])
+                for dim in self.positions.dims.get(var, ())
+                if not self._divides(var, dim)
+            }
+            for atom in atoms
         ]
 
     def _splits(self, eqn: Any) -> list[Mapping[int, Any]]:

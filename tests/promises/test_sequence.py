@@ -435,6 +435,28 @@ def test_draws_evaluation_prediction_and_checkpoint_do_not_depend_on_the_shards(
         np.testing.assert_allclose(leaf, floating(four)[name], atol=1e-6, err_msg=name)
 
 
+def test_the_gradient_of_a_table_looked_up_for_all_positions_but_one():
+    """As of a conditional random field's transitions. Padded positions would count, too."""
+
+    def one(model, ids):
+        def step(total, score):
+            return jax.nn.logsumexp(total[:, None] + model["table"], 0) + score, None
+
+        scores, tags = jnp.tanh(model["scores"][ids]), ids % 8
+        total, _ = jax.lax.scan(step, scores[0], scores[1:])
+        return jax.nn.logsumexp(total) - model["table"][tags[:-1], tags[1:]].sum()
+
+    def loss_fn(model, batch, key):
+        return jax.vmap(lambda ids: one(model, ids))(batch["ids"]).mean()
+
+    model = {"scores": jax.random.normal(KEY, (VOCAB, 8)), "table": jax.random.normal(KEY, (8, 8))}
+    expected = jax.jit(jax.grad(loss_fn))(model, collate_fn(TEXTS[:3]), None)["table"]
+    deployer = redeqx.Deployer(0, n_sequence_shards=4, verbose=False)
+    trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=collate_fn, loss_fn=loss_fn)
+    trainer.update(TEXTS[:3])
+    np.testing.assert_allclose(model["table"] - np.asarray(trainer.model["table"]), expected, rtol=1e-4, atol=1e-4)
+
+
 # --- what the plan says -------------------------------------------------------------------------------------------------
 
 
