@@ -34,7 +34,7 @@ class Goodput:
     """
 
     def __init__(self) -> None:
-        self.waited = 0.0  # since the time that is noted
+        self.waited: float = 0.0  # since the time that is noted
         self._seconds = dict.fromkeys(CAUSES, 0.0)
         self._began, self._noted = time.time(), time.perf_counter()
         self._cause = "other"
