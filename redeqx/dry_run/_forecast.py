@@ -257,7 +257,7 @@ def _compiled(
     if save is not None and not train.is_refused:
         _save(save, work, program, strategy, traced["train"])
     args = _train_args(work, program, strategy)
-    model_flops = partial(work.model_flops, plan, strategy, traced["train"].jaxpr, args)
+    model_flops = partial(work.model_flops, program, strategy, args)
     return replace(run, steps=steps, files=work.files, model_flops=attempt(MODEL_FLOPS, model_flops, {}, failed))
 
 

@@ -32,9 +32,9 @@ from ._states import (
     short_names as short_names,
 )
 from ._update import (
+    Update as Update,
     ascent as ascent,
     in_float32 as in_float32,
-    update_with as update_with,
     widened as widened,
     with_masters as with_masters,
 )

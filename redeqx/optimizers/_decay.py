@@ -9,16 +9,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import PyTree
 
-from .._tree import as_bare_shapes
-from ..partition import Plan
 from ..tracing import Env, flow, insides, union
-from ._states import states_in
-from ._update import MasterState, update_with, widened
+from ._update import MasterState, Update
 
 _KEPT = (
     "add", "add_any", "broadcast_in_dim", "convert_element_type", "copy", "max", "min", "neg", "optimization_barrier",
@@ -26,23 +21,11 @@ _KEPT = (
 )  # fmt: skip
 
 
-def decaying(optimizer: optax.GradientTransformation, plan: Plan, params: PyTree, state: PyTree) -> list[bool] | None:
-    """Returns for each trained leaf whether the optimizer shrinks it; None for an optimizer that cannot be traced alone.
-
-    `params` are the trained leaves as the optimizer receives them, and `state` is its state, as arrays or shapes.
-    """
-    params, state = as_bare_shapes((params, state))
-    grads = jax.eval_shape(widened, params) if states_in(state, MasterState) else params
-
-    def update(params: PyTree, state: PyTree, grads: PyTree, value: Any) -> PyTree:
-        of_loss = {"value": value, "value_fn": lambda *_: value, "grad_fn": lambda *_: grads}
-        return update_with(optimizer, plan, grads, state, params, **of_loss)[0]
-
-    try:
-        traced = jax.make_jaxpr(update)(params, state, grads, jax.ShapeDtypeStruct((), jnp.float32))
-    except Exception:  # the training step calls it with its own arguments, and reports errors; a description ends no run
+def decaying(update: Update) -> list[bool] | None:
+    """Returns for each trained leaf whether the update shrinks it; None for one that cannot be traced alone."""
+    closed, n = update.closed, len(jax.tree.leaves(update.params))
+    if closed is None:
         return None
-    n = len(jax.tree.leaves(params))
     leaves = [1 << i for i in range(n)]  # a value's bits: the leaves that it contains as they are, then multiples of them
 
     def of_state(node: Any) -> PyTree:
@@ -51,9 +34,9 @@ def decaying(optimizer: optax.GradientTransformation, plan: Plan, params: PyTree
         masters = jax.tree.unflatten(jax.tree.structure(node.master), leaves)  # its copies stand for the leaves
         return MasterState(jax.tree.map(lambda _: 0, node.inner), masters)
 
-    of_states = jax.tree.leaves(jax.tree.map(of_state, state, is_leaf=lambda node: isinstance(node, MasterState)))
-    bits = flow(traced, [*leaves, *of_states, *[0] * (n + 1)], partial(_contained, n), union)
-    return [bool(bits(atom) >> n + i & 1) for i, atom in enumerate(traced.jaxpr.outvars)]
+    of_states = jax.tree.leaves(jax.tree.map(of_state, update.state, is_leaf=lambda node: isinstance(node, MasterState)))
+    bits = flow(closed, [*[0] * n, *of_states, *leaves, 0], partial(_contained, n), union)
+    return [bool(bits(atom) >> n + i & 1) for i, atom in enumerate(closed.jaxpr.outvars[:n])]
 
 
 def _contained(n: int, eqn: Any, ins: Sequence[int]) -> Sequence[int] | None:

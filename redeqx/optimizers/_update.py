@@ -5,6 +5,8 @@ Source: mixed precision with master weights (arXiv:1710.03740).
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
+from .._tree import as_bare_shapes
 from ..partition import Plan, using_kinds
 from ._states import states_in
 
@@ -23,33 +26,87 @@ def ascent(grads: PyTree) -> PyTree:
     return jax.tree.map(jnp.conj, grads)
 
 
-def update_with(
-    optimizer: optax.GradientTransformation,
-    plan: Plan,
-    grads: PyTree,
-    state: PyTree,
-    params: PyTree,
-    *,
-    value: Array,
-    value_fn: Callable[..., Array],
-    grad_fn: Callable[..., PyTree],
-) -> tuple[PyTree, PyTree]:
-    """Returns the optimizer's updates and new state, with the kinds of the plan's loss for its masks.
+@dataclass(frozen=True, eq=False)
+class Update:
+    """An optimizer's update of one model, with the kinds of a plan's loss for its masks.
 
-    `grads` is the direction of steepest ascent and `value` the loss, both at `params`; `grad_fn` and `value_fn` map other
-    parameters to these.
+    A step calls it as one jitted function, whose trace others read. One that calls the loss, as a line search does, becomes
+    a part of each step instead.
+
+    **Arguments:**
+
+    - `params`, `state`: the shapes of the trained leaves and of the optimizer's state.
+    - `is_wide`: whether gradients are cast to at least float32; otherwise to the dtype of their parameters.
     """
 
-    def value_of(params: PyTree, grad_fn: Any = None, obj_fn: Any = None, plan: Any = None) -> Array:
-        del grad_fn, obj_fn, plan  # a line search hands it what it does not take itself
-        return value_fn(params)
+    optimizer: optax.GradientTransformation
+    plan: Plan
+    params: PyTree
+    state: PyTree
+    is_wide: bool = False
+    _calls: list[str] = field(default_factory=list)  # of the loss at other parameters, for which the trace has stand-ins
+    _traces: list[Any] = field(default_factory=list)
 
-    extra: dict[str, Any] = {"value": value, "grad": ascent(grads), "value_fn": value_of}
-    extra |= {"grad_fn": lambda params, *_: grad_fn(params), "obj_fn": value_fn, "plan": plan}
-    if states_in(state, optax.contrib.SAMState):  # refuses all others, even inside of `optax.chain`
-        extra = {"grad_fn": extra["grad_fn"]}
-    with using_kinds(plan.kinds_of_loss):
-        return accepting(optimizer).update(grads, state, params, **extra)
+    def __call__(
+        self,
+        grads: PyTree,
+        state: PyTree,
+        params: PyTree,
+        value: Array,
+        value_fn: Callable[..., Array],
+        grad_fn: Callable[..., PyTree],
+    ) -> tuple[PyTree, PyTree]:
+        """Returns the updates and the new state.
+
+        `grads` is the direction of steepest ascent and `value` the loss, both at `params`; `value_fn` and `grad_fn` map
+        other parameters to these.
+        """
+        args = jax.tree.map(lambda grad, like: grad.astype(like.dtype), grads, self._grads), state, params, value
+        if self._trace(*args) is None or self._calls:
+            return self._run(*args, value_fn, grad_fn)
+        return self._jitted(*args)
+
+    @property
+    def closed(self) -> Any:
+        """It as a closed jaxpr, from the leaves of `(grads, state, params, value)` to those of the updates and of the new
+        state; None if it cannot be traced alone."""
+        if self._traces:
+            return self._traces[-1]
+        value = jax.ShapeDtypeStruct((), jnp.result_type(float))
+        return self._trace(*as_bare_shapes((self._grads, self.state, self.params, value)))
+
+    def _trace(self, *args: Any) -> Any:
+        try:
+            self._traces[:] = [self._jitted.trace(*args).jaxpr]
+        except Exception:  # the step calls it with its own arguments, and reports the error
+            self._traces[:] = [None]
+        return self._traces[0]
+
+    @cached_property
+    def _jitted(self) -> Any:
+        def stand_in(x: Any, name: str) -> Callable[..., Any]:
+            return lambda *_: self._calls.append(name) or x
+
+        def update(grads: PyTree, state: PyTree, params: PyTree, value: Array) -> Any:
+            return self._run(grads, state, params, value, stand_in(value, "value_fn"), stand_in(grads, "grad_fn"))
+
+        return jax.jit(update)
+
+    @property
+    def _grads(self) -> PyTree:
+        return jax.eval_shape(widened, self.params) if self.is_wide else self.params
+
+    def _run(self, grads: PyTree, state: PyTree, params: PyTree, value: Array, value_fn: Any, grad_fn: Any) -> Any:
+        def value_of(params: PyTree, grad_fn: Any = None, obj_fn: Any = None, plan: Any = None) -> Array:
+            del grad_fn, obj_fn, plan  # a line search hands it what it does not take itself
+            return value_fn(params)
+
+        extra: dict[str, Any] = {"value": value, "grad": ascent(grads), "value_fn": value_of}
+        extra |= {"grad_fn": lambda params, *_: grad_fn(params), "obj_fn": value_fn, "plan": self.plan}
+        if states_in(state, optax.contrib.SAMState):  # refuses all others, even inside of `optax.chain`
+            extra = {"grad_fn": extra["grad_fn"]}
+        with using_kinds(self.plan.kinds_of_loss):
+            return accepting(self.optimizer).update(grads, state, params, **extra)
 
 
 def accepting(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

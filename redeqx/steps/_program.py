@@ -18,7 +18,7 @@ from .._tree import PyTree, is_key, named_leaves
 from ..compiled import argument_text
 from ..machine import Options, in_host, replicated
 from ..memory import Loop
-from ..optimizers import check_opt_state, eval_params, has_eval_params
+from ..optimizers import Update, check_opt_state, eval_params, has_eval_params
 from ..partition import Plan, shardings_like, using_kinds
 from ..tracing import as_fun
 from ._functions import Functions
@@ -42,6 +42,7 @@ class Program:
     **Arguments:**
 
     - `state`: shapes with shardings.
+    - `update`: the optimizer's, which the train step makes.
     - `init_opt_state`: maps the trained arrays to the optimizer state, whose shards are created in place.
     - `eval_params`: maps the optimizer state and the trained arrays to those to evaluate; None if these are the same.
     - `saved`: what each loop saves, where that is chosen by value; known when the train step has been traced.
@@ -52,6 +53,7 @@ class Program:
     state: TrainState
     opt_treedef: Any
     layers_treedef: Any
+    update: Update
     init_opt_state: Callable[[list[Array]], list[Array]]
     train_step: Callable[..., Any]
     metric_names: list[str]
@@ -153,12 +155,14 @@ def make_program(
     skips: bool = False,
     n_parts: int = 1,
     options: Options | None = None,
+    update: Update | None = None,
 ) -> Program:
     """Returns the program of a model and its state, given as arrays or shapes.
 
     **Arguments:**
 
     - `skips`, `n_parts`, `options`: as for `TrainStep`.
+    - `update`: that of another program of the same plan, which need not be traced again.
     """
     structure, plan = functions.structure, functions.plan
     replicate = replicated(plan.mesh)
@@ -186,8 +190,11 @@ def make_program(
     counts, stream = (placed_shape(jax.ShapeDtypeStruct((2,), d), replicate) for d in (np.int32, stream_dtype()))
     shapes = TrainState(trained, frozen, opt_state, layers, counts, stream)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, replace(shapes, frozen=[]))
+    if update is None:
+        opt_shapes = jax.tree.unflatten(opt_treedef, opt_state)
+        update = Update(optimizer, plan, structure.trained_tree(trained), opt_shapes, functions.precision.rounds)
     train = TrainStep(
-        functions, optimizer, lr_schedule_fn, opt_treedef, layers_treedef, shardings, skips=skips, n_parts=n_parts
+        functions, update, lr_schedule_fn, opt_treedef, layers_treedef, shardings, skips=skips, n_parts=n_parts
     )
     evaluation = EvalStep(functions, layers_treedef)
     return Program(
@@ -196,6 +203,7 @@ def make_program(
         state=shapes,
         opt_treedef=opt_treedef,
         layers_treedef=layers_treedef,
+        update=update,
         init_opt_state=jax.jit(init_opt_state, out_shardings=shardings.opt_state),
         train_step=train.jitted(options),
         metric_names=train.metric_names,

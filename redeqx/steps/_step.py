@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._tree import is_array_like, is_key, named_leaves
 from ..dims import RowUse, row_use
 from ..machine import Options, is_in_host, replicated, split_rows
-from ..optimizers import ascent, injected_rate, n_updates, update_with, widened
+from ..optimizers import Update, ascent, injected_rate, n_updates
 from ..partition import Plan
 from ..transforms import Rows, by_row
 from ._functions import Functions, plan_rules, with_rules
@@ -62,7 +61,7 @@ class TrainStep:
     """
 
     functions: Functions
-    optimizer: optax.GradientTransformation
+    update: Update
     lr_schedule_fn: Callable[[Any], Any] | None
     opt_treedef: Any
     layers_treedef: Any
@@ -169,16 +168,12 @@ class TrainStep:
     ) -> tuple[PyTree, PyTree, Any]:
         """Returns the optimizer's updates, its new state, and how many updates it had made of the steps so far, if it counts
         them itself."""
-        trained = state.trained
-        as_params = widened(trained) if self.functions.precision.rounds else trained
-        grads = [g.astype(x.dtype) for g, x in zip(grads, as_params, strict=True)]
         opt_tree = jax.tree.unflatten(self.opt_treedef, state.opt_state)
         if self.functions.sums.grad_fn is None:
             grads = ascent(grads)
-        # For optimizers that use the value of the loss, search along a line, or depend on the plan.
-        of_loss = {"value": loss, "value_fn": loss_at, "grad_fn": lambda tree: ascent(jax.grad(loss_at)(tree))}
-        plan = self.functions.plan
-        updates, new = update_with(self.optimizer, plan, self._tree(grads), opt_tree, self._tree(trained), **of_loss)
+        # For optimizers that use the value of the loss, or search along a line.
+        of_loss = loss, loss_at, lambda tree: ascent(jax.grad(loss_at)(tree))
+        updates, new = self.update(self._tree(grads), opt_tree, self._tree(state.trained), *of_loss)
         return updates, new, n_updates(opt_tree)
 
     def _rate(self, opt_tree: PyTree, n_updates: Any) -> Any:

@@ -18,8 +18,8 @@ from ..distributed import agree_on_program
 from ..machine import cache_use, chip_of_kind
 from ..memory import Loop, SearchSpace, Strategy, choose
 from ..monitor import ProgressLine, Work
-from ..partition import Plan
 from ..steps import Program, n_rows, shard_bytes
+from ..tracing import insides
 from ._task import Task
 
 
@@ -81,7 +81,7 @@ class CalledSteps:
         check, is_another = checked_work(step, args, plan, batch.groups), bool(self.train)
         with compiling(self._deployer, "train step", step, args, line, is_another=is_another, check=check, ahead=ahead):
             is_shown = self._deployer.console.shows_speed  # the step may be traced once more to count its work
-            work = _work(task, plan, *trees, step, args) if is_shown else None
+            work = _work(task, program, *trees, args) if is_shown else None
             called = CalledStep(step.lower(*args), work, captured(step, args))
             if ahead is not None:
                 ahead.wait()
@@ -104,8 +104,15 @@ class CalledSteps:
 
 
 def captured(step: Any, args: tuple[Any, ...]) -> list[jax.Array]:
-    """Returns the arrays from outside that a jitted step has read when it was traced for these arguments."""
-    return [x for x in step.trace(*args).jaxpr.consts if isinstance(x, jax.Array)]
+    """Returns the arrays from outside that a jitted step has read when it was traced for these arguments, or a jit in it."""
+
+    def arrays(closed: Any) -> Iterator[jax.Array]:
+        yield from (x for x in closed.consts if isinstance(x, jax.Array))
+        for eqn in closed.jaxpr.eqns:
+            for inner in insides(eqn):
+                yield from arrays(inner.closed)
+
+    return list(arrays(step.trace(*args).jaxpr))
 
 
 def check_captured(arrays: Sequence[jax.Array], name: str) -> None:
@@ -193,15 +200,11 @@ def compiling(
 # --- the work of a step -----------------------------------------------------------------------------------------------
 
 
-def _work(task: Task, plan: Plan, model: Any, state: Any, step: Any, args: tuple[Any, ...]) -> Work:
-    """Returns the work of one device in a step of a full batch.
-
-    **Arguments:**
-
-    - `step`, `args`: the jitted train step and its arguments. The subsequent call finds this trace in JAX's cache.
-    """
-    n_devices, flops = plan.mesh.size, task.model_flops(plan, model, state, step.trace(*args).jaxpr, args)
-    chip = chip_of_kind(plan.mesh.devices.flat[0].device_kind)
+def _work(task: Task, program: Program, model: Any, state: Any, args: tuple[Any, ...]) -> Work:
+    """Returns the work of one device in a step of a full batch, given the arguments of the train step."""
+    flops = task.model_flops(program, model, state, args)
+    mesh = program.plan.mesh
+    n_devices, chip = mesh.size, chip_of_kind(mesh.devices.flat[0].device_kind)
     at_peak = None if chip is None else sum(n / chip.rate(dtype) for dtype, n in flops.items()) / n_devices
     return Work(flops.total() / n_devices, at_peak)
 
@@ -246,12 +249,15 @@ def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> Searc
     task, mesh, (program, state) = engine.task, engine.deployer.mesh, engine.placed
     args, device = program.train_args(state, batch.groups, jax.ShapeDtypeStruct((), "uint32")), mesh.devices.flat[0]
 
+    def make(task: Task) -> Program:
+        return task.program(program.plan, *engine.trees, update=program.update)
+
     def trace(strategy: Strategy) -> Any:
-        changed = replace(task, compute=strategy.applied(task.compute)).program(program.plan, *engine.trees)
+        changed = make(replace(task, compute=strategy.applied(task.compute)))
         return changed.train_step.trace(*args).jaxpr.jaxpr
 
     def loops(strategy: Strategy) -> Sequence[Loop]:
-        changed = _with_strategy(task, replace(strategy, remat="0KiB")).program(program.plan, *engine.trees)
+        changed = make(_with_strategy(task, replace(strategy, remat="0KiB")))
         changed.train_step.trace(*args)
         return changed.saved
 

@@ -158,7 +158,7 @@ class Engine:
         self.plan, self._knows_loss = plan, trace is not None
         if self.is_placed:
             self._use_plan_of_loss(plan)
-            for name, text in loss_rows(self.task, *self.placed, trace).items():  # the header was printed without a loss
+            for name, text in loss_rows(self.task, self.placed[0], trace).items():  # the header was printed without a loss
                 self.deployer.console.info(f"{name}: {text}")
             return
         program = (None if first is None else self._compile_ahead(plan, first)) or self.task.program(plan, *self.trees)

@@ -43,18 +43,18 @@ def header_rows(
         "bytes per device": f"{size_text(weights)} parameters, {size_text(opt)} optimizer state{where}",
         **_precision_rows(task, mesh, trace, precision),
         "plan": plan.summary(),
-        **loss_rows(task, program, state, trace),
+        **loss_rows(task, program, trace),
         **{name: text for name, text in compiler.items() if text},
         "workdir": str(deployer.workdir) if deployer.workdir else "none: nothing is recorded",
     }
 
 
-def _decay_rows(task: Task, program: Program, state: TrainState) -> dict[str, str]:
+def _decay_rows(program: Program) -> dict[str, str]:
     """Describes how much of the model has weight decay."""
-    decays = decaying(task.optimizer, program.plan, task.structure.trained_tree(state.trained), program.opt_tree(state))
+    decays = decaying(program.update)
     if decays is None:
         return {}
-    sizes = [x.size for x, does in zip(state.trained, decays, strict=True) if does]
+    sizes = [x.size for x, does in zip(program.state.trained, decays, strict=True) if does]
     of_all = f"{len(sizes)} of {len(decays)} trained leaves, {sum(sizes):,} parameters"
     return {"weight decay": of_all if sizes else "none"}
 
@@ -84,14 +84,14 @@ def _wide_products_note(task: Task, trace: Trace) -> str:
     return f"; {wide} of {every} products with weights in a wider dtype, as their inputs are" if wide else ""
 
 
-def loss_rows(task: Task, program: Program, state: TrainState, trace: Trace | None) -> dict[str, str]:
+def loss_rows(task: Task, program: Program, trace: Trace | None) -> dict[str, str]:
     """Describes which leaves decay, and how the loss computes its rows, attention and loops. Empty without a trace."""
     if trace is None:
         return {}
     plan = program.plan
     parts = (
         partial(_use_rows, task, plan, trace),
-        partial(_decay_rows, task, program, state),
+        partial(_decay_rows, program),
         partial(_attention_rows, task, plan.mesh, trace),
         partial(_loop_rows, task, plan, trace),
     )

@@ -17,7 +17,7 @@ from .._tree import is_array_like, named_leaves
 from ..data import CollatePool
 from ..dims import UNKNOWN, RowUse
 from ..machine import Options, XlaSettings, xla_settings
-from ..optimizers import follows_schedule
+from ..optimizers import Update, follows_schedule
 from ..partition import Plan, mark_read
 from ..steps import Compute, Functions, Program, Structure, Sums, make_program, plan_model
 from ..tracing import REMATS, Rule, Trace, equations, matmul_flops, restricted, shapes_in
@@ -118,27 +118,31 @@ class Task:
         named: bool = False,
         change: Rule | None = None,
         measures: bool = False,
+        update: Update | None = None,
     ) -> Program:
         """Returns the program of this model under a plan.
 
         **Arguments:**
 
         - `named`, `change`, `measures`: as for `Functions`.
+        - `update`: as for `make_program`.
         """
         self.compute.precision.check(plan.mesh)
         functions = Functions(self.sums, plan, self.compute, named, change, measures)
         options = self.compiler(plan.mesh).options
-        return make_program(functions, model, state, self.optimizer, self.lr_schedule_fn, self.skips, self.n_parts, options)
+        of_step = {"skips": self.skips, "n_parts": self.n_parts, "options": options, "update": update}
+        return make_program(functions, model, state, self.optimizer, self.lr_schedule_fn, **of_step)
 
-    def model_flops(self, plan: Plan, model: PyTree, state: PyTree, traced: Any, args: tuple[Any, ...]) -> Counter[str]:
-        """Returns the FLOPs of a step's products, by dtype, without those that the backward pass computes again.
+    def model_flops(self, program: Program, model: PyTree, state: PyTree, args: tuple[Any, ...]) -> Counter[str]:
+        """Returns the FLOPs of a program's train step, by dtype, without those that the backward pass computes again.
 
         **Arguments:**
 
-        - `traced`, `args`: the jaxpr of the train step, and its arguments.
+        - `args`: of the train step. A call with them finds this trace in JAX's cache, and the reverse.
         """
+        traced = program.train_step.trace(*args).jaxpr
         if self.grad_fn is None and any(eqn.primitive.name in REMATS for eqn in equations(traced)):
-            step = self.program(plan, model, state, change=KeepEverything()).train_step
+            step = self.program(program.plan, model, state, change=KeepEverything(), update=program.update).train_step
             traced = step.trace(*args).jaxpr
         return matmul_flops(traced.jaxpr, with_recomputation=False, with_masked=False)
 
