@@ -20,7 +20,6 @@ from ._saved import (
     Candidate as Candidate,
     Loop as Loop,
     Row as Row,
-    choose_saved as choose_saved,
     describe_saved as describe_saved,
     is_named as is_named,
     key_of as key_of,
@@ -37,5 +36,4 @@ from ._strategy import (
     Tried as Tried,
     bytes_of as bytes_of,
     fastest as fastest,
-    may_cut as may_cut,
 )

@@ -7,7 +7,7 @@ with weights in fp8, transposes in gradients of weights, rematerialisation, unro
 one loop. The package is independent of optimizers, batches and files. Open `_gather.py` first.
 """
 
-from ._attention_report import Attentions as Attentions, attentions as attentions
+from ._attention_report import attentions as attentions
 from ._checkpoint_blocks import CheckpointBlocks as CheckpointBlocks
 from ._convolutions import FixConvolutions as FixConvolutions
 from ._dequantise import DequantiseAtUse as DequantiseAtUse
