@@ -220,7 +220,7 @@ class Engine:
     def use_task(self, task: Task) -> None:
         """Switches to another task's train step, and moves the optimizer state to its memory, leaf after leaf."""
         before, state = self.placed
-        program = task.program(before.plan, *self.trees)
+        program = task.program(before.plan, *self.trees, update=before.update)
         for i, shape in enumerate(program.state.opt_state):
             state.opt_state[i] = jax.device_put(state.opt_state[i], shape.sharding)
         kept = {"eval_step": before.eval_step, "eval_names": before.eval_names}  # it need not compile again
