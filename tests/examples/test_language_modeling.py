@@ -173,7 +173,11 @@ def test_adamw_learns_at_the_same_learning_rate(data, finished, tmp_path):
 @pytest.mark.parametrize(
     ("flag", "status", "words"),
     [
-        ("--help", 0, ["--learning-rate FLOAT", "--data {None}|PATH", "A text file, a folder of them", "(default: 0.003)"]),
+        (
+            "--help",
+            0,
+            ["--learning-rate FLOAT", "--data {None}|PATH", "A text file, or a folder of them", "(default: 0.003)"],
+        ),
         ("--leraning-rate=1", 2, ["--leraning-rate", "Perhaps you meant", "--learning-rate FLOAT"]),
         ("--n-layers=two", 2, ["--n-layers", "two"]),
     ],
