@@ -108,7 +108,7 @@ class Predictor(RedcoNames):
         self._placed: tuple[PyTree, PyTree] | None = None
         self._read: Callable[[Plan], PyTree] | None = None  # reads the model, of which `_model` has the shapes
         self._engine: Engine | None = None  # of the Trainer whose model this is
-        self._has_judged = False  # whether it is said that the outputs depend on the batch size
+        self._said: list[str] = []  # of outputs that depend on the batch size
 
     @classmethod
     @filter_traceback
@@ -360,18 +360,20 @@ class Predictor(RedcoNames):
     ) -> Callable[..., Any]:
         options = xla_settings(plan.mesh, self._deployer.compiler.settings).options
         fuse_attention = self._compute.fuse_attention
+        judged = partial(_say_mixed, self._deployer.console.info, self._said)  # no method: in a cycle, arrays would stay
         return make_predict_step(
-            structure, plan, predict, named=named, fuse_attention=fuse_attention, options=options, judged=self._note_rows
+            structure, plan, predict, named=named, fuse_attention=fuse_attention, options=options, judged=judged
         )
 
-    def _note_rows(self, use: RowUse) -> None:
-        """Says once if an output of a row depends on the batch in which it is."""
-        is_said = use.kind == "mixed" or (use.kind == "unknown" and use.is_random)
-        if not self._has_judged and (is_said or use.draws):
-            self._has_judged = True
-            depend = "may depend" if use.kind == "unknown" else "depend"
-            text = "; ".join([*([use.text] if is_said else []), *use.draws])
-            self._deployer.console.info(f"prediction: the outputs {depend} on the batch size. Rows: {text}")
+
+def _say_mixed(say: Callable[[str], None], said: list[str], use: RowUse) -> None:
+    """Says once if an output of a row depends on the batch in which it is."""
+    is_mixed = use.kind == "mixed" or (use.kind == "unknown" and use.is_random)
+    if not said and (is_mixed or use.draws):
+        depend = "may depend" if use.kind == "unknown" else "depend"
+        text = "; ".join([*([use.text] if is_mixed else []), *use.draws])
+        said.append(f"prediction: the outputs {depend} on the batch size. Rows: {text}")
+        say(said[0])
 
 
 def _on_host(x: Any) -> np.ndarray:
