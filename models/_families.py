@@ -47,6 +47,7 @@ from . import (  # noqa: F401  # each adds its language models to `FAMILIES`
     olmoe,
     opt,
     phi,
+    phi_moe,
     qwen,
     qwen3_5,
     qwen_moe,

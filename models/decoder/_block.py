@@ -383,6 +383,7 @@ def _experts(config: CausalLMConfig, key: PRNGKeyArray) -> MixtureOfExperts:
         use_bias=config.expert_bias,
         limit=config.expert_limit,
         score=config.router_score,
+        jitter=config.router_jitter,
         renormalize=config.renormalize,
         scale=config.router_scale,
         has_factors=config.adds_experts,

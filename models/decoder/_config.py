@@ -89,8 +89,8 @@ class CausalLMConfig(FolderConfig):
     - `d_expert`: the inner width of an expert; None for `d_mlp`.
     - `n_dense`: the number of layers, the first ones, that have an MLP and no experts.
     - `renormalize`: whether the weights of the chosen experts are divided by their sum.
-    - `router_score`, `router_scale`, `has_correction`, `n_expert_groups`, `n_chosen_groups`: how a router chooses experts,
-        and weighs them.
+    - `router_score`, `router_jitter`, `router_scale`, `has_correction`, `n_expert_groups`, `n_chosen_groups`: how a router
+        chooses experts, and weighs them.
     - `d_shared`, `gates_shared`: the inner width of the expert that all tokens are sent to; 0 for none; and whether it is
         gated.
     - `expert_bias`, `expert_limit`: whether routers and experts have biases, and the limit of experts' gates.
@@ -177,6 +177,7 @@ class CausalLMConfig(FolderConfig):
     n_dense: int = 0
     renormalize: bool = True
     router_score: str = "softmax"
+    router_jitter: float = 0.01
     router_scale: float = 1.0
     has_correction: bool = False
     n_expert_groups: int = 1

@@ -5,7 +5,7 @@ the plan's.
 
 Sources: Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021, *Switch Transformers* (arXiv:2101.03961); Zoph et al.
 2022, *ST-MoE* (arXiv:2202.08906), for the z-loss; *Mixtral of Experts* (arXiv:2401.04088); *Qwen3* (arXiv:2505.09388);
-*DeepSeek-V3* (arXiv:2412.19437), for sigmoid routing and its correction.
+*DeepSeek-V3* (arXiv:2412.19437), for sigmoid routing and its correction; *GRIN* (arXiv:2409.12136), for sparse mixers.
 
 Dims: seq = tokens of one sequence, d = width, experts, chosen = the experts of a token; dims = any leading dims.
 """
@@ -157,7 +157,9 @@ class MixtureOfExperts(eqx.Module):
     - `use_bias`: whether the router and the experts, but not the shared one, have biases.
     - `limit`: the gate is at most this, and what it gates is clipped to `[-limit, limit]` and increased by 1, as in gpt-oss;
         None for no limit.
-    - `score`: `"softmax"` over all experts, or `"sigmoid"` of each, as DeepSeek-V3.
+    - `score`: `"softmax"` over all experts; `"sigmoid"` of each, as DeepSeek-V3; or `"sparsemixer"`, as PhiMoE: the weight
+        of an expert is a softmax over itself and the experts whose logits are smaller, but close.
+    - `jitter`: in a sparse mixer, logits are close if they differ by at most `2 * jitter` of their size.
     - `n_groups`, `n_chosen_groups`: the experts of a token are in so many of these groups of consecutive experts: those with
         the largest score (DeepSeek-V2), or for `"sigmoid"` the largest sum of two scores (DeepSeek-V3). 1 for no limit.
     - `renormalize`: whether the weights of the chosen experts are divided by their sum, as in Mixtral and Qwen3.
@@ -185,6 +187,7 @@ class MixtureOfExperts(eqx.Module):
     factors: Float[Array, "*layers experts"] | None
     n_chosen: int = eqx.field(static=True)
     score: str = eqx.field(static=True)
+    jitter: float = eqx.field(static=True)
     renormalize: bool = eqx.field(static=True)
     scale: float = eqx.field(static=True)
     n_groups: int = eqx.field(static=True)
@@ -203,6 +206,7 @@ class MixtureOfExperts(eqx.Module):
         use_bias: bool = False,
         limit: float | None = None,
         score: str = "softmax",
+        jitter: float = 0.01,
         renormalize: bool = True,
         scale: float = 1.0,
         has_factors: bool = False,
@@ -230,8 +234,9 @@ class MixtureOfExperts(eqx.Module):
             )
         if d_shared < 0:
             raise ValueError(f"`d_shared`: expected at least 0, got {d_shared}. Pass 0 for no shared expert.")
-        if score not in ("softmax", "sigmoid"):
-            raise ValueError(f"`score`: expected 'softmax' or 'sigmoid', got {score!r}. Mixtral and Qwen3 have 'softmax'.")
+        if score not in ("softmax", "sigmoid", "sparsemixer"):
+            known = "'softmax', 'sigmoid' or 'sparsemixer'"
+            raise ValueError(f"`score`: expected {known}, got {score!r}. Mixtral and Qwen3 have 'softmax'.")
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
             raise ValueError(
                 f"`capacity_factor`: expected a finite number above 0, got {capacity_factor}. Pass None to drop nothing."
@@ -252,7 +257,7 @@ class MixtureOfExperts(eqx.Module):
         self.shared_gate = normal_linear(d_model, 1, std=init_std, use_bias=False, key=gate_key) if gates_shared else None
         self.correction = jnp.zeros(n_experts) if has_correction else None
         self.factors = jnp.ones(n_experts) if has_factors else None
-        self.n_chosen, self.score, self.renormalize = n_chosen, score, renormalize
+        self.n_chosen, self.score, self.jitter, self.renormalize = n_chosen, score, jitter, renormalize
         self.scale, self.capacity_factor = scale, capacity_factor
         self.n_groups, self.n_chosen_groups = n_groups, n_chosen_groups
 
@@ -285,7 +290,7 @@ class MixtureOfExperts(eqx.Module):
             return y[0], routing
         with jax.named_scope("router"):
             logits, scores = self._scores(x if routed_by is None else routed_by)
-            chosen, weights = self._choose(scores)
+            chosen, weights = self._choose(logits, scores)
             wanted = chosen if mask is None else jnp.where(mask[..., None], chosen, self._n_experts)
             placed = self._limit(wanted)
         with jax.named_scope("experts"):
@@ -307,15 +312,18 @@ class MixtureOfExperts(eqx.Module):
         """Returns the router's logits and scores, at least float32: rounded ones choose other experts."""
         logits = linear(self.router, x)
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        return logits, jax.nn.softmax(logits) if self.score == "softmax" else jax.nn.sigmoid(logits)
+        return logits, jax.nn.sigmoid(logits) if self.score == "sigmoid" else jax.nn.softmax(logits)
 
     def _choose(
-        self, scores: Float[Array, "*dims seq experts"]
+        self, logits: Float[Array, "*dims seq experts"], scores: Float[Array, "*dims seq experts"]
     ) -> tuple[Int[Array, "*dims seq chosen"], Float[Array, "*dims seq chosen"]]:
         """Returns the indices of the chosen experts, and the weights of their outputs."""
         corrected = scores if self.correction is None else scores + self.correction.astype(scores.dtype)
         chosen = _largest(self._limit_groups(jax.lax.stop_gradient(corrected)), self.n_chosen)
-        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if self.score == "sparsemixer":
+            weights = _mixed(logits, chosen, self.jitter)
+        else:
+            weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.renormalize:
             weights /= weights.sum(-1, keepdims=True) + (1e-20 if self.score == "sigmoid" else 0.0)
         if self.factors is not None:
@@ -380,7 +388,7 @@ class MixtureOfExperts(eqx.Module):
         *dims, seq, n = logits.shape
         dtype = logits.dtype
         tokens = jnp.full(dims, seq, dtype) if mask is None else mask.sum(-1, dtype=dtype)
-        shares = scores if self.score == "softmax" else scores / (scores.sum(-1, keepdims=True) + 1e-20)
+        shares = scores / (scores.sum(-1, keepdims=True) + 1e-20) if self.score == "sigmoid" else scores
         squares = jax.nn.logsumexp(logits, axis=-1) ** 2
         if mask is not None:
             shares, squares = jnp.where(mask[..., None], shares, 0), jnp.where(mask, squares, 0)
@@ -411,6 +419,22 @@ def _largest(scores: Float[Array, "*dims experts"], n: int) -> Int[Array, "*dims
         found.append(jnp.argmax(scores, axis=-1))
         scores = jnp.where(jnp.arange(scores.shape[-1]) == found[-1][..., None], -jnp.inf, scores)
     return jnp.stack(found, axis=-1)
+
+
+def _mixed(
+    logits: Float[Array, "*dims experts"], chosen: Int[Array, "*dims chosen"], jitter: float
+) -> Float[Array, "*dims chosen"]:
+    """Returns the weights of chosen experts, the largest first: of each, that of a softmax over itself and the experts that
+    are left and close."""
+    weights, left = [], logits
+    for i in range(chosen.shape[-1]):
+        expert = chosen[..., i : i + 1]
+        largest = jnp.take_along_axis(logits, expert, axis=-1)
+        is_far = (largest - logits) / jnp.maximum(jnp.abs(logits), largest) > 2 * jitter
+        shares = jax.nn.softmax(jnp.where(is_far, -jnp.inf, left))
+        weights.append(jnp.take_along_axis(shares, expert, axis=-1))
+        left = jnp.where(jnp.arange(logits.shape[-1]) == expert, -jnp.inf, left)
+    return jnp.concatenate(weights, axis=-1)
 
 
 def _permute(x: Float[Array, "*dims rows d"], order: Int[Array, "*dims rows"]) -> Float[Array, "*dims rows d"]:

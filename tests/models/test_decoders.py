@@ -35,6 +35,7 @@ from redeqx.models.nn import Attention, DynamicScaling, LinearScaling, LongScali
 from redeqx.models.olmo import Olmo
 from redeqx.models.olmoe import Olmoe
 from redeqx.models.phi import Phi, Phi3, Phi3Config
+from redeqx.models.phi_moe import Phimoe
 from redeqx.models.qwen3_5 import Qwen3_5, Qwen3_5Moe
 from redeqx.models.qwen_moe import Qwen2Moe, Qwen3Moe
 from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
@@ -42,7 +43,7 @@ from redeqx.models.smollm import SmolLM3
 from redeqx.models.stablelm import StableLm
 from redeqx.models.starcoder2 import Starcoder2
 from tests.models.families._case import assert_equal, fill, is_shape, outputs, random_model
-from tests.models.families._decoders import CASES, GOLDEN, HEADED
+from tests.models.families._decoders import CASES, GOLDEN, HEADED, LONG
 from tests.models.families._table import END, README, START, table
 
 FAMILIES = [cls for cls in MODELS if issubclass(cls, CausalLM)]
@@ -136,6 +137,7 @@ PUBLISHED = {
     "olmo3": {"7b": 7_298_011_136},
     "phi": {"1.5": 1_418_270_720, "2": 2_779_683_840},
     "phi3": {"3-mini-4k": 3_821_079_552, "4": 14_659_507_200},
+    "phimoe": {"tiny": 3_755_220_288},
     "smollm3": {"3b": 3_075_098_624},
     "granite": {"3.1-2b": 2_533_531_648, "3.1-8b": 8_170_848_256},
     "starcoder2": {"3b": 3_030_371_328, "7b": 7_173_923_840, "15b": 15_957_889_024},
@@ -266,6 +268,12 @@ def test_presets_have_the_published_number_of_parameters(cls):
             Phi3,
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             r"`rope_type`: expected 'default' or 'longrope', .* got",
+        ),
+        (Phimoe, {"num_experts_per_tok": 1}, r"`num_experts_per_tok`: expected 2, .* got 1"),
+        (
+            Phimoe,
+            {"rope_scaling": LONG | {"short_mscale": 1.2, "long_mscale": 1.3}},
+            r"`long_mscale`: expected 1\.2, .* got 1\.3",
         ),
         (SmolLM3, {"use_sliding_window": True}, r"`use_sliding_window`: expected False, .* got True"),
         (SmolLM3, {"no_rope_layers": [1, 2]}, r"`no_rope_layers`: expected 0 or 1 for each of 36 layers, .* got \[1, 2\]"),

@@ -173,6 +173,7 @@ CASES = [
     case("olmo3", "Olmo3", **WINDOWED),
     case("phi", "Phi", num_key_value_heads=4, rope_parameters={**PARTIAL["rope_parameters"], "partial_rotary_factor": 0.34}),
     case("phi3", "Phi3", sliding_window=4),
+    case("phimoe", "Phimoe", num_local_experts=4, sliding_window=4, router_jitter_noise=0.4, head_dim=8),
     case("smollm3", "SmolLM3", no_rope_layers=[1, 0]),
     case(
         "granite",
@@ -234,6 +235,14 @@ CASES = [
     case("nemotron", "Nemotron", hidden_size=32),
     case("helium", "Helium", head_dim=6, attention_bias=True),
     case("phi3-long", "Phi3", original_max_position_embeddings=4, rope_parameters=LONG),
+    case(
+        "phimoe-long",
+        "Phimoe",
+        num_local_experts=4,
+        attention_bias=True,
+        lm_head_bias=True,
+        rope_parameters={**LONG, "original_max_position_embeddings": 32, "short_mscale": 1.2, "long_mscale": 1.2},
+    ),
     case("gpt-neox", "GPTNeoX", num_key_value_heads=None, hidden_size=32, rope_parameters=PARTIAL["rope_parameters"]),
     case("gpt-neox-serial", "GPTNeoX", num_key_value_heads=None, hidden_size=32, use_parallel_residual=False),
 ]

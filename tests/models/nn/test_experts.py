@@ -29,6 +29,7 @@ LAYERS = {
         "n_chosen_groups": 1,
     },
     "deepseek-v2": {"n_groups": 2, "n_chosen_groups": 1, "d_shared": 3},
+    "sparsemixer": {"score": "sparsemixer", "jitter": 0.3, "renormalize": False},
     "limited": {"capacity_factor": 0.75, "d_shared": 3, "gates_shared": True, "use_bias": True, "limit": 0.4},
     "gpt-oss": {"use_bias": True, "limit": 0.4, "activation": lambda x: x * jax.nn.sigmoid(1.702 * x)},
 }
@@ -77,13 +78,21 @@ def affine(layer, x):
 
 def scores_of(layer, x):
     logits = affine(layer.router, x)
-    return logits, jax.nn.softmax(logits) if layer.score == "softmax" else jax.nn.sigmoid(logits)
+    return logits, jax.nn.sigmoid(logits) if layer.score == "sigmoid" else jax.nn.softmax(logits)
+
+
+def sparsely_mixed(logits, jitter):
+    """Returns the weight of each expert among those that are not larger, and close to it."""
+    each, others = logits[:, :, None], logits[:, None]
+    is_close = (others <= each) & ((each - others) / jnp.maximum(jnp.abs(others), each) <= 2 * jitter)
+    return 1 / jnp.where(is_close, jnp.exp(others - each), 0).sum(-1)
 
 
 def by_hand(layer, x, *, asked, given, mask):
     """Computes the layer for one sequence `[seq, d]` by a loop over the experts, each of all tokens, and its routing."""
     logits, scores = scores_of(layer, x)
-    weights = jnp.where(asked, scores, 0)
+    mixed = sparsely_mixed(logits, layer.jitter) if layer.score == "sparsemixer" else scores
+    weights = jnp.where(asked, mixed, 0)
     total = jnp.where(mask[:, None], weights.sum(-1, keepdims=True), 1)
     weights = layer.scale * (weights / total if layer.renormalize else weights)
 
@@ -314,7 +323,7 @@ def test_a_correction_balances_the_experts():
         ({"d_shared": -1}, r"`d_shared`: expected at least 0, got -1\. Pass 0"),
         ({"n_groups": 3}, r"`n_groups`: expected a divisor of `n_experts`=4, got 3\. Make them equal"),
         ({"n_groups": 4}, r"`n_chosen_groups`: expected at most `n_groups`=4, with `n_chosen`=2 experts of 4, got 1\."),
-        ({"score": "tanh"}, r"`score`: expected 'softmax' or 'sigmoid', got 'tanh'\. Mixtral"),
+        ({"score": "tanh"}, r"`score`: expected 'softmax', 'sigmoid' or 'sparsemixer', got 'tanh'\. Mixtral"),
         ({"capacity_factor": 0.0}, r"`capacity_factor`: expected a finite number above 0, got 0\.0\. Pass None"),
     ],
 )
