@@ -7,3 +7,4 @@ from ._config import GENERATION as GENERATION, Generation as Generation
 from ._generate import generate as generate, stream as stream
 from ._language_model import Decoder as Decoder, EncoderDecoder as EncoderDecoder, shift_right as shift_right
 from ._loop import Generated as Generated
+from ._options import SAMPLING as SAMPLING

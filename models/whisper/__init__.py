@@ -4,7 +4,7 @@ Source: Radford et al. 2022, *Robust Speech Recognition via Large-Scale Weak Sup
 github.com/openai/whisper. A recording of up to 30 seconds is read at once, a longer one by `transcribe`, window by window.
 
 `_config.py` has the config, `_model.py` the model, `_prompt.py` the tokens that its text begins with, `_features.py` the
-features, and `_long.py` long recordings. Open `_model.py` first.
+features, `_long.py` long recordings, and `_trials.py` the texts of their windows. Open `_model.py` first.
 """
 
 from ._config import WhisperConfig as WhisperConfig

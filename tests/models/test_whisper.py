@@ -112,6 +112,38 @@ def test_a_long_recording_must_be_one(model, features):
         transcribe(model, features[0, :4])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": ()}, r"`temperature`: expected numbers from 0, got \(\)"),
+        ({"temperature": (0.0, -1.0)}, r"`temperature`: expected numbers from 0, got \(0.0, -1.0\)"),
+        ({"no_speech_threshold": 0.6}, r"`logprob_threshold`: expected a number with `no_speech_threshold`, got None"),
+        ({"logprob_threshold": -1.0, "num_beams": 2}, r"`num_beams`: expected 1 with `logprob_threshold`, got 2"),
+    ],
+)
+def test_thresholds_must_fit_together(model, features, options, message):
+    with pytest.raises(ValueError, match=message):
+        transcribe(model, features[0], language="en", **options)
+
+
+@pytest.mark.sweep
+def test_an_unlikely_text_is_read_again(model, features):
+    """Unless nothing is said: each probability is above 0."""
+
+    def read(**options):
+        more = {"language": "en", "max_new_tokens": 6, "temperature": (0.0, 1.0), "key": jax.random.key(0)}
+        return transcribe(model, features[0], **more | options)
+
+    likeliest = read(temperature=0.0, key=None)
+    assert read(logprob_threshold=-1e9, compression_ratio_threshold=1e9, no_speech_threshold=0.0) == likeliest
+    drawn = read(logprob_threshold=0.1, no_speech_threshold=1.0)
+    assert drawn != likeliest
+    assert read(compression_ratio_threshold=0.0) == drawn
+    assert read(logprob_threshold=0.1, no_speech_threshold=0.0) == []
+    with pytest.raises(ValueError, match="`key`: expected a key to sample with, got None"):
+        read(logprob_threshold=0.1, key=None)
+
+
 def test_texts_begin_with_the_language_the_task_and_times(model, features):
     prompt = lambda **options: model.prompt(features, **options).tolist()[0]  # noqa: E731
     assert prompt(language="en") == [4, 32, 34, 40]
