@@ -13,9 +13,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
-from .._tree import as_bare_shapes
+from .._tree import PyTree, as_bare_shapes
 from ..partition import Plan, using_kinds
 from ._states import states_in
 
