@@ -171,7 +171,7 @@ def check_model(model: Any, name: str = "model") -> None:
 
 
 def check_alike(model: Any, own: Mapping[str, Any], whose: str) -> None:
-    """Raise ValueError if the arrays of a model differ from others in name or shape; and as `check_model`.
+    """Raises ValueError if the arrays of a model differ from others in name or shape; and as `check_model`.
 
     **Arguments:**
 
