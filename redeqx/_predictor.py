@@ -27,6 +27,7 @@ from .errors import (
     check_key,
     check_model,
     check_model_function,
+    check_state,
     check_type,
     filter_traceback,
     with_batch_note,
@@ -88,6 +89,7 @@ class Predictor(RedcoNames):
         if model is not None:
             check_model(model)
             check_model_function(pred_fn, "pred_fn", has_state=model_state is not None)
+        check_state(model_state, "model_state")
         check_function(collate_fn, "collate_fn", ["examples"])
         if output_fn is not None:
             check_function(output_fn, "output_fn", ["outputs"])

@@ -20,7 +20,6 @@ from .errors import (
     REDCO_TRAINER_ARGUMENTS,
     RedcoNames,
     brief,
-    check_alive,
     check_choice,
     check_count,
     check_float_dtype,
@@ -29,6 +28,7 @@ from .errors import (
     check_model_function,
     check_not_traced,
     check_optimizer,
+    check_state,
     check_type,
     filter_traceback,
     with_batch_note,
@@ -62,8 +62,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
     unless `accumulate_grad_batches` asks for parts. The header names its line, and what could not be proved: an unknown
     operation, or a draw that cannot follow its rows.
 
-    The arrays of `model` are copied to the mesh when the first batch arrives; arrays made by `deployer.init` are used
-    without a copy, and deleted by the first update.
+    The arrays of `model` are copied to the mesh when the first batch arrives. Those that are split over it already, as by
+    `deployer.init` or as results of another trainer's model, are used without a copy, and deleted by the first update.
 
     **Arguments:**
 
@@ -124,7 +124,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         dtypes.check(deployer.mesh)
         check_type(workers, Workers, "workers")
         check_model(model)
-        check_alive(model_state, "model_state")
+        check_state(model_state, "model_state")
         check_optimizer(optimizer)
         check_function(collate_fn, "collate_fn", ["examples"])
         has_state, self._weak = model_state is not None, weak_types(model_state)

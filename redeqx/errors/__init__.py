@@ -24,6 +24,7 @@ from ._arguments import (
     check_path as check_path,
     check_predictor as check_predictor,
     check_readable_again as check_readable_again,
+    check_state as check_state,
     check_type as check_type,
 )
 from ._names import check_names as check_names

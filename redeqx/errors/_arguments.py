@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._tree import array_leaves, is_key, listed, named_leaves
+from .._tree import array_leaves, is_array_like, is_key, listed, named_leaves
 
 
 def wrong(name: str, expected: str, got: str, advice: str, error: type[Exception] = ValueError) -> Exception:
@@ -237,6 +237,19 @@ def check_alive(tree: Any, name: str) -> None:
             "A training step deletes the arrays that it updates: take `trainer.model` after the last step, or keep a copy: "
             "`jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainer.model)`",
         )
+
+
+def check_state(state: Any, name: str) -> None:
+    """Raises TypeError if a leaf of a model's state is no array, such as the activation of a teacher network; ValueError as
+    `check_alive`."""
+    check_alive(state, name)
+    for path, leaf in named_leaves(state).items():
+        if is_array_like(leaf):
+            continue
+        advice = "Pass `jnp.asarray(...)`"
+        if not eqx.is_array_like(leaf):
+            advice = "Pass `eqx.filter(state, eqx.is_array)`, and combine it with the rest where it is used: `eqx.combine`"
+        raise wrong_type(f"{name}` leaf `{path}", "an array", leaf, advice)
 
 
 def check_key(key: Any) -> None:

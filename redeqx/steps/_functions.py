@@ -7,10 +7,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
-from .._tree import array_leaves, as_bare_shapes
+from .._tree import array_leaves, as_bare_shapes, listed, named_leaves
 from ..dims import Inputs, RowUse, row_use, shapes_of_row
 from ..machine import MODEL, SEQUENCE, axes_of, split_heads, split_sorted_rows
 from ..memory import Loop
@@ -231,8 +232,9 @@ class Sums:
         model = self.structure.put(weights[:n], weights[n:], inference=inference, compute_dtype=dtype)
         if not self.has_state:
             return fn(model, batch, key), state
-        state = jax.tree.map(lambda x: x, state)  # a copy: `state.set` makes the object that it is called on unusable
-        return _pair(fn(model, state, batch, key), where, "(loss, state)", ", as `model_state` was given")
+        given = jax.tree.map(lambda x: x, state)  # a copy: `state.set` makes the object that it is called on unusable
+        out, after = _pair(fn(model, given, batch, key), where, "(loss, state)", ", as `model_state` was given")
+        return out, state if inference else _checked_state(after, state, where)
 
 
 def _reads_changed_state(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTree, key: Any) -> bool:
@@ -346,6 +348,30 @@ def _pair(out: Any, where: str, names: str, why: str = "") -> tuple[Any, Any]:
         return out
     found = f"{len(out)} values" if isinstance(out, tuple) else "an array" if eqx.is_array(out) else type(out).__name__
     raise TypeError(f"`{where}`: expected `{names}`{why}, got {found}. Return both.")
+
+
+def _checked_state(after: PyTree, before: PyTree, where: str) -> PyTree:
+    """Returns the state after a call, in the dtypes from before it. Raises ValueError for a state of another structure or
+    shape, and for numbers that would become integers, such as a decayed rate that began as `jnp.array(1)`."""
+    leaves, old_leaves = named_leaves(after), named_leaves(before)
+    if (treedef := jax.tree.structure(before)) != jax.tree.structure(after):
+        names = [f"`{name}`" for name in (*leaves, *old_leaves) if (name in leaves) != (name in old_leaves)]
+        raise ValueError(
+            f"`{where}` state: expected the structure of `model_state`, got another one"
+            f"{', which differs in ' * bool(names)}{', '.join(listed(names, 3))}. Return the state that the model's call "
+            "returned, or what else replaces each leaf."
+        )
+    new_leaves = []
+    for (name, leaf), old in zip(leaves.items(), old_leaves.values(), strict=True):
+        new = jnp.asarray(leaf)
+        becomes_integer = jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact)
+        if new.shape != old.shape or becomes_integer:
+            raise ValueError(
+                f"`{where}` state `{name}`: expected {old.dtype}{list(old.shape)}, as in `model_state`, got "
+                f"{new.dtype}{list(new.shape)}. Return that, or pass the other one as `model_state`."
+            )
+        new_leaves.append(new.astype(old.dtype))
+    return jax.tree.unflatten(treedef, new_leaves)
 
 
 def weak_types(state: PyTree) -> tuple[bool, ...]:

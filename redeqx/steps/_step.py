@@ -140,7 +140,7 @@ class TrainStep:
             tree = jax.tree.unflatten(self.layers_treedef, layers)
             (total, weight, metrics, grads), tree = gradient(state.trained, frozen, tree, rows, key, numbers)
             grads = jax.lax.with_sharding_constraint(grads, self.shardings.trained)
-            return _Sums(grads, total, weight, metrics), _layer_leaves(tree, layers, self.layers_treedef)
+            return _Sums(grads, total, weight, metrics), jax.tree.leaves(tree)
 
         return accumulate(of_part, state.layers, batch.groups, batch.every)
 
@@ -158,7 +158,7 @@ class TrainStep:
         def of_part(layers: list[Array], rows: PyTree, numbers: Rows) -> Any:
             before = jax.tree.unflatten(self.layers_treedef, layers)
             (total, weight, _), after = loss(weights, before, rows, key, numbers)
-            return (total, weight), _layer_leaves(after, layers, self.layers_treedef)
+            return (total, weight), jax.tree.leaves(after)
 
         (total, weight), _ = accumulate(of_part, state.layers, batch.groups, batch.every)
         return total / weight
@@ -228,15 +228,6 @@ def in_memory(space: Any, arrays: Sequence[Array], shardings: Sequence[NamedShar
     """Copies arrays whose sharding is in host memory to the given memory space; keeps the others."""
     pairs = zip(arrays, shardings, strict=True)
     return [jax.device_put(x, space) if is_in_host(sharding) else x for x, sharding in pairs]
-
-
-def _layer_leaves(tree: PyTree, before: Sequence[Array], treedef: Any) -> list[Array]:
-    if jax.tree.structure(tree) != treedef:
-        raise ValueError(
-            "`loss_fn` state: expected the structure of `model_state`, got another one. "
-            "Return the state that the model's call returned."
-        )
-    return [new.astype(old.dtype) for new, old in zip(jax.tree.leaves(tree), before, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

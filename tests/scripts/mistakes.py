@@ -195,6 +195,13 @@ MISTAKES = {
     "flax nnx module": lambda: predictor(model=instance_of("flax.nnx.module", "Module")),
     "keras layer": lambda: redeqx.Deployer(verbose=False).plan(instance_of("keras.src.layers.layer", "Layer")),
     "model and state": lambda: trainer(model=eqx.nn.make_with_state(eqx.nn.Linear)(4, 3, key=KEY)),
+    "a number for a state": lambda: trainer(model_state={"n": 0}, loss_fn=lambda model, state, batch, key: (0.0, state)),
+    "a teacher for a state": lambda: trainer(
+        model_state=eqx.nn.MLP(4, 3, 8, 1, key=KEY), loss_fn=lambda model, state, batch, key: (0.0, state)
+    ),
+    "a state of text, to predict": lambda: predictor(
+        model_state="teacher", pred_fn=lambda model, state, batch, key: jax.vmap(model)(batch["x"])
+    ),
     "optax.adam not called": lambda: trainer(optimizer=optax.adam),
     "torch optimizer": lambda: trainer(optimizer=instance_of("torch.optim.sgd", "SGD", step=None)),
     "list of optimizers": lambda: trainer(optimizer=[optax.clip(1.0), optax.adam(1e-3)]),

@@ -666,8 +666,8 @@ def test_layers_that_set_constants_match_a_plain_loop(shards):
         (
             lambda loss, state: (loss, None),
             ValueError,
-            "`loss_fn` state: expected the structure of `model_state`, got another one. "
-            "Return the state that the model's call returned.",
+            "`loss_fn` state: expected the structure of `model_state`, got another one, which differs in `0`, `1.0`, `1.1`. "
+            "Return the state that the model's call returned, or what else replaces each leaf.",
         ),
     ],
 )
@@ -675,6 +675,21 @@ def test_loss_fn_must_return_the_model_state(returned, error, expected):
     model, state = eqx.nn.make_with_state(Normed)()
     trainer = make_trainer(model=model, model_state=state, loss_fn=lambda m, s, b, k: returned(*run_normed(m, s, b)))
     assert message(error, trainer.train, make_examples(4), 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("after", "problem"),
+    [
+        (lambda n: {"n": 0.9 * n}, "`n`: expected int32[], as in `model_state`, got float32[]"),  # a cast would make it 0
+        (lambda n: {"n": jnp.stack([n, n])}, "`n`: expected int32[], as in `model_state`, got int32[2]"),
+        (lambda n: {"n": n, "activation": jax.nn.relu}, "got another one, which differs in `activation`"),
+    ],
+)
+def test_loss_fn_must_return_a_state_of_the_same_leaves(after, problem):
+    trainer = make_trainer(
+        model_state={"n": jnp.array(1)}, loss_fn=lambda model, state, *rest: (mse(model, *rest), after(state["n"]))
+    )
+    assert problem in message(ValueError, trainer.train, make_examples(4), 4)
 
 
 # --- optimizers, donation and remat -------------------------------------------------------------------------------------
