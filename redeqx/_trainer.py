@@ -31,6 +31,7 @@ from .errors import (
     check_state,
     check_type,
     filter_traceback,
+    is_plain,
     with_batch_note,
 )
 from .machine import describe, dry, of_devices
@@ -460,8 +461,12 @@ class Trainer(RedcoNames, Generic[ModelT]):
             thread writes the files while training continues, and calls `then` when the checkpoint is complete. The next step
             or save raises its errors.
 
-        Raises ValueError without a workdir, OSError if the disk is full; earlier checkpoints stay valid.
+        Raises ValueError without a workdir, and for a path in place of a name, OSError if the disk is full; earlier
+        checkpoints stay valid.
         """
+        if not is_plain(name) or name.startswith("step_"):
+            rule = "a name for the index, without `/`, that does not begin with `step_`, as folders do"
+            raise ValueError(f"`name`: expected {rule}, got {brief(name)}. Pass 'best', for example.")
         check_float_dtype(save_float_dtype, "save_float_dtype", "Pass None to save what the model has.")
         if then is not None:
             check_function(then, "then", ["path"])
@@ -579,6 +584,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         In a dry run, compiles the step for the first batch and raises SystemExit with the report.
         """
+        if self._fit is not None:
+            raise ValueError("`fit`: expected after the running `fit`, got called inside it. Call it afterwards.")
         fit = Fit(self._engine, self._checkpointer, options, self)
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(Workload.of_fit(fit), run.machine, **run.options))

@@ -301,6 +301,8 @@ MISTAKES = {
     "a map for two epochs": lambda: fit(examples=map(tuple, EXAMPLES), n_epochs=2),
     "an iterator for two epochs": lambda: fit(examples=iter(np.ones((8, 4))), n_epochs=2),
     "a generator function": lambda: fit(examples=numbers),
+    "a path to save to": lambda: trainer(FOLDER / "run").save_ckpt("runs/best"),
+    "a number to save by": lambda: trainer(FOLDER / "run").save_ckpt(5),
     "no such checkpoint": lambda: trainer(FOLDER).load_ckpt("/nowhere/step_00000004"),
     "no checkpoint in there": lambda: trainer(FOLDER).load_ckpt(FOLDER),
     "NaN in the batch": lambda: fit(examples=[*EXAMPLES[:6], (np.full(4, np.nan, np.float32), 0), EXAMPLES[0]]),

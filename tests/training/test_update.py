@@ -111,6 +111,19 @@ def test_update_and_resume_inside_fit_raise():
         trainer.fit(DATA, batch_size=8, callbacks=[Resumes()])
 
 
+def test_a_refused_fit_inside_a_fit_leaves_it_running():
+    class Fits(redeqx.Callback):
+        def on_step(self, trainer, metrics):
+            with pytest.raises(ValueError, match="`fit`: expected after the running `fit`, got called inside it"):
+                trainer.fit(DATA, batch_size=8)
+
+    trainers = make_trainer(), make_trainer()
+    for trainer, callbacks in zip(trainers, ([], [Fits()]), strict=True):
+        trainer.fit(DATA, batch_size=8, n_epochs=2, callbacks=callbacks)
+    leaves = (jax.tree.leaves(trainer.opt_state) for trainer in trainers)
+    assert all(np.array_equal(*pair) for pair in zip(*leaves, strict=True))
+
+
 # --- the end of a fit ---------------------------------------------------------------------------------------------------
 
 
