@@ -23,7 +23,7 @@ from ._examples import (
     size_of as size_of,
     slices as slices,
 )
-from ._packed_stream import PackedStream as PackedStream, pack as pack
+from ._packed_stream import PackedStream as PackedStream, pack as pack, source_of as source_of
 from ._packing import PackedRows as PackedRows
 from ._prefetch import Prefetch as Prefetch
 from ._rows import (

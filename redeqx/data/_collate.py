@@ -104,6 +104,9 @@ def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[
 
 def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
     if isinstance(leaf, list):
+        if any(isinstance(x, str | bytes | None) for x in leaf):
+            objects = np.fromiter(leaf, object, len(leaf))
+            raise TypeError(f"`collate_fn` output `{name}`: expected numbers, got {_describe_objects(objects)}.")
         lengths = _lengths(leaf)
         found = f"a list of {len(leaf)}" + (f" with lengths {lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else "")
         raise TypeError(
@@ -150,7 +153,7 @@ def _describe_objects(array: np.ndarray) -> str:
     if nones := [i for i, x in enumerate(objects) if x is None]:
         return f"None in {len(nones)} of {len(objects)} entries, the first is entry {nones[0]}. Replace them by numbers"
     if any(isinstance(x, str | bytes) for x in objects):
-        return f"text, in an array of shape {array.shape}. Tokenize it, or leave it out"
+        return f"text in {len(objects)} entries. Tokenize it, or leave it out"
     if len(lengths) > 1:
         return f"rows of {lengths[0]} to {lengths[-1]} items. Pad them to one length"
     kinds = sorted({type(x).__name__ for x in objects})

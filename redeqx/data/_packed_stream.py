@@ -89,6 +89,11 @@ class PackedStream(Iterable[Any]):
         return self._examples.set_epoch
 
 
+def source_of(examples: Any) -> Any:
+    """Returns what these examples are read from: the iterable of packed rows, and other examples themselves."""
+    return examples._examples if isinstance(examples, PackedStream) else examples
+
+
 class PackedIterator(Iterator[Any]):
     """One pass over the rows.
 

@@ -25,6 +25,7 @@ from ..data import (
     sample_of,
     size_of,
     slices,
+    source_of,
 )
 from ..dims import UNKNOWN
 from ..errors import (
@@ -123,7 +124,7 @@ class FitOptions:
                     f"`{name}`: expected names of metrics in a list, got a string. Write [{getattr(self, name)!r}]."
                 )
         check_examples(self.train_examples)
-        check_readable_again(self.train_examples, self.epochs or 1)
+        check_readable_again(source_of(self.train_examples), self.epochs or 1)
         Callbacks.check(self.callbacks)
         if self.eval_examples is not None and size_of(self.eval_examples) is None:
             found = type(self.eval_examples).__name__

@@ -206,8 +206,12 @@ def test_collate_converts_to_jax_dtypes(output, dtype):
         (
             {"text": np.array(["a", "b", "c"])},
             TypeError,
-            "`collate_fn` output `text`: expected numbers, got text, in an array of shape (3,). "
-            "Tokenize it, or leave it out.",
+            "`collate_fn` output `text`: expected numbers, got text in 3 entries. Tokenize it, or leave it out.",
+        ),
+        (
+            {"ids": ["a", "bc", "d"]},  # a list is not called one of other lengths, to be made an array
+            TypeError,
+            "`collate_fn` output `ids`: expected numbers, got text in 3 entries. Tokenize it, or leave it out.",
         ),
         (
             {"when": np.zeros(3, "datetime64[s]")},

@@ -168,8 +168,7 @@ def test_exhausted_examples_leave_the_checkpoint_of_the_previous_epoch(tmp_path)
         (
             lambda rows: {"text": np.array(["a"] * len(rows))},
             TypeError,
-            "`collate_fn` output `text`: expected numbers, got text, in an array of shape (4,). "
-            "Tokenize it, or leave it out.",
+            "`collate_fn` output `text`: expected numbers, got text in 4 entries. Tokenize it, or leave it out.",
         ),
         (
             lambda rows: {"x": np.zeros((len(rows) - 1, 4))},

@@ -130,6 +130,7 @@ MESSAGES = {
     "more examples per update than there are": ("UserWarning", "`per_device_batch_size`", "128", "`batch_size=8`"),
     "more examples per update, in a pass": ("UserWarning", "`batch_size`", "64", "`batch_size=8`"),
     "a generator for two epochs": ("ValueError", "`train_examples`", "`numbers`", "`lambda epoch: ...`"),
+    "a packed generator for two epochs": ("ValueError", "`train_examples`", "`numbers`", "`lambda epoch: ...`"),
     "a map for two epochs": ("ValueError", "`train_examples`", "a map", "`lambda epoch: ...`"),
     "an iterator for two epochs": ("ValueError", "`train_examples`", "an iterator", "`lambda epoch: ...`"),
     "a generator function": ("TypeError", "`train_examples`", "`()`", "`functools.partial`"),

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 import redeqx
-from redeqx.data import TokenRows
+from redeqx.data import TokenRows, pack
 from redeqx.models import cross_entropy, from_pretrained, generate, lora, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.optimizers import adamw, groups, muon
@@ -298,6 +298,7 @@ MISTAKES = {
     "more examples per update, in a pass": lambda: trainer().train(EXAMPLES, batch_size=64),
     "every evaluated row masked": lambda: trainer(loss_fn=masked_loss(0.0)).eval_loss(EXAMPLES, 2),
     "a generator for two epochs": lambda: fit(examples=numbers(), n_epochs=2),
+    "a packed generator for two epochs": lambda: fit(examples=pack(numbers(), 4), n_epochs=2),
     "a map for two epochs": lambda: fit(examples=map(tuple, EXAMPLES), n_epochs=2),
     "an iterator for two epochs": lambda: fit(examples=iter(np.ones((8, 4))), n_epochs=2),
     "a generator function": lambda: fit(examples=numbers),
