@@ -403,7 +403,7 @@ class Checkpointer:
             raise ValueError(
                 f"`workdir`: expected a run that this trainer can continue, got {path}, which it cannot: {error} "
                 "For a new run choose another workdir."
-            ) from error
+            ) from None  # its text is repeated here, so that a traceback would show it twice
 
     # --- frozen leaves that other folders hold ------------------------------------------------------------------------
 
