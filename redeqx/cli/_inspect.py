@@ -133,7 +133,9 @@ def _unknown_path(path: Location) -> ValueError:
     """Returns the error for a folder that the command does not support."""
     entries = sorted(path.iterdir())
     below = [each for each in entries if each.is_dir() and ((each / "ckpts").is_dir() or _sources(each))]
-    if below:
+    if (path / "ckpts").is_dir():
+        got, step = "a workdir without a complete checkpoint", "Inspect it after the run's first save."
+    elif below:
         names = ", ".join(listed([each.name for each in below]))
         got, step = f"one with such folders: {names}", f"Pass, for example, `{below[0]}`."
     else:

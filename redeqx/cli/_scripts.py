@@ -8,7 +8,8 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     """Adds `-m`, the script and its arguments, which come last."""
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS")
+    rest.required = False  # a usage error would name it too
 
 
 def check_script(args: argparse.Namespace) -> None:

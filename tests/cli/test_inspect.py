@@ -187,6 +187,10 @@ def test_paths_without_tensors(tmp_path, run, folder, capsys):
         f"`{tmp_path}/empty`: expected a workdir, a checkpoint, or a folder of safetensors files, got one with nothing. "
         "Pass another path; `redeqx inspect --help` lists the supported ones."
     )
+    (tmp_path / "begun" / "ckpts").mkdir(parents=True)
+    assert error_of(capsys, "inspect", tmp_path / "begun").endswith(
+        "got a workdir without a complete checkpoint. Inspect it after the run's first save."
+    )
     assert error_of(capsys, "inspect", run / "ckpts" / "frist").endswith(
         "expected one of last, first, step_00000000, step_00000001, or the path of a checkpoint, got 'frist'. Did you mean "
         "`first`? Pass one of those."

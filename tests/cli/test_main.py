@@ -36,6 +36,12 @@ def test_missing_script_is_reported(options, capsys):
     assert error_of(capsys, *options, "train") == expected
 
 
+def test_a_usage_error_names_what_is_required(capsys):
+    with pytest.raises(SystemExit):
+        main(["launch"])
+    assert capsys.readouterr().err.endswith("error: the following arguments are required: SCRIPT\n")
+
+
 def test_process_count_must_be_positive(capsys):
     reported = error_of(capsys, "launch", "--processes", "0", "x.py")
     assert reported == "`--processes`: expected at least 1, got 0. Pass the number."
