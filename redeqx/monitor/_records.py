@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from ..errors import warn
+from ..errors import brief, warn
 from ._delivery import Delivery
 from ._goodput import Goodput
 from ._jsonl import JsonLines, prefix_of
@@ -99,11 +99,14 @@ class Records:
             trackers get the value of `values`.
         - `name`: of the trainer, if it has one: its numbers are called `name/...`.
 
-        Raises ValueError for a metric called `step` and TypeError for a value that is not one number.
+        Raises ValueError for a metric called `step`, TypeError for anything but a dict of names, and for a value that is not
+        one number.
         """
         self._step = step = _as_step(step)
         if not self._is_main:
             return
+        if not (isinstance(values, Mapping) and all(isinstance(key, str) for key in values)):
+            raise TypeError(f"`metrics`: expected numbers by name, got {brief(values)}. Pass a dict: `{{'loss': 0.5}}`.")
         prefix = "" if name is None else f"{name}/"
         values, speed = ({prefix + key: x for key, x in of.items()} for of in (values, speed or {}))
         if "step" in values:
@@ -131,6 +134,7 @@ class Records:
         check_name(name)
         if not isinstance(text, str):
             raise TypeError(f"`text`: expected a string, got {type(text).__name__}. Pass `str(text)`.")
+        text = text.encode(errors="backslashreplace").decode()  # a sample of bytes may hold lone surrogates
         self._medium(MediaFile(name, self._step if step is None else _as_step(step), text), "log_text", text)
 
     def _medium(self, medium: MediaFile, method: str, value: Any) -> None:

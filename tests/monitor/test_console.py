@@ -208,6 +208,11 @@ def test_steps_texts_and_names_of_wrong_types(tmp_path):
             call()
 
 
+def test_a_text_with_lone_surrogates_is_recorded(tmp_path):
+    redeqx.Deployer(workdir=tmp_path, verbose=False).log_text("sample", b"a\xff".decode(errors="surrogateescape"), step=1)
+    assert (tmp_path / "media" / "step_00000001_sample.txt").read_text() == "a\\udcff"
+
+
 def test_logger_without_log():
     with pytest.raises(
         TypeError,

@@ -134,6 +134,8 @@ MESSAGES = {
     "a map for two epochs": ("ValueError", "`train_examples`", "a map", "`lambda epoch: ...`"),
     "an iterator for two epochs": ("ValueError", "`train_examples`", "an iterator", "`lambda epoch: ...`"),
     "a generator function": ("TypeError", "`train_examples`", "`()`", "`functools.partial`"),
+    "metrics in a list": ("TypeError", "`metrics`", "[0.5]", "Pass a dict"),
+    "a number for a metric's name": ("TypeError", "`metrics`", "{3: 0.5}", "Pass a dict"),
     "a path to save to": ("ValueError", "`name`", "'runs/best'", "Pass 'best'"),
     "a number to save by": ("ValueError", "`name`", "5", "Pass 'best'"),
     "no such checkpoint": ("ValueError", "`/nowhere/step_00000004`", "not there", "Pass one of those"),
