@@ -16,7 +16,8 @@ import numpy as np
 from .._tree import nearest
 from ..checkpoint import CheckpointFolder, Checkpoints
 from ..compiled import profile_of
-from ..errors import check_choice, check_count, check_function, check_number, filter_traceback, warn
+from ..errors import brief, check_choice, check_count, check_function, check_number, filter_traceback, warn
+from ..monitor import to_json
 from ..storage import Location, make_subfolder, write_file
 
 
@@ -353,6 +354,17 @@ class Callbacks:
         return keyed
 
 
+def _check_state(state: Any, name: str) -> None:
+    expected, got = "a dict of arrays, and of values that JSON can hold", brief(state)
+    if isinstance(state, Mapping):
+        try:
+            to_json({key: value for key, value in state.items() if not isinstance(value, jax.Array | np.ndarray)})
+            return
+        except (TypeError, ValueError) as error:
+            got = str(error)
+    raise TypeError(f"`{name}`: expected {expected}, got {got}. Return a dict, and convert what is in it.")
+
+
 def arrays_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns the arrays of callbacks' states."""
     arrays = {
@@ -362,7 +374,10 @@ def arrays_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def states_to_record(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the entry of callbacks' states in `trainer.json`: the values, and the dtype and shape of each array."""
+    """Returns the entry of callbacks' states in `trainer.json`: the values, and the dtype and shape of each array. Raises
+    TypeError for a state that a checkpoint cannot hold."""
+    for key, state in states.items():
+        _check_state(state, f"{key}.state")
     arrays = arrays_of(states)
     return {
         key: {

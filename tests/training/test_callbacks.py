@@ -337,6 +337,16 @@ def test_callback_state_resumes_exactly(step, tmp_path):
     assert (other.loaded, other.n, new.loaded, new.n) == (True, 9, False, 3)
 
 
+@pytest.mark.parametrize(("state", "got"), [([1.0], r"\[1.0\]"), ({"seen": {1}}, "Object of type set")])
+def test_a_callback_state_that_a_checkpoint_cannot_hold_is_named(state, got, tmp_path):
+    class Keeps(redeqx.Callback):
+        def state(self):
+            return state
+
+    with pytest.raises(TypeError, match=rf"`Keeps_0.state`: expected a dict of arrays, and .*, got {got}"):
+        fit(make_trainer(tmp_path), redeqx.Callback(), Keeps())
+
+
 def test_interrupted_fit_continues_in_the_same_process_with_its_callback_state():
     trainer, counts = make_trainer(), CountSteps()
     with pytest.raises(Killed):
