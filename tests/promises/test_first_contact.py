@@ -40,7 +40,10 @@ MESSAGES = {
     "model and state": ("TypeError", "`model`", "tuple", "`model=model, model_state=state`"),
     "a number for a state": ("TypeError", "`model_state` leaf `n`", "0", "`jnp.asarray(...)`"),
     "a teacher for a state": ("TypeError", "`model_state` leaf `activation`", "got a", "`eqx.filter(state, eqx.is_array)`"),
-    "a state of text, to predict": ("TypeError", "`model_state`", "'teacher'", "`eqx.filter(state, eqx.is_array)`"),
+    "a state of text, to predict": (
+        "TypeError", "`model_state` leaf `value`", "'teacher'",
+        "`eqx.filter(state, eqx.is_array)`",
+    ),
     "optax.adam not called": ("TypeError", "`optimizer`", "`optax.adam`", "`optax.adam(learning_rate)`"),
     "torch optimizer": ("TypeError", "`optimizer`", "PyTorch", "`optax.adamw(learning_rate)`"),
     "list of optimizers": ("TypeError", "`optimizer`", "list", "`optax.chain(...)`"),
