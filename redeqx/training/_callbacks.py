@@ -6,7 +6,7 @@
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -357,12 +357,25 @@ class Callbacks:
 def _check_state(state: Any, name: str) -> None:
     expected, got = "a dict of arrays, and of values that JSON can hold", brief(state)
     if isinstance(state, Mapping):
+        values = {key: value for key, value in state.items() if not isinstance(value, jax.Array | np.ndarray)}
+        others = [key for key in _keys(values) if not isinstance(key, str)]
         try:
-            to_json({key: value for key, value in state.items() if not isinstance(value, jax.Array | np.ndarray)})
-            return
+            to_json(values)
+            if not others:
+                return
+            got = f"the key {brief(others[0])}, of which JSON makes a string"
         except (TypeError, ValueError) as error:
             got = str(error)
     raise TypeError(f"`{name}`: expected {expected}, got {got}. Return a dict, and convert what is in it.")
+
+
+def _keys(value: Any) -> Iterator[Any]:
+    """Yields the keys of all dicts in a value."""
+    if isinstance(value, Mapping):
+        yield from value
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _keys(item)
 
 
 def arrays_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -337,7 +337,9 @@ def test_callback_state_resumes_exactly(step, tmp_path):
     assert (other.loaded, other.n, new.loaded, new.n) == (True, 9, False, 3)
 
 
-@pytest.mark.parametrize(("state", "got"), [([1.0], r"\[1.0\]"), ({"seen": {1}}, "Object of type set")])
+@pytest.mark.parametrize(
+    ("state", "got"), [([1.0], r"\[1.0\]"), ({"n": {1}}, "Object of type set"), ({"n": {1: 2}}, "the key 1")]
+)
 def test_a_callback_state_that_a_checkpoint_cannot_hold_is_named(state, got, tmp_path):
     class Keeps(redeqx.Callback):
         def state(self):
