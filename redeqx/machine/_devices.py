@@ -19,6 +19,7 @@ from jax.experimental import topologies
 from jaxtyping import PyTree
 
 from .._tree import nearest
+from ..errors import check_count
 from ._chips import GPUS, TPUS, Chip, chip_of_kind
 
 # The share of a GPU's memory that is available to programs. CUDA's context and NCCL's buffers take the rest.
@@ -195,8 +196,9 @@ def simulate_devices(n_devices: int) -> None:
     variable `NPROC`, the size of XLA's thread pool, since collectives over more devices than threads deadlock. In a dry run
     the topology sets the number of devices, and this function does nothing.
 
-    Raises RuntimeError if JAX's backends have started already.
+    Raises RuntimeError if JAX's backends have started already, TypeError and ValueError for anything but a positive integer.
     """
+    check_count(n_devices, "n_devices")
     if _dry is not None:
         return
     try:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
@@ -99,6 +100,11 @@ class Program:
             after, values = self.train_step(state, frozen, groups, n_rows)
         finally:
             state.frozen.extend(frozen)
+        if isinstance(values, Tracer):  # the caller would keep them as its state
+            raise ValueError(
+                "`Trainer`: expected its steps outside of functions that JAX traces, got one inside `jax.jit` or another "
+                "transformation. It compiles its own step: call it from plain Python."
+            )
         after.frozen.extend(frozen)
         return after, values
 

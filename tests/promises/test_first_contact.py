@@ -137,6 +137,8 @@ MESSAGES = {
     "a map for two epochs": ("ValueError", "`train_examples`", "a map", "`lambda epoch: ...`"),
     "an iterator for two epochs": ("ValueError", "`train_examples`", "an iterator", "`lambda epoch: ...`"),
     "a generator function": ("TypeError", "`train_examples`", "`()`", "`functools.partial`"),
+    "no simulated devices": ("ValueError", "`n_devices`", "0", "Pass a positive number"),
+    "simulated devices of text": ("TypeError", "`n_devices`", "'8'", "Pass a whole number"),
     "metrics in a list": ("TypeError", "`metrics`", "[0.5]", "Pass a dict"),
     "a number for a metric's name": ("TypeError", "`metrics`", "{3: 0.5}", "Pass a dict"),
     "a path to save to": ("ValueError", "`name`", "'runs/best'", "Pass 'best'"),

@@ -302,6 +302,8 @@ MISTAKES = {
     "a map for two epochs": lambda: fit(examples=map(tuple, EXAMPLES), n_epochs=2),
     "an iterator for two epochs": lambda: fit(examples=iter(np.ones((8, 4))), n_epochs=2),
     "a generator function": lambda: fit(examples=numbers),
+    "no simulated devices": lambda: redeqx.simulate_devices(0),
+    "simulated devices of text": lambda: redeqx.simulate_devices("8"),
     "metrics in a list": lambda: redeqx.Deployer(verbose=False).log_metrics([0.5], 1),
     "a number for a metric's name": lambda: redeqx.Deployer(verbose=False).log_metrics({3: 0.5}, 1),
     "a path to save to": lambda: trainer(FOLDER / "run").save_ckpt("runs/best"),

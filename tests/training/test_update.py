@@ -111,6 +111,15 @@ def test_update_and_resume_inside_fit_raise():
         trainer.fit(DATA, batch_size=8, callbacks=[Resumes()])
 
 
+def test_an_update_inside_a_traced_function_is_refused_and_leaves_the_trainer_as_it_was():
+    trainer = make_trainer()
+    trainer.update(DATA[:8])
+    with pytest.raises(ValueError, match="`Trainer`: expected its steps outside of functions that JAX traces"):
+        jax.jit(lambda: trainer.update(DATA[:8])["loss"])()
+    trainer.update(DATA[:8])
+    assert trainer.step == 2 and np.isfinite(trainer.eval_loss(DATA, batch_size=8))
+
+
 def test_a_refused_fit_inside_a_fit_leaves_it_running():
     class Fits(redeqx.Callback):
         def on_step(self, trainer, metrics):
