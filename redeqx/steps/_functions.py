@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from .._tree import array_leaves, as_bare_shapes, listed, named_leaves
 from ..dims import Inputs, RowUse, row_use, shapes_of_row
-from ..machine import MODEL, SEQUENCE, axes_of, split_heads, split_sorted_rows
+from ..machine import SEQUENCE, axes_of, split_heads, split_sorted_rows
 from ..memory import Loop
 from ..partition import Plan
 from ..tracing import Rule, normal, restricted, variables
@@ -61,7 +61,8 @@ def plan_rules(
 ) -> list[Rule]:
     """Returns the rules that rewrite a function of the trained and then the frozen arrays, in the order in which they apply.
 
-    Weights are gathered first, so that the other rules see plain arrays. These others claim different equations.
+    Weights are gathered first, so that the other rules see plain arrays. These others claim different equations. Which of
+    them change anything on this mesh they say themselves.
 
     **Arguments:**
 
@@ -69,21 +70,21 @@ def plan_rules(
     - `is_differentiated`: whether the function is.
     - `fuse_attention`: whether attention is computed by the platform's kernel.
     """
+    mesh, n_weights = plan.mesh, len(structure.weights)
     splits = [plan.model_dim(name) for name in structure.weights]
-    in_use = [NamedSharding(plan.mesh, plan.spec_in_use(name)) for name in structure.weights]
+    in_use = [NamedSharding(mesh, plan.spec_in_use(name)) for name in structure.weights]
     every = [Shardings(plan.sharding(name), use, name) for name, use in zip(structure.weights, in_use, strict=True)]
-    shardings = [of if of.is_gathered or named else None for of in every]
-    rules: list[Rule] = [DequantiseAtUse()] if structure.is_quantised else []
-    if any(of is not None for of in shardings):
-        rules += [ExchangeLookups(plan.mesh, len(shardings)), GatherAtUse(shardings)]
-    rules.append(SplitRepeated(plan.mesh, len(shardings)))
-    rules.append(FixConvolutions(plan.mesh, is_differentiated))
-    if plan.mesh.shape[SEQUENCE] > 1:
-        rules.append(FixPools(plan.mesh))
-    if plan.mesh.shape[MODEL] > 1:
-        rules.append(Reshard(splits, plan.mesh))
-    rules.append(GroupMatmuls(split_sorted_rows(plan.mesh), splits))
-    return [*rules, FuseAttention(split_heads(plan.mesh))] if fuse_attention else rules
+    rules: list[Rule] = [
+        DequantiseAtUse(),
+        ExchangeLookups(mesh, n_weights),
+        GatherAtUse([of if of.is_gathered or named else None for of in every]),
+        SplitRepeated(mesh, n_weights),
+        FixConvolutions(mesh, is_differentiated),
+        FixPools(mesh),
+        Reshard(splits, mesh),
+        GroupMatmuls(split_sorted_rows(mesh), splits),
+    ]
+    return [*rules, FuseAttention(split_heads(mesh))] if fuse_attention else rules
 
 
 def with_rules(

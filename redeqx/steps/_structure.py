@@ -58,11 +58,6 @@ class Structure:
         """The names of all leaves, in the order in which functions take their arrays as one list: trained, then frozen."""
         return (*self.names[0], *self.names[1])
 
-    @property
-    def is_quantised(self) -> bool:
-        """Whether the model has quantised weights."""
-        return bool(quantised_leaves(self.static))
-
     def take(self, model: PyTree) -> tuple[list[Any], list[Any]]:
         """Returns the trained and the frozen arrays of a model with the same structure."""
         leaves = named_leaves(model)
