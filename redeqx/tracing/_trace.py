@@ -1,6 +1,6 @@
 """Traces a function of a model abstractly, in normal form, and finds which of the model's leaves its outputs depend on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,16 +34,8 @@ class Trace:
         return cls(tuple(named_leaves(arrays)), shapes, normal(jax.make_jaxpr(of_leaves)(shapes, *args)))
 
     def reads(self) -> dict[str, bool]:
-        """Returns, for each leaf, whether the outputs' gradient can depend on it.
-
-        A `while` or `cond` is not analysed: it counts as reading all of its operands.
-        """
+        """Returns, for each leaf, whether the outputs' gradient can depend on it."""
         jaxpr, bits = self.closed.jaxpr, [1 << i for i in range(len(self.closed.jaxpr.invars))]
-        read = union(list(map(flow(self.closed, bits, _with_gradient, union), jaxpr.outvars)))
+        depends = flow(self.closed, bits, lambda eqn, _: [0] if eqn.primitive.name == "stop_gradient" else None, union)
+        read = union(list(map(depends, jaxpr.outvars)))
         return {name: bool(read & bit) for name, bit in zip(self.names, bits, strict=False)}
-
-
-def _with_gradient(eqn: Any, ins: Sequence[int]) -> list[int] | None:
-    if eqn.primitive.name == "stop_gradient":
-        return [0]
-    return [union(ins)] * len(eqn.outvars) if eqn.primitive.name in ("while", "cond") else None
