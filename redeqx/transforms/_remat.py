@@ -144,7 +144,7 @@ def is_product(primitive: Any, *args: Any, **params: Any) -> bool:
     """Whether a primitive is a product, whose outputs are saved. A policy for `jax.checkpoint`.
 
     Complex products are computed again: JAX rounds what a policy saves by `reduce_precision`, which takes no complex dtype
-    (jax 0.10.2; `test_complex_products_in_a_loop` compares).
+    (jax 0.10.2; `test_jax_still_saves_no_complex_products` fails once it does).
     """
     is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in args if hasattr(x, "dtype"))
     return primitive.name in _PRODUCTS and not is_complex

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
 from redeqx.models.bart import Bart, BartConfig
@@ -455,6 +455,14 @@ def test_the_gradient_of_a_table_looked_up_for_all_positions_but_one():
     trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=collate_fn, loss_fn=loss_fn)
     trainer.update(TEXTS[:3])
     np.testing.assert_allclose(model["table"] - np.asarray(trainer.model["table"]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_xla_still_adds_the_gradient_of_padded_lookups():
+    """The error that `SplitPositions` avoids (jax 0.10.2, 2026-11-27). Once this fails, delete its `_uneven`."""
+    table, tags = jnp.ones((8, 8)), jax.random.randint(KEY, (3, 64), 0, 8)
+    gradient = jax.jit(jax.grad(lambda table, tags: table[tags[:, :-1], tags[:, 1:]].sum()))
+    sharding = NamedSharding(redeqx.Deployer(0, n_sequence_shards=4, verbose=False).mesh, P(None, "sequence"))
+    assert not np.allclose(gradient(table, jax.device_put(tags, sharding)), gradient(table, tags), atol=0.5)
 
 
 # --- what the plan says -------------------------------------------------------------------------------------------------

@@ -173,6 +173,17 @@ def test_equal_blocks_become_one_scan(cases):
     check_all({fn.__name__: stacked(fn, weights(n), X, expected=expected) for fn, n, expected in cases})
 
 
+def test_a_scan_carries_what_a_block_passes_on_and_stacks_nothing():
+    """The sum of two embeddings is like a residual addition, but the two are no block's inputs."""
+
+    def fn(ws, x):
+        return jnp.sum(functools.reduce(lambda x, w: x + jnp.tanh(x @ w), ws, jnp.sin(x) + jnp.cos(x)) ** 2)
+
+    traced = jax.make_jaxpr(transformed(fn, [StackBlocks(["any"] * N)]))(weights(), X)
+    (scan,) = (eqn for eqn in equations(traced) if eqn.primitive.name == "scan")
+    assert [var.aval.shape for var in scan.outvars] == [X.shape]
+
+
 def test_constants_are_not_stacked():
     """Other rules must recognise a mask inside the scan, too."""
     traced = check(with_constants, weights(), X, expected=[N])
