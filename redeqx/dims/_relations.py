@@ -7,8 +7,6 @@ A relation takes the names, the equation and its operands, unifies atoms, record
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from ._atoms import Dim, Value, flat, have_common_factors, size_of
 from ._inference import Inference
 from ._lookups import SCATTERS, gather, scatter
@@ -241,8 +239,6 @@ def _unified(names: Inference, ins: Sequence[Value]) -> tuple[Dim, ...]:
 def _reduce(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     """Also a collective over a named axis of `vmap`, which became a dim of each operand."""
     axes, how = eqn.params["axes"], "sum" if eqn.primitive.name in ("reduce_sum", "psum") else "reduce"
-    if not all(isinstance(i, int | np.integer) for i in axes):
-        return names.give_up(eqn, ins)
     for value in ins:
         for i in axes:
             names.mix(how, value.dims[i])
@@ -259,15 +255,11 @@ def _ordered(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 
 
 def _linear_algebra(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    """Decompositions and solves: all dims before the last two are a batch."""
-    batch = [value.dims[:-2] for value in ins if len(value.dims) >= 2]
-    for other in batch[1:]:
-        names.unify_all(batch[0], other)
-    for value in ins:
-        for dim in value.dims[-2:]:
-            names.mix("reduce", dim)
-    n = len(batch[0])
-    return [[*batch[0], *map(names.dim, var.aval.shape[n:])] for var in eqn.outvars]
+    """Decompositions of a matrix: all dims before the last two are a batch."""
+    *batch, rows, columns = ins[0].dims
+    for dim in (rows, columns):
+        names.mix("reduce", dim)
+    return [[*batch, *map(names.dim, var.aval.shape[len(batch) :])] for var in eqn.outvars]
 
 
 def _triangular_solve(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
@@ -428,5 +420,5 @@ _TABLE: dict[str, Relation] = {
         _replaced("window", lambda eqn, dim: eqn.params["window_dimensions"][dim] > 1 or _has_another_size(eqn, dim)),
     ),
     **dict.fromkeys(SCATTERS, scatter),
-    **dict.fromkeys(("cholesky", "lu", "qr", "eigh", "svd", "householder_product", "geqrf"), _linear_algebra),
+    **dict.fromkeys(("cholesky", "lu", "qr", "eigh", "svd"), _linear_algebra),
 }

@@ -180,17 +180,7 @@ def _affine(body: Body, atom: Any, shape: Sequence[int]) -> Affine | None:
     return None if own else select_dims(found, [None] * len(shape))
 
 
-def _product(a: Affine, b: Affine) -> Affine | None:
-    constant, other = (b, a) if a[1:].any() else (a, b)
-    return None if constant[1:].any() else constant[0] * other
-
-
-_ARITHMETIC: Mapping[str, Callable[..., Affine | None]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "neg": np.negative,
-    "mul": _product,
-}
+_ARITHMETIC: Mapping[str, Callable[..., Affine]] = {"add": np.add, "sub": np.subtract, "neg": np.negative}
 
 
 def _affine_from_constant(body: Body, atom: Any) -> Affine | None:

@@ -100,14 +100,12 @@ class Exchanges:
         return self._by_row(sort, x.reshape(*x.shape[:lead], sort.n_shards, -1, *x.shape[lead + 1 :]))
 
     def _look_up(self, sort: SortedRows, x: jax.Array, indices: np.ndarray) -> jax.Array:
-        """Looks up rows that are all on a device's own shard, by indices that are the same for each."""
+        """Looks up rows that are all on a device's own shard, by constant indices."""
         x, lead = self._by_shard(sort, x), len(sort.lead)
         local = indices.reshape(sort.n_shards, -1) - np.arange(sort.n_shards)[:, None] * x.shape[lead + 1]
-        if (local == local[0]).all():
-            n, (repeats, rest) = x.shape[lead + 1], divmod(local.shape[1], x.shape[lead + 1])
-            if not rest and np.array_equal(local[0], np.arange(n * repeats) // repeats):
-                return x if repeats == 1 else jnp.repeat(x, repeats, lead + 1)
-            return jnp.take(x, local[0], lead + 1, mode="clip")
+        repeats, rest = divmod(local.shape[1], x.shape[lead + 1])
+        if not rest and (local == np.arange(local.shape[1]) // repeats).all():  # no gather, whose gradient is a scatter
+            return jnp.repeat(x, repeats, lead + 1)
         fn = jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))
         return (jax.vmap(fn, (0, None)) if lead else fn)(x, jnp.asarray(local))
 

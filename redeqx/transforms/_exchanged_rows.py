@@ -262,8 +262,6 @@ class _Origins:
 def _before_view(eqn: Any, dim: int) -> int | None:
     """Returns the dim of a view's operand that is this dim of its output; None if there is none."""
     name, params = eqn.primitive.name, eqn.params
-    if name == "optimization_barrier":
-        return dim
     if name in ("stack", "concatenate"):  # equal stacks of several layers
         axis = params.get("axis", params.get("dimension"))
         return None if dim == axis else dim - (name == "stack" and dim > axis)

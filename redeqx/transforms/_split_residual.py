@@ -31,6 +31,7 @@ from ..dims import REDUCTIONS, VIEWS, Inputs, Positions, Related, is_elementwise
 from ..machine import MODEL, SEQUENCE
 from ..partition import Plan, inputs_of, values_by
 from ..tracing import (
+    BY_WEIGHT,
     REMATS,
     Body,
     Env,
@@ -51,7 +52,6 @@ from ._exchanged_rows import chosen_exchanges
 # Equations that, besides elementwise ones, leave the split of positions to XLA. Attention has a sharding of its own, and a
 # reduction over positions needs no more than a sum over the shards.
 _LEFT = {"attention", "attention_gradient", "optimization_barrier", "stack", "argmax", "argmin", *REDUCTIONS}
-_PRODUCTS = {"dot_general", "conv_general_dilated"}
 # Those that leave it to XLA if their output has all positions of the operand.
 _REARRANGED = {*VIEWS, "concatenate", "pad", "split"}
 
@@ -172,7 +172,7 @@ class _Search:
             name = eqn.primitive.name
             if eqn in self.exchanged:
                 continue
-            if name in _PRODUCTS:
+            if name in BY_WEIGHT:
                 self.visit_product(eqn)
             elif name == "scan" and eqn not in self.loops:
                 self.visit_loop(eqn)
@@ -305,7 +305,7 @@ class _Arrange(Rule):
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         before, after = self.residual.operands.get(eqn, {}), self.residual.outputs.get(eqn, {})
         ins = [self.arrange(x, before[i]) if i in before else x for i, x in enumerate(ins)]
-        is_sum = eqn.primitive.name in {*_PRODUCTS, "gather"}
+        is_sum = eqn.primitive.name in {*BY_WEIGHT, "gather"}
         outs = site.rest(eqn, ins)
         return [self.arrange(x, after[i], is_sum=is_sum) if i in after else x for i, x in enumerate(outs)]
 
