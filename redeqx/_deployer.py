@@ -23,7 +23,6 @@ from .data import BatchSize, n_slices
 from .distributed import Peers, Preemption, Timeouts, Watch, agree_on_program, start
 from .errors import (
     REDCO_DEPLOYER,
-    FilteredTraceback,
     RedcoNames,
     check_count,
     check_folder,
@@ -49,7 +48,7 @@ from .machine import (
 from .monitor import RECORDS, Console, ProgressLine, Tracker, to_json
 from .optimizers import lr_schedule
 from .partition import Overrides, Plan
-from .steps import Compute, Precision, Structure, Sums, plan_model, stream_dtype, stream_key, trace_loss
+from .steps import Compute, Precision, Structure, Sums, plan_model, stream_dtype, stream_key
 from .storage import Location, Staging, StorePath, explained, location, make_subfolder, write_file
 from .tracing import leak
 
@@ -275,7 +274,7 @@ class Deployer(RedcoNames):
         large leaf that no axis splits.
         """
         check_model(model)
-        compute_dtype = Compute.of(compute).dtype
+        precision = Compute.of(compute).precision
         if isinstance(loss_fn, Mapping):
             raise TypeError(
                 "`loss_fn`: expected a function of `(model, batch, key)`, got a dict. Specs have a name: `overrides=...`."
@@ -286,16 +285,9 @@ class Deployer(RedcoNames):
         if loss_fn is None:
             return plan_model(model, self.mesh, None, overrides)
         check_model_function(loss_fn, "loss_fn", has_state=False)
-        own_fn = with_batch_note(loss_fn, "loss_fn")
-
-        def cast_fn(model: PyTree, batch: PyTree, key: PRNGKeyArray) -> Any:
-            structure = Structure.of(model)
-            return own_fn(structure.put(*structure.take(model), compute_dtype=compute_dtype), batch, key)
-
-        with FilteredTraceback():
-            trace = trace_loss(cast_fn, model, batch)
-        row_use = Sums(Structure.of(model), cast_fn).row_use_of(model, None, batch)
-        return plan_model(model, self.mesh, trace, overrides, row_use=row_use)
+        sums = Sums(Structure.of(model), with_batch_note(loss_fn, "loss_fn"), precision=precision)
+        trace = sums.trace(model, None, batch)
+        return plan_model(model, self.mesh, trace, overrides, row_use=sums.row_use_of(model, None, batch))
 
     @filter_traceback
     def init(self, make_model: Callable[[], ModelT], plan: Plan | None = None) -> ModelT:

@@ -13,7 +13,7 @@ from ._functions import (
     weak_types as weak_types,
     with_weak_types as with_weak_types,
 )
-from ._loss import Loss as Loss, as_sums as as_sums, n_rows as n_rows, trace_loss as trace_loss
+from ._loss import Loss as Loss, as_sums as as_sums, n_rows as n_rows
 from ._micro_batches import accumulate as accumulate, number_rows as number_rows, row_span as row_span
 from ._plans import plan_model as plan_model, plan_prediction as plan_prediction
 from ._precision import (

@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
@@ -16,7 +17,7 @@ from ..dims import Inputs, RowUse, row_use, shapes_of_row
 from ..machine import SEQUENCE, axes_of, split_heads, split_sorted_rows
 from ..memory import Loop
 from ..partition import Plan
-from ..tracing import Rule, normal, restricted, variables
+from ..tracing import Rule, Trace, normal, restricted, variables
 from ..transforms import (
     CheckpointBlocks,
     DequantiseAtUse,
@@ -218,6 +219,16 @@ class Sums:
         key = jax.eval_shape(lambda: jax.random.key(0))
         return self.row_use([*trained, *frozen], state, batch, key, inference=inference)
 
+    def trace(self, model: PyTree, state: PyTree, batch: PyTree) -> Trace:
+        """Traces the total of the loss for the shapes of a batch, for a model in one piece."""
+        loss = self.loss(inference=False)
+
+        def total(model: PyTree, batch: PyTree, key: Any) -> Any:
+            trained, frozen = self.structure.take(model)
+            return loss([*trained, *frozen], jax.tree.map(_any_value, state), batch, key)[0][0]
+
+        return Trace.of(total, model, batch, jax.eval_shape(lambda: jax.random.key(0)))
+
     def _call(
         self,
         fn: Callable[..., Any],
@@ -236,6 +247,11 @@ class Sums:
         given = jax.tree.map(lambda x: x, state)  # a copy: `state.set` makes the object that it is called on unusable
         out, after = _pair(fn(model, given, batch, key), where, "(loss, state)", ", as `model_state` was given")
         return out, state if inference else _checked_state(after, state, where)
+
+
+def _any_value(leaf: Any) -> Any:
+    """Returns a JAX array of the trace for a shape or a NumPy array, as in a dry run: NumPy would compute outside of it."""
+    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) else leaf
 
 
 def _reads_changed_state(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTree, key: Any) -> bool:

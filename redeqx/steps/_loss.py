@@ -1,18 +1,16 @@
-"""The loss: a total and the weight that divides it, checked and traced.
+"""The loss: a total and the weight that divides it, checked.
 
 Totals and weights are summed over rows, devices and micro-batches, and divided once. So no result depends on how the work is
 partitioned.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
-
-from ..tracing import Trace
 
 
 def _by_name(metrics: Any) -> Mapping[str, Any]:
@@ -100,12 +98,3 @@ def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Arra
 def n_rows(batch: PyTree) -> int:
     """Returns the number of rows of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]
-
-
-def trace_loss(loss_fn: Callable[[PyTree, PyTree, Any], Any], model: PyTree, batch: PyTree) -> Trace:
-    """Traces the total of `loss_fn(model, batch, key)` for the shapes of a model and a batch."""
-
-    def total(model: PyTree, batch: PyTree, key: Any) -> Any:
-        return as_sums(loss_fn(model, batch, key), n_rows(batch))[0]
-
-    return Trace.of(total, model, batch, jax.eval_shape(lambda: jax.random.key(0)))

@@ -7,8 +7,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
@@ -73,13 +71,7 @@ class Task:
             by_name = dict(zip(self.structure.weights, weights, strict=True))
             closed = restricted(traced, traced.jaxpr.outvars[:1], [*map(by_name.__getitem__, names), *rest])
             return Trace(names, tuple(shapes_in(closed)[: len(names)]), closed)
-        loss = self.sums.loss(inference=False)
-
-        def total(model: PyTree, batch: PyTree, key: Any) -> Any:
-            trained, frozen = self.structure.take(model)
-            return loss([*trained, *frozen], jax.tree.map(_any_value, state), batch, key)[0][0]
-
-        return Trace.of(total, model, batch, jax.eval_shape(lambda: jax.random.key(0)))
+        return self.sums.trace(model, state, batch)
 
     def row_use(self, model: PyTree, state: PyTree, batch: PyTree, *, inference: bool = False) -> RowUse:
         """Returns what the loss does with the rows of a batch, for its shapes."""
@@ -170,8 +162,3 @@ class Task:
     def sums(self) -> Sums:
         """The user's functions as sums over rows."""
         return Sums(self.structure, self.loss_fn, self.has_state, self.compute.precision, self.grad_fn, self.uses)
-
-
-def _any_value(leaf: Any) -> Any:
-    """Returns a JAX array of the trace for a shape or a NumPy array, as in a dry run: NumPy would compute outside of it."""
-    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) else leaf
