@@ -1,6 +1,6 @@
 """The train, eval and predict steps: one jitted program each, for every mesh.
 
-An update reads from top to bottom in `TrainStep.__call__`: its micro-batches, the gradient, the values, the update.
+An update reads from top to bottom in `TrainStep.step_fn`: its micro-batches, the gradient, the values, the update.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -77,14 +77,10 @@ class TrainStep:
 
         - `options`: for the compiler.
         """
-
-        def step_fn(state: TrainState, frozen: list[Array], groups: Sequence[PyTree], n_rows: Array) -> Any:
-            return self(state, frozen, groups, n_rows)
-
         out = (self.shardings, replicated(self.functions.plan.mesh))
-        return jax.jit(step_fn, donate_argnums=0, out_shardings=out, compiler_options=dict(options or {}))
+        return jax.jit(self.step_fn, donate_argnums=0, out_shardings=out, compiler_options=dict(options or {}))
 
-    def __call__(self, state: TrainState, frozen: list[Array], groups: Sequence[PyTree], n_rows: Array) -> Any:
+    def step_fn(self, state: TrainState, frozen: list[Array], groups: Sequence[PyTree], n_rows: Array) -> Any:
         """Returns the state after an update, and its metrics and then the weight of the loss as one vector.
 
         **Arguments:**
@@ -245,14 +241,10 @@ class EvalStep:
 
     def jitted(self, options: Options | None = None) -> Callable[..., Any]:
         """Returns the compiled function."""
-
-        def eval_fn(trained, frozen, layers, stream, span, groups):
-            return self(trained, frozen, layers, stream, span, groups)
-
         out = replicated(self.functions.plan.mesh)
-        return jax.jit(eval_fn, out_shardings=out, compiler_options=dict(options or {}))
+        return jax.jit(self.eval_fn, out_shardings=out, compiler_options=dict(options or {}))
 
-    def __call__(
+    def eval_fn(
         self,
         trained: list[Array],
         frozen: list[Array],
