@@ -50,7 +50,7 @@ from .steps import (
     with_weak_types,
 )
 from .storage import Location
-from .training import Engine, captured, check_captured, compiling
+from .training import Engine, Signatures
 
 
 class Predictor(RedcoNames):
@@ -106,7 +106,7 @@ class Predictor(RedcoNames):
             plan.check(model)
         self._plan = None if plan is None else plan.on(deployer.mesh)
         self._step: tuple[Any, Structure, Callable[..., Any]] | None = None
-        self._compiled: dict[Any, list[jax.Array]] = {}  # what each compiled step captured, by the signature of its batch
+        self._called = Signatures(deployer, "predict step", "pred_fn")
         self._placed: tuple[PyTree, PyTree] | None = None
         self._read: Callable[[Plan], PyTree] | None = None  # reads the model, of which `_model` has the shapes
         self._engine: Engine | None = None  # of the Trainer whose model this is
@@ -231,7 +231,9 @@ class Predictor(RedcoNames):
                     model, state, plan = self._resolve(model, batch)
                     structure, step = self._get_step(model, state, plan)
                     arrays = (*structure.take(model), jax.tree.leaves(state))
-                outputs = self._call(step, (*arrays, batch, key, row_span(start, n)))
+                signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(batch))
+                line, args = self._deployer.console.progress(title="predict"), (*arrays, batch, key, row_span(start, n))
+                outputs = self._called.call(step, args, signature, line)
                 self._deployer.watch.beat()
                 jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
                 pending.append((n_rows, outputs))
@@ -270,23 +272,11 @@ class Predictor(RedcoNames):
         batch = pad_rows(collate(self._collate_fn, list(examples[:batch_size])), batch_size)
         batch = jax.tree.map(lambda x: placed_shape(x, split_rows(mesh)), batch)
         structure = Structure.of(model)
-        predict = self._prediction(structure, program.layers_treedef if program.state.layers else None)
+        predict = self._prediction(structure, program.model_state(program.state))
         step = self._make_step(structure, program.plan, predict, named=True)
         key = placed_shape(jax.eval_shape(lambda: jax.random.key(0)), replicated(mesh))
         span = jax.ShapeDtypeStruct((2,), np.uint32)
         return step.trace(*placed_shapes(structure, model, program.plan), program.state.layers, batch, key, span)
-
-    def _call(self, step: Callable[..., Any], args: tuple[Any, ...]) -> PyTree:
-        """Calls the jitted step; shows when it has to compile first."""
-        signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args[3]))
-        if signature in self._compiled:
-            check_captured(self._compiled[signature], "pred_fn")
-            return step(*args)
-        line, is_another = self._deployer.console.progress(title="predict"), bool(self._compiled)
-        with line, compiling(self._deployer, "predict step", step, args, line, is_another=is_another):
-            outputs = step(*args)
-        self._compiled[signature] = captured(step, args)
-        return outputs
 
     def _unbatch(self, n_rows: int, outputs: PyTree) -> list[Any]:
         listed = self._output_fn(jax.tree.map(lambda x: _on_host(x)[:n_rows], outputs))
@@ -315,9 +305,8 @@ class Predictor(RedcoNames):
 
     def _make_plan(self, model: PyTree, state: PyTree, batch: PyTree) -> Plan:
         """Returns the plan of a model, by the trace of `pred_fn` for the shapes of a batch."""
-        check_model_function(self._pred_fn, "pred_fn", has_state=state is not None)
-        structure, treedef = Structure.of(model), None if state is None else jax.tree.structure(state)
-        predict = self._prediction(structure, treedef)
+        structure = Structure.of(model)
+        predict = self._prediction(structure, state)
         return plan_prediction(model, self._deployer.mesh, structure, predict, jax.tree.leaves(state), batch)
 
     def _placed_state(self) -> PyTree:
@@ -346,15 +335,13 @@ class Predictor(RedcoNames):
         splits = [(name, effective_specs(plan, name)) for name in plan.leaves]
         signature = jax.tree.structure(arrays), jax.tree.leaves(static), plan.mesh, splits
         if self._step is None or self._step[0] != signature:
-            check_model_function(self._pred_fn, "pred_fn", has_state=state is not None)
             structure = Structure.of(model)
-            treedef = None if state is None else jax.tree.structure(state)
-            step = self._make_step(structure, plan, self._prediction(structure, treedef))
-            self._step = (signature, structure, step)
-            self._compiled.clear()
+            self._step = signature, structure, self._make_step(structure, plan, self._prediction(structure, state))
         return self._step[1], self._step[2]
 
-    def _prediction(self, structure: Structure, treedef: Any) -> Callable[..., PyTree]:
+    def _prediction(self, structure: Structure, state: PyTree) -> Callable[..., PyTree]:
+        check_model_function(self._pred_fn, "pred_fn", has_state=state is not None)
+        treedef = None if state is None else jax.tree.structure(state)
         return prediction(structure, self._pred_fn, treedef, self._compute.dtype)
 
     def _make_step(

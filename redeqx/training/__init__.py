@@ -10,7 +10,7 @@ from ._callbacks import (
     Profile as Profile,
 )
 from ._checkpointer import Checkpointer as Checkpointer
-from ._compilation import captured as captured, check_captured as check_captured, compiling as compiling
+from ._compilation import Signatures as Signatures
 from ._engine import Engine as Engine
 from ._fit import Fit as Fit, FitOptions as FitOptions, with_options as with_options
 from ._loops import (

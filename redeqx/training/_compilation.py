@@ -37,12 +37,13 @@ class CalledSteps:
     **Attributes:**
 
     - `train`: the train steps; the engine empties it when it takes another.
+    - `evaluated`: the signatures of the eval step.
     """
 
     def __init__(self, deployer: Deployer):
         self.train: dict[Any, CalledStep] = {}
+        self.evaluated = Signatures(deployer, "eval step", "loss_fn")
         self._deployer = deployer
-        self._evaluated: tuple[Any, dict[Any, list[jax.Array]]] = None, {}  # the eval step, and what it captured
         self._ahead: Compilation | None = None
         self._unchecked: SavedPrograms | None = deployer.saved_programs
 
@@ -89,17 +90,37 @@ class CalledSteps:
         self.train[batch.signature] = called
         return called, outs
 
-    def call_eval(self, step: Any, args: tuple[Any, ...], signature: Any, line: ProgressLine) -> Any:
-        """Calls an eval step; returns its results."""
-        if self._evaluated[0] is not step:
-            self._evaluated = step, {}
-        known = self._evaluated[1]
-        if signature in known:
-            check_captured(known[signature], "loss_fn")
+
+class Signatures:
+    """The signatures of batches for which a jitted step has been called.
+
+    **Arguments:**
+
+    - `name`: of the step, as it is shown.
+    - `fn`: the name of the user's function that it computes.
+    """
+
+    def __init__(self, deployer: Deployer, name: str, fn: str):
+        self._deployer, self._name, self._fn = deployer, name, fn
+        self._step: Any = None
+        self._captured: dict[Any, list[jax.Array]] = {}  # what the step has captured, by signature
+
+    def call(self, step: Any, args: tuple[Any, ...], signature: Any, line: AbstractContextManager[ProgressLine]) -> Any:
+        """Calls a step, which may be another than before; returns its results.
+
+        **Arguments:**
+
+        - `line`: a context with the line that shows the compilation, if the signature is new.
+        """
+        if self._step is not step:
+            self._step, self._captured = step, {}
+        if signature in self._captured:
+            check_captured(self._captured[signature], self._fn)
             return step(*args)
-        with compiling(self._deployer, "eval step", step, args, line, is_another=bool(known)):
+        is_another = bool(self._captured)
+        with line as shown, compiling(self._deployer, self._name, step, args, shown, is_another=is_another):
             outs = step(*args)
-        known[signature] = captured(step, args)
+        self._captured[signature] = captured(step, args)
         return outs
 
 

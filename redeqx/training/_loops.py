@@ -125,7 +125,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
                 given = None if model is None else place(model, program.plan)
                 weights = (program.eval_trained(state), state.frozen) if given is None else task.structure.take(given)
             args = (*weights, state.layers, state.stream, row_span(n_rows, size_of(examples)), batch.groups)
-            vector = engine.called.call_eval(program.eval_step, args, batch.signature, line)
+            vector = engine.called.evaluated.call(program.eval_step, args, batch.signature, nullcontext(line))
             n_rows += batch.n_examples
             deployer.watch.beat()
             vector.copy_to_host_async()
