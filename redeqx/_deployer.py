@@ -85,23 +85,8 @@ class Deployer(RedcoNames):
     - `compiler`: `redeqx.Compiler`: where compiled programs are kept, and XLA's settings.
 
     Each step's metrics are recorded in `workdir/metrics.jsonl`, which a rerun of a `fit` reproduces byte for byte (as does a
-    loop of `update` that begins with `resume`), in TensorBoard and by the loggers. They are `loss`; `grad_norm`, the norm of
-    the gradient that the optimizer receives; `learning_rate`, with `Trainer(lr_schedule_fn=)` or `optax.inject_hyperparams`;
-    and those of `Loss.metrics`. Metrics of evaluations have the prefix `eval_` there. From the second step on, at most once
-    a second, the speed of the newest steps is recorded too, in `workdir/speed.jsonl` instead of `metrics.jsonl`:
-
-    - `examples_per_second`; `tokens_per_second`, if the batch has an integer array `[rows, seq]`: its elements, including
-        padding. Compilation, evaluation and saving do not count.
-    - `model_flops_per_second`: FLOPs of one device in matmuls, convolutions and attention, forward and backward, counted on
-        the trace; recomputation and keys that a causal mask or a window excludes do not count.
-    - `mfu`: model FLOPs utilization, the share (0 to 1) of the chip's published rate for these dtypes; left out for chips
-        with an unknown rate, such as CPUs.
-    - `peak_memory_bytes`: the largest memory use of a device so far, if it reports this.
-    - `data_wait`: the share (0 to 1) of the time that the loop waited for a batch.
-    - `goodput`: the share (0 to 1) of the run's time that went into steps which count; `seconds_CAUSE`: its time by cause,
-        also of earlier processes: `steps`, `starting`, `compiling`, `data`, `evaluating`, `saving`, `lost` (steps that were
-        taken again after a kill), `stalled` (from the last record of a killed process to the next Deployer), `other`;
-        `unix_time`: when this was recorded.
+    loop of `update` that begins with `resume`), in TensorBoard and by the loggers; their speed in `workdir/speed.jsonl`. The
+    page "When it is slow" lists what is recorded.
 
     In a dry run (`python -m redeqx dry-run`) the devices are those of the described machine, `is_dry_run` is True, and
     nothing is written or tracked.
