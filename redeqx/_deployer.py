@@ -134,10 +134,8 @@ class Deployer(RedcoNames):
         if workdir is not None:
             check_folder(workdir, "workdir", optional=True)
             folder = location(workdir, "workdir")
-        described = dry()
-        if described is not None:
-            peers = Peers()
-        else:
+        described, peers = dry(), Peers()
+        if described is None:
             peers = start(
                 n_processes, host0_address, host0_port, process_id, n_local_devices,
                 heartbeat=timeouts.heartbeat, timeout=timeouts.start,
@@ -146,29 +144,24 @@ class Deployer(RedcoNames):
         # With different XLA settings, processes would compile different collectives and wait for each other.
         _agree(peers, {"jax_seed": jax_seed, **shards, "compiler.settings": str(compiler.settings), "workdir": workdir})
         mesh = make_mesh(**shards, devices=None if described is None else described.machine.devices)
-        staging = None
         if described is not None:
             cache, saved = None, described.options.get("save")
-            console = Console(None, verbose=verbose)
+            console, staging = Console(None, verbose=verbose), None
         else:
             cache = start_cache(compiler.cache, mesh.devices.flat[0].platform)
             saved = SavedPrograms.read(cache_folder())
             if saved is not None:
                 saved.check_environment(program_environment(mesh))
             console, staging = _make_console(folder, peers, mesh, verbose=verbose, loggers=loggers)
-        watch, preemption = Watch(peers, timeouts.hang), Preemption(peers)
-        is_dry_run = described is not None
-        if folder is not None and not is_dry_run:
-            preemption.guard()
-        self.peers, self.console, self.watch, self.preemption = peers, console, watch, preemption
-        self.compiler, self.cache_text, self.saved_programs = compiler, cache, saved
+        self.peers, self.watch, self.preemption = peers, Watch(peers, timeouts.hang), Preemption(peers)
+        if folder is not None and described is None:
+            self.preemption.guard()
+        self.console, self.compiler, self.cache_text, self.saved_programs = console, compiler, cache, saved
         self.n_keys = self.n_passes = 0
-        self._mesh, self._workdir, self._jax_seed, self._is_dry_run, self._staging = (
-            mesh, folder, jax_seed, is_dry_run, staging
-        )  # fmt: skip
+        self._mesh, self._workdir, self._staging = mesh, folder, staging
+        self._jax_seed, self._is_dry_run = jax_seed, described is not None
         self._recorders: dict[str | None, Callable[[], Any]] = {}  # the trainer of each name that records
         self._former_recorders: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._begun: set[str | None] = set()  # the trainers, by name, whose records of an earlier process were rewound
 
     @property
     def mesh(self) -> Mesh:
@@ -448,13 +441,7 @@ class Deployer(RedcoNames):
 
         - `name`: of a trainer that has one: images and texts are kept. The rows of other trainers with a name always are.
         """
-        if name not in self._begun:
-            self._begun.add(name)
-            self.console.records.rewind(step, name)
-
-    def forget_records(self, name: str | None = None) -> None:
-        """Lets `begin_records` act again, for a run that restarts from an earlier step."""
-        self._begun.discard(name)
+        self.console.records.rewind_once(step, name)
 
     def claim_records(self, engine: Any) -> None:
         """Lets a trainer's engine record its steps from now on; another one of its name may follow it.

@@ -519,8 +519,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         if not self.deployer.is_dry_run:
             self._checkpointer.resume()
             engine.hyperparams.begin_run()
-            engine.deployer.forget_records(engine.name)  # of later steps, if this process has taken any
-            engine.deployer.begin_records(engine.step, engine.name)
+            engine.records.rewind(engine.step, engine.name)  # also if this process has taken later steps
         return engine.step
 
     # --- whole runs --------------------------------------------------------------------------------------------------

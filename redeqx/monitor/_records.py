@@ -49,6 +49,7 @@ class Records:
         self.is_kept: bool = bool(self._objects or self._files or self._deliveries)
         weakref.finalize(self, _request_close, self._deliveries).atexit = False
         self._step = 0  # the step of the newest metrics
+        self._rewound: set[str | None] = set()  # the names of the trainers whose earlier records were rewound
         self._has_timed = False  # whether this process has recorded times
         self._has_warned = False  # of a medium that cannot be written
 
@@ -166,6 +167,11 @@ class Records:
             if delivery.is_new:
                 delivery.medium(MediaFile("plan", self._step, explain_plan()))
 
+    def rewind_once(self, step: int, name: str | None = None) -> None:
+        """Calls `rewind`, unless this process has called it for a trainer of this name."""
+        if name not in self._rewound:
+            self.rewind(step, name)
+
     def rewind(self, step: int, name: str | None = None) -> None:
         """Deletes what was recorded after `step`, for a run that resumes from there.
 
@@ -175,6 +181,7 @@ class Records:
 
         Rows of other trainers that have a name are kept, unless -1 deletes all.
         """
+        self._rewound.add(name)
         if not self._is_main:
             return
         self._step = max(step, 0)
