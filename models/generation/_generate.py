@@ -250,7 +250,7 @@ def _request(
     except ValueError as error:
         raise generation.with_source(error, keys) from None
     rules = Options(**options, eos=eos, pad=NO_TOKEN if is_ragged else pad, n_given=n_given, has_encoder=is_encoder_decoder)
-    if rules.needs_source and not _are_tokens(ids):
+    if rules.needs_source and not _is_of_tokens(ids):
         name = "encoder_repetition_penalty" if rules.encoder_repetition_penalty != 1 else "encoder_no_repeat_ngram_size"
         raise ValueError(f"`{name}`: expected none, since the inputs are no tokens, got {options[name]}. Leave it out.")
     mask = None if mask is None else jnp.asarray(mask, bool)
@@ -268,7 +268,7 @@ def _checked(inputs: Any, mask: Any, *, is_encoder_decoder: bool) -> tuple[Array
     if isinstance(inputs, str) or (not hasattr(inputs, "shape") and np.asarray(inputs).dtype.kind not in "biuf"):
         raise TypeError(f"`inputs`: expected an array of token ids, got {brief(inputs)}. Pass what the tokenizer returns.")
     ids = jnp.asarray(inputs)
-    if ids.ndim < 2 or ids.size == 0 or not (_are_tokens(ids) or is_encoder_decoder):
+    if ids.ndim < 2 or ids.size == 0 or not (_is_of_tokens(ids) or is_encoder_decoder):
         wanted = "a batch of inputs of the encoder" if is_encoder_decoder else "token ids of shape (batch, prompt)"
         raise ValueError(
             f"`inputs`: expected {wanted}, got {ids.dtype} {ids.shape}. Pass at least one row, and one token each."
@@ -284,7 +284,7 @@ def _checked(inputs: Any, mask: Any, *, is_encoder_decoder: bool) -> tuple[Array
     return ids, mask
 
 
-def _are_tokens(ids: Array) -> bool:
+def _is_of_tokens(ids: Array) -> bool:
     return ids.ndim == 2 and jnp.issubdtype(ids.dtype, jnp.integer)
 
 

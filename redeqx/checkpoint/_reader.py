@@ -17,7 +17,7 @@ from .._tree import MOST_LISTED, array_leaves, is_array_like, is_key, listed, ma
 from ..errors import brief, brief_name, is_plain, load_json
 from ..storage import Location, View, fetch
 from ._safetensors import is_float, open_tensors
-from ._shards import stored
+from ._shards import shape_in_file
 
 INDEX = ".safetensors.index.json"
 
@@ -162,14 +162,14 @@ def _mismatches(source: TensorReader, wanted: Mapping[str, Any]) -> list[str]:
         return nearest(name, others) if len(lines) < MOST_LISTED else ""
 
     for name in missing:
-        shape, dtype = stored(wanted[name])
+        shape, dtype = shape_in_file(wanted[name])
         lines.append(f"`{name}`: expected {dtype} {shape}, got none.{hint(name, shown)}")
     for name, label in zip(extra, shown, strict=True):
         found = there[name]
         lines.append(f"`{label}`: expected no tensor of this name, got {found.dtype} {found.shape}.{hint(label, missing)}")
     for name, leaf in wanted.items():
         if name in there:
-            (shape, dtype), found = stored(leaf), there[name]
+            (shape, dtype), found = shape_in_file(leaf), there[name]
             if shape != found.shape or not _fits(found.dtype, dtype):
                 lines.append(f"`{name}`: expected {dtype} {shape}, got {found.dtype} {found.shape}.")
     return lines
@@ -208,7 +208,7 @@ def load_tree(
     def restore(name: str, leaf: Any) -> Any:
         if not is_array_like(leaf):
             return leaf
-        shape, dtype = stored(leaf)
+        shape, dtype = shape_in_file(leaf)
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return source.read(name).astype(dtype, copy=False)
         sharding = leaf.sharding if shardings is None else shardings(name)

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import brief, brief_name, damaged, is_size, parse_json
 from ..storage import Location, StoredArray, StorePath, View, read_chunks, write_new
-from ._shards import as_stored, held, stored
+from ._shards import as_stored, held, shape_in_file
 
 # Every dtype of safetensors that NumPy supports, except the packed ones of 4 and 6 bits.
 DTYPES: dict[str, np.dtype] = {
@@ -92,7 +92,7 @@ def header_of(
     for name, leaf in leaves.items():
         if name == "__metadata__":
             raise ValueError("`__metadata__`: expected another name, got the one that safetensors keeps. Rename it.")
-        shape, dtype = stored(leaf)
+        shape, dtype = shape_in_file(leaf)
         dtype = np.dtype(float_dtype if float_dtype is not None and is_float(dtype) else dtype)
         if dtype not in _CODES:
             known = ", ".join(map(str, _CODES))

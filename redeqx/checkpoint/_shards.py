@@ -60,7 +60,7 @@ def as_stored(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
-def stored(leaf: Any) -> tuple[tuple[int, ...], Any]:
+def shape_in_file(leaf: Any) -> tuple[tuple[int, ...], Any]:
     """Returns the shape and dtype of a leaf in a file."""
     leaf = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
     return tuple(leaf.shape), leaf.dtype
@@ -139,7 +139,7 @@ def held(stored: jax.Array) -> Block:
 
 def _n_bytes(leaf: Any) -> int:
     """Returns the bytes of an array in a file."""
-    shape, dtype = stored(leaf)
+    shape, dtype = shape_in_file(leaf)
     return math.prod(shape) * dtype.itemsize
 
 

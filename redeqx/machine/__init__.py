@@ -19,7 +19,7 @@ from ._compiler import (
     XLA_CACHES as XLA_CACHES,
     CacheUse as CacheUse,
     Compiler as Compiler,
-    Options as Options,
+    XlaOptions as XlaOptions,
     XlaSettings as XlaSettings,
     cache_folder as cache_folder,
     cache_use as cache_use,

@@ -30,7 +30,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.extend.backend import get_backend
 from jax.sharding import Mesh, SingleDeviceSharding
 
-Options = Mapping[str, bool | int | float | str]
+XlaOptions = Mapping[str, bool | int | float | str]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Compiler:
     """
 
     cache: bool | str | Path | None = True
-    settings: Options | str | None = "auto"
+    settings: XlaOptions | str | None = "auto"
 
     def __post_init__(self) -> None:
         if self.cache is not None and not isinstance(self.cache, bool | str | os.PathLike):
@@ -142,7 +142,7 @@ class XlaSettings:
         return ", ".join(texts)
 
 
-def xla_settings(mesh: Mesh, given: Options | str | None, harmful: Collection[str] = ()) -> XlaSettings:
+def xla_settings(mesh: Mesh, given: XlaOptions | str | None, harmful: Collection[str] = ()) -> XlaSettings:
     """Returns the settings for steps on a mesh.
 
     **Arguments:**

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from .._tree import PyTree, is_key, named_leaves
 from ..compiled import argument_text
-from ..machine import Options, in_host, replicated
+from ..machine import XlaOptions, in_host, replicated
 from ..memory import Loop
 from ..optimizers import Update, check_opt_state, eval_params, has_eval_params
 from ..partition import Plan, shardings_like, using_kinds
@@ -160,7 +160,7 @@ def make_program(
     lr_schedule_fn: Callable[[Any], Any] | None,
     skips: bool = False,
     n_parts: int = 1,
-    options: Options | None = None,
+    options: XlaOptions | None = None,
     update: Update | None = None,
 ) -> Program:
     """Returns the program of a model and its state, given as arrays or shapes.

@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 
 from .._tree import is_array_like, is_key, named_leaves
 from ..dims import RowUse, row_use
-from ..machine import Options, is_in_host, replicated, split_rows
+from ..machine import XlaOptions, is_in_host, replicated, split_rows
 from ..optimizers import Update, ascent, injected_rate, n_updates
 from ..partition import Plan
 from ..transforms import Rows, by_row
@@ -30,7 +30,7 @@ UNMOVED = "share of updates that rounding loses"  # computed for 16-bit paramete
 _TRAIN, _EVAL, _ROUND = 0, 1, 2
 
 
-class _Batch(NamedTuple):
+class _MicroBatches(NamedTuple):
     """The micro-batches of an update, the `Rows` of all of them, and whether there is only one."""
 
     groups: Sequence[Part]
@@ -38,7 +38,7 @@ class _Batch(NamedTuple):
     is_only: bool
 
 
-class _Sums(NamedTuple):
+class _Totals(NamedTuple):
     """Sums over the rows of an update: gradients by trained leaf, and metrics as pairs of a total and its weight."""
 
     grads: list[Array]
@@ -70,7 +70,7 @@ class TrainStep:
     n_parts: int = 1
     metric_names: list[str] = field(default_factory=list)
 
-    def jitted(self, options: Options | None = None) -> Callable[..., Any]:
+    def jitted(self, options: XlaOptions | None = None) -> Callable[..., Any]:
         """Returns the compiled function. It donates the state, which has no frozen leaves.
 
         **Arguments:**
@@ -118,7 +118,9 @@ class TrainStep:
         after = replace(after, opt_state=opt_state, counts=jnp.stack([step + 1, n_skipped]), stream=state.stream)
         return after, jnp.stack([*values.values(), sums.weight])
 
-    def _batch(self, state: TrainState, frozen: list[Array], groups: Sequence[PyTree], n_rows: Array, key: Array) -> _Batch:
+    def _batch(
+        self, state: TrainState, frozen: list[Array], groups: Sequence[PyTree], n_rows: Array, key: Array
+    ) -> _MicroBatches:
         """Returns the micro-batches with the numbers of their rows, and the values of the whole batch that they need."""
         parts, every = number_rows(groups), Rows(jnp.zeros(0, jnp.uint32), n_rows, n_rows)
         is_only = self.n_parts == 1 and len(parts) == len(parts[0].numbers) == 1
@@ -126,9 +128,11 @@ class TrainStep:
             weights, layers = [*state.trained, *frozen], jax.tree.unflatten(self.layers_treedef, state.layers)
             parts, every, n_together = with_whole(self.functions, weights, layers, parts, key, every, inference=False)
             parts = split(parts, self.n_parts, n_together, self.functions.plan.mesh)
-        return _Batch(parts, every, is_only)
+        return _MicroBatches(parts, every, is_only)
 
-    def _gradient(self, state: TrainState, frozen: list[Array], batch: _Batch, key: Array) -> tuple[_Sums, list[Array]]:
+    def _gradient(
+        self, state: TrainState, frozen: list[Array], batch: _MicroBatches, key: Array
+    ) -> tuple[_Totals, list[Array]]:
         """Returns the sums over all micro-batches, and the state of layers after them."""
         gradient = self.functions.gradient(is_only=batch.is_only)
 
@@ -136,18 +140,11 @@ class TrainStep:
             tree = jax.tree.unflatten(self.layers_treedef, layers)
             (total, weight, metrics, grads), tree = gradient(state.trained, frozen, tree, rows, key, numbers)
             grads = jax.lax.with_sharding_constraint(grads, self.shardings.trained)
-            return _Sums(grads, total, weight, metrics), jax.tree.leaves(tree)
+            return _Totals(grads, total, weight, metrics), jax.tree.leaves(tree)
 
         return accumulate(of_part, state.layers, batch.groups, batch.every)
 
-    def _loss_at(
-        self,
-        state: TrainState,
-        frozen: list[Array],
-        batch: _Batch,
-        key: Array,
-        tree: PyTree,
-    ) -> Array:
+    def _loss_at(self, state: TrainState, frozen: list[Array], batch: _MicroBatches, key: Array, tree: PyTree) -> Array:
         """Returns the loss of this update's rows at other parameters."""
         weights, loss = [*jax.tree.leaves(tree), *frozen], self.functions.loss(inference=False, is_only=batch.is_only)
 
@@ -239,7 +236,7 @@ class EvalStep:
     layers_treedef: Any
     names: list[str] = field(default_factory=list)
 
-    def jitted(self, options: Options | None = None) -> Callable[..., Any]:
+    def jitted(self, options: XlaOptions | None = None) -> Callable[..., Any]:
         """Returns the compiled function."""
         out = replicated(self.functions.plan.mesh)
         return jax.jit(self.eval_fn, out_shardings=out, compiler_options=dict(options or {}))
@@ -320,7 +317,7 @@ def make_predict_step(
     *,
     named: bool = False,
     fuse_attention: bool = True,
-    options: Options | None = None,
+    options: XlaOptions | None = None,
     judged: Callable[[RowUse], None] = lambda use: None,
 ) -> Callable[..., Any]:
     """Returns the jitted `(trained, frozen, state, batch, key, span) -> outputs`, with rows split over the batch axes.

@@ -27,7 +27,7 @@ from ..storage import AtEnd
 from ._compilation import CalledStep, CalledSteps, check_captured, choose_memory
 from ._header import eval_text, header_rows, loss_rows, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
-from ._metrics import Metrics, Update, why_nonfinite
+from ._metrics import Metrics, Queued, why_nonfinite
 from ._progress import Position
 from ._state import ENGINES, Checkpoint, given_state, load_state, match_state, new_state, without_shared
 from ._task import Task
@@ -354,7 +354,7 @@ class Engine:
         deployer.watch.beat(self.step)
         work = None if step.work is None else step.work * batch.counted_share
         n_epochs = None if epoch is None else epoch.epoch + 1
-        self.metrics.add(Update(self.step, n_epochs, program.metric_names, vector, replace(batch, groups=()), work), self)
+        self.metrics.add(Queued(self.step, n_epochs, program.metric_names, vector, replace(batch, groups=()), work), self)
         if is_first:  # read late, the steps around a compilation would count in the rates without their time
             self.flush()
 
@@ -378,7 +378,7 @@ class Engine:
         program, state = self.placed
         return program.train_step.lower(*program.train_args(state, batch.groups, np.uint32(batch.n_examples))).compile()
 
-    def explain_nonfinite(self, update: Update) -> str:
+    def explain_nonfinite(self, update: Queued) -> str:
         """Names the last good checkpoint, and what makes the loss of an update not finite."""
         return why_nonfinite(update, self.newest_checkpoint(), lambda rows: self.task.trace(*self.trees, rows))
 

@@ -21,7 +21,7 @@ LAG = 2  # this many newest steps stay unread, so that the device has one queued
 
 
 @dataclass(frozen=True)
-class Update:
+class Queued:
     """An update that the device may still be computing.
 
     **Arguments:**
@@ -64,7 +64,7 @@ class Recorder(Protocol):
     records: Records
     name: str | None
 
-    def explain_nonfinite(self, update: Update) -> str:
+    def explain_nonfinite(self, update: Queued) -> str:
         """Returns why an update is not finite, and the next step, as sentences that end an error."""
         ...
 
@@ -97,9 +97,9 @@ class Metrics:
         self._skips, self._max_skipped = skips, max_skipped
         self._n_skipped_in_a_row = 0
         self._has_warned = False  # of parameters that do not move
-        self._unread: deque[Update] = deque()
+        self._unread: deque[Queued] = deque()
 
-    def add(self, update: Update, to: Recorder) -> None:
+    def add(self, update: Queued, to: Recorder) -> None:
         """Adds the newest update, and reads the one that is due."""
         update.vector.copy_to_host_async()
         self._unread.append(update)
@@ -159,7 +159,7 @@ class Metrics:
             name=to.name,
         )
 
-    def _error(self, update: Update, name: str, metrics: dict[str, float], to: Recorder) -> ValueError:
+    def _error(self, update: Queued, name: str, metrics: dict[str, float], to: Recorder) -> ValueError:
         what = "the loss" if name == "loss" else "the gradient's norm"
         often = f" for {self._n_skipped_in_a_row} steps one after the other" if self._skips else ""
         return ValueError(
@@ -171,7 +171,7 @@ class Metrics:
 # --- why a loss is not finite -----------------------------------------------------------------------------------------
 
 
-def why_nonfinite(update: Update, newest: str | None, trace: Callable[[PyTree[np.ndarray]], Trace]) -> str:
+def why_nonfinite(update: Queued, newest: str | None, trace: Callable[[PyTree[np.ndarray]], Trace]) -> str:
     """Returns what makes the loss of an update not finite, and the next step, as sentences that end an error.
 
     **Arguments:**

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from .._tree import is_array_like, named_leaves
 from ..data import CollatePool
 from ..dims import UNKNOWN, RowUse
-from ..machine import Options, XlaSettings, xla_settings
+from ..machine import XlaOptions, XlaSettings, xla_settings
 from ..optimizers import Update, follows_schedule
 from ..partition import Plan, mark_read
 from ..steps import Compute, Functions, Program, Structure, Sums, make_program, plan_model
@@ -56,7 +56,7 @@ class Task:
     plan: Plan | None = None
     skips: bool = False
     n_parts: int = 1
-    xla_settings: Options | str | None = "auto"
+    xla_settings: XlaOptions | str | None = "auto"
     rows: RowUse | None = None
     eval_rows: RowUse | None = None
     uses: dict[Any, RowUse] = field(default_factory=dict, compare=False, repr=False)
