@@ -7,8 +7,8 @@ know steps, losses or optimizers. Open `_folder.py` first, which reads, then `_m
 from ._base import Base as Base, is_worth_naming as is_worth_naming
 from ._folder import CheckpointFolder as CheckpointFolder, find_checkpoint as find_checkpoint
 from ._lock import Lock as Lock, LockedError as LockedError
-from ._manager import Checkpoints as Checkpoints
-from ._manifest import MANIFEST as MANIFEST, Manifest as Manifest, read_manifest as read_manifest
+from ._manager import CheckpointManager as CheckpointManager
+from ._manifest import MANIFEST as MANIFEST, kind_of as kind_of, read_manifest as read_manifest
 from ._reader import (
     INDEX as INDEX,
     TensorReader as TensorReader,

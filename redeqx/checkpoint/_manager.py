@@ -50,7 +50,7 @@ class _Save:
     free: int
 
 
-class Checkpoints(CheckpointFolder):
+class CheckpointManager(CheckpointFolder):
     """The checkpoints of one run, in one folder. Only one run at a time writes into it, any number may read."""
 
     def __init__(

@@ -140,7 +140,7 @@ def write_tensors(
     """Writes arrays by name to one safetensors file; returns its `{"size": bytes, "crc32": checksum}`.
 
     Writes from the first byte to the last, which any file system supports, and keeps one tensor at a time in host memory.
-    The file is fsynced, but not committed atomically: `Checkpoints.save` does that. An object appears when complete.
+    The file is fsynced, but not committed atomically: `CheckpointManager.save` does that. An object appears when complete.
 
     **Arguments:**
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from .._tree import nearest
-from ..checkpoint import CheckpointFolder, Checkpoints
+from ..checkpoint import CheckpointFolder, CheckpointManager
 from ..compiled import profile_of
 from ..errors import brief, check_choice, check_count, check_function, check_number, filter_traceback, warn
 from ..monitor import to_json
@@ -305,7 +305,7 @@ class Callbacks:
             self.was_called = True
             getattr(callback, moment)(self.trainer, *([] if moment == "on_fit_start" else [metrics()]))
 
-    def call_on_save(self, path: Location, checkpoints: Checkpoints) -> None:
+    def call_on_save(self, path: Location, checkpoints: CheckpointManager) -> None:
         """Calls `on_save` once the checkpoint is on disk, except for checkpoints that are saved inside `on_save`."""
         if not self._is_saving and self.overriding("on_save"):
             checkpoints.wait()

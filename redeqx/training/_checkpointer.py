@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from .._origins import CHANGED, origin_of, set_origin
 from .._version import __version__
-from ..checkpoint import Base, CheckpointFolder, Checkpoints, is_worth_naming
+from ..checkpoint import Base, CheckpointFolder, CheckpointManager, is_worth_naming
 from ..errors import DamagedError, warn
 from ..storage import Location, location
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
@@ -66,7 +66,7 @@ class Checkpointer:
         self._base: Base | None = None  # of the checkpoints that are saved, or of the loaded one
         self.checkpoints = None
         if deployer.workdir is not None:
-            self.checkpoints = Checkpoints(
+            self.checkpoints = CheckpointManager(
                 deployer.workdir / "ckpts" / folder,
                 deployer.peers,
                 deployer.console.info,
@@ -77,7 +77,7 @@ class Checkpointer:
             deployer.preemption.keep(self)
             engine.newest_checkpoint = partial(_newest, self.checkpoints)
 
-    def need_checkpoints(self) -> Checkpoints:
+    def need_checkpoints(self) -> CheckpointManager:
         """Returns the checkpoints of the workdir, after a running background save has ended."""
         if self.checkpoints is None:
             raise ValueError("`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`.")
@@ -161,7 +161,7 @@ class Checkpointer:
         candidates = self.checkpoints.newest(lambda record: is_whole(self._others(record)))
         if candidates and not may_resume:
             return Known(Position(), candidates[0])
-        path, record = self._first_valid(self.checkpoints, candidates)
+        path, record = self._first_valid(candidates)
         if path is None:
             # Those of a checkpoint loaded from another workdir are not this run's.
             self.progress, self.engine.position = Progress(), Position()
@@ -183,9 +183,9 @@ class Checkpointer:
         root = self.checkpoints.folder.parent if self.engine.name else self.checkpoints.folder
         return {name: (step, CheckpointFolder(root / name).steps()) for name, step in others_of_record(record).items()}
 
-    def _first_valid(self, checkpoints: Checkpoints, paths: Sequence[Location]) -> tuple[Location | None, dict[str, Any]]:
+    def _first_valid(self, paths: Sequence[Location]) -> tuple[Location | None, dict[str, Any]]:
         """Returns the first undamaged checkpoint of these, with its record."""
-        problem: DamagedError | None = None
+        checkpoints, problem = self.need_checkpoints(), None
         for path in paths:
             if path not in checkpoints.damaged:
                 try:
@@ -249,7 +249,7 @@ class Checkpointer:
         **Arguments:**
 
         - `tags`: its names in the index, in addition to `"last"`.
-        - `then`: called after a background save, see `Checkpoints.save`.
+        - `then`: called after a background save, see `CheckpointManager.save`.
         """
         engine, deployer = self.engine, self.engine.deployer
         if deployer.is_dry_run:
@@ -325,7 +325,7 @@ class Checkpointer:
 
         **Arguments:**
 
-        - `name`: as for `Checkpoints.resolve`.
+        - `name`: as for `CheckpointManager.resolve`.
         - `opt_states`: whether to load the optimizer state, the step and the progress too.
         """
         engine = self.engine
@@ -438,7 +438,7 @@ class Checkpointer:
         return self._base
 
 
-def _newest(checkpoints: Checkpoints) -> str | None:
+def _newest(checkpoints: CheckpointManager) -> str | None:
     """Returns the name of the newest checkpoint; None without one."""
     checkpoints.wait()
     return checkpoints.index().get("last")

@@ -5,9 +5,9 @@
     python tests/benchmarks/checkpoint.py --always [--steps 60]    # only: a step with `SaveEvery("always")` over one without
 
 Each round measures in turn: `dd` with fsync of the same number of bytes, which like a save writes a new file and removes the
-previous one; `Checkpoints.save`; gathering the arrays on the host and `safetensors.numpy.save_file`; `Checkpoints.load`;
-steps of a jitted function over the same arrays, alone and during a background save. Prints medians, and the peak memory of
-this process minus its memory before.
+previous one; `CheckpointManager.save`; gathering the arrays on the host and `safetensors.numpy.save_file`;
+`CheckpointManager.load`; steps of a jitted function over the same arrays, alone and during a background save. Prints
+medians, and the peak memory of this process minus its memory before.
 
 `--always`: fits of an MLP (33 million parameters, SGD with momentum: 256 MiB), in turns without saves and with them.
 """
@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import save_file
 
 import redeqx
-from redeqx.checkpoint import Checkpoints
+from redeqx.checkpoint import CheckpointManager
 from redeqx.distributed import start
 from redeqx.machine import make_mesh
 
@@ -152,7 +152,7 @@ def main():
     found = {key: [] for key in ("dd", "save", "gather", "load", "step", "stall", "with a save")}
     memory = {}
     try:
-        checkpoints = Checkpoints(folder / "ckpts", peers)
+        checkpoints = CheckpointManager(folder / "ckpts", peers)
         for i in range(args.rounds):
             if peers.index == 0:
                 found["dd"].append(seconds(lambda i=i: copy(folder / f"dd_{i}", folder / f"dd_{i - 1}", n_bytes)))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from redeqx.checkpoint import Checkpoints, TensorReader
+from redeqx.checkpoint import CheckpointManager, TensorReader
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "training.py"
@@ -77,13 +77,13 @@ def hit(processes, fault, who):
 
 
 def bits(workdir):
-    path = Checkpoints(workdir / "ckpts").resolve("last")
+    path = CheckpointManager(workdir / "ckpts").resolve("last")
     files = {kind: TensorReader(path / f"{kind}.safetensors") for kind in ("model", "optimizer")}
     return {f"{kind}:{name}": file.read(name).tobytes() for kind, file in files.items() for name in file.names()}
 
 
 def step_of(workdir):
-    checkpoints = Checkpoints(workdir / "ckpts")
+    checkpoints = CheckpointManager(workdir / "ckpts")
     return checkpoints.record(checkpoints.resolve("last"))["step"] if "last" in checkpoints.index() else 0
 
 

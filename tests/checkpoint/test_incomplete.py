@@ -17,7 +17,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 port, index, folder, fault = sys.argv[1:]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(index))
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from redeqx.checkpoint import Checkpoints, to_host
+from redeqx.checkpoint import CheckpointManager, to_host
 mesh = Mesh(np.array(jax.devices()), ("data",))
 values = np.arange(16, dtype=np.float32)
 split = jax.make_array_from_callback((16,), NamedSharding(mesh, P("data")), lambda index: values[index])
@@ -29,7 +29,7 @@ if fault == "parts":
     same = jax.make_array_from_callback((16,), NamedSharding(mesh, P()), lambda index: values[index])
     print("WHOLE", to_host(same).tolist() == values.tolist(), flush=True)
 else:
-    checkpoints = Checkpoints(__import__("pathlib").Path(folder) / index / "ckpts")
+    checkpoints = CheckpointManager(__import__("pathlib").Path(folder) / index / "ckpts")
     if fault == "files":
         def refuse(fd, data, offset):
             raise OSError(95, "Operation not supported")

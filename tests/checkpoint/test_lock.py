@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.checkpoint import Checkpoints, Lock, LockedError
+from redeqx.checkpoint import CheckpointManager, Lock, LockedError
 
 HOLD = """
 import sys, time
@@ -105,18 +105,18 @@ def test_second_run_is_refused_until_the_first_is_killed(tmp_path, monkeypatch):
         try:
             assert other.stdout.readline() == "held\n"
             with pytest.raises(LockedError) as raised:
-                save(Checkpoints(folder), 1)
+                save(CheckpointManager(folder), 1)
             assert re.fullmatch(
                 rf"`workdir`: expected a folder that no other run writes into, got {re.escape(str(folder))}, which process "
                 rf"{other.pid} on \S+ \(since \d{{4}}-\S+ \S+ UTC\) does\. Wait for its end, or choose another workdir; if "
                 rf"it is gone, delete {re.escape(str(folder))}\.lock\.",
                 str(raised.value),
             )
-            assert Checkpoints(folder).names() == []  # reading needs no lock
+            assert CheckpointManager(folder).names() == []  # reading needs no lock
         finally:
             other.kill()
             other.wait(timeout=20)
-    checkpoints = Checkpoints(folder)
+    checkpoints = CheckpointManager(folder)
     began = time.monotonic()
     save(checkpoints, 1)
     assert time.monotonic() - began < 60  # without waiting for a heartbeat
@@ -199,7 +199,7 @@ def test_unreadable_lock_is_taken_over_when_stale(tmp_path, content, monkeypatch
 
 def test_run_that_lost_its_lock_stops_writing(tmp_path):
     """As when a suspended process resumes after a takeover."""
-    checkpoints = Checkpoints(tmp_path / "ckpts")
+    checkpoints = CheckpointManager(tmp_path / "ckpts")
     save(checkpoints, 1)
     write_lock(tmp_path / "ckpts.lock", pid=12)
     with pytest.raises(OSError, match=r"expected a folder that is this run's own, got one that process 12 on .* has taken"):
@@ -264,9 +264,9 @@ def test_two_trainers_cannot_save_to_one_folder(tmp_path):
         with pytest.raises(LockedError, match=REFUSED):
             act()
     two.load_ckpt()  # reading needs no lock
-    before = Checkpoints(tmp_path / "ckpts").index()
+    before = CheckpointManager(tmp_path / "ckpts").index()
     one.save_ckpt("best")
-    assert Checkpoints(tmp_path / "ckpts").index()["last"] != before["last"]
+    assert CheckpointManager(tmp_path / "ckpts").index()["last"] != before["last"]
     del one, act
     gc.collect()
     two.save_ckpt()
@@ -280,7 +280,7 @@ def test_rerun_in_the_same_process_takes_over_the_lock(tmp_path):
     assert again.step == 2 * first.step
     with pytest.raises(LockedError, match=REFUSED):
         first.save_ckpt()
-    saved = Checkpoints(tmp_path / "ckpts")
+    saved = CheckpointManager(tmp_path / "ckpts")
     assert saved.record(saved.resolve("last"))["step"] == again.step
 
 

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from redeqx.checkpoint import Checkpoints, TensorReader, load_tree, write_tensors
+from redeqx.checkpoint import CheckpointManager, TensorReader, load_tree, write_tensors
 from tests._checkpoints import DTYPES
 from tests._tree import named_leaves
 
@@ -149,7 +149,7 @@ def test_model_and_optimizer_are_readable_with_numpy_alone(tmp_path):
     model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
     optimizer = {"count": jnp.array(3, jnp.int32), "mu": eqx.filter(model, eqx.is_array), "done": jnp.array(True)}
-    folder = Checkpoints(tmp_path).save(1, {"model": half, "optimizer": optimizer}, {})
+    folder = CheckpointManager(tmp_path).save(1, {"model": half, "optimizer": optimizer}, {})
     paths = [folder / "model.safetensors", folder / "optimizer.safetensors"]
     run(READER, "", *paths)
     for path, tree in zip(paths, [half, optimizer], strict=True):
@@ -193,7 +193,7 @@ def test_float_dtype_must_be_floating(tmp_path):
     ],
 )
 def test_leaf_that_cannot_be_stored_is_named(tmp_path, leaf, message):
-    checkpoints = Checkpoints(tmp_path / "ckpts")
+    checkpoints = CheckpointManager(tmp_path / "ckpts")
     with pytest.raises(TypeError) as info:
         checkpoints.save(1, {"model": {"blocks": [{"w": leaf}]}}, {})
     assert message in str(info.value) and "`blocks.0.w`" in str(info.value)
@@ -407,7 +407,7 @@ def verify_checkpoint(checkpoints, path):
 @pytest.fixture
 def saved(tmp_path):
     """Checkpoints of steps 100 and 200."""
-    checkpoints = Checkpoints(tmp_path / "run" / "ckpts")
+    checkpoints = CheckpointManager(tmp_path / "run" / "ckpts")
     checkpoints.save(100, small_state(100), {"step": 100}, ("last", "argmin_loss"))
     checkpoints.save(200, small_state(200), {"step": 200})
     return checkpoints
@@ -432,7 +432,7 @@ def test_checkpoint_is_found_by_tag_name_or_path(saved, tmp_path):
     last = saved.folder / "step_00000200"
     assert saved.resolve("last") == saved.resolve("step_00000200") == saved.resolve(last) == saved.resolve(str(last))
     assert verify_checkpoint(saved, saved.resolve("argmin_loss")) == 100
-    elsewhere = Checkpoints(tmp_path / "elsewhere")
+    elsewhere = CheckpointManager(tmp_path / "elsewhere")
     assert elsewhere.names() == [] and elsewhere.index() == {} and elsewhere.resolve(last) == last
     with pytest.raises(ValueError) as info:
         saved.resolve("argmin_los")
@@ -450,7 +450,7 @@ def test_checkpoint_is_found_by_tag_name_or_path(saved, tmp_path):
 
 
 def test_pruning_keeps_tagged_and_newest(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointManager(tmp_path)
     for step in range(1, 7):
         tags = ("last", "best") if step == 2 else ("last",)
         checkpoints.save(step, small_state(step), {"step": step}, tags, keep_last=3)
@@ -565,7 +565,7 @@ def test_flipped_bytes_in_the_manifest_are_detected(saved):
 def test_damaged_index_is_rebuilt_like_a_lost_one(saved, content, message):
     index = saved.folder / "index.json"
     before = json.loads(index.read_text())
-    for again in (saved, Checkpoints(saved.folder)):
+    for again in (saved, CheckpointManager(saved.folder)):
         index.write_bytes(content)
         with pytest.warns(
             UserWarning, match=rf"index.json`: {message}.*\. It is rebuilt from the checkpoints that are complete"
@@ -574,7 +574,7 @@ def test_damaged_index_is_rebuilt_like_a_lost_one(saved, content, message):
         assert again.index() == before  # and says it only once
     path = again.save(300, small_state(300), {})
     assert json.loads(index.read_text()) == {**before, "last": path.name}
-    assert Checkpoints(saved.folder).resolve("last") == path
+    assert CheckpointManager(saved.folder).resolve("last") == path
 
 
 def test_loading_an_unsaved_tree_raises(saved):
@@ -629,7 +629,7 @@ def test_disk_full_during_a_save(saved, monkeypatch, call):
 
 
 def test_steps_do_not_wait_until_folders_are_flushed(tmp_path, monkeypatch):
-    checkpoints, flushed, flush = Checkpoints(tmp_path / "ckpts"), [], os.fsync
+    checkpoints, flushed, flush = CheckpointManager(tmp_path / "ckpts"), [], os.fsync
     tree = {"model": {"x": np.zeros(3)}}
     checkpoints.save(1, tree, {})
 
@@ -651,7 +651,7 @@ def test_error_of_a_background_save_is_raised_once(tmp_path):
     def fails(path):
         raise OSError("unplugged")
 
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(1, {"model": {"x": np.zeros(3)}}, {}, then=fails)
     with pytest.raises(OSError, match="unplugged"):
         checkpoints.wait()
@@ -664,7 +664,7 @@ def test_error_of_a_background_save_is_raised_once(tmp_path):
 
 
 def test_a_folder_that_is_deleted_during_a_save_is_named(tmp_path, monkeypatch):
-    checkpoints, real = Checkpoints(tmp_path / "run"), os.open
+    checkpoints, real = CheckpointManager(tmp_path / "run"), os.open
     checkpoints.save(1, {"model": {"x": np.zeros(3)}}, {})
 
     def gone(path, *args, **kwargs):
@@ -726,7 +726,7 @@ def test_files_are_synced_before_they_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", flush)
     for name in renames:
         monkeypatch.setattr(os, name, partial(move, name))
-    checkpoints = Checkpoints(folder)
+    checkpoints = CheckpointManager(folder)
     for step in (100, 200):
         checkpoints.save(step, small_state(step), {"step": step})
         assert {"index.json", f"step_{step:08d}"} <= on_disk[folder]
@@ -739,9 +739,9 @@ import errno, resource, shutil, sys
 from collections import namedtuple
 from pathlib import Path
 import numpy as np
-from redeqx.checkpoint import Checkpoints
+from redeqx.checkpoint import CheckpointManager
 
-checkpoints = Checkpoints(Path(sys.argv[1]))
+checkpoints = CheckpointManager(Path(sys.argv[1]))
 checkpoints.save(1, {"model": {"w": np.ones(50_000, np.float32)}}, {"step": 1})
 if sys.argv[2] == "EFBIG":
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
@@ -783,7 +783,7 @@ KILLED = """
 import os, shutil, signal, sys, warnings
 from pathlib import Path
 import numpy as np
-from redeqx.checkpoint import Checkpoints, TensorReader
+from redeqx.checkpoint import CheckpointManager, TensorReader
 
 warnings.simplefilter("ignore")  # os.fork beside JAX: no backend has started here
 STEPS = ("posix_fallocate", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
@@ -832,14 +832,14 @@ def verified(checkpoints):
         checkpoints.record(checkpoints.resolve(name))  # the unnamed are complete too
     return steps
 
-first = Checkpoints(root / "first")
+first = CheckpointManager(root / "first")
 save(first, 100, tags=("last", "best"))
 save(first, 150)
 save(first, 200)
 n, seen, refused = 0, [], []
 while True:
     n += 1
-    copy = Checkpoints(root / str(n))
+    copy = CheckpointManager(root / str(n))
     shutil.copytree(first.folder, copy.folder)
     pid = os.fork()
     if pid == 0:
@@ -882,7 +882,7 @@ def test_casting_save_bounds_its_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", slow)
     tracemalloc.start()
-    Checkpoints(tmp_path).save(1, {"model": leaves}, {}, float_dtype=jnp.bfloat16)
+    CheckpointManager(tmp_path).save(1, {"model": leaves}, {}, float_dtype=jnp.bfloat16)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 5 * 2**24  # of 128 MB: two chunks being written, one queued, and numpy's temporary arrays for a cast

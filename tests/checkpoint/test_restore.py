@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.checkpoint import Checkpoints, TensorReader
+from redeqx.checkpoint import CheckpointManager, TensorReader
 from redeqx.errors import DamagedError
 from tests._checkpoints import edit_manifest
 
@@ -217,7 +217,7 @@ def test_two_checkpoints_damaged_differently(workdir, original):
 
 def test_pruning_does_not_count_a_damaged_checkpoint(workdir, monkeypatch):
     flip(workdir / "ckpts" / "step_00000004" / "model.safetensors")
-    save = Checkpoints.save
+    save = CheckpointManager.save
 
     class Stop(Exception):
         pass
@@ -227,9 +227,9 @@ def test_pruning_does_not_count_a_damaged_checkpoint(workdir, monkeypatch):
         raise Stop
 
     with pytest.warns(UserWarning, match="It is skipped"), pytest.raises(Stop), monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "save", stop_after_a_save)
+        patch.setattr(CheckpointManager, "save", stop_after_a_save)
         fit(make_trainer(workdir), keep_last=2)
-    checkpoints = Checkpoints(workdir / "ckpts")
+    checkpoints = CheckpointManager(workdir / "ckpts")
     # The damaged checkpoint, which could be repaired, is kept but not counted.
     assert checkpoints.names() == ["step_00000003", "step_00000004", "step_00000004_1"]
     assert checkpoints.record(checkpoints.folder / "step_00000003")["step"] == 3
@@ -240,7 +240,7 @@ def test_pruning_does_not_count_a_damaged_checkpoint(workdir, monkeypatch):
 
 
 def test_pruning_does_not_count_a_checkpoint_that_lacks_a_file(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointManager(tmp_path)
     for step in (1, 2, 3):
         checkpoints.save(step, {"model": {"w": np.full(3, step)}}, {"step": step}, keep_last=3)
     (tmp_path / "step_00000003" / "model.safetensors").unlink()
@@ -271,7 +271,7 @@ def test_failed_load_leaves_no_mixed_state(workdir, monkeypatch):
     trainer = make_trainer(workdir)
     trainer.load_ckpt()
     assert trainer.opt_state  # reads it
-    load = Checkpoints.load
+    load = CheckpointManager.load
 
     def fail(self, path, kind, *args, **kwargs):
         if kind == "optimizer":
@@ -279,7 +279,7 @@ def test_failed_load_leaves_no_mixed_state(workdir, monkeypatch):
         return load(self, path, kind, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "load", fail)
+        patch.setattr(CheckpointManager, "load", fail)
         with pytest.raises(DamagedError, match="the disk fails"):
             trainer.load_ckpt("step_00000003")
     with pytest.raises(ValueError, match=r"`trainer`: expected its values, got none"):
@@ -327,7 +327,7 @@ def test_without_index_the_newest_complete_checkpoint_is_loaded(change, evaluate
     before = json.loads(index.read_text())
     change(index)
     with pytest.warns(UserWarning, match="It is rebuilt"):
-        assert Checkpoints(index.parent).index() == before  # each manifest also holds the tags of its checkpoint
+        assert CheckpointManager(index.parent).index() == before  # each manifest also holds the tags of its checkpoint
     trainer = make_trainer(tmp_path / "run")
     message = r"index.json`: expected (the name of the `last` checkpoint, got none|JSON, got Unterminated)"
     with pytest.warns(UserWarning, match=rf"{message}.* It is rebuilt from the checkpoints that are complete\."):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from redeqx.checkpoint import Checkpoints
+from redeqx.checkpoint import CheckpointManager
 from redeqx.cli import main
 from redeqx.models import from_pretrained
 
@@ -28,7 +28,7 @@ def make(root):
     (root / "other").mkdir()
     (root / "other" / f"o{ESCAPE}").touch()
     texts = {"step": ESCAPE, "metrics": {ESCAPE: ESCAPE}, "mesh": {ESCAPE: ESCAPE}, "redeqx": ESCAPE}
-    Checkpoints(root / "run" / "ckpts").save(1, {"model": weights}, texts, tags=["last", f"argmax_{ESCAPE}"])
+    CheckpointManager(root / "run" / "ckpts").save(1, {"model": weights}, texts, tags=["last", f"argmax_{ESCAPE}"])
     (root / "config").mkdir()
     (root / "config" / "config.json").write_text(json.dumps({"model_type": ESCAPE, "architectures": [ESCAPE]}))
     save_file(weights, root / "config" / "model.safetensors")

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from redeqx.checkpoint import Checkpoints, TensorReader
+from redeqx.checkpoint import CheckpointManager, TensorReader
 from tests._processes import train, trained_on
 
 N = 101  # examples, with `--rest`
@@ -19,7 +19,7 @@ SOON = 25.0  # seconds, below the heartbeat of 30 s: one second on an idle machi
 
 def last_complete_step(workdir):
     """Returns the step of the newest checkpoint in the index, after verifying its checksums."""
-    checkpoints = Checkpoints(workdir / "ckpts")
+    checkpoints = CheckpointManager(workdir / "ckpts")
     return checkpoints.record(checkpoints.resolve("last"))["step"]
 
 
@@ -143,7 +143,7 @@ def test_ctrl_c_saves_the_same_step_and_shows_no_traceback(tmp_path):
     assert f"[0] stopped by Ctrl-C: step {step} is saved; run the script again to go on from it" in run.lines
     assert "[1] redeqx: Ctrl-C: stopping after this step, to save it; a second one leaves at once" in run.lines
     assert "Traceback" not in run.text
-    assert TensorReader.find(Checkpoints(tmp_path / "ckpts").resolve("last"), "optimizer").read("0.count") == step
+    assert TensorReader.find(CheckpointManager(tmp_path / "ckpts").resolve("last"), "optimizer").read("0.count") == step
 
 
 @pytest.mark.sweep
@@ -264,7 +264,7 @@ def test_a_process_with_another_program_or_other_values_is_refused(tmp_path, fau
 def test_process_0_decides_if_a_metric_differs(tmp_path):
     run = train(tmp_path, "--fault", "metric", *QUICK)
     assert run.code == 0, run.text
-    assert Checkpoints(tmp_path / "ckpts").resolve("argmax_score").name == "step_00000014"
+    assert CheckpointManager(tmp_path / "ckpts").resolve("argmax_score").name == "step_00000014"
     said = [line for line in run.lines if "UserWarning" in line]
     assert all(line.startswith("[0] ") for line in said)
     assert re.search(
@@ -282,7 +282,7 @@ def test_two_processes_train_like_one(tmp_path):
     assert (two.code, one.code) == (0, 0), two.text
     np.testing.assert_allclose(two.result["metrics"]["loss"], one.result["metrics"]["loss"], rtol=1e-6)
     np.testing.assert_allclose(two.result["outputs"], one.result["outputs"], rtol=1e-6)
-    files = [Checkpoints(tmp_path / name / "ckpts") for name in ("two", "one")]
+    files = [CheckpointManager(tmp_path / name / "ckpts") for name in ("two", "one")]
     for kind in ("model", "optimizer"):
         a, b = (TensorReader.find(each.resolve("last"), kind) for each in files)
         assert set(a.names()) == set(b.names())
@@ -321,7 +321,7 @@ def test_a_run_continues_on_other_devices(killed, whole, tmp_path, n_devices, me
 @pytest.fixture(scope="module")
 def uninterrupted_checkpoint(undisturbed):
     """The newest checkpoint of a run of two epochs without interruption, in one shared folder."""
-    return Checkpoints(undisturbed[0] / "ckpts").resolve("last")
+    return CheckpointManager(undisturbed[0] / "ckpts").resolve("last")
 
 
 def check_same_bits(path, uninterrupted_checkpoint):
@@ -342,13 +342,13 @@ def test_without_writes_at_a_position_each_process_writes_its_own_file(tmp_path,
     first = train(tmp_path, "--fault", "sequential", "--epochs", 1)
     assert first.code == 0, first.text
     assert f"[0] {tmp_path}/ckpts: several processes cannot write one file there, so each writes its own" in first.lines
-    path = Checkpoints(tmp_path / "ckpts").resolve("last")
+    path = CheckpointManager(tmp_path / "ckpts").resolve("last")
     assert {file.name for file in path.iterdir()} == {*FILES, *INDEXES, "trainer.json"}
     assert not leftovers(tmp_path)
     again = train(tmp_path)
     assert again.code == 0, again.text
     assert any("resuming from" in line for line in again.lines)
-    check_same_bits(Checkpoints(tmp_path / "ckpts").resolve("last"), uninterrupted_checkpoint)
+    check_same_bits(CheckpointManager(tmp_path / "ckpts").resolve("last"), uninterrupted_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -366,7 +366,7 @@ def test_on_separate_disks_each_process_keeps_its_part(on_separate_disks, tmp_pa
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (said,) = [line for line in first.lines if "not shared" in line]
     assert said.startswith(f"[0] {folder}/run/ckpts: not shared by all 2 processes, so each keeps its part of every ")
-    folders = [Checkpoints(tmp_path / name / "ckpts") for name in ("run", "elsewhere")]
+    folders = [CheckpointManager(tmp_path / name / "ckpts") for name in ("run", "elsewhere")]
     parts = [{file.name for file in each.resolve("last").iterdir()} for each in folders]
     assert parts[0] & parts[1] == {*INDEXES, "trainer.json"}
     assert parts[0] | parts[1] == {*FILES, *INDEXES, "trainer.json"}
@@ -385,7 +385,7 @@ def test_on_separate_disks_each_process_keeps_its_part(on_separate_disks, tmp_pa
 @pytest.mark.sweep
 def test_all_processes_detect_a_damaged_part_on_one_disk(on_separate_disks, tmp_path):
     shutil.copytree(on_separate_disks[0], tmp_path, dirs_exist_ok=True)
-    path = Checkpoints(tmp_path / "elsewhere" / "ckpts").resolve("last")
+    path = CheckpointManager(tmp_path / "elsewhere" / "ckpts").resolve("last")
     (file,) = path.glob("model-*")
     content = bytearray(file.read_bytes())
     content[-3] ^= 4

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors import deserialize
 
-from redeqx.checkpoint import Checkpoints, TensorReader, load_tree, write_tensors
+from redeqx.checkpoint import CheckpointManager, TensorReader, load_tree, write_tensors
 from redeqx.errors import DamagedError, brief, brief_name, is_plain
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
@@ -324,8 +324,8 @@ def test_mutated_files(original, how):
 @pytest.fixture
 def saved(tmp_path):
     """Checkpoints of steps 1 and 2, next to those of another run."""
-    checkpoints = Checkpoints(tmp_path / "run" / "ckpts")
-    for here in (checkpoints, Checkpoints(tmp_path / "elsewhere" / "ckpts")):
+    checkpoints = CheckpointManager(tmp_path / "run" / "ckpts")
+    for here in (checkpoints, CheckpointManager(tmp_path / "elsewhere" / "ckpts")):
         for step in (1, 2):
             here.save(step, {"model": {"w": np.full(3, step, np.float32)}}, {"step": step}, ("last", f"tag{step}"))
     return checkpoints
@@ -340,7 +340,7 @@ def loaded(checkpoints, which):
 def rebuilt(index, read):
     """The warning of a reader of a damaged index, which finds the newest checkpoint without it."""
     with pytest.warns(UserWarning) as warned:
-        assert read(Checkpoints(index.parent)) == "step_00000002"
+        assert read(CheckpointManager(index.parent)) == "step_00000002"
     (text,) = (str(each.message) for each in warned)
     assert str(index) in text and len(text) < 1000 and text.isprintable()
     return text
@@ -414,7 +414,7 @@ def test_a_json_file_of_a_terabyte(saved):
             if path.name == "index.json":
                 text = rebuilt(path, lambda folder: folder.index()["last"])
             else:
-                text = refusal(path, lambda: Checkpoints(saved.folder).record(saved.folder / "step_00000002"))
+                text = refusal(path, lambda: CheckpointManager(saved.folder).record(saved.folder / "step_00000002"))
             assert "expected JSON, got 1000000000000 bytes, more than 100000000" in text
 
 
@@ -540,7 +540,7 @@ def test_links_that_leave_the_folder_of_checkpoints(saved, tmp_path):
 
 def test_a_linked_workdir_works(saved, tmp_path):
     (tmp_path / "link").symlink_to(saved.folder)
-    assert loaded(Checkpoints(tmp_path / "link"), "last") == ({"step": 2}, [2.0] * 3)
+    assert loaded(CheckpointManager(tmp_path / "link"), "last") == ({"step": 2}, [2.0] * 3)
 
 
 @pytest.mark.parametrize("file", [pytest.param("index.json", marks=pytest.mark.sweep), "step_00000002/trainer.json"])

@@ -151,7 +151,7 @@ from . import _flow
 from ._rules import Split
 from .._tree import render
 from ..data import slices
-from redeqx.checkpoint._manager import Checkpoints
+from redeqx.checkpoint._manager import CheckpointManager
 if TYPE_CHECKING:
     from .._trainer import Trainer
 def fn():

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redeqx.checkpoint import Checkpoints, TensorReader
+from redeqx.checkpoint import CheckpointManager, TensorReader
 from tests._processes import free_port
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "saving.py"
@@ -44,7 +44,7 @@ def trials(tmp_path, request):
 
 def check_complete_folder(folder, steps):
     """Checks that the index names a complete checkpoint of one of those steps, and that all other folders are complete."""
-    checkpoints = Checkpoints(folder / "ckpts" / "ckpts")
+    checkpoints = CheckpointManager(folder / "ckpts" / "ckpts")
     step = check_complete(checkpoints, checkpoints.index()["last"])
     assert step in steps
     for name in checkpoints.names():
@@ -55,8 +55,8 @@ def check_complete_folder(folder, steps):
 
 def check_complete_in_two_folders(folder, steps):
     """As `check_complete_folder`, for two folders: a checkpoint that either index names is complete in both combined."""
-    each = [Checkpoints(folder / str(index) / "ckpts") for index in (0, 1)]
-    both = Checkpoints(folder / "both")
+    each = [CheckpointManager(folder / str(index) / "ckpts") for index in (0, 1)]
+    both = CheckpointManager(folder / "both")
     found = []
     for name in {checkpoints.index()["last"] for checkpoints in each}:
         for checkpoints in each:

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from redeqx.checkpoint import Checkpoints, _tree_files
+from redeqx.checkpoint import CheckpointManager, _tree_files
 from redeqx.distributed import Peers, start
 from redeqx.machine import make_mesh, put
 
@@ -55,7 +55,7 @@ def process(index, folder, port, point):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     peers = start(None, None, None, None, None)
-    checkpoints = Checkpoints(folder / ("ckpts" if LAYOUT == "in_place" else str(index)) / "ckpts", peers)
+    checkpoints = CheckpointManager(folder / ("ckpts" if LAYOUT == "in_place" else str(index)) / "ckpts", peers)
     checkpoints.save(1, trees(1), {"step": 1}, keep_last=1)
     second = trees(2)
     passed = []

@@ -24,7 +24,7 @@ import numpy as np
 import obstore  # noqa: F401
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from redeqx.checkpoint import Checkpoints, Lock
+from redeqx.checkpoint import CheckpointManager, Lock
 from redeqx.distributed import Peers, start
 from redeqx.machine import make_mesh, put
 from redeqx.storage import location
@@ -54,7 +54,7 @@ def process(index, folder, step, port):
     if N > 1:
         os.environ.update(REDEQX_PROCESSES=str(N), REDEQX_PROCESS_ID=str(index), REDEQX_HOST0=f"127.0.0.1:{port}")
         peers = start(None, None, None, None, None)
-    checkpoints = Checkpoints(location(folder), peers)
+    checkpoints = CheckpointManager(location(folder), peers)
     checkpoints.save(step, trees(step), {"step": step}, keep_last=1)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from redeqx.checkpoint import Checkpoints, Lock
+from redeqx.checkpoint import CheckpointManager, Lock
 from redeqx.errors import DamagedError
 from redeqx.storage import StoreError, StorePath, limits, location
 
@@ -22,7 +22,7 @@ TREE = {"w": np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1), "b": np.ones
 
 
 def save_checkpoint(folder, step, **kwargs):
-    checkpoints = Checkpoints(location(folder))
+    checkpoints = CheckpointManager(location(folder))
     checkpoints.save(step, {"model": {**TREE, "step": np.full(2, step)}}, {"step": step}, **kwargs)
     return checkpoints
 
@@ -285,7 +285,7 @@ def test_save_killed_at_any_request_leaves_the_old_or_new_checkpoint(bucket, ser
             kill_at(server, name, point, pids, victims, when)
             codes = trials.run(folder, 2, pids)
             server.fault = server.after = lambda method, path: None
-            checkpoints = Checkpoints(location(folder))
+            checkpoints = CheckpointManager(location(folder))
             step = checkpoints.record(checkpoints.newest()[0])["step"]
             assert step in (1, 2)
             assert step == 2 or any(codes)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.checkpoint import Checkpoints, Lock
+from redeqx.checkpoint import CheckpointManager, Lock
 
 SECRET = "not to be overwritten\n"
 
@@ -121,7 +121,7 @@ def test_lock_is_no_link(tmp_path, outside):
 
 
 def test_checkpoint_reads_no_linked_file(tmp_path, outside):
-    checkpoints = Checkpoints(tmp_path / "ckpts")
+    checkpoints = CheckpointManager(tmp_path / "ckpts")
     folder = checkpoints.save(1, {"model": {"weight": np.ones(3)}}, {})
     assert isinstance(folder, Path)
     moved = (folder / "trainer.json").rename(tmp_path / "trainer.json")

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.checkpoint import Checkpoints
+from redeqx.checkpoint import CheckpointManager
 from redeqx.storage import Staging, location
 
 DATA = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)
@@ -103,12 +103,12 @@ def test_saved_model_is_loaded_from_its_address(bucket, capsys):
 @pytest.mark.sweep
 def test_second_run_is_locked_out(bucket):
     run(f"{bucket}/run", stop=2)
-    checkpoints = Checkpoints(location(f"{bucket}/run/ckpts"))
+    checkpoints = CheckpointManager(location(f"{bucket}/run/ckpts"))
     with checkpoints.writing():
         code = f"""
-from redeqx.checkpoint import Checkpoints
+from redeqx.checkpoint import CheckpointManager
 from redeqx.storage import location
-Checkpoints(location({f"{bucket}/run/ckpts"!r})).save(9, {{}}, {{}})
+CheckpointManager(location({f"{bucket}/run/ckpts"!r})).save(9, {{}}, {{}})
 """
         found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "LockedError: `workdir`: expected a folder that no other run writes into, got" in found.stderr

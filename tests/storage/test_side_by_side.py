@@ -8,19 +8,19 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from redeqx.checkpoint import Checkpoints, find_checkpoint
+from redeqx.checkpoint import CheckpointManager, find_checkpoint
 from redeqx.distributed import Peers
 from redeqx.storage import location
 
 SECOND = """
 import sys
 import numpy as np
-from redeqx.checkpoint import Checkpoints, LockedError
+from redeqx.checkpoint import CheckpointManager, LockedError
 from redeqx.storage import location
 root = location(sys.argv[1])
 for folder in (root / "ckpts" / "critic", root / "ckpts"):
     try:
-        Checkpoints(folder, root=root).save(9, {"model": {"w": np.zeros(3)}}, {})
+        CheckpointManager(folder, root=root).save(9, {"model": {"w": np.zeros(3)}}, {})
         print("saved")
     except LockedError:
         print("locked")
@@ -51,7 +51,7 @@ def root(request, tmp_path, medium):
 def test_two_trainers_save_side_by_side(root, names):
     run = object()
     folders = {"actor": root / "ckpts", "critic": root / "ckpts" / "critic"}
-    both = {name: Checkpoints(folders[name], run=run, root=root) for name in names}
+    both = {name: CheckpointManager(folders[name], run=run, root=root) for name in names}
     with both[names[0]].writing(), both[names[1]].writing():
         other = subprocess.run([sys.executable, "-c", SECOND, str(root)], capture_output=True, text=True, timeout=120)
         assert other.stdout.split() == ["locked", "locked"], other.stderr
@@ -66,7 +66,7 @@ def test_two_trainers_save_side_by_side(root, names):
         assert find_checkpoint(path, Peers())[1].name == f"step_{expected:>08}"
     (folders["actor"] / "index.json").unlink()
     with pytest.warns(UserWarning, match="It is rebuilt"):
-        assert Checkpoints(folders["actor"]).index() == {"last": "step_00000003"}
+        assert CheckpointManager(folders["actor"]).index() == {"last": "step_00000003"}
     assert {path.name for path in folders["actor"].iterdir()} == {"critic", "step_00000003"}  # no lock is left
 
 
@@ -83,7 +83,7 @@ def test_their_saves_do_not_answer_each_other(tmp_path):
     seen = []
     for folder in ("ckpts", "ckpts/critic"):
         Recording.topics.clear()
-        save(Checkpoints(tmp_path / folder, Recording(), root=tmp_path), 1)
+        save(CheckpointManager(tmp_path / folder, Recording(), root=tmp_path), 1)
         seen.append({topic for topic in Recording.topics if topic.startswith("save")})
     assert len(seen[0]) > 4 and not seen[0] & seen[1]
 
@@ -93,14 +93,14 @@ def test_a_folder_deeper_down_is_not_made_through_a_link(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run" / "ckpts").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="expected a folder, got a link to"):
-        save(Checkpoints(tmp_path / "run" / "ckpts" / "critic", root=tmp_path / "run"), 1)
+        save(CheckpointManager(tmp_path / "run" / "ckpts" / "critic", root=tmp_path / "run"), 1)
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_run_whose_folder_is_gone_is_not_continued_in_its_place(tmp_path):
     """As when a disk is unmounted: the folder below its mount point is another one."""
     (tmp_path / "run").mkdir()
-    checkpoints = Checkpoints(tmp_path / "run" / "ckpts" / "critic", root=tmp_path / "run")
+    checkpoints = CheckpointManager(tmp_path / "run" / "ckpts" / "critic", root=tmp_path / "run")
     save(checkpoints, 1)
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(OSError, match="expected the run's folder, which existed at its start, got none"):
