@@ -255,6 +255,29 @@ class Checkpointer:
         if deployer.is_dry_run:
             return self.need_checkpoints().folder / f"step_{engine.step:08d}"  # writes nothing
         engine.take_hyperparams()  # places the model
+        record = self._record(metrics)
+        with engine.line.pause("saving"):
+            checkpoints = self.need_checkpoints()
+        program, state = engine.placed
+        trees = checkpoint_trees(program, state, program.eval_model(state), opt_states=save_opt_states)
+        states = self._states if self._callbacks is None else self._callbacks.states()
+        record["callbacks"] = states_to_record(states)
+        if arrays := arrays_of(states):
+            trees["callbacks"] = arrays
+        if (base := self._find_base()) is not None:
+            record["base"] = base.folders
+            trees["model"] = base.without(trees["model"])
+        with engine.line.pause("saving"), deployer.preemption.held():
+            path = checkpoints.save(engine.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
+            self.progress.saved = (engine.step, engine.position)
+            self._kept_step, self._keep_last = engine.step, keep_last
+        if self._callbacks is not None:
+            self._callbacks.call_on_save(path, checkpoints)
+        return path
+
+    def _record(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Returns the record of a checkpoint of the current step, but for callbacks and frozen leaves."""
+        engine, deployer = self.engine, self.engine.deployer
         # The metrics of the newest updates may be unread, for example if a tracker saves.
         last_metrics, n_skipped = engine.metrics.newest_unread(engine)
         record = {
@@ -276,26 +299,9 @@ class Checkpointer:
         same_run = [other for other in ENGINES if other.deployer is deployer and other.name != engine.name]
         if same_run:
             record["others"] = dict(sorted((other.name or "", other.step) for other in same_run))
-        with engine.line.pause("saving"):
-            checkpoints = self.need_checkpoints()
-        program, state = engine.placed
-        trees = checkpoint_trees(program, state, program.eval_model(state), opt_states=save_opt_states)
-        if state.frozen:
+        if engine.placed[1].frozen:
             record["trained"] = list(engine.task.structure.names[0])
-        states = self._states if self._callbacks is None else self._callbacks.states()
-        record["callbacks"] = states_to_record(states)
-        if arrays := arrays_of(states):
-            trees["callbacks"] = arrays
-        if (base := self._find_base()) is not None:
-            record["base"] = base.folders
-            trees["model"] = base.without(trees["model"])
-        with engine.line.pause("saving"), deployer.preemption.held():
-            path = checkpoints.save(engine.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
-            self.progress.saved = (engine.step, engine.position)
-            self._kept_step, self._keep_last = engine.step, keep_last
-        if self._callbacks is not None:
-            self._callbacks.call_on_save(path, checkpoints)
-        return path
+        return record
 
     def is_unsaved(self) -> bool:
         """Whether updates were made since the newest save, by a fit or by a loop that resumes or saves."""
