@@ -88,12 +88,16 @@ def add(
     )
     check_number(dropout, "dropout", "a rate in [0, 1)", lambda rate: 0 <= rate < 1, "Pass 0.05, say.")
     check_key(key)
-    tables = {path: layer for path, layer in layers_of(model).items() if not is_linear(layer)}
-    picked: dict[str, Any] = {}
+    layers = layers_of(model)
+    linears, tables = ({path: x for path, x in layers.items() if is_linear(x) is of} for of in (True, False))
+    paths = set[str]()
     if not _is_empty(embeddings):
-        picked |= _select(tables, globs_of(embeddings, "embeddings", 'Write `"embedding"`'), "embeddings", "an embedding")
-    if not _is_empty(where) or not picked:
-        picked = _select(linears_of(model), where) | picked
+        globs = globs_of(embeddings, "embeddings", 'Write `"embedding"`')
+        paths = selected(tables, globs, "embeddings", "an embedding", "embeddings")
+    if not _is_empty(where) or not paths:
+        paths |= selected(linears, where, "where", "a linear layer", "linear layers")
+    picked = {path: layer for path, layer in {**linears, **tables}.items() if path in paths}
+    check_plain(picked)
     keys = jax.random.split(key, len(picked))
     drop = eqx.nn.Dropout(dropout) if dropout else None
 
@@ -176,11 +180,6 @@ def is_layer(node: Any) -> bool:
 def layers_of(model: PyTree) -> dict[str, Any]:
     """Returns every linear layer and embedding by its path."""
     return {path: node for path, node in named_leaves(model, is_leaf=is_layer).items() if is_layer(node)}
-
-
-def linears_of(model: PyTree) -> dict[str, eqx.nn.Linear]:
-    """Returns every linear layer by its path."""
-    return {path: node for path, node in named_leaves(model, is_leaf=is_linear).items() if is_linear(node)}
 
 
 def adapters_of(model: PyTree, *, several: bool = False) -> dict[str, Any]:
@@ -287,24 +286,28 @@ def _is_empty(globs: Any) -> bool:
     return isinstance(globs, Sequence) and not globs
 
 
-def _select(linears: Mapping[str, Any], where: Where, name: str = "where", kind: str = "a linear layer") -> dict[str, Any]:
-    """Returns the layers that `where` selects. Raises ValueError if one of them already has an adapter."""
+def selected(layers: Mapping[str, Any], where: Any, name: str, one: str, several: str) -> set[str]:
+    """Returns the paths of the layers that `where` selects, by a function or globs. Raises ValueError for none.
+
+    **Arguments:**
+
+    - `name`: of the argument, for errors.
+    - `one`, `several`: what the layers are, for errors.
+    """
+    listing = f"The model's {several}: {', '.join(listed(list(layers))) or 'none'}."
     if callable(where):
-        check_function(where, "where", ["path", "layer"])
-        paths = {path for path, layer in linears.items() if where(path, layer)}
+        check_function(where, name, ["path", "layer"])
+        paths = {path for path, layer in layers.items() if where(path, layer)}
         if not paths:
-            raise ValueError(f"`where`: expected a function that selects linear layers, got none. {_listed(linears)}")
-    else:
-        paths = set()
-        for pattern in globs_of(where, "where", 'Write `"*.attention.query"`, say'):
-            found = fnmatch.filter(linears, pattern)
-            if not found:
-                near = nearest(pattern, linears)
-                raise ValueError(f"`{name}`: expected the path of {kind}, got {pattern!r}.{near} {_listed(linears, kind)}")
-            paths.update(found)
-    picked = {path: layer for path, layer in linears.items() if path in paths}
-    check_plain(picked)
-    return picked
+            raise ValueError(f"`{name}`: expected a function that selects {several}, got none. {listing}")
+        return paths
+    paths = set[str]()
+    for pattern in globs_of(where, name, 'Write `"*.attention.query"`, say'):
+        found = fnmatch.filter(layers, pattern)
+        if not found:
+            raise ValueError(f"`{name}`: expected the path of {one}, got {pattern!r}.{nearest(pattern, layers)} {listing}")
+        paths.update(found)
+    return paths
 
 
 def globs_of(given: Any, name: str, advice: str, *, optional: bool = False) -> list[str]:
@@ -325,7 +328,3 @@ def check_plain(layers: Mapping[str, Any]) -> None:
                 f"`{path}`: expected a layer without an adapter, got one of rank {layer.lora_a.shape[-2]}. "
                 "Leave it out, or `lora.merge` the model first."
             )
-
-
-def _listed(layers: Mapping[str, Any], kind: str = "a linear layer") -> str:
-    return f"The model's {kind.partition(' ')[2]}s: {', '.join(listed(list(layers))) or 'none'}."

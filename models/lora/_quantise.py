@@ -5,8 +5,7 @@ The codes and their primitive are in `redeqx._quantised`, and adapters in `_adap
 Source: QLoRA (arXiv:2305.14314).
 """
 
-import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -20,10 +19,10 @@ from redeqx._quantised import (
     map_quantised,
     quantise as encode,
 )
-from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
-from redeqx.errors import check_choice, check_count, check_function, filter_traceback
+from redeqx._tree import ModelT, PyTree, is_array_like, map_named, named_leaves
+from redeqx.errors import check_choice, check_count, filter_traceback
 
-from ._adapters import globs_of, is_linear
+from ._adapters import is_linear, selected
 
 _MIN_BLOCK = 8  # numbers of a block, which has 4 bytes of scale
 _NF4_BLOCK = 64  # that of QLoRA
@@ -59,7 +58,7 @@ def quantise(
     check_choice(kind, "kind", KINDS)
     check_count(block_size, "block_size", advice="Pass a positive number, or None.", optional=True)
     block_size = _NF4_BLOCK if block_size is None and kind == "nf4" else block_size
-    picked = _select(_candidates(model), where)
+    picked = selected(_candidates(model), where, "where", "a linear layer or matrix", "linear layers and matrices")
 
     def quantised(path: str, node: Any) -> Any:
         if path not in picked:
@@ -97,22 +96,3 @@ def _candidates(model: PyTree) -> dict[str, Any]:
 
 def _is_matrix(leaf: Any) -> bool:
     return is_array_like(leaf) and len(leaf.shape) >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _select(nodes: Mapping[str, Any], where: Any) -> set[str]:
-    what = f"The model's linear layers and matrices: {', '.join(listed(list(nodes))) or 'none'}."
-    if callable(where):
-        check_function(where, "where", ["path", "layer"])
-        picked = {path for path, node in nodes.items() if where(path, node)}
-        if not picked:
-            raise ValueError(f"`where`: expected a function that selects linear layers, got none. {what}")
-        return picked
-    picked = set[str]()
-    for pattern in globs_of(where, "where", 'Write `"*.attention.query"`, say'):
-        found = fnmatch.filter(nodes, pattern)
-        if not found:
-            raise ValueError(
-                f"`where`: expected the path of a linear layer or matrix, got {pattern!r}.{nearest(pattern, nodes)} {what}"
-            )
-        picked.update(found)
-    return picked

@@ -48,7 +48,7 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
         raise TypeError(f"`base`: expected a name or a folder, got {brief(base)}. Pass what the base was loaded from.")
     tensors: dict[str, np.ndarray] = {}
     saved: dict[Module, tuple[int, int | float]] = {}  # rank and alpha
-    linears, has_dora = layers_of(model), any(_field(layer, "magnitude") is not None for layer in adapters.values())
+    linears, has_dora = layers_of(model), any(getattr(layer, "magnitude", None) is not None for layer in adapters.values())
     modules, rate = modules_of(model, linears), _rate(adapters)
     for module in modules:
         parts = [(rows, adapters[path]) for rows, path in zip(module.rows, module.paths, strict=True) if path in adapters]
@@ -103,13 +103,9 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
     return folder
 
 
-def _field(layer: Any, name: str) -> Any:
-    return getattr(layer, name, None)
-
-
 def _rate(adapters: Mapping[str, Any]) -> float:
     """Returns the dropout rate of all adapters. Raises ValueError if they differ, since PEFT has one for all."""
-    rates = {path: drop.p for path, layer in adapters.items() if (drop := _field(layer, "dropout")) is not None}
+    rates = {path: drop.p for path, layer in adapters.items() if (drop := getattr(layer, "dropout", None)) is not None}
     rate = next(iter(rates.values()), 0.0)
     for path, layer in adapters.items():
         if isinstance(layer, LoraLinear) and rates.get(path, 0.0) != rate:

@@ -252,7 +252,10 @@ def test_merging_a_quantised_base_says_what_it_loses(base):
         ({"where": "blocks.*", "kind": "fp4"}, "`kind`: expected 'nf4' or 'int8', got 'fp4'. Pass one of the two."),
         ({"where": "blocks.*", "block_size": 0}, "`block_size`: expected"),
         ({"where": "blocks.*", "block_size": 4}, "`blocks.up`: expected rows that divide into blocks of at least 8 numbers"),
-        ({"where": lambda path, node: False}, "`where`: expected a function that selects linear layers, got none."),
+        (
+            {"where": lambda path, node: False},
+            "`where`: expected a function that selects linear layers and matrices, got none.",
+        ),
     ],
 )
 def test_errors(kwargs, message, base):
