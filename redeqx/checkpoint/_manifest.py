@@ -157,8 +157,9 @@ def _parsed(folder: Location) -> Manifest:
 
 
 def kind_of(name: str) -> str:
-    """Returns the kind of tree that a file of a checkpoint holds: `"model"` for `model-00001-of-00002.safetensors`."""
-    return re.split(r"[-.]", name)[0]
+    """Returns the kind of tree that a file holds: `"model"` for `model.safetensors`, `model.safetensors.index.json` and
+    `model-00001-of-00002.safetensors`."""
+    return re.sub(r"(-\d+-of-\d+)?\.safetensors(\.index\.json)?$", "", name)
 
 
 def verified_manifest(

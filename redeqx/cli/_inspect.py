@@ -6,13 +6,12 @@ No tensor is read. Owns the table and the JSON; `checkpoint` owns the formats, a
 import argparse
 import fnmatch
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._tree import listed, nearest
-from ..checkpoint import INDEX, MANIFEST, Base, CheckpointFolder, TensorReader, find_checkpoint, read_manifest
+from ..checkpoint import INDEX, MANIFEST, Base, CheckpointFolder, TensorReader, find_checkpoint, kind_of, read_manifest
 from ..distributed import Peers
 from ..errors import DamagedError, brief, brief_name, load_json
 from ..machine import mesh_text
@@ -106,7 +105,7 @@ def describe_path(path: Location) -> tuple[Location, Report, dict[str, Location]
     Raises ValueError for a path without tensors, and for damaged files.
     """
     if path.is_file():
-        return path, {"path": str(path), "files": {path.name: path.stat().st_size}}, {_kind(path): path}
+        return path, {"path": str(path), "files": {path.name: path.stat().st_size}}, {kind_of(path.name): path}
     if path.is_dir() and not (path / MANIFEST).is_file() and (sources := _sources(path)):
         files = {file.name: file.stat().st_size for file in sorted(path.iterdir()) if file.is_file()}
         config = _config(path)
@@ -144,17 +143,12 @@ def _unknown_path(path: Location) -> ValueError:
     return ValueError(f"`{path}`: expected a workdir, a checkpoint, or a folder of safetensors files, got {got}. {step}")
 
 
-def _kind(path: Location) -> str:
-    """Returns `model` for `model.safetensors`, `model.safetensors.index.json` and `model-00001-of-00002.safetensors`."""
-    return re.sub(r"(-\d+-of-\d+)?\.safetensors(\.index\.json)?$", "", path.name)
-
-
 def _sources(folder: Location) -> dict[str, Location]:
     """Returns the tensor files of a folder by kind: a file, or the index of several. As in `transformers`, a single file has
     precedence."""
-    found = {_kind(path): path for path in sorted(folder.glob(f"*{INDEX}"))}
+    found = {kind_of(path.name): path for path in sorted(folder.glob(f"*{INDEX}"))}
     single = {path.name.removesuffix(".safetensors"): path for path in sorted(folder.glob("*.safetensors"))}
-    found |= {stem: path for stem, path in single.items() if _kind(path) == stem or _kind(path) not in found}
+    found |= {stem: path for stem, path in single.items() if kind_of(path.name) == stem or kind_of(path.name) not in found}
     return dict(sorted(found.items(), key=lambda item: (item[0] != "model", item[0])))
 
 
