@@ -14,7 +14,7 @@ from jaxtyping import PRNGKeyArray
 from ._deployer import Deployer
 from ._load import Saved
 from ._tree import PyTree, array_leaves, is_array_like
-from .data import BatchSize, Group, Prefetch, collate, local_rows, pad_rows, place_rows, read, size_of
+from .data import BatchSize, Group, Prefetch, collate, known_size, local_rows, pad_rows, place_rows, read
 from .dims import RowUse
 from .distributed import agree_on_examples
 from .errors import (
@@ -188,11 +188,7 @@ class Predictor(RedcoNames):
         memory. The arguments are those of `predict`, and are checked at the call."""
         size = BatchSize.of(self._deployer.mesh, per_device_batch_size, batch_size)
         check_examples_kind(examples, "examples")
-        n = size_of(examples)
-        if n is None:
-            raise TypeError(
-                f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
-            )
+        n = known_size(examples)
         if model is not None:
             self._check_alike(model)
         elif self._engine is None:

@@ -87,6 +87,14 @@ def size_of(examples: Any) -> int | None:
     return len(examples) if _is_sized(examples) else None
 
 
+def known_size(examples: Any, name: str = "examples") -> int:
+    """Returns the number of examples. Raises TypeError if it is known only after iterating over them."""
+    if (n := size_of(examples)) is None:
+        found = type(examples).__name__
+        raise TypeError(f"`{name}`: expected `len()` and integer items, got {found}. Pass a list of them.")
+    return n
+
+
 def slices(
     examples: Any,
     batch_size: int,

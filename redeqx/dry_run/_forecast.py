@@ -36,7 +36,7 @@ from ..machine import Machine, dry, is_in_host, uncached_where_described
 from ..memory import Loop, SearchSpace, Strategy, Tried, estimated_bytes, matmul_seconds, refused_bytes
 from ..monitor import ProgressLine
 from ..partition import Plan
-from ..steps import Program, shard_bytes
+from ..steps import Program, n_rows, shard_bytes
 from ..tracing import kind_of_product, matmul_flops
 from ._figures import MODEL_FLOPS, Step, attempt, reason, sent_per_second
 from ._report import DryRun
@@ -221,7 +221,7 @@ def _compiled(
     failed: dict[str, str] = {}
     size, tokens = strategy.size(mesh), n_tokens(work.batch)
     if tokens is not None:
-        tokens = tokens // jax.tree.leaves(work.batch)[0].shape[0] * size.examples
+        tokens = tokens // n_rows(work.batch) * size.examples
     saved = program.saved  # known when the train step has been traced
     run = DryRun(machine, strategy, plan, held, {}, {}, {}, in_host=in_host, n_tokens=tokens, saved=saved, failed=failed)
     if only_train and machine.memory is not None and resident > machine.memory:
@@ -313,13 +313,12 @@ def _renamed(step: Step, names: Mapping[str, str]) -> Step:
 
 def _copies(batch: PyTree, size: BatchSize, use: RowUse, mesh: Mesh) -> float:
     """Returns the number of batch shards that compute a row of a batch, on average over its rows."""
-    groups = size.cut(jax.tree.leaves(batch)[0].shape[0], use, mesh)
+    groups = size.cut(n_rows(batch), use, mesh)
     return sum(group.size * group.n_copies(mesh) for group in groups) / sum(group.size for group in groups)
 
 
 def _groups(batch: PyTree, size: BatchSize, use: RowUse, mesh: Mesh) -> tuple[PyTree, ...]:
     """Returns the shapes of a batch in the layout that a step receives (that of `place_batch`)."""
-    n_rows = jax.tree.leaves(batch)[0].shape[0]
 
     def shapes(group: Group) -> PyTree:
         sharding = group_sharding(group, mesh)
@@ -327,7 +326,7 @@ def _groups(batch: PyTree, size: BatchSize, use: RowUse, mesh: Mesh) -> tuple[Py
             lambda x: jax.ShapeDtypeStruct((group.n, group.rows, *x.shape[1:]), x.dtype, sharding=sharding), batch
         )
 
-    return tuple(map(shapes, size.cut(n_rows, use, mesh)))
+    return tuple(map(shapes, size.cut(n_rows(batch), use, mesh)))
 
 
 def _step(

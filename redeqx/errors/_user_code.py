@@ -1,8 +1,8 @@
 """Errors in the user's functions: notes on their arguments, and tracebacks and warnings that show the user's own lines.
 
 `with_batch_note` adds a note about the batch to an error, and `check_not_traced` refuses what such a function must not read.
-`FilteredTraceback` removes the frames of redeqx and JAX from the
-traceback, so that the line of the script is next to the line of the user's function.
+`FilteredTraceback` removes the frames of redeqx and JAX from the traceback.
+The line of the script is then next to that of the user's function.
 """
 
 import contextlib

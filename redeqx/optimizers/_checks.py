@@ -5,12 +5,7 @@ from typing import Any
 
 from ..errors import check_number
 
-
-def _is_at_least_0(value: Any) -> bool:
-    return 0 <= value < math.inf
-
-
-_AT_LEAST_0 = ("a finite number of at least 0", _is_at_least_0)
+_AT_LEAST_0 = ("a finite number of at least 0", lambda value: 0 <= value < math.inf)
 _DECAY_RATE = ("a number from 0 to below 1", lambda value: 0 <= value < 1, "Published values are 0.9 to 0.999.")
 _RULES = {
     "learning_rate": (*_AT_LEAST_0, "Pass a number, or a schedule such as `optax.cosine_decay_schedule`."),

@@ -20,6 +20,7 @@ from ..data import (
     check_examples,
     differs_by_epoch,
     examples_of,
+    known_size,
     micro_batch_shapes,
     n_slices,
     sample_of,
@@ -126,10 +127,8 @@ class FitOptions:
         check_examples(self.train_examples)
         check_readable_again(source_of(self.train_examples), self.epochs or 1)
         Callbacks.check(self.callbacks)
-        if self.eval_examples is not None and size_of(self.eval_examples) is None:
-            found = type(self.eval_examples).__name__
-            raise TypeError(f"`eval_examples`: expected `len()` and integer items, got {found}. Pass a list.")
         if self.eval_examples is not None:
+            known_size(self.eval_examples, "eval_examples")
             check_examples(self.eval_examples, "eval_examples")
         if self.eval_metric_fn is not None:
             check_function(self.eval_metric_fn, "eval_metric_fn", ["examples", "outputs"])

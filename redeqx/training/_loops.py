@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._tree import array_leaves
-from ..data import BatchSize, Prefetch, Slice, check_examples, collated_shapes, is_function, size_of, slices
+from ..data import BatchSize, Prefetch, Slice, check_examples, collated_shapes, is_function, known_size, size_of, slices
 from ..dims import UNKNOWN
 from ..errors import check_alike, warn
 from ..partition import place
@@ -64,12 +64,7 @@ def one_pass(engine: Engine, checkpointer: Checkpointer, steps: Iterator[Slice],
 def as_one_step(engine: Engine, examples: Any) -> tuple[Iterator[Slice], BatchSize]:
     """Returns all of these examples as one step, and its sizes."""
     check_examples(examples, "examples")
-    n = size_of(examples)
-    if n is None:
-        raise TypeError(
-            f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
-        )
-    size = engine.batch_size(None, n)
+    size = engine.batch_size(None, known_size(examples))
     return in_order(examples, size), size
 
 

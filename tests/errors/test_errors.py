@@ -362,7 +362,7 @@ NEEDS_EVAL = (
         (
             {"eval_examples": iter(EXAMPLES)},
             TypeError,
-            "`eval_examples`: expected `len()` and integer items, got list_iterator. Pass a list.",
+            "`eval_examples`: expected `len()` and integer items, got list_iterator. Pass a list of them.",
         ),
         (
             {"save_argmin_ckpt_by_metrics": "loss", "eval_examples": EXAMPLES},
