@@ -240,6 +240,10 @@ def need_workdir(trainer: Any, name: str) -> None:
 _METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
+def _overrides(callback: Callback, method: str) -> bool:
+    return getattr(type(callback), method) is not getattr(Callback, method)
+
+
 class Callbacks:
     """The callbacks of one fit, and the trainer that is passed to them.
 
@@ -255,6 +259,7 @@ class Callbacks:
 
     def __init__(self, trainer: Any, before: Sequence[Callback], own: Sequence[Callback], after: Sequence[Callback]):
         self.trainer, self.own, self.each = trainer, own, [*before, *own, *after]
+        self._overriding = {method: [each for each in self.each if _overrides(each, method)] for method in _METHODS}
         self.has_begun = self.was_called = False
         self._is_saving = False  # within `on_save`
 
@@ -272,7 +277,7 @@ class Callbacks:
             if callback.every is not Callback.every:
                 check_count(callback.every, f"callbacks[{i}].every")
             for method in _METHODS:
-                if getattr(type(callback), method) is not getattr(Callback, method):
+                if _overrides(callback, method):
                     _, *parameters = inspect.signature(getattr(Callback, method)).parameters
                     check_function(getattr(callback, method), f"callbacks[{i}].{method}", parameters)
             for name in dir(type(callback)):
@@ -282,13 +287,9 @@ class Callbacks:
                         f"calls.{nearest(name, _METHODS)}"
                     )
 
-    def overriding(self, method: str) -> list[Callback]:
-        """Returns the callbacks that override a method."""
-        return [callback for callback in self.each if getattr(type(callback), method) is not getattr(Callback, method)]
-
     def call(self, method: str, *args: Any) -> None:
         """Calls a method of each callback that overrides it."""
-        for callback in self.overriding(method):
+        for callback in self._overriding[method]:
             self.was_called = True
             getattr(callback, method)(self.trainer, *args)
 
@@ -299,7 +300,7 @@ class Callbacks:
 
         - `metrics`: returns those of the moment, for each callback anew: an evaluation may come before.
         """
-        for callback in self.overriding(moment):
+        for callback in self._overriding[moment]:
             if moment == "on_step" and not callback.wants(step):
                 continue
             self.was_called = True
@@ -307,7 +308,7 @@ class Callbacks:
 
     def call_on_save(self, path: Location, checkpoints: CheckpointManager) -> None:
         """Calls `on_save` once the checkpoint is on disk, except for checkpoints that are saved inside `on_save`."""
-        if not self._is_saving and self.overriding("on_save"):
+        if not self._is_saving and self._overriding["on_save"]:
             checkpoints.wait()
             self._is_saving = True
             try:
