@@ -98,6 +98,7 @@ def is_zombie(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.sweep
 def test_second_run_is_refused_until_the_first_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(Lock, "stale", 600.0)
     folder = tmp_path / "ckpts"

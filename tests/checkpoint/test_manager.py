@@ -768,6 +768,7 @@ def test_file_size_limit(tmp_path):
     run(FULL_DISK, tmp_path, "EFBIG")
 
 
+@pytest.mark.sweep
 def test_full_tmpfs(tmp_path):
     # A tmpfs in a private mount namespace, which ends with the process.
     own_mounts = ["unshare", "--map-root-user", "--mount", "sh", "-c"]

@@ -110,6 +110,7 @@ def test_file_with_several_dtypes(tmp_path, capsys):
     ]
 
 
+@pytest.mark.sweep
 def test_folder_of_shards_shows_its_config(folder, capsys):
     lines = output_of(capsys, "inspect", folder).splitlines()
     assert [line.split() for line in lines[:4]] == [
@@ -209,6 +210,7 @@ def test_control_characters_in_names_are_escaped(tmp_path, capsys):
     assert "  a\\x1b[31m\\nb  float32" in output_of(capsys, "inspect", tmp_path / "x.safetensors")
 
 
+@pytest.mark.sweep
 def test_module_runs_as_a_command(run, tmp_path):
     """A reader that closes the pipe early (`| head -1`) is not an error."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

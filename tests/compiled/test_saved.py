@@ -69,6 +69,7 @@ def use(monkeypatch):
     compilation_cache.reset_cache()
 
 
+@pytest.mark.sweep
 def test_a_run_loads_what_a_dry_run_has_saved(folder, use, capsys):
     names = {path.name.rpartition("-cache")[0].rpartition("-")[0] for path in folder.glob("*-cache")}
     assert {"jit_make", "jit_init_opt_state", "jit_step_fn", "jit_eval_fn"} <= names

@@ -651,6 +651,7 @@ def test_unused_prefetch_starts_no_thread():
     prefetch.close()
 
 
+@pytest.mark.sweep
 def test_a_thread_may_read_on_after_the_main_thread_has_ended():
     script = """
 import threading, time

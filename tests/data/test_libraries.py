@@ -134,6 +134,7 @@ PARITY = [  # these need torch
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["grain mixture stream", *SWEEP, *PARITY])
 def test_stopped_fit_resumes_to_the_same_bits(kind, tmp_path):
     make_source = source_factory(kind, tmp_path)

@@ -64,6 +64,7 @@ def collate_in_worker(workers, function, examples=range(8)):
 # --- the same batches ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_equal_those_of_a_single_thread_in_order(kind):
     expected = collate_all(collating.stack_numbers, range(45))
@@ -76,6 +77,7 @@ def test_batches_equal_those_of_a_single_thread_in_order(kind):
                 np.testing.assert_array_equal(own["x"], other["x"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_run_concurrently(kind, tmp_path):
     """Each of the two calls waits for the other one, so that neither can finish alone."""
@@ -331,6 +333,7 @@ def test_workers_ignore_signals_to_the_group_and_end_with_their_parent(tmp_path)
 # --- closing ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_closing_kills_processes_and_waits_for_threads(tmp_path):
     n_threads = threading.active_count()
     with CollatePool(partial(wait_for_other_call, tmp_path), Workers(1, "processes")) as workers:

@@ -196,6 +196,7 @@ def test_signals_of_children_stay_theirs(tmp_path):
     assert (ended.returncode, ended.stdout) == (0, "child -15\nended at 0\n"), ended.stderr
 
 
+@pytest.mark.sweep
 def test_a_handler_of_the_script_stays(tmp_path):
     ended = run(tmp_path, "own", "SIGTERM")
     assert (ended.returncode, ended.stdout) == (0, "own\nown\nended at 0\n"), ended.stderr

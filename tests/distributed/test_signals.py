@@ -7,6 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from redeqx.distributed import Peers, Preemption
 
 LIMIT = 30.0
@@ -48,6 +50,7 @@ def run_script(tmp_path, text):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.sweep
 def test_signals_within_half_a_second_count_once(tmp_path):
     """A wrapper forwards the Ctrl-C that the terminal also sends: the two count as one. A later one ends the process."""
     ended = run_script(
@@ -69,6 +72,7 @@ with Preemption(Peers()).listening():
     assert ended.stderr.count("Ctrl-C: stopping after this step") == 1
 
 
+@pytest.mark.sweep
 def test_forked_child_inherits_no_handlers(tmp_path):
     """Even inside nested fits; a signal to the child does not wake the parent."""
     ended = run_script(

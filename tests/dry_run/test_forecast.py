@@ -583,6 +583,7 @@ def command(script, *args, topology="cpu:8", options=()):
     return subprocess.run(line, env=env, cwd=script.parent, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.sweep
 def test_script_runs_up_to_its_fit(script, tmp_path):
     done = command(script, "fits", str(tmp_path / "run"), options=["--json", str(tmp_path / "report.json")])
     assert done.returncode == 0, done.stderr

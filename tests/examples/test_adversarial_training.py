@@ -59,6 +59,7 @@ def test_generator_is_updated_only_every_nth_step(pair):
     assert updated == [[True, i % 3 == 2] for i in range(7)]
 
 
+@pytest.mark.sweep
 def test_fixed_model_computes_the_same(pair):
     image = jnp.ones(16)
     assert fixed(pair.critic)(image) == pair.critic(image)

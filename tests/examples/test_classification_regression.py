@@ -225,6 +225,7 @@ def test_pair_is_encoded_with_token_types():
     assert cut["ids"].shape == (6,)
 
 
+@pytest.mark.sweep
 def test_shift_moves_the_image_only_in_training():
     image = jnp.zeros((1, 5, 5)).at[0, 2, 2].set(1)
     shift = Shift(1)

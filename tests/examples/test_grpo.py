@@ -45,6 +45,7 @@ def sampled(loaded):
     return grpo.collate_fn(grpo.experience(PROBLEMS, prompts, found, chat))
 
 
+@pytest.mark.sweep
 def test_training_computes_the_log_probabilities_of_sampling(loaded, sampled):
     model, _ = loaded
     new = eqx.filter_jit(jax.vmap(partial(grpo.log_probs, model)))(sampled["prompt"], sampled["tokens"], sampled["is_token"])

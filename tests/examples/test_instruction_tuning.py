@@ -70,6 +70,7 @@ def test_only_replies_are_labels(chat):
     assert len(chat.ids("6789")) == 4  # each digit is a token
 
 
+@pytest.mark.sweep
 def test_the_loss_of_packed_conversations_is_that_of_each(chat):
     sizes = {"n_positions": 128, "d_model": 16, "d_mlp": 32, "n_layers": 1, "n_heads": 2, "init_std": 0.3}
     model = eqx.filter_jit(Llama)(LlamaConfig(vocab_size=320, **sizes), key=jax.random.key(0))

@@ -269,6 +269,7 @@ def test_folder_is_trained_on_more_text_and_saved(data, tmp_path, capsys):
     assert not np.array_equal(after.embedding.weight, from_pretrained(folder)[0].embedding.weight)
 
 
+@pytest.mark.sweep
 def test_loss_is_summed_over_labelled_tokens():
     model = eqx.filter_jit(GPT2)(GPT2Config(64, 32, 16, 1, 2, init_std=0.3).without_dropout(), key=jax.random.key(0))
     batch = collate_fn(cut(list(range(1, 55)), 32))  # the last row is padded
@@ -279,6 +280,7 @@ def test_loss_is_summed_over_labelled_tokens():
     np.testing.assert_allclose(found.total, expected, rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_invalid_input_is_refused(tmp_path):
     def refused(fn, *args):
         with pytest.raises(ValueError) as raised:

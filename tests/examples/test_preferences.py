@@ -61,6 +61,7 @@ def by_hand(encoded):
     return np.array([[[of_reply(m, *reply) for reply in both] for both in replies] for m in (model, other)])
 
 
+@pytest.mark.sweep
 def test_dpo_loss_and_its_gradient_in_the_policy_alone(encoded, by_hand):
     model, other, chat, pairs, batch = encoded
     trainable = PolicyAndReference(other, model).trainable

@@ -83,6 +83,7 @@ def grads_of_each(model, examples):
 # --- the gradient ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_clipped_sums_match_a_loop(model, examples, sums_of, grads_of_each):
     norms = np.linalg.norm(grads_of_each, axis=1)
     assert norms.min() < CLIP < norms.max()  # some are clipped, some are not

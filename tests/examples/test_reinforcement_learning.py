@@ -352,6 +352,7 @@ def test_maddpg_losses_of_critics_and_actors(independent):
     assert_targets_moved_by_a_tenth(state, targets, model)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("independent", [False, True])
 def test_independent_critic_sees_only_its_own_agent(independent):
     model = Team(3, 4, 2, 8, independent, key=jax.random.key(0))

@@ -98,6 +98,7 @@ def test_values_and_gradients_match_the_formula(groups):
     assert_match_formula({name: (qkv(groups=groups), setting) for name, setting in SETTINGS.items()})
 
 
+@pytest.mark.sweep
 def test_several_blocks_of_queries_match_the_formula():
     settings = ({}, {"causal": True}, {"window": 100}, {"lengths": jnp.array([300, 70])})
     args = qkv(301, groups=2)  # the second block is padded
@@ -224,6 +225,7 @@ def test_dropout_preserves_the_mean_and_depends_on_the_key():
     np.testing.assert_allclose(outs.mean(0), by_formula(q, k, v), atol=0.06)
 
 
+@pytest.mark.sweep
 def test_dropout_is_the_same_in_the_forward_and_backward_pass():
     args, key = qkv(301), jax.random.key(1)
 
@@ -266,6 +268,7 @@ def test_the_weights_of_all_queries_for_all_keys_are_never_materialized():
     assert temporary_bytes(redeqx.attention) < weights / 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("n", [32, 512])
 def test_splitting_rows_and_heads_needs_no_collective(n):
     mesh = make_mesh(2, 2)

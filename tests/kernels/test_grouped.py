@@ -100,6 +100,7 @@ def test_forward_mode_and_second_derivatives(operands):
         assert_close(found, want, 2e-6)
 
 
+@pytest.mark.sweep
 def test_vmap():
     n, found, wanted = 3, {}, {}
     for axes in ((0, None, 0), (0, 0, 0), (1, None, None), (None, 0, None), (None, None, 0)):

@@ -20,6 +20,7 @@ def draw(*shapes):
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sizes", [[3, 130, 0, 67], [0, 9, 0, 1]], ids=["skewed", "rows outside"])
 def test_values_are_those_of_each_group(sizes):
     x, weights, g = draw((ROWS, K), (GROUPS, K, N), (ROWS, N))

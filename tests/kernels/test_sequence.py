@@ -133,6 +133,7 @@ def test_a_window_of_one_key_sends_nothing():
     np.testing.assert_allclose(np.stack([dq, dk]), 0, atol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sizes", [{}, ODD], ids=["by heads", "by positions"])
 def test_under_vmap_scan_and_remat(sizes):
     q, k, v, g = draw(**sizes)

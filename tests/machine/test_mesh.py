@@ -101,6 +101,7 @@ def test_memory_is_that_of_a_device_of_this_process(monkeypatch, index):
     assert of_devices("this", devices).memory == 100 + index
 
 
+@pytest.mark.sweep
 def test_simulate_devices():
     code = (
         "import os, redeqx; redeqx.simulate_devices(4); import jax; "

@@ -78,6 +78,7 @@ def chosen(capsys):
     return printed.partition("memory: ")[2]
 
 
+@pytest.mark.sweep
 def test_chooses_the_least_recomputation_that_fits(set_device_memory, capsys):
     """Between `"matmuls"` and `"full"` it keeps as many products as there is room for."""
     sizes = {remat: bytes_needed(remat, (2, 2)) for remat in ("none", "matmuls", "full")}

@@ -85,6 +85,7 @@ def dry_run(machine, memory=None, **options):
         return trainer.dry_run(np.zeros((8192, 64), np.float32), batch_size=8192, **options)
 
 
+@pytest.mark.sweep
 def test_a_dry_run_without_compiling_is_near_the_compiled_one():
     compiled, estimated = dry_run("cpu:8"), dry_run("cpu:8", optimization="none")
     assert compiled.needs * 0.75 < estimated.needs < compiled.needs * 1.25

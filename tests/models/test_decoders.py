@@ -60,7 +60,6 @@ QUICK = (
     "falcon",
     "gpt-neox",
     "smollm3",
-    "qwen3-next",
     "llama-classes",
 )
 EACH = [
@@ -323,6 +322,7 @@ def test_configs_of_scalings_are_read_as_written():
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_what_routers_did_comes_with_the_hidden_states():
     sizes = {"vocab_size": 53, "n_positions": 24, "d_model": 16, "d_mlp": 8, "n_layers": 3, "n_heads": 2, "n_kv_heads": 2}
     model = random_model(Mixtral, MixtralConfig(**sizes, n_experts=4))
@@ -338,6 +338,7 @@ def test_what_routers_did_comes_with_the_hidden_states():
         random_model(Olmo, Olmo.config_class(**sizes)).routed(ids)
 
 
+@pytest.mark.sweep
 def test_a_folder_in_mxfp4_is_read_as_its_numbers(tmp_path):
     """Also by devices that each read a part, and it is saved without the packing."""
     sizes = {"vocab_size": 32, "n_positions": 16, "d_model": 64, "d_mlp": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2}
@@ -377,6 +378,7 @@ def test_a_folder_in_mxfp4_is_read_as_its_numbers(tmp_path):
         from_pretrained(tmp_path)
 
 
+@pytest.mark.sweep
 def test_the_text_model_of_a_folder_with_images_is_read_by_its_class(tmp_path):
     """From names with another prefix, and from tensors of all experts. The folder's options of `generate` are kept."""
     golden = json.loads((GOLDEN / "qwen3-5-moe.json").read_text())
@@ -411,6 +413,7 @@ def test_the_text_model_of_a_folder_with_images_is_read_by_its_class(tmp_path):
     assert SequenceClassifier.architecture(Qwen3_5.config_class(n_classes=2)) == "Qwen3_5TextForSequenceClassification"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("cls", "prefix", "unused"),
     [
@@ -451,6 +454,7 @@ def test_the_text_model_of_a_larger_folder_is_read_and_saved_alone(cls, prefix, 
 # --- heads for classes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_classifier_of_a_language_model_scores_its_last_token(tmp_path):
     """Found by the mask, or without one by the padding id; other heads are refused by their name."""
     sizes = {"vocab_size": 53, "n_positions": 24, "d_model": 16, "d_mlp": 8, "n_layers": 2, "n_heads": 2}
@@ -477,6 +481,7 @@ def test_a_classifier_of_a_language_model_scores_its_last_token(tmp_path):
 # --- special attention ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_caps_and_sinks_of_an_attention():
     """Against the formula, with dropout of weights off."""
     key, rng = jax.random.key(0), np.random.default_rng(0)
@@ -503,6 +508,7 @@ def test_biases_of_scores_count_tokens_and_have_a_slope_for_each_head():
     np.testing.assert_array_equal(distance_bias(None, 3, n_heads=2, largest=4)[:, 0, 1], [2.0**-2, 2.0**-4])
 
 
+@pytest.mark.sweep
 def test_a_latent_attention_decodes_with_its_latent_vectors():
     """A step of decoding, which computes with latent vectors, equals the call, and the cache holds these alone."""
     sizes = {"vocab_size": 53, "n_positions": 24, "d_model": 16, "d_mlp": 8, "n_layers": 2, "n_heads": 2, "n_dense": 1}
@@ -518,6 +524,7 @@ def test_a_latent_attention_decodes_with_its_latent_vectors():
     np.testing.assert_allclose(found, eqx.filter_jit(model)(ids)[-1], atol=2e-5)
 
 
+@pytest.mark.sweep
 def test_layers_of_two_kinds_are_one_stack_of_the_group_that_repeats():
     """Also if no group repeats. Each block reads and writes its own layer of a folder."""
     sizes = {"vocab_size": 53, "d_model": 16, "d_mlp": 8, "n_layers": 6, "n_heads": 2, "head_size": 8, "d_expert": 4}

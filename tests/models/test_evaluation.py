@@ -60,6 +60,7 @@ def log_probs(model):
     return lambda ids: np.asarray(run(jnp.asarray([*ids, *[0] * (LENGTH - len(ids))])))  # one shape; causal
 
 
+@pytest.mark.sweep
 def test_loglikelihood(lm, tokenizer, log_probs):
     pairs = [
         ("the cat", " sat"),
@@ -98,6 +99,7 @@ def test_rolling_loglikelihood_counts_each_token_once(lm, tokenizer, log_probs):
     assert len(tokenizer.encode(texts[1]).ids) > LENGTH  # several windows
 
 
+@pytest.mark.sweep
 def test_generate_until(lm, model, tokenizer):
     contexts = ["the cat sat", "A log", "the dog sat on the"]
     options = {"until": ["\n"], "max_gen_toks": 6, "do_sample": False, "temperature": 0.0}

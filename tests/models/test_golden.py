@@ -16,7 +16,7 @@ CASES = collect("CASES")
 FIRST = re.compile(r"[a-z0-9]+|vision-encoder-decoder")
 
 
-SLOW = ("unet", "vae", "clip", "siglip", "llava", "vision-encoder-decoder")
+SLOW = ("unet", "vae", "clip", "siglip", "llava", "vision-encoder-decoder", "sd3", "sdxl")
 ALIKE = ("distilbert", "roberta", "qwen2", "gptj", "opt")  # tables of an encoder or a decoder of which others are quick
 
 

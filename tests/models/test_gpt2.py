@@ -128,6 +128,7 @@ def test_remat_changes_neither_value_nor_gradients():
         assert np.any(a != 0)  # every leaf has a gradient
 
 
+@pytest.mark.sweep
 def test_initial_weights_are_those_of_the_papers_code():
     model = initial_model()
     blocks = model.stack.blocks

@@ -158,6 +158,7 @@ def test_bfloat16_stays_bfloat16():
     assert jnp.abs(logits.astype(jnp.float32) - wanted).mean() < 0.05 * wanted.std()
 
 
+@pytest.mark.sweep
 def test_initial_weights_are_normal_and_norms_one():
     config = Qwen2Config(500, 64, 128, 4, 8, 256, 2, init_std=0.05)
     model = eqx.filter_jit(Qwen2)(config, key=jax.random.key(0))

@@ -61,6 +61,7 @@ def sd3(**changes):
     return StableDiffusion3(**parts | changes, config=PipelineConfig(FlowMatchEuler(shift=3.0)))
 
 
+@pytest.mark.sweep
 def test_a_folder_holds_the_pipeline_and_its_tokenizers(tmp_path):
     config = dataclasses.replace(
         EULER, files={"tokenizer_2/vocab.json": b"{}"}, extra={"tokenizer_2": ["t", "CLIPTokenizer"]}
@@ -104,6 +105,7 @@ def test_a_folder_holds_the_pipeline_and_its_tokenizers(tmp_path):
             edited(**keys)
 
 
+@pytest.mark.sweep
 def test_an_absent_t5_stays_absent(tmp_path):
     sd3().save_pretrained(tmp_path)
     assert json.loads((tmp_path / "model_index.json").read_text())["text_encoder_3"] == [None, None]
@@ -114,6 +116,7 @@ def test_an_absent_t5_stays_absent(tmp_path):
     assert condition["pooled"].shape == (12,)
 
 
+@pytest.mark.sweep
 def test_parts_must_fit_together():
     for unet, message in (
         ({"context_size": 13}, "`unet/config.json`: `cross_attention_dim`: expected 12, as in the other parts, got 13"),

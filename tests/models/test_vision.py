@@ -64,6 +64,7 @@ def test_the_loss_is_a_cross_entropy_for_each_pair():
         sigmoid_loss(jnp.zeros((4, 3)))
 
 
+@pytest.mark.sweep
 def test_masked_patches_have_no_influence_and_positions_are_of_the_image():
     model = random_model(Dinov2, DINO)
     run = eqx.filter_jit(lambda pixels, masked=None: model(pixels, masked=masked))
@@ -83,6 +84,7 @@ def test_masked_patches_have_no_influence_and_positions_are_of_the_image():
         without(pixels, masked=masked)
 
 
+@pytest.mark.sweep
 def test_models_without_the_rest_load_from_larger_folders(tmp_path):
     classifier = random_model(Dinov2ForImageClassification, DINO)
     save_pretrained(classifier, DINO, tmp_path / "dino")

@@ -144,6 +144,7 @@ def test_an_unlikely_text_is_read_again(model, features):
         read(logprob_threshold=0.1, key=None)
 
 
+@pytest.mark.sweep
 def test_texts_begin_with_the_language_the_task_and_times(model, features):
     prompt = lambda **options: model.prompt(features, **options).tolist()[0]  # noqa: E731
     assert prompt(language="en") == [4, 32, 34, 40]

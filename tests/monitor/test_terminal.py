@@ -109,6 +109,7 @@ def screen(text: str, width: int) -> list[str]:
     return [line.rstrip() for line in rows if line.strip()]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", SETTINGS)
 def test_lines_are_complete_and_in_order(written, name):
     width = SETTINGS[name][0]

@@ -89,6 +89,7 @@ def read(codes, scales, which):
     return np.sign(codes) * part * np.repeat(scales, 64, axis=1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("which", ["first", "second"])
 def test_8bit_moments_are_quantised_without_bias(which):
     rng = np.random.default_rng(0)
@@ -168,6 +169,7 @@ def test_updates_equal_those_of_optax_up_to_rounding(form, tolerance, of_optax):
     assert shapes == expected
 
 
+@pytest.mark.sweep
 def test_small_decays_of_the_second_moment_are_not_lost():
     """Each decay is less than one bfloat16 step, so rounding to nearest would lose it."""
     optimizer = adamw(1.0, moments="bfloat16", weight_decay=0.0)

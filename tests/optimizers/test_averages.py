@@ -90,6 +90,7 @@ def schedule_free():
 # --- one average --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_the_average_is_evaluated_saved_and_predicts(tmp_path):
     trainer, models = make_trainer(ema(optax.adam(1e-2), 0.9), tmp_path), RecordModels()
     metrics = fit(trainer, models, eval_examples=EVALUATED, save_argmin_ckpt_by_metrics=["loss"])

@@ -168,6 +168,7 @@ def test_singular_values_are_close_to_one():
     assert np.all((values > 0.6) & (values < 1.3))
 
 
+@pytest.mark.sweep
 def test_newton_schulz_coefficients_and_dtype():
     keys = jax.random.split(jax.random.key(0))
     params = trained_parameters(
@@ -200,6 +201,7 @@ def test_bfloat16_momentum_and_custom_rest_optimizer():
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
 
 
+@pytest.mark.sweep
 def test_excluded_matrices_are_updated_by_the_rest_optimizer():
     params = trained_parameters(make_model())
     (got,) = run_updates(muon(1e-2, exclude=["*.up.*"], rest=optax.sgd(0.5)), params, 1)

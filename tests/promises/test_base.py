@@ -74,6 +74,7 @@ def newest(workdir):
     return workdir / "ckpts" / json.loads((workdir / "ckpts" / "index.json").read_text())["last"]
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_holds_the_trained_leaves(tmp_path, base, capsys):
     optimizer = redeqx.optimizers.ema(optax.adam(1e-2), 0.5)
     trainer = train(adapted(base), tmp_path / "run", optimizer=optimizer, verbose=True)

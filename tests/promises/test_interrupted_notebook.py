@@ -103,8 +103,11 @@ def wait_until(holds):
 @pytest.mark.parametrize(
     ("place", "interrupts"),
     [
-        ("step", 1), ("save", 1), ("evaluation", 2),
-        *(pytest.param(*case, marks=pytest.mark.sweep) for case in [("step", 2), ("save", 2), ("evaluation", 1)]),
+        ("step", 1), ("save", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in [("step", 2), ("save", 2), ("evaluation", 1), ("evaluation", 2)]
+        ),
     ],
 )  # fmt: skip
 def test_the_fit_after_an_interrupted_one_trains_to_its_end(notebook, place, interrupts):

@@ -202,6 +202,7 @@ def test_a_loss_that_reads_what_changes_is_refused(what):
         trainer.update(DATA[:8])
 
 
+@pytest.mark.sweep
 def test_a_step_that_has_captured_weights_is_refused_once_they_are_trained():
     other = make_trainer()
     other.update(DATA[:8])

@@ -239,7 +239,7 @@ CASES = {
     "qwen3_5": (lambda: delta(Qwen3_5), next_token, LONG),
 }
 # Sequence and model shards; data shards are the others. What has loops or states of its own has two or three meshes.
-QUICK = [("gpt2_loss_in_chunks", 4, 1), ("recurrence", 8, 1), ("state_space", 2, 2), ("linear_attention", 2, 2)]
+QUICK = [("gpt2_loss_in_chunks", 4, 1), ("recurrence", 8, 1), ("state_space", 2, 2)]
 SWEPT = [
     ("gpt2", 2, 2),
     ("gpt2_loss_in_chunks", 2, 1),
@@ -254,6 +254,7 @@ SWEPT = [
     ("equinox_attention", 8, 1),
     ("recurrence", 2, 2),
     ("state_space", 8, 1),
+    ("linear_attention", 2, 2),
     ("linear_attention", 8, 1),
 ]
 GRID = [*QUICK, *(pytest.param(*case, marks=pytest.mark.sweep) for case in SWEPT)]
@@ -321,6 +322,7 @@ def test_an_update_of_a_delta_rule_is_that_of_one_device(name, n_sequence, n_mod
     check_update(make_trainer(name, n_sequence, n_model), name)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "n_sequence", "n_model", "options", "n_parts"), RESIDUAL)
 def test_an_update_with_a_split_residual_stream_is_that_of_one_device(name, n_sequence, n_model, options, n_parts):
     compute = redeqx.Compute(**options, split_residual=True)
@@ -358,6 +360,7 @@ def test_positions_are_split_in_the_program():
     assert f"f32[1,{SEQ},{2 * D}]" in texts[0] and f"f32[1,{SEQ},{2 * D}]" not in texts[1]  # the MLP's hidden values
 
 
+@pytest.mark.sweep
 def test_what_a_loop_over_layers_saves_is_split_over_the_model_shards():
     """Its carries, of two layers and all rows. Lengths that do not divide stay whole, and the plan says so."""
     saved = []
@@ -371,7 +374,9 @@ def test_what_a_loop_over_layers_saves_is_split_over_the_model_shards():
     assert trainer.plan.positions == ("60 in the residual stream: 8 model shards do not divide them, so each has all",)
 
 
-@pytest.mark.parametrize("name", ["recurrence", "vit", "linear_attention"])
+@pytest.mark.parametrize(
+    "name", ["recurrence", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("vit", "linear_attention"))]
+)
 def test_what_is_not_split_by_positions_is_computed_once(name):
     """Devices take a part of the rows: all rows on each would be 8 times the work. They do not divide 60 positions."""
     programs = [make_trainer(name, n).compile(CASES[name][2], batch_size=ROWS) for n in (1, 8)]
@@ -435,6 +440,7 @@ def test_draws_evaluation_prediction_and_checkpoint_do_not_depend_on_the_shards(
         np.testing.assert_allclose(leaf, floating(four)[name], atol=1e-6, err_msg=name)
 
 
+@pytest.mark.sweep
 def test_the_gradient_of_a_table_looked_up_for_all_positions_but_one():
     """As of a conditional random field's transitions. Padded positions would count, too."""
 
@@ -527,6 +533,7 @@ def test_weights_are_stored_over_the_sequence_axis():
     assert plan.spec_in_use("stack.blocks.mlp.up.weight") == P(None, "model", None)
 
 
+@pytest.mark.sweep
 def test_attention_over_lengths_that_do_not_divide_is_refused():
     def loss_fn(model, batch, key):
         logits = jax.vmap(model)(batch["ids"][:, :-1])

@@ -142,6 +142,7 @@ def test_reads_a_hugging_face_folder_in_place(bucket, folder):
         models.from_pretrained(f"{bucket}/no")
 
 
+@pytest.mark.sweep
 def test_reads_a_hugging_face_folder_from_a_failing_store(bucket, folder, server, short_pauses):
     here, _ = models.from_pretrained(folder)
     count, faults = itertools.count(), itertools.cycle((500, "cut", 503))

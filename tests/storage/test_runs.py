@@ -54,6 +54,7 @@ def pred_fn(model, batch, key):
     return jax.vmap(model)(batch)
 
 
+@pytest.mark.sweep
 def test_run_in_a_store_matches_a_local_run(bucket, tmp_path):
     """Compares values, files and metrics; the run in the store is stopped and resumed."""
     alone = run(tmp_path / "run")

@@ -191,6 +191,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sweep
 def test_group_is_replaced_with_equal_values_and_gradients():
     x, plain, changed = jnp.linspace(-2, 2, 12).reshape(3, 4), {}, {}
     for fn, (around, wrap) in itertools.product((gate, gate_in_a_jit), AROUND.items()):
@@ -564,6 +565,7 @@ REWRITTEN = {
 }
 
 
+@pytest.mark.sweep
 def test_literal_outputs_keep_dtype_and_weak_type():
     """A loop's carry must keep its weak types too."""
     weights, x = (jnp.linspace(-1, 1, 8 * 16).reshape(8, 16), jnp.ones(16)), jnp.linspace(0, 1, 64).reshape(8, 8)

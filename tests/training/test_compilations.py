@@ -73,6 +73,7 @@ def use(trainer, predictor):
     return predictor.predict(DATA, batch_size=8), trainer.eval_loss(DATA, batch_size=8)
 
 
+@pytest.mark.sweep
 def test_a_prediction_and_an_evaluation_compile_once_before_and_after_an_update():
     trainer = make_trainer()
     predictor = trainer.get_default_predictor(lambda model, state, batch, key: apply(model, state, batch)[0])
@@ -106,6 +107,7 @@ def weakly_typed(state=0.5):
     return optax.GradientTransformation(lambda params: jnp.asarray(state), step)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", [weakly_typed(), optax.lbfgs()])
 def test_a_step_compiles_once_if_the_optimizers_state_is_weakly_typed(optimizer, tmp_path):
     assert weakly_typed().init(None).weak_type

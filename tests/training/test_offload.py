@@ -35,6 +35,7 @@ def memory_kinds(trainer):
     return {x.ndim > 0: x.sharding.memory_kind for x in jax.tree.leaves(trainer.opt_state)}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"on_nonfinite": "skip", "accumulate_grad_batches": 2}])
 def test_offloading_trains_to_the_same_bits(options, capsys):
     on_device, offloaded = (make_trainer(offload, **options) for offload in (False, True))

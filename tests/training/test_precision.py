@@ -120,6 +120,7 @@ def test_chip_rates_by_dtype():
     assert t4.rate("float8_e4m3fn") == t4.rate("float16") == 65e12
 
 
+@pytest.mark.sweep
 def test_header_reports_the_dtypes(capsys):
     make_trainer(verbose=True, compute="fp8").train(make_examples(8), 1)
     reported = " ".join(capsys.readouterr().out.split())
@@ -505,6 +506,7 @@ def test_resume_ends_with_the_same_bits(tmp_path, rounding):
     assert all(a.dtype == b.dtype and np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
+@pytest.mark.sweep
 def test_resume_with_another_precision_is_reported(tmp_path, capsys):
     make_trainer(workdir=tmp_path, compute="bfloat16").fit(make_examples(16), batch_size=8, n_epochs=1)
     options = {"workdir": tmp_path, "verbose": True}

@@ -99,6 +99,7 @@ class AdvanceClock(redeqx.Callback):
         self.clock.now += self.seconds
 
 
+@pytest.mark.sweep
 def test_examples_per_second_counts_steps_after_a_compilation(clock, monkeypatch, capsys):
     """Each step takes 2 s; the last one has fewer rows and compiles."""
     deployer = redeqx.Deployer()

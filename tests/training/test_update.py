@@ -136,6 +136,7 @@ def test_a_refused_fit_inside_a_fit_leaves_it_running():
 # --- the end of a fit ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_max_steps_ends_a_fit_and_a_larger_value_resumes_it(tmp_path):
     expected_trainer = make_trainer()
     expected_trainer.fit(DATA, batch_size=8, n_epochs=2)

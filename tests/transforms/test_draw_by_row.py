@@ -49,6 +49,7 @@ def test_indices_are_numbers_of_64_bits(dtype, x64):
     np.testing.assert_array_equal(middle, bits_at(KEY, index, dtype))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32])
 def test_numbers_are_those_of_the_whole_batch(dtype):
     def keys_by_column(key, n):

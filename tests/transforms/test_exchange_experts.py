@@ -76,7 +76,7 @@ CASES = [
     ("limited", limited, WEIGHTS, {"n_model_shards": 2, "n_fsdp_shards": 2}),
     ("by sequence, 4", by_sequence, LAYER, {"n_model_shards": 4}),
 ]
-QUICK = ("added", "by sequence")
+QUICK = ("added",)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,7 @@ def loss_fn(model, ids, key):
     return jax.nn.logsumexp(jax.vmap(model)(ids), -1).mean()
 
 
+@pytest.mark.sweep
 def test_the_plan_sends_tokens_where_that_sends_fewer_bytes():
     """With two choices of a token over 8 shards, and not over 4."""
     experts = MixtureOfExperts(D, F, 8, K, key=KEYS[0])

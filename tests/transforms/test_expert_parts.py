@@ -97,6 +97,7 @@ def test_sorted_tokens(fn, shards):
     check(fn, [SPLITS[name] for name in p], p, jax.random.normal(keys[4], (ROWS, T, D)), shards)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shards", MESHES, ids=str)
 def test_the_layer(shards):
     layer = MixtureOfExperts(D, F, E, K, init_std=0.3, key=jax.random.key(0))

@@ -529,6 +529,7 @@ def test_weights_are_gathered_in_the_narrowest_dtype_on_gpus():
     assert sent(text, "reduce-scatter") == {"f32": 1 + LAYERS, "bf16": 1}
 
 
+@pytest.mark.sweep
 def test_gpt2_gathers_weights_again_in_the_backward_pass():
     """No transposed weight is saved in gathered form. The tied embedding is gathered once a pass."""
     mesh = make_mesh(1, 8)

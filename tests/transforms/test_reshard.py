@@ -84,6 +84,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("n_shards", [2, 4, 8])
 def test_values_and_gradients_are_unchanged(n_shards):
     plain, changed = {}, {}

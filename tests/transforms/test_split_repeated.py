@@ -51,6 +51,7 @@ EACH = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "mesh"), EACH)
 def test_each_device_computes_its_share_of_the_same_function(name, mesh):
     model, (shards, most) = LanguageModel(name, jax.random.key(1)), MESHES[mesh]

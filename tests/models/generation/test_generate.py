@@ -54,6 +54,7 @@ SWEPT = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("golden", "search"), [*QUICK, *SWEPT], indirect=["golden"], scope="module")
 def test_generates_the_tokens_of_transformers(search, golden):
     case, model, expected = golden
@@ -136,6 +137,7 @@ def test_each_row_is_padded_after_its_own_end():
     assert found.tolist() == [[1, 2, 3, 9, 9], [3, 9, 9, 9, 9], [2, 3, 9, 9, 9]]
 
 
+@pytest.mark.sweep
 def test_beams_continue_with_the_cache_of_the_beam_that_they_extend():
     """With as many beams as texts without their last token, the search is exhaustive."""
     config = GPT2Config(4, 8, d_model=8, n_layers=1, n_heads=2, init_std=1.0, eos_token_id=None).without_dropout()

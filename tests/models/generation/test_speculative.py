@@ -33,6 +33,7 @@ def noisy(model, std, seed=1):
     return jax.tree.map(add, model)
 
 
+@pytest.mark.sweep
 def test_the_tokens_are_those_of_greedy_decoding():
     """The draft is the model itself, then noisy ones. Rows accept different numbers of tokens."""
     given: dict[str, Any] = {"mask": LEFT, "max_new_tokens": NEW}

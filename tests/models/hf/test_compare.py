@@ -81,6 +81,7 @@ def folder(stored, tmp_path):
     return write
 
 
+@pytest.mark.sweep
 def test_own_module_is_loaded_by_names(stored, folder):
     model, path = stored[0], folder()
     other = Listed(jax.random.key(1))

@@ -258,6 +258,7 @@ def with_each_key_changed(fields, names, new, known, inner=False):
             yield from ((name, {**fields, name: hostile}) for hostile in values)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("path", "names", "new", "known"), GOLDEN)
 def test_any_value_of_any_key_is_read_or_refused_quickly(path, names, new, known):
     record = json.loads(path.read_text())

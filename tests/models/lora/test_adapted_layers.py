@@ -56,6 +56,7 @@ def test_dropout_drops_inputs_of_the_adapter(use_dora):
     assert not np.allclose(quiet, out, atol=1e-3)
 
 
+@pytest.mark.sweep
 def test_each_layer_of_a_stack_draws_its_own(gpt2, tmp_path):
     model = filled(lora.add(gpt2, rank=2, where=("*.up", "*.query"), dropout=0.25, key=KEY))
     keyed = lora.with_keys(model, jax.random.key(1))
@@ -75,6 +76,7 @@ def test_each_layer_of_a_stack_draws_its_own(gpt2, tmp_path):
         lora.add(gpt2, rank=2, where="*.up", dropout=1, key=KEY)
 
 
+@pytest.mark.sweep
 def test_an_adapter_of_an_embedding(gpt2, tmp_path):
     new = lora.add(gpt2, rank=3, alpha=6, where="*.query", embeddings="embedding", key=KEY)
     ids = jnp.array([5, 0, 47, 5])
@@ -109,6 +111,7 @@ def test_a_tied_embedding_is_not_merged():
         lora.merge(model)
 
 
+@pytest.mark.sweep
 def test_the_folder_of_experts(tmp_path):
     config = MixtralConfig(
         vocab_size=16, n_positions=8, d_model=8, d_mlp=12, n_layers=2, n_heads=2, n_kv_heads=2, n_experts=3, n_chosen=2

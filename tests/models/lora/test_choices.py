@@ -75,6 +75,7 @@ def adapters(model):
     return {name: np.asarray(leaf) for name, leaf in named_leaves(model).items() if ".lora_" in name}
 
 
+@pytest.mark.sweep
 def test_a_step_of_many_adapters_is_a_step_of_each(models):
     model = lora.combine(models)
     trainer = trainer_of(model, loss_fn, 2, 2)

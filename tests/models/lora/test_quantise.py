@@ -107,6 +107,7 @@ def test_codes_and_numbers_are_those_of_a_hand_written_quantisation(kind, size, 
     np.testing.assert_array_equal(model(x), plain(x))
 
 
+@pytest.mark.sweep
 def test_a_quantised_weight_is_used_as_an_array():
     weight = jax.random.normal(jax.random.key(1), (2, 6, 16)).at[1, 2].set(0).astype(jnp.bfloat16)
     q = lora.quantise([weight], where="0", kind="nf4")[0]
@@ -206,6 +207,7 @@ def test_training_on_a_mesh_equals_training_on_one_device(kind, base, tmp_path):
         assert arrays(other.model)[name].tobytes() == leaf.tobytes(), name
 
 
+@pytest.mark.sweep
 def test_codes_are_gathered_not_numbers_and_nothing_is_kept_for_the_backward_pass(base, monkeypatch):
     for kind, dtype, n in (("nf4", "u8", WIDE // 2), ("int8", "s8", WIDE)):
         run = trainer_of(base, kind, mesh=(1, 8)).dry_run(EXAMPLES[:8], per_device_batch_size=1)
@@ -224,6 +226,7 @@ def test_codes_are_gathered_not_numbers_and_nothing_is_kept_for_the_backward_pas
     assert temporaries(8) - temporaries(3) < 5 * 16 * 2**10
 
 
+@pytest.mark.sweep
 def test_bfloat16_computation_rounds_the_numbers_and_not_the_scales(base):
     trainer = trainer_of(base, "nf4", compute="bfloat16")
     half = jax.tree.map(

@@ -63,6 +63,7 @@ def test_lora_plus_updates_b_with_another_learning_rate():
         lora.plus(optax.sgd(0.1), ratio=0)
 
 
+@pytest.mark.sweep
 def test_the_folder_of_dora_round_trips(tmp_path):
     base = random_model(GPT2, CONFIG)
     model = lora.add(base, rank=2, where=("*.attention.query", "*.up"), use_dora=True, key=jax.random.key(1))

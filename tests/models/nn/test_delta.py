@@ -66,6 +66,7 @@ def by_tokens(layer, x):
     return jnp.concatenate(found, -1) @ layer.output.weight.T
 
 
+@pytest.mark.sweep
 def test_values_and_gradients_are_those_of_a_loop_over_tokens():
     weights = np.random.default_rng(1).normal(size=(SEQ, D))
 
@@ -83,6 +84,7 @@ def test_values_and_gradients_are_those_of_a_loop_over_tokens():
         assert np.linalg.norm(one - other) < 1e-9 * np.linalg.norm(other)
 
 
+@pytest.mark.sweep
 def test_equal_keys_and_full_strength_stay_finite_and_exact():
     """The triangular system with the largest entries: a power series of it would be wrong by more than the values."""
     of = lambda layer: (layer.log_rate, layer.strength.weight)  # noqa: E731
@@ -91,6 +93,7 @@ def test_equal_keys_and_full_strength_stay_finite_and_exact():
     np.testing.assert_allclose(run(layer, x), eqx.filter_jit(by_tokens)(layer, x), atol=1e-9)
 
 
+@pytest.mark.sweep
 def test_padding_and_segments_change_nothing():
     """Padding on the left is as no token, and each segment is computed as alone, wherever chunks begin."""
     layer, lengths = in_float64(LAYER), [50, 1, 99]
@@ -110,6 +113,7 @@ def empty():
     return eqx.tree_at(lambda c: c.states, cache, states, is_leaf=lambda x: x is None)
 
 
+@pytest.mark.sweep
 def test_a_state_continues_the_text():
     """In one call after another, of many tokens or of one, each token is what it is in one call."""
     cache, layer = empty(), in_float64(LAYER)
@@ -124,6 +128,7 @@ def test_a_state_continues_the_text():
     assert cache.index == SEQ and cache.states.layer == 0
 
 
+@pytest.mark.sweep
 def test_a_cache_with_earlier_states_goes_back():
     """After a call of several tokens, the text goes on from any of them."""
     layer = in_float64(LAYER)

@@ -148,7 +148,7 @@ def values_and_gradients(fn, layer, x):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.sweep] * (name not in ("deepseek", "limited"))) for name in LAYERS],
+    [pytest.param(name, marks=[pytest.mark.sweep] * (name != "deepseek")) for name in LAYERS],
 )
 def test_a_sequence_is_that_of_a_loop_over_the_experts(name):
     layer, x, is_masked = make(**LAYERS[name]), tokens(SEQ), name in ("plain", "deepseek", "limited")
@@ -332,6 +332,7 @@ def test_impossible_options_are_refused(options, message):
         MixtureOfExperts(**{"d_model": D, "d_expert": 5, "n_experts": 4, "n_chosen": 2, **options}, key=jax.random.key(0))
 
 
+@pytest.mark.sweep
 def test_impossible_calls_are_refused():
     layer = make()
     with pytest.raises(ValueError, match=r"`mask`: expected the shape .* \(9,\), got \(8,\)\. Pass one boolean a token"):
