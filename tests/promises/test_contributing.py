@@ -45,3 +45,13 @@ def test_paths_and_commands_exist(page):
     targets = {name for line in re.findall(r"^([\w ]+):(?!=)", makefile, re.M) for name in line.split()}
     used = re.findall(r"(?:^|`)make ((?:[a-z]+ ?)+)", text, re.M)
     assert {name for names in used for name in names.split()} <= targets
+
+
+def test_tests_that_comments_name_exist():
+    """Such as those that fail once a workaround is not needed any more."""
+    sources, tests = (
+        "\n".join(path.read_text("utf-8") for folder in folders for path in (ROOT / folder).rglob("*.py"))
+        for folders in (("redeqx", "models"), ("tests",))
+    )
+    named = set(re.findall(r"`(test_\w+)`", sources))
+    assert named and named <= set(re.findall(r"^def (test_\w+)", tests, re.M))
