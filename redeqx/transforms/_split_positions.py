@@ -67,23 +67,28 @@ class _SplitValues(Rule):
     left: Collection[Any] = frozenset()  # variables that another rule splits
 
     def claims(self, eqn: Any) -> bool:
-        return eqn.primitive.name in _CONSTRAINED and (any(self._splits(eqn)) or any(self._uneven(eqn)))
+        return any(self._splits(eqn)) or any(self._uneven(eqn))
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        *of_ins, of_out = self._uneven(eqn) or [{}] * (len(ins) + 1)
+        whole = self._uneven(eqn)
+        of_ins, of_outs = whole[: len(ins)], whole[len(ins) :]
         outs = site.rest(eqn, [self._constrained(x, entries) for x, entries in zip(ins, of_ins, strict=True)])
         return [
             out if var in self.left else self._constrained(out, {**of_out, **entries})
-            for out, var, entries in zip(outs, eqn.outvars, self._splits(eqn), strict=True)
+            for out, var, of_out, entries in zip(outs, eqn.outvars, of_outs, self._splits(eqn), strict=True)
         ]
 
     def _uneven(self, eqn: Any) -> Sequence[Mapping[int, None]]:
-        """Returns for each operand and the output of a lookup in a table without positions those of its dims of positions
-        that do not divide. XLA would pad them, and add some of the table's gradient wrongly (jax 0.10.2, 2026-11-27;
-        `test_xla_still_adds_the_gradient_of_padded_lookups` fails once it is fixed)."""
-        atoms = [*eqn.invars, *eqn.outvars]
-        if eqn.primitive.name != "gather" or any(self.positions.dims.get(var) for var in variables(atoms[:1])):
-            return ()
+        """Returns for each operand and output of some equations those of its dims of positions that do not divide.
+
+        XLA would pad them. Of a scatter, and of the gradient of a lookup in a table without positions, it would add some
+        values wrongly (`test_xla_still_adds_the_gradient_of_padded_lookups` fails once it is fixed). At the gradient of a
+        sort, which looks up by unsigned numbers, it would end the process (jax 0.10.2, 2026-11-27).
+        """
+        name, atoms = eqn.primitive.name, [*eqn.invars, *eqn.outvars]
+        is_lookup = name == "gather" and not any(self.positions.dims.get(var) for var in variables(atoms[:1]))
+        if not is_lookup and name != "sort" and not name.startswith("scatter"):
+            return [{} for _ in atoms]
         return [
             {
                 dim: None
@@ -97,6 +102,8 @@ class _SplitValues(Rule):
     def _splits(self, eqn: Any) -> list[Mapping[int, Any]]:
         """Returns the mesh axes of the dims of each output to split. What is computed of chunks, or of scores, is split as
         these are: XLA would move the halves of a matrix of scores to split each of them again."""
+        if eqn.primitive.name not in _CONSTRAINED:
+            return [{} for _ in eqn.outvars]
         n_before = max((len(self.positions.dims.get(var, ())) for var in variables(eqn.invars)), default=0)
         n = self.mesh.shape[SEQUENCE]
         if all(self.positions.are_whole(var, n) for var in (*variables(eqn.invars), *eqn.outvars)):  # as of an image

@@ -455,7 +455,38 @@ def test_the_gradient_of_a_table_looked_up_for_all_positions_but_one():
     def loss_fn(model, batch, key):
         return jax.vmap(lambda ids: one(model, ids))(batch["ids"]).mean()
 
-    model = {"scores": jax.random.normal(KEY, (VOCAB, 8)), "table": jax.random.normal(KEY, (8, 8))}
+    check_gradient({"scores": jax.random.normal(KEY, (VOCAB, 8)), "table": jax.random.normal(KEY, (8, 8))}, loss_fn)
+
+
+@pytest.mark.sweep
+def test_the_gradient_of_a_sort_of_all_positions_and_one_more():
+    """Of padded positions, XLA would end the process."""
+
+    def loss_fn(model, batch, key):
+        x = jnp.tanh(model["table"][batch["ids"]])
+        x = jnp.sort(jnp.concatenate([x[:, :1], x], axis=1), axis=1)
+        return jnp.square(x.cumsum(1)).mean()
+
+    check_gradient({"table": jax.random.normal(KEY, (VOCAB, 8))}, loss_fn)
+
+
+@pytest.mark.sweep
+def test_the_gradient_of_repeats_of_all_positions_but_one():
+    """As of a text whose tokens have durations: the repeats are counted by a scatter."""
+
+    def loss_fn(model, batch, key):
+        def one(ids):
+            x = jnp.tanh(model["table"][ids]).cumsum(0)
+            repeated = jnp.repeat(x[1:], 1 + ids[1:] % 3, axis=0, total_repeat_length=94)
+            return jnp.square(repeated[:63] + repeated.mean(0)).mean()
+
+        return jax.vmap(one)(batch["ids"]).mean()
+
+    check_gradient({"table": jax.random.normal(KEY, (VOCAB, 8))}, loss_fn)
+
+
+def check_gradient(model, loss_fn):
+    """Compares the gradient of three rows over four sequence shards with that of one device."""
     expected = jax.jit(jax.grad(loss_fn))(model, collate_fn(TEXTS[:3]), None)["table"]
     deployer = redeqx.Deployer(0, n_sequence_shards=4, verbose=False)
     trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=collate_fn, loss_fn=loss_fn)
