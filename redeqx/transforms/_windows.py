@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._pads import pad
+
 
 def in_windows(
     x: jax.Array,
@@ -30,9 +32,8 @@ def in_windows(
     n_own = n_results // n * stride  # entries of a part that the next one does not read
     n_edge = max((size - 1) * dilations[1] + 1 - stride, 0)
     low, high = padding[0], n * n_own + n_edge - padding[0] - ((x.shape[dim] - 1) * dilations[0] + 1)
-    pads = [(max(low, 0), max(high, 0), dilations[0] - 1) if i == dim else (0, 0, 0) for i in range(x.ndim)]
-    x = jax.lax.pad(x, jnp.asarray(fill, x.dtype), pads)
-    x = jax.lax.slice_in_dim(x, max(-low, 0), x.shape[dim] - max(-high, 0), axis=dim)  # XLA fails at pads that cut off
+    sizes = [(low, high, dilations[0] - 1) if i == dim else (0, 0, 0) for i in range(x.ndim)]
+    x = pad(x, jnp.asarray(fill, x.dtype), sizes)
     n_next = -(-n_edge // n_own)  # the parts after one of which it reads some
     own = jax.lax.slice_in_dim(x, 0, n * n_own, axis=dim)
     last = jax.lax.slice_in_dim(x, n * n_own, None, axis=dim)
