@@ -28,6 +28,7 @@ from ..transforms import (
     FuseAttention,
     GatherAtUse,
     GroupMatmuls,
+    InCustomDerivatives,
     KeepEverything,
     NarrowTransposes,
     PickByComparison,
@@ -76,14 +77,14 @@ def plan_rules(
     splits = [plan.model_dim(name) for name in structure.weights]
     in_use = [NamedSharding(mesh, plan.spec_in_use(name)) for name in structure.weights]
     every = [Shardings(plan.sharding(name), use, name) for name, use in zip(structure.weights, in_use, strict=True)]
+    fixes = (FixConvolutions(mesh, is_differentiated), FixPads(mesh), FixPools(mesh))
     rules: list[Rule] = [
         DequantiseAtUse(),
         ExchangeLookups(mesh, n_weights),
         GatherAtUse([of if of.is_gathered or named else None for of in every]),
         SplitRepeated(mesh, n_weights),
-        FixConvolutions(mesh, is_differentiated),
-        FixPads(mesh),
-        FixPools(mesh),
+        *fixes,
+        InCustomDerivatives(fixes),
         Reshard(splits, mesh),
         GroupMatmuls(split_sorted_rows(mesh), splits),
     ]

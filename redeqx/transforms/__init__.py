@@ -10,6 +10,7 @@ one loop. The package is independent of optimizers, batches and files. Open `_ga
 from ._attention_report import attentions as attentions
 from ._checkpoint_blocks import CheckpointBlocks as CheckpointBlocks
 from ._convolutions import FixConvolutions as FixConvolutions
+from ._custom_derivatives import InCustomDerivatives as InCustomDerivatives
 from ._dequantise import DequantiseAtUse as DequantiseAtUse
 from ._draw_by_row import Rows as Rows, by_row as by_row, of_whole as of_whole
 from ._exchange_lookups import ExchangeLookups as ExchangeLookups
