@@ -534,6 +534,7 @@ def test_at_most_two_outputs_stay_on_the_device():
         alive.append(weakref.ref(outputs))
         return outputs
 
+    tracked_step.trace = compiled.trace
     predictor._step = (structure, model_parts, tracked_step)
     for i, _ in enumerate(predictor.iterate(make_examples(40), 2)):
         assert sum(ref() is not None for ref in alive) <= 2, i
