@@ -1,4 +1,4 @@
-"""Convolutions, which XLA's partitioners compute wrongly in three ways, all silent. This rule avoids them.
+"""Convolutions, which XLA's partitioners compute wrongly in four ways, all silent. This rule avoids them.
 
 A convolution along a dim that is split over devices is wrong if it is replicated over another axis of the mesh, or if that
 axis splits its input channels: its gradients are too large, and its values may be wrong too. So where a sequence axis splits
@@ -9,6 +9,9 @@ A grouped convolution whose window does not slide (a kernel of size 1, or of the
 product, and its groups are forgotten. If its channels are split over devices, its values are wrong, or it does not compile.
 A convolution with a kernel for each row, as in StyleGAN, has the rows among its channels, so this happens on any mesh. It is
 computed as the product that it is.
+
+If the dims of a grouped convolution's output are in another order than its input's, as in the gradient of a kernel for each
+row, it takes one dim for another. It is computed in the input's order.
 
 If the rows of a grouped convolution are split over some axes of a mesh and it is replicated over another axis of n devices,
 the gradient of its weight is n times too large. It is right if that axis splits something. So this rule splits the channels
@@ -57,7 +60,7 @@ class FixConvolutions(ByPositions):
         if eqn.primitive.name != "conv_general_dilated" or self.mesh.size == 1:
             return False
         is_repeated = self.is_differentiated and self.mesh.shape[MODEL] > 1
-        is_grouped = _groups(eqn)[0] > 1 and (is_repeated or _window(eqn) is not None)
+        is_grouped = _groups(eqn)[0] > 1 and (is_repeated or _is_turned(eqn) or _window(eqn) is not None)
         return is_grouped or self.mesh.shape[SEQUENCE] > 1
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
@@ -83,7 +86,7 @@ class FixConvolutions(ByPositions):
             eqn = eqn.replace(params={**eqn.params, count: n_groups + n_added})
         if along := self.mesh.shape[SEQUENCE] > 1:  # no dim along which the window slides is split, of gradients neither
             weight = split_over(weight, self.mesh, dict.fromkeys(numbers.rhs_spec[2:]))
-        (out,) = run(eqn, [split_over(x, self.mesh, axes), weight])
+        out = _in_order(eqn, split_over(x, self.mesh, axes), weight)
         if along:
             out = split_over(out, self.mesh, dict.fromkeys(numbers.out_spec[2:]))
         dim = numbers.out_spec[1]
@@ -107,14 +110,15 @@ class FixConvolutions(ByPositions):
         x, numbers, (n_groups, count) = eqn.invars[0], eqn.params["dimension_numbers"], _groups(eqn)
         positions, n_rows, n = self.positions or Positions(), n_batch_shards(self.mesh), self.mesh.shape[SEQUENCE]
         batch, channels = numbers.lhs_spec[0], numbers.lhs_spec[int(count == "feature_group_count")]
-        others = (*BATCH_AXES, MODEL) if x.aval.shape[batch] == 1 else (MODEL,)  # the rows may be among the channels
         axes: dict[int, Any] = {} if n == 1 else dict.fromkeys(numbers.lhs_spec[2:])
+        among_channels = x.aval.shape[batch] == 1 or _is_turned(eqn)  # the rows may be there
+        others = (*BATCH_AXES, MODEL) if among_channels else (MODEL,)
         if self._split(eqn) is not None:
             by_rows = positions.rows_in(x, n_rows) == batch
             axes[batch] = (SEQUENCE, *BATCH_AXES) if by_rows else (SEQUENCE,)
-            others = others if by_rows else (*BATCH_AXES, MODEL)
+            others = (MODEL,) if by_rows else (*BATCH_AXES, MODEL)
         elif n > 1 and positions.rows_in(x, n_rows * n) == batch:
-            axes[batch] = (*BATCH_AXES, SEQUENCE)
+            axes[batch], others = (*BATCH_AXES, SEQUENCE), (MODEL,)
         elif n > 1:
             others = (SEQUENCE, *others)
         return {**axes, channels: others} if n_groups > 1 else axes
@@ -123,6 +127,23 @@ class FixConvolutions(ByPositions):
 def _groups(eqn: Any) -> tuple[int, str]:
     """Returns the number of groups of a convolution, and the parameter that has it."""
     return max((eqn.params[count], count) for count in _COUNTS)
+
+
+def _is_turned(eqn: Any) -> bool:
+    """Whether the dims of a grouped convolution's output are in another order than those of its input."""
+    numbers = eqn.params["dimension_numbers"]
+    return eqn.params["feature_group_count"] > 1 and numbers.lhs_spec != numbers.out_spec
+
+
+def _in_order(eqn: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns a convolution; a grouped one is computed in the order of the input's dims."""
+    numbers = eqn.params["dimension_numbers"]
+    if not _is_turned(eqn):
+        (out,) = run(eqn, [x, weight])
+        return out
+    changed = {"dimension_numbers": numbers._replace(out_spec=numbers.lhs_spec)}
+    (out,) = run(eqn.replace(params={**eqn.params, **changed}), [x, weight])
+    return jnp.transpose(out, [numbers.lhs_spec[numbers.out_spec.index(dim)] for dim in range(out.ndim)])
 
 
 # --- windows ------------------------------------------------------------------------------------------------------------

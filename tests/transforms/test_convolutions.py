@@ -266,6 +266,41 @@ def test_xla_still_sums_the_gradient_too_often(n_model_shards):
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(*placed), n_model_shards * expected, rtol=1e-4, atol=1e-6)
 
 
+class Adapted(eqx.Module):
+    """A convolution with channels last, whose kernel takes a step on each row before it is used, as in meta-learning."""
+
+    kernel: jax.Array
+
+    def convolve(self, kernel, x):
+        return jax.lax.conv_general_dilated(x[None], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))[0]
+
+    def __call__(self, x):
+        gradient = jax.grad(lambda kernel: jnp.square(self.convolve(kernel, x) - x).mean())(self.kernel)
+        return self.convolve(self.kernel - gradient, x)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2), pytest.param((4, 1), marks=pytest.mark.sweep)])
+def test_gradient_of_kernels_for_each_row(x64, mesh):
+    rng = np.random.default_rng(0)
+    model, batch = Adapted(jnp.asarray(rng.normal(size=(3, 4, 4)))), rng.normal(size=(8, 10, 4))
+    expected, found = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None), gradients(model, batch, *mesh)
+    np.testing.assert_allclose(found.kernel, expected.kernel, rtol=1e-6, atol=1e-10)
+
+
+def test_xla_still_takes_one_dim_for_another():
+    """The fourth error that `FixConvolutions` avoids (jax 0.10.2, 2026-11-27). Once this fails, delete `_in_order`."""
+    mesh = make_mesh(1)
+    x, weight = jax.random.normal(jax.random.key(0), (8, 6, 3)), jax.random.normal(jax.random.key(1), (16, 1, 6))
+
+    def convolve(x, weight):
+        return jax.lax.conv_general_dilated(
+            x, weight, (1,), [(1, 1)], dimension_numbers=("CWN", "OIW", "NCW"), feature_group_count=8
+        )
+
+    by_channel = jax.device_put(x, NamedSharding(mesh, P("data")))
+    assert not np.allclose(jax.jit(convolve)(by_channel, weight), jax.jit(convolve)(x, weight), rtol=0.1)
+
+
 # --- windows that do not slide ------------------------------------------------------------------------------------------
 
 
