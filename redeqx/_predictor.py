@@ -221,6 +221,7 @@ class Predictor(RedcoNames):
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
         key = put(key, replicated(mesh))
         pending: deque[tuple[int, PyTree]] = deque()
+        line = self._deployer.console.progress(title="predict")  # shown while a batch of new shapes is compiled
         with closing(Prefetch(prepare())) as batches:
             for start, n_rows, batch in batches:
                 if start == 0:
@@ -228,8 +229,7 @@ class Predictor(RedcoNames):
                     structure, step = self._get_step(model, state, plan)
                     arrays = (*structure.take(model), jax.tree.leaves(state))
                 signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(batch))
-                line, args = self._deployer.console.progress(title="predict"), (*arrays, batch, key, row_span(start, n))
-                outputs = self._called.call(step, args, signature, line)
+                outputs = self._called.call(step, (*arrays, batch, key, row_span(start, n)), signature, line)
                 self._deployer.watch.beat()
                 jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
                 pending.append((n_rows, outputs))
