@@ -13,22 +13,12 @@ from typing import Any
 
 from ._kinds import SIZE
 from .decoder import GPT_ALIASES, GPT_ROWS, CausalLM, GPTConfig, Names, rows
-from .hf import ConfigReader, Row, published
+from .hf import Field, published
 
 
-class _RotaryDim(Row):
-    """The number of rotary dims of a head, of which the config has the share."""
-
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"rope_share": "rotary_dim"}
-
-    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        size = max(known["d_model"] // known["n_heads"], 1)  # more heads than dims are refused later
-        return {"rope_share": reader.get("rotary_dim", size if reader.has("rotary_dim") else 64, SIZE) / size}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {"rotary_dim": config.rotary_size}
+def _head(known: Mapping[str, Any]) -> int:
+    """Returns the width of a head. More heads than dims are refused later."""
+    return max(known["d_model"] // known["n_heads"], 1)
 
 
 @dataclass(frozen=True)
@@ -50,7 +40,15 @@ class GPTJConfig(GPTConfig):
     model_type = "gptj"
     rows = rows(
         *GPT_ROWS,
-        _RotaryDim(),
+        Field(
+            "rotary_dim",
+            "rope_share",
+            SIZE,
+            default=64,
+            null=_head,
+            load=lambda n, known: n / _head(known),
+            save=lambda config: config.rotary_size,
+        ),
         without=("n_kv_heads", "head_size", "rope_theta"),
     )
     aliases = GPT_ALIASES

@@ -5,8 +5,8 @@ Source: the models' cards.
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, CausalLMConfig, Names, Rope, rows
-from .hf import KINDS, Field
+from .decoder import KINDS, CausalLM, CausalLMConfig, Names, Rope, rows
+from .hf import Field
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,10 @@ Sources: *Qwen2* (arXiv:2407.10671); *Qwen3* (arXiv:2505.09388).
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .decoder import CausalLM, CausalLMConfig, FirstLayers, Names, expert_names, rows
+from .decoder import EXPERTS, CausalLM, CausalLMConfig, Names, expert_names, rows
 from .hf import Field, Only, published
 
-_EXPERTS = (
-    Field("moe_intermediate_size", "d_expert"),
-    Field("num_experts", "n_experts"),
-    Field("num_experts_per_tok", "n_chosen"),
-    Field("norm_topk_prob", "renormalize"),
-    Only("decoder_sparse_step", 1),
-    FirstLayers(),
-    Only("use_sliding_window", False),
-)
+_EXPERTS = (*EXPERTS, Only("use_sliding_window", False))
 
 
 @dataclass(frozen=True)
@@ -87,10 +79,7 @@ class Qwen3MoeConfig(CausalLMConfig):
     eos_token_id: int | tuple[int, ...] | None = None
 
     model_type = "qwen3_moe"
-    rows = rows(
-        Field("attention_bias"),
-        *_EXPERTS,
-    )
+    rows = rows(Field("attention_bias"), *_EXPERTS)
     aliases = MappingProxyType({"num_local_experts": "num_experts"})
     names = Names(expert_names())
     sizes = published(

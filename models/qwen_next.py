@@ -8,8 +8,8 @@ Sources: Qwen team 2025, *Qwen3-Next*; *Gated Delta Networks* (arXiv:2412.06464)
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .decoder import DELTA, DELTA_NAMES, ByHead, CausalLM, CausalLMConfig, FirstLayers, Names, Rope, expert_names, rows
-from .hf import Field, Only, published
+from .decoder import DELTA, DELTA_NAMES, EXPERTS, ByHead, CausalLM, CausalLMConfig, Names, Rope, expert_names, rows
+from .hf import Field, published
 
 
 def _key_heads(config: CausalLMConfig) -> int:
@@ -46,13 +46,8 @@ class Qwen3NextConfig(CausalLMConfig):
         *DELTA,
         Rope(has_share=True),
         Field("attention_bias"),
-        Field("moe_intermediate_size", "d_expert"),
         Field("shared_expert_intermediate_size", "d_shared"),
-        Field("num_experts", "n_experts"),
-        Field("num_experts_per_tok", "n_chosen"),
-        Field("norm_topk_prob", "renormalize"),
-        Only("decoder_sparse_step", 1),
-        FirstLayers(),
+        *EXPERTS,
     )
     aliases = MappingProxyType({"num_local_experts": "num_experts"})
     names = Names(

@@ -23,8 +23,10 @@ from ._names import (
     Wide as Wide,
     expert_names as expert_names,
 )
+from ._rope import KINDS as KINDS, Rope as Rope
 from ._rows import (
     DELTA as DELTA,
+    EXPERTS as EXPERTS,
     GPT_ALIASES as GPT_ALIASES,
     GPT_ROWS as GPT_ROWS,
     GROUPED as GROUPED,
@@ -35,7 +37,6 @@ from ._rows import (
     GlobalHeads as GlobalHeads,
     Inner as Inner,
     LayerTypes as LayerTypes,
-    Rope as Rope,
     Shared as Shared,
     SharedExperts as SharedExperts,
     Switched as Switched,

@@ -338,7 +338,8 @@ class Block(eqx.Module):
             x = x if self.is_parallel else after(self.attention_norm, x + mixed)
         x = self.between(x, cache, *memory, key=key)
         with jax.named_scope("mlp"):
-            computed, routed = self._compute(normed if self._shares_norm else before(self.mlp_norm, x), x, counts)
+            shares_norm = self.attention_norm is not None and self.mlp_norm is None
+            computed, routed = self._compute(normed if shares_norm else before(self.mlp_norm, x), x, counts)
             computed = self._scaled(apply(self.mlp_post_norm, computed), keys[2])
             x = x + (mixed + computed) if self.is_parallel else after(self.mlp_norm, x + computed)
         if self.layer_input is not None:
@@ -355,10 +356,6 @@ class Block(eqx.Module):
         """Returns the residual stream between attention and MLP. A subclass may add a cross-attention."""
         del cache, memory, key
         return x
-
-    @property
-    def _shares_norm(self) -> bool:
-        return self.attention_norm is not None and self.mlp_norm is None
 
     def _compute(
         self, x: Float[Array, "seq d"], stream: Float[Array, "seq d"], counts: Bool[Array, " seq"] | None

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeVar
 from ..generation import Generation
 from ..hf import FolderConfig, check_fixed
 from ..nn import ACTIVATIONS, Scaling, check_choice, check_heads, check_rates, check_sizes
-from ._layers import LayerKind, Layers, check_kinds, kinds_of, layers_of
+from ._layers import check_kinds, kinds_of, period_of
 from ._names import Names
 from ._rows import ROWS, Shared
 
@@ -317,22 +317,12 @@ class CausalLMConfig(FolderConfig):
     def ropes(self) -> tuple[tuple[int, float, Scaling | None] | None, ...]:
         """The rotary dims of a head, the base of the frequencies and their scaling, in each layer; None for a layer without
         rotary positions."""
-        sizes = [kind.size for kind in self.attention_kinds] if self.by_kind else [self.rotary_size] * self.n_layers
+        sizes = [kind.size for kind in kinds_of(self)] if self.by_kind else [self.rotary_size] * self.n_layers
         rope, local = self.rope, self.local_rope_theta
         return tuple(
             (None if not rotated else (size, local, None) if local is not None and window else (size, *rope))
             for size, window, rotated in zip(sizes, self.windows, self.rotated, strict=True)
         )
-
-    @property
-    def attention_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer's attention, for a family `by_kind`."""
-        return kinds_of(self)
-
-    @property
-    def layers(self) -> tuple[Layers, ...]:
-        """The layers of each stack, for such a family: those with keys and values of their own come before the others."""
-        return layers_of(self)
 
     @property
     def inner(self) -> int:
@@ -353,24 +343,19 @@ class CausalLMConfig(FolderConfig):
     @property
     def rotated(self) -> tuple[bool, ...]:
         """Whether each layer has rotary positions."""
-        lacks = self.unrotated_layers
-        if lacks is None:
-            lacks = every(self.unrotated_period, self.n_layers)
+        lacks = every(self.unrotated_period, self.n_layers) if self.unrotated_layers is None else self.unrotated_layers
         return tuple(i not in lacks for i in range(self.n_layers))
 
     @property
     def deltas(self) -> tuple[bool, ...]:
         """Whether each layer has a gated delta rule in place of attention."""
-        has = self.delta_layers
-        if has is None:
-            has = self.default_deltas(self.n_layers)
+        has = self.default_deltas(self.n_layers) if self.delta_layers is None else self.delta_layers
         return tuple(i in has for i in range(self.n_layers))
 
     def kinds(self, first: int, n_layers: int) -> tuple[bool, ...]:
         """Returns whether each of these layers has a gated delta rule, only for the first ones, which the others repeat."""
         layers = self.deltas[first : first + n_layers]
-        periods = (n for n in range(1, n_layers + 1) if layers == layers[:n] * (n_layers // n))
-        return layers[: next(periods)]
+        return layers[: period_of(layers)]
 
     @classmethod
     def stem(cls) -> str:

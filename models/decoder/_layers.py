@@ -53,12 +53,8 @@ class Layers:
         """The number of layers after which the kinds repeat."""
         return period_of(self.kinds)
 
-    @property
-    def n_periods(self) -> int:
-        return len(self.kinds) // self.period
 
-
-def period_of(kinds: Sequence[LayerKind]) -> int:
+def period_of(kinds: Sequence[Hashable]) -> int:
     """Returns the smallest number of kinds that, repeated, are all of them."""
     n, kinds = len(kinds), tuple(kinds)
     return next(p for p in range(1, n + 1) if n % p == 0 and kinds == kinds[:p] * (n // p))
@@ -71,7 +67,7 @@ def different(values: Sequence[Value]) -> tuple[list[Value], tuple[int, ...]]:
 
 
 def kinds_of(config: Any) -> tuple[LayerKind, ...]:
-    """Returns the kind of each layer's attention."""
+    """Returns the kind of each layer's attention, for a family `by_kind`."""
     stores = list(dict.fromkeys(window is None for window in config.windows))
     found = []
     for i, window in enumerate(config.windows):
@@ -93,7 +89,7 @@ def kinds_of(config: Any) -> tuple[LayerKind, ...]:
 
 def layers_of(config: Any) -> tuple[Layers, ...]:
     """Returns the layers of each stack: those with keys and values of their own come before the others."""
-    kinds, n_own = config.attention_kinds, config.n_layers - config.n_shared
+    kinds, n_own = kinds_of(config), config.n_layers - config.n_shared
     if not config.n_shared:
         return (Layers("stack", 0, kinds),)
     return Layers("first", 0, kinds[:n_own]), Layers("stack", n_own, kinds[n_own:])

@@ -39,7 +39,7 @@ from ..nn import (
 from ._block import Block, Norm, apply, make_norm
 from ._blocks import Blocks, LayerInputs
 from ._config import CausalLMConfig
-from ._layers import different
+from ._layers import different, layers_of
 
 FAMILIES: dict[str, type["CausalLM"]] = {}  # by `model_type`
 
@@ -138,10 +138,10 @@ class CausalLM(Decoder, Pretrained):
         of = {
             layers.field: Stack(
                 lambda key, layers=layers: Blocks.of_kinds(config, layers, cls.block_class, key=key),
-                layers.n_periods,
+                len(layers.kinds) // layers.period,
                 key=stack_key,
             )
-            for layers, stack_key in zip(config.layers[::-1], keys, strict=False)
+            for layers, stack_key in zip(layers_of(config)[::-1], keys, strict=False)
         }
         return of.get("first"), of["stack"]
 
@@ -238,7 +238,7 @@ class CausalLM(Decoder, Pretrained):
     def _run_kinds(self, carry, same, inputs, key) -> tuple[Float[Array, "seq d"], Any, Routing | None]:
         """Runs layers of several kinds: those with keys and values of their own, then those that share them."""
         x, cache, _, routing = carry
-        parts = self.config.layers
+        parts = layers_of(self.config)
         if len(parts) > 1 and cache is None:
             one_of_each = {kind.store: kind for kind in parts[0].kinds}.values()
             sizes = [(kind.groups, len(x), kind.size) for kind in one_of_each]
@@ -273,7 +273,7 @@ class CausalLM(Decoder, Pretrained):
         config = self.config
         if config.by_kind:
             check_length("length", length, config.n_positions)
-            own = config.layers[0].kinds
+            own = layers_of(config)[0].kinds
             stores = [[kind for kind in own if kind.store == i] for i in range(1 + max(kind.store for kind in own))]
             sizes = [(len(kinds), kinds[0].groups, kinds[0].size) for kinds in stores]
             return Cache.of_kinds(sizes, length, self.embedding.weight.dtype)

@@ -12,6 +12,7 @@ from redeqx._tree import is_array_like, named_leaves
 from redeqx.storage import MergedDims, View
 
 from ..hf import StoredTensor, WeightMap, reshaped
+from ._layers import layers_of
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ def _stacks(config: Any) -> list[tuple[str, int, int, int]]:
     """Returns the path of each stacked block, the index of its first layer, the number of layers that it stands for, and the
     distance between them."""
     if config.by_kind:
-        groups = [(layers.field, layers.first, len(layers.kinds), layers.period) for layers in config.layers]
+        groups = [(layers.field, layers.first, len(layers.kinds), layers.period) for layers in layers_of(config)]
         return [
             (f"{stack}.blocks.layers.{i}.", first + i, n // period, period)
             for stack, first, n, period in groups

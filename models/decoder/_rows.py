@@ -6,70 +6,15 @@ from types import MappingProxyType
 from typing import Any
 
 from .._kinds import COUNT, LIST, OBJECT, RATE, SIZE, TEXT, Kind
-from ..hf import KINDS, Classes, ConfigReader, Field, Only, Row, Tokens, Written, rope_from_hf
-from ..nn import DynamicScaling, LongScaling
+from ..hf import Classes, ConfigReader, Field, Only, Row, Tokens, Written
+from ..nn import DynamicScaling
+from ._rope import Rope
 
 
 def _head_size(size: int | None, known: Mapping[str, Any]) -> int | None:
     """Reads `head_size`: None if it follows from the width, unless the family has a size of its own."""
     is_own = known["head_size"] is not None
     return size if is_own or size is None or size != known["d_model"] // known["n_heads"] else None
-
-
-@dataclass(frozen=True)
-class Rope(Row):
-    """The base, the scaling and the share of the rotary positions.
-
-    **Arguments:**
-
-    - `has_share`: whether only a share of each head may be rotary.
-    - `has_local`: whether layers with a window may have another base.
-    - `kinds`: the scalings that the family has.
-    - `n_original`: the default of `original_max_position_embeddings`, which then is a key of its own; None for
-        `n_positions`.
-    """
-
-    has_share: bool = False
-    has_local: bool = False
-    kinds: tuple[str, ...] = KINDS
-    n_original: int | None = None
-
-    @property
-    def keys(self) -> dict[str, str]:
-        share = {"rope_share": "partial_rotary_factor"} if self.has_share else {}
-        local = {"local_rope_theta": "rope_local_base_freq"} if self.has_local else {}
-        return {"rope_theta": "rope_theta", "rope_scaling": "rope_parameters", **share, **local}
-
-    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        rope = rope_from_hf(
-            reader,
-            known["n_positions"],
-            theta=known["rope_theta"],
-            share=known["rope_share"] if self.has_share else None,
-            has_local=self.has_local,
-            local=known["local_rope_theta"],
-            n_original=self.n_original,
-            kinds=self.kinds,
-        )
-        is_said = reader.has("rope_parameters") or reader.has("rope_scaling")
-        found = {"rope_theta": rope.theta, "rope_scaling": rope.scaling if is_said else known["rope_scaling"]}
-        found |= {"rope_share": rope.share} if self.has_share else {}
-        found |= {"local_rope_theta": rope.local_theta} if self.has_local else {}
-        if isinstance(rope.scaling, DynamicScaling):  # it is for texts longer than the original ones
-            found["n_positions"] = int(rope.scaling.factor * rope.scaling.n_original)
-        return found
-
-    def write(self, config: Any) -> dict[str, Any]:
-        scaling = {"rope_type": "default"} if config.rope_scaling is None else config.rope_scaling.to_hf()
-        rope = {"rope_theta": config.rope_theta, **scaling}
-        if self.has_share:
-            rope["partial_rotary_factor"] = config.rope_share
-        if self.has_local:
-            local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
-            return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
-        if self.n_original is not None and isinstance(config.rope_scaling, LongScaling):
-            return {"rope_parameters": rope, "original_max_position_embeddings": config.rope_scaling.n_original}
-        return {"rope_parameters": rope}
 
 
 def _n_positions(config: Any) -> int:
@@ -156,6 +101,14 @@ ROUTED: tuple[Row, ...] = (
     Field("num_experts_per_tok", "n_chosen"),
     SharedExperts(),
     Field("routed_scaling_factor", "router_scale"),
+)
+EXPERTS: tuple[Row, ...] = (  # in Qwen's names
+    Field("moe_intermediate_size", "d_expert"),
+    Field("num_experts", "n_experts"),
+    Field("num_experts_per_tok", "n_chosen"),
+    Field("norm_topk_prob", "renormalize"),
+    Only("decoder_sparse_step", 1),
+    FirstLayers(),
 )
 GROUPED: tuple[Row, ...] = (
     *ROUTED,

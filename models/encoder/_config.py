@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from ..hf import FolderConfig, check_fixed
 from ..nn import ACTIVATIONS, check_choice, check_heads, check_rates, check_sizes
 from ._names import Names
-
-Self = TypeVar("Self", bound="EncoderConfig")
 
 # Fields that are not in `config.json`, or in rows of several fields.
 _FREE = {"n_classes", "bos_token_id", "eos_token_id", "pad_token_id", "model_type", "remat", "extra"}

@@ -30,7 +30,6 @@ from ._files import (
 from ._load import is_on_disk as is_on_disk, is_tied_on_disk as is_tied_on_disk
 from ._pretrained import Pretrained as Pretrained
 from ._reader import ConfigReader as ConfigReader
-from ._rope import KINDS as KINDS, RotaryPositions as RotaryPositions, rope_from_hf as rope_from_hf
 from ._save import save_pretrained as save_pretrained
 from ._weight_map import (
     StoredTensor as StoredTensor,

@@ -142,10 +142,14 @@ class UNetConfig(FolderConfig):
             check_sizes(self, "added_size", "added_wave_size")
         check_rates(self, "dropout")
         n_blocks = len(self.block_channels)
-        for name in ("down_attention", "up_attention", "layers_per_block", "transformer_layers", "n_heads"):
-            self._check_blocks(name, n_blocks)
-        self._check_blocks("only_cross_attention", n_blocks)
-        for name in ("layers_per_block", "transformer_layers", "n_heads"):
+        sizes = ("layers_per_block", "transformer_layers", "n_heads")
+        for name in ("down_attention", "up_attention", *sizes, "only_cross_attention"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != n_blocks:
+                raise ValueError(
+                    f"`{name}`: expected {n_blocks}, one per block of `block_channels`, got {value}. Pass one each."
+                )
+        for name in sizes:
             if min(self.per_block(name)) < 1:
                 raise ValueError(f"`{name}`: expected at least 1, got {getattr(self, name)}. Pass a positive size.")
         attends = (*self.down_attention[:-1], True)  # the middle block always has attention
@@ -155,13 +159,6 @@ class UNetConfig(FolderConfig):
                 raise ValueError(
                     f"`n_heads`: expected a divisor of `block_channels[{i}]`={channels}, got {heads}. Pass one per block."
                 )
-
-    def _check_blocks(self, name: str, n_blocks: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, tuple) and len(value) != n_blocks:
-            raise ValueError(
-                f"`{name}`: expected {n_blocks}, one per block of `block_channels`, got {value}. Pass one each."
-            )
 
     def per_block(self, name: str) -> tuple[Any, ...]:
         """Returns a field's value for each block, from the outermost to the innermost."""

@@ -1,13 +1,11 @@
 """`VisionConfig`: the values of an image encoder. They say all that differs between families."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from .._kinds import RATE, SIZE
 from ..hf import BLOCKS, DROPOUT, Classes, ConfigReader, Field, FolderConfig, Row, Written, check_fixed
 from ..nn import ACTIVATIONS, BlockStds, check_choice, check_heads, check_patches, check_rates, check_sizes
-
-Self = TypeVar("Self", bound="VisionConfig")
 
 # Fields that are not in `config.json`.
 _FREE = ("has_pooler", "n_classes", "remat", "extra")

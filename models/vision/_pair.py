@@ -5,7 +5,7 @@ Dims: seq = tokens of one text, projection = width of the common space.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -18,8 +18,6 @@ from ..nn import linear, normal_linear
 from ._config import VisionConfig
 from ._model import VisionEncoder
 from ._text import TextConfig, TextEncoder
-
-Self = TypeVar("Self", bound="PairConfig")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Dims: seq = tokens of one text, d = width of the model, projection = width of th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -35,8 +35,6 @@ from ..nn import (
     token_mask,
 )
 from ._names import Names
-
-Self = TypeVar("Self", bound="TextConfig")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The keys of a `config.json` that describe rotary positions."""
+"""`Rope`: the keys of `config.json` that describe rotary positions."""
 
 import math
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from typing import Any
 from redeqx.errors import brief
 
 from .._kinds import LIST, OBJECT, POSITIVE, SIZE, Kind
+from ..hf import ConfigReader, Row
 from ..nn import (
     AlphaScaling,
     DynamicScaling,
@@ -18,67 +19,78 @@ from ..nn import (
     Scaling,
     YarnScaling,
 )
-from ._reader import ConfigReader
 
 _BASE = Kind(float, "a finite number above 1", lambda value: 1 < value <= 1e300)
 _SHARE = Kind(float, "a share in (0, 1]", lambda value: 0 < value <= 1)
-
 
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
 @dataclass(frozen=True)
-class RotaryPositions:
-    """The base, the scaling, the share of rotary dims, and the base in layers with a window, if it is another one."""
-
-    theta: float
-    scaling: Scaling | None
-    share: float = 1.0
-    local_theta: float | None = None
-
-
-def rope_from_hf(
-    keys: ConfigReader,
-    n_positions: int,
-    *,
-    theta: float = 10000.0,
-    share: float | None = None,
-    has_local: bool = False,
-    local: float | None = None,
-    n_original: int | None = None,
-    kinds: tuple[str, ...] = KINDS,
-) -> RotaryPositions:
-    """Returns what a `config.json` says of rotary positions: in `rope_parameters`, or in the older `rope_theta`,
+class Rope(Row):
+    """The base, the scaling and the share of the rotary positions: in `rope_parameters`, or in the older `rope_theta`,
     `rope_scaling` and `partial_rotary_factor`.
 
     **Arguments:**
 
-    - `theta`, `share`, `local`: the values of absent keys. None for `share` if all dims are always rotary.
+    - `has_share`: whether only a share of each head may be rotary.
     - `has_local`: whether layers with a window may have another base.
-    - `n_original`: the default of `original_max_position_embeddings`; None for `n_positions`.
     - `kinds`: the accepted values of `rope_type`; and "alpha" if the "dynamic" one may have a fixed factor of that name.
+    - `n_original`: the default of `original_max_position_embeddings`, which then is a key of its own; None for
+        `n_positions`.
     """
-    newer, older = keys.get("rope_parameters", {}), keys.get("rope_scaling", {})
-    if has_local:
-        local = keys.get("rope_local_base_freq", local, _BASE)
-        if "full_attention" in newer or "sliding_attention" in newer:
-            newer, local = _by_layer(keys, newer, theta, local)
-    for name in newer.keys() & older.keys():
-        _check_same(keys, name, newer[name], older[name], "rope_scaling")
-    fields = {**newer, **older}
-    rope = keys.nested("rope_parameters", fields).aliased({"type": "rope_type"})
-    theta = _either(keys, rope, "rope_theta", theta, _BASE)
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            raise rope.refuse(name, value, "a number, the same for all layers")
-    if share is None:
-        is_proportional = rope.get("rope_type", "default") == "proportional"  # whose share is part of the scaling
-        for where in (keys,) if is_proportional else (keys, rope):
-            where.only("partial_rotary_factor", 1.0, None)
-    else:
-        share = _either(keys, rope, "partial_rotary_factor", share, _SHARE)
-    scaling = _scaling(keys, rope, n_positions, n_original, kinds)
-    return RotaryPositions(theta, scaling, 1.0 if share is None else share, local)
+
+    has_share: bool = False
+    has_local: bool = False
+    kinds: tuple[str, ...] = KINDS
+    n_original: int | None = None
+
+    @property
+    def keys(self) -> dict[str, str]:
+        share = {"rope_share": "partial_rotary_factor"} if self.has_share else {}
+        local = {"local_rope_theta": "rope_local_base_freq"} if self.has_local else {}
+        return {"rope_theta": "rope_theta", "rope_scaling": "rope_parameters", **share, **local}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        newer, older = reader.get("rope_parameters", {}), reader.get("rope_scaling", {})
+        theta, found = known["rope_theta"], {}
+        if self.has_local:
+            local = reader.get("rope_local_base_freq", known["local_rope_theta"], _BASE)
+            if "full_attention" in newer or "sliding_attention" in newer:
+                newer, local = _by_layer(reader, newer, theta, local)
+            found["local_rope_theta"] = local
+        for name in newer.keys() & older.keys():
+            _check_same(reader, name, newer[name], older[name], "rope_scaling")
+        fields = {**newer, **older}
+        rope = reader.nested("rope_parameters", fields).aliased({"type": "rope_type"})
+        found["rope_theta"] = _either(reader, rope, "rope_theta", theta, _BASE)
+        for name, value in fields.items():
+            if isinstance(value, Mapping):
+                raise rope.refuse(name, value, "a number, the same for all layers")
+        if self.has_share:
+            found["rope_share"] = _either(reader, rope, "partial_rotary_factor", known["rope_share"], _SHARE)
+        else:
+            is_proportional = rope.get("rope_type", "default") == "proportional"  # whose share is part of the scaling
+            for where in (reader,) if is_proportional else (reader, rope):
+                where.only("partial_rotary_factor", 1.0, None)
+        scaling = _scaling(reader, rope, known["n_positions"], self.n_original, self.kinds)
+        is_said = reader.has("rope_parameters") or reader.has("rope_scaling")
+        found["rope_scaling"] = scaling if is_said else known["rope_scaling"]
+        if isinstance(scaling, DynamicScaling):  # it is for texts longer than the original ones
+            found["n_positions"] = int(scaling.factor * scaling.n_original)
+        return found
+
+    def write(self, config: Any) -> dict[str, Any]:
+        scaling = {"rope_type": "default"} if config.rope_scaling is None else config.rope_scaling.to_hf()
+        rope = {"rope_theta": config.rope_theta, **scaling}
+        if self.has_share:
+            rope["partial_rotary_factor"] = config.rope_share
+        if self.has_local:
+            local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
+            return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+        if self.n_original is not None and isinstance(config.rope_scaling, LongScaling):
+            return {"rope_parameters": rope, "original_max_position_embeddings": config.rope_scaling.n_original}
+        return {"rope_parameters": rope}
 
 
 def _by_layer(
