@@ -1,7 +1,7 @@
 """DeepSeek-V3: latent attention, and experts that are chosen by sigmoids with a correction that balances them.
 
 They are in groups, of which those with the two best experts are chosen. The last layer of its files, which predicts another
-token, is not read.
+token, is not read. Folders of Kimi K2 (`kimi_k2`) have the same class and layout.
 
 Source: *DeepSeek-V3* (arXiv:2412.19437).
 """
@@ -61,4 +61,5 @@ class DeepseekV3(CausalLM):
     """A DeepSeek-V3, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = DeepseekV3Config
+    model_types = ("deepseek_v3", "kimi_k2")
     __init__ = CausalLM.__init__

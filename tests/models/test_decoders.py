@@ -451,6 +451,31 @@ def test_the_text_model_of_a_larger_folder_is_read_and_saved_alone(cls, prefix, 
     assert json.loads((again / "config.json").read_text())["model_type"] == text_type
 
 
+@pytest.mark.sweep
+def test_folders_of_kimi_k2_are_deepseek_v3s(tmp_path):
+    """Their `config.json`, and another name of the same class."""
+    fields = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "bos_token_id": 163584}
+    fields |= {"eos_token_id": 163585, "first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1}
+    fields |= {"topk_group": 1, "n_routed_experts": 384, "n_shared_experts": 1, "num_attention_heads": 64}
+    fields |= {"num_key_value_heads": 64, "num_nextn_predict_layers": 0, "rope_theta": 50000.0, "vocab_size": 163840}
+    fields |= {"routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    yarn = {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
+    fields["rope_scaling"] = {**yarn, "original_max_position_embeddings": 4096}
+    config = DeepseekV3Config.from_hf(ConfigReader(fields))
+    shapes = eqx.filter_eval_shape(DeepseekV3, config, key=jax.random.key(0))
+    assert round(sum(leaf.size for leaf in jax.tree.leaves(shapes) if is_shape(leaf)) / 1e9) == 1026
+    assert (config.n_chosen, config.n_dense, config.rope_scaling.factor, config.router_scale) == (8, 1, 32.0, 2.827)
+
+    golden = json.loads((GOLDEN / "deepseek-v3.json").read_text())
+    fill(tmp_path / "model.safetensors", golden["tensors"])
+    read = []
+    for model_type in ("deepseek_v3", "kimi_k2"):
+        (tmp_path / "config.json").write_text(json.dumps({**golden["config"], "model_type": model_type}))
+        read.append(from_pretrained(tmp_path)[0])
+    for ours, wanted in zip(*map(jax.tree.leaves, read), strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+
+
 # --- heads for classes ---------------------------------------------------------------------------------------------------
 
 
