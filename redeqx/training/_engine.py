@@ -183,8 +183,9 @@ class Engine:
         """Checks that the arrays still exist, and that the trainers of all processes agree."""
         model, state = self.trees
         check_alive(model, "model")  # another trainer may have donated the arrays of `deployer.init`
-        others = [other.placed[1] for other in ENGINES - {self} if other.has_values]
-        self._given = model, state = without_shared(self.task.structure, model, others), state
+        others = ENGINES - {self}
+        states, upcoming = [e.placed[1] for e in others if e.has_values], [e._given for e in others if e._given is not None]
+        self._given = model, state = without_shared(self.task.structure, model, states, upcoming), state
         if self.deployer.peers.n > 1:
             settings = {"accumulate_grad_batches": self.task.accumulate, "precision": self.precision}
             settings["trained leaves"] = len(self.task.structure.names[0])

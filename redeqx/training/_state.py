@@ -54,18 +54,20 @@ def new_state(program: Program, model: PyTree, model_state: PyTree | None, strea
     return TrainState(trained, frozen, program.init_opt_state(trained), layers, counts, put(stream, replicate))
 
 
-def without_shared(structure: Structure, model: PyTree, others: Sequence[TrainState]) -> PyTree:
+def without_shared(structure: Structure, model: PyTree, others: Sequence[TrainState], upcoming: Sequence[PyTree]) -> PyTree:
     """Returns a model with copies of those arrays that other trainers hold too, if a step deletes them: a step deletes all
     arrays of its trainer's state but the frozen ones.
 
     **Arguments:**
 
     - `others`: the states of the other trainers.
+    - `upcoming`: the models of other trainers that are not placed yet.
     """
     frozen_there = {id(x) for state in others for x in state.frozen}
     deleted_there = {id(x) for state in others for x in jax.tree.leaves(replace(state, frozen=[]))}
     trained, frozen = structure.take(model)
-    shared = [x for x in trained if id(x) in frozen_there] + [x for x in (*trained, *frozen) if id(x) in deleted_there]
+    kept_there = frozen_there | {id(x) for x in jax.tree.leaves(upcoming)}
+    shared = [x for x in trained if id(x) in kept_there] + [x for x in (*trained, *frozen) if id(x) in deleted_there]
     copies = {id(x): x.copy() for x in shared}
     return jax.tree.map(lambda x: copies.get(id(x), x), model) if copies else model
 

@@ -758,6 +758,17 @@ def test_arrays_created_by_init_are_donated():
     assert model.weight.is_deleted()  # the buffers are reused, not copied
 
 
+def test_trainers_of_one_model_do_not_take_each_other_s_arrays():
+    """As the clients of federated averaging, which begin a round with one model on the mesh."""
+    deployer = make_deployer(2, 2)
+    model = deployer.init(make_linear)
+    clients = [make_trainer(deployer, model=model) for _ in range(2)]
+    for client in clients:
+        client.train(make_examples(4), 1)
+    for a, b in zip(*(jax.tree.leaves(eqx.filter(client.model, eqx.is_array)) for client in clients), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("shards", [pytest.param((1, 1), marks=pytest.mark.sweep), (2, 2)], ids=str)
 @pytest.mark.sweep
 def test_remat_of_loops_saves_memory_without_changing_results(shards):
