@@ -22,7 +22,6 @@ from .errors import (
     REDCO_PREDICTOR_ARGUMENTS,
     RedcoNames,
     check_alike,
-    check_examples_kind,
     check_function,
     check_key,
     check_model,
@@ -187,7 +186,6 @@ class Predictor(RedcoNames):
         """Returns an iterator over the outputs of one batch after the other, for more outputs than fit into the host's
         memory. The arguments are those of `predict`, and are checked at the call."""
         size = BatchSize.of(self._deployer.mesh, per_device_batch_size, batch_size)
-        check_examples_kind(examples, "examples")
         n = known_size(examples)
         if model is not None:
             self._check_alike(model)

@@ -78,8 +78,8 @@ def add(commands: Any) -> None:
 
 
 def _bytes(text: str) -> int:
-    if (n_bytes := bytes_of(text)) is None:
-        raise argparse.ArgumentTypeError(f"expected bytes such as 10GB or 9.5GiB, got {text!r}")
+    if not (n_bytes := bytes_of(text)):
+        raise argparse.ArgumentTypeError(f"expected bytes above 0, such as 10GB or 9.5GiB, got {text!r}")
     return n_bytes
 
 
@@ -97,7 +97,8 @@ def _dry_run(args: argparse.Namespace) -> int:
         pass
     except SystemExit as error:
         if error.code not in (None, 0) and not run.done:
-            raise
+            _explain_exit(error, args.script)
+            return 1
     except BaseException as error:
         if not run.done:
             _explain(error, args.script, run.zeros)
@@ -165,6 +166,17 @@ def _explain(error: BaseException, script: str, zeros: set[str]) -> None:
             "dry run these allocate nothing.",
             file=sys.stderr,
         )
+
+
+def _explain_exit(error: SystemExit, script: str) -> None:
+    """Prints the code with which a script ended itself: the command's own codes say whether a run fits."""
+    if not isinstance(error.code, int):  # a text, which Python prints
+        print(error.code, file=sys.stderr)
+    print(
+        f"`{script}`: expected a call of `Trainer.fit` or `Trainer.train`, got `sys.exit({error.code!r})` before. Pass the "
+        "script's arguments for training.",
+        file=sys.stderr,
+    )
 
 
 def _describe_machine(topology: str, memory: int | None) -> Machine:

@@ -88,7 +88,9 @@ def size_of(examples: Any) -> int | None:
 
 
 def known_size(examples: Any, name: str = "examples") -> int:
-    """Returns the number of examples. Raises TypeError if it is known only after iterating over them."""
+    """Returns the number of examples. Raises TypeError if it is known only after iterating over them, and for objects whose
+    items are not examples."""
+    check_examples_kind(examples, name)
     if (n := size_of(examples)) is None:
         found = type(examples).__name__
         raise TypeError(f"`{name}`: expected `len()` and integer items, got {found}. Pass a list of them.")

@@ -144,8 +144,9 @@ class Launcher:
                 return None
             raise _Missing(self.n[0])
         n = os.environ[name]
-        if self.is_shared and not n.isdecimal():
+        if self.is_shared and not self.only_with and not n.isdecimal():
             return None
+        _number(name)
         if n == "1":
             job = os.environ.get(_given(*(other for other in self.n if other != name)) or "", n)
             if job != n:  # a shell in the job, of SLURM's `salloc`: a step of one task, in a job of several

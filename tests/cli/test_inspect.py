@@ -228,7 +228,7 @@ def test_invalid_arguments_are_reported_before_any_work(saved, capsys, monkeypat
         (("inspect", "file:///tmp/x"), "expected a folder, or an address that begins with"),
         (
             ("dry-run", "--topology", "cpu:8", "--memory", "1.2.3GB", "train.py"),
-            "expected bytes such as 10GB or 9.5GiB",
+            "expected bytes above 0, such as 10GB or 9.5GiB",
         ),
     ):
         with pytest.raises(SystemExit):

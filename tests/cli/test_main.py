@@ -42,6 +42,13 @@ def test_a_usage_error_names_what_is_required(capsys):
     assert capsys.readouterr().err.endswith("error: the following arguments are required: SCRIPT\n")
 
 
+@pytest.mark.parametrize("size", ["0", "0GiB", "much"])
+def test_memory_must_be_positive(size, capsys):
+    with pytest.raises(SystemExit):
+        main(["dry-run", "--topology", "cpu:8", "--memory", size, "x.py"])
+    assert f"argument --memory: expected bytes above 0, such as 10GB or 9.5GiB, got {size!r}" in capsys.readouterr().err
+
+
 def test_process_count_must_be_positive(capsys):
     reported = error_of(capsys, "launch", "--processes", "0", "x.py")
     assert reported == "`--processes`: expected at least 1, got 0. Pass the number."

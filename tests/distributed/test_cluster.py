@@ -388,6 +388,12 @@ INCOMPLETE = {
 }
 
 
+def test_a_text_as_the_number_of_tasks_is_refused(monkeypatch):
+    """SLURM's own variables mean SLURM. WORLD_SIZE may be anybody's."""
+    setenv(monkeypatch, **{**SLURM, "SLURM_NTASKS": "x"})
+    assert error_message() == "`SLURM_NTASKS`: expected a number in the environment, got 'x'. Set it."
+
+
 @pytest.mark.parametrize(("environment", "name"), INCOMPLETE.values(), ids=INCOMPLETE)
 def test_incomplete_variables_are_refused_with_the_remedy(monkeypatch, environment, name):
     """A process of several never trains alone. Its user may still ask for that."""

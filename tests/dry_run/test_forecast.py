@@ -546,6 +546,8 @@ import redeqx
 
 redeqx.simulate_devices(2)  # as scripts do; the topology overrides it
 kind = sys.argv[1]
+if kind == "exits":
+    sys.exit(3)
 if kind == "raises":
     def inner():
         raise KeyError("mine")
@@ -610,6 +612,7 @@ def test_exit_code_is_3_if_the_step_does_not_fit(script, tmp_path):
     "kind, code, expected",
     [
         ("raises", 1, "KeyError: 'mine'"),
+        ("exits", 1, "expected a call of `Trainer.fit` or `Trainer.train`, got `sys.exit(3)` before"),
         pytest.param(
             "never",
             2,
@@ -649,7 +652,7 @@ def test_invalid_arguments_are_errors(script):
     done = command(script.with_name("absent.py"))
     assert done.returncode == 1 and "absent.py`: expected a script, got no such file." in done.stderr
     done = command(script, options=["--memory", "much"])
-    assert done.returncode == 2 and "expected bytes such as 10GB or 9.5GiB, got 'much'" in done.stderr
+    assert done.returncode == 2 and "expected bytes above 0, such as 10GB or 9.5GiB, got 'much'" in done.stderr
 
 
 @pytest.mark.sweep

@@ -92,6 +92,7 @@ MESSAGES = {
     "series": ("TypeError", "`train_examples`", "Series", "`series.to_list()`"),
     "loader of batches": ("TypeError", "`train_examples`", "DataLoader", "`dataset`"),
     "loader with a batch sampler": ("TypeError", "`examples`", "DataLoader", "`dataset`"),
+    "loader of batches, to evaluate": ("TypeError", "`eval_examples`", "DataLoader", "`dataset`"),
     "splits": ("TypeError", "`train_examples`", "DatasetDict", "`['train']`"),
     "columns": ("TypeError", "`train_examples`", "(8, 4), (8,)", "`list(zip(*arrays))`"),
     "columns of one shape": ("TypeError", "`train_examples`", "(8, 4), (8, 4)", "`list(arrays)`"),

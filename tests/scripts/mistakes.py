@@ -262,6 +262,13 @@ MISTAKES = {
     "loader with a batch sampler": lambda: trainer().eval_loss(
         rows_like("DataLoader", dataset=[], batch_size=None, batch_sampler=[[0]], collate_fn=None), 2
     ),
+    "loader of batches, to evaluate": lambda: trainer().fit(
+        EXAMPLES,
+        2,
+        eval_examples=instance_of(  # it has no integer items, as torch's
+            "torch.utils.data", "DataLoader", dataset=[], batch_size=32, batch_sampler=None, collate_fn=None, __iter__=None
+        ),
+    ),
     "splits": lambda: fit(examples=type("DatasetDict", (dict,), {})(train=Rows(column_names=["x"]))),
     "columns": lambda: fit(examples=(np.ones((8, 4)), np.ones(8))),
     "columns of one shape": lambda: fit(examples=(np.ones((8, 4)), np.ones((8, 4)))),
