@@ -183,9 +183,9 @@ class Engine:
         """Checks that the arrays still exist, and that the trainers of all processes agree."""
         model, state = self.trees
         check_alive(model, "model")  # another trainer may have donated the arrays of `deployer.init`
-        others = ENGINES - {self}
-        states, upcoming = [e.placed[1] for e in others if e.has_values], [e._given for e in others if e._given is not None]
-        self._given = model, state = without_shared(self.task.structure, model, states, upcoming), state
+        placed = [other.placed[1] for other in ENGINES - {self} if other.has_values]
+        model = without_shared(self.task.structure, model, placed, [other._given for other in ENGINES - {self}])
+        self._given = model, state
         if self.deployer.peers.n > 1:
             settings = {"accumulate_grad_batches": self.task.accumulate, "precision": self.precision}
             settings["trained leaves"] = len(self.task.structure.names[0])
@@ -433,8 +433,7 @@ class Engine:
     def _match_hyperparams(self, checkpoint: Checkpoint) -> None:
         """Decides between the hyperparameters of a loaded state and those of the script."""
         if checkpoint.opt_states:
-            saved = checkpoint.record["hyperparams"]
-            self.hyperparams.match(*self.placed, saved, self.deployer.console.info)
+            self.hyperparams.match(*self.placed, checkpoint.record["hyperparams"], self.deployer.console.info)
 
     def continue_from(
         self, step: int, n_examples: int, position: Position, n_skipped: int, metrics: dict[str, float]
