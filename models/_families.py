@@ -150,6 +150,7 @@ def _model_class(fields: dict[str, Any], path: Location, kind: type[eqx.Module])
     step = "Replace it with one of them if the folder has its weights."
     part = getattr(of_type[0].config_class, "part", None)
     if part is not None and part in fields:
-        name = f"{of_type[0].__module__}.{of_type[0].__name__}"
+        inner = [cls for cls in of_type if fields[part].get("model_type") in cls.model_types] or of_type
+        name = f"{inner[0].__module__}.{inner[0].__name__}"
         step = f"Load the part that `{part}` describes by its class, `{name}.from_pretrained(folder)`."
     raise ValueError(f"`{path}`: `architectures`: expected one of {known}, got {architectures[0]!r}. {step}")

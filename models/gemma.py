@@ -9,7 +9,7 @@ Sources: *Gemma* (arXiv:2403.08295); *Gemma 2* (arXiv:2408.00118); *Gemma 3* (ar
 from dataclasses import dataclass
 
 from ._kinds import POSITIVE, TEXT
-from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, Rope, rows
+from .decoder import PART_OF_LARGER, CausalLM, CausalLMConfig, LayerTypes, Names, Rope, rows
 from .hf import Field, Only, published
 
 _BOTH = {
@@ -17,9 +17,6 @@ _BOTH = {
     "pre_feedforward_layernorm": "mlp_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
 }
-# In folders of `gemma3`: the encoder of images, and the names of the text model.
-_ENCODER = ("*vision_tower.*", "*multi_modal_projector.*")
-_ALIASES = ((r"^language_model\.lm_head\.", "lm_head."), (r"^(language_model\.model|model\.language_model)\.", "model."))
 
 
 def _scalar(config: CausalLMConfig) -> float | int:
@@ -155,7 +152,7 @@ class Gemma3Config(Gemma2Config):
         LayerTypes("sliding_window_pattern"),
         Rope(has_local=True),
     )
-    names = Names(_BOTH, ignored=_ENCODER, aliases=_ALIASES)
+    names = Names(_BOTH, **PART_OF_LARGER)
     sizes = published(
         {
             "270m": {"d_model": 640, "d_mlp": 2048, "n_layers": 18},

@@ -1,13 +1,20 @@
 """Mistral and Mixtral: LLaMA with a window of the last tokens, and with a mixture of experts in place of each MLP.
 
+In Ministral 3, queries grow with their position in long texts. Folders of `mistral3` also have an encoder of images: the
+class reads their text model alone, `Mistral` in Mistral Small 3.1 and 3.2, `Ministral3` in Ministral 3.
+
 Sources: Jiang et al. 2023, *Mistral 7B* (arXiv:2310.06825); Jiang et al. 2024, *Mixtral of Experts* (arXiv:2401.04088).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
-from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, Window, rows
-from .hf import Field, Only, published
+from ._kinds import NOT_NEGATIVE
+from .decoder import PART_OF_LARGER, CausalLM, CausalLMConfig, LayerTypes, Names, Rope, Window, rows
+from .hf import ConfigReader, Field, Only, published
+from .nn import Scaling, YarnScaling
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,9 @@ class MistralConfig(CausalLMConfig):
     window: int | None = 4096
 
     model_type = "mistral"
-    rows = rows(Window())
+    part = "text_config"
+    rows = rows(Window(), Only("model_type", "mistral", is_written=False))  # the text model may be of another type
+    names = Names(**PART_OF_LARGER)
     sizes = published({"7b": {}}, n_positions=32768, norm_eps=1e-5)  # the first one, of September 2023
 
 
@@ -28,6 +37,7 @@ class Mistral(CausalLM):
     """A Mistral, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = MistralConfig
+    model_types = ("mistral", "mistral3")
     __init__ = CausalLM.__init__
 
 
@@ -37,6 +47,7 @@ class MinistralConfig(MistralConfig):
     `CausalLMConfig`."""
 
     model_type = "ministral"
+    part = None
     rows = rows(LayerTypes())
     sizes = published({})
 
@@ -45,6 +56,55 @@ class Ministral(CausalLM):
     """A Ministral, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = MinistralConfig
+    __init__ = CausalLM.__init__
+
+
+class _GrowingRope(Rope):
+    """Rotary positions, and among their parameters the growth of queries, which has no default there."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {**super().keys, "query_growth": "llama_4_scaling_beta"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        said = {**reader.get("rope_parameters", {}), **reader.get("rope_scaling", {})}
+        if not said:
+            return super().read(reader, known)
+        growth = reader.nested("rope_parameters", said).get("llama_4_scaling_beta", kind=NOT_NEGATIVE)
+        return {**super().read(reader, {**known, "rope_theta": 10000.0}), "query_growth": growth}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {"rope_parameters": {**super().write(config)["rope_parameters"], "llama_4_scaling_beta": config.query_growth}}
+
+
+_YARN = YarnScaling(16.0, 16384, 1.0, all_dims=1.0)
+
+
+@dataclass(frozen=True)
+class Ministral3Config(MistralConfig):
+    """The sizes of a Ministral 3. The defaults are those with 8 billion parameters. See `CausalLMConfig`."""
+
+    vocab_size: int = 131072
+    n_positions: int = 262144
+    n_layers: int = 34
+    head_size: int | None = 128
+    window: int | None = None
+    query_growth: float = 0.1
+    rope_theta: float = 1000000.0
+    rope_scaling: Scaling | None = _YARN
+    norm_eps: float = 1e-5
+    pad_token_id: int | None = 11
+
+    model_type = "ministral3"
+    rows = rows(Window(), Only("model_type", "ministral3", is_written=False), _GrowingRope(kinds=("default", "yarn")))
+    sizes = published({"3b": {"d_model": 3072, "d_mlp": 9216, "n_layers": 26, "is_tied": True}, "8b": {}})
+
+
+class Ministral3(CausalLM):
+    """A Ministral 3, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Ministral3Config
+    model_types = ("ministral3", "mistral3")
     __init__ = CausalLM.__init__
 
 

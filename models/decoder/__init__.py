@@ -17,6 +17,7 @@ from ._model import FAMILIES as FAMILIES, CausalLM as CausalLM
 from ._names import (
     DELTA_NAMES as DELTA_NAMES,
     LATENT_NAMES as LATENT_NAMES,
+    PART_OF_LARGER as PART_OF_LARGER,
     ByHead as ByHead,
     Experts as Experts,
     Names as Names,

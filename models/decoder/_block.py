@@ -39,6 +39,8 @@ Norm = eqx.nn.RMSNorm | eqx.nn.LayerNorm
 # Passed from block to block: the residual stream [seq, d], the cache, the index of the layer if layers differ, and the sum
 # of what the routers did.
 Carry = tuple[Array, Any, Array | None, Routing | None]
+# Cosines and sines of rotary positions, and the factors of queries, if these grow with the position.
+Angles = tuple[Array, Array, Array | None]
 
 
 def make_norm(config: CausalLMConfig, size: int) -> Norm:
@@ -295,7 +297,7 @@ class Block(eqx.Module):
         self,
         carry: Carry,
         masks: tuple[Bool[Array, "seq source"], ...],
-        angles: tuple[tuple[Array, Array], ...],
+        angles: tuple[Angles, ...],
         kinds: tuple[Int[Array, " layers"], Int[Array, " layers"]] | None,
         segments: Int[Array, " seq"] | None = None,
         counts: Bool[Array, " seq"] | None = None,
@@ -308,8 +310,8 @@ class Block(eqx.Module):
 
         **Arguments:**
 
-        - `masks`, `angles`: the different masks, and cosines and sines, of layers. `kinds` are the indices of each layer's;
-            None if there is one of each.
+        - `masks`, `angles`: the different masks and angles of layers. `kinds` are the indices of each layer's; None if there
+            is one of each.
         - `counts`: False for padding, which experts do not count and a delta rule does not see; None for all.
         - `bias`: added to attention scores; None for none.
         - `memory`: passed to `between`.
@@ -320,17 +322,17 @@ class Block(eqx.Module):
         mask = _select(masks, of_masks, layer)
         if segments is not None:
             mask = SegmentMask(mask, segments, segments)
-        rotary = None
+        options: dict[str, Any] = {} if bias is None else {"bias": bias}
         if angles:
-            cos, sin = _select(angles, of_angles, layer)
-            rotary = functools.partial(apply_rotary, cos=cos, sin=sin, is_interleaved=self.is_interleaved)
+            cos, sin, factors = _select(angles, of_angles, layer)
+            options["rotary"] = functools.partial(apply_rotary, cos=cos, sin=sin, is_interleaved=self.is_interleaved)
+            options |= {} if factors is None else {"factors": factors}
         before, after = (_unchanged, apply) if self.sums_norms else (apply, _unchanged)
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         with jax.named_scope("attention"):
             normed = before(self.attention_norm, x)
             if self.attention is not None:
-                biased = {} if bias is None else {"bias": bias}
-                mixed, cache = self.attention(normed, mask=mask, rotary=rotary, cache=cache, key=keys[0], **biased)
+                mixed, cache = self.attention(normed, mask=mask, cache=cache, key=keys[0], **options)
             else:
                 assert self.delta is not None
                 mixed, cache = self.delta(normed, mask=counts, segments=segments, cache=cache)

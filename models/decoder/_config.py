@@ -37,6 +37,8 @@ class CausalLMConfig(FolderConfig):
         `d_model` and back.
     - `attention_bias`, `output_bias`: whether query, key and value have biases, and the output; None for the same.
     - `attention_scale`: the factor of attention scores; None for `head_size ** -0.5`.
+    - `query_growth`: queries are multiplied with `1 + query_growth * log(1 + floor(position / n_original))`, in which
+        `n_original` is that of `rope_scaling`; 0 if they are not.
     - `attention_cap`: attention scores are `cap * tanh(score / cap)`; None for no cap.
     - `latent_size`: the width of the vector of each token that keys and values of all heads are computed from (see
         `LatentAttention`); None if they are computed from the residual stream.
@@ -126,6 +128,7 @@ class CausalLMConfig(FolderConfig):
     attention_bias: bool = False
     output_bias: bool | None = None
     attention_scale: float | None = None
+    query_growth: float = 0.0
     attention_cap: float | None = None
     latent_size: int | None = None
     query_latent_size: int | None = None
@@ -244,6 +247,11 @@ class CausalLMConfig(FolderConfig):
             )
         if self.position_offset is None and self.bias_range is None:
             self._check_rotary()
+        if self.query_growth and not hasattr(self.rope_scaling, "n_original"):
+            raise ValueError(
+                f"`rope_scaling`: expected one with `n_original`, after which queries grow, got {self.rope_scaling}. Pass a "
+                "`YarnScaling`, say."
+            )
         check_rates(self, "embedding_dropout", "attention_dropout", "residual_dropout", "classifier_dropout")
         check_choice(self, "activation", self.activations)
         check_choice(self, "norm", ("rms", "offset_rms", "layer", "offset_layer", "plain_layer"))

@@ -36,7 +36,7 @@ from ..nn import (
     soft_cap,
     token_positions,
 )
-from ._block import Block, Norm, apply, make_norm
+from ._block import Angles, Block, Norm, apply, make_norm
 from ._blocks import Blocks, LayerInputs
 from ._config import CausalLMConfig
 from ._layers import different, layers_of
@@ -254,12 +254,16 @@ class CausalLM(Decoder, Pretrained):
             x, cache, _, routing = stack((x, cache, jnp.int32(0), routing), *same, each=each, key=key)
         return x, None if isinstance(cache, LatestKeys) else cache, routing
 
-    def _angles(self, positions: Int[Array, " seq"], rope: tuple[int, float, Scaling | None] | None) -> tuple[Array, Array]:
-        """Returns cosines and sines of the rotary dims. Without rotary positions, all angles are zero."""
+    def _angles(self, positions: Int[Array, " seq"], rope: tuple[int, float, Scaling | None] | None) -> Angles:
+        """Returns cosines and sines of the rotary dims, and the factors of queries. Without rotary positions, all angles are
+        zero."""
         if rope is None:
             zeros = jnp.zeros((len(positions), 1, self.config.rotary_size // 2))
-            return zeros + 1, zeros
-        return rotation(positions, *rope)
+            return zeros + 1, zeros, None
+        growth, factors = self.config.query_growth, None
+        if growth:
+            factors = 1 + growth * jnp.log1p(positions // self.config.rope_scaling.n_original)[:, None, None]
+        return *rotation(positions, *rope), factors
 
     def _no_routing(self) -> Routing | None:
         """Returns the start of the sum over layers."""

@@ -234,6 +234,18 @@ class Names:
         return _stored(disk, paths, leaves, n_heads, is_transposed=self.is_transposed)
 
 
+# Of a text model in the folder of a model that also reads images: the other tensors, and the names in such a folder.
+PART_OF_LARGER: Mapping[str, Any] = MappingProxyType(
+    {
+        "ignored": ("*.rotary_emb.inv_freq", "*vision_tower.*", "*multi_modal_projector.*"),
+        "aliases": (
+            (r"^language_model\.lm_head\.", "lm_head."),
+            (r"^(language_model\.model|model\.language_model)\.", "model."),
+        ),
+    }
+)
+
+
 def _stacks(config: Any) -> list[tuple[str, int, int, int]]:
     """Returns the path of each stacked block, the index of its first layer, the number of layers that it stands for, and the
     distance between them."""

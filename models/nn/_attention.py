@@ -219,6 +219,7 @@ class Attention(eqx.Module):
         mask: Mask | None = None,
         bias: Float[Array, "heads #seq source"] | Callable[[Array, Array], Array] | None = None,
         rotary: Callable[[Array], Array] | None = None,
+        factors: Float[Array, "seq 1 1"] | None = None,
         cache: Any = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "seq d"], Any]:
@@ -231,6 +232,7 @@ class Attention(eqx.Module):
         - `bias`: added to the scores before the softmax; or a function of queries and keys, `[seq, heads, size]` each, that
             returns it.
         - `rotary`: applied to queries and keys, `[seq, heads, size]` each.
+        - `factors`: multiplied with the queries of each token.
         - `cache`: a `Cache`, to which keys and values are written, and `source` is its slots; or `LatestKeys`. An attention
             without keys reads those of an earlier layer from it.
         - `key`: for dropout of attention weights.
@@ -239,7 +241,7 @@ class Attention(eqx.Module):
             queries = self._queries(x)
             queries = queries if rotary is None else rotary(queries)
             keys, values = cache.read()
-            return self._attend(x, queries, keys, values, mask, bias, key), cache
+            return self._attend(x, queries, keys, values, mask, bias, key, factors), cache
         keys, values = self._keys_and_values(x if memory is None else memory)
         queries = self._queries(x)
         bias = bias(queries, keys) if callable(bias) else bias
@@ -250,7 +252,7 @@ class Attention(eqx.Module):
         keys, values = (rearrange(array, "source groups size -> groups source size") for array in (keys, values))
         if cache is not None:
             cache, keys, values = cache.write(keys, values)
-        return self._attend(x, queries, keys, values, mask, bias, key), cache
+        return self._attend(x, queries, keys, values, mask, bias, key, factors), cache
 
     def attend_memory(
         self,
@@ -279,7 +281,8 @@ class Attention(eqx.Module):
     def _clipped(self, x: Float[Array, "seq width"]) -> Float[Array, "seq width"]:
         return x if self.clip is None else jnp.clip(x, -self.clip, self.clip)
 
-    def _attend(self, x, queries, keys, values, mask, bias, key) -> Float[Array, "seq d"]:
+    def _attend(self, x, queries, keys, values, mask, bias, key, factors=None) -> Float[Array, "seq d"]:
+        queries = queries if factors is None else queries * factors.astype(queries.dtype)
         scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
         mixed = mix_values(
             queries, keys, values, mask, scale, bias=bias, cap=self.cap, sinks=self.sinks, dropout=self.dropout, key=key

@@ -29,7 +29,7 @@ from redeqx.models.gpt_neo import GPTNeo
 from redeqx.models.gpt_neox import GPTNeoX
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
 from redeqx.models.hf import ConfigReader
-from redeqx.models.mistral import Mixtral, MixtralConfig
+from redeqx.models.mistral import Ministral3, Mistral, Mixtral, MixtralConfig
 from redeqx.models.mpt import Mpt
 from redeqx.models.nn import Attention, DynamicScaling, LinearScaling, LongScaling, add_routing, distance_bias, rotation
 from redeqx.models.olmo import Olmo
@@ -92,6 +92,7 @@ def test_the_table_of_families_is_up_to_date():
 # The number of parameters of the published weights.
 PUBLISHED = {
     "mistral": {"7b": 7_241_732_096},
+    "ministral3": {"3b": 3_429_006_336, "8b": 8_489_553_920},
     "mixtral": {"8x7b": 46_702_792_704, "8x22b": 140_630_071_296},
     "qwen2": {"0.5b": 494_032_768, "1.5b": 1_543_714_304, "7b": 7_615_616_512, "72b": 72_706_203_648},
     "qwen3": {
@@ -182,6 +183,13 @@ def test_presets_have_the_published_number_of_parameters(cls):
             Mixtral,
             {"router_jitter_noise": 0.1},
             r"`router_jitter_noise`: expected 0\.0, which this family implements, got 0\.1",
+        ),
+        (Mistral, {"text_config": {"model_type": "ministral3"}}, r"`model_type`: expected 'mistral', .* got 'ministral3'"),
+        (Ministral3, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"expected the key `llama_4_scaling_beta`"),
+        (
+            Ministral3,
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            r"`rope_parameters`: expected one with `n_original`, after which queries grow, got None",
         ),
         (Qwen3Moe, {"mlp_only_layers": [1]}, r"`mlp_only_layers`: expected the first layers, .* got \[1\]"),
         (Qwen2Moe, {"use_sliding_window": True}, r"`use_sliding_window`: expected False, .* got True"),
@@ -415,17 +423,39 @@ def test_the_text_model_of_a_folder_with_images_is_read_by_its_class(tmp_path):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("cls", "prefix", "unused"),
+    ("name", "cls", "prefix", "unused"),
     [
         # Without encoders, and without the keys and values of layers that share those of others.
-        (Gemma4, "model.language_model.", ("vision_tower.patch.weight", "language_model.layers.5.self_attn.k_proj.weight")),
-        (Gemma3, "model.language_model.", ("vision_tower.encoder.weight", "multi_modal_projector.mm_soft_emb_norm.weight")),
-        (Gemma3, "language_model.model.", ("vision_tower.encoder.weight", "multi_modal_projector.mm_soft_emb_norm.weight")),
+        (
+            "gemma4",
+            Gemma4,
+            "model.language_model.",
+            ("vision_tower.patch.weight", "language_model.layers.5.self_attn.k_proj.weight"),
+        ),
+        (
+            "gemma3",
+            Gemma3,
+            "model.language_model.",
+            ("vision_tower.encoder.weight", "multi_modal_projector.mm_soft_emb_norm.weight"),
+        ),
+        (
+            "gemma3",
+            Gemma3,
+            "language_model.model.",
+            ("vision_tower.encoder.weight", "multi_modal_projector.mm_soft_emb_norm.weight"),
+        ),
+        ("ministral3", Ministral3, "language_model.model.", ("vision_tower.ln_pre.weight",)),
+        (
+            "../mistral",
+            Mistral,
+            "language_model.model.",
+            ("vision_tower.ln_pre.weight", "multi_modal_projector.norm.weight"),
+        ),
     ],
 )
-def test_the_text_model_of_a_larger_folder_is_read_and_saved_alone(cls, prefix, unused, tmp_path):
+def test_the_text_model_of_a_larger_folder_is_read_and_saved_alone(name, cls, prefix, unused, tmp_path):
     model_type, text_type = cls.model_types[::-1]
-    golden = json.loads((GOLDEN / f"{model_type}.json").read_text())
+    golden = json.loads((GOLDEN / f"{name}.json").read_text())
     folders = [tmp_path / name for name in ("text", "whole", "again")]
     for folder in folders:
         folder.mkdir()
@@ -441,6 +471,8 @@ def test_the_text_model_of_a_larger_folder_is_read_and_saved_alone(cls, prefix, 
     start = "model." if prefix.startswith("model.") else ""
     others = {start + name: np.zeros((2, 2)) for name in unused}
     save_file({**renamed, **others}, whole / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"Load the part that `text_config` .*{cls.__module__}\.{cls.__name__}\.from_pr"):
+        from_pretrained(whole)
     model, config = cls.from_pretrained(whole)
     assert (config.eos_token_id, config.generation.keys) == ((2, 5), {"top_k": 3})
     for ours, theirs in zip(jax.tree.leaves(model), jax.tree.leaves(from_pretrained(text)[0]), strict=True):

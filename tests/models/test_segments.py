@@ -19,9 +19,9 @@ from redeqx.models.clip import CLIPText, CLIPTextConfig
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.gptj import GPTJ, GPTJConfig
 from redeqx.models.llama import Llama, LlamaConfig
-from redeqx.models.mistral import Mistral, MistralConfig
+from redeqx.models.mistral import Ministral3, Ministral3Config, Mistral, MistralConfig
 from redeqx.models.modernbert import ModernBert, ModernBertConfig
-from redeqx.models.nn import check_segments
+from redeqx.models.nn import YarnScaling, check_segments
 from redeqx.models.opt import OPT, OPTConfig
 from redeqx.models.qwen import Qwen2, Qwen2Config, Qwen3, Qwen3Config
 from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
@@ -87,6 +87,7 @@ EXPERTS = {"n_experts": 4, "n_chosen": 2, "d_expert": 16, "d_shared": 16}
 T5_CONFIG = T5Config(
     vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, n_layers=2, n_decoder_layers=2, n_heads=4, n_buckets=8, max_distance=12
 )
+GROWING = {"head_size": 8, "rope_scaling": YarnScaling(4.0, 4, 1.0), "query_growth": 0.5}
 BERT_CONFIG = BertConfig(**SIZES, d_ff=48)
 FAMILIES = [
     Family("gpt2", GPT2, GPT2Config(**SIZES), decoder_sums, is_quick=True),
@@ -95,6 +96,7 @@ FAMILIES = [
     Family("opt-350m", OPT, OPTConfig(**SIZES, norm_places="sum", d_embedding=16), decoder_sums),
     Family("llama", Llama, LlamaConfig(**LLAMA), decoder_sums),
     Family("mistral", Mistral, MistralConfig(**LLAMA, window=5), decoder_sums),
+    Family("ministral3", Ministral3, Ministral3Config(**LLAMA, **GROWING), decoder_sums),
     Family("qwen2", Qwen2, Qwen2Config(**LLAMA, window=5, windowed_layers=(1,)), decoder_sums),
     Family("qwen3", Qwen3, Qwen3Config(**LLAMA, head_size=8), decoder_sums),
     Family("qwen3-next", Qwen3Next, Qwen3NextConfig(**LLAMA, **DELTA, **EXPERTS, head_size=16), decoder_sums),

@@ -53,6 +53,15 @@ def case(name, cls, **kwargs):
 
 WINDOWED = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -197,6 +206,7 @@ CASES = [
     case("ernie4-5-moe", "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=12, moe_num_shared_experts=2),
     case("stablelm", "StableLm", rope_parameters={**PARTIAL["rope_parameters"], "partial_rotary_factor": 0.34}),
     case("ministral", "Ministral", head_dim=6, **WINDOWED),
+    case("ministral3", "Ministral3", head_dim=6, rope_parameters=GROWING),
     case("gpt-oss", "GptOss", head_dim=8, num_local_experts=4, num_experts_per_tok=2, swiglu_limit=0.5, sliding_window=4),
     case(
         "qwen2-moe",
