@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..tracing import is_rare
-from ._hlo import Module, integers
+from ._hlo import Instruction, Module, integers
 
 KINDS = (
     "all-reduce",
@@ -79,10 +79,12 @@ def collectives(module: Module) -> list[Collective]:
 
     Raises ValueError for a replica group in an unknown notation.
     """
-    return list(_collectives_in(module, module.entry, 1, True, {}))
+    return list(_collectives_in(module, module.entry, 1, True, {}, None))
 
 
-def _collectives_in(module: Module, name: str, times: int, exact: bool, channels: dict[str, str]) -> Iterator[Collective]:
+def _collectives_in(
+    module: Module, name: str, times: int, exact: bool, channels: dict[str, str], caller: Instruction | None
+) -> Iterator[Collective]:
     for line in module.computations[name]:
         kind = line.opcode.removesuffix("-start")
         if kind in KINDS:
@@ -93,6 +95,7 @@ def _collectives_in(module: Module, name: str, times: int, exact: bool, channels
             if name.startswith("all-reduce-scatter"):  # a fusion of an all-reduce and a slice
                 kind = "reduce-scatter"
             group = _group(line.rest, module.n_devices)
+            origin = line if line.op_name or caller is None else caller  # libtpu names the fusion or call around it
             for array in line.results:
                 if line.opcode.startswith("reduce-scatter"):
                     array = array._replace(shape=_unscattered(array.shape, len(group), line.rest))
@@ -104,9 +107,9 @@ def _collectives_in(module: Module, name: str, times: int, exact: bool, channels
                     group=group,
                     n_executions=times,
                     exact=exact,
-                    op_name=line.op_name,
+                    op_name=origin.op_name,
                     instruction=line.name,
-                    source=line.source,
+                    source=origin.source,
                 )
             continue  # its `to_apply` is the sum, and the `calls` of an asynchronous one is the same collective
         if line.opcode == "conditional" and is_rare(line.op_name):
@@ -114,12 +117,12 @@ def _collectives_in(module: Module, name: str, times: int, exact: bool, channels
         for role, called in line.calls:
             if line.opcode == "while":  # the condition runs once more than the body; no collectives were seen there
                 n = line.trip_count
-                yield from _collectives_in(module, called, times * (n or 1), exact and n is not None, {})
+                yield from _collectives_in(module, called, times * (n or 1), exact and n is not None, {}, None)
             else:
                 branch = role.endswith(("true_computation", "false_computation", "branch_computations"))
                 # All collectives of `jax.shard_map` have the same channel, so it identifies one only among fusions.
                 seen = channels if line.opcode == "fusion" else {}
-                yield from _collectives_in(module, called, times, exact and not branch, seen)
+                yield from _collectives_in(module, called, times, exact and not branch, seen, line)
 
 
 def _unscattered(shape: tuple[int, ...], group_size: int, rest: str) -> tuple[int, ...]:

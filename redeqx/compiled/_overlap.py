@@ -108,7 +108,7 @@ class _Replay:
         return None
 
     def _inside(self, line: Instruction) -> Iterator[Instruction]:
-        if line.opcode == "fusion" or line.opcode.startswith("async-"):
+        if line.opcode == "fusion" or line.opcode.startswith(("async-", "call-")):  # `call-start` on SparseCores
             for _, called in line.calls:
                 for inner in self._module.computations[called]:
                     yield inner

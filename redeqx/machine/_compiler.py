@@ -102,6 +102,17 @@ SETTINGS: dict[str, dict[str, bool | int]] = {
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * MIB,
         "xla_gpu_all_reduce_combine_threshold_bytes": 128 * MIB,
     },
+    # (3): without the first five, a collective of a v5p or v6e is awaited where it starts. They are defaults for v5e, and
+    # TPU7x sends by its SparseCores meanwhile.
+    "tpu": {
+        "xla_enable_async_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+        "xla_tpu_overlap_compute_collective_tc": True,
+        # In a slice of three dims, as of v5p and TPU7x, a gather is otherwise an all-reduce of zeros: twice the bytes.
+        "xla_tpu_prefer_async_allgather_to_allreduce": True,
+    },
 }
 # Flags that change no program: where files are, and how many devices are simulated.
 _NEUTRAL = re.compile("dump|cache|autotune_results|vmodule|log_level|host_platform_device_count")
@@ -147,8 +158,8 @@ def xla_settings(mesh: Mesh, given: XlaOptions | str | None, harmful: Collection
 
     **Arguments:**
 
-    - `given`: `"auto"` for the platform's settings, without options that `XLA_FLAGS` sets; a dict of other settings;
-        or None.
+    - `given`: `"auto"` for the platform's settings, without options that `XLA_FLAGS` or `LIBTPU_INIT_ARGS` sets; a dict of
+        other settings; or None.
     - `harmful`: options of the platform's settings that `"auto"` leaves out.
     """
     if given is None:
@@ -156,7 +167,7 @@ def xla_settings(mesh: Mesh, given: XlaOptions | str | None, harmful: Collection
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
     if isinstance(given, str):
-        environment = os.environ.get("XLA_FLAGS", "")
+        environment = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
         own = SETTINGS.get(platform, {}) if mesh.size > 1 else {}
         own = {name: value for name, value in own.items() if name not in harmful}
         given = {name: value for name, value in own.items() if not re.search(rf"--{name}\b", environment)}

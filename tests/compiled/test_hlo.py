@@ -138,20 +138,22 @@ def test_instructions_after_a_tpu_kernel_are_read():
 
 
 def test_tpu_collective_fused_into_several_operations_is_counted_once():
-    """Every fusion that takes part in an asynchronous collective contains its text, with the same channel."""
+    """Every fusion that takes part in an asynchronous collective contains its text, with the same channel. Where the text
+    has no name, the first fusion's is taken.
+    """
     gather = "%ag = f32[32,8]{1,0} all-gather(%q), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}"
     scatter = "%ar = f32[4,8]{1,0} all-reduce(%q), channel_id=8, replica_groups={}, to_apply=%add"
     text = _module(
-        """  %a = f32[32,8]{1,0} fusion(%p), kind=kCustom, calls=%started
+        """  %a = f32[32,8]{1,0} fusion(%p), kind=kCustom, calls=%started, metadata={op_name="gathered"}
   %b = f32[32,8]{1,0} fusion(%p), kind=kCustom, calls=%driven
-  ROOT %c = f32[4,1]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.3""",
+  ROOT %c = f32[4,1]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.3, metadata={op_name="summed"}""",
         "".join(
             f"%{name} (q: f32[4,8]) -> f32[4,8] {{\n  %q = f32[4,8]{{1,0}} parameter(0)\n  ROOT {line}\n}}\n"
             for name, line in (("started", gather), ("driven", gather), ("all-reduce-scatter.3", scatter))
         ),
     )
-    found = [(c.kind, c.bytes, c.n_executions) for c in collectives(Module.of(text))]
-    assert found == [("all-gather", 1024, 1), ("reduce-scatter", 128, 1)]
+    found = [(c.kind, c.bytes, c.n_executions, c.op_name) for c in collectives(Module.of(text))]
+    assert found == [("all-gather", 1024, 1, "gathered"), ("reduce-scatter", 128, 1, "summed")]
 
 
 HEAD = """HloModule jit_step, is_scheduled=true, num_partitions=8

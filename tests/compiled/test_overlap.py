@@ -59,6 +59,18 @@ def test_kernels_of_attention_hide_bytes(mask, share):
     assert shares(("g", START), ("attention", kernel), ("d", done("g"))) == {"g": pytest.approx(share)}
 
 
+def test_matmuls_hide_what_another_core_sends():
+    """TPU7x calls a computation with the collective on its SparseCores, and goes on."""
+    called = f"""%gather (shard: f32[8,64]) -> f32[64,64] {{
+  %shard = f32[8,64]{{1,0}} parameter(0)
+  ROOT %g = {GATHER}
+}}
+"""
+    start = "((f32[8,64]{1,0}), f32[64,64]{1,0}, u32[]) call-start(%shard), to_apply=%gather"
+    end = "f32[64,64]{1,0} call-done(%call)"
+    assert shares(("call", start), ("dot", DOT), ("d", end), computations=called) == {"g": pytest.approx(0.5)}
+
+
 def test_loops_hide_bytes_in_each_iteration_and_as_a_whole():
     body = f"""%body (state: (s32[], f32[64,64], f32[8,64])) -> (s32[], f32[64,64], f32[8,64]) {{
   %state = (s32[], f32[64,64]{{1,0}}, f32[8,64]{{1,0}}) parameter(0)

@@ -38,18 +38,24 @@ def mesh_of(platform, size=8):
 @pytest.mark.usefixtures("compiler_accepts_all")
 @pytest.mark.parametrize("platform", ["gpu", "cuda", "tpu"])
 def test_default_settings_of_a_platform(platform):
-    assert xla_settings(mesh_of(platform), "auto").options == ({} if platform == "tpu" else SETTINGS["gpu"])
+    assert xla_settings(mesh_of(platform), "auto").options == SETTINGS["tpu" if platform == "tpu" else "gpu"]
     assert xla_settings(mesh_of(platform, size=1), "auto").options == {}  # the defaults are about collectives
     assert xla_settings(mesh_of(platform), {"xla_other": 1}).options == {"xla_other": 1}
 
 
 @pytest.mark.usefixtures("compiler_accepts_all")
-def test_xla_flags_override_the_defaults(monkeypatch):
-    name = "xla_gpu_enable_pipelined_all_gather"
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_autotune_level=2 --{name}=false")
-    options = xla_settings(mesh_of("gpu"), "auto").options
-    assert options == {key: value for key, value in SETTINGS["gpu"].items() if key != name}
-    assert xla_settings(mesh_of("gpu"), {name: True}).options == {name: True}  # set in the script
+@pytest.mark.parametrize(
+    "platform, variable, name",
+    [
+        ("gpu", "XLA_FLAGS", "xla_gpu_enable_pipelined_all_gather"),
+        ("tpu", "LIBTPU_INIT_ARGS", "xla_enable_async_all_gather"),
+    ],
+)
+def test_flags_of_the_environment_override_the_defaults(monkeypatch, platform, variable, name):
+    monkeypatch.setenv(variable, f"--xla_other=2 --{name}=false")
+    options = xla_settings(mesh_of(platform), "auto").options
+    assert options == {key: value for key, value in SETTINGS[platform].items() if key != name}
+    assert xla_settings(mesh_of(platform), {name: True}).options == {name: True}  # set in the script
 
 
 @pytest.mark.usefixtures("compiler_accepts_all")
@@ -62,6 +68,25 @@ def test_gathers_are_not_pipelined_where_that_repeats_sums():
     assert xla_settings(mesh, {name: True}, (name,)).options == {name: True}  # set in the script
     assert redeqx.Compute().harmful_settings_on(mesh) == full.harmful_settings_on(mesh_of("gpu", size=1)) == ()
     assert redeqx.Compute(remat="full", split_residual=False).harmful_settings_on(mesh) == ()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("settings, kind", [(None, "all-reduce"), ("auto", "all-gather")])
+def test_weights_are_gathered_in_a_slice_of_three_dims(settings, kind):
+    """Without the settings libtpu sums zeros and one device's shard, which sends twice the bytes."""
+    d = 1024
+    with redeqx.described("v5p:4x4x4"):
+        trainer = redeqx.Trainer(
+            redeqx.Deployer(n_fsdp_shards=64, verbose=False, compiler=redeqx.Compiler(settings=settings)),
+            model=eqx.nn.Linear(d, d, key=jax.random.key(0)),
+            optimizer=optax.sgd(0.1),
+            collate_fn=np.stack,
+            loss_fn=lambda model, x, key: jnp.mean(jax.vmap(jax.vmap(model))(x) ** 2),
+            compute="bfloat16",
+        )
+        report = trainer.dry_run([np.zeros((2048, d), np.float32)] * 64, batch_size=64, search="none")
+    of_weight = [each for each in report.steps["train"].collectives if each.shape == (d, d) and not each.is_backward]
+    assert [each.kind for each in of_weight] == [kind]
 
 
 def test_settings_refused_by_the_compiler_are_dropped_and_reported():
