@@ -307,7 +307,7 @@ def _read(fused: Sequence[Instruction], number: int, whole: int) -> int:
         for position, operand in enumerate(line.operands):
             if operand not in seen:
                 continue
-            if line.opcode in _VIEWS:
+            if line.opcode in _VIEWS or _retiles(line):
                 seen.add(line)
             elif line.opcode in _SLICES and position == 0:
                 total += _size(line)
@@ -316,6 +316,11 @@ def _read(fused: Sequence[Instruction], number: int, whole: int) -> int:
             elif line.opcode != "dynamic-update-slice" or position > 0:
                 return whole
     return min(total, whole)
+
+
+def _retiles(line: Instruction) -> bool:
+    """Whether a fusion inside another reads an array by other tiles, where it is, as libtpu's do before a slice."""
+    return bool(line.fused) and line.fused[-1].opcode == "copy" and _in_place(line) == {0: 0}
 
 
 def _written(fusion: Instruction, whole: int) -> int:

@@ -102,12 +102,14 @@ SETTINGS: dict[str, dict[str, bool | int]] = {
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * MIB,
         "xla_gpu_all_reduce_combine_threshold_bytes": 128 * MIB,
     },
-    # (3): without the first five, a collective of a v5p or v6e is awaited where it starts. They are defaults for v5e, and
+    # (3): without the first seven, a collective of a v5p or v6e is awaited where it starts. They are defaults for v5e, and
     # TPU7x sends by its SparseCores meanwhile.
     "tpu": {
         "xla_enable_async_all_gather": True,
+        "xla_enable_async_all_reduce": True,  # of a v5p, which sums gradients by all-reduces
         "xla_tpu_enable_async_collective_fusion": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
         "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
         "xla_tpu_overlap_compute_collective_tc": True,
         # In a slice of three dims, as of v5p and TPU7x, a gather is otherwise an all-reduce of zeros: twice the bytes.

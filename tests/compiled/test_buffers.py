@@ -142,12 +142,26 @@ FUSED = """%fused (a: f32[8,256], i: s32[]) -> f32[256] {{
 """
 
 
-@pytest.mark.parametrize("root, read", [("bitcast(%row)", KIB), ("dot(%row, %a)", 8 * KIB)])
-def test_fusion_that_slices_an_operand_reads_only_the_slice(root, read):
-    entry = """  %p = f32[8,256]{1,0} parameter(0)
+SLICED = """  %p = f32[8,256]{1,0} parameter(0)
   %i0 = s32[] parameter(1)
   ROOT %f = f32[256]{0} fusion(%p, %i0), kind=kLoop, calls=%fused"""
-    assert bytes_moved(module(entry, FUSED.format(root=root))) == read + 4 + KIB
+
+
+@pytest.mark.parametrize("root, read", [("bitcast(%row)", KIB), ("dot(%row, %a)", 8 * KIB)])
+def test_fusion_that_slices_an_operand_reads_only_the_slice(root, read):
+    assert bytes_moved(module(SLICED, FUSED.format(root=root))) == read + 4 + KIB
+
+
+@pytest.mark.parametrize("in_place, read", [(", output_to_operand_aliasing={{}: (0, {})}", KIB), ("", 8 * KIB)])
+def test_tpu_fusion_that_slices_an_operand_by_other_tiles_reads_only_the_slice(in_place, read):
+    tiled = """%tiled (a: f32[8,256]) -> f32[8,256] {
+  %a = f32[8,256]{1,0:T(16,128)} parameter(0)
+  ROOT %c = f32[8,256]{1,0:T(8,128)} copy(%a)
+}
+"""
+    fused = FUSED.format(root="bitcast(%row)").replace("dynamic-slice(%a", "dynamic-slice(%t")
+    inner = f"  %t = f32[8,256]{{1,0:T(8,128)}} fusion(%a), kind=kLoop{in_place}, calls=%tiled\n  %row"
+    assert bytes_moved(module(SLICED, tiled + fused.replace("  %row", inner, 1))) == read + 4 + KIB
 
 
 CALLS = """  %p = bf16[64,32]{1,0} parameter(0)
