@@ -65,8 +65,9 @@ class TransformerBlock(eqx.Module):
     def __call__(
         self, x: Float[Array, "seq c"], context: Float[Array, "source context"], mask: Bool[Array, "1 source"] | None
     ) -> Float[Array, "seq c"]:
-        memory, attended = (context, mask) if self.only_cross_attention else (None, None)  # None means self-attention
-        x = x + self.attn1(norm(self.norm1, x), memory=memory, mask=attended)[0]
+        # As in diffusers, the mask is that of the second attention alone. Without a memory, the first is self-attention.
+        memory = context if self.only_cross_attention else None
+        x = x + self.attn1(norm(self.norm1, x), memory=memory)[0]
         x = x + self.attn2(norm(self.norm2, x), memory=context, mask=mask)[0]
         return x + self.ff(norm(self.norm3, x))
 
