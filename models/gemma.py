@@ -2,13 +2,14 @@
 
 Gemma 2 also has norms after attention and MLP, caps of scores and logits, and a window in every other layer. Gemma 3 has
 norms of each head instead of caps, a window in all but every sixth layer, and another base of rotary positions in those.
+EmbeddingGemma is a Gemma 3 whose tokens attend to both sides, and folders of it are those of a `SentenceEncoder`.
 
 Sources: *Gemma* (arXiv:2403.08295); *Gemma 2* (arXiv:2408.00118); *Gemma 3* (arXiv:2503.19786).
 """
 
 from dataclasses import dataclass
 
-from ._kinds import POSITIVE, TEXT
+from ._kinds import FLAG, POSITIVE, TEXT
 from .decoder import PART_OF_LARGER, CausalLM, CausalLMConfig, LayerTypes, Names, Rope, rows
 from .hf import Field, Only, published
 
@@ -36,10 +37,7 @@ _SCALE = Field(
     save=_scalar,
 )
 _ATTENTION_CAP = Field("attn_logit_softcapping", "attention_cap", POSITIVE, null=None)
-_OTHERS = (
-    Field("final_logit_softcapping", "logit_cap", POSITIVE, null=None),
-    Only("use_bidirectional_attention", False, None),
-)
+_LOGIT_CAP = Field("final_logit_softcapping", "logit_cap", POSITIVE, null=None)
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,8 @@ class Gemma2Config(GemmaConfig):
         Field("attention_bias"),
         _SCALE,
         _ATTENTION_CAP,
-        *_OTHERS,
+        _LOGIT_CAP,
+        Only("use_bidirectional_attention", False, None),
         LayerTypes(),
     )
     names = Names(_BOTH)
@@ -148,7 +147,15 @@ class Gemma3Config(Gemma2Config):
         Field("attention_bias"),
         _SCALE,
         Only("attn_logit_softcapping", None),  # transformers reads it, and does not apply it
-        *_OTHERS,
+        _LOGIT_CAP,
+        Field(
+            "use_bidirectional_attention",
+            "is_causal",
+            FLAG,
+            default=False,
+            load=lambda value, known: not value,
+            save=lambda config: not config.is_causal,
+        ),
         LayerTypes("sliding_window_pattern"),
         Rope(has_local=True),
     )
@@ -157,6 +164,8 @@ class Gemma3Config(Gemma2Config):
         {
             "270m": {"d_model": 640, "d_mlp": 2048, "n_layers": 18},
             "1b": {"d_model": 1152, "d_mlp": 6912},
+            "embedding-300m": {"d_model": 768, "d_mlp": 1152, "n_layers": 24, "n_heads": 3, "n_positions": 2048}
+            | {"is_causal": False},
         },
         vocab_size=262144,
         n_positions=32768,
@@ -171,4 +180,10 @@ class Gemma3(CausalLM):
 
     config_class = Gemma3Config
     model_types = ("gemma3_text", "gemma3")
+    architectures = ("Gemma3ForCausalLM", "Gemma3TextModel")
     __init__ = CausalLM.__init__
+
+    @classmethod
+    def architecture(cls, config: Gemma3Config) -> str:
+        """Returns the class of transformers that loads a saved folder."""
+        return cls.architectures[0 if config.is_causal else 1]

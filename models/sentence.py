@@ -24,6 +24,7 @@ from redeqx.storage import Location, location, write_file
 from ._families import from_pretrained
 from ._kinds import SIZE
 from .bert import Bert
+from .decoder import FAMILIES
 from .distilbert import DistilBert
 from .generation import Decoder
 from .hf import (
@@ -295,7 +296,7 @@ def _read_pooling(folder: Location) -> tuple[str, ...]:
 def _load_encoder(folder: Location, **given: Any) -> tuple[Any, Any]:
     """Loads the transformer. Sentence-transformers ignores the head that `architectures` names."""
     fields = read_config(folder)
-    for cls in _ENCODERS:
+    for cls in (*_ENCODERS, *FAMILIES.values()):
         if fields.get(type_key(fields)) in cls.model_types:
             return cls.from_pretrained(folder, **given)
     return from_pretrained(folder, kind=Decoder, **given)

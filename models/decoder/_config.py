@@ -31,6 +31,8 @@ class CausalLMConfig(FolderConfig):
     - `d_mlp`: the inner width of the MLPs, and of experts; None for four times `d_model`.
     - `n_kv_heads`: the number of key and value heads, a divisor of `n_heads`; None for `n_heads`.
     - `head_size`: the width of one head; None for `d_model / n_heads`.
+    - `is_causal`: whether tokens attend to themselves and those before them. If not, they attend to all tokens, or to those
+        at most half a window away, and the model does not generate: its hidden states represent a text.
     - `window`: the number of tokens that each token attends to, including itself; None for all tokens before it.
     - `windowed_layers`: the indices of the layers with the window; None for those of the family, which commonly are all.
     - `d_embedding`: the width of the embedding and the output head; None for `d_model`. If it differs, it is projected to
@@ -122,6 +124,7 @@ class CausalLMConfig(FolderConfig):
     d_mlp: int | None = 11008
     n_kv_heads: int | None = None
     head_size: int | None = None
+    is_causal: bool = True
     window: int | None = None
     windowed_layers: tuple[int, ...] | None = None
     d_embedding: int | None = None

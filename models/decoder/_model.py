@@ -30,6 +30,7 @@ from ..nn import (
     embed,
     learned_positions,
     linear,
+    near_mask,
     normal_embedding,
     normal_linear,
     rotation,
@@ -219,7 +220,10 @@ class CausalLM(Decoder, Pretrained):
             angles = [self._angles(positions, rope) for rope in angles]
         else:
             angles = []
-        masks = tuple(causal_mask(mask, seq, cache, window=window) for window in masks)
+        if config.is_causal:
+            masks = tuple(causal_mask(mask, seq, cache, window=window) for window in masks)
+        else:
+            masks = tuple(near_mask(mask, seq, window=window) for window in masks)
         if config.by_kind:
             inputs = None if self.layer_inputs is None else self.layer_inputs(_ids_of(ids), x)
             carry = (x, cache, jnp.int32(0), self._no_routing())
@@ -275,6 +279,8 @@ class CausalLM(Decoder, Pretrained):
     def init_cache(self, length: int) -> Cache:
         """Returns an empty cache for one example. See `Decoder.init_cache`."""
         config = self.config
+        if not config.is_causal:
+            raise ValueError("`is_causal`: expected True to generate, got False. Call `hidden`, or a `SentenceEncoder`.")
         if config.by_kind:
             check_length("length", length, config.n_positions)
             own = layers_of(config)[0].kinds

@@ -100,6 +100,8 @@ class Taps:
         return [StoredTensor(disk, paths, load, lambda *parts: np.concatenate(parts)[:, None])]
 
 
+# In folders of models without an output head.
+_HEADLESS = (r"^(?=(embed_tokens|layers|norm)\.)", "model.")
 Held = str | tuple[str, ...] | ByHead | Experts | Wide | Taps  # what a name stores
 # The names of LLaMA's blocks. Modules that a model lacks have no tensors.
 BLOCK: Mapping[str, Held] = MappingProxyType(
@@ -187,7 +189,7 @@ class Names:
     others: Mapping[str, str] = field(default_factory=dict)
     is_transposed: bool = False
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # frequencies in old files
-    aliases: tuple[tuple[str, str], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = (_HEADLESS,)
 
     def weight_map(self, shapes: Any, config: Any) -> WeightMap:
         """Returns the weight map of a model.
@@ -241,6 +243,7 @@ PART_OF_LARGER: Mapping[str, Any] = MappingProxyType(
         "aliases": (
             (r"^language_model\.lm_head\.", "lm_head."),
             (r"^(language_model\.model|model\.language_model)\.", "model."),
+            _HEADLESS,
         ),
     }
 )

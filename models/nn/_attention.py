@@ -160,6 +160,15 @@ def causal_mask(
     return attends if is_token is None else attends & is_token | (sources == queries)
 
 
+def near_mask(mask: Bool[Array, " seq"] | None, seq: int, *, window: int | None = None) -> Bool[Array, "seq seq"]:
+    """Returns the mask of attention to both sides: to all tokens, or to those at most half a window away. Padding attends to
+    itself, so that no softmax is empty."""
+    positions = jnp.arange(seq)
+    distances = jnp.abs(positions[:, None] - positions)
+    attends = distances <= (seq if window is None else window // 2)
+    return attends if mask is None else attends & mask | (distances == 0)
+
+
 def token_mask(
     mask: Bool[Array, " source"] | None,
     *,

@@ -119,7 +119,7 @@ PUBLISHED = {
     "nemotron": {"minitron-4b": 4_190_509_056},
     "gemma": {"2b": 2_506_172_416, "7b": 8_537_680_896},
     "gemma2": {"2b": 2_614_341_888, "9b": 9_241_705_984, "27b": 27_227_128_320},
-    "gemma3_text": {"270m": 268_098_176, "1b": 999_885_952},
+    "gemma3_text": {"270m": 268_098_176, "1b": 999_885_952, "embedding-300m": 302_863_104},
     # Those of the cards (5.1B, 8B, 25.2B, 30.7B) without encoders, and with a number in each layer that is not trained.
     "gemma4_text": {"e2b": 4_628_569_379, "e4b": 7_463_013_418, "26b-a4b": 25_233_141_790, "31b": 30_697_345_340},
     "apertus": {"8b": 8_053_338_240, "70b": 70_599_864_640},  # with two numbers in each layer that are not trained

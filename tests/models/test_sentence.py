@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from redeqx.models import save_pretrained
 from redeqx.models.bert import Bert, BertConfig
+from redeqx.models.gemma import Gemma3, Gemma3Config
 from redeqx.models.hf import ConfigReader
 from redeqx.models.qwen import Qwen3, Qwen3Config
 from redeqx.models.roberta import RobertaConfig, RobertaForMaskedLM
@@ -90,6 +92,28 @@ def test_the_transformer_has_no_head_whatever_the_folder_says_or_is_a_decoder(tm
     hidden = decoder.hidden(IDS[:5])[4]
     found = SentenceEncoder.from_pretrained(tmp_path / "decoder")
     np.testing.assert_allclose(embed(found), hidden / np.linalg.norm(hidden), rtol=1e-4, atol=1e-5)
+
+
+def test_a_folder_of_embedding_gemma(tmp_path):
+    """Tokens attend to both sides, two layers follow the mean, and tensors have the names of a model without a head."""
+    sizes = {"d_model": 12, "d_mlp": 20, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "head_size": 6}
+    gemma = random_model(Gemma3, Gemma3Config(41, 12, **sizes, window=4, windowed_layers=(0,), is_causal=False))
+    identity = {"use_bias": False, "activation": "torch.nn.modules.linear.Identity"}
+    dense = [random_model(Dense, DenseConfig(*pair, **identity)) for pair in ((12, 20), (20, 12))]
+    model = SentenceEncoder(gemma, dense=dense)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Gemma3TextModel"]
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert all(name.startswith("model.") for name in tensors)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = embed(SentenceEncoder.from_pretrained(tmp_path))
+    np.testing.assert_array_equal(found, embed(model))
+    mean = gemma.hidden(IDS[:5]).mean(0)  # padding does not count
+    wanted = np.asarray(dense[1].linear.weight @ (dense[0].linear.weight @ mean), np.float64)
+    np.testing.assert_allclose(found, wanted / np.linalg.norm(wanted), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"`is_causal`: expected True to generate, got False\. Call `hidden`"):
+        gemma.init_cache(8)
 
 
 def test_gradients_reach_the_transformer_and_are_finite_at_zero(bert):

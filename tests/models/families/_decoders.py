@@ -82,12 +82,27 @@ def run_head(module, inputs):
     return module(torch.tensor(inputs["ids"]), attention_mask=mask, **options).logits
 
 
+BOTH = (np.arange(SEQ) >= np.array([[0], [3]])) & (np.arange(SEQ) < np.array([[SEQ - 2], [SEQ]]))  # padding on either side
+PADDED = {"ids": np.where(BOTH, IDS, 0).astype(np.int32), "mask": BOTH}
+
+
 def headed(name, cls, head, **kwargs):
     """Returns a case of a classifier, with padding on the right of one row and on the left of the other."""
     kwargs = {"num_labels": 3, "head": f"For{head}Classification", **kwargs}
-    mask = (np.arange(SEQ) >= np.array([[0], [3]])) & (np.arange(SEQ) < np.array([[SEQ - 2], [SEQ]]))
-    inputs = {"ids": np.where(mask, IDS, 0).astype(np.int32), "mask": mask}
-    return Case(name, functools.partial(make, cls, **kwargs), inputs, run_head, counts=None if head == "Sequence" else mask)
+    return Case(name, functools.partial(make, cls, **kwargs), PADDED, run_head, counts=None if head == "Sequence" else BOTH)
+
+
+def run_hidden(module, inputs):
+    """Returns the hidden states of a model without a head."""
+    import torch
+
+    return module(torch.tensor(inputs["ids"]), attention_mask=torch.tensor(inputs["mask"]).long()).last_hidden_state
+
+
+def embedding(name, cls, **kwargs):
+    """Returns a case of a model whose tokens attend to both sides, with the same padding."""
+    make_model = functools.partial(make, cls, head="Model", use_bidirectional_attention=True, **kwargs)
+    return Case(name, make_model, PADDED, run_hidden, lambda model, row: model.hidden(**row), counts=BOTH)
 
 
 LATENT = {
@@ -256,8 +271,9 @@ CASES = [
     case("gpt-neox", "GPTNeoX", num_key_value_heads=None, hidden_size=32, rope_parameters=PARTIAL["rope_parameters"]),
     case("gpt-neox-serial", "GPTNeoX", num_key_value_heads=None, hidden_size=32, use_parallel_residual=False),
 ]
-# Heads for classes. The tokens of `generate` are not compared.
+# Heads for classes, and models without a head. The tokens of `generate` are not compared.
 HEADED = [
+    embedding("embedding-gemma", "Gemma3Text", head_dim=8, query_pre_attn_scalar=12, **WINDOWED),
     headed("llama-classes", "Llama", "Sequence"),
     headed("gpt2-classes", "GPT2", "Sequence", num_key_value_heads=None, tie_word_embeddings=True),
     headed("opt-classes", "OPT", "Sequence", num_key_value_heads=None, ffn_dim=36, word_embed_proj_dim=16),
