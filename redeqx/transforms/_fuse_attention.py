@@ -38,7 +38,7 @@ class FuseAttention(ByPositions):
     **Arguments:**
 
     - `split`: how the plan splits queries `[rows, positions, heads, size]`; kernels need to know it. Those whose positions
-        are not split are split by rows over the sequence axis too, if these divide.
+        are not split are split by rows over the sequence axis too, if these divide. So are chunks of positions.
     """
 
     split: NamedSharding | None = None
@@ -69,6 +69,10 @@ class FuseAttention(ByPositions):
         if self.split is None or self.positions is None:
             return self.split
         mesh = self.split.mesh
+        # Within chunks, these are split as rows are: with the places in them over the sequence axis, XLA computed the
+        # gradients of an attention in chunks of 16 from a part of the positions (jax 0.10.2, CPU, 2026-11-27).
+        if len(self.positions.dims.get(queries, ())) > 1:
+            return split_heads(mesh, by_rows=True)
         if not self.positions.are_whole(queries, mesh.shape[SEQUENCE]):
             return self.split
         divide = self.positions.rows_in(queries, n_batch_shards(mesh) * mesh.shape[SEQUENCE]) is not None

@@ -105,6 +105,15 @@ class SelfAttention(eqx.Module):
         return self.attention(x, x, x, mask=jnp.tril(jnp.ones((len(x), len(x)), bool)))
 
 
+class AttentionInChunks(eqx.Module):
+    """As in MEGABYTE: within chunks of 16 tokens. Fewer queries are not fused."""
+
+    attention: SelfAttention
+
+    def __call__(self, x):
+        return jax.vmap(self.attention)(x.reshape(-1, 16, D)).reshape(x.shape)
+
+
 class PerPosition(eqx.Module):
     mlp: eqx.nn.MLP
 
@@ -225,6 +234,11 @@ CASES = {
     "t5": (lambda: eqx.nn.inference_mode(T5(T5_CONFIG, key=KEY)), of_pairs, PAIRS),
     "vit": (lambda: Classifier(ViT(VIT_CONFIG, key=KEY), eqx.nn.Linear(D, 10, key=KEY)), of_images, IMAGES),
     "equinox_attention": (attention_model, next_token, TEXTS),
+    "attention_in_chunks": (
+        lambda: Embedded(AttentionInChunks(SelfAttention(eqx.nn.MultiheadAttention(4, D, key=KEY)))),
+        next_token,
+        TEXTS,
+    ),
     "equinox_blocks": (lambda: Embedded(Block(jax.random.key(3)), Block(jax.random.key(4))), next_token, TEXTS),
     "recurrence": (lambda: Embedded(Recurrence(eqx.nn.GRUCell(D, D, key=KEY))), next_token, TEXTS),
     "state_space": (
@@ -252,6 +266,7 @@ SWEPT = [
     ("t5", 8, 1),
     ("vit", 2, 2),
     ("equinox_attention", 8, 1),
+    ("attention_in_chunks", 4, 1),
     ("recurrence", 2, 2),
     ("state_space", 8, 1),
     ("linear_attention", 2, 2),
