@@ -16,6 +16,7 @@ from redeqx.models import cross_entropy
 from redeqx.models.bart import Bart, BartConfig
 from redeqx.models.bert import Bert, BertConfig, BertForMaskedLM
 from redeqx.models.clip import CLIPText, CLIPTextConfig
+from redeqx.models.gemma import Gemma3, Gemma3Config
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.gptj import GPTJ, GPTJConfig
 from redeqx.models.llama import Llama, LlamaConfig
@@ -87,6 +88,7 @@ EXPERTS = {"n_experts": 4, "n_chosen": 2, "d_expert": 16, "d_shared": 16}
 T5_CONFIG = T5Config(
     vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, n_layers=2, n_decoder_layers=2, n_heads=4, n_buckets=8, max_distance=12
 )
+BOTH_SIDES = {"head_size": 8, "window": 5, "windowed_layers": (0,), "is_causal": False}
 GROWING = {"head_size": 8, "rope_scaling": YarnScaling(4.0, 4, 1.0), "query_growth": 0.5}
 BERT_CONFIG = BertConfig(**SIZES, d_ff=48)
 FAMILIES = [
@@ -97,6 +99,7 @@ FAMILIES = [
     Family("llama", Llama, LlamaConfig(**LLAMA), decoder_sums),
     Family("mistral", Mistral, MistralConfig(**LLAMA, window=5), decoder_sums),
     Family("ministral3", Ministral3, Ministral3Config(**LLAMA, **GROWING), decoder_sums),
+    Family("embedding-gemma", Gemma3, Gemma3Config(**LLAMA, **BOTH_SIDES), decoder_sums),
     Family("qwen2", Qwen2, Qwen2Config(**LLAMA, window=5, windowed_layers=(1,)), decoder_sums),
     Family("qwen3", Qwen3, Qwen3Config(**LLAMA, head_size=8), decoder_sums),
     Family("qwen3-next", Qwen3Next, Qwen3NextConfig(**LLAMA, **DELTA, **EXPERTS, head_size=16), decoder_sums),
