@@ -109,7 +109,7 @@ RECIPES = {
         experts.QWEN3, "gpu:h100-80gb:8", 4, 4096, 21.773, AUTOMODEL, None, ("full",), accumulate=16
     ),
     "llama3-8b-262k-h100": Recipe(  # with products in fp8
-        LLAMA3_8B, "gpu:h100-80gb:8", 1, 262144, 32768 / 548, f"{TITAN}, table 2", ALL, ("full", "offload"),
+        LLAMA3_8B, "gpu:h100-80gb:8", 1, 262144, 32768 / 548, f"{TITAN}, table 2", ALL, ("30GiB", "full"),
         {"n_sequence_shards": 8},
     ),
     "llama3.1-8b-v6e-8": Recipe(
