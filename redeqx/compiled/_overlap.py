@@ -9,6 +9,7 @@ time here, so the shares are lower bounds of the overlap with all work.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -78,12 +79,14 @@ class _Replay:
         """Replays one execution of a computation."""
         queue: list[_Sent] = []  # in the order of their starts
         starts: dict[str, str] = {}  # the collective of each line that starts one
+        taking_part = Counter(map(self._collective_of, schedule))
         for line in schedule:
             own = self._collective_of(line)
             is_done = line.opcode.endswith("-done") or "-done" in line.name
             if own is not None and not is_done and all(each.name != own for each in queue) and own not in self.exposed:
                 queue.append(_Sent(own, self._seconds[own]))
-                if line.opcode in KINDS:  # nothing else runs before it is sent
+                # A fusion that alone has the collective sends all of it before it ends, as libtpu's sums of gradients.
+                if not line.opcode.endswith("-start") and taking_part[own] == 1:
                     self._await(own, queue)
                     continue
             if own is not None and not is_done:

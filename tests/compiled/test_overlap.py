@@ -59,6 +59,19 @@ def test_kernels_of_attention_hide_bytes(mask, share):
     assert shares(("g", START), ("attention", kernel), ("d", done("g"))) == {"g": pytest.approx(share)}
 
 
+@pytest.mark.parametrize("n_fusions, share", [(1, 0.0), (2, 0.5)])
+def test_a_fusion_sends_all_before_it_ends_unless_others_take_part(n_fusions, share):
+    """An asynchronous collective of libtpu is in each fusion that advances it, with the same channel."""
+    called = "".join(
+        f"%part.{i} (shard: f32[8,64]) -> f32[64,64] {{\n  %shard = f32[8,64]{{1,0}} parameter(0)\n"
+        f"  ROOT %g.{i} = {GATHER}, channel_id=1\n}}\n"
+        for i in range(n_fusions)
+    )
+    parts = [(f"f.{i}", f"f32[64,64]{{1,0}} fusion(%shard), kind=kCustom, calls=%part.{i}") for i in range(n_fusions)]
+    found = shares(parts[0], ("dot", DOT), *parts[1:], computations=called)
+    assert found == {"g.0": pytest.approx(share)}
+
+
 def test_matmuls_hide_what_another_core_sends():
     """TPU7x calls a computation with the collective on its SparseCores, and goes on."""
     called = f"""%gather (shard: f32[8,64]) -> f32[64,64] {{
