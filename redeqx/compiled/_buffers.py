@@ -11,7 +11,7 @@ GPU has empty cuDNN workspaces.
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -250,24 +250,27 @@ def bytes_moved(module: Module) -> int:
     If a fusion slices or updates an operand, only the slice counts. The body of a loop counts once for each iteration.
     Workspaces of cuBLAS and cuDNN do not count, because it is unknown how much of them a call touches.
     """
-    return _total(module, _device_bytes)
+    return _total(module, _device_bytes).total()
 
 
-def host_bytes(module: Module) -> int:
-    """Counts the bytes that one device copies to and from host memory in a step. Loop bodies count once per iteration."""
-    return _total(module, _copied_bytes)
+def host_copies(module: Module) -> Counter[Instruction]:
+    """Counts the bytes that one device copies to and from host memory in a step, by the operation that copies or begins to.
+
+    Loop bodies count once per iteration.
+    """
+    return +_total(module, copied_bytes)
 
 
-def _total(module: Module, count: Callable[[Instruction], int]) -> int:
-    """Sums `count` over the operations of a step."""
+def _total(module: Module, count: Callable[[Instruction], int]) -> Counter[Instruction]:
+    """Sums `count` over the operations of a step, by operation."""
 
-    def counted(line: Instruction) -> dict[str, int] | None:
+    def counted(line: Instruction) -> dict[Instruction, int] | None:
         if line.opcode in _CALLS:
             return None
         is_nothing = line.opcode in _NOTHING or line.opcode.endswith("-done")
-        return {} if is_nothing else {line.opcode: count(line)}
+        return {} if is_nothing else {line: count(line)}
 
-    return module.total(counted).total()
+    return module.total(counted)
 
 
 def _device_bytes(line: Instruction) -> int:
@@ -283,7 +286,7 @@ def _device_bytes(line: Instruction) -> int:
     return sum(sizes) + _size(line) - (0 if own is None else own.device_bytes)
 
 
-def _copied_bytes(line: Instruction) -> int:
+def copied_bytes(line: Instruction) -> int:
     """Counts the bytes that one operation copies between host and device memory."""
     arrays = [array for each in (line, *line.operands) for array in each.arrays]
     if "AllocateBuffer" in line.rest or not any(array.is_on_host for array in arrays):

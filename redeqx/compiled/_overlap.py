@@ -1,9 +1,10 @@
-"""Which share of each collective's bytes is sent behind matmuls, in the order in which a compiled step runs.
+"""Which share of the bytes of collectives and of copies to the host moves behind matmuls, in the order of a compiled step.
 
 A compiler starts a collective early and waits for it late. What is between the two is in the schedule of the program; how
 long it takes is not. So this module replays the schedule at given rates: matmuls, and kernels of attention, advance the
 clock by their FLOPs, and in that time the link sends the bytes of the collectives that have started, first come first
-served. When a collective is awaited, the rest of its bytes is sent while nothing computes. Work other than matmuls takes no
+served. When a collective is awaited, the rest of its bytes is sent while nothing computes. Copies to and from the host have
+a link of their own. Work other than matmuls takes no
 time here, so the shares are lower bounds of the overlap with all work.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ..tracing import is_rare
+from ._buffers import copied_bytes, host_copies
 from ._collectives import CHANNEL, KINDS, Collective
 from ._hlo import Instruction, Module
 from ._repeated_work import flops_of
@@ -41,9 +43,24 @@ def with_overlap(
     return [replace(each, hidden=shares.get(each.instruction, 0.0)) for each in found]
 
 
+def hidden_host_share(module: Module, flops_per_second: float, bytes_per_second: float) -> float | None:
+    """Returns the share of the bytes copied to and from host memory that is copied behind matmuls; None if none are.
+
+    **Arguments:**
+
+    - `flops_per_second`: the rate of matmuls.
+    - `bytes_per_second`: the rate of the bus between device and host.
+    """
+    copied = host_copies(module)
+    seconds = {line.name: copied_bytes(line) / bytes_per_second for line in copied}  # of one execution
+    exposed = _Replay(module, flops_per_second, seconds).exposed
+    left = sum(n * exposed[line.name] / seconds[line.name] for line, n in copied.items())
+    return 1 - left / copied.total() if copied else None
+
+
 @dataclass
 class _Sent:
-    """A collective between its start and its end, and the seconds that the link still needs for it."""
+    """A collective or a copy between its start and its end, and the seconds that the link still needs for it."""
 
     name: str
     left: float

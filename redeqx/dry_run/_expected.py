@@ -64,6 +64,7 @@ def expected(step: Step, estimate: Estimate, chip: Chip, mesh: Mesh) -> Expected
     share = step.kinds.get("attention", 0) / total
     products = estimate.compute * ((1 - share) / reached.matmul + share / reached.attention)
     exposed = sum(each.moved * (1 - (each.hidden or 0.0)) / sent_per_second(each, chip, mesh) for each in step.collectives)
+    exposed += step.host_bytes * (1 - (step.host_hidden or 0.0)) / chip.host
     others = [kind for kind in ("experts", "convolution") if step.kinds.get(kind)]
     dtypes = sorted(dtype for dtype, n in step.flops.items() if dtype != "bfloat16" and n > 0.01 * total)
     checks = {

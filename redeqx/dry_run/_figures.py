@@ -57,6 +57,7 @@ class Step:
     - `kinds`: the same by the kind of product: `"matmul"`, `"attention"`, `"experts"` or `"convolution"`.
     - `bytes_moved`: bytes read from and written to memory.
     - `host_bytes`: bytes copied to and from host memory.
+    - `host_hidden`: the share of them that is copied behind matmuls in the compiled order; None if it is unknown.
     - `unread`: why the compiled program could not be read: then all but its sizes and FLOPs is unknown.
     - `is_estimate`: whether the step was not compiled, and its temporaries are estimated from its trace.
     """
@@ -75,6 +76,7 @@ class Step:
     kinds: Mapping[str, int] = field(default_factory=dict)
     bytes_moved: int = 0
     host_bytes: int = 0
+    host_hidden: float | None = None
     unread: str = ""
     is_estimate: bool = False
 
@@ -89,7 +91,8 @@ class Step:
         - `other_bytes`: other bytes in memory at that time: parameters, gradients and the rest of the run's state.
         """
         needs = max(self.needs - state, other_bytes + state)
-        return replace(self, needs=needs, arguments=self.arguments - state, host_bytes=self.host_bytes + 2 * state)
+        host_bytes = self.host_bytes + 2 * state
+        return replace(self, needs=needs, arguments=self.arguments - state, host_bytes=host_bytes, host_hidden=None)
 
 
 @dataclass(frozen=True)

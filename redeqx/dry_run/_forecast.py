@@ -23,7 +23,8 @@ from ..compiled import (
     SavedPrograms,
     bytes_moved,
     collectives,
-    host_bytes,
+    hidden_host_share,
+    host_copies,
     program_environment,
     temporaries,
     with_overlap,
@@ -369,9 +370,11 @@ def _step(
         module = Module.of(text)
         allowance = workspace_allowance(module)
         sent = [each for each in collectives(module) if each.group_size > 1]
+        host_hidden = None
         if (chip := machine.chip) is not None and (seconds := matmul_seconds(flops, chip, mesh.size)):
             rate = sum(flops.values()) / mesh.size / seconds
             sent = with_overlap(sent, module, rate, lambda each: sent_per_second(each, chip, mesh))
+            host_hidden = hidden_host_share(module, rate, chip.host)
         return replace(
             step,
             needs=step.needs + allowance,
@@ -379,7 +382,8 @@ def _step(
             largest=tuple(b for b in temporaries(module) if b.bytes >= 2**10),
             collectives=tuple(sent),
             bytes_moved=bytes_moved(module),
-            host_bytes=host_bytes(module),
+            host_bytes=host_copies(module).total(),
+            host_hidden=host_hidden,
         )
     except Exception as error:  # for example, if libtpu is newer than jaxlib: `jax[tpu]` installs a matching one
         return replace(step, unread=reason(error))

@@ -329,15 +329,18 @@ class DryRun:
         """Returns a train step's computation and traffic, with times if the devices' published rates are known."""
         step, estimate = self.steps["train"], self.estimate
         n = len(self.machine.devices)
-        sent, hidden = sum(each.moved for each in step.collectives), hidden_share(step.collectives)
+        sent = sum(each.moved for each in step.collectives)
+
+        def behind(share: float | None) -> str:
+            return "" if share is None else f", {share:.0%} of them behind matmuls in the compiled order"
+
         rows = {
             "matmuls": f"{sum(step.flops.values()) / n:.3g} FLOPs a device",
             "memory": f"{size_text(step.bytes_moved)} read and written a device",
-            "collectives": f"{size_text(sent)} sent a device"
-            + ("" if hidden is None else f", {hidden:.0%} of them behind matmuls in the compiled order"),
+            "collectives": f"{size_text(sent)} sent a device{behind(hidden_share(step.collectives))}",
         }
         if step.host_bytes:
-            rows["host"] = f"{size_text(step.host_bytes)} copied to and from the host a device"
+            rows["host"] = f"{size_text(step.host_bytes)} copied to and from the host a device{behind(step.host_hidden)}"
         if step.unread or step.is_estimate:
             return {"matmuls": rows["matmuls"]}
         if estimate is None:

@@ -5,7 +5,7 @@ A product of 64 x 64 matrices takes one second, and a gather of one such matrix,
 
 import pytest
 
-from redeqx.compiled import Module, collectives, with_overlap
+from redeqx.compiled import Module, collectives, hidden_host_share, with_overlap
 
 FLOPS, BYTES = 2 * 64**3, 64 * 64 * 4 * 7 / 8 / 2  # a second
 DOT = "f32[64,64]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
@@ -14,14 +14,19 @@ GATHER = "f32[64,64]{1,0} all-gather(%shard), replica_groups={{0,1,2,3,4,5,6,7}}
 PAIRS = '"intermediate_tensor_shape": {"dimensions": ["1", "1", "64", "64"]}'
 
 
-def shares(*lines, computations=""):
-    """The share of each collective, by its name, in a program whose entry has these lines."""
+def module_of(*lines, computations=""):
+    """A program whose entry has these lines."""
     entry = "\n".join(f"  %{name} = {what}" for name, what in lines)
-    module = Module.of(
+    return Module.of(
         f"HloModule step, is_scheduled=true, num_partitions=8\n\n{computations}\n"
         "ENTRY %main (p: f32[64,64], shard: f32[8,64]) -> f32[64,64] {\n"
         f"  %p = f32[64,64]{{1,0}} parameter(0)\n  %shard = f32[8,64]{{1,0}} parameter(1)\n{entry}\n}}\n"
     )
+
+
+def shares(*lines, computations=""):
+    """The share of each collective, by its name, in such a program."""
+    module = module_of(*lines, computations=computations)
     found = with_overlap(collectives(module), module, FLOPS, lambda each: BYTES)
     return {each.instruction: each.hidden for each in found}
 
@@ -82,6 +87,16 @@ def test_matmuls_hide_what_another_core_sends():
     start = "((f32[8,64]{1,0}), f32[64,64]{1,0}, u32[]) call-start(%shard), to_apply=%gather"
     end = "f32[64,64]{1,0} call-done(%call)"
     assert shares(("call", start), ("dot", DOT), ("d", end), computations=called) == {"g": pytest.approx(0.5)}
+
+
+@pytest.mark.parametrize("n_matmuls, share", [(0, 0.0), (1, 0.25), (2, 0.5)])
+def test_matmuls_hide_copies_to_the_host(n_matmuls, share):
+    """Two copies of two seconds each, the second of which is awaited at once."""
+    start = "(f32[64,64]{1,0:S(5)}, f32[64,64]{1,0}, u32[]) copy-start(%p)"
+    dots = [(f"dot.{i}", DOT) for i in range(n_matmuls)]
+    lines = [("c", start), *dots, ("d", "f32[64,64]{1,0:S(5)} copy-done(%c)"), ("back", "f32[64,64]{1,0} copy(%d)")]
+    assert hidden_host_share(module_of(*lines, ("after", DOT)), FLOPS, 64 * 64 * 4 / 2) == pytest.approx(share)
+    assert hidden_host_share(module_of(("dot", DOT)), FLOPS, 1.0) is None
 
 
 def test_loops_hide_bytes_in_each_iteration_and_as_a_whole():

@@ -18,12 +18,12 @@ MESH = Mesh(np.array(jax.devices()[:8]).reshape(1, 8, 1, 1), ("data", "fsdp", "s
 MATMULS, ATTENTION, MODEL = 8 * 1.317e15, 8 * 0.186e15, 8 * 1.265e15
 
 
-def run_on(chip, sent=0.0, hidden=1.0, dtype="bfloat16", bytes_moved=0, **kinds):
+def run_on(chip, sent=0.0, hidden=1.0, dtype="bfloat16", bytes_moved=0, host_bytes=0, **kinds):
     kinds = kinds or {"matmul": MATMULS, "attention": ATTENTION}
     gather = Collective("all-gather", (1,), "bf16", int(sent * 8 / 7), tuple(range(8)), 1, hidden=hidden)
     step = Step(
         needs=0, compile_seconds=0.0, collectives=(gather,), flops={dtype: sum(kinds.values())}, kinds=kinds,
-        bytes_moved=bytes_moved,
+        bytes_moved=bytes_moved, host_bytes=host_bytes, host_hidden=hidden,
     )  # fmt: skip
     machine, plan = SimpleNamespace(chip=chip, memory=None), SimpleNamespace(mesh=MESH)
     return DryRun(machine, Strategy(1, 8, 3, 1), plan, {}, {"train": step}, {}, {"bfloat16": MODEL})  # type: ignore[arg-type]
@@ -39,6 +39,8 @@ def test_what_is_not_hidden_is_added():
     chip = TPUS["v6e"]
     hidden, half, none = (run_on(chip, sent=chip.link, hidden=share).expected for share in (1.0, 0.5, 0.0))
     assert half.seconds == pytest.approx(hidden.seconds + 0.5) and none.seconds == pytest.approx(hidden.seconds + 1)
+    copied = run_on(chip, sent=chip.link, hidden=0.5, host_bytes=chip.host).expected
+    assert copied.seconds == pytest.approx(half.seconds + 0.5)
 
 
 def test_no_step_is_expected_to_be_faster_than_its_bound():
