@@ -3,9 +3,9 @@
 A compiler starts a collective early and waits for it late. What is between the two is in the schedule of the program; how
 long it takes is not. So this module replays the schedule at given rates: matmuls, and kernels of attention, advance the
 clock by their FLOPs, and in that time the link sends the bytes of the collectives that have started, first come first
-served. When a collective is awaited, the rest of its bytes is sent while nothing computes. Copies to and from the host have
-a link of their own. Work other than matmuls takes no
-time here, so the shares are lower bounds of the overlap with all work.
+served. When a collective is awaited, the rest of its bytes is sent while nothing computes. Copies to and from the host are
+replayed in the same way, with a link of their own. Work other than matmuls takes no time here, so the shares are lower
+bounds of the overlap with all work.
 """
 
 import math
@@ -51,11 +51,12 @@ def hidden_host_share(module: Module, flops_per_second: float, bytes_per_second:
     - `flops_per_second`: the rate of matmuls.
     - `bytes_per_second`: the rate of the bus between device and host.
     """
-    copied = host_copies(module)
+    if not (copied := host_copies(module)):
+        return None
     seconds = {line.name: copied_bytes(line) / bytes_per_second for line in copied}  # of one execution
     exposed = _Replay(module, flops_per_second, seconds).exposed
-    left = sum(n * exposed[line.name] / seconds[line.name] for line, n in copied.items())
-    return 1 - left / copied.total() if copied else None
+    waited = sum(n * exposed[line.name] / seconds[line.name] for line, n in copied.items())
+    return 1 - waited / copied.total()
 
 
 @dataclass
@@ -96,9 +97,9 @@ class _Replay:
         """Replays one execution of a computation."""
         queue: list[_Sent] = []  # in the order of their starts
         starts: dict[str, str] = {}  # the collective of each line that starts one
-        taking_part = Counter(map(self._collective_of, schedule))
-        for line in schedule:
-            own = self._collective_of(line)
+        owns = list(map(self._collective_of, schedule))
+        taking_part = Counter(owns)
+        for line, own in zip(schedule, owns, strict=True):
             is_done = line.opcode.endswith("-done") or "-done" in line.name
             if own is not None and not is_done and all(each.name != own for each in queue) and own not in self.exposed:
                 queue.append(_Sent(own, self._seconds[own]))

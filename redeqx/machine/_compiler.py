@@ -102,8 +102,8 @@ SETTINGS: dict[str, dict[str, bool | int]] = {
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * MIB,
         "xla_gpu_all_reduce_combine_threshold_bytes": 128 * MIB,
     },
-    # (3): without the first seven, a collective of a v5p or v6e is awaited where it starts. They are defaults for v5e, and
-    # TPU7x sends by its SparseCores meanwhile.
+    # (3): without the first seven, v5p and v6e await each collective where it starts. They are defaults for v5e, and TPU7x
+    # sends by its SparseCores meanwhile. Sums of gradients on v6e are awaited with them too.
     "tpu": {
         "xla_enable_async_all_gather": True,
         "xla_enable_async_all_reduce": True,  # of a v5p, which sums gradients by all-reduces

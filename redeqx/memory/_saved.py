@@ -43,7 +43,7 @@ class Candidate:
     - `key`: as the policy knows it: a name, or the primitive with the types of its operands.
     - `scope`: the names around it, such as that of the weight.
     - `n_bytes`: on one device.
-    - `left`: seconds of the products of the iteration after it, on one device, at the published rate.
+    - `seconds_left`: of the products of the iteration after it, on one device, at the published rate.
     """
 
     key: Any
@@ -51,7 +51,7 @@ class Candidate:
     line: str
     scope: str
     n_bytes: int
-    left: float
+    seconds_left: float
 
 
 def key_of(primitive: Any, avals: Iterable[Any]) -> Any:
@@ -99,11 +99,13 @@ class Loop:
         """Whether the bus copies a candidate to the host, with all that goes there already, while an iteration goes on."""
         chosen = [each for each in self.candidates if self.choice(each) == HOST or each is candidate]
         waits = not chip.kind.startswith("TPU")
-        copies = [(each.left if waits else self.seconds, each.n_bytes) for each in chosen]
+        copies = [(each.seconds_left if waits else self.seconds, each.n_bytes) for each in chosen]
         if self.carry_in == HOST:
             copies.append((self.seconds, self.carry))
+        # What begins with `seconds` to go, and all that begins later, must end with the iteration.
         return all(
-            sum(n_bytes for other, n_bytes in copies if other <= left) <= chip.host * left / _REACHED for left, _ in copies
+            sum(n_bytes for other, n_bytes in copies if other <= seconds) <= chip.host * seconds / _REACHED
+            for seconds, _ in copies
         )
 
     @property
@@ -252,7 +254,7 @@ def loop_of(body: Any, names: dict[str, Any], n: int, carries: range, shards: Ca
             line=line_of(made[0]),
             scope=str(made[0].source_info.name_stack),
             n_bytes=sum(map(graph.shards.n_bytes, outs)),
-            left=graph.left_after(eqns),
+            seconds_left=graph.seconds_after(eqns),
         )
         if graph.seconds(()) > graph.seconds((key,)):  # else the backward pass does not need it
             candidates.append(each)
@@ -272,10 +274,9 @@ class _Graph:
         self._eqns = list(closed.jaxpr.eqns)
         self._read = variables(closed.jaxpr.outvars[n_outs:])
         self._maker = Env(((var, i) for i, eqn in enumerate(self._eqns) for var in eqn.outvars), literal=lambda _: None)
-        products = list(map(self._product_time, self._eqns))
-        self._times = [product + self._other_time(eqn) for eqn, product in zip(self._eqns, products, strict=True)]
-        self._products = products
-        self.all_products = sum(products)
+        self._products = list(map(self._product_time, self._eqns))
+        self._times = [product + self._other_time(eqn) for eqn, product in zip(self._eqns, self._products, strict=True)]
+        self.all_products = sum(self._products)
         self.saved: dict[Any, list[Any]] = {}  # by key, the equations whose outputs are saved together
         for eqn in self._eqns:
             if eqn.primitive.name == "name":
@@ -283,7 +284,7 @@ class _Graph:
             elif eqn.primitive.name in KERNELS:
                 self.saved.setdefault(key_of(eqn.primitive, (var.aval for var in eqn.invars)), []).append(eqn)
 
-    def left_after(self, eqns: Iterable[Any]) -> float:
+    def seconds_after(self, eqns: Iterable[Any]) -> float:
         """Returns the time of the products after these equations."""
         last = max(self._maker[var] for eqn in eqns for var in eqn.outvars)
         return sum(self._products[last + 1 :])
