@@ -100,6 +100,13 @@ def is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+def bare_shape(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array, or another one, with the dtype that JAX gives the array: 32 bits for numpy's 64, unless
+    these are enabled. JAX 0.12 warns of the others."""
+    dtype = x.dtype if is_key(x) else jax.dtypes.canonicalize_dtype(x.dtype)
+    return jax.ShapeDtypeStruct(tuple(x.shape if shape is None else shape), dtype)
+
+
 def as_bare_shapes(tree: PyTree) -> PyTree:
     """Replaces arrays by shapes and dtypes alone: a weak type, or a sharding on a mesh, may add equations to a trace."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    return jax.tree.map(bare_shape, tree)

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from contextlib import nullcontext
 
 import equinox as eqx
 import jax
@@ -132,7 +133,8 @@ def test_an_output_may_have_no_entries():
     assert [x.shape for x in predictor.predict(make_examples(5), batch_size=8)] == [(0,)] * 5
     rows = jax.NamedSharding(deployer.mesh, jax.P("data"))
     alone = jax.jit(lambda x: x[:, :0], out_shardings=rows)(jax.device_put(np.ones((8, 4)), rows))
-    with pytest.raises(ValueError, match="broadcast"):  # if it does not raise, `_on_host` is not needed any more
+    is_mended = jax.__version_info__ >= (0, 12)  # `_on_host` is for those before
+    with nullcontext() if is_mended else pytest.raises(ValueError, match="broadcast"):
         np.asarray(alone)
 
 

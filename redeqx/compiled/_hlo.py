@@ -29,7 +29,7 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OPTAX = f"{Path(optax.__file__).parent}{os.sep}"
 # Parts of operation names that name JAX's transformations, not the operation.
 _TRANSFORMATIONS = {
-    *("jit", "pjit", "jvp", "transpose", "vmap", "while", "body", "cond", "closed_call", "custom_vjp_call"),
+    *("jit", "pjit", "jvp", "transpose", "vmap", "while", "body", "cond", "closed_call", "eval_jaxpr", "custom_vjp_call"),
     *("custom_jvp_call", "checkpoint", "remat2", "rematted_computation", "shard_map", "step_fn"),
 }
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
@@ -179,6 +179,9 @@ class Module:
                 name, rest = instruction.groups()
                 result, rest = _cut(rest, " ")
                 opcode, _, rest = rest.strip().partition("(")
+                if opcode == "fusion-start":  # of GPUs since JAX 0.12: it counts as a fusion where it starts
+                    opcode, result = "fusion", elements_of(result)[1]
+                opcode = "bitcast" if opcode == "fusion-done" else opcode
                 siblings[name] = Instruction(name, result, opcode, rest, module, siblings)
                 instructions.append(siblings[name])
         if not module.entry:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._tree import bare_shape
 from ..dims import UNKNOWN, RowUse, with_rows
 from ._collate import check_leading_dims, collate, n_tokens, read
 from ._examples import Slice
@@ -51,7 +52,7 @@ class Batch:
     @property
     def micro_batch(self) -> PyTree:
         """The shapes of one micro-batch, as `loss_fn` receives it."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.groups[0])
+        return jax.tree.map(lambda x: bare_shape(x, x.shape[1:]), self.groups[0])
 
 
 def batches(

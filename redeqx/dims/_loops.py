@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..kernels import formula
-from ..tracing import insides, without_remats
+from ..tracing import CUSTOM_DERIVATIVES, insides, without_remats
 from ._atoms import Step, Value
 
 
@@ -69,7 +69,7 @@ def _opaque(names: Any, step: Step) -> list[Value]:
 
 
 LOOPS: dict[str, Callable[[Any, Step], list[Value]]] = {
-    **dict.fromkeys(("scan", "while", "cond", "jit", "closed_call", "custom_jvp_call", "custom_vjp_call"), _enter),
+    **dict.fromkeys(("scan", "while", "cond", "jit", "closed_call", "eval_jaxpr", *CUSTOM_DERIVATIVES), _enter),
     **dict.fromkeys(("attention", "attention_gradient"), lambda names, step: _follow(names, step, formula(step.eqn))),
     "custom_linear_solve": _linear_solve,
     **dict.fromkeys(("shard_map", "custom_lin"), _opaque),

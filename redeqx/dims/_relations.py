@@ -38,8 +38,9 @@ _ELEMENTWISE = {
     *("bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj"),
     *("convert_element_type", "copy", "copy_p", "cos", "cosh", "device_put", "digamma", "div", "eq", "eq_to", "erf"),
     *("erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag"),
-    *("integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min"),
-    *("mul", "name", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count", "pow", "random_clone"),
+    *("integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min"),
+    *("mul", "mulhi", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "polygamma", "polynomial"),
+    *("population_count", "pow", "random_clone"),
     *("real", "reduce_precision", "regularized_incomplete_beta", "rem", "reshard", "round", "rsqrt", "select_n"),
     *("sharding_constraint", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh"),
     *("sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "tile", "xor", "zeta"),
@@ -215,12 +216,6 @@ def _concatenate(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return [dims]
 
 
-def _unstack(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    axis = eqn.params["axis"]
-    names.mix("part", ins[0].dims[axis])
-    return [_without(ins[0].dims, [axis])] * len(eqn.outvars)
-
-
 def _stack(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     dims, axis = list(_unified(names, ins)), eqn.params["axis"]
     return [[*dims[:axis], names.dim(len(ins)), *dims[axis:]]]
@@ -393,7 +388,6 @@ _TABLE: dict[str, Relation] = {
     "vprim": _batched,
     "concatenate": _concatenate,
     "stack": _stack,
-    "unstack": _unstack,
     "tile": _tile,
     "dequantise": _dequantise,
     "slice": _slice,

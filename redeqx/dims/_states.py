@@ -68,7 +68,7 @@ TERMS = {
         ("copy", "copy_p", "convert_element_type", "stop_gradient", "reduce_sum", "psum", "cumsum"), slice(None)
     ),
     **dict.fromkeys(("reshape", "transpose", "squeeze", "broadcast_in_dim", "tile", "rev", "slice", "pad"), slice(None)),
-    **dict.fromkeys(("concatenate", "stack", "split", "unstack"), slice(None)),
+    **dict.fromkeys(("concatenate", "stack", "split"), slice(None)),
     **dict.fromkeys(("div", "gather", "dynamic_slice"), slice(1)),
     "dynamic_update_slice": slice(2),
     **dict.fromkeys((*ADDING, "scatter"), slice(0, None, 2)),

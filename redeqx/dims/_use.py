@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from .._tree import as_bare_shapes
+from .._tree import as_bare_shapes, bare_shape
 from ..errors import is_ours
 from ..tracing import as_fun, insides, normal, shapes_in, shortened, without_remats
 from ._atoms import Dim, Step, flat, steps_of
@@ -191,7 +191,7 @@ def row_use(
 
 def with_rows(batch: PyTree, n: int) -> PyTree:
     """Returns the shapes of a batch with another number of rows."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), batch)
+    return jax.tree.map(lambda x: bare_shape(x, (n, *x.shape[1:])), batch)
 
 
 def _metrics_in(outs: PyTree) -> dict[str, list[int]]:
@@ -228,9 +228,7 @@ def _judged(
 def shapes_of_row(weights: PyTree, state: PyTree, batch: PyTree) -> tuple[Any, ...]:
     """Returns the shapes on which a verdict depends: all but the number of the batch's rows."""
     leaves, treedef = jax.tree.flatten((weights, state, with_rows(batch, 1)))
-    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in leaves]
-    dtypes = [x.dtype if key else jax.dtypes.canonicalize_dtype(x.dtype) for x, key in zip(leaves, is_key, strict=True)]
-    return treedef, tuple(zip((x.shape for x in leaves), dtypes, strict=True))
+    return treedef, tuple((x.shape, bare_shape(x).dtype) for x in leaves)
 
 
 def _why_gathered(rows: Dim, step: Step) -> str:

@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from .._tree import bare_shape
 from ..compiled import (
     Module,
     SavedPrograms,
@@ -182,7 +183,7 @@ def _search_space(work: Workload, run: DryRun) -> SearchSpace:
 def _plan(work: Workload, machine: Machine, strategy: Strategy) -> Plan:
     mesh = strategy.mesh(machine.devices)
     rows = _groups(work.batch, strategy.size(mesh), work.rows, mesh)[0]
-    micro_batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
+    micro_batch = jax.tree.map(lambda x: bare_shape(x, x.shape[1:]), rows)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report shows the plan with its warnings
         return work.plan_on(mesh, micro_batch)

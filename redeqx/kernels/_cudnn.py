@@ -2,11 +2,12 @@
 
 JAX's public function returns log-sum-exps in the dtype of the output (JAX 0.10.2; 2026-11-25) and does not expose its
 backward pass, so this module calls JAX's private functions. It raises `Unsupported` if this version of JAX lacks them or
-cuDNN has no kernel.
+their arguments are others, or if cuDNN has no kernel.
 
 Source: the forward and the backward pass of `jax.nn.dot_product_attention(implementation="cudnn")`.
 """
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ try:
     from jax._src.cudnn.fused_attention_stablehlo import (
         AttentionLayout,
         MaskType,
+        _dot_product_attention_bwd_impl as _computes_backward,
         _dot_product_attention_bwd_p_wrapper as backward_p,
         check_compute_capability,
         dot_product_attention,
@@ -32,6 +34,18 @@ except ImportError:  # pragma: no cover
     backward_p: Any = None
     check_compute_capability: Any = None
     _requires_devices: Any = set()
+    _computes_backward: Any = None
+
+# What the backward pass takes: operands, options, and those of JAX 0.12, which are absent here.
+_OPERANDS = [
+    *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v"),
+    *("activation", "fwd_output", "grad_output"),
+]
+_OPTIONS = ["scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length"]
+_ABSENT = {"score_mod_args": (), "score_mod": None}
+_taken = [] if _computes_backward is None else list(inspect.signature(_computes_backward).parameters)
+_IS_KNOWN = [name for name in _taken if name not in _ABSENT] == [*_OPERANDS, *_OPTIONS]
+_NO_SCORE_MOD = {"score_mod": None} if "score_mod" in _taken else {}
 
 
 def register_lowered(*primitives: Any) -> None:
@@ -68,6 +82,7 @@ def _backward(
         dropout_rate=0.0,
         variadic_args=(has_bias, has_bias),
         layout=AttentionLayout.BTNH.value,
+        **_NO_SCORE_MOD,
     )
     grads = [d_operands[0][:, : q.shape[1]], *(x[:, : k.shape[1]] for x in d_operands[1:3])]
     if "bias" in extras:
@@ -127,8 +142,8 @@ def _constrain_split(setting: AttentionSetting, *operands: Any) -> list[Any]:
 
 def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> str | None:
     """Returns why no kernel supports operands of these shapes; None if one does. cuDNN itself may have further limits."""
-    if backward_p is None:
-        return "this version of JAX has no such private function"
+    if not _IS_KNOWN:
+        return "this version of JAX has no such private functions"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it supports bfloat16 and float16, not {q.dtype}"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8:

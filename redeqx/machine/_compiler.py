@@ -47,7 +47,7 @@ class Compiler:
         `REDEQX_COMPILATION_CACHE` (a folder, or 0) replaces True. Let nobody else write to this folder: its contents are
         executed.
     - `settings`: XLA options for the train, eval and predict steps, as in `XLA_FLAGS` but without dashes:
-        `{"xla_gpu_enable_pipelined_all_gather": True}`; `"auto"`, the options recommended for training on this platform;
+        `{"xla_gpu_enable_latency_hiding_scheduler": True}`; `"auto"`, the options recommended for training on this platform;
         None for none. Options that the compiler does not know are left out, and the header names them.
 
     Raises TypeError or ValueError for any other value.
@@ -82,12 +82,13 @@ MIB = 2**20
 # For more than one device. Their effect on a compiled step is in tests/benchmarks/compiled.md. Sources: (1) JAX, "GPU
 # performance tips", docs.jax.dev; (2) NVIDIA JAX-Toolbox, "Tips for High-Performance LLMs with JAX and XLA",
 # docs/GPU_performance.md; (3) MaxText, benchmarks/xla_flags_library.py.
-SETTINGS: dict[str, dict[str, bool | int]] = {
+_PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
+SETTINGS: dict[str, dict[str, bool | int | str]] = {
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,  # (1), (2): overlaps collectives with computation
-        "xla_gpu_enable_pipelined_all_gather": True,  # (2), (1): gathers a layer's weights during the layer before
-        "xla_gpu_enable_pipelined_reduce_scatter": True,  # (2), (1)
-        "xla_gpu_enable_pipelined_all_reduce": True,  # (2), (1)
+        "xla_gpu_pipeline_all_gather": _PIPELINED,  # (2), (1): gathers a layer's weights during the layer before
+        "xla_gpu_pipeline_reduce_scatter": _PIPELINED,  # (2), (1)
+        "xla_gpu_pipeline_all_reduce": _PIPELINED,  # (2), (1)
         # By default a collective is started only when the one before has ended, and a loop over layers has up to ten. If all
         # of them may start early, its matmuls hide what they send (8 layers of LLaMA 8B, 8 H100: 80 % of all bytes, not 35).
         # They are still sent one after the other, on one stream.
@@ -115,6 +116,12 @@ SETTINGS: dict[str, dict[str, bool | int]] = {
         # In a slice of three dims, as of v5p and TPU7x, a gather is otherwise an all-reduce of zeros: twice the bytes.
         "xla_tpu_prefer_async_allgather_to_allreduce": True,
     },
+}
+# The same for XLA before JAX 0.12, which rejects the names above.
+_BEFORE = {
+    "xla_gpu_pipeline_all_gather": "xla_gpu_enable_pipelined_all_gather",
+    "xla_gpu_pipeline_reduce_scatter": "xla_gpu_enable_pipelined_reduce_scatter",
+    "xla_gpu_pipeline_all_reduce": "xla_gpu_enable_pipelined_all_reduce",
 }
 # Flags that change no program: where files are, and how many devices are simulated.
 _NEUTRAL = re.compile("dump|cache|autotune_results|vmodule|log_level|host_platform_device_count")
@@ -168,17 +175,28 @@ def xla_settings(mesh: Mesh, given: XlaOptions | str | None, harmful: Collection
         return XlaSettings()
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
-    if isinstance(given, str):
-        environment = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
-        own = SETTINGS.get(platform, {}) if mesh.size > 1 else {}
-        own = {name: value for name, value in own.items() if name not in harmful}
-        given = {name: value for name, value in own.items() if not re.search(rf"--{name}\b", environment)}
-    return _accepted(device, tuple((name, type(value), value) for name, value in given.items()))
+    if not isinstance(given, str):
+        return _accepted(device, given)
+    environment = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+    own = SETTINGS.get(platform, {}) if mesh.size > 1 else {}
+    own = {name: value for name, value in own.items() if name not in harmful}
+    own = {
+        name: value for name, value in own.items() if not re.search(rf"--({name}|{_BEFORE.get(name, name)})\b", environment)
+    }
+    found = _accepted(device, own)
+    older = _accepted(device, {_BEFORE[name]: True for name in found.dropped if name in _BEFORE})
+    dropped = {name: why for name, why in found.dropped.items() if _BEFORE.get(name) not in older.options}
+    return XlaSettings({**found.options, **older.options}, dropped)
+
+
+def _accepted(device: Any, given: XlaOptions) -> XlaSettings:
+    # The types tell True from 1, which are equal keys of the cache.
+    return _asked(device, tuple((name, type(value), value) for name, value in given.items()))
 
 
 @cache
-def _accepted(device: Any, given: tuple[tuple[str, type, Any], ...]) -> XlaSettings:
-    options = {name: value for name, _, value in given}  # the type tells True from 1, which are equal keys of the cache
+def _asked(device: Any, given: tuple[tuple[str, type, Any], ...]) -> XlaSettings:
+    options = {name: value for name, _, value in given}
     if not options or _refusal(device, options) is None:
         return XlaSettings(options)
     refusals = {name: _refusal(device, {name: value}) for name, value in options.items()}

@@ -143,4 +143,4 @@ class Compute:
         is the sum after attention: 1.18 times the bytes instead of 1.10, and 2.6 GiB of temporaries instead of 2.0 (8
         layers of LLaMA 3 8B's size, compiled for 8 H100 by jax 0.10.2; 2026-11-26)."""
         is_recomputed = self.remat_level not in ("none", "matmuls") and self.splits_residual_on(mesh)
-        return ("xla_gpu_enable_pipelined_all_gather",) if is_recomputed else ()
+        return ("xla_gpu_pipeline_all_gather",) if is_recomputed else ()

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from .._tree import PyTree, is_key, named_leaves
+from .._tree import PyTree, bare_shape, named_leaves
 from ..compiled import argument_text
 from ..machine import XlaOptions, in_host, replicated
 from ..memory import Loop
@@ -137,8 +137,7 @@ class Program:
 
 def placed_shape(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     """Returns the shape of the array that a leaf becomes on devices, where JAX may use a narrower dtype than the host."""
-    dtype = leaf.dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(leaf.dtype)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, bare_shape(leaf).dtype, sharding=sharding)
 
 
 def placed_shapes(

@@ -18,8 +18,9 @@ from jax.extend import core as jex
 
 REMATS = ("remat2", "checkpoint", "remat")
 CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
+CALLS = ("closed_call", "eval_jaxpr")  # the latter since JAX 0.12, as of a custom derivative that was taken
 # Primitives that call one jaxpr once, on all of their operands.
-_CALLS = ("jit", *REMATS, *CUSTOM_DERIVATIVES, "closed_call")
+_ALL_CALLS = ("jit", *REMATS, *CUSTOM_DERIVATIVES, *CALLS)
 # Primitives whose inner jaxpr may be replaced. Not custom derivatives, which belong to the function that they were written
 # for, nor shard_map, whose inner jaxpr computes on shards.
 _REPLACEABLE = ("jit", *REMATS, "scan", "while", "cond")
@@ -298,7 +299,7 @@ def _cond(eqn: Any) -> tuple[Inner, ...]:
 
 
 _TABLE: dict[str, Callable[[Any], tuple[Inner, ...]]] = {
-    **dict.fromkeys(_CALLS, _call),
+    **dict.fromkeys(_ALL_CALLS, _call),
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -1,10 +1,10 @@
 """The normal form of a traced function, in which rules and analyses read it.
 
-There are no plain jits, so patterns of equations may cross their boundaries: `jax.nn.softmax` and `jnp.where` are jits
-themselves. A reshape keeps the order of dims: one in another order, as with `order="F"`, is a transpose and a reshape. Each
-equation is an object of its own at each place, even in the bodies of loops, so `id(eqn)` is a place. JAX traces a jitted
-function once, so the equations of a library's function would have the line of its first call in the process: they get that
-of their own call.
+There are no plain jits and calls, so patterns of equations may cross their boundaries: `jax.nn.softmax` and `jnp.where` are
+jits themselves. A reshape keeps the order of dims: one in another order, as with `order="F"`, is a transpose and a reshape.
+An `unstack`, as of an array that a script unpacks (JAX 0.12), is slices. Each equation is an object of its own at each
+place, even in the bodies of loops, so `id(eqn)` is a place. JAX traces a jitted function once, so the equations of a
+library's function would have the line of its first call in the process: they get that of their own call.
 """
 
 import os
@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.extend import core as jex
 
-from ._inner import REMATS, Env, equations, insides, variables, with_insides
+from ._inner import CALLS, REMATS, Env, equations, insides, variables, with_insides
 
 
 class Inlined(NamedTuple):
@@ -133,11 +133,11 @@ def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
                     inlined = Inlined(eqn.replace(invars=invars, source_info=info), outs, len(eqns) - start)
                     calls.setdefault(start, []).insert(0, inlined)
                 continue
-            if not keeps_remats and eqn.primitive.name in REMATS:
+            if eqn.primitive.name in CALLS or (not keeps_remats and eqn.primitive.name in REMATS):
                 env.update(zip(eqn.outvars, enter(insides(eqn)[0].closed, invars, call, info.name_stack), strict=True))
                 continue
-            if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
-                outs = enter(_in_two_steps(eqn), invars, info.traceback, info.name_stack)
+            if (others := _as_others(eqn)) is not None:
+                outs = enter(others, invars, info.traceback, info.name_stack)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
             env.update(zip(eqn.outvars, outvars := _fresh(eqn.outvars), strict=True))
@@ -160,11 +160,20 @@ def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
     return form
 
 
-def _in_two_steps(eqn: Any) -> Any:
-    """Returns the closed jaxpr of a reshape of dims in another order: a transpose, and a reshape."""
-    x, order, sizes = eqn.invars[0].aval, eqn.params["dimensions"], eqn.params["new_sizes"]
-    two = lambda x: jax.lax.reshape(jax.lax.transpose(x, order), sizes)  # noqa: E731
-    return jax.make_jaxpr(two)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+def _as_others(eqn: Any) -> Any | None:
+    """Returns the closed jaxpr of equations of the normal form that compute the same; None for one of them."""
+    name, lax = eqn.primitive.name, jax.lax
+    if name == "reshape" and (order := eqn.params["dimensions"]) is not None:
+
+        def compute(x: Any) -> Any:
+            return lax.reshape(lax.transpose(x, order), eqn.params["new_sizes"])
+    elif name == "unstack":
+
+        def compute(x: Any) -> Any:
+            return [lax.index_in_dim(x, i, eqn.params["axis"], keepdims=False) for i in range(len(eqn.outvars))]
+    else:
+        return None
+    return jax.make_jaxpr(compute)(*(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars))
 
 
 def _fresh(variables: Any) -> list[Any]:

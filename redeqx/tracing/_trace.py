@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .._tree import is_array_like, named_leaves
+from .._tree import bare_shape, is_array_like, named_leaves
 from ._flow import flow, union
 from ._normal import normal
 
@@ -26,7 +26,7 @@ class Trace:
         """Traces `fn(model, *args)`, for arrays or `jax.ShapeDtypeStruct`s."""
         arrays, static = eqx.partition(model, is_array_like)
         leaves, treedef = jax.tree.flatten(arrays)
-        shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        shapes = tuple(map(bare_shape, leaves))
 
         def of_leaves(leaves: tuple[Any, ...], *args: PyTree) -> Any:
             return fn(eqx.combine(jax.tree.unflatten(treedef, leaves), static), *args)

@@ -22,7 +22,7 @@ def test_cpu_has_no_default_settings():
 @pytest.fixture
 def compiler_accepts_all(monkeypatch):
     """A compiler that accepts all options."""
-    monkeypatch.setattr("redeqx.machine._compiler._accepted", lambda device, given: XlaSettings({n: x for n, _, x in given}))
+    monkeypatch.setattr("redeqx.machine._compiler._accepted", lambda device, given: XlaSettings(dict(given)))
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def test_default_settings_of_a_platform(platform):
 @pytest.mark.parametrize(
     "platform, variable, name",
     [
-        ("gpu", "XLA_FLAGS", "xla_gpu_enable_pipelined_all_gather"),
+        ("gpu", "XLA_FLAGS", "xla_gpu_pipeline_all_gather"),
         ("tpu", "LIBTPU_INIT_ARGS", "xla_enable_async_all_gather"),
     ],
 )
@@ -58,10 +58,24 @@ def test_flags_of_the_environment_override_the_defaults(monkeypatch, platform, v
     assert xla_settings(mesh_of(platform), {name: True}).options == {name: True}  # set in the script
 
 
+def test_an_older_compiler_gets_older_names(monkeypatch):
+    def accepted(device, given):
+        dropped = {name: "No such compile option" for name in given if name.startswith("xla_gpu_pipeline_")}
+        return XlaSettings({name: x for name, x in given.items() if name not in dropped}, dropped)
+
+    monkeypatch.setattr("redeqx.machine._compiler._accepted", accepted)
+    found, older = xla_settings(mesh_of("gpu"), "auto"), "xla_gpu_enable_pipelined_"
+    assert found.dropped == {} and found.options.keys() - SETTINGS["gpu"].keys() == {
+        f"{older}all_gather", f"{older}reduce_scatter", f"{older}all_reduce"
+    }  # fmt: skip
+    monkeypatch.setenv("XLA_FLAGS", f"--{older}all_gather=false")
+    assert len(xla_settings(mesh_of("gpu"), "auto").options) == len(found.options) - 1
+
+
 @pytest.mark.usefixtures("compiler_accepts_all")
 def test_gathers_are_not_pipelined_where_that_repeats_sums():
     """They are of the residual stream, if its values are recomputed."""
-    name, mesh = "xla_gpu_enable_pipelined_all_gather", mesh_of("gpu")
+    name, mesh = "xla_gpu_pipeline_all_gather", mesh_of("gpu")
     full = redeqx.Compute(remat="full")
     assert full.harmful_settings_on(mesh) == (name,)
     assert xla_settings(mesh, "auto", (name,)).options == {key: x for key, x in SETTINGS["gpu"].items() if key != name}

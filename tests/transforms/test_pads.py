@@ -36,7 +36,7 @@ def test_a_pad_without_negative_sizes_is_the_same(sizes):
         for fn in (transformed(loss_of(sizes), [FixPads(make_mesh())]), loss_of(sizes))
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
+        assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b)
 
 
 def test_a_pad_of_split_positions():
