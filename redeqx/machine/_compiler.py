@@ -103,18 +103,13 @@ SETTINGS: dict[str, dict[str, bool | int | str]] = {
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 * MIB,
         "xla_gpu_all_reduce_combine_threshold_bytes": 128 * MIB,
     },
-    # (3): without the first seven, v5p and v6e await each collective where it starts. They are defaults for v5e, and TPU7x
-    # sends by its SparseCores meanwhile. Sums of gradients on v6e are awaited with them too.
+    # (3): the SparseCores of v5p and v6e send while matmuls run; by default a collective is awaited where it starts. TPU7x
+    # does so by default, and v5e has none. Fusions of matmuls and collectives (`xla_tpu_enable_async_collective_fusion`)
+    # hide more on v5p, but libtpu 0.0.50 refuses them for all but v5e: their results may be wrong there.
     "tpu": {
-        "xla_enable_async_all_gather": True,
-        "xla_enable_async_all_reduce": True,  # of a v5p, which sums gradients by all-reduces
-        "xla_tpu_enable_async_collective_fusion": True,
-        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
-        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
-        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
-        "xla_tpu_overlap_compute_collective_tc": True,
-        # In a slice of three dims, as of v5p and TPU7x, a gather is otherwise an all-reduce of zeros: twice the bytes.
-        "xla_tpu_prefer_async_allgather_to_allreduce": True,
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
     },
 }
 # The same for XLA before JAX 0.12, which rejects the names above.

@@ -48,7 +48,7 @@ def test_default_settings_of_a_platform(platform):
     "platform, variable, name",
     [
         ("gpu", "XLA_FLAGS", "xla_gpu_pipeline_all_gather"),
-        ("tpu", "LIBTPU_INIT_ARGS", "xla_enable_async_all_gather"),
+        ("tpu", "LIBTPU_INIT_ARGS", "xla_tpu_enable_sparse_core_collective_offload_all_gather"),
     ],
 )
 def test_flags_of_the_environment_override_the_defaults(monkeypatch, platform, variable, name):
@@ -85,22 +85,27 @@ def test_gathers_are_not_pipelined_where_that_repeats_sums():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("settings, kind", [(None, "all-reduce"), ("auto", "all-gather")])
-def test_weights_are_gathered_in_a_slice_of_three_dims(settings, kind):
-    """Without the settings libtpu sums zeros and one device's shard, which sends twice the bytes."""
-    d = 1024
-    with redeqx.described("v5p:4x4x4"):
+@pytest.mark.parametrize("settings", [None, "auto"])
+def test_collectives_are_sent_behind_matmuls_on_tpus(settings):
+    """Without the settings libtpu awaits each collective of a v6e where it starts."""
+    n_layers, d = 4, 1024
+
+    def loss_fn(weights, x, key):
+        return jnp.mean(jax.lax.scan(lambda x, weight: (x + jax.nn.relu(x @ weight), None), x, weights)[0] ** 2)
+
+    with redeqx.described("v6e:2x4"):
         trainer = redeqx.Trainer(
-            redeqx.Deployer(n_fsdp_shards=64, verbose=False, compiler=redeqx.Compiler(settings=settings)),
-            model=eqx.nn.Linear(d, d, key=jax.random.key(0)),
+            redeqx.Deployer(n_fsdp_shards=8, verbose=False, compiler=redeqx.Compiler(settings=settings)),
+            model=jnp.zeros((n_layers, d, d)),
             optimizer=optax.sgd(0.1),
             collate_fn=np.stack,
-            loss_fn=lambda model, x, key: jnp.mean(jax.vmap(jax.vmap(model))(x) ** 2),
+            loss_fn=loss_fn,
             compute="bfloat16",
         )
-        report = trainer.dry_run([np.zeros((2048, d), np.float32)] * 64, batch_size=64, search="none")
-    of_weight = [each for each in report.steps["train"].collectives if each.shape == (d, d) and not each.is_backward]
-    assert [each.kind for each in of_weight] == [kind]
+        report = trainer.dry_run([np.zeros((1024, d), np.float32)] * 64, batch_size=64, search="none")
+    collectives = report.steps["train"].collectives
+    hidden = sum(each.moved * (each.hidden or 0) for each in collectives) / sum(each.moved for each in collectives)
+    assert hidden > 0.3 if settings else hidden == 0
 
 
 def test_settings_refused_by_the_compiler_are_dropped_and_reported():
