@@ -16,7 +16,7 @@ TUTORIALS := $(patsubst %.py,%.md,$(wildcard docs/pages/tutorials/*.py))
 FIGURES := docs/pages/figures/.made
 LIBRARY := $(shell find redeqx/ models -name '*.py')
 
-.PHONY: demo examples test quick lint style types sweep parity benchmarks table1 docs docs-serve clean
+.PHONY: demo examples test quick newer lint style types sweep parity benchmarks table1 docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.language_modeling
@@ -31,7 +31,13 @@ test: style
 	$(MAKE) --no-print-directory -j 2 types quick
 
 quick: $(VENV)/.test
-	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m "not sweep and not parity"
+	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m "not sweep and not parity" $(TESTS)
+
+# The quick tests of traced, planned and compiled programs on a newer Python, which has a newer JAX:
+# `make newer PYTHON=python3.13`, and `TESTS=` for all of them.
+newer: TESTS = $(addprefix tests/,compiled dims kernels machine partition tracing training transforms)
+newer:
+	$(MAKE) --no-print-directory quick VENV=.venv-newer PYTHON="$(PYTHON)" TESTS="$(TESTS)"
 
 lint: style types
 
