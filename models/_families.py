@@ -39,6 +39,7 @@ from . import (  # noqa: F401  # each adds its language models to `FAMILIES`
     helium,
     hunyuan,
     llama,
+    minimax,
     mistral,
     modernbert,
     mpt,

@@ -29,6 +29,7 @@ from redeqx.models.gpt_neo import GPTNeo
 from redeqx.models.gpt_neox import GPTNeoX
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
 from redeqx.models.hf import ConfigReader
+from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Ministral3, Mistral, Mixtral, MixtralConfig
 from redeqx.models.mpt import Mpt
 from redeqx.models.nn import Attention, DynamicScaling, LinearScaling, LongScaling, add_routing, distance_bias, rotation
@@ -93,6 +94,7 @@ def test_the_table_of_families_is_up_to_date():
 PUBLISHED = {
     "mistral": {"7b": 7_241_732_096},
     "ministral3": {"3b": 3_429_006_336, "8b": 8_489_553_920},
+    "minimax_m2": {"m2": 228_689_764_864},
     "mixtral": {"8x7b": 46_702_792_704, "8x22b": 140_630_071_296},
     "qwen2": {"0.5b": 494_032_768, "1.5b": 1_543_714_304, "7b": 7_615_616_512, "72b": 72_706_203_648},
     "qwen3": {
@@ -184,6 +186,8 @@ def test_presets_have_the_published_number_of_parameters(cls):
             {"router_jitter_noise": 0.1},
             r"`router_jitter_noise`: expected 0\.0, which this family implements, got 0\.1",
         ),
+        (MiniMaxM2, {"scoring_func": "softmax"}, r"`scoring_func`: expected 'sigmoid', .* got 'softmax'"),
+        (MiniMaxM2, {"rotary_dim": 256}, r"`partial_rotary_factor`: expected an even number of rotary dims, got 256"),
         (Mistral, {"text_config": {"model_type": "ministral3"}}, r"`model_type`: expected 'mistral', .* got 'ministral3'"),
         (Ministral3, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"expected the key `llama_4_scaling_beta`"),
         (
@@ -325,6 +329,15 @@ def test_configs_of_scalings_are_read_as_written():
     assert (config.n_positions, config.rope_scaling) == (128, DynamicScaling(4.0, 32))
     assert config.to_hf()["max_position_embeddings"] == 32
     assert Phi.config_class.from_hf(ConfigReader(config.to_hf())) == config
+
+
+def test_old_files_say_how_many_dims_of_a_head_are_rotary():
+    config = MiniMaxM2Config.from_hf(ConfigReader({"rotary_dim": 64, "head_dim": 128}))
+    assert (config, config.rotary_size) == (MiniMaxM2Config(rope_share=0.5), 64)
+    assert MiniMaxM2Config.from_hf(ConfigReader({"rotary_dim": 64, "rope_parameters": {"partial_rotary_factor": 0.25}})) == (
+        MiniMaxM2Config(rope_share=0.25)
+    )
+    assert MiniMaxM2Config.from_hf(ConfigReader(config.to_hf())) == config
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------

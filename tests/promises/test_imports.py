@@ -41,7 +41,7 @@ LAYERS = (
     ("models.deepseek", "models.dots", "models.glm_moe", "models.gpt_oss", "models.nemotron", "models.qwen_moe"),
     ("models.deberta", "models.deepseek_v3", "models.falcon", "models.glm_flash", "models.gpt_neo", "models.helium"),
     ("models.apertus", "models.bloom", "models.hunyuan", "models.mpt", "models.phi_moe"),
-    ("models.gemma4", "models.qwen3_5", "models.qwen_next"),
+    ("models.gemma4", "models.minimax", "models.qwen3_5", "models.qwen_next"),
     ("models.dinov2", "models.mmdit", "models.schedulers", "models.siglip", "models.unet", "models.vae", "models.vit"),
     ("models.llava", "models.text_to_image", "models.vision_encoder_decoder", "models.whisper"),
     ("models._families",),

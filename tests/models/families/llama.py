@@ -15,6 +15,7 @@ from redeqx.models.gemma import Gemma3, Gemma3Config
 from redeqx.models.gemma4 import Gemma4, Gemma4Config
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
 from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Mixtral, MixtralConfig
 from redeqx.models.qwen import Qwen3, Qwen3Config
 from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
@@ -152,6 +153,7 @@ CONFIG = LlamaConfig(n_kv_heads=2, **SIZES)
 QWEN3 = Qwen3Config(n_kv_heads=2, head_size=16, is_tied=True, window=4, windowed_layers=(1,), **SIZES)
 GEMMA3 = Gemma3Config(n_kv_heads=2, head_size=8, window=4, windowed_layers=(0,), logit_cap=5.0, **SIZES)
 MIXTRAL = MixtralConfig(n_kv_heads=2, n_experts=4, **SIZES)
+MINIMAX = MiniMaxM2Config(n_kv_heads=2, head_size=8, rope_share=0.5, n_experts=4, n_chosen=2, **SIZES)
 GPT_OSS = GptOssConfig(n_kv_heads=2, head_size=8, window=4, n_experts=4, n_chosen=2, **SIZES)
 DEEPSEEK = DeepseekV3Config(
     latent_size=16,
@@ -210,6 +212,7 @@ TRAININGS = [
     Training("apertus", lambda key: Apertus(APERTUS, key=key), EXAMPLES, loss_fn, zero_gradient=("*beta", "*eps")),
     Training("bloom", lambda key: Bloom(BLOOM, key=key), EXAMPLES, loss_fn),
     Training("mixtral", lambda key: Mixtral(MIXTRAL, key=key), EXAMPLES, loss_fn),
+    Training("minimax-m2", lambda key: MiniMaxM2(MINIMAX, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
     Training("gpt-oss", lambda key: GptOss(GPT_OSS, key=key), EXAMPLES, loss_fn),
     Training("qwen3-next", lambda key: Qwen3Next(QWEN3_NEXT, key=key), EXAMPLES, loss_fn),
     Training("deepseek-v3", lambda key: DeepseekV3(DEEPSEEK, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),

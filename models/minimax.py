@@ -1,0 +1,69 @@
+"""MiniMax-M2: LLaMA with experts that are chosen by sigmoids, and queries and keys of a token normalized all at once.
+
+Half of each head is rotary. Layers that predict further tokens are not in its files.
+
+Source: the model's card, huggingface.co/MiniMaxAI/MiniMax-M2.
+"""
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ._kinds import SIZE
+from .decoder import CausalLM, CausalLMConfig, Names, Rope, rows
+from .hf import Field, Only, published
+from .mistral import MixtralConfig
+
+# The dims of a head that are rotary, in old files; in newer ones `Rope` reads their share.
+_ROTARY = Field(
+    "rotary_dim",
+    "rope_share",
+    SIZE,
+    default=lambda known: known["rope_share"] * known["head_size"],
+    load=lambda size, known: size / known["head_size"],
+    is_written=False,
+)
+
+
+@dataclass(frozen=True)
+class MiniMaxM2Config(CausalLMConfig):
+    """The sizes of a MiniMax-M2. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    vocab_size: int = 200064
+    n_positions: int = 196608
+    d_model: int = 3072
+    d_mlp: int | None = 1536
+    n_layers: int = 62
+    n_heads: int = 48
+    n_kv_heads: int | None = 8
+    head_size: int | None = 128
+    head_norm: str | None = "all"
+    rope_theta: float = 5000000.0
+    n_experts: int = 256
+    n_chosen: int = 8
+    router_score: str = "sigmoid"
+    has_correction: bool = True
+    bos_token_id: int | None = 200034
+    eos_token_id: int | tuple[int, ...] | None = 200020
+
+    model_type = "minimax_m2"
+    rows = rows(
+        Field("num_local_experts", "n_experts"),
+        Field("num_experts_per_tok", "n_chosen"),
+        _ROTARY,
+        Rope(has_share=True),
+        Only("router_jitter_noise", 0.0, is_written=False),
+        Only("scoring_func", "sigmoid", is_written=False),
+        Only("shared_intermediate_size", 0, is_written=False),
+        Only("use_qk_norm", True, is_written=False),
+        Only("use_routing_bias", True, is_written=False),
+    )
+    aliases = MappingProxyType({"num_experts": "num_local_experts"})
+    names = Names({**MixtralConfig.names.block, "block_sparse_moe.e_score_correction_bias": "mlp.correction"})
+    sizes = published({"m2": {"rope_share": 0.5}})
+
+
+class MiniMaxM2(CausalLM):
+    """A MiniMax-M2, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = MiniMaxM2Config
+    __init__ = CausalLM.__init__
