@@ -38,6 +38,8 @@ from . import (  # noqa: F401  # each adds its language models to `FAMILIES`
     granite,
     helium,
     hunyuan,
+    lfm,
+    lfm_moe,
     llama,
     minimax,
     mistral,

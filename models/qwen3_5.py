@@ -14,10 +14,10 @@ from .hf import Field, Only, published
 
 _BLOCK = {
     **DELTA_NAMES,
-    "linear_attn.in_proj_qkv": ("delta.query", "delta.key", "delta.value"),
-    "linear_attn.in_proj_z": "delta.gate",
-    "linear_attn.in_proj_b": "delta.strength",
-    "linear_attn.in_proj_a": "delta.decay",
+    "linear_attn.in_proj_qkv": ("mixer.query", "mixer.key", "mixer.value"),
+    "linear_attn.in_proj_z": "mixer.gate",
+    "linear_attn.in_proj_b": "mixer.strength",
+    "linear_attn.in_proj_a": "mixer.decay",
 }
 _OTHERS = {
     "ignored": ("*.rotary_emb.inv_freq", "mtp.*", "model.visual.*"),

@@ -54,8 +54,8 @@ class Qwen3NextConfig(CausalLMConfig):
         {
             **expert_names("shared_expert"),
             **DELTA_NAMES,
-            "linear_attn.in_proj_qkvz": ByHead(("delta.query", "delta.key", "delta.value", "delta.gate"), _key_heads),
-            "linear_attn.in_proj_ba": ByHead(("delta.strength", "delta.decay"), _key_heads),
+            "linear_attn.in_proj_qkvz": ByHead(("mixer.query", "mixer.key", "mixer.value", "mixer.gate"), _key_heads),
+            "linear_attn.in_proj_ba": ByHead(("mixer.strength", "mixer.decay"), _key_heads),
         },
         ignored=("*.rotary_emb.inv_freq", "mtp.*"),
     )

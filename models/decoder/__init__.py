@@ -5,14 +5,15 @@ LLaMA's. A family's file says what differs. Open `_config.py` first, then `_mode
 `models.gemma`.
 """
 
-from ._block import (
-    Block as Block,
+from ._block import Block as Block
+from ._config import CausalLMConfig as CausalLMConfig, GPTConfig as GPTConfig, every as every
+from ._heads import SequenceClassifier as SequenceClassifier, TokenClassifier as TokenClassifier
+from ._mixers import (
     make_attention as make_attention,
+    make_conv as make_conv,
     make_delta as make_delta,
     make_norm as make_norm,
 )
-from ._config import CausalLMConfig as CausalLMConfig, GPTConfig as GPTConfig, every as every
-from ._heads import SequenceClassifier as SequenceClassifier, TokenClassifier as TokenClassifier
 from ._model import FAMILIES as FAMILIES, CausalLM as CausalLM
 from ._names import (
     DELTA_NAMES as DELTA_NAMES,
@@ -21,6 +22,7 @@ from ._names import (
     ByHead as ByHead,
     Experts as Experts,
     Names as Names,
+    Taps as Taps,
     Wide as Wide,
     expert_names as expert_names,
 )
@@ -38,6 +40,7 @@ from ._rows import (
     GlobalHeads as GlobalHeads,
     Inner as Inner,
     LayerTypes as LayerTypes,
+    MixerLayers as MixerLayers,
     Shared as Shared,
     SharedExperts as SharedExperts,
     Switched as Switched,

@@ -1,6 +1,6 @@
 """A block of a decoder: attention and an MLP, or experts, with their norms.
 
-The values of `CausalLMConfig` say what a block has. Attention and experts are those of `nn`; the model is in `_model.py`.
+The values of `CausalLMConfig` say what a block has. Attention is made in `_mixers.py`; the model is in `_model.py`.
 
 Dims: seq = tokens of one example, d = width of the model, heads x size = width of the queries, groups x size = width of keys
 and values.
@@ -21,12 +21,10 @@ from ..nn import (
     LatentAttention,
     MixtureOfExperts,
     Mlp,
-    OffsetLayerNorm,
-    OffsetRMSNorm,
     Routing,
     SegmentMask,
+    ShortConv,
     Xielu,
-    YarnScaling,
     apply_rotary,
     linear,
     norm,
@@ -34,102 +32,13 @@ from ..nn import (
 )
 from ._config import CausalLMConfig
 from ._layers import LayerKind
+from ._mixers import Norm, make_attention, make_latent_attention, make_mixer, make_norm, residual_std
 
-Norm = eqx.nn.RMSNorm | eqx.nn.LayerNorm
 # Passed from block to block: the residual stream [seq, d], the cache, the index of the layer if layers differ, and the sum
 # of what the routers did.
 Carry = tuple[Array, Any, Array | None, Routing | None]
 # Cosines and sines of rotary positions, and the factors of queries, if these grow with the position.
 Angles = tuple[Array, Array, Array | None]
-
-
-def make_norm(config: CausalLMConfig, size: int) -> Norm:
-    """Returns a norm of the config's kind."""
-    if config.norm == "rms":
-        return eqx.nn.RMSNorm(size, eps=config.norm_eps, use_bias=False)
-    if config.norm == "offset_rms":
-        return OffsetRMSNorm(size, eps=config.norm_eps)
-    if config.norm == "offset_layer":
-        return OffsetLayerNorm(size, eps=config.norm_eps)
-    has_leaves = config.norm == "layer"
-    return eqx.nn.LayerNorm(size, eps=config.norm_eps, use_weight=has_leaves, use_bias=has_leaves and config.norm_bias)
-
-
-def residual_std(config: CausalLMConfig) -> float:
-    """Returns the standard deviation of the initial weights that add to the residual stream, two in each block."""
-    return config.init_std / (2 * config.n_layers) ** 0.5 if config.scales_residual else config.init_std
-
-
-def make_attention(config: CausalLMConfig, key: PRNGKeyArray, kind: LayerKind | None = None) -> Attention:
-    """Returns an attention with keys and values of each head.
-
-    **Arguments:**
-
-    - `kind`: the kind of the layer; None if all layers are alike.
-    """
-    q_key, k_key, v_key, o_key = jax.random.split(key, 4)
-    d, std = config.d_model, config.init_std
-    size, groups = (config.size, config.groups) if kind is None else (kind.size, kind.groups)
-    has_keys, has_values = (True, True) if kind is None else (kind.has_keys, kind.has_values)
-    output_bias = config.attention_bias if config.output_bias is None else config.output_bias
-
-    def project(n_heads: int, key: PRNGKeyArray) -> eqx.nn.Linear:
-        return normal_linear(d, n_heads * size, std=std, use_bias=config.attention_bias, key=key)
-
-    def head_norm(n_heads: int) -> Norm | None:
-        sizes = {"head": size, "all": n_heads * size}
-        return None if config.head_norm is None else make_norm(config, sizes[config.head_norm])
-
-    return Attention(
-        query=project(config.n_heads, q_key),
-        key=project(groups, k_key) if has_keys else None,
-        value=project(groups, v_key) if has_values else None,
-        output=normal_linear(config.n_heads * size, d, std=residual_std(config), use_bias=output_bias, key=o_key),
-        n_heads=config.n_heads,
-        n_kv_heads=groups,
-        dropout=eqx.nn.Dropout(config.attention_dropout),
-        scale=config.attention_scale,
-        query_norm=head_norm(config.n_heads),
-        key_norm=head_norm(groups) if has_keys else None,
-        cap=config.attention_cap,
-        sinks=jnp.zeros(config.n_heads) if config.has_sinks else None,
-        gate=project(config.n_heads, jax.random.fold_in(q_key, 1)) if config.gates_attention else None,
-        clip=config.attention_clip,
-        rotates_first=config.norms_rotated,
-        value_norm=_plain_norm(config, size) if has_keys and config.has_value_norm else None,
-    )
-
-
-def _plain_norm(config: CausalLMConfig, size: int) -> eqx.nn.RMSNorm:
-    """Returns an RMSNorm without a scale."""
-    return eqx.nn.RMSNorm(size, eps=config.norm_eps, use_weight=False, use_bias=False)
-
-
-def make_latent_attention(config: CausalLMConfig, key: PRNGKeyArray) -> LatentAttention:
-    """Returns an attention whose keys and values are computed from latent vectors."""
-    keys = iter(jax.random.split(key, 6))
-    d, heads, rank, rotary = config.d_model, config.n_heads, config.latent_size, config.shared_rotary_size
-    assert rank is not None
-    query_rank, scaling = config.query_latent_size, config.rope_scaling
-    has_bias = config.attention_bias  # of layers to the latent vectors, and of the output
-
-    def make(n_in: int, n_out: int, use_bias: bool = False, std: float = config.init_std) -> eqx.nn.Linear:
-        return normal_linear(n_in, n_out, std=std, use_bias=use_bias, key=next(keys))
-
-    return LatentAttention(
-        query_down=None if query_rank is None else make(d, query_rank, has_bias),
-        query_norm=None if query_rank is None else eqx.nn.RMSNorm(query_rank, eps=config.latent_eps, use_bias=False),
-        query=make(d if query_rank is None else query_rank, heads * config.size),
-        latent=make(d, rank + rotary, has_bias),
-        latent_norm=eqx.nn.RMSNorm(rank, eps=config.latent_eps, use_bias=False),
-        key=make(rank, heads * config.plain_size),
-        value=make(rank, heads * config.value_size),
-        output=make(heads * config.value_size, d, has_bias, residual_std(config)),
-        n_heads=heads,
-        n_rotary=rotary,
-        scale=config.size**-0.5 * (scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0),
-        dropout=eqx.nn.Dropout(config.attention_dropout),
-    )
 
 
 def make_mlp(config: CausalLMConfig, key: PRNGKeyArray, d_mlp: int | None = None) -> Mlp:
@@ -141,38 +50,6 @@ def make_mlp(config: CausalLMConfig, key: PRNGKeyArray, d_mlp: int | None = None
     down = make(d_mlp, d, std=residual_std(config), key=down_key)
     xielu = Xielu() if config.activation == "xielu" else None
     return Mlp(gate, make(d, d_mlp, std=std, key=up_key), down, activation=config.activation, xielu=xielu)
-
-
-def make_delta(config: CausalLMConfig, key: PRNGKeyArray) -> GatedDelta:
-    """Returns a layer with a gated delta rule, whose rates of decay are drawn from U(0.01, 16)."""
-    keys = iter(jax.random.split(key, 11))
-    d, std, kernel = config.d_model, config.init_std, config.delta_kernel
-    d_key, d_value = config.delta_groups * config.delta_size, config.delta_heads * config.delta_value_size
-
-    def make(n_in: int, n_out: int, std: float = std) -> eqx.nn.Linear:
-        return normal_linear(n_in, n_out, std=std, use_bias=False, key=next(keys))
-
-    def taps(width: int) -> Float[Array, "width kernel"]:
-        return std * jax.random.normal(next(keys), (width, kernel))
-
-    return GatedDelta(
-        query=make(d, d_key),
-        key=make(d, d_key),
-        value=make(d, d_value),
-        gate=make(d, d_value),
-        strength=make(d, config.delta_heads),
-        decay=make(d, config.delta_heads),
-        query_taps=taps(d_key),
-        key_taps=taps(d_key),
-        value_taps=taps(d_value),
-        decay_bias=jnp.ones(config.delta_heads),
-        log_rate=jnp.log(jax.random.uniform(next(keys), (config.delta_heads,), minval=0.01, maxval=16.0)),
-        norm=eqx.nn.RMSNorm(config.delta_value_size, eps=config.norm_eps, use_bias=False),
-        output=make(d_value, d, residual_std(config)),
-        n_groups=config.delta_groups,
-        n_heads=config.delta_heads,
-        activation=config.activation,
-    )
 
 
 class MlpAndExperts(eqx.Module):
@@ -231,12 +108,12 @@ class LayerInput(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention, or a gated delta rule, and MLP, each with norms before or after it, one after the other or in parallel, and
-    residual."""
+    """Attention, or a mixer that keeps a state, and MLP, each with norms before or after it, one after the other or in
+    parallel, and residual."""
 
     attention_norm: Norm | None
     attention: Attention | LatentAttention | None
-    delta: GatedDelta | None  # in place of attention
+    mixer: GatedDelta | ShortConv | None  # in place of attention
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Mlp | MixtureOfExperts | MlpAndExperts
@@ -254,27 +131,27 @@ class Block(eqx.Module):
         config: CausalLMConfig,
         *,
         is_dense: bool = False,
-        is_delta: bool = False,
+        is_mixer: bool = False,
         kind: LayerKind | None = None,
         key: PRNGKeyArray,
     ):
         """**Arguments:**
 
         - `is_dense`: whether the block has no experts.
-        - `is_delta`: whether it has a gated delta rule in place of attention.
+        - `is_mixer`: whether it has a mixer in place of attention.
         - `kind`: the kind of the layer, if layers are of several kinds with attention; None if not.
         """
         attention_key, mlp_key = jax.random.split(key)
         make = functools.partial(make_norm, config, config.d_model)
         has_pre, has_post = config.norm_places != "post", config.norm_places in ("post", "both")
         self.attention_norm = make() if has_pre else None
-        if is_delta:
+        if is_mixer:
             self.attention = None
         elif config.latent_size is None:
             self.attention = make_attention(config, attention_key, kind)
         else:
             self.attention = make_latent_attention(config, attention_key)
-        self.delta = make_delta(config, attention_key) if is_delta else None
+        self.mixer = make_mixer(config, attention_key) if is_mixer else None
         self.attention_post_norm = make() if has_post else None
         self.mlp_norm = make() if has_pre and not config.shares_norm else None
         d_mlp = None if kind is None else kind.d_mlp
@@ -312,7 +189,7 @@ class Block(eqx.Module):
 
         - `masks`, `angles`: the different masks and angles of layers. `kinds` are the indices of each layer's; None if there
             is one of each.
-        - `counts`: False for padding, which experts do not count and a delta rule does not see; None for all.
+        - `counts`: False for padding, which experts do not count and a mixer does not see; None for all.
         - `bias`: added to attention scores; None for none.
         - `memory`: passed to `between`.
         - `layer_input`: the second embedding of the layer, if it has one.
@@ -334,8 +211,8 @@ class Block(eqx.Module):
             if self.attention is not None:
                 mixed, cache = self.attention(normed, mask=mask, cache=cache, key=keys[0], **options)
             else:
-                assert self.delta is not None
-                mixed, cache = self.delta(normed, mask=counts, segments=segments, cache=cache)
+                assert self.mixer is not None
+                mixed, cache = self.mixer(normed, mask=counts, segments=segments, cache=cache)
             mixed = self._scaled(apply(self.attention_post_norm, mixed), keys[1])
             x = x if self.is_parallel else after(self.attention_norm, x + mixed)
         x = self.between(x, cache, *memory, key=key)
@@ -384,6 +261,7 @@ def _experts(config: CausalLMConfig, key: PRNGKeyArray) -> MixtureOfExperts:
         score=config.router_score,
         jitter=config.router_jitter,
         renormalize=config.renormalize,
+        eps=config.router_eps,
         scale=config.router_scale,
         has_factors=config.adds_experts,
         has_correction=config.has_correction,

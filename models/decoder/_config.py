@@ -48,11 +48,11 @@ class CausalLMConfig(FolderConfig):
     - `plain_size`, `shared_rotary_size`, `value_size`: with `latent_size`, the dims of a head without and with rotary
         positions, and the width of its values. `head_size` is None.
     - `gates_attention`: whether what the heads return is multiplied with a gate for each number.
-    - `delta_layers`: the indices of the layers with a gated delta rule in place of attention (see `GatedDelta`); None for
-        those of the family.
-    - `delta_groups`, `delta_heads`: in such a layer, the number of heads of queries and keys, and of heads of values.
-    - `delta_size`, `delta_value_size`, `delta_kernel`: the width of a head of queries and keys, and of values, and the
-        number of tokens that a convolution reads.
+    - `mixer_layers`: the indices of the layers with a mixer in place of attention; None for those of the family.
+    - `mixer`: its kind: `"delta"`, a gated delta rule (`GatedDelta`), or `"conv"`, a short convolution (`ShortConv`).
+    - `conv_kernel`: the number of tokens that a convolution of a mixer reads.
+    - `delta_groups`, `delta_heads`: of a gated delta rule, the number of heads of queries and keys, and of heads of values.
+    - `delta_size`, `delta_value_size`: the width of a head of queries and keys, and of values.
     - `global_head_size`, `global_kv_heads`: the width of a head, and the number of key and value heads, in layers without a
         window; None for the same as in the others.
     - `keys_are_values`: whether layers without a window have no values: these are the keys, before their norm.
@@ -139,12 +139,13 @@ class CausalLMConfig(FolderConfig):
     shared_rotary_size: int = 0
     value_size: int = 0
     gates_attention: bool = False
-    delta_layers: tuple[int, ...] | None = None
+    mixer_layers: tuple[int, ...] | None = None
+    mixer: str = "delta"
+    conv_kernel: int = 4
     delta_groups: int = 16
     delta_heads: int = 32
     delta_size: int = 128
     delta_value_size: int = 128
-    delta_kernel: int = 4
     global_head_size: int | None = None
     global_kv_heads: int | None = None
     keys_are_values: bool = False
@@ -218,10 +219,11 @@ class CausalLMConfig(FolderConfig):
     zeroes_padding: ClassVar[bool] = False  # whether the initial embedding of padding is 0
     window_period: ClassVar[int | None] = None  # the n of "every n-th layer has no window"
     unrotated_period: ClassVar[int | None] = None  # the same for rotary positions
-    attention_period: ClassVar[int | None] = None  # the n of "every n-th layer has attention", others a gated delta rule
+    attention_period: ClassVar[int | None] = None  # the n of "every n-th layer has attention", others a mixer
     activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)  # those that the family has
     by_kind: ClassVar[bool] = False  # layers differ in more than windows and positions: see `LayerKind`
     scales_bias: ClassVar[bool] = False  # biases of scores are scaled as scores are, and rounded to bfloat16
+    router_eps: ClassVar[float] = 1e-20  # added to the sum of sigmoids that weights are divided by
     latent_eps: ClassVar[float] = 1e-6  # of the norms of latent vectors
     names: ClassVar[Names] = Names()
     rows = ROWS
@@ -269,9 +271,9 @@ class CausalLMConfig(FolderConfig):
             raise ValueError(
                 f"`n_dense`: expected less than `n_layers`={self.n_layers}, got {self.n_dense}. Experts are in the others."
             )
-        if any(self.deltas):
-            self._check_deltas()
-        for name in ("windowed_layers", "unrotated_layers", "delta_layers"):
+        if any(self.mixers):
+            self._check_mixers()
+        for name in ("windowed_layers", "unrotated_layers", "mixer_layers"):
             value = getattr(self, name)
             if value is not None and not set(value) <= set(range(self.n_layers)):
                 raise ValueError(
@@ -292,8 +294,9 @@ class CausalLMConfig(FolderConfig):
                 f"got {self.rotary_size}. Rotary positions pair {'its halves' if whole else 'dims'}."
             )
 
-    def _check_deltas(self) -> None:
-        check_sizes(self, "delta_groups", "delta_heads", "delta_size", "delta_value_size", "delta_kernel")
+    def _check_mixers(self) -> None:
+        check_sizes(self, "delta_groups", "delta_heads", "delta_size", "delta_value_size", "conv_kernel")
+        check_choice(self, "mixer", ("delta", "conv"))
         if self.delta_heads % self.delta_groups:
             raise ValueError(
                 f"`delta_heads`: expected a multiple of `delta_groups`={self.delta_groups}, got {self.delta_heads}. Each "
@@ -358,14 +361,14 @@ class CausalLMConfig(FolderConfig):
         return tuple(i not in lacks for i in range(self.n_layers))
 
     @property
-    def deltas(self) -> tuple[bool, ...]:
-        """Whether each layer has a gated delta rule in place of attention."""
-        has = self.default_deltas(self.n_layers) if self.delta_layers is None else self.delta_layers
+    def mixers(self) -> tuple[bool, ...]:
+        """Whether each layer has a mixer in place of attention."""
+        has = self.default_mixers(self.n_layers) if self.mixer_layers is None else self.mixer_layers
         return tuple(i in has for i in range(self.n_layers))
 
     def kinds(self, first: int, n_layers: int) -> tuple[bool, ...]:
-        """Returns whether each of these layers has a gated delta rule, only for the first ones, which the others repeat."""
-        layers = self.deltas[first : first + n_layers]
+        """Returns whether each of these layers has a mixer, only for the first ones, which the others repeat."""
+        layers = self.mixers[first : first + n_layers]
         return layers[: period_of(layers)]
 
     @classmethod
@@ -387,8 +390,8 @@ class CausalLMConfig(FolderConfig):
         return tuple(i for i in range(n_layers) if i not in lacks)
 
     @classmethod
-    def default_deltas(cls, n_layers: int) -> tuple[int, ...]:
-        """Returns the indices of the layers with a gated delta rule if the config does not say which."""
+    def default_mixers(cls, n_layers: int) -> tuple[int, ...]:
+        """Returns the indices of the layers with a mixer if the config does not say which."""
         has_attention = every(cls.attention_period, n_layers)
         return () if cls.attention_period is None else tuple(i for i in range(n_layers) if i not in has_attention)
 

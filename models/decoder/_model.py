@@ -22,7 +22,6 @@ from ..nn import (
     Routing,
     Scaling,
     Stack,
-    States,
     causal_mask,
     check_length,
     check_segments,
@@ -37,10 +36,11 @@ from ..nn import (
     soft_cap,
     token_positions,
 )
-from ._block import Angles, Block, Norm, apply, make_norm
+from ._block import Angles, Block, apply
 from ._blocks import Blocks, LayerInputs
 from ._config import CausalLMConfig
 from ._layers import different, layers_of
+from ._mixers import Norm, empty_states, make_norm
 
 FAMILIES: dict[str, type["CausalLM"]] = {}  # by `model_type`
 
@@ -121,8 +121,8 @@ class CausalLM(Decoder, Pretrained):
         """Returns the stack of some layers. Layers of several kinds are a stack of the smallest group that repeats."""
         kinds = config.kinds(first, n_layers)
 
-        def make(is_delta: bool, key: PRNGKeyArray) -> Block:
-            options_of_kind: dict[str, Any] = {**options, "is_delta": True} if is_delta else options
+        def make(is_mixer: bool, key: PRNGKeyArray) -> Block:
+            options_of_kind: dict[str, Any] = {**options, "is_mixer": True} if is_mixer else options
             return cls.block_class(config, **options_of_kind, key=key)
 
         def make_group(key: PRNGKeyArray) -> Blocks:
@@ -287,19 +287,15 @@ class CausalLM(Decoder, Pretrained):
             stores = [[kind for kind in own if kind.store == i] for i in range(1 + max(kind.store for kind in own))]
             sizes = [(len(kinds), kinds[0].groups, kinds[0].size) for kinds in stores]
             return Cache.of_kinds(sizes, length, self.embedding.weight.dtype)
-        n_deltas, dtype = sum(config.deltas), self.embedding.weight.dtype
-        if config.latent_size is None and not n_deltas:
+        n_mixers, dtype = sum(config.mixers), self.embedding.weight.dtype
+        if config.latent_size is None and not n_mixers:
             return super().init_cache(length)
         check_length("length", length, config.n_positions)
         if config.latent_size is not None:
             size = config.latent_size + config.shared_rotary_size
             return Cache.empty(config.n_layers, length, 1, size, dtype, value_size=0)
-        cache = Cache.empty(config.n_layers - n_deltas, length, *self._kv_heads, dtype)
-        heads, size, value_size = config.delta_heads, config.delta_size, config.delta_value_size
-        widths = (config.delta_groups * size, config.delta_groups * size, heads * value_size)
-        rows = tuple((n_deltas, config.delta_kernel - 1, width) for width in widths)
-        states = States.empty(rows, (n_deltas, heads, size, value_size), dtype)
-        return eqx.tree_at(lambda c: c.states, cache, states, is_leaf=lambda x: x is None)
+        cache = Cache.empty(config.n_layers - n_mixers, length, *self._kv_heads, dtype)
+        return eqx.tree_at(lambda c: c.states, cache, empty_states(config, dtype), is_leaf=lambda x: x is None)
 
     @property
     def _kv_heads(self) -> tuple[int, int]:

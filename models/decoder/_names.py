@@ -154,11 +154,11 @@ LATENT_NAMES: Mapping[str, Held] = MappingProxyType(
 DELTA_NAMES: Mapping[str, Held] = MappingProxyType(
     {
         "self_attn.q_proj": ByHead(("attention.query", "attention.gate")),
-        "linear_attn.conv1d.weight": Taps(("delta.query_taps", "delta.key_taps", "delta.value_taps")),
-        "linear_attn.A_log": "delta.log_rate",
-        "linear_attn.dt_bias": "delta.decay_bias",
-        "linear_attn.norm": "delta.norm",
-        "linear_attn.out_proj": "delta.output",
+        "linear_attn.conv1d.weight": Taps(("mixer.query_taps", "mixer.key_taps", "mixer.value_taps")),
+        "linear_attn.A_log": "mixer.log_rate",
+        "linear_attn.dt_bias": "mixer.decay_bias",
+        "linear_attn.norm": "mixer.norm",
+        "linear_attn.out_proj": "mixer.output",
     }
 )
 

@@ -1,6 +1,6 @@
 """The keys of `config.json` that decoders share, in LLaMA's names, and rows for what differs: windows, layers, positions."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -283,35 +283,50 @@ def layer_types(config: Any) -> list[str]:
     return ["full_attention" if window is None else "sliding_attention" for window in config.windows]
 
 
-class _DeltaLayers(Row):
-    """The layers with a gated delta rule."""
+@dataclass(frozen=True)
+class MixerLayers(Row):
+    """The layers with a mixer in place of attention.
+
+    **Arguments:**
+
+    - `kind`: their name in `layer_types`.
+    - `attention`: a function of the reader and the known fields that returns the indices of the others in files without
+        `layer_types`.
+    """
+
+    kind: str
+    attention: Callable[[ConfigReader, Mapping[str, Any]], Sequence[int]]
 
     @property
     def keys(self) -> dict[str, str]:
-        return {"delta_layers": "layer_types"}
+        return {"mixer_layers": "layer_types"}
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        n_layers, family = known["n_layers"], known["config_class"]
-        period = reader.get("full_attention_interval", family.attention_period, SIZE)
-        types = reader.get("layer_types", [])
-        if not types:
-            types = ["linear_attention" if (i + 1) % period else "full_attention" for i in range(n_layers)]
-        if len(types) != n_layers or not all(kind in ("linear_attention", "full_attention") for kind in types):
-            raise reader.refuse("layer_types", types, f"linear_attention or full_attention for each of {n_layers} layers")
-        found = tuple(i for i, kind in enumerate(types) if kind == "linear_attention")
-        return {"delta_layers": None if found == family.default_deltas(n_layers) else found}
+        n_layers, kinds = known["n_layers"], (self.kind, "full_attention")
+        default = self.attention(reader, known)
+        types = reader.get("layer_types", []) or [kinds[i in default] for i in range(n_layers)]
+        if len(types) != n_layers or not all(kind in kinds for kind in types):
+            raise reader.refuse("layer_types", types, f"{' or '.join(kinds)} for each of {n_layers} layers")
+        found = tuple(i for i, kind in enumerate(types) if kind == self.kind)
+        return {"mixer_layers": None if found == known["config_class"].default_mixers(n_layers) else found}
 
     def write(self, config: Any) -> dict[str, Any]:
-        return {"layer_types": ["linear_attention" if is_delta else "full_attention" for is_delta in config.deltas]}
+        return {"layer_types": [self.kind if is_mixer else "full_attention" for is_mixer in config.mixers]}
+
+
+def _every_other(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int]:
+    """Returns the indices of the layers with attention if the file has at most their distance."""
+    period = reader.get("full_attention_interval", known["config_class"].attention_period, SIZE)
+    return range(period - 1, known["n_layers"], period)
 
 
 DELTA: tuple[Row, ...] = (
-    _DeltaLayers(),
+    MixerLayers("linear_attention", _every_other),
     Field("linear_num_key_heads", "delta_groups"),
     Field("linear_num_value_heads", "delta_heads"),
     Field("linear_key_head_dim", "delta_size"),
     Field("linear_value_head_dim", "delta_value_size"),
-    Field("linear_conv_kernel_dim", "delta_kernel"),
+    Field("linear_conv_kernel_dim", "conv_kernel"),
 )
 ROWS: tuple[Row, ...] = (
     Written("model_type", lambda config: config.model_type),

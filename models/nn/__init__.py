@@ -35,6 +35,7 @@ from ._checks import (
     check_segments as check_segments,
     check_sizes as check_sizes,
 )
+from ._conv import ShortConv as ShortConv
 from ._delta import GatedDelta as GatedDelta
 from ._experts import MixtureOfExperts as MixtureOfExperts, Routing as Routing, add_routing as add_routing
 from ._latent import LatentAttention as LatentAttention

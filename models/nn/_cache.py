@@ -22,24 +22,24 @@ class States(eqx.Module):
     """
 
     rows: tuple[Float[Array, "layers slots kept _"], ...]  # the last inputs of convolutions
-    memory: Float[Array, "layers slots heads size value_size"]
+    memory: Float[Array, "layers slots heads size value_size"] | None  # None for layers that have no more than these rows
     layer: Int[Array, ""]
 
     @classmethod
-    def empty(cls, rows: tuple[tuple[int, ...], ...], memory: tuple[int, ...], dtype: Any) -> "States":
+    def empty(cls, rows: tuple[tuple[int, ...], ...], memory: tuple[int, ...] | None, dtype: Any) -> "States":
         """Returns states of zeros in one slot, from the shapes of both without the slots. `memory` has at least float32."""
-        wide = jnp.promote_types(dtype, jnp.float32)
-        zeros = tuple(jnp.zeros((shape[0], 1, *shape[1:]), dtype) for shape in rows)
-        return cls(zeros, jnp.zeros((memory[0], 1, *memory[1:]), wide), jnp.zeros((), jnp.int32))
+        make = lambda shape, dtype: jnp.zeros((shape[0], 1, *shape[1:]), dtype)  # noqa: E731
+        kept = None if memory is None else make(memory, jnp.promote_types(dtype, jnp.float32))
+        return cls(tuple(make(shape, dtype) for shape in rows), kept, jnp.zeros((), jnp.int32))
 
     @property
     def n_slots(self) -> int:
         """The number of slots."""
-        return self.memory.shape[1]
+        return self.rows[0].shape[1]
 
     def read(
         self, index: Int[Array, ""]
-    ) -> tuple[tuple[Float[Array, "kept _"], ...], Float[Array, "heads size value_size"]]:
+    ) -> tuple[tuple[Float[Array, "kept _"], ...], Float[Array, "heads size value_size"] | None]:
         """Returns the state of the next layer, before the token of this index."""
 
         def pick(array: Array) -> Array:
@@ -48,12 +48,12 @@ class States(eqx.Module):
                 array[0] if self.n_slots == 1 else jax.lax.dynamic_index_in_dim(array, index % self.n_slots, keepdims=False)
             )
 
-        return tuple(map(pick, self.rows)), pick(self.memory)
+        return jax.tree.map(pick, (self.rows, self.memory))
 
     def write(
         self,
         rows: tuple[Float[Array, "tokens kept _"], ...],
-        memory: Float[Array, "tokens heads size value_size"],
+        memory: Float[Array, "tokens heads size value_size"] | None,
         index: Int[Array, ""],
     ) -> "States":
         """Writes the states of the next layer after each token, of which `index` is the first; with one slot, only that
@@ -65,12 +65,14 @@ class States(eqx.Module):
                 return jax.lax.dynamic_update_index_in_dim(old, new, self.layer, 0)
             return old.at[self.layer, (index + 1 + jnp.arange(len(new))) % self.n_slots].set(new)
 
-        return States(tuple(map(put, self.rows, rows)), put(self.memory, memory), self.layer + 1)
+        rows, memory = jax.tree.map(put, (self.rows, self.memory), (rows, memory))
+        return States(rows, memory, self.layer + 1)
 
     def keep(self, n_slots: int) -> "States":
         """Returns the same states, from now on with so many slots."""
         repeat = lambda array: jnp.repeat(array, n_slots, axis=1)  # noqa: E731
-        return States(tuple(map(repeat, self.rows)), repeat(self.memory), self.layer)
+        rows, memory = jax.tree.map(repeat, (self.rows, self.memory))
+        return States(rows, memory, self.layer)
 
 
 class Cache(eqx.Module):

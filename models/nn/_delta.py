@@ -1,8 +1,7 @@
 """The gated delta rule: a layer whose state is a small matrix of each head, in place of keys and values of all tokens.
 
 A token first lets the matrix decay, then replaces what it holds for the token's key by the token's value, in part, and reads
-it with the query. This module owns the layer with its short convolutions, its step of decoding, and the chunks that compute
-many tokens at once.
+it with the query. This module owns the layer, its step of decoding, and the chunks that compute many tokens at once.
 
 Sources: *Gated Delta Networks* (arXiv:2412.06464); *Parallelizing Linear Transformers with the Delta Rule*
 (arXiv:2406.06484), for the chunks.
@@ -24,6 +23,7 @@ from redeqx import register_attention
 
 from ._activations import ACTIVATIONS
 from ._cache import Cache
+from ._conv import convolve, last_rows, runs_of
 from ._layers import linear, norm
 
 _HEADS = "groups each"
@@ -80,7 +80,7 @@ class GatedDelta(eqx.Module):
         - `cache`: if given, it has the state before `x`.
         """
         x = x if mask is None else jnp.where(mask[:, None], x, 0)
-        runs = None if segments is None else jnp.cumsum(segments != jnp.roll(segments, 1))
+        runs = runs_of(segments)
         rows = [linear(layer, x) for layer in (self.query, self.key, self.value)]
         kept = self.query_taps.shape[-1] - 1  # earlier rows that a convolution reads
         if cache is None:
@@ -90,6 +90,7 @@ class GatedDelta(eqx.Module):
         else:
             assert cache.states is not None
             before, memory = cache.states.read(cache.index)
+            assert memory is not None
             rows = [jnp.concatenate([old.astype(row.dtype), row]) for old, row in zip(before, rows, strict=True)]
             tokens = self._tokens(x, rows, runs)
             memory = rearrange(
@@ -98,8 +99,7 @@ class GatedDelta(eqx.Module):
             keeps_all = cache.states.n_slots > 1
             compute = _by_token if keeps_all or len(x) == 1 else _in_chunks
             mixed, memory = compute(tokens, memory, runs)
-            ends = range(1, len(x) + 1) if keeps_all else [len(x)]
-            last = tuple(jnp.stack([row[end : end + kept] for end in ends]) for row in rows)
+            last = tuple(last_rows(row, kept, keeps_all=keeps_all) for row in rows)
             memory = rearrange(memory, f"tokens {_HEADS} size value -> tokens ({_HEADS}) size value")
             cache = eqx.tree_at(lambda c: c.states, cache, cache.states.write(last, memory, cache.index))
         mixed = rearrange(mixed, f"seq {_HEADS} value -> seq ({_HEADS}) value")
@@ -119,7 +119,9 @@ class GatedDelta(eqx.Module):
         """
         wide = jnp.promote_types(x.dtype, jnp.float32)
         taps = self.query_taps, self.key_taps, self.value_taps
-        found = (self._convolve(row, tap, runs).astype(wide) for row, tap in zip(rows, taps, strict=True))
+        activate = ACTIVATIONS[self.activation]
+        found = (activate(convolve(row, tap, runs)).astype(row.dtype) for row, tap in zip(rows, taps, strict=True))
+        found = (array.astype(wide) for array in found)
         queries, keys, values = (rearrange(array, "seq (groups n) -> seq groups n", groups=self.n_groups) for array in found)
         strength = jax.nn.sigmoid(linear(self.strength, x)).astype(wide)
         steps = jax.nn.softplus(linear(self.decay, x).astype(wide) + self.decay_bias.astype(wide))
@@ -127,24 +129,6 @@ class GatedDelta(eqx.Module):
         strength, decay = (rearrange(a, f"seq ({_HEADS}) -> seq {_HEADS}", groups=self.n_groups) for a in (strength, decay))
         values = rearrange(values, "seq groups (each value) -> seq groups each value", each=self.n_heads // self.n_groups)
         return _Tokens(_unit(queries) * queries.shape[-1] ** -0.5, _unit(keys), values, strength, decay)
-
-    def _convolve(
-        self, rows: Float[Array, "before_and_seq width"], taps: Float[Array, "width kernel"], runs: Int[Array, " seq"] | None
-    ) -> Float[Array, "seq width"]:
-        """Returns the weighted sums of each row and the ones before it, after the activation. As sums of a few shifted
-        arrays they fuse, and a device that holds some of the features needs no others."""
-        kernel = taps.shape[-1]
-        seq = len(rows) - (kernel - 1)
-        wide = jnp.promote_types(rows.dtype, jnp.float32)
-        found = jnp.zeros((seq, rows.shape[1]), wide)
-        for i in range(kernel):
-            term = rows[i : i + seq].astype(wide) * taps[:, i].astype(wide)
-            if runs is not None:
-                back = kernel - 1 - i
-                same = jnp.pad(runs, (back, 0), constant_values=-1)[:seq] == runs
-                term = jnp.where(same[:, None], term, 0)
-            found += term
-        return ACTIVATIONS[self.activation](found).astype(rows.dtype)
 
 
 def _unit(x: Float[Array, "seq groups size"]) -> Float[Array, "seq groups size"]:

@@ -162,7 +162,7 @@ class MixtureOfExperts(eqx.Module):
     - `jitter`: in a sparse mixer, logits are close if they differ by at most `2 * jitter` of their size.
     - `n_groups`, `n_chosen_groups`: the experts of a token are in so many of these groups of consecutive experts: those with
         the largest score (DeepSeek-V2), or for `"sigmoid"` the largest sum of two scores (DeepSeek-V3). 1 for no limit.
-    - `renormalize`: whether the weights of the chosen experts are divided by their sum, as in Mixtral and Qwen3.
+    - `renormalize`: whether the weights of the chosen experts are divided by their sum, plus `eps` for `"sigmoid"`.
     - `scale`: multiplies the weights, as DeepSeek-V3's `routed_scaling_factor`.
     - `has_factors`: whether the weight of each expert is multiplied with a number of its own, as in Gemma 4.
     - `has_correction`: whether a number for each expert is added to its score when experts are chosen, but not to its weight
@@ -189,6 +189,7 @@ class MixtureOfExperts(eqx.Module):
     score: str = eqx.field(static=True)
     jitter: float = eqx.field(static=True)
     renormalize: bool = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
     scale: float = eqx.field(static=True)
     n_groups: int = eqx.field(static=True)
     n_chosen_groups: int = eqx.field(static=True)
@@ -208,6 +209,7 @@ class MixtureOfExperts(eqx.Module):
         score: str = "softmax",
         jitter: float = 0.01,
         renormalize: bool = True,
+        eps: float = 1e-20,
         scale: float = 1.0,
         has_factors: bool = False,
         has_correction: bool = False,
@@ -257,7 +259,7 @@ class MixtureOfExperts(eqx.Module):
         self.shared_gate = normal_linear(d_model, 1, std=init_std, use_bias=False, key=gate_key) if gates_shared else None
         self.correction = jnp.zeros(n_experts) if has_correction else None
         self.factors = jnp.ones(n_experts) if has_factors else None
-        self.n_chosen, self.score, self.jitter, self.renormalize = n_chosen, score, jitter, renormalize
+        self.n_chosen, self.score, self.jitter, self.renormalize, self.eps = n_chosen, score, jitter, renormalize, eps
         self.scale, self.capacity_factor = scale, capacity_factor
         self.n_groups, self.n_chosen_groups = n_groups, n_chosen_groups
 
@@ -325,7 +327,7 @@ class MixtureOfExperts(eqx.Module):
         else:
             weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.renormalize:
-            weights /= weights.sum(-1, keepdims=True) + (1e-20 if self.score == "sigmoid" else 0.0)
+            weights /= weights.sum(-1, keepdims=True) + (self.eps if self.score == "sigmoid" else 0.0)
         if self.factors is not None:
             factors = jnp.broadcast_to(self.factors.astype(scores.dtype), scores.shape)
             weights *= jnp.take_along_axis(factors, chosen, axis=-1)

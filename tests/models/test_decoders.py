@@ -29,6 +29,8 @@ from redeqx.models.gpt_neo import GPTNeo
 from redeqx.models.gpt_neox import GPTNeoX
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
 from redeqx.models.hf import ConfigReader
+from redeqx.models.lfm import Lfm2, Lfm2Config
+from redeqx.models.lfm_moe import Lfm2Moe
 from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Ministral3, Mistral, Mixtral, MixtralConfig
 from redeqx.models.mpt import Mpt
@@ -94,6 +96,8 @@ def test_the_table_of_families_is_up_to_date():
 PUBLISHED = {
     "mistral": {"7b": 7_241_732_096},
     "ministral3": {"3b": 3_429_006_336, "8b": 8_489_553_920},
+    "lfm2": {"350m": 354_483_968, "700m": 742_489_344, "1.2b": 1_170_340_608, "2.6b": 2_569_272_320},
+    "lfm2_moe": {"8b-a1b": 8_339_930_560},  # with the 704 numbers that correct the routers
     "minimax_m2": {"m2": 228_689_764_864},
     "mixtral": {"8x7b": 46_702_792_704, "8x22b": 140_630_071_296},
     "qwen2": {"0.5b": 494_032_768, "1.5b": 1_543_714_304, "7b": 7_615_616_512, "72b": 72_706_203_648},
@@ -186,6 +190,10 @@ def test_presets_have_the_published_number_of_parameters(cls):
             {"router_jitter_noise": 0.1},
             r"`router_jitter_noise`: expected 0\.0, which this family implements, got 0\.1",
         ),
+        (Lfm2, {"conv_bias": True}, r"`conv_bias`: expected False, .* got True"),
+        (Lfm2, {"layer_types": ["conv"] * 31}, r"`layer_types`: expected conv or full_attention for each of 32 layers"),
+        (Lfm2, {"block_ff_dim": 8, "intermediate_size": 9}, r"expected one value, got 9, and 8 as `block_ff_dim`"),
+        (Lfm2Moe, {}, r"expected the key `layer_types`, got none"),
         (MiniMaxM2, {"scoring_func": "softmax"}, r"`scoring_func`: expected 'sigmoid', .* got 'softmax'"),
         (MiniMaxM2, {"rotary_dim": 256}, r"`partial_rotary_factor`: expected an even number of rotary dims, got 256"),
         (Mistral, {"text_config": {"model_type": "ministral3"}}, r"`model_type`: expected 'mistral', .* got 'ministral3'"),
@@ -329,6 +337,15 @@ def test_configs_of_scalings_are_read_as_written():
     assert (config.n_positions, config.rope_scaling) == (128, DynamicScaling(4.0, 32))
     assert config.to_hf()["max_position_embeddings"] == 32
     assert Phi.config_class.from_hf(ConfigReader(config.to_hf())) == config
+
+
+def test_lfm2_adjusts_the_width_of_its_mlps_and_counts_layers_with_attention():
+    """As the folder of LFM2-350M says it."""
+    keys = {"block_ff_dim": 6656, "hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16}
+    keys |= {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "eos_token_id": 7, "block_ffn_dim_multiplier": 1.0}
+    config = Lfm2Config.from_hf(ConfigReader(keys))
+    assert config == Lfm2Config.of("350m")
+    assert config.to_hf()["layer_types"].count("full_attention") == 6
 
 
 def test_old_files_say_how_many_dims_of_a_head_are_rotary():
@@ -601,17 +618,17 @@ def test_layers_of_two_kinds_are_one_stack_of_the_group_that_repeats():
     sizes |= {"n_experts": 2, "n_chosen": 1, "d_shared": 4, "delta_groups": 1, "delta_heads": 1}
     groups = {None: (6, 1), (0, 1, 3, 4): (3, 2), (0, 2, 4): (2, 3), (): (1, 6)}
     for deltas, (n, repeats) in groups.items():
-        config = Qwen3NextConfig(delta_layers=deltas, **sizes)
+        config = Qwen3NextConfig(mixer_layers=deltas, **sizes)
         stack = eqx.filter_eval_shape(Qwen3Next, config, key=jax.random.key(0)).stack
         assert (n, stack.n_layers) == (len(getattr(stack.blocks, "layers", [0])), repeats)
         tensors = Qwen3Next.weight_map(config).tensors
         names = [disk for tensor in tensors for disk in tensor.on_disk]
         assert len({*names}) == len(names)
         assert {int(name.split(".")[2]) for name in names if ".A_log" in name} == {
-            i for i, is_delta in enumerate(config.deltas) if is_delta
+            i for i, is_mixer in enumerate(config.mixers) if is_mixer
         }
         assert Qwen3NextConfig.from_hf(ConfigReader(config.to_hf())) == config
-    assert Qwen3NextConfig.from_hf(ConfigReader({"num_hidden_layers": 4, "full_attention_interval": 2})).deltas == (
+    assert Qwen3NextConfig.from_hf(ConfigReader({"num_hidden_layers": 4, "full_attention_interval": 2})).mixers == (
         True, False, True, False,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ import redeqx
 from redeqx.models.bart import Bart, BartConfig
 from redeqx.models.gemma import Gemma2
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.models.lfm import Lfm2
 from redeqx.models.llama import Llama
 from redeqx.models.mistral import Mistral
 from redeqx.models.nn import cross_entropy
@@ -211,7 +212,7 @@ def delta(model, **options):
     """Two layers: a gated delta rule, whose chunks have 64 tokens, and an attention."""
     config = model.config_class(
         **options, vocab_size=VOCAB, n_positions=132, d_model=D, d_mlp=64, n_layers=2, n_heads=4, n_kv_heads=2, head_size=8,
-        delta_layers=(0,), delta_groups=2, delta_heads=4, delta_size=8, delta_value_size=8, init_std=0.2,
+        mixer_layers=(0,), delta_groups=2, delta_heads=4, delta_size=8, delta_value_size=8, init_std=0.2,
     )  # fmt: skip
     return model(config, key=KEY)
 
@@ -249,6 +250,7 @@ CASES = {
         TEXTS,
     ),
     "linear_attention": (linear_attention, next_token, SHORT),
+    "lfm2": (lambda: llama(Lfm2, mixer_layers=(0,)), next_token, TEXTS),
     "qwen3_next": (lambda: delta(Qwen3Next, n_experts=4, n_chosen=2, d_expert=16, d_shared=16), next_token, LONG),
     "qwen3_5": (lambda: delta(Qwen3_5), next_token, LONG),
 }
@@ -269,6 +271,7 @@ SWEPT = [
     ("attention_in_chunks", 4, 1),
     ("recurrence", 2, 2),
     ("state_space", 8, 1),
+    ("lfm2", 2, 2),
     ("linear_attention", 2, 2),
     ("linear_attention", 8, 1),
 ]

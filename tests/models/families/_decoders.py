@@ -142,6 +142,7 @@ HYBRID = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 8,
 }
+CONV = {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4, "conv_L_cache": 3}
 SPARSE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -257,6 +258,16 @@ CASES = [
         num_local_experts=4,
         num_experts_per_tok=2,
         rope_parameters=PARTIAL["rope_parameters"],
+    ),
+    case("lfm2", "Lfm2", **CONV, block_multiple_of=8),
+    case(
+        "lfm2-moe",
+        "Lfm2Moe",
+        **{**CONV, "conv_L_cache": 4},
+        num_dense_layers=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
     ),
     case("dots1", "Dots1", **ROUTED, norm_topk_prob=True),
     case("granite-moe", "GraniteMoe", num_local_experts=4, attention_multiplier=0.3, logits_scaling=0.5),

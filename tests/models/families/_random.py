@@ -95,6 +95,10 @@ POOL: dict[str, list[Any]] = {
     "word_embed_proj_dim": [16],
     "conv_kernel_size": [0, 3],
     "linear_conv_kernel_dim": [1, 2, 3],
+    "conv_L_cache": [1, 2, 3, 5],
+    "block_multiple_of": [1, 8],
+    "block_ffn_dim_multiplier": [1.0, 1.3],
+    "num_dense_layers": [0, 1, 2, 4],
     "num_global_key_value_heads": [None, 1, 2],
     "use_bidirectional_attention": [None, "vision", "all"],
     "expansion_ratio": [2, 4],
@@ -132,7 +136,7 @@ SKIPPED = (
     "tie_encoder",
     "add_cross",
 )
-KINDS_OF_LAYERS = ["full_attention", "sliding_attention", "linear_attention"]
+MIXERS = ["linear_attention", "conv"]
 
 SLOW = ("unet", "vae", "vision-encoder")  # and their configs have few options; "sdxl" is a UNet, too
 
@@ -157,7 +161,8 @@ def draw(case: Case, rng: random.Random) -> dict[str, Any]:
 def draw_value(key: str, value: Any, rng: random.Random) -> Any:
     """Returns another value of a key. Layers keep their number, and positions by kind of layer their kinds."""
     if key == "layer_types":
-        kinds = KINDS_OF_LAYERS[::2] if "linear_attention" in value else KINDS_OF_LAYERS[:2]
+        mixers = [kind for kind in MIXERS if kind in value] or ["sliding_attention"]
+        kinds = ["full_attention", *mixers]
         return [rng.choice(kinds) for _ in value]
     if key == "rope_parameters" and "full_attention" in (value or {}):
         return {kind: rng.choice(POOL[key]) for kind in value}

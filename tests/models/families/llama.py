@@ -14,6 +14,7 @@ from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from redeqx.models.gemma import Gemma3, Gemma3Config
 from redeqx.models.gemma4 import Gemma4, Gemma4Config
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
+from redeqx.models.lfm_moe import Lfm2Moe, Lfm2MoeConfig
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Mixtral, MixtralConfig
@@ -173,7 +174,7 @@ DEEPSEEK = DeepseekV3Config(
 QWEN3_NEXT = Qwen3NextConfig(
     n_kv_heads=2,
     head_size=16,
-    delta_layers=(0,),
+    mixer_layers=(0,),
     delta_groups=2,
     delta_heads=4,
     delta_size=16,
@@ -183,6 +184,9 @@ QWEN3_NEXT = Qwen3NextConfig(
     d_expert=16,
     d_shared=32,
     **SIZES,
+)
+LFM2 = Lfm2MoeConfig(
+    n_kv_heads=2, mixer_layers=(0, 2), n_dense=1, n_experts=4, n_chosen=2, d_expert=16, **{**SIZES, "n_layers": 3}
 )
 GEMMA4 = Gemma4Config(
     n_kv_heads=2,
@@ -214,6 +218,7 @@ TRAININGS = [
     Training("mixtral", lambda key: Mixtral(MIXTRAL, key=key), EXAMPLES, loss_fn),
     Training("minimax-m2", lambda key: MiniMaxM2(MINIMAX, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
     Training("gpt-oss", lambda key: GptOss(GPT_OSS, key=key), EXAMPLES, loss_fn),
+    Training("lfm2-moe", lambda key: Lfm2Moe(LFM2, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
     Training("qwen3-next", lambda key: Qwen3Next(QWEN3_NEXT, key=key), EXAMPLES, loss_fn),
     Training("deepseek-v3", lambda key: DeepseekV3(DEEPSEEK, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
 ]

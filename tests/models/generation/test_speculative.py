@@ -11,6 +11,7 @@ import pytest
 import redeqx
 from redeqx.models import generate
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.models.lfm import Lfm2, Lfm2Config
 from redeqx.models.mistral import Mistral, MistralConfig
 from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
 from redeqx.models.t5 import T5, T5Config
@@ -68,15 +69,18 @@ def test_options_and_ends_apply_to_each_token():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("family", ["mistral", "t5", "qwen3-next"])
+@pytest.mark.parametrize("family", ["mistral", "t5", "qwen3-next", "lfm2"])
 def test_other_families(family):
     """Rotary positions with a window, an encoder-decoder, and layers with states in place of keys and values."""
     if family == "qwen3-next":
         cls = Qwen3Next
         config = Qwen3NextConfig(
-            VOCAB, 32, d_model=16, n_layers=2, n_heads=4, head_size=8, delta_layers=(0,), delta_groups=2, delta_heads=4,
+            VOCAB, 32, d_model=16, n_layers=2, n_heads=4, head_size=8, mixer_layers=(0,), delta_groups=2, delta_heads=4,
             delta_size=8, delta_value_size=8, n_experts=4, n_chosen=2, d_expert=8, d_shared=8,
         )  # fmt: skip
+    elif family == "lfm2":
+        cls = Lfm2
+        config = Lfm2Config(VOCAB, 32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_mlp=24, mixer_layers=(1,))
     elif family == "mistral":
         cls, config = Mistral, MistralConfig(VOCAB, 32, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_mlp=24, window=6)
     else:

@@ -23,7 +23,7 @@ CONFIG = Qwen3NextConfig(
     delta_heads=HEADS,
     delta_size=SIZE,
     delta_value_size=VALUE,
-    delta_kernel=KERNEL,
+    conv_kernel=KERNEL,
     init_std=0.5,
 )
 LAYER = make_delta(CONFIG, jax.random.key(0))

@@ -1,0 +1,176 @@
+"""What a block computes across tokens: an attention, or in some layers a mixer, which keeps a state.
+
+The values of `CausalLMConfig` say what a layer has. The layers are those of `nn`; norms are here too.
+
+Dims: d = width of the model, heads x size = width of the queries, groups x size = width of keys and values, kernel =
+taps of a convolution.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ..nn import (
+    Attention,
+    GatedDelta,
+    LatentAttention,
+    OffsetLayerNorm,
+    OffsetRMSNorm,
+    ShortConv,
+    States,
+    YarnScaling,
+    normal_linear,
+)
+from ._config import CausalLMConfig
+from ._layers import LayerKind
+
+Norm = eqx.nn.RMSNorm | eqx.nn.LayerNorm
+
+
+def make_norm(config: CausalLMConfig, size: int) -> Norm:
+    """Returns a norm of the config's kind."""
+    if config.norm == "rms":
+        return eqx.nn.RMSNorm(size, eps=config.norm_eps, use_bias=False)
+    if config.norm == "offset_rms":
+        return OffsetRMSNorm(size, eps=config.norm_eps)
+    if config.norm == "offset_layer":
+        return OffsetLayerNorm(size, eps=config.norm_eps)
+    has_leaves = config.norm == "layer"
+    return eqx.nn.LayerNorm(size, eps=config.norm_eps, use_weight=has_leaves, use_bias=has_leaves and config.norm_bias)
+
+
+def residual_std(config: CausalLMConfig) -> float:
+    """Returns the standard deviation of the initial weights that add to the residual stream, two in each block."""
+    return config.init_std / (2 * config.n_layers) ** 0.5 if config.scales_residual else config.init_std
+
+
+def make_attention(config: CausalLMConfig, key: PRNGKeyArray, kind: LayerKind | None = None) -> Attention:
+    """Returns an attention with keys and values of each head.
+
+    **Arguments:**
+
+    - `kind`: the kind of the layer; None if all layers are alike.
+    """
+    q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+    d, std = config.d_model, config.init_std
+    size, groups = (config.size, config.groups) if kind is None else (kind.size, kind.groups)
+    has_keys, has_values = (True, True) if kind is None else (kind.has_keys, kind.has_values)
+    output_bias = config.attention_bias if config.output_bias is None else config.output_bias
+
+    def project(n_heads: int, key: PRNGKeyArray) -> eqx.nn.Linear:
+        return normal_linear(d, n_heads * size, std=std, use_bias=config.attention_bias, key=key)
+
+    def head_norm(n_heads: int) -> Norm | None:
+        sizes = {"head": size, "all": n_heads * size}
+        return None if config.head_norm is None else make_norm(config, sizes[config.head_norm])
+
+    return Attention(
+        query=project(config.n_heads, q_key),
+        key=project(groups, k_key) if has_keys else None,
+        value=project(groups, v_key) if has_values else None,
+        output=normal_linear(config.n_heads * size, d, std=residual_std(config), use_bias=output_bias, key=o_key),
+        n_heads=config.n_heads,
+        n_kv_heads=groups,
+        dropout=eqx.nn.Dropout(config.attention_dropout),
+        scale=config.attention_scale,
+        query_norm=head_norm(config.n_heads),
+        key_norm=head_norm(groups) if has_keys else None,
+        cap=config.attention_cap,
+        sinks=jnp.zeros(config.n_heads) if config.has_sinks else None,
+        gate=project(config.n_heads, jax.random.fold_in(q_key, 1)) if config.gates_attention else None,
+        clip=config.attention_clip,
+        rotates_first=config.norms_rotated,
+        value_norm=_plain_norm(config, size) if has_keys and config.has_value_norm else None,
+    )
+
+
+def _plain_norm(config: CausalLMConfig, size: int) -> eqx.nn.RMSNorm:
+    """Returns an RMSNorm without a scale."""
+    return eqx.nn.RMSNorm(size, eps=config.norm_eps, use_weight=False, use_bias=False)
+
+
+def make_latent_attention(config: CausalLMConfig, key: PRNGKeyArray) -> LatentAttention:
+    """Returns an attention whose keys and values are computed from latent vectors."""
+    keys = iter(jax.random.split(key, 6))
+    d, heads, rank, rotary = config.d_model, config.n_heads, config.latent_size, config.shared_rotary_size
+    assert rank is not None
+    query_rank, scaling = config.query_latent_size, config.rope_scaling
+    has_bias = config.attention_bias  # of layers to the latent vectors, and of the output
+
+    def make(n_in: int, n_out: int, use_bias: bool = False, std: float = config.init_std) -> eqx.nn.Linear:
+        return normal_linear(n_in, n_out, std=std, use_bias=use_bias, key=next(keys))
+
+    return LatentAttention(
+        query_down=None if query_rank is None else make(d, query_rank, has_bias),
+        query_norm=None if query_rank is None else eqx.nn.RMSNorm(query_rank, eps=config.latent_eps, use_bias=False),
+        query=make(d if query_rank is None else query_rank, heads * config.size),
+        latent=make(d, rank + rotary, has_bias),
+        latent_norm=eqx.nn.RMSNorm(rank, eps=config.latent_eps, use_bias=False),
+        key=make(rank, heads * config.plain_size),
+        value=make(rank, heads * config.value_size),
+        output=make(heads * config.value_size, d, has_bias, residual_std(config)),
+        n_heads=heads,
+        n_rotary=rotary,
+        scale=config.size**-0.5 * (scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0),
+        dropout=eqx.nn.Dropout(config.attention_dropout),
+    )
+
+
+def make_delta(config: CausalLMConfig, key: PRNGKeyArray) -> GatedDelta:
+    """Returns a layer with a gated delta rule, whose rates of decay are drawn from U(0.01, 16)."""
+    keys = iter(jax.random.split(key, 11))
+    d, std, kernel = config.d_model, config.init_std, config.conv_kernel
+    d_key, d_value = config.delta_groups * config.delta_size, config.delta_heads * config.delta_value_size
+
+    def make(n_in: int, n_out: int, std: float = std) -> eqx.nn.Linear:
+        return normal_linear(n_in, n_out, std=std, use_bias=False, key=next(keys))
+
+    def taps(width: int) -> Float[Array, "width kernel"]:
+        return std * jax.random.normal(next(keys), (width, kernel))
+
+    return GatedDelta(
+        query=make(d, d_key),
+        key=make(d, d_key),
+        value=make(d, d_value),
+        gate=make(d, d_value),
+        strength=make(d, config.delta_heads),
+        decay=make(d, config.delta_heads),
+        query_taps=taps(d_key),
+        key_taps=taps(d_key),
+        value_taps=taps(d_value),
+        decay_bias=jnp.ones(config.delta_heads),
+        log_rate=jnp.log(jax.random.uniform(next(keys), (config.delta_heads,), minval=0.01, maxval=16.0)),
+        norm=eqx.nn.RMSNorm(config.delta_value_size, eps=config.norm_eps, use_bias=False),
+        output=make(d_value, d, residual_std(config)),
+        n_groups=config.delta_groups,
+        n_heads=config.delta_heads,
+        activation=config.activation,
+    )
+
+
+def make_conv(config: CausalLMConfig, key: PRNGKeyArray) -> ShortConv:
+    """Returns a short convolution between two gates."""
+    *keys, taps_key, output_key = jax.random.split(key, 5)
+    d, std = config.d_model, config.init_std
+    value, gate_in, gate_out = (normal_linear(d, d, std=std, use_bias=False, key=key) for key in keys)
+    taps = std * jax.random.normal(taps_key, (d, config.conv_kernel))
+    output = normal_linear(d, d, std=residual_std(config), use_bias=False, key=output_key)
+    return ShortConv(value, gate_in, gate_out, taps, output)
+
+
+def make_mixer(config: CausalLMConfig, key: PRNGKeyArray) -> GatedDelta | ShortConv:
+    """Returns a layer of the kind that the config has in place of some attentions."""
+    return make_delta(config, key) if config.mixer == "delta" else make_conv(config, key)
+
+
+def empty_states(config: CausalLMConfig, dtype: Any) -> States:
+    """Returns the states of all mixers before the first token."""
+    n, kept = sum(config.mixers), config.conv_kernel - 1
+    if config.mixer == "conv":
+        return States.empty(((n, kept, config.d_model),), None, dtype)
+    heads, size, value_size = config.delta_heads, config.delta_size, config.delta_value_size
+    widths = (config.delta_groups * size, config.delta_groups * size, heads * value_size)
+    return States.empty(tuple((n, kept, width) for width in widths), (n, heads, size, value_size), dtype)

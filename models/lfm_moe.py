@@ -1,0 +1,75 @@
+"""LFM2 with experts: the first layers have an MLP, the others experts that are chosen by sigmoids with a correction.
+
+Source: *LFM2 Technical Report* (arXiv:2511.23404).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ._kinds import COUNT, LIST
+from .decoder import CausalLM, MixerLayers, Names, rows
+from .hf import ConfigReader, Field, published
+from .lfm import ROWS, WITHOUT, Lfm2Config
+
+
+def _none(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int]:
+    """Raises ValueError for files without `layer_types`."""
+    del known
+    reader.get("layer_types", kind=LIST)
+    return ()
+
+
+@dataclass(frozen=True)
+class Lfm2MoeConfig(Lfm2Config):
+    """The sizes of an LFM2 with experts. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    d_model: int = 2048
+    d_mlp: int | None = 7168
+    n_experts: int = 32
+    n_chosen: int = 4
+    d_expert: int | None = 1792
+    n_dense: int = 2
+    router_score: str = "sigmoid"
+    has_correction: bool = True
+
+    model_type = "lfm2_moe"
+    router_eps = 1e-6
+    rows = rows(
+        *ROWS,
+        MixerLayers("conv", _none),
+        Field("moe_intermediate_size", "d_expert"),
+        Field("num_experts", "n_experts"),
+        Field("num_experts_per_tok", "n_chosen"),
+        Field("num_dense_layers", "n_dense", COUNT),
+        Field("norm_topk_prob", "renormalize"),
+        Field("routed_scaling_factor", "router_scale"),
+        Field("use_expert_bias", "has_correction"),
+        without=WITHOUT,
+    )
+    aliases = MappingProxyType({"tie_embedding": "tie_word_embeddings"})
+    names = Names(
+        {
+            **Lfm2Config.names.block,
+            "feed_forward.gate": "mlp.router",
+            "feed_forward.expert_bias": "mlp.correction",
+            "feed_forward.experts.{}.w1": "mlp.experts.gate",
+            "feed_forward.experts.{}.w2": "mlp.experts.down",
+            "feed_forward.experts.{}.w3": "mlp.experts.up",
+        },
+        norm="model.embedding_norm",
+        experts="feed_forward.experts",
+    )
+    sizes = published(
+        {"8b-a1b": {"n_layers": 24}},
+        mixer_layers=tuple(i for i in range(24) if i not in (2, 6, 10, 14, 18, 21)),
+        eos_token_id=7,
+    )
+
+
+class Lfm2Moe(CausalLM):
+    """An LFM2 with experts, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = Lfm2MoeConfig
+    __init__ = CausalLM.__init__
