@@ -8,9 +8,9 @@ from typing import Any
 
 from ._kinds import POSITIVE
 from .decoder import CausalLM, CausalLMConfig, Experts, Names, rows
-from .hf import Field, published
+from .hf import Field, Row, published
 
-_FACTORS = (
+FACTORS: tuple[Row, ...] = (
     Field("embedding_multiplier", "embedding_scale", POSITIVE),
     Field("attention_multiplier", "attention_scale", POSITIVE),
     Field("residual_multiplier", "residual_scale", POSITIVE),
@@ -39,7 +39,7 @@ class GraniteConfig(CausalLMConfig):
     rows = rows(
         Field("attention_bias"),
         Field("mlp_bias"),
-        *_FACTORS,
+        *FACTORS,
         without=("head_size",),
     )
     sizes = published(
@@ -74,7 +74,7 @@ class GraniteMoeConfig(GraniteConfig):
     model_type = "granitemoe"
     rows = rows(
         Field("attention_bias"),
-        *_FACTORS,
+        *FACTORS,
         Field("num_local_experts", "n_experts"),
         Field("num_experts_per_tok", "n_chosen"),
         without=("head_size",),

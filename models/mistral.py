@@ -59,7 +59,7 @@ class Ministral(CausalLM):
     __init__ = CausalLM.__init__
 
 
-class _GrowingRope(Rope):
+class GrowingRope(Rope):
     """Rotary positions, and among their parameters the growth of queries, which has no default there."""
 
     @property
@@ -68,7 +68,8 @@ class _GrowingRope(Rope):
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         said = {**reader.get("rope_parameters", {}), **reader.get("rope_scaling", {})}
-        if not said:
+        if not said:  # transformers reads a base by itself in no file
+            reader.only("rope_theta", known["rope_theta"], None)
             return super().read(reader, known)
         growth = reader.nested("rope_parameters", said).get("llama_4_scaling_beta", kind=NOT_NEGATIVE)
         return {**super().read(reader, {**known, "rope_theta": 10000.0}), "query_growth": growth}
@@ -96,8 +97,14 @@ class Ministral3Config(MistralConfig):
     pad_token_id: int | None = 11
 
     model_type = "ministral3"
-    rows = rows(Window(), Only("model_type", "ministral3", is_written=False), _GrowingRope(kinds=("default", "yarn")))
-    sizes = published({"3b": {"d_model": 3072, "d_mlp": 9216, "n_layers": 26, "is_tied": True}, "8b": {}})
+    rows = rows(Window(), Only("model_type", "ministral3", is_written=False), GrowingRope(kinds=("default", "yarn")))
+    sizes = published(
+        {
+            "3b": {"d_model": 3072, "d_mlp": 9216, "n_layers": 26, "is_tied": True},
+            "8b": {},
+            "14b": {"d_model": 5120, "d_mlp": 16384, "n_layers": 40, "rope_theta": 1e9},
+        }
+    )
 
 
 class Ministral3(CausalLM):

@@ -217,7 +217,7 @@ class CausalLM(Decoder, Pretrained):
             angles = []
         elif self.positions is None:
             positions = token_positions(mask, seq, cache, segments=segments)
-            angles = [self._angles(positions, rope) for rope in angles]
+            angles = [] if angles == [None] else [self._angles(positions, rope) for rope in angles]
         else:
             angles = []
         if config.is_causal:

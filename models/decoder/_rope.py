@@ -1,7 +1,7 @@
 """`Rope`: the keys of `config.json` that describe rotary positions."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,15 @@ class Rope(Row):
     - `kinds`: the accepted values of `rope_type`; and "alpha" if the "dynamic" one may have a fixed factor of that name.
     - `n_original`: the default of `original_max_position_embeddings`, which then is a key of its own; None for
         `n_positions`.
+    - `share`: a function of the known fields that returns the share that files may name, if it follows from sizes; None for
+        the whole head.
     """
 
     has_share: bool = False
     has_local: bool = False
     kinds: tuple[str, ...] = KINDS
     n_original: int | None = None
+    share: Callable[[Mapping[str, Any]], float] | None = None
 
     @property
     def keys(self) -> dict[str, str]:
@@ -72,10 +75,12 @@ class Rope(Row):
         else:
             is_proportional = rope.get("rope_type", "default") == "proportional"  # whose share is part of the scaling
             for where in (reader,) if is_proportional else (reader, rope):
-                where.only("partial_rotary_factor", 1.0, None)
-        scaling = _scaling(reader, rope, known["n_positions"], self.n_original, self.kinds)
+                where.only("partial_rotary_factor", 1.0 if self.share is None else self.share(known), None)
         is_said = reader.has("rope_parameters") or reader.has("rope_scaling")
-        found["rope_scaling"] = scaling if is_said else known["rope_scaling"]
+        scaling = known["rope_scaling"]
+        if is_said:
+            scaling = _scaling(reader, rope, known["n_positions"], self.n_original, self.kinds)
+        found["rope_scaling"] = scaling
         if isinstance(scaling, DynamicScaling):  # it is for texts longer than the original ones
             found["n_positions"] = int(scaling.factor * scaling.n_original)
         return found

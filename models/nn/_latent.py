@@ -49,12 +49,14 @@ class LatentAttention(eqx.Module):
         *,
         mask: Mask | None = None,
         rotary: Callable[[Array], Array] | None = None,
+        factors: Float[Array, "seq 1 1"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "seq d"], Cache | None]:
         """Returns the attention output for each row of `x`, and the cache. See `Attention` for the arguments."""
         down = x if self.query_down is None else _normed(self.query_norm, linear(self.query_down, x))
         queries = rearrange(linear(self.query, down), "seq (heads size) -> seq heads size", heads=self.n_heads)
+        queries = queries if factors is None else queries * factors.astype(queries.dtype)
         plain, turned = queries[..., : -self.n_rotary], queries[..., -self.n_rotary :]
         found = linear(self.latent, x)
         latents, shared = norm(self.latent_norm, found[:, : -self.n_rotary]), found[:, None, -self.n_rotary :]

@@ -192,6 +192,18 @@ class UNetConfig(FolderConfig):
                 "added_wave_size": 256,
                 "sample_size": 128,
             },
+            "sdxl-refiner": {
+                "block_channels": (384, 768, 1536, 1536),
+                "down_attention": (False, True, True, False),
+                "up_attention": (False, True, True, False),
+                "transformer_layers": (4, 4, 4, 4),
+                "n_heads": (6, 12, 24, 24),
+                "context_size": 1280,
+                "use_linear_projection": True,
+                "added_size": 2560,
+                "added_wave_size": 256,
+                "sample_size": 128,
+            },
         }
     )
 

@@ -28,11 +28,13 @@ from redeqx.models.glm_moe import Glm4Moe
 from redeqx.models.gpt_neo import GPTNeo
 from redeqx.models.gpt_neox import GPTNeoX
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
+from redeqx.models.granite_hybrid import GraniteMoeHybrid
 from redeqx.models.hf import ConfigReader
 from redeqx.models.lfm import Lfm2, Lfm2Config
 from redeqx.models.lfm_moe import Lfm2Moe
 from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Ministral3, Mistral, Mixtral, MixtralConfig
+from redeqx.models.mistral4 import Mistral4
 from redeqx.models.mpt import Mpt
 from redeqx.models.nn import Attention, DynamicScaling, LinearScaling, LongScaling, add_routing, distance_bias, rotation
 from redeqx.models.olmo import Olmo
@@ -95,9 +97,11 @@ def test_the_table_of_families_is_up_to_date():
 # The number of parameters of the published weights.
 PUBLISHED = {
     "mistral": {"7b": 7_241_732_096},
-    "ministral3": {"3b": 3_429_006_336, "8b": 8_489_553_920},
+    "ministral3": {"3b": 3_429_006_336, "8b": 8_489_553_920, "14b": 13_506_073_600},
     "lfm2": {"350m": 354_483_968, "700m": 742_489_344, "1.2b": 1_170_340_608, "2.6b": 2_569_272_320},
     "lfm2_moe": {"8b-a1b": 8_339_930_560},  # with the 704 numbers that correct the routers
+    "mistral4": {"small": 118_972_826_624},
+    "granitemoehybrid": {"350m": 352_379_904, "1b": 1_631_750_144, "micro": 3_402_836_480},
     "minimax_m2": {"m2": 228_689_764_864},
     "mixtral": {"8x7b": 46_702_792_704, "8x22b": 140_630_071_296},
     "qwen2": {"0.5b": 494_032_768, "1.5b": 1_543_714_304, "7b": 7_615_616_512, "72b": 72_706_203_648},
@@ -203,6 +207,19 @@ def test_presets_have_the_published_number_of_parameters(cls):
             {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
             r"`rope_parameters`: expected one with `n_original`, after which queries grow, got None",
         ),
+        (Ministral3, {"rope_theta": 5e5}, r"`rope_theta`: expected 1000000\.0 or None, .* got 500000\.0"),
+        (Mistral4, {"head_dim": 64}, r"`head_dim`: expected 128 or None, .* got 64"),
+        (Mistral4, {"n_group": 2}, r"`n_group`: expected 1, .* got 2"),
+        (
+            Mistral4,
+            {"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.25}},
+            r"`partial_rotary_factor`: expected 0\.5 or None, .* got 0\.25",
+        ),
+        (
+            Mistral4,
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            r"`rope_type`: expected 'yarn', .* got 'default'",
+        ),
         (Qwen3Moe, {"mlp_only_layers": [1]}, r"`mlp_only_layers`: expected the first layers, .* got \[1\]"),
         (Qwen2Moe, {"use_sliding_window": True}, r"`use_sliding_window`: expected False, .* got True"),
         (GptOss, {"swiglu_alpha": 1.0}, r"`swiglu_alpha`: expected 1\.702, .* got 1\.0"),
@@ -277,6 +294,12 @@ def test_presets_have_the_published_number_of_parameters(cls):
         (Mpt, {"attn_config": {"alibi_bias_max": 6}}, r"attn_config`: `alibi_bias_max`: expected 8, .* got 6"),
         (Mpt, {"attn_config": {"qk_ln": True}}, r"attn_config`: `qk_ln`: expected False, .* got True"),
         (Mpt, {"expansion_ratio": 2}, r"`expansion_ratio`: expected 4, .* got 2"),
+        (GraniteMoeHybrid, {}, r"`layer_types`: expected full_attention for each of 32 layers, .* got \['linear_attention'"),
+        (
+            GraniteMoeHybrid,
+            {"num_hidden_layers": 1, "layer_types": ["attention"], "position_embedding_type": "alibi"},
+            r"`position_embedding_type`: expected None or 'rope' or 'nope', .* got 'alibi'",
+        ),
         (Olmoe, {"clip_qkv": 8.0}, r"`clip_qkv`: expected None, .* got 8\.0"),
         (Cohere, {"use_qk_norm": True}, r"`use_qk_norm`: expected False or None, .* got True"),
         (StableLm, {"use_parallel_residual": True}, r"`use_parallel_residual`: expected False, .* got True"),
@@ -475,6 +498,7 @@ def test_the_text_model_of_a_folder_with_images_is_read_by_its_class(tmp_path):
             ("vision_tower.encoder.weight", "multi_modal_projector.mm_soft_emb_norm.weight"),
         ),
         ("ministral3", Ministral3, "language_model.model.", ("vision_tower.ln_pre.weight",)),
+        ("mistral4", Mistral4, "language_model.model.", ("vision_tower.ln_pre.weight",)),
         (
             "../mistral",
             Mistral,

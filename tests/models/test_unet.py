@@ -117,7 +117,10 @@ def test_bfloat16_stays_bfloat16(model):
     assert jnp.abs(found.astype(jnp.float32) - wanted).mean() < 0.05 * wanted.std()
 
 
-@pytest.mark.parametrize(("size", "n"), [("sd1", 859_520_964), ("sd2", 865_910_724), ("sdxl", 2_567_463_684)])
+PUBLISHED = {"sd1": 859_520_964, "sd2": 865_910_724, "sdxl": 2_567_463_684, "sdxl-refiner": 2_259_526_660}
+
+
+@pytest.mark.parametrize(("size", "n"), PUBLISHED.items())
 def test_presets_have_the_published_number_of_parameters(size, n):
     shapes = eqx.filter_eval_shape(UNet, UNetConfig.of(size), key=jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes) if is_array_like(leaf)) == n

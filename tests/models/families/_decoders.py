@@ -149,6 +149,7 @@ SPARSE = {
     "moe_intermediate_size": 12,
     "shared_expert_intermediate_size": 10,
 }
+ATTENTION = {"layer_types": ["full_attention"] * 2, "shared_intermediate_size": 20, "mamba_n_heads": 4}
 OLD = dict.fromkeys(("num_key_value_heads", "intermediate_size", "max_position_embeddings"))  # keys that they lack
 NEO = {"num_key_value_heads": None, "num_hidden_layers": None, "num_attention_heads": None, "num_layers": 2, "num_heads": 4}
 CASES = [
@@ -269,8 +270,16 @@ CASES = [
         num_experts_per_tok=2,
         moe_intermediate_size=12,
     ),
+    case(
+        "mistral4",
+        "Mistral4",
+        **{**LATENT, "rope_parameters": GROWING},
+        q_lora_rank=14,
+    ),
     case("dots1", "Dots1", **ROUTED, norm_topk_prob=True),
     case("granite-moe", "GraniteMoe", num_local_experts=4, attention_multiplier=0.3, logits_scaling=0.5),
+    case("granite-4", "GraniteMoeHybrid", **ATTENTION, num_local_experts=0, position_embedding_type="rope"),
+    case("granite-4-experts", "GraniteMoeHybrid", **ATTENTION, num_local_experts=4, attention_multiplier=0.3),
     case("falcon-new", "Falcon", num_kv_heads=2, new_decoder_architecture=True, alibi=False),
     case("falcon", "Falcon", bias=True, ffn_hidden_size=40),
     case("falcon-alibi", "Falcon", num_attention_heads=6, multi_query=False, parallel_attn=False, bias=True, alibi=True),

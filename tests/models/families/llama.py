@@ -14,10 +14,12 @@ from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from redeqx.models.gemma import Gemma3, Gemma3Config
 from redeqx.models.gemma4 import Gemma4, Gemma4Config
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
+from redeqx.models.granite_hybrid import GraniteMoeHybrid, GraniteMoeHybridConfig
 from redeqx.models.lfm_moe import Lfm2Moe, Lfm2MoeConfig
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Mixtral, MixtralConfig
+from redeqx.models.mistral4 import Mistral4, Mistral4Config
 from redeqx.models.qwen import Qwen3, Qwen3Config
 from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
 from tests.models.families._case import Case, Training
@@ -171,6 +173,21 @@ DEEPSEEK = DeepseekV3Config(
     n_chosen_groups=2,
     **SIZES,
 )
+MISTRAL4 = Mistral4Config(
+    latent_size=16,
+    query_latent_size=24,
+    plain_size=8,
+    shared_rotary_size=4,
+    value_size=8,
+    n_experts=4,
+    n_chosen=2,
+    d_expert=16,
+    d_shared=16,
+    **SIZES,
+)
+GRANITE4 = GraniteMoeHybridConfig(
+    n_kv_heads=2, n_experts=4, n_chosen=2, d_expert=16, d_shared=48, attention_scale=0.3, **SIZES
+)
 QWEN3_NEXT = Qwen3NextConfig(
     n_kv_heads=2,
     head_size=16,
@@ -218,6 +235,8 @@ TRAININGS = [
     Training("mixtral", lambda key: Mixtral(MIXTRAL, key=key), EXAMPLES, loss_fn),
     Training("minimax-m2", lambda key: MiniMaxM2(MINIMAX, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
     Training("gpt-oss", lambda key: GptOss(GPT_OSS, key=key), EXAMPLES, loss_fn),
+    Training("mistral4", lambda key: Mistral4(MISTRAL4, key=key), EXAMPLES, loss_fn),
+    Training("granite-4", lambda key: GraniteMoeHybrid(GRANITE4, key=key), EXAMPLES, loss_fn),
     Training("lfm2-moe", lambda key: Lfm2Moe(LFM2, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
     Training("qwen3-next", lambda key: Qwen3Next(QWEN3_NEXT, key=key), EXAMPLES, loss_fn),
     Training("deepseek-v3", lambda key: DeepseekV3(DEEPSEEK, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
