@@ -13,7 +13,7 @@ from typing import Any
 from ._kinds import COUNT, LIST
 from .decoder import CausalLM, Names, Shared, rows
 from .granite import FACTORS, GraniteConfig, GraniteMoeConfig
-from .hf import ConfigReader, Field, Row, Written, published
+from .hf import ConfigReader, Field, Row, published
 
 
 class _Positions(Row):
@@ -41,7 +41,9 @@ class _Layers(Row):
         return {}
 
     def write(self, config: Any) -> dict[str, Any]:
-        return {"layer_types": ["full_attention"] * config.n_layers}
+        # transformers checks the sizes of Mamba in any model. Its defaults, or those of the file, fit a width of 64 n.
+        sizes = {"mamba_n_heads": 1, "mamba_d_head": "auto"} if config.d_model % 64 else {}
+        return {"layer_types": ["full_attention"] * config.n_layers, **sizes}
 
 
 def _mlp(size: int) -> dict[str, int]:
@@ -71,8 +73,6 @@ class GraniteMoeHybridConfig(GraniteConfig):
         Field("num_experts_per_tok", "n_chosen", COUNT, load=lambda n_chosen, known: n_chosen if known["n_experts"] else 0),
         _Positions(),
         _Layers(),
-        Written("mamba_n_heads", 1),  # transformers checks these sizes, which no layer has
-        Written("mamba_d_head", "auto"),
         without=("head_size",),
     )
     aliases = MappingProxyType({"layers_block_type": "layer_types"})
