@@ -55,6 +55,9 @@ class Positions:
     - `dims`: for each variable with positions, its dims that are positions, in order.
     - `in_batch`: for each variable with positions, how many of these the batch has.
     - `rows`: for each variable with rows, the dim that begins with them.
+    - `lengths`: for each variable that has some, its dims that are dims of the batch after its rows, or parts of these. They
+        are positions if the function combines their entries.
+    - `parts_of_rows`: for each variable that has some, its dims of some of the rows, or of more, as those of `batch[1:]`.
     - `loops`: for each loop along positions, by its equation, whether it runs over chunks of them. Otherwise it takes one
         after the other, as a recurrence does.
     - `along`: where entries along positions are combined, one for each line, kind and size.
@@ -63,6 +66,8 @@ class Positions:
     dims: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
     in_batch: Mapping[Any, int] = field(default_factory=dict)
     rows: Mapping[Any, int] = field(default_factory=dict)
+    lengths: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
+    parts_of_rows: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
     loops: Mapping[Any, bool] = field(default_factory=dict)
     along: Sequence[Along] = ()
 
@@ -117,7 +122,12 @@ def positions_of(closed: Any, inputs: Inputs) -> Positions:
         for i, dim in reversed([*enumerate(value.dims)])
         if flat(dim)[:1] == names.rows[:1] != ()
     }
-    return Positions(dims, in_batch, rows, loops, _along([use for use in uses if use.root in seen], sets))
+    lengths, parts_of_rows = (
+        {var: tuple(i for i, dim in enumerate(value.dims) if is_one(dim)) for var, value in of_variables}
+        for is_one in (sets.is_of_batch, sets.is_part_of_rows)
+    )
+    along = _along([use for use in uses if use.root in seen], sets)
+    return Positions(dims, in_batch, rows, lengths, parts_of_rows, loops, along)
 
 
 class _Use(NamedTuple):
@@ -139,6 +149,10 @@ class _Sets:
         parts = [(how, self._own(before), self._own(after)) for how, before, after in names.parts]
         for _, before, after in parts:
             self._unify((*before, *after))
+        self._parts_of_rows = set[Atom]()
+        for _, before, after in names.parts:  # in the order of the function
+            if not self._parts_of_rows.union(self._rows).isdisjoint(flat(before)[:1]):
+                self._parts_of_rows.update(atom for atom in flat(after)[:1] if atom not in self._rows)
         batch = names.root.ins[names.inputs.batch]
         self._batch = [own for value in batch for dim in value.dims[1:] if (own := self._own(dim))]
         # The atoms of each dim that may have all positions: of the batch, and of what is sliced, padded or joined from it.
@@ -159,6 +173,15 @@ class _Sets:
     def of_batch(self, dim: Dim) -> Dim:
         """Returns the factors of a dim that may be positions, as in a dim of heads and then positions."""
         return tuple(atom for atom in self._own(dim) if self.in_batch(self.root(atom)))
+
+    def is_of_batch(self, dim: Dim) -> bool:
+        """Whether a dim begins with entries that may be positions."""
+        root = self.of_dim(dim)
+        return root is not None and self.in_batch(root) > 0
+
+    def is_part_of_rows(self, dim: Dim) -> bool:
+        """Whether a dim begins with some of the rows, or with more."""
+        return flat(dim)[:1] != () and flat(dim)[0] in self._parts_of_rows
 
     def in_batch(self, root: Atom) -> int:
         """Returns how many positions of a set the batch has; 0 if they are none of the batch's."""

@@ -23,6 +23,7 @@ from ..transforms import (
     DequantiseAtUse,
     ExchangeLookups,
     FixConvolutions,
+    FixLookups,
     FixPads,
     FixPools,
     FuseAttention,
@@ -101,8 +102,8 @@ def with_rules(
     splits_residual: bool = False,
     saved: list[Loop] | None = None,
 ) -> Callable[..., Any]:
-    """Returns a function `(weights, state, batch, ...)` under some rules, and between them those that split positions, which
-    depend on how many arrays the function receives.
+    """Returns a function `(weights, state, batch, ...)` under some rules, and between them those that split positions, or
+    leave them whole, which depend on how many arrays the function receives.
 
     **Arguments:**
 
@@ -113,7 +114,7 @@ def with_rules(
     mesh = plan.mesh
     by_sequence = mesh.shape[SEQUENCE] > 1
     before, after = ([rule for rule in some if rule is not None] for some in (first, rules))
-    if not by_sequence and not splits_residual:
+    if mesh.size == 1:
         return with_remats(fn, [*before, *after], saved)
 
     def split(*args: Any) -> Any:
@@ -123,10 +124,11 @@ def with_rules(
         around: list[Any] = [] if residual is None else [residual]
         around += [SplitPositions(mesh, inputs, residual=residual)] if by_sequence else []
         then = [
-            replace(rule, inputs=inputs) if isinstance(rule, FixConvolutions | FixPools | FuseAttention) else rule
+            replace(rule, inputs=inputs) if around and isinstance(rule, FixConvolutions | FixPools | FuseAttention) else rule
             for rule in after
         ]
-        return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *before, *around, *then], saved)(*args)
+        then = [FixLookups(mesh, inputs, splits_residual), *around, *then]
+        return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *before, *then], saved)(*args)
 
     return split
 

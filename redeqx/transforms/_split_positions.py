@@ -67,36 +67,12 @@ class _SplitValues(Rule):
     left: Collection[Any] = frozenset()  # variables that another rule splits
 
     def claims(self, eqn: Any) -> bool:
-        return any(self._splits(eqn)) or any(self._uneven(eqn))
+        return any(self._splits(eqn))
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        whole = self._uneven(eqn)
-        of_ins, of_outs = whole[: len(ins)], whole[len(ins) :]
-        outs = site.rest(eqn, [self._constrained(x, entries) for x, entries in zip(ins, of_ins, strict=True)])
         return [
-            out if var in self.left else self._constrained(out, {**of_out, **entries})
-            for out, var, of_out, entries in zip(outs, eqn.outvars, of_outs, self._splits(eqn), strict=True)
-        ]
-
-    def _uneven(self, eqn: Any) -> Sequence[Mapping[int, None]]:
-        """Returns for each operand and output of some equations those of its dims of positions that do not divide.
-
-        XLA would pad them. Of a scatter, and of the gradient of a lookup in a table without positions, it would add some
-        values wrongly (`test_xla_still_adds_the_gradient_of_padded_lookups` fails once it is fixed). At the gradient of a
-        sort, which looks up by unsigned numbers, it would end the process (jax 0.10.2, 2026-11-27).
-        """
-        name, atoms = eqn.primitive.name, [*eqn.invars, *eqn.outvars]
-        is_lookup = name == "gather" and not any(self.positions.dims.get(var) for var in variables(atoms[:1]))
-        if not is_lookup and name != "sort" and not name.startswith("scatter"):
-            return [{} for _ in atoms]
-        return [
-            {
-                dim: None
-                for var in variables([atom])
-                for dim in self.positions.dims.get(var, ())
-                if not self._divides(var, dim)
-            }
-            for atom in atoms
+            out if var in self.left else self._constrained(out, entries)
+            for out, var, entries in zip(site.rest(eqn, ins), eqn.outvars, self._splits(eqn), strict=True)
         ]
 
     def _splits(self, eqn: Any) -> list[Mapping[int, Any]]:

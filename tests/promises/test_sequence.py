@@ -513,7 +513,7 @@ def check_gradient(model, loss_fn):
 
 
 def test_xla_still_adds_the_gradient_of_padded_lookups():
-    """The error that `SplitPositions` avoids (jax 0.10.2, 2026-11-27). Once this fails, delete its `_uneven`."""
+    """The error that `FixLookups` avoids (jax 0.10.2, 2026-11-27). Once this fails, delete the rule."""
     table, tags = jnp.ones((8, 8)), jax.random.randint(KEY, (3, 64), 0, 8)
     gradient = jax.jit(jax.grad(lambda table, tags: table[tags[:, :-1], tags[:, 1:]].sum()))
     sharding = NamedSharding(redeqx.Deployer(0, n_sequence_shards=4, verbose=False).mesh, P(None, "sequence"))
