@@ -85,7 +85,7 @@ def plan_rules(
         GatherAtUse([of if of.is_gathered or named else None for of in every]),
         SplitRepeated(mesh, n_weights),
         *fixes,
-        InCustomDerivatives(fixes),
+        InCustomDerivatives((*fixes, FixLookups(mesh))),
         Reshard(splits, mesh),
         GroupMatmuls(split_sorted_rows(mesh), splits),
     ]

@@ -1,10 +1,11 @@
-"""Custom derivatives under the rules that correct XLA: `jax.custom_vjp` functions with convolutions, pools or such pads.
+"""Custom derivatives under the rules that correct XLA: `jax.custom_vjp` functions with convolutions, pools, pads or lookups.
 
 No rule enters a custom derivative, which belongs to the function that it was written for. But what XLA computes wrongly
 elsewhere, it computes wrongly there too. So this rule traces the function, its forward pass and the user's derivative, and
 evaluates them under the rules that avoid it.
 
-Cost: none, beyond that of these rules without positions: no dim along which a window slides is split.
+Cost: none, beyond that of these rules without positions: no dim along which a window slides is split, and none of lookups
+that does not divide.
 """
 
 from collections.abc import Callable, Sequence

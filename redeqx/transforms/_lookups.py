@@ -33,18 +33,20 @@ class FixLookups(Rule):
 
     **Arguments:**
 
-    - `inputs`: what the function's inputs are.
+    - `inputs`: what the function's inputs are; None inside a custom derivative. There each dim may be one of the batch.
     - `splits_residual`: whether the model axis splits positions too.
     - `positions`: those of one function.
     """
 
     mesh: Mesh
-    inputs: Inputs
+    inputs: Inputs | None = None
     splits_residual: bool = False
     positions: Positions = field(default_factory=Positions)
     corrects: ClassVar = True
 
     def of(self, closed: Any) -> Rule | None:
+        if (inputs := self.inputs) is None:
+            return self
         sizes = {
             size
             for eqn in equations(closed)
@@ -54,7 +56,7 @@ class FixLookups(Rule):
         }
         if self.mesh.shape[SEQUENCE] == 1 and all(size == 1 or size % self.mesh.size == 0 for size in sizes):
             return None
-        positions = or_as_written(lambda: positions_of(closed, self.inputs), Positions, "the search for positions")
+        positions = or_as_written(lambda: positions_of(closed, inputs), Positions, "the search for positions")
         return replace(self, positions=positions)
 
     def claims(self, eqn: Any) -> bool:
@@ -104,6 +106,8 @@ class FixLookups(Rule):
         if not is_variable(atom):
             return set()
         n_rows, n = n_batch_shards(self.mesh), self.mesh.shape[SEQUENCE]
+        if self.inputs is None:
+            return {dim for dim, size in enumerate(atom.aval.shape) if size > 1 and (size % n_rows or size % n)}
         n_lengths = n * self.mesh.shape[MODEL] if self.splits_residual else n
         rows = [(dim, n_rows) for dim in [self.positions.rows.get(atom)] if dim is not None]
         parts = [(dim, n_rows * n) for dim in self.positions.parts_of_rows.get(atom, ())]
