@@ -135,8 +135,18 @@ def _gpus(name: str, size: str, memory: int | None) -> Machine:
                 raise
             for plugin in plugins:
                 plugin.load().initialize()
+            _call_back()
             described = topologies.get_topology_desc(platform="cuda", topology_name="", **options)
     return Machine(name, tuple(described.devices), int(USABLE * gpu.chip.memory), gpu.chip)
+
+
+def _call_back() -> None:
+    """Tells JAX's modules of the plugin, as JAX does with those that it finds itself: without their partitioners a program
+    with cuDNN's attention does not compile."""
+    from jax._src import xla_bridge
+
+    for callback in xla_bridge._plugin_callbacks:
+        callback(c_api=xla_bridge._backend_factories["cuda"].c_api)
 
 
 def _tpus(name: str, kind: str, size: str) -> Machine:
