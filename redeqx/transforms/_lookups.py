@@ -6,7 +6,7 @@ lengths of the batch, and rows or parts of them, as in `table[ids[1:]]`. At the 
 unsigned numbers, padding would end the process.
 
 If the rows of a scatter's operand are split over the sequence axis too, and that axis splits what is scattered, XLA drops
-the operand on all devices but one. So this rule splits them as the rows of a batch.
+the operand on all devices but one, before JAX 0.12. So this rule splits them as the rows of a batch.
 
 Source: measured with jax 0.10.2 (the tests `test_xla_still_...` fail once it is fixed). Cost: each device looks up all
 positions that do not divide, and in the backward pass of parts of rows too.

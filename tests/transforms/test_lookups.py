@@ -115,8 +115,9 @@ def test_xla_still_scatters_padded_values(axis):
     assert not np.allclose(split, scatter(values, IDS[:5], P()), atol=0.5)
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX 0.12 adds the operand")
 def test_xla_still_drops_the_operand_of_a_scatter():
-    """The other error that `FixLookups` avoids (jax 0.10.2, 2026-11-27)."""
+    """The other error that `FixLookups` avoids, up to JAX 0.11 (2026-11-27)."""
     mesh = make_mesh(n_sequence_shards=4)
 
     def split(x, *spec):
