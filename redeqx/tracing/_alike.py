@@ -54,7 +54,8 @@ def _equation(eqn: Any, order: int) -> Any:
 def _form(x: Any, order: int) -> Any:
     """Returns a parameter in a form that can be compared."""
     if isinstance(x, jex.ClosedJaxpr | jex.Jaxpr):  # one class since JAX 0.12
-        return _jaxpr(getattr(x, "jaxpr", x), order), list(map(_array, getattr(x, "consts", ())))
+        jaxpr: Any = getattr(x, "jaxpr", x)
+        return _jaxpr(jaxpr, order), list(map(_array, getattr(x, "consts", ())))
     if isinstance(x, Mapping):
         return {key: _form(value, order) for key, value in x.items()}
     if isinstance(x, tuple | list):
