@@ -143,10 +143,10 @@ def _gpus(name: str, size: str, memory: int | None) -> Machine:
 def _call_back() -> None:
     """Tells JAX's modules of the plugin, as JAX does with those that it finds itself: without their partitioners a program
     with cuDNN's attention does not compile."""
-    from jax._src import xla_bridge
+    from jax._src.xla_bridge import _backend_factories, _plugin_callbacks
 
-    for callback in xla_bridge._plugin_callbacks:
-        callback(c_api=xla_bridge._backend_factories["cuda"].c_api)
+    for callback in _plugin_callbacks if "cuda" in _backend_factories else ():
+        callback(c_api=_backend_factories["cuda"].c_api)
 
 
 def _tpus(name: str, kind: str, size: str) -> Machine:

@@ -532,8 +532,11 @@ def test_gpu_compiler_starts_without_the_check_of_cuda_libraries(monkeypatch, is
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
     monkeypatch.setattr(topologies, "get_topology_desc", get_topology_desc)
     monkeypatch.setattr("redeqx.machine._devices.entry_points", lambda group: [point])
+    # JAX calls these with a plugin that it loads itself, to register partitioners.
+    monkeypatch.setattr("jax._src.xla_bridge._backend_factories", {"cuda": SimpleNamespace(c_api="of cuda")})
+    monkeypatch.setattr("jax._src.xla_bridge._plugin_callbacks", [lambda c_api: seen.append(c_api)])
     assert describe("gpu:a100-40gb:2x4").devices == ("1x2x4",)
-    assert seen == (["1", "initialized", "1"] if is_jax_started else ["1"])
+    assert seen == (["1", "initialized", "of cuda", "1"] if is_jax_started else ["1"])
     assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
 
 
