@@ -36,15 +36,14 @@ except ImportError:  # pragma: no cover
     _requires_devices: Any = set()
     _computes_backward: Any = None
 
-# What the backward pass takes: operands, options, and those of JAX 0.12, which are absent here.
+# What the backward pass takes: operands and options, and since JAX 0.12 a change of scores, of which none is made here.
 _OPERANDS = [
     *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v"),
     *("activation", "fwd_output", "grad_output"),
 ]
 _OPTIONS = ["scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length"]
-_ABSENT = {"score_mod_args": (), "score_mod": None}
 _taken = [] if _computes_backward is None else list(inspect.signature(_computes_backward).parameters)
-_IS_KNOWN = [name for name in _taken if name not in _ABSENT] == [*_OPERANDS, *_OPTIONS]
+_IS_KNOWN = [name for name in _taken if name not in ("score_mod_args", "score_mod")] == [*_OPERANDS, *_OPTIONS]
 _NO_SCORE_MOD = {"score_mod": None} if "score_mod" in _taken else {}
 
 

@@ -79,10 +79,10 @@ class Compiler:
 # --- settings ----------------------------------------------------------------------------------------------------------
 
 MIB = 2**20
+_PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
 # For more than one device. Their effect on a compiled step is in tests/benchmarks/compiled.md. Sources: (1) JAX, "GPU
 # performance tips", docs.jax.dev; (2) NVIDIA JAX-Toolbox, "Tips for High-Performance LLMs with JAX and XLA",
 # docs/GPU_performance.md; (3) MaxText, benchmarks/xla_flags_library.py.
-_PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
 SETTINGS: dict[str, dict[str, bool | int | str]] = {
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,  # (1), (2): overlaps collectives with computation
@@ -174,9 +174,10 @@ def xla_settings(mesh: Mesh, given: XlaOptions | str | None, harmful: Collection
         return _accepted(device, given)
     environment = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     own = SETTINGS.get(platform, {}) if mesh.size > 1 else {}
-    own = {name: value for name, value in own.items() if name not in harmful}
     own = {
-        name: value for name, value in own.items() if not re.search(rf"--({name}|{_BEFORE.get(name, name)})\b", environment)
+        name: value
+        for name, value in own.items()
+        if name not in harmful and not re.search(rf"--({name}|{_BEFORE.get(name, name)})\b", environment)
     }
     found = _accepted(device, own)
     older = _accepted(device, {_BEFORE[name]: True for name in found.dropped if name in _BEFORE})

@@ -135,14 +135,14 @@ def _gpus(name: str, size: str, memory: int | None) -> Machine:
                 raise
             for plugin in plugins:
                 plugin.load().initialize()
-            _call_back()
+            _register_partitioners()
             described = topologies.get_topology_desc(platform="cuda", topology_name="", **options)
     return Machine(name, tuple(described.devices), int(USABLE * gpu.chip.memory), gpu.chip)
 
 
-def _call_back() -> None:
-    """Tells JAX's modules of the plugin, as JAX does with those that it finds itself: without their partitioners a program
-    with cuDNN's attention does not compile."""
+def _register_partitioners() -> None:
+    """Registers the partitioners of JAX's modules with the plugin, as JAX does with a plugin that it loads itself. Without
+    them a program for several GPUs with cuDNN's attention does not compile."""
     from jax._src.xla_bridge import _backend_factories, _plugin_callbacks
 
     for callback in _plugin_callbacks if "cuda" in _backend_factories else ():
