@@ -14,8 +14,8 @@ the loss and the gradient norm, because `fit` logs them, but does not read them 
     python tests/benchmarks/step_overhead.py              # one device, and 8 simulated ones as data=4 x model=2
 
 Measured on 2 quiet cores, 27 November 2026, four rounds: fit over the loop 0.53 (GPT-2) and 0.88 (500 leaves) on one
-device, 0.86 and 0.81 on eight; on 26 November the first step 1.27 and 1.04, and 0.87 and 0.99. On 24 November: 0.58, 0.90, 0.79 and 0.78; 0.98, 1.04,
-0.95 and 1.11.
+device, 0.86 and 0.81 on eight. On 26 November the first step 1.27 and 1.04, and 0.87 and 0.99. On 24 November: 0.58,
+0.90, 0.79 and 0.78; 0.98, 1.04, 0.95 and 1.11.
 """
 
 import argparse
