@@ -145,9 +145,13 @@ class Instruction:
             return int(known.group(1))
         condition = next((name for role, name in self.calls if role == "condition"), None)
         root = self.module.computations[condition][-1] if condition else self
+        operands = root.operands
+        if root.fused:  # of GPUs since JAX 0.12, for loops whose collectives XLA moves from one iteration to another
+            root = root.fused[-1]
+            operands = [operands[each.number] if each.opcode == "parameter" else each for each in root.operands]
         if root.opcode != "compare" or not re.search(r"\bdirection=LT\b", root.rest):
             return None
-        counter, limit = root.operands
+        counter, limit = operands
         is_counter = counter.opcode == "get-tuple-element" and counter.type.startswith(("s", "u"))
         return limit.number if is_counter and limit.opcode == "constant" else None
 

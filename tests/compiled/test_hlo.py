@@ -234,6 +234,26 @@ def test_trip_count_from_the_condition_of_a_loop(kind, condition, n):
     assert loop.trip_count == n
 
 
+def test_trip_count_from_a_condition_that_is_a_fusion():
+    """As JAX 0.12 compiles, for GPUs, a loop of micro-batches whose collectives XLA moves."""
+    text = _module(
+        "  ROOT %w = (s32[]) while(%t), condition=%cond, body=%body",
+        """%less (p: s32[]) -> pred[] {
+  %p = s32[] parameter(0)
+  %limit = s32[] constant(15)
+  ROOT %compare = pred[] compare(%p, %limit), direction=LT
+}
+%cond (s: (s32[])) -> pred[] {
+  %s = (s32[]) parameter(0)
+  %x = s32[] get-tuple-element(%s), index=0
+  ROOT %fusion = pred[] fusion(%x), kind=kLoop, calls=%less
+}
+""",
+    )
+    module = Module.of(text)
+    assert module.computations[module.entry][-1].trip_count == 15
+
+
 def test_collectives_of_a_compiled_step():
     """A column and a row split in a scan of 6, data=2 x fsdp=2 x model=2: no collective beyond the required ones."""
     mesh = make_mesh(n_model_shards=2, n_fsdp_shards=2)
