@@ -1,6 +1,4 @@
-"""Granite 4: Granite 3, also without positions, and with experts beside an MLP that all tokens are sent to.
-
-Layers with Mamba-2 in place of attention are refused: the models with `h` in their names.
+"""Granite 4: Granite 3, also without positions, with Mamba-2 in most layers, and with experts beside an MLP for all tokens.
 
 Source: the models' cards, huggingface.co/ibm-granite.
 """
@@ -10,8 +8,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from ._kinds import COUNT, LIST
-from .decoder import CausalLM, Names, Shared, rows
+from ._kinds import COUNT
+from .decoder import MAMBA, MAMBA_NAMES, CausalLM, Names, Shared, rows
 from .granite import FACTORS, GraniteConfig, GraniteMoeConfig
 from .hf import ConfigReader, Field, Row, published
 
@@ -31,24 +29,16 @@ class _Positions(Row):
         return {"position_embedding_type": "rope" if any(config.rotated) else None}
 
 
-class _Layers(Row):
-    """The kind of each layer, by its newer or its older name."""
-
-    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        types = reader.get("layer_types", ["linear_attention"] * known["n_layers"], LIST)
-        if len(types) != known["n_layers"] or not all(kind in ("full_attention", "attention") for kind in types):
-            raise reader.refuse("layer_types", types, f"full_attention for each of {known['n_layers']} layers")
-        return {}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        # transformers checks the sizes of Mamba in any model. Its defaults, or those of the file, fit a width of 64 n.
-        sizes = {"mamba_n_heads": 1, "mamba_d_head": "auto"} if config.d_model % 64 else {}
-        return {"layer_types": ["full_attention"] * config.n_layers, **sizes}
-
-
 def _mlp(size: int) -> dict[str, int]:
     """Returns the inner widths of a model without experts."""
     return dict.fromkeys(("d_mlp", "d_shared", "d_expert"), size)
+
+
+def _states(n_heads: int) -> dict[str, Any]:
+    """Returns the values of a model with Mamba-2 in nine of ten layers, and without positions."""
+    mixers = tuple(i for i in range(40) if i % 10 != 5)
+    sizes = {"n_heads": 12, "state_heads": n_heads, "state_size": 128}
+    return {**sizes, "mixer_layers": mixers, "unrotated_layers": None, "rope_theta": 1e4}
 
 
 @dataclass(frozen=True)
@@ -61,6 +51,12 @@ class GraniteMoeHybridConfig(GraniteConfig):
     d_expert: int | None = 11008
     n_experts: int = 8
     n_chosen: int = 2
+    mixer: str = "mamba"
+    conv_bias: bool = True
+    state_groups: int = 1
+    state_heads: int = 128
+    state_size: int = 256
+    state_value_size: int = 64
 
     model_type = "granitemoehybrid"
     unrotated_period = 1
@@ -72,11 +68,11 @@ class GraniteMoeHybridConfig(GraniteConfig):
         Field("num_local_experts", "n_experts", COUNT),
         Field("num_experts_per_tok", "n_chosen", COUNT, load=lambda n_chosen, known: n_chosen if known["n_experts"] else 0),
         _Positions(),
-        _Layers(),
+        *MAMBA,
         without=("head_size",),
     )
     aliases = MappingProxyType({"layers_block_type": "layer_types"})
-    names = GraniteMoeConfig.names
+    names = replace(GraniteMoeConfig.names, block={**GraniteMoeConfig.names.block, **MAMBA_NAMES})
     sizes = published(
         {
             "350m": {"n_positions": 32768, "d_model": 1024, **_mlp(2048), "n_layers": 28, "attention_scale": 1 / 64}
@@ -84,6 +80,13 @@ class GraniteMoeHybridConfig(GraniteConfig):
             "1b": {"d_model": 2048, **_mlp(4096), "attention_scale": 1 / 128, "logit_divisor": 8.0},
             "micro": {"d_model": 2560, **_mlp(8192), "n_heads": 40, "n_kv_heads": 8}
             | {"attention_scale": 1 / 64, "logit_divisor": 10.0},
+            "h-1b": {**_states(48), "d_model": 1536, **_mlp(4096), "attention_scale": 1 / 128, "logit_divisor": 6.0},
+            "h-micro": {**_states(64), "d_model": 2048, **_mlp(8192), "n_heads": 32, "n_kv_heads": 8}
+            | {"attention_scale": 1 / 64, "logit_divisor": 8.0},
+            "h-tiny": {**_states(48), "d_model": 1536, **_mlp(1024), "d_expert": 512, "n_experts": 64, "n_chosen": 6}
+            | {"attention_scale": 1 / 128, "logit_divisor": 6.0},
+            "h-small": {**_states(128), **_mlp(1536), "d_expert": 768, "n_experts": 72, "n_chosen": 10, "n_heads": 32}
+            | {"n_kv_heads": 8, "attention_scale": 1 / 128, "logit_divisor": 16.0},
         },
         vocab_size=100352,
         n_positions=131072,
@@ -106,10 +109,7 @@ class GraniteMoeHybridConfig(GraniteConfig):
     def disk_names(self) -> Names:
         """Returns the names of tensors on disk. The MLP has the same ones without experts and beside them."""
         mlp = "mlp.shared" if self.n_experts else "mlp"
-        shared = {
-            "shared_mlp.input_linear": (f"{mlp}.gate", f"{mlp}.up"),
-            "shared_mlp.output_linear": f"{mlp}.down",
-        }
+        shared = {"shared_mlp.input_linear": (f"{mlp}.gate", f"{mlp}.up"), "shared_mlp.output_linear": f"{mlp}.down"}
         return replace(self.names, block={**self.names.block, **shared})
 
 

@@ -13,7 +13,7 @@ from .hf import Field, published
 
 
 def _key_heads(config: CausalLMConfig) -> int:
-    return config.delta_groups
+    return config.state_groups
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ from ._mixers import (
     make_attention as make_attention,
     make_conv as make_conv,
     make_delta as make_delta,
+    make_mamba as make_mamba,
     make_norm as make_norm,
 )
 from ._model import FAMILIES as FAMILIES, CausalLM as CausalLM
 from ._names import (
     DELTA_NAMES as DELTA_NAMES,
     LATENT_NAMES as LATENT_NAMES,
+    MAMBA_NAMES as MAMBA_NAMES,
     PART_OF_LARGER as PART_OF_LARGER,
     ByHead as ByHead,
     Experts as Experts,
@@ -34,6 +36,7 @@ from ._rows import (
     GPT_ROWS as GPT_ROWS,
     GROUPED as GROUPED,
     LATENT as LATENT,
+    MAMBA as MAMBA,
     ROUTED as ROUTED,
     Choice as Choice,
     FirstLayers as FirstLayers,

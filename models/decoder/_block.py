@@ -17,10 +17,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from ..nn import (
     ACTIVATIONS,
     Attention,
-    GatedDelta,
     LatentAttention,
     MixtureOfExperts,
     Mlp,
+    Recurrence,
     Routing,
     SegmentMask,
     ShortConv,
@@ -113,7 +113,7 @@ class Block(eqx.Module):
 
     attention_norm: Norm | None
     attention: Attention | LatentAttention | None
-    mixer: GatedDelta | ShortConv | None  # in place of attention
+    mixer: Recurrence | ShortConv | None  # in place of attention
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Mlp | MixtureOfExperts | MlpAndExperts

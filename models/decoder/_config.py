@@ -1,5 +1,6 @@
 """`CausalLMConfig`: the values of a decoder. They say all that differs between families."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -8,7 +9,7 @@ from ..hf import FolderConfig, check_fixed
 from ..nn import ACTIVATIONS, Scaling, check_choice, check_heads, check_rates, check_sizes
 from ._layers import check_kinds, kinds_of, period_of
 from ._names import Names
-from ._rows import ROWS, Shared
+from ._rows import ROWS
 
 Self = TypeVar("Self", bound="CausalLMConfig")
 
@@ -49,10 +50,13 @@ class CausalLMConfig(FolderConfig):
         positions, and the width of its values. `head_size` is None.
     - `gates_attention`: whether what the heads return is multiplied with a gate for each number.
     - `mixer_layers`: the indices of the layers with a mixer in place of attention; None for those of the family.
-    - `mixer`: its kind: `"delta"`, a gated delta rule (`GatedDelta`), or `"conv"`, a short convolution (`ShortConv`).
-    - `conv_kernel`: the number of tokens that a convolution of a mixer reads.
-    - `delta_groups`, `delta_heads`: of a gated delta rule, the number of heads of queries and keys, and of heads of values.
-    - `delta_size`, `delta_value_size`: the width of a head of queries and keys, and of values.
+    - `mixer`: its kind: `"delta"`, a gated delta rule (`GatedDelta`), `"mamba"`, a state space (`Mamba2`), or `"conv"`, a
+        short convolution (`ShortConv`).
+    - `conv_kernel`, `conv_bias`: the number of tokens that a convolution of a mixer reads; and of a state space, whether it
+        has a bias.
+    - `state_groups`, `state_heads`: of a mixer with states, the number of heads of queries and keys, and of heads of values.
+    - `state_size`, `state_value_size`: the width of a head of queries and keys, and of values.
+    - `step_limits`: the least and the largest step of a state space.
     - `global_head_size`, `global_kv_heads`: the width of a head, and the number of key and value heads, in layers without a
         window; None for the same as in the others.
     - `keys_are_values`: whether layers without a window have no values: these are the keys, before their norm.
@@ -142,10 +146,12 @@ class CausalLMConfig(FolderConfig):
     mixer_layers: tuple[int, ...] | None = None
     mixer: str = "delta"
     conv_kernel: int = 4
-    delta_groups: int = 16
-    delta_heads: int = 32
-    delta_size: int = 128
-    delta_value_size: int = 128
+    conv_bias: bool = False
+    state_groups: int = 16
+    state_heads: int = 32
+    state_size: int = 128
+    state_value_size: int = 128
+    step_limits: tuple[float, float] = (0.0, math.inf)
     global_head_size: int | None = None
     global_kv_heads: int | None = None
     keys_are_values: bool = False
@@ -281,10 +287,7 @@ class CausalLMConfig(FolderConfig):
                 )
 
         for row in self.rows:
-            values = {name: getattr(self, name) for name in row.fields} if isinstance(row, Shared) else {}
-            if len(set(values.values())) > 1:
-                said = ", ".join(f"{name}={value}" for name, value in values.items())
-                raise ValueError(f"`{next(iter(values))}`: expected the same as {', '.join(values)}, got {said}. Set all.")
+            row.check(self)
 
     def _check_rotary(self) -> None:
         if self.rotary_size % 2 or not 2 <= self.rotary_size <= self.size:
@@ -295,11 +298,11 @@ class CausalLMConfig(FolderConfig):
             )
 
     def _check_mixers(self) -> None:
-        check_sizes(self, "delta_groups", "delta_heads", "delta_size", "delta_value_size", "conv_kernel")
-        check_choice(self, "mixer", ("delta", "conv"))
-        if self.delta_heads % self.delta_groups:
+        check_sizes(self, "state_groups", "state_heads", "state_size", "state_value_size", "conv_kernel")
+        check_choice(self, "mixer", ("delta", "mamba", "conv"))
+        if self.state_heads % self.state_groups:
             raise ValueError(
-                f"`delta_heads`: expected a multiple of `delta_groups`={self.delta_groups}, got {self.delta_heads}. Each "
+                f"`state_heads`: expected a multiple of `state_groups`={self.state_groups}, got {self.state_heads}. Each "
                 "head of keys serves the same number of them."
             )
 

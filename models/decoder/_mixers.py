@@ -6,19 +6,24 @@ Dims: d = width of the model, heads x size = width of the queries, groups x size
 taps of a convolution.
 """
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from ..nn import (
     Attention,
     GatedDelta,
+    GroupRMSNorm,
     LatentAttention,
+    Mamba2,
     OffsetLayerNorm,
     OffsetRMSNorm,
+    Recurrence,
     ShortConv,
     States,
     YarnScaling,
@@ -121,34 +126,51 @@ def make_latent_attention(config: CausalLMConfig, key: PRNGKeyArray) -> LatentAt
 
 def make_delta(config: CausalLMConfig, key: PRNGKeyArray) -> GatedDelta:
     """Returns a layer with a gated delta rule, whose rates of decay are drawn from U(0.01, 16)."""
-    keys = iter(jax.random.split(key, 11))
-    d, std, kernel = config.d_model, config.init_std, config.conv_kernel
-    d_key, d_value = config.delta_groups * config.delta_size, config.delta_heads * config.delta_value_size
-
-    def make(n_in: int, n_out: int, std: float = std) -> eqx.nn.Linear:
-        return normal_linear(n_in, n_out, std=std, use_bias=False, key=next(keys))
-
-    def taps(width: int) -> Float[Array, "width kernel"]:
-        return std * jax.random.normal(next(keys), (width, kernel))
-
+    keys, heads = iter(jax.random.split(key, 11)), config.state_heads
     return GatedDelta(
-        query=make(d, d_key),
-        key=make(d, d_key),
-        value=make(d, d_value),
-        gate=make(d, d_value),
-        strength=make(d, config.delta_heads),
-        decay=make(d, config.delta_heads),
-        query_taps=taps(d_key),
-        key_taps=taps(d_key),
-        value_taps=taps(d_value),
-        decay_bias=jnp.ones(config.delta_heads),
-        log_rate=jnp.log(jax.random.uniform(next(keys), (config.delta_heads,), minval=0.01, maxval=16.0)),
-        norm=eqx.nn.RMSNorm(config.delta_value_size, eps=config.norm_eps, use_bias=False),
-        output=make(d_value, d, residual_std(config)),
-        n_groups=config.delta_groups,
-        n_heads=config.delta_heads,
-        activation=config.activation,
+        **_recurrence(config, keys, "query key value gate strength decay"),
+        log_rate=jnp.log(jax.random.uniform(next(keys), (heads,), minval=0.01, maxval=16.0)),
+        norm=eqx.nn.RMSNorm(config.state_value_size, eps=config.norm_eps, use_bias=False),
+        output=_output(config, next(keys)),
     )
+
+
+def make_mamba(config: CausalLMConfig, key: PRNGKeyArray) -> Mamba2:
+    """Returns a layer with a state space, whose rates of decay are 1, 2, 3, ..."""
+    keys, heads, groups = iter(jax.random.split(key, 9)), config.state_heads, config.state_groups
+    d_key, d_value = groups * config.state_size, heads * config.state_value_size
+    bias = jnp.zeros if config.conv_bias else lambda width: None
+    return Mamba2(
+        **_recurrence(config, keys, "query key value gate decay"),
+        log_rate=jnp.log(jnp.arange(1.0, heads + 1)),
+        norm=GroupRMSNorm(d_value, groups, eps=config.norm_eps),
+        output=_output(config, next(keys)),
+        query_bias=bias(d_key),
+        key_bias=bias(d_key),
+        value_bias=bias(d_value),
+        skip=jnp.ones(heads),
+        step_limits=config.step_limits,
+        gates_first=True,
+    )
+
+
+def _recurrence(config: CausalLMConfig, keys: Iterator[PRNGKeyArray], projections: str) -> dict[str, Any]:
+    """Returns the fields that mixers with states share, with these projections."""
+    d, std, heads, groups = config.d_model, config.init_std, config.state_heads, config.state_groups
+    widths: dict[str, int] = dict.fromkeys(("query", "key"), groups * config.state_size)
+    widths |= dict.fromkeys(("value", "gate"), heads * config.state_value_size)
+    make = functools.partial(normal_linear, d, std=std, use_bias=False)
+    layers = {name: make(widths.get(name, heads), key=next(keys)) for name in projections.split()}
+    read = ("query", "key", "value")
+    taps = {f"{name}_taps": std * jax.random.normal(next(keys), (widths[name], config.conv_kernel)) for name in read}
+    sizes = {"n_groups": groups, "n_heads": heads, "activation": config.activation}
+    return {**layers, **taps, "decay_bias": jnp.ones(heads), **sizes}
+
+
+def _output(config: CausalLMConfig, key: PRNGKeyArray) -> eqx.nn.Linear:
+    """Returns the projection of what a mixer with states computes."""
+    width = config.state_heads * config.state_value_size
+    return normal_linear(width, config.d_model, std=residual_std(config), use_bias=False, key=key)
 
 
 def make_conv(config: CausalLMConfig, key: PRNGKeyArray) -> ShortConv:
@@ -161,9 +183,9 @@ def make_conv(config: CausalLMConfig, key: PRNGKeyArray) -> ShortConv:
     return ShortConv(value, gate_in, gate_out, taps, output)
 
 
-def make_mixer(config: CausalLMConfig, key: PRNGKeyArray) -> GatedDelta | ShortConv:
+def make_mixer(config: CausalLMConfig, key: PRNGKeyArray) -> Recurrence | ShortConv:
     """Returns a layer of the kind that the config has in place of some attentions."""
-    return make_delta(config, key) if config.mixer == "delta" else make_conv(config, key)
+    return {"delta": make_delta, "mamba": make_mamba, "conv": make_conv}[config.mixer](config, key)
 
 
 def empty_states(config: CausalLMConfig, dtype: Any) -> States:
@@ -171,6 +193,6 @@ def empty_states(config: CausalLMConfig, dtype: Any) -> States:
     n, kept = sum(config.mixers), config.conv_kernel - 1
     if config.mixer == "conv":
         return States.empty(((n, kept, config.d_model),), None, dtype)
-    heads, size, value_size = config.delta_heads, config.delta_size, config.delta_value_size
-    widths = (config.delta_groups * size, config.delta_groups * size, heads * value_size)
+    heads, size, value_size = config.state_heads, config.state_size, config.state_value_size
+    widths = (config.state_groups * size, config.state_groups * size, heads * value_size)
     return States.empty(tuple((n, kept, width) for width in widths), (n, heads, size, value_size), dtype)

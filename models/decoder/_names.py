@@ -162,6 +162,20 @@ DELTA_NAMES: Mapping[str, Held] = MappingProxyType(
     }
 )
 
+# The names of a Mamba-2.
+MAMBA_NAMES: Mapping[str, Held] = MappingProxyType(
+    {
+        "mamba.in_proj": ("mixer.gate", "mixer.value", "mixer.key", "mixer.query", "mixer.decay"),
+        "mamba.conv1d.weight": Taps(("mixer.value_taps", "mixer.key_taps", "mixer.query_taps")),
+        "mamba.conv1d.bias": ("mixer.value_bias", "mixer.key_bias", "mixer.query_bias"),
+        "mamba.A_log": "mixer.log_rate",
+        "mamba.D": "mixer.skip",
+        "mamba.dt_bias": "mixer.decay_bias",
+        "mamba.norm": "mixer.norm",
+        "mamba.out_proj": "mixer.output",
+    }
+)
+
 
 @dataclass(frozen=True)
 class Names:

@@ -1,5 +1,6 @@
 """The keys of `config.json` that decoders share, in LLaMA's names, and rows for what differs: windows, layers, positions."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -39,6 +40,12 @@ class Shared(Row):
     def write(self, config: Any) -> dict[str, Any]:
         return {self.key: getattr(config, self.fields[0])}
 
+    def check(self, config: Any) -> None:
+        values = {name: getattr(config, name) for name in self.fields}
+        if len({*values.values()}) > 1:
+            said = ", ".join(f"{name}={value}" for name, value in values.items())
+            raise ValueError(f"`{self.fields[0]}`: expected the same as {', '.join(values)}, got {said}. Set all.")
+
 
 def FirstLayers(key: str = "mlp_only_layers") -> Field:
     """Returns the row of the indices of layers without experts. Only the first ones are implemented."""
@@ -46,7 +53,7 @@ def FirstLayers(key: str = "mlp_only_layers") -> Field:
     def read(reader: ConfigReader, key: str, default: int) -> int:
         layers = reader.get(key, [*range(default)], LIST)
         if layers != [*range(len(layers))]:
-            raise reader.refuse(key, layers, "the first layers, [0, 1, ...],")
+            raise reader.refuse(key, layers, "the first layers, [0, 1, ...]")
         return len(layers)
 
     return Field(key, "n_dense", via=read, save=lambda config: [*range(config.n_dense)])
@@ -230,9 +237,7 @@ class GlobalHeads(Row):
         wanted = dict.fromkeys((i for i in range(n_layers) if i not in windowed), own) if own else {}
         sizes = {int(i) if i.isdigit() else i: sizes for i, sizes in by_layer.items()}
         if sizes != wanted or not own.keys() <= {"head_dim", "num_key_value_heads"}:
-            raise reader.refuse(
-                "per_layer_config", by_layer, "the same heads in all layers without a window, and no others,"
-            )
+            raise reader.refuse("per_layer_config", by_layer, "the same heads in all layers without a window, and no others")
         return {
             "global_head_size": own.get("head_dim", known["head_size"]),
             "global_kv_heads": own.get("num_key_value_heads"),
@@ -295,7 +300,7 @@ class MixerLayers(Row):
     """
 
     kind: str
-    attention: Callable[[ConfigReader, Mapping[str, Any]], Sequence[int]]
+    attention: Callable[[ConfigReader, Mapping[str, Any]], Sequence[int]] = lambda reader, known: ()
 
     @property
     def keys(self) -> dict[str, str]:
@@ -305,6 +310,7 @@ class MixerLayers(Row):
         n_layers, kinds = known["n_layers"], (self.kind, "full_attention")
         default = self.attention(reader, known)
         types = reader.get("layer_types", []) or [kinds[i in default] for i in range(n_layers)]
+        types = [{"mamba": "linear_attention", "attention": "full_attention"}.get(kind, kind) for kind in types]  # old names
         if len(types) != n_layers or not all(kind in kinds for kind in types):
             raise reader.refuse("layer_types", types, f"{' or '.join(kinds)} for each of {n_layers} layers")
         found = tuple(i for i, kind in enumerate(types) if kind == self.kind)
@@ -322,11 +328,74 @@ def _every_other(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int
 
 DELTA: tuple[Row, ...] = (
     MixerLayers("linear_attention", _every_other),
-    Field("linear_num_key_heads", "delta_groups"),
-    Field("linear_num_value_heads", "delta_heads"),
-    Field("linear_key_head_dim", "delta_size"),
-    Field("linear_value_head_dim", "delta_value_size"),
+    Field("linear_num_key_heads", "state_groups"),
+    Field("linear_num_value_heads", "state_heads"),
+    Field("linear_key_head_dim", "state_size"),
+    Field("linear_value_head_dim", "state_value_size"),
     Field("linear_conv_kernel_dim", "conv_kernel"),
+)
+
+
+_INFINITE = {"__float__": "Infinity"}  # as transformers writes it
+
+
+class _StateSpace(Row):
+    """The heads of a Mamba-2, whose common width is a multiple of the model's, and the limits of its steps."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {
+            "state_heads": "mamba_n_heads",
+            "state_value_size": "mamba_d_head",
+            "step_limits": "time_step_limit",
+        }
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        inner = reader.get("mamba_expand", 2) * known["d_model"]
+        heads, size = reader.get("mamba_n_heads", 128), reader.get("mamba_d_head", None)
+        if not known["mixer_layers"]:
+            return {}
+        size = inner // heads if size in (None, "auto") else SIZE.check(reader.path, "mamba_d_head", size)
+        if heads * size != inner:
+            raise reader.refuse("mamba_d_head", size, f"`mamba_expand` * `hidden_size` / `mamba_n_heads`, {inner / heads:g}")
+        return {"state_heads": heads, "state_value_size": size, "step_limits": _limits(reader)}
+
+    def check(self, config: Any) -> None:
+        width = config.state_heads * config.state_value_size
+        if any(config.mixers) and width % config.d_model:
+            raise ValueError(
+                f"`state_value_size`: expected one whose product with `state_heads`={config.state_heads} is a multiple of "
+                f"`d_model`={config.d_model}, got {config.state_value_size}. No `mamba_expand` is between two numbers."
+            )
+
+    def write(self, config: Any) -> dict[str, Any]:
+        if not any(config.mixers):  # transformers checks the sizes anyway
+            return {"mamba_n_heads": 1, "mamba_d_head": "auto"}
+        heads, size = config.state_heads, config.state_value_size
+        least, most = config.step_limits
+        limits = (
+            {} if (least, most) == (0, math.inf) else {"time_step_limit": [least, most if most < math.inf else _INFINITE]}
+        )
+        return {"mamba_n_heads": heads, "mamba_d_head": size, "mamba_expand": heads * size // config.d_model, **limits}
+
+
+def _limits(reader: ConfigReader) -> tuple[float, float]:
+    """Returns the `time_step_limit`."""
+    found = reader.get("time_step_limit", [0.0, math.inf], LIST)
+    limits = tuple(math.inf if value == _INFINITE else value for value in found)
+    if len(limits) != 2 or not all(isinstance(value, int | float) for value in limits) or not 0 <= limits[0] < limits[1]:
+        raise reader.refuse("time_step_limit", found, "two numbers, the second of which is larger")
+    return float(limits[0]), float(limits[1])
+
+
+MAMBA: tuple[Row, ...] = (
+    MixerLayers("linear_attention"),
+    Field("mamba_n_groups", "state_groups"),
+    Field("mamba_d_state", "state_size"),
+    Field("mamba_d_conv", "conv_kernel"),
+    Field("mamba_conv_bias", "conv_bias"),
+    Only("mamba_proj_bias", False),
+    _StateSpace(),
 )
 ROWS: tuple[Row, ...] = (
     Written("model_type", lambda config: config.model_type),

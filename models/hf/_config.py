@@ -33,6 +33,9 @@ class Row:
     def write(self, config: Any) -> dict[str, Any]:
         """Returns the keys of the file."""
 
+    def check(self, config: Any) -> None:
+        """Raises ValueError for fields that the file cannot hold together."""
+
     @property
     def keys(self) -> dict[str, str]:
         """The key of each field, for error messages."""

@@ -40,6 +40,7 @@ from ._delta import GatedDelta as GatedDelta
 from ._experts import MixtureOfExperts as MixtureOfExperts, Routing as Routing, add_routing as add_routing
 from ._latent import LatentAttention as LatentAttention
 from ._layers import (
+    GroupRMSNorm as GroupRMSNorm,
     OffsetLayerNorm as OffsetLayerNorm,
     OffsetRMSNorm as OffsetRMSNorm,
     embed as embed,
@@ -50,6 +51,8 @@ from ._layers import (
     soft_cap as soft_cap,
 )
 from ._losses import cross_entropy as cross_entropy
+from ._mamba import Mamba2 as Mamba2
+from ._recurrence import Recurrence as Recurrence
 from ._rope import (
     AlphaScaling as AlphaScaling,
     DynamicScaling as DynamicScaling,

@@ -1,226 +1,50 @@
-"""The gated delta rule: a layer whose state is a small matrix of each head, in place of keys and values of all tokens.
+"""The gated delta rule: a token's value replaces, in part, what the state holds for its key. See `_recurrence.py`.
 
-A token first lets the matrix decay, then replaces what it holds for the token's key by the token's value, in part, and reads
-it with the query. This module owns the layer, its step of decoding, and the chunks that compute many tokens at once.
+Source: *Gated Delta Networks* (arXiv:2412.06464).
 
-Sources: *Gated Delta Networks* (arXiv:2412.06464); *Parallelizing Linear Transformers with the Delta Rule*
-(arXiv:2406.06484), for the chunks.
-
-Dims: seq = tokens of one example, d = width, groups = heads of queries and keys, each = heads of values that one of them
-serves, heads = groups x each, size, value = width of a head's keys and values, kernel = taps of a convolution, chunks,
-places = tokens of a chunk.
+Dims: seq = tokens of one example, groups = heads of queries and keys, heads = heads of values, each = heads / groups, size,
+value = width of a head's keys and values.
 """
-
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from einops import rearrange
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from redeqx import register_attention
 
-from ._activations import ACTIVATIONS
-from ._cache import Cache
-from ._conv import convolve, last_rows, runs_of
 from ._layers import linear, norm
-
-_HEADS = "groups each"
-_CHUNK = 64  # tokens that are computed with each other as in an attention; as in transformers
+from ._recurrence import Recurrence, Tokens
 
 
-class _Tokens(NamedTuple):
-    """What the rule reads of each token, in float32. The logarithm of a decay is not positive."""
+class GatedDelta(Recurrence):
+    """A layer in place of an attention, with the gated delta rule. See `Recurrence`."""
 
-    queries: Float[Array, "seq groups size"]
-    keys: Float[Array, "seq groups size"]
-    values: Float[Array, "seq groups each value"]
-    strength: Float[Array, "seq groups each"]
-    decay: Float[Array, "seq groups each"]
-
-
-class GatedDelta(eqx.Module):
-    """A layer in place of an attention, with the gated delta rule. The model family creates its projections.
-
-    Its cost grows linearly with the text, and its cache does not grow. The rule is computed in at least float32.
-    """
-
-    query: eqx.nn.Linear
-    key: eqx.nn.Linear
-    value: eqx.nn.Linear
-    gate: eqx.nn.Linear  # its SiLU multiplies what heads return
     strength: eqx.nn.Linear  # the share of a value that is replaced, before the sigmoid
-    decay: eqx.nn.Linear
-    query_taps: Float[Array, "*layers d_key kernel"]  # of a causal convolution of each feature by itself
-    key_taps: Float[Array, "*layers d_key kernel"]
-    value_taps: Float[Array, "*layers d_value kernel"]
-    decay_bias: Float[Array, "*layers heads"]
-    log_rate: Float[Array, "*layers heads"]
-    norm: eqx.nn.RMSNorm  # of what each head returns
-    output: eqx.nn.Linear
-    n_groups: int = eqx.field(static=True)
-    n_heads: int = eqx.field(static=True)
-    activation: str = eqx.field(static=True)  # after the convolutions
-
-    def __call__(
-        self,
-        x: Float[Array, "seq d"],
-        *,
-        mask: Bool[Array, " seq"] | None = None,
-        segments: Int[Array, " seq"] | None = None,
-        cache: Cache | None = None,
-    ) -> tuple[Float[Array, "seq d"], Cache | None]:
-        """Returns the output for each row of `x`, and the cache with this layer's state after them.
-
-        **Arguments:**
-
-        - `mask`: True for tokens, False for padding, whose rows are zero here; None if all are tokens.
-        - `segments`: the segments of a packed row. Each run of equal numbers begins with an empty state.
-        - `cache`: if given, it has the state before `x`.
-        """
-        x = x if mask is None else jnp.where(mask[:, None], x, 0)
-        runs = runs_of(segments)
-        rows = [linear(layer, x) for layer in (self.query, self.key, self.value)]
-        kept = self.query_taps.shape[-1] - 1  # earlier rows that a convolution reads
-        if cache is None:
-            tokens = self._tokens(x, [jnp.pad(row, ((kept, 0), (0, 0))) for row in rows], runs)
-            sizes = (*tokens.values.shape[1:3], tokens.keys.shape[-1], tokens.values.shape[-1])
-            mixed, _ = _in_chunks(tokens, jnp.zeros(sizes, tokens.values.dtype), runs)
-        else:
-            assert cache.states is not None
-            before, memory = cache.states.read(cache.index)
-            assert memory is not None
-            rows = [jnp.concatenate([old.astype(row.dtype), row]) for old, row in zip(before, rows, strict=True)]
-            tokens = self._tokens(x, rows, runs)
-            memory = rearrange(
-                memory.astype(tokens.values.dtype), f"({_HEADS}) size value -> {_HEADS} size value", groups=self.n_groups
-            )
-            keeps_all = cache.states.n_slots > 1
-            compute = _by_token if keeps_all or len(x) == 1 else _in_chunks
-            mixed, memory = compute(tokens, memory, runs)
-            last = tuple(last_rows(row, kept, keeps_all=keeps_all) for row in rows)
-            memory = rearrange(memory, f"tokens {_HEADS} size value -> tokens ({_HEADS}) size value")
-            cache = eqx.tree_at(lambda c: c.states, cache, cache.states.write(last, memory, cache.index))
-        mixed = rearrange(mixed, f"seq {_HEADS} value -> seq ({_HEADS}) value")
-        mixed = jax.vmap(lambda heads: norm(self.norm, heads))(mixed)
-        gate = rearrange(linear(self.gate, x), "seq (heads value) -> seq heads value", heads=self.n_heads)
-        mixed = (mixed * jax.nn.silu(gate.astype(mixed.dtype))).astype(x.dtype)
-        return linear(self.output, rearrange(mixed, "seq heads value -> seq (heads value)")), cache
 
     def _tokens(
-        self, x: Float[Array, "seq d"], rows: list[Float[Array, "kept_and_seq _"]], runs: Int[Array, " seq"] | None
-    ) -> "_Tokens":
-        """Returns what the rule reads of each token.
+        self,
+        x: Float[Array, "seq d"],
+        convolved: tuple[Array, Array, Array],
+        steps: Float[Array, "seq groups each"],
+        mask: Bool[Array, " seq"] | None,
+    ) -> tuple[Tokens, None]:
+        del mask  # without biases, values of padding are zero
+        queries, keys, values = convolved
+        strength = self.by_group(jax.nn.sigmoid(linear(self.strength, x)).astype(values.dtype))
+        queries = _unit(queries) * queries.shape[-1] ** -0.5
+        return Tokens(queries, _unit(keys), values, self.rates() * steps, strength), None
 
-        **Arguments:**
-
-        - `rows`: the inputs of the convolutions, with those of earlier tokens before them.
-        """
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        taps = self.query_taps, self.key_taps, self.value_taps
-        activate = ACTIVATIONS[self.activation]
-        found = (activate(convolve(row, tap, runs)).astype(row.dtype) for row, tap in zip(rows, taps, strict=True))
-        found = (array.astype(wide) for array in found)
-        queries, keys, values = (rearrange(array, "seq (groups n) -> seq groups n", groups=self.n_groups) for array in found)
-        strength = jax.nn.sigmoid(linear(self.strength, x)).astype(wide)
-        steps = jax.nn.softplus(linear(self.decay, x).astype(wide) + self.decay_bias.astype(wide))
-        decay = -jnp.exp(self.log_rate.astype(wide)) * steps
-        strength, decay = (rearrange(a, f"seq ({_HEADS}) -> seq {_HEADS}", groups=self.n_groups) for a in (strength, decay))
-        values = rearrange(values, "seq groups (each value) -> seq groups each value", each=self.n_heads // self.n_groups)
-        return _Tokens(_unit(queries) * queries.shape[-1] ** -0.5, _unit(keys), values, strength, decay)
+    def _gated(
+        self, mixed: Float[Array, "seq heads value"], gate: Float[Array, "seq heads value"]
+    ) -> Float[Array, "seq heads value"]:
+        layer = self.norm
+        assert layer is not None
+        return jax.vmap(lambda heads: norm(layer, heads))(mixed) * jax.nn.silu(gate)
 
 
 def _unit(x: Float[Array, "seq groups size"]) -> Float[Array, "seq groups size"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def _by_token(
-    tokens: _Tokens, memory: Float[Array, "groups each size value"], runs: Int[Array, " seq"] | None = None
-) -> tuple[Float[Array, "seq groups each value"], Float[Array, "seq groups each size value"]]:
-    """Returns what each token reads, and the memory after it."""
-    assert runs is None
-
-    def step(memory: Array, token: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        query, key, value, strength, decay = token
-        memory = memory * jnp.exp(decay)[..., None, None]
-        change = (value - jnp.einsum("gk,gekv->gev", key, memory)) * strength[..., None]
-        memory = memory + jnp.einsum("gk,gev->gekv", key, change)
-        return memory, (jnp.einsum("gk,gekv->gev", query, memory), memory)
-
-    if len(tokens.queries) == 1:
-        return jax.tree.map(lambda array: array[None], step(memory, tuple(array[0] for array in tokens))[1])
-    return jax.lax.scan(step, memory, tuple(tokens))[1]
-
-
-def _in_chunks(
-    tokens: _Tokens, memory: Float[Array, "groups each size value"], runs: Int[Array, " seq"] | None
-) -> tuple[Float[Array, "seq groups each value"], Float[Array, "1 groups each size value"]]:
-    """Returns what all tokens read, and the memory after the last one.
-
-    Within a chunk, what a token changes depends on the changes of those before it: a triangular system. Its solution is a
-    part that needs no memory, and one that is multiplied with the memory before the chunk. So only a few products of small
-    matrices depend on the chunk before.
-    """
-    seq = len(tokens.queries)
-    places = min(_CHUNK, 1 << (seq - 1).bit_length())
-
-    def chunks(x: Array, **options: str) -> Array:
-        padding = ((0, -seq % places), *[(0, 0)] * (x.ndim - 1))
-        return rearrange(jnp.pad(x, padding, **options), "(chunks places) ... -> chunks places ...", places=places)
-
-    # Padding has no strength and no decay, so it changes nothing.
-    queries, keys, values, strength, decay = map(chunks, tokens)
-    total = rearrange(jnp.cumsum(decay, axis=1), "chunks places groups each -> chunks groups each places")
-    strength = rearrange(strength, "chunks places groups each -> chunks groups each places 1")
-    sees, reads, keeps = jnp.tri(places, dtype=bool), None, None
-    if runs is not None:
-        runs = chunks(runs, mode="edge")
-        before = jnp.concatenate([runs[:1, 0], runs[:-1, -1]])
-        sees = (sees & (runs[:, :, None] == runs[:, None]))[:, None, None]
-        reads, keeps = ((runs == other[:, None])[:, None, None] for other in (before, runs[:, -1]))
-    # The decay between two places. Infinite logarithms, as its gradient must be finite where the exponent is positive.
-    between = jnp.exp(jnp.where(sees, total[..., None] - total[..., None, :], -jnp.inf))
-    since, until = jnp.exp(total), jnp.exp(total[..., -1:] - total)  # the chunk's beginning and its end
-    whole = since[..., -1]
-    if reads is not None and keeps is not None:
-        since, until, whole = jnp.where(reads, since, 0), jnp.where(keeps, until, 0), jnp.where(reads[..., -1], whole, 0)
-    alike = jnp.einsum("cigk,cjgk->cgij", keys, keys)[:, :, None]
-    inverse = _inverse(jnp.tril(strength * alike * between, -1)[None])[0]
-    spread = "chunks places groups size -> chunks groups 1 places size"
-    keys, queries = rearrange(keys, spread), rearrange(queries, spread)
-    changes = inverse @ (strength * rearrange(values, "chunks places groups each value -> chunks groups each places value"))
-    corrections = inverse @ (strength * since[..., None] * keys)
-    scores = (queries @ keys.swapaxes(-1, -2)) * between
-
-    def body(memory: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        changes, corrections, scores, queries, keys, whole = chunk
-        changes = changes - corrections @ memory
-        found = queries @ memory + scores @ changes
-        return memory * whole[..., None, None] + keys.swapaxes(-1, -2) @ changes, found
-
-    inputs = changes, corrections, scores, queries * since[..., None], keys * until[..., None], whole
-    memory, found = jax.lax.scan(body, memory, inputs)
-    return rearrange(found, "chunks groups each places value -> (chunks places) groups each value")[:seq], memory[None]
-
-
-def _inverse(lower: Float[Array, "blocks *dims n n"]) -> Float[Array, "blocks *dims n n"]:
-    """Returns the inverses of the identity plus strictly lower triangular matrices, whose size is a power of two.
-
-    By halves: products of matrices are as exact as a substitution row by row, which would take `n` steps. The products have
-    the highest precision, as errors of one enter the next. A power series would need no halves, but its terms grow beyond
-    float32 if keys repeat.
-    """
-    n = lower.shape[-1]
-    if n == 1:
-        return jnp.ones_like(lower)
-    half = n // 2
-    # Along one dim at each level: XLA's CPU backend aborts at a product of arrays of 8 dims (jaxlib 0.10.2, 2026-11-26).
-    first, last = jnp.split(_inverse(jnp.concatenate([lower[..., :half, :half], lower[..., half:, half:]])), 2)
-    multiply = lambda a, b: jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)  # noqa: E731
-    corner = -multiply(last, multiply(lower[..., half:, :half], first))
-    top, bottom = jnp.concatenate([first, jnp.zeros_like(first)], -1), jnp.concatenate([corner, last], -1)
-    return jnp.concatenate([top, bottom], -2)
 
 
 register_attention(GatedDelta, query="query", key="key", value="value", output="output", heads="n_groups")

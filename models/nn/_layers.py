@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 
@@ -39,6 +40,24 @@ class OffsetRMSNorm(eqx.nn.RMSNorm):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         scaled = wide * jax.lax.rsqrt(jnp.mean(wide**2) + self.eps) * (1 + self.weight.astype(wide.dtype))
         return scaled.astype(x.dtype)
+
+
+class GroupRMSNorm(eqx.nn.RMSNorm):
+    """An RMSNorm of groups of features, each by itself. It is computed in at least float32, and then rounded."""
+
+    n_groups: int = eqx.field(static=True)
+
+    def __init__(self, shape: int, n_groups: int, eps: float = 1e-6):
+        super().__init__(shape, eps=eps, use_bias=False)
+        self.n_groups = n_groups
+
+    def __call__(self, x: Float[Array, " size"], *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs  # for interchangeability with other layers of Equinox
+        assert self.weight is not None
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        groups = rearrange(wide, "(groups n) -> groups n", groups=self.n_groups)
+        groups = groups * jax.lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + self.eps)
+        return (rearrange(groups, "groups n -> (groups n)") * self.weight.astype(wide.dtype)).astype(x.dtype)
 
 
 class OffsetLayerNorm(eqx.nn.LayerNorm):

@@ -101,7 +101,8 @@ PUBLISHED = {
     "lfm2": {"350m": 354_483_968, "700m": 742_489_344, "1.2b": 1_170_340_608, "2.6b": 2_569_272_320},
     "lfm2_moe": {"8b-a1b": 8_339_930_560},  # with the 704 numbers that correct the routers
     "mistral4": {"small": 118_972_826_624},
-    "granitemoehybrid": {"350m": 352_379_904, "1b": 1_631_750_144, "micro": 3_402_836_480},
+    "granitemoehybrid": {"350m": 352_379_904, "1b": 1_631_750_144, "micro": 3_402_836_480}
+    | {"h-1b": 1_461_538_368, "h-micro": 3_191_396_096, "h-tiny": 6_939_037_248, "h-small": 32_207_337_984},
     "minimax_m2": {"m2": 228_689_764_864},
     "mixtral": {"8x7b": 46_702_792_704, "8x22b": 140_630_071_296},
     "qwen2": {"0.5b": 494_032_768, "1.5b": 1_543_714_304, "7b": 7_615_616_512, "72b": 72_706_203_648},
@@ -294,7 +295,14 @@ def test_presets_have_the_published_number_of_parameters(cls):
         (Mpt, {"attn_config": {"alibi_bias_max": 6}}, r"attn_config`: `alibi_bias_max`: expected 8, .* got 6"),
         (Mpt, {"attn_config": {"qk_ln": True}}, r"attn_config`: `qk_ln`: expected False, .* got True"),
         (Mpt, {"expansion_ratio": 2}, r"`expansion_ratio`: expected 4, .* got 2"),
-        (GraniteMoeHybrid, {}, r"`layer_types`: expected full_attention for each of 32 layers, .* got \['linear_attention'"),
+        (
+            GraniteMoeHybrid,
+            {"layer_types": ["conv"]},
+            r"`layer_types`: expected linear_attention or full_attention for each",
+        ),
+        (GraniteMoeHybrid, {"mamba_proj_bias": True}, r"`mamba_proj_bias`: expected False, .* got True"),
+        (GraniteMoeHybrid, {"mamba_d_head": 32}, r"`mamba_d_head`: expected `mamba_expand` \* .*, 64, .* got 32"),
+        (GraniteMoeHybrid, {"time_step_limit": [0.1]}, r"`time_step_limit`: expected two numbers, .* got \[0\.1\]"),
         (
             GraniteMoeHybrid,
             {"num_hidden_layers": 1, "layer_types": ["attention"], "position_embedding_type": "alibi"},
@@ -639,7 +647,7 @@ def test_a_latent_attention_decodes_with_its_latent_vectors():
 def test_layers_of_two_kinds_are_one_stack_of_the_group_that_repeats():
     """Also if no group repeats. Each block reads and writes its own layer of a folder."""
     sizes = {"vocab_size": 53, "d_model": 16, "d_mlp": 8, "n_layers": 6, "n_heads": 2, "head_size": 8, "d_expert": 4}
-    sizes |= {"n_experts": 2, "n_chosen": 1, "d_shared": 4, "delta_groups": 1, "delta_heads": 1}
+    sizes |= {"n_experts": 2, "n_chosen": 1, "d_shared": 4, "state_groups": 1, "state_heads": 1}
     groups = {None: (6, 1), (0, 1, 3, 4): (3, 2), (0, 2, 4): (2, 3), (): (1, 6)}
     for deltas, (n, repeats) in groups.items():
         config = Qwen3NextConfig(mixer_layers=deltas, **sizes)

@@ -19,6 +19,7 @@ from redeqx.models.clip import CLIPText, CLIPTextConfig
 from redeqx.models.gemma import Gemma3, Gemma3Config
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.gptj import GPTJ, GPTJConfig
+from redeqx.models.granite_hybrid import GraniteMoeHybrid, GraniteMoeHybridConfig
 from redeqx.models.lfm import Lfm2, Lfm2Config
 from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.mistral import Ministral3, Ministral3Config, Mistral, MistralConfig
@@ -84,7 +85,8 @@ class Family:
         return redeqx.Loss(totals.sum(), weights.sum())
 
 
-DELTA = {"mixer_layers": (0,), "delta_groups": 2, "delta_heads": 4, "delta_size": 8, "delta_value_size": 8}
+DELTA = {"mixer_layers": (0,), "state_groups": 2, "state_heads": 4, "state_size": 8, "state_value_size": 8}
+MAMBA = {**DELTA, "state_value_size": 16, "n_experts": 4, "d_expert": 16, "d_shared": 48, "unrotated_layers": ()}
 EXPERTS = {"n_experts": 4, "n_chosen": 2, "d_expert": 16, "d_shared": 16}
 T5_CONFIG = T5Config(
     vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, n_layers=2, n_decoder_layers=2, n_heads=4, n_buckets=8, max_distance=12
@@ -104,6 +106,7 @@ FAMILIES = [
     Family("qwen2", Qwen2, Qwen2Config(**LLAMA, window=5, windowed_layers=(1,)), decoder_sums),
     Family("qwen3", Qwen3, Qwen3Config(**LLAMA, head_size=8), decoder_sums),
     Family("qwen3-next", Qwen3Next, Qwen3NextConfig(**LLAMA, **DELTA, **EXPERTS, head_size=16), decoder_sums),
+    Family("granite-4", GraniteMoeHybrid, GraniteMoeHybridConfig(**LLAMA, **MAMBA), decoder_sums),
     Family("lfm2", Lfm2, Lfm2Config(**LLAMA, mixer_layers=(0,)), decoder_sums),
     Family("bert", Bert, dataclasses.replace(BERT_CONFIG, has_pooler=False), encoder_sums),
     Family("bert-mlm", BertForMaskedLM, BERT_CONFIG, decoder_sums),

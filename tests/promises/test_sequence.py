@@ -16,6 +16,7 @@ import redeqx
 from redeqx.models.bart import Bart, BartConfig
 from redeqx.models.gemma import Gemma2
 from redeqx.models.gpt2 import GPT2, GPT2Config
+from redeqx.models.granite_hybrid import GraniteMoeHybrid
 from redeqx.models.lfm import Lfm2
 from redeqx.models.llama import Llama
 from redeqx.models.mistral import Mistral
@@ -208,12 +209,20 @@ def linear_attention():
     return Embedded(LinearAttention(eqx.nn.Linear(D, 3 * D + 1, key=KEY)))
 
 
-def delta(model, **options):
-    """Two layers: a gated delta rule, whose chunks have 64 tokens, and an attention."""
-    config = model.config_class(
-        **options, vocab_size=VOCAB, n_positions=132, d_model=D, d_mlp=64, n_layers=2, n_heads=4, n_kv_heads=2, head_size=8,
-        mixer_layers=(0,), delta_groups=2, delta_heads=4, delta_size=8, delta_value_size=8, init_std=0.2,
-    )  # fmt: skip
+def hybrid(model, **options):
+    """Two layers: a mixer with states, whose chunks have 64 tokens, and an attention."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "n_positions": 132,
+        "d_model": D,
+        "d_mlp": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+    }
+    sizes |= {"head_size": 8, "mixer_layers": (0,), "state_groups": 2, "state_heads": 4, "state_size": 8}
+    sizes |= {"state_value_size": 8, "init_std": 0.2}
+    config = model.config_class(**{**sizes, **options})
     return model(config, key=KEY)
 
 
@@ -251,8 +260,13 @@ CASES = {
     ),
     "linear_attention": (linear_attention, next_token, SHORT),
     "lfm2": (lambda: llama(Lfm2, mixer_layers=(0,)), next_token, TEXTS),
-    "qwen3_next": (lambda: delta(Qwen3Next, n_experts=4, n_chosen=2, d_expert=16, d_shared=16), next_token, LONG),
-    "qwen3_5": (lambda: delta(Qwen3_5), next_token, LONG),
+    "qwen3_next": (lambda: hybrid(Qwen3Next, n_experts=4, n_chosen=2, d_expert=16, d_shared=16), next_token, LONG),
+    "qwen3_5": (lambda: hybrid(Qwen3_5), next_token, LONG),
+    "granite_4": (
+        lambda: hybrid(GraniteMoeHybrid, head_size=None, state_groups=1, n_experts=0, n_chosen=0, d_shared=64),
+        next_token,
+        LONG,
+    ),
 }
 # Sequence and model shards; data shards are the others. What has loops or states of its own has two or three meshes.
 QUICK = [("gpt2_loss_in_chunks", 4, 1), ("recurrence", 8, 1), ("state_space", 2, 2)]
@@ -296,6 +310,10 @@ RESIDUAL = [
 ]
 
 
+# Each kind of mixer with states, on other meshes.
+STATES = [("qwen3_5", 4, 1), ("qwen3_next", 2, 2), ("granite_4", 1, 4), ("granite_4", 2, 2), ("granite_4", 4, 1)]
+
+
 @cache
 def model_of(name):
     return eqx.filter_jit(CASES[name][0])()
@@ -334,8 +352,8 @@ def test_an_update_is_that_of_one_device(name, n_sequence, n_model):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("name", "n_sequence", "n_model"), [("qwen3_5", 4, 1), ("qwen3_next", 2, 2)])
-def test_an_update_of_a_delta_rule_is_that_of_one_device(name, n_sequence, n_model, x64):
+@pytest.mark.parametrize(("name", "n_sequence", "n_model"), STATES)
+def test_an_update_of_mixers_with_states_is_that_of_one_device(name, n_sequence, n_model, x64):
     """In float64: in float32 its gradients differ by 5e-6 with the order of sums, without a sequence axis too."""
     check_update(make_trainer(name, n_sequence, n_model), name)
 

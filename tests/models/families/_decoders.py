@@ -150,6 +150,15 @@ SPARSE = {
     "shared_expert_intermediate_size": 10,
 }
 ATTENTION = {"layer_types": ["full_attention"] * 2, "shared_intermediate_size": 20, "mamba_n_heads": 4}
+MAMBA = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_head": 8,
+    "mamba_d_state": 5,
+    "mamba_d_conv": 3,
+}
 OLD = dict.fromkeys(("num_key_value_heads", "intermediate_size", "max_position_embeddings"))  # keys that they lack
 NEO = {"num_key_value_heads": None, "num_hidden_layers": None, "num_attention_heads": None, "num_layers": 2, "num_heads": 4}
 CASES = [
@@ -280,6 +289,7 @@ CASES = [
     case("granite-moe", "GraniteMoe", num_local_experts=4, attention_multiplier=0.3, logits_scaling=0.5),
     case("granite-4", "GraniteMoeHybrid", **ATTENTION, num_local_experts=0, position_embedding_type="rope"),
     case("granite-4-experts", "GraniteMoeHybrid", **ATTENTION, num_local_experts=4, attention_multiplier=0.3),
+    case("granite-4-h", "GraniteMoeHybrid", **MAMBA, num_local_experts=4, attention_multiplier=0.3),
     case("falcon-new", "Falcon", num_kv_heads=2, new_decoder_architecture=True, alibi=False),
     case("falcon", "Falcon", bias=True, ffn_hidden_size=40),
     case("falcon-alibi", "Falcon", num_attention_heads=6, multi_query=False, parallel_attn=False, bias=True, alibi=True),

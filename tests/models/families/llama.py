@@ -186,16 +186,27 @@ MISTRAL4 = Mistral4Config(
     **SIZES,
 )
 GRANITE4 = GraniteMoeHybridConfig(
-    n_kv_heads=2, n_experts=4, n_chosen=2, d_expert=16, d_shared=48, attention_scale=0.3, **SIZES
+    mixer_layers=(0,),
+    state_groups=2,
+    state_heads=4,
+    state_size=8,
+    state_value_size=16,
+    n_kv_heads=2,
+    n_experts=4,
+    n_chosen=2,
+    d_expert=16,
+    d_shared=48,
+    attention_scale=0.3,
+    **SIZES,
 )
 QWEN3_NEXT = Qwen3NextConfig(
     n_kv_heads=2,
     head_size=16,
     mixer_layers=(0,),
-    delta_groups=2,
-    delta_heads=4,
-    delta_size=16,
-    delta_value_size=16,
+    state_groups=2,
+    state_heads=4,
+    state_size=16,
+    state_value_size=16,
     n_experts=4,
     n_chosen=2,
     d_expert=16,

@@ -75,8 +75,8 @@ def test_other_families(family):
     if family == "qwen3-next":
         cls = Qwen3Next
         config = Qwen3NextConfig(
-            VOCAB, 32, d_model=16, n_layers=2, n_heads=4, head_size=8, mixer_layers=(0,), delta_groups=2, delta_heads=4,
-            delta_size=8, delta_value_size=8, n_experts=4, n_chosen=2, d_expert=8, d_shared=8,
+            VOCAB, 32, d_model=16, n_layers=2, n_heads=4, head_size=8, mixer_layers=(0,), state_groups=2, state_heads=4,
+            state_size=8, state_value_size=8, n_experts=4, n_chosen=2, d_expert=8, d_shared=8,
         )  # fmt: skip
     elif family == "lfm2":
         cls = Lfm2

@@ -155,8 +155,6 @@ def test_the_defaults_of_absent_keys_are_those_of_transformers():
         for name in cls.model_types:
             if name in ("llava", "mistral3", "vision-encoder-decoder", "deberta-v2", "lfm2_moe"):  # some are required
                 continue
-            if name == "granitemoehybrid":  # its layers are Mamba's by default, which are refused
-                continue
             ours = cls.config_of(name).from_hf(ConfigReader({"model_type": name})).to_hf()
             if ours.get("model_type") != name:  # one of diffusers, or a part of a larger model
                 continue

@@ -558,8 +558,8 @@ def test_layers_of_a_stack_without_an_adapter_get_one_that_stays_zero(gpt2, tmp_
 @pytest.mark.sweep
 def test_layers_of_several_kinds_are_saved_with_their_own_indices(tmp_path):
     config = Qwen3NextConfig(
-        48, 16, d_model=16, n_layers=4, n_heads=2, head_size=8, mixer_layers=(0, 2), delta_groups=2, delta_heads=4,
-        delta_size=4, delta_value_size=4, n_experts=2, n_chosen=1, d_expert=8, d_shared=8,
+        48, 16, d_model=16, n_layers=4, n_heads=2, head_size=8, mixer_layers=(0, 2), state_groups=2, state_heads=4,
+        state_size=4, state_value_size=4, n_experts=2, n_chosen=1, d_expert=8, d_shared=8,
     )  # fmt: skip
     base = drawn(shapes(Qwen3Next, config), 0.3)
     model = filled(lora.add(base, rank=2, where=("*.mixer.value", "*.attention.gate"), key=KEY))

@@ -19,10 +19,10 @@ D, GROUPS, HEADS, SIZE, VALUE, KERNEL = 12, 2, 4, 5, 3, 4
 SEQ = 150  # three chunks, the last one not full
 CONFIG = Qwen3NextConfig(
     d_model=D,
-    delta_groups=GROUPS,
-    delta_heads=HEADS,
-    delta_size=SIZE,
-    delta_value_size=VALUE,
+    state_groups=GROUPS,
+    state_heads=HEADS,
+    state_size=SIZE,
+    state_value_size=VALUE,
     conv_kernel=KERNEL,
     init_std=0.5,
 )
