@@ -13,7 +13,6 @@ import optax
 from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes, bare_shape
-from ..errors import is_ours
 from ..tracing import as_fun, insides, normal, shapes_in, shortened, without_remats
 from ._atoms import Dim, Step, flat, steps_of
 from ._draws import ByNumber, Draws, Factors, factors_of
@@ -250,7 +249,9 @@ def _why_gathered(rows: Dim, step: Step) -> str:
 
 # --- derivatives of the user's own --------------------------------------------------------------------------------------
 
-_TRUSTED = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (jax, equinox, optax))
+# Packages whose derivatives are those of their functions: this one too, with its models.
+_FOLDERS = (*(Path(module.__file__ or "").parent for module in (jax, equinox, optax)), Path(__file__).parents[1])
+_TRUSTED = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 
 
 def _own_derivative(names: Names) -> Step | None:
@@ -259,7 +260,7 @@ def _own_derivative(names: Names) -> Step | None:
         if step.name.startswith("custom_") and step.blocks:
             inner = insides(step.eqn)  # none of a linear solve, whose gradient is another solve
             file = inner[0].closed.jaxpr.debug_info.func_filename or "" if inner else ""
-            if not (file.startswith(_TRUSTED) or is_ours(file)):
+            if not file.startswith(_TRUSTED):
                 return step
     return None
 

@@ -12,6 +12,7 @@ from jax.extend import core
 from jax.interpreters import ad, mlir
 
 from redeqx.dims import row_use
+from redeqx.models import cross_entropy
 from redeqx.transforms import by_row
 from tests.dims.parts import all_rows, part_of, rows_with_whole
 
@@ -519,6 +520,19 @@ def a_gradient_by_the_number_of_the_row(p, batch, key):
 @unknown
 def a_number_of_the_row_that_a_part_cannot_have(p, batch, key):
     return with_the_number_of_the_row(by_rows(p, batch)).mean()
+
+
+@unknown
+def a_derivative_that_mixes_in_the_head_of_a_cross_entropy(p, batch, key):
+    """The cross-entropy's own derivative is trusted, and not that of the user's head inside it."""
+    head = lambda x: with_a_mean_in_its_derivative(x @ p["w"])  # noqa: E731
+    return cross_entropy(batch["x"].mean(1)[:, None], batch["label"][:, None], head=head).total / len(batch["x"])
+
+
+@separable
+def a_cross_entropy_by_chunks(p, batch, key):
+    labels = jnp.broadcast_to(batch["label"][:, None], batch["x"].shape[:2])
+    return cross_entropy(batch["x"], labels, head=lambda x: x @ p["w"], chunk_size=2).total / len(labels)
 
 
 @separable
