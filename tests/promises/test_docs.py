@@ -35,7 +35,8 @@ WITH_CODE = [
     name for name, text in PAGES.items() if "```python" in text and name != "index.md"
 ]  # the README's, tested there
 WITH_TORCH = {"guides/data.md"}
-WARNINGS = "error,ignore:'set_vital' is deprecated"  # torch's own, which torchdata calls
+# Those of torch, which torchdata calls, and of jaxlib's own types, since Python 3.12.
+WARNINGS = "error,ignore:'set_vital' is deprecated,ignore:builtin type event_stats has no"
 # Made by `make docs`.
 FIGURES = set(re.findall(r'"(\w+\.svg)"', (DOCS / "figures.py").read_text("utf-8")))
 FIGURES = {f"figures/{name}" for name in FIGURES}
