@@ -106,20 +106,14 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
     """
 
     def of_part(weights: PyTree, state: PyTree, batch: PyTree, key: Array, rows: Rows) -> Any:
-        original = batch
         n_rows = rows.numbers.shape[0]
         if use.is_plain and use.n_rows in (0, n_rows):
             return fn(weights, state, batch, key)
-        n_copies = 2 if n_rows == use.group else 1  # JAX writes other equations for dims of size 1
-        if n_copies > 1:
-            doubled = jax.tree.map(lambda x: jnp.concatenate([x, x]), (batch, rows.numbers, rows.own))
-            batch, rows = doubled[0], rows._replace(numbers=doubled[1], own=doubled[2])
-        args = (weights, state, batch, key)
-        closed, shapes, eqns = _trace(fn, use, args)
+        n_copies, args, rows, (closed, shapes, eqns) = _enough(fn, use, (weights, state, batch, key), rows)
 
         def as_written(key: Array) -> Any:
             if n_copies > 1:
-                return fn(weights, state, original, key)
+                return fn(weights, state, batch, key)
             return jax.tree.unflatten(jax.tree.structure(shapes), as_fun(closed)(*jax.tree.leaves((*args[:3], key))))
 
         if eqns is None or (use.whole and not (rows.own or rows.shared)):
@@ -153,6 +147,29 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
         return jax.tree.unflatten(jax.tree.structure(shapes), [*scaled, *outs[n_judged:]])  # the state is not added
 
     return of_part
+
+
+def _enough(
+    fn: Callable[..., Any], use: RowUse, args: tuple[Any, ...], rows: Rows
+) -> tuple[int, tuple[Any, ...], Rows, tuple[Any, PyTree, list[Any] | None]]:
+    """Repeats the rows of a part that has too few for the equations of the whole batch: JAX writes others for dims of size
+    1, and for the first 5 of 4 rows. Returns how often each row is there, the arguments, the rows and the trace."""
+    (weights, state, batch, key), n_rows = args, rows.numbers.shape[0]
+    n_copies, has_whole = 2 if n_rows == use.group else 1, bool(rows.own or rows.shared)
+    while True:
+        of, is_last = (batch, rows.numbers, rows.own), not has_whole or n_copies * n_rows >= use.n_rows
+        if n_copies > 1:
+            of = jax.tree.map(lambda x: jnp.concatenate([x] * n_copies), of)  # noqa: B023
+        args = (weights, state, of[0], key)
+        try:
+            trace = _trace(fn, use, args)
+        except Exception:
+            if is_last:
+                raise
+        else:
+            if is_last or trace[2] is not None:
+                return n_copies, args, rows._replace(numbers=of[1], own=of[2]), trace
+        n_copies *= 2
 
 
 def _own_key(key: Array, first: Array) -> Array:

@@ -444,6 +444,26 @@ def a_distance_of_all_pairs_of_data(p, batch, key):
     return by_rows(p, batch).mean() + jnp.abs(batch["y"][:, None] - batch["y"]).mean()
 
 
+@after
+def the_first_five_of_the_data(p, batch, key):
+    """A part of four rows does not have five."""
+    return (by_rows(p, batch) * jnp.tanh(batch["x"][:5].mean(1) @ p["w"]).mean()).mean()
+
+
+@after
+def five_of_the_data_from_the_third(p, batch, key):
+    """A part of four rows cannot even be traced."""
+    x = lax.dynamic_slice_in_dim(batch["x"], 2, 5)
+    return (by_rows(p, batch) * jnp.tanh(x.mean(1) @ p["w"]).mean()).mean()
+
+
+@after
+def up_to_five_of_the_data(p, batch, key):
+    """A part of four rows has the same equations, for four."""
+    x = batch["x"][jnp.arange(min(len(batch["x"]), 5))]
+    return (by_rows(p, batch) * jnp.tanh(x.mean(1) @ p["w"]).sum()).mean()
+
+
 @mixed
 def halves_of_the_data_exchanged(p, batch, key):
     return (by_rows(p, batch) * batch["y"].reshape(2, -1)[::-1].reshape(-1)).mean()
@@ -588,6 +608,7 @@ QUICK = (
     "groups_with_a_draw_for_each_place",
     "a_loop_under_vmap",
     "labels_of_four_parts_of_the_rows",
+    "the_first_five_of_the_data",
 )
 EXACT = [name for name, (_, kind, _) in CASES.items() if kind in ("separable", "after")]
 
