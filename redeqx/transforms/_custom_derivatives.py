@@ -1,4 +1,4 @@
-"""Custom derivatives under the rules that correct XLA: `jax.custom_vjp` functions with convolutions, pools, pads or lookups.
+"""Custom derivatives under the rules that correct XLA, of functions with convolutions, pools, pads or lookups.
 
 No rule enters a custom derivative, which belongs to the function that it was written for. But what XLA computes wrongly
 elsewhere, it computes wrongly there too. So this rule traces the function, its forward pass and the user's derivative, and
@@ -10,17 +10,19 @@ that does not divide.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from ..tracing import Rule, Site, as_fun, called, equations, plain, run, transformed
+from ..dims import is_elementwise
+from ..tracing import CUSTOM_DERIVATIVES, Rule, Site, as_fun, called, equations, plain, run, shapes_in, transformed
 
 
 @dataclass(frozen=True)
 class InCustomDerivatives(Rule):
-    """Applies rules inside `jax.custom_vjp`, and in its derivative.
+    """Applies rules inside `jax.custom_vjp` and `jax.custom_jvp`, and in their derivatives.
 
     **Arguments:**
 
@@ -31,21 +33,13 @@ class InCustomDerivatives(Rule):
     corrects: ClassVar = True
 
     def claims(self, eqn: Any) -> bool:
-        if eqn.primitive.name != "custom_vjp_call" or (inside := called(eqn)) is None:
-            return False
-        return any(rule.claims(each) for each in equations(inside) for rule in self.rules)
+        if eqn.primitive.name not in CUSTOM_DERIVATIVES or called(eqn) is None or not _all_inexact(eqn.outvars):
+            return False  # a function written here would have to give integers a gradient
+        return any(rule.claims(each) for closed in _traces(eqn) for each in equations(closed) for rule in self.rules)
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        if not all(jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars):
-            return None  # a function written here would have to give integers a gradient
         ins, inside = list(map(plain, ins)), as_fun(called(eqn))
-        places = [i for i, x in enumerate(ins) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-        def joined(floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-            args = list(others)
-            for i, x in zip(places, floats, strict=True):
-                args[i] = x
-            return args
+        floats, others, joined = _divided(ins)
 
         @jax.custom_vjp
         def fn(floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -62,7 +56,42 @@ class InCustomDerivatives(Rule):
             return of_floats, None
 
         fn.defvjp(forward, backward)
-        return fn([ins[i] for i in places], [None if i in places else x for i, x in enumerate(ins)])
+        return fn(floats, others)
 
     def _under(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return transformed(fn, [*self.rules, self])
+
+
+def _all_inexact(values: Sequence[Any]) -> bool:
+    return all(jnp.issubdtype(value.aval.dtype, jnp.inexact) for value in values)
+
+
+def _divided(args: Sequence[Any]) -> tuple[list[Any], list[Any], Callable[..., list[Any]]]:
+    """Returns the arguments that have a gradient, the others, None in the places of the former, and the inverse."""
+    places = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def joined(floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        args = list(others)
+        for i, x in zip(places, floats, strict=True):
+            args[i] = x
+        return args
+
+    return [args[i] for i in places], [None if i in places else x for i, x in enumerate(args)], joined
+
+
+@lru_cache(maxsize=64)  # several rules ask for the same equation
+def _traces(eqn: Any) -> list[Any]:
+    """Returns the closed jaxprs of a function with a derivative of its own, and of that derivative if it can be traced."""
+    inside = called(eqn)
+    if eqn.primitive.name == "custom_jvp_call" and all(map(is_elementwise, equations(inside))):  # as `jax.nn.relu`
+        return [inside]
+    floats, others, joined = _divided(shapes_in(inside))
+
+    def derivative(floats: Sequence[Any], others: Sequence[Any]) -> Any:
+        outs, of_outs = jax.vjp(lambda floats: run(eqn, joined(floats, others)), floats)
+        return of_outs(outs)
+
+    try:
+        return [inside, jax.make_jaxpr(derivative)(floats, others)]
+    except Exception:  # the user's, who may never ask for a gradient
+        return [inside]
