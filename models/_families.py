@@ -48,6 +48,7 @@ from . import (  # noqa: F401  # each adds its language models to `FAMILIES`
     modernbert,
     mpt,
     nemotron,
+    nemotron_h,
     olmo,
     olmoe,
     opt,

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import COUNT
-from .decoder import MAMBA, MAMBA_NAMES, CausalLM, Names, Shared, rows
+from .decoder import MAMBA, CausalLM, Names, Shared, mamba_names, rows
 from .granite import FACTORS, GraniteConfig, GraniteMoeConfig
 from .hf import ConfigReader, Field, Row, published
 
@@ -72,7 +72,7 @@ class GraniteMoeHybridConfig(GraniteConfig):
         without=("head_size",),
     )
     aliases = MappingProxyType({"layers_block_type": "layer_types"})
-    names = replace(GraniteMoeConfig.names, block={**GraniteMoeConfig.names.block, **MAMBA_NAMES})
+    names = replace(GraniteMoeConfig.names, block={**GraniteMoeConfig.names.block, **mamba_names()})
     sizes = published(
         {
             "350m": {"n_positions": 32768, "d_model": 1024, **_mlp(2048), "n_layers": 28, "attention_scale": 1 / 64}

@@ -19,7 +19,6 @@ from ._model import FAMILIES as FAMILIES, CausalLM as CausalLM
 from ._names import (
     DELTA_NAMES as DELTA_NAMES,
     LATENT_NAMES as LATENT_NAMES,
-    MAMBA_NAMES as MAMBA_NAMES,
     PART_OF_LARGER as PART_OF_LARGER,
     ByHead as ByHead,
     Experts as Experts,
@@ -27,6 +26,7 @@ from ._names import (
     Taps as Taps,
     Wide as Wide,
     expert_names as expert_names,
+    mamba_names as mamba_names,
 )
 from ._rope import KINDS as KINDS, Rope as Rope
 from ._rows import (
@@ -37,6 +37,7 @@ from ._rows import (
     GROUPED as GROUPED,
     LATENT as LATENT,
     MAMBA as MAMBA,
+    OLDER as OLDER,
     ROUTED as ROUTED,
     Choice as Choice,
     FirstLayers as FirstLayers,
@@ -46,6 +47,7 @@ from ._rows import (
     MixerLayers as MixerLayers,
     Shared as Shared,
     SharedExperts as SharedExperts,
+    StepLimits as StepLimits,
     Switched as Switched,
     Window as Window,
     layer_types as layer_types,

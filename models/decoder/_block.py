@@ -109,14 +109,14 @@ class LayerInput(eqx.Module):
 
 class Block(eqx.Module):
     """Attention, or a mixer that keeps a state, and MLP, each with norms before or after it, one after the other or in
-    parallel, and residual."""
+    parallel, and residual; or only one of them."""
 
     attention_norm: Norm | None
     attention: Attention | LatentAttention | None
     mixer: Recurrence | ShortConv | None  # in place of attention
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: Mlp | MixtureOfExperts | MlpAndExperts
+    mlp: Mlp | MixtureOfExperts | MlpAndExperts | None
     mlp_post_norm: Norm | None
     layer_input: LayerInput | None
     layer_scale: Float[Array, "*layers 1"] | None
@@ -131,31 +131,34 @@ class Block(eqx.Module):
         config: CausalLMConfig,
         *,
         is_dense: bool = False,
-        is_mixer: bool = False,
+        part: str = "attention",
         kind: LayerKind | None = None,
         key: PRNGKeyArray,
     ):
         """**Arguments:**
 
         - `is_dense`: whether the block has no experts.
-        - `is_mixer`: whether it has a mixer in place of attention.
+        - `part`: `"attention"`, or `"mixer"` in place of it. If layers are only one part, also `"mlp"` or `"experts"`.
         - `kind`: the kind of the layer, if layers are of several kinds with attention; None if not.
         """
         attention_key, mlp_key = jax.random.split(key)
         make = functools.partial(make_norm, config, config.d_model)
         has_pre, has_post = config.norm_places != "post", config.norm_places in ("post", "both")
         self.attention_norm = make() if has_pre else None
-        if is_mixer:
+        mixes = part in ("attention", "mixer")
+        if part != "attention":
             self.attention = None
         elif config.latent_size is None:
             self.attention = make_attention(config, attention_key, kind)
         else:
             self.attention = make_latent_attention(config, attention_key)
-        self.mixer = make_mixer(config, attention_key) if is_mixer else None
+        self.mixer = make_mixer(config, attention_key) if part == "mixer" else None
         self.attention_post_norm = make() if has_post else None
         self.mlp_norm = make() if has_pre and not config.shares_norm else None
         d_mlp = None if kind is None else kind.d_mlp
-        if not config.n_experts or is_dense:
+        if mixes and config.parts is not None:
+            self.mlp = None
+        elif not config.n_experts or is_dense or part == "mlp":
             self.mlp = make_mlp(config, mlp_key, d_mlp)
         elif config.adds_experts:
             self.mlp = MlpAndExperts(config, d_mlp=d_mlp, key=mlp_key)
@@ -208,19 +211,22 @@ class Block(eqx.Module):
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         with jax.named_scope("attention"):
             normed = before(self.attention_norm, x)
+            mixed = None
             if self.attention is not None:
                 mixed, cache = self.attention(normed, mask=mask, cache=cache, key=keys[0], **options)
-            else:
-                assert self.mixer is not None
+            elif self.mixer is not None:
                 mixed, cache = self.mixer(normed, mask=counts, segments=segments, cache=cache)
-            mixed = self._scaled(apply(self.attention_post_norm, mixed), keys[1])
-            x = x if self.is_parallel else after(self.attention_norm, x + mixed)
-        x = self.between(x, cache, *memory, key=key)
-        with jax.named_scope("mlp"):
-            shares_norm = self.attention_norm is not None and self.mlp_norm is None
-            computed, routed = self._compute(normed if shares_norm else before(self.mlp_norm, x), x, counts)
-            computed = self._scaled(apply(self.mlp_post_norm, computed), keys[2])
-            x = x + (mixed + computed) if self.is_parallel else after(self.mlp_norm, x + computed)
+            if mixed is not None:
+                mixed = self._scaled(apply(self.attention_post_norm, mixed), keys[1])
+                x = x if self.is_parallel else after(self.attention_norm, x + mixed)
+        x, routed = self.between(x, cache, *memory, key=key), None
+        if self.mlp is not None:
+            with jax.named_scope("mlp"):
+                shares_norm = self.attention_norm is not None and self.mlp_norm is None
+                computed, routed = self._compute(normed if shares_norm else before(self.mlp_norm, x), x, counts)
+                computed = self._scaled(apply(self.mlp_post_norm, computed), keys[2])
+                added = x + computed if mixed is None or not self.is_parallel else x + (mixed + computed)
+                x = added if self.is_parallel else after(self.mlp_norm, added)
         if self.layer_input is not None:
             assert layer_input is not None
             with jax.named_scope("layer_input"):
@@ -239,6 +245,7 @@ class Block(eqx.Module):
     def _compute(
         self, x: Float[Array, "seq d"], stream: Float[Array, "seq d"], counts: Bool[Array, " seq"] | None
     ) -> tuple[Float[Array, "seq d"], Routing | None]:
+        assert self.mlp is not None
         if isinstance(self.mlp, MlpAndExperts):
             return self.mlp(x, stream, mask=counts)
         return self.mlp(x, mask=counts) if isinstance(self.mlp, MixtureOfExperts) else (self.mlp(x), None)

@@ -50,6 +50,8 @@ class CausalLMConfig(FolderConfig):
         positions, and the width of its values. `head_size` is None.
     - `gates_attention`: whether what the heads return is multiplied with a gate for each number.
     - `mixer_layers`: the indices of the layers with a mixer in place of attention; None for those of the family.
+    - `parts`: in models whose layers have only one part, that of each layer: `"attention"`, `"mixer"`, `"mlp"` or
+        `"experts"`; None if each has an MLP or experts after one of the first two.
     - `mixer`: its kind: `"delta"`, a gated delta rule (`GatedDelta`), `"mamba"`, a state space (`Mamba2`), or `"conv"`, a
         short convolution (`ShortConv`).
     - `conv_kernel`, `conv_bias`: the number of tokens that a convolution of a mixer reads; and of a state space, whether it
@@ -144,6 +146,7 @@ class CausalLMConfig(FolderConfig):
     value_size: int = 0
     gates_attention: bool = False
     mixer_layers: tuple[int, ...] | None = None
+    parts: tuple[str, ...] | None = None
     mixer: str = "delta"
     conv_kernel: int = 4
     conv_bias: bool = False
@@ -225,6 +228,7 @@ class CausalLMConfig(FolderConfig):
     zeroes_padding: ClassVar[bool] = False  # whether the initial embedding of padding is 0
     window_period: ClassVar[int | None] = None  # the n of "every n-th layer has no window"
     unrotated_period: ClassVar[int | None] = None  # the same for rotary positions
+    mixer_activation: ClassVar[str | None] = None  # after the convolutions of a mixer; None for that of the MLP
     attention_period: ClassVar[int | None] = None  # the n of "every n-th layer has attention", others a mixer
     activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)  # those that the family has
     by_kind: ClassVar[bool] = False  # layers differ in more than windows and positions: see `LayerKind`
@@ -276,6 +280,12 @@ class CausalLMConfig(FolderConfig):
         if self.n_dense >= self.n_layers:
             raise ValueError(
                 f"`n_dense`: expected less than `n_layers`={self.n_layers}, got {self.n_dense}. Experts are in the others."
+            )
+        known = ("attention", "mixer", "mlp", "experts")
+        if self.parts is not None and (len(self.parts) != self.n_layers or not set(self.parts) <= set(known)):
+            raise ValueError(
+                f"`parts`: expected one of {', '.join(known)} for each of `n_layers`={self.n_layers}, got {self.parts}. "
+                "Each layer has one."
             )
         if any(self.mixers):
             self._check_mixers()
@@ -366,12 +376,19 @@ class CausalLMConfig(FolderConfig):
     @property
     def mixers(self) -> tuple[bool, ...]:
         """Whether each layer has a mixer in place of attention."""
+        if self.parts is not None:
+            return tuple(part == "mixer" for part in self.parts)
         has = self.default_mixers(self.n_layers) if self.mixer_layers is None else self.mixer_layers
         return tuple(i in has for i in range(self.n_layers))
 
-    def kinds(self, first: int, n_layers: int) -> tuple[bool, ...]:
-        """Returns whether each of these layers has a mixer, only for the first ones, which the others repeat."""
-        layers = self.mixers[first : first + n_layers]
+    @property
+    def layer_parts(self) -> tuple[str, ...]:
+        """The part of each layer that is not the same in all: `"attention"`, `"mixer"`, or in layers of one part another."""
+        return tuple("mixer" if is_mixer else "attention" for is_mixer in self.mixers) if self.parts is None else self.parts
+
+    def kinds(self, first: int, n_layers: int) -> tuple[str, ...]:
+        """Returns the part of each of these layers, only for the first ones, which the others repeat."""
+        layers = self.layer_parts[first : first + n_layers]
         return layers[: period_of(layers)]
 
     @classmethod

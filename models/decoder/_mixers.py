@@ -163,7 +163,7 @@ def _recurrence(config: CausalLMConfig, keys: Iterator[PRNGKeyArray], projection
     layers = {name: make(widths.get(name, heads), key=next(keys)) for name in projections.split()}
     read = ("query", "key", "value")
     taps = {f"{name}_taps": std * jax.random.normal(next(keys), (widths[name], config.conv_kernel)) for name in read}
-    sizes = {"n_groups": groups, "n_heads": heads, "activation": config.activation}
+    sizes = {"n_groups": groups, "n_heads": heads, "activation": config.mixer_activation or config.activation}
     return {**layers, **taps, "decay_bias": jnp.ones(heads), **sizes}
 
 

@@ -121,9 +121,9 @@ class CausalLM(Decoder, Pretrained):
         """Returns the stack of some layers. Layers of several kinds are a stack of the smallest group that repeats."""
         kinds = config.kinds(first, n_layers)
 
-        def make(is_mixer: bool, key: PRNGKeyArray) -> Block:
-            options_of_kind: dict[str, Any] = {**options, "is_mixer": True} if is_mixer else options
-            return cls.block_class(config, **options_of_kind, key=key)
+        def make(part: str, key: PRNGKeyArray) -> Block:
+            own: dict[str, Any] = options if part == "attention" else {**options, "part": part}
+            return cls.block_class(config, **own, key=key)
 
         def make_group(key: PRNGKeyArray) -> Blocks:
             keys = jax.random.split(key, len(kinds))
@@ -287,14 +287,14 @@ class CausalLM(Decoder, Pretrained):
             stores = [[kind for kind in own if kind.store == i] for i in range(1 + max(kind.store for kind in own))]
             sizes = [(len(kinds), kinds[0].groups, kinds[0].size) for kinds in stores]
             return Cache.of_kinds(sizes, length, self.embedding.weight.dtype)
-        n_mixers, dtype = sum(config.mixers), self.embedding.weight.dtype
-        if config.latent_size is None and not n_mixers:
+        n_attentions, dtype = config.layer_parts.count("attention"), self.embedding.weight.dtype
+        if config.latent_size is None and not any(config.mixers):
             return super().init_cache(length)
         check_length("length", length, config.n_positions)
         if config.latent_size is not None:
             size = config.latent_size + config.shared_rotary_size
             return Cache.empty(config.n_layers, length, 1, size, dtype, value_size=0)
-        cache = Cache.empty(config.n_layers - n_mixers, length, *self._kv_heads, dtype)
+        cache = Cache.empty(n_attentions, length, *self._kv_heads, dtype)
         return eqx.tree_at(lambda c: c.states, cache, empty_states(config, dtype), is_leaf=lambda x: x is None)
 
     @property

@@ -162,19 +162,19 @@ DELTA_NAMES: Mapping[str, Held] = MappingProxyType(
     }
 )
 
-# The names of a Mamba-2.
-MAMBA_NAMES: Mapping[str, Held] = MappingProxyType(
-    {
-        "mamba.in_proj": ("mixer.gate", "mixer.value", "mixer.key", "mixer.query", "mixer.decay"),
-        "mamba.conv1d.weight": Taps(("mixer.value_taps", "mixer.key_taps", "mixer.query_taps")),
-        "mamba.conv1d.bias": ("mixer.value_bias", "mixer.key_bias", "mixer.query_bias"),
-        "mamba.A_log": "mixer.log_rate",
-        "mamba.D": "mixer.skip",
-        "mamba.dt_bias": "mixer.decay_bias",
-        "mamba.norm": "mixer.norm",
-        "mamba.out_proj": "mixer.output",
+
+def mamba_names(module: str = "mamba") -> dict[str, Held]:
+    """Returns the names of a Mamba-2, which is this module of a block."""
+    return {
+        f"{module}.in_proj": ("mixer.gate", "mixer.value", "mixer.key", "mixer.query", "mixer.decay"),
+        f"{module}.conv1d.weight": Taps(("mixer.value_taps", "mixer.key_taps", "mixer.query_taps")),
+        f"{module}.conv1d.bias": ("mixer.value_bias", "mixer.key_bias", "mixer.query_bias"),
+        f"{module}.A_log": "mixer.log_rate",
+        f"{module}.D": "mixer.skip",
+        f"{module}.dt_bias": "mixer.decay_bias",
+        f"{module}.norm": "mixer.norm",
+        f"{module}.out_proj": "mixer.output",
     }
-)
 
 
 @dataclass(frozen=True)

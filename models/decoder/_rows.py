@@ -288,6 +288,10 @@ def layer_types(config: Any) -> list[str]:
     return ["full_attention" if window is None else "sliding_attention" for window in config.windows]
 
 
+# Older names of the kinds of layers.
+OLDER: Mapping[str, str] = MappingProxyType({"mamba": "linear_attention", "attention": "full_attention"})
+
+
 @dataclass(frozen=True)
 class MixerLayers(Row):
     """The layers with a mixer in place of attention.
@@ -310,7 +314,7 @@ class MixerLayers(Row):
         n_layers, kinds = known["n_layers"], (self.kind, "full_attention")
         default = self.attention(reader, known)
         types = reader.get("layer_types", []) or [kinds[i in default] for i in range(n_layers)]
-        types = [{"mamba": "linear_attention", "attention": "full_attention"}.get(kind, kind) for kind in types]  # old names
+        types = [OLDER.get(kind, kind) for kind in types]
         if len(types) != n_layers or not all(kind in kinds for kind in types):
             raise reader.refuse("layer_types", types, f"{' or '.join(kinds)} for each of {n_layers} layers")
         found = tuple(i for i, kind in enumerate(types) if kind == self.kind)
@@ -340,14 +344,13 @@ _INFINITE = {"__float__": "Infinity"}  # as transformers writes it
 
 
 class _StateSpace(Row):
-    """The heads of a Mamba-2, whose common width is a multiple of the model's, and the limits of its steps."""
+    """The heads of a Mamba-2, whose common width is a multiple of the model's."""
 
     @property
     def keys(self) -> dict[str, str]:
         return {
             "state_heads": "mamba_n_heads",
             "state_value_size": "mamba_d_head",
-            "step_limits": "time_step_limit",
         }
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -358,7 +361,7 @@ class _StateSpace(Row):
         size = inner // heads if size in (None, "auto") else SIZE.check(reader.path, "mamba_d_head", size)
         if heads * size != inner:
             raise reader.refuse("mamba_d_head", size, f"`mamba_expand` * `hidden_size` / `mamba_n_heads`, {inner / heads:g}")
-        return {"state_heads": heads, "state_value_size": size, "step_limits": _limits(reader)}
+        return {"state_heads": heads, "state_value_size": size}
 
     def check(self, config: Any) -> None:
         width = config.state_heads * config.state_value_size
@@ -372,20 +375,28 @@ class _StateSpace(Row):
         if not any(config.mixers):  # transformers checks the sizes anyway
             return {"mamba_n_heads": 1, "mamba_d_head": "auto"}
         heads, size = config.state_heads, config.state_value_size
+        return {"mamba_n_heads": heads, "mamba_d_head": size, "mamba_expand": heads * size // config.d_model}
+
+
+class StepLimits(Row):
+    """The limits of the steps of a Mamba-2."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"step_limits": "time_step_limit"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        found = reader.get("time_step_limit", [0.0, math.inf], LIST)
+        limits = tuple(math.inf if value == _INFINITE else value for value in found)
+        if len(limits) != 2 or not all(isinstance(value, int | float) for value in limits) or not 0 <= limits[0] < limits[1]:
+            raise reader.refuse("time_step_limit", found, "two numbers, the second of which is larger")
+        return {"step_limits": (float(limits[0]), float(limits[1]))}
+
+    def write(self, config: Any) -> dict[str, Any]:
         least, most = config.step_limits
-        limits = (
-            {} if (least, most) == (0, math.inf) else {"time_step_limit": [least, most if most < math.inf else _INFINITE]}
-        )
-        return {"mamba_n_heads": heads, "mamba_d_head": size, "mamba_expand": heads * size // config.d_model, **limits}
-
-
-def _limits(reader: ConfigReader) -> tuple[float, float]:
-    """Returns the `time_step_limit`."""
-    found = reader.get("time_step_limit", [0.0, math.inf], LIST)
-    limits = tuple(math.inf if value == _INFINITE else value for value in found)
-    if len(limits) != 2 or not all(isinstance(value, int | float) for value in limits) or not 0 <= limits[0] < limits[1]:
-        raise reader.refuse("time_step_limit", found, "two numbers, the second of which is larger")
-    return float(limits[0]), float(limits[1])
+        if not least and most == math.inf:
+            return {}
+        return {"time_step_limit": [least, most if most < math.inf else _INFINITE]}
 
 
 MAMBA: tuple[Row, ...] = (
@@ -396,6 +407,7 @@ MAMBA: tuple[Row, ...] = (
     Field("mamba_conv_bias", "conv_bias"),
     Only("mamba_proj_bias", False),
     _StateSpace(),
+    StepLimits(),
 )
 ROWS: tuple[Row, ...] = (
     Written("model_type", lambda config: config.model_type),

@@ -36,6 +36,7 @@ from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Ministral3, Mistral, Mixtral, MixtralConfig
 from redeqx.models.mistral4 import Mistral4
 from redeqx.models.mpt import Mpt
+from redeqx.models.nemotron_h import NemotronH, NemotronHConfig
 from redeqx.models.nn import Attention, DynamicScaling, LinearScaling, LongScaling, add_routing, distance_bias, rotation
 from redeqx.models.olmo import Olmo
 from redeqx.models.olmoe import Olmoe
@@ -103,6 +104,7 @@ PUBLISHED = {
     "mistral4": {"small": 118_972_826_624},
     "granitemoehybrid": {"350m": 352_379_904, "1b": 1_631_750_144, "micro": 3_402_836_480}
     | {"h-1b": 1_461_538_368, "h-micro": 3_191_396_096, "h-tiny": 6_939_037_248, "h-small": 32_207_337_984},
+    "nemotron_h": {"nano-9b-v2": 8_888_227_328, "3-nano-30b-a3b": 31_577_940_288},  # with the numbers that correct routers
     "minimax_m2": {"m2": 228_689_764_864},
     "mixtral": {"8x7b": 46_702_792_704, "8x22b": 140_630_071_296},
     "qwen2": {"0.5b": 494_032_768, "1.5b": 1_543_714_304, "7b": 7_615_616_512, "72b": 72_706_203_648},
@@ -300,6 +302,18 @@ def test_presets_have_the_published_number_of_parameters(cls):
             {"layer_types": ["conv"]},
             r"`layer_types`: expected linear_attention or full_attention for each",
         ),
+        (
+            NemotronH,
+            {"hybrid_override_pattern": "M-X"},
+            r"`hybrid_override_pattern`: expected M, E, \*, - for each layer, .* got",
+        ),
+        (
+            NemotronH,
+            {"layers_block_type": ["conv"]},
+            r"`layers_block_type`: expected linear_attention, moe, .* got \['conv'\]",
+        ),
+        (NemotronH, {"moe_latent_size": 64}, r"`moe_latent_size`: expected None, .* got 64"),
+        (NemotronH, {"use_bias": True}, r"`use_bias`: expected False, .* got True"),
         (GraniteMoeHybrid, {"mamba_proj_bias": True}, r"`mamba_proj_bias`: expected False, .* got True"),
         (GraniteMoeHybrid, {"mamba_d_head": 32}, r"`mamba_d_head`: expected `mamba_expand` \* .*, 64, .* got 32"),
         (GraniteMoeHybrid, {"time_step_limit": [0.1]}, r"`time_step_limit`: expected two numbers, .* got \[0\.1\]"),
@@ -663,6 +677,24 @@ def test_layers_of_two_kinds_are_one_stack_of_the_group_that_repeats():
     assert Qwen3NextConfig.from_hf(ConfigReader({"num_hidden_layers": 4, "full_attention_interval": 2})).mixers == (
         True, False, True, False,
     )  # fmt: skip
+
+
+def test_older_files_name_the_parts_of_layers_by_letters():
+    """Also the prefix of their tensors is another one."""
+    golden = json.loads((GOLDEN / "nemotron-h.json").read_text())
+    parts = ("mixer", "experts", "mixer", "attention", "mlp")
+    keys = {key: value for key, value in golden["config"].items() if key != "layers_block_type"}
+    config = NemotronHConfig.from_hf(ConfigReader({**keys, "hybrid_override_pattern": "MEM*-"}))
+    assert config.parts == parts and config == NemotronHConfig.from_hf(ConfigReader(golden["config"]))
+    assert NemotronH.weight_map(config).current("backbone.layers.3.mixer.q_proj.weight") == (
+        "model.layers.3.mixer.q_proj.weight"
+    )
+    with pytest.raises(ValueError, match=r"`parts`: expected the part of each layer, got None"):
+        NemotronHConfig(parts=None)
+    with pytest.raises(
+        ValueError, match=r"`parts`: expected one of attention, mixer, mlp, experts for each of `n_layers`=3"
+    ):
+        NemotronHConfig(n_layers=3)
 
 
 def test_layers_without_their_kinds_have_the_window_from_the_one_that_the_file_says():

@@ -159,6 +159,18 @@ MAMBA = {
     "mamba_d_state": 5,
     "mamba_d_conv": 3,
 }
+PARTS = {
+    "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp"],
+    "num_hidden_layers": None,
+    "head_dim": 8,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 5,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 20,
+}
 OLD = dict.fromkeys(("num_key_value_heads", "intermediate_size", "max_position_embeddings"))  # keys that they lack
 NEO = {"num_key_value_heads": None, "num_hidden_layers": None, "num_attention_heads": None, "num_layers": 2, "num_heads": 4}
 CASES = [
@@ -290,6 +302,7 @@ CASES = [
     case("granite-4", "GraniteMoeHybrid", **ATTENTION, num_local_experts=0, position_embedding_type="rope"),
     case("granite-4-experts", "GraniteMoeHybrid", **ATTENTION, num_local_experts=4, attention_multiplier=0.3),
     case("granite-4-h", "GraniteMoeHybrid", **MAMBA, num_local_experts=4, attention_multiplier=0.3),
+    case("nemotron-h", "NemotronH", **PARTS, routed_scaling_factor=1.5, n_group=2),
     case("falcon-new", "Falcon", num_kv_heads=2, new_decoder_architecture=True, alibi=False),
     case("falcon", "Falcon", bias=True, ffn_hidden_size=40),
     case("falcon-alibi", "Falcon", num_attention_heads=6, multi_query=False, parallel_attn=False, bias=True, alibi=True),

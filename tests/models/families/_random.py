@@ -64,6 +64,8 @@ SHARED: list[tuple[str, list[Any]]] = [
     ("topk_group num_experts_per_tok first_k_dense_replace decoder_sparse_step", [0, 1, 2, 3]),
     ("n_shared_experts moe_layer_freq global_attn_every_n_layers", [1, 2]),
     ("rotary_dim head_dim", [4, 6, 8]),
+    ("mamba_n_groups n_groups mamba_d_conv conv_kernel", [1, 2, 3]),
+    ("mamba_d_state ssm_state_size moe_shared_expert_intermediate_size", [4, 8]),
     ("sliding_window window_size local_attention max_window_layers", [None, 1, 2, 4, 100]),
 ]
 POOL: dict[str, list[Any]] = {
@@ -154,7 +156,7 @@ def draw(case: Case, rng: random.Random) -> dict[str, Any]:
     """Returns changed keys of a case's config."""
     base = base_of(case.make)
     known = [key for key, value in base.items() if key in POOL or (isinstance(value, bool) and not key.startswith(SKIPPED))]
-    known += ["layer_types"] if base.get("layer_types") else []
+    known += [key for key in ("layer_types", "layers_block_type") if base.get(key)]
     chosen = rng.sample(sorted(known), min(len(known), rng.randint(1, 4)))
     return {key: draw_value(key, base[key], rng) for key in chosen}
 
@@ -165,6 +167,8 @@ def draw_value(key: str, value: Any, rng: random.Random) -> Any:
         mixers = [kind for kind in MIXERS if kind in value] or ["sliding_attention"]
         kinds = ["full_attention", *mixers]
         return [rng.choice(kinds) for _ in value]
+    if key == "layers_block_type":
+        return [rng.choice(["linear_attention", "full_attention", "mlp", "moe"]) for _ in value]
     if key == "rope_parameters" and "full_attention" in (value or {}):
         return {kind: rng.choice(POOL[key]) for kind in value}
     return (not value) if isinstance(value, bool) else rng.choice(POOL[key])

@@ -20,6 +20,7 @@ from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Mixtral, MixtralConfig
 from redeqx.models.mistral4 import Mistral4, Mistral4Config
+from redeqx.models.nemotron_h import NemotronH, NemotronHConfig
 from redeqx.models.qwen import Qwen3, Qwen3Config
 from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
 from tests.models.families._case import Case, Training
@@ -216,6 +217,19 @@ QWEN3_NEXT = Qwen3NextConfig(
 LFM2 = Lfm2MoeConfig(
     n_kv_heads=2, mixer_layers=(0, 2), n_dense=1, n_experts=4, n_chosen=2, d_expert=16, **{**SIZES, "n_layers": 3}
 )
+NEMOTRON_H = NemotronHConfig(
+    parts=("mixer", "experts", "attention", "mlp"),
+    state_groups=2,
+    state_heads=4,
+    state_size=8,
+    state_value_size=16,
+    n_kv_heads=2,
+    head_size=8,
+    n_experts=4,
+    d_expert=16,
+    d_shared=32,
+    **{**SIZES, "n_layers": 4},
+)
 GEMMA4 = Gemma4Config(
     n_kv_heads=2,
     head_size=8,
@@ -249,6 +263,7 @@ TRAININGS = [
     Training("mistral4", lambda key: Mistral4(MISTRAL4, key=key), EXAMPLES, loss_fn),
     Training("granite-4", lambda key: GraniteMoeHybrid(GRANITE4, key=key), EXAMPLES, loss_fn),
     Training("lfm2-moe", lambda key: Lfm2Moe(LFM2, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
+    Training("nemotron-h", lambda key: NemotronH(NEMOTRON_H, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
     Training("qwen3-next", lambda key: Qwen3Next(QWEN3_NEXT, key=key), EXAMPLES, loss_fn),
     Training("deepseek-v3", lambda key: DeepseekV3(DEEPSEEK, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
 ]

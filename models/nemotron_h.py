@@ -1,0 +1,120 @@
+"""Nemotron-H and Nemotron 3 Nano: each layer is one of Mamba-2, attention without positions, an MLP and experts.
+
+Sources: *Nemotron-H* (arXiv:2504.03624); *Nemotron Nano 2* (arXiv:2508.14444).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ._kinds import TEXT
+from .decoder import GROUPED, OLDER, CausalLM, CausalLMConfig, Names, StepLimits, expert_names, mamba_names, rows
+from .hf import ConfigReader, Field, Only, Row, published
+
+_LETTERS = {"M": "mixer", "E": "experts", "*": "attention", "-": "mlp"}  # of `hybrid_override_pattern`
+_KINDS = {"linear_attention": "mixer", "moe": "experts", "full_attention": "attention", "mlp": "mlp"}
+
+
+def _parts(pattern: str) -> dict[str, Any]:
+    """Returns the number of layers, and the part of each."""
+    return {"n_layers": len(pattern), "parts": tuple(_LETTERS[letter] for letter in pattern)}
+
+
+class _Parts(Row):
+    """The part of each layer, as a list, or in older files as letters. Their number is that of the layers."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"parts": "layers_block_type", "n_layers": "num_hidden_layers"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        found = {key: reader.get(key, None) for key in ("layers_block_type", "hybrid_override_pattern", "num_hidden_layers")}
+        key, names = ("layers_block_type", _KINDS) if found["layers_block_type"] else ("hybrid_override_pattern", _LETTERS)
+        parts = tuple(names.get(OLDER.get(name, name), "") for name in found[key] or _LETTERS)
+        if not all(parts):
+            raise reader.refuse(key, found[key], f"{', '.join(names)} for each layer")
+        return {"n_layers": reader.check_layers(key, len(parts)), "parts": parts}
+
+    def check(self, config: Any) -> None:
+        if config.parts is None:
+            raise ValueError("`parts`: expected the part of each layer, got None. Each has only one.")
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {"layers_block_type": [next(kind for kind in _KINDS if _KINDS[kind] == part) for part in config.parts]}
+
+
+@dataclass(frozen=True)
+class NemotronHConfig(CausalLMConfig):
+    """The sizes of a Nemotron-H. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    vocab_size: int = 131072
+    n_positions: int = 4096
+    n_layers: int = 4
+    d_mlp: int | None = 21504
+    n_kv_heads: int | None = 8
+    head_size: int | None = 128
+    parts: tuple[str, ...] | None = ("mixer", "experts", "attention", "mlp")
+    mixer: str = "mamba"
+    conv_bias: bool = True
+    state_groups: int = 8
+    state_heads: int = 128
+    state_value_size: int = 64
+    norm_eps: float = 1e-5
+    shares_norm: bool = True
+    activation: str = "relu2"
+    is_gated: bool = False
+    n_experts: int = 8
+    n_chosen: int = 2
+    d_expert: int | None = 7688
+    d_shared: int = 7688
+    router_score: str = "sigmoid"
+    has_correction: bool = True
+    pad_token_id: int | None = 0
+
+    model_type = "nemotron_h"
+    unrotated_period, mixer_activation = 1, "silu"
+    rows = rows(
+        _Parts(),
+        *(row for row in GROUPED if "d_shared" not in row.keys),
+        Field("moe_shared_expert_intermediate_size", "d_shared"),
+        *(Field("layer_norm_epsilon", "norm_eps"), Field("mlp_hidden_act", "activation", TEXT)),
+        *map(Field, ("attention_bias", "mlp_bias", "conv_kernel")),
+        *(Field("use_conv_bias", "conv_bias"), Field("n_groups", "state_groups"), Field("ssm_state_size", "state_size")),
+        *(Field("mamba_num_heads", "state_heads"), Field("mamba_head_dim", "state_value_size"), StepLimits()),
+        *(Only("mamba_hidden_act", "silu"), Only("use_bias", False), Only("mamba_proj_bias", False)),
+        *(Only("moe_latent_size", None), Only("sliding_window", None)),
+        without=("rope_theta",),
+    )
+    aliases = MappingProxyType({"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"})
+    names = Names(
+        {
+            "norm": "attention_norm",
+            "mixer.up_proj": "mlp.up",
+            "mixer.down_proj": "mlp.down",
+            **{f"mixer.{name[0]}_proj": f"attention.{name}" for name in ("query", "key", "value", "output")},
+            **mamba_names("mixer"),
+            **{name.replace("mlp.", "mixer.", 1): module for name, module in expert_names().items()},
+        },
+        experts="mixer.experts",
+        embedding="model.embeddings",
+        norm="model.norm_f",
+        ignored=("mtp.*",),
+        aliases=((r"^backbone\.", "model."),),
+    )
+    sizes = published(
+        {
+            "nano-9b-v2": {"d_model": 4480, "d_mlp": 15680, "n_heads": 40, "state_value_size": 80, "n_positions": 131072}
+            | _parts("M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"),
+            "3-nano-30b-a3b": {"d_model": 2688, "d_mlp": 1856, "n_kv_heads": 2, "state_heads": 64, "n_positions": 262144}
+            | {"n_experts": 128, "n_chosen": 6, "d_expert": 1856, "d_shared": 3712, "router_scale": 2.5}
+            | _parts("MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
+        }
+    )
+
+
+class NemotronH(CausalLM):
+    """A Nemotron-H, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = NemotronHConfig
+    __init__ = CausalLM.__init__
