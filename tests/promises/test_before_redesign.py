@@ -28,9 +28,10 @@ def loss_fn(model, batch, key):
 
 
 def cpu():
-    """The processor's model name: another processor may round differently."""
+    """The processor's model name and vectors: another processor may round differently, also one of the same name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    name, flags = (next((line for line in lines if line.startswith(of)), "") for of in ("model name", "flags"))
+    return name.partition(":")[2].strip() + " with avx512" * (" avx512f " in flags)
 
 
 class Stop(redeqx.Callback):
