@@ -254,7 +254,7 @@ TRAININGS = [
     Training("qwen3", lambda key: Qwen3(QWEN3, key=key), EXAMPLES, loss_fn),
     Training("gemma3", lambda key: Gemma3(GEMMA3, key=key), EXAMPLES, loss_fn),
     # At a larger rate, which experts its tokens choose depends on rounding from the fifth step on.
-    Training("gemma4", lambda key: Gemma4(GEMMA4, key=key), EXAMPLES, loss_fn, 0.01, zero_gradient=("*layer_scale",)),
+    Training("gemma4", lambda key: Gemma4(GEMMA4, key=key), EXAMPLES, loss_fn, 0.006, zero_gradient=("*layer_scale",)),
     Training("apertus", lambda key: Apertus(APERTUS, key=key), EXAMPLES, loss_fn, zero_gradient=("*beta", "*eps")),
     Training("bloom", lambda key: Bloom(BLOOM, key=key), EXAMPLES, loss_fn),
     Training("mixtral", lambda key: Mixtral(MIXTRAL, key=key), EXAMPLES, loss_fn),
