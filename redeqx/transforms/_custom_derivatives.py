@@ -8,9 +8,11 @@ Cost: none, beyond that of these rules without positions: no dim along which a w
 that does not divide.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -18,6 +20,8 @@ import jax.numpy as jnp
 
 from ..dims import is_elementwise
 from ..tracing import CUSTOM_DERIVATIVES, Rule, Site, as_fun, called, equations, plain, run, shapes_in, transformed
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class InCustomDerivatives(Rule):
     def claims(self, eqn: Any) -> bool:
         if eqn.primitive.name not in CUSTOM_DERIVATIVES or called(eqn) is None or not _all_inexact(eqn.outvars):
             return False  # a function written here would have to give integers a gradient
+        # Those of this package send each gradient once, by `sum_gradient`, which the function written here could not.
+        if eqn.primitive.name == "custom_jvp_call" and (_file(eqn) or "").startswith(_PACKAGE):
+            return False
         return any(rule.claims(each) for closed in _traces(eqn) for each in equations(closed) for rule in self.rules)
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
@@ -60,6 +67,10 @@ class InCustomDerivatives(Rule):
 
     def _under(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return transformed(fn, [*self.rules, self])
+
+
+def _file(eqn: Any) -> str | None:
+    return called(eqn).jaxpr.debug_info.func_filename
 
 
 def _all_inexact(values: Sequence[Any]) -> bool:
