@@ -40,7 +40,7 @@ class InCustomDerivatives(Rule):
         if eqn.primitive.name not in CUSTOM_DERIVATIVES or called(eqn) is None or not _all_inexact(eqn.outvars):
             return False  # a function written here would have to give integers a gradient
         # Those of this package send each gradient once, by `sum_gradient`, which the function written here could not.
-        if eqn.primitive.name == "custom_jvp_call" and (_file(eqn) or "").startswith(_PACKAGE):
+        if eqn.primitive.name == "custom_jvp_call" and _file(eqn).startswith(_PACKAGE):
             return False
         return any(rule.claims(each) for closed in _traces(eqn) for each in equations(closed) for rule in self.rules)
 
@@ -69,8 +69,9 @@ class InCustomDerivatives(Rule):
         return transformed(fn, [*self.rules, self])
 
 
-def _file(eqn: Any) -> str | None:
-    return called(eqn).jaxpr.debug_info.func_filename
+def _file(eqn: Any) -> str:
+    closed = called(eqn)
+    return "" if closed is None else closed.jaxpr.debug_info.func_filename or ""
 
 
 def _all_inexact(values: Sequence[Any]) -> bool:
