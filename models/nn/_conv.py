@@ -68,7 +68,7 @@ class ShortConv(eqx.Module):
         segments: Int[Array, " seq"] | None = None,
         cache: Cache | None = None,
     ) -> tuple[Float[Array, "seq d"], Cache | None]:
-        """Returns the output for each row of `x`, and the cache with this layer's state after them. See `GatedDelta` for the
+        """Returns the output for each row of `x`, and the cache with this layer's state after them. See `Recurrence` for the
         arguments."""
         x = x if mask is None else jnp.where(mask[:, None], x, 0)
         rows, kept = linear(self.gate_in, x) * linear(self.value, x), self.taps.shape[-1] - 1

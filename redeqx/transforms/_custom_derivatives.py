@@ -4,14 +4,13 @@ No rule enters a custom derivative, which belongs to the function that it was wr
 elsewhere, it computes wrongly there too. So this rule traces the function, its forward pass and the user's derivative, and
 evaluates them under the rules that avoid it.
 
-Cost: none, beyond that of these rules without positions: no dim along which a window slides is split, and none of lookups
-that does not divide.
+Cost: a trace of each derivative that is not elementwise, and that of these rules without positions: no dim along which a
+window slides is split, and none of lookups that does not divide.
 """
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,9 +38,6 @@ class InCustomDerivatives(Rule):
     def claims(self, eqn: Any) -> bool:
         if eqn.primitive.name not in CUSTOM_DERIVATIVES or called(eqn) is None or not _all_inexact(eqn.outvars):
             return False  # a function written here would have to give integers a gradient
-        # Those of this package send each gradient once, by `sum_gradient`, which the function written here could not.
-        if eqn.primitive.name == "custom_jvp_call" and _file(eqn).startswith(_PACKAGE):
-            return False
         return any(rule.claims(each) for closed in _traces(eqn) for each in equations(closed) for rule in self.rules)
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
@@ -69,11 +65,6 @@ class InCustomDerivatives(Rule):
         return transformed(fn, [*self.rules, self])
 
 
-def _file(eqn: Any) -> str:
-    closed = called(eqn)
-    return "" if closed is None else closed.jaxpr.debug_info.func_filename or ""
-
-
 def _all_inexact(values: Sequence[Any]) -> bool:
     return all(jnp.issubdtype(value.aval.dtype, jnp.inexact) for value in values)
 
@@ -91,11 +82,12 @@ def _divided(args: Sequence[Any]) -> tuple[list[Any], list[Any], Callable[..., l
     return [args[i] for i in places], [None if i in places else x for i, x in enumerate(args)], joined
 
 
-@lru_cache(maxsize=64)  # several rules ask for the same equation
 def _traces(eqn: Any) -> list[Any]:
     """Returns the closed jaxprs of a function with a derivative of its own, and of that derivative if it can be traced."""
-    inside = called(eqn)
-    if eqn.primitive.name == "custom_jvp_call" and all(map(is_elementwise, equations(inside))):  # as `jax.nn.relu`
+    inside: Any = called(eqn)
+    is_elementwise_jvp = eqn.primitive.name == "custom_jvp_call" and all(map(is_elementwise, equations(inside)))
+    # JAX keeps the derivative that it traces first, and those of this package depend on where that is (`sum_gradient`).
+    if is_elementwise_jvp or (inside.jaxpr.debug_info.func_filename or "").startswith(_PACKAGE):
         return [inside]
     floats, others, joined = _divided(shapes_in(inside))
 

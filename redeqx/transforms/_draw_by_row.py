@@ -157,9 +157,8 @@ def _enough(
     (weights, state, batch, key), n_rows = args, rows.numbers.shape[0]
     n_copies, has_whole = 2 if n_rows == use.group else 1, bool(rows.own or rows.shared)
     while True:
-        of, is_last = (batch, rows.numbers, rows.own), not has_whole or n_copies * n_rows >= use.n_rows
-        if n_copies > 1:
-            of = jax.tree.map(lambda x: jnp.concatenate([x] * n_copies), of)  # noqa: B023
+        is_last = not has_whole or n_copies * n_rows >= use.n_rows
+        of = _repeated((batch, rows.numbers, rows.own), n_copies)
         args = (weights, state, of[0], key)
         try:
             trace = _trace(fn, use, args)
@@ -170,6 +169,10 @@ def _enough(
             if is_last or trace[2] is not None:
                 return n_copies, args, rows._replace(numbers=of[1], own=of[2]), trace
         n_copies *= 2
+
+
+def _repeated(tree: PyTree, n: int) -> PyTree:
+    return tree if n == 1 else jax.tree.map(lambda x: jnp.concatenate([x] * n), tree)
 
 
 def _own_key(key: Array, first: Array) -> Array:
