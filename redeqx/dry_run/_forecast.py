@@ -258,8 +258,7 @@ def _compiled(
 
     if save is not None and not train.is_refused:
         _save(save, work, program, strategy, traced["train"])
-    args = _train_args(work, program, strategy)
-    model_flops = partial(work.model_flops, program, strategy, args)
+    model_flops = partial(program.model_flops, _train_args(work, program, strategy))
     return replace(run, steps=steps, files=work.files, model_flops=attempt(MODEL_FLOPS, model_flops, {}, failed))
 
 

@@ -104,9 +104,5 @@ class Workload:
         `Task.program`."""
         return self._task(strategy).program(plan, self.model, self.state, named=named, measures=measures)
 
-    def model_flops(self, program: Program, strategy: Strategy, args: tuple[Any, ...]) -> Mapping[str, int]:
-        """Returns the FLOPs of a train step without recomputation, as `Task.model_flops` does."""
-        return self._task(strategy).model_flops(program, self.model, self.state, args)
-
     def _task(self, strategy: Strategy) -> Task:
         return replace(self.task, compute=strategy.applied(self.task.compute))

@@ -103,12 +103,13 @@ class Compute:
         measure = Measure(mesh, chip or DEFAULT_CHIP, specs, device.platform != "cpu", blocks)
         return RematLoops(level, measure if by_value or measures else None, by_value)
 
-    def unroll_on(self, mesh: Mesh, remat: str) -> UnrollLoops | None:
+    def unroll_on(self, mesh: Mesh) -> UnrollLoops | None:
         """Returns which loops are unrolled on the devices of a mesh. None are if whole bodies are recomputed, which XLA
         would undo, or if weights are gathered layer by layer, which XLA would then do for several layers at once."""
         device = mesh.devices.flat[0]
         is_gathered = any(mesh.shape[axis] > 1 for axis in STORAGE_AXES)
-        if not self.unroll or device.platform not in ("cuda", "gpu") or remat not in ("none", "matmuls") or is_gathered:
+        recomputes = self.remat_level not in ("none", "matmuls")
+        if not self.unroll or device.platform not in ("cuda", "gpu") or recomputes or is_gathered:
             return None
         chip = chip_of_kind(device.device_kind)
         return None if chip is None else UnrollLoops(chip, mesh.size)

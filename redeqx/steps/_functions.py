@@ -30,7 +30,6 @@ from ..transforms import (
     GatherAtUse,
     GroupMatmuls,
     InCustomDerivatives,
-    KeepEverything,
     NarrowTransposes,
     PickByComparison,
     Reshard,
@@ -279,7 +278,6 @@ class Functions:
     plan: Plan
     compute: Compute
     named: bool = False  # as for `plan_rules`
-    change: Rule | None = None  # an additional rule, applied before those of the plan
     measures: bool = False  # whether `saved` is known at each level of recomputation
     saved: list[Loop] = field(default_factory=list, compare=False, repr=False)  # what each loop of the newest trace saves
 
@@ -298,16 +296,15 @@ class Functions:
         stacks = compute.stacks_on(mesh)
         blocks = StackBlocks(kinds) if stacks else CheckpointBlocks(kinds)
         has_blocks = (is_loss and stacks) or (is_trained and compute.checkpoints_blocks)
-        first: list[Rule | None] = [blocks if has_blocks else None, self.change]
+        first: list[Rule | None] = [blocks if has_blocks else None]
         rules: list[Rule | None] = []
         rules += plan_rules(self.structure, self.plan, named=self.named, fuse_attention=compute.fuse_attention)
         if precision.in_fp8 or precision.summed_in is not None:
             rules.append(WeightProducts(n_weights, precision.in_fp8, precision.summed_in, emulated=is_cpu))
         if is_trained:  # without a backward pass nothing is kept or recomputed
-            keeps, specs = isinstance(self.change, KeepEverything), list(map(self.plan.spec_in_use, self.structure.weights))
-            unroll = compute.unroll_on(mesh, "none" if keeps else compute.remat_level)
+            specs = list(map(self.plan.spec_in_use, self.structure.weights))
             remats = compute.remats_on(mesh, specs, measures=self.measures, blocks=None if stacks else blocks)
-            first += [SplitVocabulary(mesh), unroll, None if keeps else remats]
+            first += [SplitVocabulary(mesh), compute.unroll_on(mesh), remats]
             rules += [PickByComparison(), NarrowTransposes(n_weights) if is_cpu else None]
         by_model = is_trained and compute.splits_residual_on(mesh)
         return with_rules(fn, self.structure, self.plan, first, rules, splits_residual=by_model, saved=self.saved)

@@ -4,6 +4,7 @@ The Trainer creates these arrays; a dry run compiles the same steps without crea
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from ..machine import XlaOptions, in_host, replicated
 from ..memory import Loop
 from ..optimizers import Update, check_opt_state, eval_params, has_eval_params
 from ..partition import Plan, shardings_like, using_kinds
-from ..tracing import as_fun
+from ..tracing import as_fun, matmul_flops
 from ._functions import Functions
 from ._state import TrainState, stream_dtype
 from ._step import EvalStep, TrainStep, in_memory, strong
@@ -123,6 +124,11 @@ class Program:
         opt_names = named_leaves(self.opt_tree(self.state))
         lists = {"state.trained": trained, "trained": trained, "frozen": frozen, "state.opt_state": opt_names}
         return {f"{argument}[{i}]": name for argument, names in lists.items() for i, name in enumerate(names)}
+
+    def model_flops(self, args: tuple[Any, ...]) -> Counter[str]:
+        """Returns the FLOPs of the train step for such `train_args`, by dtype, without those of recomputation."""
+        traced = self.train_step.trace(*args).jaxpr  # a call finds this trace in JAX's cache, and the reverse
+        return matmul_flops(traced.jaxpr, with_recomputation=False, with_masked=False)
 
     def argument_texts(self, args: tuple[Any, ...]) -> dict[str, str]:
         """Describes each of the `train_args`, by name."""

@@ -25,6 +25,11 @@ def is_rare(scopes: str) -> bool:
     return _RARELY in re.split(r"[/()]", scopes)
 
 
+def is_recomputed(eqn: Any) -> bool:
+    """Whether an equation, of the gradient of a remat, computes again what the forward pass did: JAX names its scope so."""
+    return "rematted_computation" in str(eqn.source_info.name_stack)
+
+
 class Entered(NamedTuple):
     """The programs inside a step of a program: how often it runs them, whether it runs only one of them, and whether that is
     usually the cheapest."""

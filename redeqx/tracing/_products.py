@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ._fold import fold
+from ._fold import fold, is_recomputed
 
 
 def _dtype(eqn: Any) -> str:
@@ -36,12 +36,14 @@ def matmul_flops(
 
     **Arguments:**
 
-    - `with_recomputation`: whether to count the attention scores that an attention's gradient recomputes.
+    - `with_recomputation`: whether to count what a backward pass computes again: in remats, and an attention's scores.
     - `with_masked`: whether to count the keys that a causal mask or a window excludes, which fused kernels skip.
     - `key`: by what to count, such as `kind_of_product`.
     """
 
     def count(eqn: Any) -> dict[str, int] | None:
+        if not with_recomputation and is_recomputed(eqn):
+            return {}
         flops = product_flops(eqn, with_recomputation=with_recomputation)
         if flops and not with_masked and eqn.primitive.name in ("attention", "attention_gradient"):
             n_queries, n_keys = (var.aval.shape[-3] for var in eqn.invars[:2])

@@ -59,19 +59,12 @@ class CalledSteps:
             saved.check_program("train step", program.argument_texts(args), program.train_step.lower(*args))
 
     def call_first(
-        self,
-        task: Task,
-        program: Program,
-        trees: tuple[Any, Any],
-        args: tuple[Any, ...],
-        batch: Batch,
-        line: ProgressLine,
+        self, program: Program, args: tuple[Any, ...], batch: Batch, line: ProgressLine
     ) -> tuple[CalledStep, Any]:
         """Calls a train step for a batch with a new signature, which compiles it; returns the step, and its results.
 
         **Arguments:**
 
-        - `trees`: the model and its state, to count the work.
         - `args`: the arguments of the call.
         """
         self._check_saved(program, args)
@@ -81,8 +74,7 @@ class CalledSteps:
             ahead = None
         check, is_another = checked_work(step, args, plan, batch.groups), bool(self.train)
         with compiling(self._deployer, "train step", step, args, line, is_another=is_another, check=check, ahead=ahead):
-            is_shown = self._deployer.console.shows_speed  # the step may be traced once more to count its work
-            work = _work(task, program, *trees, args) if is_shown else None
+            work = _work(program, args) if self._deployer.console.shows_speed else None
             called = CalledStep(step.lower(*args), work, captured(step, args))
             if ahead is not None:
                 ahead.wait()
@@ -221,9 +213,9 @@ def compiling(
 # --- the work of a step -----------------------------------------------------------------------------------------------
 
 
-def _work(task: Task, program: Program, model: Any, state: Any, args: tuple[Any, ...]) -> Work:
+def _work(program: Program, args: tuple[Any, ...]) -> Work:
     """Returns the work of one device in a step of a full batch, given the arguments of the train step."""
-    flops = task.model_flops(program, model, state, args)
+    flops = program.model_flops(args)
     mesh = program.plan.mesh
     n_devices, chip = mesh.size, chip_of_kind(mesh.devices.flat[0].device_kind)
     at_peak = None if chip is None else sum(n / chip.rate(dtype) for dtype, n in flops.items()) / n_devices

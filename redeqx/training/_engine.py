@@ -341,7 +341,7 @@ class Engine:
         n_rows = np.uint32(batch.n_examples)
         if step is None:
             args = program.train_args(state, batch.groups, n_rows)
-            step, (after, vector) = self.called.call_first(self.task, program, self.trees, args, batch, self.line)
+            step, (after, vector) = self.called.call_first(program, args, batch, self.line)
             after.frozen.extend(state.frozen)
         else:
             if step.captured:

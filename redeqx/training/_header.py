@@ -142,7 +142,7 @@ def _loop_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
         for n, line in stacking.found(closed):
             notes.append(f"{n} equal blocks as one (from {shortened(line) or 'an unknown line'})")
         closed = stacking.rewritten(closed)
-    unrolling = task.compute.unroll_on(mesh, task.compute.remat_level)
+    unrolling = task.compute.unroll_on(mesh)
     if unrolling is not None:
         n = sum(unrolling.claims(eqn) for eqn in equations(closed))
         notes += [f"{n} written out"] if n else []

@@ -1,6 +1,5 @@
 """The task: the arguments of a Trainer, and the plan and program that follow from them on any mesh. It holds no arrays."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,8 +17,8 @@ from ..machine import XlaOptions, XlaSettings, xla_settings
 from ..optimizers import Update, follows_schedule
 from ..partition import Plan, mark_read
 from ..steps import Compute, Functions, Program, Structure, Sums, make_program, plan_model
-from ..tracing import REMATS, Rule, Trace, equations, matmul_flops, restricted, shapes_in
-from ..transforms import KeepEverything, describe_residual
+from ..tracing import Trace, restricted, shapes_in
+from ..transforms import describe_residual
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,6 @@ class Task:
         state: PyTree,
         *,
         named: bool = False,
-        change: Rule | None = None,
         measures: bool = False,
         update: Update | None = None,
     ) -> Program:
@@ -116,27 +114,14 @@ class Task:
 
         **Arguments:**
 
-        - `named`, `change`, `measures`: as for `Functions`.
+        - `named`, `measures`: as for `Functions`.
         - `update`: as for `make_program`.
         """
         self.compute.precision.check(plan.mesh)
-        functions = Functions(self.sums, plan, self.compute, named, change, measures)
+        functions = Functions(self.sums, plan, self.compute, named, measures)
         options = self.compiler(plan.mesh).options
         of_step = {"skips": self.skips, "n_parts": self.n_parts, "options": options, "update": update}
         return make_program(functions, model, state, self.optimizer, self.lr_schedule_fn, **of_step)
-
-    def model_flops(self, program: Program, model: PyTree, state: PyTree, args: tuple[Any, ...]) -> Counter[str]:
-        """Returns the FLOPs of a program's train step, by dtype, without those that the backward pass computes again.
-
-        **Arguments:**
-
-        - `args`: of the train step. A call with them finds this trace in JAX's cache, and the reverse.
-        """
-        traced = program.train_step.trace(*args).jaxpr
-        if self.grad_fn is None and any(eqn.primitive.name in REMATS for eqn in equations(traced)):
-            step = self.program(program.plan, model, state, change=KeepEverything(), update=program.update).train_step
-            traced = step.trace(*args).jaxpr
-        return matmul_flops(traced.jaxpr, with_recomputation=False, with_masked=False)
 
     def compiler(self, mesh: Mesh) -> XlaSettings:
         """Returns the settings for the compiler of the train and eval steps on a mesh."""

@@ -29,7 +29,6 @@ from ._pads import FixPads as FixPads
 from ._pick import PickByComparison as PickByComparison
 from ._pools import FixPools as FixPools
 from ._remat import (
-    KeepEverything as KeepEverything,
     Measure as Measure,
     RematLoops as RematLoops,
     with_remats as with_remats,

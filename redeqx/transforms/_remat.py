@@ -37,7 +37,6 @@ from ..tracing import (
     scan_counts,
     shapes_in,
     transformed,
-    without_remats,
 )
 from ._checkpoint_blocks import block_of
 
@@ -124,13 +123,6 @@ def with_remats(fn: Callable[..., Any], rules: Sequence[Rule], saved: list[Loop]
         return [replace(own, saved=chosen) if rule is own else rule for rule in rules]
 
     return transformed(fn, rules, choose)
-
-
-class KeepEverything(Rule):
-    """Removes all remats, to count the operations of the model itself. Its result is never run."""
-
-    def rewritten(self, closed: Any) -> Any:
-        return without_remats(closed)
 
 
 def is_scan_without_remat(eqn: Any) -> bool:

@@ -90,13 +90,13 @@ def test_only_gpus_unroll_and_only_where_it_helps():
         devices = np.array([SimpleNamespace(platform=platform, device_kind=kind)])
         return SimpleNamespace(devices=devices, shape={"fsdp": fsdp, "sequence": 1}, size=4)
 
-    assert redeqx.Compute().unroll_on(mesh(), "matmuls") == UnrollLoops(CHIP, 4)
-    assert redeqx.Compute(unroll=False).unroll_on(mesh(), "matmuls") is None
-    assert redeqx.Compute().unroll_on(mesh(), "full") is None
-    assert redeqx.Compute().unroll_on(mesh(fsdp=2), "matmuls") is None
-    assert redeqx.Compute().unroll_on(mesh(kind="an unknown GPU"), "matmuls") is None
-    assert redeqx.Compute().unroll_on(mesh(platform="tpu"), "matmuls") is None
-    assert redeqx.Compute().unroll_on(deployer.mesh, "none") is None
+    assert redeqx.Compute(remat="matmuls").unroll_on(mesh()) == UnrollLoops(CHIP, 4)
+    assert redeqx.Compute(unroll=False).unroll_on(mesh()) is None
+    assert redeqx.Compute(remat="full").unroll_on(mesh()) is None
+    assert redeqx.Compute().unroll_on(mesh(fsdp=2)) is None
+    assert redeqx.Compute().unroll_on(mesh(kind="an unknown GPU")) is None
+    assert redeqx.Compute().unroll_on(mesh(platform="tpu")) is None
+    assert redeqx.Compute().unroll_on(deployer.mesh) is None
 
 
 def test_remat_inside_a_jit_counts_as_remat_of_the_loop():
