@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 # Simulated devices need a thread each in XLA's pool, or their collectives wait for each other for ever. (The examples see to
 # that themselves: one device is faster without.)
 test quick sweep parity benchmarks: export NPROC ?= 16
+# Of the files that are installed a tenth is imported. Python compiles those when they are, once; pip would take a minute for all.
+export PIP_NO_COMPILE := 1
+export PYTHONDONTWRITEBYTECODE :=
 # A file at a time in each process: compilation, which takes most of the time, uses one core. One process more than there are
 # cores, since a fifth of the time they wait for files, sockets and processes that they started.
 # A process that crashes, for want of memory say, is an error at once: one in its place would run the same test again and again.
@@ -48,9 +51,9 @@ style: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# Long sweeps, left out of a newcomer's first test.
+# What is too long for a newcomer's first test, with `parity`: to import all tests takes half a minute in each process.
 sweep: $(VENV)/.sweep
-	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m sweep
+	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m "sweep or parity"
 
 # Every family against transformers and diffusers themselves, on torch.
 parity: $(VENV)/.parity
@@ -107,7 +110,7 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 # The trackers, whose packages are large.
-$(VENV)/.sweep: $(VENV)/.test
+$(VENV)/.sweep: $(VENV)/.parity
 	$(BIN)/python -m pip install --quiet --editable ".[wandb,mlflow,trackio]"
 	touch $@
 

@@ -182,7 +182,7 @@ def assert_close(found, wanted, tolerance=1e-6):
 
 
 # Segments reach attention and positions, which are those of other families here.
-SAME = ("opt", "llama", "qwen3", "bert", "bert-mlm", "clip-text")
+SAME = ("gptj", "opt", "llama", "qwen3", "bert", "bert-mlm", "clip-text", "t5-encoder")
 
 
 @pytest.mark.parametrize(
