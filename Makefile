@@ -38,7 +38,7 @@ quick: $(VENV)/.test
 
 # The quick tests of traced, planned and compiled programs on a newer Python, which has a newer JAX:
 # `make newer PYTHON=python3.13`, and `TESTS=` for all of them.
-newer: TESTS = $(addprefix tests/,compiled dims kernels machine partition tracing training transforms)
+newer: TESTS = $(addprefix tests/,compiled dims kernels machine partition tracing transforms test_deployer.py test_predictor.py)
 newer:
 	$(MAKE) --no-print-directory quick VENV=.venv-newer PYTHON="$(PYTHON)" TESTS="$(TESTS)"
 

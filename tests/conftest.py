@@ -53,11 +53,14 @@ def pytest_configure(config):
 
 # These take longest, and run first: at the end no process works on one of them while the others have nothing to do.
 LONGEST = [
-    *("promises/test_faults.py", "promises/test_install.py", "promises/test_docs.py", "models/test_training.py"),
-    *("dry_run/test_forecast.py", "promises/test_tutorials.py", "promises/test_processes.py", "dims/test_verdicts.py"),
-    *("promises/test_draws.py", "distributed/test_preempted_outside.py", "examples/test_text_to_image.py"),
-    *("examples/test_language_modeling.py", "models/lora/test_lora.py", "training/test_odd_losses.py"),
-    *("models/test_parity.py", "models/test_gradients_parity.py", "models/test_decoders_parity.py"),
+    *("promises/test_faults.py", "models/test_gradients_parity.py", "promises/test_docs.py", "models/test_training.py"),
+    *("models/test_parity.py", "models/test_decoders_parity.py", "promises/test_sequence.py", "models/test_segments.py"),
+    *("dry_run/test_forecast.py", "examples/test_text_to_image.py", "models/test_decoders.py", "storage/test_faults.py"),
+    *("models/hf/test_config.py", "promises/test_processes.py", "dims/test_verdicts.py", "optimizers/test_muon.py"),
+    *("models/generation/test_generate.py", "kernels/test_sequence.py", "examples/test_reinforcement_learning.py"),
+    *("promises/test_draws.py", "distributed/test_preempted_outside.py", "examples/test_language_modeling.py"),
+    *("optimizers/test_adamw.py", "examples/test_text_to_text.py", "promises/test_invariance.py", "data/test_libraries.py"),
+    *("promises/test_install.py", "promises/test_tutorials.py", "models/lora/test_lora.py", "training/test_odd_losses.py"),
 ]
 RANKS = {os.path.join(os.path.dirname(__file__), name): rank for rank, name in enumerate(LONGEST)}
 

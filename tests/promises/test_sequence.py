@@ -22,7 +22,6 @@ from redeqx.models.llama import Llama
 from redeqx.models.mistral import Mistral
 from redeqx.models.nn import cross_entropy
 from redeqx.models.qwen3_5 import Qwen3_5
-from redeqx.models.qwen_next import Qwen3Next
 from redeqx.models.t5 import T5, T5Config
 from redeqx.models.vit import ViT, ViTConfig
 from tests._tree import named_leaves
@@ -260,7 +259,6 @@ CASES = {
     ),
     "linear_attention": (linear_attention, next_token, SHORT),
     "lfm2": (lambda: llama(Lfm2, mixer_layers=(0,)), next_token, TEXTS),
-    "qwen3_next": (lambda: hybrid(Qwen3Next, n_experts=4, n_chosen=2, d_expert=16, d_shared=16), next_token, LONG),
     "qwen3_5": (lambda: hybrid(Qwen3_5), next_token, LONG),
     "granite_4": (
         lambda: hybrid(GraniteMoeHybrid, head_size=None, state_groups=1, n_experts=0, n_chosen=0, d_shared=64),
@@ -311,7 +309,7 @@ RESIDUAL = [
 
 
 # Each kind of mixer with states, on other meshes.
-STATES = [("qwen3_5", 4, 1), ("qwen3_next", 2, 2), ("granite_4", 1, 4), ("granite_4", 2, 2), ("granite_4", 4, 1)]
+STATES = [("qwen3_5", 2, 2), ("granite_4", 1, 4), ("granite_4", 4, 1)]
 
 
 @cache
