@@ -386,6 +386,11 @@ class CausalLMConfig(FolderConfig):
         """The part of each layer that is not the same in all: `"attention"`, `"mixer"`, or in layers of one part another."""
         return tuple("mixer" if is_mixer else "attention" for is_mixer in self.mixers) if self.parts is None else self.parts
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has experts."""
+        return self.n_experts > 0 and (self.parts is None or "experts" in self.parts)
+
     def kinds(self, first: int, n_layers: int) -> tuple[str, ...]:
         """Returns the part of each of these layers, only for the first ones, which the others repeat."""
         layers = self.layer_parts[first : first + n_layers]

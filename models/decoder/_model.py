@@ -168,8 +168,8 @@ class CausalLM(Decoder, Pretrained):
 
         Raises ValueError for a model without experts.
         """
-        if not self.config.n_experts:
-            raise ValueError("`n_experts`: expected a model with experts, got 0. Call `hidden` of a model without.")
+        if not self.config.has_experts:
+            raise ValueError("`routed`: expected a model with experts, got layers without. Call its `hidden`.")
         check_segments(segments, mask, len(ids))
         if segments is None:
             check_length("ids", len(ids), self.config.n_positions)
@@ -271,7 +271,7 @@ class CausalLM(Decoder, Pretrained):
 
     def _no_routing(self) -> Routing | None:
         """Returns the start of the sum over layers."""
-        if not self.config.n_experts:
+        if not self.config.has_experts:
             return None
         zero = jnp.zeros((), jnp.promote_types(self.embedding.weight.dtype, jnp.float32))
         return Routing(*[zero] * 6)

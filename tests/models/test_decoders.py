@@ -417,8 +417,11 @@ def test_what_routers_did_comes_with_the_hidden_states():
     loss = add_routing(cross_entropy(model.logits(hidden[:-1]), ids[1:]), routing, balance_loss=0.5)
     found = (loss.total - cross_entropy(model.logits(hidden[:-1]), ids[1:]).total) / 0.5
     np.testing.assert_allclose(found, routing.balance, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"`n_experts`: expected a model with experts, got 0\. Call `hidden`"):
-        random_model(Olmo, Olmo.config_class(**sizes)).routed(ids)
+    # The default of a Nemotron-H has experts, which its layers need not have.
+    without = NemotronHConfig(**sizes, head_size=8, parts=("mlp", "attention", "mlp"))
+    for other in (random_model(Olmo, Olmo.config_class(**sizes)), random_model(NemotronH, without)):
+        with pytest.raises(ValueError, match=r"`routed`: expected a model with experts, got layers without"):
+            other.routed(ids)
 
 
 @pytest.mark.sweep
