@@ -114,11 +114,10 @@ def test_reward_model_learns_on_a_mesh(folder, data, tmp_path):
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("example", [dpo, reward])
 @pytest.mark.sweep
-def test_reaches_the_dry_run(example, folder, data, tmp_path):
+def test_reaches_the_dry_run(folder, data, tmp_path):
     with redeqx.described("cpu:8"), pytest.raises(DryRunDone) as done:
-        example.main(dataclasses.replace(example.Args(), pretrained=folder, data=data, workdir=tmp_path / "run"))
+        dpo.main(dataclasses.replace(dpo.Args(), pretrained=folder, data=data, workdir=tmp_path / "run"))
     assert done.value.run.fits
 
 
