@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 # that themselves: one device is faster without.)
 test quick sweep parity benchmarks: export NPROC ?= 16
 # Of the files that are installed a tenth is imported. Python compiles those when they are, once; pip would take a minute for all.
-export PIP_NO_COMPILE := 1
+# To pip a false value of this variable means that it compiles nothing.
+export PIP_NO_COMPILE := 0
 export PYTHONDONTWRITEBYTECODE :=
 # A file at a time in each process: compilation, which takes most of the time, uses one core. One process more than there are
 # cores, since a fifth of the time they wait for files, sockets and processes that they started.
