@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 # Simulated devices need a thread each in XLA's pool, or their collectives wait for each other for ever. (The examples see to
 # that themselves: one device is faster without.)
 test quick sweep parity benchmarks: export NPROC ?= 16
-# Of the files that are installed a tenth is imported. Python compiles those when they are, once; pip would take a minute for all.
-# To pip a false value of this variable means that it compiles nothing.
+# Few of the files that are installed are ever imported. Python compiles those then, and keeps the result; pip would take a minute to
+# compile all. To pip a false value of this variable means that it compiles nothing.
 export PIP_NO_COMPILE := 0
 export PYTHONDONTWRITEBYTECODE :=
 # A file at a time in each process: compilation, which takes most of the time, uses one core. One process more than there are
@@ -52,7 +52,7 @@ style: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# What is too long for a newcomer's first test, with `parity`: to import all tests takes half a minute in each process.
+# What is too long for a newcomer's first test, and `parity`: in one session, since each imports all tests for half a minute.
 sweep: $(VENV)/.sweep
 	$(BIN)/python -m pytest -q $(PYTEST_WORKERS) -m "sweep or parity"
 

@@ -26,7 +26,7 @@ def is_rare(scopes: str) -> bool:
 
 
 def is_recomputed(eqn: Any) -> bool:
-    """Whether an equation, of the gradient of a remat, computes again what the forward pass did: JAX names its scope so."""
+    """Whether an equation in the gradient of a remat computes a value of the forward pass again. JAX names their scope."""
     return "rematted_computation" in str(eqn.source_info.name_stack)
 
 

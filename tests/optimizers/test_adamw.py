@@ -305,7 +305,7 @@ def test_language_model_loss_equals_that_of_optax():
     for name in ("8bit", "bfloat16"):
         assert last[name] == pytest.approx(last["float32"], rel=0.01)
     assert last["muon"] < last["float32"] * 1.02
-    for name in ("8bit", "muon"):
+    for name in ("8bit", "bfloat16", "muon"):
         trainer = make_trainer(optimizers[name], 2, 2, model=GPT2(config, key=jax.random.key(0)), loss_fn=loss)
         on_a_mesh = [trainer.update(batch)["loss"] for batch in np.asarray(batches[:12])]
         np.testing.assert_allclose(on_a_mesh, found[name][0][:12], rtol=1e-4)

@@ -258,7 +258,7 @@ def kill_at(server, folder, point, pids, victims, when):
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("n", "victims"), [(1, [0]), (2, [0, 1])])
+@pytest.mark.parametrize(("n", "victims"), [(1, [0]), (2, [0]), (2, [1]), (2, [0, 1])])
 def test_save_killed_at_any_request_leaves_the_old_or_new_checkpoint(bucket, server, n, victims):
     """SIGKILL before or after each request is handled. The next run resumes, and leftovers are removed."""
     name = bucket.removeprefix("s3://")

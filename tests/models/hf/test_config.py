@@ -219,7 +219,7 @@ def test_errors_of_the_config_use_the_names_of_the_file(config, changes, message
 
 # --- arbitrary values ----------------------------------------------------------------------------------------------------
 
-HOSTILE = ["x", -1, 0, 1.5, True, None, [], [1, 2], {}, 2**31 - 1, 10**400, float("nan"), float("inf")]
+HOSTILE = ["x", -1, 0, 1.5, True, None, [], [1, 2], {}, 2**31 - 1, 2**31, 2**40, 10**400, 1e308, float("nan"), float("inf")]
 # For a key that a folder before this one has: another family may read it in its own way, but seldom has its own arithmetic.
 HOSTILE_AGAIN = ["x", -1, None, {}, 10**400]
 QUICK = ("gpt2", "t5")  # the other families in the sweep
