@@ -207,7 +207,8 @@ class Module:
 
         def enter(line: Instruction) -> Entered:
             times = 1 if once or line.opcode != "while" else line.trip_count or 1
-            return Entered([name for _, name in line.calls], times, line.opcode == "conditional", is_rare(line.op_name))
+            is_choice = line.opcode == "conditional"
+            return Entered([name for _, name in line.calls], times, is_choice, is_choice and is_rare(line.op_name))
 
         return fold(self.entry, count, enter, self.computations.__getitem__)
 
@@ -231,11 +232,14 @@ def _frames_of(text: str) -> dict[int, tuple[str, ...]]:
 
 def _cut(text: str, mark: str) -> tuple[str, str]:
     """Splits text at the first mark outside of brackets, which TPU layouts nest. Without one, the second part is empty."""
-    depth = 0
-    for i, char in enumerate(text):
-        if depth == 0 and char == mark:
-            return text[:i], text[i + 1 :]
-        depth += (char in "([{") - (char in ")]}")
+    depth = start = 0
+    while (end := text.find(mark, start)) >= 0:
+        depth += sum(text.count(bracket, start, end) for bracket in "([{")
+        depth -= sum(text.count(bracket, start, end) for bracket in ")]}")
+        if depth == 0:
+            return text[:end], text[end + 1 :]
+        depth -= mark in ")]}"
+        start = end + 1
     return text, ""
 
 
