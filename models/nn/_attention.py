@@ -382,10 +382,11 @@ def mix_values(
 
 
 def _mix_unfused(queries, keys, values, mask, bias, scale, cap, sinks, dropout, key) -> Float[Array, "seq heads value_size"]:
-    """Computes the attention without a kernel. The softmax is in float32."""
+    """Computes the attention without a kernel. The softmax is in at least float32."""
     grouped = rearrange(queries, "seq (groups n) size -> seq groups n size", groups=len(keys))
     # The keys are the first operand of the product: otherwise XLA on CPU transposes the whole cache for each token.
-    scores = jnp.einsum("gks,qgns->gkqn", keys, grouped, preferred_element_type=jnp.float32) * scale
+    wide = jnp.promote_types(keys.dtype, jnp.float32)
+    scores = jnp.einsum("gks,qgns->gkqn", keys, grouped, preferred_element_type=wide) * scale
     scores = rearrange(scores, "groups source seq n -> (groups n) seq source")
     scores = soft_cap(scores, cap)
     if bias is not None:

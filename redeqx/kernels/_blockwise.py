@@ -5,7 +5,6 @@ along rows and heads without help. All arrays have one leading dim, `B`; that of
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from ._setting import MASK_VALUE, AttentionSetting, make_mask
-from ._shared import pad
+from ._shared import pad, wide
 
 BLOCK_SIZE = 256  # the largest number of queries in a block
 
@@ -23,7 +22,7 @@ Operands = dict[str, Any]
 def forward(
     setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands, block_size: int = BLOCK_SIZE
 ) -> tuple[Any, Any]:
-    """Returns the output `[B, T, N, H]` and the log-sum-exp of the scores, float32 `[B, N, T]`.
+    """Returns the output `[B, T, N, H]` and the log-sum-exp of the scores, `[B, N, T]` of at least float32.
 
     **Arguments:**
 
@@ -87,9 +86,9 @@ def backward(
             (new_sums if bias_is_shared else outs)["bias"] = d_bias
         return {name: sums[name] + x for name, x in new_sums.items()}, outs
 
-    zeros = {"k": jnp.zeros(keys.shape, jnp.float32), "v": jnp.zeros(values.shape, jnp.float32)}
+    zeros = {"k": jnp.zeros(keys.shape, wide(k.dtype)), "v": jnp.zeros(values.shape, wide(v.dtype))}
     if bias is not None and bias_is_shared:
-        zeros["bias"] = jnp.zeros(bias.shape, jnp.float32)
+        zeros["bias"] = jnp.zeros(bias.shape, wide(q.dtype))
     sums, outs = _scan_blocks(differentiate_block, zeros, BLOCK_SIZE, n_queries, operands, setting.offset)
     grads = [rearrange(outs["q"], "b g r t h -> b t (g r) h").astype(q.dtype)]
     grads += [rearrange(sums[name], "b g s h -> b s g h").astype(x.dtype) for name, x in (("k", k), ("v", v))]
@@ -100,8 +99,13 @@ def backward(
 
 
 def _einsum(setting: AttentionSetting) -> Callable[..., Any]:
-    """Returns an `einsum` that accumulates in float32."""
-    return partial(jnp.einsum, precision=setting.precision, preferred_element_type=jnp.float32)
+    """Returns an `einsum` of two arrays that accumulates in float32, or in float64 for such arrays."""
+
+    def einsum(dims: str, one: Any, two: Any) -> Any:
+        dtype = wide(jnp.result_type(one, two))
+        return jnp.einsum(dims, one, two, precision=setting.precision, preferred_element_type=dtype)
+
+    return einsum
 
 
 # --- layouts: heads before queries and keys, so that the batch dims of products come first ----------------------------
@@ -125,11 +129,11 @@ def _group_heads(extras: Operands, groups: int) -> Operands:
 
 
 def _scores(setting: AttentionSetting, block: Operands, keys: Any) -> Any:
-    """Returns the scores of a block of queries, float32 `[B, G, R, t, S]`; those of masked keys are `MASK_VALUE`."""
+    """Returns the scores of a block of queries, `[B, G, R, t, S]`, in at least float32; masked keys have `MASK_VALUE`."""
     scores = _einsum(setting)("bgrth,bgsh->bgrts", block["q"], keys) * setting.scale
     if "bias" in block:
         # However low its bias is, an unmasked key weighs more than a masked one.
-        scores = scores + jnp.maximum(block["bias"].astype(jnp.float32), MASK_VALUE / 4)
+        scores = scores + jnp.maximum(block["bias"].astype(scores.dtype), MASK_VALUE / 4)
     mask = make_mask(setting, block["rows"], keys.shape[2], block)
     return scores if mask is None else jnp.where(mask, scores, MASK_VALUE)
 

@@ -224,8 +224,8 @@ def _build(
     product, side, _, dims, _ = use
     assert scores.product is not None
     first, labels = scores.product
-    if product.outvars[0].aval.dtype == jnp.float64 or first.outvars[0].aval.dtype == jnp.float64:
-        return "its softmax is in float64, but kernels compute in float32"
+    if len({eqn.outvars[0].aval.dtype == jnp.float64 for eqn in (product, first)}) > 1:
+        return "only one of its products is in float64"
     of_first = Related(first)
     known = dict(zip(of_first.outs[0], labels, strict=True))
     sides = [_labelled(atom, own, known) for atom, own in zip(first.invars, of_first.ins, strict=True)]

@@ -151,6 +151,13 @@ def one(fn, **setting):
     return lambda q, k, v, **extra: fn(q[None], k[None], v[None], **setting, **extra)[0]
 
 
+@pytest.mark.parametrize("n", [20, pytest.param(301, marks=pytest.mark.sweep)])
+def test_float64_is_computed_in_float64(n):
+    with jax.enable_x64(True):
+        args = [x.astype(jnp.float64) for x in (*qkv(n), *draw((1, HEADS, 1, n)))]
+        assert_match_formula({"causal": (args, {"causal": True})}, 1e-13)
+
+
 def test_vmap_over_examples():
     got, want = (value_and_grads(jax.vmap(one(fn, causal=True)), *qkv()) for fn in (redeqx.attention, by_formula))
     assert_close(got, want)
