@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from redeqx import Loss
+from redeqx._rounding import at_least_float32
 
 from ._kinds import SIZE
 from .hf import Field, Tokens, Written, published
@@ -47,7 +48,7 @@ def sigmoid_loss(logits: Float[Array, "images texts"]) -> Loss:
     """
     if logits.ndim != 2 or logits.shape[0] != logits.shape[1]:
         raise ValueError(f"`logits`: expected one row and one column for each pair, got {logits.shape}. Pass whole pairs.")
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    wide = logits.astype(at_least_float32(logits.dtype))
     matches = jnp.eye(len(wide), dtype=bool)
     return Loss(-jax.nn.log_sigmoid(jnp.where(matches, wide, -wide)).sum(), len(wide))
 

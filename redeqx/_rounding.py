@@ -1,12 +1,19 @@
-"""Stochastic rounding: rounds up or down at random, in proportion to the distance, so that the mean is exact."""
+"""The dtype in which numbers are summed, and stochastic rounding, which keeps the mean exact."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt
 
 
+def at_least_float32(dtype: Any) -> Any:
+    """Returns float32, or the dtype itself if it is wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def to_bfloat16(x: Array, noise: UInt[Array, "..."]) -> Array:
-    """Rounds float32 to bfloat16 stochastically.
+    """Rounds float32 to bfloat16 up or down at random, in proportion to the distance.
 
     **Arguments:**
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from redeqx._rounding import at_least_float32
+
 from ..generation import Decoder
 from ..hf import Pretrained, WeightMap
 from ..nn import (
@@ -273,7 +275,7 @@ class CausalLM(Decoder, Pretrained):
         """Returns the start of the sum over layers."""
         if not self.config.has_experts:
             return None
-        zero = jnp.zeros((), jnp.promote_types(self.embedding.weight.dtype, jnp.float32))
+        zero = jnp.zeros((), at_least_float32(self.embedding.weight.dtype))
         return Routing(*[zero] * 6)
 
     def init_cache(self, length: int) -> Cache:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
+from redeqx._rounding import at_least_float32
 from redeqx.storage import disk_path
 
 from .._kinds import Kind
@@ -245,5 +246,5 @@ def denoising_loss(
     timestep_key, noise_key = jax.random.split(key)
     timestep, noise = scheduler.draw_timestep(timestep_key), jax.random.normal(noise_key, sample.shape, sample.dtype)
     predicted = model_fn(scheduler.add_noise(sample, noise, timestep), timestep)
-    error = (predicted - scheduler.target(sample, noise, timestep)).astype(jnp.promote_types(sample.dtype, jnp.float32))
+    error = (predicted - scheduler.target(sample, noise, timestep)).astype(at_least_float32(sample.dtype))
     return jnp.square(error).mean()

@@ -17,6 +17,7 @@ import optax
 from jaxtyping import Array, PRNGKeyArray
 
 from redeqx._quantised import is_quantised
+from redeqx._rounding import at_least_float32
 from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
 from redeqx.errors import (
     brief,
@@ -30,7 +31,7 @@ from redeqx.errors import (
 )
 
 from ..hf import Pretrained
-from ._layers import LEAVES, LoraEmbedding, LoraLinear, at_least_float32, lengths
+from ._layers import LEAVES, LoraEmbedding, LoraLinear, lengths
 
 Adapted = LoraLinear | LoraEmbedding
 Layer = eqx.nn.Linear | eqx.nn.Embedding

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from redeqx._rounding import at_least_float32
+
 LEAVES = ("lora_a", "lora_b", "magnitude")
 
 
@@ -125,10 +127,6 @@ class LoraEmbedding(eqx.nn.Embedding):
         with jax.named_scope("lora"):
             taken = self.lora_a.T.at[x].get(mode="fill", wrap_negative_indices=False)
             return rows + (self.scale * (taken @ self.lora_b.T)).astype(rows.dtype)
-
-
-def at_least_float32(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def lengths(weight: Any, delta: Any = 0) -> Array:

@@ -12,6 +12,7 @@ import numpy as np
 from einops import rearrange
 
 from redeqx._origins import CHANGED, set_origin
+from redeqx._rounding import at_least_float32
 from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
 from redeqx.checkpoint import TensorReader
 from redeqx.errors import brief, filter_traceback
@@ -20,7 +21,7 @@ from redeqx.storage import disk_path
 from .._kinds import INTEGER, NUMBER, RATE
 from ..hf import ConfigReader, Pretrained, StoredTensor, read_config
 from ._adapters import check_plain, layers_of, replace_layers
-from ._layers import LoraEmbedding, LoraLinear, at_least_float32, lengths
+from ._layers import LoraEmbedding, LoraLinear, lengths
 from ._modules import CONFIG, PREFIX, WEIGHTS, Module, copies_of, in_memory, module_of, modules_of
 from ._patterns import by_pattern, check_patterns
 

@@ -19,6 +19,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from redeqx import register_attention
+from redeqx._rounding import at_least_float32
 from redeqx.kernels import AttentionSetting, attend
 
 from ._cache import Cache
@@ -385,7 +386,7 @@ def _mix_unfused(queries, keys, values, mask, bias, scale, cap, sinks, dropout, 
     """Computes the attention without a kernel. The softmax is in at least float32."""
     grouped = rearrange(queries, "seq (groups n) size -> seq groups n size", groups=len(keys))
     # The keys are the first operand of the product: otherwise XLA on CPU transposes the whole cache for each token.
-    wide = jnp.promote_types(keys.dtype, jnp.float32)
+    wide = at_least_float32(keys.dtype)
     scores = jnp.einsum("gks,qgns->gkqn", keys, grouped, preferred_element_type=wide) * scale
     scores = rearrange(scores, "groups source seq n -> (groups n) seq source")
     scores = soft_cap(scores, cap)

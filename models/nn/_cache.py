@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from redeqx._rounding import at_least_float32
+
 
 class States(eqx.Module):
     """The states of one example after its tokens so far, for all layers of a decoder that have one in place of keys and
@@ -29,7 +31,7 @@ class States(eqx.Module):
     def empty(cls, rows: tuple[tuple[int, ...], ...], memory: tuple[int, ...] | None, dtype: Any) -> "States":
         """Returns states of zeros in one slot, from the shapes of both without the slots. `memory` has at least float32."""
         make = lambda shape, dtype: jnp.zeros((shape[0], 1, *shape[1:]), dtype)  # noqa: E731
-        kept = None if memory is None else make(memory, jnp.promote_types(dtype, jnp.float32))
+        kept = None if memory is None else make(memory, at_least_float32(dtype))
         return cls(tuple(make(shape, dtype) for shape in rows), kept, jnp.zeros((), jnp.int32))
 
     @property

@@ -9,6 +9,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from redeqx._rounding import at_least_float32
+
 from ._cache import Cache
 from ._layers import linear
 
@@ -31,7 +33,7 @@ def convolve(
     """
     kernel = taps.shape[-1]
     seq = len(rows) - (kernel - 1)
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    wide = at_least_float32(rows.dtype)
     found = jnp.zeros((seq, rows.shape[1]), wide)
     for i in range(kernel):
         term = rows[i : i + seq].astype(wide) * taps[:, i].astype(wide)

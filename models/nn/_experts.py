@@ -22,6 +22,7 @@ from einops import rearrange, repeat
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from redeqx import Loss
+from redeqx._rounding import at_least_float32
 
 from ._grouped import grouped_linear
 from ._layers import linear, normal_linear
@@ -313,7 +314,7 @@ class MixtureOfExperts(eqx.Module):
     ) -> tuple[Float[Array, "*dims seq experts"], Float[Array, "*dims seq experts"]]:
         """Returns the router's logits and scores, at least float32: rounded ones choose other experts."""
         logits = linear(self.router, x)
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        logits = logits.astype(at_least_float32(logits.dtype))
         return logits, jax.nn.sigmoid(logits) if self.score == "sigmoid" else jax.nn.softmax(logits)
 
     def _choose(

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from redeqx._rounding import at_least_float32
+
 
 def linear(layer: eqx.nn.Linear, x: Float[Array, "*dims in"]) -> Float[Array, "*dims out"]:
     """Applies `layer` along the last dim of `x`. A replacement of a `Linear`, such as an adapted layer, is called on `x`."""
@@ -37,7 +39,7 @@ class OffsetRMSNorm(eqx.nn.RMSNorm):
     def __call__(self, x: Float[Array, " size"], *args: Any, **kwargs: Any) -> Any:
         del args, kwargs  # for interchangeability with other layers of Equinox
         assert self.weight is not None
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(at_least_float32(x.dtype))
         scaled = wide * jax.lax.rsqrt(jnp.mean(wide**2) + self.eps) * (1 + self.weight.astype(wide.dtype))
         return scaled.astype(x.dtype)
 
@@ -54,7 +56,7 @@ class GroupRMSNorm(eqx.nn.RMSNorm):
     def __call__(self, x: Float[Array, " size"], *args: Any, **kwargs: Any) -> Any:
         del args, kwargs  # for interchangeability with other layers of Equinox
         assert self.weight is not None
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(at_least_float32(x.dtype))
         groups = rearrange(wide, "(groups n) -> groups n", groups=self.n_groups)
         groups = groups * jax.lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + self.eps)
         return (rearrange(groups, "groups n -> (groups n)") * self.weight.astype(wide.dtype)).astype(x.dtype)
@@ -70,7 +72,7 @@ class OffsetLayerNorm(eqx.nn.LayerNorm):
     def __call__(self, x: Float[Array, " size"], *args: Any, **kwargs: Any) -> Any:
         del args, kwargs  # for interchangeability with other layers of Equinox
         assert self.weight is not None and self.bias is not None
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(at_least_float32(x.dtype))
         centred = wide - wide.mean()
         scaled = centred * jax.lax.rsqrt(jnp.mean(centred**2) + self.eps) * (1 + self.weight.astype(wide.dtype))
         return (scaled + self.bias.astype(wide.dtype)).astype(x.dtype)

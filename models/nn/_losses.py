@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, Shaped
 
 from redeqx import Loss
+from redeqx._rounding import at_least_float32
 from redeqx.transforms import GRADIENT, HEAD_INPUT, by_vocabulary, sum_gradient, with_own_rows, with_rows_of_all
 
 
@@ -128,7 +129,7 @@ class _Chunks:
             *sums, gradient = _loss_and_gradient(by_vocabulary(logits), labels, self.ignore_index, self.z_loss)
             gradients = list(vjp(gradient.astype(logits.dtype)))
             x_gradient = with_own_rows(gradients.pop(0)) if wanted[0] else None
-            weight_gradients = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in gradients]
+            weight_gradients = [g.astype(at_least_float32(g.dtype)) for g in gradients]
             return (tuple(sums), weight_gradients), x_gradient
 
         (sums, weight_gradients), x_gradient = self._sum_over_chunks(chunk_fn, x, labels)
@@ -189,7 +190,7 @@ def _loss_and_gradient(
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], Float[Array, "*dims vocab"]]:
     """Returns the summed loss, the number of labels that are not ignored, the summed z-loss, and the gradient of the loss
     with respect to the logits."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(at_least_float32(logits.dtype))
     vocab = logits.shape[-1]
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     # Compare and sum instead of a lookup: a lookup along a sharded dim, and the scatter that is its gradient, may make XLA

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
+from redeqx._rounding import at_least_float32
+
 from ._activations import ACTIVATIONS
 from ._cache import Cache
 from ._conv import convolve, last_rows, runs_of
@@ -166,7 +168,7 @@ class Recurrence(eqx.Module):
 
 
 def _wide(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(at_least_float32(x.dtype))
 
 
 def _by_token(

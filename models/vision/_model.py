@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from redeqx._rounding import at_least_float32
+
 from ..hf import Pretrained, WeightMap, is_on_disk, leaves_of, same_layer, within
 from ..nn import Attention, Mlp, PreNormBlock, Stack, linear, norm, normal_attention, normal_linear, normal_mlp
 from ._config import VisionConfig
@@ -208,7 +210,7 @@ class VisionEncoder(Pretrained):
         down, across = (bicubic(side, new, antialias=antialias) for new in (rows, columns))
         n_first = int(self.config.has_class_token)
         grid = rearrange(self.positions[n_first:], "(rows columns) d -> rows columns d", rows=side)
-        wide = jnp.einsum("ri,cj,ijd->rcd", down, across, grid.astype(jnp.promote_types(grid.dtype, jnp.float32)))
+        wide = jnp.einsum("ri,cj,ijd->rcd", down, across, grid.astype(at_least_float32(grid.dtype)))
         resized = rearrange(wide.astype(grid.dtype), "rows columns d -> (rows columns) d")
         return jnp.concatenate([self.positions[:n_first], resized])
 

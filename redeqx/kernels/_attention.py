@@ -37,7 +37,7 @@ def attention(
     gather the keys if heads do not divide. On several TPUs splash attention needs to know how arrays are split; `Trainer`
     and `Predictor` tell it. The platform is the one that is compiled for, so a dry run on a laptop uses the kernels of its
     target. `jax.vmap` and all derivatives work. Forward mode and second derivatives do materialize the weights of all
-    queries for all keys. The softmax is in float32, in float64 for such inputs; products have the precision of
+    queries for all keys. The softmax is in float32, or in float64 for arrays of float64; products have the precision of
     `jax.default_matmul_precision`.
 
     ```python

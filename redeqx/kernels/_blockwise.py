@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
+from .._rounding import at_least_float32
 from ._setting import MASK_VALUE, AttentionSetting, make_mask
-from ._shared import pad, wide
+from ._shared import pad
 
 BLOCK_SIZE = 256  # the largest number of queries in a block
 
@@ -86,9 +87,9 @@ def backward(
             (new_sums if bias_is_shared else outs)["bias"] = d_bias
         return {name: sums[name] + x for name, x in new_sums.items()}, outs
 
-    zeros = {"k": jnp.zeros(keys.shape, wide(k.dtype)), "v": jnp.zeros(values.shape, wide(v.dtype))}
+    zeros = {"k": jnp.zeros(keys.shape, at_least_float32(k.dtype)), "v": jnp.zeros(values.shape, at_least_float32(v.dtype))}
     if bias is not None and bias_is_shared:
-        zeros["bias"] = jnp.zeros(bias.shape, wide(q.dtype))
+        zeros["bias"] = jnp.zeros(bias.shape, at_least_float32(q.dtype))
     sums, outs = _scan_blocks(differentiate_block, zeros, BLOCK_SIZE, n_queries, operands, setting.offset)
     grads = [rearrange(outs["q"], "b g r t h -> b t (g r) h").astype(q.dtype)]
     grads += [rearrange(sums[name], "b g s h -> b s g h").astype(x.dtype) for name, x in (("k", k), ("v", v))]
@@ -102,7 +103,7 @@ def _einsum(setting: AttentionSetting) -> Callable[..., Any]:
     """Returns an `einsum` of two arrays that accumulates in float32, or in float64 for such arrays."""
 
     def einsum(dims: str, one: Any, two: Any) -> Any:
-        dtype = wide(jnp.result_type(one, two))
+        dtype = at_least_float32(jnp.result_type(one, two))
         return jnp.einsum(dims, one, two, precision=setting.precision, preferred_element_type=dtype)
 
     return einsum

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Int
 
+from .._rounding import at_least_float32
 from ..machine import axes_of
 from . import _megablox, _tiles
 from ._shared import log_fallback, on_each_device, pad
@@ -136,7 +137,7 @@ class _OnTpu(Tiled):
         sizes, n, tile = last - first, setting.n_stacks, _megablox.n_tile_rows(local.mean)
         if x.shape[0] == n or not setting.is_summed:
             return _each(partial(_megablox.gradient, tile=tile, dtype=setting.dtype), x, g, sizes)
-        wide = jnp.promote_types(setting.dtype, jnp.float32)
+        wide = at_least_float32(setting.dtype)
 
         def add(total: Any, operands: Any) -> Any:
             return total + _megablox.gradient(*operands, tile=tile, dtype=wide), None

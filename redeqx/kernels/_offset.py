@@ -16,8 +16,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .._rounding import at_least_float32
 from ._setting import MASK_VALUE, AttentionSetting, Unsupported, make_mask
-from ._shared import wide
 
 Operands = dict[str, Any]
 _DENSE = ("bias", "mask", "query_segments")
@@ -50,7 +50,7 @@ class WithOffset:
             return outs[0], log_sums[0]
         total = jnp.logaddexp(*log_sums)
         weights = [jnp.swapaxes(jnp.exp(log_sum - total), 1, 2)[..., None] for log_sum in log_sums]
-        one, two = (out.astype(wide(out.dtype)) * weight for out, weight in zip(outs, weights, strict=True))
+        one, two = (out.astype(at_least_float32(out.dtype)) * weight for out, weight in zip(outs, weights, strict=True))
         return (one + two).astype(q.dtype), total
 
     def backward(

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
+from .._rounding import at_least_float32
 from . import _blockwise, _cudnn, _sequence, _splash
 from ._setting import AttentionSetting, Unsupported
-from ._shared import log_fallback, make_aval, wide
+from ._shared import log_fallback, make_aval
 
 attention_p = jex.Primitive("attention")
 _tangent_p = jex.Primitive("attention_tangent")
@@ -54,7 +55,7 @@ def _differentiable(setting: AttentionSetting) -> list[int]:
 def _attention_shape(q: Any, k: Any, v: Any, *rest: Any, setting: AttentionSetting) -> list[Any]:
     *batch, n_queries, n_heads, _ = q.shape
     shapes = (*batch, n_queries, n_heads, v.shape[-1]), (*batch, n_heads, n_queries)
-    return [make_aval(shape, dtype, q) for shape, dtype in zip(shapes, (q.dtype, wide(q.dtype)), strict=True)]
+    return [make_aval(shape, dtype, q) for shape, dtype in zip(shapes, (q.dtype, at_least_float32(q.dtype)), strict=True)]
 
 
 @_tangent_p.def_abstract_eval

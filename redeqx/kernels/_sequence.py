@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from .._rounding import at_least_float32
 from ..machine import axes_of
 from ._chunks import Layout, halo, map_queries
 from ._setting import MASK_VALUE, AttentionSetting
-from ._shared import on_each_device, pad, wide
+from ._shared import on_each_device, pad
 
 Operands = dict[str, Any]
 
@@ -173,7 +174,7 @@ def forward_by_positions(
 
         out, log_sum = layout.on_each_device(attend, q, k, v, extras)
         if layout.may_lack_keys:
-            mean = jnp.sum(own_v.astype(wide(own_v.dtype)), 1, keepdims=True)
+            mean = jnp.sum(own_v.astype(at_least_float32(own_v.dtype)), 1, keepdims=True)
             mean = (layout.sum_keys(mean) / layout.n_keys).astype(out.dtype)
             mean = jnp.repeat(mean, q.shape[2] // k.shape[2], 2)
             out = jnp.where(_lacks_keys(log_sum), mean, out)
@@ -203,7 +204,7 @@ def backward_by_positions(
         d_mean: Any = None
         if layout.may_lack_keys:
             lacks_keys = _lacks_keys(log_sum)
-            d_mean = jnp.sum(jnp.where(lacks_keys, g, 0).astype(wide(g.dtype)), 1, keepdims=True)
+            d_mean = jnp.sum(jnp.where(lacks_keys, g, 0).astype(at_least_float32(g.dtype)), 1, keepdims=True)
             d_mean = jnp.sum(d_mean.reshape(*d_mean.shape[:2], k.shape[2], -1, d_mean.shape[-1]), 3)
             g = jnp.where(lacks_keys, 0, g)
 

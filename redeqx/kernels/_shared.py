@@ -27,11 +27,6 @@ def pad(x: Any, dim: int, multiple: int, value: Any = 0) -> Any:
     return jnp.pad(x, [(0, missing if i == dim else 0) for i in range(x.ndim)], constant_values=value)
 
 
-def wide(dtype: Any) -> Any:
-    """Returns the dtype in which numbers of a dtype are summed: float32, or a wider one for numbers that are wider."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def default_precision() -> Any:
     """Returns the precision that `jax.default_matmul_precision` currently sets, as the settings take it."""
     config: Any = jax.config  # which declares no attribute for its options

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._rounding import at_least_float32
+
 _MAX_TILE = 2048  # rows; larger tiles would not use a matmul unit better, and would waste more work at the ends of groups
 
 
@@ -111,7 +113,7 @@ def gradient(
     - `x`, `g`: `[R, K]` and `[R, N]`.
     """
     tiles = _Tiles(groups, x.shape[0], size)
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = at_least_float32(dtype)
 
     def body(tile: _Tile, previous: Any, total: Any, out: Any) -> Any:
         # Rows of other groups are replaced on both sides: they may be infinite.

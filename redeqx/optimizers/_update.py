@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from .._rounding import at_least_float32
 from .._tree import PyTree, as_bare_shapes
 from ..partition import Plan, using_kinds
 from ._states import states_in
@@ -136,7 +137,7 @@ def widened(tree: PyTree) -> PyTree:
     """Casts floating leaves to at least float32."""
 
     def wide(x: Any) -> Any:
-        dtype = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+        dtype = at_least_float32(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
         return x if dtype == x.dtype else x.astype(dtype)
 
     return jax.tree.map(wide, tree)

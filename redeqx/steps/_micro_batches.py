@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
+from .._rounding import at_least_float32
 from ..machine import n_batch_shards, replicated, split_rows
 from ..tracing import as_fun
 from ..transforms import Rows
@@ -120,7 +121,7 @@ def accumulate(fn: Callable[..., Any], state: PyTree, groups: Sequence[Part], ev
         if len(group.numbers) == 1:
             added, state = of(state, jax.tree.map(lambda x: x[0], group))
             if len(groups) > 1:  # as in a scan: bfloat16 sums would lose small terms
-                added = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), added)
+                added = jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), added)
         else:
             first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), group)
             traced, shapes = jax.make_jaxpr(of, return_shape=True)(state, first)  # once: the body is this trace
@@ -134,7 +135,7 @@ def accumulate(fn: Callable[..., Any], state: PyTree, groups: Sequence[Part], ev
                     new = jax.tree.map(lambda new, old: jnp.where(part.numbers[0] < every.total, new, old), new, carry)
                 return new, None
 
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), shapes[0])
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, at_least_float32(s.dtype)), shapes[0])
             (added, state), _ = jax.lax.scan(body, (zeros, state), group)
         sums = added if sums is None else jax.tree.map(jnp.add, sums, added)
     return sums, state

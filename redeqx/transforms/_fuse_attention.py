@@ -224,7 +224,7 @@ def _build(
     product, side, _, dims, _ = use
     assert scores.product is not None
     first, labels = scores.product
-    if len({eqn.outvars[0].aval.dtype == jnp.float64 for eqn in (product, first)}) > 1:
+    if (first.outvars[0].aval.dtype == jnp.float64) != (product.outvars[0].aval.dtype == jnp.float64):
         return "only one of its products is in float64"
     of_first = Related(first)
     known = dict(zip(of_first.outs[0], labels, strict=True))
