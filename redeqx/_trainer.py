@@ -454,9 +454,10 @@ class Trainer(RedcoNames, Generic[ModelT]):
         **Arguments:**
 
         - `name`: its name for `load_ckpt` and in `index.json`. A checkpoint is kept as long as it has a name.
-        - `metrics`: numbers by name for its `trainer.json`, such as those it was chosen by.
+        - `metrics`: numbers by name for its `trainer.json`, such as those it was chosen by; by default those of a fit's
+            evaluation of this step.
         - `keep_last`: how many of the newest checkpoints are kept without a name.
-        - `save_opt_states`: whether to save what only resuming needs.
+        - `save_opt_states`: whether to save what only resuming needs. A run does not resume from a checkpoint without it.
         - `save_float_dtype`: floating leaves of the model are cast to it in the file.
         - `then`: a function of the folder. With it, `save_ckpt` returns as soon as the arrays are copied to the host; a
             thread writes the files while training continues, and calls `then` when the checkpoint is complete. The next step
@@ -473,7 +474,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             check_function(then, "then", ["path"])
         return self._checkpointer.save(
             [name],
-            metrics=metrics or {},
+            metrics=metrics,
             keep_last=keep_last,
             save_opt_states=save_opt_states,
             save_float_dtype=save_float_dtype,
@@ -501,6 +502,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
         then unchanged. If a file becomes unreadable after it was verified, the trainer has no values until another
         checkpoint is loaded. Also raises ValueError inside `fit` or `train`.
         """
+        if self._engine.is_updating or self._fit is not None:
+            raise ValueError("`load_ckpt`: expected after `fit` or `train`, got called inside it. Call it afterwards.")
         if not self.deployer.is_dry_run:  # there it has the shapes of this model
             self._checkpointer.load(name, opt_states=load_opt_states)
 
@@ -566,7 +569,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             numbers.
         - `eval_sanity_check`: whether to evaluate one batch before training, so that mistakes show early.
         - `save_every_n_steps`, `save_ckpt_every_k_epochs`, `save_last_ckpt`: save every n steps; after every k-th epoch,
-            to keep (`"epoch_3"` in the index); at the end of every epoch.
+            to keep (`"epoch_3"` in the index, of a second fit `"fit_2_epoch_3"`); at the end of every epoch.
         - `save_argmin_ckpt_by_metrics`, `save_argmax_ckpt_by_metrics`: names of metrics by which the best checkpoint of
             all fits of the run is kept (`"argmax_accuracy"` in the index).
         - `save_end`: whether to save the end of the fit, if there is a `workdir`.

@@ -15,7 +15,7 @@ In an object store a checkpoint exists if its manifest does: this is written las
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,9 +130,14 @@ class CheckpointFolder:
         except (ValueError, OSError):
             return None
 
+    def is_resumable(self, name: str) -> bool | None:
+        """Returns whether a checkpoint has what resuming needs, and not the weights alone; None for an incomplete one."""
+        manifest = self._manifest_if_complete(name)
+        return None if manifest is None else any(kind_of(file) == "optimizer" for file in manifest.files)
+
     def newest(self, is_whole: Callable[[Mapping[str, Any]], bool | None] | None = None) -> list[Location]:
-        """Returns the folders of the checkpoints to resume from: the index's last one, then older ones. In every process it
-        is the list of the process that has the newest.
+        """Returns the folders of the checkpoints to resume from: the index's last one, then older ones, without those that
+        have the weights alone, if there are others. In every process it is the list of the process that has the newest.
 
         **Arguments:**
 
@@ -145,7 +150,8 @@ class CheckpointFolder:
             if last is not None:
                 checked_entry(self.folder / last)
                 names = [*(name for name in names if order(name) < order(last)), last]
-            return [name for name in reversed(names) if name == last or not is_outside_link(self.folder / name)]
+            names = [name for name in reversed(names) if name == last or not is_outside_link(self.folder / name)]
+            return [name for name in names if self.is_resumable(name) is not False] or names
 
         def whole_first() -> list[str]:
             names = found()
@@ -162,7 +168,36 @@ class CheckpointFolder:
         names = max(everywhere, key=lambda names: max(map(order, names), default=(-1, 0)))
         if names and (newest := max(names, key=order)) != names[0]:
             self._log(f"{self.folder}: other trainers were not saved with {newest}, so all resume from the save before it")
+        if names and any(order(name) > max(map(order, names)) for name in self.names()):
+            self._log(f"{self.folder}: newer checkpoints hold the weights alone (`save_opt_states=False`)")
         return [self.folder / name for name in names]
+
+    def first_valid(
+        self, paths: Sequence[Location], check: Callable[[Location, Mapping[str, Any]], None]
+    ) -> tuple[Location | None, dict[str, Any]]:
+        """Returns the first undamaged checkpoint of these, with its record; warns of those before it.
+
+        **Arguments:**
+
+        - `check`: raises DamagedError for the record of a damaged one.
+
+        Raises its error if all are damaged.
+        """
+        problem = None
+        for path in paths:
+            if path not in self.damaged:
+                try:
+                    record = self.record(path)
+                    check(path, record)
+                    return path, record
+                except DamagedError as error:
+                    self.damaged[path] = error
+            warn(f"{self.damaged[path]} It is skipped for the previous one.")
+            problem = problem or self.damaged[path]
+        if problem is not None:
+            self.damaged.clear()  # all are verified again at the next attempt
+            raise problem
+        return None, {}
 
     def steps(self) -> list[int]:
         """Returns the steps of the existing checkpoints, in order, each once."""

@@ -11,8 +11,10 @@ Each of several processes writes its own part; process 0 creates the folder, and
 process fails, all raise its error.
 """
 
+import atexit
 import errno
 import json
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,7 +26,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .._tree import array_leaves
-from ..distributed import Peers
+from ..distributed import Peers, exit_now, say
 from ..errors import check_count
 from ..storage import Location, StorageError, StoreError, StorePath, next_step
 from ._commit import Capabilities, Disk, Store
@@ -149,8 +151,10 @@ class CheckpointManager(CheckpointFolder):
             then(self.folder / name)
 
         pool = ThreadPoolExecutor(1, "redeqx-save")
-        self._saving = pool.submit(write_then)
-        pool.shutdown(wait=False)  # its thread ends with the save
+        self._saving = saving = pool.submit(write_then)
+        pool.shutdown(wait=False)  # its thread ends with the save, for which the end of a script waits
+        _unread.add(saving)
+        saving.add_done_callback(lambda done: None if done.exception() else _unread.discard(done))
         return self.folder / name
 
     @contextmanager
@@ -177,7 +181,10 @@ class CheckpointManager(CheckpointFolder):
         """Waits for the background save; raises as `check` does."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.result()
+            try:
+                saving.result()
+            finally:
+                _unread.discard(saving)
 
     def settle(self) -> None:
         """As `wait`, for a run that fails: raises nothing. With several processes it does not wait, as others may have
@@ -260,9 +267,10 @@ class CheckpointManager(CheckpointFolder):
         """Removes checkpoints older than the complete ones of the `keep_last` newest steps, unless the index names them.
 
         Of a step that was saved more than once, as many are kept. A damaged one does not count, and is removed with the
-        older ones.
+        older ones. The newest one from which a run resumes is never removed.
         """
-        named, names, n = set(self.index().values()), self.names(), max(keep_last, 1)
+        names, n = self.names(), max(keep_last, 1)
+        named = {*self.index().values(), *[name for name in reversed(names) if self.is_resumable(name)][:1]}
         complete = [name for name in names if self._manifest_if_complete(name) is not None] or names
         by_step: dict[int, list[str]] = {}
         for name in complete:
@@ -272,6 +280,19 @@ class CheckpointManager(CheckpointFolder):
             is_old = name not in kept if name in complete else order(name) < order(kept[0])
             if name not in named and (is_old or keep_last == 0):
                 self._commits.remove(name)
+
+
+_unread: set[Future[None]] = set()  # background saves whose error nobody has raised
+
+
+@atexit.register
+def _report_unread() -> None:
+    """Prints the errors of background saves that a script did not wait for, and ends it with exit code 1."""
+    errors = [error for saving in _unread if saving.done() and (error := saving.exception()) is not None]
+    for error in errors:
+        say(f"redeqx: a background save failed after the last step.\n{''.join(traceback.format_exception(error))}")
+    if errors:
+        exit_now(1)
 
 
 def _why(error: OSError, save: _Save) -> str:

@@ -9,7 +9,7 @@ import errno
 import math
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,7 @@ class InPlace:
         """Creates the file with its full size: once for each folder, before any `write`."""
         fd = open_new(folder / self._name)
         try:
-            if hasattr(os, "posix_fallocate"):  # not on macOS
-                os.posix_fallocate(fd, 0, self.size)  # raises if the disk is full, before any work
+            os.posix_fallocate(fd, 0, self.size)  # raises if the disk is full, before any work
         finally:
             os.close(fd)
 
@@ -71,14 +70,14 @@ class InPlace:
         try:
             # Threads write and flush while this one casts the next bytes and updates the checksum.
             with ThreadPoolExecutor(_WRITERS, "redeqx-write") as pool:
-                flush = pool.submit(_flush, fd)
+                flush = _submit(pool, _flush, fd)
                 for name, tensor in self._tensors.items():
                     n_items.append(sum(math.prod(block.shape) for block in self._blocks[name]))
                     for block in self._blocks[name]:
                         contribution ^= self._write_block(fd, tensor, block, pool)
                         if flush.done():
                             flush.result()
-                            flush = pool.submit(_flush, fd)
+                            flush = _submit(pool, _flush, fd)
                 flush.result()
             os.fsync(fd)
         finally:
@@ -96,7 +95,7 @@ class InPlace:
                 if len(chunk) >= _LARGE:
                     if len(written) == _WRITERS - 1:  # bounds the queue of cast chunks on a slow disk
                         written.popleft().result()
-                    written.append(pool.submit(_pwrite, fd, chunk, offset))
+                    written.append(_submit(pool, _pwrite, fd, chunk, offset))
                 else:
                     _pwrite(fd, chunk, offset)
                 crc32.add(chunk, offset)
@@ -189,6 +188,17 @@ def _incomplete(path: Location, rule: str, got: str) -> OSError:
     return OSError(INCOMPLETE, f"{why}. Let redeqx start all of them: `Deployer(n_processes=, host0_address=)`", str(path))
 
 
+def _submit(pool: ThreadPoolExecutor, act: Callable[..., None], *args: Any) -> Future[None]:
+    """As `pool.submit`, but calls `act` itself when the main thread has ended: no pool of Python takes work from then on."""
+    try:
+        return pool.submit(act, *args)
+    except RuntimeError:
+        act(*args)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
 def _pwrite(fd: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(fd, data, offset)
@@ -196,4 +206,4 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _flush(fd: int) -> None:
-    getattr(os, "fdatasync", os.fsync)(fd)  # macOS has no fdatasync
+    os.fdatasync(fd)

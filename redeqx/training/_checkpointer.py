@@ -6,7 +6,7 @@ fit starts.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from .._origins import CHANGED, origin_of, set_origin
 from .._version import __version__
 from ..checkpoint import Base, CheckpointFolder, CheckpointManager, is_worth_naming
-from ..errors import DamagedError, warn
+from ..errors import DamagedError
 from ..storage import Location, location
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._engine import Engine
@@ -48,19 +48,20 @@ class Checkpointer:
     - `checkpoints`: the checkpoints of the workdir; None without one.
     - `progress`: how far the fits have come.
     - `fit_index`: the number of finished fits.
+    - `tags`: names of the running fit for the next checkpoint of this step.
     """
 
     def __init__(self, engine: Engine):
         deployer, task, folder = engine.deployer, engine.task, engine.name or ""
         self.engine, self.progress, self.fit_index = engine, Progress(), 0
+        self.tags: set[str] = set()
         self._callbacks: Callbacks | None = None  # of the running fit
         self._states: dict[str, dict[str, Any]] = {}  # of the fit that was resumed, interrupted or ended last
         # What the next fit does: it looks for an earlier run, begins anew, whatever `progress` says, or goes on.
         self._next: Literal["look", "begin", "go on"] = "look"
         self._source: Location | None = None  # of `progress`, if an earlier process made it
-        self._kept_step = 0  # the step of the newest save, or of the checkpoint that was loaded
+        self._kept_step = 0  # the step of the newest save from which a run resumes, or of the checkpoint that was loaded
         self._keep_last = 2  # as in the newest save
-        self._warned: set[Location] = set()  # damaged checkpoints
         frozen = zip(task.structure.names[1], map(origin_of, task.structure.take(engine.trees[0])[1]), strict=True)
         self._origins = {name: origin for name, origin in frozen if origin is not None}
         self._base: Base | None = None  # of the checkpoints that are saved, or of the loaded one
@@ -91,7 +92,6 @@ class Checkpointer:
 
         Raises ValueError if the workdir has a run that must not be resumed.
         """
-        self._warned.clear()
         known = None if self._next == "begin" else Known(self.engine.position)
         if self._next == "look":
             known = self._look(may_resume=may_resume)
@@ -109,23 +109,26 @@ class Checkpointer:
         self.fit_index, self._source = position.fit, None
         if decision.is_new:
             self.engine.position, progress.first_step = position, self.engine.step
-            progress.setting, progress.metrics, self._states = {}, {}, {}
+            progress.setting, progress.metrics, progress.evaluated, self._states = {}, {}, 0, {}
         return position
 
     @contextmanager
     def keeping(self, callbacks: Callbacks) -> Iterator[None]:
         """A context of a running fit. Checkpoints hold the states of its callbacks; if it fails, the next fit has them."""
-        self._callbacks = callbacks
+        self._callbacks, self.tags = callbacks, set()
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if self.checkpoints is not None:
                 self.checkpoints.settle()
             if callbacks.has_begun:
-                self.keep_states()
+                try:
+                    self.keep_states()
+                except Exception as other:  # the fit's own error says more
+                    error.add_note(f"A callback's `state` failed after it: {type(other).__name__}: {other}")
             raise
         finally:
-            self._callbacks = None
+            self._callbacks, self.tags = None, set()
 
     def begin_callbacks(self) -> None:
         """Restores the states of the fit's callbacks."""
@@ -161,7 +164,7 @@ class Checkpointer:
         candidates = self.checkpoints.newest(lambda record: is_whole(self._others(record)))
         if candidates and not may_resume:
             return Known(Position(), candidates[0])
-        path, record = self._first_valid(candidates)
+        path, record = self.checkpoints.first_valid(candidates, check_record)
         if path is None:
             # Those of a checkpoint loaded from another workdir are not this run's.
             self.progress, self.engine.position = Progress(), Position()
@@ -182,26 +185,6 @@ class Checkpointer:
         assert self.checkpoints is not None
         root = self.checkpoints.folder.parent if self.engine.name else self.checkpoints.folder
         return {name: (step, CheckpointFolder(root / name).steps()) for name, step in others_of_record(record).items()}
-
-    def _first_valid(self, paths: Sequence[Location]) -> tuple[Location | None, dict[str, Any]]:
-        """Returns the first undamaged checkpoint of these, with its record."""
-        checkpoints, problem = self.need_checkpoints(), None
-        for path in paths:
-            if path not in checkpoints.damaged:
-                try:
-                    record = checkpoints.record(path)
-                    check_record(path, record)
-                    return path, record
-                except DamagedError as error:
-                    checkpoints.damaged[path] = error
-            if path not in self._warned:
-                self._warned.add(path)
-                warn(f"{checkpoints.damaged[path]} It is skipped for the previous one.")
-            problem = problem or checkpoints.damaged[path]
-        if problem is not None:
-            checkpoints.damaged.clear()  # all are verified again at the next attempt
-            raise problem
-        return None, {}
 
     def use_setting(self, now: Mapping[str, Any], unknown: Collection[str] = ()) -> None:
         """Begins a fit with these sizes, after comparing them with those of the run that it resumes; prints harmless
@@ -238,7 +221,7 @@ class Checkpointer:
         self,
         tags: Sequence[str],
         *,
-        metrics: Mapping[str, float],
+        metrics: Mapping[str, float] | None = None,
         keep_last: int,
         save_opt_states: bool,
         save_float_dtype: Any,
@@ -249,11 +232,24 @@ class Checkpointer:
         **Arguments:**
 
         - `tags`: its names in the index, in addition to `"last"`.
+        - `metrics`: by default those of the evaluation of this step.
         - `then`: called after a background save, see `CheckpointManager.save`.
         """
         engine, deployer = self.engine, self.engine.deployer
+        step, is_full = engine.step, save_opt_states and save_float_dtype is None
+        if is_full:  # else the fit's own save of this step follows
+            tags = [*tags, *sorted(self.tags.difference(tags))]
+        if metrics is None:
+            metrics = self.progress.metrics if self.progress.evaluated == step else {}
+
+        def committed(path: Location) -> None:
+            if is_full:
+                self._kept_step = step
+            if then is not None:
+                then(path)
+
         if deployer.is_dry_run:
-            return self.need_checkpoints().folder / f"step_{engine.step:08d}"  # writes nothing
+            return self.need_checkpoints().folder / f"step_{step:08d}"  # writes nothing
         engine.take_hyperparams()  # places the model
         record = self._record(metrics)
         with engine.line.pause("saving"):
@@ -268,9 +264,13 @@ class Checkpointer:
             record["base"] = base.folders
             trees["model"] = base.without(trees["model"])
         with engine.line.pause("saving"), deployer.preemption.held():
-            path = checkpoints.save(engine.step, trees, record, ["last", *tags], keep_last, save_float_dtype, then)
-            self.progress.saved = (engine.step, engine.position)
-            self._kept_step, self._keep_last = engine.step, keep_last
+            names, later = ["last", *tags], None if then is None else committed
+            path = checkpoints.save(step, trees, record, names, keep_last, save_float_dtype, later)
+            if later is None:
+                committed(path)
+            if is_full:
+                self.progress.saved, self._keep_last = (step, engine.position), keep_last
+            self.tags.difference_update(tags)
         if self._callbacks is not None:
             self._callbacks.call_on_save(path, checkpoints)
         return path
@@ -304,14 +304,17 @@ class Checkpointer:
         return record
 
     def is_unsaved(self) -> bool:
-        """Whether updates were made since the newest save, by a fit or by a loop that resumes or saves."""
+        """Whether updates were made since the newest save that is on disk, by a fit or by a loop that resumes or saves."""
         resumes = self._next != "look" or self.progress.saved is not None
         return resumes and self.engine.step != self._kept_step and self.engine.has_values
 
     def save_to_resume(self) -> int:
         """Saves the newest step with all that resuming needs, and waits until it is on disk; returns the step."""
-        self.save([], metrics={}, keep_last=self._keep_last, save_opt_states=True, save_float_dtype=None)
-        self.need_checkpoints().wait()
+        assert self.checkpoints is not None
+        with suppress(Exception):  # of a background save: if it failed, the step is saved once more
+            self.checkpoints.wait()
+        if self.is_unsaved():
+            self.save([], keep_last=self._keep_last, save_opt_states=True, save_float_dtype=None)
         return self.engine.step
 
     def after_update(self) -> None:
@@ -335,9 +338,6 @@ class Checkpointer:
         - `opt_states`: whether to load the optimizer state, the step and the progress too.
         """
         engine = self.engine
-        if engine.is_updating:
-            raise ValueError("`load_ckpt`: expected after `fit` or `train`, got called inside it. Call it afterwards.")
-        checkpoints: CheckpointFolder
         if self.checkpoints is None and (not isinstance(name, str) or "/" in name):  # a path needs no workdir
             folder = partial(CheckpointFolder, peers=engine.deployer.peers, log=engine.deployer.console.info)
             path = folder(location(name, "checkpoint").parent).resolve(name)

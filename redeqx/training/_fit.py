@@ -196,7 +196,6 @@ class Fit:
             self.eval_size_of_loss = BatchSize.of(engine.deployer.mesh, *given, prefix="eval_")
         itself = weakref.proxy(self)  # in a cycle, the arrays of a trainer that was deleted would stay for a while
         self.callbacks = Callbacks(trainer, [Evaluate(itself), KeepBest(itself)], options.callbacks, [Save(itself)])
-        self.tags: set[str] = set()
         self.began_at, self.ends_epoch = engine.step, False
         self.stop_requested = self._is_stopping = False
 
@@ -249,7 +248,7 @@ class Fit:
             with closing(self.moments(start, line)) as moments:
                 for moment in moments:
                     self._call(moment)
-                    if self.is_over():
+                    if self.is_over() and not (moment == "on_step" and self.ends_epoch):  # the epoch's end comes first
                         break
             engine.flush()
             self._call("on_last_step")
@@ -415,7 +414,7 @@ class Fit:
     def report(self, metrics: dict[str, float]) -> None:
         """Records the metrics of an evaluation, and calls `on_eval`."""
         engine = self.engine
-        self.progress.metrics = metrics
+        self.progress.metrics, self.progress.evaluated = metrics, engine.step
         engine.records.metrics({f"eval_{name}": x for name, x in metrics.items()}, engine.step, name=engine.name)
         engine.deployer.console.info(f"step {engine.step}: " + ", ".join(f"eval {k} {v:.5g}" for k, v in metrics.items()))
         self.callbacks.call("on_eval", dict(metrics))

@@ -40,6 +40,7 @@ class Evaluate(Callback):
         some, n_all = fit.first_evaluated(), size_of(options.eval_examples)
         with nullcontext() if len(some) == n_all else note(_SANITY_CHECK.format(len(some), n_all)):
             self._metrics_of(some)
+        fit.stop_requested = False  # a fit is not stopped for the metrics of its first batch
 
     def on_step(self, trainer: Any, metrics: dict[str, float]) -> None:
         self._evaluate()
@@ -92,7 +93,7 @@ class KeepBest(Callback):
             value, best = metrics[name], progress.best.get(tag)
             if value == value and (best is None or sign * value > sign * best["value"]):  # NaN is never the best
                 progress.best[tag] = {"value": value, "step": step}
-                self._fit.tags.add(tag)
+                self._fit.checkpointer.tags.add(tag)
 
 
 class Save(Callback):
@@ -112,14 +113,15 @@ class Save(Callback):
     def on_epoch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         fit, n_epochs = self._fit, self._fit.engine.position.epoch
         if is_due(n_epochs, fit.options.save_ckpt_every_k_epochs):
-            fit.tags.add(f"epoch_{n_epochs}")
+            n_fits = fit.engine.position.fit + 1
+            fit.checkpointer.tags.add(f"fit_{n_fits}_epoch_{n_epochs}" if n_fits > 1 else f"epoch_{n_epochs}")
         if self._is_wanted(fit.engine.step) or fit.options.save_last_ckpt:
             self._save()
 
     def on_last_step(self, trainer: Any, metrics: dict[str, float]) -> None:
         fit = self._fit
         is_saved = fit.progress.saved == (fit.engine.step, fit.engine.position)
-        if fit.tags or (fit.options.save_end and fit.checkpointer.checkpoints is not None and not is_saved):
+        if fit.checkpointer.tags or (fit.options.save_end and fit.checkpointer.checkpoints is not None and not is_saved):
             self._save()
 
     def _is_wanted(self, step: int) -> bool:
@@ -128,23 +130,22 @@ class Save(Callback):
         if checkpoints is not None:
             checkpoints.check()
             self._is_preempted = fit.engine.deployer.preemption.is_due(step)
-        return self._is_preempted or bool(fit.tags) or is_due(step, fit.options.save_every_n_steps)
+        return self._is_preempted or bool(fit.checkpointer.tags) or is_due(step, fit.options.save_every_n_steps)
 
     def _save(self) -> None:
         """Saves this step by the options; a preempted one with everything that resuming needs, and then ends the script."""
         fit, engine, options = self._fit, self._fit.engine, self._fit.options
         engine.flush()  # raises for a loss that is not finite, before anything is written
-        step, tags = engine.step, sorted(fit.tags)
+        step, tags = engine.step, sorted(fit.checkpointer.tags)
         names = ", ".join(["last", *tags])
         fit.checkpointer.save(
             tags,
-            metrics=fit.metrics,
             keep_last=options.keep_last,
             save_opt_states=options.save_opt_states or self._is_preempted,
             save_float_dtype=None if self._is_preempted else options.save_float_dtype,
             then=lambda path: engine.deployer.console.info(f"step {step}: saved {path} ({names})"),
         )
-        fit.tags.clear()
+        fit.progress.saved = (step, engine.position)  # as the options say, maybe without what resuming needs
         if self._is_preempted:
             assert fit.checkpointer.checkpoints is not None
             fit.checkpointer.checkpoints.wait()

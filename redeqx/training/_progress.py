@@ -68,7 +68,7 @@ class Progress:
     - `setting`: the sizes with which the current fit began; empty if unknown.
     - `best`: for each tag of a best checkpoint, `{"value": ..., "step": ...}`.
     - `first_step`: the number of updates before the current fit.
-    - `metrics`: the metrics of the newest evaluation.
+    - `metrics`, `evaluated`: the metrics of the newest evaluation, and its step.
     - `learning_rate`: the learning rate of the newest update, if a checkpoint records it.
     - `saved`: step and position of the newest checkpoint.
     """
@@ -79,23 +79,27 @@ class Progress:
     learning_rate: float | None = None
     saved: tuple[int, Position] | None = None
     first_step: int = 0
+    evaluated: int = 0
 
     def to_record(self) -> dict[str, Any]:
         """Returns the entries for `trainer.json`."""
         setting = {name: self.setting.get(name) for name in _SETTING}
-        best = plain_numbers(self.best)
-        return {**setting, "best": best, "first_step": self.first_step}
+        evaluation = {"step": self.evaluated, "metrics": self.metrics}
+        numbers = plain_numbers({"best": self.best, "evaluation": evaluation})
+        return {**setting, **numbers, "first_step": self.first_step}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Progress":
         """Returns the progress in a `trainer.json` that `check_record` has found valid."""
+        evaluation = record.get("evaluation", record)  # older records have the newest evaluation's metrics alone
         return cls(
             {name: record[name] for name in _SETTING if record[name] is not None},
             numbers_of_record(record["best"]),
-            numbers_of_record(record["metrics"]),
+            numbers_of_record(evaluation["metrics"]),
             numbers_of_record(record["learning_rate"]),
             (record["step"], position_of_record(record)),
             record["first_step"],
+            evaluation["step"],
         )
 
 

@@ -4,12 +4,15 @@ logged metrics."""
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
 import redeqx
 
@@ -319,6 +322,51 @@ def test_a_metric_of_infinity_is_compared_as_a_number_after_a_restart(tmp_path):
     records = [json.loads(path.read_text()) for path in (tmp_path / "ckpts").glob("step_*/trainer.json")]
     assert [record["metrics"]["gap"] for record in records if "argmax_gap" in record["tags"]] == ["Infinity"]
     assert redeqx.load(tmp_path / "ckpts" / "argmax_gap", trainer.model) is not None
+
+
+# --- saves in the background, and the end of a script --------------------------------------------------------------------
+
+_LOOP = """
+import os, signal, sys, time
+import equinox as eqx, jax, numpy as np, optax, redeqx
+deployer = redeqx.Deployer(workdir=sys.argv[1], verbose=False)
+trainer = redeqx.Trainer(
+    deployer, model=eqx.nn.MLP(4, 4, 1024, 2, key=jax.random.key(0)), optimizer=optax.adam(1e-2), collate_fn=np.stack,
+    loss_fn=lambda model, batch, key: (jax.vmap(model)(batch) ** 2).mean(),
+)
+def then(path):
+    if "fails" in sys.argv:
+        raise OSError("no space for the index of models")
+for step in range(trainer.resume(), 3):
+    trainer.update(np.ones((8, 4), np.float32))
+    trainer.save_ckpt(then=then)
+if "signal" in sys.argv:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "signal", "fails"])
+def test_a_background_save_is_complete_when_the_script_ends(how, tmp_path):
+    script = tmp_path / "loop.py"
+    script.write_text(_LOOP)
+    command = [sys.executable, str(script), str(tmp_path / "run"), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == {"ends": 0, "signal": 75, "fails": 1}[how], ended.stderr
+    last = json.loads((tmp_path / "run" / "ckpts" / "index.json").read_text())["last"]
+    if how == "fails":  # the error of the first one ends the loop
+        assert "no space for the index of models" in ended.stderr
+    else:
+        assert last == "step_00000003" and load_file(tmp_path / "run" / "ckpts" / last / "optimizer.safetensors")
+
+
+def test_an_error_of_the_last_background_save_is_printed_and_is_the_exit_code(tmp_path):
+    script = tmp_path / "loop.py"
+    script.write_text(_LOOP.replace('"fails" in sys.argv', 'path.name.endswith("3")'))
+    command = [sys.executable, str(script), str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "a background save failed after the last step" in ended.stderr and "no space for the index" in ended.stderr
 
 
 # --- keys ---------------------------------------------------------------------------------------------------------------

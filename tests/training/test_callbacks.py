@@ -476,3 +476,129 @@ def test_failing_close_keeps_the_first_error_and_closes_the_other_callbacks():
 def test_early_stopping_without_evaluation_raises():
     with pytest.raises(ValueError, match="`eval_examples`: expected examples and something to evaluate, got none"):
         fit(make_trainer(), redeqx.EarlyStopping("loss", 2))
+
+
+# --- what saves mean for the fit around them -----------------------------------------------------------------------------
+
+
+def index(workdir):
+    return json.loads((workdir / "ckpts" / "index.json").read_text())
+
+
+def record(workdir, name):
+    return json.loads((workdir / "ckpts" / name / "trainer.json").read_text())
+
+
+class SaveAtEpochs(redeqx.Callback):
+    """Saves at the end of each epoch, and records that it was called."""
+
+    def __init__(self, name="own", **options):
+        self.name, self.options, self.called = name, options, []
+
+    def on_epoch_end(self, trainer, metrics):
+        self.called.append(trainer.step)
+        trainer.save_ckpt(self.name, **self.options)
+
+
+def test_a_run_resumes_from_its_newest_full_checkpoint_whatever_exports_follow(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.resume()
+    trainer.update(DATA[:8])
+    trainer.save_ckpt()
+    expected = bits(trainer.model)
+    for step in (2, 3, 4):
+        trainer.update(DATA[:8])
+        trainer.save_ckpt(f"export_{step}", save_opt_states=False)
+    again = make_trainer(tmp_path)
+    assert again.resume() == 1 and bits(again.model) == expected
+    assert index(tmp_path)["last"] == "step_00000004"
+    again.load_ckpt("last", load_opt_states=False)
+    assert bits(again.model) == bits(trainer.model)
+
+
+def test_an_export_at_the_last_step_does_not_take_the_place_of_the_final_save(tmp_path):
+    fit(make_trainer(tmp_path), SaveAtEpochs("export", save_opt_states=False))
+    again = make_trainer(tmp_path)
+    fit(again, SaveAtEpochs("export", save_opt_states=False), n_epochs=3)
+    assert again.step == 9
+
+
+@pytest.mark.parametrize("how", ["max_steps", "stop"])
+def test_the_end_of_an_epoch_is_called_when_the_fit_ends_there(how, tmp_path):
+    saving = SaveAtEpochs()
+    ends = {"max_steps": 3} if how == "max_steps" else {}
+    stops = [StopAt(3)] if how == "stop" else []
+    fit(make_trainer(tmp_path), saving, *stops, save_ckpt_every_k_epochs=1, **ends)
+    assert saving.called == [3] and index(tmp_path)["epoch_1"].startswith("step_00000003")
+
+
+def test_each_fit_keeps_the_checkpoints_of_its_own_epochs(tmp_path):
+    trainer = make_trainer(tmp_path)
+    for _ in range(2):
+        fit(trainer, save_ckpt_every_k_epochs=1)
+    steps = {name: int(folder[5:13]) for name, folder in index(tmp_path).items()}
+    assert steps == {"epoch_1": 3, "epoch_2": 6, "fit_2_epoch_1": 9, "fit_2_epoch_2": 12, "last": 12}
+
+
+class SaveOnEval(redeqx.Callback):
+    """Saves after each evaluation, and ends the process as a kill would right after the save of a step."""
+
+    def __init__(self, kill_at):
+        self.kill_at = kill_at
+
+    def on_eval(self, trainer, metrics):
+        trainer.save_ckpt("mine")
+        if trainer.step == self.kill_at:
+            raise Killed
+
+
+def test_the_best_checkpoint_is_named_by_the_first_save_that_knows_it(tmp_path):
+    with pytest.raises(Killed):
+        fit(make_trainer(tmp_path), SaveOnEval(6), eval_examples=DATA, save_argmin_ckpt_by_metrics=["loss"])
+    best = record(tmp_path, index(tmp_path)["last"])["best"]["argmin_loss"]
+    assert best["step"] == int(index(tmp_path)["argmin_loss"][5:13]) == 6
+
+
+def test_a_checkpoint_has_the_metrics_of_its_own_step_and_a_done_fit_returns_the_newest(tmp_path):
+    options = {"eval_examples": DATA, "eval_every_n_steps": 2, "save_every_n_steps": 1, "keep_last": 9}
+    trainer = make_trainer(tmp_path)
+    result = fit(trainer, SaveAtEpochs(keep_last=9), n_epochs=1, **options)
+    assert [bool(record(tmp_path, f"step_{step:08d}")["metrics"]) for step in (1, 2, 3)] == [False, True, True]
+    assert record(tmp_path, "step_00000001")["evaluation"] == {"step": 0, "metrics": {}}
+    assert fit(make_trainer(tmp_path), SaveAtEpochs(keep_last=9), n_epochs=1, **options) == result
+    assert result["loss"] == record(tmp_path, index(tmp_path)["last"])["metrics"]["loss"]
+
+
+def test_a_checkpoint_is_not_loaded_inside_a_fit(tmp_path):
+    class Load(redeqx.Callback):
+        def on_epoch_end(self, trainer, metrics):
+            trainer.load_ckpt("epoch_1")
+
+    with pytest.raises(ValueError, match="`load_ckpt`: expected after `fit` or `train`, got called inside it"):
+        fit(make_trainer(tmp_path), Load(), save_ckpt_every_k_epochs=1)
+
+
+def test_stop_in_the_check_before_training_does_not_end_the_fit():
+    trainer = make_trainer()
+
+    def stop_if_good(examples, outputs):
+        if len(outputs):
+            trainer.stop()
+        return {"score": 1.0}
+
+    predictor = trainer.get_default_predictor(lambda model, batch, key: batch)
+    fit(trainer, eval_examples=DATA, eval_predictor=predictor, eval_metric_fn=stop_if_good, n_epochs=3)
+    assert trainer.step == 3  # the first epoch, after which all examples are evaluated
+
+
+def test_an_error_of_a_fit_is_not_replaced_by_that_of_a_callback_state():
+    class Bad(redeqx.Callback):
+        def on_step(self, trainer, metrics):
+            raise Killed
+
+        def state(self):
+            raise RuntimeError("no state")
+
+    with pytest.raises(Killed) as error:
+        fit(make_trainer(), Bad())
+    assert error.value.__notes__ == ["A callback's `state` failed after it: RuntimeError: no state"]
