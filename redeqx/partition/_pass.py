@@ -129,7 +129,6 @@ class Pass:
                 for was in (vars(before)[name],)
             }
             self.memo[key] = outs, found, self.cost - before.cost
-        self.reduced, self.n_row_reads = set(), {}  # their keys are values of the loop's body
         return outs
 
     def evaluate(self, closed: Any, ins: Sequence[Flow]) -> list[Flow]:
@@ -137,12 +136,14 @@ class Pass:
         jaxpr = closed.jaxpr
         env = Env(zip(jaxpr.invars, ins, strict=True), literal=lambda _: Flow())
         env.update(dict.fromkeys(jaxpr.constvars, Flow()))
+        around = self.reduced, self.n_row_reads  # by values of the enclosing jaxpr
         self.reduced, self.n_row_reads = set(), {}
         for eqn in jaxpr.eqns:
             flows = env.read(eqn.invars)
             known = {"data": any(f.data for f in flows), "grad": any(f.grad for f in flows)}
             outs = [replace(out, **known) for out in self.follow(self, eqn, flows)]
             env.update(zip(eqn.outvars, (replace(out, data=False) if out.views else out for out in outs), strict=True))
+        self.reduced, self.n_row_reads = around
         if self.records_values:
             self.values.update((var, flow.dim) for var, flow in env.items() if flow.data and not flow.views)
         return env.read(jaxpr.outvars)

@@ -202,6 +202,21 @@ def test_scanned_and_indexed_stacks_have_the_same_splits():
     assert order(Trace.of(scanned, model, zeros(8, D)), 4).stacked == {"w1": 1, "w2": 1}
 
 
+@pytest.mark.parametrize(
+    "activation", [jax.nn.relu, jax.custom_jvp(lambda x: jnp.maximum(x, 0)), jax.checkpoint(jax.nn.silu)]
+)
+def test_a_gated_layer_after_a_projection_is_split_alike_whatever_call_its_activation_is(activation):
+    if isinstance(activation, jax.custom_jvp):
+        activation.defjvp(lambda primals, tangents: (activation(*primals), tangents[0] * (primals[0] > 0)))
+
+    def loss(model, batch):
+        x = batch @ model["in"]
+        return ((activation(x @ model["gate"]) * (x @ model["up"])) @ model["down"]).sum()
+
+    model = {"in": zeros(32, 64), "gate": zeros(64, 256), "up": zeros(64, 256), "down": zeros(256, 64)}
+    assert dims(model, loss, zeros(128, 32), n=2) == {"in": 0, "gate": 1, "up": 1, "down": 0}
+
+
 def test_loop_cost_is_multiplied_by_the_trip_count():
     """Twelve iterations cost the same in one loop and in two nested loops."""
     model = {"w1": zeros(D, F), "w2": zeros(F, D)}
