@@ -10,22 +10,13 @@ library's function would have the line of its first call in the process: they ge
 import os
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import jax
 from jax.extend import core as jex
 
 from ._inner import CALLS, REMATS, Env, equations, insides, variables, with_insides
-
-
-class Inlined(NamedTuple):
-    """A plain jit that became equations of the normal form."""
-
-    eqn: Any  # the jit, with operands of the normal form
-    outs: Sequence[Any]  # the atoms of its outputs
-    n_eqns: int  # how many equations it became
-
 
 T = TypeVar("T")
 
@@ -45,18 +36,12 @@ def once(analysis: Callable[..., T]) -> Callable[..., T]:
     return of
 
 
-# By a jaxpr in normal form and the first equation that a jit became; outermost first.
-_INLINED: WeakKeyDictionary[Any, dict[Any, list[Inlined]]] = WeakKeyDictionary()
-
-
-def inlined_at(jaxpr: Any, eqn: Any) -> Sequence[Inlined]:
-    """Returns the jits whose equations start with this one in a jaxpr in normal form, outermost first."""
-    return _INLINED.get(jaxpr, {}).get(eqn, ())
+_NORMAL: WeakSet[Any] = WeakSet()  # the jaxprs in normal form that were made here
 
 
 def normal(closed: Any) -> Any:
     """Returns a closed jaxpr in normal form; the same object if it was made by the functions here."""
-    return closed if closed.jaxpr in _INLINED else _normal(closed)
+    return closed if closed.jaxpr in _NORMAL else _normal(closed)
 
 
 def without_remats(closed: Any) -> Any:
@@ -82,8 +67,8 @@ def restricted(closed: Any, outvars: Sequence[Any], invars: Sequence[Any] | None
     info = jex.DebugInfo("redeqx", "restricted", None, None)
     jaxpr = closed.jaxpr.replace(invars=invars, outvars=list(outvars), eqns=eqns[::-1], debug_info=info)
     form = jex.ClosedJaxpr(jaxpr, closed.consts)
-    if closed.jaxpr in _INLINED:  # of its jits, not all equations may be left
-        _INLINED[form.jaxpr] = {}
+    if closed.jaxpr in _NORMAL:
+        _NORMAL.add(jaxpr)
     return form
 
 
@@ -111,7 +96,6 @@ def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
     - `keeps_remats`: whether remats are not inlined.
     """
     constvars, consts, eqns = list[Any](), list[Any](), list[Any]()
-    calls: dict[int, list[Inlined]] = {}  # by the index of the first equation
 
     def enter(closed: Any, ins: list[Any], call: Any, scope: Any = None) -> list[Any]:
         """Appends the equations of a closed jaxpr. Returns its outputs."""
@@ -127,11 +111,7 @@ def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
                 info = info.replace(traceback=call)
             if _is_plain_jit(eqn):
                 of_call = info.traceback if call is None and _is_of_library(eqn) else call
-                start, outs = len(eqns), enter(eqn.params["jaxpr"], invars, of_call, info.name_stack)
-                env.update(zip(eqn.outvars, outs, strict=True))
-                if len(eqns) > start:
-                    inlined = Inlined(eqn.replace(invars=invars, source_info=info), outs, len(eqns) - start)
-                    calls.setdefault(start, []).insert(0, inlined)
+                env.update(zip(eqn.outvars, enter(eqn.params["jaxpr"], invars, of_call, info.name_stack), strict=True))
                 continue
             if eqn.primitive.name in CALLS or (not keeps_remats and eqn.primitive.name in REMATS):
                 env.update(zip(eqn.outvars, enter(insides(eqn)[0].closed, invars, call, info.name_stack), strict=True))
@@ -155,9 +135,8 @@ def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
     invars = _fresh(closed.jaxpr.invars)
     outvars = enter(closed, invars, call)
     jaxpr = closed.jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
-    form = jex.ClosedJaxpr(jaxpr, consts)
-    _INLINED[form.jaxpr] = {eqns[i]: found for i, found in calls.items()}
-    return form
+    _NORMAL.add(jaxpr)
+    return jex.ClosedJaxpr(jaxpr, consts)
 
 
 def _as_others(eqn: Any) -> Any | None:

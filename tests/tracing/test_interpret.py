@@ -458,7 +458,7 @@ def test_each_body_is_traversed_once_at_any_depth(depth):
         assert rule.n_calls == {"claims": n_eqns, "calls": 1}
 
 
-def test_jit_is_called_where_no_rule_applies_inside():
+def test_jits_are_inlined_so_that_rules_see_the_values_inside_them():
     fn, outer = jax.jit(lambda x: (jnp.cos(x) * 2, x, 1.0)), jax.jit(lambda x: jax.jit(jnp.tan)(jnp.sin(x)))
 
     def calls(x):
@@ -468,9 +468,7 @@ def test_jit_is_called_where_no_rule_applies_inside():
 
     rule = Replace("sin", lambda x: 2 * x)
     changed = jax.make_jaxpr(transformed(calls, [rule]))(1.0)
-    jits = [eqn.params["jaxpr"] for eqn in changed.jaxpr.eqns if eqn.primitive.name in ("jit", "pjit")]
-    assert len(jits) == 11 and len(set(map(id, jits))) == 2  # the calls of `fn` share one jaxpr, as JAX traced it; `tan`
-    assert rule.n_calls["calls"] == 1
+    assert not {eqn.primitive.name for eqn in changed.jaxpr.eqns} & {"jit", "pjit"} and rule.n_calls["calls"] == 1
     x = 0.1
     for _ in range(10):
         x = 2 * np.cos(x) + x + 1

@@ -84,6 +84,11 @@ def bounded_softmax(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
 
 
+@jax.jit
+def padding_mask(lengths):
+    return (jnp.arange(N) < lengths[:, None])[:, None, None, :]
+
+
 def multihead(mask=None):
     attention = eqx.nn.MultiheadAttention(HEADS, 32, key=jax.random.key(0))
 
@@ -160,6 +165,11 @@ FUSED = {
     ),
     "queries that all rows share": (shared_queries, [heads()[0][0], *heads()[1:]], {"all keys": 1}),
     "a softmax with a bound": (bounded_softmax, heads(), {"all keys": 1}),
+    "a mask from a jitted function that ends in a view": (
+        lambda q, k, v, lengths: written(q, k, v, mask=padding_mask(lengths)),
+        [*heads(), jnp.array([5, N])],
+        {"a mask": 1},
+    ),
     "added padding": (
         lambda q, k, v, padding: written(q, k, v, bias=(1.0 - padding[:, None, None]) * -1e9),
         [*heads(), PADDING],
