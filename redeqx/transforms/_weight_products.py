@@ -234,7 +234,7 @@ def _linear(aval: Any, linear: Callable[..., Array], dtype: Any, store: Callable
         return linear(weight, *rest)
 
     def forward(weight: Array, *rest: Array) -> Any:
-        return fn(weight, *rest), rest
+        return linear(weight, *rest), rest  # not `fn`: a derivative of this derivative sees what it can differentiate
 
     def backward(rest: Any, g: Array) -> Any:
         wide = jax.ShapeDtypeStruct(aval.shape, dtype)

@@ -43,6 +43,35 @@ def test_sophia_is_given_the_loss():
     assert losses[-1] < losses[0]
 
 
+def by_curvature():
+    """Returns an optimizer that divides by the curvature along all ones: a derivative of the loss's derivative."""
+
+    def update(updates, state, params=None, *, obj_fn=None, **kwargs):
+        assert obj_fn is not None
+        _, curvature = jax.jvp(jax.grad(obj_fn), (params,), (jax.tree.map(jnp.ones_like, params),))
+        return jax.tree.map(lambda g, h: -0.1 * g / (1 + jnp.abs(h)), updates, curvature), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize("compute", [None, "bfloat16"])
+def test_an_optimizer_may_differentiate_the_gradient_of_the_loss(compute):
+    class Model(eqx.Module):
+        embedding: eqx.nn.Embedding
+        linear: eqx.nn.Linear
+
+        def __call__(self, token):
+            return self.linear(self.embedding(token))
+
+    model = Model(eqx.nn.Embedding(64, 16, key=jax.random.key(0)), eqx.nn.Linear(16, 16, key=jax.random.key(1)))
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(verbose=False, n_model_shards=2), model=model, optimizer=by_curvature(), collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: (jax.vmap(model)(batch).astype(jnp.float32) ** 2).mean(), compute=compute,
+    )  # fmt: skip
+    losses = [trainer.update(np.arange(16))["loss"] for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
 # --- complex weights ----------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
