@@ -22,6 +22,7 @@ from .errors import (
     REDCO_PREDICTOR_ARGUMENTS,
     RedcoNames,
     check_alike,
+    check_alive,
     check_function,
     check_key,
     check_model,
@@ -226,6 +227,7 @@ class Predictor(RedcoNames):
                     model, state, plan = self._resolve(model, batch)
                     structure, step = self._get_step(model, state, plan)
                     arrays = (*structure.take(model), jax.tree.leaves(state))
+                self._check_alive(model, state)
                 signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(batch))
                 outputs = self._called.call(step, (*arrays, batch, key, row_span(start, n)), signature, line)
                 self._deployer.watch.beat()
@@ -285,6 +287,7 @@ class Predictor(RedcoNames):
 
     def _resolve(self, model: PyTree | None, batch: PyTree) -> tuple[PyTree, PyTree, Plan]:
         """Returns the placed model and state to run, and their plan, which is made for this batch if there is none yet."""
+        self._check_alive(self._model if model is None else model, self._model_state)
         if self._engine is not None:
             own, state, plan = self._engine.to_predict(partial(self._make_plan, batch=batch))
             return (own if model is None else place(model, plan)), state, plan
@@ -311,6 +314,14 @@ class Predictor(RedcoNames):
         if model is None and own is None:
             raise ValueError("`model`: expected a model, got None. Pass it to `Predictor` or to `predict`.")
         return own if model is None else model
+
+    def _check_alive(self, model: PyTree, state: PyTree) -> None:
+        """Checks that no update of a trainer has deleted the arrays of a model and its state."""
+        instead = "use `trainer.get_default_predictor`, which has the newest model at each call"
+        if self._engine is not None:
+            instead = "read all of `iterate` before the next update"
+        check_alive(model, "model", instead)
+        check_alive(state, "model_state", instead)
 
     def _check_alike(self, model: PyTree) -> None:
         """Checks a model that replaces the Predictor's own, or the first one that it was given."""

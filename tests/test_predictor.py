@@ -658,6 +658,49 @@ def test_predictor_of_a_trainer_uses_its_current_weights(shards):
     assert_outputs(predictor.predict(examples, 1, model=make_linear(5)), expected(make_linear(5), examples))
 
 
+def make_trainer():
+    return redeqx.Trainer(
+        make_deployer(2, 2),
+        model=make_linear(),
+        optimizer=optax.sgd(0.1),
+        collate_fn=stack,
+        loss_fn=lambda model, batch, key: jnp.mean(apply(model, batch, key) ** 2),
+    )
+
+
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_a_predictor_of_arrays_that_a_trainer_has_deleted_raises(is_placed):
+    """jaxlib crashes if a compiled step is called with deleted arrays."""
+    trainer, examples = make_trainer(), make_examples(8)
+    trainer.update(examples)
+    predictor = redeqx.Predictor(trainer.deployer, model=trainer.model, collate_fn=stack, pred_fn=apply)
+    if is_placed:
+        assert_outputs(predictor.predict(examples, 2), expected(jax.device_get(trainer.model), examples))
+    trainer.update(examples)
+    with pytest.raises(ValueError, match=r"`model`.*`weight`, `bias`.*use `trainer.get_default_predictor`"):
+        predictor.predict(examples, 2)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_iteration_across_an_update_raises_unless_its_model_is_newer(given, has_begun):
+    trainer, examples = make_trainer(), make_examples(32)
+    trainer.update(examples)
+    predictor = trainer.get_default_predictor(apply)
+    outputs = predictor.iterate(examples, 2, trainer.model if given else None)
+    n_done = len(next(outputs)) if has_begun else 0
+    trainer.update(examples)
+    if not (given or has_begun):
+        after = [row for batch in outputs for row in batch]
+        assert_outputs(after, expected(jax.device_get(trainer.model), examples))
+        return
+    with pytest.raises(ValueError, match=r"`model`.*`weight`, `bias`.*read all of `iterate` before the next update"):
+        for batch in outputs:
+            n_done += len(batch)
+    assert n_done < len(examples)
+    assert not prefetch_threads()
+
+
 def test_predictor_of_a_trainer_uses_its_compute_dtype():
     trainer = redeqx.Trainer(
         make_deployer(),

@@ -224,19 +224,30 @@ def check_integers(array: np.ndarray, where: str) -> None:
         )
 
 
-def check_alive(tree: Any, name: str) -> None:
-    """Raises ValueError if arrays have been deleted. A training step deletes its inputs to reuse their memory."""
+def check_alive(tree: Any, name: str, instead: str = "take `trainer.model` after the last step") -> None:
+    """Raises ValueError if arrays have been deleted. A training step deletes its inputs to reuse their memory, and jaxlib
+    0.10.2 crashes if a step is called with deleted arrays.
+
+    **Arguments:**
+
+    - `instead`: the next step, besides keeping a copy.
+    """
+
+    def is_dead(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+
+    if not any(map(is_dead, jax.tree.leaves(tree))):  # 0.1 ms for 1,000 leaves; their names take more
+        return
     arrays = {path: leaf for path, leaf in named_leaves(tree).items() if isinstance(leaf, jax.Array)}
-    dead = [path for path, leaf in arrays.items() if not isinstance(leaf, Tracer) and leaf.is_deleted()]
-    if dead:
-        shown = ", ".join(f"`{path}`" for path in listed(dead, 3))
-        raise wrong(
-            name,
-            "arrays that still exist",
-            f"{len(dead)} of {len(arrays)} deleted ({shown})",
-            "A training step deletes the arrays that it updates: take `trainer.model` after the last step, or keep a copy: "
-            "`jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainer.model)`",
-        )
+    dead = [path for path, leaf in arrays.items() if is_dead(leaf)]
+    shown = ", ".join(f"`{path}`" for path in listed(dead, 3))
+    raise wrong(
+        name,
+        "arrays that still exist",
+        f"{len(dead)} of {len(arrays)} deleted ({shown})",
+        f"A training step deletes the arrays that it updates: {instead}, or keep a copy: "
+        "`jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainer.model)`",
+    )
 
 
 def check_state(state: Any, name: str) -> None:
