@@ -320,8 +320,9 @@ class Predictor(RedcoNames):
         instead = "use `trainer.get_default_predictor`, which has the newest model at each call"
         if self._engine is not None:
             instead = "read all of `iterate` before the next update"
-        check_alive(model, "model", instead)
-        check_alive(state, "model_state", instead)
+        advice = f"A training step deletes the arrays that it updates: {instead}, or keep"
+        check_alive(model, "model", advice)
+        check_alive(state, "model_state", advice)
 
     def _check_alike(self, model: PyTree) -> None:
         """Checks a model that replaces the Predictor's own, or the first one that it was given."""

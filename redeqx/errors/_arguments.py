@@ -224,13 +224,16 @@ def check_integers(array: np.ndarray, where: str) -> None:
         )
 
 
-def check_alive(tree: Any, name: str, instead: str = "take `trainer.model` after the last step") -> None:
+_AFTER_A_STEP = "A training step deletes the arrays that it updates: take `trainer.model` after the last step, or keep"
+
+
+def check_alive(tree: Any, name: str, advice: str = _AFTER_A_STEP) -> None:
     """Raises ValueError if arrays have been deleted. A training step deletes its inputs to reuse their memory, and jaxlib
     0.10.2 crashes if a step is called with deleted arrays.
 
     **Arguments:**
 
-    - `instead`: the next step, besides keeping a copy.
+    - `advice`: why they may be deleted and the next step, as far as "a copy".
     """
 
     def is_dead(leaf: Any) -> bool:
@@ -245,8 +248,7 @@ def check_alive(tree: Any, name: str, instead: str = "take `trainer.model` after
         name,
         "arrays that still exist",
         f"{len(dead)} of {len(arrays)} deleted ({shown})",
-        f"A training step deletes the arrays that it updates: {instead}, or keep a copy: "
-        "`jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainer.model)`",
+        f"{advice} a copy: `jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, trainer.model)`",
     )
 
 

@@ -29,7 +29,7 @@ from ._header import eval_text, header_rows, loss_rows, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
 from ._metrics import Metrics, Queued, why_nonfinite
 from ._progress import Position
-from ._state import ENGINES, Checkpoint, given_state, load_state, match_state, new_state, without_shared
+from ._state import ENGINES, Checkpoint, check_values, given_state, load_state, match_state, new_state, without_shared
 from ._task import Task
 
 
@@ -328,8 +328,7 @@ class Engine:
         """Queues one update, and reads the metrics of an earlier one; `epoch` as for `updates`."""
         deployer, step = self.deployer, self.called.train.get(batch.signature)
         is_first = step is None
-        if deployer.peers.n > 1:
-            deployer.peers.check()
+        deployer.peers.check()
         if is_first:
             self.hyperparams.begin_run()
             self.place_for(batch, is_update=True)
@@ -338,6 +337,7 @@ class Engine:
         if self.hyperparams.shown:
             self.take_hyperparams()
         program, state = self.placed
+        check_values(program, state)
         n_rows = np.uint32(batch.n_examples)
         if step is None:
             args = program.train_args(state, batch.groups, n_rows)

@@ -22,6 +22,7 @@ from ..steps import row_span
 from ._checkpointer import Checkpointer
 from ._engine import Engine
 from ._metrics import LAG
+from ._state import check_values
 
 
 def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> Iterator[Slice]:
@@ -117,6 +118,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
             engine.place_for(batch)
             program, state = engine.placed
             if weights is None:
+                check_values(program, state)
                 given = None if model is None else place(model, program.plan)
                 weights = (program.eval_trained(state), state.frozen) if given is None else task.structure.take(given)
             args = (*weights, state.layers, state.stream, row_span(n_rows, size_of(examples)), batch.groups)

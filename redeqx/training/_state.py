@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from .._tree import map_named, named_leaves
 from ..checkpoint import Base, CheckpointFolder
+from ..errors import check_alive
 from ..machine import copied, put, replicated
 from ..optimizers import with_new_copies
 from ..partition import place
@@ -85,6 +86,17 @@ def given_state(program: Program, model: PyTree, stream: np.ndarray, base: Base 
     replicate = replicated(program.plan.mesh)
     counts, stream_array = put(np.zeros(2, np.int32), replicate), put(stream, replicate)
     return replace(program.state, trained=trained, frozen=frozen, counts=counts, stream=stream_array)
+
+
+def check_values(program: Program, state: TrainState) -> None:
+    """Raises ValueError if the user's code has deleted arrays that `trainer.model` returned."""
+    if any(x.is_deleted() for x in state.trained):  # 0.1 ms for 1,000 leaves
+        check_alive(
+            program.model(state),
+            "trainer.model",
+            "A function outside of the trainer has deleted them, as one with `donate_argnums` does: load a checkpoint, and "
+            "pass such a function",
+        )
 
 
 def leaves_of(program: Program, state: TrainState) -> dict[str, Any]:

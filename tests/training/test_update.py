@@ -120,6 +120,24 @@ def test_an_update_inside_a_traced_function_is_refused_and_leaves_the_trainer_as
     assert trainer.step == 2 and np.isfinite(trainer.eval_loss(DATA, batch_size=8))
 
 
+def test_after_arrays_were_donated_elsewhere_the_trainer_raises_until_a_checkpoint_is_loaded(tmp_path):
+    """jaxlib crashes if a compiled step is called with deleted arrays."""
+    trainer = make_trainer(tmp_path)
+    for _ in range(2):
+        trainer.update(DATA[:8])
+    trainer.eval_loss(DATA, batch_size=8)
+    trainer.save_ckpt("kept")
+    before = bits(trainer)
+    eqx.filter_jit(lambda model: jax.tree.map(lambda x: 2 * x if eqx.is_array(x) else x, model), donate="all")(trainer.model)
+    for call in (lambda: trainer.update(DATA[:8]), lambda: trainer.eval_loss(DATA, batch_size=8)):
+        with pytest.raises(ValueError, match=r"`trainer.model`.*`layers.0.weight`.*`donate_argnums`.*load a checkpoint"):
+            call()
+    trainer.load_ckpt("kept")
+    assert bits(trainer) == before
+    trainer.update(DATA[:8])
+    assert trainer.step == 3
+
+
 def test_a_refused_fit_inside_a_fit_leaves_it_running():
     class Fits(redeqx.Callback):
         def on_step(self, trainer, metrics):
