@@ -221,6 +221,14 @@ def test_evenly_split_evaluation_compiles_once():
     assert len(programs) == 2
 
 
+@pytest.mark.parametrize("n", [9, 20])
+def test_evaluation_of_fewer_examples_than_a_batch_but_more_than_a_micro_batch(n):
+    """As with `batch_size=10` on eight devices: the micro-batches have eight rows."""
+    trainer = make_trainer(shards=(2, 1))
+    whole = np.mean([trainer.eval_loss(DATA[i : i + 1], batch_size=1) for i in range(n)])
+    assert make_trainer(shards=(2, 1)).eval_loss(DATA[:n], batch_size=n + 1) == pytest.approx(whole, rel=1e-5)
+
+
 def test_drop_remainder_drops_incomplete_batches():
     trainer = make_trainer()
     with compiled("step_fn") as programs:
