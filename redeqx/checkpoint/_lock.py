@@ -26,9 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._at_end import AtEnd
 from ..distributed import Peers
 from ..errors import brief_name
-from ..storage import AtEnd, Location, StorageError, StoreError, StorePath, open_old, remove_foreign
+from ..storage import Location, StorageError, StoreError, StorePath, open_old, remove_foreign
 
 _MOST = 4096  # the most bytes read from a lock
 _MOST_TRIES = 5
@@ -130,7 +131,7 @@ class Lock:
         threading.Thread(target=beat, name="redeqx-lock", daemon=True).start()
         release = partial(_release, self._file, self._me, ended)
         # A request must not be sent by the garbage collector, which runs in any thread.
-        self._end = AtEnd(self, release) if in_store else weakref.finalize(self, release)
+        self._end = AtEnd(release, self) if in_store else weakref.finalize(self, release)
 
     def release(self) -> None:
         """Lets other runs write into the folder."""

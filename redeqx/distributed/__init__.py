@@ -13,7 +13,7 @@ from ._agreement import (
     check_rows as check_rows,
 )
 from ._cluster import WORKER as WORKER, start as start
-from ._exits import at_end as at_end, discard as discard, exit_now as exit_now, say as say
+from ._exits import discard as discard, exit_now as exit_now, say as say
 from ._interrupts import Preempted as Preempted, Preemption as Preemption
 from ._launch import launch as launch
 from ._launchers import Member as Member, find_member as find_member

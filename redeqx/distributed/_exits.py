@@ -4,16 +4,19 @@ A pipe without a reader raises, a pipe whose reader has stopped blocks for ever,
 gone: none of these may delay an exit. The callers decide why a process ends, and with which code.
 """
 
-import atexit
 import contextlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
+from .._at_end import end_all
+
 PATIENCE = 2.0  # seconds that printing the last lines may take
+UPLOADS = 5.0  # seconds that uploads of the last records may take: `redeqx launch` kills 10 s after a failure
 STAY = 5.0  # seconds that other threads may run after the main thread has ended
 CLEANUP = 10.0  # seconds that exit handlers may take after that: schedulers kill 30 s after their signal, with another code
 
@@ -38,9 +41,10 @@ def say(text: str) -> None:
 
 
 def exit_now(code: int, seconds: float | None = None) -> NoReturn:
-    """Calls the functions of `at_end`, for at most that many seconds (by default `PATIENCE`), and ends this process without
-    waiting for any thread, peer, or reader of its output."""
-    attempt(_run_callbacks, seconds)
+    """Calls what is to be called at the end (`AtEnd`), for at most that many seconds (by default `UPLOADS`), and ends this
+    process without waiting for any thread, peer, or reader of its output."""
+    seconds = UPLOADS if seconds is None else seconds
+    attempt(partial(end_all, seconds), seconds)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             attempt(stream.flush)
@@ -76,31 +80,6 @@ def end_in_time(code: int) -> None:
         exit_now(code)
 
     threading.Thread(target=end, name="redeqx-exit", daemon=True).start()
-
-
-_exit_callbacks: list[Callable[[], object]] = []
-
-
-def at_end(act: Callable[[], object]) -> Callable[[], None]:
-    """Registers `act` to be called at exit, even one that skips `atexit`. Returns a function that unregisters it."""
-    _exit_callbacks.append(act)
-    atexit.register(act)
-
-    def forget() -> None:
-        atexit.unregister(act)
-        with contextlib.suppress(ValueError):
-            _exit_callbacks.remove(act)
-
-    return forget
-
-
-def _run_callbacks() -> None:
-    """Calls them all at once, as one may hang."""
-    threads = [threading.Thread(target=act, name="redeqx-end", daemon=True) for act in _exit_callbacks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def stacks() -> str:

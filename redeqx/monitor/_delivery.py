@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice, takewhile
 from pathlib import Path
 
-from ..distributed import at_end
+from .._at_end import AtEnd
 from ..storage import make_subfolder, read_file, write_file
 from ._media import MediaFile
 from ._trackers import TRACKERS, NamedTracker, Row
@@ -65,7 +65,7 @@ class Delivery:
         self._tracker: NamedTracker | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
-        self._forget: Callable[[], None] = _nothing  # unregisters `close` from the end of the process
+        self._forget: Callable[[], object] = _nothing  # unregisters `close` from the end of the process
         self._has_failed = self._has_warned = self._is_stuck = False
 
     # --- called by the run --------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Delivery:
             while self._size > ROOM:
                 self._size -= _size(self._pending.popleft()[0])
         if self._forget is _nothing:
-            self._forget = at_end(self.close)
+            self._forget = AtEnd(self.close).forget
         if starts:
             self._start()
 
@@ -197,7 +197,7 @@ class Delivery:
             self._tracker = self._kind(self._workdir, self._run_id, self._purge_step)
             self._purge_step = None  # purge only once
             self._forget()
-            self._forget = at_end(self.close)  # before what the package has registered
+            self._forget = AtEnd(self.close).forget  # before what the package has registered
             self._run_id = self._tracker.run_id
             self._save_state()
             self._log(f"{self._name}: {self._tracker.where}")

@@ -28,7 +28,6 @@ from ._disk import (
     write_file as write_file,
     write_new as write_new,
 )
-from ._end import AtEnd as AtEnd
 from ._path import (
     Location as Location,
     StorePath as StorePath,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from ._end import AtEnd
+from .._at_end import AtEnd
 from ._path import StorePath
 
 
@@ -41,7 +41,7 @@ class Staging:
         busy = threading.Lock()  # a background save uploads too
         # Uploads the files that have changed. Raises OSError if the store refuses one.
         self.upload = partial(_upload, self.folder, to, uploaded, busy)
-        AtEnd(self, partial(_end, self.folder, to, self.upload))
+        AtEnd(partial(_end, self.folder, to, self.upload), self)
 
 
 def _version(path: Path) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from .._at_end import AtEnd
 from .._deployer import Deployer
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
 from ..dims import RowUse
@@ -23,7 +24,6 @@ from ..monitor import ProgressLine, Records
 from ..optimizers import find_hyperparam
 from ..partition import Plan, make_plan
 from ..steps import Program, TrainState, n_rows
-from ..storage import AtEnd
 from ._compilation import CalledStep, CalledSteps, check_captured, choose_memory
 from ._header import eval_text, header_rows, loss_rows, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
@@ -82,7 +82,7 @@ class Engine:
         self.newest_checkpoint: Callable[[], str | None] = lambda: None
         ENGINES.add(self)
         if task.pool.n:
-            AtEnd(self, task.pool.close)
+            AtEnd(task.pool.close, self)
 
     # --- the model on the mesh -------------------------------------------------------------------------------------------
 

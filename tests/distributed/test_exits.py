@@ -5,12 +5,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
 
-from redeqx.distributed import Peers, Watch, _cluster, at_end
+from redeqx._at_end import AtEnd
+from redeqx.distributed import Peers, Watch, _cluster
 
 LIMIT = 30.0
 
@@ -62,6 +64,7 @@ def codes(monkeypatch):
         codes.append(code)
         raise ExitCalled
 
+    monkeypatch.setattr("redeqx._at_end._registered", {})  # what other tests have registered is theirs
     monkeypatch.setattr(os, "_exit", exit)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     return codes
@@ -191,10 +194,11 @@ def test_exit_handler_that_hangs_does_not_prevent_the_exit(tmp_path):
     script.write_text("""
 import time
 from unittest import mock
-from redeqx.distributed import Peers, Preemption, at_end
+from redeqx._at_end import AtEnd
+from redeqx.distributed import Peers, Preemption
 
 mock.patch("redeqx.distributed._exits.CLEANUP", 0.3).start()
-at_end(lambda: time.sleep(60))
+AtEnd(lambda: time.sleep(60))
 Preemption(Peers()).end(7, lambda text: None)
 """)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -205,17 +209,28 @@ Preemption(Peers()).end(7, lambda text: None)
     assert ended.stderr == "redeqx: exit handlers still run after 0.3 s. Leaving with exit code 75.\n"
 
 
-def test_exit_handler_that_hangs_does_not_delay_the_others(codes):
+def test_exit_handler_that_hangs_does_not_delay_the_others(codes, monkeypatch):
+    monkeypatch.setattr("redeqx.distributed._exits.UPLOADS", 0.5)
     called, over = threading.Event(), threading.Event()
-    forget = [at_end(over.wait), at_end(called.set)]
+    ends = [AtEnd(called.set), AtEnd(over.wait)]
     try:
         with pytest.raises(ExitCalled):
             Peers().end("process 1 of 2 is gone", 75)
         assert called.is_set()
     finally:
         over.set()
-        for each in forget:
-            each()
+        for each in ends:
+            each.forget()
+
+
+def test_exit_handlers_end_in_the_order_of_atexit(codes):
+    """The records of a tracker are in files that are uploaded."""
+    done = []
+    for name in ("upload", "delivery"):
+        AtEnd(partial(lambda name: [time.sleep(0.05 * (name == "delivery")), done.append(name)], name))
+    with pytest.raises(ExitCalled):
+        Peers().end("process 1 of 2 is gone", 75)
+    assert done == ["delivery", "upload"]
 
 
 # --- the watch -------------------------------------------------------------------------------------------------------

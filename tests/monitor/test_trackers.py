@@ -430,7 +430,7 @@ if sys.argv[1] == "raise":
 if sys.argv[1] == "leave":  # as a thread does if a process is gone
     from unittest import mock
     from redeqx.distributed import Peers
-    mock.patch("redeqx.distributed._exits.PATIENCE", 60).start()  # a busy machine imports tensorboardX in more than 2 s
+    mock.patch("redeqx.distributed._exits.UPLOADS", 60).start()  # a busy machine imports tensorboardX in more than 2 s
     threading.Thread(target=Peers().end, args=("process 1 of 2 is gone", 75)).start()
     threading.Event().wait()
 """

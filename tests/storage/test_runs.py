@@ -179,6 +179,29 @@ def test_file_that_a_tracker_renames_does_not_end_an_upload(bucket, monkeypatch)
     assert staging.to.sizes() == {"a_tracker.json": 2, "metrics.jsonl": 7}
 
 
+ENDS = """
+import os, sys, warnings
+import redeqx
+from redeqx.checkpoint import Lock
+warnings.filterwarnings("ignore", message=".*fork")
+deployer = redeqx.Deployer(workdir=sys.argv[1], verbose=False)
+deployer.log_metrics({"loss": 0.5}, 3)
+lock = Lock(deployer.workdir / "ckpts", print)
+if (child := os.fork()) == 0:
+    deployer.peers.end("a child ends", 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), lock.path.exists(), deployer.local_workdir.exists(), flush=True)
+deployer.peers.end("process 1 of 2 is gone", 75)
+"""
+
+
+def test_a_process_that_must_leave_uploads_its_records_and_releases_its_lock(bucket):
+    """As after the failure of another process. A child that it has forked leaves both as they are."""
+    ended = subprocess.run([sys.executable, "-c", ENDS, f"{bucket}/run"], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (75, "3 True True\n"), ended.stderr
+    assert location(f"{bucket}/run/metrics.jsonl").read_bytes() == b'{"step": 3, "loss": 0.5}\n'
+    assert not location(f"{bucket}/run/ckpts.lock").exists()
+
+
 TRAIN = """
 import hashlib, sys
 import redeqx
