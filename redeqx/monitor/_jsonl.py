@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from ..errors import brief, warn
 from ..storage import fsync_folder, open_new, open_old, read_file, remove_foreign, write_file
@@ -20,15 +20,18 @@ class JsonLines:
 
     Numbers read back to the same bits. NaN and the infinities, which JSON lacks, are the strings `"NaN"`, `"Infinity"` and
     `"-Infinity"`, which `float` accepts. Each line is given to the operating system at once, so a killed process loses at
-    most the line it was writing. Lines that a full disk refuses are kept, and written as soon as there is room.
+    most the line it was writing. Lines that a full disk refuses are kept, and written as soon as there is room. Several
+    objects of one path may be alive, such as those of two Deployers in a notebook.
     """
+
+    _alive: ClassVar["weakref.WeakSet[JsonLines]"] = weakref.WeakSet()
 
     def __init__(self, path: Path):
         self._path = path
         self._file: IO[bytes] | None = None
-        self._size = 0  # bytes of complete lines in the file
         self._waiting = b""  # lines that are not in the file yet
         self._has_warned = False
+        self._alive.add(self)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Appends a line; the first one creates the file. If the disk refuses it, warns once, and goes on."""
@@ -52,12 +55,12 @@ class JsonLines:
         fd, data, n = self._file.fileno(), self._waiting, 0
         try:
             while n < len(data):
-                n += os.pwrite(fd, data[n:], self._size + n)
+                n += os.write(fd, data[n:])
         except OSError:
             with suppress(OSError):
-                os.ftruncate(fd, self._size)  # no part of a line
+                if n:  # no part of a line
+                    os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR) - n)
             raise
-        self._size += n
         self._waiting = b""
 
     def rewind(self, step: int, kept: Collection[str] = ()) -> None:
@@ -65,7 +68,9 @@ class JsonLines:
 
         An incomplete last line is dropped; any other line that cannot be read is dropped with a warning.
         """
-        self.close()
+        for each in self._alive:
+            if each._path == self._path:  # it opens the file that may replace this one
+                each.close()
         self._waiting = b""
         text = self._text()
         *lines, _torn = text.split(b"\n")
@@ -104,9 +109,12 @@ class JsonLines:
     def _opened(self) -> IO[bytes]:
         """Opens the file, after removing an incomplete last line, left by a kill, which a new line would continue."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._size = self._text().rfind(b"\n") + 1
-        file = os.fdopen(open_old(self._path, os.O_RDWR) if self._path.exists() else open_new(self._path), "wb")
-        file.truncate(self._size)
+        text = self._text()
+        if not self._path.exists():
+            os.close(open_new(self._path))
+        file = os.fdopen(open_old(self._path, os.O_WRONLY | os.O_APPEND), "ab")
+        if text and not text.endswith(b"\n"):
+            file.truncate(text.rfind(b"\n") + 1)
         return file
 
     def _text(self) -> bytes:

@@ -107,6 +107,22 @@ def test_metrics_are_written_immediately_and_appended(tmp_path):
     console.records.close()
 
 
+def test_two_that_record_in_one_folder_keep_each_others_lines(tmp_path):
+    """As in a notebook, whose cell that makes the Deployer is run again."""
+    first, second = (Console(tmp_path, verbose=False).records for _ in range(2))
+    first.metrics({"a": 1.0}, 1)
+    second.metrics({"b": 1234567.0}, 1)
+    first.metrics({"a": 2.0}, 2)
+    second.metrics({"b": 2.0}, 2)
+    rows = [{"step": 1, "a": 1.0}, {"step": 1, "b": 1234567.0}, {"step": 2, "a": 2.0}, {"step": 2, "b": 2.0}]
+    assert lines(tmp_path) == rows
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 9, "a": 1.0}) + "\n" + json.dumps(rows[0]) + "\n")
+    second.rewind(1)  # replaces the file, as a line before the last is dropped
+    first.metrics({"a": 2.5}, 2)
+    second.metrics({"b": 2.5}, 2)
+    assert lines(tmp_path) == [rows[0], {"step": 2, "a": 2.5}, {"step": 2, "b": 2.5}]
+
+
 def test_invalid_metrics_are_refused(tmp_path):
     console = Console(tmp_path)
     with pytest.raises(ValueError, match=r"`step`: expected another name for a metric, .* Rename it\."):
