@@ -86,8 +86,7 @@ def of_devices(name: str, devices: Any) -> Machine:
     devices = tuple(devices)
     # Only a device of this process reports its memory.
     own = next((device for device in devices if device.process_index == jax.process_index()), devices[0])
-    stats = own.memory_stats() if own.platform != "cpu" else None
-    memory = stats.get("bytes_limit") if stats else host_memory() // len(devices)
+    memory = host_memory() // len(devices) if own.platform == "cpu" else (own.memory_stats() or {}).get("bytes_limit")
     return Machine(name, devices, memory, chip_of_kind(devices[0].device_kind))
 
 

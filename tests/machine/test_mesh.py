@@ -101,6 +101,14 @@ def test_memory_is_that_of_a_device_of_this_process(monkeypatch, index):
     assert of_devices("this", devices).memory == 100 + index
 
 
+@pytest.mark.parametrize("stats", [None, {}])
+def test_memory_of_an_accelerator_that_reports_none_is_unknown(stats):
+    """It is not that of the host, as for simulated devices."""
+    device = SimpleNamespace(platform="tpu", device_kind="TPU v4", process_index=0, memory_stats=lambda: stats)
+    assert of_devices("this", [device] * 4).memory is None
+    assert of_devices("this", jax.devices()).memory > 0
+
+
 @pytest.mark.sweep
 def test_simulate_devices():
     code = (
