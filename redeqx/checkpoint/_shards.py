@@ -7,8 +7,9 @@ arrays' shardings. It balances the bytes that they write.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -121,10 +122,16 @@ def gathered(leaf: Any, owner: int) -> np.ndarray | None:
     stored = as_stored(leaf)
     if owner not in _processes_with_copy(stored):
         assert isinstance(stored.sharding, NamedSharding)
-        stored = jax.jit(lambda x: x, out_shardings=NamedSharding(stored.sharding.mesh, P()))(stored)
+        stored = _replicate(NamedSharding(stored.sharding.mesh, P()))(stored)
     if owner != jax.process_index():
         return None
     return held(stored).copied().values()
+
+
+@cache
+def _replicate(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Returns the jitted identity with this sharding, always the same one: a new one would compile at each save."""
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def held(stored: jax.Array) -> Block:

@@ -275,3 +275,21 @@ def test_gathered_arrays_outlive_the_array(spec):
     array.delete()
     assert isinstance(whole, np.ndarray)
     np.testing.assert_array_equal(whole, values)
+
+
+def test_gathering_compiles_once_for_arrays_of_one_kind():
+    """With several processes each save to an object store gathers each array, whose program would compile each time."""
+    names = []
+
+    def record(event, duration_secs, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(kwargs.get("fun_name"))
+
+    arrays = [sharded_array(P("fsdp", "model"), (16, 24))[1] for _ in range(3)]
+    jax.monitoring.register_event_duration_secs_listener(record)
+    try:
+        for array in arrays:
+            assert gathered(array, 1) is None  # of another process, which has no copy
+    finally:
+        jax.monitoring.unregister_event_duration_listener(record)
+    assert len(names) == 1
