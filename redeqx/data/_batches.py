@@ -64,6 +64,7 @@ def batches(
     *,
     use: RowUse | Callable[[PyTree], RowUse] = UNKNOWN,
     checks_end: bool = False,
+    depth: int = 2,
 ) -> Prefetch:
     """Returns the batch of each step, prepared ahead by a thread; close it after use, see `Prefetch`.
 
@@ -77,6 +78,7 @@ def batches(
     - `use`: what the loss does with rows, on which the micro-batches depend; or a function that finds it, called in the
         caller's thread with the shapes of all rows of the first step.
     - `checks_end`: whether `check` is also called after the last step, with no rows and 0.
+    - `depth`: the number of batches that are prepared ahead; with 0 there is no thread.
     """
     known = use if isinstance(use, RowUse) else UNKNOWN
 
@@ -133,7 +135,7 @@ def batches(
         if check is not None and checks_end:
             check(n, {}, 0)
 
-    upcoming = Prefetch(every())
+    upcoming = Prefetch(every(), depth)
     if not isinstance(use, RowUse):
 
         def find(shapes: PyTree) -> None:

@@ -18,6 +18,14 @@ class _Buffer:
         self.error: BaseException | None = None  # raised after the items that are ready
         self.change = threading.Condition()
 
+    def prepare(self) -> None:
+        """Prepares one item, in the thread that reads."""
+        if self.items is not None and not self.ready:
+            try:
+                self.ready.append(next(self.items))
+            except StopIteration:
+                self.is_done = True
+
     def fill(self) -> None:
         """Prepares items, at most `depth` ahead, until the last one, an error, or `is_done`."""
         items, self.items = self.items, None
@@ -45,8 +53,8 @@ class _Buffer:
 
 
 class Prefetch(Iterator[Any]):
-    """Yields the same items, prepared by a thread up to `depth` ahead. The thread's exceptions are raised here, with their
-    tracebacks.
+    """Yields the same items, prepared by a thread up to `depth` ahead; with 0, by the reader itself, as a thread costs more
+    than a single item takes. The thread's exceptions are raised here, with their tracebacks.
 
     Close it if you may stop before the end: otherwise the thread lives as long as a traceback that refers to your frame.
 
@@ -57,7 +65,7 @@ class Prefetch(Iterator[Any]):
     _under_way: ClassVar["weakref.WeakSet[Prefetch]"] = weakref.WeakSet()
 
     def __init__(self, items: Iterator[Any], depth: int = 2):
-        self._buffer = _Buffer(items, depth)
+        self._buffer, self._has_thread = _Buffer(items, depth), depth > 0
         self._thread: threading.Thread | None = None
 
     def hand_over(self, take: Callable[[Any], None]) -> None:
@@ -79,8 +87,12 @@ class Prefetch(Iterator[Any]):
 
     def peek(self) -> Any:
         """Returns the next item, without taking it; None after the last one."""
-        self._start()
         buffer = self._buffer
+        if self._has_thread:
+            self._start()
+        else:
+            self._settle_others()
+            buffer.prepare()
         with buffer.change:
             _without_thread_frames(lambda: buffer.change.wait_for(lambda: buffer.ready or buffer.is_done))
             if buffer.ready:
@@ -118,13 +130,16 @@ class Prefetch(Iterator[Any]):
     def __del__(self) -> None:
         self.close()
 
-    def _start(self) -> None:
-        if self._thread is not None or self._buffer.items is None:
-            return
+    def _settle_others(self) -> None:
         self._reader = threading.get_ident()
         for other in list(self._under_way):
             if other._reader == self._reader:
                 other.settle()
+
+    def _start(self) -> None:
+        if self._thread is not None or self._buffer.items is None:
+            return
+        self._settle_others()
         self._under_way.add(self)
         # The thread refers to the buffer, not to this object, so that an unused one is collected and ends its thread.
         self._thread = threading.Thread(target=self._buffer.fill, name="redeqx-prefetch", daemon=True)

@@ -260,21 +260,19 @@ class Engine:
         """Returns the sizes of an update's batch, from the arguments of `fit`."""
         return BatchSize.of(self.deployer.mesh, per_device, total, self.task.accumulate, n_devices=n_devices)
 
-    def batches(
-        self, steps: Iterable[Slice], size: BatchSize, *, inference: bool = False, checks_end: bool = False
-    ) -> Prefetch:
+    def batches(self, steps: Iterable[Slice], size: BatchSize, *, inference: bool = False, **options: Any) -> Prefetch:
         """Returns the batch of each step, prepared ahead by a thread. Close it after use.
 
         **Arguments:**
 
         - `inference`: whether they are batches of an evaluation.
-        - `checks_end`: whether the processes compare where the steps end, since the number of examples is unknown.
+        - `options`: those of `redeqx.data.batches`.
         """
         self.deployer.n_passes += 1
         check = None if self.deployer.peers.n == 1 else partial(check_rows, self.deployer.peers, self.deployer.n_passes)
         known = self.task.eval_rows if inference else self.task.rows
         use = known or partial(self._find_row_use, size, inference)
-        return batches(steps, self.task.pool, size, self.deployer.mesh, check, use=use, checks_end=checks_end)
+        return batches(steps, self.task.pool, size, self.deployer.mesh, check, use=use, **options)
 
     def _find_row_use(self, size: BatchSize, inference: bool, batch: PyTree) -> RowUse:
         """Finds what the loss does with the rows of a batch, given as shapes; warns of micro-batches that do not divide."""

@@ -75,7 +75,7 @@ def one_update(engine: Engine, checkpointer: Checkpointer, examples: Any) -> dic
     engine.line.begin_step(engine.step)
     shown = engine.line if not engine.called.train else nullcontext()  # shows the compilation
     watched = engine.deployer.watch.on() if engine.deployer.peers.n > 1 else nullcontext()  # it costs a thread
-    with shown, engine.updating(), watched, closing(engine.batches(steps, size)) as upcoming:
+    with shown, engine.updating(), watched, closing(engine.batches(steps, size, depth=0)) as upcoming:
         engine.queue(next(upcoming))
         engine.flush()
         checkpointer.after_update()

@@ -573,7 +573,7 @@ def prefetch_threads():
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 50])
-@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
 def test_prefetch_keeps_the_order(n, depth):
     assert list(Prefetch(iter(range(n)), depth)) == list(range(n))
     assert not prefetch_threads()
@@ -643,6 +643,27 @@ def test_closing_early_ends_the_thread_and_closes_the_source():
     prefetch.close()
     assert not prefetch_threads()
     assert closed.wait(10)
+
+
+def test_without_a_thread_the_reader_prepares_what_it_reads():
+    seen = []
+
+    def items(name):
+        for i in range(3):
+            seen.append((name, i, threading.current_thread().name))
+            yield i
+        raise KeyError("the end")
+
+    ahead, inline = Prefetch(items("ahead")), Prefetch(items("inline"), 0)
+    assert next(ahead) == 0
+    assert seen and not any(name == "inline" for name, _, _ in seen)
+    actual = []
+    with pytest.raises(KeyError, match="the end"):
+        actual.extend(inline)  # the other one has prepared what it may, as both may read one tokenizer
+    assert actual == [0, 1, 2] and list(inline) == []
+    assert [(name, i) for name, i, _ in seen] == [*(("ahead", i) for i in range(3)), *(("inline", i) for i in range(3))]
+    assert {thread for name, _, thread in seen if name == "inline"} == {threading.current_thread().name}
+    ahead.close()
 
 
 def test_unused_prefetch_starts_no_thread():

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json
 import shutil
+import threading
 
 import equinox as eqx
 import jax
@@ -22,13 +23,11 @@ def loss_fn(model, batch, key):
 
 
 def make_trainer(workdir=None, *, optimizer=None, shards=(2, 2), loss_fn=loss_fn, **kwargs):
+    options = {"optimizer": optimizer or optax.adam(1e-2), "collate_fn": np.stack, "loss_fn": loss_fn, **kwargs}
     return redeqx.Trainer(
         redeqx.Deployer(5, *shards, workdir=workdir, verbose=False),
         model=eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)),
-        optimizer=optimizer or optax.adam(1e-2),
-        collate_fn=np.stack,
-        loss_fn=loss_fn,
-        **kwargs,
+        **options,
     )
 
 
@@ -118,6 +117,19 @@ def test_an_update_inside_a_traced_function_is_refused_and_leaves_the_trainer_as
         jax.jit(lambda: trainer.update(DATA[:8])["loss"])()
     trainer.update(DATA[:8])
     assert trainer.step == 2 and np.isfinite(trainer.eval_loss(DATA, batch_size=8))
+
+
+def test_an_update_collates_its_only_batch_without_a_thread():
+    threads = []
+
+    def collate_fn(examples):
+        threads.append(threading.current_thread().name)
+        return np.stack(examples)
+
+    trainer = make_trainer(collate_fn=collate_fn)
+    for _ in range(2):
+        trainer.update(DATA[:8])
+    assert set(threads) == {threading.current_thread().name}
 
 
 def test_after_arrays_were_donated_elsewhere_the_trainer_raises_until_a_checkpoint_is_loaded(tmp_path):
