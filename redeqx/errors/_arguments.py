@@ -401,8 +401,10 @@ def _why_no_examples(given: Any) -> tuple[str, str] | None:
         )
     if isinstance(given, Mapping) and given and all(hasattr(split, "column_names") for split in given.values()):
         return f"a {kind} of {', '.join(map(str, given))}", f"Pass one: `[{next(iter(given))!r}]`"
-    columns = given.values() if isinstance(given, dict) else given
-    if not (isinstance(given, dict | tuple | list) and given and all(getattr(x, "shape", ()) for x in columns)):
+    # In a list, arrays of one shape and kind are examples. A tuple is what functions return that load columns.
+    is_few = isinstance(given, tuple | list) and 2 <= len(given) <= 4  # reading a list of a million arrays takes a second
+    columns = given.values() if isinstance(given, dict) else given if is_few else ()
+    if not columns or not all(getattr(x, "shape", ()) for x in columns):
         return None
     shapes = [tuple(x.shape) for x in columns]
     if len({shape[0] for shape in shapes}) > 1:
@@ -411,9 +413,8 @@ def _why_no_examples(given: Any) -> tuple[str, str] | None:
         return f"a {kind} of {len(given)} arrays, each with one row per example", (
             "Pass `[dict(zip(columns, row)) for row in zip(*columns.values())]`"
         )
-    # In a list, arrays of one shape and kind are examples. A tuple is what functions return that load columns.
     differs = len({len(shape) for shape in shapes}) > 1 or len({np.dtype(x.dtype).kind for x in given}) > 1
-    if not 2 <= len(given) <= 4 or not (differs or isinstance(given, tuple)):
+    if not (differs or isinstance(given, tuple)):
         return None
     got = f"a {kind} of {len(shapes)} arrays of shapes {', '.join(map(str, shapes))}, each with one row per example"
     return got, f"Pass `list(zip(*arrays))`{'' if differs else ', or `list(arrays)` if each is one example'}"

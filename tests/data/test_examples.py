@@ -565,6 +565,19 @@ def test_invalid_examples_raise(examples):
     )
 
 
+def test_a_long_list_of_arrays_is_not_read_to_check_it():
+    """A list of a million arrays took more than a second, at each evaluation several times."""
+
+    class Unread(list):
+        def __iter__(self):
+            raise AssertionError("read")
+
+        def __getitem__(self, i):
+            raise AssertionError("read")
+
+    check_examples(Unread([np.zeros(3)] * 1000))
+
+
 # --- prefetching ------------------------------------------------------------------------------------------------------
 
 
