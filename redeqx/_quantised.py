@@ -89,16 +89,18 @@ class Quantised(eqx.Module):
 
 def _of_array(name: str) -> Callable[..., Any]:
     def operator(self: Quantised, *args: Any) -> Any:
+        if name in ("__eq__", "__ne__") and not isinstance(self.codes, jax.Array | np.ndarray):
+            return getattr(super(Quantised, self), name)(*args)  # of shapes, specs or masks, which are no numbers
         return getattr(dequantise(self), name)(*args)
 
     operator.__name__ = name
     return operator
 
 
-for _name in ("add", "sub", "mul", "truediv", "matmul"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul"):
     for _side in ("", "r"):
         setattr(Quantised, f"__{_side}{_name}__", _of_array(f"__{_side}{_name}__"))
-for _name in ("neg", "abs"):
+for _name in ("pos", "neg", "abs", "round", "iter", "contains", "eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Quantised, f"__{_name}__", _of_array(f"__{_name}__"))
 
 

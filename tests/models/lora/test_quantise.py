@@ -138,6 +138,37 @@ def test_a_quantised_weight_is_used_as_an_array():
         assert (own.codes.shape, own.scales.shape, own.shape) == (q.codes.shape, q.scales.shape, q.shape)
 
 
+def test_operators_of_a_quantised_weight_are_those_of_its_array():
+    q = lora.quantise([jax.random.normal(jax.random.key(1), (3, 8))], where="0", kind="int8")[0]
+    numbers = jnp.asarray(q)
+    uses = [
+        lambda w: jnp.stack([row * i for i, row in zip(range(1, 6), w, strict=False)]),  # which ends after the third row
+        lambda w: jnp.where(w == numbers[1, 2], 1, 2),
+        lambda w: (w != numbers) | (w > 0),
+        lambda w: jnp.stack([w < 0.1, w <= 0.1, w >= numbers, 0 < w]),
+        lambda w: w**2 + 2**w,
+        lambda w: jnp.stack([w // 0.3, 2 // w, w % 0.3, 2 % w, *divmod(w, 2), +w, round(w, 1)]),
+    ]
+    each = lambda w: [use(w) for use in uses]  # noqa: E731
+    for run in (each, jax.jit(each)):
+        for found, expected in zip(run(q), run(numbers), strict=True):
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(q)
+
+
+def test_trees_with_quantised_weights_are_compared_as_trees(base):
+    one, two = (lora.quantise(base, where="blocks.*", kind=kind) for kind in ("int8", "nf4"))
+    copy = jax.tree.map(jnp.copy, one)
+    assert eqx.tree_equal(one, copy) and one == copy and not eqx.tree_equal(one, two) and one != two
+    assert eqx.tree_equal(one.blocks.up, copy.blocks.up) and one.blocks.up is not None
+    shapes = [jax.eval_shape(lambda: one.blocks.up) for _ in range(2)]
+    masks = [jax.tree.map(lambda _: True, one.blocks.up) for _ in range(2)]
+    for a, b in (shapes, masks):
+        assert a == b and hash(a) == hash(b) and not a != b
+
+
 def trainer_of(base, kind, *, mesh=(1, 1), compute=None, **kwargs):
     model = lora.quantise(base, where="blocks.*", kind=kind)
     model = lora.add(model, rank=4, where="blocks.down", key=jax.random.key(3))
