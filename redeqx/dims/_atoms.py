@@ -34,11 +34,16 @@ def flat(dim: Dim) -> Dim:
         return dim
     out: list[Atom] = []
     for atom in dim:
-        if atom.to is None:
-            out.append(atom)
-        else:
+        same: list[Atom] = []
+        while atom.to is not None and len(atom.to) == 1:  # no recursion: such a chain may be as long as the function
+            same.append(atom)
+            (atom,) = atom.to
+        if atom.to is not None:
             atom.to = flat(atom.to)
-            out.extend(atom.to)
+        found = atom.to or (atom,)
+        for each in same:
+            each.to = found
+        out.extend(found)
     return tuple(out)
 
 

@@ -1,7 +1,5 @@
 """Whether a loop under `vmap` ends for each row by itself: a row that has ended keeps its values while others go on."""
 
-from functools import cache
-
 from ..tracing import alike, same_array
 from ._atoms import Step, Value
 
@@ -18,15 +16,23 @@ def ends_of_rows(step: Step) -> Value | None:
         return None
     goes_on = any_row.ins[0]
 
-    @cache
-    def is_same(one: Value, two: Value) -> bool:
+    def are_same(one: Value, two: Value) -> bool:
         """Whether two values are the same function of the carry and of constants."""
-        if one is two or (one.literal is not None and two.literal is not None):
-            return one is two or (one.aval == two.aval and same_array(one.literal, two.literal))
-        by, other = made.get(id(one)), made.get(id(two))
-        if by is None or other is None or by.outs.index(one) != other.outs.index(two) or not alike(by.eqn, other.eqn):
-            return False
-        return all(is_same(a.source, b.source) for a, b in zip(by.ins, other.ins, strict=True))
+        seen, todo = set[tuple[int, int]](), [(one, two)]
+        while todo:  # no recursion: such a function may be long
+            one, two = todo.pop()
+            if one is two or (id(one), id(two)) in seen:
+                continue
+            seen.add((id(one), id(two)))
+            if one.literal is not None and two.literal is not None:
+                if one.aval != two.aval or not same_array(one.literal, two.literal):
+                    return False
+                continue
+            by, other = made.get(id(one)), made.get(id(two))
+            if by is None or other is None or by.outs.index(one) != other.outs.index(two) or not alike(by.eqn, other.eqn):
+                return False
+            todo += [(a.source, b.source) for a, b in zip(by.ins, other.ins, strict=True)]
+        return True
 
     def is_kept(value: Value, before: Value) -> bool:
         """Whether the rows of a carry that have ended keep their values."""
@@ -36,7 +42,7 @@ def ends_of_rows(step: Step) -> Value | None:
         which = by.ins[0].source
         while (view := made.get(id(which))) is not None and view.name in _VIEWS:
             which = view.ins[0].source
-        return is_same(which, goes_on.source)
+        return are_same(which, goes_on.source)
 
     carry = body.ins[len(body.ins) - len(body.outs) :]
     return goes_on if all(is_kept(out.source, slot.source) for out, slot in zip(body.outs, carry, strict=True)) else None

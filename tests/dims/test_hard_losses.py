@@ -678,3 +678,25 @@ def test_sums_of_integers_stay_integers():
     found = list(outputs_of_single_rows(fn, row_use(fn, weights(), (), batch_of(N), KEY)))
     assert {each.dtype for each in found} == {jnp.dtype("int32")}
     assert sum(map(int, found)) == int(fn(weights(), (), batch_of(N), KEY))
+
+
+def steps(p, x):
+    for _ in range(1_000):
+        x = p["v"] + x
+    return x.mean(1)
+
+
+def a_long_condition(p, x):
+    def goes_on(x):
+        for _ in range(500):
+            x = x * 0.5 + 1
+        return x.mean(1, keepdims=True) < 2
+
+    x = lax.while_loop(lambda x: goes_on(x).any(), lambda x: jnp.where(goes_on(x), x + 1, x), x)
+    return lax.stop_gradient(x) @ p["v"]
+
+
+@pytest.mark.parametrize("fn", [steps, a_long_condition])
+def test_long_functions_do_not_exceed_the_recursion_limit(fn):
+    use = row_use(sums(lambda p, batch, key: fn(p, batch["x"]).mean()), weights(), (), batch_of(N), KEY)
+    assert use.kind == "separable", use.text
