@@ -157,7 +157,8 @@ def row_use(
     if draws.wrong is not None:
         step, why = draws.wrong
         return RowUse("unknown", why=f"the numbers of the rows are needed, but {why}", line=shortened(step.line), **found)
-    if (step := _own_derivative(names)) is not None and not _has_separable_gradient(ours, theirs, inputs, draws):
+    step = None if returns_rows else _own_derivative(names)  # no gradient is taken of a prediction
+    if step is not None and not _has_separable_gradient(ours, theirs, inputs, draws):
         return RowUse("unknown", why="a derivative of its own mixes rows", line=shortened(step.line), **found)
     of_rows = {i for i, state in rows.outs.items() if state.kind == ROW or growth.has_rows(names.root.outs[i].dims)}
     own = tuple(i for name in mixing for i in metrics[name])
