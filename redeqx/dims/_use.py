@@ -3,13 +3,12 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import equinox
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes, bare_shape
@@ -113,7 +112,13 @@ UNKNOWN = RowUse("unknown")
 
 
 def row_use(
-    fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTree, *args: PyTree, returns_rows: bool = False
+    fn: Callable[..., Any],
+    weights: PyTree,
+    state: PyTree,
+    batch: PyTree,
+    *args: PyTree,
+    returns_rows: bool = False,
+    is_differentiated: bool = True,
 ) -> RowUse:
     """Returns what a function does with the rows of its batch, from its traces at two numbers of rows.
 
@@ -122,6 +127,7 @@ def row_use(
     - `fn`: takes the following; returns arrays. Those in a dict are metrics, by name: they do not decide the verdict.
     - `weights`, `state`, `batch`, `args`: arrays or their shapes. Dim 0 of each leaf of the batch is rows.
     - `returns_rows`: whether dim 0 of each output is rows. There are no metrics then, and `RowDependence(makes_text=True)`.
+    - `is_differentiated`: whether a gradient is taken of the first output, whose derivatives may be the user's own.
     """
     inputs = Inputs(*(len(jax.tree.leaves(tree)) for tree in (weights, state, batch)))
     n = jax.tree.leaves(batch)[0].shape[0]
@@ -157,7 +163,7 @@ def row_use(
     if draws.wrong is not None:
         step, why = draws.wrong
         return RowUse("unknown", why=f"the numbers of the rows are needed, but {why}", line=shortened(step.line), **found)
-    step = None if returns_rows else _own_derivative(names)  # no gradient is taken of a prediction
+    step = _own_derivative(names) if is_differentiated else None
     if step is not None and not _has_separable_gradient(ours, theirs, inputs, draws):
         return RowUse("unknown", why="a derivative of its own mixes rows", line=shortened(step.line), **found)
     of_rows = {i for i, state in rows.outs.items() if state.kind == ROW or growth.has_rows(names.root.outs[i].dims)}
@@ -250,8 +256,9 @@ def _why_gathered(rows: Dim, step: Step) -> str:
 
 # --- derivatives of the user's own --------------------------------------------------------------------------------------
 
-# Packages whose derivatives are those of their functions: this one too, with its models.
-_FOLDERS = (*(Path(module.__file__ or "").parent for module in (jax, equinox, optax)), Path(__file__).parents[1])
+# Packages whose derivatives are those of their functions, by row under `vmap`: this one too, with its models.
+_PACKAGES = map(find_spec, ("jax", "equinox", "optax", "diffrax", "lineax", "optimistix"))
+_FOLDERS = (*(Path(spec.origin).parent for spec in _PACKAGES if spec and spec.origin), Path(__file__).parents[1])
 _TRUSTED = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 
 

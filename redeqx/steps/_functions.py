@@ -212,7 +212,8 @@ class Sums:
 
     def _find_row_use(self, weights: Sequence[Any], state: PyTree, batch: PyTree, key: Any, *, inference: bool) -> RowUse:
         fn = self.judged(inference=inference)
-        use = row_use(lambda *args: fn(*args)[0], weights, state, batch, key)
+        is_differentiated = self.grad_fn is None and not inference
+        use = row_use(lambda *args: fn(*args)[0], weights, state, batch, key, is_differentiated=is_differentiated)
         if use.is_exact and not inference and _reads_changed_state(fn, weights, state, batch, key):
             return replace(use, kind="mixed", why="it reads a state that each part of the batch changes")
         return use

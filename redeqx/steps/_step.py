@@ -333,7 +333,7 @@ def make_predict_step(
     rules = plan_rules(structure, plan, named=named, is_differentiated=False, fuse_attention=fuse_attention)
 
     def of_part(*args):
-        use = row_use(predict, *args[:4], returns_rows=True)
+        use = row_use(predict, *args[:4], returns_rows=True, is_differentiated=False)
         judged(use)
         return by_row(predict, use)(*args)
 

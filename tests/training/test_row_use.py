@@ -551,3 +551,28 @@ def test_a_loss_that_reads_a_state_which_it_changes_is_mixed(capsys):
     )
     trainer.update(np.ones((16, 4), np.float32))
     assert "mixed (it reads a state that each part of the batch changes)" in capsys.readouterr().out
+
+
+def test_an_evaluation_takes_no_gradient(capsys):
+    """Of a loop that ends by a condition, only `jax.jacfwd` takes one."""
+
+    @jax.custom_jvp
+    def softened(x):
+        return jnp.maximum(x, 0)
+
+    softened.defjvp(lambda primals, tangents: (softened(*primals), jax.nn.sigmoid(primals[0]) * tangents[0]))
+
+    def loss_fn(model, batch, key):
+        halved = jax.vmap(lambda x: jax.lax.while_loop(lambda x: jnp.abs(x).sum() > 1, lambda x: x / 2, x * model))(batch)
+        return softened(halved).mean()
+
+    def grad_fn(model, batch, key):
+        return loss_fn(model, batch, key), jax.jacfwd(loss_fn)(model, batch, key)
+
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(), model=jnp.ones(6), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn, grad_fn=grad_fn
+    )
+    trainer.train(DATA, batch_size=8)
+    expected = loss_fn(trainer.model, DATA, None)
+    np.testing.assert_allclose(trainer.eval_loss(DATA, batch_size=8), expected, rtol=1e-6)
+    assert "depend on the batch size" not in capsys.readouterr().out
