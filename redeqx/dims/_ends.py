@@ -1,7 +1,8 @@
-"""Whether a loop under `vmap` ends for each row by itself: a row that has ended keeps its values while others go on."""
+"""Whether a loop under `vmap` ends for each row by itself: a row that has ended keeps its values while others go on. And
+whether a branch ends the program."""
 
 from ..tracing import alike, same_array
-from ._atoms import Step, Value
+from ._atoms import Block, Step, Value
 
 _VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "copy")
 
@@ -46,3 +47,10 @@ def ends_of_rows(step: Step) -> Value | None:
 
     carry = body.ins[len(body.ins) - len(body.outs) :]
     return goes_on if all(is_kept(out.source, slot.source) for out, slot in zip(body.outs, carry, strict=True)) else None
+
+
+def raises(block: Block) -> bool:
+    """Whether a branch is the one in which `equinox.error_if` raises: nothing reads its outputs."""
+    callbacks = (step.eqn.params.get("callback") for step in block.steps if step.name == "pure_callback")
+    functions = (getattr(callback, "callback_func", None) for callback in callbacks)
+    return any(getattr(function, "__module__", "") == "equinox._errors" for function in functions)

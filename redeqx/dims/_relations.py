@@ -240,6 +240,18 @@ def _reduce(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return [_without(value.dims, axes) for value in ins]
 
 
+# Of values under `vmap`, Equinox's loops, diffrax and optimistix ask whether any row needs more work, such as another
+# iteration; a row that does not is computed again or keeps its values. So no row's result depends on what is answered.
+UNVMAPPED = ("unvmap_all", "unvmap_any", "unvmap_max")
+
+
+def _unvmap(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    """Equinox's reductions over every dim, those of `vmap` too."""
+    for dim in ins[0].dims:
+        names.mix("reduce", dim)
+    return [[]]
+
+
 def _ordered(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     """Sorts, cumulative operations and reversals."""
     (axes,) = (eqn.params[key] for key in ("axis", "dimension", "dimensions") if key in eqn.params)
@@ -409,6 +421,7 @@ _TABLE: dict[str, Relation] = {
     **dict.fromkeys((*ORDERED, "rev"), _ordered),
     **dict.fromkeys(("psum", "pmax", "pmin", "argmax", "argmin"), _reduce),
     **dict.fromkeys(REDUCTIONS, _reduce),
+    **dict.fromkeys(UNVMAPPED, _unvmap),
     **dict.fromkeys(
         ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"),
         _replaced("window", lambda eqn, dim: eqn.params["window_dimensions"][dim] > 1 or _has_another_size(eqn, dim)),

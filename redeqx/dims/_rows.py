@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from ..tracing import scan_counts
 from ._atoms import Atom, Block, Step, Value, reached, steps_of
-from ._ends import ends_of_rows
+from ._ends import ends_of_rows, raises
 from ._growth import Growth
 from ._lookups import ADDING
 from ._names import Names
-from ._relations import REDUCTIONS
+from ._relations import REDUCTIONS, UNVMAPPED
 from ._states import (
     FREE,
     MIXED,
@@ -190,6 +190,8 @@ class RowDependence:
             if any(state.kind == MIXED and v.source.literal is not None for state, v in zip(ins, step.ins, strict=True)):
                 self._mixed("the number of rows", step)
             return [State(MIXED)] * len(step.outs)
+        if step.name in UNVMAPPED and kinds <= {ROW}:
+            return [State()]
         present = list(map(self._present, step.ins))
         if touched and not kinds and any(present):
             kinds = {ROW}  # a draw or a mask over rows
@@ -292,7 +294,10 @@ class RowDependence:
 
     def _of_cond(self, step: Step) -> list[State]:
         index, ins = self.of(step.ins[0]), list(map(self.of, step.ins[1:]))
-        outs = [joined(*of) for of in zip(*(self._follow(branch, ins) for branch in step.blocks), strict=True)]
+        branches = [branch for branch in step.blocks if not raises(branch)] or step.blocks
+        outs = [joined(*of) for of in zip(*(self._follow(branch, ins) for branch in branches), strict=True)]
+        if len(branches) == 1:
+            return outs
         if index.kind in (FREE, ROW):
             return [chosen(out, index) for out in outs]
         return [self._mixed("a branch chosen by a sum over rows", step)] * len(outs)

@@ -1125,6 +1125,40 @@ def a_scan_of_equinox_that_saves_checkpoints(p, batch, key):
     return jax.vmap(of_row)(batch["x"]).mean()
 
 
+def _until_small(p, x, kind):
+    """A loop of Equinox with as many iterations as a row needs, or 5."""
+    step = partial(_step_of_a_loop, 0.3 * p["w"])
+    return eqx.internal.while_loop(lambda c: jnp.abs(c[1]).sum() > 0.5, step, (0, x), max_steps=5, kind=kind)
+
+
+@separable
+def a_loop_of_equinox_that_ends_by_row(p, batch, key):
+    return (jax.vmap(lambda x: _until_small(p, x, "checkpointed")[1])(batch["x"].mean(1)) @ p["v"]).mean()
+
+
+@separable
+def a_loop_of_equinox_with_a_bound(p, batch, key):
+    n, x = jax.vmap(lambda x: _until_small(p, x, "bounded"))(batch["x"].mean(1))
+    return (n * (x @ p["v"])).mean()
+
+
+@mixed
+def a_loop_of_equinox_until_all_rows_are_small(p, batch, key):
+    return (_until_small({"w": p["w"]}, batch["x"].mean(1).T, "checkpointed")[1].T @ p["v"]).mean()
+
+
+@separable
+def a_stage_that_some_row_needs(p, batch, key):
+    """As in the solvers of diffrax: where any row has no slope of the step before, all compute one."""
+
+    def of_row(x, reward):
+        slope, is_first = jnp.tanh(p["w"] @ x), reward > 0
+        again = lax.cond(eqx.internal.unvmap_any(is_first), lambda x: jnp.tanh(p["w"] @ x), lambda x: slope, x)
+        return jnp.where(is_first, again, slope) @ p["v"]
+
+    return jax.vmap(of_row)(batch["x"].mean(1), batch["reward"]).mean()
+
+
 def _step_of_a_loop(w, carry):
     i, x = carry
     return i + 1, jnp.tanh(w @ x)
@@ -1219,10 +1253,15 @@ def a_callback(p, batch, key):
     return (weight * row_losses(p, batch)).mean()
 
 
-@cautious
+@separable
 def checked_for_nan(p, batch, key):
     losses = row_losses(p, batch)
     return eqx.error_if(losses, jnp.isnan(losses).any(), "a loss is NaN").mean()
+
+
+@separable
+def checked_in_each_row(p, batch, key):
+    return jax.vmap(lambda loss: eqx.error_if(loss, jnp.isnan(loss), "a loss is NaN"))(row_losses(p, batch)).mean()
 
 
 # --- reinforcement learning, draws ---------------------------------------------------------------------------------------
