@@ -270,7 +270,7 @@ class CheckpointManager(CheckpointFolder):
         older ones. The newest one from which a run resumes is never removed.
         """
         names, n = self.names(), max(keep_last, 1)
-        named = {*self.index().values(), *[name for name in reversed(names) if self.is_resumable(name)][:1]}
+        named = {*self.index().values(), next((name for name in reversed(names) if self.is_resumable(name)), None)}
         complete = [name for name in names if self._manifest_if_complete(name) is not None] or names
         by_step: dict[int, list[str]] = {}
         for name in complete:
