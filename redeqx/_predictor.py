@@ -1,9 +1,9 @@
 """The Predictor: runs a model and `pred_fn` over any number of examples, in order."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +14,7 @@ from jaxtyping import PRNGKeyArray
 from ._deployer import Deployer
 from ._load import Saved
 from ._tree import PyTree, array_leaves, is_array_like
-from .data import BatchSize, Group, Prefetch, collate, known_size, local_rows, pad_rows, place_rows, read
+from .data import BatchSize, Group, Prefetch, collate, drawn_ahead, known_size, local_rows, pad_rows, place_rows, read
 from .dims import RowUse
 from .distributed import agree_on_examples
 from .errors import (
@@ -185,7 +185,10 @@ class Predictor(RedcoNames):
         key: PRNGKeyArray | None = None,
     ) -> Iterator[list[Any]]:
         """Returns an iterator over the outputs of one batch after the other, for more outputs than fit into the host's
-        memory. The arguments are those of `predict`, and are checked at the call."""
+        memory. The arguments are those of `predict`, and are checked at the call.
+
+        Raises ValueError if a trainer updates the model, and so deletes its arrays, before the last batch.
+        """
         size = BatchSize.of(self._deployer.mesh, per_device_batch_size, batch_size)
         n = known_size(examples)
         if model is not None:
@@ -219,9 +222,9 @@ class Predictor(RedcoNames):
 
         key = jax.random.key(self._deployer.jax_seed) if key is None else key
         key = put(key, replicated(mesh))
-        pending: deque[tuple[int, PyTree]] = deque()
         line = self._deployer.console.progress(title="predict")  # shown while a batch of new shapes is compiled
-        with closing(Prefetch(prepare())) as batches:
+
+        def computed(batches: Prefetch, model: PyTree | None) -> Iterator[tuple[int, PyTree]]:
             for start, n_rows, batch in batches:
                 if start == 0:
                     model, state, plan = self._resolve(model, batch)
@@ -232,11 +235,11 @@ class Predictor(RedcoNames):
                 outputs = self._called.call(step, (*arrays, batch, key, row_span(start, n)), signature, line)
                 self._deployer.watch.beat()
                 jax.tree.map(lambda x: x.copy_to_host_async(), outputs)
-                pending.append((n_rows, outputs))
-                if len(pending) > 1:  # the device computes one batch while the previous one is returned
-                    yield self._unbatch(*pending.popleft())
-        while pending:
-            yield self._unbatch(*pending.popleft())
+                yield n_rows, outputs
+
+        with closing(Prefetch(prepare())) as batches:
+            # The device computes one batch while the previous one is returned.
+            yield from starmap(self._unbatch, drawn_ahead(computed(batches, model), 1))
 
     def _zeros(
         self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray | None

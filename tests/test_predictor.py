@@ -540,6 +540,16 @@ def test_iterate_yields_outputs_before_all_batches_are_collated():
     assert_outputs(rest, expected(model, examples[2:]))
 
 
+def test_an_error_comes_after_the_outputs_before_it():
+    examples = make_examples(10)
+    examples[5] = np.full(3, 1.0)
+    predictor = redeqx.Predictor(make_deployer(), model=make_linear(), collate_fn=stack, pred_fn=apply)
+    seen = []
+    with pytest.raises(ValueError, match="same shape"):
+        seen.extend(predictor.iterate(examples, 2))
+    assert [len(batch) for batch in seen] == [2, 2]
+
+
 def test_at_most_two_outputs_stay_on_the_device():
     alive = []
     predictor = redeqx.Predictor(make_deployer(), model=make_linear(), collate_fn=stack, pred_fn=apply)

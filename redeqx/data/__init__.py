@@ -26,7 +26,7 @@ from ._examples import (
 )
 from ._packed_stream import PackedStream as PackedStream, pack as pack, source_of as source_of
 from ._packing import PackedRows as PackedRows
-from ._prefetch import Prefetch as Prefetch
+from ._prefetch import Prefetch as Prefetch, drawn_ahead as drawn_ahead
 from ._rows import (
     BatchSize as BatchSize,
     Group as Group,

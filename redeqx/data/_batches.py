@@ -5,7 +5,6 @@ places it, `_workers` collates several batches at once, and `_prefetch` is the t
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from .._tree import bare_shape
 from ..dims import UNKNOWN, RowUse, with_rows
 from ._collate import check_leading_dims, collate, n_tokens, read
 from ._examples import Slice
-from ._prefetch import Prefetch
+from ._prefetch import Prefetch, drawn_ahead
 from ._rows import BatchSize, Group, local_rows, place_batch
 from ._workers import CollatePool
 
@@ -129,7 +128,7 @@ def batches(
                 batch = given.batch()
             yield prepared(given, batch)
             n += 1
-        for given in _drawn_ahead((begun(i, step) for i, step in numbered), pool.n):
+        for given in drawn_ahead((begun(i, step) for i, step in numbered), pool.n):
             yield prepared(given, collated(given))
             n += 1
         if check is not None and checks_end:
@@ -159,19 +158,3 @@ class _Step(NamedTuple):
     def batch(self) -> PyTree:
         """Returns the checked batch."""
         return collate(lambda _: self.collated(), self.examples, self.places)
-
-
-def _drawn_ahead(items: Iterable[Any], n: int) -> Iterator[Any]:
-    """Yields the same items, with up to `n` drawn ahead. An exception from drawing is raised after the items before it."""
-    drawn: deque[Any] = deque()
-    error = None
-    try:
-        for item in items:
-            drawn.append(item)
-            if len(drawn) > n:
-                yield drawn.popleft()
-    except Exception as raised:
-        error = raised
-    yield from drawn
-    if error is not None:
-        raise error

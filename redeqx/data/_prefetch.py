@@ -1,9 +1,10 @@
-"""Prefetch: prepares items in a thread ahead of their reader. Of each reader, only one such thread works at a time."""
+"""Items ahead of their reader: `Prefetch` prepares them in a thread, of which only one for each reader works at a time;
+`drawn_ahead` draws them in the reader's own."""
 
 import collections
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 
@@ -144,6 +145,26 @@ class Prefetch(Iterator[Any]):
         # The thread refers to the buffer, not to this object, so that an unused one is collected and ends its thread.
         self._thread = threading.Thread(target=self._buffer.fill, name="redeqx-prefetch", daemon=True)
         self._thread.start()
+
+
+def drawn_ahead(items: Iterable[Any], n: int) -> Iterator[Any]:
+    """Yields the same items, with up to `n` drawn ahead. An exception from drawing is raised after the items before it."""
+    drawn: collections.deque[Any] = collections.deque()
+    error = None
+    try:
+        for item in items:
+            drawn.append(item)
+            if len(drawn) > n:
+                yield drawn.popleft()
+    except Exception as raised:
+        error = raised
+    while drawn:
+        yield drawn.popleft()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # in a cycle with its traceback, arrays in the frames would stay for a while
 
 
 def _without_thread_frames(wait: Callable[[], Any]) -> Any:

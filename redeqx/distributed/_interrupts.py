@@ -19,8 +19,8 @@ from ._links import PeerError
 from ._peers import EXIT_CODE, Peers
 from ._signals import handle_always, handled, woken
 
-# Kubernetes, spot machines and SLURM send SIGTERM; SLURM's `--signal=USR1@120` sends SIGUSR1, which Windows lacks.
-SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+# Kubernetes, spot machines and SLURM send SIGTERM; SLURM's `--signal=USR1@120` sends SIGUSR1.
+SIGNALS: list[int] = [signal.SIGTERM, signal.SIGUSR1]
 _GRACE = 20.0  # seconds within which several processes reach the end of an update; schedulers kill after 30
 _INTERRUPTED = 130  # the exit code that shells report after Ctrl-C: 128 + SIGINT
 _STOPPING = b"\nredeqx: Ctrl-C: stopping after this step, to save it; a second one leaves at once\n"

@@ -27,11 +27,9 @@ _LAST_LINES = 5.0  # seconds to print what they have written, although a child o
 # nobody would read its output, or end it if another process fails. (`preexec_fn` would run fork hooks.)
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
-prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
-if prctl is not None:
-    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit(1)
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
@@ -40,8 +38,8 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
     """Runs a command as `n` processes of one run; returns 0, or the exit code of a process that failed.
 
     Code 75, of a process that left because another one is gone, is returned only if no process has another code. If one
-    fails, the others have ten seconds to exit and are then killed. SIGTERM, SIGINT and SIGUSR1 are forwarded. On Linux the
-    processes are killed when this process ends, however it ends.
+    fails, the others have ten seconds to exit and are then killed. SIGTERM, SIGINT and SIGUSR1 are forwarded. The processes
+    are killed when this process ends, however it ends.
 
     **Arguments:**
 

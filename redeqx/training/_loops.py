@@ -3,7 +3,6 @@
 Epochs, evaluations and saves belong to the fit, in `_fit.py`; the computation of one update to the engine, in `_engine.py`.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from functools import partial
@@ -14,7 +13,18 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._tree import array_leaves
-from ..data import BatchSize, Prefetch, Slice, check_examples, collated_shapes, is_function, known_size, size_of, slices
+from ..data import (
+    BatchSize,
+    Prefetch,
+    Slice,
+    check_examples,
+    collated_shapes,
+    drawn_ahead,
+    is_function,
+    known_size,
+    size_of,
+    slices,
+)
 from ..dims import UNKNOWN
 from ..errors import check_alike, warn
 from ..partition import place
@@ -102,18 +112,9 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
     size = _even_size(engine, examples, size)
     steps = in_order(examples, size)
     sums: np.ndarray | float = 0.0
-    pending: deque[tuple[jax.Array, int, int | None]] = deque()  # not the batches, which take memory
-    n_done = n_rows = 0
-    weights: tuple[list[Any], list[Any]] | None = None
 
-    def finish_oldest() -> None:
-        nonlocal sums, n_done
-        vector, n_examples, n_tokens = pending.popleft()
-        sums, n_done = sums + np.asarray(vector, np.float64), n_done + 1
-        line.update(n_done, metrics={}, n_examples=n_examples, n_tokens=n_tokens)
-
-    progress = deployer.console.progress(title="evaluate", unit="batch")
-    with deployer.watch.on(), progress as line, closing(engine.batches(steps, size, inference=True)) as upcoming:
+    def computed(upcoming: Prefetch) -> Iterator[tuple[jax.Array, int, int | None]]:  # not the batches, which take memory
+        n_rows, weights = 0, None
         for batch in upcoming:
             engine.place_for(batch)
             program, state = engine.placed
@@ -126,11 +127,13 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
             n_rows += batch.n_examples
             deployer.watch.beat()
             vector.copy_to_host_async()
-            pending.append((vector, batch.n_examples, batch.n_tokens))
-            if len(pending) > LAG:
-                finish_oldest()
-        while pending:
-            finish_oldest()
+            yield vector, batch.n_examples, batch.n_tokens
+
+    progress = deployer.console.progress(title="evaluate", unit="batch")
+    with deployer.watch.on(), progress as line, closing(engine.batches(steps, size, inference=True)) as upcoming:
+        for i, (vector, n_examples, n_tokens) in enumerate(drawn_ahead(computed(upcoming), LAG)):
+            sums = sums + np.asarray(vector, np.float64)
+            line.update(i + 1, metrics={}, n_examples=n_examples, n_tokens=n_tokens)
     pairs, names = np.asarray(sums).reshape(-1, 2), engine.placed[0].eval_names
     if pairs[names.index("loss"), 1] == 0:
         warn(

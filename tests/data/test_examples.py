@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -29,6 +30,7 @@ from redeqx.data import (
     batches,
     check_examples,
     collate,
+    drawn_ahead,
     examples_of,
     pad_rows,
     size_of,
@@ -576,6 +578,36 @@ def test_a_long_list_of_arrays_is_not_read_to_check_it():
             raise AssertionError("read")
 
     check_examples(Unread([np.zeros(3)] * 1000))
+
+
+# --- items drawn ahead ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 20])
+def test_items_are_drawn_ahead_in_order_and_let_go(n):
+    class Item:
+        pass
+
+    drawn = []
+
+    def items():
+        for _ in range(10):
+            drawn.append(weakref.ref(item := Item()))
+            yield item
+            del item
+
+    alive = []
+    for i, _ in enumerate(drawn_ahead(items(), n)):
+        assert len(drawn) == min(i + n + 1, 10) and drawn[i]() is not None
+        alive.append(sum(ref() is not None for ref in drawn))
+    assert len(alive) == 10 and max(alive) <= n + 2 and alive[-1] <= 2
+
+
+def test_an_error_of_drawing_follows_the_items_before_it():
+    seen = []
+    with pytest.raises(KeyError, match="item 5"):
+        seen.extend(drawn_ahead(fails_at(5), 3))
+    assert seen == [0, 1, 2, 3, 4]
 
 
 # --- prefetching ------------------------------------------------------------------------------------------------------
