@@ -62,11 +62,10 @@ def _from_equation(body: Body, atom: Any, negated: bool) -> Inequalities | None:
         return _all_of(*(of_operand(operand, negated) for operand in eqn.invars))
     if name == "select_n" and len(eqn.invars) == 3:
         which, if_false, if_true = eqn.invars
-        if _is_false(of_operand(if_false, negated), shape):
-            return _all_of(of_operand(which, False), of_operand(if_true, negated))
-        if _is_false(of_operand(if_true, negated), shape):
-            return _all_of(of_operand(which, True), of_operand(if_false, negated))
-        return None
+        low, high = of_operand(if_false, negated), of_operand(if_true, negated)
+        if _is_false(low, shape):
+            return _all_of(of_operand(which, False), high)
+        return _all_of(of_operand(which, True), low) if _is_false(high, shape) else None
     dims = whole_view(eqn)
     is_of_kind = jnp.issubdtype(eqn.invars[0].aval.dtype, bool if atom.aval.dtype == bool else jnp.floating)
     if dims is None or not is_of_kind:

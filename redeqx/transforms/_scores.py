@@ -20,6 +20,7 @@ from ._bands import inequalities, whole_view
 
 _MASKED_SCORE = -1e4  # at or below this, the weight of a score is 0
 _ABSORBING_SCORE = -1e9  # at or below this, a sum with scores or biases rounds them away
+_MAX_SUMS = 8  # of biases with scores. Both sides of a sum may be sums, so there are twice as many paths for each more
 _MAX_INSPECTED = 2**22  # elements of the largest constant whose values are inspected
 SIZE = "size"  # the label of the head size, the dim that the first product contracts
 
@@ -278,6 +279,8 @@ def _trace_scores(body: Body, atom: Any, labels: tuple[Any, ...], scores: Scores
 
 def _trace_sum(body: Body, eqn: Any, labels: tuple[Any, ...], scores: Scores) -> Scores:
     """Traces the side of a sum that comes from the product; the other side is a bias or a mask."""
+    if sum(each.primitive.name in ("add", "sub") for each in scores.eqns) == _MAX_SUMS:
+        return scores
     for side in (0, 1) if eqn.primitive.name == "add" else (0,):
         own, other = eqn.invars[side], eqn.invars[1 - side]
         if own.aval.shape != eqn.outvars[0].aval.shape:
@@ -329,16 +332,23 @@ def _includes_diagonal(body: Body, atom: Any, keep: bool) -> bool:
 
 
 def _split_mask(body: Body, operand: Operand, keep: bool) -> list[tuple[Operand, bool]]:
-    """Splits a mask into masks that are combined by `and`, each with its `keep`."""
-    operand = _strip_broadcasts(body, operand)
-    eqn = body.producer(operand.atom)
-    if eqn is not None and eqn.primitive.name == "not":
-        return _split_mask(body, Operand(eqn.invars[0], operand.labels), not keep)
-    if eqn is None or eqn.primitive.name != ("and" if keep else "or"):
-        return [(operand, keep)]
-    if any(atom.aval.ndim != len(operand.labels) for atom in eqn.invars):
-        return [(operand, keep)]
-    return [mask for atom in eqn.invars for mask in _split_mask(body, Operand(atom, operand.labels), keep)]
+    """Splits a mask into masks that are combined by `and`, each once and with its `keep`."""
+    found, seen, todo = list[tuple[Operand, bool]](), set[Any](), [(operand, keep)]
+    while todo:  # no recursion: a mask may be combined of many
+        operand, keep = todo.pop()
+        operand = _strip_broadcasts(body, operand)
+        if (key := (id(operand.atom), operand.labels, keep)) in seen:
+            continue
+        seen.add(key)
+        eqn = body.producer(operand.atom)
+        name, operands = ("", []) if eqn is None else (eqn.primitive.name, eqn.invars)
+        if name == "not":
+            todo.append((Operand(operands[0], operand.labels), not keep))
+        elif name == ("and" if keep else "or") and all(atom.aval.ndim == len(operand.labels) for atom in operands):
+            todo += [(Operand(atom, operand.labels), keep) for atom in reversed(operands)]
+        else:
+            found.append((operand, keep))
+    return found
 
 
 def _strip_broadcasts(body: Body, operand: Operand) -> Operand:
