@@ -19,6 +19,7 @@ from ._shards import Shards
 
 # Equations whose output is fused into what reads it, besides elementwise ones.
 _FUSED = {*VIEWS, "iota", "broadcast_in_dim", "reduce_precision", "name", "optimization_barrier"}
+_MAX_SOURCES = 8  # of a fused value. Few are read from more: a residual stream of many blocks is in memory in between
 
 
 def estimated_bytes(closed: Any, specs: Sequence[P | None], mesh: Mesh) -> int:
@@ -100,10 +101,9 @@ class _Walk:
         sources = Env(((var, ()) for var in [*jaxpr.constvars, *jaxpr.invars]), literal=lambda _: ())
         for eqn in jaxpr.eqns:
             for var in eqn.outvars:
-                if self._is_fused(eqn, var, readers.get(var, ())):
-                    sources[var] = tuple(dict.fromkeys(each for atom in eqn.invars for each in sources[atom]))
-                else:
-                    sources[var] = (var,)
+                found = dict.fromkeys(each for atom in eqn.invars for each in sources[atom])
+                is_fused = len(found) <= _MAX_SOURCES and self._is_fused(eqn, var, readers.get(var, ()))
+                sources[var] = tuple(found) if is_fused else (var,)
         return sources
 
     def _is_fused(self, eqn: Any, var: Any, readers: Sequence[Any]) -> bool:

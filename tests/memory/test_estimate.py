@@ -42,6 +42,17 @@ def test_values_are_counted_while_they_are_live():
     assert peak(kept, (N, D), (D, D)) == 3 * PRODUCT
 
 
+def test_a_long_residual_stream_is_in_memory():
+    """Its blocks are added to it, and need not all be live until it is read."""
+
+    def blocks(x, w):
+        for _ in range(100):
+            x = x + jnp.tanh(x @ w) @ w
+        return x.sum()
+
+    assert peak(blocks, (N, D), (D, D)) <= 12 * PRODUCT
+
+
 def test_loops_hold_their_stacks():
     def loop(x, w):
         return jax.lax.scan(lambda x, w: (x @ w, x @ w), x, w)
