@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend import core as jex
 
@@ -314,31 +314,35 @@ def _levels_of(
 
     If all levels make the same program, because the loss has no loops or has remats itself, only the own level is returned.
     """
-    trace, is_gpu = cache(trace), platform in ("cuda", "gpu")
-    own_jaxpr = trace(replace(own, remat=AUTO if own.remat == "auto" else own.remat))
-    programs: dict[str, Any] = {}  # jaxprs
+    content_of = cache(lambda strategy: _content(trace(strategy)))
+    is_gpu = platform in ("cuda", "gpu")
+    own_content = content_of(replace(own, remat=AUTO if own.remat == "auto" else own.remat))
+    programs: dict[str, _Content] = {}
     for remat in REMATS[:-1] if platform == "cpu" else REMATS:  # a CPU is its own host
-        jaxpr = trace(replace(own, remat=remat))
-        if all(_content(jaxpr) != _content(other) for other in programs.values()):
-            programs[remat] = jaxpr
-    unrolls = is_gpu and _content(trace(replace(own, remat="none", unroll=False))) != _content(programs["none"])
-    same = [remat for remat, jaxpr in programs.items() if _content(jaxpr) == _content(own_jaxpr)]
+        content = content_of(replace(own, remat=remat))
+        if content not in programs.values():
+            programs[remat] = content
+    unrolls = is_gpu and content_of(replace(own, remat="none", unroll=False)) != programs["none"]
+    same = [remat for remat, content in programs.items() if content == own_content]
     if len(programs) < 2 or not same:
-        same, programs = [own.remat], {own.remat: own_jaxpr}
+        same, programs = [own.remat], {own.remat: own_content}
     splits = is_gpu and own.n_model_shards > 1 and own.split_residual is None and "matmuls" in programs
-    if splits:
-        split = trace(replace(own, remat="matmuls", split_residual=True))
-        splits = _content(split) != _content(programs["matmuls"])
-    levels = {remat: matmul_flops(jaxpr) for remat, jaxpr in programs.items()}
+    splits = splits and content_of(replace(own, remat="matmuls", split_residual=True)) != programs["matmuls"]
+    levels = {remat: content.flops for remat, content in programs.items()}
     return replace(own, remat=same[0]), levels, unrolls, splits
 
 
-def _content(jaxpr: Any) -> Counter[str]:
-    """Counts the primitives of a jaxpr, and its matmuls' FLOPs by dtype."""
-    found = Counter({f"FLOPs {dtype}": n for dtype, n in matmul_flops(jaxpr).items()})
-    todo = [jaxpr]
+class _Content(NamedTuple):
+    """What two programs are compared by: their matmuls' FLOPs by dtype, and how often they have each primitive."""
+
+    flops: Mapping[str, int]
+    primitives: Counter[str]
+
+
+def _content(jaxpr: Any) -> _Content:
+    found, todo = Counter[str](), [jaxpr]
     while todo:
         eqns = todo.pop().eqns
         found.update(eqn.primitive.name for eqn in eqns)
         todo += [getattr(inner, "jaxpr", inner) for eqn in eqns for inner in jex.jaxprs_in_params(eqn.params)]
-    return found
+    return _Content(matmul_flops(jaxpr), found)

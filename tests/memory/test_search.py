@@ -1,8 +1,10 @@
 """The search for strategies: those it compiles, skips and proposes."""
 
 import dataclasses
+import types
 
 import jax
+import numpy as np
 import pytest
 
 import redeqx
@@ -102,6 +104,30 @@ def test_unrolling_and_offloading_are_varied_only_if_they_matter():
     assert {s.offload_opt_state for s in strategies} == {True, False}
     own = dataclasses.replace(OWN, offload_opt_state=True)
     assert {s.offload_opt_state for s in space(own=own, opt_state=8 * GIB).strategies()} == {True}
+
+
+class Program:
+    """A jaxpr that counts how often its equations are read."""
+
+    def __init__(self, n):
+        self._eqns, self.n_reads = jax.make_jaxpr(lambda x: sum([x @ x] * n))(np.ones((2, 2))).eqns, 0
+
+    @property
+    def eqns(self):
+        self.n_reads += 1
+        return self._eqns
+
+
+def test_a_program_is_read_once_for_its_flops_and_once_for_its_primitives():
+    programs = {}
+
+    def trace(strategy):
+        return programs.setdefault(strategy, Program({"none": 1, "full": 2}.get(strategy.remat, 3)))
+
+    sizes = types.SimpleNamespace(weights=1, state=1, opt_state=0)
+    found = SearchSpace.of(OWN, trace, sizes, "cuda", n_devices=1, memory=1, chip=None)
+    assert {"none", "full"} <= found.flops.keys() and len(programs) > 2
+    assert max(program.n_reads for program in programs.values()) <= 2
 
 
 def test_search_prefers_loops_to_recomputation_and_offloads_last():
