@@ -5,8 +5,9 @@ A product is first if its other operand depends on no parameter (it reads the da
 its output (it computes the logits). There may be several of each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from ._flow import flow, union
@@ -21,7 +22,7 @@ SPREAD = ("add", "sub", "mul", "div")  # these broadcast dims of size 1, as of a
 
 @dataclass
 class _Use:
-    bit: int
+    bit: int = 0  # of a product with a weight
     sides: set[int | None] = field(default_factory=set)  # the operand that is a weight, in each call; None for no weight
     is_fed: bool = False  # whether its other operand depends on parameters
 
@@ -38,6 +39,7 @@ class WeightUses:
     closed: Any
     n_weights: int
     _uses: dict[Any, _Use] = field(default_factory=dict)
+    _bits: Iterator[int] = field(default_factory=lambda: map((4).__lshift__, count()))
     _followed: int = 0  # the bits of products on whose output another product depends
 
     def __post_init__(self) -> None:
@@ -61,13 +63,15 @@ class WeightUses:
         return use is not None and self.side(eqn) is not None and not self._followed & use.bit
 
     def _use(self, eqn: Any) -> _Use:
-        return self._uses.setdefault(eqn, _Use(4 << len(self._uses)))
+        return self._uses.setdefault(eqn, _Use())
 
     def _outputs(self, eqn: Any, ins: Sequence[int]) -> list[int] | None:
         """Returns the dependencies of a product with a weight, with its own bit, or None for any other equation."""
         if eqn.primitive.name not in BY_WEIGHT or _weight_side(eqn, ins) is None:
             return None
-        return [union(ins) | self._use(eqn).bit]
+        use = self._use(eqn)
+        use.bit = use.bit or next(self._bits)
+        return [union(ins) | use.bit]
 
     def _note(self, eqn: Any, ins: Sequence[int], outs: Sequence[int]) -> None:
         """Records an equation that may use a weight."""
