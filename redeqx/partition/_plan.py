@@ -333,13 +333,14 @@ def _reorder(
     """
     splits, stored = {**guesses, **found}, set()
     notes = {name: f" (by field order: {guess.reason})" for name, guess in guesses.items() if guess.dim != splits[name].dim}
-    limit = _n_replicated(guesses, sizes)
+    excess = _n_replicated(splits, sizes) - _n_replicated(guesses, sizes)
     for name in sorted(guesses, key=lambda name: -sizes[name]):
-        if _n_replicated(splits, sizes) <= limit:
+        if excess <= 0:
             break
         if splits[name].dim is None and guesses[name].dim is not None:
             splits[name] = replace(guesses[name], reason=f"stored split, gathered for use: {splits[name].reason}")
             stored.add(name)
+            excess -= sizes[name]
     return {name: replace(split, reason=split.reason + notes.get(name, "")) for name, split in splits.items()}, stored
 
 
