@@ -8,6 +8,20 @@ LLaMA's. A family's file says what differs. Open `_config.py` first, then `_mode
 from ._block import Block as Block
 from ._config import CausalLMConfig as CausalLMConfig, GPTConfig as GPTConfig, every as every
 from ._heads import SequenceClassifier as SequenceClassifier, TokenClassifier as TokenClassifier
+from ._layer_rows import (
+    GlobalHeads as GlobalHeads,
+    LayerTypes as LayerTypes,
+    Window as Window,
+    layer_types as layer_types,
+    read_layer_types as read_layer_types,
+)
+from ._mixer_rows import (
+    DELTA as DELTA,
+    MAMBA as MAMBA,
+    OLDER as OLDER,
+    MixerLayers as MixerLayers,
+    StepLimits as StepLimits,
+)
 from ._mixers import (
     make_attention as make_attention,
     make_conv as make_conv,
@@ -30,27 +44,17 @@ from ._names import (
 )
 from ._rope import KINDS as KINDS, Rope as Rope
 from ._rows import (
-    DELTA as DELTA,
     EXPERTS as EXPERTS,
     GPT_ALIASES as GPT_ALIASES,
     GPT_ROWS as GPT_ROWS,
     GROUPED as GROUPED,
     LATENT as LATENT,
-    MAMBA as MAMBA,
-    OLDER as OLDER,
     ROUTED as ROUTED,
     Choice as Choice,
     FirstLayers as FirstLayers,
-    GlobalHeads as GlobalHeads,
     Inner as Inner,
-    LayerTypes as LayerTypes,
-    MixerLayers as MixerLayers,
     Shared as Shared,
     SharedExperts as SharedExperts,
-    StepLimits as StepLimits,
     Switched as Switched,
-    Window as Window,
-    layer_types as layer_types,
-    read_layer_types as read_layer_types,
     rows as rows,
 )

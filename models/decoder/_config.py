@@ -6,8 +6,9 @@ from typing import Any, ClassVar, TypeVar
 
 from ..generation import Generation
 from ..hf import FolderConfig, check_fixed
-from ..nn import ACTIVATIONS, Scaling, check_choice, check_heads, check_rates, check_sizes
-from ._layers import check_kinds, kinds_of, period_of
+from ..nn import ACTIVATIONS, Scaling
+from ._checks import check_values
+from ._layers import kinds_of, period_of
 from ._names import Names
 from ._rows import ROWS
 
@@ -247,74 +248,9 @@ class CausalLMConfig(FolderConfig):
         if self.n_kv_heads == self.n_heads:
             object.__setattr__(self, "n_kv_heads", None)
         check_fixed(self, _FREE)
-        optional = ("d_mlp", "n_kv_heads", "head_size", "window", "d_embedding", "d_expert", "n_classes")
-        optional = (*optional, "latent_size", "query_latent_size", *(["n_experts"] if self.n_chosen else []))
-        check_sizes(self, "vocab_size", "n_positions", "d_model", "n_layers", "n_heads")
-        check_sizes(self, *(name for name in optional if getattr(self, name) is not None))
-        if self.latent_size is not None:
-            check_sizes(self, "shared_rotary_size", "value_size", "plain_size")
-        elif self.head_size is None:
-            check_heads(self)
-        if self.n_heads % self.groups:
-            raise ValueError(
-                f"`n_kv_heads`: expected a divisor of `n_heads`={self.n_heads}, got {self.n_kv_heads}. "
-                "Each must serve the same number of heads."
-            )
-        if self.position_offset is None and self.bias_range is None:
-            self._check_rotary()
-        if self.query_growth and not hasattr(self.rope_scaling, "n_original"):
-            raise ValueError(
-                f"`rope_scaling`: expected one with `n_original`, after which queries grow, got {self.rope_scaling}. Pass a "
-                "`YarnScaling`, say."
-            )
-        check_rates(self, "embedding_dropout", "attention_dropout", "residual_dropout", "classifier_dropout")
-        check_choice(self, "activation", self.activations)
-        check_choice(self, "norm", ("rms", "offset_rms", "layer", "offset_layer", "plain_layer"))
-        check_choice(self, "norm_places", ("pre", "post", "both", "sum"))
-        if self.n_chosen > self.n_experts:
-            raise ValueError(
-                f"`n_chosen`: expected at most `n_experts`={self.n_experts}, got {self.n_chosen}. Choose fewer."
-            )
-        if self.by_kind:
-            check_kinds(self)
-        if self.n_dense >= self.n_layers:
-            raise ValueError(
-                f"`n_dense`: expected less than `n_layers`={self.n_layers}, got {self.n_dense}. Experts are in the others."
-            )
-        known = ("attention", "mixer", "mlp", "experts")
-        if self.parts is not None and (len(self.parts) != self.n_layers or not set(self.parts) <= set(known)):
-            raise ValueError(
-                f"`parts`: expected one of {', '.join(known)} for each of `n_layers`={self.n_layers}, got {self.parts}. "
-                "Each layer has one."
-            )
-        if any(self.mixers):
-            self._check_mixers()
-        for name in ("windowed_layers", "unrotated_layers", "mixer_layers"):
-            value = getattr(self, name)
-            if value is not None and not set(value) <= set(range(self.n_layers)):
-                raise ValueError(
-                    f"`{name}`: expected numbers below `n_layers`={self.n_layers}, got {value}. Count from 0, or pass None."
-                )
-
+        check_values(self)
         for row in self.rows:
             row.check(self)
-
-    def _check_rotary(self) -> None:
-        if self.rotary_size % 2 or not 2 <= self.rotary_size <= self.size:
-            whole = self.rope_share == 1
-            raise ValueError(
-                f"`{'head_size' if whole else 'rope_share'}`: expected an even number{'' if whole else ' of rotary dims'}, "
-                f"got {self.rotary_size}. Rotary positions pair {'its halves' if whole else 'dims'}."
-            )
-
-    def _check_mixers(self) -> None:
-        check_sizes(self, "state_groups", "state_heads", "state_size", "state_value_size", "conv_kernel")
-        check_choice(self, "mixer", ("delta", "mamba", "conv"))
-        if self.state_heads % self.state_groups:
-            raise ValueError(
-                f"`state_heads`: expected a multiple of `state_groups`={self.state_groups}, got {self.state_heads}. Each "
-                "head of keys serves the same number of them."
-            )
 
     @property
     def groups(self) -> int:

@@ -1,12 +1,13 @@
-"""The keys of `config.json` that decoders share, in LLaMA's names, and rows for what differs: windows, layers, positions."""
+"""The keys of `config.json` that decoders share, in LLaMA's names, and those of experts, latent attention and GPT-2.
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+Rows of what differs between layers are in `_layer_rows.py` and `_mixer_rows.py`, those of rotary positions in `_rope.py`.
+"""
+
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .._kinds import COUNT, LIST, OBJECT, RATE, SIZE, TEXT, Kind
+from .._kinds import COUNT, LIST, RATE, SIZE, TEXT, Kind
 from ..hf import Classes, ConfigReader, Field, Only, Row, Tokens, Written
 from ..nn import DynamicScaling
 from ._rope import Rope
@@ -177,76 +178,6 @@ class Choice(Row):
         return {self.key: getattr(config, name) == values[1]}
 
 
-def Window() -> Field:
-    """Returns the row of a window that all layers have."""
-    return Field("sliding_window", "window", SIZE, null=None)
-
-
-@dataclass(frozen=True)
-class LayerTypes(Row):
-    """The window, and the layers that have it.
-
-    **Arguments:**
-
-    - `period`: an older key of the number of layers after which one without a window comes.
-    - `first`: a key of the first layer with the window, for files without `layer_types`, and its default.
-    """
-
-    period: str | None = None
-    first: tuple[str, int] | None = None
-
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"window": "sliding_window", "windowed_layers": "layer_types"}
-
-    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        n_layers = known["n_layers"]
-        default = usual = known["config_class"].default_layers(n_layers)
-        window = reader.get("sliding_window", None if reader.has("sliding_window") else known["window"], SIZE)
-        if self.period is not None:
-            period = reader.get(self.period, None, SIZE)
-            if period is not None:
-                default = tuple(i for i in range(n_layers) if (i + 1) % period)
-        if self.first is not None:
-            default = tuple(range(reader.get(*self.first, COUNT), n_layers))
-        windowed = read_layer_types(reader, n_layers, default, has_window=window is not None)
-        if window is None:
-            return {"window": None, "windowed_layers": None}
-        return {"window": window, "windowed_layers": None if windowed == usual else windowed}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {"sliding_window": config.window, "layer_types": layer_types(config)}
-
-
-class GlobalHeads(Row):
-    """The heads of layers without a window: in keys of their own, or in `per_layer_config`, as transformers writes them."""
-
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"global_head_size": "global_head_dim", "global_kv_heads": "num_global_key_value_heads"}
-
-    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        size = reader.get("global_head_dim", known["global_head_size"], SIZE)
-        groups = reader.get("num_global_key_value_heads", None, SIZE)
-        by_layer = reader.get("per_layer_config", None, OBJECT)
-        if by_layer is None:  # transformers reads the number of heads with this key alone
-            return {"global_head_size": size, "global_kv_heads": groups if known["keys_are_values"] else None}
-        n_layers, windowed = known["n_layers"], known["windowed_layers"]
-        windowed = known["config_class"].default_layers(n_layers) if windowed is None else windowed
-        own = next(iter(by_layer.values()), {})
-        wanted = dict.fromkeys((i for i in range(n_layers) if i not in windowed), own) if own else {}
-        sizes = {int(i) if i.isdigit() else i: sizes for i, sizes in by_layer.items()}
-        if sizes != wanted or not own.keys() <= {"head_dim", "num_key_value_heads"}:
-            raise reader.refuse("per_layer_config", by_layer, "the same heads in all layers without a window, and no others")
-        return {
-            "global_head_size": own.get("head_dim", known["head_size"]),
-            "global_kv_heads": own.get("num_key_value_heads"),
-        }
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {key: getattr(config, field) for field, key in self.keys.items()}
-
-
 class Switched(Row):
     """Keys of sizes that count if another key is true."""
 
@@ -272,143 +203,6 @@ class Switched(Row):
         return {self.switch: getattr(config, next(iter(self.fields))) > 0, **values}
 
 
-def read_layer_types(reader: ConfigReader, n_layers: int, default: tuple[int, ...], *, has_window: bool) -> tuple[int, ...]:
-    """Returns the indices of the layers with a window in `layer_types`; `default` if the key is absent."""
-    types = reader.get("layer_types", [])
-    if not types:
-        return default
-    accepted = ("full_attention", *(["sliding_attention"] if has_window else []))
-    if len(types) != n_layers or not all(kind in accepted for kind in types):
-        raise reader.refuse("layer_types", types, f"{' or '.join(accepted)} for each of {n_layers} layers")
-    return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
-
-
-def layer_types(config: Any) -> list[str]:
-    """Returns the `layer_types` of a config."""
-    return ["full_attention" if window is None else "sliding_attention" for window in config.windows]
-
-
-# Older names of the kinds of layers.
-OLDER: Mapping[str, str] = MappingProxyType({"mamba": "linear_attention", "attention": "full_attention"})
-
-
-@dataclass(frozen=True)
-class MixerLayers(Row):
-    """The layers with a mixer in place of attention.
-
-    **Arguments:**
-
-    - `kind`: their name in `layer_types`.
-    - `attention`: a function of the reader and the known fields that returns the indices of the others in files without
-        `layer_types`.
-    """
-
-    kind: str
-    attention: Callable[[ConfigReader, Mapping[str, Any]], Sequence[int]] = lambda reader, known: ()
-
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"mixer_layers": "layer_types"}
-
-    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        n_layers, kinds = known["n_layers"], (self.kind, "full_attention")
-        default = self.attention(reader, known)
-        types = reader.get("layer_types", []) or [kinds[i in default] for i in range(n_layers)]
-        types = [OLDER.get(kind, kind) for kind in types]
-        if len(types) != n_layers or not all(kind in kinds for kind in types):
-            raise reader.refuse("layer_types", types, f"{' or '.join(kinds)} for each of {n_layers} layers")
-        found = tuple(i for i, kind in enumerate(types) if kind == self.kind)
-        return {"mixer_layers": None if found == known["config_class"].default_mixers(n_layers) else found}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {"layer_types": [self.kind if is_mixer else "full_attention" for is_mixer in config.mixers]}
-
-
-def _every_other(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int]:
-    """Returns the indices of the layers with attention if the file has at most their distance."""
-    period = reader.get("full_attention_interval", known["config_class"].attention_period, SIZE)
-    return range(period - 1, known["n_layers"], period)
-
-
-DELTA: tuple[Row, ...] = (
-    MixerLayers("linear_attention", _every_other),
-    Field("linear_num_key_heads", "state_groups"),
-    Field("linear_num_value_heads", "state_heads"),
-    Field("linear_key_head_dim", "state_size"),
-    Field("linear_value_head_dim", "state_value_size"),
-    Field("linear_conv_kernel_dim", "conv_kernel"),
-)
-
-
-_INFINITE = {"__float__": "Infinity"}  # as transformers writes it
-
-
-class _StateSpace(Row):
-    """The heads of a Mamba-2, whose common width is a multiple of the model's."""
-
-    @property
-    def keys(self) -> dict[str, str]:
-        return {
-            "state_heads": "mamba_n_heads",
-            "state_value_size": "mamba_d_head",
-        }
-
-    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        inner = reader.get("mamba_expand", 2) * known["d_model"]
-        heads, size = reader.get("mamba_n_heads", 128), reader.get("mamba_d_head", None)
-        if not known["mixer_layers"]:
-            return {}
-        size = inner // heads if size in (None, "auto") else SIZE.check(reader.path, "mamba_d_head", size)
-        if heads * size != inner:
-            raise reader.refuse("mamba_d_head", size, f"`mamba_expand` * `hidden_size` / `mamba_n_heads`, {inner / heads:g}")
-        return {"state_heads": heads, "state_value_size": size}
-
-    def check(self, config: Any) -> None:
-        width = config.state_heads * config.state_value_size
-        if any(config.mixers) and width % config.d_model:
-            raise ValueError(
-                f"`state_value_size`: expected one whose product with `state_heads`={config.state_heads} is a multiple of "
-                f"`d_model`={config.d_model}, got {config.state_value_size}. No `mamba_expand` is between two numbers."
-            )
-
-    def write(self, config: Any) -> dict[str, Any]:
-        if not any(config.mixers):  # transformers checks the sizes anyway
-            return {"mamba_n_heads": 1, "mamba_d_head": "auto"}
-        heads, size = config.state_heads, config.state_value_size
-        return {"mamba_n_heads": heads, "mamba_d_head": size, "mamba_expand": heads * size // config.d_model}
-
-
-class StepLimits(Row):
-    """The limits of the steps of a Mamba-2."""
-
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"step_limits": "time_step_limit"}
-
-    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        found = reader.get("time_step_limit", [0.0, math.inf], LIST)
-        limits = tuple(math.inf if value == _INFINITE else value for value in found)
-        if len(limits) != 2 or not all(isinstance(value, int | float) for value in limits) or not 0 <= limits[0] < limits[1]:
-            raise reader.refuse("time_step_limit", found, "two numbers, the second of which is larger")
-        return {"step_limits": (float(limits[0]), float(limits[1]))}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        least, most = config.step_limits
-        if not least and most == math.inf:
-            return {}
-        return {"time_step_limit": [least, most if most < math.inf else _INFINITE]}
-
-
-MAMBA: tuple[Row, ...] = (
-    MixerLayers("linear_attention"),
-    Field("mamba_n_groups", "state_groups"),
-    Field("mamba_d_state", "state_size"),
-    Field("mamba_d_conv", "conv_kernel"),
-    Field("mamba_conv_bias", "conv_bias"),
-    Only("mamba_proj_bias", False),
-    _StateSpace(),
-    StepLimits(),
-)
 ROWS: tuple[Row, ...] = (
     Written("model_type", lambda config: config.model_type),
     Field("vocab_size"),

@@ -1,0 +1,132 @@
+"""Rows of the keys of `config.json` of mixers: which layers have one, and the sizes of a gated delta rule and a Mamba-2."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from .._kinds import LIST, SIZE
+from ..hf import ConfigReader, Field, Only, Row
+
+# Older names of the kinds of layers.
+OLDER: Mapping[str, str] = MappingProxyType({"mamba": "linear_attention", "attention": "full_attention"})
+
+
+@dataclass(frozen=True)
+class MixerLayers(Row):
+    """The layers with a mixer in place of attention.
+
+    **Arguments:**
+
+    - `kind`: their name in `layer_types`.
+    - `attention`: a function of the reader and the known fields that returns the indices of the others in files without
+        `layer_types`.
+    """
+
+    kind: str
+    attention: Callable[[ConfigReader, Mapping[str, Any]], Sequence[int]] = lambda reader, known: ()
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"mixer_layers": "layer_types"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        n_layers, kinds = known["n_layers"], (self.kind, "full_attention")
+        default = self.attention(reader, known)
+        types = reader.get("layer_types", []) or [kinds[i in default] for i in range(n_layers)]
+        types = [OLDER.get(kind, kind) for kind in types]
+        if len(types) != n_layers or not all(kind in kinds for kind in types):
+            raise reader.refuse("layer_types", types, f"{' or '.join(kinds)} for each of {n_layers} layers")
+        found = tuple(i for i, kind in enumerate(types) if kind == self.kind)
+        return {"mixer_layers": None if found == known["config_class"].default_mixers(n_layers) else found}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {"layer_types": [self.kind if is_mixer else "full_attention" for is_mixer in config.mixers]}
+
+
+def _every_other(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int]:
+    """Returns the indices of the layers with attention if the file has at most their distance."""
+    period = reader.get("full_attention_interval", known["config_class"].attention_period, SIZE)
+    return range(period - 1, known["n_layers"], period)
+
+
+DELTA: tuple[Row, ...] = (
+    MixerLayers("linear_attention", _every_other),
+    Field("linear_num_key_heads", "state_groups"),
+    Field("linear_num_value_heads", "state_heads"),
+    Field("linear_key_head_dim", "state_size"),
+    Field("linear_value_head_dim", "state_value_size"),
+    Field("linear_conv_kernel_dim", "conv_kernel"),
+)
+
+
+_INFINITE = {"__float__": "Infinity"}  # as transformers writes it
+
+
+class _StateSpace(Row):
+    """The heads of a Mamba-2, whose common width is a multiple of the model's."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {
+            "state_heads": "mamba_n_heads",
+            "state_value_size": "mamba_d_head",
+        }
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        inner = reader.get("mamba_expand", 2) * known["d_model"]
+        heads, size = reader.get("mamba_n_heads", 128), reader.get("mamba_d_head", None)
+        if not known["mixer_layers"]:
+            return {}
+        size = inner // heads if size in (None, "auto") else SIZE.check(reader.path, "mamba_d_head", size)
+        if heads * size != inner:
+            raise reader.refuse("mamba_d_head", size, f"`mamba_expand` * `hidden_size` / `mamba_n_heads`, {inner / heads:g}")
+        return {"state_heads": heads, "state_value_size": size}
+
+    def check(self, config: Any) -> None:
+        width = config.state_heads * config.state_value_size
+        if any(config.mixers) and width % config.d_model:
+            raise ValueError(
+                f"`state_value_size`: expected one whose product with `state_heads`={config.state_heads} is a multiple of "
+                f"`d_model`={config.d_model}, got {config.state_value_size}. No `mamba_expand` is between two numbers."
+            )
+
+    def write(self, config: Any) -> dict[str, Any]:
+        if not any(config.mixers):  # transformers checks the sizes anyway
+            return {"mamba_n_heads": 1, "mamba_d_head": "auto"}
+        heads, size = config.state_heads, config.state_value_size
+        return {"mamba_n_heads": heads, "mamba_d_head": size, "mamba_expand": heads * size // config.d_model}
+
+
+class StepLimits(Row):
+    """The limits of the steps of a Mamba-2."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"step_limits": "time_step_limit"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        found = reader.get("time_step_limit", [0.0, math.inf], LIST)
+        limits = tuple(math.inf if value == _INFINITE else value for value in found)
+        if len(limits) != 2 or not all(isinstance(value, int | float) for value in limits) or not 0 <= limits[0] < limits[1]:
+            raise reader.refuse("time_step_limit", found, "two numbers, the second of which is larger")
+        return {"step_limits": (float(limits[0]), float(limits[1]))}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        least, most = config.step_limits
+        if not least and most == math.inf:
+            return {}
+        return {"time_step_limit": [least, most if most < math.inf else _INFINITE]}
+
+
+MAMBA: tuple[Row, ...] = (
+    MixerLayers("linear_attention"),
+    Field("mamba_n_groups", "state_groups"),
+    Field("mamba_d_state", "state_size"),
+    Field("mamba_d_conv", "conv_kernel"),
+    Field("mamba_conv_bias", "conv_bias"),
+    Only("mamba_proj_bias", False),
+    _StateSpace(),
+    StepLimits(),
+)
