@@ -13,6 +13,7 @@ from redeqx.storage import Location, location
 from . import (  # noqa: F401  # each adds its language models to `FAMILIES`
     apertus,
     arcee,
+    bamba,
     bert,
     bloom,
     cohere,
@@ -25,6 +26,7 @@ from . import (  # noqa: F401  # each adds its language models to `FAMILIES`
     ernie,
     exaone,
     falcon,
+    falcon_h1,
     gemma,
     gemma4,
     glm,

@@ -7,19 +7,10 @@ Sources: the models' cards, huggingface.co/CohereLabs; *Command A* (arXiv:2504.0
 
 from dataclasses import dataclass
 
-from ._kinds import POSITIVE
-from .decoder import CausalLM, CausalLMConfig, LayerTypes, rows
+from .decoder import CausalLM, CausalLMConfig, LayerTypes, LogitScale, rows
 from .hf import Field, Only, published
 
-# Logits are multiplied by this number.
-_SCALE = Field(
-    "logit_scale",
-    "logit_divisor",
-    POSITIVE,
-    default=0.0625,
-    load=lambda value, known: 1 / value,
-    save=lambda config: round(1 / config.logit_divisor, 12),
-)
+_SCALE = LogitScale("logit_scale", 0.0625)
 
 
 @dataclass(frozen=True)

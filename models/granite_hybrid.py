@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import COUNT
-from .decoder import MAMBA, CausalLM, Names, Shared, mamba_names, rows
+from .decoder import CausalLM, MixerLayers, Names, Shared, mamba_names, mamba_rows, rows
 from .granite import FACTORS, GraniteConfig, GraniteMoeConfig
 from .hf import ConfigReader, Field, Row, published
 
@@ -68,7 +68,8 @@ class GraniteMoeHybridConfig(GraniteConfig):
         Field("num_local_experts", "n_experts", COUNT),
         Field("num_experts_per_tok", "n_chosen", COUNT, load=lambda n_chosen, known: n_chosen if known["n_experts"] else 0),
         _Positions(),
-        *MAMBA,
+        MixerLayers("linear_attention"),
+        *mamba_rows(),
         without=("head_size",),
     )
     aliases = MappingProxyType({"layers_block_type": "layer_types"})

@@ -7,6 +7,7 @@ LLaMA's. A family's file says what differs. Open `_config.py` first, then `_mode
 
 from ._block import Block as Block
 from ._config import CausalLMConfig as CausalLMConfig, GPTConfig as GPTConfig, every as every
+from ._factors import Factors as Factors
 from ._heads import SequenceClassifier as SequenceClassifier, TokenClassifier as TokenClassifier
 from ._layer_rows import (
     GlobalHeads as GlobalHeads,
@@ -17,10 +18,10 @@ from ._layer_rows import (
 )
 from ._mixer_rows import (
     DELTA as DELTA,
-    MAMBA as MAMBA,
     OLDER as OLDER,
     MixerLayers as MixerLayers,
     StepLimits as StepLimits,
+    mamba_rows as mamba_rows,
 )
 from ._mixers import (
     make_attention as make_attention,
@@ -53,6 +54,7 @@ from ._rows import (
     Choice as Choice,
     FirstLayers as FirstLayers,
     Inner as Inner,
+    LogitScale as LogitScale,
     Shared as Shared,
     SharedExperts as SharedExperts,
     Switched as Switched,

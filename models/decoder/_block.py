@@ -29,8 +29,10 @@ from ..nn import (
     linear,
     norm,
     normal_linear,
+    times,
 )
 from ._config import CausalLMConfig
+from ._factors import Factors
 from ._layers import LayerKind
 from ._mixers import Norm, make_attention, make_latent_attention, make_mixer, make_norm, residual_std
 
@@ -49,7 +51,8 @@ def make_mlp(config: CausalLMConfig, key: PRNGKeyArray, d_mlp: int | None = None
     gate = make(d, d_mlp, std=std, key=gate_key[0]) if config.is_gated else None
     down = make(d_mlp, d, std=residual_std(config), key=down_key)
     xielu = Xielu() if config.activation == "xielu" else None
-    return Mlp(gate, make(d, d_mlp, std=std, key=up_key), down, activation=config.activation, xielu=xielu)
+    up, factor = make(d, d_mlp, std=std, key=up_key), config.factors.gate
+    return Mlp(gate, up, down, activation=config.activation, xielu=xielu, factor=factor)
 
 
 class MlpAndExperts(eqx.Module):
@@ -108,12 +111,12 @@ class LayerInput(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention, or a mixer that keeps a state, and MLP, each with norms before or after it, one after the other or in
-    parallel, and residual; or only one of them."""
+    """Attention, a mixer that keeps a state, or both, and MLP, each with norms before or after it, one after the other or
+    in parallel, and residual; or only one of them."""
 
     attention_norm: Norm | None
     attention: Attention | LatentAttention | None
-    mixer: Recurrence | ShortConv | None  # in place of attention
+    mixer: Recurrence | ShortConv | None  # in place of attention, or beside it
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Mlp | MixtureOfExperts | MlpAndExperts | None
@@ -124,6 +127,7 @@ class Block(eqx.Module):
     sums_norms: bool = eqx.field(static=True)  # norms come after additions
     is_parallel: bool = eqx.field(static=True)
     residual_scale: float = eqx.field(static=True)
+    factors: Factors = eqx.field(static=True)
     is_interleaved: bool = eqx.field(static=True)
 
     def __init__(
@@ -138,21 +142,23 @@ class Block(eqx.Module):
         """**Arguments:**
 
         - `is_dense`: whether the block has no experts.
-        - `part`: `"attention"`, or `"mixer"` in place of it. If layers are only one part, also `"mlp"` or `"experts"`.
+        - `part`: `"attention"`, `"mixer"` in place of it, or `"both"`. If layers are only one part, also `"mlp"` or
+            `"experts"`.
         - `kind`: the kind of the layer, if layers are of several kinds with attention; None if not.
         """
         attention_key, mlp_key = jax.random.split(key)
+        mixer_key = jax.random.fold_in(attention_key, 1) if part == "both" else attention_key
         make = functools.partial(make_norm, config, config.d_model)
         has_pre, has_post = config.norm_places != "post", config.norm_places in ("post", "both")
         self.attention_norm = make() if has_pre else None
-        mixes = part in ("attention", "mixer")
-        if part != "attention":
+        mixes = part in ("attention", "mixer", "both")
+        if part not in ("attention", "both"):
             self.attention = None
         elif config.latent_size is None:
             self.attention = make_attention(config, attention_key, kind)
         else:
             self.attention = make_latent_attention(config, attention_key)
-        self.mixer = make_mixer(config, attention_key) if part == "mixer" else None
+        self.mixer = make_mixer(config, mixer_key) if part in ("mixer", "both") else None
         self.attention_post_norm = make() if has_post else None
         self.mlp_norm = make() if has_pre and not config.shares_norm else None
         d_mlp = None if kind is None else kind.d_mlp
@@ -171,7 +177,7 @@ class Block(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.residual_dropout)
         self.sums_norms = config.norm_places == "sum"
         self.is_parallel, self.residual_scale = config.is_parallel, config.residual_scale
-        self.is_interleaved = config.is_interleaved
+        self.factors, self.is_interleaved = config.factors, config.is_interleaved
 
     def __call__(
         self,
@@ -204,18 +210,24 @@ class Block(eqx.Module):
             mask = SegmentMask(mask, segments, segments)
         options: dict[str, Any] = {} if bias is None else {"bias": bias}
         if angles:
-            cos, sin, factors = _select(angles, of_angles, layer)
+            cos, sin, growth = _select(angles, of_angles, layer)
             options["rotary"] = functools.partial(apply_rotary, cos=cos, sin=sin, is_interleaved=self.is_interleaved)
-            options |= {} if factors is None else {"factors": factors}
+            options |= {} if growth is None else {"factors": growth}
         before, after = (_unchanged, apply) if self.sums_norms else (apply, _unchanged)
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
+        factors = self.factors
         with jax.named_scope("attention"):
             normed = before(self.attention_norm, x)
             mixed = None
             if self.attention is not None:
-                mixed, cache = self.attention(normed, mask=mask, cache=cache, key=keys[0], **options)
-            elif self.mixer is not None:
-                mixed, cache = self.mixer(normed, mask=counts, segments=segments, cache=cache)
+                read = times(normed, factors.attention_input)
+                mixed, cache = self.attention(read, mask=mask, cache=cache, key=keys[0], **options)
+                mixed = times(mixed, factors.attention_output)
+            if self.mixer is not None:
+                read = times(normed, factors.mixer_input)
+                kept, cache = self.mixer(read, mask=counts, segments=segments, cache=cache)
+                kept = times(kept, factors.mixer_output)
+                mixed = kept if mixed is None else mixed + kept
             if mixed is not None:
                 mixed = self._scaled(apply(self.attention_post_norm, mixed), keys[1])
                 x = x if self.is_parallel else after(self.attention_norm, x + mixed)
@@ -224,6 +236,7 @@ class Block(eqx.Module):
             with jax.named_scope("mlp"):
                 shares_norm = self.attention_norm is not None and self.mlp_norm is None
                 computed, routed = self._compute(normed if shares_norm else before(self.mlp_norm, x), x, counts)
+                computed = times(computed, factors.mlp_output)
                 computed = self._scaled(apply(self.mlp_post_norm, computed), keys[2])
                 added = x + computed if mixed is None or not self.is_parallel else x + (mixed + computed)
                 x = added if self.is_parallel else after(self.mlp_norm, added)
@@ -252,7 +265,7 @@ class Block(eqx.Module):
 
     def _scaled(self, x: Float[Array, "seq d"], key: PRNGKeyArray | None) -> Float[Array, "seq d"]:
         x = self.dropout(x, key=key)
-        return x if self.residual_scale == 1 else x * self.residual_scale
+        return times(x, self.residual_scale)
 
 
 def _experts(config: CausalLMConfig, key: PRNGKeyArray) -> MixtureOfExperts:

@@ -8,6 +8,7 @@ from ..generation import Generation
 from ..hf import FolderConfig, check_fixed
 from ..nn import ACTIVATIONS, Scaling
 from ._checks import check_values
+from ._factors import PLAIN, Factors
 from ._layers import kinds_of, period_of
 from ._names import Names
 from ._rows import ROWS
@@ -55,11 +56,13 @@ class CausalLMConfig(FolderConfig):
         `"experts"`; None if each has an MLP or experts after one of the first two.
     - `mixer`: its kind: `"delta"`, a gated delta rule (`GatedDelta`), `"mamba"`, a state space (`Mamba2`), or `"conv"`, a
         short convolution (`ShortConv`).
+    - `has_both`: whether layers with a mixer also have attention. Both read the same, and their outputs are added.
     - `conv_kernel`, `conv_bias`: the number of tokens that a convolution of a mixer reads; and of a state space, whether it
         has a bias.
     - `state_groups`, `state_heads`: of a mixer with states, the number of heads of queries and keys, and of heads of values.
     - `state_size`, `state_value_size`: the width of a head of queries and keys, and of values.
     - `step_limits`: the least and the largest step of a state space.
+    - `norms_states`, `norms_first`: whether what heads of a state space return is normalized; and before their gate.
     - `global_head_size`, `global_kv_heads`: the width of a head, and the number of key and value heads, in layers without a
         window; None for the same as in the others.
     - `keys_are_values`: whether layers without a window have no values: these are the keys, before their norm.
@@ -106,6 +109,7 @@ class CausalLMConfig(FolderConfig):
         gated.
     - `expert_bias`, `expert_limit`: whether routers and experts have biases, and the limit of experts' gates.
     - `residual_scale`: the factor of what each layer adds to the residual stream.
+    - `factors`: further factors in each layer.
     - `has_embedding_norm`: whether embeddings are normalized.
     - `embedding_scale`: the factor of embeddings; None for the square root of `d_model`.
     - `is_tied`: whether the output head shares the embedding's weight.
@@ -149,6 +153,7 @@ class CausalLMConfig(FolderConfig):
     mixer_layers: tuple[int, ...] | None = None
     parts: tuple[str, ...] | None = None
     mixer: str = "delta"
+    has_both: bool = False
     conv_kernel: int = 4
     conv_bias: bool = False
     state_groups: int = 16
@@ -156,6 +161,8 @@ class CausalLMConfig(FolderConfig):
     state_size: int = 128
     state_value_size: int = 128
     step_limits: tuple[float, float] = (0.0, math.inf)
+    norms_states: bool = True
+    norms_first: bool = False
     global_head_size: int | None = None
     global_kv_heads: int | None = None
     keys_are_values: bool = False
@@ -204,6 +211,7 @@ class CausalLMConfig(FolderConfig):
     expert_bias: bool = False
     expert_limit: float | None = None
     residual_scale: float = 1.0
+    factors: Factors = PLAIN
     has_embedding_norm: bool = False
     embedding_scale: float | None = 1.0
     is_tied: bool = False
@@ -230,7 +238,7 @@ class CausalLMConfig(FolderConfig):
     window_period: ClassVar[int | None] = None  # the n of "every n-th layer has no window"
     unrotated_period: ClassVar[int | None] = None  # the same for rotary positions
     mixer_activation: ClassVar[str | None] = None  # after the convolutions of a mixer; None for that of the MLP
-    attention_period: ClassVar[int | None] = None  # the n of "every n-th layer has attention", others a mixer
+    attention_period: ClassVar[int | None] = None  # the n of "every n-th layer has attention", others a mixer; 0 for none
     activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)  # those that the family has
     by_kind: ClassVar[bool] = False  # layers differ in more than windows and positions: see `LayerKind`
     scales_bias: ClassVar[bool] = False  # biases of scores are scaled as scores are, and rounded to bfloat16
@@ -311,7 +319,7 @@ class CausalLMConfig(FolderConfig):
 
     @property
     def mixers(self) -> tuple[bool, ...]:
-        """Whether each layer has a mixer in place of attention."""
+        """Whether each layer has a mixer."""
         if self.parts is not None:
             return tuple(part == "mixer" for part in self.parts)
         has = self.default_mixers(self.n_layers) if self.mixer_layers is None else self.mixer_layers
@@ -319,8 +327,15 @@ class CausalLMConfig(FolderConfig):
 
     @property
     def layer_parts(self) -> tuple[str, ...]:
-        """The part of each layer that is not the same in all: `"attention"`, `"mixer"`, or in layers of one part another."""
-        return tuple("mixer" if is_mixer else "attention" for is_mixer in self.mixers) if self.parts is None else self.parts
+        """The part of each layer that is not the same in all: `"attention"`, `"mixer"`, `"both"`, or in layers of one part
+        another."""
+        mixer = "both" if self.has_both else "mixer"
+        return tuple(mixer if is_mixer else "attention" for is_mixer in self.mixers) if self.parts is None else self.parts
+
+    @property
+    def n_attentions(self) -> int:
+        """The number of layers with attention."""
+        return sum(part in ("attention", "both") for part in self.layer_parts)
 
     @property
     def has_experts(self) -> bool:
@@ -377,5 +392,5 @@ class GPTConfig(CausalLMConfig):
 
 
 def every(period: int | None, n_layers: int) -> tuple[int, ...]:
-    """Returns the indices of every `period`-th layer; none if it is None."""
-    return () if period is None else tuple(range(period - 1, n_layers, period))
+    """Returns the indices of every `period`-th layer; none if it is None or 0."""
+    return tuple(range(period - 1, n_layers, period)) if period else ()

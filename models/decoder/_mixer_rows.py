@@ -64,29 +64,39 @@ DELTA: tuple[Row, ...] = (
 _INFINITE = {"__float__": "Infinity"}  # as transformers writes it
 
 
-class _StateSpace(Row):
-    """The heads of a Mamba-2, whose common width is a multiple of the model's."""
+@dataclass(frozen=True)
+class _StateHeads(Row):
+    """The heads of a Mamba-2, whose common width is a multiple of the model's.
+
+    **Arguments:**
+
+    - `width`: the key of another common width, and its default; None if there is none.
+    """
+
+    width: tuple[str, int] | None = None
 
     @property
     def keys(self) -> dict[str, str]:
-        return {
-            "state_heads": "mamba_n_heads",
-            "state_value_size": "mamba_d_head",
-        }
+        return {"state_heads": "mamba_n_heads", "state_value_size": "mamba_d_head"}
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        inner = reader.get("mamba_expand", 2) * known["d_model"]
+        inner, expected = reader.get("mamba_expand", 2) * known["d_model"], "`mamba_expand` * `hidden_size`"
+        if self.width is not None:
+            key, default = self.width
+            said = reader.get(key, None if reader.has(key) else default, SIZE)
+            inner, expected = (inner, expected) if said is None else (said, f"`{key}`")
         heads, size = reader.get("mamba_n_heads", 128), reader.get("mamba_d_head", None)
-        if not known["mixer_layers"]:
+        mixers = known["mixer_layers"]
+        if not (known["config_class"].default_mixers(known["n_layers"]) if mixers is None else mixers):
             return {}
         size = inner // heads if size in (None, "auto") else SIZE.check(reader.path, "mamba_d_head", size)
         if heads * size != inner:
-            raise reader.refuse("mamba_d_head", size, f"`mamba_expand` * `hidden_size` / `mamba_n_heads`, {inner / heads:g}")
+            raise reader.refuse("mamba_d_head", size, f"{expected} / `mamba_n_heads`, {inner / heads:g}")
         return {"state_heads": heads, "state_value_size": size}
 
     def check(self, config: Any) -> None:
         width = config.state_heads * config.state_value_size
-        if any(config.mixers) and width % config.d_model:
+        if self.width is None and any(config.mixers) and width % config.d_model:
             raise ValueError(
                 f"`state_value_size`: expected one whose product with `state_heads`={config.state_heads} is a multiple of "
                 f"`d_model`={config.d_model}, got {config.state_value_size}. No `mamba_expand` is between two numbers."
@@ -96,7 +106,8 @@ class _StateSpace(Row):
         if not any(config.mixers):  # transformers checks the sizes anyway
             return {"mamba_n_heads": 1, "mamba_d_head": "auto"}
         heads, size = config.state_heads, config.state_value_size
-        return {"mamba_n_heads": heads, "mamba_d_head": size, "mamba_expand": heads * size // config.d_model}
+        common = {"mamba_expand": heads * size // config.d_model} if self.width is None else {self.width[0]: heads * size}
+        return {"mamba_n_heads": heads, "mamba_d_head": size, **common}
 
 
 class StepLimits(Row):
@@ -120,13 +131,19 @@ class StepLimits(Row):
         return {"time_step_limit": [least, most if most < math.inf else _INFINITE]}
 
 
-MAMBA: tuple[Row, ...] = (
-    MixerLayers("linear_attention"),
-    Field("mamba_n_groups", "state_groups"),
-    Field("mamba_d_state", "state_size"),
-    Field("mamba_d_conv", "conv_kernel"),
-    Field("mamba_conv_bias", "conv_bias"),
-    Only("mamba_proj_bias", False),
-    _StateSpace(),
-    StepLimits(),
-)
+def mamba_rows(width: tuple[str, int] | None = None) -> tuple[Row, ...]:
+    """Returns the rows of the sizes of a Mamba-2, which come after that of the layers with one.
+
+    **Arguments:**
+
+    - `width`: the key of the common width of its heads, if it has one, and its default.
+    """
+    return (
+        Field("mamba_n_groups", "state_groups"),
+        Field("mamba_d_state", "state_size"),
+        Field("mamba_d_conv", "conv_kernel"),
+        Field("mamba_conv_bias", "conv_bias"),
+        Only("mamba_proj_bias", False),
+        _StateHeads(width),
+        StepLimits(),
+    )

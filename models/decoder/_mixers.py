@@ -80,7 +80,7 @@ def make_attention(config: CausalLMConfig, key: PRNGKeyArray, kind: LayerKind | 
         n_heads=config.n_heads,
         n_kv_heads=groups,
         dropout=eqx.nn.Dropout(config.attention_dropout),
-        scale=config.attention_scale,
+        scale=_score_scale(config, size),
         query_norm=head_norm(config.n_heads),
         key_norm=head_norm(groups) if has_keys else None,
         cap=config.attention_cap,
@@ -90,6 +90,13 @@ def make_attention(config: CausalLMConfig, key: PRNGKeyArray, kind: LayerKind | 
         rotates_first=config.norms_rotated,
         value_norm=_plain_norm(config, size) if has_keys and config.has_value_norm else None,
     )
+
+
+def _score_scale(config: CausalLMConfig, size: int) -> float | None:
+    """Returns the factor of scores, which that of keys is part of; None for `size ** -0.5`."""
+    if config.factors.key == 1:
+        return config.attention_scale
+    return (size**-0.5 if config.attention_scale is None else config.attention_scale) * config.factors.key
 
 
 def _plain_norm(config: CausalLMConfig, size: int) -> eqx.nn.RMSNorm:
@@ -143,14 +150,15 @@ def make_mamba(config: CausalLMConfig, key: PRNGKeyArray) -> Mamba2:
     return Mamba2(
         **_recurrence(config, keys, "query key value gate decay"),
         log_rate=jnp.log(jnp.arange(1.0, heads + 1)),
-        norm=GroupRMSNorm(d_value, groups, eps=config.norm_eps),
+        norm=GroupRMSNorm(d_value, groups, eps=config.norm_eps) if config.norms_states else None,
         output=_output(config, next(keys)),
         query_bias=bias(d_key),
         key_bias=bias(d_key),
         value_bias=bias(d_value),
         skip=jnp.ones(heads),
         step_limits=config.step_limits,
-        gates_first=True,
+        gates_first=not config.norms_first,
+        factors=config.factors.states,
     )
 
 

@@ -289,14 +289,14 @@ class CausalLM(Decoder, Pretrained):
             stores = [[kind for kind in own if kind.store == i] for i in range(1 + max(kind.store for kind in own))]
             sizes = [(len(kinds), kinds[0].groups, kinds[0].size) for kinds in stores]
             return Cache.of_kinds(sizes, length, self.embedding.weight.dtype)
-        n_attentions, dtype = config.layer_parts.count("attention"), self.embedding.weight.dtype
+        dtype = self.embedding.weight.dtype
         if config.latent_size is None and not any(config.mixers):
             return super().init_cache(length)
         check_length("length", length, config.n_positions)
         if config.latent_size is not None:
             size = config.latent_size + config.shared_rotary_size
             return Cache.empty(config.n_layers, length, 1, size, dtype, value_size=0)
-        cache = Cache.empty(n_attentions, length, *self._kv_heads, dtype)
+        cache = Cache.empty(config.n_attentions, length, *self._kv_heads, dtype)
         return eqx.tree_at(lambda c: c.states, cache, empty_states(config, dtype), is_leaf=lambda x: x is None)
 
     @property

@@ -3,11 +3,12 @@
 Rows of what differs between layers are in `_layer_rows.py` and `_mixer_rows.py`, those of rotary positions in `_rope.py`.
 """
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .._kinds import COUNT, LIST, RATE, SIZE, TEXT, Kind
+from .._kinds import COUNT, LIST, POSITIVE, RATE, SIZE, TEXT, Kind
 from ..hf import Classes, ConfigReader, Field, Only, Row, Tokens, Written
 from ..nn import DynamicScaling
 from ._rope import Rope
@@ -129,6 +130,22 @@ GROUPED: tuple[Row, ...] = (
 def Inner(key: str, kind: Kind | None = SIZE, **options: Any) -> Field:
     """Returns the row of the inner width of the MLPs, which is four times the width by default."""
     return Field(key, "d_mlp", kind, load=lambda size, known: None if size == 4 * known["d_model"] else size, **options)
+
+
+def LogitScale(key: str, default: float = 1.0) -> Field:
+    """Returns the row of a factor of logits, of which `logit_divisor` is the inverse.
+
+    **Arguments:**
+
+    - `default`: the value of an absent key.
+    """
+
+    def save(config: Any) -> float:
+        inverse = 1 / config.logit_divisor
+        near = [float(f"{inverse:.{n}g}") for n in range(1, 18)] + [math.nextafter(inverse, end) for end in (0, math.inf)]
+        return next((value for value in near if 1 / value == config.logit_divisor), inverse)  # the shortest one
+
+    return Field(key, "logit_divisor", POSITIVE, default=default, load=lambda value, known: 1 / value, save=save)
 
 
 # The keys of GPT-2 that GPT-J has too, and alternative names of them.

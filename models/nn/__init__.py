@@ -49,6 +49,7 @@ from ._layers import (
     normal_embedding as normal_embedding,
     normal_linear as normal_linear,
     soft_cap as soft_cap,
+    times as times,
 )
 from ._losses import cross_entropy as cross_entropy
 from ._mamba import Mamba2 as Mamba2

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._activations import ACTIVATIONS, Xielu
 from ._attention import Attention, Cache, Mask
-from ._layers import linear, norm, normal_linear
+from ._layers import linear, norm, normal_linear, times
 
 
 class BlockStds(NamedTuple):
@@ -37,10 +37,11 @@ class Mlp(eqx.Module):
     dropout: eqx.nn.Dropout = eqx.nn.Dropout(0.0)  # inside
     activation: str = eqx.field(static=True, kw_only=True)
     xielu: Xielu | None = None  # the activation, if it has parameters
+    factor: float = eqx.field(static=True, default=1.0)  # of what the activation reads
 
     def __call__(self, x: Float[Array, "seq d"], *, key: PRNGKeyArray | None = None) -> Float[Array, "seq d"]:
         activate = ACTIVATIONS[self.activation] if self.xielu is None else self.xielu
-        inner = activate(linear(self.up if self.gate is None else self.gate, x))
+        inner = activate(times(linear(self.up if self.gate is None else self.gate, x), self.factor))
         inner = inner if self.gate is None else inner * linear(self.up, x)
         return linear(self.down, self.dropout(inner, key=key))
 

@@ -83,6 +83,11 @@ def soft_cap(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
+def times(x: Float[Array, "*dims"], factor: float) -> Float[Array, "*dims"]:
+    """Returns the product; `x` itself for a factor of 1."""
+    return x if factor == 1 else x * factor
+
+
 def embed(layer: eqx.nn.Embedding, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
     """Returns the rows of `layer.weight` at `ids`.
 

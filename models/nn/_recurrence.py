@@ -26,7 +26,7 @@ from redeqx._rounding import at_least_float32
 from ._activations import ACTIVATIONS
 from ._cache import Cache
 from ._conv import convolve, last_rows, runs_of
-from ._layers import linear
+from ._layers import linear, times
 
 _HEADS = "groups each"
 _CHUNK = 64  # tokens that are computed with each other as in an attention; as in transformers
@@ -63,6 +63,8 @@ class Recurrence(eqx.Module):
     n_groups: int = eqx.field(static=True)
     n_heads: int = eqx.field(static=True)
     activation: str = eqx.field(static=True)  # after the convolutions
+    # Of what the projections return: queries, keys, values, gates and decay.
+    factors: tuple[float, ...] = eqx.field(static=True, kw_only=True, default=(1.0,) * 5)
 
     def __call__(
         self,
@@ -82,11 +84,13 @@ class Recurrence(eqx.Module):
         """
         x = x if mask is None else jnp.where(mask[:, None], x, 0)
         runs = runs_of(segments)
-        rows = [linear(layer, x) for layer in (self.query, self.key, self.value)]
+        read = (self.query, self.key, self.value)
+        rows = [times(linear(layer, x), factor) for layer, factor in zip(read, self.factors[:3], strict=True)]
+        steps = self._steps(x)
         kept = self.query_taps.shape[-1] - 1  # earlier rows that a convolution reads
         if cache is None:
             rows = [jnp.pad(row, ((kept, 0), (0, 0))) for row in rows]
-            tokens, added = self._tokens(x, self._convolved(rows, runs), self._steps(x), mask)
+            tokens, added = self._tokens(x, self._convolved(rows, runs), steps, mask)
             sizes = (*tokens.values.shape[1:3], tokens.keys.shape[-1], tokens.values.shape[-1])
             mixed, _ = _in_chunks(tokens, jnp.zeros(sizes, tokens.values.dtype), runs)
         else:
@@ -94,7 +98,7 @@ class Recurrence(eqx.Module):
             before, memory = cache.states.read(cache.index)
             assert memory is not None
             rows = [jnp.concatenate([old.astype(row.dtype), row]) for old, row in zip(before, rows, strict=True)]
-            tokens, added = self._tokens(x, self._convolved(rows, runs), self._steps(x), mask)
+            tokens, added = self._tokens(x, self._convolved(rows, runs), steps, mask)
             memory = rearrange(
                 memory.astype(tokens.values.dtype), f"({_HEADS}) size value -> {_HEADS} size value", groups=self.n_groups
             )
@@ -105,7 +109,8 @@ class Recurrence(eqx.Module):
             memory = rearrange(memory, f"tokens {_HEADS} size value -> tokens ({_HEADS}) size value")
             cache = eqx.tree_at(lambda c: c.states, cache, cache.states.write(last, memory, cache.index))
         mixed = mixed if added is None else mixed + added
-        gate = rearrange(linear(self.gate, x), "seq (heads value) -> seq heads value", heads=self.n_heads)
+        gate = times(linear(self.gate, x), self.factors[3])
+        gate = rearrange(gate, "seq (heads value) -> seq heads value", heads=self.n_heads)
         mixed = self._gated(rearrange(mixed, f"seq {_HEADS} value -> seq ({_HEADS}) value"), gate.astype(mixed.dtype))
         return linear(self.output, rearrange(mixed.astype(x.dtype), "seq heads value -> seq (heads value)")), cache
 
@@ -156,7 +161,8 @@ class Recurrence(eqx.Module):
         )
 
     def _steps(self, x: Float[Array, "seq d"]) -> Float[Array, "seq groups each"]:
-        return self.by_group(jax.nn.softplus(_wide(linear(self.decay, x)) + _wide(self.decay_bias)))
+        steps = times(linear(self.decay, x), self.factors[4])
+        return self.by_group(jax.nn.softplus(_wide(steps) + _wide(self.decay_bias)))
 
     def rates(self) -> Float[Array, "groups each"]:
         """The logarithms of the decay in a step of length 1."""

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 import redeqx
 from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models._families import MODELS
+from redeqx.models.bamba import Bamba
 from redeqx.models.bloom import Bloom
 from redeqx.models.cohere import Cohere
 from redeqx.models.decoder import CausalLM, SequenceClassifier, TokenClassifier
@@ -20,6 +21,7 @@ from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from redeqx.models.dots import Dots1Config
 from redeqx.models.ernie import Ernie4_5, Ernie4_5Moe
 from redeqx.models.falcon import Falcon
+from redeqx.models.falcon_h1 import FalconH1
 from redeqx.models.gemma import Gemma2, Gemma3
 from redeqx.models.gemma4 import Gemma4
 from redeqx.models.glm import Glm
@@ -102,6 +104,8 @@ PUBLISHED = {
     "lfm2": {"350m": 354_483_968, "700m": 742_489_344, "1.2b": 1_170_340_608, "2.6b": 2_569_272_320},
     "lfm2_moe": {"8b-a1b": 8_339_930_560},  # with the 704 numbers that correct the routers
     "mistral4": {"small": 118_972_826_624},
+    "bamba": {"9b": 9_780_235_392},
+    "falcon_h1": {"0.5b": 521_411_104, "7b": 7_585_654_880},
     "granitemoehybrid": {"350m": 352_379_904, "1b": 1_631_750_144, "micro": 3_402_836_480}
     | {"h-1b": 1_461_538_368, "h-micro": 3_191_396_096, "h-tiny": 6_939_037_248, "h-small": 32_207_337_984},
     "nemotron_h": {"nano-9b-v2": 8_888_227_328, "3-nano-30b-a3b": 31_577_940_288},  # with the numbers that correct routers
@@ -322,6 +326,12 @@ def test_presets_have_the_published_number_of_parameters(cls):
             {"num_hidden_layers": 1, "layer_types": ["attention"], "position_embedding_type": "alibi"},
             r"`position_embedding_type`: expected None or 'rope' or 'nope', .* got 'alibi'",
         ),
+        (Bamba, {"partial_rotary_factor": 0.25}, r"`partial_rotary_factor`: expected 0\.5 or None, .* got 0\.25"),
+        (Bamba, {"attn_layer_indices": [32]}, r"`attn_layer_indices`: expected indices of 32 layers, .* got \[32\]"),
+        (Bamba, {"mamba_proj_bias": True}, r"`mamba_proj_bias`: expected False, .* got True"),
+        (FalconH1, {"projectors_bias": True}, r"`projectors_bias`: expected False, .* got True"),
+        (FalconH1, {"ssm_multipliers": [1.0]}, r"`ssm_multipliers`: expected 5 factors, .* got \[1\.0\]"),
+        (FalconH1, {"mamba_d_head": 16}, r"`mamba_d_head`: expected `mamba_d_ssm` / `mamba_n_heads`, 8, .* got 16"),
         (Olmoe, {"clip_qkv": 8.0}, r"`clip_qkv`: expected None, .* got 8\.0"),
         (Cohere, {"use_qk_norm": True}, r"`use_qk_norm`: expected False or None, .* got True"),
         (StableLm, {"use_parallel_residual": True}, r"`use_parallel_residual`: expected False, .* got True"),

@@ -13,9 +13,12 @@ import pytest
 import redeqx
 from redeqx.data import pack
 from redeqx.models import cross_entropy
+from redeqx.models.bamba import Bamba, BambaConfig
 from redeqx.models.bart import Bart, BartConfig
 from redeqx.models.bert import Bert, BertConfig, BertForMaskedLM
 from redeqx.models.clip import CLIPText, CLIPTextConfig
+from redeqx.models.decoder import Factors
+from redeqx.models.falcon_h1 import FalconH1, FalconH1Config
 from redeqx.models.gemma import Gemma3, Gemma3Config
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.gptj import GPTJ, GPTJConfig
@@ -87,6 +90,7 @@ class Family:
 
 DELTA = {"mixer_layers": (0,), "state_groups": 2, "state_heads": 4, "state_size": 8, "state_value_size": 8}
 MAMBA = {**DELTA, "state_value_size": 16, "n_experts": 4, "d_expert": 16, "d_shared": 48, "unrotated_layers": ()}
+BESIDE = {**{key: value for key, value in DELTA.items() if key != "mixer_layers"}, "factors": Factors(key=0.7, gate=1.3)}
 EXPERTS = {"n_experts": 4, "n_chosen": 2, "d_expert": 16, "d_shared": 16}
 T5_CONFIG = T5Config(
     vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, n_layers=2, n_decoder_layers=2, n_heads=4, n_buckets=8, max_distance=12
@@ -106,6 +110,8 @@ FAMILIES = [
     Family("qwen2", Qwen2, Qwen2Config(**LLAMA, window=5, windowed_layers=(1,)), decoder_sums),
     Family("qwen3", Qwen3, Qwen3Config(**LLAMA, head_size=8), decoder_sums),
     Family("qwen3-next", Qwen3Next, Qwen3NextConfig(**LLAMA, **DELTA, **EXPERTS, head_size=16), decoder_sums),
+    Family("bamba", Bamba, BambaConfig(**LLAMA, **DELTA, head_size=8), decoder_sums),
+    Family("falcon-h1", FalconH1, FalconH1Config(**LLAMA, **BESIDE), decoder_sums),
     Family("granite-4", GraniteMoeHybrid, GraniteMoeHybridConfig(**LLAMA, **MAMBA), decoder_sums),
     Family("lfm2", Lfm2, Lfm2Config(**LLAMA, mixer_layers=(0,)), decoder_sums),
     Family("bert", Bert, dataclasses.replace(BERT_CONFIG, has_pooler=False), encoder_sums),

@@ -16,7 +16,7 @@ TRAININGS = collect("TRAININGS")
 # What they are made of, others here have too: layers of an encoder, a decoder, experts, images, cross attention.
 LEFT_OUT = ("bert-classes", "llama", "roberta-mlm", "distilbert", "clip", "vit", "mixtral", "opt", "unet")
 LEFT_OUT += ("bart", "gemma3", "gptj", "siglip", "vision-encoder-decoder", "minimax-m2", "mistral4", "granite-4")
-LEFT_OUT += ("qwen3-next", "lfm2-moe")  # `promises/test_sequence.py` has their mixers
+LEFT_OUT += ("qwen3-next", "lfm2-moe", "bamba")  # `promises/test_sequence.py` has their mixers
 # A decoder and an encoder-decoder are evaluated too: what an evaluation adds is the same for all.
 EVALUATED = ("gpt2", "t5")
 

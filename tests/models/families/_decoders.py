@@ -159,6 +159,20 @@ MAMBA = {
     "mamba_d_state": 5,
     "mamba_d_conv": 3,
 }
+LISTED = {key: value for key, value in MAMBA.items() if key != "layer_types"} | {"attn_layer_indices": [1]}
+BESIDE = {key: value for key, value in LISTED.items() if key != "attn_layer_indices"}
+BESIDE |= {"mamba_d_ssm": 48, "head_dim": 8, "num_hidden_layers": 2}
+MUP = {
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 1.7,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.9,
+    "ssm_multipliers": [0.7, 1.5, 0.8, 1.4, 0.6],
+    "mlp_multipliers": [0.9, 1.6],
+}
 PARTS = {
     "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp"],
     "num_hidden_layers": None,
@@ -303,6 +317,10 @@ CASES = [
     case("granite-4-experts", "GraniteMoeHybrid", **ATTENTION, num_local_experts=4, attention_multiplier=0.3),
     case("granite-4-h", "GraniteMoeHybrid", **MAMBA, num_local_experts=4, attention_multiplier=0.3),
     case("nemotron-h", "NemotronH", **PARTS, routed_scaling_factor=1.5, n_group=2),
+    case("bamba", "Bamba", **LISTED, head_dim=8),
+    case("falcon-h1", "FalconH1", **BESIDE, **MUP),
+    case("falcon-h1-norms", "FalconH1", **BESIDE, mamba_rms_norm=True, mamba_norm_before_gate=False, attention_bias=True),
+    case("falcon-h1-norms-first", "FalconH1", **BESIDE, mamba_rms_norm=True, key_multiplier=0.7, mlp_bias=True),
     case("falcon-new", "Falcon", num_kv_heads=2, new_decoder_architecture=True, alibi=False),
     case("falcon", "Falcon", bias=True, ffn_hidden_size=40),
     case("falcon-alibi", "Falcon", num_attention_heads=6, multi_query=False, parallel_attn=False, bias=True, alibi=True),

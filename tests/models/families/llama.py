@@ -9,8 +9,11 @@ import optax
 
 from redeqx import Loss
 from redeqx.models.apertus import Apertus, ApertusConfig
+from redeqx.models.bamba import Bamba, BambaConfig
 from redeqx.models.bloom import Bloom, BloomConfig
+from redeqx.models.decoder import Factors
 from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
+from redeqx.models.falcon_h1 import FalconH1, FalconH1Config
 from redeqx.models.gemma import Gemma3, Gemma3Config
 from redeqx.models.gemma4 import Gemma4, Gemma4Config
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
@@ -200,6 +203,15 @@ GRANITE4 = GraniteMoeHybridConfig(
     attention_scale=0.3,
     **SIZES,
 )
+STATES = {"state_groups": 2, "state_heads": 4, "state_size": 8, "state_value_size": 16}
+BAMBA = BambaConfig(n_kv_heads=2, mixer_layers=(0,), **STATES, **SIZES)
+FALCON_H1 = FalconH1Config(
+    n_kv_heads=2,
+    norms_states=True,
+    factors=Factors(0.9, 1.2, 0.7, 1.1, 0.8, (0.9, 1.1, 0.8, 1.2, 0.7), 0.9, 1.1),
+    **STATES,
+    **SIZES,
+)
 QWEN3_NEXT = Qwen3NextConfig(
     n_kv_heads=2,
     head_size=16,
@@ -261,6 +273,8 @@ TRAININGS = [
     Training("minimax-m2", lambda key: MiniMaxM2(MINIMAX, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
     Training("gpt-oss", lambda key: GptOss(GPT_OSS, key=key), EXAMPLES, loss_fn),
     Training("mistral4", lambda key: Mistral4(MISTRAL4, key=key), EXAMPLES, loss_fn),
+    Training("bamba", lambda key: Bamba(BAMBA, key=key), EXAMPLES, loss_fn),
+    Training("falcon-h1", lambda key: FalconH1(FALCON_H1, key=key), EXAMPLES, loss_fn),
     Training("granite-4", lambda key: GraniteMoeHybrid(GRANITE4, key=key), EXAMPLES, loss_fn),
     Training("lfm2-moe", lambda key: Lfm2Moe(LFM2, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
     Training("nemotron-h", lambda key: NemotronH(NEMOTRON_H, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),

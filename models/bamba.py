@@ -1,0 +1,83 @@
+"""Bamba: LLaMA with Mamba-2 in place of attention in most layers, and half of each head rotary in the others.
+
+Source: Ganti et al. 2024, *Bamba: Inference-Efficient Hybrid Mamba2 Model*, huggingface.co/blog/bamba.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ._kinds import LIST
+from .decoder import CausalLM, CausalLMConfig, MixerLayers, Names, Rope, mamba_names, mamba_rows, rows
+from .hf import ConfigReader, Field, Only, published
+
+
+def _attention(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int]:
+    """Returns the indices of the layers with attention."""
+    found = reader.get("attn_layer_indices", [], LIST)
+    if not all(type(i) is int and 0 <= i < known["n_layers"] for i in found):
+        raise reader.refuse("attn_layer_indices", found, f"indices of {known['n_layers']} layers")
+    return found
+
+
+class _Layers(MixerLayers):
+    """The layers with Mamba-2, of which files list the others."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"mixer_layers": "attn_layer_indices"}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {"attn_layer_indices": [i for i, is_mixer in enumerate(config.mixers) if not is_mixer]}
+
+
+@dataclass(frozen=True)
+class BambaConfig(CausalLMConfig):
+    """The sizes of a Bamba. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    vocab_size: int = 128000
+    n_positions: int = 262144
+    d_mlp: int | None = 14336
+    n_kv_heads: int | None = 8
+    rope_share: float = 0.5
+    norm_eps: float = 1e-5
+    mixer: str = "mamba"
+    conv_bias: bool = True
+    state_groups: int = 1
+    state_heads: int = 128
+    state_size: int = 256
+    state_value_size: int = 64
+    pad_token_id: int | None = 0
+
+    model_type = "bamba"
+    attention_period = 0
+    rows = rows(
+        Only("partial_rotary_factor", 0.5, None, is_written=False),  # transformers ignores it outside of `rope_parameters`
+        Rope(has_share=True),
+        *map(Field, ("attention_bias", "mlp_bias")),
+        _Layers("linear_attention", _attention),
+        *mamba_rows(),
+    )
+    aliases = MappingProxyType({"layers_block_type": "layer_types"})
+    names = Names(
+        {
+            "pre_ff_layernorm": "mlp_norm",
+            **{f"feed_forward.{name}_proj": f"mlp.{name}" for name in ("gate", "up", "down")},
+            **mamba_names(),
+        },
+        norm="model.final_layernorm",
+    )
+    sizes = published(
+        {"9b": {"mixer_layers": tuple(i for i in range(32) if i not in (9, 18, 27)), "state_size": 128}},
+        vocab_size=128256,
+        bos_token_id=128000,
+        eos_token_id=128001,
+    )
+
+
+class Bamba(CausalLM):
+    """A Bamba, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = BambaConfig
+    __init__ = CausalLM.__init__
