@@ -73,7 +73,7 @@ class NemotronHConfig(CausalLMConfig):
     pad_token_id: int | None = 0
 
     model_type = "nemotron_h"
-    unrotated_period, mixer_activation = 1, "silu"
+    unrotated_period, mixer_activation, has_one_part = 1, "silu", True
     rows = rows(
         _Parts(),
         *(row for row in GROUPED if "d_shared" not in row.keys),

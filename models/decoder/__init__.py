@@ -20,6 +20,7 @@ from ._mixer_rows import (
     DELTA as DELTA,
     OLDER as OLDER,
     MixerLayers as MixerLayers,
+    StateHeads as StateHeads,
     StepLimits as StepLimits,
     mamba_rows as mamba_rows,
 )

@@ -162,7 +162,7 @@ class Block(eqx.Module):
         self.attention_post_norm = make() if has_post else None
         self.mlp_norm = make() if has_pre and not config.shares_norm else None
         d_mlp = None if kind is None else kind.d_mlp
-        if mixes and config.parts is not None:
+        if mixes and config.has_one_part:
             self.mlp = None
         elif not config.n_experts or is_dense or part == "mlp":
             self.mlp = make_mlp(config, mlp_key, d_mlp)

@@ -53,7 +53,7 @@ class CausalLMConfig(FolderConfig):
     - `gates_attention`: whether what the heads return is multiplied with a gate for each number.
     - `mixer_layers`: the indices of the layers with a mixer in place of attention; None for those of the family.
     - `parts`: in models whose layers have only one part, that of each layer: `"attention"`, `"mixer"`, `"mlp"` or
-        `"experts"`; None if each has an MLP or experts after one of the first two.
+        `"experts"`; None if each has one of the first two.
     - `mixer`: its kind: `"delta"`, a gated delta rule (`GatedDelta`), `"mamba"`, a state space (`Mamba2`), or `"conv"`, a
         short convolution (`ShortConv`).
     - `has_both`: whether layers with a mixer also have attention. Both read the same, and their outputs are added.
@@ -239,6 +239,7 @@ class CausalLMConfig(FolderConfig):
     unrotated_period: ClassVar[int | None] = None  # the same for rotary positions
     mixer_activation: ClassVar[str | None] = None  # after the convolutions of a mixer; None for that of the MLP
     attention_period: ClassVar[int | None] = None  # the n of "every n-th layer has attention", others a mixer; 0 for none
+    has_one_part: ClassVar[bool] = False  # layers have attention or a mixer, or an MLP or experts, and no more
     activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)  # those that the family has
     by_kind: ClassVar[bool] = False  # layers differ in more than windows and positions: see `LayerKind`
     scales_bias: ClassVar[bool] = False  # biases of scores are scaled as scores are, and rounded to bfloat16

@@ -65,33 +65,37 @@ _INFINITE = {"__float__": "Infinity"}  # as transformers writes it
 
 
 @dataclass(frozen=True)
-class _StateHeads(Row):
+class StateHeads(Row):
     """The heads of a Mamba-2, whose common width is a multiple of the model's.
 
     **Arguments:**
 
+    - `heads`, `size`, `expand`: the keys of their number and of the width of one, and of the multiple.
     - `width`: the key of another common width, and its default; None if there is none.
     """
 
+    heads: str = "mamba_n_heads"
+    size: str = "mamba_d_head"
+    expand: str = "mamba_expand"
     width: tuple[str, int] | None = None
 
     @property
     def keys(self) -> dict[str, str]:
-        return {"state_heads": "mamba_n_heads", "state_value_size": "mamba_d_head"}
+        return {"state_heads": self.heads, "state_value_size": self.size}
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        inner, expected = reader.get("mamba_expand", 2) * known["d_model"], "`mamba_expand` * `hidden_size`"
+        inner, expected = reader.get(self.expand, 2) * known["d_model"], f"`{self.expand}` * `hidden_size`"
         if self.width is not None:
             key, default = self.width
             said = reader.get(key, None if reader.has(key) else default, SIZE)
             inner, expected = (inner, expected) if said is None else (said, f"`{key}`")
-        heads, size = reader.get("mamba_n_heads", 128), reader.get("mamba_d_head", None)
+        heads, size = reader.get(self.heads, 128), reader.get(self.size, None)
         mixers = known["mixer_layers"]
         if not (known["config_class"].default_mixers(known["n_layers"]) if mixers is None else mixers):
             return {}
-        size = inner // heads if size in (None, "auto") else SIZE.check(reader.path, "mamba_d_head", size)
+        size = inner // heads if size in (None, "auto") else SIZE.check(reader.path, self.size, size)
         if heads * size != inner:
-            raise reader.refuse("mamba_d_head", size, f"{expected} / `mamba_n_heads`, {inner / heads:g}")
+            raise reader.refuse(self.size, size, f"{expected} / `{self.heads}`, {inner / heads:g}")
         return {"state_heads": heads, "state_value_size": size}
 
     def check(self, config: Any) -> None:
@@ -99,15 +103,15 @@ class _StateHeads(Row):
         if self.width is None and any(config.mixers) and width % config.d_model:
             raise ValueError(
                 f"`state_value_size`: expected one whose product with `state_heads`={config.state_heads} is a multiple of "
-                f"`d_model`={config.d_model}, got {config.state_value_size}. No `mamba_expand` is between two numbers."
+                f"`d_model`={config.d_model}, got {config.state_value_size}. No `{self.expand}` is between two numbers."
             )
 
     def write(self, config: Any) -> dict[str, Any]:
         if not any(config.mixers):  # transformers checks the sizes anyway
-            return {"mamba_n_heads": 1, "mamba_d_head": "auto"}
+            return {self.heads: 1, self.size: "auto"}
         heads, size = config.state_heads, config.state_value_size
-        common = {"mamba_expand": heads * size // config.d_model} if self.width is None else {self.width[0]: heads * size}
-        return {"mamba_n_heads": heads, "mamba_d_head": size, **common}
+        common = {self.expand: heads * size // config.d_model} if self.width is None else {self.width[0]: heads * size}
+        return {self.heads: heads, self.size: size, **common}
 
 
 class StepLimits(Row):
@@ -144,6 +148,6 @@ def mamba_rows(width: tuple[str, int] | None = None) -> tuple[Row, ...]:
         Field("mamba_d_conv", "conv_kernel"),
         Field("mamba_conv_bias", "conv_bias"),
         Only("mamba_proj_bias", False),
-        _StateHeads(width),
+        StateHeads(width=width),
         StepLimits(),
     )

@@ -27,6 +27,7 @@ from redeqx.models.gemma4 import Gemma4
 from redeqx.models.glm import Glm
 from redeqx.models.glm_flash import Glm4MoeLite
 from redeqx.models.glm_moe import Glm4Moe
+from redeqx.models.gpt_bigcode import GPTBigCode
 from redeqx.models.gpt_neo import GPTNeo
 from redeqx.models.gpt_neox import GPTNeoX
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
@@ -34,6 +35,7 @@ from redeqx.models.granite_hybrid import GraniteMoeHybrid
 from redeqx.models.hf import ConfigReader
 from redeqx.models.lfm import Lfm2, Lfm2Config
 from redeqx.models.lfm_moe import Lfm2Moe
+from redeqx.models.mamba2 import Mamba2
 from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Ministral3, Mistral, Mixtral, MixtralConfig
 from redeqx.models.mistral4 import Mistral4
@@ -106,6 +108,8 @@ PUBLISHED = {
     "mistral4": {"small": 118_972_826_624},
     "bamba": {"9b": 9_780_235_392},
     "falcon_h1": {"0.5b": 521_411_104, "7b": 7_585_654_880},
+    "gpt_bigcode": {"1b": 1_137_207_296, "3b": 3_043_311_104, "7b": 7_327_263_232, "15b": 15_517_456_384},
+    "mamba2": {"codestral-7b": 7_285_403_648},
     "granitemoehybrid": {"350m": 352_379_904, "1b": 1_631_750_144, "micro": 3_402_836_480}
     | {"h-1b": 1_461_538_368, "h-micro": 3_191_396_096, "h-tiny": 6_939_037_248, "h-small": 32_207_337_984},
     "nemotron_h": {"nano-9b-v2": 8_888_227_328, "3-nano-30b-a3b": 31_577_940_288},  # with the numbers that correct routers
@@ -332,6 +336,11 @@ def test_presets_have_the_published_number_of_parameters(cls):
         (FalconH1, {"projectors_bias": True}, r"`projectors_bias`: expected False, .* got True"),
         (FalconH1, {"ssm_multipliers": [1.0]}, r"`ssm_multipliers`: expected 5 factors, .* got \[1\.0\]"),
         (FalconH1, {"mamba_d_head": 16}, r"`mamba_d_head`: expected `mamba_d_ssm` / `mamba_n_heads`, 8, .* got 16"),
+        (GPTBigCode, {"add_cross_attention": True}, r"`add_cross_attention`: expected False, .* got True"),
+        (GPTBigCode, {"scale_attn_weights": False}, r"`scale_attn_weights`: expected True, .* got False"),
+        (Mamba2, {"use_bias": True}, r"`use_bias`: expected False, .* got True"),
+        (Mamba2, {"rescale_prenorm_residual": True}, r"`rescale_prenorm_residual`: expected False, .* got True"),
+        (Mamba2, {"head_dim": 32}, r"`head_dim`: expected `expand` \* `hidden_size` / `num_heads`, 64, .* got 32"),
         (Olmoe, {"clip_qkv": 8.0}, r"`clip_qkv`: expected None, .* got 8\.0"),
         (Cohere, {"use_qk_norm": True}, r"`use_qk_norm`: expected False or None, .* got True"),
         (StableLm, {"use_parallel_residual": True}, r"`use_parallel_residual`: expected False, .* got True"),

@@ -186,6 +186,7 @@ PARTS = {
     "moe_shared_expert_intermediate_size": 20,
 }
 OLD = dict.fromkeys(("num_key_value_heads", "intermediate_size", "max_position_embeddings"))  # keys that they lack
+PLAIN = {"num_attention_heads": None, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 5, "conv_kernel": 3}
 NEO = {"num_key_value_heads": None, "num_hidden_layers": None, "num_attention_heads": None, "num_layers": 2, "num_heads": 4}
 CASES = [
     case("gemma", "Gemma", head_dim=8),
@@ -325,6 +326,9 @@ CASES = [
     case("falcon", "Falcon", bias=True, ffn_hidden_size=40),
     case("falcon-alibi", "Falcon", num_attention_heads=6, multi_query=False, parallel_attn=False, bias=True, alibi=True),
     case("falcon-serial", "Falcon", multi_query=False, parallel_attn=False),
+    case("gpt-bigcode", "GPTBigCode", **OLD, n_inner=36),
+    case("gpt-bigcode-heads", "GPTBigCode", **OLD, multi_query=False),
+    case("mamba2", "Mamba2", **OLD, **PLAIN),
     case("gpt-neo", "GPTNeo", **NEO, window_size=4, attention_types=[[["local", "global"], 1]]),
     case("nemotron", "Nemotron", hidden_size=32),
     case("helium", "Helium", head_dim=6, attention_bias=True),

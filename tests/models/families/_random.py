@@ -67,7 +67,7 @@ SHARED: list[tuple[str, list[Any]]] = [
     ("n_shared_experts moe_layer_freq global_attn_every_n_layers", [1, 2]),
     ("rotary_dim head_dim", [4, 6, 8]),
     ("mamba_n_groups n_groups mamba_d_conv conv_kernel", [1, 2, 3]),
-    ("mamba_d_state ssm_state_size moe_shared_expert_intermediate_size", [4, 8]),
+    ("mamba_d_state ssm_state_size state_size moe_shared_expert_intermediate_size", [4, 8]),
     ("sliding_window window_size local_attention max_window_layers", [None, 1, 2, 4, 100]),
 ]
 POOL: dict[str, list[Any]] = {

@@ -16,10 +16,12 @@ from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from redeqx.models.falcon_h1 import FalconH1, FalconH1Config
 from redeqx.models.gemma import Gemma3, Gemma3Config
 from redeqx.models.gemma4 import Gemma4, Gemma4Config
+from redeqx.models.gpt_bigcode import GPTBigCode, GPTBigCodeConfig
 from redeqx.models.gpt_oss import GptOss, GptOssConfig
 from redeqx.models.granite_hybrid import GraniteMoeHybrid, GraniteMoeHybridConfig
 from redeqx.models.lfm_moe import Lfm2Moe, Lfm2MoeConfig
 from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.mamba2 import Mamba2, Mamba2Config
 from redeqx.models.minimax import MiniMaxM2, MiniMaxM2Config
 from redeqx.models.mistral import Mixtral, MixtralConfig
 from redeqx.models.mistral4 import Mistral4, Mistral4Config
@@ -212,6 +214,9 @@ FALCON_H1 = FalconH1Config(
     **STATES,
     **SIZES,
 )
+ONLY = ("vocab_size", "d_model", "n_layers", "init_std")
+MAMBA2 = Mamba2Config(**STATES, **{name: SIZES[name] for name in ONLY})
+GPT_BIGCODE = GPTBigCodeConfig(embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0, **SIZES)
 QWEN3_NEXT = Qwen3NextConfig(
     n_kv_heads=2,
     head_size=16,
@@ -275,6 +280,8 @@ TRAININGS = [
     Training("mistral4", lambda key: Mistral4(MISTRAL4, key=key), EXAMPLES, loss_fn),
     Training("bamba", lambda key: Bamba(BAMBA, key=key), EXAMPLES, loss_fn),
     Training("falcon-h1", lambda key: FalconH1(FALCON_H1, key=key), EXAMPLES, loss_fn),
+    Training("gpt-bigcode", lambda key: GPTBigCode(GPT_BIGCODE, key=key), EXAMPLES, loss_fn),
+    Training("mamba2", lambda key: Mamba2(MAMBA2, key=key), EXAMPLES, loss_fn),
     Training("granite-4", lambda key: GraniteMoeHybrid(GRANITE4, key=key), EXAMPLES, loss_fn),
     Training("lfm2-moe", lambda key: Lfm2Moe(LFM2, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),
     Training("nemotron-h", lambda key: NemotronH(NEMOTRON_H, key=key), EXAMPLES, loss_fn, zero_gradient=("*correction",)),

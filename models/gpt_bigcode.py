@@ -1,0 +1,77 @@
+"""StarCoder 1 and SantaCoder (GPT-BigCode): GPT-2 with one head of keys and values for all heads of queries.
+
+Sources: *StarCoder* (arXiv:2305.06161); *SantaCoder* (arXiv:2301.03988).
+"""
+
+from dataclasses import dataclass
+
+from .decoder import GPT_ALIASES, GPT_ROWS, ByHead, CausalLM, Choice, GPTConfig, Names, rows
+from .hf import Only, published
+
+
+@dataclass(frozen=True)
+class GPTBigCodeConfig(GPTConfig):
+    """The sizes of a GPT-BigCode. The defaults are those of transformers. See `CausalLMConfig`."""
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    d_model: int = 768
+    n_layers: int = 12
+    n_heads: int = 12
+    n_kv_heads: int | None = 1
+    activation: str = "gelu_pytorch_tanh"
+    attention_bias: bool = True
+    position_offset: int | None = 0
+    is_tied: bool = True
+    embedding_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    residual_dropout: float = 0.1
+    bos_token_id: int | None = 50256
+    eos_token_id: int | tuple[int, ...] | None = 50256
+
+    model_type = "gpt_bigcode"
+    scales_residual = True
+    rows = rows(
+        *GPT_ROWS,
+        Choice("multi_query", {"n_kv_heads": (None, 1)}, default=True),
+        Only("scale_attn_weights", True),
+        Only("add_cross_attention", False),
+        without=("head_size", "rope_theta"),
+    )
+    aliases = GPT_ALIASES
+    names = Names(
+        {
+            "ln_1": "attention_norm",
+            "attn.c_attn": ByHead(("attention.query", "attention.key", "attention.value"), lambda config: config.groups),
+            "attn.c_proj": "attention.output",
+            "ln_2": "mlp_norm",
+            "mlp.c_fc": "mlp.up",
+            "mlp.c_proj": "mlp.down",
+        },
+        layers="transformer.h.{}.",
+        embedding="transformer.wte",
+        norm="transformer.ln_f",
+        others={"transformer.wpe.weight": "positions"},
+        token_score="classifier",
+        ignored=("*.attn.bias", "*.attn.masked_bias"),
+        aliases=((r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),
+    )
+    sizes = published(
+        {
+            "1b": {"d_model": 2048, "n_layers": 24, "n_heads": 16},
+            "3b": {"d_model": 2816, "n_layers": 36, "n_heads": 22},
+            "7b": {"d_model": 4096, "n_layers": 42, "n_heads": 32},
+            "15b": {"d_model": 6144, "n_layers": 40, "n_heads": 48},
+        },
+        vocab_size=49152,
+        n_positions=8192,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+class GPTBigCode(CausalLM):
+    """A GPT-BigCode, from token ids to the logits of each next token. See `CausalLM`."""
+
+    config_class = GPTBigCodeConfig
+    __init__ = CausalLM.__init__
