@@ -81,6 +81,9 @@ class GraniteMoeHybridConfig(GraniteConfig):
             "1b": {"d_model": 2048, **_mlp(4096), "attention_scale": 1 / 128, "logit_divisor": 8.0},
             "micro": {"d_model": 2560, **_mlp(8192), "n_heads": 40, "n_kv_heads": 8}
             | {"attention_scale": 1 / 64, "logit_divisor": 10.0},
+            "h-350m": {**_states(48), "n_positions": 32768, "d_model": 768, **_mlp(2048), "n_layers": 32}
+            | {"mixer_layers": tuple(i for i in range(32) if i not in (10, 13, 17, 27)), "state_value_size": 32}
+            | {"attention_scale": 1 / 64, "residual_scale": 0.246, "logit_divisor": 3.0},
             "h-1b": {**_states(48), "d_model": 1536, **_mlp(4096), "attention_scale": 1 / 128, "logit_divisor": 6.0},
             "h-micro": {**_states(64), "d_model": 2048, **_mlp(8192), "n_heads": 32, "n_kv_heads": 8}
             | {"attention_scale": 1 / 64, "logit_divisor": 8.0},
