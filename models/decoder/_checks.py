@@ -24,6 +24,8 @@ def check_values(config: Any) -> None:
         raise ValueError(
             f"`n_chosen`: expected at most `n_experts`={config.n_experts}, got {config.n_chosen}. Choose fewer."
         )
+    if len(config.factors.states) != 5:
+        raise ValueError(f"`factors`: expected five `states`, got {config.factors.states}. Pass one for each projection.")
     if config.by_kind:
         check_kinds(config)
     _check_layers(config)

@@ -15,7 +15,7 @@ from redeqx.models._families import MODELS
 from redeqx.models.bamba import Bamba
 from redeqx.models.bloom import Bloom
 from redeqx.models.cohere import Cohere
-from redeqx.models.decoder import CausalLM, SequenceClassifier, TokenClassifier
+from redeqx.models.decoder import CausalLM, Factors, SequenceClassifier, TokenClassifier
 from redeqx.models.deepseek import DeepseekV2
 from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from redeqx.models.dots import Dots1Config
@@ -379,6 +379,11 @@ def test_fields_that_share_a_key_have_one_value():
     message = r"`attention_bias`: expected the same as attention_bias, mlp_bias, got attention_bias=True, mlp_bias=False"
     with pytest.raises(ValueError, match=message):
         Starcoder2.config_class(mlp_bias=False)
+
+
+def test_each_projection_of_a_state_space_has_a_factor():
+    with pytest.raises(ValueError, match=r"`factors`: expected five `states`, got \(1\.0,\)"):
+        FalconH1.config_class(factors=Factors(states=(1.0,)))
 
 
 # --- positions --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from safetensors.numpy import load_file
 
 from redeqx.models import from_pretrained, generate, save_pretrained
+from tests.models.families import _generation
 from tests.models.families._case import assert_equal, torch_folder, weights_file
 from tests.models.families._decoders import CASES, GOLDEN, HEADED
 
@@ -52,3 +53,14 @@ def test_outputs_tokens_and_folders(case, tmp_path):
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     with torch.no_grad():
         np.testing.assert_allclose(case.run(again.eval(), case.inputs).numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+STATES = ("bamba", "falcon-h1", "granite-4-h", "mamba2", "gpt-bigcode")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in STATES], ids=lambda case: case.name)
+def test_beams_of_models_with_states(case, tmp_path):
+    """Beams that are continued take the states along; and keys of one head for all queries."""
+    module = torch_folder(case, tmp_path)
+    searches = (_generation.ours, from_pretrained(tmp_path)[0]), (_generation.theirs, module)
+    np.testing.assert_array_equal(*(run(found, case, "beams-returned") for run, found in searches))

@@ -14,6 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
 from redeqx.models.bart import Bart, BartConfig
+from redeqx.models.decoder import Factors
+from redeqx.models.falcon_h1 import FalconH1
 from redeqx.models.gemma import Gemma2
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.granite_hybrid import GraniteMoeHybrid
@@ -265,6 +267,7 @@ CASES = {
         next_token,
         LONG,
     ),
+    "falcon_h1": (lambda: hybrid(FalconH1, mixer_layers=None, factors=Factors(key=0.7, mixer_input=1.2)), next_token, LONG),
 }
 # Sequence and model shards; data shards are the others. What has loops or states of its own has two or three meshes.
 QUICK = [("gpt2_loss_in_chunks", 4, 1), ("recurrence", 8, 1), ("state_space", 2, 2)]
@@ -309,7 +312,7 @@ RESIDUAL = [
 
 
 # Each kind of mixer with states, on other meshes.
-STATES = [("qwen3_5", 2, 2), ("granite_4", 1, 4), ("granite_4", 4, 1)]
+STATES = [("qwen3_5", 2, 2), ("granite_4", 1, 4), ("granite_4", 4, 1), ("falcon_h1", 2, 2)]
 
 
 @cache
