@@ -261,12 +261,24 @@ def _ordered(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return [dims] * len(eqn.outvars)
 
 
+# The number of dims of each operand's matrix or vector. All dims before are a batch.
+_OF_MATRICES = {
+    **dict.fromkeys(("cholesky", "eig", "eigh", "geqrf", "hessenberg", "lu", "qr", "schur", "svd", "tridiagonal"), (2,)),
+    **dict.fromkeys(("geqp3", "householder_product"), (2, 1)),
+    "lu_pivots_to_permutation": (1,),
+    "ormqr": (2, 1, 2),
+    "tridiagonal_solve": (1, 1, 1, 2),
+}
+
+
 def _linear_algebra(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
-    """Decompositions of a matrix: all dims before the last two are a batch."""
-    *batch, rows, columns = ins[0].dims
-    for dim in (rows, columns):
-        names.mix("reduce", dim)
-    return [[*batch, *map(names.dim, var.aval.shape[len(batch) :])] for var in eqn.outvars]
+    """Decompositions of a matrix, and what is computed with them."""
+    n_batch = len(ins[0].dims) - _OF_MATRICES[eqn.primitive.name][0]
+    for value in ins:
+        names.unify_all(ins[0].dims[:n_batch], value.dims[:n_batch])
+        for dim in value.dims[n_batch:]:
+            names.mix("reduce", dim)
+    return [[*ins[0].dims[:n_batch], *map(names.dim, var.aval.shape[n_batch:])] for var in eqn.outvars]
 
 
 def _triangular_solve(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
@@ -427,5 +439,5 @@ _TABLE: dict[str, Relation] = {
         _replaced("window", lambda eqn, dim: eqn.params["window_dimensions"][dim] > 1 or _has_another_size(eqn, dim)),
     ),
     **dict.fromkeys(SCATTERS, scatter),
-    **dict.fromkeys(("cholesky", "lu", "qr", "eigh", "svd"), _linear_algebra),
+    **dict.fromkeys(_OF_MATRICES, _linear_algebra),
 }

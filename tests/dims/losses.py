@@ -1165,6 +1165,30 @@ def _step_of_a_loop(w, carry):
 
 
 @separable
+def least_squares_in_each_row(p, batch, key):
+    """By reflections that are kept in factors, as lineax does it, or by pivots; and a band of each row."""
+
+    def of_row(x, reward):
+        x, y = x.T @ x + jnp.eye(D), p["v"] * reward
+        packed, scales = jnp.linalg.qr(x, mode="raw")
+        q = lax.linalg.householder_product(packed.mT, scales)
+        found = jax.scipy.linalg.solve_triangular(jnp.triu(packed.mT), q.T @ y)
+        lu, pivots, order = lax.linalg.lu(lax.stop_gradient(x))
+        band = lax.linalg.tridiagonal_solve(y.at[0].set(0), 3 + y**2, y.at[-1].set(0), x @ p["w"])
+        ordered = y[lax.linalg.lu_pivots_to_permutation(pivots, D)] + y[order]
+        return found @ p["v"] + band.mean() + (ordered * lu[0]).mean()
+
+    fixed = lax.stop_gradient(batch["x"]) * 0.3  # reflections have no derivative
+    return jax.vmap(of_row)(fixed, batch["reward"]).mean()
+
+
+@mixed
+def reflections_over_rows(p, batch, key):
+    packed, scales = jnp.linalg.qr(lax.stop_gradient(features(p, batch["x"])), mode="raw")
+    return (packed.sum() + scales.sum()) * scores(p, batch).mean()
+
+
+@separable
 def a_solve_in_each_row(p, batch, key):
     def of_row(x):
         return jnp.linalg.solve(x.T @ x + jnp.eye(D), p["v"]) @ p["w"] @ p["v"]
