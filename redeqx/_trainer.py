@@ -172,14 +172,17 @@ class Trainer(RedcoNames, Generic[ModelT]):
     def model(self) -> ModelT:
         """The current model. The next step deletes its arrays: save it, or copy what you want to keep."""
         check_not_traced("Trainer.model")
-        return self._checkpointer.with_origins(self._engine.current[0])
+        return self._with_origins(self._engine.current[0])
 
     @property
     def eval_model(self) -> ModelT:
         """The model that is evaluated, saved and used for predictions: the average, with `redeqx.optimizers.ema`. The next
         step may delete its arrays."""
         check_not_traced("Trainer.eval_model")
-        return self._checkpointer.with_origins(self._engine.eval_model)
+        return self._with_origins(self._engine.eval_model)
+
+    def _with_origins(self, model: PyTree) -> PyTree:
+        return self._checkpointer.origins.noted(model) if self._engine.is_placed else model
 
     @property
     def model_state(self) -> PyTree | None:
@@ -299,7 +302,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
         A scheduler's signal saves the newest update of a loop that has called `resume` or `save_ckpt`, and ends the script
         with exit code 75. Ctrl-C saves only in `fit`.
 
-        Trainers that take turns need a name each (`Trainer(name=)`), if their steps are recorded.
+        Trainers that take turns need a name each (`Trainer(name=)`), if their steps are recorded. Guard updates after a
+        `fit` by the step (`while trainer.step < 700:`): a script that is run again takes them again.
 
         **Arguments:**
 

@@ -160,10 +160,12 @@ def save_pretrained(model: Any, config: Any, folder: str | Path, *, max_shard_si
     _check_shapes(model, config)
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, _Saved]] = [{}]
+    size = 0  # of the newest shard
     for name, tensor in tensors.items():
-        if shards[-1] and sum(t.n_bytes for t in shards[-1].values()) + tensor.n_bytes > limit:
+        if shards[-1] and size + tensor.n_bytes > limit:
             shards.append({})
-        shards[-1][name] = tensor
+            size = 0
+        shards[-1][name], size = tensor, size + tensor.n_bytes
     stem, n = cls.weights_name, len(shards)
     files = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05}-of-{n:05}.safetensors" for i in range(n)]
     for file, shard in zip(files, shards, strict=True):

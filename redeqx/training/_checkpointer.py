@@ -12,12 +12,10 @@ from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
-from .._origins import CHANGED, origin_of, set_origin
 from .._version import __version__
-from ..checkpoint import Base, CheckpointFolder, CheckpointManager, is_worth_naming
-from ..errors import DamagedError
+from ..checkpoint import CheckpointFolder, CheckpointManager
+from ..errors import DamagedError, warn
 from ..storage import Location, location
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._engine import Engine
@@ -37,7 +35,7 @@ from ._progress import (
     start,
     warn_of_unsaved,
 )
-from ._state import ENGINES, Checkpoint, checkpoint_trees, leaves_of
+from ._state import ENGINES, Checkpoint, Origins, checkpoint_trees, leaves_of
 
 
 class Checkpointer:
@@ -49,6 +47,7 @@ class Checkpointer:
     - `progress`: how far the fits have come.
     - `fit_index`: the number of finished fits.
     - `tags`: names of the running fit for the next checkpoint of this step.
+    - `origins`: where the model's arrays come from.
     """
 
     def __init__(self, engine: Engine):
@@ -61,10 +60,8 @@ class Checkpointer:
         self._next: Literal["look", "begin", "go on"] = "look"
         self._source: Location | None = None  # of `progress`, if an earlier process made it
         self._kept_step = 0  # the step of the newest save from which a run resumes, or of the checkpoint that was loaded
-        self._keep_last = 2  # as in the newest save
-        frozen = zip(task.structure.names[1], map(origin_of, task.structure.take(engine.trees[0])[1]), strict=True)
-        self._origins = {name: origin for name, origin in frozen if origin is not None}
-        self._base: Base | None = None  # of the checkpoints that are saved, or of the loaded one
+        self._keep_last, self._has_warned = 2, False  # as in the newest save; of updates that were taken before
+        self.origins = Origins(task.structure, engine.trees[0], deployer.console.info)
         self.checkpoints = None
         if deployer.workdir is not None:
             self.checkpoints = CheckpointManager(
@@ -85,6 +82,12 @@ class Checkpointer:
         self.checkpoints.wait()
         return self.checkpoints
 
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether this script skipped fits that an earlier run had finished, and that run had begun the next one."""
+        fit, position = self.fit_index, self.engine.position
+        return self._source is not None and 0 < fit <= position.fit and position != Position(fit)
+
     # --- fits --------------------------------------------------------------------------------------------------------
 
     def begin_fit(self, *, may_resume: bool) -> Position | None:
@@ -103,7 +106,7 @@ class Checkpointer:
             )
         self._next = "go on"
         if isinstance(decision, Done):
-            self.fit_index += 1
+            self.fit_index += 1  # that of the next fit, in which the model may be already
             return None
         position, progress = decision.position, self.progress
         self.fit_index, self._source = position.fit, None
@@ -140,8 +143,9 @@ class Checkpointer:
         assert self._callbacks is not None
         self._states = self._callbacks.states()
 
-    def end_fit(self) -> None:
+    def end_fit(self, result: dict[str, float]) -> None:
         """Waits until the end of a fit is on disk."""
+        self.progress.note_result(self.fit_index, result)
         self.fit_index += 1
         if self.checkpoints is not None:
             self.checkpoints.wait()
@@ -260,7 +264,7 @@ class Checkpointer:
         record["callbacks"] = states_to_record(states)
         if arrays := arrays_of(states):
             trees["callbacks"] = arrays
-        if (base := self._find_base()) is not None:
+        if (base := self.origins.find_base(leaves_of(program, state))) is not None:
             record["base"] = base.folders
             trees["model"] = base.without(trees["model"])
         with engine.line.pause("saving"), deployer.preemption.held():
@@ -323,6 +327,13 @@ class Checkpointer:
         if self.checkpoints is None:
             return
         self.checkpoints.check()
+        if self._is_ahead and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"`workdir`: expected that this update comes before fit {self.fit_index + 1} of the run, got a run that has "
+                f"taken it and is at step {self.engine.step}, in or after that fit: the update comes in addition. Guard "
+                "updates between fits by the step: `while trainer.step < ...`."
+            )
         if self.engine.deployer.preemption.is_due_outside(self.engine.step):
             self.engine.flush()
             self.engine.deployer.preemption.end_outside()
@@ -345,15 +356,13 @@ class Checkpointer:
         else:
             checkpoints = self.need_checkpoints()
             path = checkpoints.resolve(name)
-        fit, position = self.fit_index, engine.position
-        # Whether this script skipped fits that an earlier run had finished, and that run stopped within the next fit.
-        is_ahead = self._source is not None and 0 < fit <= position.fit and position != Position(fit)
+        is_ahead = self._is_ahead
         record = checkpoints.record(path)
         if opt_states:
             check_record(path, record)
         states = states_of_record(record["callbacks"], checkpoints, path) if opt_states else {}
         engine.load(saved := Checkpoint(checkpoints, path, record, opt_states))
-        self._note_base(saved.base)
+        self.origins.note_base(saved.base)
         if opt_states:
             self._continue_from(record, states)
         if path.parent != checkpoints.folder:
@@ -377,7 +386,7 @@ class Checkpointer:
                 engine.load(saved)
             else:
                 engine.restore = saved
-            self._note_base(saved.base)
+            self.origins.note_base(saved.base)
 
     def _continue_from(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
         """Takes over the counts, the stream of keys, the progress and the callbacks' states of a checkpoint's record."""
@@ -410,38 +419,6 @@ class Checkpointer:
                 f"`workdir`: expected a run that this trainer can continue, got {path}, which it cannot: {error} "
                 "For a new run choose another workdir."
             ) from None  # its text is repeated here, so that a traceback would show it twice
-
-    # --- frozen leaves that other folders hold ------------------------------------------------------------------------
-
-    def with_origins(self, model: PyTree) -> PyTree:
-        """Notes which of the model's arrays training changes, and where the others come from; returns the model."""
-        if self.engine.is_placed:
-            trained, frozen = self.engine.task.structure.take(model)
-            for array in trained:
-                set_origin(array, CHANGED)
-            for name, array in zip(self.engine.task.structure.names[1], frozen, strict=True):
-                if name in self._origins:
-                    set_origin(array, self._origins[name])
-        return model
-
-    def _note_base(self, base: Base | None) -> None:
-        """Notes where frozen leaves come from, after a checkpoint with this base was loaded: all others were in it."""
-        changed = {name: origin for name, origin in self._origins.items() if origin == CHANGED}
-        self._origins, self._base = {**changed, **({} if base is None else base.origins)}, base
-
-    def _find_base(self) -> Base | None:
-        """Returns the frozen leaves that a checkpoint need not hold, since a known folder does; None if there are none."""
-        leaves, frozen = leaves_of(*self.engine.placed), self.engine.task.structure.names[1]
-        origins = {name: self._origins[name] for name in frozen if self._origins.get(name, CHANGED) != CHANGED}
-        if not is_worth_naming(origins, leaves):
-            return None
-        if self._base is None or self._base.origins != origins:
-            self._base = Base.of(origins, leaves)
-            n, folders = len(leaves) - len(origins), ", ".join(self._base.folders)
-            self.engine.deployer.console.info(
-                f"checkpoints hold {n} leaves; the other {len(origins)} are those of {folders}"
-            )
-        return self._base
 
 
 def _newest(checkpoints: CheckpointManager) -> str | None:

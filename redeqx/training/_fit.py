@@ -239,8 +239,8 @@ class Fit:
         deployer.begin_records(engine.step, engine.name)
         if start is None:
             engine.place()
-            deployer.console.info("this fit is done already: the checkpoint was saved after it")
-            return self.result()
+            deployer.console.info(f"this fit is done already: the model is that of step {engine.step}, in a later fit")
+            return dict(self.progress.results.get(str(checkpointer.fit_index - 1), self.result()))
         self.began_at = engine.step
         line = deployer.console.progress(n_epochs=self.options.epochs, first_step=engine.step)
         listening = nullcontext() if checkpointer.checkpoints is None else deployer.preemption.listening()
@@ -255,7 +255,7 @@ class Fit:
             checkpointer.keep_states()
             self._call("on_fit_end")
         with line.pause("saving"):
-            checkpointer.end_fit()
+            checkpointer.end_fit(self.result())
         engine.records.end(engine.step, engine.name)
         self._summarise()
         return self.result()

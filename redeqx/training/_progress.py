@@ -71,6 +71,7 @@ class Progress:
     - `metrics`, `evaluated`: the metrics of the newest evaluation, and its step.
     - `learning_rate`: the learning rate of the newest update, if a checkpoint records it.
     - `saved`: step and position of the newest checkpoint.
+    - `results`: the metrics that the newest fits have returned, by the number of the fit.
     """
 
     setting: dict[str, Any] = field(default_factory=dict)
@@ -80,12 +81,13 @@ class Progress:
     saved: tuple[int, Position] | None = None
     first_step: int = 0
     evaluated: int = 0
+    results: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
         """Returns the entries for `trainer.json`."""
         setting = {name: self.setting.get(name) for name in _SETTING}
         evaluation = {"step": self.evaluated, "metrics": self.metrics}
-        numbers = plain_numbers({"best": self.best, "evaluation": evaluation})
+        numbers = plain_numbers({"best": self.best, "evaluation": evaluation, "results": self.results})
         return {**setting, **numbers, "first_step": self.first_step}
 
     @classmethod
@@ -100,8 +102,15 @@ class Progress:
             (record["step"], position_of_record(record)),
             record["first_step"],
             evaluation["step"],
+            numbers_of_record(record.get("results", {})),
         )
 
+    def note_result(self, fit: int, metrics: dict[str, float]) -> None:
+        """Notes what a fit has returned."""
+        self.results = dict([*self.results.items(), (str(fit), metrics)][-_MAX_RESULTS:])
+
+
+_MAX_RESULTS = 1000  # each checkpoint records them
 
 # Numbers for which JSON has no literal, as `to_json` writes them.
 _NONFINITE = ("NaN", "Infinity", "-Infinity")

@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
+from .._origins import CHANGED, origin_of, set_origin
 from .._tree import map_named, named_leaves
-from ..checkpoint import Base, CheckpointFolder
+from ..checkpoint import Base, CheckpointFolder, is_worth_naming
 from ..errors import check_alive
 from ..machine import copied, put, replicated
 from ..optimizers import with_new_copies
@@ -103,6 +104,48 @@ def leaves_of(program: Program, state: TrainState) -> dict[str, Any]:
     """Returns the arrays of the model, by name."""
     trained, frozen = program.structure.names
     return dict(zip((*trained, *frozen), (*state.trained, *state.frozen), strict=True))
+
+
+class Origins:
+    """Where the arrays of a trainer's model come from: a checkpoint need not hold frozen leaves that a known folder has.
+
+    **Arguments:**
+
+    - `model`: as the trainer was given it.
+    - `log`: called with what checkpoints hold.
+    """
+
+    def __init__(self, structure: Structure, model: PyTree, log: Callable[[str], None]):
+        self._structure, self._log = structure, log
+        frozen = zip(structure.names[1], map(origin_of, structure.take(model)[1]), strict=True)
+        self._of = {name: origin for name, origin in frozen if origin is not None}
+        self._base: Base | None = None  # of the checkpoints that are saved, or of the loaded one
+
+    def noted(self, model: PyTree) -> PyTree:
+        """Notes which of the placed model's arrays training changes, and where the others come from; returns the model."""
+        trained, frozen = self._structure.take(model)
+        for array in trained:
+            set_origin(array, CHANGED)
+        for name, array in zip(self._structure.names[1], frozen, strict=True):
+            if name in self._of:
+                set_origin(array, self._of[name])
+        return model
+
+    def note_base(self, base: Base | None) -> None:
+        """Notes where frozen leaves come from, after a checkpoint with this base was loaded: all others were in it."""
+        changed = {name: origin for name, origin in self._of.items() if origin == CHANGED}
+        self._of, self._base = {**changed, **({} if base is None else base.origins)}, base
+
+    def find_base(self, leaves: Mapping[str, Any]) -> Base | None:
+        """Returns those of the leaves that a checkpoint need not hold, since a known folder does; None if there are none."""
+        origins = {name: self._of[name] for name in self._structure.names[1] if self._of.get(name, CHANGED) != CHANGED}
+        if not is_worth_naming(origins, leaves):
+            return None
+        if self._base is None or self._base.origins != origins:
+            self._base = Base.of(origins, leaves)
+            n, folders = len(leaves) - len(origins), ", ".join(self._base.folders)
+            self._log(f"checkpoints hold {n} leaves; the other {len(origins)} are those of {folders}")
+        return self._base
 
 
 def checkpoint_trees(program: Program, state: TrainState, model: PyTree, *, opt_states: bool) -> dict[str, PyTree]:

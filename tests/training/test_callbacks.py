@@ -602,3 +602,25 @@ def test_an_error_of_a_fit_is_not_replaced_by_that_of_a_callback_state():
     with pytest.raises(Killed) as error:
         fit(make_trainer(), Bad())
     assert error.value.__notes__ == ["A callback's `state` failed after it: RuntimeError: no state"]
+
+
+def two_fits(workdir, n_between=0):
+    """Two fits with an evaluation each, updates between them, and the results of both."""
+    trainer = make_trainer(workdir)
+    first = trainer.fit(DATA, batch_size=8, n_epochs=1, eval_examples=DATA[:8])
+    for _ in range(n_between):
+        trainer.update(DATA[:8])
+    return trainer, first, trainer.fit(DATA, batch_size=8, n_epochs=1, eval_examples=DATA[8:])
+
+
+def test_each_fit_of_a_finished_script_returns_its_own_metrics_again(tmp_path, capsys):
+    _, *results = two_fits(tmp_path)
+    again, *found = two_fits(tmp_path)
+    assert found == results and results[0] != results[1] and again.step == 6
+
+
+def test_updates_between_fits_that_a_run_has_taken_already_are_named(tmp_path):
+    two_fits(tmp_path, 2)
+    with pytest.warns(UserWarning, match=r"expected that this update comes before fit 2 .* is at step 9") as warned:
+        two_fits(tmp_path, 2)
+    assert len(warned) == 1
