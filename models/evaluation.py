@@ -3,7 +3,8 @@
 Source: `lm_eval.api.model.LM` of https://github.com/EleutherAI/lm-evaluation-harness (0.4). The harness is not a dependency.
 """
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from redeqx import Deployer, Predictor
-from redeqx.errors import check_count, check_type
+from redeqx.errors import check_count, check_type, warn
 
 from .generation import generate
 
@@ -103,8 +104,8 @@ class HarnessLM:
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness calls the tokenizer in its cache."""
-        return type(self._model).__name__
+        """What the harness calls the tokenizer in its cache: another one of the same model has another name."""
+        return f"{type(self._model).__name__}-{zlib.crc32(self._tokenizer.to_str().encode()):08x}"
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -119,10 +120,7 @@ class HarnessLM:
         return before, self._encode(context + continuation)[len(before) :]
 
     def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        if any(not before for before, _ in pairs):
-            raise ValueError(
-                "`bos_token_id`: expected a token before a text without a context, got None. Set it in the config."
-            )
+        _check_begun(before for before, _ in pairs)
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))  # equal lengths together
         scores = self._scorer.predict([pairs[i] for i in order], batch_size=self._batch_size)
         by_place = dict(zip(order, scores, strict=True))
@@ -141,21 +139,33 @@ class HarnessLM:
     def _generate(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
         until, n_new = options.pop("until", []), options.pop("max_gen_toks", 256)
         stops = [until] if isinstance(until, str) else [*until]
-        n_new = min(int(n_new), self.max_length - 1)
         known = {name: options.pop(name) for name in ("do_sample", "temperature", "top_p", "top_k") if name in options}
         if options:
             raise ValueError(
                 f"`gen_kwargs`: expected no other options than those known, got {', '.join(options)}. Remove them."
             )
+        most = self.max_length - int(n_new)
+        if most < 1 or n_new < 1:
+            raise ValueError(
+                f"`max_gen_toks`: expected 1 to {self.max_length - 1} tokens, as a text has at most {self.max_length}, got "
+                f"{n_new}. Pass fewer in `gen_kwargs`, or a larger `max_length`."
+            )
         if not known.get("do_sample") or known.get("temperature") == 0:
             known = {"do_sample": False}
-        rows = [(self._encode(text) or self._first)[-(self.max_length - n_new) :] for text in contexts]
+        rows = [self._encode(text) or self._first for text in contexts]
+        _check_begun(rows)
+        if n_cut := sum(len(row) > most for row in rows):
+            warn(
+                f"`max_gen_toks`: expected contexts of at most {most} tokens, so that {n_new} may follow, got {n_cut} of "
+                f"{len(rows)} that are longer: they lose their start. Pass a smaller one in `gen_kwargs` to keep more."
+            )
+        rows = [row[-most:] for row in rows]
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         pred_fn = partial(
-            _continue, max_new_tokens=n_new, stop_strings=stops or None, tokenizer=self._tokenizer,
+            _continue, max_new_tokens=int(n_new), stop_strings=stops or None, tokenizer=self._tokenizer,
             eos_token_id=self._ends, **known,
         )  # fmt: skip
-        collate_fn = partial(_pad_left, most=self.max_length - n_new)
+        collate_fn = partial(_pad_left, most=most)
         predictor = Predictor(self._deployer, model=self._model, collate_fn=collate_fn, pred_fn=pred_fn)
         found = predictor.predict([rows[i] for i in order], batch_size=self._batch_size, key=self._deployer.next_key())
         texts = {i: self._cut(tokens.tolist(), stops) for i, tokens in zip(order, found, strict=True)}
@@ -202,6 +212,11 @@ def _score(model: Any, batch: dict[str, Array], key: Any) -> tuple[Float[Array, 
         return jnp.sum(scores), jnp.all(greedy)
 
     return jax.vmap(score_row)(batch["ids"], batch["labels"])
+
+
+def _check_begun(rows: Iterable[list[int]]) -> None:
+    if any(not row for row in rows):
+        raise ValueError("`bos_token_id`: expected a token before a text without a context, got None. Set it in the config.")
 
 
 def _continue(model: Any, batch: dict[str, Array], key: Any, **options: Any) -> Int[Array, "batch new"]:

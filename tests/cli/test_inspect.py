@@ -200,6 +200,11 @@ def test_paths_without_tensors(tmp_path, run, folder, capsys):
         f"`--check`: expected a checkpoint of redeqx, whose trainer.json has checksums, got {folder}. Leave it out: the "
         "headers are checked in any case."
     )
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    assert error_of(capsys, "inspect", tmp_path / "metrics.jsonl") == (
+        f"`{tmp_path}/metrics.jsonl`: expected a safetensors file or an index of some, got a file that ends with '.jsonl'. "
+        "Pass one of those, or a folder."
+    )
     (folder / "config.json").write_text("{")
     report = error_of(capsys, "inspect", folder)
     assert report.startswith(f"`{folder}/config.json`: expected JSON, got ") and report.endswith("Correct the file.")

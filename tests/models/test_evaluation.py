@@ -117,6 +117,22 @@ def test_generate_until(lm, model, tokenizer):
         lm.generate_until([Instance((contexts[0], {"num_beams": 2}))])
 
 
+def test_generate_until_needs_room_for_contexts(lm):
+    with pytest.raises(ValueError, match=rf"`max_gen_toks`: expected 1 to {LENGTH - 1} tokens, .* got {LENGTH}\."):
+        lm.generate_until([Instance(("A log", {"max_gen_toks": LENGTH}))])
+    with pytest.warns(
+        UserWarning, match="`max_gen_toks`: expected contexts of at most 2 tokens, .* got 1 of 2 that are longer"
+    ):
+        lm.generate_until([Instance((text, {"max_gen_toks": LENGTH - 2})) for text in ("A log is no mat", "A")])
+
+
+def test_two_tokenizers_have_two_names_in_the_cache_of_the_harness(lm, model, tokenizer):
+    other = Tokenizer.from_str(tokenizer.to_str())
+    other.add_special_tokens(["<s>"])
+    names = [HarnessLM(redeqx.Deployer(verbose=False), model, each).tokenizer_name for each in (tokenizer, other)]
+    assert names[0] == lm.tokenizer_name != names[1]
+
+
 def test_the_harness_takes_it(lm, model, tokenizer, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "lm_eval.api.model", None)
