@@ -105,10 +105,10 @@ def describe_path(path: Location) -> tuple[Location, Report, dict[str, Location]
     Raises ValueError for a path without tensors, and for damaged files.
     """
     if path.is_file():
-        if path.suffix not in (".safetensors", ".json"):
+        if not path.name.endswith((".safetensors", ".json")):
             raise ValueError(
-                f"`{path}`: expected a safetensors file or an index of some, got a file that ends with {path.suffix!r}. "
-                "Pass one of those, or a folder."
+                f"`{path}`: expected a safetensors file or an index of some, got a file of another kind. Pass one of those, or "
+                "a folder."
             )
         return path, {"path": str(path), "files": {path.name: path.stat().st_size}}, {kind_of(path.name): path}
     if path.is_dir() and not (path / MANIFEST).is_file() and (sources := _sources(path)):
