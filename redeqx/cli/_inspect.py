@@ -107,8 +107,8 @@ def describe_path(path: Location) -> tuple[Location, Report, dict[str, Location]
     if path.is_file():
         if not path.name.endswith((".safetensors", ".json")):
             raise ValueError(
-                f"`{path}`: expected a safetensors file or an index of some, got a file of another kind. Pass one of those, or "
-                "a folder."
+                f"`{path}`: expected a safetensors file or an index of some, got a file of another kind. Pass one of "
+                "those, or a folder."
             )
         return path, {"path": str(path), "files": {path.name: path.stat().st_size}}, {kind_of(path.name): path}
     if path.is_dir() and not (path / MANIFEST).is_file() and (sources := _sources(path)):
