@@ -202,8 +202,8 @@ def test_paths_without_tensors(tmp_path, run, folder, capsys):
     )
     (tmp_path / "metrics.jsonl").write_text("{}")
     assert error_of(capsys, "inspect", tmp_path / "metrics.jsonl") == (
-        f"`{tmp_path}/metrics.jsonl`: expected a safetensors file or an index of some, got a file of another kind. Pass one of "
-        "those, or a folder."
+        f"`{tmp_path}/metrics.jsonl`: expected a safetensors file or an index of some, got a file of another kind. Pass one "
+        "of those, or a folder."
     )
     (folder / "config.json").write_text("{")
     report = error_of(capsys, "inspect", folder)
