@@ -85,7 +85,7 @@ class LatentAttention(eqx.Module):
     def _mix_latents(self, plain, turned, stored, mask) -> Float[Array, "seq heads value"]:
         """Computes the same from the latent vectors: all heads share them as keys and as values."""
         split = "(heads size) rank -> heads size rank"
-        key, value = (rearrange(layer.weight, split, heads=self.n_heads) for layer in (self.key, self.value))
+        key, value = (rearrange(jnp.asarray(layer.weight), split, heads=self.n_heads) for layer in (self.key, self.value))
         queries = jnp.concatenate([jnp.einsum("shp,hpr->shr", plain, key), turned], axis=-1)
         latents = stored[..., : -self.n_rotary]
         mixed = mix_values(queries, stored, latents, mask, self.scale, dropout=self.dropout, key=None)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import redeqx
 from redeqx.models import lora
+from redeqx.models.nn import LatentAttention
 from tests._tree import named_leaves
 
 # QLoRA (arXiv:2305.14314), appendix E.
@@ -309,3 +310,16 @@ def test_codes_cannot_be_trained_or_quantised_again(base):
     trainer.fit(EXAMPLES, n_epochs=1, batch_size=8)
     np.testing.assert_array_equal(trainer.model.blocks.up.scales, model.blocks.up.scales)
     assert np.any(np.asarray(trainer.model.blocks.down.weight) != np.asarray(base.blocks.down.weight))
+
+
+def test_latent_attention_decodes_with_a_quantised_base():
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    linear = lambda out: eqx.nn.Linear(32, out, use_bias=False, key=next(keys))  # noqa: E731
+    norm = eqx.nn.RMSNorm(32)
+    layer = LatentAttention(None, None, linear(64), linear(48), norm, linear(32), linear(32), linear(32), 2, 16, 0.2)
+    layer = lora.quantise(layer, where=("*key", "*value"), kind="nf4", block_size=16)
+    assert not eqx.is_array(layer.key.weight) and not eqx.is_array(layer.value.weight)
+    x = jax.random.normal(jax.random.key(1), (2, 32))
+    # One token is computed from the latent vectors, as in a step of decoding, and several from each head's keys.
+    found, expected = layer(x[:1])[0][0], layer(x, mask=jnp.tril(jnp.ones((2, 2), bool)))[0][0]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
