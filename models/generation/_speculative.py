@@ -50,6 +50,11 @@ def check_assistant(model: Any, draft: Any, drafted: int, request: Request) -> N
             f"`model`: expected a `decode(ids, cache, *, mask=None, every=False)` with `assistant_model`, got one without "
             f"`every` in {type(model).__name__}. Return the logits of all `ids` with `every=True`."
         )
+    if request.pixels is not None and not hasattr(draft, "see"):
+        raise ValueError(
+            f"`assistant_model`: expected one that reads images, as `pixels` are given, got {type(draft).__name__}. Pass "
+            "one that does, or generate without a draft."
+        )
     check_count(drafted, "num_assistant_tokens")
     options = request.options
     excluded = {

@@ -58,6 +58,14 @@ def test_tokens_with_images_are_the_likeliest_ones():
         generate(model.text, IDS, pixels=PIXELS, max_new_tokens=2)
 
 
+def test_a_draft_has_to_read_the_images():
+    model = random_model(Llava, CONFIG)
+    with pytest.raises(
+        ValueError, match=r"`assistant_model`: expected one that reads images, .*, got Llama\. Pass one that"
+    ):
+        generate(model, IDS, pixels=PIXELS, max_new_tokens=2, assistant_model=model.text)
+
+
 def test_folders_round_trip(tmp_path):
     config = dataclasses.replace(CONFIG, feature_layers=(-1, 0), drops_first=False, projector_bias=False)
     model = random_model(Llava, config)
