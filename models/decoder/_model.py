@@ -6,6 +6,7 @@ Dims: seq = tokens of one example, d = width of the model, embedding = width of 
 """
 
 import functools
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -21,6 +22,7 @@ from ..hf import Pretrained, WeightMap
 from ..nn import (
     Cache,
     LatestKeys,
+    LongScaling,
     Routing,
     Scaling,
     Stack,
@@ -189,13 +191,28 @@ class CausalLM(Decoder, Pretrained):
     ) -> tuple[Float[Array, "seq embedding"], Cache | None]:
         """Returns the input of `logits` for rows in place of those of the embedding, such as features of images, and the
         cache. See `__call__` for the other arguments; `cache.begin` was called, and `end` is left to the caller."""
-        return self._run_all(embedded, mask, cache, key)[:2]
+        return self._run(embedded, mask, cache, key)
 
     def _run(self, ids, mask, cache, key, segments=None) -> tuple[Float[Array, "seq embedding"], Any]:
-        return self._run_all(ids, mask, cache, key, segments)[:2]
+        if cache is None or not cache.is_paired:
+            return self._run_all(ids, mask, cache, key, segments)[:2]
+        n_original = self.config.rope_scaling.n_original
+        if mask is None and len(ids) > n_original:  # from here on, the text is long
+            return self._run_all(ids, mask, cache.second(), key)[:2]
+
+        def run(cache: Cache, length: Int[Array, ""]) -> tuple[Array, Cache]:
+            hidden, written, _ = self._run_all(ids, mask, replace(cache, is_paired=False), key, length=length)
+            assert written is not None
+            return hidden, replace(written, is_paired=True)
+
+        axes, lengths = cache.pair_axes(), jnp.array([n_original, n_original + 1])
+        (short, long), written = jax.vmap(run, (axes, 0), (0, axes))(cache, lengths)
+        # A token of a window, as in speculative decoding, is the last of a text that ends with it.
+        is_long = token_positions(mask, len(ids), cache) >= n_original
+        return jnp.where(is_long[:, None], long, short), written
 
     def _run_all(
-        self, ids, mask, cache, key, segments=None, *memory
+        self, ids, mask, cache, key, segments=None, *memory, length=None
     ) -> tuple[Float[Array, "seq embedding"], Cache | None, Routing | None]:
         seq, config = len(ids), self.config
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
@@ -219,7 +236,7 @@ class CausalLM(Decoder, Pretrained):
             angles = []
         elif self.positions is None:
             positions = token_positions(mask, seq, cache, segments=segments)
-            angles = [] if angles == [None] else [self._angles(positions, rope) for rope in angles]
+            angles = [] if angles == [None] else [self._angles(positions, rope, length) for rope in angles]
         else:
             angles = []
         if config.is_causal:
@@ -260,7 +277,9 @@ class CausalLM(Decoder, Pretrained):
             x, cache, _, routing = stack((x, cache, jnp.int32(0), routing), *same, each=each, key=key)
         return x, None if isinstance(cache, LatestKeys) else cache, routing
 
-    def _angles(self, positions: Int[Array, " seq"], rope: tuple[int, float, Scaling | None] | None) -> Angles:
+    def _angles(
+        self, positions: Int[Array, " seq"], rope: tuple[int, float, Scaling | None] | None, length: Array | None
+    ) -> Angles:
         """Returns cosines and sines of the rotary dims, and the factors of queries. Without rotary positions, all angles are
         zero."""
         if rope is None:
@@ -269,7 +288,7 @@ class CausalLM(Decoder, Pretrained):
         growth, factors = self.config.query_growth, None
         if growth:
             factors = 1 + growth * jnp.log1p(positions // self.config.rope_scaling.n_original)[:, None, None]
-        return *rotation(positions, *rope), factors
+        return *rotation(positions, *rope, length=length), factors
 
     def _no_routing(self) -> Routing | None:
         """Returns the start of the sum over layers."""
@@ -280,6 +299,10 @@ class CausalLM(Decoder, Pretrained):
 
     def init_cache(self, length: int) -> Cache:
         """Returns an empty cache for one example. See `Decoder.init_cache`."""
+        cache, scaling = self._empty_cache(length), self.config.rope_scaling
+        return cache.paired() if isinstance(scaling, LongScaling) and length > scaling.n_original else cache
+
+    def _empty_cache(self, length: int) -> Cache:
         config = self.config
         if not config.is_causal:
             raise ValueError("`is_causal`: expected True to generate, got False. Call `hidden`, or a `SentenceEncoder`.")

@@ -73,8 +73,8 @@ class States(eqx.Module):
     def keep(self, n_slots: int) -> "States":
         """Returns the same states, from now on with so many slots."""
         repeat = lambda array: jnp.repeat(array, n_slots, axis=1)  # noqa: E731
-        rows, memory = jax.tree.map(repeat, (self.rows, self.memory))
-        return States(rows, memory, self.layer)
+        kept = jax.tree.map(repeat, (self.rows, self.memory))
+        return eqx.tree_at(lambda s: (s.rows, s.memory), self, kept, is_leaf=lambda x: x is None)
 
 
 class Cache(eqx.Module):
@@ -97,6 +97,7 @@ class Cache(eqx.Module):
     memory_mask: Bool[Array, " source"] | None = None  # True for source positions that are attended to; None for all
     states: States | None = None  # of layers that have no keys and values; None if all have
     store: int | None = eqx.field(static=True, default=None)  # the kind of the layer that writes next
+    is_paired: bool = eqx.field(static=True, default=False)  # whether there are two of all keys, values and states
 
     @classmethod
     def of_kinds(cls, sizes: Sequence[tuple[int, int, int]], length: int, dtype: Any) -> "Cache":
@@ -182,6 +183,31 @@ class Cache(eqx.Module):
         """Returns the cache, from now on with the states after each of the last `n` tokens, so that `index` may go back by
         fewer."""
         return self if self.states is None else eqx.tree_at(lambda c: c.states, self, self.states.keep(n))
+
+    def paired(self) -> "Cache":
+        """Returns the cache with two of all keys, values and states: for a short text, and for the same one as part of a
+        long one. `pair_axes` are the axes for `jax.vmap` over the two."""
+        doubled = lambda axis, array: array if axis is None else jnp.stack([array] * 2, axis)  # noqa: E731
+        axes = self.pair_axes()
+        keys, values = jax.tree.map(lambda array: doubled(0, array), (self.keys, self.values))
+        states = jax.tree.map(doubled, axes.states, self.states, is_leaf=lambda x: x is None)
+        return replace(self, keys=keys, values=values, states=states, is_paired=True)
+
+    def second(self) -> "Cache":
+        """Returns the cache of a pair that is for a long text."""
+        keys, values = jax.tree.map(lambda array: array[1], (self.keys, self.values))
+        pick = lambda axis, array: array if axis is None else array[..., 1]  # noqa: E731
+        states = jax.tree.map(pick, self.pair_axes().states, self.states, is_leaf=lambda x: x is None)
+        return replace(self, keys=keys, values=values, states=states, is_paired=False)
+
+    def pair_axes(self) -> "Cache":
+        """Returns the axes for `jax.vmap` over the two of a pair, which share all else. That of states is the last, so that
+        `keep` needs no rule for them."""
+        axes = eqx.tree_at(lambda c: c.states, self, jax.tree.map(lambda _: -1, self.states), is_leaf=lambda x: x is None)
+        axes = eqx.tree_at(lambda c: (c.keys, c.values), axes, jax.tree.map(lambda _: 0, (self.keys, self.values)))
+        of_states = (lambda c: ()) if self.states is None else lambda c: (c.states.layer,)
+        shared = lambda c: (c.mask, c.index, c.layer, c.memory, c.memory_mask, *of_states(c))  # noqa: E731
+        return eqx.tree_at(shared, axes, replace_fn=lambda _: None, is_leaf=lambda x: x is None)
 
     def axes(self, *, shares_memory: bool = False) -> "Cache":
         """Returns `in_axes` and `out_axes` for `jax.vmap` over rows. Counters are shared; everything else is batched.

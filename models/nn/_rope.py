@@ -173,6 +173,9 @@ class AlphaScaling:
 class LongScaling:
     """Divides each frequency by its own factor: one list of them for texts up to the original length, one for longer ones.
 
+    The token that exceeds the original length changes the keys of all tokens before it. So the cache for a longer text holds
+    the keys and values of both lists, which takes twice the memory, until the prompt itself is known to be longer.
+
     Source: Ding et al. 2024, *LongRoPE* (arXiv:2402.13753), as in Phi-3.
 
     **Arguments:**
@@ -234,20 +237,26 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | AlphaSc
 
 
 def rotation(
-    positions: Int[Array, " seq"], size: int, theta: float, scaling: Scaling | None = None
+    positions: Int[Array, " seq"],
+    size: int,
+    theta: float,
+    scaling: Scaling | None = None,
+    *,
+    length: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "seq 1 half"], Float[Array, "seq 1 half"]]:
     """Returns cosine and sine of the rotary angles at these positions, in float32 because angles become large.
 
     **Arguments:**
 
     - `size`: the number of rotary dims of a head, even.
-    - `theta`, `scaling`: the base of the frequencies, and their scaling. A scaling that depends on the length of the text
-        takes that from its largest position. (`transformers` takes the longest text of the batch.)
+    - `theta`, `scaling`: the base of the frequencies, and their scaling.
+    - `length`: the tokens of the text, for a scaling that depends on them; None takes them from its largest position.
+        (`transformers` takes the longest text of the batch.)
     """
     frequencies: Any = theta ** -(np.arange(0, size, 2) / size)
     growth = 1.0
     if isinstance(scaling, DynamicScaling | LongScaling):
-        frequencies = scaling.frequencies(frequencies, theta, positions.max() + 1)
+        frequencies = scaling.frequencies(frequencies, theta, positions.max() + 1 if length is None else length)
         growth = scaling.attention_factor
     elif scaling is not None:
         frequencies = scaling.scale(frequencies, theta)
