@@ -88,9 +88,11 @@ def generate(
     - `inputs`: a batch of prompts, `[batch, prompt]`. For an encoder-decoder, the inputs of its encoder: token ids or
         images.
     - `mask`: True for tokens, False for padding. A decoder's prompts are padded on the left; this is checked if the mask is
-        a numpy array, and cannot be checked under jit. No option takes padding for a token.
+        a numpy array, and cannot be checked under jit. No option takes padding for a token. None: all are tokens,
+        also those equal to `pad_token_id`. (transformers takes these for padding, unless that token also ends texts.)
     - `decoder_input_ids`: the tokens that the texts of an encoder-decoder begin with, `[batch, target]`, or `[target]` for
-        all rows. They are not returned. None takes those of `model.decoder_prompt(inputs)`, if the model has this method, as
+        all rows. They are not returned. They are taken as given. (transformers puts `decoder_start_token_id` before them, if
+        no row begins with it.) None takes those of `model.decoder_prompt(inputs)`, if the model has this method, as
         Whisper does, else `decoder_start_token_id`.
     - `pixels`: the images of a decoder that reads images, such as LLaVA, `[batch, images, channels, height, width]`.
     - `max_new_tokens`, `min_new_tokens`: the number of tokens to generate, including the end-of-text token (no default; 0).
