@@ -49,6 +49,7 @@ class DeepseekV2Config(CausalLMConfig):
     renormalize: bool = False
 
     model_type = "deepseek_v2"
+    wide_routers = ("router", "correction")
     rows = rows(
         *LATENT,
         *ROUTED,

@@ -33,6 +33,7 @@ class Dots1Config(CausalLMConfig):
     eos_token_id: int | tuple[int, ...] | None = None
 
     model_type = "dots1"
+    wide_routers = ("router", "correction")
     rows = rows(
         *GROUPED,
         Field("first_k_dense_replace", "n_dense", COUNT),

@@ -59,6 +59,7 @@ class Ernie4_5MoeConfig(Ernie4_5Config):
     d_shared: int = 3072
 
     model_type = "ernie4_5_moe"
+    wide_routers = ("router", "correction")
     architecture = "Ernie4_5_MoeForCausalLM"
     rows = rows(
         Only("use_bias", False),

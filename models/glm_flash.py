@@ -63,6 +63,7 @@ class Glm4MoeLiteConfig(CausalLMConfig):
     eos_token_id: int | tuple[int, ...] | None = 1
 
     model_type = "glm4_moe_lite"
+    wide_routers = ("router", "correction")
     rows = rows(
         *LATENT,
         *GROUPED,

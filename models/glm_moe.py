@@ -38,6 +38,7 @@ class Glm4MoeConfig(CausalLMConfig):
     eos_token_id: int | tuple[int, ...] | None = None
 
     model_type = "glm4_moe"
+    wide_routers = ("router", "correction")
     rows = rows(
         *GROUPED,
         Field("first_k_dense_replace", "n_dense", COUNT),

@@ -35,7 +35,7 @@ class Lfm2MoeConfig(Lfm2Config):
     has_correction: bool = True
 
     model_type = "lfm2_moe"
-    router_eps = 1e-6
+    router_eps, wide_routers = 1e-6, ("correction",)
     rows = rows(
         *ROWS,
         MixerLayers("conv", _none),

@@ -73,6 +73,7 @@ class NemotronHConfig(CausalLMConfig):
     pad_token_id: int | None = 0
 
     model_type = "nemotron_h"
+    wide_routers = ("router", "correction")
     unrotated_period, mixer_activation, has_one_part = 1, "silu", True
     rows = rows(
         _Parts(),

@@ -60,6 +60,20 @@ def array_leaves(tree: PyTree) -> dict[str, Any]:
     return {name: leaf for name, leaf in named_leaves(tree).items() if is_array_like(leaf)}
 
 
+def wide_leaves(model: PyTree, dtype: Any) -> frozenset[str]:
+    """Returns the paths of the leaves that modules keep in float32 when a model is cast to `dtype`, to be loaded or for
+    the loss: those of the fields that a method `keeps_float32(dtype)` of a module names."""
+    if jnp.finfo(dtype).bits >= 32:
+        return frozenset()
+    declares = lambda node: hasattr(type(node), "keeps_float32")  # noqa: E731
+    found = set[str]()
+    for path, node in named_leaves(model, is_leaf=declares).items():
+        fields = node.keeps_float32(dtype) if declares(node) else ()
+        prefix = "" if node is model else f"{path}."
+        found.update(prefix + name for name in named_leaves(node) if name.partition(".")[0] in fields)
+    return frozenset(found)
+
+
 def map_named(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None):
     """As `jax.tree.map`, for a function whose first argument is the leaf's name."""
     return jtu.tree_map_with_path(lambda path, *leaves: fn(render(path), *leaves), tree, *rest, is_leaf=is_leaf)

@@ -285,6 +285,7 @@ def _experts(config: CausalLMConfig, key: PRNGKeyArray) -> MixtureOfExperts:
         scale=config.router_scale,
         has_factors=config.adds_experts,
         has_correction=config.has_correction,
+        wide=config.wide_routers,
         n_groups=config.n_expert_groups,
         n_chosen_groups=config.n_chosen_groups,
         d_shared=config.d_shared,

@@ -244,6 +244,7 @@ class CausalLMConfig(FolderConfig):
     by_kind: ClassVar[bool] = False  # layers differ in more than windows and positions: see `LayerKind`
     scales_bias: ClassVar[bool] = False  # biases of scores are scaled as scores are, and rounded to bfloat16
     router_eps: ClassVar[float] = 1e-20  # added to the sum of sigmoids that weights are divided by
+    wide_routers: ClassVar[tuple[str, ...]] = ()  # of routers, what is float32 in models of 16 bits
     latent_eps: ClassVar[float] = 1e-6  # of the norms of latent vectors
     names: ClassVar[Names] = Names()
     rows = ROWS

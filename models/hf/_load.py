@@ -7,7 +7,7 @@ import fnmatch
 import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P, Sharding, SingleDevi
 
 from redeqx import Deployer, Plan
 from redeqx._origins import set_origin
-from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest
+from redeqx._rounding import at_least_float32
+from redeqx._tree import is_array_like, listed, map_named, named_leaves, nearest, wide_leaves
 from redeqx.checkpoint import INDEX, TensorReader, read_sharded
 from redeqx.errors import brief_name, check_float_dtype
 from redeqx.machine import as_zeros, dry
@@ -62,7 +63,8 @@ def load(
     if source is None:
         fields = read_config(folder)
         kept = jnp.dtype(dtype or fields.get("dtype") or fields.get("torch_dtype") or "float32")
-        return as_zeros(map_named(lambda _, leaf: _cast(leaf, kept), shapes))
+        wide = _wide(shapes, dtype)
+        return as_zeros(map_named(lambda name, leaf: _cast(leaf, at_least_float32(kept) if name in wide else kept), shapes))
     _check_index(source, folder / f"{stem}{INDEX}")
     disk_names = {disk for name in weight_map.tensors for disk in name.on_disk}
     source = unpacked(source, folder, disk_names, dtype)
@@ -71,7 +73,8 @@ def load(
     if dtype is None:
         _check_dtypes(source, weight_map)
     held = {leaf: [parts[i] for parts in stored] for leaves, stored in tensors.items() for i, leaf in enumerate(leaves)}
-    dtypes = {leaf: _dtype(parts, dtype) for leaf, parts in held.items()}
+    wide = _wide(shapes, dtype)
+    dtypes = {leaf: _dtype(parts, jnp.dtype("float32") if leaf in wide else dtype) for leaf, parts in held.items()}
     shapes = map_named(
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) if is_array_like(leaf) else leaf, shapes
     )
@@ -149,6 +152,11 @@ def _dtype(parts: Sequence[View], dtype: Any) -> Any:
     if dtype is not None and all(jnp.issubdtype(part.dtype, jnp.floating) for part in parts):
         return dtype
     return functools.reduce(jnp.promote_types, [part.dtype for part in parts])
+
+
+def _wide(shapes: Any, dtype: Any) -> Collection[str]:
+    """Returns the leaves that are not cast to `dtype`, as in transformers: at least float32."""
+    return () if dtype is None else wide_leaves(shapes, dtype)
 
 
 def _read_stack(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from redeqx._tree import is_array_like, listed, named_leaves, nearest
+from redeqx._tree import is_array_like, listed, named_leaves, nearest, wide_leaves
 from redeqx.checkpoint import INDEX, to_host, write_tensors
 from redeqx.errors import check_alive, check_folder, filter_traceback
 from redeqx.machine import dry
@@ -207,8 +207,19 @@ def to_config(cls: type[Pretrained], config: Any, tensors: Mapping[str, Any]) ->
     if "_class_name" in fields:  # diffusers names the class and stores no dtype
         return fields
     dtypes = {str(tensor.dtype) for tensor in tensors.values() if jnp.issubdtype(tensor.dtype, jnp.floating)}
+    narrow = dtypes - {"float32"}
+    if len(dtypes) == 2 and len(narrow) == 1 and _wide_alone(cls, config, tensors, *narrow):
+        dtypes = narrow
     dtype = {"dtype": dtypes.pop()} if len(dtypes) == 1 else {}
     return {**fields, "architectures": [cls.architecture(config)], **dtype}
+
+
+def _wide_alone(cls: type[Pretrained], config: Any, tensors: Mapping[str, Any], narrow: str) -> bool:
+    """Returns whether a model's float32 tensors are those that remain float32 if it is loaded in a narrower dtype."""
+    shapes = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
+    wide = wide_leaves(shapes, narrow)
+    kept = {disk for name in cls.weight_map(config).tensors if wide.issuperset(name.leaves) for disk in name.on_disk}
+    return all(disk in kept for disk, tensor in tensors.items() if tensor.dtype == "float32")
 
 
 def _bytes(size: int | str) -> int:

@@ -37,7 +37,7 @@ from ._checks import (
 )
 from ._conv import ShortConv as ShortConv
 from ._delta import GatedDelta as GatedDelta
-from ._experts import MixtureOfExperts as MixtureOfExperts, Routing as Routing, add_routing as add_routing
+from ._experts import MixtureOfExperts as MixtureOfExperts
 from ._latent import LatentAttention as LatentAttention
 from ._layers import (
     GroupRMSNorm as GroupRMSNorm,
@@ -66,4 +66,5 @@ from ._rope import (
     apply_rotary as apply_rotary,
     rotation as rotation,
 )
+from ._routing import Routing as Routing, add_routing as add_routing
 from ._stack import Stack as Stack

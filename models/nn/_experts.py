@@ -1,7 +1,7 @@
-"""`MixtureOfExperts`: a router that sends each token to a few of many MLPs, and what it did, for the loss and its metrics.
+"""`MixtureOfExperts`: a router that sends each token to a few of many MLPs.
 
-This module owns the routing. The product with the weights of experts is in `_grouped`. How experts are split over devices is
-the plan's.
+This module owns the routing. What it reports, for the loss and its metrics, is in `_routing`; the product with the weights
+of experts is in `_grouped`. How experts are split over devices is the plan's.
 
 Sources: Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021, *Switch Transformers* (arXiv:2101.03961); Zoph et al.
 2022, *ST-MoE* (arXiv:2202.08906), for the z-loss; *Mixtral of Experts* (arXiv:2401.04088); *Qwen3* (arXiv:2505.09388);
@@ -12,7 +12,6 @@ Dims: seq = tokens of one sequence, d = width, experts, chosen = the experts of 
 
 import math
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import equinox as eqx
@@ -21,69 +20,11 @@ import jax.numpy as jnp
 from einops import rearrange, repeat
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from redeqx import Loss
 from redeqx._rounding import at_least_float32
 
 from ._grouped import grouped_linear
 from ._layers import linear, normal_linear
-
-
-class Routing(eqx.Module):
-    """What a router did with each sequence. Each field is a sum over the sequence's tokens, float32 `[*dims]`.
-
-    So fields of several sequences or layers are added up, and divided by `tokens` they are means; `add_routing` does both.
-
-    **Arguments:**
-
-    - `tokens`: the number of tokens that count.
-    - `balance`: the balance loss, `experts * sum(f * p)`, where f is the number of a sequence's choices that fell on each
-        expert, over its tokens, and p the mean probability that the router gave it. It is `n_chosen` if all experts get the
-        same, as in Mixtral.
-    - `z`: the square of the log of the softmax's denominator.
-    - `dropped`: the share of a token's choices that exceed the capacity.
-    - `imbalance`: the number of choices that the most frequent expert of the sequence got, over the mean of all experts.
-    - `correction`: zero. Its gradient with respect to the router's correction is the number of choices that each expert got
-        above the mean.
-    """
-
-    tokens: Float[Array, "*dims"]
-    balance: Float[Array, "*dims"]
-    z: Float[Array, "*dims"]
-    dropped: Float[Array, "*dims"]
-    imbalance: Float[Array, "*dims"]
-    correction: Float[Array, "*dims"]
-
-
-def add_routing(loss: Loss, routings: Any, *, balance_loss: float = 0.01, z_loss: float = 0.0) -> Loss:
-    """Adds what the routers of a model did to its loss and its metrics.
-
-    Each sequence's balance loss depends on its own tokens alone, and weighs its tokens. So the loss is a sum over sequences,
-    and the same however a batch is cut into devices and micro-batches.
-
-    **Arguments:**
-
-    - `loss`: a sum over tokens with the number of tokens as weight, such as `cross_entropy`.
-    - `routings`: a `Routing`, or any PyTree of them, such as a list with one for each layer. The fields may have any leading
-        dims, such as those of a batch and of a scan over layers.
-    - `balance_loss`, `z_loss`: coefficients. The losses of the layers are added up.
-
-    Returns a loss with the metrics `balance_loss`, `router_z_loss`, `dropped` and `imbalance`, each a mean over tokens and
-    layers, without the coefficients.
-    """
-    leaves = jax.tree.leaves(routings, is_leaf=lambda node: isinstance(node, Routing))
-    if not leaves or not all(isinstance(leaf, Routing) for leaf in leaves):
-        got = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves)) or "none"
-        raise TypeError(f"`routings`: expected a PyTree of `Routing`, got {got}. Pass what the layers return as second.")
-    total = reduce(lambda a, b: jax.tree.map(jnp.add, a, b), (jax.tree.map(jnp.sum, leaf) for leaf in leaves))
-    added = balance_loss * total.balance + z_loss * total.z + total.correction
-    of_metrics = {
-        "balance_loss": total.balance,
-        "router_z_loss": total.z,
-        "dropped": total.dropped,
-        "imbalance": total.imbalance,
-    }
-    metrics = {name: (value, total.tokens) for name, value in of_metrics.items()}
-    return Loss(loss.total + added, loss.weight, {**loss.metrics, **metrics})
+from ._routing import Routing
 
 
 class Expert(eqx.Module):
@@ -169,6 +110,8 @@ class MixtureOfExperts(eqx.Module):
     - `has_correction`: whether a number for each expert is added to its score when experts are chosen, but not to its weight
         (DeepSeek-V3). Its gradient is the number of choices above the mean, so an optimizer that uses the sign alone, or
         Adam, balances the experts without a balance loss. `add_routing` adds it.
+    - `wide`: the fields that 16-bit models keep in float32, `"router"` and `"correction"` in DeepSeek. A router that is not
+        among them rounds its logits as all layers do, as in Mixtral.
     - `d_shared`: the inner width of an expert that every token is sent to besides; 0 for none.
     - `gates_shared`: whether its output is multiplied with a number for each token, as in Qwen2-MoE.
     - `capacity_factor`: an expert takes up to so many times the mean number of a sequence's choices, first tokens first. The
@@ -192,6 +135,7 @@ class MixtureOfExperts(eqx.Module):
     renormalize: bool = eqx.field(static=True)
     eps: float = eqx.field(static=True)
     scale: float = eqx.field(static=True)
+    wide: tuple[str, ...] = eqx.field(static=True)
     n_groups: int = eqx.field(static=True)
     n_chosen_groups: int = eqx.field(static=True)
     capacity_factor: float | None = eqx.field(static=True)
@@ -214,6 +158,7 @@ class MixtureOfExperts(eqx.Module):
         scale: float = 1.0,
         has_factors: bool = False,
         has_correction: bool = False,
+        wide: tuple[str, ...] = (),
         n_groups: int = 1,
         n_chosen_groups: int = 1,
         d_shared: int = 0,
@@ -261,7 +206,7 @@ class MixtureOfExperts(eqx.Module):
         self.correction = jnp.zeros(n_experts) if has_correction else None
         self.factors = jnp.ones(n_experts) if has_factors else None
         self.n_chosen, self.score, self.jitter, self.renormalize, self.eps = n_chosen, score, jitter, renormalize, eps
-        self.scale, self.capacity_factor = scale, capacity_factor
+        self.scale, self.wide, self.capacity_factor = scale, wide, capacity_factor
         self.n_groups, self.n_chosen_groups = n_groups, n_chosen_groups
 
     def __call__(
@@ -304,6 +249,11 @@ class MixtureOfExperts(eqx.Module):
                 y += shared if self.shared_gate is None else jax.nn.sigmoid(linear(self.shared_gate, x)) * shared
         return y, self._routing(logits, scores, wanted, placed, mask)
 
+    def keeps_float32(self, dtype: Any) -> tuple[str, ...]:
+        """Returns the fields that are not cast to this dtype (see `redeqx._tree`)."""
+        del dtype
+        return self.wide
+
     @property
     def _n_experts(self) -> int:
         """The number of experts, and the index that stands for none of them."""
@@ -312,8 +262,12 @@ class MixtureOfExperts(eqx.Module):
     def _scores(
         self, x: Float[Array, "*dims seq d"]
     ) -> tuple[Float[Array, "*dims seq experts"], Float[Array, "*dims seq experts"]]:
-        """Returns the router's logits and scores, at least float32: rounded ones choose other experts."""
-        logits = linear(self.router, x)
+        """Returns the router's logits and scores, at least float32."""
+        if "router" in self.wide:  # rounded ones choose other experts, and so do those of TF32
+            with jax.default_matmul_precision("highest"):
+                logits = linear(self.router, x.astype(at_least_float32(x.dtype)))
+        else:
+            logits = linear(self.router, x)
         logits = logits.astype(at_least_float32(logits.dtype))
         return logits, jax.nn.sigmoid(logits) if self.score == "sigmoid" else jax.nn.softmax(logits)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._quantised import is_quantised, map_quantised, quantised_leaves
-from .._tree import PyTree, is_array_like, listed, named_leaves
+from .._tree import PyTree, is_array_like, listed, map_named, named_leaves, wide_leaves
 from ..errors import brief, warn
 from ._precision import cast
 
@@ -87,12 +87,20 @@ class Structure:
     def put(
         self, trained: Sequence[Any], frozen: Sequence[Any], *, inference: bool = False, compute_dtype: Any = None
     ) -> PyTree:
-        """Returns the model with these arrays; `compute_dtype` casts its floating leaves."""
+        """Returns the model with these arrays; `compute_dtype` casts its floating leaves, but for those that
+        modules keep in float32."""
         trees = [jax.tree.unflatten(d, leaves) for d, leaves in zip(self.treedefs, (trained, frozen), strict=True)]
         static = self.static
         if compute_dtype is not None:  # scales keep their digits: the numbers that they make are rounded
-            as_computed = lambda x: x if is_quantised(x) else cast(x, compute_dtype)  # noqa: E731
-            trees = jax.tree.map(as_computed, trees, is_leaf=is_quantised)
+            wide = [wide_leaves(tree, compute_dtype) for tree in trees]
+            trees = [
+                map_named(
+                    lambda name, x, kept=kept: x if name in kept or is_quantised(x) else cast(x, compute_dtype),
+                    tree,
+                    is_leaf=is_quantised,
+                )
+                for tree, kept in zip(trees, wide, strict=True)
+            ]
             trees, static = map_quantised(lambda weight: replace(weight, dtype=compute_dtype), (trees, static))
         model = eqx.combine(*trees, static)
         return eqx.nn.inference_mode(model) if inference else model

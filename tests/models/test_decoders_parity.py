@@ -64,3 +64,24 @@ def test_beams_of_models_with_states(case, tmp_path):
     module = torch_folder(case, tmp_path)
     searches = (_generation.ours, from_pretrained(tmp_path)[0]), (_generation.theirs, module)
     np.testing.assert_array_equal(*(run(found, case, "beams-returned") for run, found in searches))
+
+
+EXACT = ("deepseek-v2", "deepseek-v3", "dots1", "ernie4-5-moe", "glm4-moe", "glm4-moe-lite", "nemotron-h", "lfm2-moe")
+ROUTED = (*EXACT, "mixtral", "qwen3-moe", "mistral4", "minimax-m2", "gpt-oss")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ROUTED], ids=lambda case: case.name)
+def test_tensors_that_stay_float32_in_bfloat16(case, tmp_path):
+    """As transformers keeps them. There the other routers round their logits too."""
+    import torch
+
+    module = torch_folder(case, tmp_path)
+    theirs = type(module).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    model, config = from_pretrained(tmp_path, dtype="bfloat16")
+    save_pretrained(model, config, tmp_path / "ours")
+    current, kept = type(model).weight_map(config).current, []
+    for name in ("theirs", "ours"):
+        tensors = load_file(weights_file(tmp_path / name))
+        kept.append({current(name) for name, tensor in tensors.items() if tensor.dtype == np.float32})
+    assert kept[0] == kept[1] and bool(kept[0]) == (case.name in EXACT)

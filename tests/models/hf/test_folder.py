@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 import redeqx
 from redeqx.models import Decoder, EncoderDecoder, from_pretrained, lora, save_pretrained
 from redeqx.models.bert import Bert, BertConfig
+from redeqx.models.dots import Dots1, Dots1Config
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.hf import WeightMap
 from redeqx.models.t5 import T5, T5Config
@@ -236,6 +237,26 @@ def test_dtypes(folder, tmp_path):
         from_pretrained(folder, dtype="float64")
     with pytest.raises(ValueError, match=r"`dtype`: expected a floating dtype, got int32"):
         from_pretrained(folder, dtype=jnp.int32)
+
+
+def test_routers_that_choose_by_float32_stay_so(tmp_path):
+    """As in transformers, which also reads the dtype of all others from the config."""
+    sizes = {"vocab_size": 32, "n_positions": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_mlp": 16, "d_expert": 8}
+    config = Dots1Config(**sizes, n_experts=4, n_chosen=2, d_shared=8, n_dense=1, head_size=8)
+    wide = random_model(Dots1, config)
+    save_pretrained(wide, config, tmp_path / "wide")
+    for dtype in ("bfloat16", "float16"):
+        half, _ = from_pretrained(tmp_path / "wide", dtype=dtype)
+        found = {name: leaf for name, leaf in named_leaves(half).items() if eqx.is_array(leaf)}
+        kept = [name for name, leaf in found.items() if leaf.dtype != dtype]
+        assert kept == ["stack.blocks.mlp.router.weight", "stack.blocks.mlp.correction"]
+        assert all(np.array_equal(found[name], named_leaves(wide)[name]) for name in kept)
+        save_pretrained(half, config, tmp_path / dtype)
+        assert json.loads((tmp_path / dtype / "config.json").read_text())["dtype"] == dtype
+        assert_same(from_pretrained(tmp_path / dtype)[0], half)
+    rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16") if eqx.is_array(leaf) else leaf, wide)
+    save_pretrained(rounded, config, tmp_path / "rounded")
+    assert_same(from_pretrained(tmp_path / "rounded")[0], rounded)  # the file's dtypes, without another
 
 
 def test_narrow_floats_are_cast_only_on_request(folder):

@@ -225,6 +225,29 @@ def test_bfloat16_weights_choose_by_float32_scores():
     assert np.abs(y.astype(jnp.float32) - expected).max() < 0.03 * np.abs(expected).max()
 
 
+def test_an_exact_router_of_16_bits_chooses_as_one_of_float32():
+    layer = make(score="sigmoid", has_correction=True, d_shared=3, wide=("router", "correction"))
+    x = tokens(ROWS, SEQ).astype(jnp.bfloat16)
+    layer = eqx.tree_at(lambda layer: layer.correction, layer, 5 + 0.01 * tokens(EXPERTS)[:, 0])
+    scores = jax.nn.sigmoid(x.astype(jnp.float32) @ layer.router.weight.T) + layer.correction
+    counts = (np.argsort(-scores, axis=-1)[..., :CHOSEN, None] == np.arange(EXPERTS)).sum((1, 2)).max(-1)
+
+    def imbalance(layer, batch, key):
+        y, routing = jax.vmap(layer)(batch.astype(layer.experts.up.weight.dtype))
+        return redeqx.Loss(routing.imbalance.sum() + 0 * y.astype(jnp.float32).sum(), jnp.float32(len(batch)))
+
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(verbose=False),
+        model=layer,
+        collate_fn=lambda examples: np.stack(examples),
+        loss_fn=imbalance,
+        optimizer=optax.sgd(0.0),
+        compute="bfloat16",
+    )
+    found = trainer.eval_loss(list(np.asarray(x, np.float32)), per_device_batch_size=1)
+    assert found == pytest.approx(np.mean(counts) * EXPERTS / CHOSEN, rel=1e-6)
+
+
 @pytest.mark.sweep
 def test_adapters_of_experts():
     layer, x = make(d_shared=3), tokens(ROWS, SEQ)
