@@ -118,8 +118,8 @@ def from_pretrained(
     - `folder`: contains `config.json` and safetensors, in one file or in shards with an index; on a disk or in an object
         store, such as `s3://bucket/llama` (extra `stores`).
     - `dtype`: the dtype that floating tensors are cast to, but for those that transformers keeps in float32, such as
-        DeepSeek's routers; None keeps that of the files. Parameters to
-        train should be float32: 16 bits lose most updates, unless `Trainer(compute=redeqx.Precision(...))` keeps them.
+        DeepSeek's routers; None keeps that of the files. Parameters to train should be float32: 16 bits lose most
+        updates, unless `Trainer(compute=redeqx.Precision(...))` keeps them.
     - `deployer`: the model is placed on its mesh; None places the model on the first device.
     - `plan`: how the model is split; by default `deployer.plan` of the model.
     - `kind`: the required class of the model: a class of this package, `Decoder` or `EncoderDecoder`.

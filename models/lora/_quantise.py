@@ -22,7 +22,7 @@ from redeqx._quantised import (
 from redeqx._tree import ModelT, PyTree, is_array_like, map_named, named_leaves
 from redeqx.errors import check_choice, check_count, filter_traceback
 
-from ._adapters import is_linear, selected
+from ._adapters import globs_of, is_linear, selected
 
 _MIN_BLOCK = 8  # numbers of a block, which has 4 bytes of scale
 _NF4_BLOCK = 64  # that of QLoRA
@@ -45,9 +45,10 @@ def quantise(
 
     - `model`: any PyTree with `eqx.nn.Linear` layers, with or without adapters, or with matrices of its own. They may be
         stacked, sharded, or shapes (`jax.ShapeDtypeStruct`).
-    - `where`: one or more globs over the paths of linear layers (`"*.attention.query"`) and of other floating arrays with
-        at least two dims that are in no layer of `eqx.nn`; each must match one. Or a function of the path and the layer or
-        array that returns True for those to quantise.
+    - `where`: one or more globs over the paths of linear layers (`"*.attention.query"`), also of stacked ones and those of
+        experts; each must match one. Other floating arrays with at least two dims, in no layer of `eqx.nn`, are only
+        selected by their whole paths: they may be stacked vectors. Or a function of the path and the layer or array that
+        returns True for those to quantise.
     - `kind`: `"nf4"`, two codes a byte and 0.5 bits of scale a number; or `"int8"`.
     - `block_size`: numbers of a block. The default is 64 for `"nf4"`, and a whole row for `"int8"`. If a row has no whole
         number of blocks, these are as long as the largest common divisor of both.
@@ -58,7 +59,11 @@ def quantise(
     check_choice(kind, "kind", KINDS)
     check_count(block_size, "block_size", advice="Pass a positive number, or None.", optional=True)
     block_size = _NF4_BLOCK if block_size is None and kind == "nf4" else block_size
-    picked = selected(_candidates(model), where, "where", "a linear layer or matrix", "linear layers and matrices")
+    candidates = _candidates(model)
+    if not callable(where):
+        whole = set(globs_of(where, "where", 'Write `"*.attention.query"`, say'))
+        candidates = {path: node for path, node in candidates.items() if is_linear(node) or path in whole}
+    picked = selected(candidates, where, "where", "a linear layer or matrix", "linear layers and matrices")
 
     def quantised(path: str, node: Any) -> Any:
         if path not in picked:

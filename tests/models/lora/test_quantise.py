@@ -1,5 +1,6 @@
 """Quantised bases: their numbers, their uses, the plan, what is sent and what is kept, and training on a mesh."""
 
+import importlib
 import re
 from functools import partial
 
@@ -23,6 +24,7 @@ NF4 = [
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 ]
 D, WIDE, DEPTH = 128, 256, 3
+BOTH = ("blocks.up", "blocks.down")  # an array by its whole path, and a layer
 
 
 class Block(eqx.Module):
@@ -160,7 +162,7 @@ def test_operators_of_a_quantised_weight_are_those_of_its_array():
 
 
 def test_trees_with_quantised_weights_are_compared_as_trees(base):
-    one, two = (lora.quantise(base, where="blocks.*", kind=kind) for kind in ("int8", "nf4"))
+    one, two = (lora.quantise(base, where=BOTH, kind=kind) for kind in ("int8", "nf4"))
     copy = jax.tree.map(jnp.copy, one)
     assert eqx.tree_equal(one, copy) and one == copy and not eqx.tree_equal(one, two) and one != two
     assert eqx.tree_equal(one.blocks.up, copy.blocks.up) and one.blocks.up is not None
@@ -171,7 +173,7 @@ def test_trees_with_quantised_weights_are_compared_as_trees(base):
 
 
 def trainer_of(base, kind, *, mesh=(1, 1), compute=None, **kwargs):
-    model = lora.quantise(base, where="blocks.*", kind=kind)
+    model = lora.quantise(base, where=BOTH, kind=kind)
     model = lora.add(model, rank=4, where="blocks.down", key=jax.random.key(3))
     deployer = redeqx.Deployer(0, *mesh, verbose=False, **kwargs)
     trained = lora.trainable(model)
@@ -271,7 +273,7 @@ def test_bfloat16_computation_rounds_the_numbers_and_not_the_scales(base):
 
 
 def test_merging_a_quantised_base_says_what_it_loses(base):
-    model = lora.add(lora.quantise(base, where="blocks.*"), rank=2, where="blocks.down", key=jax.random.key(0))
+    model = lora.add(lora.quantise(base, where=BOTH), rank=2, where="blocks.down", key=jax.random.key(0))
     model = eqx.tree_at(lambda m: m.blocks.down.lora_b, model, jnp.ones((DEPTH, D, 2)))
     with pytest.warns(UserWarning, match="`blocks.down`: merges into dequantised weights, .* `lora.save_adapter`"):
         merged = lora.merge(model)
@@ -286,7 +288,7 @@ def test_merging_a_quantised_base_says_what_it_loses(base):
         ({"where": "blocks.dwn"}, "matrix, got 'blocks.dwn'. Did you mean `blocks.down`?"),
         ({"where": "blocks.*", "kind": "fp4"}, "`kind`: expected 'nf4' or 'int8', got 'fp4'. Pass one of the two."),
         ({"where": "blocks.*", "block_size": 0}, "`block_size`: expected"),
-        ({"where": "blocks.*", "block_size": 4}, "`blocks.up`: expected rows that divide into blocks of at least 8 numbers"),
+        ({"where": BOTH, "block_size": 4}, "`blocks.up`: expected rows that divide into blocks of at least 8 numbers"),
         (
             {"where": lambda path, node: False},
             "`where`: expected a function that selects linear layers and matrices, got none.",
@@ -298,10 +300,44 @@ def test_errors(kwargs, message, base):
         lora.quantise(base, **kwargs)
 
 
+BASE = {"vocab_size": 64, "n_positions": 64, "d_model": 64, "n_heads": 4, "d_mlp": 64}
+HEADS = {"n_kv_heads": 2, "head_size": 16}
+ROUTED = {"n_experts": 16, "n_chosen": 2, "d_expert": 32, "n_dense": 1, "d_shared": 32}
+STATES = {"state_groups": 2, "state_heads": 4, "state_size": 16, "state_value_size": 16}
+LATENT = {"latent_size": 32, "query_latent_size": 32, "plain_size": 16, "shared_rotary_size": 16, "value_size": 16}
+GROUPED = {"n_expert_groups": 4, "n_chosen_groups": 2}
+MODELS = {  # each mixer and router, in stacks of so many layers that vectors of them would pass as matrices
+    "gpt_oss.GptOss": {"n_layers": 16, **HEADS, "n_experts": 16, "n_chosen": 2},
+    "deepseek_v3.DeepseekV3": {"n_layers": 9, **LATENT, **ROUTED, **GROUPED},
+    "glm_moe.Glm4Moe": {"n_layers": 9, **HEADS, **ROUTED},
+    "qwen_next.Qwen3Next": {"n_layers": 32, **HEADS, **STATES, **ROUTED, "n_dense": 0},
+    "lfm.Lfm2": {"n_layers": 8, "n_kv_heads": 2, "mixer_layers": (0, 1, 2, 4, 5, 6)},
+    "apertus.Apertus": {"n_layers": 8, "n_kv_heads": 2},
+    "falcon_h1.FalconH1": {"n_layers": 8, "n_kv_heads": 2, **STATES},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_globs_quantise_the_weights_of_layers_alone(name):
+    """No router's correction, sinks, taps, rates or parameters of activations: stacked, these look like matrices."""
+    file, _, cls = name.partition(".")
+    module = importlib.import_module(f"redeqx.models.{file}")
+    config = getattr(module, f"{cls}Config")(**BASE, **MODELS[name])
+    model = eqx.filter_eval_shape(getattr(module, cls), config, key=jax.random.key(0))
+    model = lora.quantise(model, where="stack.blocks.*", kind="int8")
+    is_linear = lambda node: isinstance(node, eqx.nn.Linear)  # noqa: E731
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_linear)
+    layers = [jax.tree_util.keystr(path, simple=True, separator=".") for path, node in nodes if is_linear(node)]
+    found = [path.removesuffix(".codes") for path in named_leaves(model) if path.endswith(".codes")]
+    assert found == [f"{path}.weight" for path in layers if path.startswith("stack.blocks.")]
+    ids, cache = jnp.arange(1), eqx.filter_eval_shape(lambda model: model.init_cache(8), model)
+    assert eqx.filter_eval_shape(lambda model, cache: model.decode(ids, cache)[0], model, cache).shape == (64,)
+
+
 def test_codes_cannot_be_trained_or_quantised_again(base):
     model = lora.quantise(base, where="blocks.up")
     with pytest.raises(ValueError, match=r"`blocks.up`: expected a weight, got one of nf4. Leave it out\."):
-        lora.quantise(model, where="blocks.*")
+        lora.quantise(model, where=BOTH)
     rest = {"model": model, "optimizer": optax.sgd(0.1), "collate_fn": collate_fn, "loss_fn": loss_fn}
     with pytest.raises(ValueError, match=r"`trainable`: expected .*, got `blocks.up` \(quantised\)"):
         mask = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.floating), eqx.filter(model, eqx.is_array))
