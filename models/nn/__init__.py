@@ -44,6 +44,7 @@ from ._layers import (
     OffsetLayerNorm as OffsetLayerNorm,
     OffsetRMSNorm as OffsetRMSNorm,
     embed as embed,
+    finite as finite,
     linear as linear,
     norm as norm,
     normal_embedding as normal_embedding,

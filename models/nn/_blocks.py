@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._activations import ACTIVATIONS, Xielu
 from ._attention import Attention, Cache, Mask
-from ._layers import linear, norm, normal_linear, times
+from ._layers import finite, linear, norm, normal_linear, times
 
 
 class BlockStds(NamedTuple):
@@ -43,7 +43,11 @@ class Mlp(eqx.Module):
         activate = ACTIVATIONS[self.activation] if self.xielu is None else self.xielu
         inner = activate(times(linear(self.up if self.gate is None else self.gate, x), self.factor))
         inner = inner if self.gate is None else inner * linear(self.up, x)
-        return linear(self.down, self.dropout(inner, key=key))
+        return self.project(self.dropout(inner, key=key))
+
+    def project(self, inner: Float[Array, "seq inner"]) -> Float[Array, "seq d"]:
+        """Applies the last layer."""
+        return linear(self.down, inner)
 
 
 def normal_mlp(
@@ -186,16 +190,16 @@ class CrossBlock(eqx.Module):
         with jax.named_scope("attention"):
             normed = before(self.attention_norm, x)
             mixed, cache = self.attention(normed, mask=mask, bias=bias, cache=cache, key=keys[0])
-            x = after(self.attention_norm, x + self.dropout(mixed, key=keys[1]))
+            x = after(self.attention_norm, finite(x + self.dropout(finite(mixed), key=keys[1])))
         if self.cross_attention is not None and self.cross_norm is not None:
             with jax.named_scope("cross_attention"):
                 pairs = self.project_memory(memory) if cache is None else cache.read_memory()
                 normed = before(self.cross_norm, x)
                 mixed = self.cross_attention.attend_memory(normed, pairs, mask=memory_mask, key=keys[2])
-                x = after(self.cross_norm, x + self.dropout(mixed, key=keys[3]))
+                x = after(self.cross_norm, finite(x + self.dropout(finite(mixed), key=keys[3])))
         with jax.named_scope("mlp"):
             computed = self.mlp(before(self.mlp_norm, x), key=keys[4])
-            x = after(self.mlp_norm, x + self.dropout(computed, key=keys[5]))
+            x = after(self.mlp_norm, finite(x + self.dropout(finite(computed), key=keys[5])))
         return x, cache
 
     def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:

@@ -29,6 +29,13 @@ def norm(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Float[Array, "seq d"]) -> 
     return jax.vmap(layer)(x)
 
 
+def finite(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    """Replaces infinities of float16 by large numbers, as transformers does; other dtypes have the range of float32."""
+    if x.dtype != jnp.float16:
+        return x
+    return jnp.where(jnp.isinf(x), jnp.copysign(jnp.finfo(x.dtype).max - 1000, x), x)
+
+
 class OffsetRMSNorm(eqx.nn.RMSNorm):
     """An RMSNorm whose leaf is its scale minus one, as in Gemma. It is computed in at least float32, and then rounded."""
 

@@ -8,6 +8,7 @@ import functools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -27,6 +28,7 @@ from ..nn import (
     Stack,
     check_segments,
     embed,
+    finite,
     linear,
     norm,
     normal_embedding,
@@ -58,8 +60,28 @@ def _attention(config: T5Config, key: PRNGKeyArray) -> Attention:
     )
 
 
-def _norm(config: T5Config) -> eqx.nn.RMSNorm:
-    return eqx.nn.RMSNorm(config.d_model, eps=config.layer_norm_eps, use_bias=False)
+class _Norm(eqx.nn.RMSNorm):
+    """An RMSNorm that rounds to float16 if its weight is: the residual stream is float32 then."""
+
+    def __init__(self, config: T5Config):
+        super().__init__(config.d_model, eps=config.layer_norm_eps, use_bias=False)
+
+    def __call__(self, x: Float[Array, " d"], *args: Any, **kwargs: Any) -> Any:
+        out = super().__call__(x, *args, **kwargs)
+        assert self.weight is not None
+        return out.astype(jnp.float16) if self.weight.dtype == jnp.float16 else out
+
+
+class _Mlp(Mlp):
+    """An MLP whose outputs, of sizes that float16 does not have, are computed in float32 then, as in transformers."""
+
+    def keeps_float32(self, dtype: Any) -> tuple[str, ...]:
+        """Returns the fields that are not cast to this dtype (see `redeqx._tree`)."""
+        return ("down",) if jnp.dtype(dtype) == jnp.float16 else ()
+
+    def project(self, inner: Float[Array, "seq inner"]) -> Float[Array, "seq d"]:
+        """Applies the last layer."""
+        return linear(self.down, finite(inner).astype(jnp.float32) if inner.dtype == jnp.float16 else inner)
 
 
 class RelativeBias(eqx.Module):
@@ -100,10 +122,10 @@ def _buckets(n_buckets: int, max_distance: int) -> np.ndarray:
     return np.where(distances < n_exact, distances, np.minimum(ranges, n_buckets - 1))
 
 
-def _mlp(config: T5Config, key: PRNGKeyArray) -> Mlp:
+def _mlp(config: T5Config, key: PRNGKeyArray) -> _Mlp:
     gate_key, up_key, down_key = jax.random.split(key, 3)
     d, d_ff, factor = config.d_model, config.d_ff, config.init_factor
-    return Mlp(
+    return _Mlp(
         gate=_linear(d, d_ff, factor * d**-0.5, gate_key) if config.is_gated else None,
         up=_linear(d, d_ff, factor * d**-0.5, up_key),
         down=_linear(d_ff, d, factor * d_ff**-0.5, down_key),
@@ -116,11 +138,11 @@ def _block(config: T5Config, key: PRNGKeyArray, *, is_decoder: bool) -> CrossBlo
     attention_key, cross_key, mlp_key = jax.random.split(key, 3)
     return CrossBlock(
         attention=_attention(config, attention_key),
-        attention_norm=_norm(config),
+        attention_norm=_Norm(config),
         cross_attention=_attention(config, cross_key) if is_decoder else None,
-        cross_norm=_norm(config) if is_decoder else None,
+        cross_norm=_Norm(config) if is_decoder else None,
         mlp=_mlp(config, mlp_key),
-        mlp_norm=_norm(config),
+        mlp_norm=_Norm(config),
         dropout=eqx.nn.Dropout(config.dropout),
         is_pre_norm=True,
     )
@@ -141,7 +163,7 @@ class TransformerStack(eqx.Module):
         self.dropout = eqx.nn.Dropout(config.dropout)
         make = functools.partial(_block, config, is_decoder=is_decoder)
         self.stack = Stack(make, n_layers, remat=config.remat, key=stack_key)
-        self.norm = _norm(config)
+        self.norm = _Norm(config)
 
     def __call__(
         self,
@@ -160,6 +182,7 @@ class TransformerStack(eqx.Module):
         start, length = (0, len(x)) if cache is None else (cache.index, cache.mask.shape[0])
         bias = self.positions(start + jnp.arange(len(x)), jnp.arange(length))
         x = self.dropout(x, key=keys[0])
+        x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x  # the residual stream (see `_Mlp`)
         x, cache = self.stack((x, cache), mask, memory, memory_mask, bias, key=keys[1])
         return self.dropout(norm(self.norm, x), key=keys[2]), cache
 

@@ -363,3 +363,51 @@ def test_the_encoder_loads_from_a_complete_t5(tmp_path):
     assert json.loads((tmp_path / "alone" / "config.json").read_text())["architectures"] == ["T5EncoderModel"]
     again, _ = from_pretrained(tmp_path / "alone")
     assert isinstance(again, T5Encoder)
+
+
+def with_large_outputs(model):
+    """Returns the model with MLPs whose outputs float16 does not have, although it has their weights and inner numbers."""
+    mlps = [side.stack.blocks.mlp for side in (model.encoder, model.decoder)]
+    where = lambda model: [  # noqa: E731
+        leaf.weight
+        for side in (model.encoder, model.decoder)
+        for leaf in (side.stack.blocks.mlp.up, side.stack.blocks.mlp.down)
+    ]
+    return eqx.tree_at(where, model, [x for mlp in mlps for x in (10 * mlp.up.weight, 40000 * mlp.down.weight)])
+
+
+def test_float16_is_finite_beyond_its_range(tmp_path):
+    """The last layers of MLPs stay float32, as the residual stream; in files of float16 only the latter."""
+    wide = eqx.nn.inference_mode(with_large_outputs(random_model(T5, CONFIG)))
+    save_pretrained(wide, CONFIG, tmp_path / "wide")
+    half = eqx.nn.inference_mode(from_pretrained(tmp_path / "wide", dtype="float16")[0])
+    down = [side.stack.blocks.mlp.down.weight for side in (half.encoder, half.decoder)]
+    leaves = jax.tree.leaves(eqx.filter(half, eqx.is_array))
+    assert {leaf.dtype for leaf in down} == {jnp.dtype("float32")}
+    assert sum(leaf.dtype != jnp.float16 for leaf in leaves) == len(down)
+    expected = np.asarray(wide(IDS, TARGET))
+    rounded = jax.tree.map(lambda leaf: leaf.astype("float16") if eqx.is_array(leaf) else leaf, half)
+    for model in (half, rounded):
+        found = eqx.filter_jit(model)(IDS, TARGET)
+        assert found.dtype == jnp.float16
+        np.testing.assert_allclose(found.astype("float32"), expected, atol=0.03 * np.abs(expected).max())
+    save_pretrained(half, CONFIG, tmp_path / "half")
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "float16"
+    for name, leaf in load_file(tmp_path / "half" / "model.safetensors").items():
+        assert leaf.dtype == ("float32" if name.endswith(".wo.weight") else "float16"), name
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+def test_float16_of_transformers(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    wide = with_large_outputs(random_model(T5, CONFIG))
+    save_pretrained(wide, CONFIG, tmp_path)
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16).eval()
+    model = eqx.nn.inference_mode(from_pretrained(tmp_path, dtype="float16")[0])
+    with torch.no_grad():
+        ids, target = (torch.tensor(np.asarray(x))[None] for x in (IDS, TARGET))
+        expected = theirs(input_ids=ids, decoder_input_ids=target).logits[0].float().numpy()
+    found = np.asarray(model(IDS, TARGET).astype("float32"))
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(found, expected, atol=0.03 * np.abs(expected).max())
