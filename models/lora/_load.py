@@ -209,6 +209,8 @@ def _match(
             problems.append(f"`{PREFIX}{name}`: expected the name of a layer of this model.{near}")
             continue
         module, i = known[current]
+        if has_dora and module.is_embedding:
+            raise _refuse(keys.path, "use_dora", f"false with an adapter of the embedding `{name}`", has_dora)
         rank = by_pattern(keys.get("rank_pattern", {}), name, keys.get("r", 8))
         alpha = by_pattern(keys.get("alpha_pattern", {}), name, keys.get("lora_alpha", 8.0, NUMBER))
         if module.is_embedding:

@@ -178,7 +178,7 @@ def _magnitude(module: Module, adapters: Mapping[str, Any], linears: Mapping[str
     """
     found: Any = None
     for rows, path in zip(module.rows, module.paths, strict=True):
-        if path in adapters and adapters[path].magnitude is None:
+        if path in adapters and getattr(adapters[path], "magnitude", None) is None:  # embeddings have none
             raise ValueError(f"`{path}`: expected DoRA, as other layers have, got none. Save these adapters on their own.")
         own = adapters[path].magnitude if path in adapters else lengths(linears[path].weight)
         found = np.zeros((*own.shape[:-1], module.n_out), own.dtype) if found is None else found

@@ -1,11 +1,14 @@
 """DoRA, rsLoRA and LoRA+, against their papers' formulas written out, and as folders."""
 
+import json
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from redeqx.models import lora
 from redeqx.models.gpt2 import GPT2, GPT2Config
@@ -79,3 +82,22 @@ def test_the_folder_of_dora_round_trips(tmp_path):
     other = lora.add(model, rank=2, where="*.down", key=jax.random.key(2))
     with pytest.raises(ValueError, match="down`: expected DoRA, as other layers have, got none"):
         lora.save_adapter(other, tmp_path)
+
+
+def test_dora_of_embeddings_is_refused(tmp_path):
+    """PEFT has it. Its magnitudes would be dropped if the embedding is square."""
+    config = GPT2Config(vocab_size=8, n_positions=16, d_model=8, n_layers=1, n_heads=2).without_dropout()
+    base = random_model(GPT2, config)
+    table = lora.add(base, rank=2, embeddings="embedding", key=jax.random.key(1))
+    lora.save_adapter(table, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    name = next(iter(tensors)).partition(".lora_")[0]
+    save_file({**tensors, f"{name}.lora_magnitude_vector": np.ones(8, "f")}, tmp_path / "adapter_model.safetensors")
+    message = r"`use_dora`: expected false with an adapter of the embedding `transformer\.wte`, .* got True\. Merge"
+    with pytest.raises(ValueError, match=message):
+        lora.load_adapter(base, tmp_path)
+    both = lora.add(table, rank=2, where="*.up", use_dora=True, key=jax.random.key(2))
+    with pytest.raises(ValueError, match="`embedding`: expected DoRA, as other layers have, got none"):
+        lora.save_adapter(both, tmp_path)
