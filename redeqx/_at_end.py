@@ -12,7 +12,7 @@ from typing import Any
 class AtEnd:
     """Calls a function once: when this object is called, its owner is collected, or the process ends, also by `end_all`.
 
-    A forked child does not call it: what it ends is the parent's.
+    The newest comes first, as `atexit` calls them. A forked child does not call it: what it ends is the parent's.
 
     **Arguments:**
 

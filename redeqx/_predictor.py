@@ -230,7 +230,8 @@ class Predictor(RedcoNames):
                     model, state, plan = self._resolve(model, batch)
                     structure, step = self._get_step(model, state, plan)
                     arrays = (*structure.take(model), jax.tree.leaves(state))
-                self._check_alive(model, state)
+                if any(x.is_deleted() for x in jax.tree.leaves(arrays)):
+                    self._check_alive(model, state)
                 signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(batch))
                 outputs = self._called.call(step, (*arrays, batch, key, row_span(start, n)), signature, line)
                 self._deployer.watch.beat()

@@ -90,7 +90,7 @@ class Quantised(eqx.Module):
 def _of_array(name: str) -> Callable[..., Any]:
     def operator(self: Quantised, *args: Any) -> Any:
         if name in ("__eq__", "__ne__") and not isinstance(self.codes, jax.Array | np.ndarray):
-            return getattr(super(Quantised, self), name)(*args)  # of shapes, specs or masks, which are no numbers
+            return getattr(super(Quantised, self), name)(*args)  # of shapes, specs or masks: these are not numbers
         return getattr(dequantise(self), name)(*args)
 
     operator.__name__ = name

@@ -299,8 +299,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
                 trainer.save_ckpt()
         ```
 
-        A scheduler's signal saves the newest update of a loop that has called `resume` or `save_ckpt`, and ends the script
-        with exit code 75. Ctrl-C saves only in `fit`.
+        A scheduler's signal saves the newest update of a loop that has called `resume`, or `save_ckpt` with the optimizer's
+        state, and ends the script with exit code 75. Ctrl-C saves only in `fit`.
 
         Trainers that take turns need a name each (`Trainer(name=)`), if their steps are recorded. Guard updates after a
         `fit` by the step (`while trainer.step < 700:`): a script that is run again takes them again.

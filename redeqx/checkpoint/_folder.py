@@ -131,13 +131,16 @@ class CheckpointFolder:
             return None
 
     def is_resumable(self, name: str) -> bool | None:
-        """Returns whether a checkpoint has what resuming needs, and not the weights alone; None for an incomplete one."""
+        """Returns whether a run resumes from a checkpoint: not from the weights alone, or from weights that were cast to be
+        exported; None for an incomplete one."""
         manifest = self._manifest_if_complete(name)
-        return None if manifest is None else any(kind_of(file) == "optimizer" for file in manifest.files)
+        if manifest is None:
+            return None
+        return manifest.record.get("resumable", True) and any(kind_of(file) == "optimizer" for file in manifest.files)
 
     def newest(self, is_whole: Callable[[Mapping[str, Any]], bool | None] | None = None) -> list[Location]:
         """Returns the folders of the checkpoints to resume from: the index's last one, then older ones, without those that
-        have the weights alone, if there are others. In every process it is the list of the process that has the newest.
+        are exports, if there are others. In every process it is the list of the process that has the newest.
 
         **Arguments:**
 
@@ -168,8 +171,9 @@ class CheckpointFolder:
         names = max(everywhere, key=lambda names: max(map(order, names), default=(-1, 0)))
         if names and (newest := max(names, key=order)) != names[0]:
             self._log(f"{self.folder}: other trainers were not saved with {newest}, so all resume from the save before it")
-        if names and any(order(name) > max(map(order, names)) for name in self.names()):
-            self._log(f"{self.folder}: newer checkpoints hold the weights alone (`save_opt_states=False`)")
+        newest = max(map(order, names), default=(-1, 0))
+        if names and any(order(name) > newest and self.is_resumable(name) is False for name in self.names()):
+            self._log(f"{self.folder}: newer checkpoints are exports, without the optimizer's state or of another dtype")
         return [self.folder / name for name in names]
 
     def first_valid(
@@ -200,8 +204,8 @@ class CheckpointFolder:
         return None, {}
 
     def steps(self) -> list[int]:
-        """Returns the steps of the existing checkpoints, in order, each once."""
-        return sorted({order(name)[0] for name in self.names()})
+        """Returns the steps of the existing checkpoints from which a run resumes, in order, each once."""
+        return sorted({order(name)[0] for name in self.names() if self.is_resumable(name) is not False})
 
     def resolve(self, which: str | Location) -> Location:
         """Returns the folder of a checkpoint, the same in all processes even if only some have it.

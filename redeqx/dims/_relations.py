@@ -261,19 +261,17 @@ def _ordered(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     return [dims] * len(eqn.outvars)
 
 
-# The number of dims of each operand's matrix or vector. All dims before are a batch.
+# The number of dims of the first operand's matrix or vector. All dims before are a batch.
 _OF_MATRICES = {
-    **dict.fromkeys(("cholesky", "eig", "eigh", "geqrf", "hessenberg", "lu", "qr", "schur", "svd", "tridiagonal"), (2,)),
-    **dict.fromkeys(("geqp3", "householder_product"), (2, 1)),
-    "lu_pivots_to_permutation": (1,),
-    "ormqr": (2, 1, 2),
-    "tridiagonal_solve": (1, 1, 1, 2),
+    **dict.fromkeys(("cholesky", "eig", "eigh", "geqrf", "hessenberg", "lu", "qr", "schur", "svd", "tridiagonal"), 2),
+    **dict.fromkeys(("geqp3", "householder_product", "ormqr"), 2),
+    **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), 1),
 }
 
 
 def _linear_algebra(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     """Decompositions of a matrix, and what is computed with them."""
-    n_batch = len(ins[0].dims) - _OF_MATRICES[eqn.primitive.name][0]
+    n_batch = len(ins[0].dims) - _OF_MATRICES[eqn.primitive.name]
     for value in ins:
         names.unify_all(ins[0].dims[:n_batch], value.dims[:n_batch])
         for dim in value.dims[n_batch:]:

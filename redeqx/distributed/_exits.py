@@ -29,8 +29,11 @@ def attempt(act: Callable[[], object], seconds: float | None = None) -> None:
             act()
 
     thread = threading.Thread(target=run, name="redeqx-attempt", daemon=True)
-    with contextlib.suppress(RuntimeError):  # no thread can start while the interpreter shuts down
+    try:
         thread.start()
+    except RuntimeError:  # no thread can start while the interpreter of Python 3.12 shuts down
+        run()
+    else:
         thread.join(PATIENCE if seconds is None else seconds)
 
 

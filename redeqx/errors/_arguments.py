@@ -239,7 +239,7 @@ def check_alive(tree: Any, name: str, advice: str = _AFTER_A_STEP) -> None:
     def is_dead(leaf: Any) -> bool:
         return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
-    if not any(map(is_dead, jax.tree.leaves(tree))):  # 0.1 ms for 1,000 leaves; their names take more
+    if not any(map(is_dead, jax.tree.leaves(tree))):  # the names of all leaves take longer
         return
     arrays = {path: leaf for path, leaf in named_leaves(tree).items() if isinstance(leaf, jax.Array)}
     dead = [path for path, leaf in arrays.items() if is_dead(leaf)]

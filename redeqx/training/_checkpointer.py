@@ -230,6 +230,7 @@ class Checkpointer:
         save_opt_states: bool,
         save_float_dtype: Any,
         then: Callable[[Location], None] | None = None,
+        is_of_fit: bool = False,
     ) -> Location:
         """Saves the current step; returns the checkpoint's folder.
 
@@ -238,9 +239,10 @@ class Checkpointer:
         - `tags`: its names in the index, in addition to `"last"`.
         - `metrics`: by default those of the evaluation of this step.
         - `then`: called after a background save, see `CheckpointManager.save`.
+        - `is_of_fit`: whether the options of a fit ask for it, so that the run resumes from weights that are cast.
         """
         engine, deployer = self.engine, self.engine.deployer
-        step, is_full = engine.step, save_opt_states and save_float_dtype is None
+        step, is_full = engine.step, save_opt_states and (save_float_dtype is None or is_of_fit)
         if is_full:  # else the fit's own save of this step follows
             tags = [*tags, *sorted(self.tags.difference(tags))]
         if metrics is None:
@@ -255,7 +257,7 @@ class Checkpointer:
         if deployer.is_dry_run:
             return self.need_checkpoints().folder / f"step_{step:08d}"  # writes nothing
         engine.take_hyperparams()  # places the model
-        record = self._record(metrics)
+        record = {**self._record(metrics), "resumable": is_full}
         with engine.line.pause("saving"):
             checkpoints = self.need_checkpoints()
         program, state = engine.placed
@@ -330,9 +332,9 @@ class Checkpointer:
         if self._is_ahead and not self._has_warned:
             self._has_warned = True
             warn(
-                f"`workdir`: expected that this update comes before fit {self.fit_index + 1} of the run, got a run that has "
-                f"taken it and is at step {self.engine.step}, in or after that fit: the update comes in addition. Guard "
-                "updates between fits by the step: `while trainer.step < ...`."
+                f"`workdir`: expected an update before fit {self.fit_index + 1} of the run, got a run that has begun that "
+                f"fit, and was at step {self.engine.step - 1}: this update is taken twice. Guard updates between fits by "
+                "the step: `while trainer.step < ...`."
             )
         if self.engine.deployer.preemption.is_due_outside(self.engine.step):
             self.engine.flush()
@@ -390,7 +392,9 @@ class Checkpointer:
 
     def _continue_from(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
         """Takes over the counts, the stream of keys, the progress and the callbacks' states of a checkpoint's record."""
+        results = self.progress.results  # fits may have ended since that checkpoint
         self.progress, self._states = Progress.of_record(record), states
+        self.progress.results |= results
         self._kept_step = record["step"]
         self.engine.continue_from(
             record["step"],

@@ -143,6 +143,7 @@ class Save(Callback):
             keep_last=options.keep_last,
             save_opt_states=options.save_opt_states or self._is_preempted,
             save_float_dtype=None if self._is_preempted else options.save_float_dtype,
+            is_of_fit=True,
             then=lambda path: engine.deployer.console.info(f"step {step}: saved {path} ({names})"),
         )
         fit.progress.saved = (step, engine.position)  # as the options say, maybe without what resuming needs

@@ -90,14 +90,15 @@ def given_state(program: Program, model: PyTree, stream: np.ndarray, base: Base 
 
 
 def check_values(program: Program, state: TrainState) -> None:
-    """Raises ValueError if the user's code has deleted arrays that `trainer.model` returned."""
-    if any(x.is_deleted() for x in state.trained):  # 0.1 ms for 1,000 leaves
-        check_alive(
-            program.model(state),
-            "trainer.model",
+    """Raises ValueError if the user's code has deleted arrays that `trainer.model` or `model_state` returned."""
+    if any(x.is_deleted() for x in (*state.trained, *state.frozen, *state.layers)):  # 0.1 ms for 1,000 leaves
+        advice = (
             "A function outside of the trainer has deleted them, as one with `donate_argnums` does: load a checkpoint, and "
-            "pass such a function",
+            "pass such a function"
         )
+        check_alive(program.model(state), "trainer.model", advice)
+        if state.layers:
+            check_alive(program.model_state(state), "trainer.model_state", advice)
 
 
 def leaves_of(program: Program, state: TrainState) -> dict[str, Any]:

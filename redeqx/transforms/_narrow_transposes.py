@@ -95,7 +95,6 @@ def _product(eqn: Any, side: int) -> Callable[[Array, Array], Array]:
         d_weight = d_weight if (n_in < n_out) == (of_weight == 0) else d_weight.T
         return (d_weight, d_other) if side == 0 else (d_other, d_weight)
 
-    product.defvjp(
-        lambda *operands: (run(eqn, operands)[0], operands), backward
-    )  # not `product`: this may be differentiated
+    # Not `product` itself: an optimizer may differentiate this.
+    product.defvjp(lambda *operands: (run(eqn, operands)[0], operands), backward)
     return product

@@ -285,7 +285,7 @@ def test_gathering_compiles_once_for_arrays_of_one_kind():
         if event == "/jax/core/compile/backend_compile_duration":
             names.append(kwargs.get("fun_name"))
 
-    arrays = [sharded_array(P("fsdp", "model"), (16, 24))[1] for _ in range(3)]
+    arrays = [sharded_array(P("fsdp", "model"), (24, 40))[1] for _ in range(3)]
     jax.monitoring.register_event_duration_secs_listener(record)
     try:
         for array in arrays:

@@ -210,7 +210,7 @@ Preemption(Peers()).end(7, lambda text: None)
 
 
 def test_exit_handler_that_hangs_does_not_delay_the_others(codes, monkeypatch):
-    monkeypatch.setattr("redeqx.distributed._exits.UPLOADS", 0.5)
+    monkeypatch.setattr("redeqx.distributed._exits.UPLOADS", 2.0)
     called, over = threading.Event(), threading.Event()
     ends = [AtEnd(called.set), AtEnd(over.wait)]
     try:

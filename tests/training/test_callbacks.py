@@ -516,6 +516,16 @@ def test_a_run_resumes_from_its_newest_full_checkpoint_whatever_exports_follow(t
     assert bits(again.model) == bits(trainer.model)
 
 
+def test_a_run_does_not_resume_from_weights_that_were_cast_to_be_exported(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.resume()
+    trainer.update(DATA[:8])
+    trainer.save_ckpt()
+    trainer.update(DATA[:8])
+    trainer.save_ckpt("half", save_float_dtype="bfloat16")
+    assert make_trainer(tmp_path).resume() == 1
+
+
 def test_an_export_at_the_last_step_does_not_take_the_place_of_the_final_save(tmp_path):
     fit(make_trainer(tmp_path), SaveAtEpochs("export", save_opt_states=False))
     again = make_trainer(tmp_path)
@@ -619,8 +629,20 @@ def test_each_fit_of_a_finished_script_returns_its_own_metrics_again(tmp_path, c
     assert found == results and results[0] != results[1] and again.step == 6
 
 
+def test_a_checkpoint_loaded_between_fits_keeps_what_the_first_one_returned(tmp_path):
+    def script():
+        trainer = make_trainer(tmp_path)
+        options = {"save_argmin_ckpt_by_metrics": ["loss"], "eval_every_n_steps": 1}
+        first = trainer.fit(DATA, batch_size=8, n_epochs=2, eval_examples=DATA[:8], **options)
+        trainer.load_ckpt("argmin_loss")
+        return first, trainer.fit(DATA, batch_size=8, n_epochs=3, eval_examples=DATA[8:])
+
+    first, again = script(), script()
+    assert again[0] == first[0] != first[1]
+
+
 def test_updates_between_fits_that_a_run_has_taken_already_are_named(tmp_path):
     two_fits(tmp_path, 2)
-    with pytest.warns(UserWarning, match=r"expected that this update comes before fit 2 .* is at step 9") as warned:
+    with pytest.warns(UserWarning, match=r"expected an update before fit 2 .* was at step 8") as warned:
         two_fits(tmp_path, 2)
     assert len(warned) == 1
