@@ -154,7 +154,8 @@ class CheckpointFolder:
                 checked_entry(self.folder / last)
                 names = [*(name for name in names if order(name) < order(last)), last]
             names = [name for name in reversed(names) if name == last or not is_outside_link(self.folder / name)]
-            return [name for name in names if self.is_resumable(name) is not False] or names
+            resumable = {name: self.is_resumable(name) for name in names}
+            return [name for name in names if resumable[name] is not False] if True in resumable.values() else names
 
         def whole_first() -> list[str]:
             names = found()

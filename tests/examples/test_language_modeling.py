@@ -292,7 +292,7 @@ def test_invalid_input_is_refused(tmp_path):
     text = refused(main, Args(pretrained=t5, workdir=tmp_path))
     assert text.startswith(f"`{t5 / 'config.json'}`: `model_type`: expected one of ") and " llama, " in text
     assert (
-        ", gpt2, gpt_neo, gpt_neox, gpt_oss, gptj, " in text
+        ", gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_oss, gptj, " in text
         and "(Decoder), got 't5'. Pass the folder of such a model." in text
     )
     text = refused(main, Args(pretrained=tmp_path / "none", workdir=tmp_path))

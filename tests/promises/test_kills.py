@@ -81,7 +81,7 @@ def check_complete(checkpoints, name):
 
 def check_leftovers_are_removed(checkpoints):
     """Checks that the next save succeeds, and removes the files of the killed one."""
-    checkpoints.save(3, {"model": {"w": np.ones(3)}}, {"step": 3}, keep_last=1)
+    checkpoints.save(3, {kind: {"w": np.ones(3)} for kind in ("model", "optimizer")}, {"step": 3}, keep_last=1)
     left = sorted(entry.name for entry in checkpoints.folder.iterdir())
     assert left == ["index.json", "step_00000003"]
 
