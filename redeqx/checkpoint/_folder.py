@@ -131,12 +131,9 @@ class CheckpointFolder:
             return None
 
     def is_resumable(self, name: str) -> bool | None:
-        """Returns whether a run resumes from a checkpoint: not from the weights alone, or from weights that were cast to be
-        exported; None for an incomplete one."""
+        """Returns `Manifest.is_resumable` of a checkpoint; None for an incomplete one."""
         manifest = self._manifest_if_complete(name)
-        if manifest is None:
-            return None
-        return manifest.record.get("resumable", True) and any(kind_of(file) == "optimizer" for file in manifest.files)
+        return None if manifest is None else manifest.is_resumable
 
     def newest(self, is_whole: Callable[[Mapping[str, Any]], bool | None] | None = None) -> list[Location]:
         """Returns the folders of the checkpoints to resume from: the index's last one, then older ones, without those that

@@ -270,8 +270,9 @@ class CheckpointManager(CheckpointFolder):
         older ones. The newest one from which a run resumes is never removed.
         """
         names, n = self.names(), max(keep_last, 1)
-        named = {*self.index().values(), next((name for name in reversed(names) if self.is_resumable(name)), None)}
-        complete = [name for name in names if self._manifest_if_complete(name) is not None] or names
+        manifests = {name: manifest for name in names if (manifest := self._manifest_if_complete(name)) is not None}
+        resumable = next((name for name in reversed(manifests) if manifests[name].is_resumable), None)
+        complete, named = [*manifests] or names, {*self.index().values(), resumable}
         by_step: dict[int, list[str]] = {}
         for name in complete:
             by_step.setdefault(order(name)[0], []).append(name)

@@ -104,6 +104,11 @@ class Manifest(NamedTuple):
     tags: list[str]
     files: dict[str, dict[str, int]]
 
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a run resumes from it: not from the weights alone, or from weights that were cast to be exported."""
+        return self.record.get("resumable", True) and any(kind_of(file) == "optimizer" for file in self.files)
+
 
 def read_manifest(folder: Location, *, is_part: bool = False) -> Manifest:
     """Returns the manifest of a checkpoint, after checking that all of its files exist here with the right sizes. Their
