@@ -14,8 +14,8 @@ the loss and the gradient norm, because `fit` logs them, but does not read them 
     python tests/benchmarks/step_overhead.py              # one device, and 8 simulated ones as data=4 x model=2
 
 Measured on 2 quiet cores, 29 November 2026, three rounds: fit over the loop 0.62 (GPT-2) and 0.84 (500 leaves) on one
-device, 0.81 and 0.83 on eight; the first step 1.04 and 1.06, 1.05 and 1.22. On 27 November 0.53, 0.88, 0.86 and 0.81. On 26 November the first step 1.27 and 1.04, and 0.87 and 0.99. On 24 November: 0.58,
-0.90, 0.79 and 0.78; 0.98, 1.04, 0.95 and 1.11.
+device, 0.81 and 0.83 on eight; the first step 1.04 and 1.06, 1.05 and 1.22. On 27 November 0.53, 0.88, 0.86 and 0.81; on
+26 November the first step 1.27 and 1.04, 0.87 and 0.99.
 """
 
 import argparse
