@@ -67,8 +67,12 @@ def restricted(closed: Any, outvars: Sequence[Any], invars: Sequence[Any] | None
     info = jex.DebugInfo("redeqx", "restricted", None, None)
     jaxpr = closed.jaxpr.replace(invars=invars, outvars=list(outvars), eqns=eqns[::-1], debug_info=info)
     form = jex.ClosedJaxpr(jaxpr, closed.consts)
-    if closed.jaxpr in _NORMAL:
-        _NORMAL.add(jaxpr)
+    return _marked(form) if closed.jaxpr in _NORMAL else form
+
+
+def _marked(form: Any) -> Any:
+    """Returns a closed jaxpr that is known to be in normal form from now on."""
+    _NORMAL.add(form.jaxpr)  # JAX 0.12 closes a copy of a jaxpr
     return form
 
 
@@ -135,8 +139,7 @@ def _normal(closed: Any, call: Any = None, *, keeps_remats: bool = True) -> Any:
     invars = _fresh(closed.jaxpr.invars)
     outvars = enter(closed, invars, call)
     jaxpr = closed.jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
-    _NORMAL.add(jaxpr)
-    return jex.ClosedJaxpr(jaxpr, consts)
+    return _marked(jex.ClosedJaxpr(jaxpr, consts))
 
 
 def _as_others(eqn: Any) -> Any | None:
