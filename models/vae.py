@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from redeqx._rounding import at_least_float32
+
 from ._kinds import NUMBER, POSITIVE
 from .diffusion import Resnet, apply, attention, check_groups, diffusers, mirrored, size_of_sample, sizes_of_blocks, upsample
 from .hf import ConfigReader, Field, FolderConfig, Only, Pretrained, Row, WeightMap, published
@@ -144,9 +146,11 @@ class Posterior(eqx.Module):
         return self.mean + jnp.exp(self.log_variance / 2) * noise
 
     def kl(self) -> Float[Array, ""]:
-        """Returns the KL divergence from the standard normal in nats, summed over all entries: a term of the training
-        loss."""
-        return (jnp.square(self.mean) + jnp.exp(self.log_variance) - 1 - self.log_variance).sum() / 2
+        """Returns the KL divergence from the standard normal in nats, summed over all entries, in at least float32: a term
+        of the training loss."""
+        dtype = at_least_float32(self.mean.dtype)
+        mean, log_variance = self.mean.astype(dtype), self.log_variance.astype(dtype)
+        return (jnp.square(mean) + jnp.exp(log_variance) - 1 - log_variance).sum() / 2
 
 
 def _resnets(channels: Sequence[int], config: VAEConfig, key: PRNGKeyArray) -> list[Resnet]:

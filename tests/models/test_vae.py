@@ -70,6 +70,17 @@ def test_latents_are_drawn_from_the_posterior():
     assert Posterior(jnp.zeros((1, 2, 2)), jnp.zeros((1, 2, 2))).kl() == 0
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_divergence_of_narrow_latents_is_that_of_float64(dtype):
+    """Near the standard normal, differences of numbers near 1 are left; of many latents, a sum beyond float16."""
+    mean, log_variance = jnp.asarray(0.05 * np.random.default_rng(0).normal(size=(2, 4, 16, 16)), dtype)
+    wide = [np.asarray(x, np.float64) for x in (mean, log_variance)]
+    expected = (wide[0] ** 2 + np.exp(wide[1]) - 1 - wide[1]).sum() / 2
+    np.testing.assert_allclose(Posterior(mean, log_variance).kl(), expected, rtol=1e-4)
+    far = jnp.full((1, 256, 256), 2, dtype)
+    assert Posterior(far, 0 * far).kl() == 2 * far.size
+
+
 def test_log_variances_are_clipped(model):
     bias = jnp.array([0.0, 0.0, 1e3, -1e3])[:, None, None]
     posterior = eqx.tree_at(lambda m: m.quant_conv.bias, model, bias).encode(IMAGE[:, :2, :2])
