@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Num, PRNGKeyArray
 
 from redeqx import Deployer
 from redeqx.machine import dry
-from redeqx.storage import disk_path, write_file
+from redeqx.storage import disk_path, make_subfolder, write_file
 
 from ._kinds import LIST
 from .clip import CLIPText, CLIPTextWithProjection
@@ -264,7 +264,7 @@ class TextToImage(eqx.Module):
                 models[name] = [library, part.architecture(part.config)]
         config.scheduler.save_pretrained(path / "scheduler")
         for name, content in config.files.items():
-            (path / name).parent.mkdir(exist_ok=True)
+            make_subfolder((path / name).parent, path)
             write_file(path / name, content)
         there = {name.partition("/")[0] for name in config.files}
         absent = {

@@ -63,9 +63,9 @@ def sd3(**changes):
 
 @pytest.mark.sweep
 def test_a_folder_holds_the_pipeline_and_its_tokenizers(tmp_path):
-    config = dataclasses.replace(
-        EULER, files={"tokenizer_2/vocab.json": b"{}"}, extra={"tokenizer_2": ["t", "CLIPTokenizer"]}
-    )
+    template = "tokenizer_2/additional_chat_templates/plain.jinja"
+    files = {template: b"plain", "tokenizer_2/vocab.json": b"{}"}
+    config = dataclasses.replace(EULER, files=files, extra={"tokenizer_2": ["t", "CLIPTokenizer"]})
     config.extra["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
     pipeline = sdxl(config)
     assert pipeline.save_pretrained(tmp_path / "a") == tmp_path / "a"
@@ -81,7 +81,7 @@ def test_a_folder_holds_the_pipeline_and_its_tokenizers(tmp_path):
     again = StableDiffusionXL.from_pretrained(tmp_path / "a")
     assert again.config == config
     again.save_pretrained(tmp_path / "b")
-    assert (tmp_path / "b/tokenizer_2/vocab.json").read_bytes() == b"{}"
+    assert {name: (tmp_path / "b" / name).read_bytes() for name in files} == files == again.config.files
     for name, leaf in named_leaves(eqx.filter(pipeline, eqx.is_array)).items():
         np.testing.assert_array_equal(named_leaves(eqx.filter(again, eqx.is_array))[name], leaf)
     other = StableDiffusionXL.from_pretrained(tmp_path / "a", scheduler=DDPM)
