@@ -144,7 +144,7 @@ class ModernBertConfig(EncoderConfig):
             "window",
             default=128,
             load=lambda width, known: width // 2,
-            save=lambda config: 2 * config.window,
+            save=lambda config: 2 * config.window or 1,
         ),
         Field("attention_bias"),
         Field("mlp_bias"),

@@ -81,7 +81,8 @@ def test_config_round_trip():
         "logits_bias": False,
         **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "head_bias"), True),
     }
-    for config in (CONFIG, ModernBertConfig.of("large"), dataclasses.replace(CONFIG, **changes)):
+    alone = dataclasses.replace(CONFIG, window=0)  # each token sees itself only
+    for config in (CONFIG, alone, ModernBertConfig.of("large"), dataclasses.replace(CONFIG, **changes)):
         assert ModernBertConfig.from_hf(ConfigReader(config.to_hf())) == config
     assert ModernBertConfig.from_hf(ConfigReader({})) == ModernBertConfig()
     old = {"global_rope_theta": 500.0, "local_rope_theta": 20.0, "global_attn_every_n_layers": 2, "num_hidden_layers": 4}
