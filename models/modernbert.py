@@ -59,7 +59,9 @@ class _Rope(Row):
             rope = kinds.nested(kind, kinds.get(kind, {}, OBJECT))
             rope.only("rope_type", "default")
             rope.only("partial_rotary_factor", 1.0, None)
-            found[name] = rope.get("rope_theta", reader.get(key, known[name], POSITIVE), POSITIVE)
+            # Without a base of their own, layers with a window have that of the others, as in transformers 4.
+            default = found.get("rope_theta", known[name]) if reader.has(key) else known[name]
+            found[name] = rope.get("rope_theta", reader.get(key, default, POSITIVE), POSITIVE)
         return found
 
     def write(self, config: Any) -> dict[str, Any]:

@@ -89,6 +89,8 @@ def test_config_round_trip():
     config = ModernBertConfig.from_hf(ConfigReader({**old, "reference_compile": True}))
     assert (config.rope_theta, config.local_rope_theta, config.windowed_layers) == (500.0, 20.0, (1, 3))
     assert config.extra == {"reference_compile": True}
+    config = ModernBertConfig.from_hf(ConfigReader({**old, "local_rope_theta": None}))
+    assert (config.rope_theta, config.local_rope_theta) == (500.0, 500.0)
     config = DistilBertConfig(64, 12, d_model=32, d_ff=48, n_layers=2, n_heads=4, classifier_dropout=0.3, pad_token_id=None)
     assert DistilBertConfig.from_hf(ConfigReader(config.to_hf())) == config
     assert DistilBertConfig.from_hf(ConfigReader({})) == DistilBertConfig()
