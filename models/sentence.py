@@ -62,17 +62,22 @@ def _masked(x: Float[Array, "seq d"], mask: Bool[Array, " seq"]) -> Float[Array,
     return jnp.where(mask[:, None], x, 0)
 
 
+def _count(mask: Bool[Array, " seq"]) -> Int[Array, ""]:
+    """Returns the number of tokens by which a sum is divided; 1 if there are none, so that a text without tokens is 0."""
+    return jnp.maximum(mask.sum(), 1)
+
+
 def _weighted_mean(x: Float[Array, "seq d"], mask: Bool[Array, " seq"]) -> Float[Array, " d"]:
     weights = (mask * jnp.arange(1, len(x) + 1)).astype(x.dtype)
-    return weights @ _masked(x, mask) / weights.sum()
+    return weights @ _masked(x, mask) / jnp.maximum(weights.sum(), 1)
 
 
 # By the names in `1_Pooling/config.json`, in the order in which several are concatenated.
 _POOLINGS: Mapping[str, Callable[[Array, Array], Array]] = {
     "cls_token": lambda x, mask: x[0],
     "max_tokens": lambda x, mask: jnp.where(mask[:, None], x, -1e9).max(0),
-    "mean_tokens": lambda x, mask: _masked(x, mask).sum(0) / mask.sum(),
-    "mean_sqrt_len_tokens": lambda x, mask: _masked(x, mask).sum(0) / jnp.sqrt(mask.sum()),
+    "mean_tokens": lambda x, mask: _masked(x, mask).sum(0) / _count(mask),
+    "mean_sqrt_len_tokens": lambda x, mask: _masked(x, mask).sum(0) / jnp.sqrt(_count(mask)),
     "weightedmean_tokens": _weighted_mean,
     "lasttoken": lambda x, mask: x[len(x) - 1 - jnp.argmax(mask[::-1])],
 }

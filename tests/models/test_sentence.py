@@ -55,6 +55,17 @@ def test_poolings(bert):
         SentenceEncoder(bert, pooling=["mean"])
 
 
+def test_a_text_without_tokens_is_zero_and_has_a_gradient(bert):
+    """As in sentence-transformers: a batch with such a row still has a loss."""
+    model = SentenceEncoder(bert, pooling=["mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens"])
+
+    def loss(model):
+        return model(IDS, mask=jnp.zeros(7, bool)).sum()
+
+    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model)
+    assert value == 0 and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
 def test_a_folder_is_read_as_it_was_written(bert, tmp_path):
     config = DenseConfig(24, 8, activation="torch.nn.modules.activation.ReLU")
     dense = [random_model(Dense, config), random_model(Dense, DenseConfig(8, 5, use_bias=False))]
