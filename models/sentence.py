@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from redeqx import Deployer
+from redeqx._rounding import at_least_float32
 from redeqx.errors import brief, load_json
 from redeqx.storage import Location, location, write_file
 
@@ -203,7 +204,8 @@ class SentenceEncoder(eqx.Module):
         hidden = run(ids, mask=mask, key=key, **others)
         mask = jnp.ones(len(ids), bool) if mask is None else mask
         with jax.named_scope("pooling"):
-            x = jnp.concatenate([_POOLINGS[mode](hidden, mask) for mode in self.pooling])
+            wide = hidden.astype(at_least_float32(hidden.dtype))  # sums over many tokens exceed float16
+            x = jnp.concatenate([_POOLINGS[mode](wide, mask) for mode in self.pooling]).astype(hidden.dtype)
             for layer in self.dense:
                 x = layer(x)
             if not self.normalizes:

@@ -55,6 +55,18 @@ def test_poolings(bert):
         SentenceEncoder(bert, pooling=["mean"])
 
 
+@pytest.mark.parametrize("mode", ["mean_tokens", "weightedmean_tokens"])
+def test_sums_over_many_tokens_do_not_exceed_float16(mode):
+    class Constant(eqx.Module):
+        def __call__(self, ids, *, mask, key):
+            del mask, key
+            return jnp.full((len(ids), 2), 200.0, jnp.float16)
+
+    found = SentenceEncoder(Constant(), pooling=[mode], normalizes=False)(jnp.arange(400), mask=jnp.arange(400) < 390)
+    np.testing.assert_allclose(np.asarray(found), 200.0, rtol=1e-3)
+    assert found.dtype == jnp.float16
+
+
 def test_a_text_without_tokens_is_zero_and_has_a_gradient(bert):
     """As in sentence-transformers: a batch with such a row still has a loss."""
     model = SentenceEncoder(bert, pooling=["mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens"])
