@@ -11,7 +11,12 @@ import pytest
 from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.distilbert import DistilBert, DistilBertConfig, DistilBertForTokenClassification
 from redeqx.models.hf import ConfigReader
-from redeqx.models.modernbert import ModernBert, ModernBertConfig, ModernBertForMaskedLM
+from redeqx.models.modernbert import (
+    ModernBert,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    ModernBertForSequenceClassification,
+)
 from tests.models.families._case import is_shape, random_model
 
 # Only in the sweep: `make test` compares the families' outputs with transformers' in `test_golden.py`.
@@ -58,6 +63,17 @@ def test_each_dropout_has_its_own_rate():
             model(IDS)
     quiet = dataclasses.replace(CONFIG, dropout=0.2, attention_dropout=0.3, mlp_dropout=0.4, classifier_dropout=0.5)
     assert quiet.without_dropout() == CONFIG
+
+
+def test_the_mean_of_many_tokens_does_not_exceed_float16():
+    config = dataclasses.replace(CONFIG, n_positions=800, n_layers=2, norm_bias=True, pooling="mean")
+    model = random_model(ModernBertForSequenceClassification, config)
+    where = lambda model: (model.encoder.final_norm.weight, model.encoder.final_norm.bias)  # noqa: E731
+    model = eqx.tree_at(where, model, (jnp.zeros(24), jnp.full(24, 100.0)))  # the same hidden state for each token
+    half = jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x, model)
+    run = eqx.filter_jit(lambda model, n: model(jnp.full(800, 7), mask=jnp.arange(800) < n))
+    np.testing.assert_allclose(run(half, 700), run(half, 2), rtol=1e-3)
+    assert np.isfinite(run(half, 700)).all()
 
 
 def test_initial_weights_that_add_to_the_residual_stream_are_smaller():
