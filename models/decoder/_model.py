@@ -236,7 +236,7 @@ class CausalLM(Decoder, Pretrained):
             angles = []
         elif self.positions is None:
             positions = token_positions(mask, seq, cache, segments=segments)
-            angles = [] if angles == [None] else [self._angles(positions, rope, length) for rope in angles]
+            angles = [] if angles == [None] else [self._angles(positions, rope, length, segments) for rope in angles]
         else:
             angles = []
         if config.is_causal:
@@ -278,7 +278,11 @@ class CausalLM(Decoder, Pretrained):
         return x, None if isinstance(cache, LatestKeys) else cache, routing
 
     def _angles(
-        self, positions: Int[Array, " seq"], rope: tuple[int, float, Scaling | None] | None, length: Array | None
+        self,
+        positions: Int[Array, " seq"],
+        rope: tuple[int, float, Scaling | None] | None,
+        length: Array | None,
+        segments: Int[Array, " seq"] | None,
     ) -> Angles:
         """Returns cosines and sines of the rotary dims, and the factors of queries. Without rotary positions, all angles are
         zero."""
@@ -288,7 +292,7 @@ class CausalLM(Decoder, Pretrained):
         growth, factors = self.config.query_growth, None
         if growth:
             factors = 1 + growth * jnp.log1p(positions // self.config.rope_scaling.n_original)[:, None, None]
-        return *rotation(positions, *rope, length=length), factors
+        return *rotation(positions, *rope, length=length, segments=segments), factors
 
     def _no_routing(self) -> Routing | None:
         """Returns the start of the sum over layers."""

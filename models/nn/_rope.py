@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
@@ -139,8 +140,8 @@ class DynamicScaling:
 
     attention_factor = 1.0
 
-    def frequencies(self, plain: np.ndarray, theta: float, length: Int[Array, ""]) -> Float[Array, " half"]:
-        """Returns the frequencies for a text of so many tokens, `[half]`."""
+    def frequencies(self, plain: np.ndarray, theta: float, length: Int[Array, "*dims 1"]) -> Float[Array, "*dims half"]:
+        """Returns the frequencies for texts of so many tokens."""
         size = 2 * len(plain)
         ratio = self.factor * jnp.maximum(length, self.n_original) / self.n_original - (self.factor - 1)
         base = theta * ratio ** (size / (size - 2))
@@ -190,8 +191,8 @@ class LongScaling:
     n_original: int
     attention_factor: float = 1.0
 
-    def frequencies(self, plain: np.ndarray, theta: float, length: Int[Array, ""]) -> Float[Array, " half"]:
-        """Returns the frequencies for a text of so many tokens, `[half]`."""
+    def frequencies(self, plain: np.ndarray, theta: float, length: Int[Array, "*dims 1"]) -> Float[Array, "*dims half"]:
+        """Returns the frequencies for texts of so many tokens."""
         del theta
         short, long = (jnp.asarray(plain / np.asarray(factors), jnp.float32) for factors in (self.short, self.long))
         return jnp.where(length > self.n_original, long, short)
@@ -243,6 +244,7 @@ def rotation(
     scaling: Scaling | None = None,
     *,
     length: Int[Array, ""] | None = None,
+    segments: Int[Array, " seq"] | None = None,
 ) -> tuple[Float[Array, "seq 1 half"], Float[Array, "seq 1 half"]]:
     """Returns cosine and sine of the rotary angles at these positions, in float32 because angles become large.
 
@@ -252,17 +254,29 @@ def rotation(
     - `theta`, `scaling`: the base of the frequencies, and their scaling.
     - `length`: the tokens of the text, for a scaling that depends on them; None takes them from its largest position.
         (`transformers` takes the longest text of the batch.)
+    - `segments`: the segments of a packed row, each of which is a text; None for one text.
     """
     frequencies: Any = theta ** -(np.arange(0, size, 2) / size)
     growth = 1.0
     if isinstance(scaling, DynamicScaling | LongScaling):
-        frequencies = scaling.frequencies(frequencies, theta, positions.max() + 1 if length is None else length)
+        if segments is not None:
+            length = _lengths(positions, segments)
+        elif length is None:
+            length = positions.max() + 1
+        frequencies = scaling.frequencies(frequencies, theta, length.reshape(-1, 1, 1))
         growth = scaling.attention_factor
     elif scaling is not None:
         frequencies = scaling.scale(frequencies, theta)
         growth = scaling.attention_factor
     angles = positions[:, None, None].astype(jnp.float32) * frequencies.astype(np.float32)
     return growth * jnp.cos(angles), growth * jnp.sin(angles)
+
+
+def _lengths(positions: Int[Array, " seq"], segments: Int[Array, " seq"]) -> Int[Array, " seq"]:
+    """Returns the number of tokens of each token's segment."""
+    end = len(segments) - 1
+    ends = jnp.where(segments != jnp.roll(segments, -1), jnp.arange(len(segments)), end)
+    return positions[jax.lax.cummin(ends, reverse=True)] + 1
 
 
 def apply_rotary(

@@ -29,8 +29,9 @@ from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.mamba2 import Mamba2, Mamba2Config
 from redeqx.models.mistral import Ministral3, Ministral3Config, Mistral, MistralConfig
 from redeqx.models.modernbert import ModernBert, ModernBertConfig
-from redeqx.models.nn import YarnScaling, check_segments
+from redeqx.models.nn import DynamicScaling, LongScaling, YarnScaling, check_segments
 from redeqx.models.opt import OPT, OPTConfig
+from redeqx.models.phi import Phi3, Phi3Config
 from redeqx.models.qwen import Qwen2, Qwen2Config, Qwen3, Qwen3Config
 from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
 from redeqx.models.roberta import RobertaConfig, RobertaForMaskedLM
@@ -99,6 +100,7 @@ T5_CONFIG = T5Config(
     vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, n_layers=2, n_decoder_layers=2, n_heads=4, n_buckets=8, max_distance=12
 )
 BOTH_SIDES = {"head_size": 8, "window": 5, "windowed_layers": (0,), "is_causal": False}
+LONG = {"rope_scaling": LongScaling((1.0,) * 4, (2.0, 4.0, 6.0, 8.0), 10, 1.2)}
 GROWING = {"head_size": 8, "rope_scaling": YarnScaling(4.0, 4, 1.0), "query_growth": 0.5}
 BERT_CONFIG = BertConfig(**SIZES, d_ff=48)
 FAMILIES = [
@@ -108,6 +110,8 @@ FAMILIES = [
     Family("opt-350m", OPT, OPTConfig(**SIZES, norm_places="sum", d_embedding=16), decoder_sums),
     Family("llama", Llama, LlamaConfig(**LLAMA), decoder_sums),
     Family("mistral", Mistral, MistralConfig(**LLAMA, window=5), decoder_sums),
+    Family("phi3", Phi3, Phi3Config(**LLAMA, **LONG), decoder_sums, is_quick=True),
+    Family("dynamic", Llama, LlamaConfig(**LLAMA, rope_scaling=DynamicScaling(4.0, 10)), decoder_sums),
     Family("ministral3", Ministral3, Ministral3Config(**LLAMA, **GROWING), decoder_sums),
     Family("embedding-gemma", Gemma3, Gemma3Config(**LLAMA, **BOTH_SIDES), decoder_sums),
     Family("qwen2", Qwen2, Qwen2Config(**LLAMA, window=5, windowed_layers=(1,)), decoder_sums),
