@@ -92,6 +92,8 @@ def choose(model: ModelT, index: int | Int[Array, ""]) -> ModelT:
     if isinstance(index, int) and not 0 <= index < n:
         raise ValueError(f"`index`: expected an adapter from 0 to {n - 1}, got {brief(index)}. Pass one of these.")
 
+    index = jnp.where(jnp.asarray(index) < 0, n, index)  # JAX would count from the end
+
     def chosen(path: str, node: Any) -> Any:
         if path not in layers:
             return node
