@@ -110,7 +110,9 @@ def _with_whole_modules(model: ModelT, source: TensorReader, keys: ConfigReader)
     leaves, new, whole, problems = named_leaves(model), {}, set[str](), []
     for key in source.names():
         name = key.removeprefix(PREFIX)
-        is_listed = any((module_of(name) or name).endswith(module) for module in listed_modules)  # as PEFT compares
+        # With `ensure_weight_tying`, PEFT saves a tied module that is not listed.
+        names = (module_of(name) or name, module_of(copies.get(name, name)) or name)
+        is_listed = any(name.endswith(module) for name in names for module in listed_modules)  # as PEFT compares
         if not is_listed or not key.startswith(PREFIX) or _TENSOR.fullmatch(key) is not None:
             continue
         whole.add(key)

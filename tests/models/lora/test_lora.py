@@ -958,3 +958,12 @@ def test_modules_that_do_not_fit_the_base_are_refused(gpt2, adapter_with_a_modul
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config))
     assert problem in message(lora.load_adapter, gpt2, folder)
+
+
+def test_a_tied_module_may_be_saved_without_being_listed(gpt2, adapter_with_a_module, tmp_path):
+    folder = shutil.copytree(adapter_with_a_module, tmp_path / "adapter")
+    config, tensors = read(folder)
+    config["modules_to_save"].remove("lm_head")  # as PEFT writes it, with `ensure_weight_tying`
+    assert "base_model.model.lm_head.weight" in tensors
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert_same(lora.load_adapter(gpt2, folder), lora.load_adapter(gpt2, adapter_with_a_module))
