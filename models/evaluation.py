@@ -117,7 +117,7 @@ class HarnessLM:
             return self._first, self._encode(continuation)
         end = len(context.rstrip())
         before = self._encode(context[:end])
-        return before, self._encode(context + continuation)[len(before) :]
+        return before or self._first, self._encode(context + continuation)[len(before) :]
 
     def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         _check_begun(before for before, _ in pairs)

@@ -84,6 +84,11 @@ def test_loglikelihood(lm, tokenizer, log_probs):
         assert lm.loglikelihood([Instance(("the dog sat", word))])[0][1]
 
 
+def test_a_context_of_spaces_belongs_to_the_continuation(lm):
+    spaces, whole = lm.loglikelihood([Instance(("\n", "the cat")), Instance(("", "\nthe cat"))])
+    assert spaces == whole
+
+
 def test_rolling_loglikelihood_counts_each_token_once(lm, tokenizer, log_probs):
     texts = ["the cat", TEXT[:160]]
     found = lm.loglikelihood_rolling([Instance((text,)) for text in texts])
