@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process, resource_tracker
@@ -177,12 +177,27 @@ class _Process:
                 f"`collate_fn`: expected examples that can be pickled, {_NEEDED}, got some that cannot ({error}). "
                 f"Pass {_THREADS}."
             ) from error
-        try:
-            if not self._is_ready:
-                self._result()
-                self._is_ready = True
+        if not self._is_ready:
+            self._result()
+            self._is_ready = True
+        with self._noting_end():
             self._connection.send_bytes(message)
-            return self._result()
+        return self._result()
+
+    def _result(self) -> Any:
+        with self._noting_end():
+            message = self._connection.recv_bytes()
+        is_returned, value = pickle.loads(message)
+        if is_returned:
+            return value
+        error, text = value
+        raise error from RemoteTraceback(text)  # not in the context: it may be an EOFError or a ConnectionError too
+
+    @contextlib.contextmanager
+    def _noting_end(self) -> Iterator[None]:
+        """A context that uses the connection. Raises RuntimeError if the process has ended."""
+        try:
+            yield
         except (EOFError, ConnectionError) as error:
             code = self._joined()
             end = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
@@ -190,13 +205,6 @@ class _Process:
                 f"`collate_fn`: expected its result from a worker process, got the end of the process, {end}. "
                 "Look at what it printed; where memory ran out, pass fewer `workers`."
             ) from error
-
-    def _result(self) -> Any:
-        is_returned, value = pickle.loads(self._connection.recv_bytes())
-        if is_returned:
-            return value
-        error, text = value
-        raise error from RemoteTraceback(text)
 
     def _joined(self) -> int | None:
         """Returns the exit code of the process, once it has ended."""

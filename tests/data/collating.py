@@ -29,6 +29,14 @@ def raises_what_does_not_unpickle(examples):
     raise TwoWords("one", "other")
 
 
+def raises_end_of_file(examples):
+    raise EOFError("a truncated file")
+
+
+def raises_lost_connection(examples):
+    raise ConnectionResetError("a lost connection")
+
+
 def returns_ragged_lists(examples):
     return {"x": [[0] * x for x in examples]}
 

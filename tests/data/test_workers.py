@@ -192,6 +192,19 @@ def test_unpicklable_exception_is_reported_as_runtime_error(worker_process):
     assert "in raises_what_does_not_unpickle" in str(raised.value.__cause__)
 
 
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (collating.raises_end_of_file, EOFError, "a truncated file"),
+        (collating.raises_lost_connection, ConnectionResetError, "a lost connection"),
+    ],
+)
+def test_error_like_that_of_an_ended_process_is_raised(worker_process, function, error, message):
+    with pytest.raises(error, match=message) as raised:
+        worker_process.start([function, 1])(timeout=60)
+    assert f"in {function.__name__}" in str(raised.value.__cause__)
+
+
 def test_unpicklable_batch_fails_only_that_batch(worker_process):
     with pytest.raises((AttributeError, RuntimeError), match=r"pickle|local object"):
         collate_in_worker(worker_process, collating.returns_unpicklable_batch)
