@@ -25,7 +25,7 @@ class TokenRows(Sequence[Any]):
     - `ends`: where each document ends, in tokens from the start; ascending.
 
     Raises TypeError for tokens that are not a flat array of integers, ValueError for fewer tokens than a row has, and for a
-    stride that would leave tokens out.
+    stride that would leave tokens out; an item ValueError for a token that does not fit into 32 bits.
     """
 
     @filter_traceback
@@ -40,7 +40,7 @@ class TokenRows(Sequence[Any]):
         check_count(length, "length")
         check_count(stride, "stride", optional=True)
         _check_flat(tokens, "tokens", "Pass those of all documents as one array.")
-        self._tokens, self._length, self._ends = tokens, int(length), ends
+        self._tokens, self._length = tokens, int(length)
         self._stride = self._length if stride is None else int(stride)
         if self._stride > self._length:
             raise ValueError(
@@ -48,6 +48,7 @@ class TokenRows(Sequence[Any]):
             )
         if ends is not None:
             _check_ends(ends, len(tokens))
+        self._ends = None if ends is None else ends.astype(np.int64, copy=False)  # others overflow, or become floats
         if len(tokens) < self._length:
             raise ValueError(f"`tokens`: expected at least a row of {length}, got {len(tokens)}. Pass a smaller `length`.")
         self._n = 1 - (self._length - len(tokens)) // self._stride
@@ -59,7 +60,10 @@ class TokenRows(Sequence[Any]):
         if isinstance(i, slice):
             return [self[j] for j in range(*i.indices(self._n))]
         start = min(range(self._n)[i] * self._stride, len(self._tokens) - self._length)
-        row = np.array(self._tokens[start : start + self._length], np.int32)
+        tokens = self._tokens[start : start + self._length]
+        row = np.array(tokens, np.int32)
+        if (row != tokens).any():
+            raise ValueError(f"`tokens`: expected integers of 32 bits, got {tokens[row != tokens][0]}. Look at their dtype.")
         return row if self._ends is None else {"tokens": row, "segments": self._segments(start)}
 
     def _segments(self, start: int) -> Int[np.ndarray, " length"]:

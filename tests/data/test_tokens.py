@@ -28,6 +28,20 @@ def test_segments_number_the_documents_in_a_row():
     assert rows[0]["segments"].dtype == np.int32
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint64])
+def test_ends_of_any_integers(dtype):
+    rows = TokenRows(np.zeros(40_000, np.int32), 10, ends=np.array([4, 12], dtype))
+    assert [row["segments"].tolist() for row in rows[:2]] == [[1] * 4 + [2] * 6, [1] * 2 + [2] * 8]
+    assert rows[-1]["segments"].tolist() == [1] * 10
+
+
+def test_tokens_that_do_not_fit_raise():
+    rows = TokenRows(np.array([1, 2, 3, 2**32 - 1], np.uint32), 2)
+    assert rows[0].tolist() == [1, 2]
+    with pytest.raises(ValueError, match=r"^`tokens`: expected integers of 32 bits, got 4294967295\. Look at"):
+        rows[1]
+
+
 @pytest.mark.parametrize(
     ("tokens", "options", "error", "message"),
     [
