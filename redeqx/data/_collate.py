@@ -129,7 +129,8 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
             "`np.asarray(jax.random.key_data(keys))`, and call `jax.random.wrap_key_data` in the loss."
         )
     array = np.asarray(leaf)
-    if not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)):
+    is_other = array.dtype.char in "mgG"  # times, and long doubles: NumPy calls them numbers, JAX has none
+    if is_other or not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)):
         raise TypeError(f"`collate_fn` output `{name}`: expected numbers, got {_describe_objects(array)}.")
     if array.ndim == 0 or len(array) != n_rows:
         raise ValueError(

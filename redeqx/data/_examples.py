@@ -58,7 +58,7 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
             f"`{name}`: expected examples with `len()` and integer items, an iterable, or a function of the epoch, got "
             f"{type(given).__name__}. Pass a list with one entry for each example."
         )
-    n = size_of(given)
+    n = _checked_size(given, name)
     if n == 0:
         raise ValueError(f"`{name}`: expected at least one example, got none. Look at what was loaded.")
     if n is not None and n > _MOST:  # as grain's `repeat()`
@@ -87,11 +87,19 @@ def size_of(examples: Any) -> int | None:
     return len(examples) if _is_sized(examples) else None
 
 
+def _checked_size(examples: Any, name: str) -> int | None:
+    try:
+        return size_of(examples)
+    except TypeError as error:  # of a class, an array without dims, a sparse matrix
+        advice = "Pass a list with one entry for each example."
+        raise TypeError(f"`{name}`: expected examples with `len()`, got one that raises: {error}. {advice}") from error
+
+
 def known_size(examples: Any, name: str = "examples") -> int:
     """Returns the number of examples. Raises TypeError if it is known only after iterating over them, and for objects whose
     items are not examples."""
     check_examples_kind(examples, name)
-    if (n := size_of(examples)) is None:
+    if (n := _checked_size(examples, name)) is None:
         found = type(examples).__name__
         raise TypeError(f"`{name}`: expected `len()` and integer items, got {found}. Pass a list of them.")
     return n

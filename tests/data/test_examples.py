@@ -32,6 +32,7 @@ from redeqx.data import (
     collate,
     drawn_ahead,
     examples_of,
+    known_size,
     pad_rows,
     size_of,
     slices,
@@ -220,6 +221,18 @@ def test_collate_converts_to_jax_dtypes(output, dtype):
             TypeError,
             "`collate_fn` output `when`: expected numbers, got an array of dtype datetime64[s] that holds: datetime. "
             "Return arrays of numbers.",
+        ),
+        (
+            {"took": np.zeros(3, "timedelta64[s]")},
+            TypeError,
+            "`collate_fn` output `took`: expected numbers, got an array of dtype timedelta64[s] that holds: timedelta. "
+            "Return arrays of numbers.",
+        ),
+        (
+            {"x": np.zeros(3, np.longdouble)},
+            TypeError,
+            f"`collate_fn` output `x`: expected numbers, got an array of dtype {np.dtype(np.longdouble)} that "
+            "holds: longdouble. Return arrays of numbers.",
         ),
         (
             {"row": np.zeros(3, [("a", np.int32), ("b", np.int32)])},
@@ -565,6 +578,16 @@ def test_invalid_examples_raise(examples):
         "`train_examples`: expected examples with `len()` and integer items, an iterable, or a function of the epoch, got "
         f"{type(examples).__name__}. Pass a list with one entry for each example."
     )
+
+
+@pytest.mark.parametrize("examples", [np.array(5.0), list], ids=["array", "class"])
+def test_examples_whose_length_raises(examples):
+    with pytest.raises(
+        TypeError, match=r"^`eval_examples`: expected examples with `len\(\)`, got one that raises: .*\. Pass a"
+    ):
+        check_examples(examples, "eval_examples")
+    with pytest.raises(TypeError, match=r"^`examples`: expected examples with `len\(\)`, got one that raises: .*\. Pass a"):
+        known_size(examples)
 
 
 def test_a_long_list_of_arrays_is_not_read_to_check_it():
