@@ -214,15 +214,7 @@ class CheckpointFolder:
 
         Raises ValueError with a list of the existing checkpoints.
         """
-        problem, found = None, None
-        try:
-            found = self._find(which)
-        except ValueError as error:
-            problem = error
-        found = next((name for name in self._peers.gather("resolve", found) if name is not None), None)
-        if found is None:
-            assert problem is not None
-            raise problem
+        found = _first_found(self._peers, lambda: self._find(which))
         return self.folder / found if order(found)[0] >= 0 else location(found)
 
     def _find(self, which: str | Location) -> str:
@@ -232,16 +224,10 @@ class CheckpointFolder:
         if name in names:
             return checked_entry(self.folder / name).name
         path = location(which, "checkpoint")
-        if (path / MANIFEST).is_file():
-            return os.path.abspath(path) if isinstance(path, Path) else str(path)
-        if name == str(which) and (not isinstance(which, str) or os.sep in which):
-            if (elsewhere := _found_at(path, Peers())) is None:  # each process looks by itself: disks may differ
-                got = "one that is not there" if not exists(path) else "one without checkpoints"
-                raise ValueError(
-                    f"`{which}`: expected the folder of a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds "
-                    f"some, or a name of its index (`runs/x/ckpts/last`), got {got}. Pass one of those."
-                )
-            return str(elsewhere[1])
+        is_path = name == str(which) and (not isinstance(which, str) or os.sep in which)
+        if is_path or (path / MANIFEST).is_file():
+            found = _path_of(path)
+            return os.path.abspath(found) if isinstance(found, Path) else str(found)
         if name != str(which):
             raise ValueError(
                 f"`{self.folder}`: expected the checkpoint `{brief_name(name)}`, which the index names as {which!r}, got no "
@@ -325,37 +311,55 @@ class CheckpointFolder:
         return file
 
 
-def find_checkpoint(path: Location, peers: Peers) -> tuple[CheckpointFolder, Location]:
-    """Returns the folder of checkpoints that a path refers to, and the checkpoint in it.
+def find_checkpoint(
+    path: Location, peers: Peers, log: Callable[[str], None] = lambda text: None
+) -> tuple[CheckpointFolder, Location]:
+    """Returns the folder of checkpoints that a path refers to, and the checkpoint in it, the same in all processes even if
+    only some have it.
 
     **Arguments:**
 
     - `path`: a checkpoint's folder, a workdir, its `ckpts`, or a name in their index.
+    - `peers`, `log`: as for `CheckpointFolder`.
 
     Raises ValueError if there is none.
     """
-    if (found := _found_at(path, peers)) is not None:
-        return found
-    got = "a folder without one" if path.is_dir() else "nothing there"
-    raise ValueError(
-        f"`{path}`: expected a safetensors file, a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds some, or "
-        f"a name of its index (`runs/x/ckpts/last`), got {got}. For a folder of Hugging Face use "
-        "`redeqx.models.from_pretrained`."
-    )
+    found = location(_first_found(peers, lambda: str(_path_of(path))))
+    return CheckpointFolder(found.parent, peers, log), found
 
 
-def _found_at(path: Location, peers: Peers) -> tuple[CheckpointFolder, Location] | None:
+def _first_found(peers: Peers, find: Callable[[], str]) -> str:
+    """Returns the result of the first process in which `find` raises no ValueError; raises its error if there is none."""
+    problem, found = None, None
+    try:
+        found = find()
+    except ValueError as error:
+        problem = error
+    found = next((each for each in peers.gather("resolve", found) if each is not None), None)
+    if found is None:
+        assert problem is not None
+        raise problem
+    return found
+
+
+def _path_of(path: Location) -> Location:
+    """Returns the checkpoint's folder of `find_checkpoint`, if it is on this process's disk."""
     if isinstance(path, Path) and path.name in ("", ".."):  # such as `.`: its name is needed below
         path = path.resolve()
     if (path / MANIFEST).is_file():
-        return CheckpointFolder(path.parent, peers), path
+        return path
     candidates = [(path / _FOLDER, "last"), (path, "last"), (path.parent, path.name)]
     name, above = path.name, path.parent
     while above != above.parent:  # a name has slashes after that of a metric
         candidates.append((above if above.name == _FOLDER else above / _FOLDER, name))
         name, above = f"{above.name}/{name}", above.parent
     for folder, name in candidates:
-        checkpoints = CheckpointFolder(folder, peers)
+        checkpoints = CheckpointFolder(folder)
         if checkpoints.exist() and ("/" not in name or name in checkpoints.index()):
-            return checkpoints, checkpoints.resolve(name)
-    return None
+            return checkpoints.resolve(name)
+    got = "a folder without one" if path.is_dir() else "a file" if exists(path) else "nothing there"
+    raise ValueError(
+        f"`{path}`: expected a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds some, or a name of its index "
+        f"(`runs/x/ckpts/last`), got {got}. `redeqx.load` reads a safetensors file too, `redeqx.models.from_pretrained` a "
+        "folder of Hugging Face."
+    )

@@ -125,7 +125,7 @@ def describe_path(path: Location) -> tuple[Location, Report, dict[str, Location]
         raise
     manifest = read_manifest(folder)
     files = {name: of["size"] for name, of in manifest.files.items()} | {MANIFEST: (folder / MANIFEST).stat().st_size}
-    index = checkpoints.index() if folder.parent == checkpoints.folder else {}
+    index = checkpoints.index()
     tags = [tag for tag, name in index.items() if name == folder.name]
     report: Report = {"path": str(folder), "files": files, "tags": tags, "record": manifest.record, "checked": False}
     if path.is_dir() and path.resolve() != folder.resolve():  # a workdir, or its folder of checkpoints

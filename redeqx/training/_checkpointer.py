@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from .._version import __version__
-from ..checkpoint import CheckpointFolder, CheckpointManager
+from ..checkpoint import CheckpointFolder, CheckpointManager, find_checkpoint
 from ..errors import DamagedError, warn
 from ..storage import Location, location
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
@@ -352,9 +352,8 @@ class Checkpointer:
         """
         engine = self.engine
         if self.checkpoints is None and (not isinstance(name, str) or "/" in name):  # a path needs no workdir
-            folder = partial(CheckpointFolder, peers=engine.deployer.peers, log=engine.deployer.console.info)
-            path = folder(location(name, "checkpoint").parent).resolve(name)
-            checkpoints = folder(path.parent)
+            console, peers = engine.deployer.console, engine.deployer.peers
+            checkpoints, path = find_checkpoint(location(name, "checkpoint"), peers, console.info)
         else:
             checkpoints = self.need_checkpoints()
             path = checkpoints.resolve(name)

@@ -361,7 +361,7 @@ def test_load_by_path_needs_no_workdir(tmp_path):
     assert trainer.step == 6 and sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
     with pytest.raises(ValueError, match=r"`workdir`: expected a folder for checkpoints, got None\."):
         make_trainer(None).load_ckpt("last")
-    with pytest.raises(ValueError, match=r"a name of its index \(`runs/x/ckpts/last`\), got one that is not there\."):
+    with pytest.raises(ValueError, match=r"a name of its index \(`runs/x/ckpts/last`\), got nothing there\."):
         make_trainer(None).load_ckpt(str(tmp_path / "other"))
     with pytest.raises(ValueError, match=r"expected one of last, step_00000004, .* got 'lost'\. Did you mean `last`"):
         make_trainer(None).load_ckpt(str(tmp_path / "run/ckpts/lost"))

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import load_file
 
-from redeqx.checkpoint import TensorReader, _tree_files
+from redeqx.checkpoint import TensorReader, _tree_files, find_checkpoint
 from redeqx.checkpoint._commit import Capabilities, Disk
 from redeqx.checkpoint._tree_files import FilePerProcess, InPlace
 from redeqx.distributed import Peers
@@ -50,6 +50,12 @@ class ScriptedPeers(Peers):
     def gather(self, topic, value=None, timeout=None):
         other = self.other[topic]() if topic in self.other else value
         return [value, other] if self.index == 0 else [other, value]
+
+
+def test_a_checkpoint_on_the_disk_of_another_process_is_found(tmp_path):
+    there = tmp_path / "ckpts" / "step_00000001"
+    folder, found = find_checkpoint(tmp_path / "nowhere", ScriptedPeers(1, {"resolve": lambda: str(there)}))
+    assert found == there and folder.folder == there.parent
 
 
 def write_mark(path, index):

@@ -170,9 +170,9 @@ def test_options_without_a_match(run, capsys, options, expected):
 
 def test_paths_without_tensors(tmp_path, run, folder, capsys):
     assert error_of(capsys, "inspect", tmp_path / "x") == (
-        f"`{tmp_path}/x`: expected a safetensors file, a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds "
-        "some, or a name of its index (`runs/x/ckpts/last`), got nothing there. For a folder of Hugging Face use "
-        "`redeqx.models.from_pretrained`."
+        f"`{tmp_path}/x`: expected a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds some, or a name of its "
+        "index (`runs/x/ckpts/last`), got nothing there. `redeqx.load` reads a safetensors file too, "
+        "`redeqx.models.from_pretrained` a folder of Hugging Face."
     )
     assert error_of(capsys, "inspect", tmp_path) == (
         f"`{tmp_path}`: expected a workdir, a checkpoint, or a folder of safetensors files, got one with such folders: "

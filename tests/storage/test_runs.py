@@ -94,7 +94,7 @@ def test_saved_model_is_loaded_from_its_address(bucket, capsys):
     for path in ("run", "run/ckpts/last", "run/ckpts/step_00000002", "run/ckpts/step_00000002/model.safetensors"):
         model = redeqx.load(f"{bucket}/{path}", like, trainer.deployer)
         assert bits_of(model) == bits_of(trainer.model)
-    with pytest.raises(ValueError, match=rf"`{bucket}/none`: expected a safetensors file, .* got nothing there"):
+    with pytest.raises(ValueError, match=rf"`{bucket}/none`: expected a checkpoint .* got nothing there"):
         redeqx.load(f"{bucket}/none", like)
     deployer = trainer.deployer
     predictor = redeqx.Predictor.load(f"{bucket}/run", deployer, like=like, collate_fn=np.stack, pred_fn=pred_fn)
