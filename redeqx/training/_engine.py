@@ -276,10 +276,10 @@ class Engine:
 
     def _find_row_use(self, size: BatchSize, inference: bool, batch: PyTree) -> RowUse:
         """Finds what the loss does with the rows of a batch, given as shapes; warns of micro-batches that do not divide."""
-        use = self.task.rows or self.task.row_use(*self.trees, batch)
+        use = self.task.rows or self.task.sums.row_use_of(*self.trees, batch)
         self.task = replace(self.task, rows=use)
         if inference:
-            use = self.task.row_use(*self.trees, batch, inference=True)
+            use = self.task.sums.row_use_of(*self.trees, batch, inference=True)
             self.task = replace(self.task, eval_rows=use)
             if text := eval_text(use):
                 self.deployer.console.info(text)

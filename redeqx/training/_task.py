@@ -72,10 +72,6 @@ class Task:
             return Trace(names, tuple(shapes_in(closed)[: len(names)]), closed)
         return self.sums.trace(model, state, batch)
 
-    def row_use(self, model: PyTree, state: PyTree, batch: PyTree, *, inference: bool = False) -> RowUse:
-        """Returns what the loss does with the rows of a batch, for its shapes."""
-        return self.sums.row_use_of(model, state, batch, inference=inference)
-
     def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None, placed: Plan | None = None) -> Plan:
         """Returns the model's plan on a mesh; with a trace, in the order of the loss.
 
