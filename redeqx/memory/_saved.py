@@ -258,7 +258,7 @@ def loop_of(body: Any, names: dict[str, Any], n: int, carries: range, shards: Ca
         )
         if graph.seconds(()) > graph.seconds((key,)):  # else the backward pass does not need it
             candidates.append(each)
-    read = graph.inputs_read(())
+    _, read = graph.needed(())
     carry = [var for i, var in enumerate(closed.jaxpr.invars) if i in carries and var in read and var.aval.shape]
     products = (each for each in body.jaxpr.eqns if is_named(each) or each.primitive.name in KERNELS)
     line = next(filter(None, map(line_of, products)), "")
@@ -305,7 +305,7 @@ class _Graph:
                 time += 2 * written / self._chip.link
         return time
 
-    def _needed(self, saved: Collection[Any]) -> tuple[set[int], set[Any]]:
+    def needed(self, saved: Collection[Any]) -> tuple[set[int], set[Any]]:
         """Returns the equations to compute again if these keys are saved, and the inputs that they read."""
         known = {var for key in saved for eqn in self.saved[key] for var in eqn.outvars}
         todo, eqns, inputs = [var for var in self._read if var not in known], set[int](), set[Any]()
@@ -319,10 +319,7 @@ class _Graph:
         return eqns, inputs
 
     def seconds(self, saved: Collection[Any]) -> float:
-        return sum(self._times[i] for i in self._needed(saved)[0])
-
-    def inputs_read(self, saved: Collection[Any]) -> set[Any]:
-        return self._needed(saved)[1]
+        return sum(self._times[i] for i in self.needed(saved)[0])
 
 
 def _inside(eqn: Any) -> list[Any]:
