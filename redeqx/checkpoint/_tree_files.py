@@ -70,14 +70,14 @@ class InPlace:
         try:
             # Threads write and flush while this one casts the next bytes and updates the checksum.
             with ThreadPoolExecutor(_WRITERS, "redeqx-write") as pool:
-                flush = _submit(pool, _flush, fd)
+                flush = _submit(pool, os.fdatasync, fd)
                 for name, tensor in self._tensors.items():
                     n_items.append(sum(math.prod(block.shape) for block in self._blocks[name]))
                     for block in self._blocks[name]:
                         contribution ^= self._write_block(fd, tensor, block, pool)
                         if flush.done():
                             flush.result()
-                            flush = _submit(pool, _flush, fd)
+                            flush = _submit(pool, os.fdatasync, fd)
                 flush.result()
             os.fsync(fd)
         finally:
@@ -203,7 +203,3 @@ def _pwrite(fd: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
-
-
-def _flush(fd: int) -> None:
-    os.fdatasync(fd)
