@@ -24,8 +24,7 @@ from ._examples import (
     size_of as size_of,
     slices as slices,
 )
-from ._packed_stream import PackedStream as PackedStream, pack as pack, source_of as source_of
-from ._packing import PackedRows as PackedRows
+from ._packed_stream import pack as pack, source_of as source_of
 from ._prefetch import Prefetch as Prefetch, drawn_ahead as drawn_ahead
 from ._rows import (
     BatchSize as BatchSize,
