@@ -11,11 +11,7 @@ from ._grouped import (
     grouped_matmul as grouped_matmul,
     grouped_matmul_p as grouped_matmul_p,
 )
-from ._grouped_lowering import (
-    GROUPED_KERNELS as GROUPED_KERNELS,
-    GroupedSetting as GroupedSetting,
-    n_grouped_tiles as n_grouped_tiles,
-)
+from ._grouped_lowering import GroupedSetting as GroupedSetting
 from ._offset import WithOffset as WithOffset
 from ._primitive import KERNELS as KERNELS, dense_bytes as dense_bytes, formula as formula, kernel_of as kernel_of
 from ._sequence import (

@@ -12,14 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxtyping import Array, Int
 
 from .._rounding import at_least_float32
 from ..machine import axes_of
 from . import _megablox, _tiles
 from ._shared import log_fallback, on_each_device, pad
-
-GROUPED_KERNELS: dict[str, Any] = {"Megablox": _megablox}
 
 
 @dataclass(frozen=True)
@@ -244,17 +241,3 @@ class _Split:
 # CPUs have no product of bfloat16 that is summed in float32. A tile of an NVIDIA GPU's matmul has 128 rows.
 ON_CPU, ON_GPU, ON_TPU = Tiled(8, widened=True), Tiled(128, widened=False), _OnTpu(128, widened=False)
 TILED_ON_TPU = Tiled(ON_TPU.min_rows, widened=False)
-_BACKENDS = {"cuda": ON_GPU, "gpu": ON_GPU}
-
-
-def n_grouped_tiles(
-    group_sizes: Int[Array, " groups"], n_rows: int, platform: str, n_devices: int = 1
-) -> tuple[Int[Array, " n_devices"], int]:
-    """Returns the number of tiles in which each device of a platform multiplies its sorted rows, and the rows of a tile."""
-    sizes, mean, n_local = group_sizes[None], n_rows / len(group_sizes), -(-n_rows // n_devices)
-    of_devices = [_Local(sizes, n_local, i * n_local, mean) for i in range(n_devices)]
-    if platform == "tpu":
-        size = _megablox.n_tile_rows(mean)
-        return jnp.stack([_megablox.n_tiles(*local.bounds, size) for local in of_devices]), size
-    size = min(_tiles.n_tile_rows(mean, _BACKENDS.get(platform, ON_CPU).min_rows), n_local)
-    return jnp.stack([_tiles.n_tiles(local.groups(1), n_local, size) for local in of_devices]), size

@@ -67,11 +67,6 @@ def n_tile_rows(mean: float) -> int:
     return next((size for size in (512, 256) if size <= mean / 4), LANES)
 
 
-def n_tiles(starts: Any, ends: Any, size: int) -> Any:
-    """Returns how many tiles are multiplied for groups from these rows to those."""
-    return jnp.sum(jnp.where(ends > starts, -(-ends // size) - starts // size, 0))
-
-
 def _tile_side(size: int) -> int:
     """Returns the side of a tile along another dim: all of it, or a multiple of 128."""
     return min(_MAX_SIDE, size)

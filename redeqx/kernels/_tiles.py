@@ -125,8 +125,3 @@ def gradient(
     shape = x.shape[1], g.shape[1]
     init = jnp.full((), -1, groups.matrices.dtype), jnp.zeros(shape, wide), jnp.zeros((n_matrices, *shape), dtype)
     return tiles.loop(body, init)[-1]
-
-
-def n_tiles(groups: Groups, n_rows: int, size: int) -> Any:
-    """Returns the number of tiles that these groups have."""
-    return _Tiles(groups, n_rows, size).after[-1]

@@ -22,11 +22,12 @@ os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # there is no 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _grouped_tiles import n_grouped_tiles
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from redeqx.compiled import Module
 from redeqx.compiled._repeated_work import flops_by_line
-from redeqx.kernels import grouped_matmul, n_grouped_tiles
+from redeqx.kernels import grouped_matmul
 from redeqx.machine import describe
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 16384, 2048, 4096, 16

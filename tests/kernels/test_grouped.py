@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _grouped_tiles import n_grouped_tiles
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from redeqx.kernels import GroupedSetting, grouped_gradient_p, grouped_matmul, grouped_matmul_p, n_grouped_tiles
+from redeqx.kernels import GroupedSetting, grouped_gradient_p, grouped_matmul, grouped_matmul_p
 from redeqx.machine import make_mesh
 from tests._programs import computed
 from tests._tree import drawn

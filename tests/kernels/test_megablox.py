@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _grouped_tiles import n_grouped_tiles
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from redeqx.kernels import GROUPED_KERNELS, GroupedSetting, grouped_matmul, grouped_matmul_p, n_grouped_tiles
+from redeqx.kernels import GroupedSetting, _megablox as megablox, grouped_matmul, grouped_matmul_p
 from redeqx.machine import make_mesh, split_rows
 
-megablox = GROUPED_KERNELS["Megablox"]
 ROWS, K, N, GROUPS = 200, 8, 12, 4
 
 
