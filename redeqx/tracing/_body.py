@@ -56,8 +56,9 @@ class Body:
                 if inner.role == "manual":  # its values are those of one device
                     continue
                 for var, operand, kind in zip(inner.closed.jaxpr.invars, inner.operands, inner.kinds, strict=True):
+                    self._outer[var] = eqn.invars[operand], kind
                     if kind == "same":
-                        self._outer[var], self._sources[var] = eqn.invars[operand], self.sources(eqn.invars[operand])
+                        self._sources[var] = self.sources(eqn.invars[operand])
                 self._read(inner.closed)
         for var in variables(closed.jaxpr.outvars):
             self._readers.setdefault(var, []).append(None)
@@ -78,10 +79,15 @@ class Body:
         """Returns the equations that read a value. The outputs of its jaxpr count as a reader None."""
         return self._readers.get(var, ())
 
+    def outer(self, atom: Any) -> tuple[Any, str] | None:
+        """Returns the operand of a loop, branch or call that becomes an input inside of it, and how (`Inner.kinds`); None
+        for other values."""
+        return self._outer.get(atom)
+
     def origin(self, atom: Any) -> Any:
         """Returns the value outside of loops, branches and calls that an input of these is; the atom itself for others."""
-        while (outer := self._outer.get(atom)) is not None:
-            atom = outer
+        while (outer := self.outer(atom)) is not None and outer[1] == "same":
+            atom = outer[0]
         return atom
 
     def sources(self, atom: Any) -> _Sources:
@@ -108,14 +114,14 @@ class Body:
         todo = variables([atom])
         while todo:  # no recursion: a chain of equations may exceed Python's recursion limit
             var = todo[-1]
-            eqn, outer = self.producer(var), self._outer.get(var)
-            operands = [outer] if eqn is None else eqn.invars
+            eqn, outer = self.producer(var), self.outer(var)
+            operands = (outer or ())[:1] if eqn is None else eqn.invars
             if var in self._values:
                 todo.pop()
             elif missing := [each for each in variables(operands) if each not in self._values]:
                 todo += missing
             elif eqn is None:
-                self._values[var] = self._values[outer]
+                self._values[var] = self._values[operands[0]]
             else:
                 with jax.ensure_compile_time_eval():
                     self._values.update(zip(eqn.outvars, run(eqn, self._values.read(operands)), strict=True))

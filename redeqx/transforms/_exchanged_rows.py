@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from ..dims import Related
 from ..machine import MODEL, SEQUENCE, n_batch_shards
 from ..partition import positions_in
-from ..tracing import GROUPED, Body, Trace, equations, insides, n_bytes, or_as_written, variables
+from ..tracing import GROUPED, Body, Trace, equations, n_bytes, or_as_written, variables
 from ._expert_parts import chain_after, chain_before
 from ._sorted_rows import SortedRows, is_constant_along, is_elementwise_inside, jaxprs_in
 
@@ -72,7 +72,6 @@ def exchanges_in(body: Body, n_weights: int, mesh: Mesh) -> list[Exchange]:
     n_model, n_batch = mesh.shape[MODEL], n_batch_shards(mesh)
     if n_model == 1 or mesh.shape[SEQUENCE] > 1:
         return found
-    weights = _Origins(body, n_weights)
     for jaxpr in jaxprs_in(body.closed):
         if not any(eqn.primitive.name in GROUPED for eqn in jaxpr.eqns):
             continue
@@ -82,7 +81,7 @@ def exchanges_in(body: Body, n_weights: int, mesh: Mesh) -> list[Exchange]:
             if not shape or shape[-1] % n or (len(shape) == 2 and shape[0] % n_batch):
                 continue
             sort = SortedRows.of(eqn, jaxpr, body, n)
-            exchange = None if sort is None else _exchange_of(sort, jaxpr, body, weights)
+            exchange = None if sort is None else _exchange_of(sort, jaxpr, body, n_weights)
             if exchange is not None and exchange.n_experts % n_model == 0:
                 found.append(exchange)
     return found
@@ -110,20 +109,20 @@ def expert_stacks(trace: Trace, mesh: Mesh, *, splits_residual: bool = False) ->
 
     def search() -> dict[str, int | None]:
         body, n_weights = Body(trace.closed), len(trace.names)
-        weights, found = _Origins(body, n_weights), exchanges_in(body, n_weights, mesh)
+        found = exchanges_in(body, n_weights, mesh)
         # A loss without attention has no stream to split (`_split_residual`).
         is_split = splits_residual and positions_in(trace).are_compared
         chosen = [each for each in found if each.sends_less(mesh.shape[MODEL], splits_residual=is_split)]
         exchanged = {eqn: stack for each in chosen for eqn, stack in each.matrices.items()}
         products = [eqn for eqn in body.eqns if group_dim(eqn) is not None]
-        stacks = [(eqn, stack) for eqn in products if (stack := weights.of(eqn.invars[1], group_dim(eqn) or 0))]
+        stacks = [(eqn, stack) for eqn in products if (stack := _matrices_of(body, n_weights, eqn))]
         others = {stack.leaf for eqn, stack in stacks if eqn not in exchanged}
         return {trace.names[stack.leaf]: None if stack.leaf in others else stack.dim for _, stack in stacks}
 
     return or_as_written(search, dict[str, int | None], "the search for experts")
 
 
-def _exchange_of(sort: SortedRows, jaxpr: Any, body: Body, weights: "_Origins") -> Exchange | None:
+def _exchange_of(sort: SortedRows, jaxpr: Any, body: Body, n_weights: int) -> Exchange | None:
     """Returns the exchange of a sort; None if its equations do not fit."""
     products = [eqn for eqn in jaxpr.eqns if eqn in sort.roles and eqn.primitive.name in GROUPED]
     eqns = _between(products, jaxpr)
@@ -135,8 +134,7 @@ def _exchange_of(sort: SortedRows, jaxpr: Any, body: Body, weights: "_Origins") 
     for eqn in eqns:
         operands = variables(eqn.invars)
         if eqn in products:
-            dim = group_dim(eqn)
-            stack = None if dim is None else weights.of(eqn.invars[1], dim)
+            stack = _matrices_of(body, n_weights, eqn)
             is_same = _unviewed(body, eqn.invars[2]) is _unviewed(body, products[0].invars[2])
             if stack is None or not is_same or not all(_is_first(sort, atom) for atom in (eqn.invars[0], *eqn.outvars)):
                 return None
@@ -152,7 +150,7 @@ def _exchange_of(sort: SortedRows, jaxpr: Any, body: Body, weights: "_Origins") 
             else:
                 entries[atom] = None
     eqns = _with_views(sort, body, eqns, entries)
-    before = [chain_before(body, atom, weights.leaves) for atom in entries]
+    before = [chain_before(body, atom, body.closed.jaxpr.invars[:n_weights]) for atom in entries]
     after = [eqn for eqn, _ in chain_after(body, products[-1].outvars[0])]
     sizes = [
         min([n_bytes(atom), *(n_bytes(eqn.invars[0]) for eqn in found)]) for atom, found in zip(entries, before, strict=True)
@@ -232,31 +230,24 @@ def group_dim(eqn: Any) -> int | None:
     return Related(eqn).group if eqn.primitive.name in GROUPED else None
 
 
-class _Origins:
-    """From which weights the values of a function are taken unchanged, by views, casts, and loops over layers."""
-
-    def __init__(self, body: Body, n_weights: int):
-        self.body = body
-        self.leaves = {var: i for i, var in enumerate(body.closed.jaxpr.invars[:n_weights])}
-        self.outer: dict[Any, tuple[Any, str]] = {}
-        for eqn in body.eqns:
-            for inner in insides(eqn):
-                for var, operand, kind in zip(inner.closed.jaxpr.invars, inner.operands, inner.kinds, strict=True):
-                    self.outer[var] = eqn.invars[operand], kind
-
-    def of(self, atom: Any, dim: int) -> Matrices | None:
-        while atom not in self.leaves:
-            if (outer := self.outer.get(atom)) is not None:
-                atom, kind = outer
-                if kind not in ("same", "slice"):
-                    return None
-                dim += kind == "slice"
-                continue
-            eqn = self.body.producer(atom)
-            if eqn is None or (found := _before_view(eqn, dim)) is None:
+def _matrices_of(body: Body, n_weights: int, eqn: Any) -> Matrices | None:
+    """Returns the stack of matrices of a grouped matmul, if a weight has them unchanged, but for views, casts and loops over
+    layers; None for others."""
+    weights, atom, dim = body.closed.jaxpr.invars[:n_weights], eqn.invars[1], group_dim(eqn)
+    if dim is None:
+        return None
+    while atom not in weights:
+        if (outer := body.outer(atom)) is not None:
+            atom, kind = outer
+            if kind not in ("same", "slice"):
                 return None
-            atom, dim = eqn.invars[0], found
-        return Matrices(self.leaves[atom], dim)
+            dim += kind == "slice"
+            continue
+        view = body.producer(atom)
+        if view is None or (before := _before_view(view, dim)) is None:
+            return None
+        atom, dim = view.invars[0], before
+    return Matrices(weights.index(atom), dim)
 
 
 def _before_view(eqn: Any, dim: int) -> int | None:
