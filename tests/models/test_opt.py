@@ -48,13 +48,6 @@ def decode(model, ids, cache, mask=None):
     return model.decode(ids, cache, mask=mask)
 
 
-def test_a_token_attends_only_to_earlier_tokens():
-    model = make_model()
-    before, after = run(model, IDS), run(model, IDS.at[6].set(50))
-    np.testing.assert_array_equal(before[:6], after[:6])
-    assert not np.isclose(before[6:], after[6:]).all(axis=-1).any()
-
-
 @CONFIGS
 def test_decoding_in_pieces_with_padding_equals_a_call(config):
     model = make_model(config)
