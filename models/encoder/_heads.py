@@ -174,7 +174,7 @@ class SequenceClassifier(_Classifier):
 
 def _mean(hidden: Float[Array, "seq d"], mask: Bool[Array, " seq"] | None) -> Float[Array, " d"]:
     """Returns the mean of the hidden states of tokens."""
-    return hidden.mean(0, where=None if mask is None else mask[:, None])  # which sums in at least float32
+    return hidden.mean(0, where=None if mask is None else mask[:, None].astype(bool))  # which sums in at least float32
 
 
 class TokenClassifier(_Classifier):
