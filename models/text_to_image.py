@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, PRNGKeyArray
 
 from redeqx import Deployer
+from redeqx.errors import is_plain
 from redeqx.machine import dry
 from redeqx.storage import disk_path, make_subfolder, write_file
 
@@ -236,7 +237,7 @@ class TextToImage(eqx.Module):
         files = {
             f"{name}/{file}": content
             for name, listed in extra.items()
-            if isinstance(listed, list) and (path / name).is_dir()
+            if isinstance(listed, list) and is_plain(name) and (path / name).is_dir()
             for file, content in companions(path / name).items()
         }
         return cls(**parts, config=PipelineConfig(scheduler.from_pretrained(path / "scheduler"), is_zero, extra, files))

@@ -91,6 +91,9 @@ def test_a_folder_holds_the_pipeline_and_its_tokenizers(tmp_path):
         (tmp_path / "a/model_index.json").write_text(json.dumps(index | keys))
         return StableDiffusionXL.from_pretrained(tmp_path / "a")
 
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/vocab.json").write_text("{}")
+    assert edited(**{"../outside": ["t", "CLIPTokenizer"]}).config.files == files  # or it would be written outside too
     for keys, message in (
         ({"_class_name": "KandinskyPipeline"}, "`_class_name`: expected 'StableDiffusionXLPipeline', .* got 'Kandinsky"),
         ({"unet": ["diffusers", "UNet3D"]}, "`unet`: expected 'UNet2DConditionModel', .* got 'UNet3D'"),
