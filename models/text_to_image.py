@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, PRNGKeyArray
 
@@ -84,6 +85,7 @@ class TextToImage(eqx.Module):
     schedulers: ClassVar[tuple[type[Scheduler], ...]] = (DDIM, DDPM, PNDM, Euler)
     zero_key: ClassVar[str | None] = None  # of `model_index.json`, for `is_empty_zero`
     given: ClassVar[tuple[str, ...]] = ()  # the entries of a condition that do not depend on the text
+    widens: ClassVar[bool] = False  # whether the autoencoder is computed in float32 where it needs that
 
     vae: eqx.AbstractVar[VAE]
     config: eqx.AbstractVar[PipelineConfig]
@@ -174,12 +176,21 @@ class TextToImage(eqx.Module):
         self, image: Float[Array, "channels height width"], key: PRNGKeyArray | None = None
     ) -> Float[Array, "c h w"]:
         """Returns latents of an image in [-1, 1], of about variance 1: drawn with `key`, or the most likely ones."""
-        posterior = self.vae.encode(image)
-        return self.vae.config.to_diffusion(posterior.mode if key is None else posterior.sample(key))
+        vae, wide = self._vae_for(image)
+        posterior = vae.encode(wide)
+        return vae.config.to_diffusion(posterior.mode if key is None else posterior.sample(key)).astype(image.dtype)
 
     def decode(self, latents: Float[Array, "c h w"]) -> Float[Array, "channels height width"]:
         """Returns the image of latents, in [-1, 1]."""
-        return jnp.clip(self.vae.decode(self.vae.config.from_diffusion(latents)), -1, 1)
+        vae, wide = self._vae_for(latents)
+        return jnp.clip(vae.decode(vae.config.from_diffusion(wide)), -1, 1)
+
+    def _vae_for(self, x: Array) -> tuple[VAE, Array]:
+        """Returns the autoencoder and its input: in float32 if they are float16, and that is too narrow."""
+        if x.dtype != jnp.float16 or not (self.widens and self.vae.config.needs_float32):
+            return self.vae, x
+        widen = lambda leaf: leaf.astype(jnp.float32) if eqx.is_inexact_array(leaf) else leaf  # noqa: E731
+        return jax.tree.map(widen, self.vae), widen(x)
 
     # --- folders ------------------------------------------------------------------------------------------------------
 
@@ -320,12 +331,14 @@ class StableDiffusion(TextToImage):
 
 class StableDiffusionXL(TextToImage):
     """Stable Diffusion XL: two text encoders, of whose penultimate layers the UNet sees the hidden states side by side. The
-    vector of the second, and the sizes of the image, are added to the timestep. See `TextToImage`."""
+    vector of the second, and the sizes of the image, are added to the timestep. In float16 the autoencoder is computed in
+    float32, as in diffusers, unless its config says that it need not be. See `TextToImage`."""
 
     class_name = "StableDiffusionXLPipeline"
     parts = MappingProxyType({"vae": VAE, "text_encoder": CLIPText, "text_encoder_2": CLIPTextWithProjection, "unet": UNet})
     zero_key = "force_zeros_for_empty_prompt"
     given = ("sizes",)
+    widens = True
 
     vae: VAE
     text_encoder: CLIPText

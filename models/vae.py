@@ -58,6 +58,7 @@ class VAEConfig(FolderConfig):
     - `has_quant_conv`, `has_post_quant_conv`: whether a 1x1 convolution follows the encoder, and whether one precedes the
         decoder.
     - `sample_size`: the height and width of the training images, in pixels, for pipelines. Any size can be encoded.
+    - `needs_float32`: whether float16 is too narrow for its activations, for pipelines (see `StableDiffusionXL`).
     - `remat`: whether the backward pass recomputes each residual block.
 
     Raises ValueError for sizes below 1, and for groups that do not divide the channels.
@@ -75,6 +76,7 @@ class VAEConfig(FolderConfig):
     has_quant_conv: bool = True
     has_post_quant_conv: bool = True
     sample_size: int | tuple[int, ...] | None = 32
+    needs_float32: bool = True
     remat: bool = False
 
     def __post_init__(self) -> None:
@@ -126,6 +128,7 @@ class VAEConfig(FolderConfig):
         Field("use_quant_conv", "has_quant_conv"),
         Field("use_post_quant_conv", "has_post_quant_conv"),
         Field("sample_size", via=size_of_sample),
+        Field("force_upcast", "needs_float32"),
     )
 
 

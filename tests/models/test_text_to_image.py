@@ -155,6 +155,25 @@ def test_latents_are_scaled_and_shifted():
     np.testing.assert_allclose(dataclasses.replace(VAE_CONFIG, shift_factor=None).to_diffusion(x), x * 0.5)
 
 
+@pytest.mark.parametrize("needs_float32", [True, False])
+def test_the_autoencoder_of_sdxl_is_computed_in_float32_if_float16_is_too_narrow(needs_float32):
+    config = dataclasses.replace(VAE_CONFIG, needs_float32=needs_float32)
+    vae = random_model(VAE, config)
+    vae = eqx.tree_at(lambda m: (m.encoder.conv_in.weight, m.decoder.conv_in.weight), vae, replace_fn=lambda w: 3e3 * w)
+    cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)  # noqa: E731
+    narrow = dataclasses.replace(sdxl(), vae=cast(vae, jnp.float16))
+    wide = dataclasses.replace(narrow, vae=cast(narrow.vae, jnp.float32))
+    for name, shape in (("decode", (4, 4, 4)), ("encode_image", (3, 8, 8))):
+        x = (30 * jax.random.normal(jax.random.key(0), shape)).astype(jnp.float16)
+        found = getattr(narrow, name)(x)
+        if needs_float32:
+            expected = getattr(wide, name)(x.astype(jnp.float32))
+            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+            assert found.dtype == (jnp.float32 if name == "decode" else jnp.float16)
+        else:
+            assert found.dtype == jnp.float16 and not np.all(np.isfinite(found))
+
+
 @pytest.mark.sweep
 def test_trains_and_draws():
     """With guidance 1 the image does not depend on the empty text, and a step on the loss lowers it."""
