@@ -58,14 +58,19 @@ class TensorReader:
         if index.is_file():
             return cls(index)
         suffixes = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
-        pickles = sorted(brief_name(path.name) for path in folder.iterdir() if path.name.endswith(suffixes))
-        found = ", ".join(pickles) if pickles else "none"
-        remedy = (
-            "Convert it with its own library (`save_pretrained` writes safetensors): pickled weights can run any code, "
-            "and are never read here."
-            if pickles
-            else "Pass the folder that holds the weights."
-        )
+        names = sorted(brief_name(path.name) for path in folder.iterdir())
+        others = [name for name in names if name.endswith(".safetensors")][:8]  # variants, or shards without their index
+        pickles = [name for name in names if name.endswith(suffixes)]
+        if others:
+            remedy = f"Rename the file that holds all weights to `{single.name}`, or fetch the index of shards."
+        elif pickles:
+            remedy = (
+                "Convert it with its own library (`save_pretrained` writes safetensors): pickled weights can run any code, "
+                "and are never read here."
+            )
+        else:
+            remedy = "Pass the folder that holds the weights."
+        found = ", ".join(others or pickles) or "none"
         raise ValueError(f"`{single}`: expected safetensors, or `{index.name}` beside their shards, got {found}. {remedy}")
 
     def _open_shards(self) -> None:

@@ -566,6 +566,16 @@ def test_a_tied_tensor_that_differs_in_its_last_row(tmp_path):
         from_pretrained(folder)
 
 
+def test_a_variant_is_named(folder):
+    """Such as diffusers' files of float16, which it too loads on demand only."""
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+    message = (
+        r"`.*/model\.safetensors`: expected .*, got model\.fp16\.safetensors\. Rename the file .* to `model\.safetensors`"
+    )
+    with pytest.raises(ValueError, match=message):
+        from_pretrained(folder)
+
+
 def test_pickled_weights(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     message = (
