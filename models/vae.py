@@ -299,8 +299,8 @@ class VAE(Pretrained):
 
     ```python
     model = VAE(VAEConfig.of("sd"), key=jax.random.key(0))
-    latents = model.encode(image).sample(key) * model.config.scaling_factor  # the input of a diffusion model
-    image = model.decode(latents / model.config.scaling_factor)
+    latents = model.config.to_diffusion(model.encode(image).sample(key))  # the input of a diffusion model
+    image = model.decode(model.config.from_diffusion(latents))
     ```
     """
 

@@ -74,7 +74,7 @@ class Pipeline(eqx.Module):
 
     def decode(self, latents: Float[Array, "b c h w"]) -> Float[Array, "b channels height width"]:
         """Returns the images of latents, in [-1, 1]."""
-        return jnp.clip(jax.vmap(self.vae.decode)(latents / self.vae.config.scaling_factor), -1, 1)
+        return jnp.clip(jax.vmap(self.vae.decode)(self.vae.config.from_diffusion(latents)), -1, 1)
 
     @classmethod
     def make(

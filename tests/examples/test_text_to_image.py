@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from types import SimpleNamespace
 from unittest import mock
 
 import equinox as eqx
@@ -159,6 +160,14 @@ def test_guidance_scales_the_difference_from_the_empty_caption():
     own, nothing = IDS.mean(1), np.array([[1, 2, 2, 2, 2]]).mean()
     wanted = np.broadcast_to((nothing + 3 * (own - nothing))[:, None, None, None], noise.shape)
     np.testing.assert_allclose(latents, wanted, rtol=1e-4)
+
+
+def test_latents_are_decoded_as_the_autoencoder_made_them():
+    config = VAEConfig(scaling_factor=0.5, shift_factor=0.2)
+    vae = SimpleNamespace(config=config, decode=lambda latents: latents[:3])
+    image = jnp.linspace(-1, 1, 24).reshape(1, 3, 2, 4)
+    images = Pipeline(vae, None, None, SCHEDULE).decode(config.to_diffusion(image))
+    np.testing.assert_allclose(images, image, rtol=0, atol=1e-6)
 
 
 class Oracle:
