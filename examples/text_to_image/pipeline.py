@@ -3,6 +3,7 @@
 Dims: c = channels of the latents, h x w = their height and width, seq = tokens of a caption, d = width of their states.
 """
 
+import json
 from pathlib import Path
 from typing import Self
 
@@ -39,6 +40,18 @@ def encode_captions(tokenizer: Tokenizer, captions: list[str], n_tokens: int) ->
                 "a larger `--max-tokens`."
             )
     return np.array([ids + ids[-1:] * (n_tokens - len(ids)) for ids in encoded], np.int32)
+
+
+def check_padding(path: Path, tokenizer: Tokenizer) -> None:
+    """Raises ValueError if a folder's tokenizer pads with another token than the end token, as Stable Diffusion 2's does."""
+    pad = json.loads(path.read_text("utf-8")).get("pad_token") if path.is_file() else None
+    pad = pad["content"] if isinstance(pad, dict) else pad
+    end = tokenizer.id_to_token(tokenizer.encode("").ids[-1])
+    if pad not in (None, end):
+        raise ValueError(
+            f"`{path}`: `pad_token`: expected {end!r}, with which captions are padded here, got {pad!r}. Pass a pipeline of "
+            "Stable Diffusion 1, or train `redeqx.models.text_to_image.StableDiffusion`."
+        )
 
 
 class Pipeline(eqx.Module):
@@ -130,6 +143,7 @@ class Pipeline(eqx.Module):
                     f"`{folder / name}`: expected a {kind.__name__}, got a {type(parts[name]).__name__}. Put it there."
                 )
         tokenizer = load_tokenizer(folder / "tokenizer")
+        check_padding(folder / "tokenizer/tokenizer_config.json", tokenizer)
         vae, text, unet = (parts[name].config for name in PARTS)
         for what, size, wanted in (
             ("unet/config.json`: `in_channels", unet.in_channels, vae.latent_channels),

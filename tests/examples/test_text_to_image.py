@@ -19,7 +19,7 @@ from examples._images import digits
 from examples._texts import learn_tokenizer
 from examples.text_to_image.captioned import captioned_digits, whole_batches
 from examples.text_to_image.main import Args, loss_fn, main, vae_loss_fn
-from examples.text_to_image.pipeline import Pipeline, encode_captions, without_words
+from examples.text_to_image.pipeline import Pipeline, check_padding, encode_captions, without_words
 from redeqx.models import save_pretrained
 from redeqx.models.clip import CLIPText, CLIPTextConfig
 from redeqx.models.schedulers import DDIM
@@ -243,6 +243,20 @@ def test_captions_are_padded_with_the_end_token():
     assert np.array_equal(without_words(jnp.asarray(ids)), [ids[1], ids[1]])
     with pytest.raises(ValueError, match=r"`xyzxyzxyz`: expected a caption of at most 8 tokens, got 11\..*--max-tokens"):
         encode_captions(tokenizer, ["a three", "xyzxyzxyz"], 8)
+
+
+def test_another_padding_is_refused(tmp_path):
+    """As that of Stable Diffusion 2, whose text encoder was trained with it."""
+    tokenizer, path = learn_tokenizer(["a three"], 300), tmp_path / "tokenizer_config.json"
+    check_padding(path, tokenizer)  # a folder that the example wrote
+    for pad in ("</s>", {"content": "</s>"}, None):
+        path.write_text(json.dumps({"pad_token": pad}), "utf-8")
+        check_padding(path, tokenizer)
+    path.write_text(json.dumps({"pad_token": "!"}), "utf-8")
+    with pytest.raises(
+        ValueError, match=rf"`{re.escape(str(path))}`: `pad_token`: expected '</s>', .*, got '!'\. Pass a pipe"
+    ):
+        check_padding(path, tokenizer)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
