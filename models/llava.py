@@ -241,7 +241,9 @@ class Llava(Pretrained):
         embedded = embed(self.text.embedding, ids)
         if pixels is None:
             return embedded
-        features, is_image = self.see(pixels, key=key), ids == self.config.image_token_id
+        is_image = ids == self.config.image_token_id
+        # Without an image there is no row to take: a text of a batch without images has no image token either.
+        features = self.see(pixels, key=key) if len(pixels) else jnp.full_like(embedded[:1], jnp.nan)
         taken = features[jnp.clip(jnp.cumsum(is_image) - 1, 0, len(features) - 1)]
         taken = jnp.where(is_image.sum() == len(features), taken, jnp.nan)  # which a training run detects
         return jnp.where(is_image[:, None], taken.astype(embedded.dtype), embedded)

@@ -58,6 +58,14 @@ def test_tokens_with_images_are_the_likeliest_ones():
         generate(model.text, IDS, pixels=PIXELS, max_new_tokens=2)
 
 
+def test_a_batch_may_have_no_images():
+    model, none = random_model(Llava, CONFIG), jnp.zeros((0, 3, 8, 8))
+    run = eqx.filter_jit(lambda model, ids, pixels: model(ids, pixels))
+    text = jnp.array([3, 4, 5])
+    np.testing.assert_array_equal(run(model, text, none), run(model, text, None))
+    assert np.isnan(np.asarray(run(model, text.at[1].set(40), none))[1:]).all()
+
+
 def test_a_draft_has_to_read_the_images():
     model = random_model(Llava, CONFIG)
     with pytest.raises(
