@@ -134,6 +134,9 @@ class SequenceClassifier(_Classifier):
     model = BertForSequenceClassification(dataclasses.replace(config, n_classes=3), key=key)
     model = eqx.tree_at(lambda model: model.encoder, model, bert)
     ```
+
+    For RoBERTa, pass `has_pooler=False` to `from_pretrained`: the folder of its classifier, which has a layer of its own,
+    cannot hold a pooler.
     """
 
     head = "texts"
