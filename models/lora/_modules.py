@@ -156,7 +156,10 @@ def module_of(tensor: str) -> str:
 
 
 def in_memory(weight_map: WeightMap, tensor: StoredTensor) -> list[str]:
-    """Returns the names that a stored tensor has in transformers' modules, one for each layer."""
+    """Returns the names that a stored tensor has in transformers' modules, one for each layer; none for those of numbered
+    experts, which are one tensor there."""
+    if tensor.n_experts is not None:
+        return []
     name = _renamed(weight_map, tensor.disk)
     return [name] if tensor.n_layers is None else [name.format(tensor.layer_index(i)) for i in range(tensor.n_layers)]
 

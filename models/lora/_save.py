@@ -134,10 +134,11 @@ def _add_changed(
             modules.add(module_of(name) or name)
         return sorted(modules)
     weight_map = type(model).weight_map(model.config)
-    wanted = {module_of(tensor.disk) for tensor in weight_map.tensors if not set(changed).isdisjoint(tensor.leaves)}
-    known = {leaf for tensor in weight_map.tensors if module_of(tensor.disk) in wanted for leaf in tensor.leaves}
+    stored = [tensor for tensor in weight_map.tensors if tensor.n_experts is None]
+    wanted = {module_of(tensor.disk) for tensor in stored if not set(changed).isdisjoint(tensor.leaves)}
+    known = {leaf for tensor in stored if module_of(tensor.disk) in wanted for leaf in tensor.leaves}
     whole: dict[str, np.ndarray] = {}
-    for tensor in weight_map.tensors:
+    for tensor in stored:
         if module_of(tensor.disk) in wanted:
             arrays = [np.asarray(leaves[leaf]) for leaf in tensor.leaves]
             for i, name in enumerate(in_memory(weight_map, tensor)):

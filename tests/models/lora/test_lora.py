@@ -18,10 +18,12 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import redeqx
+from redeqx._origins import CHANGED, set_origin
 from redeqx.compiled import Module, collectives
 from redeqx.models import lora
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.lora import LoraLinear
+from redeqx.models.mistral import Mixtral, MixtralConfig
 from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
 from redeqx.models.vit import ViTConfig, ViTForImageClassification
 from redeqx.partition import place
@@ -967,3 +969,21 @@ def test_a_tied_module_may_be_saved_without_being_listed(gpt2, adapter_with_a_mo
     assert "base_model.model.lm_head.weight" in tensors
     (folder / "adapter_config.json").write_text(json.dumps(config))
     assert_same(lora.load_adapter(gpt2, folder), lora.load_adapter(gpt2, adapter_with_a_module))
+
+
+def changed(model, where):
+    """Returns the model with a leaf as if it had been trained."""
+    leaf = where(model) + 1.0
+    set_origin(leaf, CHANGED)
+    return eqx.tree_at(where, model, leaf)
+
+
+def test_a_model_with_numbered_experts_has_whole_modules_beside_them(tmp_path):
+    sizes = {"d_model": 16, "d_mlp": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "n_experts": 2}
+    base = drawn(shapes(Mixtral, MixtralConfig(vocab_size=48, n_positions=16, **sizes)), 0.3)
+    model = changed(lora.add(base, rank=2, where="*.query", key=KEY), lambda model: model.norm.weight)
+    assert_same(lora.load_adapter(base, lora.save_adapter(model, tmp_path)), model)
+    model = changed(model, lambda model: model.stack.blocks.mlp.experts.up.weight)
+    assert message(lora.save_adapter, model, tmp_path).startswith(
+        "`stack.blocks.mlp.experts.up.weight`: expected trained leaves in modules without an adapter"
+    )
