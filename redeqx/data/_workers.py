@@ -162,7 +162,7 @@ class _Process:
         resource_tracker.ensure_running()  # otherwise `start` does this, and lets the signals through
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the process inherits this, until `_serve` ignores them
         try:
-            with _waiting:
+            with _waiting, _without_accelerator():
                 self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -216,6 +216,19 @@ class _Process:
         """Ends the process at once."""
         self._process.kill()
         self._joined()
+
+
+@contextlib.contextmanager
+def _without_accelerator() -> Iterator[None]:
+    """Processes that start in this context see only the CPU: before `_serve` they import the script, which may use JAX."""
+    name = "JAX_PLATFORMS"
+    before = os.environ.get(name)
+    os.environ[name] = "cpu"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ.update({} if before is None else {name: before})
 
 
 def _serve(connection: Connection, function: bytes, enable_x64: bool) -> None:

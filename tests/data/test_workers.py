@@ -307,6 +307,25 @@ def start_process(command):
 
 
 @pytest.mark.sweep
+def test_the_script_that_a_worker_imports_sees_no_accelerator(tmp_path):
+    """A key or an array at the top of a script would take the memory of the accelerator in each worker."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import jax\nfrom redeqx.data import CollatePool, Workers\nplatforms = jax.config.jax_platforms\n"
+        "def collate_fn(examples): return platforms\n"
+        "if __name__ == '__main__':\n"
+        "    with CollatePool(collate_fn, Workers(1, 'processes')) as workers:\n"
+        "        print(platforms, workers.start([])(), end='')\n"
+        "    import os; assert os.environ['JAX_PLATFORMS'] == platforms\n"
+    )
+    command = [sys.executable, str(path)]
+    completed = subprocess.run(
+        command, env=ENVIRONMENT | {"JAX_PLATFORMS": "tpu"}, capture_output=True, text=True, timeout=120
+    )
+    assert completed.stdout == "tpu cpu", completed.stderr
+
+
+@pytest.mark.sweep
 def test_script_without_a_main_guard_raises(tmp_path):
     completed = run(script_command(tmp_path, "main()\n"))
     assert completed.stdout == "imported\n"
