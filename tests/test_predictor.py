@@ -652,6 +652,10 @@ def test_invalid_batch_size_and_examples_raise():
     assert predict_error(TypeError, examples=iter(make_examples(2))) == (
         "`examples`: expected `len()` and integer items, got list_iterator. Pass a list of them."
     )
+    for examples in ("text", {"x": [1, 2]}):  # one example, or columns
+        assert predict_error(TypeError, examples=examples) == (
+            f"`examples`: expected `len()` and integer items, got {type(examples).__name__}. Pass a list of them."
+        )
 
 
 def test_wrong_number_of_collated_rows_raises():

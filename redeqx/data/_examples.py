@@ -53,7 +53,7 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
     if is_function(given):
         return check_function(given, name, ["epoch"])
     check_examples_kind(given, name)
-    if isinstance(given, str | bytes | Mapping) or not (_is_sized(given) or hasattr(given, "__iter__")):
+    if isinstance(given, _NO_EXAMPLES) or not (_is_sized(given) or hasattr(given, "__iter__")):
         raise TypeError(
             f"`{name}`: expected examples with `len()` and integer items, an iterable, or a function of the epoch, got "
             f"{type(given).__name__}. Pass a list with one entry for each example."
@@ -99,7 +99,7 @@ def known_size(examples: Any, name: str = "examples") -> int:
     """Returns the number of examples. Raises TypeError if it is known only after iterating over them, and for objects whose
     items are not examples."""
     check_examples_kind(examples, name)
-    if (n := _checked_size(examples, name)) is None:
+    if (n := _checked_size(examples, name)) is None or isinstance(examples, _NO_EXAMPLES):
         found = type(examples).__name__
         raise TypeError(f"`{name}`: expected `len()` and integer items, got {found}. Pass a list of them.")
     return n
@@ -191,6 +191,7 @@ def _is_sized(examples: Any) -> bool:
 
 _TORCH_ITERABLE = ("torch.utils.data.dataset", "IterableDataset")
 _MOST = 2**40  # examples
+_NO_EXAMPLES = (str, bytes, Mapping)  # they have a length: of letters or names
 
 
 def differs_by_epoch(given: Any) -> bool:
