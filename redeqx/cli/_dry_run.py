@@ -85,6 +85,7 @@ def _bytes(text: str) -> int:
 
 def _dry_run(args: argparse.Namespace) -> int:
     check_script(args)
+    _check_json(args.json)
     _check_save(args)
     machine = _describe_machine(args.topology, args.memory)
     console, progress = Console(None), Console(None, file=sys.stderr)
@@ -117,6 +118,17 @@ def _dry_run(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 2
+
+
+def _check_json(path: Path | None) -> None:
+    """Raises ValueError for a file that cannot be written, before anything is compiled."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(
+            f"`--json`: expected a file in a folder that exists, got {path}. Create the folder, or pass another."
+        )
+    check_writable(path.parent, "--json")
 
 
 def _check_save(args: argparse.Namespace) -> None:

@@ -42,6 +42,15 @@ def test_a_usage_error_names_what_is_required(capsys):
     assert capsys.readouterr().err.endswith("error: the following arguments are required: SCRIPT\n")
 
 
+@pytest.mark.parametrize("file", ["", "missing/report.json"])
+def test_a_report_that_cannot_be_written_is_an_error_before_the_script_runs(file, tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("print('ran')")
+    path = tmp_path / file
+    expected = f"`--json`: expected a file in a folder that exists, got {path}. Create the folder, or pass another."
+    assert error_of(capsys, "dry-run", "--topology", "this", "--json", path, script) == expected
+
+
 @pytest.mark.parametrize("size", ["0", "0GiB", "much"])
 def test_memory_must_be_positive(size, capsys):
     with pytest.raises(SystemExit):
