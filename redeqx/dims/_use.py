@@ -62,13 +62,15 @@ class RowUse:
     is_random: bool = True  # whether anything may be drawn
     trace: Any = field(default=None, repr=False, compare=False)  # in normal form, for the given shapes, from 4 rows on
     # How `transforms.by_row` computes a part: the equations to compute from the numbers of the rows, on the whole batch (and
-    # whether the order of its rows matters), and with operands scaled by the part's share of the rows; for each output, with
-    # which power of the number of rows it grows (None for an output by row); the outputs that are of the part's rows alone.
+    # whether the order of its rows matters), and with operands scaled by the part's share of the rows; for each output, the
+    # power of the whole batch's rows over those of the part to multiply it by; the outputs that are by row, and those that
+    # are of the part's rows alone.
     by_number: tuple[ByNumber, ...] = field(default=(), repr=False)
     whole: tuple[Whole, ...] = field(default=(), repr=False)
     in_order: bool = field(default=True, repr=False)
     scaled: tuple[Scaled, ...] = field(default=(), repr=False)
-    degrees: tuple[int | None, ...] = field(default=(), repr=False)
+    powers: tuple[int, ...] = field(default=(), repr=False)
+    of_rows: frozenset[int] = field(default=frozenset(), repr=False)
     own: tuple[int, ...] = field(default=(), repr=False)
     n_rows: int = field(default=0, repr=False, compare=False)  # of the trace
     # Pairs of the constants for so many rows and for twice as many. A part with others is another function.
@@ -88,12 +90,12 @@ class RowUse:
     def is_plain(self) -> bool:
         """Whether a part of the rows is computed as it is written: it draws nothing for rows, and its outputs are sums."""
         needs_numbers = self.by_number or self.whole or self.scaled or self.draws
-        return self.is_exact and not needs_numbers and set(self.degrees) <= {None, 1}
+        return self.is_exact and not needs_numbers and not any(self.powers)
 
     @property
     def is_additive(self) -> bool:
         """Whether the outputs of all rows are the sum of those of batches that are computed one by one."""
-        return self.kind == "separable" and not self.draws and set(self.degrees) <= {1}
+        return self.kind == "separable" and not self.draws and not self.of_rows and not any(self.powers)
 
     @property
     def text(self) -> str:
@@ -168,15 +170,14 @@ def row_use(
         return RowUse("unknown", why="a derivative of its own mixes rows", line=shortened(step.line), **found)
     of_rows = {i for i, state in rows.outs.items() if state.kind == ROW or growth.has_rows(names.root.outs[i].dims)}
     own = tuple(i for name in mixing for i in metrics[name])
-    degrees = tuple(
-        None if i in of_rows else rows.outs[i].degree if i in rows.outs else 1 for i in range(len(names.root.outs))
-    )
-    if draws.refused and (rows.whole or rows.scaled or set(degrees) - {None, 1}):  # each part draws as a batch of its own
+    every = range(len(names.root.outs))
+    powers = tuple(rows.outs[i].degree - (i not in of_rows) if i in rows.outs else 0 for i in every)
+    if draws.refused and (rows.whole or rows.scaled or any(powers)):  # each part draws as a batch of its own
         step, _ = draws.refused[0]
         return RowUse("mixed", why="a draw that cannot follow the rows", line=shortened(step.line), **found)
     return RowUse(
         "after" if rows.whole else "separable",
-        degree=(degrees[0] or 1) - 1 if degrees else 0,
+        degree=powers[0] if powers and 0 not in of_rows else 0,
         group=growth.group,
         by_number=tuple(draws.by_number),
         whole=tuple(
@@ -186,7 +187,8 @@ def row_use(
         scaled=tuple(
             Scaled(names.places[id(s.eqn)], rows.scaled[id(s)]) for s in steps_of(names.root) if id(s) in rows.scaled
         ),
-        degrees=degrees,
+        powers=powers,
+        of_rows=frozenset(of_rows),
         metrics=tuple(mixing.values()),
         own=own,
         n_rows=n,

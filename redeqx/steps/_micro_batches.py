@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from .._rounding import at_least_float32
+from ..dims import RowUse
 from ..machine import n_batch_shards, replicated, split_rows
 from ..tracing import as_fun
 from ..transforms import Rows
@@ -21,13 +22,13 @@ from ._functions import Functions
 
 # --- rows --------------------------------------------------------------------------------------------------------------
 
-_UNKNOWN = 2**31  # the number of rows of an iterable, which is known only at its end
+UNKNOWN_TOTAL = 2**31  # the number of rows of an iterable, which is known only at its end
 
 
 def row_span(before: int, n: int | None) -> np.ndarray:
     """Returns the place of a batch among the rows of an evaluation or a prediction, uint32 `[2]`: the number of rows before
     it, and the number of all rows, 2**31 if that is unknown."""
-    return np.array([before, _UNKNOWN if n is None else n]).astype(np.uint32)
+    return np.array([before, UNKNOWN_TOTAL if n is None else n]).astype(np.uint32)
 
 
 class Part(NamedTuple):
@@ -55,9 +56,9 @@ def number_rows(groups: Sequence[PyTree], first: Any = 0) -> list[Part]:
 
 def with_whole(
     functions: Functions, weights: PyTree, state: PyTree, groups: Sequence[Part], key: Array, every: Rows, *, inference: bool
-) -> tuple[list[Part], Rows, int]:
+) -> tuple[list[Part], Rows, RowUse]:
     """Computes the values of the whole batch that its parts need. Returns the groups with their entries of them, the `Rows`
-    of all groups, and how many consecutive rows stay together.
+    of all groups, and what the function does with rows.
 
     Each device keeps its rows if their order does not matter. Else it gets all rows, once.
 
@@ -69,7 +70,7 @@ def with_whole(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n_all, *x.shape[2:]), x.dtype), groups[0].batch)
     use = functions.sums.row_use(weights, state, shapes, key, inference=inference)
     if not use.whole:
-        return list(groups), every, use.group
+        return list(groups), every, use
     n_shards = n_batch_shards(mesh)
     layout = replicated(mesh) if use.in_order else split_rows(mesh) if n_all % n_shards == 0 else None
     shards = [1 if use.in_order or group.numbers.shape[1] % (n_shards * use.group) else n_shards for group in groups]
@@ -95,7 +96,7 @@ def with_whole(
     batch, numbers, _ = jax.tree.map(join, *groups)
     every = functions.whole(weights, state, batch, key, every._replace(numbers=numbers), inference=inference)
     own = list(zip(*map(cut, every.own), strict=True)) or [()] * len(groups)
-    return [group._replace(own=of) for group, of in zip(groups, own, strict=True)], every, use.group
+    return [group._replace(own=of) for group, of in zip(groups, own, strict=True)], every, use
 
 
 # --- micro-batches -----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from ..partition import Plan
 from ..transforms import Rows, by_row
 from ._functions import Functions, plan_rules, with_rules
 from ._loss import n_rows
-from ._micro_batches import Part, accumulate, number_rows, split, with_whole
+from ._micro_batches import UNKNOWN_TOTAL, Part, accumulate, number_rows, split, with_whole
 from ._state import TrainState, stream_key
 from ._structure import Structure
 
@@ -126,8 +126,8 @@ class TrainStep:
         is_only = self.n_parts == 1 and len(parts) == len(parts[0].numbers) == 1
         if not is_only:
             weights, layers = [*state.trained, *frozen], jax.tree.unflatten(self.layers_treedef, state.layers)
-            parts, every, n_together = with_whole(self.functions, weights, layers, parts, key, every, inference=False)
-            parts = split(parts, self.n_parts, n_together, self.functions.plan.mesh)
+            parts, every, use = with_whole(self.functions, weights, layers, parts, key, every, inference=False)
+            parts = split(parts, self.n_parts, use.group, self.functions.plan.mesh)
         return _MicroBatches(parts, every, is_only)
 
     def _gradient(
@@ -261,7 +261,9 @@ class EvalStep:
         weights, tree = [*trained, *frozen], jax.tree.unflatten(self.layers_treedef, layers)
         parts = number_rows(groups, before)
         every = Rows(jnp.zeros(0, jnp.uint32), total, jnp.uint32(sum(part.numbers.size for part in parts)))
-        parts, every, _ = with_whole(self.functions, weights, tree, parts, key, every, inference=True)
+        parts, every, use = with_whole(self.functions, weights, tree, parts, key, every, inference=True)
+        if use.is_additive:  # as in one undivided batch; else each batch counts as a whole
+            every = every._replace(size=jnp.where(total == jnp.uint32(UNKNOWN_TOTAL), every.size, total))
 
         def of_part(layers: list[Array], rows: PyTree, numbers: Rows) -> Any:
             tree = jax.tree.unflatten(self.layers_treedef, layers)
@@ -341,7 +343,7 @@ def make_predict_step(
 
     def predict_fn(trained, frozen, state, batch, key, span):
         (before, total), n = span, n_rows(batch)
-        rows = Rows(before + jnp.arange(n, dtype=jnp.uint32), total, jnp.uint32(n))
+        rows = Rows(before + jnp.arange(n, dtype=jnp.uint32), total, total)
         return planned_fn([*trained, *frozen], state, batch, key, rows)
 
     # With several processes each one gets all rows, since each script uses them.

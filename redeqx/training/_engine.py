@@ -260,28 +260,30 @@ class Engine:
         """Returns the sizes of an update's batch, from the arguments of `fit`."""
         return BatchSize.of(self.deployer.mesh, per_device, total, self.task.accumulate, n_devices=n_devices)
 
-    def batches(self, steps: Iterable[Slice], size: BatchSize, *, inference: bool = False, **options: Any) -> Prefetch:
+    def batches(
+        self, steps: Iterable[Slice], size: BatchSize, *, inference: bool = False, is_counted: bool = True, **options: Any
+    ) -> Prefetch:
         """Returns the batch of each step, prepared ahead by a thread. Close it after use.
 
         **Arguments:**
 
-        - `inference`: whether they are batches of an evaluation.
+        - `inference`, `is_counted`: whether they are batches of an evaluation, and the number of its examples is known.
         - `options`: those of `redeqx.data.batches`.
         """
         self.deployer.n_passes += 1
         check = None if self.deployer.peers.n == 1 else partial(check_rows, self.deployer.peers, self.deployer.n_passes)
         known = self.task.eval_rows if inference else self.task.rows
-        use = known or partial(self._find_row_use, size, inference)
+        use = known or partial(self._find_row_use, size, inference, is_counted)
         return batches(steps, self.task.pool, size, self.deployer.mesh, check, use=use, **options)
 
-    def _find_row_use(self, size: BatchSize, inference: bool, batch: PyTree) -> RowUse:
+    def _find_row_use(self, size: BatchSize, inference: bool, is_counted: bool, batch: PyTree) -> RowUse:
         """Finds what the loss does with the rows of a batch, given as shapes; warns of micro-batches that do not divide."""
         use = self.task.rows or self.task.sums.row_use_of(*self.trees, batch)
         self.task = replace(self.task, rows=use)
         if inference:
             use = self.task.sums.row_use_of(*self.trees, batch, inference=True)
             self.task = replace(self.task, eval_rows=use)
-            if text := eval_text(use):
+            if text := eval_text(use, is_counted):
                 self.deployer.console.info(text)
         if n_rows(batch) == size.examples:
             warn_of_uncut_rows(use, size, self.deployer.mesh)

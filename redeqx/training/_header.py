@@ -115,9 +115,14 @@ def _use_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
     return {"rows": text, **drawn, **positions}
 
 
-def eval_text(use: RowUse) -> str:
-    """Describes how the values of an evaluation depend on its batch size; empty if they do not, or if nothing is known."""
-    if use == UNKNOWN or use.is_additive:
+def eval_text(use: RowUse, is_counted: bool) -> str:
+    """Describes how the values of an evaluation depend on its batch size; empty if they do not, or if nothing is known.
+
+    **Arguments:**
+
+    - `is_counted`: whether the number of all examples is known.
+    """
+    if use == UNKNOWN or (use.is_additive and (is_counted or not use.scaled)):
         return ""
     depends = "may depend" if use.kind == "unknown" else "depends"
     return f"evaluation: the loss {depends} on the batch size. Rows: {'; '.join([use.text, *use.draws])}"

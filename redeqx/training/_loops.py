@@ -110,7 +110,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
     deployer, task = engine.deployer, engine.task
     deployer.need_values("eval_loss")
     size = _even_size(engine, examples, size)
-    steps = in_order(examples, size)
+    steps, n = in_order(examples, size), size_of(examples)
     sums: np.ndarray | float = 0.0
 
     def computed(upcoming: Prefetch) -> Iterator[tuple[jax.Array, int, int | None]]:  # not the batches, which take memory
@@ -122,7 +122,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
                 check_values(program, state)
                 given = None if model is None else place(model, program.plan)
                 weights = (program.eval_trained(state), state.frozen) if given is None else task.structure.take(given)
-            args = (*weights, state.layers, state.stream, row_span(n_rows, size_of(examples)), batch.groups)
+            args = (*weights, state.layers, state.stream, row_span(n_rows, n), batch.groups)
             vector = engine.called.evaluated.call(program.eval_step, args, batch.signature, nullcontext(line))
             n_rows += batch.n_examples
             deployer.watch.beat()
@@ -130,7 +130,8 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
             yield vector, batch.n_examples, batch.n_tokens
 
     progress = deployer.console.progress(title="evaluate", unit="batch")
-    with deployer.watch.on(), progress as line, closing(engine.batches(steps, size, inference=True)) as upcoming:
+    upcoming = engine.batches(steps, size, inference=True, is_counted=n is not None)
+    with deployer.watch.on(), progress as line, closing(upcoming):
         for i, (vector, n_examples, n_tokens) in enumerate(drawn_ahead(computed(upcoming), LAG)):
             sums = sums + np.asarray(vector, np.float64)
             line.update(i + 1, metrics={}, n_examples=n_examples, n_tokens=n_tokens)

@@ -30,8 +30,7 @@ class Rows(NamedTuple):
     - `numbers`: uint32 `[rows]`, the number of each row: in a step, its place in the whole update; in an evaluation or a
         prediction, its place in the whole call.
     - `total`: uint32 `[]`, how many rows the update or the call has.
-    - `size`: uint32 `[]`, how many rows the update or the batch of the call has. On these, values of the whole batch are
-        computed.
+    - `size`: uint32 `[]`, the number of rows that counts as that of the whole batch.
     - `own`: these rows' entries of values of the whole batch, `[rows, ...]`; `[rows / n, ...]` if n rows share an entry.
     - `shared`: the values of the whole batch that have no rows.
     """
@@ -136,12 +135,13 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
             for i, out in zip(use.own, interpret(of_own, flat, [only_draws]), strict=True):
                 outs[i] = out
         scaled = []
-        n_judged = len(use.degrees)
-        for out, degree in zip(outs[:n_judged], use.degrees, strict=True):
-            if degree is None:
+        n_judged = len(use.powers)
+        for i, (out, power) in enumerate(zip(outs[:n_judged], use.powers, strict=True)):
+            is_by_row = i in use.of_rows
+            if is_by_row:
                 out = out[: len(out) // n_copies]
-            elif not degree == n_copies == 1:
-                of = out * (share ** (degree - 1) / n_copies)
+            if power or (n_copies > 1 and not is_by_row):
+                of = out * (share**power / (1 if is_by_row else n_copies))
                 out = of.astype(out.dtype) if jnp.issubdtype(out.dtype, jnp.inexact) else jnp.round(of).astype(out.dtype)
             scaled.append(out)
         return jax.tree.unflatten(jax.tree.structure(shapes), [*scaled, *outs[n_judged:]])  # the state is not added

@@ -12,7 +12,15 @@ import pytest
 
 import redeqx
 from tests.promises.drawing import EXAMPLES, collate_fn, dense
-from tests.promises.test_draws import MESHES, assert_first_update_matches, key_of_step, make_deployer, make_trainer, plain
+from tests.promises.test_draws import (
+    MESHES,
+    SEED,
+    assert_first_update_matches,
+    key_of_step,
+    make_deployer,
+    make_trainer,
+    plain,
+)
 
 
 def row_losses(p, batch):
@@ -270,3 +278,23 @@ def test_a_loss_that_mixes_rows_is_not_divided(mesh):
     warned = pytest.warns(UserWarning, match="The loss mixes rows at .*test_undivided.py:") if mesh == "8" else nullcontext()
     with warned:
         assert_first_update_matches(trainer, examples, *plain(contrastive, dense(), collate_fn(examples), key_of_step(0)))
+
+
+def test_an_evaluation_and_a_prediction_take_the_number_of_all_rows(capsys):
+    """So do the times of a diffusion in equal steps. The number of an iterable's rows is not known, which a line says."""
+
+    def places(p, batch, key):
+        return (jnp.arange(len(batch["x"])) + 0.5) / len(batch["x"])
+
+    trainer = make_trainer(spread_times, dense(), "4", deployer=make_deployer("4", verbose=True))
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(SEED), 1), 1)
+    want, _ = plain(spread_times, dense(), collate_fn(EXAMPLES[:21]), key)
+    for size in (21, 8, 5):
+        assert trainer.eval_loss(EXAMPLES[:21], batch_size=size) == pytest.approx(float(want["loss"]), rel=1e-5)
+        predictor = trainer.get_default_predictor(places)
+        found = predictor.predict(EXAMPLES[:21], batch_size=size)
+        np.testing.assert_allclose(found, (np.arange(21) + 0.5) / 21, rtol=1e-6)
+    assert "depends on the batch size" not in capsys.readouterr().out
+    other = make_trainer(spread_times, dense(), "4", deployer=make_deployer("4", verbose=True))
+    other.eval_loss(iter(EXAMPLES[:21]), batch_size=8)
+    assert "the loss depends on the batch size" in capsys.readouterr().out
