@@ -319,15 +319,17 @@ class Functions:
         """
         return of_whole(self.sums.judged(inference=inference), self.sums.row_use(*args[:4], inference=inference), *args)
 
-    def loss(self, *, inference: bool, is_only: bool = False) -> Callable[..., Any]:
+    def loss(self, *, inference: bool, is_only: bool = False, is_all: bool = False) -> Callable[..., Any]:
         """Returns `(weights, state, batch, key, rows) -> ((total, weight, metrics), state)`; gathers weights at their use.
 
         **Arguments:**
 
         - `is_only`: whether the batch is the only micro-batch of a step, as for `Sums.loss`.
+        - `is_all`: as for `by_row`.
         - `rows`: the `Rows` of the batch.
         """
-        return self._of_part(self.sums.loss(inference=inference, is_only=is_only), inference=inference, is_only=is_only)
+        loss = self.sums.loss(inference=inference, is_only=is_only)
+        return self._of_part(loss, inference=inference, is_only=is_only, is_all=is_all)
 
     def gradient(self, *, is_only: bool = False) -> Callable[..., Any]:
         """Returns `(trained, frozen, state, batch, key, rows) -> ((total, weight, metrics, gradients), state)`, with the
@@ -353,12 +355,18 @@ class Functions:
         return gradient
 
     def _of_part(
-        self, fn: Callable[..., Any], *, inference: bool = False, is_only: bool, is_loss: bool = True
+        self,
+        fn: Callable[..., Any],
+        *,
+        inference: bool = False,
+        is_only: bool,
+        is_all: bool = False,
+        is_loss: bool = True,
     ) -> Callable[..., Any]:
         def of_part(*args: Any) -> Any:
             if is_only:  # its rows are those of the whole batch
                 return fn(*args[:4])
-            return by_row(fn, self.sums.row_use(*args[:4], inference=inference))(*args)
+            return by_row(fn, self.sums.row_use(*args[:4], inference=inference), is_all=is_all)(*args)
 
         return self._with_rules(of_part, is_loss=is_loss, is_trained=is_loss and not inference)
 

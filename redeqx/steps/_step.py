@@ -256,7 +256,8 @@ class EvalStep:
 
         - `span`: the place of the batch in the evaluation, see `row_span`.
         """
-        loss, (before, total) = self.functions.loss(inference=True), span
+        is_all, (before, total) = len(groups) == len(jax.tree.leaves(groups[0])[0]) == 1, span
+        loss = self.functions.loss(inference=True, is_all=is_all)
         key = jax.random.fold_in(stream_key(stream), _EVAL)
         weights, tree = [*trained, *frozen], jax.tree.unflatten(self.layers_treedef, layers)
         parts = number_rows(groups, before)

@@ -92,7 +92,7 @@ def _place_of_rows(dims: Sequence[Factors]) -> tuple[int, int, int] | None:
     return None
 
 
-def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
+def by_row(fn: Callable[..., Any], use: RowUse, *, is_all: bool = False) -> Callable[..., Any]:
     """Returns `(weights, state, batch, key, rows) -> outputs` of a part of the rows of a batch.
 
     Its first outputs are scaled so that their sums over all parts are those of the whole batch. If the verdict is no proof,
@@ -101,6 +101,7 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
     **Arguments:**
 
     - `fn`: `(weights, state, batch, key) -> outputs`, of which `use` is the verdict.
+    - `is_all`: whether the part has all rows of the batch, so that it is a batch of its own anyway.
     - `rows`: the `Rows` of the part, with those values of the whole batch that `of_whole` returns.
     """
 
@@ -116,7 +117,7 @@ def by_row(fn: Callable[..., Any], use: RowUse) -> Callable[..., Any]:
             return jax.tree.unflatten(jax.tree.structure(shapes), as_fun(closed)(*jax.tree.leaves((*args[:3], key))))
 
         if eqns is None or (use.whole and not (rows.own or rows.shared)):
-            if use.is_exact and not use.draws:
+            if use.is_exact and not use.draws and (use.is_additive or not is_all):
                 warn(
                     f"`loss_fn`: expected the same equations for {n_rows} rows as for the whole batch, got "
                     "others. These rows are computed as a batch of their own. Write a loss whose equations and constants do "

@@ -1,5 +1,6 @@
 """An update is that of the undivided loss, also of one whose rows share a count, an order or a statistic of the data."""
 
+import warnings
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -298,3 +299,17 @@ def test_an_evaluation_and_a_prediction_take_the_number_of_all_rows(capsys):
     other = make_trainer(spread_times, dense(), "4", deployer=make_deployer("4", verbose=True))
     other.eval_loss(iter(EXAMPLES[:21]), batch_size=8)
     assert "the loss depends on the batch size" in capsys.readouterr().out
+
+
+def test_a_last_evaluation_batch_of_one_row_does_not_warn():
+    """JAX writes `linspace` for one row with other equations. The batch is whole, so its loss is as written."""
+
+    def spaced(p, batch, key):
+        return (jnp.linspace(0, 1, len(batch["x"])) * row_losses(p, batch)).mean()
+
+    trainer = make_trainer(spaced, dense(), "4")
+    parts = [collate_fn(EXAMPLES[i : i + 5]) for i in (0, 5)] + [collate_fn(EXAMPLES[10:11])]
+    want = sum(float(spaced(dense(), part, None)) * len(part["x"]) for part in parts) / 11
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert trainer.eval_loss(EXAMPLES[:11], batch_size=5) == pytest.approx(want, rel=1e-5)
