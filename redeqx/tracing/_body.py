@@ -115,7 +115,7 @@ class Body:
         while todo:  # no recursion: a chain of equations may exceed Python's recursion limit
             var = todo[-1]
             eqn, outer = self.producer(var), self.outer(var)
-            operands = (outer or ())[:1] if eqn is None else eqn.invars
+            operands = eqn.invars if eqn is not None else [] if outer is None else [outer[0]]
             if var in self._values:
                 todo.pop()
             elif missing := [each for each in variables(operands) if each not in self._values]:
