@@ -167,9 +167,7 @@ def kind_of(name: str) -> str:
     return re.sub(r"(-\d+-of-\d+)?\.safetensors(\.index\.json)?$", "", name)
 
 
-def verified_manifest(
-    folder: Location, peers: Peers, log: Callable[[str], None], kinds: Collection[str] | None = None
-) -> Manifest:
+def verified_manifest(folder: Location, peers: Peers, log: Callable[[str], None], kinds: Collection[str] | None) -> Manifest:
     """As `read_manifest`, for all processes together, after copying files to the processes that lack them, and verifying the
     checksums of the files of the trees `kinds`, or of all. In a shared folder each process reads its share of every file,
     otherwise those on its own disk.

@@ -135,7 +135,7 @@ def read_sharded(view: View, leaf: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: slices[str(index)])
 
 
-def check_tree(source: TensorReader, template: PyTree, what: str = "model") -> None:
+def check_tree(source: TensorReader, template: PyTree, what: str) -> None:
     """Raises ValueError if the tensors differ from the template's arrays, as `load_tree` does. No tensor is read."""
     wanted, there = array_leaves(template), set(source.names())
     lines = _mismatches(source, wanted)

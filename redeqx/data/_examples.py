@@ -163,7 +163,7 @@ def _indices(n: int, seed: tuple[int, ...] | None, position: int) -> Iterator[in
 _AT_ONCE = 1024
 
 
-def n_slices(n: int, batch_size: int, drop_remainder: bool = False) -> int:
+def n_slices(n: int, batch_size: int, drop_remainder: bool) -> int:
     """Returns the number of slices of `n` examples."""
     return n // batch_size if drop_remainder else -(-n // batch_size)
 

@@ -169,14 +169,14 @@ def place_batch(
     batch: PyTree[np.ndarray],
     cut: Iterable[Group],
     mesh: Mesh,
-    rows: np.ndarray | None = None,
-    n_micro_batches: int = 0,
+    rows: np.ndarray,
+    n_micro_batches: int,
 ) -> tuple[PyTree[jax.Array], ...]:
     """Places the batch on the mesh: for each group a PyTree with the same structure and leaves `[n, rows, ...]`.
 
     **Arguments:**
 
-    - `rows`: the rows of the step that the batch contains, from `local_rows`; by default all.
+    - `rows`: the rows of the step that the batch contains, from `local_rows`.
     - `n_micro_batches`: the minimal number of micro-batches in the first group; its last one is repeated.
     """
     placed = []
@@ -191,7 +191,7 @@ def place_batch(
 
 
 def place_rows(
-    batch: PyTree[np.ndarray], places: np.ndarray, sharding: NamedSharding, rows: np.ndarray | None = None
+    batch: PyTree[np.ndarray], places: np.ndarray, sharding: NamedSharding, rows: np.ndarray
 ) -> PyTree[jax.Array]:
     """Places the rows of the batch with these numbers on the mesh. The leading dims are those of `places`.
 
@@ -205,7 +205,6 @@ def place_rows(
         taken = slice(first, last + 1) if last + 1 - first == places.size else places.reshape(-1)
         leaves = [x[taken].reshape(*places.shape, *x.shape[1:]) for x in jax.tree.leaves(batch)]
         return jax.tree.unflatten(jax.tree.structure(batch), jax.device_put(leaves, sharding))
-    assert rows is not None
 
     def put(x: np.ndarray) -> jax.Array:
         def piece(index: Any) -> np.ndarray:

@@ -93,7 +93,7 @@ class Preemption:
             _print_stopping()
         self._n_interrupts += 1
 
-    def _handle(self, is_interrupt: bool = False) -> None:
+    def _handle(self, is_interrupt: bool) -> None:
         self._is_signalled |= not is_interrupt
         self._n_interrupts += is_interrupt
         self._contribute_step()

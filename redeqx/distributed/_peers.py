@@ -77,7 +77,7 @@ class Peers:
             return [json.loads(json.dumps(value))]
         return self.wait(self.contribute(topic, value), timeout)
 
-    def contribute(self, topic: str, value: Any = None) -> str:
+    def contribute(self, topic: str, value: Any) -> str:
         """Adds this process's value to a gathering, without waiting; returns the gathering's name, for `wait`."""
         if self._is_forked:
             raise PeerError(

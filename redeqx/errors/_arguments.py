@@ -354,7 +354,7 @@ def check_predictor(predictor: Any) -> None:
         raise wrong_type("eval_predictor", "a Predictor", predictor, "Pass `trainer.get_default_predictor(pred_fn)`")
 
 
-def as_metrics(returned: Any, taken: Sequence[str] = ()) -> dict[str, float]:
+def as_metrics(returned: Any, taken: Sequence[str]) -> dict[str, float]:
     """Converts the metrics that `eval_metric_fn` returned to Python floats.
 
     Raises TypeError if they are not a mapping from strings to numbers, ValueError for arrays and for names in `taken`, those

@@ -159,7 +159,7 @@ class Row(NamedTuple):
     why: str
 
 
-def describe_saved(loops: Sequence[Loop], chip: Chip, leaves: Collection[str] = ()) -> list[Row]:
+def describe_saved(loops: Sequence[Loop], chip: Chip, leaves: Collection[str]) -> list[Row]:
     """Returns a row for each value that loops could save. `leaves` are the names of the model's leaves."""
     rows = []
     for loop in loops:

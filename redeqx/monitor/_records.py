@@ -167,7 +167,7 @@ class Records:
             if delivery.is_new:
                 delivery.medium(MediaFile("plan", self._step, explain_plan()))
 
-    def rewind_once(self, step: int, name: str | None = None) -> None:
+    def rewind_once(self, step: int, name: str | None) -> None:
         """Calls `rewind`, unless this process has called it for a trainer of this name."""
         if name not in self._rewound:
             self.rewind(step, name)

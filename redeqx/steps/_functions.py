@@ -290,7 +290,7 @@ class Functions:
     def precision(self) -> Precision:
         return self.sums.precision
 
-    def _with_rules(self, fn: Callable[..., Any], *, is_loss: bool = False, is_trained: bool = False) -> Callable[..., Any]:
+    def _with_rules(self, fn: Callable[..., Any], *, is_loss: bool, is_trained: bool) -> Callable[..., Any]:
         compute, precision, mesh = self.compute, self.precision, self.plan.mesh
         n_weights, is_cpu = len(self.structure.weights), mesh.devices.flat[0].platform == "cpu"
         kinds = [effective_specs(self.plan, name) for name in self.structure.weights]

@@ -277,7 +277,7 @@ class EvalStep:
 
 
 def prediction(
-    structure: Structure, pred_fn: Callable[..., Any], state_treedef: Any = None, compute_dtype: Any = None
+    structure: Structure, pred_fn: Callable[..., Any], state_treedef: Any, compute_dtype: Any
 ) -> Callable[..., PyTree]:
     """Returns `(weights, state, batch, key) -> outputs`: the user's `pred_fn` as a function of lists of arrays, with the
     model in inference mode. It checks that each output has the rows of the batch.
@@ -318,10 +318,10 @@ def make_predict_step(
     plan: Plan,
     predict: Callable[..., PyTree],
     *,
-    named: bool = False,
-    fuse_attention: bool = True,
-    options: XlaOptions | None = None,
-    judged: Callable[[RowUse], None] = lambda use: None,
+    named: bool,
+    fuse_attention: bool,
+    options: XlaOptions | None,
+    judged: Callable[[RowUse], None],
 ) -> Callable[..., Any]:
     """Returns the jitted `(trained, frozen, state, batch, key, span) -> outputs`, with rows split over the batch axes.
     `span` is the place of the batch in the prediction, see `row_span`.

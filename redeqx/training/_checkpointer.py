@@ -190,7 +190,7 @@ class Checkpointer:
         root = self.checkpoints.folder.parent if self.engine.name else self.checkpoints.folder
         return {name: (step, CheckpointFolder(root / name).steps()) for name, step in others_of_record(record).items()}
 
-    def use_setting(self, now: Mapping[str, Any], unknown: Collection[str] = ()) -> None:
+    def use_setting(self, now: Mapping[str, Any], unknown: Collection[str]) -> None:
         """Begins a fit with these sizes, after comparing them with those of the run that it resumes; prints harmless
         differences.
 

@@ -96,7 +96,7 @@ def chosen_exchanges(body: Body, splits: Sequence[int | None], mesh: Mesh) -> li
     return [each for each in found if all(splits[m.leaf] == m.dim for m in each.matrices.values())]
 
 
-def expert_stacks(trace: Trace, mesh: Mesh, *, splits_residual: bool = False) -> dict[str, int | None]:
+def expert_stacks(trace: Trace, mesh: Mesh, *, splits_residual: bool) -> dict[str, int | None]:
     """Returns the stacks of matrices of a traced loss's grouped matmuls: with the dim that counts experts for those to whose
     devices tokens are sent, where this sends fewer bytes, and None where the parts of a token's outputs are added up.
 

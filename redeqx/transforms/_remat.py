@@ -98,7 +98,7 @@ class RematLoops(Rule):
         return site.enter(eqn, ins, remat=partial(_checkpointed, policy=policies[self.level], moved=moved))
 
 
-def with_remats(fn: Callable[..., Any], rules: Sequence[Rule], saved: list[Loop] | None = None) -> Callable[..., Any]:
+def with_remats(fn: Callable[..., Any], rules: Sequence[Rule], saved: list[Loop] | None) -> Callable[..., Any]:
     """Wraps `fn` so that it is computed under rules, of which one may be a `RematLoops` with a measure.
 
     **Arguments:**
