@@ -32,7 +32,7 @@ from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
 from ._overrides import Overrides, specs_of
 from ._pass import EXPERTS
-from ._positions import describe_positions, positions_note
+from ._positions import describe_positions
 from ._search import order
 
 # The fsdp axis does not split leaves with fewer elements: the latency of gathering one would outweigh the memory saved.
@@ -190,7 +190,7 @@ class Plan:
 
     def _notes(self) -> list[str]:
         rows = [] if self.row_use == UNKNOWN else [f"rows: {self.row_use.text}"]
-        return [*rows, *positions_note(self.positions)]
+        return [*rows, *([f"positions: {'; '.join(self.positions)}"] if self.positions else [])]
 
     def draw(self, path: str | Path, *, where: str = "*") -> Path:
         """Draws each array as a rectangle, divided where mesh axes split it, in a row for each layer. Returns the path.

@@ -1,6 +1,5 @@
 """How a loss uses positions, in words: what the sequence axis splits, what it cannot split, and where."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -77,8 +76,3 @@ def _sentence(each: Along, n: int) -> str:
 
 def _at(each: Along) -> str:
     return f" at {shortened(each.line)}" if each.line else ""
-
-
-def positions_note(sentences: Sequence[str]) -> list[str]:
-    """Returns the sentences as one line of a table; no line without any."""
-    return [f"positions: {'; '.join(sentences)}"] if sentences else []
