@@ -204,10 +204,11 @@ class Predictor(RedcoNames):
         n_shards = self._deployer.n_batch_shards
         rows = -(-at_once // n_shards) * n_shards
         batches = self._zeros if self._deployer.is_dry_run else self._outputs
+        key = jax.random.key(self._deployer.jax_seed) if key is None else key
         return batches(examples, n, at_once, rows, model, key)
 
     def _outputs(
-        self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray | None
+        self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray
     ) -> Iterator[list[Any]]:
         """Yields the outputs of `n` examples, `at_once` in batches of `rows`."""
         mesh = self._deployer.mesh
@@ -220,7 +221,6 @@ class Predictor(RedcoNames):
                 batch = collate(self._collate_fn, read(examples, places), places)
                 yield start, n_rows, place_rows(pad_rows(batch, len(here)), np.arange(rows), split_rows(mesh), here)
 
-        key = jax.random.key(self._deployer.jax_seed) if key is None else key
         key = put(key, replicated(mesh))
         line = self._deployer.console.progress(title="predict")  # shown while a batch of new shapes is compiled
 
@@ -243,7 +243,7 @@ class Predictor(RedcoNames):
             yield from starmap(self._unbatch, drawn_ahead(computed(batches, model), 1))
 
     def _zeros(
-        self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray | None
+        self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray
     ) -> Iterator[list[Any]]:
         """Yields zeros in place of the outputs, so that a script that predicts before its first `fit` reaches it in a dry
         run. They have the shapes of the first batch, since only that one is collated."""
@@ -258,7 +258,6 @@ class Predictor(RedcoNames):
             model, state = self._require_model(model), self._model_state
             plan = self._plan = self._plan or self._make_plan(model, self._model_state, batch)
         structure, step = self._get_step(model, state, plan)
-        key = jax.random.key(self._deployer.jax_seed) if key is None else key
         shapes = jax.eval_shape(step, *structure.take(model), jax.tree.leaves(state), batch, key, row_span(0, n))
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         for start in range(0, n, at_once):
@@ -272,8 +271,7 @@ class Predictor(RedcoNames):
         batch = pad_rows(collate(self._collate_fn, list(examples[:batch_size])), batch_size)
         batch = jax.tree.map(lambda x: placed_shape(x, split_rows(mesh)), batch)
         structure = Structure.of(model)
-        predict = self._prediction(structure, program.model_state(program.state))
-        step = self._make_step(structure, program.plan, predict, named=True)
+        step = self._make_step(structure, program.plan, program.model_state(program.state), named=True)
         key = placed_shape(jax.eval_shape(lambda: jax.random.key(0)), replicated(mesh))
         span = jax.ShapeDtypeStruct((2,), np.uint32)
         return step.trace(*placed_shapes(structure, model, program.plan), program.state.layers, batch, key, span)
@@ -346,7 +344,7 @@ class Predictor(RedcoNames):
         signature = jax.tree.structure(arrays), jax.tree.leaves(static), plan.mesh, splits
         if self._step is None or self._step[0] != signature:
             structure = Structure.of(model)
-            self._step = signature, structure, self._make_step(structure, plan, self._prediction(structure, state))
+            self._step = signature, structure, self._make_step(structure, plan, state)
         return self._step[1], self._step[2]
 
     def _prediction(self, structure: Structure, state: PyTree) -> Callable[..., PyTree]:
@@ -354,9 +352,8 @@ class Predictor(RedcoNames):
         treedef = None if state is None else jax.tree.structure(state)
         return prediction(structure, self._pred_fn, treedef, self._compute.dtype)
 
-    def _make_step(
-        self, structure: Structure, plan: Plan, predict: Callable[..., PyTree], *, named: bool = False
-    ) -> Callable[..., Any]:
+    def _make_step(self, structure: Structure, plan: Plan, state: PyTree, *, named: bool = False) -> Callable[..., Any]:
+        predict = self._prediction(structure, state)
         options = xla_settings(plan.mesh, self._deployer.compiler.settings).options
         fuse_attention = self._compute.fuse_attention
         judged = partial(_say_mixed, self._deployer.console.info, self._said)  # no method: in a cycle, arrays would stay
