@@ -316,6 +316,13 @@ class StableDiffusion(TextToImage):
     unet: UNet
     config: PipelineConfig = eqx.field(static=True)
 
+    def __check_init__(self) -> None:
+        if self.text_encoder.config.extra.get("use_attention_mask"):
+            raise ValueError(
+                "`text_encoder/config.json`: `use_attention_mask`: expected False, as padding is attended to here, got "
+                "True. Call its `CLIPText` with a mask, and a `UNet` with that context."
+            )
+
     def encode(self, ids: Int[Array, " seq"]) -> Condition:
         """Encodes a text. Returns the `context` of the UNet."""
         return {"context": self.text_encoder(ids)}

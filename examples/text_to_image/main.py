@@ -156,8 +156,8 @@ def main(args: Args) -> dict[str, float]:
             n_layers=2, n_heads=4, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=EOS,
         )  # fmt: skip
         pipeline = Pipeline.make(vae, text, args.unet_channels, latents[0].shape[-1], deployer)
-    to_diffusion = pipeline.vae.config.to_diffusion
-    train, validation, test = ([*zip(to_diffusion(x), y, strict=True)] for x, y in zip(latents, ids, strict=True))
+    scaled = [np.asarray(pipeline.vae.config.to_diffusion(jnp.asarray(x))) for x in latents]
+    train, validation, test = ([*zip(x, y, strict=True)] for x, y in zip(scaled, ids, strict=True))
 
     lr = deployer.get_lr_schedule_fn(
         len(train), batch_size=args.batch_size, n_epochs=args.n_epochs, learning_rate=args.learning_rate,

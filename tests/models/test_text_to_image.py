@@ -138,6 +138,15 @@ def test_parts_must_fit_together():
         sd3(transformer=random_model(MMDiT, dataclasses.replace(TRANSFORMER, context_size=4)))
 
 
+def test_a_mask_of_padding_is_refused():
+    """diffusers reads this key of the text encoder, and masks padding then."""
+    text = random_model(CLIPText, dataclasses.replace(TEXT, d_model=12, extra={"use_attention_mask": True}))
+    unet = random_model(UNet, dataclasses.replace(UNET, added_size=None, added_wave_size=None))
+    parts = {"vae": random_model(VAE, VAE_CONFIG), "unet": unet, "config": PipelineConfig(DDIM())}
+    with pytest.raises(ValueError, match="`use_attention_mask`: expected False, as padding is attended to here, got True"):
+        StableDiffusion(text_encoder=text, **parts)
+
+
 def test_without_a_text():
     sizes = jnp.arange(6.0)
     condition = {"context": jnp.ones((5, 12)), "pooled": jnp.ones(6), "sizes": sizes}

@@ -151,7 +151,8 @@ def test_config_round_trip(config):
     fields = config.to_hf()
     assert fields["_class_name"] == "AutoencoderKL"
     assert VAEConfig.from_hf(ConfigReader(fields)) == config
-    assert VAEConfig.from_hf(ConfigReader({**fields, "force_upcast": False})).extra["force_upcast"] is False
+    other = VAEConfig.from_hf(ConfigReader({**fields, "force_upcast": False, "use_tiling": True}))
+    assert other == dataclasses.replace(config, needs_float32=False) and other.extra["use_tiling"] is True
 
 
 def test_absent_keys_get_the_defaults_of_diffusers():
