@@ -42,7 +42,8 @@ class Whisper(EncoderDecoder, Pretrained):
     logits = model(features, model.shift_right(labels), key=key)
     ```
 
-    `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed.
+    `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed. Positions of the encoder have no gradient, but a
+    weight decay without `mask=redeqx.optimizers.decay_mask` would shrink them.
     """
 
     config_class = WhisperConfig
@@ -52,7 +53,7 @@ class Whisper(EncoderDecoder, Pretrained):
     convolution1: eqx.nn.Conv1d
     convolution2: eqx.nn.Conv1d
     embedding: eqx.nn.Embedding
-    encoder: TransformerStack  # its positions are sines and cosines, and never trained: their gradient is stopped
+    encoder: TransformerStack  # its positions are sines and cosines, whose gradient is stopped
     decoder: TransformerStack
     config: WhisperConfig = eqx.field(static=True)
 
