@@ -236,6 +236,9 @@ class CausalLM(Decoder, Pretrained):
             angles = []
         elif self.positions is None:
             positions = token_positions(mask, seq, cache, segments=segments)
+            if cache is not None and length is None:
+                # After the prompt, each token is the last of its text, also one of a window, as in speculative decoding.
+                length = jnp.where(cache.index > 0, positions, positions.max()) + 1
             angles = [] if angles == [None] else [self._angles(positions, rope, length, segments) for rope in angles]
         else:
             angles = []

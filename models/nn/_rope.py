@@ -243,7 +243,7 @@ def rotation(
     theta: float,
     scaling: Scaling | None = None,
     *,
-    length: Int[Array, ""] | None = None,
+    length: Int[Array, "*seq"] | None = None,
     segments: Int[Array, " seq"] | None = None,
 ) -> tuple[Float[Array, "seq 1 half"], Float[Array, "seq 1 half"]]:
     """Returns cosine and sine of the rotary angles at these positions, in float32 because angles become large.
@@ -252,8 +252,8 @@ def rotation(
 
     - `size`: the number of rotary dims of a head, even.
     - `theta`, `scaling`: the base of the frequencies, and their scaling.
-    - `length`: the tokens of the text, for a scaling that depends on them; None takes them from its largest position.
-        (`transformers` takes the longest text of the batch.)
+    - `length`: the tokens of the text, or of the text of each token, for a scaling that depends on them; None takes them
+        from the largest position. (`transformers` takes the longest text of the batch.)
     - `segments`: the segments of a packed row, each of which is a text; None for one text.
     """
     frequencies: Any = theta ** -(np.arange(0, size, 2) / size)

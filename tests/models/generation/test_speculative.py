@@ -12,7 +12,9 @@ import redeqx
 from redeqx.models import generate
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.lfm import Lfm2, Lfm2Config
+from redeqx.models.llama import Llama, LlamaConfig
 from redeqx.models.mistral import Mistral, MistralConfig
+from redeqx.models.nn import DynamicScaling
 from redeqx.models.qwen_next import Qwen3Next, Qwen3NextConfig
 from redeqx.models.t5 import T5, T5Config
 from tests.models.families._case import random_model
@@ -91,6 +93,16 @@ def test_other_families(family):
     found = generate(model, IDS, **given, assistant_model=noisy(model, 0.03), output_scores=True)
     np.testing.assert_array_equal(found.tokens, expected)
     assert 0.05 < float(jnp.mean(found.accepted)) < 1
+
+
+def test_frequencies_may_change_with_each_token():
+    config = LlamaConfig(VOCAB, 32, d_model=16, n_layers=2, n_heads=2, d_mlp=24, rope_scaling=DynamicScaling(8.0, 6))
+    model = random_model(Llama, config, std=0.6)
+    given: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": (), "output_scores": True}
+    expected = generate(model, IDS, **given)
+    found = generate(model, IDS, **given, assistant_model=noisy(model, 0.05))
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-3)
 
 
 class Pair(eqx.Module):
