@@ -12,6 +12,7 @@ import numpy as np
 from einops import rearrange
 
 from redeqx._origins import CHANGED, set_origin
+from redeqx._quantised import is_quantised
 from redeqx._rounding import at_least_float32
 from redeqx._tree import ModelT, PyTree, is_array_like, listed, map_named, named_leaves, nearest
 from redeqx.checkpoint import TensorReader
@@ -51,7 +52,7 @@ def load_adapter(model: ModelT, folder: str | Path) -> ModelT:
     The layers of one stack get the same rank, the largest among them, and the same scale. Smaller adapters are padded with
     zeros. A layer without an adapter gets one of zeros, which stays zero in training. Where transformers holds several of
     our layers as one, its adapter is split: each layer gets its own rows of `B` and the components of the rank that those
-    rows use.
+    rows use. A quantised weight becomes an array if the folder has its module as a whole.
 
     **Arguments:**
 
@@ -107,7 +108,7 @@ def _with_whole_modules(model: ModelT, source: TensorReader, keys: ConfigReader)
     if not listed_modules:
         return model, set()
     places, copies = _places(model)
-    leaves, new, whole, problems = named_leaves(model), {}, set[str](), []
+    leaves, new, whole, problems = named_leaves(model, is_leaf=is_quantised), {}, set[str](), []
     for key in source.names():
         name = key.removeprefix(PREFIX)
         # With `ensure_weight_tying`, PEFT saves a tied module that is not listed.
@@ -150,14 +151,15 @@ def _with_whole_modules(model: ModelT, source: TensorReader, keys: ConfigReader)
         )
     for array in new.values():
         set_origin(array, CHANGED)
-    return map_named(lambda name, leaf: new.get(name, leaf), model), whole
+    return map_named(lambda name, leaf: new.get(name, leaf), model, is_leaf=is_quantised), whole
 
 
 def _places(model: PyTree) -> tuple[dict[str, tuple[StoredTensor, int | None]], dict[str, str]]:
     """Returns the tensors of a model's modules by their names in PEFT, each with the layer's index, and those that are tied
     to another tensor."""
     if not isinstance(model, Pretrained):
-        names = [name for name, leaf in named_leaves(model).items() if is_array_like(leaf)]
+        leaves = named_leaves(model, is_leaf=is_quantised)
+        names = [name for name, leaf in leaves.items() if is_array_like(leaf) or is_quantised(leaf)]
         return {name: (StoredTensor(name, (name,)), None) for name in names}, {}
     weight_map = type(model).weight_map(model.config)
     places = {

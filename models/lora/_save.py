@@ -6,9 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from redeqx._origins import CHANGED, origin_of
+from redeqx._quantised import is_quantised
 from redeqx._tree import PyTree, named_leaves
 from redeqx.checkpoint import write_tensors
 from redeqx.errors import brief, check_alive, check_folder, filter_traceback
@@ -127,7 +129,7 @@ def _add_changed(
 
     Raises ValueError for a leaf that no module without an adapter holds.
     """
-    leaves, modules = named_leaves(model), set[str]()
+    leaves, modules = named_leaves(model, is_leaf=is_quantised), set[str]()
     if not isinstance(model, Pretrained):
         for name in changed:
             tensors[PREFIX + name] = np.asarray(leaves[name])
@@ -140,7 +142,7 @@ def _add_changed(
     whole: dict[str, np.ndarray] = {}
     for tensor in stored:
         if module_of(tensor.disk) in wanted:
-            arrays = [np.asarray(leaves[leaf]) for leaf in tensor.leaves]
+            arrays = [np.asarray(jnp.asarray(leaves[leaf])) for leaf in tensor.leaves]  # of quantised ones, the numbers
             for i, name in enumerate(in_memory(weight_map, tensor)):
                 whole[name] = tensor.save(*(arrays if tensor.n_layers is None else [array[i] for array in arrays]))
     # Another module of transformers that shares a tensor would keep the base's: PEFT copies a module that it saves.

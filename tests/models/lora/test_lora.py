@@ -987,3 +987,21 @@ def test_a_model_with_numbered_experts_has_whole_modules_beside_them(tmp_path):
     assert message(lora.save_adapter, model, tmp_path).startswith(
         "`stack.blocks.mlp.experts.up.weight`: expected trained leaves in modules without an adapter"
     )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "residual"])
+def test_whole_modules_of_a_quantised_base(name, request, tmp_path):
+    base, (bias, quantised, where) = request.getfixturevalue(name), {
+        "gpt2": (lambda model: model.stack.blocks.mlp.up.bias, "*.mlp.*", "*.query"),
+        "residual": (lambda model: model.stacked.bias, "stacked", "*.query_proj"),
+    }[name]  # fmt: skip
+    rounded = lora.quantise(base, where=quantised, kind="int8")
+    model = changed(filled(lora.add(rounded, rank=2, where=where, key=KEY)), bias)
+    found = lora.load_adapter(rounded, lora.save_adapter(model, tmp_path))
+    assert_same(lora.dequantise(found), lora.dequantise(model))
+
+
+def test_a_whole_module_replaces_a_quantised_weight(residual, tmp_path):
+    model = changed(lora.add(residual, rank=2, where="*.query_proj", key=KEY), lambda model: model.stacked.weight)
+    rounded = lora.quantise(residual, where="stacked", kind="int8")
+    assert_same(lora.load_adapter(rounded, lora.save_adapter(model, tmp_path)), model)
