@@ -46,7 +46,7 @@ class Stream(Iterator[Any]):
         self._record: dict[str, Any] = {}  # the state from which `_ahead` was read
         self._n_taken = 0  # the number of `_ahead` taken since
         if not position:
-            self._iterator = iter(iterable)
+            self._iterate()
             return
         saved = saved or {"state": None, "next": None, "n_taken": 0}
         self._n_taken = saved["n_taken"]
@@ -61,7 +61,11 @@ class Stream(Iterator[Any]):
             return self._ahead.popleft()
         if self._error is not None:
             raise self._error
-        return next(self._iterator)
+        return next(self._items)
+
+    def _iterate(self) -> None:
+        self._iterator = iter(self._iterable)
+        self._items = (example for example in self._iterator)  # ends once, even if the iterator then begins anew
 
     def state(self) -> Any:
         """Returns the state at this point, as JSON: a state of the iterable, a checksum of the examples that follow it
@@ -75,7 +79,7 @@ class Stream(Iterator[Any]):
     def _read_ahead(self) -> int | None:
         """Reads the next examples; returns their checksum."""
         try:
-            self._ahead.extend(itertools.islice(self._iterator, _N_AHEAD))
+            self._ahead.extend(itertools.islice(self._items, _N_AHEAD))
         except Exception as error:  # raised when that example is requested, after the earlier ones
             self._error = error
         return checksum(*self._ahead) if self._ahead else None
@@ -91,7 +95,7 @@ class Stream(Iterator[Any]):
             if self._read_ahead() != found:
                 return  # examples differ at each reading
             self._begin(before[0] if self._iterable is self._given else None)
-        deque(itertools.islice(self._iterator, position), maxlen=0)
+        deque(itertools.islice(self._items, position), maxlen=0)
         if self._read_ahead() != next and next is not None:
             warnings.warn(
                 f"`{self._name}`: expected, after {position} examples, those that followed when the checkpoint was saved, "
@@ -104,14 +108,14 @@ class Stream(Iterator[Any]):
         """Starts to iterate, from a state if one is given; returns the previous one, in a tuple. None if no state is set."""
         self._ahead.clear()
         self._error, self._iterable = None, _own_state(self._given)
-        self._iterator = iter(self._iterable)
+        self._iterate()
         methods = _methods(self._iterator) or _methods(self._iterable)
         if state is None or methods is None:
             return None
         before = methods[0]()
         methods[1](state)
         if _methods(self._iterator) is None:
-            self._iterator = iter(self._iterable)  # which starts from the state of its iterable
+            self._iterate()  # which starts from the state of its iterable
         return (before,)
 
 

@@ -1,5 +1,6 @@
 """Iterables of examples: a resumed run continues with the same ones, from a verified state or by skipping examples."""
 
+import itertools
 import json
 import random
 
@@ -132,6 +133,31 @@ def test_bytes_and_arrays_in_a_state_are_kept_in_json():
     assert found["a"][0] == b"x" and found["b"] == {"c": np.float32(2.5), "d": None}
     np.testing.assert_array_equal(found["a"][1], state["a"][1])
     assert found["a"][1].dtype == np.uint8 and found["a"][1].flags.writeable
+
+
+class BeginsAnew:
+    """An iterator that after its end begins anew, as loaders with a reset of their own do."""
+
+    def __init__(self):
+        self.n = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.n == 21:
+            self.n = 0
+            raise StopIteration
+        self.n += 1
+        return self.n
+
+
+def test_a_pass_ends_at_the_first_end_of_its_iterator():
+    examples = BeginsAnew()
+    for _ in range(2):
+        passed = [step.examples for step in itertools.islice(slices(examples, 4), 10)]
+        assert [*map(len, passed)] == [4, 4, 4, 4, 4, 1]
+        assert [example for step in passed for example in step] == [*range(1, 22)]
 
 
 def test_error_follows_the_batches_before_it():
