@@ -120,7 +120,7 @@ class Step:
     @property
     def copied(self) -> "list[Value] | None":
         """The operands that the outputs are; None for an equation that computes something."""
-        if self.name == "optimization_barrier":
+        if self.name in ("device_put", "optimization_barrier"):
             return self.ins
         if self.name == "select_n" and self.ins[0].is_negative:  # an index counted from the end, which it is not
             return [self.ins[1]]

@@ -24,7 +24,7 @@ ORDERED = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort")
 
 def relation_of(eqn: Any) -> Relation:
     """Returns how an equation without inner jaxprs relates dims."""
-    found = _TABLE.get(eqn.primitive.name)
+    found = _copies if eqn.primitive.name == "device_put" else _TABLE.get(eqn.primitive.name)
     is_known = eqn.primitive.name in _ELEMENTWISE and is_elementwise(eqn)
     return found or (_elementwise if is_known else lambda names, eqn, ins: names.give_up(eqn, ins))
 
@@ -36,7 +36,7 @@ def relation_of(eqn: Any) -> Relation:
 _ELEMENTWISE = {
     *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e"),
     *("bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj"),
-    *("convert_element_type", "copy", "copy_p", "cos", "cosh", "device_put", "digamma", "div", "eq", "eq_to", "erf"),
+    *("convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf"),
     *("erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag"),
     *("integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min"),
     *("mul", "mulhi", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "polygamma", "polynomial"),
@@ -78,6 +78,10 @@ def _elementwise(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
                 else:
                     dims[i] = dim
     return [dims] * len(eqn.outvars)
+
+
+def _copies(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    return [value.dims for value in ins]
 
 
 def _broadcast(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
@@ -405,7 +409,7 @@ _TABLE: dict[str, Relation] = {
     "reshape": _reshape,
     "transpose": lambda names, eqn, ins: [[ins[0].dims[i] for i in eqn.params["permutation"]]],
     "squeeze": lambda names, eqn, ins: [_without(ins[0].dims, eqn.params["dimensions"])],
-    "optimization_barrier": lambda names, eqn, ins: [value.dims for value in ins],
+    "optimization_barrier": _copies,
     "triangular_solve": _triangular_solve,
     "vprim": _batched,
     "concatenate": _concatenate,

@@ -371,9 +371,18 @@ class RowDependence:
             return carry
         return [self._mixed("a loop that runs as long as any row needs", step)] * len(carry)
 
+    def _of_linear_solve(self, step: Step) -> list[State]:
+        """The solution is linear in the right-hand side, however it is computed: JAX transposes it as such."""
+        n_consts, ins = step.eqn.params["const_lengths"].solve, list(map(self.of, step.ins))
+        has_rows = any(map(self._present, (*step.ins, *step.outs)))
+        if has_rows or any(state.kind or state.degree for state in ins[:n_consts]):
+            return self._follow(step.blocks[0], ins)
+        return [joined(*ins[n_consts:])] * len(step.outs)
+
 
 _LOOPS: dict[str, Callable[[RowDependence, Step], list[State]]] = {
     "cond": RowDependence._of_cond,
+    "custom_linear_solve": RowDependence._of_linear_solve,
     "scan": RowDependence._of_scan,
     "while": RowDependence._of_while,
 }

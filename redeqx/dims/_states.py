@@ -71,6 +71,7 @@ TERMS = {
     **dict.fromkeys(("concatenate", "stack", "split"), slice(None)),
     **dict.fromkeys(("div", "gather", "dynamic_slice"), slice(1)),
     "dynamic_update_slice": slice(2),
+    "triangular_solve": slice(1, 2),
     **dict.fromkeys((*ADDING, "scatter"), slice(0, None, 2)),
     **dict.fromkeys(("select_n", "select_if_vmap"), slice(1, None)),
 }
@@ -97,8 +98,8 @@ def is_linear(step: Step, ins: Sequence[State]) -> bool:
 
 def is_of_any_degree(step: Step, ins: Sequence[State]) -> bool:
     """Whether the outputs of an equation are of any degree."""
-    if step.name == "mul":
-        return any(state.is_of_any_degree and state.kind == FREE for state in ins)
+    if step.name in _BILINEAR:
+        return any(state.is_of_any_degree and state.kind == FREE for state in ins[:2])
     terms = _terms(step)
     return terms is not None and all(state.is_of_any_degree for state in ins[terms])
 

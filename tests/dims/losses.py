@@ -99,6 +99,28 @@ def mean_of_tokens(p, batch, key):
 
 
 @separable
+def an_inverse_of_weights(p, batch, key):
+    """In the gradient, the right-hand sides are sums over rows."""
+    lower = jnp.linalg.cholesky(p["w"] @ p["w"].T + jnp.eye(D))
+    return jnp.tanh(batch["x"].mean(1) @ jnp.linalg.inv(lower) @ p["v"]).mean()
+
+
+@separable
+def a_filter_whose_covariances_are_shared(p, batch, key):
+    def step(covariance, x):
+        gain = jnp.linalg.solve(covariance, x @ p["u"])
+        return p["w"] @ covariance @ p["w"].T + jnp.eye(D), gain.sum()
+
+    return jax.vmap(lambda xs: lax.scan(step, jnp.eye(D), xs)[1].sum())(batch["x"]).mean()
+
+
+@separable
+def conjugate_gradients(p, batch, key):
+    solution = jax.scipy.sparse.linalg.cg(p["w"] @ p["w"].T + jnp.eye(D), p["v"])[0]
+    return jnp.tanh(batch["x"].mean(1) @ solution).mean()
+
+
+@separable
 def mean_of_means(p, batch, key):
     return token_losses(p, batch).mean(1).mean()
 
