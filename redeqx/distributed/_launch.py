@@ -34,7 +34,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
-def launch(n: int, command: Sequence[str], port: int | None) -> int:
+def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
     """Runs a command as `n` processes of one run; returns 0, or the exit code of a process that failed.
 
     Code 75, of a process that left because another one is gone, is returned only if no process has another code. If one

@@ -15,7 +15,7 @@ from redeqx.data import BatchSize, CollatePool, batches, slices
 from redeqx.dims import RowUse
 from redeqx.machine import make_mesh
 from redeqx.memory import Memory, SearchSpace
-from redeqx.training import Task
+from redeqx.steps import Sums
 from tests._memory import divide_micro_batches
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
@@ -52,11 +52,11 @@ def verdict(monkeypatch):
     calls = []
 
     def set_to(use):
-        def row_use(task, model, state, batch, *, inference=False):
+        def row_use(sums, model, state, batch, *, inference=False):
             calls.append(((jax.tree.leaves(batch)[0].shape), threading.current_thread()))
             return use
 
-        monkeypatch.setattr(Task, "row_use", row_use)
+        monkeypatch.setattr(Sums, "row_use_of", row_use)
         return calls
 
     return set_to
