@@ -11,6 +11,10 @@ import numpy as np
 from ._fold import fold, is_recomputed
 
 
+def _dtype(eqn: Any) -> str:
+    return str(eqn.invars[0].aval.dtype)
+
+
 def kind_of_product(eqn: Any) -> str:
     """Returns `"attention"`, `"experts"` for rows in groups, `"convolution"` or `"matmul"`."""
     name = eqn.primitive.name
@@ -19,7 +23,13 @@ def kind_of_product(eqn: Any) -> str:
     return {"dot_general": "matmul", "conv_general_dilated": "convolution"}.get(name, "attention")
 
 
-def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True, with_masked: bool = True) -> Counter[str]:
+def matmul_flops(
+    jaxpr: Any,
+    *,
+    with_recomputation: bool = True,
+    with_masked: bool = True,
+    key: Callable[[Any], str] = _dtype,
+) -> Counter[str]:
     """Counts the FLOPs of a jaxpr's products, by the dtype of their inputs.
 
     A loop of unknown length counts as one iteration, and a `cond` as its costliest branch.
@@ -28,6 +38,7 @@ def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True, with_masked: bo
 
     - `with_recomputation`: whether to count what a backward pass computes again: in remats, and an attention's scores.
     - `with_masked`: whether to count the keys that a causal mask or a window excludes, which fused kernels skip.
+    - `key`: by what to count, such as `kind_of_product`.
     """
 
     def count(eqn: Any) -> dict[str, int] | None:
@@ -37,7 +48,7 @@ def matmul_flops(jaxpr: Any, *, with_recomputation: bool = True, with_masked: bo
         if flops and not with_masked and eqn.primitive.name in ("attention", "attention_gradient"):
             n_queries, n_keys = (var.aval.shape[-3] for var in eqn.invars[:2])
             flops = flops * _n_pairs(eqn.params["setting"], n_queries, n_keys) // (n_queries * n_keys)
-        return None if flops is None else {str(eqn.invars[0].aval.dtype): flops}
+        return None if flops is None else {key(eqn): flops}
 
     return fold(jaxpr, count)
 
