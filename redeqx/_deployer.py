@@ -24,6 +24,7 @@ from .distributed import Peers, Preemption, Timeouts, Watch, agree_on_program, s
 from .errors import (
     REDCO_DEPLOYER,
     RedcoNames,
+    brief,
     check_count,
     check_folder,
     check_function,
@@ -32,6 +33,7 @@ from .errors import (
     check_not_traced,
     check_type,
     filter_traceback,
+    is_plain,
     with_batch_note,
 )
 from .machine import (
@@ -481,10 +483,12 @@ class Deployer(RedcoNames):
         NaN and the infinities, which JSON lacks, become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, as in
         `metrics.jsonl`; `float` reads them.
 
-        Raises ValueError without a workdir, TypeError for values that JSON cannot hold.
+        Raises ValueError without a workdir and for a name outside of `outputs`, TypeError for values that JSON cannot hold.
         """
         if self.workdir is None:
             raise ValueError("`workdir`: expected a folder, got None. Pass `Deployer(workdir=...)` to save outputs.")
+        if not all(map(is_plain, name.split("/"))):
+            raise ValueError(f"`name`: expected a file in `outputs`, got {brief(name)}. Pass 'test.jsonl', for example.")
 
         def plain(value: Any) -> Any:
             if isinstance(value, jax.Array | np.ndarray | np.generic):

@@ -546,3 +546,6 @@ def test_unsavable_outputs_raise(tmp_path):
     assert message(ValueError, make_deployer().save_outputs, [1]) == (
         "`workdir`: expected a folder, got None. Pass `Deployer(workdir=...)` to save outputs."
     )
+    for name in ("../outputs.jsonl", str(tmp_path / "outputs.jsonl"), ""):
+        assert message(ValueError, deployer.save_outputs, [1], name).startswith("`name`: expected a file in `outputs`, got ")
+    assert sorted(file.name for file in tmp_path.rglob("outputs.jsonl")) == ["outputs.jsonl"]
