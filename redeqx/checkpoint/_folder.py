@@ -360,6 +360,6 @@ def _path_of(path: Location) -> Location:
     got = "a folder without one" if path.is_dir() else "a file" if exists(path) else "nothing there"
     raise ValueError(
         f"`{path}`: expected a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds some, or a name of its index "
-        f"(`runs/x/ckpts/last`), got {got}. `redeqx.load` reads a safetensors file too, `redeqx.models.from_pretrained` a "
-        "folder of Hugging Face."
+        f"(`runs/x/ckpts/last`), got {got}. Pass one of those. `redeqx.load` reads a safetensors file too, "
+        "`redeqx.models.from_pretrained` a folder of Hugging Face."
     )

@@ -171,7 +171,7 @@ def test_options_without_a_match(run, capsys, options, expected):
 def test_paths_without_tensors(tmp_path, run, folder, capsys):
     assert error_of(capsys, "inspect", tmp_path / "x") == (
         f"`{tmp_path}/x`: expected a checkpoint (`runs/x/ckpts/step_00000100`), a workdir that holds some, or a name of its "
-        "index (`runs/x/ckpts/last`), got nothing there. `redeqx.load` reads a safetensors file too, "
+        "index (`runs/x/ckpts/last`), got nothing there. Pass one of those. `redeqx.load` reads a safetensors file too, "
         "`redeqx.models.from_pretrained` a folder of Hugging Face."
     )
     assert error_of(capsys, "inspect", tmp_path) == (

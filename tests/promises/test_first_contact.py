@@ -144,8 +144,8 @@ MESSAGES = {
     "a number for a metric's name": ("TypeError", "`metrics`", "{3: 0.5}", "Pass a dict"),
     "a path to save to": ("ValueError", "`name`", "'runs/best'", "Pass 'best'"),
     "a number to save by": ("ValueError", "`name`", "5", "Pass 'best'"),
-    "no such checkpoint": ("ValueError", "`/nowhere/step_00000004`", "not there", "Pass one of those"),
-    "no checkpoint in there": ("ValueError", "`TMP`", "without checkpoints", "Pass one of those"),
+    "no such checkpoint": ("ValueError", "`/nowhere/step_00000004`", "nothing there", "Pass one of those"),
+    "no checkpoint in there": ("ValueError", "`TMP`", "a folder without one", "Pass one of those"),
     "NaN in the batch": (
         "ValueError", "`loss` at step 2", "`x` has NaN in 1 of 4 rows, the first from example 6",
         "Correct or remove these examples",
