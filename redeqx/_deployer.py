@@ -378,7 +378,9 @@ class Deployer(RedcoNames):
 
     @filter_traceback
     def log_info(self, message: str, *, title: str | None = None) -> None:
-        """Prints a message, once for the whole run."""
+        """Prints a message, once for the whole run. Raises TypeError if it is not a string."""
+        if not isinstance(message, str):
+            raise TypeError(f"`message`: expected a string, got {type(message).__name__}. Pass `str(message)`.")
         self.console.info(message, title=title)
 
     @filter_traceback

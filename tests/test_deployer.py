@@ -507,6 +507,11 @@ def test_info_is_printed_only_if_verbose(verbose, capsys):
     assert capsys.readouterr().out == ("greeting\n  hello [world]\n" if verbose else "")
 
 
+def test_a_message_that_is_not_a_string_raises():
+    text = message(TypeError, make_deployer().log_info, 3)
+    assert text == "`message`: expected a string, got int. Pass `str(message)`."
+
+
 def test_outputs_are_saved_as_json_lines(tmp_path):
     deployer = make_deployer(workdir=tmp_path)
     outputs = [
