@@ -413,8 +413,9 @@ class Deployer(RedcoNames):
             or of numbers from 0 to 1; or a matplotlib figure.
         - `step`: optimizer updates so far; by default those of the newest metrics, which in a callback is `trainer.step`.
 
-        Every process may call it; process 0 records. Raises ValueError for another shape, numbers outside 0 to 1 and parts
-        of an array, TypeError for anything else, and ImportError without pillow (extra `images`).
+        Every process may call it; process 0 records. Raises ValueError for another shape, numbers outside 0 to 1, parts of
+        an array and a name whose file another name has at this step, such as `"a/b"` and `"a_b"`; TypeError for anything
+        else, and ImportError without pillow (extra `images`).
         """
         self.console.records.image(name, image, step)
 

@@ -51,6 +51,7 @@ class Records:
         self._step = 0  # the step of the newest metrics
         self._rewound: set[str | None] = set()  # the names of the trainers whose earlier records were rewound
         self._has_timed = False  # whether this process has recorded times
+        self._media: dict[str, str] = {}  # the name of each file of an image or a text
         self._has_warned = False  # of a medium that cannot be written
 
     def step(
@@ -140,6 +141,11 @@ class Records:
 
     def _medium(self, medium: MediaFile, method: str, value: Any) -> None:
         """Records an image or a text, also by this method of the trackers that are objects and have it."""
+        if self._workdir is not None and (other := self._media.setdefault(medium.filename, medium.name)) != medium.name:
+            raise ValueError(
+                f"`name`: expected a name with a file of its own, got {medium.name!r}, whose file {medium.filename} at this "
+                f"step is that of {other!r}. Rename one of them."
+            )
         if self._files and self._workdir is not None:
             try:
                 medium.write(self._workdir / "media")

@@ -224,6 +224,16 @@ def test_steps_texts_and_names_of_wrong_types(tmp_path):
             call()
 
 
+def test_names_with_the_same_file_at_one_step_are_refused(tmp_path):
+    deployer = redeqx.Deployer(workdir=tmp_path, verbose=False)
+    for _ in range(2):  # a name may record a step again
+        deployer.log_text("a/b", "first", step=1)
+    deployer.log_text("a_b", "later", step=2)
+    with pytest.raises(ValueError, match=r"`name`: .* got 'a_b', whose file step_00000001_a_b\.txt .* that of 'a/b'\. Rename"):
+        deployer.log_text("a_b", "second", step=1)
+    assert (tmp_path / "media" / "step_00000001_a_b.txt").read_text() == "first"
+
+
 def test_a_text_with_lone_surrogates_is_recorded(tmp_path):
     redeqx.Deployer(workdir=tmp_path, verbose=False).log_text("sample", b"a\xff".decode(errors="surrogateescape"), step=1)
     assert (tmp_path / "media" / "step_00000001_sample.txt").read_text() == "a\\udcff"
