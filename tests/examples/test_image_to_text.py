@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 import redeqx
 from examples._images import digits
 from examples._texts import EOS, learn_tokenizer
-from examples.image_to_text.main import Args, collate_fn, draw, load, loss_fn, main, read_data, score
+from examples.image_to_text.main import Args, collate_fn, draw, load, loss_fn, main, read_data, read_norm, score
 from examples.image_to_text.pictures import CELL, NAMES, compose, two_digits
 from redeqx.models import save_pretrained
 from redeqx.models.gpt2 import GPT2Config
@@ -120,12 +120,26 @@ def test_epochs_differ_and_are_reproducible():
 def test_batch_has_token_labels_with_eos_and_pixels_around_zero():
     tokenizer = learn_tokenizer(["a three beside a seven"], 320)
     white = np.ones((1, 4, 4), np.float32)
-    batch = collate_fn([(white, "a three"), (0 * white, "a")], tokenizer=tokenizer, eos=EOS, n_tokens=3)
+    norm = read_norm(None)
+    batch = collate_fn([(white, "a three"), (0 * white, "a")], tokenizer=tokenizer, eos=EOS, n_tokens=3, norm=norm)
     a, three = tokenizer.encode("a three", add_special_tokens=False).ids
     assert batch["labels"].tolist() == [[a, three, EOS], [a, EOS, -100]]
     assert batch["pixels"].min() == -1 and batch["pixels"].max() == 1
-    cut = collate_fn([(white, "a three a three")], tokenizer=tokenizer, eos=EOS, n_tokens=2)
+    cut = collate_fn([(white, "a three a three")], tokenizer=tokenizer, eos=EOS, n_tokens=2, norm=norm)
     assert cut["labels"].tolist() == [[a, three]]
+
+
+def test_pixels_are_normalized_as_a_folder_says(tmp_path):
+    tokenizer, image = learn_tokenizer(["a"], 320), np.random.default_rng(0).random((3, 4, 4), np.float32)
+    for keys, mean, std in (
+        ({"image_mean": [0.48, 0.45, 0.4], "image_std": [0.26, 0.25, 0.27]}, [0.48, 0.45, 0.4], [0.26, 0.25, 0.27]),
+        ({"do_normalize": False, "image_mean": [0.5] * 3}, [0.0] * 3, [1.0] * 3),
+        ({}, [0.5] * 3, [0.5] * 3),
+    ):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(keys))
+        batch = collate_fn([(image, "a")], tokenizer=tokenizer, eos=EOS, n_tokens=2, norm=read_norm(tmp_path))
+        expected = (image - np.array(mean)[:, None, None]) / np.array(std)[:, None, None]
+        np.testing.assert_allclose(batch["pixels"][0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_scores_and_grid(tmp_path):
