@@ -87,9 +87,7 @@ def read_norm(folder: Path | None) -> Norm:
     return mean, std
 
 
-def collate_fn(
-    examples: Captioned, *, tokenizer: Tokenizer, eos: int, n_tokens: int, norm: Norm
-) -> dict[str, np.ndarray]:
+def collate_fn(examples: Captioned, *, tokenizer: Tokenizer, eos: int, n_tokens: int, norm: Norm) -> dict[str, np.ndarray]:
     """Returns normalized pixels, and the tokens of captions with an end token, padded with -100."""
     labels = np.full((len(examples), n_tokens), -100, np.int32)
     for row, (_, caption) in zip(labels, examples, strict=True):
