@@ -275,12 +275,14 @@ def _save(save: SavedPrograms, work: Workload, program: Program, strategy: Strat
 def _estimated(work: Workload, program: Program, strategy: Strategy, machine: Machine, resident: int) -> Step:
     """Returns the train step with its temporaries estimated from its trace."""
     began, args = time.perf_counter(), _train_args(work, program, strategy)
+    mesh = program.plan.mesh
+    arguments = resident + shard_bytes(jax.tree.leaves(_groups(work.batch, strategy.size(mesh), work.rows, mesh)))
     closed = program.train_step.trace(*args).jaxpr
     specs = [getattr(getattr(x, "sharding", None), "spec", None) for x in jax.tree.leaves(args)]
-    temporaries = estimated_bytes(closed, specs, program.plan.mesh)
+    temporaries = estimated_bytes(closed, specs, mesh)
     flops = matmul_flops(closed.jaxpr, with_masked=machine.devices[0].platform == "cpu")
-    sizes = {"arguments": resident, "temporaries": temporaries, "flops": flops}
-    return Step(resident + temporaries, time.perf_counter() - began, **sizes, is_estimate=True)
+    sizes = {"arguments": arguments, "temporaries": temporaries, "flops": flops}
+    return Step(arguments + temporaries, time.perf_counter() - began, **sizes, is_estimate=True)
 
 
 def _train_args(work: Workload, program: Program, strategy: Strategy) -> tuple[Any, ...]:

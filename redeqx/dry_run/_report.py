@@ -289,6 +289,9 @@ class DryRun:
             if not step.is_refused:
                 like_weights = min(self._like_weights(step), step.temporaries)
                 what = "gradients and copies of weights" if name == "train" else "copies of weights"
+                # The optimizer's state is no input of an evaluation.
+                held = sum(n for kind, n in self.held.items() if name == "train" or kind != "optimizer state")
+                rows[f"{name} step: batch"] = max(0, step.arguments - held)
                 rows[f"{name} step: {what}"] = like_weights
                 rows[f"{name} step: activations and other temporaries"] = step.temporaries + step.outputs - like_weights
                 if step.code:

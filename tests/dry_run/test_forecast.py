@@ -99,6 +99,19 @@ def test_memory_equals_that_of_the_compiled_step():
 
 
 @pytest.mark.sweep
+def test_rows_of_memory_include_the_batch():
+    trainer = make_trainer(make_deployer(2, 2), GPT2Config(64, 32, d_model=8, n_layers=1, n_heads=2).without_dropout())
+    rows = np.zeros((256, 32), np.int32)
+    run, estimated = (trainer.dry_run(rows, 64, optimization=level) for level in ("O0", "none"))
+    for each in (run, estimated):
+        # 64 rows of 32 tokens, the step and a key.
+        assert re.search(r"train step: batch +8\.0\d KiB\n", str(each)), str(each)
+        step = each.steps["train"]
+        assert each.needs == step.arguments + step.temporaries + step.outputs + step.code
+    assert estimated.steps["train"].arguments == pytest.approx(run.steps["train"].arguments, abs=32)
+
+
+@pytest.mark.sweep
 def test_copied_arguments_are_named_by_their_leaves_in_the_report(monkeypatch):
     trainer = make_trainer(make_deployer(2, 2), trainable=lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim > 1)
     (state, frozen, *_), _ = trainer.compile(examples(8), batch_size=8).args_info
