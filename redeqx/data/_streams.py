@@ -65,7 +65,7 @@ class Stream(Iterator[Any]):
 
     def _iterate(self) -> None:
         self._iterator = iter(self._iterable)
-        self._items = (example for example in self._iterator)  # ends once, even if the iterator then begins anew
+        self._items = _until_end(self._iterator)
 
     def state(self) -> Any:
         """Returns the state at this point, as JSON: a state of the iterable, a checksum of the examples that follow it
@@ -117,6 +117,16 @@ class Stream(Iterator[Any]):
         if _methods(self._iterator) is None:
             self._iterate()  # which starts from the state of its iterable
         return (before,)
+
+
+def _until_end(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Yields the examples up to the first end, even if the iterator then begins anew. It may lack `__iter__`."""
+    while True:
+        try:
+            example = next(iterator)
+        except StopIteration:
+            return
+        yield example
 
 
 def _own_state(iterable: Any) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from redeqx.data import sample_of, slices
+from redeqx.data._streams import Stream
 
 
 class IncompleteState:
@@ -158,6 +159,26 @@ def test_a_pass_ends_at_the_first_end_of_its_iterator():
         passed = [step.examples for step in itertools.islice(slices(examples, 4), 10)]
         assert [*map(len, passed)] == [4, 4, 4, 4, 4, 1]
         assert [example for step in passed for example in step] == [*range(1, 22)]
+
+
+def test_an_iterator_without_iter_is_read():
+    """As `for` does, which asks the iterable for its iterator and no more."""
+
+    class Bare:
+        def __init__(self):
+            self.items = iter(range(10))
+
+        def __next__(self):
+            return next(self.items)
+
+    class Examples:
+        def __iter__(self):
+            return Bare()
+
+    assert [step.examples for step in slices(Examples(), 4)] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
+    stream = Stream(Examples())
+    stream.state()
+    assert [*stream] == [*range(10)]
 
 
 def test_error_follows_the_batches_before_it():
