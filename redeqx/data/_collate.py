@@ -102,6 +102,9 @@ def micro_batch_shapes(collate_fn: Callable[[list], PyTree], examples: Sequence[
     return with_rows(collated_shapes(collate_fn, examples), size.cut(len(examples), UNKNOWN, mesh)[0].rows)
 
 
+_OTHERS = (np.timedelta64, np.longdouble, np.clongdouble)  # NumPy calls them numbers, JAX has none
+
+
 def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
     if isinstance(leaf, list):
         if any(isinstance(x, str | bytes | None) for x in leaf):
@@ -129,8 +132,7 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
             "`np.asarray(jax.random.key_data(keys))`, and call `jax.random.wrap_key_data` in the loss."
         )
     array = np.asarray(leaf)
-    is_other = array.dtype.char in "mgG"  # times, and long doubles: NumPy calls them numbers, JAX has none
-    if is_other or not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)):
+    if array.dtype.type in _OTHERS or not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)):
         raise TypeError(f"`collate_fn` output `{name}`: expected numbers, got {_describe_objects(array)}.")
     if array.ndim == 0 or len(array) != n_rows:
         raise ValueError(

@@ -161,6 +161,7 @@ def test_collate_keeps_the_pytree_structure():
         (np.zeros(3, np.complex128), np.complex64),
         (np.zeros(3, np.float16), np.float16),
         (np.zeros(3, jnp.bfloat16), jnp.bfloat16),
+        (np.zeros(3, jnp.float8_e4m3fnuz), jnp.float8_e4m3fnuz),  # whose character is that of a long double
         (np.zeros((3, 0), np.int64), np.int32),
         (np.zeros(3, bool), bool),
         (jnp.arange(3), np.int32),
