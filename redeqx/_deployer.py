@@ -490,7 +490,7 @@ class Deployer(RedcoNames):
         """
         if self.workdir is None:
             raise ValueError("`workdir`: expected a folder, got None. Pass `Deployer(workdir=...)` to save outputs.")
-        if not all(map(is_plain, name.split("/"))):
+        if not all(map(is_plain, str(name).split("/"))):
             raise ValueError(f"`name`: expected a file in `outputs`, got {brief(name)}. Pass 'test.jsonl', for example.")
 
         def plain(value: Any) -> Any:

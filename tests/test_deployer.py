@@ -6,6 +6,7 @@ import json
 import math
 import re
 import warnings
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -526,7 +527,8 @@ def test_outputs_are_saved_as_json_lines(tmp_path):
         [[[1.0], [1.0]], 1.5, None],
         "plain",
     ]
-    assert deployer.save_outputs([], "other/none.jsonl").read_text() == ""
+    for name in ("other/none.jsonl", Path("other/none.jsonl")):
+        assert deployer.save_outputs([], name).read_text() == ""
 
 
 def test_outputs_that_are_not_finite_are_saved_as_valid_json(tmp_path):
