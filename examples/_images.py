@@ -1,5 +1,6 @@
 """Reads, judges and draws images [channels, height, width] for several examples: digits, and folders of files."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"}
 
 Labelled = list[tuple[np.ndarray, int]]  # images [channels, height, width], float32 in [0, 1], and their classes
 Captioned = list[tuple[np.ndarray, str]]  # such images, and their captions
+Norm = tuple[np.ndarray, np.ndarray]  # the mean and the standard deviation of pixels, [channels or 1, 1, 1]
 
 
 def digits() -> tuple[Labelled, Labelled, Labelled]:
@@ -104,6 +106,16 @@ def read_captions(folder: Path, size: int, n_channels: int = 3) -> tuple[Caption
     order = np.random.default_rng(0).permutation(len(groups))
     test, validation, train = ([example for i in part for example in groups[i]] for part in np.split(order, [2 * n, 3 * n]))
     return train, validation, test
+
+
+def read_norm(folder: Path | None) -> Norm:
+    """Returns the normalization of pixels in a Hugging Face folder, or that of ViT, to [-1, 1], if it has none."""
+    file = None if folder is None else folder / "preprocessor_config.json"
+    found = json.loads(file.read_text("utf-8")) if file is not None and file.is_file() else {}
+    if not found.get("do_normalize", True):
+        return np.zeros((1, 1, 1), np.float32), np.ones((1, 1, 1), np.float32)
+    mean, std = (np.array(found.get(name, 0.5), np.float32).reshape(-1, 1, 1) for name in ("image_mean", "image_std"))
+    return mean, std
 
 
 def judge(drawn: np.ndarray, train: Labelled, test: Labelled) -> tuple[np.ndarray, dict[str, float]]:

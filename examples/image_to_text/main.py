@@ -12,7 +12,6 @@ from a captioner of `transformers` (ViT and GPT-2) with its `tokenizer.json`, an
 1).
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from tokenizers import Tokenizer
 
 import redeqx
 from examples._cli import Flags
-from examples._images import Captioned, read_captions
+from examples._images import Captioned, Norm, read_captions, read_norm
 from examples._texts import BOS, EOS, PAD, embedding_rows, learn_tokenizer, load_tokenizer
 from examples.image_to_text.pictures import CELL, Parts, draw, two_digits
 from redeqx.models import cross_entropy, generate, save_pretrained
@@ -35,8 +34,6 @@ from redeqx.models.gpt2 import GPT2Config
 from redeqx.models.vision_encoder_decoder import VisionEncoderDecoder, VisionEncoderDecoderConfig
 from redeqx.models.vit import ViTConfig
 from redeqx.optimizers import decay_mask
-
-Norm = tuple[np.ndarray, np.ndarray]  # the mean and the standard deviation of pixels, [channels or 1, 1, 1]
 
 
 @dataclass(frozen=True)
@@ -75,16 +72,6 @@ def read_data(args: Args, encoder: ViTConfig | None) -> Parts:
             f"[{encoder.n_channels}, {encoder.image_size}, {encoder.image_size}]. Pass your own images by `--data`."
         )
     return two_digits(args.n_train, args.n_held_out, bend=args.bend, seed=args.seed)
-
-
-def read_norm(folder: Path | None) -> Norm:
-    """Returns the normalization of pixels in a Hugging Face folder, or that of ViT, to [-1, 1], if it has none."""
-    file = None if folder is None else folder / "preprocessor_config.json"
-    found = json.loads(file.read_text("utf-8")) if file is not None and file.is_file() else {}
-    if not found.get("do_normalize", True):
-        return np.zeros((1, 1, 1), np.float32), np.ones((1, 1, 1), np.float32)
-    mean, std = (np.array(found.get(name, 0.5), np.float32).reshape(-1, 1, 1) for name in ("image_mean", "image_std"))
-    return mean, std
 
 
 def collate_fn(examples: Captioned, *, tokenizer: Tokenizer, eos: int, n_tokens: int, norm: Norm) -> dict[str, np.ndarray]:

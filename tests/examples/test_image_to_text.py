@@ -10,9 +10,9 @@ from PIL import Image
 from tokenizers import Tokenizer, models
 
 import redeqx
-from examples._images import digits
+from examples._images import digits, read_norm
 from examples._texts import EOS, learn_tokenizer
-from examples.image_to_text.main import Args, collate_fn, draw, load, loss_fn, main, read_data, read_norm, score
+from examples.image_to_text.main import Args, collate_fn, draw, load, loss_fn, main, read_data, score
 from examples.image_to_text.pictures import CELL, NAMES, compose, two_digits
 from redeqx.models import save_pretrained
 from redeqx.models.gpt2 import GPT2Config
@@ -72,7 +72,8 @@ def test_learns_and_saves_a_reusable_model(tmp_path):
     train, _, _ = read_data(Args(data=images), model.config.encoder)
     assert train(0)[0][0].shape == (1, 2 * CELL, 2 * CELL)
     pictures = compose(digits()[2], 64, (1,))
-    batch = collate_fn(pictures, tokenizer=tokenizer, eos=EOS, n_tokens=7)
+    norm = read_norm(tmp_path / "run/model")
+    batch = collate_fn(pictures, tokenizer=tokenizer, eos=EOS, n_tokens=7, norm=norm)
     loss = eqx.filter_jit(loss_fn)(eqx.nn.inference_mode(model), batch, jax.random.key(0))
     assert float(loss.total / loss.weight) < 0.6 * losses[0]
 
