@@ -34,11 +34,11 @@ def attention(
     cuDNN's fused attention on NVIDIA GPUs in bfloat16 and float16, and splash attention on TPUs in bfloat16 and float32. On
     other platforms, and if these kernels do not support the arguments, plain XLA computes one block of queries after
     another. Positions may be split over devices, as by `Deployer(n_sequence_shards=)`: devices exchange them for heads, or
-    gather the keys if heads do not divide. On several TPUs splash attention needs to know how arrays are split; `Trainer`
-    and `Predictor` tell it. The platform is the one that is compiled for, so a dry run on a laptop uses the kernels of its
-    target. `jax.vmap` and all derivatives work. Forward mode and second derivatives do materialize the weights of all
-    queries for all keys. The softmax is in float32, or in float64 for arrays of float64; products have the precision of
-    `jax.default_matmul_precision`.
+    gather the keys, or send them round, if heads do not divide. On several TPUs splash attention needs to know how arrays
+    are split; `Trainer` and `Predictor` tell it. The platform is the one that is compiled for, so a dry run on a laptop
+    uses the kernels of its target. `jax.vmap` and all derivatives work. Forward mode and second derivatives do materialize
+    the weights of all queries for all keys. The softmax is in float32, or in float64 for arrays of float64; products have
+    the precision of `jax.default_matmul_precision`.
 
     ```python
     out = redeqx.attention(q, k, v, causal=True)  # q: [batch, queries, heads, size]

@@ -57,12 +57,13 @@ def backward(
     - `out`, `log_sum`: the results of `forward`.
     - `g`: the gradient of the output.
     """
-    del log_sum  # where scores are large, it has lost the log of the sum to rounding
     n_queries, groups, einsum = q.shape[1], k.shape[2], _einsum(setting)
     keys, values = _heads_first(k), _heads_first(v)
     # The sum over keys of weights times their gradients; the derivative of a softmax subtracts it.
     mean = rearrange(einsum("btnh,btnh->bnt", out, g), "b (g r) t -> b g r t", g=groups)
     operands = {"q": _group_queries(q, groups), "g": _group_queries(g, groups), "mean": mean}
+    if setting.in_ring:
+        operands["log_sum"] = rearrange(log_sum, "b (g r) t -> b g r t", g=groups)
     operands |= _group_heads(extras, groups)
     bias = operands.get("bias")
     bias_is_shared = bias is not None and bias.shape[-2] == 1 != n_queries  # all blocks contribute to its gradient
@@ -70,7 +71,8 @@ def backward(
     def differentiate_block(sums: Operands, block: Operands) -> tuple[Operands, Operands]:
         scores = _scores(setting, block, keys)
         mask = scores > MASK_VALUE / 2 if setting.may_mask_all_keys else None
-        weights = jax.nn.softmax(scores)
+        # Where scores are large, the log-sum-exp has lost the log of the sum to rounding.
+        weights = jnp.exp(scores - block["log_sum"][..., None]) if setting.in_ring else jax.nn.softmax(scores)
         d_weights = einsum("bgrth,bgsh->bgrts", block["g"], values)
         d_scores = weights * (_apply_dropout(setting, d_weights, block) - block["mean"][..., None])
         if mask is not None:

@@ -10,7 +10,7 @@ Source of the merge: FlashAttention, arXiv:2205.14135. In the backward pass, eac
 log-sum-exps of the whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,21 +37,18 @@ class WithOffset:
 
     def forward(self, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
         """Same as `_blockwise.forward`."""
-        outs, log_sums = [], []
+        parts = []
         for part in _parts(setting, q, k, v, extras):
             out, log_sum = self.attend(part.setting, part.prepended(q), part.k, part.v, part.extras)
             out, log_sum = part.without_dummies(out), part.without_dummies(log_sum, 2)
             if part.has_keys is not None:
                 out = jnp.where(part.has_keys[:, None, None, None], out, 0)
                 log_sum = jnp.where(part.has_keys[:, None, None], log_sum, MASK_VALUE)
-            outs.append(out)
-            log_sums.append(log_sum)
-        if len(outs) == 1:
-            return outs[0], log_sums[0]
-        total = jnp.logaddexp(*log_sums)
-        weights = [jnp.swapaxes(jnp.exp(log_sum - total), 1, 2)[..., None] for log_sum in log_sums]
-        one, two = (out.astype(at_least_float32(out.dtype)) * weight for out, weight in zip(outs, weights, strict=True))
-        return (one + two).astype(q.dtype), total
+            parts.append((out, log_sum))
+        if len(parts) == 1:
+            return parts[0]
+        out, log_sum = merge(parts)
+        return out.astype(q.dtype), log_sum
 
     def backward(
         self, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any
@@ -70,6 +67,17 @@ class WithOffset:
             return grads[0]
         (dq0, dk0, dv0), (dq1, dk1, dv1) = grads
         return [dq0 + dq1, jnp.concatenate([dk0, dk1], 1), jnp.concatenate([dv0, dv1], 1)]
+
+
+def merge(parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Returns the output, in at least float32, and the log-sum-exps of two parts of the keys together."""
+    (one, one_sum), (two, two_sum) = parts
+    total = jnp.logaddexp(one_sum, two_sum)
+
+    def weigh(out: Any, log_sum: Any) -> Any:
+        return out.astype(at_least_float32(out.dtype)) * jnp.swapaxes(jnp.exp(log_sum - total), 1, 2)[..., None]
+
+    return weigh(one, one_sum) + weigh(two, two_sum), total
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class AttentionSetting:
         default.
     - `split`: the sharding of queries `[B, T, N, H]`; None if it is unknown or there is one device.
     - `offset`: the position of the first query among the keys; not 0 if the queries are one of several chunks.
+    - `in_ring`: whether the keys are computed a part at a time; a part's backward pass takes the log-sum-exps of the whole.
     - `names`: the names of the operands after queries, keys and values, in order. Their leading dims may be 1:
 
         - `bias`: float `[B, N or 1, T or 1, S]`, added to the scaled scores;
@@ -54,6 +55,7 @@ class AttentionSetting:
     precision: Any = None
     split: NamedSharding | None = None
     offset: int = 0
+    in_ring: bool = False
     names: tuple[str, ...] = ()
 
     def n_shards(self, *dims: int) -> int:

@@ -8,8 +8,8 @@
     python tests/benchmarks/long_sequences.py 8b v6e:2x4 --sequence 1 --tokens 8192 --rows 3 --chunk 1024 --remat 8GiB
     python tests/benchmarks/long_sequences.py 8b gpu:rtx-4090:1 --tokens 40960 --base nf4 --chunk 1024 --remat offload
 
-- 8b, 1b: the shapes of LLaMA 3 8B and LLaMA 3.2 1B, all parameters trained by AdamW in float32, products in bfloat16, blocks
-  recomputed in the backward pass, the loss in chunks of 8,192 tokens.
+- 8b, 1b, 13b: the shapes of LLaMA 3 8B, LLaMA 3.2 1B and LLaMA 13B, all parameters trained by AdamW in float32,
+  products in bfloat16, blocks recomputed in the backward pass, the loss in chunks of 8,192 tokens.
 - `--base nf4`, `int8`, `bfloat16`: adapters of rank 32 on all linear layers of the blocks are trained on such a base, whose
   embedding and head are bfloat16.
 - stranger: a decoder of 1.1 billion parameters from `eqx.nn` layers, with `eqx.nn.MultiheadAttention` and a mask, in a
@@ -79,7 +79,7 @@ class Stranger(eqx.Module):
 def make_model(name: str, n_tokens: int, n_layers: int | None, key: jax.Array) -> eqx.Module:
     if name == "stranger":
         return Stranger(n_layers=n_layers or 20, key=key)
-    config = LlamaConfig.of("llama3-8b")
+    config = LlamaConfig.of("llama-13b" if name == "13b" else "llama3-8b")
     if name == "1b":
         config = dataclasses.replace(config, d_model=2048, d_mlp=8192, n_layers=16, head_size=64, is_tied=True)
     return Llama(dataclasses.replace(config, n_positions=n_tokens, n_layers=n_layers or config.n_layers), key=key)
@@ -143,7 +143,7 @@ def row(run, n_tokens: int, seconds: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=("8b", "1b", "stranger"))
+    parser.add_argument("model", choices=("8b", "1b", "13b", "stranger"))
     parser.add_argument("machine", help="such as gpu:h100-80gb:8, gpu:h100-80gb:8x8, v5e:4x4")
     parser.add_argument("--tokens", type=int, default=None, help="one length; by default doubled from 16,384 on")
     parser.add_argument("--sequence", type=int, default=None, help="sequence shards; by default all devices")

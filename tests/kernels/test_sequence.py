@@ -133,6 +133,42 @@ def test_a_window_of_one_key_sends_nothing():
     np.testing.assert_allclose(np.stack([dq, dk]), 0, atol=1e-5)
 
 
+# --- in a ring ----------------------------------------------------------------------------------------------------------
+
+RINGS = {
+    "all keys": ({}, ODD),
+    "causal": ({"causal": True}, {"n_heads": 9, "groups": 3}),
+    "chunks of one": ({"causal": True}, {**ODD, "n_queries": 24, "n_keys": 24}),  # on 4 devices, 6 are not two even chunks
+    "other keys": ({}, {**ODD, "n_keys": 40}),
+}
+
+
+@pytest.fixture
+def small_ring(monkeypatch):
+    """All keys and values are too large to gather."""
+    monkeypatch.setattr("redeqx.kernels._sequence.RING_BYTES", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(
+            name, mesh, marks=[] if (name, mesh) in {("causal", (4, 1)), ("other keys", (2, 2))} else pytest.mark.sweep
+        )
+        for name in RINGS
+        for mesh in MESHES
+    ],
+    ids=str,
+)
+def test_a_ring_gives_the_values_and_gradients_of_one_device(name, mesh, small_ring):
+    kwargs, sizes = RINGS[name]
+    operands = draw(**sizes)
+    one_device, args = compiled(AttentionSetting(0.3, **kwargs), {}, operands)
+    fn, args_on_mesh = compiled(AttentionSetting(0.3, split=split(*mesh), **kwargs), {}, operands)
+    assert {each.kind for each in collectives(Module.of(fn.as_text()))} <= {"collective-permute"}
+    assert_close(fn(*args_on_mesh), one_device(*args))
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("sizes", [{}, ODD], ids=["by heads", "by positions"])
 def test_under_vmap_scan_and_remat(sizes):
@@ -292,18 +328,32 @@ def test_a_kernel_whose_causal_mask_has_no_offset(name, n):
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("n", [2, pytest.param(8, marks=pytest.mark.sweep)])
+def test_such_a_kernel_in_a_ring(n):
+    setting = AttentionSetting(0.3, causal=True)
+    q, k, v, g = draw(n_heads=6, groups=2)
+    in_ring = replace(setting, split=split(n), in_ring=True)
+    got = jax.jit(partial(run_by_positions, DENSE, in_ring, {}))(q, k, v, g)
+    out, log_sum = dense_forward(setting, q, k, v, {})
+    assert_close(got, [out, log_sum, *dense_backward(setting, q, k, v, {}, out, log_sum, g)])
+
+
+SPLASH = [{"causal": True}, {"causal": True, "window": 100}, {"window": 70}, {"causal": True, "in_ring": True}]
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("kwargs", [{"causal": True}, {"causal": True, "window": 100}, {"window": 70}], ids=str)
+@pytest.mark.parametrize("kwargs", SPLASH, ids=str)
 def test_splash_attention(kwargs):
     class Interpreted:
         forward = staticmethod(partial(KERNELS["splash attention"].forward, interpret=True))
         backward = staticmethod(partial(KERNELS["splash attention"].backward, interpret=True))
 
-    extras = {name: jnp.repeat(SEGMENTS[:1], 16, 1) for name in ("query_segments", "key_segments")}
+    names = () if "in_ring" in kwargs else ("query_segments", "key_segments")
+    extras = {name: jnp.repeat(SEGMENTS[:1], 16, 1) for name in names}
     q, k, v, g = (x[:1] for x in draw(16 * T, 16 * T, 2, 1))
     setting = AttentionSetting(0.3, names=tuple(extras), **kwargs)
-    by_blocks = KERNELS["XLA"]
-    out, log_sum = by_blocks.forward(setting, q, k, v, extras)
-    want = [out, log_sum, *by_blocks.backward(setting, q, k, v, extras, out, log_sum, g)]
+    by_blocks, whole = KERNELS["XLA"], replace(setting, in_ring=False)
+    out, log_sum = by_blocks.forward(whole, q, k, v, extras)
+    want = [out, log_sum, *by_blocks.backward(whole, q, k, v, extras, out, log_sum, g)]
     got = jax.jit(partial(run_by_positions, Interpreted, replace(setting, split=split(4)), extras))(q, k, v, g)
     assert_close(got, want, 1e-5)
