@@ -218,7 +218,7 @@ class SearchSpace:
                 yield count, rows
 
     def _order(self, strategy: Strategy) -> tuple[float, int, bool, bool, int]:
-        remat = list(self.flops).index(level_of(strategy.remat))
+        remat = list(self.flops).index(strategy.remat)
         return self.min_seconds(strategy), remat, not strategy.unroll, self._is_split(strategy), strategy.n_fsdp_shards
 
     def min_seconds(self, strategy: Strategy) -> float:
@@ -236,7 +236,7 @@ class SearchSpace:
         # Ring collectives: two all-gathers of each weight and a reduce-scatter of its gradient over the storage axes, then
         # an all-reduce of the gradient's shards over the data axis.
         sent = 3 * weights * (n_stored - 1) / n_stored + 2 * weights / n_stored * (n_data - 1) / n_data
-        seconds = matmul_seconds(self.flops[level_of(strategy.remat)], chip, self.n_devices)
+        seconds = matmul_seconds(self.flops[strategy.remat], chip, self.n_devices)
         copied = 2 * self.opt_state / (n_model * n_stored) if strategy.offload_opt_state else 0
         return seconds + moved / chip.bandwidth + n_micro_batches * sent / chip.link + copied / chip.host
 
@@ -274,9 +274,8 @@ class SearchSpace:
         if self._is_split(own) and not self._is_split(other):
             return 0
         if own.remat != other.remat:
-            if FIT in (level_of(own.remat), level_of(other.remat)):
-                return 0
-            if REMATS.index(own.remat) > REMATS.index(other.remat):
+            levels = [*REMATS[:2], FIT, *REMATS[2:]]  # bytes keep no more than all products
+            if own.remat == FIT or levels.index(own.remat) > levels.index(level_of(other.remat)):
                 return 0
         share = min(1.0, own.per_device_batch_size / other.per_device_batch_size)
         return tried.held + (tried.needs - tried.held) * share
@@ -313,6 +312,7 @@ def _levels_of(
     `"matmuls"` may split the residual stream, which it does not by default.
 
     If all levels make the same program, because the loss has no loops or has remats itself, only the own level is returned.
+    Bytes as the own level make a program of their own.
     """
     content_of = cache(lambda strategy: _content(trace(strategy)))
     is_gpu = platform in ("cuda", "gpu")
@@ -324,12 +324,12 @@ def _levels_of(
             programs[remat] = content
     unrolls = is_gpu and content_of(replace(own, remat="none", unroll=False)) != programs["none"]
     same = [remat for remat, content in programs.items() if content == own_content]
-    if len(programs) < 2 or not same:
+    if len(programs) < 2:
         same, programs = [own.remat], {own.remat: own_content}
     splits = is_gpu and own.n_model_shards > 1 and own.split_residual is None and "matmuls" in programs
     splits = splits and content_of(replace(own, remat="matmuls", split_residual=True)) != programs["matmuls"]
     levels = {remat: content.flops for remat, content in programs.items()}
-    return replace(own, remat=same[0]), levels, unrolls, splits
+    return replace(own, remat=next(iter(same), own.remat)), levels, unrolls, splits
 
 
 class _Content(NamedTuple):

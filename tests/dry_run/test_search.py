@@ -103,6 +103,7 @@ def test_verdict_says_what_the_nearest_setting_lacks():
     [
         ({}, {"none", "matmuls", "full"}),  # no level for offloading: a CPU is its own host
         ({"compute": redeqx.Compute(remat="full")}, {"none", "matmuls", "full"}),
+        ({"compute": redeqx.Compute(remat="6KiB")}, {"none", "matmuls", "full", "6KiB"}),
         ({"model": eqx.nn.MLP(16, 16, 16, 2, key=jax.random.key(0))}, {"auto"}),
         ({"grad_fn": lambda model, batch, key: (jnp.zeros(()), model)}, {"auto"}),
     ],

@@ -130,6 +130,20 @@ def test_a_program_is_read_once_for_its_flops_and_once_for_its_primitives():
     assert max(program.n_reads for program in programs.values()) <= 2
 
 
+@pytest.mark.parametrize("has_loops, found", [(True, ["2GiB", "full"]), (False, ["2GiB"])])
+def test_a_script_may_set_bytes_for_what_its_loops_save(has_loops, found):
+    """Levels that save more than these bytes are not compiled if they do not fit. Without loops there are no levels."""
+    own = dataclasses.replace(OWN, remat="2GiB")
+    sizes = types.SimpleNamespace(weights=4 * GIB, state=12 * GIB, opt_state=0)
+    n_products = {"none": 1, "matmuls": 2, "full": 3, "offload": 3}
+    of = SearchSpace.of(
+        own, lambda strategy: Program(n_products.get(strategy.remat, 4) if has_loops else 1), sizes, "cuda",
+        n_devices=1, memory=16 * GIB, chip=None, is_running=True, rows=RowUse("mixed"), loops=lambda strategy: (),
+    )  # fmt: skip
+    compiled = tried_strategies(of, lambda strategy: (15 if strategy.remat == "full" else 17) * GIB, to_fastest=False)
+    assert [each.strategy.remat for each in compiled] == found
+
+
 def test_search_prefers_loops_to_recomputation_and_offloads_last():
     of = space(memory=19 * GIB, opt_state=8 * GIB, unrolls=True, n_devices=1)
 
