@@ -130,16 +130,20 @@ class SearchSpace:
     def _tried(
         self, strategy: Strategy, known: Sequence[Tried], measure: Callable[[Strategy], Tried | None]
     ) -> Iterator[Tried]:
-        """Yields what was compiled of one strategy: several numbers of bytes for what loops save, until one fits."""
+        """Yields what was compiled of one strategy: several numbers of bytes for what loops save, until one fits or saves
+        nothing else than the one before, or than `"full"`."""
         if strategy.remat != FIT:
             yield from filter(None, [measure(strategy)])
             return
         loops = () if self.loops is None else self.loops(strategy)
         room, everything = self._room(strategy, loops, known), self._kept(loops, "matmuls")
+        last = self._saved(loops, "full")
         for _ in range(_N_TRIES):
             if room is None or room <= 0 or not everything or room >= everything:
                 return
-            tried = measure(replace(strategy, remat=bytes_text(room)))
+            level = bytes_text(room)
+            before, last = last, self._saved(loops, level)
+            tried = None if last == before else measure(replace(strategy, remat=level))
             if tried is None:
                 return
             yield tried
@@ -161,8 +165,11 @@ class SearchSpace:
 
     def _kept(self, loops: Sequence[Loop], level: str) -> int | None:
         """Returns the bytes that loops save on one device at a level of recomputation, if known."""
-        saved = saved_at(loops, level, self.chip or DEFAULT_CHIP, has_host=self.has_host)
+        saved = self._saved(loops, level)
         return None if saved is None else sum(each.n_bytes(KEPT) for each in saved)
+
+    def _saved(self, loops: Sequence[Loop], level: str) -> Sequence[Loop] | None:
+        return saved_at(loops, level, self.chip or DEFAULT_CHIP, has_host=self.has_host)
 
     def strategies(self) -> Iterator[Strategy]:
         """Yields all strategies that make the same update."""

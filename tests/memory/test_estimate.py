@@ -103,7 +103,8 @@ def test_a_dry_run_without_compiling_is_near_the_compiled_one():
     assert dict(estimated.steps["train"].flops) == dict(compiled.steps["train"].flops)
     assert estimated.held == compiled.held
     run = dry_run("cpu:8", memory=estimated.needs * 3 // 4, optimization="none")
-    assert not run.fits and run.best is not None and run.best.strategy.remat.endswith("iB") and DryRunDone(run).code == 3
+    # No product of this size is worth the time to write and to read it.
+    assert not run.fits and run.best is not None and run.best.strategy.remat == "full" and DryRunDone(run).code == 3
     assert "needs about " in run.verdict() and "What fits: Deployer(" in run.verdict()
     text = " ".join(str(dry_run("cpu:8", memory=2**40, optimization="none")).split())
     assert "estimated from the trace, not compiled" in text and "what loops save for the backward pass" in text

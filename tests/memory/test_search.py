@@ -317,3 +317,15 @@ def test_bytes_for_what_loops_save_are_those_that_are_left(memory, hidden, found
 
     compiled = tried_strategies(of, needs, to_fastest=False)
     assert [each.strategy.remat for each in compiled] == found and compiled[-1].fits
+
+
+def test_bytes_that_save_nothing_else_are_not_compiled():
+    """If nothing is worth saving, bytes make the program of `"full"`."""
+    flops = {"none": FLOPS["none"], "matmuls": FLOPS["matmuls"], "fit": FLOPS["matmuls"], "full": FLOPS["full"]}
+
+    def loops(strategy):
+        return [dataclasses.replace(loop, again=lambda saved: 0.0) for loop in one_loop(strategy)]
+
+    of = space(n_devices=1, flops=flops, loops=loops, is_running=True, rows=RowUse("mixed"), memory=19 * GIB)
+    compiled = tried_strategies(of, lambda strategy: {"none": 30, "matmuls": 20}.get(strategy.remat, 19.5) * GIB)
+    assert [each.strategy.remat for each in compiled] == ["none", "matmuls", "full"]
