@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -130,13 +131,22 @@ def _searched(work: Workload, run: DryRun, shown: _Shown, search: str) -> DryRun
             run = replace(run, strategy=space.own)
             own = _as_tried(run, run.model_flops)
             tried += [own] if to_fastest else []
+            # The evaluation needs as much whatever else a strategy changes.
+            where = attrgetter("shards", "offload_opt_state")
+            unfit = {where(run.strategy)} if {*run.too_large} - {"train"} else set()
 
             def measure(strategy: Strategy) -> Tried | None:
+                if where(strategy) in unfit:
+                    return None
                 # One that is invalid for this model (such as heads that do not divide) raises: it is listed as failed.
-                make = partial(_compiled, work, machine, strategy, optimization, only_train=True)
+                make = partial(_compiled, work, machine, strategy, optimization, is_own=False)
                 with shown.compiling(strategy):
                     other = attempt(strategy.code(), make, None, failed)
-                return None if other is None else _as_tried(other, run.model_flops)
+                if other is None:
+                    return None
+                if {*other.too_large} - {"train"}:
+                    unfit.add(where(strategy))
+                return _as_tried(other, run.model_flops)
 
             tried.extend(space.search(own, measure, to_fastest=to_fastest))
     except KeyboardInterrupt:  # report the results so far
@@ -161,7 +171,7 @@ def _search_space(work: Workload, run: DryRun) -> SearchSpace:
         return _traced(work, work.program(plan, strategy), strategy, only_train=True)["train"].jaxpr.jaxpr
 
     def estimate(strategy: Strategy) -> int:
-        return _compiled(work, machine, strategy, UNCOMPILED, only_train=True).needs
+        return _compiled(work, machine, strategy, UNCOMPILED, is_own=False).needs
 
     return SearchSpace.of(
         own,
@@ -203,12 +213,14 @@ def _compiled(
     strategy: Strategy,
     optimization: str | None,
     *,
-    only_train: bool = False,
+    is_own: bool = True,
     log: Callable[[str], None] = lambda text: None,
     save: SavedPrograms | None = None,
 ) -> DryRun:
+    """Compiles the steps for a strategy: the script's own, or another, of which those of the evaluation only matter if the
+    train step fits."""
     mesh, plan = strategy.mesh(machine.devices), _plan(work, machine, strategy)
-    program = work.program(plan, strategy, named=save is None, measures=not only_train)
+    program = work.program(plan, strategy, named=save is None, measures=is_own)
     offloaded = [x for x in program.state.opt_state if x.ndim and strategy.offload_opt_state]
     in_host = shard_bytes(offloaded)
     # Compilers for GPUs that do not exist here have no host memory. For them the state is compiled on the devices.
@@ -226,13 +238,13 @@ def _compiled(
         tokens = tokens // n_rows(work.batch) * size.examples
     saved = program.saved  # known when the train step has been traced
     run = DryRun(machine, strategy, plan, held, {}, {}, {}, in_host=in_host, n_tokens=tokens, saved=saved, failed=failed)
-    if only_train and machine.memory is not None and resident > machine.memory:
+    if not is_own and machine.memory is not None and resident > machine.memory:
         return replace(run, steps={"train": Step(needs=resident, compile_seconds=0.0, is_refused=True)})
 
     if optimization == UNCOMPILED:
         return replace(run, steps={"train": _estimated(work, program, strategy, machine, resident)})
     # All steps are traced before the first is compiled, so that errors of the script are raised early.
-    traced = _traced(work, program, strategy, only_train)
+    traced = _traced(work, program, strategy, only_train=not is_own)
     copies = {"train": _copies(work.batch, strategy.size(mesh), work.rows, mesh)}
     if work.eval_batch is not None:
         copies["eval"] = _copies(work.eval_batch, work.eval_size(mesh), work.eval_rows, mesh)
@@ -246,8 +258,8 @@ def _compiled(
     if not is_compiled_in_host:
         train = train.offloaded(in_host, resident + shard_bytes(program.state.trained))
     run = replace(run, steps={"train": train})
-    if only_train:
-        return run
+    if not is_own:
+        traced = _traced(work, program, strategy, only_train=not run.fits)
     log(f"train step: {run.verdict()}")
     steps = dict(run.steps)
     other_bytes = held.get("optimizer state", 0)  # not an input of an evaluation, but still in memory
@@ -292,7 +304,7 @@ def _train_args(work: Workload, program: Program, strategy: Strategy) -> tuple[A
     return program.train_args(program.state, groups, jax.ShapeDtypeStruct((), "uint32"))
 
 
-def _traced(work: Workload, program: Program, strategy: Strategy, only_train: bool) -> dict[str, Any]:
+def _traced(work: Workload, program: Program, strategy: Strategy, *, only_train: bool) -> dict[str, Any]:
     """Returns the traced steps of a program, by name."""
     traced = {"train": program.train_step.trace(*_train_args(work, program, strategy))}
     if not only_train and work.eval_batch is not None:

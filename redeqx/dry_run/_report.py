@@ -69,11 +69,15 @@ class DryRun:
         return max(step.needs for step in self.steps.values())
 
     @property
+    def too_large(self) -> list[str]:
+        """The names of the steps that do not fit into the memory of each device. None of them if its size is unknown."""
+        limit = float("inf") if self.machine.memory is None else self.machine.memory
+        return [name for name, step in self.steps.items() if step.is_refused or step.needs > limit]
+
+    @property
     def fits(self) -> bool:
         """Whether the run fits into the memory of each device. True if the size of that memory is unknown."""
-        if any(step.is_refused for step in self.steps.values()):
-            return False
-        return self.machine.memory is None or self.needs <= self.machine.memory
+        return not self.too_large
 
     @property
     def estimate(self) -> Estimate | None:
@@ -181,7 +185,9 @@ class DryRun:
                 text += "; JAX uses 75 % of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION is set, for example to 0.95"
             return text
         at_least = "at least " if any(step.is_refused for step in self.steps.values()) else ""
-        text = f"needs {at_least}{needed}" + (f". {self._advice()}" if self.tried else "")
+        largest = max(self.steps, key=lambda name: self.steps[name].needs)
+        rows = "" if largest == "train" else f" for the {largest} step, whose rows `eval_per_device_batch_size` sets"
+        text = f"needs {at_least}{needed}{rows}" + (f". {self._advice()}" if self.tried else "")
         return text + (self._caution(self.needs if self.best is None else self.best.needs) if about else "")
 
     def _caution(self, needs: int) -> str:

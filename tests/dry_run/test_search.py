@@ -69,6 +69,32 @@ def test_search_for_the_fastest_exits_with_0():
     assert own.fits and own.best.strategy == own.strategy and "Fastest that fits: Deployer(" in own.verdict()
 
 
+@pytest.mark.sweep
+def test_what_fits_includes_the_evaluation():
+    """A strategy whose train step fits does not fit if its evaluation does not."""
+
+    def found(memory, n_fsdp=1, **compute):
+        with dry_for(describe("cpu:8", memory=memory), search="fastest"), pytest.raises(DryRunDone) as done:
+            trainer = make_trainer(
+                n_fsdp=n_fsdp, compute=redeqx.Compute(**compute),
+                loss_fn=lambda model, batch, key: jnp.mean(jnp.tanh(jax.vmap(model)(batch) @ batch.T)),
+            )  # fmt: skip
+            trainer.fit(example_rows(), 8, 1, eval_examples=example_rows(), eval_loss=True, eval_per_device_batch_size=256)
+        return done.value.run, done.value.code
+
+    run, _ = found(2**40)
+    needs = {name: step.needs for name, step in run.steps.items()}
+    assert needs["train"] < needs["eval"] == run.needs == run.tried[0].needs
+    run, code = found(needs["eval"] - 1)
+    assert run.too_large == ["eval"] and "for the eval step, whose rows `eval_per_device_batch_size` sets" in run.verdict()
+    assert code == 0 and run.best.strategy.n_fsdp_shards == 8
+    again, _ = found(2**40, 8, remat=run.best.strategy.remat)
+    assert run.best.needs == again.steps["eval"].needs == again.needs
+    run, code = found(again.needs - 1)
+    assert code == 3 and not any(each.fits for each in run.tried)
+    assert len({each.strategy.shards for each in run.tried}) == len(run.tried) > 1
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
