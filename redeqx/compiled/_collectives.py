@@ -10,7 +10,7 @@ the bytes for an all-reduce, (n-1)/n for an all-gather, a reduce-scatter or an a
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.sharding import Mesh
@@ -79,12 +79,19 @@ def collectives(module: Module) -> list[Collective]:
 
     Raises ValueError for a replica group in an unknown notation.
     """
-    return list(_collectives_in(module, module.entry, 1, True, {}, None))
+    found: dict[tuple[Instruction, int], Collective] = {}
+    for key, each in _collectives_in(module, module.entry, 1, True, {}, None):
+        before = found.setdefault(key, each)
+        if before is not each:  # in a computation with several callers
+            n, exact = before.n_executions + each.n_executions, before.exact and each.exact
+            found[key] = replace(before, n_executions=n, exact=exact)
+    return list(found.values())
 
 
 def _collectives_in(
     module: Module, name: str, times: int, exact: bool, channels: dict[str, str], caller: Instruction | None
-) -> Iterator[Collective]:
+) -> Iterator[tuple[tuple[Instruction, int], Collective]]:
+    """Yields the collectives of each call of a computation, by their instruction and the number of their array in it."""
     for line in module.computations[name]:
         kind = line.opcode.removesuffix("-start")
         if kind in KINDS:
@@ -96,10 +103,10 @@ def _collectives_in(
                 kind = "reduce-scatter"
             group = _group(line.rest, module.n_devices)
             origin = line if line.op_name or caller is None else caller  # libtpu names the fusion or call around it
-            for array in line.results:
+            for number, array in enumerate(line.results):
                 if line.opcode.startswith("reduce-scatter"):
                     array = array._replace(shape=_unscattered(array.shape, len(group), line.rest))
-                yield Collective(
+                each = Collective(
                     kind=kind,
                     shape=array.shape,
                     dtype=array.dtype,
@@ -111,6 +118,7 @@ def _collectives_in(
                     instruction=line.name,
                     source=origin.source,
                 )
+                yield (line, number), each
             continue  # its `to_apply` is the sum, and the `calls` of an asynchronous one is the same collective
         if line.opcode == "conditional" and is_rare(line.op_name):
             continue

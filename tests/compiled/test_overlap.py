@@ -121,6 +121,19 @@ def test_loops_hide_bytes_in_each_iteration_and_as_a_whole():
     assert found == {"outer": pytest.approx(1.0), "inner": pytest.approx(0.5)}
 
 
+def test_a_computation_with_two_callers_hides_as_much_in_each():
+    inner = (
+        "%inner (p: f32[64,64], shard: f32[8,64]) -> f32[64,64] {\n"
+        f"  %p = f32[64,64]{{1,0}} parameter(0)\n  %shard = f32[8,64]{{1,0}} parameter(1)\n  %g = {START}\n"
+        f"  %dot = {DOT}\n  ROOT %d = {done('g')}\n}}\n"
+    )
+    call = "f32[64,64]{1,0} call(%p, %shard), to_apply=%inner"
+    for calls in ([("c", call)], [("c.1", call), ("c.2", call)]):
+        module = module_of(*calls, computations=inner)
+        (found,) = with_overlap(collectives(module), module, FLOPS, lambda each: BYTES)
+        assert (found.n_executions, found.moved, found.hidden) == (len(calls), len(calls) * 2 * BYTES, pytest.approx(0.5))
+
+
 def test_a_choice_that_is_rarely_taken_sends_nothing():
     branches = f"""%sends (p: f32[8,64]) -> f32[64,64] {{
   %shard = f32[8,64]{{1,0}} parameter(0)
