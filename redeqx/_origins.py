@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 CHANGED = ""  # the origin of an array that training has changed, or an adapter's folder
@@ -16,8 +17,8 @@ _origins: dict[int, tuple[weakref.ref, str]] = {}
 
 
 def set_origin(array: Any, origin: str) -> None:
-    """Notes where a JAX array comes from: the folder that it was read from, or `CHANGED`."""
-    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+    """Notes where an array comes from: the folder that it was read from, or `CHANGED`."""
+    if not isinstance(array, jax.Array | np.ndarray) or isinstance(array, Tracer):  # in a dry run, models are NumPy's zeros
         return
     key = id(array)
     _origins[key] = weakref.ref(array, lambda _: _origins.pop(key, None)), origin

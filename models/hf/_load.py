@@ -58,13 +58,21 @@ def load(
         )
     if plan is not None and deployer is None:
         raise ValueError("`deployer`: expected one with `plan`, got None. Pass the deployer that made the plan.")
+    origin = os.path.abspath(folder) if isinstance(folder, Path) else str(folder)
+
+    def zeros(shapes: Any) -> Any:
+        model = as_zeros(shapes)
+        for leaf in jax.tree.leaves(model):
+            set_origin(leaf, origin)
+        return model
+
     wanted = {name: leaf for name, leaf in named_leaves(shapes).items() if is_array_like(leaf)}
     source = weights_of(folder, stem)
     if source is None:
         fields = read_config(folder)
         kept = jnp.dtype(dtype or fields.get("dtype") or fields.get("torch_dtype") or "float32")
         wide = _wide(shapes, dtype)
-        return as_zeros(map_named(lambda name, leaf: _cast(leaf, at_least_float32(kept) if name in wide else kept), shapes))
+        return zeros(map_named(lambda name, leaf: _cast(leaf, at_least_float32(kept) if name in wide else kept), shapes))
     _check_index(source, folder / f"{stem}{INDEX}")
     disk_names = {disk for name in weight_map.tensors for disk in name.on_disk}
     source = unpacked(source, folder, disk_names, dtype)
@@ -79,7 +87,7 @@ def load(
         lambda name, leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes[name]) if is_array_like(leaf) else leaf, shapes
     )
     if dry() is not None:
-        return as_zeros(shapes)
+        return zeros(shapes)
     if deployer is not None and plan is None:
         plan = deployer.plan(shapes)
     stacked = {leaf: name.stacked for name in weight_map.tensors for leaf in name.leaves}
@@ -90,7 +98,7 @@ def load(
         sharding = SingleDeviceSharding(jax.local_devices()[0]) if plan is None else plan.sharding(name)
         dims = stacked[name]
         array = _read_stack(held[name], leaf, sharding, dims) if dims else read_sharded(held[name][0], leaf, sharding)
-        set_origin(array, os.path.abspath(folder) if isinstance(folder, Path) else str(folder))
+        set_origin(array, origin)
         return array
 
     return map_named(read, shapes)

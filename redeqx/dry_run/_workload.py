@@ -69,7 +69,10 @@ class Workload:
             if (predictor := options.eval_predictor) is not None:
                 work = replace(work, trace_predict=lambda program: predictor.trace(model, examples, rows, program))
         if options.saves or (options.save_end and engine.deployer.workdir is not None):
-            files = {"model.safetensors": file_size(array_leaves(model), options.save_float_dtype)}
+            leaves = array_leaves(model)
+            unsaved = fit.checkpointer.origins.unsaved(leaves)
+            leaves = {name: leaf for name, leaf in leaves.items() if name not in unsaved}
+            files = {"model.safetensors": file_size(leaves, options.save_float_dtype)}
             if task.has_state:
                 files["model_state.safetensors"] = file_size(array_leaves(state))
             if options.save_opt_states:

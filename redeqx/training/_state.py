@@ -137,10 +137,14 @@ class Origins:
         changed = {name: origin for name, origin in self._of.items() if origin == CHANGED}
         self._of, self._base = {**changed, **({} if base is None else base.origins)}, base
 
+    def unsaved(self, leaves: Mapping[str, Any]) -> dict[str, str]:
+        """Returns the folders of those of the leaves that a checkpoint need not hold, by name."""
+        origins = {name: self._of[name] for name in self._structure.names[1] if self._of.get(name, CHANGED) != CHANGED}
+        return origins if origins and is_worth_naming(origins, leaves) else {}
+
     def find_base(self, leaves: Mapping[str, Any]) -> Base | None:
         """Returns those of the leaves that a checkpoint need not hold, since a known folder does; None if there are none."""
-        origins = {name: self._of[name] for name in self._structure.names[1] if self._of.get(name, CHANGED) != CHANGED}
-        if not is_worth_naming(origins, leaves):
+        if not (origins := self.unsaved(leaves)):
             return None
         if self._base is None or self._base.origins != origins:
             self._base = Base.of(origins, leaves)

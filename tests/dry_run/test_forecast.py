@@ -22,8 +22,8 @@ from jax.experimental import topologies
 import redeqx
 from redeqx.compiled import Buffer
 from redeqx.dry_run import DryRunDone, Step
-from redeqx.machine import GPUS, TPUS, Chip, describe, dry, of_devices
-from redeqx.models import cross_entropy, from_pretrained, save_pretrained
+from redeqx.machine import GPUS, TPUS, Chip, describe, dry, dry_for, of_devices
+from redeqx.models import cross_entropy, from_pretrained, lora, save_pretrained
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from tests._tree import named_leaves
 
@@ -415,6 +415,27 @@ def test_pretrained_folders_are_read_as_zeros_even_without_weights(tmp_path):
         assert half.embedding.weight.dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="expected safetensors"):
         from_pretrained(tmp_path / "config_only")
+
+
+@pytest.mark.sweep
+def test_a_checkpoint_of_adapters_is_counted_without_the_folder_that_it_names(tmp_path):
+    save_pretrained(GPT2(CONFIG, key=jax.random.key(0)), CONFIG, tmp_path / "base")
+
+    def fit():
+        deployer = redeqx.Deployer(verbose=False, workdir=tmp_path / "run")
+        model, _ = from_pretrained(tmp_path / "base", deployer=deployer)
+        model = lora.add(model, rank=2, where=("*.attention.query",), key=jax.random.key(1))
+        trainer = redeqx.Trainer(
+            deployer, model=model, trainable=lora.trainable(model), optimizer=optax.adamw(1e-3), loss_fn=loss_fn,
+            collate_fn=np.stack,
+        )  # fmt: skip
+        trainer.fit(examples(8), batch_size=8)
+
+    with dry_for(describe("cpu:8")), pytest.raises(DryRunDone) as done:
+        fit()
+    fit()
+    files = {path.name: path.stat().st_size for path in (tmp_path / "run" / "ckpts").glob("*/*.safetensors")}
+    assert done.value.run.files == files and files["model.safetensors"] < 2**14
 
 
 # --- described machines -----------------------------------------------------------------------------------------------
