@@ -34,7 +34,7 @@ class SearchSpace:
     - `own`: the strategy of the script.
     - `flops`: FLOPs of the matmuls of an update, by dtype, for each level of `REMATS` to try, or only for the script's own
         level, which may be `"auto"`.
-    - `weights`: bytes of the parameters.
+    - `weights`, `frozen`: bytes of the parameters, and of those that are not trained.
     - `state`: bytes of all arrays that stay in memory, not counting copies.
     - `memory`: bytes of a device.
     - `chip`: the figures of a device, or None if unknown.
@@ -57,6 +57,7 @@ class SearchSpace:
     state: int
     memory: int
     chip: Chip | None
+    frozen: int = 0
     opt_state: int = 0
     unrolls: bool = False
     splits_residual: bool = False
@@ -83,7 +84,7 @@ class SearchSpace:
         **Arguments:**
 
         - `trace`: maps a strategy to the jaxpr of its train step.
-        - `sizes`: has the bytes `weights`, `state` and `opt_state`.
+        - `sizes`: has the bytes `weights`, `frozen`, `state` and `opt_state`.
         - `can_remat`: whether levels of recomputation make a difference.
         - `known`: the other fields.
         """
@@ -96,7 +97,8 @@ class SearchSpace:
             flops = {**flops, FIT: flops["matmuls"]}
             flops = {level: flops[level] for level in _COSTS if level in flops}
         opt_state = 0 if platform == "cpu" else sizes.opt_state  # CPU devices have no separate host memory
-        return cls(own, flops=flops, weights=sizes.weights, state=sizes.state, opt_state=opt_state, **known)
+        known |= {"weights": sizes.weights, "frozen": sizes.frozen, "state": sizes.state, "opt_state": opt_state}
+        return cls(own, flops=flops, **known)
 
     def search(self, own: Tried, measure: Callable[[Strategy], Tried | None], *, to_fastest: bool) -> Iterator[Tried]:
         """Yields the strategies that had to be compiled, each when it is compiled.
@@ -231,18 +233,19 @@ class SearchSpace:
     def min_seconds(self, strategy: Strategy) -> float:
         """Returns a lower bound on the time of a step without overlap, in seconds.
 
-        It sums the times of the matmuls, of reading the weights for each micro-batch and the state once, of the collectives
-        of weights and gradients, and of copies to and from the host.
+        It sums the times of the matmuls, of reading the weights for each micro-batch and the state that changes once, of the
+        collectives of weights and gradients, and of copies to and from the host.
         """
         chip = self.chip or DEFAULT_CHIP
         n_model, n_micro_batches = strategy.n_model_shards, strategy.accumulate_grad_batches
         n_stored = strategy.n_fsdp_shards * strategy.n_sequence_shards
         n_data = self.n_devices // (n_model * n_stored)
         weights = self.weights / n_model / 2  # in half precision
-        moved = n_micro_batches * 2 * weights + 2 * self.state / (n_model * n_stored)
+        trained = weights - self.frozen / n_model / 2
+        moved = n_micro_batches * 2 * weights + 2 * (self.state - self.frozen) / (n_model * n_stored)
         # Ring collectives: two all-gathers of each weight and a reduce-scatter of its gradient over the storage axes, then
         # an all-reduce of the gradient's shards over the data axis.
-        sent = 3 * weights * (n_stored - 1) / n_stored + 2 * weights / n_stored * (n_data - 1) / n_data
+        sent = (2 * weights + trained) * (n_stored - 1) / n_stored + 2 * trained / n_stored * (n_data - 1) / n_data
         seconds = matmul_seconds(self.flops[strategy.remat], chip, self.n_devices)
         copied = 2 * self.opt_state / (n_model * n_stored) if strategy.offload_opt_state else 0
         return seconds + moved / chip.bandwidth + n_micro_batches * sent / chip.link + copied / chip.host

@@ -30,9 +30,11 @@ from ._structure import Structure
 
 
 class Sizes(NamedTuple):
-    """Bytes of the parameters, of everything that stays in memory, and of the optimizer state in it."""
+    """Bytes of the parameters, of those that are not trained, of everything that stays in memory, and of the optimizer state
+    in it."""
 
     weights: int
+    frozen: int
     state: int
     opt_state: int
 
@@ -114,8 +116,8 @@ class Program:
         """The bytes of all shards together."""
         bytes_of = lambda leaves: sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)  # noqa: E731
         state = self.state
-        weights, opt_state = bytes_of([*state.trained, *state.frozen]), bytes_of(state.opt_state)
-        return Sizes(weights, weights + opt_state + bytes_of(state.layers), opt_state)
+        trained, frozen, opt_state = map(bytes_of, (state.trained, state.frozen, state.opt_state))
+        return Sizes(trained + frozen, frozen, trained + frozen + opt_state + bytes_of(state.layers), opt_state)
 
     @property
     def argument_names(self) -> dict[str, str]:

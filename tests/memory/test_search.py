@@ -124,7 +124,7 @@ def test_a_program_is_read_once_for_its_flops_and_once_for_its_primitives():
     def trace(strategy):
         return programs.setdefault(strategy, Program({"none": 1, "full": 2}.get(strategy.remat, 3)))
 
-    sizes = types.SimpleNamespace(weights=1, state=1, opt_state=0)
+    sizes = types.SimpleNamespace(weights=1, frozen=0, state=1, opt_state=0)
     found = SearchSpace.of(OWN, trace, sizes, "cuda", n_devices=1, memory=1, chip=None)
     assert {"none", "full"} <= found.flops.keys() and len(programs) > 2
     assert max(program.n_reads for program in programs.values()) <= 2
@@ -134,7 +134,7 @@ def test_a_program_is_read_once_for_its_flops_and_once_for_its_primitives():
 def test_a_script_may_set_bytes_for_what_its_loops_save(has_loops, found):
     """Levels that save more than these bytes are not compiled if they do not fit. Without loops there are no levels."""
     own = dataclasses.replace(OWN, remat="2GiB")
-    sizes = types.SimpleNamespace(weights=4 * GIB, state=12 * GIB, opt_state=0)
+    sizes = types.SimpleNamespace(weights=4 * GIB, frozen=0, state=12 * GIB, opt_state=0)
     n_products = {"none": 1, "matmuls": 2, "full": 3, "offload": 3}
     of = SearchSpace.of(
         own, lambda strategy: Program(n_products.get(strategy.remat, 4) if has_loops else 1), sizes, "cuda",
@@ -213,6 +213,20 @@ def test_few_strategies_are_compiled_if_the_own_strategy_is_fastest():
     found = {values_of(each.strategy) for each in compiled}
     assert found == {(1, n, 8, 1, remat) for n in (1, 4) for remat in ("none", "matmuls")}
     assert fastest(compiled).strategy == OWN
+
+
+def test_frozen_weights_have_no_gradients_to_send():
+    """A frozen model on each device computes without collectives, which is faster than to gather it."""
+    flops = {"none": {"bfloat16": 10**14}}
+    own = dataclasses.replace(OWN, n_fsdp_shards=4)
+    of = space(own=own, flops=flops, weights=8 * GIB, frozen=8 * GIB, state=8 * GIB, is_running=False)
+    matmuls, reads, gathers = 10**14 / 4 / V5E.bfloat16, 8 * GIB / V5E.bandwidth, 8 * GIB * 3 / 4 / V5E.link
+
+    def seconds(strategy):
+        return matmuls + reads + gathers * (strategy.n_fsdp_shards > 1)
+
+    best = fastest(tried_strategies(of, lambda strategy: 9 * GIB, seconds)).strategy
+    assert best.shards == (1, 1) and seconds(best) == pytest.approx(of.min_seconds(best))
 
 
 def test_fastest_fitting_strategy_is_found_without_compiling_all():
