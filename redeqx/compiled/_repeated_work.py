@@ -135,12 +135,17 @@ def flops_of(instruction: Instruction) -> int:
     if contracted := re.search(r'lhs_contracting_(?:dims=\{|dimensions":\[)([\d,"]*)', instruction.rest):
         return 2 * n_out * math.prod(lhs[dim] for dim in integers(contracted.group(1)))
     if labels := re.search(r"dim_labels=\w+_(\w+)->", instruction.rest):
-        flops = 2 * n_out * math.prod(rhs) // rhs[labels.group(1).index("o")]
-        # A TPU's compiler makes convolutions of matmuls. A batch dim becomes a window over zeros and the one entry it needs.
+        # The input may have zeros in between, as in the gradient of one with strides. A TPU's compiler makes convolutions of
+        # matmuls too: a batch dim becomes a window over zeros and the one entry it needs.
         zeros = re.search(r"lhs_dilate=([\dx]+)", instruction.rest)
-        if zeros is not None and instruction.op_name.endswith("dot_general"):
-            flops //= math.prod(map(int, zeros.group(1).split("x")))
-        return flops
+        n_zeros = math.prod(integers(zeros.group(1))) if zeros else 1
+        kernel = rhs
+        # cuDNN's gradients have the labels of the convolution itself, whose output's gradient is one of their operands.
+        if "__cudnn$convBackwardInput" in instruction.rest:
+            n_out = math.prod(lhs)
+        elif "__cudnn$convBackwardFilter" in instruction.rest:
+            n_out, kernel = math.prod(rhs), instruction.arrays[0].shape
+        return 2 * n_out * math.prod(kernel) // kernel[labels.group(1).index("o")] // n_zeros
     return 0
 
 

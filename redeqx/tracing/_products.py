@@ -81,7 +81,8 @@ def _of_grouped_matmul(eqn: Any) -> int:
 def _of_convolution(eqn: Any) -> int:
     kernel = eqn.invars[1].aval.shape
     terms = math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]]  # for each output feature
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * terms
+    # The gradient of a convolution with strides reads its input with zeros in between, which kernels do not multiply.
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * terms // math.prod(eqn.params["lhs_dilation"])
 
 
 def _of_attention(eqn: Any, with_keys: int, with_values: int) -> int:

@@ -318,7 +318,30 @@ ENTRY %main (x: f32[2,40,16], w: f32[2,16,64]) -> f32[2,40,64] {
     matmul = 2 * 2 * 40 * 16 * 64
     assert flops_by_line(Module.of(program)).all == {"/a.py:1": matmul}
     of_conv = program.replace("dot_general", "conv_general_dilated")  # the gradient of one with strides, as in a trace
-    assert flops_by_line(Module.of(of_conv)).all == {"/a.py:1": 2 * matmul}
+    assert flops_by_line(Module.of(of_conv)).all == {"/a.py:1": matmul}
+
+
+@pytest.mark.parametrize(
+    "result, lhs, rhs, target",
+    [
+        ("16,32,8,8", "16,4,16,16", "32,4,3,3", "BiasActivationForward"),
+        ("16,4,16,16", "16,32,8,8", "32,4,3,3", "BackwardInput"),
+        ("32,4,3,3", "16,4,16,16", "16,32,8,8", "BackwardFilter"),
+    ],
+)
+def test_gradients_of_a_convolution_by_cudnn_count_as_much_as_itself(result, lhs, rhs, target):
+    """As compiled for an A100: each with the labels and the window of the convolution, which has a stride of 2."""
+    program = f"""\
+HloModule jit_step, num_partitions=8
+
+ENTRY %main (x: f32[{lhs}], w: f32[{rhs}]) -> f32[{result}] {{
+  %x = f32[{lhs}]{{3,2,1,0}} parameter(0)
+  %w = f32[{rhs}]{{3,2,1,0}} parameter(1)
+  %conv = (f32[{result}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%x, %w), window={{size=3x3 stride=2x2 pad=1_1x1_1}}, dim_labels=bf01_oi01->bf01, custom_call_target="__cudnn$conv{target}", metadata={{op_name="jit(step)/conv" source_file="/a.py" source_line=1}}
+  ROOT %y = f32[{result}]{{3,2,1,0}} get-tuple-element(%conv), index=0
+}}
+"""
+    assert flops_by_line(Module.of(program)).all == {"/a.py:1": 2 * (16 * 32 * 8 * 8) * (4 * 3 * 3)}
 
 
 def test_loop_of_unknown_length_is_counted_once():

@@ -116,3 +116,16 @@ def test_flops_of_matmuls_and_convolutions_by_dtype():
     flops = matmul_flops(jax.make_jaxpr(fn)(*shapes).jaxpr)
     longest = 2 * 2 * 3 * 3 * 5
     assert flops == {"bfloat16": 2 * 2 * 3 * 7 * 5 + longest, "float32": 2 * (6 * 8 * 8) * (2 * 3 * 3)}
+
+
+def test_gradients_of_a_convolution_with_strides_take_as_many_flops_as_itself():
+    """That of its input is a convolution over zeros between the entries of an array."""
+
+    def fn(image, kernel):
+        return jax.lax.conv_general_dilated(image, kernel, (2, 2), "SAME").sum()
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 4, 8, 8), (6, 4, 3, 3))]
+    own = 2 * (2 * 6 * 4 * 4) * (4 * 3 * 3)
+    assert matmul_flops(jax.make_jaxpr(fn)(*shapes).jaxpr) == {"float32": own}
+    both = lambda *args: jax.vjp(fn, *args)[1](jnp.float32(1))  # noqa: E731
+    assert matmul_flops(jax.make_jaxpr(both)(*shapes).jaxpr) == {"float32": 3 * own}
