@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 
 from .._tree import nearest
 from ..errors import check_count
-from ._chips import GPUS, TPUS, Chip, chip_of_kind
+from ._chips import GIB, GPUS, TPUS, Chip, chip_of_kind
 
 # The share of a GPU's memory that is available to programs. CUDA's context and NCCL's buffers take the rest.
 USABLE = 0.95
@@ -59,9 +59,9 @@ def describe(name: str, *, memory: int | None = None) -> Machine:
 
     **Arguments:**
 
-    - `memory`: bytes of a device, to replace the known number.
+    - `memory`: bytes of a device, to replace the known number; of a TPU, no more than that.
 
-    Raises ValueError for an unknown name, and ImportError if the compiler is not installed.
+    Raises ValueError for an unknown name or too much memory, and ImportError if the compiler is not installed.
     """
     kind, _, size = name.partition(":")
     if name == "this":
@@ -71,7 +71,7 @@ def describe(name: str, *, memory: int | None = None) -> Machine:
     elif kind == "gpu":
         machine = _gpus(name, size, memory)
     elif kind in TPUS:
-        machine = _tpus(name, kind, size)
+        machine = _tpus(name, kind, size, memory)
     else:
         raise _unknown(name, kind, [*TPUS, "gpu", "cpu", "this"])
     return machine if memory is None else replace(machine, memory=memory)
@@ -148,19 +148,23 @@ def _register_partitioners() -> None:
         callback(c_api=_backend_factories["cuda"].c_api)
 
 
-def _tpus(name: str, kind: str, size: str) -> Machine:
+def _tpus(name: str, kind: str, size: str, memory: int | None) -> Machine:
     if not re.fullmatch(r"\d+(x\d+){1,2}", size):
         raise ValueError(f"`{name}`: expected chips along each side, got {size!r}. Write `{kind}:2x4`, or `{kind}:2x2x2`.")
+    chip = TPUS[kind]
+    if memory is not None and memory > chip.memory:
+        raise ValueError(
+            f"`{name}`: expected at most {chip.memory / GIB:.2f} GiB of memory, as the compiler of a {chip.kind} refuses "
+            f"what needs more, got {memory / GIB:.2f}. Leave it out, or pass less."
+        )
     # Both cores of a v4 chip are one device, as usual. This is the default for later kinds.
     options = {"chip_config_name": "megacore"} if kind == "v4" else {}
     with _compiler(name, "TPU", "topology-tpu", _LIBTPU):
         try:
             described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
         except jax.errors.JaxRuntimeError as error:
-            raise ValueError(
-                f"`{name}`: expected a topology of {TPUS[kind].kind}, got one that is refused: {error}"
-            ) from error
-    return Machine(name, tuple(described.devices), TPUS[kind].memory, TPUS[kind])
+            raise ValueError(f"`{name}`: expected a topology of {chip.kind}, got one that is refused: {error}") from error
+    return Machine(name, tuple(described.devices), chip.memory, chip)
 
 
 # JAX checks the versions of all CUDA libraries. Compiling needs none of them, and the newest do not load without a driver
@@ -280,9 +284,9 @@ def described(topology: str, *, memory: int | None = None) -> Iterator[Machine]:
     **Arguments:**
 
     - `topology`: `"v4:2x2x2"`, `"gpu:a100-40gb:4"`, `"gpu:h100-80gb:2x8"` (hosts x devices), `"cpu:8"`, `"this"`.
-    - `memory`: bytes of a device, to replace the known number.
+    - `memory`: bytes of a device, to replace the known number; of a TPU, no more than that.
 
-    Raises ValueError for an unknown topology, and ImportError if its compiler is not installed.
+    Raises ValueError for an unknown topology or too much memory, and ImportError if its compiler is not installed.
     """
     machine = describe(topology, memory=memory)
     with dry_for(machine):

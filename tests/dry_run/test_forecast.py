@@ -457,6 +457,14 @@ def test_unknown_machines_are_errors(name, message):
         describe(name)
 
 
+def test_a_tpu_has_no_more_memory_than_its_compiler_accepts():
+    """With more, a step that the compiler refuses would lack less than nothing."""
+    with pytest.raises(
+        ValueError, match=r"`v5e:2x2`: expected at most 15.75 GiB .* of a TPU v5 lite .* got 16.00. Leave it"
+    ):
+        describe("v5e:2x2", memory=16 * 2**30)
+
+
 @requires_tpu_compiler
 @pytest.mark.sweep
 def test_described_tpu_reports_collectives_and_estimates():
