@@ -263,6 +263,8 @@ def _compiled(
     log(f"train step: {run.verdict()}")
     steps = dict(run.steps)
     other_bytes = held.get("optimizer state", 0)  # not an input of an evaluation, but still in memory
+    if program.eval_params is not None:  # averages are evaluated, beside the trained weights
+        other_bytes += shard_bytes(program.state.trained)
     for name in [name for name in traced if name != "train"]:
         step = attempt(f"{name} step", partial(compiled, name, other_bytes), None, failed)
         if step is not None:

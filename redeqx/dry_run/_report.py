@@ -298,6 +298,10 @@ class DryRun:
                 # The optimizer's state is no input of an evaluation.
                 held = sum(n for kind, n in self.held.items() if name == "train" or kind != "optimizer state")
                 rows[f"{name} step: batch"] = max(0, step.arguments - held)
+                if name != "train":  # in memory, but no arguments of the step
+                    own = step.arguments + step.temporaries + step.outputs + step.code + step.allowance
+                    others = step.needs - own - self.held.get("optimizer state", 0)
+                    rows[f"{name} step: averages of the weights"] = max(0, others)
                 rows[f"{name} step: {what}"] = like_weights
                 rows[f"{name} step: activations and other temporaries"] = step.temporaries + step.outputs - like_weights
                 if step.code:

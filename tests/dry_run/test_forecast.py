@@ -112,6 +112,19 @@ def test_rows_of_memory_include_the_batch():
 
 
 @pytest.mark.sweep
+def test_averages_are_evaluated_beside_the_trained_weights():
+    needs, weights = [], 0
+    for optimizer in (optax.adamw(1e-3), redeqx.optimizers.ema(optax.adamw(1e-3), 0.99)):
+        with dry_for(describe("cpu:8")), pytest.raises(DryRunDone) as done:
+            make_trainer(make_deployer(), optimizer=optimizer).fit(examples(8), 1, 1, eval_examples=examples(8))
+        run = done.value.run
+        needs.append(run.steps["eval"].needs - run.held["optimizer state"])
+        weights = run.held["parameters"]
+    assert needs[1] - needs[0] == pytest.approx(weights, abs=64)
+    assert f"eval step: averages of the weights {weights / 2**10:.1f} KiB" in " ".join(str(run).split())
+
+
+@pytest.mark.sweep
 def test_copied_arguments_are_named_by_their_leaves_in_the_report(monkeypatch):
     trainer = make_trainer(make_deployer(2, 2), trainable=lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim > 1)
     (state, frozen, *_), _ = trainer.compile(examples(8), batch_size=8).args_info
