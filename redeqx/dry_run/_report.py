@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from ..compiled import Collective, own_line, split_name, words_of
 from ..dims import UNKNOWN
 from ..machine import DEFAULT_CHIP, USABLE, Machine, mesh_text, n_batch_shards
-from ..memory import Loop, Row, Strategy, Tried, describe_saved, fastest, share_again
+from ..memory import AUTO, Loop, Row, Strategy, Tried, describe_saved, fastest, share_again
 from ..monitor import Console, HtmlPage, size_text, to_json
 from ..partition import Plan
 from ..storage import disk_path
@@ -119,8 +119,10 @@ class DryRun:
         if self.saved:
             columns = ("", "a device", "what", "layer", "line", "why")
             rows = [(row.choice, size_text(row.n_bytes), *row[2:4], shortened(row.line), row.why) for row in self._saved()]
-            again = f"{share_again(self.saved):.0%} of the forward pass is computed again"
-            console.table(f"what loops save for the backward pass; {again}", columns, rows)
+            # At `"matmuls"` no product is, not even of a loop inside a loop, of which only the results are known here.
+            keeps_products = self.strategy.remat in ("auto", AUTO)
+            again = "" if keeps_products else f"; {share_again(self.saved):.0%} of the forward pass is computed again"
+            console.table(f"what loops save for the backward pass{again}", columns, rows)
         if train.collectives:
             columns = ("kind", "axis", "n", "a device sends", "behind matmuls", "layer", "line")
             console.table("collectives a train step", columns, self._sent())

@@ -69,6 +69,7 @@ class Loop:
     - `n`: the number of iterations, each of which saves its own values.
     - `carry`: bytes of the carry on one device: of what an iteration saves in any case. Scalars are not counted.
     - `seconds`: of the products of one iteration on one device, at the published rate.
+    - `forward`: of one iteration, with what it writes and sums over model shards.
     - `again`: the time to compute everything that the backward pass reads, given the keys of what is saved.
     - `saved`: `KEPT` or `HOST` for the key of each candidate that is saved; the others are computed again.
     - `carry_in`: `KEPT` or `HOST`.
@@ -78,6 +79,7 @@ class Loop:
     n: int
     carry: int
     seconds: float
+    forward: float
     candidates: Sequence[Candidate]
     again: Callable[[Collection[Any]], float] = field(repr=False)
     saved: Mapping[Any, str] = field(default_factory=dict)
@@ -185,8 +187,8 @@ def describe_saved(loops: Sequence[Loop], chip: Chip, leaves: Collection[str]) -
 
 
 def share_again(loops: Sequence[Loop]) -> float:
-    """Returns the time of what loops compute again, as a share of the time of their products in the forward pass."""
-    return sum(loop.seconds_again for loop in loops) / max(1e-12, sum(loop.n * loop.seconds for loop in loops))
+    """Returns the time of what loops compute again, as a share of the time of their forward pass."""
+    return sum(loop.seconds_again for loop in loops) / max(1e-12, sum(loop.n * loop.forward for loop in loops))
 
 
 _WORDS = {KEPT: "kept", HOST: "in host memory", AGAIN: "computed again"}
@@ -263,7 +265,7 @@ def loop_of(body: Any, names: dict[str, Any], n: int, carries: range, shards: Ca
     products = (each for each in body.jaxpr.eqns if is_named(each) or each.primitive.name in KERNELS)
     line = next(filter(None, map(line_of, products)), "")
     n_bytes = sum(map(graph.shards.n_bytes, carry))
-    return Loop(line, n, n_bytes, graph.all_products, candidates, graph.seconds)
+    return Loop(line, n, n_bytes, graph.all_products, graph.forward, candidates, graph.seconds)
 
 
 class _Graph:
@@ -276,7 +278,7 @@ class _Graph:
         self._maker = Env(((var, i) for i, eqn in enumerate(self._eqns) for var in eqn.outvars), literal=lambda _: None)
         self._products = list(map(self._product_time, self._eqns))
         self._times = [product + self._other_time(eqn) for eqn, product in zip(self._eqns, self._products, strict=True)]
-        self.all_products = sum(self._products)
+        self.all_products, self.forward = sum(self._products), sum(self._times)
         self.saved: dict[Any, list[Any]] = {}  # by key, the equations whose outputs are saved together
         for eqn in self._eqns:
             if eqn.primitive.name == "name":

@@ -291,7 +291,7 @@ def one_loop(strategy):
     """A loop of 4 iterations whose carry has a quarter of a GiB."""
     del strategy
     candidates = [Candidate(str(i), "product", "", "", size // 4, seconds_left=2.0 - i) for i, size in enumerate(PRODUCTS)]
-    return [Loop("", 4, GIB // 4, 3.0, candidates, lambda saved: 3.0 - len(saved))]
+    return [Loop("", 4, GIB // 4, 3.0, 3.0, candidates, lambda saved: 3.0 - len(saved))]
 
 
 @pytest.mark.parametrize("level", ["matmuls", "full", "offload", "20GiB"])

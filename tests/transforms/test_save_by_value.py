@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from redeqx.machine import MODEL, TPUS, make_mesh
+from redeqx.memory import share_again
 from redeqx.tracing import matmul_flops, transformed
 from redeqx.transforms import CheckpointBlocks, FuseAttention, Measure, RematLoops, with_remats
 
@@ -105,6 +106,12 @@ def test_keeps_what_saves_most_for_its_bytes(budget, kept):
     np.testing.assert_allclose(saved[0].seconds_again, extra / CHIP.float32, rtol=1e-2, atol=2e-7)
     for name, found in jax.jit(grad)(*make_args()).items():
         np.testing.assert_array_equal(found, plain[name])
+
+
+def test_no_more_than_the_forward_pass_is_computed_again():
+    """Also where it takes longer to write the outputs of products than to compute them."""
+    saved, *_ = chosen(0, dataclasses.replace(CHIP, bandwidth=1e-6 * CHIP.bandwidth))
+    assert not saved[0].saved and 0.5 < share_again(saved) <= 1
 
 
 @pytest.mark.parametrize("chip, in_host", [(CHIP, 6), (BUSY_BUS, 6), (BUSY_BUS_OF_GPU, 5), (SLOW_BUS, 2)])
