@@ -99,8 +99,12 @@ def add(commands: Any) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help="the number of processes")
     parser.add_argument("--port", type=int, help="the port of process 0; a free one by default")
     parser.add_argument("--on", choices=tuple(_FILES), help="print the file for this cluster, and start nothing")
-    parser.add_argument("--nodes", type=int, metavar="N", help="with --on: the number of hosts; 1 by default")
-    parser.add_argument("--gpus", type=int, metavar="N", help="with --on: the GPUs of a host; 8 by default")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="with --on: the number of hosts; that of --topology by default, or 1"
+    )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="with --on: the GPUs of a host; those of --topology by default, or 8"
+    )
     parser.add_argument(
         "--topology",
         help="with --on: also compile the script for these devices, as `redeqx dry-run` does, and begin with its verdict "
@@ -134,10 +138,18 @@ def _print_file(args: argparse.Namespace) -> int:
     for name in ("processes", "port"):
         if (value := getattr(args, name)) is not None:
             raise ValueError(f"`--{name}`: expected without `--on`, got {value}. Pass `--nodes` and `--gpus`.")
-    nodes, gpus = (default if value is None else value for value, default in ((args.nodes, 1), (args.gpus, 8)))
+    described = re.fullmatch(r"gpu:[^:]*:(?:([1-9]\d*)x)?([1-9]\d*)", args.topology or "")
+    of_topology = (int(described[1] or 1), int(described[2])) if described else (1, 8)
+    given = (args.nodes, args.gpus)
+    nodes, gpus = (default if value is None else value for value, default in zip(given, of_topology, strict=True))
     for name, value in (("nodes", nodes), ("gpus", gpus)):
         if value < 1:
             raise ValueError(f"`--{name}`: expected at least 1, got {value}. Pass the number.")
+    if described and (nodes, gpus) != of_topology:
+        raise ValueError(
+            f"`--topology`: expected {nodes} hosts of {gpus} GPUs, as `--nodes` and `--gpus` say, got {args.topology}. "
+            "Leave those out: the topology says both."
+        )
     text, submit, is_here = _FILES[args.on]
     if is_here:
         check_script(args)

@@ -127,6 +127,15 @@ def test_verdict_of_the_dry_run_is_the_first_comment(capfd, tmp_path):
     assert re.fullmatch(r"# redeqx dry-run --topology cpu:8: fits: .* a device.*", lines[1]), lines[1]
 
 
+@pytest.mark.parametrize(("size", "n"), [("4x8", (4, 8)), ("2", (1, 2))])
+def test_hosts_and_gpus_are_those_of_the_topology(capsys, monkeypatch, size, n):
+    done = subprocess.CompletedProcess([], 0, "fits\n  verdict  9 GiB of 75 GiB a device\n")
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: done)
+    shown = output_of(capsys, "launch", "--on", "slurm", "--topology", f"gpu:h100-80gb:{size}", "train.py")
+    assert f"# redeqx dry-run --topology gpu:h100-80gb:{size}: fits: 9 GiB of 75 GiB a device\n" in shown
+    assert "--nodes={0} --ntasks-per-node={1} --gpus-per-node={1}\n".format(*n) in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -141,6 +150,11 @@ def test_verdict_of_the_dry_run_is_the_first_comment(capfd, tmp_path):
         ),
         (["--on", "slurm", "--nodes", "0"], "`--nodes`: expected at least 1, got 0. Pass the number."),
         (["--on", "jobset", "--gpus", "-1"], "`--gpus`: expected at least 1, got -1. Pass the number."),
+        (
+            ["--on", "slurm", "--topology", "gpu:h100-80gb:4x8", "--nodes", "2"],
+            "`--topology`: expected 2 hosts of 8 GPUs, as `--nodes` and `--gpus` say, got gpu:h100-80gb:4x8. Leave those "
+            "out: the topology says both.",
+        ),
     ],
 )
 def test_invalid_arguments_are_named(capsys, arguments, expected):
