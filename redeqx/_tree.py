@@ -4,6 +4,7 @@ Plans, errors and checkpoints all write `blocks.3.attn.query.weight`. This modul
 """
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -119,6 +120,12 @@ def bare_shape(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStru
     these are enabled. JAX 0.12 warns of the others."""
     dtype = x.dtype if is_key(x) else jax.dtypes.canonicalize_dtype(x.dtype)
     return jax.ShapeDtypeStruct(tuple(x.shape if shape is None else shape), dtype)
+
+
+def bytes_in_memory(shape: Sequence[int], dtype: Any) -> int:
+    """Returns the bytes of an array on a device, where numbers of 4 bits are packed, though NumPy gives each a byte."""
+    n_bits = jax.dtypes.itemsize_bits(dtype) if jnp.issubdtype(dtype, jnp.number) else 8 * dtype.itemsize
+    return -(-math.prod(shape) * n_bits // 8)
 
 
 def as_bare_shapes(tree: PyTree) -> PyTree:

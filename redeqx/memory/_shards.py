@@ -8,8 +8,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 
+from .._tree import bytes_in_memory
 from ..dims import Related, is_elementwise
 from ..machine import axes_of
 from ..tracing import Env, flow, insides, is_variable
@@ -50,10 +52,10 @@ class Shards:
 
     def n_bytes(self, atom: Any) -> int:
         """Returns the bytes of a value on one device."""
-        shape, dtype = getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)
+        shape, dtype = getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", jnp.float32)
         axes = self._axes.get(atom, ()) or ((),) * len(shape)
-        sizes = (-(-size // self._n(of_dim)) for size, of_dim in zip(shape, axes, strict=False))
-        return math.prod(sizes) * getattr(dtype, "itemsize", 4)
+        sizes = [-(-size // self._n(of_dim)) for size, of_dim in zip(shape, axes, strict=False)]
+        return bytes_in_memory(sizes, dtype)
 
     def n_devices(self, *atoms: Any) -> int:
         """Returns over how many devices the work of an equation is split, given its operands and outputs."""

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._quantised import quantised_leaves
-from .._tree import PyTree, array_leaves, merged, nearest, without_indices
+from .._tree import PyTree, array_leaves, bytes_in_memory, merged, nearest, without_indices
 from ..dims import UNKNOWN, RowUse
 from ..machine import MODEL, STORAGE_AXES, axes_of, mesh_text, n_shards
 from ..monitor import HtmlPage, size_text
@@ -58,7 +58,7 @@ class LeafPlan:
     @property
     def n_bytes(self) -> int:
         """The bytes of the unsharded leaf."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return bytes_in_memory(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)

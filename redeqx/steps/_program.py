@@ -3,7 +3,6 @@
 The Trainer creates these arrays; a dry run compiles the same steps without creating any.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from .._tree import PyTree, bare_shape, named_leaves
+from .._tree import PyTree, bare_shape, bytes_in_memory, named_leaves
 from ..compiled import argument_text
 from ..machine import XlaOptions, in_host, replicated
 from ..memory import Loop
@@ -114,7 +113,7 @@ class Program:
     @property
     def sizes(self) -> Sizes:
         """The bytes of all shards together."""
-        bytes_of = lambda leaves: sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)  # noqa: E731
+        bytes_of = lambda leaves: sum(bytes_in_memory(x.shape, x.dtype) for x in leaves)  # noqa: E731
         state = self.state
         trained, frozen, opt_state = map(bytes_of, (state.trained, state.frozen, state.opt_state))
         return Sizes(trained + frozen, frozen, trained + frozen + opt_state + bytes_of(state.layers), opt_state)
@@ -229,4 +228,4 @@ def make_program(
 
 def shard_bytes(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> int:
     """Returns the bytes of these arrays (or shapes with shardings) on one device, or on its host for this device."""
-    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in arrays)
+    return sum(bytes_in_memory(x.sharding.shard_shape(x.shape), x.dtype) for x in arrays)

@@ -125,6 +125,25 @@ def test_averages_are_evaluated_beside_the_trained_weights():
 
 
 @pytest.mark.sweep
+def test_numbers_of_4_bits_are_packed():
+    class Codes(eqx.Module):
+        weight: jax.Array
+        scale: jax.Array
+
+        def __call__(self, x):
+            return x @ (self.weight.astype(jnp.float32) * self.scale)
+
+    trainer = redeqx.Trainer(
+        make_deployer(), model=Codes(jnp.ones((16, 512), jnp.int4), jnp.ones(())), optimizer=optax.sgd(0.1),
+        loss_fn=lambda model, batch, key: jnp.mean(model(batch) ** 2), collate_fn=np.stack,
+    )  # fmt: skip
+    run, estimated = (trainer.dry_run(np.zeros((8, 16), np.float32), 1, optimization=level) for level in ("O0", "none"))
+    assert run.held == estimated.held == {"parameters": 16 * 512 // 2 + 4} and run.plan.leaves["weight"].n_bytes == 4096
+    arguments = [each.steps["train"].arguments for each in (run, estimated)]
+    assert arguments[0] == pytest.approx(arguments[1], abs=32) and 4096 < arguments[0] < 4400
+
+
+@pytest.mark.sweep
 def test_copied_arguments_are_named_by_their_leaves_in_the_report(monkeypatch):
     trainer = make_trainer(make_deployer(2, 2), trainable=lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim > 1)
     (state, frozen, *_), _ = trainer.compile(examples(8), batch_size=8).args_info
