@@ -137,11 +137,12 @@ class CheckpointManager(CheckpointFolder):
         }
         size = sum(file.size for file in files.values())
         begun = self._per_folder("save begins", lambda: self._begin(step, size))
-        name, free = max((name for name, _ in begun), key=order), min(free for _, free in begun)
+        name, free = max((name for name, _, _ in begun), key=order), min(free for _, free, _ in begun)
+        index = begun[self._peers.index if len(begun) > 1 else 0][2]
         for file in files.values():
             if then is not None or file.needs_copy:
                 file.copy()
-        save = _Save(step, name, self.index(), tags, keep_last, plain, files, size, free)
+        save = _Save(step, name, index, tags, keep_last, plain, files, size, free)
         if then is None:
             self._write(save)
             return self.folder / name
@@ -204,19 +205,21 @@ class CheckpointManager(CheckpointFolder):
             f"{topic} {self.folder.name}", act, alone=alone, kinds=(StoreError, StorageError, OSError)
         )
 
-    def _begin(self, step: int, needed: int) -> tuple[str, int]:
-        """Makes the folder and room in it; returns the name of the new checkpoint of that step, and the free bytes."""
+    def _begin(self, step: int, needed: int) -> tuple[str, int, dict[str, str]]:
+        """Makes the folder and room in it; returns the name of the new checkpoint of that step, the free bytes, and the
+        index."""
         self._commits.create()
         self._claim.check()
         self._commits.sweep()
         # A checkpoint that the index names is never touched. Any other one of this step is left from a crash.
-        taken = [repeat for other, repeat in map(order, self.index().values()) if other == step]
+        index = self.index()
+        taken = [repeat for other, repeat in map(order, index.values()) if other == step]
         repeat = 1 + max(taken, default=-1)
         for other in self.names():
             if (step, repeat) <= order(other) < (step + 1, 0):
                 self._commits.remove(other)
         name = f"step_{step:08d}" + (f"_{repeat}" if repeat else "")
-        return name, self._commits.check_space(name, needed)
+        return name, self._commits.check_space(name, needed), index
 
     def _write(self, save: _Save) -> None:
         """Runs a save: creates the files, writes every process's part, commits the checkpoint."""

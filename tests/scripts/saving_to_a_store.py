@@ -3,7 +3,8 @@
     saving_to_a_store.py N < TRIALS
 
 Each line of standard input is a trial, `["s3://bucket/folder", step]`: N processes save one checkpoint together and keep no
-other. For each trial, two lines of standard output: the process ids after the start, and the exit codes.
+other. With a third item they save so many, a step apart, and each once more as long as it fails. For each trial, two lines
+of standard output: the process ids after the start, and the exit codes.
 
 The processes are forked from this one, before JAX has devices and before any request: importing takes longer than a trial.
 """
@@ -47,7 +48,7 @@ def trees(step):
     }
 
 
-def process(index, folder, step, port):
+def process(index, folder, step, n_saves, port):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4 // N)
     peers = Peers()
@@ -55,7 +56,14 @@ def process(index, folder, step, port):
         os.environ.update(REDEQX_PROCESSES=str(N), REDEQX_PROCESS_ID=str(index), REDEQX_HOST0=f"127.0.0.1:{port}")
         peers = start(None, None, None, None, None)
     checkpoints = CheckpointManager(location(folder), peers)
-    checkpoints.save(step, trees(step), {"step": step}, keep_last=1)
+    last = step + n_saves - 1
+    while step <= last:
+        try:
+            checkpoints.save(step, trees(step), {"step": step}, keep_last=1)
+            step += 1
+        except OSError:
+            if n_saves == 1:
+                raise
 
 
 def free_port():
@@ -64,7 +72,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-def run(folder, step):
+def run(folder, step, n_saves=1):
     port, pids = free_port(), []
     for index in range(N):
         pid = os.fork()
@@ -72,7 +80,7 @@ def run(folder, step):
             code = 1
             os.dup2(2, 1)  # gloo prints to standard output
             try:
-                process(index, folder, step, port)
+                process(index, folder, step, n_saves, port)
                 code = 0
             except BaseException:
                 traceback.print_exc()

@@ -218,9 +218,9 @@ class Trials:
         command = [sys.executable, str(SCRIPT), str(n)]
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, folder, step, pids=None):
-        """Saves a checkpoint and returns the exit codes. Fills `pids` once the processes have started."""
-        self.process.stdin.write(json.dumps([folder, step]) + "\n")
+    def run(self, folder, step, pids=None, n_saves=1):
+        """Saves a checkpoint, or `n_saves`, and returns the exit codes. Fills `pids` once the processes have started."""
+        self.process.stdin.write(json.dumps([folder, step, n_saves]) + "\n")
         self.process.stdin.flush()
         started = json.loads(self.process.stdout.readline())
         if pids is not None:
@@ -234,6 +234,27 @@ class Trials:
         self.process.stdin.close()
         self.process.wait(timeout=60)
         self.process.stdout.close()
+
+
+@pytest.mark.sweep
+def test_a_request_that_one_process_is_refused_fails_the_save_in_all(bucket, server):
+    """At another request of each save; the script catches the error, and saves again. No process waits for another."""
+    count, period = itertools.count(1), 37  # a save takes about 30 requests
+    refused = []
+
+    def refuse(method, path):
+        if "ckpts.lock" not in path and next(count) % period == 0:
+            refused.append((method, path))
+            return 403
+        return None
+
+    server.fault = refuse
+    with Trials(server, 2) as trials:
+        assert trials.run(f"{bucket}/ckpts", 1, n_saves=40) == [0, 0]
+    server.fault = lambda method, path: None
+    assert len(set(refused)) > 20
+    checkpoints = CheckpointManager(location(f"{bucket}/ckpts"))
+    assert checkpoints.record(checkpoints.newest()[0])["step"] == 40
 
 
 def kill_at(server, folder, point, pids, victims, when):
