@@ -226,10 +226,11 @@ def location(path: "str | Path | StorePath", name: str = "path") -> Location:
             "them, or mount the store and pass the folder."
         )
     parts = key.split("/") if key else []
-    if not bucket or any(part in ("", ".", "..") for part in parts):
+    is_key = not re.search(r"[\x00-\x1f\x7f]", key) and not any(part in ("", ".", "..") for part in parts)
+    if not is_key or not re.fullmatch(r"[A-Za-z0-9._-]+", bucket):  # `obstore` prints a crash for a bucket with a space
         raise ValueError(
-            f"`{name}`: expected `{scheme}://bucket/key`, got {brief_name(str(path))}. Pass a bucket, and a key without "
-            "empty parts, `.` and `..`."
+            f"`{name}`: expected `{scheme}://bucket/key`, got {brief_name(str(path))}. Pass the name of a bucket, and a key "
+            "without control characters, empty parts, `.` and `..`."
         )
     check_installed()
     return StorePath(scheme, bucket, key)

@@ -121,8 +121,10 @@ CheckpointManager(location({f"{bucket}/run/ckpts"!r})).save(9, {{}}, {{}})
     ("path", "message"),
     [
         ("ftp://host/run", r"expected a folder, or an address that begins with s3://, gs://, got ftp://host/run"),
-        ("s3://", r"expected `s3://bucket/key`, got s3://\. Pass a bucket"),
+        ("s3://", r"expected `s3://bucket/key`, got s3://\. Pass the name of a bucket"),
         ("s3://bucket/a/../b", r"expected `s3://bucket/key`, got s3://bucket/a/\.\./b"),
+        ("s3://a bucket/run", r"expected `s3://bucket/key`, got s3://a bucket/run\. Pass the name of a bucket"),
+        ("s3://bucket/a\nrun", r"expected `s3://bucket/key`, got .* a key without control characters"),
     ],
 )
 def test_invalid_address_is_refused(path, message):
