@@ -34,7 +34,7 @@ from ._folder import CheckpointFolder, order
 from ._lock import Claim
 from ._manifest import RESERVED, write_manifest
 from ._safetensors import check_arrays
-from ._tree_files import INCOMPLETE, FilePerProcess, InPlace
+from ._tree_files import FilePerProcess, InPlace
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class CheckpointManager(CheckpointFolder):
             # After all folders are committed, so that every process has what an index names.
             self._per_folder("save committed", write_index)
         except OSError as error:
-            if error.errno != INCOMPLETE:  # there, the disk is not at fault
+            if not isinstance(error, StorageError):  # else the disk is not at fault
                 self._commits.check_root()
             raise StorageError(error.errno, _why(error, save), str(self.folder / save.name)) from None
         finally:
@@ -301,10 +301,10 @@ def _report_unread() -> None:
 
 def _why(error: OSError, save: _Save) -> str:
     """Returns the reason for a save that could not be written, and the next step."""
-    if error.errno == INCOMPLETE:
-        return str(error.strerror)
     if isinstance(error, StoreError):
         return f"{error.strerror}. Earlier checkpoints are complete: run the script again to continue from the last one"
+    if isinstance(error, StorageError):  # such as of a folder that another run has taken over: it says what to do
+        return str(error.strerror)
     if error.errno == errno.ENOENT:
         return (
             "expected a folder that nothing else deletes or unmounts while a checkpoint is written there, got "

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from ..storage import Location, open_new, open_old
+from ..storage import Location, StorageError, open_new, open_old
 from ._crc32 import Crc32, crc32_of
 from ._manifest import write_json
 from ._reader import INDEX
@@ -25,7 +25,6 @@ from ._shards import Block, gathered, own_blocks, owners
 
 _LARGE = 2**20  # from this many bytes on, another thread writes
 _WRITERS = 3  # threads: two write and one flushes; more are no faster
-INCOMPLETE = errno.ENODATA
 
 
 class InPlace:
@@ -182,10 +181,11 @@ class FilePerProcess:
         return sums
 
 
-def _incomplete(path: Location, rule: str, got: str) -> OSError:
-    """Returns the error, of errno `INCOMPLETE`, for a save in which some process did not take part."""
+def _incomplete(path: Location, rule: str, got: str) -> StorageError:
+    """Returns the error for a save in which some process did not take part."""
     why = f"expected {rule}, got {got}: JAX has {jax.process_count()}, and some hold the rest"
-    return OSError(INCOMPLETE, f"{why}. Let redeqx start all of them: `Deployer(n_processes=, host0_address=)`", str(path))
+    text = f"{why}. Let redeqx start all of them: `Deployer(n_processes=, host0_address=)`"
+    return StorageError(errno.ENODATA, text, str(path))
 
 
 def _submit(pool: ThreadPoolExecutor, act: Callable[..., None], *args: Any) -> Future[None]:

@@ -164,6 +164,22 @@ def test_run_that_lost_its_lock_stops_writing_and_cleaning(bucket):
     assert json.loads(lock.read_bytes())["pid"] == 12
 
 
+def test_run_that_loses_its_lock_during_a_save_says_so(bucket, server):
+    """The store is not at fault, and the other run's checkpoints are its own."""
+    checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
+    lock = location(f"{bucket}/ckpts.lock")
+
+    def take_over(method, path):
+        if "step_00000002" in path and lock.exists():
+            lock.unlink()
+
+    server.fault = take_over
+    with pytest.raises(OSError, match=r"step_00000002`: expected a folder that is this run's own") as error:
+        checkpoints.save(2, {"model": TREE}, {"step": 2})
+    assert str(error.value).endswith("over and ended. Start this run again: it continues from the newest checkpoint.")
+    assert checkpoints.names() == ["step_00000001"]
+
+
 # Several processes find an abandoned lock at the same moment.
 RACE = """
 import json, os, sys, time, warnings
