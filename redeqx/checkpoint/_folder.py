@@ -145,32 +145,32 @@ class CheckpointFolder:
             If not for the newest step, but for the one before it, that comes first.
         """
 
-        def found() -> list[str]:
+        def found() -> tuple[list[str], list[str]]:
             last, names = self.index().get("last"), self.names()
             if last is not None:
                 checked_entry(self.folder / last)
                 names = [*(name for name in names if order(name) < order(last)), last]
             names = [name for name in reversed(names) if name == last or not is_outside_link(self.folder / name)]
             resumable = {name: self.is_resumable(name) for name in names}
-            return [name for name in names if resumable[name] is not False] if True in resumable.values() else names
+            exports = [name for name in names if resumable[name] is False and True in resumable.values()]
+            return [name for name in names if name not in exports], exports
 
-        def whole_first() -> list[str]:
-            names = found()
+        def whole_first() -> tuple[list[str], list[str]]:
+            names, exports = found()
             before = next((name for name in names if order(name)[0] < order(names[0])[0]), None)
             if is_whole is None or before is None or is_whole_at(names[0]) is not False or not is_whole_at(before):
-                return names
-            return [before, *(name for name in names if name != before)]
+                return names, exports
+            return [before, *(name for name in names if name != before)], exports
 
         def is_whole_at(name: str) -> bool | None:
             manifest = self._manifest_if_complete(name)
             return None if manifest is None or is_whole is None else is_whole(manifest.record)
 
         everywhere = run_everywhere(self._peers, "newest", self.folder / INDEX_FILE, whole_first)
-        names = max(everywhere, key=lambda names: max(map(order, names), default=(-1, 0)))
+        names, exports = max(everywhere, key=lambda found: max(map(order, found[0]), default=(-1, 0)))
         if names and (newest := max(names, key=order)) != names[0]:
             self._log(f"{self.folder}: other trainers were not saved with {newest}, so all resume from the save before it")
-        newest = max(map(order, names), default=(-1, 0))
-        if names and any(order(name) > newest and self.is_resumable(name) is False for name in self.names()):
+        if exports and order(exports[0]) > max(map(order, names)):
             self._log(f"{self.folder}: newer checkpoints are exports, without the optimizer's state or of another dtype")
         return [self.folder / name for name in names]
 
@@ -329,17 +329,21 @@ def find_checkpoint(
 
 
 def _first_found(peers: Peers, find: Callable[[], str]) -> str:
-    """Returns the result of the first process in which `find` raises no ValueError; raises its error if there is none."""
-    problem, found = None, None
-    try:
-        found = find()
-    except ValueError as error:
-        problem = error
-    found = next((each for each in peers.gather("resolve", found) if each is not None), None)
-    if found is None:
-        assert problem is not None
-        raise problem
-    return found
+    """Returns the result of the first process in which `find` raises no ValueError; raises its error if there is none. An
+    OSError of one process is raised in all."""
+    problems: list[ValueError] = []
+
+    def found() -> str | None:
+        try:
+            return find()
+        except ValueError as error:
+            problems.append(error)
+            return None
+
+    each = peers.together("resolve", found, kinds=(StoreError, OSError))
+    if not any(each):
+        raise problems[0]
+    return next(filter(None, each))
 
 
 def _path_of(path: Location) -> Location:

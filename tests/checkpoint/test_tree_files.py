@@ -54,7 +54,7 @@ class ScriptedPeers(Peers):
 
 def test_a_checkpoint_on_the_disk_of_another_process_is_found(tmp_path):
     there = tmp_path / "ckpts" / "step_00000001"
-    folder, found = find_checkpoint(tmp_path / "nowhere", ScriptedPeers(1, {"resolve": lambda: str(there)}))
+    folder, found = find_checkpoint(tmp_path / "nowhere", ScriptedPeers(1, {"resolve": lambda: [str(there), None]}))
     assert found == there and folder.folder == there.parent
 
 

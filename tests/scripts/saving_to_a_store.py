@@ -3,12 +3,13 @@
     saving_to_a_store.py N < TRIALS
 
 Each line of standard input is a trial, `["s3://bucket/folder", step]`: N processes save one checkpoint together and keep no
-other. With a third item they save so many, a step apart, and each once more as long as it fails. For each trial, two lines
-of standard output: the process ids after the start, and the exit codes.
+other. With a third item they save so many, a step apart, and find each; what fails, in all of them, is done once more. For
+each trial, two lines of standard output: the process ids after the start, and the exit codes.
 
 The processes are forked from this one, before JAX has devices and before any request: importing takes longer than a trial.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -56,14 +57,18 @@ def process(index, folder, step, n_saves, port):
         os.environ.update(REDEQX_PROCESSES=str(N), REDEQX_PROCESS_ID=str(index), REDEQX_HOST0=f"127.0.0.1:{port}")
         peers = start(None, None, None, None, None)
     checkpoints = CheckpointManager(location(folder), peers)
-    last = step + n_saves - 1
-    while step <= last:
-        try:
-            checkpoints.save(step, trees(step), {"step": step}, keep_last=1)
-            step += 1
-        except OSError:
-            if n_saves == 1:
-                raise
+    save = lambda step: checkpoints.save(step, trees(step), {"step": step}, keep_last=1)  # noqa: E731
+    if n_saves == 1:
+        save(step)
+        return
+    for later in range(step, step + n_saves):
+        for act in (save, lambda _: checkpoints.newest(), lambda _: checkpoints.resolve("last")):
+            is_done = False
+            while not is_done:
+                with contextlib.suppress(OSError):
+                    act(later)
+                    is_done = True
+                assert set(peers.gather("is done", is_done)) == {is_done}
 
 
 def free_port():

@@ -253,8 +253,8 @@ class Trials:
 
 
 @pytest.mark.sweep
-def test_a_request_that_one_process_is_refused_fails_the_save_in_all(bucket, server):
-    """At another request of each save; the script catches the error, and saves again. No process waits for another."""
+def test_a_request_that_one_process_is_refused_fails_in_all(bucket, server):
+    """At another request of each save and look-up; the script catches the error, and tries again."""
     count, period = itertools.count(1), 37  # a save takes about 30 requests
     refused = []
 
@@ -266,11 +266,11 @@ def test_a_request_that_one_process_is_refused_fails_the_save_in_all(bucket, ser
 
     server.fault = refuse
     with Trials(server, 2) as trials:
-        assert trials.run(f"{bucket}/ckpts", 1, n_saves=40) == [0, 0]
+        assert trials.run(f"{bucket}/ckpts", 1, n_saves=30) == [0, 0]
     server.fault = lambda method, path: None
-    assert len(set(refused)) > 20
+    assert len(refused) > 20
     checkpoints = CheckpointManager(location(f"{bucket}/ckpts"))
-    assert checkpoints.record(checkpoints.newest()[0])["step"] == 40
+    assert checkpoints.record(checkpoints.newest()[0])["step"] == 30
 
 
 def kill_at(server, folder, point, pids, victims, when):
