@@ -264,15 +264,16 @@ class CheckpointManager(CheckpointFolder):
                 with suppress(OSError):  # must not hide the error of the save; the next save sweeps again
                     self._commits.sweep()
         self._peers.committed, self._claim.has_saved = save.step, True
-        self._per_folder("save pruned", lambda: self._prune(save.keep_last))
+        self._per_folder("save pruned", lambda: self._prune(save))
 
-    def _prune(self, keep_last: int) -> None:
+    def _prune(self, save: _Save) -> None:
         """Removes checkpoints older than the complete ones of the `keep_last` newest steps, unless the index names them.
 
         Of a step that was saved more than once, as many are kept. A damaged one does not count, and is removed with the
-        older ones. The newest one from which a run resumes is never removed.
+        older ones. The newest one from which a run resumes is never removed. Later ones than that of `save`, which a run
+        leaves that goes on from an earlier one, do not count.
         """
-        names, n = self.names(), max(keep_last, 1)
+        names, n = [name for name in self.names() if order(name) <= order(save.name)], max(save.keep_last, 1)
         manifests = {name: manifest for name in names if (manifest := self._manifest_if_complete(name)) is not None}
         resumable = next((name for name in reversed(manifests) if manifests[name].is_resumable), None)
         complete, named = [*manifests] or names, {*self.index().values(), resumable}
@@ -282,7 +283,7 @@ class CheckpointManager(CheckpointFolder):
         kept = [name for of_step in list(by_step.values())[-n:] for name in of_step[-n:]]
         for name in names:
             is_old = name not in kept if name in complete else order(name) < order(kept[0])
-            if name not in named and (is_old or keep_last == 0):
+            if name not in named and (is_old or save.keep_last == 0):
                 self._commits.remove(name)
 
 

@@ -463,6 +463,17 @@ def test_pruning_keeps_tagged_and_newest(tmp_path):
         checkpoints.save(9, small_state(9), {}, keep_last=-1)
 
 
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_keeps_as_many_of_its_own(tmp_path):
+    """The one that it leaves is not among those from which it resumes, should its newest one be damaged."""
+    checkpoints = CheckpointManager(tmp_path)
+    for step in (6, 8, 10, 9):  # loads step 8 before the last save
+        checkpoints.save(step, small_state(step), {"step": step}, keep_last=2)
+    assert checkpoints.names() == ["step_00000008", "step_00000009", "step_00000010"]
+    assert [path.name for path in checkpoints.newest()] == ["step_00000009", "step_00000008"]
+    checkpoints.save(10, small_state(10), {"step": 10}, keep_last=2)
+    assert checkpoints.names() == ["step_00000009", "step_00000010"]
+
+
 def test_committed_checkpoint_is_never_modified(saved):
     before = (saved.folder / "step_00000200" / "model.safetensors").read_bytes()
     path = saved.save(200, small_state(200), {"step": 200, "again": True}, ("best",))
