@@ -498,16 +498,16 @@ class Deployer(RedcoNames):
                 return np.asarray(value).tolist()
             raise TypeError(f"`outputs`: expected values that JSON can hold, got {type(value).__name__}. Convert it first.")
 
-        lines = "".join(to_json(output, default=plain) + "\n" for output in outputs)
+        lines = "".join(to_json(output, default=plain) + "\n" for output in outputs).encode()
         path = self.workdir / "outputs" / name
         if self.is_dry_run or self.peers.index:
             return path
         if isinstance(path, StorePath):
-            path.write_bytes(lines.encode())
+            path.upload(lambda: [lines], len(lines))
             return path
         with explained(path, "to write it"):
             make_subfolder(path.parent, self.workdir)  # pyright: ignore[reportArgumentType]
-            write_file(path, lines.encode())
+            write_file(path, lines)
         return path
 
 

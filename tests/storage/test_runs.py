@@ -164,6 +164,14 @@ def test_metrics_of_a_step_are_uploaded_before_its_manifest(bucket, server):
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
+def test_large_outputs_are_uploaded_in_parts(bucket, server):
+    """A store refuses a single request of more than 5 GiB, and a large one takes longer than a request may."""
+    deployer = redeqx.Deployer(workdir=f"{bucket}/run", verbose=False)
+    path = deployer.save_outputs(["x" * 2**23] * 2)
+    assert path.read_bytes() == 2 * (b'"' + b"x" * 2**23 + b'"\n')
+    assert [method for method, path in server.requests if "outputs.jsonl?partNumber=" in path] == ["PUT"] * 3
+
+
 def test_file_that_a_tracker_renames_does_not_end_an_upload(bucket, monkeypatch):
     staging = Staging(location(f"{bucket}/run"))
     read_bytes = Path.read_bytes
