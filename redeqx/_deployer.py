@@ -517,7 +517,7 @@ def _make_console(
     """Returns the console of a run; and if the workdir is in an object store, the folder that stands for it here."""
     staging, is_main = None, peers.index == 0
     if isinstance(folder, StorePath) and is_main:
-        staging = Staging(folder, RECORDS)
+        staging = Staging.of(folder, RECORDS)
     elif isinstance(folder, Path) and is_main:
         check_folder(folder, "workdir", make=True)
     console = Console(

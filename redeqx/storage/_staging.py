@@ -8,12 +8,18 @@ import shutil
 import tempfile
 import threading
 import warnings
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 from .._at_end import AtEnd
 from ._path import StorePath
+
+_living: "weakref.WeakValueDictionary[StorePath, Staging]" = weakref.WeakValueDictionary()
+# By destination. A background save uploads too, and a new one downloads what the last one uploads at its end.
+_busy: defaultdict[StorePath, threading.Lock] = defaultdict(threading.Lock)
 
 
 class Staging:
@@ -31,17 +37,26 @@ class Staging:
     def __init__(self, to: StorePath, restored: Iterable[str] = ()):
         self.to = to
         to.is_dir()  # raises if the bucket does not exist; reading a missing object does not show that
-        downloaded = {name: (to / name).read_bytes() for name in restored if (to / name).is_file()}
+        with _busy[to]:
+            downloaded = {name: (to / name).read_bytes() for name in restored if (to / name).is_file()}
         self.folder = Path(tempfile.mkdtemp(prefix="redeqx-")) / (to.name or "bucket")  # trackers name their run after it
         self.folder.mkdir()
         for name, content in downloaded.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_bytes(content)
         uploaded = {name: _version(self.folder / name) for name in downloaded}
-        busy = threading.Lock()  # a background save uploads too
         # Uploads the files that have changed. Raises OSError if the store refuses one.
-        self.upload = partial(_upload, self.folder, to, uploaded, busy)
+        self.upload = partial(_upload, self.folder, to, uploaded)
         AtEnd(partial(_end, self.folder, to, self.upload), self)
+
+    @classmethod
+    def of(cls, to: StorePath, restored: Iterable[str] = ()) -> "Staging":
+        """Returns that of a destination, which all deployers of this process share: else the one that ends last would
+        replace the files of the others."""
+        found = _living.get(to)
+        if found is None:
+            found = _living[to] = cls(to, restored)
+        return found
 
 
 def _version(path: Path) -> tuple[int, int]:
@@ -49,8 +64,8 @@ def _version(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _upload(folder: Path, to: StorePath, uploaded: dict[str, tuple[int, int]], busy: threading.Lock) -> None:
-    with busy:
+def _upload(folder: Path, to: StorePath, uploaded: dict[str, tuple[int, int]]) -> None:
+    with _busy[to]:
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
             try:

@@ -164,6 +164,22 @@ def test_metrics_of_a_step_are_uploaded_before_its_manifest(bucket, server):
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
+def test_two_deployers_of_one_run_keep_each_others_records(bucket):
+    """As on a disk: while both live, and after one is gone, whose end uploads in a thread."""
+    make = lambda: redeqx.Deployer(workdir=f"{bucket}/run", verbose=False)  # noqa: E731
+    first, second = make(), make()
+    for step, deployer in enumerate((first, second, first)):
+        deployer.log_metrics({"loss": 0.5}, step)
+    second.upload()
+    del first, second, deployer
+    make().log_metrics({"loss": 0.5}, 3)
+    third = make()
+    third.log_metrics({"loss": 0.5}, 4)
+    third.upload()
+    lines = location(f"{bucket}/run/metrics.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
+
+
 def test_large_outputs_are_uploaded_in_parts(bucket, server):
     """A store refuses a single request of more than 5 GiB, and a large one takes longer than a request may."""
     deployer = redeqx.Deployer(workdir=f"{bucket}/run", verbose=False)
