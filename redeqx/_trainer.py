@@ -465,7 +465,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         - `save_float_dtype`: floating leaves of the model are cast to it in the file.
         - `then`: a function of the folder. With it, `save_ckpt` returns as soon as the arrays are copied to the host; a
             thread writes the files while training continues, and calls `then` when the checkpoint is complete. The next step
-            or save raises its errors.
+            or save raises its errors. In that thread no other checkpoint can be saved or loaded.
 
         Raises ValueError without a workdir, and for a path in place of a name, OSError if the disk is full; earlier
         checkpoints stay valid.

@@ -14,6 +14,7 @@ process fails, all raise its error.
 import atexit
 import errno
 import json
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +36,8 @@ from ._lock import Claim
 from ._manifest import RESERVED, write_manifest
 from ._safetensors import check_arrays
 from ._tree_files import FilePerProcess, InPlace
+
+_THREAD = "redeqx-save"  # of a background save
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ class CheckpointManager(CheckpointFolder):
             self._write(save)
             then(self.folder / name)
 
-        pool = ThreadPoolExecutor(1, "redeqx-save")
+        pool = ThreadPoolExecutor(1, _THREAD)
         self._saving = saving = pool.submit(write_then)
         pool.shutdown(wait=False)  # its thread ends with the save, for which the end of a script waits
         _unread.add(saving)
@@ -179,7 +182,13 @@ class CheckpointManager(CheckpointFolder):
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the background save; raises as `check` does."""
+        """Waits for the background save; raises as `check` does, and RuntimeError in the thread of one, which would wait for
+        itself."""
+        if threading.current_thread().name.startswith(_THREAD):
+            raise RuntimeError(
+                "`then`: expected a function that saves and loads no checkpoints, got one that does, in the save's thread. "
+                "Do it in a callback's `on_save`, or after `save_ckpt` without `then`."
+            )
         saving, self._saving = self._saving, None
         if saving is not None:
             try:

@@ -674,6 +674,15 @@ def test_error_of_a_background_save_is_raised_once(tmp_path):
             time.sleep(0.05)
 
 
+def test_a_save_within_the_thread_of_a_save_is_refused(tmp_path):
+    """It would wait for itself without end, and so would the end of the script."""
+    checkpoints, tree = CheckpointManager(tmp_path), {"model": {"x": np.zeros(3)}}
+    checkpoints.save(1, tree, {}, then=lambda path: checkpoints.save(2, tree, {}))
+    with pytest.raises(RuntimeError, match=r"`then`: expected a function that saves and loads no checkpoints.*`on_save`"):
+        checkpoints.wait()
+    assert checkpoints.names() == ["step_00000001"]
+
+
 def test_a_folder_that_is_deleted_during_a_save_is_named(tmp_path, monkeypatch):
     checkpoints, real = CheckpointManager(tmp_path / "run"), os.open
     checkpoints.save(1, {"model": {"x": np.zeros(3)}}, {})
