@@ -118,7 +118,7 @@ class Deployer(RedcoNames):
         n_model_shards: int = 1,
         n_fsdp_shards: int = 1,
         n_sequence_shards: int = 1,
-        workdir: str | Path | None = None,
+        workdir: str | Location | None = None,
         verbose: bool = True,
         n_processes: int | None = None,
         host0_address: str | None = None,
@@ -134,7 +134,8 @@ class Deployer(RedcoNames):
         check_type(compiler, Compiler, "compiler")
         folder = None
         if workdir is not None:
-            check_folder(workdir, "workdir", optional=True)
+            if not isinstance(workdir, StorePath):  # as `workdir / name` of a deployer in an object store returns
+                check_folder(workdir, "workdir", optional=True)
             folder = location(workdir, "workdir")
         described, peers = dry(), Peers()
         if described is None:

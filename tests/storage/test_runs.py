@@ -149,6 +149,13 @@ def test_missing_obstore_names_the_package_to_install(monkeypatch, tmp_path):
         location("S3://bucket")
 
 
+def test_a_path_below_a_workdir_is_a_workdir(bucket):
+    deployer = redeqx.Deployer(workdir=f"{bucket}/run", verbose=False)
+    assert deployer.workdir is not None
+    below = redeqx.Deployer(workdir=deployer.workdir / "stage 2", verbose=False)
+    assert str(below.workdir) == f"{bucket}/run/stage 2"
+
+
 def test_missing_bucket_is_reported_at_the_start(bucket):
     with pytest.raises(OSError, match=f"{bucket}-none`: expected a bucket, got none of that name"):
         redeqx.Deployer(workdir=f"{bucket}-none/run", verbose=False)
