@@ -6,9 +6,15 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 
+from ..tracing import Tagged
 
-def split_over(x: jax.Array, mesh: Mesh | AbstractMesh, axes: Mapping[int, Any], others: Any = P.UNCONSTRAINED) -> jax.Array:
-    """Constrains the dims of a value to be split over mesh axes: those of `axes` by their places, and all others alike."""
+
+def split_over(x: Any, mesh: Mesh | AbstractMesh, axes: Mapping[int, Any], others: Any = P.UNCONSTRAINED) -> Any:
+    """Constrains the dims of a value to be split over mesh axes: those of `axes` by their places, and all others alike.
+
+    Without `axes` it is unchanged, and so is a tagged value, such as a weight, which is left to its rule."""
+    if isinstance(x, Tagged) or not axes:
+        return x
     spec = P(*(axes.get(dim, others) for dim in range(x.ndim)))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from ..dims import SCATTERS, Inputs, Positions, positions_of
 from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
-from ..tracing import Rule, Site, Tagged, equations, is_variable, or_as_written
+from ..tracing import Rule, Site, equations, is_variable, or_as_written
 from ._constrain import split_over, with_gradient
 
 _PRIMITIVES = {"gather", "sort", *SCATTERS}
@@ -64,17 +64,16 @@ class FixLookups(Rule):
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         axes = self._axes(eqn)
-        outs = site.rest(eqn, [self._split(x, axes.get(atom)) for x, atom in zip(ins, eqn.invars, strict=True)])
+        outs = site.rest(eqn, [self._split(x, atom, axes) for x, atom in zip(ins, eqn.invars, strict=True)])
         if eqn.primitive.name != "gather" or not jnp.issubdtype(outs[0].dtype, jnp.inexact):
-            return [self._split(x, axes.get(var)) for x, var in zip(outs, eqn.outvars, strict=True)]
+            return [self._split(x, var, axes) for x, var in zip(outs, eqn.outvars, strict=True)]
         ((out,), (var,)) = outs, eqn.outvars
         rows = [dim for dim in self.positions.parts_of_rows.get(var, ()) if dim in axes[var]]
-        out = with_gradient(lambda x: x, lambda gradient: self._split(gradient, axes[var]))(out)  # which is scattered
+        out = with_gradient(lambda x: x, lambda gradient: self._split(gradient, var, axes))(out)  # which is scattered
         return [split_over(out, self.mesh, {**axes[var], **dict.fromkeys(rows, BATCH_AXES)})]
 
-    def _split(self, value: Any, axes: Mapping[int, Any] | None) -> Any:
-        """Constrains dims by their mesh axes. A tagged value, such as a weight, is left to its rule."""
-        return value if isinstance(value, Tagged) or not axes else split_over(value, self.mesh, axes)
+    def _split(self, value: Any, atom: Any, axes: Mapping[Any, Mapping[int, Any]]) -> Any:
+        return split_over(value, self.mesh, axes.get(atom, {}))
 
     def _axes(self, eqn: Any) -> Mapping[Any, Mapping[int, Any]]:
         """Returns for operands and outputs the mesh axes of some dims, most of which must be whole: of an order all that do

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from ..dims import Inputs, Positions, positions_of
 from ..machine import BATCH_AXES, SEQUENCE, n_batch_shards
-from ..tracing import Rule, Site, Tagged, scan_counts, variables
+from ..tracing import Rule, Site, scan_counts, variables
 from ._constrain import split_over
 from ._split_residual import SplitResidual
 
@@ -71,7 +71,7 @@ class _SplitValues(Rule):
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         return [
-            out if var in self.left else self._constrained(out, entries)
+            out if var in self.left else split_over(out, self.mesh, entries)
             for out, var, entries in zip(site.rest(eqn, ins), eqn.outvars, self._splits(eqn), strict=True)
         ]
 
@@ -104,10 +104,6 @@ class _SplitValues(Rule):
         size = var.aval.shape[dim]
         return size > 0 and size % self.mesh.shape[SEQUENCE] == 0
 
-    def _constrained(self, value: Any, entries: Mapping[int, Any]) -> Any:
-        """Constrains some dims of a value, by their mesh axes. A tagged value, such as a weight, is left to its rule."""
-        return value if isinstance(value, Tagged) or not entries else split_over(value, self.mesh, entries)
-
 
 class _ArrangeLoops(_SplitValues):
     def claims(self, eqn: Any) -> bool:
@@ -117,11 +113,11 @@ class _ArrangeLoops(_SplitValues):
         first = sum(scan_counts(eqn))
         by_rows = any(self._by_rows(var) for var in eqn.invars[first:])
         slices = [
-            self._constrained(x, {0: None, **self._in_loop(var, eqn, by_rows=by_rows)})
+            split_over(x, self.mesh, {0: None, **self._in_loop(var, eqn, by_rows=by_rows)})
             for x, var in zip(ins[first:], eqn.invars[first:], strict=True)
         ]
         outs = site.rest(eqn, [*ins[:first], *slices])
-        return [self._constrained(out, self._entries(var)) for out, var in zip(outs, eqn.outvars, strict=True)]
+        return [split_over(out, self.mesh, self._entries(var)) for out, var in zip(outs, eqn.outvars, strict=True)]
 
     def _in_loop(self, var: Any, eqn: Any, *, by_rows: bool) -> Mapping[int, Any]:
         """Returns the mesh axes of what a loop slices: of the rows if they divide, and else of the places in each chunk."""

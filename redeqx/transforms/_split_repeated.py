@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from ..dims import Related, Spread, spread, spread_with
 from ..machine import BATCH_AXES, SEQUENCE
-from ..tracing import Rule, Site, Tagged, product_flops
+from ..tracing import Rule, Site, product_flops
 from ._constrain import split_over
 
 MIN_FLOPS = 2**18
@@ -74,10 +74,7 @@ class SplitRepeated(Rule):
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         axes, operands, out = self.cuts[eqn]
-        ins = [
-            x if i not in operands or isinstance(x, Tagged) else split_over(x, self.mesh, {operands[i]: axes})
-            for i, x in enumerate(ins)
-        ]
+        ins = [split_over(x, self.mesh, {operands[i]: axes} if i in operands else {}) for i, x in enumerate(ins)]
         return [split_over(x, self.mesh, {out: axes}) for x in site.rest(eqn, ins)]
 
     @property
