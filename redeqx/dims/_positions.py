@@ -10,9 +10,10 @@ it combines some positions, and is no attention over all of them.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-from ..tracing import once, without_remats
+from ..tracing import once, or_as_written, without_remats
 from ._atoms import Atom, Dim, Step, Value, flat, size_of, steps_of
 from ._names import Inputs, Names, equations_of
 
@@ -88,9 +89,13 @@ class Positions:
         return any(each.what in (ATTENTION, _PRODUCTS) for each in self.along)
 
 
-@once
+@once  # and warned of once
 def positions_of(closed: Any, inputs: Inputs) -> Positions:
-    """Returns the positions in a closed jaxpr in normal form."""
+    """Returns the positions in a closed jaxpr in normal form; none if the search fails."""
+    return or_as_written(partial(_search, closed, inputs), Positions, "the search for positions")
+
+
+def _search(closed: Any, inputs: Inputs) -> Positions:
     names = Names(without_remats(closed), inputs)
     batch, steps, sets = names.root.ins[inputs.batch], list(steps_of(names.root)), _Sets(names)
     for use in (use for step in steps for use in _uses(step, sets)):

@@ -23,5 +23,5 @@ from ._plan import (
     make_plan as make_plan,
     mark_read as mark_read,
 )
-from ._positions import describe_positions as describe_positions, inputs_of as inputs_of, positions_in as positions_in
+from ._positions import describe_positions as describe_positions, inputs_of as inputs_of
 from ._search import order as order

@@ -1,29 +1,16 @@
 """How a loss uses positions, in words: what the sequence axis splits, what it cannot split, and where."""
 
-from functools import partial
-from typing import Any
-
 from jax.sharding import Mesh
 
-from ..dims import ATTENTION, CHUNKS, RECURRENCE, Along, Inputs, Positions, positions_of
+from ..dims import ATTENTION, CHUNKS, RECURRENCE, Along, Inputs, positions_of
 from ..machine import SEQUENCE
-from ..tracing import Trace, once, or_as_written, shortened
+from ..tracing import Trace, shortened
 
 
 def inputs_of(trace: Trace, n_state: int = 0) -> Inputs:
     """Returns what the inputs of a traced loss or prediction are: the leaves, `n_state` arrays, the batch and a key."""
     n_weights = len(trace.leaves)
     return Inputs(n_weights, n_state, len(trace.closed.jaxpr.invars) - n_weights - n_state - 1)
-
-
-def positions_in(trace: Trace, n_state: int = 0) -> Positions:
-    """Returns the positions in a traced loss or prediction; none if the search fails."""
-    return _search(trace.closed, inputs_of(trace, n_state))
-
-
-@once  # and warned of once
-def _search(closed: Any, inputs: Inputs) -> Positions:
-    return or_as_written(partial(positions_of, closed, inputs), Positions, "the search for positions")
 
 
 def describe_positions(trace: Trace, mesh: Mesh, n_state: int = 0, *, may_be_whole: bool = False) -> tuple[str, ...]:
@@ -39,7 +26,7 @@ def describe_positions(trace: Trace, mesh: Mesh, n_state: int = 0, *, may_be_who
     n = mesh.shape[SEQUENCE]
     if n == 1:
         return ()
-    found = positions_in(trace, n_state).along
+    found = positions_of(trace.closed, inputs_of(trace, n_state)).along
     if not found:
         how = f"each device computes a part of the rows if these divide, and else {n} devices repeat the work of each other"
         return (f"none found in the batch: {how}",)

@@ -1,11 +1,10 @@
 """A rule that needs to know which values have positions that the sequence axis splits."""
 
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from typing import Any, Self
 
 from ..dims import Inputs, Positions, positions_of
-from ..tracing import Rule, or_as_written
+from ..tracing import Rule
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,4 @@ class ByPositions(Rule):
     positions: Positions | None = field(default=None, compare=False, repr=False)
 
     def of(self, closed: Any) -> Self:
-        if self.inputs is None:
-            return self
-        search = partial(positions_of, closed, self.inputs)
-        return replace(self, positions=or_as_written(search, Positions, "the search for positions"))
+        return self if self.inputs is None else replace(self, positions=positions_of(closed, self.inputs))

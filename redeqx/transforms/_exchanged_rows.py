@@ -13,9 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..dims import Related
+from ..dims import Related, positions_of
 from ..machine import MODEL, SEQUENCE, n_batch_shards
-from ..partition import positions_in
+from ..partition import inputs_of
 from ..tracing import GROUPED, Body, Trace, equations, n_bytes, or_as_written, variables
 from ._expert_parts import chain_after, chain_before
 from ._sorted_rows import SortedRows, is_constant_along, is_elementwise_inside, jaxprs_in
@@ -111,7 +111,7 @@ def expert_stacks(trace: Trace, mesh: Mesh, *, splits_residual: bool) -> dict[st
         body, n_weights = Body(trace.closed), len(trace.names)
         found = exchanges_in(body, n_weights, mesh)
         # A loss without attention has no stream to split (`_split_residual`).
-        is_split = splits_residual and positions_in(trace).are_compared
+        is_split = splits_residual and positions_of(trace.closed, inputs_of(trace)).are_compared
         chosen = [each for each in found if each.sends_less(mesh.shape[MODEL], splits_residual=is_split)]
         exchanged = {eqn: stack for each in chosen for eqn, stack in each.matrices.items()}
         products = [eqn for eqn in body.eqns if group_dim(eqn) is not None]

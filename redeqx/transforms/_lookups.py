@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from ..dims import SCATTERS, Inputs, Positions, positions_of
 from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
-from ..tracing import Rule, Site, equations, is_variable, or_as_written
+from ..tracing import Rule, Site, equations, is_variable
 from ._constrain import split_over, with_gradient
 
 _PRIMITIVES = {"gather", "sort", *SCATTERS}
@@ -56,8 +56,7 @@ class FixLookups(Rule):
         }
         if self.mesh.shape[SEQUENCE] == 1 and all(size == 1 or size % self.mesh.size == 0 for size in sizes):
             return None
-        positions = or_as_written(lambda: positions_of(closed, inputs), Positions, "the search for positions")
-        return replace(self, positions=positions)
+        return replace(self, positions=positions_of(closed, inputs))
 
     def claims(self, eqn: Any) -> bool:
         return eqn.primitive.name in _PRIMITIVES and any(self._axes(eqn).values())
