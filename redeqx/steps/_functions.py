@@ -126,7 +126,7 @@ def with_rules(
             replace(rule, inputs=inputs) if around and isinstance(rule, FixConvolutions | FixPools | FuseAttention) else rule
             for rule in after
         ]
-        then = [FixLookups(mesh, inputs, splits_residual), *around, *then]
+        then = [FixLookups(mesh, splits_residual, inputs=inputs), *around, *then]
         return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *before, *then], saved)(*args)
 
     return split

@@ -14,12 +14,12 @@ class ByPositions(Rule):
     **Arguments:**
 
     - `inputs`: what the function's inputs are, if the sequence axis splits positions.
-    - `positions`: those of the function, found in its trace; None without `inputs`.
+    - `positions`: those of the function, found in its trace; none without `inputs`.
     """
 
     _: KW_ONLY
     inputs: Inputs | None = None
-    positions: Positions | None = field(default=None, compare=False, repr=False)
+    positions: Positions = field(default_factory=Positions, compare=False, repr=False)
 
     def of(self, closed: Any) -> Self:
         return self if self.inputs is None else replace(self, positions=positions_of(closed, self.inputs))

@@ -33,7 +33,6 @@ import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import Mesh
 
-from ..dims import Positions
 from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
 from ..tracing import Site, plain, run
 from ._by_positions import ByPositions
@@ -94,7 +93,7 @@ class FixConvolutions(ByPositions):
 
     def _split(self, eqn: Any) -> int | None:
         """Returns along which dim, counted from the first that the window slides along, the result's positions are split."""
-        if self.positions is None or (n := self.mesh.shape[SEQUENCE]) == 1:
+        if (n := self.mesh.shape[SEQUENCE]) == 1:
             return None
         numbers, dims = eqn.params["dimension_numbers"], self.positions.dims
         of_x, of_weight, of_out = (
@@ -108,7 +107,7 @@ class FixConvolutions(ByPositions):
     def _axes(self, eqn: Any) -> Mapping[int, Any]:
         """Returns the mesh axes of the dims of an input to split, such that no axis is left over for groups."""
         x, numbers, (n_groups, count) = eqn.invars[0], eqn.params["dimension_numbers"], _groups(eqn)
-        positions, n_rows, n = self.positions or Positions(), n_batch_shards(self.mesh), self.mesh.shape[SEQUENCE]
+        positions, n_rows, n = self.positions, n_batch_shards(self.mesh), self.mesh.shape[SEQUENCE]
         batch, channels = numbers.lhs_spec[0], numbers.lhs_spec[int(count == "feature_group_count")]
         axes: dict[int, Any] = {} if n == 1 else dict.fromkeys(numbers.lhs_spec[2:])
         among_channels = x.aval.shape[batch] == 1 or _is_turned(eqn)  # the rows may be there

@@ -66,7 +66,7 @@ class FuseAttention(ByPositions):
         return replace(setting, split=self._split_of(queries))
 
     def _split_of(self, queries: Any) -> NamedSharding | None:
-        if self.split is None or self.positions is None:
+        if self.split is None or self.inputs is None:
             return self.split
         mesh = self.split.mesh
         # Within chunks, these are split as rows are: with the places in them over the sequence axis, XLA computed the

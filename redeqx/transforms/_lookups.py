@@ -13,40 +13,37 @@ positions that do not divide, and in the backward pass of parts of rows too.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..dims import SCATTERS, Inputs, Positions, positions_of
+from ..dims import SCATTERS
 from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
-from ..tracing import Rule, Site, equations, is_variable
+from ..tracing import Site, equations, is_variable
+from ._by_positions import ByPositions
 from ._constrain import split_over, with_gradient
 
 _PRIMITIVES = {"gather", "sort", *SCATTERS}
 
 
-@dataclass(frozen=True, eq=False)
-class FixLookups(Rule):
+@dataclass(frozen=True)
+class FixLookups(ByPositions):
     """Computes lookups, scatters and sorts without padding what it must not.
+
+    Without `inputs`, as inside a custom derivative, each dim may be one of the batch.
 
     **Arguments:**
 
-    - `inputs`: what the function's inputs are; None inside a custom derivative. There each dim may be one of the batch.
     - `splits_residual`: whether the model axis splits positions too.
-    - `positions`: those of one function.
     """
 
     mesh: Mesh
-    inputs: Inputs | None = None
     splits_residual: bool = False
-    positions: Positions = field(default_factory=Positions)
     corrects: ClassVar = True
 
-    def of(self, closed: Any) -> Rule | None:
-        if (inputs := self.inputs) is None:
-            return self
+    def of(self, closed: Any) -> Self:
         sizes = {
             size
             for eqn in equations(closed)
@@ -54,9 +51,8 @@ class FixLookups(Rule):
             for atom in (*eqn.invars[eqn.primitive.name != "sort" :], *eqn.outvars)  # a table has no dims of the batch
             for size in atom.aval.shape
         }
-        if self.mesh.shape[SEQUENCE] == 1 and all(size == 1 or size % self.mesh.size == 0 for size in sizes):
-            return None
-        return replace(self, positions=positions_of(closed, inputs))
+        divide = self.mesh.shape[SEQUENCE] == 1 and all(size == 1 or size % self.mesh.size == 0 for size in sizes)
+        return self if divide else super().of(closed)
 
     def claims(self, eqn: Any) -> bool:
         return eqn.primitive.name in _PRIMITIVES and any(self._axes(eqn).values())

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..dims import Positions
 from ..machine import BATCH_AXES, SEQUENCE, n_batch_shards
 from ..tracing import Site, plain, run
 from ._by_positions import ByPositions
@@ -39,7 +38,7 @@ class FixPools(ByPositions):
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         (x, *others), (out,), params = map(plain, ins), eqn.outvars, eqn.params
-        positions, n = self.positions or Positions(), self.mesh.shape[SEQUENCE]
+        positions, n = self.positions, self.mesh.shape[SEQUENCE]
         along = [dim for dim, size in enumerate(params["window_dimensions"]) if size > 1]
         split = [dim for dim in positions.dims.get(out, ()) if dim in along]
         if others or len(split) != 1 or out.aval.shape[split[0]] % n or not out.aval.size:
