@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from .._tree import array_leaves, is_array_like, render
 from ..tracing import Trace, WeightUses
-from ._given import followed
+from ._given import values_by
 from ._layers import CONVS, LAYERS, NORMS, modules, n_stacked, within
 from ._pass import Use
 
@@ -116,14 +116,13 @@ def of_loss(kinds: Mapping[str, Kind], trace: Trace) -> dict[str, Kind]:
 
 def _by_loss(trace: Trace) -> Mapping[str, Kind]:
     """Returns the kind of each leaf whose rows a traced loss looks up, or that it multiplies with data."""
-    weights = WeightUses(trace.closed, len(trace.leaves))
-    run = followed(trace, 1)  # no leaf is split: all of its views are followed
+    names, weights = trace.names, WeightUses(trace.closed, len(trace.names))
+    run = values_by(trace.closed, (None,) * len(names), 1)  # no leaf is split: all of its views are followed
     of_leaf: dict[str, dict[Any, Use]] = {}
     for (leaf, eqn), use in run.uses.items():
-        of_leaf.setdefault(leaf, {})[eqn] = use
-    return {leaf: _of_products(uses, weights) for leaf, uses in of_leaf.items()} | dict.fromkeys(
-        run.looked_up, Kind("embedding")
-    )
+        of_leaf.setdefault(names[int(leaf)], {})[eqn] = use
+    kinds = {leaf: _of_products(uses, weights) for leaf, uses in of_leaf.items()}
+    return kinds | {names[int(leaf)]: Kind("embedding") for leaf in run.looked_up}
 
 
 def _of_products(uses: Mapping[Any, Use], weights: WeightUses) -> Kind:

@@ -27,7 +27,7 @@ from ..tracing import Trace, line_of, product_flops
 from . import _rules
 from ._codes import by_blocks, expanded, of_whole_weights, unit_shape, with_whole_weights
 from ._draw import Picture, draw
-from ._given import followed
+from ._given import values_by
 from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
 from ._overrides import Overrides, specs_of
@@ -397,8 +397,8 @@ def mark_read(plan: Plan, trace: Trace, row_use: RowUse = UNKNOWN, *, with_kinds
         name: replace(leaf, is_read=reads[name], kind=kinds[name], reason=leaf.reason + ("" if reads[name] else note))
         for name, leaf in plan.leaves.items()
     }
-    dims = {name: plan.model_dim(name) for name in plan.leaves}
-    repeats = _repeats(followed(trace, plan.mesh.shape[MODEL], dims).products, plan.mesh)
+    splits = tuple(map(plan.model_dim, trace.names))
+    repeats = _repeats(values_by(trace.closed, splits, plan.mesh.shape[MODEL]).products, plan.mesh)
     if row_use == UNKNOWN:
         row_use = plan.row_use
     row_use = replace(row_use, trace=None, constants=None)  # a plan can be copied, and keeps no arrays alive
