@@ -5,7 +5,7 @@ from a traced loss, the kinds of leaves, and the plan. It is independent of opti
 first, then `_rules.py`.
 """
 
-from ._given import values_by as values_by
+from ._dataflow import values_by as values_by
 from ._kinds import (
     KINDS as KINDS,
     Kind as Kind,

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 
 from ..dims import ORDERED, REDUCTIONS, SCATTERS, VIEWS, Related, is_elementwise
 from ..kernels import formula
-from ..tracing import GROUPED, Trace, called, insides, once
+from ..tracing import GROUPED, Trace, called, insides, once, shapes_in
 from ._flow import Flow, View
 from ._pass import Pass
-from ._rules import embedding
+from ._rules import Split, embedding
 
 
 @once
@@ -45,6 +45,23 @@ def follow(trace: Trace, n_shards: int, **kwargs: Any) -> Pass:
     ins += [Flow(data=not jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)) for var in rest]
     run.evaluate(trace.closed, ins)
     return run
+
+
+@once
+def values_by(closed: Any, splits: tuple[int | None, ...], n_shards: int) -> Pass:
+    """Returns the pass over a closed jaxpr in normal form for given splits of its weights, whose names are their numbers.
+
+    It has the dims that the model axis splits of each value that depends on data (`values`) and of both operands of each
+    product (`operands`), the equations that take equal parts of such a dim (`resharded`), and others.
+
+    **Arguments:**
+
+    - `splits`: the dim that the model axis splits, for each of the jaxpr's first inputs, which are the weights.
+    - `n_shards`: size of the model axis.
+    """
+    given = {str(i): Split(dim, "") for i, dim in enumerate(splits)}
+    trace = Trace(tuple(given), tuple(shapes_in(closed)[: len(given)]), closed)
+    return follow(trace, n_shards, splits=given, records_values=True)
 
 
 def _follow(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:

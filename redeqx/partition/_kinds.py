@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from .._tree import array_leaves, is_array_like, render
 from ..tracing import Trace, WeightUses
-from ._given import values_by
+from ._dataflow import values_by
 from ._layers import CONVS, LAYERS, NORMS, modules, n_stacked, within
 from ._pass import Use
 

@@ -26,8 +26,8 @@ from ..storage import disk_path
 from ..tracing import Trace, line_of, product_flops
 from . import _rules
 from ._codes import by_blocks, expanded, of_whole_weights, unit_shape, with_whole_weights
+from ._dataflow import values_by
 from ._draw import Picture, draw
-from ._given import values_by
 from ._kinds import OTHER, Kind, kinds_of, of_loss
 from ._layers import followers, split_in_field_order
 from ._overrides import Overrides, specs_of
