@@ -167,7 +167,8 @@ def _affine(body: Body, atom: Any, shape: Sequence[int]) -> Affine | None:
     if eqn is None or eqn.effects:
         found = _affine_from_constant(body, atom)
     elif eqn.primitive.name == "iota":
-        found = np.array([0, *(int(dim == eqn.params["dimension"]) for dim in range(len(own)))])
+        # No slope along a dim of size 1: a mask may repeat along it.
+        found = np.array([0, *(int(dim == eqn.params["dimension"] and n != 1) for dim, n in enumerate(own))])
     elif eqn.primitive.name in _ARITHMETIC:
         operands = [_affine(body, operand, own) for operand in eqn.invars]
         found = None if any(each is None for each in operands) else _ARITHMETIC[eqn.primitive.name](*operands)

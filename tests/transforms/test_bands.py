@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from redeqx.kernels import AttentionSetting, attend
 from redeqx.tracing import equations, transformed
 from redeqx.transforms import FuseAttention
 
@@ -107,3 +108,12 @@ def test_conjunctions_of_masks_keep_values_and_gradients(masks, how):
 @pytest.mark.parametrize("seed", [*covering(6, 150)])
 def test_conjunctions_of_masks_keep_values_and_gradients_in_any_order(seed):
     check(*drawn(seed))
+
+
+def test_a_mask_that_all_queries_share_is_no_causal_one():
+    """The only row of a triangle of one row lets all queries attend to the first key."""
+
+    def attention(q):
+        return attend(q, K, V, {"mask": jnp.tril(jnp.ones((1, 1, 1, N), bool))}, AttentionSetting(1.0))
+
+    np.testing.assert_allclose(transformed(attention, [FuseAttention()])(Q), jnp.broadcast_to(V[:, :1], V.shape), rtol=1e-5)
