@@ -426,6 +426,16 @@ def test_long_chain_of_constants_does_not_exceed_the_recursion_limit():
     np.testing.assert_array_equal(body.value(body.eqns[-1].invars[1]), [2000, 2001])
 
 
+def test_a_number_is_cast_as_it_is_written():
+    """Fused attention divides scores by it."""
+
+    def fn(x):
+        return x / jnp.broadcast_to(jnp.sqrt(jnp.float32(7)).astype(jnp.int32), x.shape)
+
+    body = Body(jax.make_jaxpr(fn)(jnp.ones(2)))
+    assert body.number(body.eqns[-1].invars[1]) == 2
+
+
 def test_large_effectful_or_input_dependent_values_are_not_constants():
     def fn(x):
         large = jnp.zeros((4096, 2048))
