@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes, bare_shape
@@ -290,14 +290,10 @@ def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs, draws: Draws
 
 def _with_gradient(closed: Any, n_weights: int) -> Any:
     """Returns the closed jaxpr of the first output and its gradient with respect to the floating weights."""
-    shapes, fun = shapes_in(closed), as_fun(closed)
-    of = [i for i in range(n_weights) if jnp.issubdtype(shapes[i].dtype, jnp.inexact)]
+    fun = as_fun(closed)
 
     def both(*args: Any) -> Any:
-        def first(weights: Sequence[Any]) -> Any:
-            given = dict(zip(of, weights, strict=True))
-            return fun(*(given.get(i, arg) for i, arg in enumerate(args)))[0]
+        floats, others = eqx.partition(args[:n_weights], eqx.is_inexact_array)
+        return jax.value_and_grad(lambda floats: fun(*eqx.combine(floats, others), *args[n_weights:])[0])(floats)
 
-        return jax.value_and_grad(first)([args[i] for i in of])
-
-    return without_remats(jax.make_jaxpr(both)(*shapes))
+    return without_remats(jax.make_jaxpr(both)(*shapes_in(closed)))

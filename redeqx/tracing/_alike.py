@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 from jax.core import Tracer
@@ -91,17 +92,16 @@ def _jaxpr(jaxpr: jex.Jaxpr, order: int) -> Any:
 def _derivative(eqn: Any) -> Any:
     """Returns the jaxpr of an equation and its derivative."""
     shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
-    floats = [i for i, shape in enumerate(shapes) if jax.numpy.issubdtype(shape.dtype, jax.numpy.inexact)]
 
     def with_derivative(*ins: Any) -> Any:
-        def of_floats(*xs: Any) -> Any:
-            given = dict(zip(floats, xs, strict=True))
-            return run(eqn, [given.get(i, x) for i, x in enumerate(ins)])
+        floats, others = eqx.partition(list(ins), eqx.is_inexact_array)
 
-        primals = [ins[i] for i in floats]
+        def of_floats(floats: Any) -> Any:
+            return run(eqn, eqx.combine(floats, others))
+
         if eqn.primitive.name == "custom_jvp_call":
-            return jax.jvp(of_floats, primals, primals)
-        outs, backward = jax.vjp(of_floats, *primals)
+            return jax.jvp(of_floats, [floats], [floats])
+        outs, backward = jax.vjp(of_floats, floats)
         return outs, backward(outs)
 
     return jax.make_jaxpr(with_derivative)(*shapes)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -42,15 +43,15 @@ class InCustomDerivatives(Rule):
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         ins, inside = list(map(plain, ins)), as_fun(called(eqn))
-        floats, others, joined = _divided(ins)
+        floats, others = eqx.partition(ins, eqx.is_inexact_array)
 
         @jax.custom_vjp
         def fn(floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-            return self._under(inside)(*joined(floats, others))
+            return self._under(inside)(*eqx.combine(floats, others))
 
         def forward(floats: Sequence[Any], others: Sequence[Any]) -> Any:
             def written(floats: Sequence[Any], others: Sequence[Any]) -> Any:
-                return jax.vjp(lambda floats: run(eqn, joined(floats, others)), floats)
+                return jax.vjp(lambda floats: run(eqn, eqx.combine(floats, others)), floats)
 
             return self._under(written)(floats, others)
 
@@ -69,19 +70,6 @@ def _all_inexact(values: Sequence[Any]) -> bool:
     return all(jnp.issubdtype(value.aval.dtype, jnp.inexact) for value in values)
 
 
-def _divided(args: Sequence[Any]) -> tuple[list[Any], list[Any], Callable[..., list[Any]]]:
-    """Returns the arguments that have a gradient, the others, None in the places of the former, and the inverse."""
-    places = [i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-    def joined(floats: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        args = list(others)
-        for i, x in zip(places, floats, strict=True):
-            args[i] = x
-        return args
-
-    return [args[i] for i in places], [None if i in places else x for i, x in enumerate(args)], joined
-
-
 def _traces(eqn: Any) -> list[Any]:
     """Returns the closed jaxprs of a function with a derivative of its own, and of that derivative if it can be traced."""
     inside: Any = called(eqn)
@@ -89,13 +77,13 @@ def _traces(eqn: Any) -> list[Any]:
     # JAX keeps the derivative that it traces first, and those of this package depend on where that is (`sum_gradient`).
     if is_elementwise_jvp or (inside.jaxpr.debug_info.func_filename or "").startswith(_PACKAGE):
         return [inside]
-    floats, others, joined = _divided(shapes_in(inside))
 
-    def derivative(floats: Sequence[Any], others: Sequence[Any]) -> Any:
-        outs, of_outs = jax.vjp(lambda floats: run(eqn, joined(floats, others)), floats)
+    def derivative(*ins: Any) -> Any:
+        floats, others = eqx.partition(list(ins), eqx.is_inexact_array)
+        outs, of_outs = jax.vjp(lambda floats: run(eqn, eqx.combine(floats, others)), floats)
         return of_outs(outs)
 
     try:
-        return [inside, jax.make_jaxpr(derivative)(floats, others)]
+        return [inside, jax.make_jaxpr(derivative)(*shapes_in(inside))]
     except Exception:  # the user's, who may never ask for a gradient
         return [inside]
