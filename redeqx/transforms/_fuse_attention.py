@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from .._rounding import at_least_float32
 from ..dims import Related
 from ..kernels import AttentionSetting, attend, constrain_positions
 from ..machine import SEQUENCE, n_batch_shards, split_heads
@@ -132,7 +133,8 @@ class _Attention:
             x = x if keep else ~x
             extras["mask"] = x if "mask" not in extras else extras["mask"] & x
         for bias, factor in self.biases:
-            x = factor * self._expand(bias, read).astype(jnp.float32)
+            x = self._expand(bias, read)
+            x = factor * x.astype(at_least_float32(x.dtype))
             extras["bias"] = x if "bias" not in extras else extras["bias"] + x
         return q, k, v, extras
 

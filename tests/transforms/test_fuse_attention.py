@@ -537,9 +537,10 @@ def test_float64_stays_float64():
 
     with jax.enable_x64(True):
         assert n_fused(half, (*heads()[:2], heads()[2].astype(jnp.float64))) == 0
-        args = [x.astype(jnp.float64) for x in heads()]
-        assert n_fused(written, args) == 1
-        got, want = (total_of(run, args)(*args) for run in (fuse(written), written))
+        bias = jax.random.normal(jax.random.key(3), (heads()[0].shape[1],) * 2, jnp.float64)
+        biased, args = partial(written, bias=bias), [x.astype(jnp.float64) for x in heads()]
+        assert n_fused(biased, args) == 1
+        got, want = (total_of(run, args)(*args) for run in (fuse(biased), biased))
     for one, two in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert one.dtype == jnp.float64
         np.testing.assert_allclose(one, two, rtol=1e-13, atol=1e-13)
