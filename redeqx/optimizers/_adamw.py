@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from .._tree import nearest
+from .._tree import named_leaves, nearest
 from ..errors import filter_traceback
 from ._checks import check_numbers
 from ._groups import decay_mask
@@ -62,7 +62,7 @@ def adamw(
     - `weight_decay`: multiplied by the learning rate.
     - `mask`: the leaves that decay, as for `optax.adamw`.
 
-    Raises ValueError for another format.
+    Raises ValueError for another format, and TypeError for complex parameters, when the state is made.
     """
     if moments not in FORMATS:
         named = " or ".join(f"'{name}'" for name in FORMATS)
@@ -82,6 +82,9 @@ def adamw(
 
 def _scale_by_adam(form: str, b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     def init(params: PyTree) -> AdamState:
+        for name, leaf in named_leaves(params).items():
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                raise TypeError(f"`{name}`: expected a real parameter, got {leaf.dtype}. For others use `optax.adamw`.")
         leaves, treedef = jax.tree.flatten(params)
         first, second = ([zeros(x.shape, which, form) for x in leaves] for which in ("first", "second"))
         (mu, mu_scales), (nu, nu_scales) = (_unzip(treedef, made) for made in (first, second))

@@ -200,6 +200,12 @@ def test_unknown_format_is_an_error():
     )
 
 
+def test_complex_parameters_are_an_error():
+    """Their imaginary parts would never change."""
+    with pytest.raises(TypeError, match=r"`1\.weight`: expected a real parameter, got complex64\. For others use `optax"):
+        adamw(1e-3).init([{"weight": jnp.zeros(3)}, {"weight": jnp.zeros(3, jnp.complex64)}])
+
+
 # --- in a Trainer -------------------------------------------------------------------------------------------------------
 
 
