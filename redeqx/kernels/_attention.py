@@ -73,7 +73,8 @@ def attention(
     if bias is not None:
         extras["bias"] = _expand_bias(bias, (*batch, q.shape[-2], q.shape[-3], k.shape[-3]))
     if lengths is not None:
-        extras["lengths"] = _check_integers("lengths", lengths, batch)
+        # Devices subtract their first keys: unsigned numbers would wrap around.
+        extras["lengths"] = _check_integers("lengths", lengths, batch).astype(jnp.int32)
     if segments is not None:
         query_segments, key_segments = segments if isinstance(segments, tuple) else (segments, segments)
         extras["query_segments"] = _check_integers("segments", query_segments, (*batch, q.shape[-3]))

@@ -10,8 +10,18 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx.compiled import Module, collectives
-from redeqx.kernels import KERNELS, AttentionSetting, WithOffset, attend, backward_by_positions, forward_by_positions
+from redeqx.kernels import (
+    KERNELS,
+    AttentionSetting,
+    WithOffset,
+    attend,
+    attention,
+    backward_by_positions,
+    forward_by_positions,
+)
 from redeqx.machine import make_mesh, split_heads
+from redeqx.tracing import transformed
+from redeqx.transforms import FuseAttention
 
 ROWS, T = 4, 64
 rng = np.random.default_rng(0)
@@ -121,6 +131,17 @@ def test_values_and_gradients_are_those_of_one_device(name, mesh):
     operands, want = on_one_device(name)
     fn, args = compiled(AttentionSetting(0.3, split=split(*mesh), **kwargs), extras, operands)
     assert_close(fn(*args), want)
+
+
+def test_unsigned_lengths_end_before_the_keys_of_a_device():
+    q, k, v, _ = draw(**ODD)
+    short = jnp.full(ROWS, 5, jnp.uint8)
+
+    def fn(q, k, v):
+        return attention(q, k, v, causal=True, window=10, lengths=short)
+
+    over_devices = jax.jit(transformed(fn, [FuseAttention(split(4))]))
+    assert_close(over_devices(*(place(x, split(4)) for x in (q, k, v))), fn(q, k, v))
 
 
 def test_a_window_of_one_key_sends_nothing():
