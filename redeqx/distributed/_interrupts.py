@@ -68,10 +68,6 @@ class Preemption:
         self._change = threading.Lock()
         self._begin(is_on=False)
 
-    @property
-    def _is_noticed(self) -> bool:
-        return self._is_signalled or self._n_interrupts > 0
-
     def _begin(self, *, is_on: bool) -> None:
         with self._change:
             self._is_on = is_on
@@ -131,7 +127,7 @@ class Preemption:
         """Returns whether the run stops after this step, the same in every process. Each calls it after each step."""
         with self._change:
             self._step = step
-        if not self._is_noticed:
+        if not (self._is_signalled or self._n_interrupts):
             return False
         if self._peers.n > 1 and not self._is_common_step(step):
             return False
