@@ -17,7 +17,7 @@ from ._inner import Env, equations, insides, run, variables
 
 MAX_KNOWN = 2**22  # elements; larger values are not computed while tracing
 _Sources = frozenset[str] | None
-# Equations whose output has the numbers of their operand, maybe cast, and no others.
+# Equations whose output has the numbers of their operand, maybe rounded to another floating dtype, and no others.
 _REPEATING = ("broadcast_in_dim", "convert_element_type", "reshape", "copy")
 
 
@@ -100,18 +100,14 @@ class Body:
 
     def number(self, atom: Any) -> float | None:
         """Returns the value of a constant that is the same number everywhere; None for other values."""
-        dtypes = [atom.aval.dtype]
         while (eqn := self.producer(atom)) is not None and eqn.primitive.name in _REPEATING:
+            if jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating) and not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+                break  # a cast to integers cuts the fraction off
             atom = eqn.invars[0]
-            dtypes.append(atom.aval.dtype)
         is_number = any(jnp.issubdtype(atom.aval.dtype, kind) for kind in (jnp.floating, jnp.integer))
         if not is_number or not self.is_constant(atom) or math.prod(atom.aval.shape) != 1:
             return None
-        value = np.asarray(self.value(atom)).reshape(())
-        with np.errstate(all="ignore"):
-            for dtype in reversed(dtypes):
-                value = value.astype(dtype)
-        return float(value)
+        return float(np.asarray(self.value(atom)).reshape(()))
 
     def value(self, atom: Any) -> Any | None:
         """Returns a value that can be computed while tracing, as an array, or None for others."""

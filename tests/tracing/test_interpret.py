@@ -430,7 +430,7 @@ def test_a_number_is_cast_as_it_is_written():
     """Fused attention divides scores by it."""
 
     def fn(x):
-        return x / jnp.broadcast_to(jnp.sqrt(jnp.float32(7)).astype(jnp.int32), x.shape)
+        return x / jnp.broadcast_to(jnp.sqrt(jnp.float32(7)).astype(jnp.int32), x.shape)  # 2
 
     body = Body(jax.make_jaxpr(fn)(jnp.ones(2)))
     assert body.number(body.eqns[-1].invars[1]) == 2
