@@ -19,7 +19,6 @@ from ._plans import plan_model as plan_model, plan_prediction as plan_prediction
 from ._precision import (
     AS_GIVEN as AS_GIVEN,
     Precision as Precision,
-    cast as cast,
     round_stochastically as round_stochastically,
 )
 from ._program import (

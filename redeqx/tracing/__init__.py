@@ -13,7 +13,6 @@ from ._inner import (
     CUSTOM_DERIVATIVES as CUSTOM_DERIVATIVES,
     REMATS as REMATS,
     Env as Env,
-    Inner as Inner,
     Place as Place,
     all_inside as all_inside,
     as_array as as_array,
