@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._kinds import SIZE
-from .decoder import CausalLM, CausalLMConfig, every, rows
+from .decoder import CausalLM, CausalLMConfig, every, read_layer_types, rows
 from .hf import ConfigReader, Field, Only, Row, published
 
 
@@ -27,6 +27,7 @@ class _Unrotated(Row):
             if len(has) != n_layers or not set(has) <= {0, 1}:
                 raise reader.refuse("no_rope_layers", has, f"0 or 1 for each of {n_layers} layers")
             lacks = tuple(i for i, value in enumerate(has) if value == 0)
+        read_layer_types(reader, n_layers, (), has_window=False)  # transformers follows it without `use_sliding_window` too
         return {"unrotated_layers": None if lacks == every(usual, n_layers) else lacks}
 
     def write(self, config: Any) -> dict[str, Any]:

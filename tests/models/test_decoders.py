@@ -365,6 +365,7 @@ def test_presets_have_the_published_number_of_parameters(cls):
             r"`long_mscale`: expected 1\.2, .* got 1\.3",
         ),
         (SmolLM3, {"use_sliding_window": True}, r"`use_sliding_window`: expected False, .* got True"),
+        (SmolLM3, {"layer_types": ["sliding_attention"] * 36}, r"`layer_types`: expected full_attention for each of 36"),
         (SmolLM3, {"no_rope_layers": [1, 2]}, r"`no_rope_layers`: expected 0 or 1 for each of 36 layers, .* got \[1, 2\]"),
         (Glm, {"partial_rotary_factor": 1.5}, r"`partial_rotary_factor`: expected a share in \(0, 1\], got 1\.5"),
         (GPTNeoX, {"rotary_pct": 0.1}, r"`partial_rotary_factor`: expected an even number of rotary dims, got 9\."),
