@@ -173,6 +173,7 @@ class BartConfig(FolderConfig):
         Only("is_encoder_decoder", True),
         Only("tie_word_embeddings", True),
         Only("is_decoder", False, is_written=False),
+        Only("is_causal", True, is_written=False),
         # Keys of the first versions of transformers, which had other models under this model's name.
         Only("normalize_before", False, is_written=False),
         Only("normalize_embedding", True, is_written=False),

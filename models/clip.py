@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ._kinds import NUMBER, SIZE
-from .hf import ConfigReader, Field, Tokens, Written, published
+from .hf import ConfigReader, Field, Only, Tokens, Written, published
 from .nn import BlockStds, check_sizes
 from .vision import (
     PATCHES,
@@ -54,7 +54,7 @@ class CLIPTextConfig(TextConfig):
 
     model_type = "clip_text_model"
     names = text_names(*_JOINT)
-    rows = (*TEXTS, _TextTokens(), Field("initializer_range", "init_std"))
+    rows = (*TEXTS, _TextTokens(), Only("is_causal", True, is_written=False), Field("initializer_range", "init_std"))
     block_stds = property(_block_stds)
 
     # Of Stable Diffusion 1, OpenAI's ViT-L/14; and 2, OpenCLIP's ViT-H/14 without its last block.

@@ -156,6 +156,7 @@ class Gemma3Config(Gemma2Config):
             load=lambda value, known: not value,
             save=lambda config: not config.is_causal,
         ),
+        Only("is_causal", True, is_written=False),
         LayerTypes("sliding_window_pattern"),
         Rope(has_local=True),
     )

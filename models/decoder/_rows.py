@@ -220,6 +220,25 @@ class Switched(Row):
         return {self.switch: getattr(config, next(iter(self.fields))) > 0, **values}
 
 
+class _Causal(Row):
+    """Whether tokens attend only to those before them. transformers reads `is_causal` for all decoders; folders of models of
+    embeddings have it."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"is_causal": "is_causal"}
+
+    def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        return {"is_causal": reader.get("is_causal", True)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {} if config.is_causal else {"is_causal": False}
+
+    def check(self, config: Any) -> None:
+        if not config.is_causal and any(config.windows):  # transformers gives it twice the width of Gemma 3's
+            raise ValueError(f"`is_causal`: expected True with `window`={config.window}, got False. Set `window` to None.")
+
+
 ROWS: tuple[Row, ...] = (
     Written("model_type", lambda config: config.model_type),
     Field("vocab_size"),
@@ -238,6 +257,7 @@ ROWS: tuple[Row, ...] = (
     Tokens(),
     Field("initializer_range", "init_std"),
     _Head(),
+    _Causal(),
 )
 
 

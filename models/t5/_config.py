@@ -146,6 +146,7 @@ class T5Config(FolderConfig):
     rows = (
         ModelType(_DEFAULTS),
         Only("is_decoder", False, is_written=False),
+        Only("is_causal", True, is_written=False),
         Field("vocab_size"),
         Field("d_model"),
         Field("d_kv"),

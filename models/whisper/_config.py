@@ -52,6 +52,7 @@ class WhisperConfig(BartConfig):
     rows = (
         Written("model_type", "whisper"),
         Only("is_encoder_decoder", True),
+        Only("is_causal", True, is_written=False),
         Only("tie_word_embeddings", True),
         Only("scale_embedding", False),
         Only("apply_spec_augment", False),

@@ -237,6 +237,8 @@ def test_presets_have_the_published_number_of_parameters(cls):
             {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
             r"`rope_type`: expected 'yarn', .* got 'default'",
         ),
+        (Mistral, {"is_causal": False}, r"`is_causal`: expected True with `sliding_window`=4096, got False\. Set"),
+        (Gemma3, {"is_causal": False}, r"`is_causal`: expected True, .* got False"),
         (Qwen3Moe, {"mlp_only_layers": [1]}, r"`mlp_only_layers`: expected the first layers, .* got \[1\]"),
         (Qwen2Moe, {"use_sliding_window": True}, r"`use_sliding_window`: expected False, .* got True"),
         (GptOss, {"swiglu_alpha": 1.0}, r"`swiglu_alpha`: expected 1\.702, .* got 1\.0"),

@@ -347,6 +347,7 @@ CASES = [
 # Heads for classes, and models without a head. The tokens of `generate` are not compared.
 HEADED = [
     embedding("embedding-gemma", "Gemma3Text", head_dim=8, query_pre_attn_scalar=12, **WINDOWED),
+    case("qwen2-both-sides", "Qwen2", is_causal=False),
     headed("llama-classes", "Llama", "Sequence"),
     headed("gpt2-classes", "GPT2", "Sequence", num_key_value_heads=None, tie_word_embeddings=True),
     headed("opt-classes", "OPT", "Sequence", num_key_value_heads=None, ffn_dim=36, word_embed_proj_dim=16),
