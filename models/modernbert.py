@@ -148,6 +148,8 @@ class ModernBertConfig(EncoderConfig):
             load=lambda width, known: width // 2,
             save=lambda config: 2 * config.window or 1,
         ),
+        # transformers also takes half the width under this name.
+        Only("sliding_window", lambda known: (known["window"],), is_written=False),
         Field("attention_bias"),
         Field("mlp_bias"),
         Field("norm_bias"),

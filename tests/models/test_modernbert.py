@@ -116,6 +116,7 @@ def test_config_round_trip():
 @pytest.mark.parametrize(
     ("cls", "fields", "message"),
     [
+        (ModernBertConfig, {"sliding_window": 4}, r"`sliding_window`: expected 64, which .* got 4\."),
         (ModernBertConfig, {"rope_scaling": {"rope_type": "yarn"}}, r"`rope_scaling`: expected None, which .* got \{"),
         (
             ModernBertConfig,
