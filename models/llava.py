@@ -284,6 +284,11 @@ class Llava(Pretrained):
             ignored=(*(tower + name for name in vision.ignored), *(language + name for name in text.ignored)),
             copies={language + copy: language + original for copy, original in text.copies.items()},
             untied_by="tie_word_embeddings",
+            modules=(
+                (r"^(?=vision_tower|multi_modal)", "model."),
+                (r"^language_model\.model\.", "model.language_model."),
+                (r"^language_model\.lm_head$", "lm_head"),
+            ),
             aliases=(
                 # Names in memory, which some folders have.
                 (r"^model\.(?=vision_tower|multi_modal)", ""),
