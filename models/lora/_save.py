@@ -83,7 +83,7 @@ def save_adapter(model: PyTree, folder: str | Path, *, base: str | None = None) 
     parameters = sorted({name for module in saved if module.parameter is not None for name in module.names})
     (rank, alpha), _ = Counter(saved.values()).most_common(1)[0]
     # The longest first, because PEFT applies a pattern to any module whose path ends with it.
-    patterns = {_pattern(module): saved[module] for module in sorted(saved, key=lambda module: -len(module.name))}
+    patterns = {_pattern(module, saved): saved[module] for module in sorted(saved, key=lambda module: -len(module.name))}
     fields = {
         "peft_type": "LORA",
         "base_model_name_or_path": None if base is None else str(base),
@@ -195,10 +195,16 @@ def _alpha(scale: float, rank: int) -> int | float:
     return int(alpha) if alpha.is_integer() else alpha
 
 
-def _pattern(module: Module) -> str:
-    """Returns the regular expression for a module's names, for `rank_pattern` and `alpha_pattern`."""
-    escaped = re.escape(module.name)
-    return escaped if module.n_layers is None else escaped.replace(re.escape("{}"), r"\d+")
+def _pattern(module: Module, saved: Collection[Module]) -> str:
+    """Returns the regular expression for a module's names, for `rank_pattern` and `alpha_pattern`. It lists the layers if
+    others have a module of this name in another stack."""
+    start, *end = (re.escape(part) for part in module.name.split("{}"))
+    every = r"\d+".join((start, *end))
+    others = [name for other in saved if other is not module for name in other.names]
+    if module.n_layers is None or not any(re.fullmatch(every, name) for name in others):
+        return every
+    indices = (module.first_layer + i * module.layer_step for i in range(module.n_layers))
+    return f"({'|'.join(map(str, indices))})".join((start, *end))
 
 
 def _targets(model: PyTree, saved: Sequence[Module]) -> list[str]:

@@ -78,6 +78,8 @@ SAVED = {
     "qwen3-moe": {"*.query": (3, 6), "*.experts.*": (2, 3)},
     "gpt-oss": {("*.experts.up", "*.experts.down"): (2, 9)},
     "vit-classes": {"*": (2, 4)},
+    # Its first layer, without experts, is another stack than the others.
+    "deepseek-v3": {"first.*.output": (2, 3), "stack.*.output": (2, 8), "first.*.query": (3, 4), "stack.*.key": (1, 4)},
     "llava": {("*.query", "projector_in", "text.head"): (2, 4), "*.up": (3, 4)},
     "modernbert-mlm": {("*.query", "*.up"): (3, 6), "*.down": (2, 8)},
 }
