@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from ._kinds import RATE
 from .decoder import ByHead, CausalLM, GPTConfig, Names, Rope, rows
-from .hf import Field, published
+from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class GPTNeoXConfig(GPTConfig):
         Field("attention_bias"),
         Field("hidden_dropout", "residual_dropout", RATE),
         Rope(has_share=True),
+        # transformers would rotate a share of these dims instead of those that a head has.
+        Only("head_dim", lambda known: (known["d_model"] // known["n_heads"], None), is_written=False),
         without=("head_size", "n_kv_heads"),
     )
     aliases = MappingProxyType({"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"})

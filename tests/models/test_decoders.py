@@ -370,6 +370,7 @@ def test_presets_have_the_published_number_of_parameters(cls):
         (SmolLM3, {"layer_types": ["sliding_attention"] * 36}, r"`layer_types`: expected full_attention for each of 36"),
         (SmolLM3, {"no_rope_layers": [1, 2]}, r"`no_rope_layers`: expected 0 or 1 for each of 36 layers, .* got \[1, 2\]"),
         (Glm, {"partial_rotary_factor": 1.5}, r"`partial_rotary_factor`: expected a share in \(0, 1\], got 1\.5"),
+        (GPTNeoX, {"head_dim": 12}, r"`head_dim`: expected 96 or None, .* got 12"),
         (GPTNeoX, {"rotary_pct": 0.1}, r"`partial_rotary_factor`: expected an even number of rotary dims, got 9\."),
     ],
 )
