@@ -137,7 +137,7 @@ def cut_rows(
     `group` rows stay in one micro-batch. With `whole` the remainder is one micro-batch, whether or not it divides.
     """
     n_full, rest = divmod(n_rows, micro_batch_size)
-    rows_a_device = max(micro_batch_size // n_devices // group, 1) * group
+    rows_a_device = max(micro_batch_size // n_devices, 1)
     tail = rest if rest <= rows_a_device else rest % math.lcm(group, n_devices)
     tail = 0 if whole or rest % n_devices == 0 else tail
     most = min(rows_a_device, tail)
