@@ -92,7 +92,7 @@ def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Arra
             scalar(f"{of}metric {name!r}", x, _OF_METRIC) for of, x in zip(("", "the weight of "), pair, strict=True)
         )
         metrics[name] = (total, over)
-    return differentiable("`Loss.total`", loss.total), weight, jax.lax.stop_gradient(metrics)
+    return differentiable("`Loss.total`", loss.total), weight, metrics
 
 
 def n_rows(batch: PyTree) -> int:
