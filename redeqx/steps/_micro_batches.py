@@ -159,7 +159,7 @@ def split(groups: Sequence[Part], n_parts: int, n_together: int, mesh: Mesh) -> 
         batch, own = jax.lax.with_sharding_constraint((batch, own), split_rows(mesh, dim=1))
         return Part(batch, numbers, own)  # each device can compute any number: reading one needs no collective
 
-    divide = [group.numbers.shape[1] % (n_shards * n_parts * n_together) == 0 for group in groups]
-    if n_parts == 1 or not divide[0]:
+    if n_parts == 1:
         return list(groups)
+    divide = [group.numbers.shape[1] % (n_shards * n_parts * n_together) == 0 for group in groups]
     return [split_one(group) if divides else group for group, divides in zip(groups, divide, strict=True)]
