@@ -263,3 +263,35 @@ def test_other_launchers_save_the_checkpoint_of_redeqx_launch(of_redeqx_launch, 
         assert saved[0] == saved[1]
     model = redeqx.load(tmp_path / "own", eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(1)))
     assert all(np.abs(np.asarray(leaf)).min() > 0 for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+
+
+ROWS = """
+from contextlib import closing
+from redeqx.data import BatchSize, CollatePool, batches, slices
+
+sizes = []
+
+def collate_fn(examples):
+    sizes.append(len(examples))
+    return np.stack(examples)
+
+def of_all(model, batch, key):
+    return jax.nn.logsumexp(jax.vmap(model)(batch[:, :5])[:, 0])
+
+size = BatchSize.of(deployer.mesh, None, 14)
+tokens = np.zeros((14, 7), np.int32)
+with closing(batches(slices(tokens, 14), CollatePool(collate_fn), size, deployer.mesh)) as upcoming:
+    print("tokens", next(upcoming).n_tokens, "of rows", sizes, flush=True)
+model = eqx.nn.MLP(5, 1, 16, 1, key=jax.random.key(0))
+print("plain", float(of_all(model, DATA[:14], None)), flush=True)
+print("loss", make_trainer(deployer, of_all).update(DATA[:14])["loss"], flush=True)
+"""
+
+
+def test_each_process_reads_the_rows_that_its_devices_need_once(tmp_path):
+    """12 rows over four devices, and two on each of them; but all rows for a loss that mixes them, once that is known."""
+    code, out = run(tmp_path, ROWS)
+    assert code == 0 and re.findall(r"tokens (\d+) of rows \[(\d+)\]", out) == [("98", "8")] * 2, out
+    losses = [float(loss) for loss in re.findall(r"(?:plain|loss) (\d\S+)", out)]
+    assert len(losses) == 4
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
