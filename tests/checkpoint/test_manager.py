@@ -474,6 +474,29 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_keeps_as_many_of_its_own(
     assert checkpoints.names() == ["step_00000009", "step_00000010"]
 
 
+def test_pruning_keeps_as_many_of_a_step_that_was_saved_again(tmp_path):
+    checkpoints = CheckpointManager(tmp_path)
+    for i in range(4):
+        checkpoints.save(5, small_state(i), {"step": 5}, keep_last=2)
+    assert checkpoints.names() == ["step_00000005_2", "step_00000005_3"]
+
+
+def test_a_removal_that_is_cut_off_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
+    def cut_off(path):
+        (path / "model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    checkpoints = CheckpointManager(tmp_path)
+    checkpoints.save(1, small_state(1), {"step": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2, small_state(2), {"step": 2}, keep_last=1)
+    assert checkpoints.names() == ["step_00000002"]
+    checkpoints.save(3, small_state(3), {"step": 3}, keep_last=1)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step_00000003"]
+
+
 def test_committed_checkpoint_is_never_modified(saved):
     before = (saved.folder / "step_00000200" / "model.safetensors").read_bytes()
     path = saved.save(200, small_state(200), {"step": 200, "again": True}, ("best",))
@@ -656,6 +679,17 @@ def test_steps_do_not_wait_until_folders_are_flushed(tmp_path, monkeypatch):
     checkpoints.save(3, tree, {}, then=lambda path: None)
     checkpoints.wait()
     assert threading.main_thread() in flushed  # the new folder must be in the one above before anything is said to be there
+
+
+def test_a_save_waits_for_the_background_save_before_it(tmp_path):
+    def slow(path):
+        time.sleep(0.5)
+        ended.append(path.name)
+
+    checkpoints, ended = CheckpointManager(tmp_path), []
+    checkpoints.save(1, small_state(1), {}, then=slow)
+    checkpoints.save(2, small_state(2), {})
+    assert ended == ["step_00000001"]
 
 
 def test_error_of_a_background_save_is_raised_once(tmp_path):

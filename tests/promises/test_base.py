@@ -187,7 +187,8 @@ def test_another_base_is_refused(tmp_path, base):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_values_in_another_order_are_another_base(dtype):
     x = jnp.arange(24, dtype=dtype).reshape(2, 3, 4)
-    orders = [x, x[::-1], x[:, ::-1], x[:, :, ::-1], x[::-1, ::-1]]
+    swapped = x.at[0, 0, 1].set(x[0, 1, 0]).at[0, 1, 0].set(x[0, 0, 1])  # indices of one sum
+    orders = [x, x[::-1], x[:, ::-1], x[:, :, ::-1], x[::-1, ::-1], swapped]
     sums = {Base.of({"weight": "folder"}, {"weight": each}).checksums["weight"] for each in orders}
     assert len(sums) == len(orders)
 

@@ -151,6 +151,47 @@ def test_leftovers_of_a_killed_save_are_removed(bucket):
     ]  # fmt: skip
 
 
+def test_a_removal_that_is_cut_off_leaves_no_partial_checkpoint(bucket, monkeypatch):
+    delete = StorePath.delete
+
+    def cut_off(path, names):
+        if "model.safetensors" in (names := [*names]):
+            raise KeyboardInterrupt
+        delete(path, names)
+
+    save_checkpoint(f"{bucket}/ckpts", 1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StorePath, "delete", cut_off)
+        save_checkpoint(f"{bucket}/ckpts", 2, keep_last=1)
+    assert CheckpointManager(location(f"{bucket}/ckpts")).names() == ["step_00000002"]
+
+
+def test_a_truncated_object_is_not_read(bucket):
+    path = location(f"{bucket}/file")
+    path.write_bytes(b"12345")
+    assert path.read(2, 5) == b"345"
+    with pytest.raises(OSError, match=r"expected 7 bytes from 2 on, got 3\. The object is truncated"):
+        path.read(2, 9)
+
+
+def test_run_that_loses_its_lock_during_a_save_commits_nothing(bucket):
+    checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
+    lock = location(f"{bucket}/ckpts.lock")
+
+    class Weight:
+        """An array that is made while the files are written."""
+
+        shape, dtype = (3,), np.dtype(np.float32)
+
+        def __array__(self, dtype=None, copy=None):
+            lock.write_bytes(json.dumps({"pid": 12, "host": "node7", "machine": "another"}).encode())
+            return np.zeros(self.shape, self.dtype)
+
+    with pytest.raises(OSError, match=r"expected a folder that is this run's own, got one that process 12 on node7"):
+        checkpoints.save(3, {"model": {"w": Weight()}}, {"step": 3})
+    assert checkpoints.names() == ["step_00000001"] == [*checkpoints.index().values()]
+
+
 def test_run_that_lost_its_lock_stops_writing_and_cleaning(bucket):
     checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
     lock = location(f"{bucket}/ckpts.lock")
