@@ -88,6 +88,7 @@ def message(error, fn, *args, **kwargs):
         ((2, 1), None, 60, 1, (60, 56)),
         ((1, 1), None, 60, 4, (60, 8)),
         ((4, 2), None, 5, 1, (5, 8)),
+        ((1, 1), None, 47, 3, (47, 16)),  # 16 + 16 + 15; micro-batches of 8 would be six
     ],
 )
 def test_examples_and_micro_batch_sizes(shards, rows, batch_size, accumulate, expected):

@@ -67,6 +67,14 @@ def test_orders_are_uncorrelated_between_epochs_and_neighbours(n):
     assert_uniform(np.bincount(steps.ravel(), minlength=n)[1:])
 
 
+@pytest.mark.parametrize("n", [9, 25])  # 3 x 3 and 5 x 5: rounds of odd sizes would make only even permutations
+def test_even_and_odd_permutations_are_equally_likely(n):
+    def is_odd(permutation):
+        return sum(a > b for a, b in itertools.combinations(permutation, 2)) % 2
+
+    assert 0.4 < np.mean([is_odd(order(n, (0, 0, epoch))) for epoch in range(400)]) < 0.6
+
+
 def test_order_depends_on_each_part_of_the_seed_and_not_on_the_batch_size():
     seeds = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
     assert len({tuple(order(50, seed)) for seed in seeds}) == 4

@@ -125,6 +125,34 @@ class FixedState:
         self.loaded.append(state)
 
 
+def test_a_state_set_on_an_iterable_counts_for_its_next_iterator():
+    """Which may read the position when it is made."""
+
+    class Examples:
+        at = 0
+
+        def __iter__(self):
+            start = self.at
+
+            def items():
+                for self.at in range(start + 1, 41):
+                    yield self.at
+
+            return items()
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    first, *rest = slices(Examples(), 6)
+    examples = Examples()
+    read = slices(examples, 6, position=first.position, state=first.state)
+    assert next(read).examples == rest[0].examples and examples.at <= first.position + 6 + 8  # none is read again
+    assert all_examples(read) == all_examples(rest[1:])
+
+
 def test_bytes_and_arrays_in_a_state_are_kept_in_json():
     state = {"a": [b"x", np.arange(6, dtype=np.uint8).reshape(2, 3)], "b": {"c": np.float32(2.5), "d": None}}
     step = next(slices(FixedState(state), 2))
