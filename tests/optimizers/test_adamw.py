@@ -89,6 +89,14 @@ def read(codes, scales, which):
     return np.sign(codes) * part * np.repeat(scales, 64, axis=1)
 
 
+def test_no_second_moment_above_zero_is_rounded_to_zero():
+    """Else an update would be divided by zero. A number of 1e-20 of the largest is less than the first step by far."""
+    x = np.full((32, 128), 1e-20, np.float32)
+    x[:, 0], x[:, 1] = 1, 0
+    codes, _ = stored_moment(x, "second")
+    assert np.array_equal(np.asarray(codes) > 0, np.asarray(x) > 0)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("which", ["first", "second"])
 def test_8bit_moments_are_quantised_without_bias(which):
