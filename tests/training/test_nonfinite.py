@@ -31,8 +31,8 @@ def collate_fn(numbers):
 def make_trainer(workdir=None, *, shards=(2, 2), **options):
     deployer = redeqx.Deployer(0, *shards, workdir=workdir, verbose=False)
     model = eqx.nn.MLP(4, 2, 16, 1, key=jax.random.key(1))
-    options = {"on_nonfinite": "skip", "model": model, "loss_fn": loss_fn, **options}
-    return redeqx.Trainer(deployer, optimizer=optax.adam(1e-2), collate_fn=collate_fn, **options)
+    options = {"on_nonfinite": "skip", "model": model, "loss_fn": loss_fn, "optimizer": optax.adam(1e-2), **options}
+    return redeqx.Trainer(deployer, collate_fn=collate_fn, **options)
 
 
 def bits(trainer):
@@ -80,6 +80,15 @@ for trainer in (one, other):
     trainer.train(list(range(8, 40)), 4)
 print(bits(one) == bits(other))
 """
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(optax.linear_schedule(0.0, 1.0, 10)), optax.sgd(0.1)])
+def test_skipped_steps_do_not_advance_the_recorded_rate(optimizer):
+    """Whether the optimizer counts its updates or not."""
+    trainer = make_trainer(optimizer=optimizer, lr_schedule_fn=optax.linear_schedule(0.0, 1.0, 10))
+    batches = [[0, 1, 2, 3], [NAN_EXAMPLE] * 4, [4, 5, 6, 8], [0, 1, 2, 3]]
+    rates = [trainer.update(batch)["learning_rate"] for batch in batches]
+    np.testing.assert_allclose(rates, [0.0, 0.1, 0.1, 0.2], rtol=1e-6)
 
 
 @pytest.mark.sweep

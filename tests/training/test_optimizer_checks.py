@@ -91,7 +91,9 @@ OPTIMIZERS = {
 )
 def test_complex_weights_descend(name):
     trainer = make_trainer(OPTIMIZERS[name], jnp.complex64)
-    for _ in range(200):
+    first = trainer.update(DATA)
+    assert first["grad_norm"] == pytest.approx(2 / 3 * abs(TARGET) * 3**0.5)
+    for _ in range(199):
         trainer.update(DATA)
     np.testing.assert_allclose(trainer.model.weight, TARGET, atol=0.05)
     if name == "injected":

@@ -348,8 +348,9 @@ def test_stochastic_rounding_is_unbiased():
     assert np.all(np.abs(samples.mean(0) - np.asarray(x, np.float64)) < 0.02 * ulp)  # 6 standard deviations
     assert np.all(np.abs(samples - np.asarray(x, np.float64)) < ulp)  # rounds to an adjacent value
     assert set(samples[:, 0]) == {1.0} and set(samples[:, 4]) == {0.0}
-    nonfinite = round_stochastically(jnp.float32([jnp.inf, -jnp.inf, jnp.nan]), jax.random.key(0))
-    assert np.isinf(np.asarray(nonfinite[:2], np.float32)).all() and jnp.isnan(nonfinite[2])
+    nonfinite = jnp.append(jnp.float32([jnp.inf, -jnp.inf, jnp.nan]), np.uint32(0x7FFFFFFF).view(np.float32))  # CUDA's NaN
+    nonfinite = round_stochastically(nonfinite, jax.random.key(0))
+    assert np.isinf(np.asarray(nonfinite[:2], np.float32)).all() and jnp.isnan(nonfinite[2:]).all()
 
 
 def constant_gradient_loss(model, batch, key):
@@ -436,6 +437,18 @@ def test_optimizer_state_stays_in_float32(rounding):
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.model)} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "master"])
+def test_complex_parameters_are_not_rounded(rounding):
+    def real_and_complex(model, batch, key):
+        return (model["real"].astype(jnp.float32) * model["complex"].real).sum() + 0 * jnp.sum(batch["x"])
+
+    model = {"real": jnp.ones(8), "complex": jnp.full(8, 1 + 2j, jnp.complex64)}
+    trainer = make_trainer(model=model, loss_fn=real_and_complex, compute=redeqx.Precision(**HALF, rounding=rounding))
+    trainer.update(make_examples(8))
+    np.testing.assert_allclose(trainer.model["complex"], 0.9 + 2j, rtol=1e-6)
+    assert trainer.model["complex"].dtype == jnp.complex64
+
+
 def test_weight_decay_acts_on_the_float32_copies():
     def no_gradient(model, batch, key):
         return 0 * jnp.sum(model[0].astype(jnp.float32)) + 0 * jnp.sum(batch["x"])
@@ -465,6 +478,22 @@ def test_each_step_and_leaf_is_rounded_by_other_numbers():
     first, second = (np.asarray(leaf, np.float32) for leaf in trainer.model)
     assert np.mean(first > 1) > 0.9 and np.mean(second > 1) > 0.9
     assert not np.array_equal(first, second)
+
+
+def test_rounding_is_independent_of_what_the_loss_draws():
+    """Else updates would follow dropout, for example. The loss gives back the bits that its key draws for the first leaf."""
+
+    def drawing(model, state, batch, key):
+        bits = jax.random.bits(jax.random.fold_in(key, 0), state.shape, jnp.uint16)
+        return jnp.sum(model[0].astype(jnp.float32)) + 0 * jnp.sum(batch["x"]), bits
+
+    precision, n = redeqx.Precision(**HALF, rounding="stochastic"), 4096
+    half = optax.sgd(-(2.0**-8))  # of the distance of bfloat16 numbers above 1
+    options = {"model": [jnp.ones(n)], "model_state": jnp.zeros(n, jnp.uint16), "loss_fn": drawing, "optimizer": half}
+    trainer = make_trainer(**options, compute=redeqx.Compute(precision=precision))
+    trainer.update(make_examples(8))
+    is_up, is_large = np.asarray(trainer.model[0] > 1), np.asarray(trainer.model_state) >= 2**15
+    assert 0.4 < is_up.mean() < 0.6 and 0.4 < np.mean(is_up == is_large) < 0.6
 
 
 @pytest.mark.sweep

@@ -553,6 +553,35 @@ def test_a_loss_that_reads_a_state_which_it_changes_is_mixed(capsys):
     assert "mixed (it reads a state that each part of the batch changes)" in capsys.readouterr().out
 
 
+def test_a_loss_that_reads_a_state_which_it_keeps_is_separable(capsys):
+    def loss_fn(model, state, batch, key):
+        mean, n = state
+        return (((batch - mean) @ model) ** 2).mean(), (mean, n + 1)
+
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(),
+        model=jnp.ones(6),
+        model_state=(jnp.ones(6), jnp.array(0)),
+        optimizer=optax.sgd(0.1),
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+    )
+    trainer.update(DATA[:16])
+    assert "separable" in (text := capsys.readouterr().out) and "mixed" not in text
+
+
+def test_a_term_without_rows_counts_once_in_an_evaluation():
+    """In the sum of a batch is its share of the term, by the rows of all batches."""
+
+    def penalised(model, batch, key):
+        return redeqx.Loss(((batch @ model) ** 2).sum() + (model**2).sum(), len(batch))
+
+    options = {"model": jnp.ones(6), "optimizer": optax.sgd(0.1), "collate_fn": np.stack}
+    trainer = redeqx.Trainer(redeqx.Deployer(verbose=False), loss_fn=penalised, **options)
+    expected = penalised(trainer.model, DATA[:22], None)
+    np.testing.assert_allclose(trainer.eval_loss(DATA[:22], batch_size=8), expected.total / expected.weight, rtol=1e-6)
+
+
 def test_an_evaluation_takes_no_gradient(capsys):
     """Of a loop that ends by a condition, only `jax.jacfwd` takes one."""
 

@@ -693,6 +693,16 @@ def test_loss_fn_must_return_a_state_of_the_same_leaves(after, problem):
     assert problem in message(ValueError, trainer.train, make_examples(4), 4)
 
 
+def test_the_model_state_keeps_its_dtypes():
+    def loss_fn(model, state, batch, key):
+        return mse(model, batch, key), {"mean": state["mean"] + jnp.float32(1), "n": state["n"] + jnp.int8(1)}
+
+    state = {"mean": jnp.zeros(3, jnp.bfloat16), "n": jnp.array(0, jnp.int16)}
+    trainer = make_trainer(model_state=state, loss_fn=loss_fn)
+    trainer.train(make_examples(8), 4)
+    assert {name: leaf.dtype for name, leaf in trainer.model_state.items()} == {"mean": jnp.bfloat16, "n": jnp.int16}
+
+
 # --- optimizers, donation and remat -------------------------------------------------------------------------------------
 
 

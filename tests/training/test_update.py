@@ -347,6 +347,23 @@ def test_value_fn_is_the_loss_of_the_whole_step():
     np.testing.assert_allclose(trainer.model.layers[0].weight - before, loss, rtol=1e-5)
 
 
+def test_the_gradient_at_other_parameters_does_not_differentiate_the_weight():
+    """Here it is asked for at the current ones, and an update is its difference from the step's own."""
+
+    def weighted(model, batch, key):
+        squares = jax.vmap(model)(batch[:, :5])[:, 0] ** 2
+        return redeqx.Loss((batch[:, 5] * squares).sum(), squares.sum())
+
+    def update(updates, state, params=None, *, grad_fn, **extra):
+        return jax.tree.map(jax.numpy.subtract, grad_fn(params), updates), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    trainer = make_trainer(optimizer=optimizer, loss_fn=weighted)
+    before = np.asarray(trainer.model.layers[0].weight)
+    trainer.update(DATA[:8])
+    np.testing.assert_allclose(trainer.model.layers[0].weight, before, atol=1e-6)
+
+
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.sweep), 2])
 @pytest.mark.sweep
 def test_lbfgs_line_search_matches_optax(accumulate):
