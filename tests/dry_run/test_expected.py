@@ -18,14 +18,14 @@ MESH = Mesh(np.array(jax.devices()[:8]).reshape(1, 8, 1, 1), ("data", "fsdp", "s
 MATMULS, ATTENTION, MODEL = 8 * 1.317e15, 8 * 0.186e15, 8 * 1.265e15
 
 
-def run_on(chip, sent=0.0, hidden=1.0, dtype="bfloat16", bytes_moved=0, host_bytes=0, **kinds):
+def run_on(chip, sent=0.0, hidden=1.0, dtype="bfloat16", bytes_moved=0, host_bytes=0, mesh=MESH, **kinds):
     kinds = kinds or {"matmul": MATMULS, "attention": ATTENTION}
     gather = Collective("all-gather", (1,), "bf16", int(sent * 8 / 7), tuple(range(8)), 1, hidden=hidden)
     step = Step(
         needs=0, compile_seconds=0.0, collectives=(gather,), flops={dtype: sum(kinds.values())}, kinds=kinds,
         bytes_moved=bytes_moved, host_bytes=host_bytes, host_hidden=hidden,
     )  # fmt: skip
-    machine, plan = SimpleNamespace(chip=chip, memory=None), SimpleNamespace(mesh=MESH)
+    machine, plan = SimpleNamespace(chip=chip, memory=None), SimpleNamespace(mesh=mesh)
     return DryRun(machine, Strategy(1, 8, 3, 1), plan, {}, {"train": step}, {}, {"bfloat16": MODEL})  # type: ignore[arg-type]
 
 
@@ -41,6 +41,21 @@ def test_what_is_not_hidden_is_added():
     assert half.seconds == pytest.approx(hidden.seconds + 0.5) and none.seconds == pytest.approx(hidden.seconds + 1)
     copied = run_on(chip, sent=chip.link, hidden=0.5, host_bytes=chip.host).expected
     assert copied.seconds == pytest.approx(half.seconds + 0.5)
+
+
+@pytest.mark.parametrize("n_local, n_networks", [(4, 4), (1, 1)])
+def test_a_ring_over_hosts_sends_by_the_networks_of_a_host(n_local, n_networks):
+    chip = GPUS["h100-80gb"].chip
+    devices = np.array([SimpleNamespace(process_index=i // n_local) for i in range(8)])
+    found = run_on(chip, sent=chip.network, mesh=SimpleNamespace(devices=devices, size=8, shape=MESH.shape)).estimate
+    assert found.communication == pytest.approx(max(1 / n_networks, chip.network / chip.link))
+
+
+def test_what_is_copied_to_the_host_may_be_needed_at_once():
+    """The state on the device is needed with all else when gradients are complete, not with the activations."""
+    for needs, expected in ((90, 60), (70, 50)):
+        step = Step(needs=needs, compile_seconds=0.0, arguments=40).offloaded(30, 20)
+        assert (step.needs, step.arguments, step.host_bytes) == (expected, 10, 60)
 
 
 def test_no_step_is_expected_to_be_faster_than_its_bound():

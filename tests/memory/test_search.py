@@ -76,6 +76,13 @@ def test_rows_are_cut_only_as_the_loss_allows(use, cuts, batch_size):
     assert found == cuts
 
 
+def test_what_is_held_does_not_shrink_with_the_rows():
+    """Of 24 GiB, 12 stay: with half of the rows 18 are needed at least, which is not tried, with a quarter 15."""
+    of = space(n_devices=1, flops={"none": FLOPS["none"]})
+    tried = tried_strategies(of, bytes_needed(of, activations=3 * GIB // 2))
+    assert [strategy.strategy.per_device_batch_size for strategy in tried] == [8, 2]
+
+
 def test_every_strategy_keeps_the_number_of_examples_per_step():
     for own in (OWN, dataclasses.replace(OWN, n_model_shards=2, per_device_batch_size=6, accumulate_grad_batches=3)):
         strategies = list(space(own=own).strategies())

@@ -110,6 +110,14 @@ def test_codes_and_numbers_are_those_of_a_hand_written_quantisation(kind, size, 
     np.testing.assert_array_equal(model(x), plain(x))
 
 
+@pytest.mark.parametrize(("kind", "code"), [("nf4", 0x77), ("int8", 0)])
+def test_a_block_of_zeros_has_the_codes_of_zero(kind, code):
+    """Nothing is divided by its scale, which is 0."""
+    with jax.debug_nans(True):
+        found = lora.quantise([jnp.zeros((2, 64))], where="0", kind=kind)[0]
+    assert np.all(np.asarray(found.codes) == code) and not np.any(found.scales)
+
+
 @pytest.mark.sweep
 def test_a_quantised_weight_is_used_as_an_array():
     weight = jax.random.normal(jax.random.key(1), (2, 6, 16)).at[1, 2].set(0).astype(jnp.bfloat16)
