@@ -191,6 +191,21 @@ AROUND = {
 }
 
 
+def test_a_group_with_an_effect_is_computed_as_it_is_written():
+    class Everything(Rule):
+        def groups(self, body):
+            yield Group(body.eqns, lambda read: [2 * read(body.closed.jaxpr.invars[0])])
+
+    def fn(x):
+        jax.debug.callback(seen.append, x)
+        return 3 * x
+
+    seen = []
+    assert transformed(fn, [Everything()])(1.0) == 3 and transformed(lambda x: 3 * x, [Everything()])(1.0) == 2
+    jax.effects_barrier()
+    assert seen == [1.0]
+
+
 @pytest.mark.sweep
 def test_group_is_replaced_with_equal_values_and_gradients():
     x, plain, changed = jnp.linspace(-2, 2, 12).reshape(3, 4), {}, {}
