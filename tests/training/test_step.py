@@ -693,6 +693,21 @@ def test_loss_fn_must_return_a_state_of_the_same_leaves(after, problem):
     assert problem in message(ValueError, trainer.train, make_examples(4), 4)
 
 
+def test_a_model_loses_its_weak_types():
+    """Else the batch would decide the dtype of the loss, until a resume. `deployer.init` places a model as it was made."""
+    deployer = make_deployer()
+    model = deployer.init(lambda: [jnp.full(3, 0.5)])
+    dtypes = []
+
+    def loss_fn(model, batch, key):
+        dtypes.append((model[0] * jnp.bfloat16(1)).dtype)
+        return (model[0] ** 2).sum() + 0 * jax.tree.leaves(batch)[0].sum()
+
+    trainer = make_trainer(deployer, model=model, loss_fn=loss_fn)
+    trainer.train(make_examples(8), 4)
+    assert {*dtypes} == {jnp.dtype("float32")} and not trainer.model[0].weak_type
+
+
 def test_the_model_state_keeps_its_dtypes():
     def loss_fn(model, state, batch, key):
         return mse(model, batch, key), {"mean": state["mean"] + jnp.float32(1), "n": state["n"] + jnp.int8(1)}
