@@ -101,6 +101,17 @@ def test_complex_weights_descend(name):
         assert trainer.update(DATA)["learning_rate"] == 0.0 == trainer.hyperparams["learning_rate"]
 
 
+def test_an_optimizer_is_also_given_the_gradient_as_jax_returns_it():
+    """The conjugate of the updates, of which line searches compute the slope. Here an update is their difference."""
+
+    def update(updates, state, params=None, *, grad, **extra):
+        return jax.tree.map(lambda g, u: jnp.conj(g) - u, grad, updates), state
+
+    trainer = make_trainer(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update), jnp.complex64)
+    trainer.update(DATA)
+    np.testing.assert_allclose(trainer.model.weight, 0, atol=1e-6)
+
+
 def test_a_gradient_of_the_user_s_own_is_the_direction_of_ascent():
     def grad_fn(model, batch, key):
         return jnp.mean(jnp.abs(model.weight - TARGET) ** 2), Weights(2 / 3 * (model.weight - TARGET))
