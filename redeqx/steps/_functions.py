@@ -35,6 +35,7 @@ from ..transforms import (
     Reshard,
     Rows,
     Shardings,
+    SplitFourier,
     SplitPositions,
     SplitRepeated,
     SplitResidual,
@@ -126,7 +127,8 @@ def with_rules(
             replace(rule, inputs=inputs) if around and isinstance(rule, FixConvolutions | FixPools | FuseAttention) else rule
             for rule in after
         ]
-        then = [FixLookups(mesh, splits_residual, inputs=inputs), *around, *then]
+        fixes = [FixLookups(mesh, splits_residual, inputs=inputs), SplitFourier(mesh, splits, inputs=inputs)]
+        then = [*fixes, *around, *then]
         return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *before, *then], saved)(*args)
 
     return split

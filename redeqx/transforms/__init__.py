@@ -2,9 +2,10 @@
 
 Each file is one `tracing.Rule`: draws by the numbers of rows, gathering weights at use, dequantising them there, exchanging
 what is looked up in tables, splitting a head by its vocabulary, resharding equal parts of a split dim, convolutions, pools,
-pads and lookups, splitting products that have lost the rows, fused attention, grouped matmuls, label picking by comparison,
-products with weights in fp8, transposes in gradients of weights, rematerialisation, unrolling loops, and stacking equal
-blocks into one loop. The package is independent of optimizers, batches and files. Open `_gather.py` first.
+pads and lookups, Fourier transforms by rows, splitting products that have lost the rows, fused attention, grouped matmuls,
+label picking by comparison, products with weights in fp8, transposes in gradients of weights, rematerialisation, unrolling
+loops, and stacking equal blocks into one loop. The package is independent of optimizers, batches and files. Open
+`_gather.py` first.
 """
 
 from ._attention_report import attentions as attentions
@@ -15,6 +16,7 @@ from ._dequantise import DequantiseAtUse as DequantiseAtUse
 from ._draw_by_row import Rows as Rows, by_row as by_row, of_whole as of_whole
 from ._exchange_lookups import ExchangeLookups as ExchangeLookups
 from ._exchanged_rows import expert_stacks as expert_stacks
+from ._fourier import SplitFourier as SplitFourier
 from ._fuse_attention import FuseAttention as FuseAttention
 from ._gather import (
     GRADIENT as GRADIENT,

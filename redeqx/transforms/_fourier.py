@@ -1,0 +1,80 @@
+"""Fourier transforms, of which XLA's partitioners give all rows to all devices, whatever splits them.
+
+Each device then computes the transforms of the whole batch, after an all-gather of it: a model with such layers gains
+nothing from more devices. This rule computes each transform under `jax.shard_map`, on the device's own entries of the dims
+that are not transformed.
+
+On CPUs, a transform ends with an internal error if its operand or result has another layout in memory than its dims have.
+XLA chooses such a layout next to collectives along another dim, as of channels, so there this rule sets the layout.
+
+Source: measured with jax 0.10.2 (the test `test_xla_still_...` fails once it is fixed). Cost: in tracing, one search for
+positions and one pass of the dataflow, for functions with transforms. A transformed dim is gathered, as without the rule.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import jax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, PartitionSpec as P
+
+from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
+from ..partition import values_by
+from ..tracing import Site, equations, plain, run
+from ._by_positions import ByPositions
+
+
+@dataclass(frozen=True)
+class SplitFourier(ByPositions):
+    """Computes Fourier transforms by shards of the dims that are not transformed.
+
+    **Arguments:**
+
+    - `splits`: for each of the function's first inputs, the dim that the model axis splits, or None.
+    - `of_model`: of one function: the dims that the model axis splits.
+    """
+
+    mesh: Mesh
+    splits: tuple[int | None, ...]
+    of_model: Mapping[Any, int | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, closed: Any) -> Self | None:
+        if not any(map(self.claims, equations(closed))):
+            return None
+        n = self.mesh.shape[MODEL]
+        return replace(super().of(closed), of_model=values_by(closed, self.splits, n).values if n > 1 else {})
+
+    def claims(self, eqn: Any) -> bool:
+        return eqn.primitive.name == "fft"
+
+    def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
+        spec, is_cpu = self._spec(eqn), self.mesh.devices.flat[0].platform == "cpu"
+
+        def transform(x: jax.Array) -> jax.Array:
+            if not is_cpu:
+                return run(eqn, [x])[0]
+            return _row_major(run(eqn, [_row_major(x)])[0])
+
+        return [jax.shard_map(transform, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(plain(ins[0]))]
+
+    def _spec(self, eqn: Any) -> P:
+        """Returns the axes that split the dims that are not transformed, as far as these divide."""
+        (var,), shape, n = eqn.invars, eqn.invars[0].aval.shape, self.mesh.shape
+        free, positions = range(len(shape) - len(eqn.params["fft_lengths"])), self.positions.dims.get(var, ())
+        axes: dict[int, Any] = {dim: SEQUENCE for dim in positions[:1] if dim in free and shape[dim] % n[SEQUENCE] == 0}
+        n_rows = n_batch_shards(self.mesh)
+        over, rows = BATCH_AXES, self.positions.rows_in(var, n_rows)
+        if not positions and self.positions.rows_in(var, n_rows * n[SEQUENCE]) is not None:  # XLA gathers positions for that
+            over = (*BATCH_AXES, SEQUENCE)
+        if rows is not None and rows in free and rows not in axes:
+            axes[rows] = over
+        dim = self.of_model.get(var)
+        if dim is not None and dim in free and dim not in axes and shape[dim] % n[MODEL] == 0:
+            axes[dim] = MODEL
+        return P(*(axes.get(dim) for dim in range(len(shape))))
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    """Constrains the layout in memory of a value, and of its gradient."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

@@ -1,0 +1,88 @@
+"""Fourier transforms on a mesh: values and gradients are those of one device, and each device transforms its own rows."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import redeqx
+from redeqx.machine import make_mesh
+
+
+class Spectral(eqx.Module):
+    """Fourier layers between two products: the lowest frequencies are multiplied by complex weights."""
+
+    first: jax.Array
+    weights: jax.Array  # of each layer, the real and the imaginary part
+    last: jax.Array
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        shapes = (8, 2), (3, 2, 8, 8, 5), (2, 8)
+        self.first, self.weights, self.last = (jax.random.normal(*each) for each in zip(keys, shapes, strict=True))
+
+    def __call__(self, x):
+        x = jnp.tanh(self.first @ x)
+        for weight in self.weights:
+            kept = jnp.einsum("iM,ioM->oM", jnp.fft.rfft(x)[:, :5], weight[0] + 1j * weight[1])
+            x = jnp.tanh(x + jnp.fft.irfft(jnp.pad(kept, ((0, 0), (0, 4))), n=16))
+        return self.last @ jnp.fft.fft2(x).real
+
+
+def loss_fn(model, batch, key):
+    return jnp.square(jax.vmap(model)(batch)).mean()
+
+
+MODEL = Spectral(jax.random.key(0))
+BATCH = np.random.default_rng(0).normal(size=(8, 2, 16)).astype(np.float32)
+
+
+def trained(batch, accumulate, shards):
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(verbose=False, **shards), model=MODEL, optimizer=optax.sgd(1e-2), collate_fn=np.stack,
+        loss_fn=loss_fn, accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    trainer.update(list(batch))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "accumulate", "shards"),
+    [
+        (8, 2, {"n_fsdp_shards": 2, "n_model_shards": 2}),
+        *(
+            pytest.param(*of, marks=pytest.mark.sweep)
+            for of in (
+                (8, 1, {"n_model_shards": 4}),
+                (7, 1, {"n_model_shards": 2}),
+                (8, 1, {"n_sequence_shards": 2, "n_model_shards": 2}),
+            )
+        ),
+    ],
+)
+def test_gradient(n_rows, accumulate, shards):
+    batch = BATCH[:n_rows]
+    grads = eqx.filter_jit(eqx.filter_grad(loss_fn))(MODEL, batch, None)
+    trainer = trained(batch, accumulate, shards)
+    for before, after, grad in zip(*map(jax.tree.leaves, (MODEL, trainer.model, grads)), strict=True):
+        found = (np.asarray(before) - np.asarray(after)) / 1e-2
+        assert np.linalg.norm(found - grad) < 1e-4 * np.linalg.norm(grad)
+
+
+def test_each_device_transforms_its_own_rows():
+    text = str(trained(BATCH, 1, {}).compiled_step.as_text())
+    transforms = [line.split("=")[1].split("[")[1] for line in text.splitlines() if " fft(" in line]
+    assert transforms
+    assert all(shape.startswith("1,") for shape in transforms), "8 rows, 8 devices"
+    assert " all-gather(" not in text
+
+
+def test_xla_still_gathers_the_rows():
+    """What `SplitFourier` avoids (jax 0.10.2, 2026-11-30). Once this fails, delete the rule."""
+    rows = NamedSharding(make_mesh(), P("data"))
+    shape = jax.ShapeDtypeStruct((8, 2, 16), jnp.float32, sharding=rows)
+    text = jax.jit(jnp.fft.rfft, out_shardings=rows).lower(shape).compile().as_text()
+    assert " all-gather(" in str(text)
