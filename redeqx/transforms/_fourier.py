@@ -4,8 +4,8 @@ Each device then computes the transforms of the whole batch, after an all-gather
 nothing from more devices. This rule computes each transform under `jax.shard_map`, on the device's own entries of the dims
 that are not transformed.
 
-On CPUs, there a transform ends with an internal error if its operand or result has another layout in memory than its dims have.
-XLA chooses such a layout next to collectives along another dim, as of channels, so this rule sets the layout.
+On CPUs, a transform also ends with an internal error there, if its operand or result has another layout in memory than its
+dims have. XLA chooses such a layout next to collectives along another dim, as of channels, so this rule sets the layout.
 
 Source: measured with jax 0.10.2 (the test `test_xla_still_...`), not seen with 0.12. Cost: in tracing, one search for
 positions and one pass of the dataflow, for functions with transforms. A transformed dim is gathered, as without the rule.
