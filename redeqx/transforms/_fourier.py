@@ -13,6 +13,7 @@ positions and one pass of the dataflow, for functions with transforms. A transfo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -23,6 +24,7 @@ from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
 from ..partition import values_by
 from ..tracing import Site, equations, plain, run
 from ._by_positions import ByPositions
+from ._constrain import with_gradient
 
 
 @dataclass(frozen=True)
@@ -49,23 +51,30 @@ class SplitFourier(ByPositions):
         return eqn.primitive.name == "fft"
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        spec, is_cpu = self._spec(eqn), self.mesh.devices.flat[0].platform == "cpu"
+        spec, (var,), is_cpu = self._spec(eqn), eqn.invars, self.mesh.devices.flat[0].platform == "cpu"
+        n_free = var.aval.ndim - len(eqn.params["fft_lengths"])
 
         def transform(x: jax.Array) -> jax.Array:
             if not is_cpu:
                 return run(eqn, [x])[0]
             return _row_major(run(eqn, [_row_major(x)])[0])
 
-        return [jax.shard_map(transform, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)(plain(ins[0]))]
+        def transpose(gradient: jax.Array) -> jax.Array:
+            own = jax.ShapeDtypeStruct((*gradient.shape[:n_free], *var.aval.shape[n_free:]), var.aval.dtype)
+            return jax.linear_transpose(transform, own)(gradient)[0]
+
+        here = partial(jax.shard_map, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        # JAX's own derivative sums gradients over the axes that split nothing.
+        return [with_gradient(here(transform), here(transpose))(plain(ins[0]))]
 
     def _spec(self, eqn: Any) -> P:
         """Returns the axes that split the dims that are not transformed, as far as these divide."""
-        (var,), shape, n = eqn.invars, eqn.invars[0].aval.shape, self.mesh.shape
-        free, positions = range(len(shape) - len(eqn.params["fft_lengths"])), self.positions.dims.get(var, ())
+        (var,), (out,), shape, n = eqn.invars, eqn.outvars, eqn.invars[0].aval.shape, self.mesh.shape
+        free, positions = range(len(shape) - len(eqn.params["fft_lengths"])), self.positions.dims.get(out, ())
         axes: dict[int, Any] = {dim: SEQUENCE for dim in positions[:1] if dim in free and shape[dim] % n[SEQUENCE] == 0}
         n_rows = n_batch_shards(self.mesh)
-        over, rows = BATCH_AXES, self.positions.rows_in(var, n_rows)
-        if not positions and self.positions.rows_in(var, n_rows * n[SEQUENCE]) is not None:  # XLA gathers positions for that
+        over, rows = BATCH_AXES, self.positions.rows_in(out, n_rows)
+        if not positions and self.positions.rows_in(out, n_rows * n[SEQUENCE]) is not None:  # XLA gathers positions for that
             over = (*BATCH_AXES, SEQUENCE)
         if rows is not None and rows in free and rows not in axes:
             axes[rows] = over

@@ -80,6 +80,30 @@ def test_each_device_transforms_its_own_rows():
     assert " all-gather(" not in text
 
 
+class Looped(eqx.Module):
+    """Layers in a loop that begin with a transform."""
+
+    weights: jax.Array
+
+    def __call__(self, x):
+        def layer(x, weight):
+            return jnp.tanh(x + jnp.fft.irfft(jnp.fft.rfft(x) * weight, n=16)), None
+
+        return jax.lax.scan(layer, x, self.weights)[0]
+
+
+def test_rows_and_their_gradients_stay_where_they_are():
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(verbose=False, n_model_shards=2), model=Looped(jax.random.normal(jax.random.key(0), (3, 9))),
+        optimizer=optax.sgd(1e-2), collate_fn=np.stack, loss_fn=loss_fn,
+    )  # fmt: skip
+    trainer.update(list(BATCH))
+    text = str(trainer.compiled_step.as_text())
+    assert " fft(" in text
+    assert " all-gather(" not in text
+    assert not [line for line in text.splitlines() if " all-reduce(" in line and (",2,16]" in line or ",2,9]" in line)]
+
+
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX 0.12 splits the rows")
 def test_xla_still_gathers_the_rows():
     """What `SplitFourier` avoids (jax 0.10.2, 2026-11-30). Delete the rule with the last version that needs it."""
