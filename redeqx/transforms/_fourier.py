@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Self
 
 import jax
+from jax.custom_derivatives import linear_call
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -24,7 +25,6 @@ from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
 from ..partition import values_by
 from ..tracing import Site, equations, plain, run
 from ._by_positions import ByPositions
-from ._constrain import with_gradient
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,19 @@ class SplitFourier(ByPositions):
             return jax.linear_transpose(transform, own)(gradient)[0]
 
         here = partial(jax.shard_map, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        # JAX's own derivative sums gradients over the axes that split nothing.
-        return [with_gradient(here(transform), here(transpose))(plain(ins[0]))]
+        forward, back = here(transform), here(transpose)
+
+        @jax.custom_jvp
+        def fn(x: jax.Array) -> jax.Array:
+            return forward(x)
+
+        @fn.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            # The transpose that JAX derives from a `shard_map` sums gradients over the axes that split nothing.
+            out = linear_call(lambda _, x: forward(x), lambda _, gradient: back(gradient), (), *tangents)
+            return fn(*primals), out
+
+        return [fn(plain(ins[0]))]
 
     def _spec(self, eqn: Any) -> P:
         """Returns the axes that split the dims that are not transformed, as far as these divide."""
