@@ -104,6 +104,21 @@ def test_rows_and_their_gradients_stay_where_they_are():
     assert not [line for line in text.splitlines() if " all-reduce(" in line and (",2,16]" in line or ",2,9]" in line)]
 
 
+def test_forward_mode():
+    def update(grads, state, params=None, *, value_fn=None, **_):
+        slope = jax.jvp(value_fn, (params,), (params,))[1]
+        return jax.tree.map(lambda x: -slope * jnp.ones_like(x), grads), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    model = Looped(jax.random.normal(jax.random.key(0), (3, 9)))
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(verbose=False), model=model, optimizer=optimizer, collate_fn=np.stack, loss_fn=loss_fn
+    )
+    trainer.update(list(BATCH))
+    slope = jax.jvp(lambda model: loss_fn(model, BATCH, None), (model,), (model,))[1]
+    np.testing.assert_allclose(np.asarray(model.weights - trainer.model.weights), np.full((3, 9), slope), rtol=1e-4)
+
+
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX 0.12 splits the rows")
 def test_xla_still_gathers_the_rows():
     """What `SplitFourier` avoids (jax 0.10.2, 2026-11-30). Delete the rule with the last version that needs it."""
