@@ -24,7 +24,13 @@ from ._setting import MASK_VALUE
 
 @dataclass(frozen=True)
 class Ring:
-    """The passes of an attention on one device, inside `jax.shard_map`. Takes this device's parts, and returns them."""
+    """The passes of an attention on one device, inside `jax.shard_map`. They take and return its own parts.
+
+    **Arguments:**
+
+    - `kernel`: what computes a chunk of queries with a chunk of keys, such as `_blockwise`.
+    - `layout`: which positions this device has.
+    """
 
     kernel: Any
     layout: Layout
