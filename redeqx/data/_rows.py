@@ -87,10 +87,10 @@ class BatchSize:
     def micro_batch_for(self, use: RowUse, mesh: Mesh) -> int:
         """Returns the rows of a full micro-batch for a loss that uses rows in this way.
 
-        A loss that mixes rows gets no more micro-batches than the user asked for. Groups of rows are not divided; if a
-        micro-batch has enough of them, each shard of the batch gets whole groups, else the micro-batch may be larger.
+        A loss that mixes rows, or may, gets no more micro-batches than the user asked for. Groups of rows are not divided;
+        if a micro-batch has enough of them, each shard of the batch gets whole groups, else the micro-batch may be larger.
         """
-        if use.kind == "mixed":
+        if use.stays_whole:
             return -(-self.examples // self.asked)
         if use.group == 1:
             return self.micro_batch
@@ -110,14 +110,14 @@ class BatchSize:
                 f"rows at a time{line}, got a step of {n_rows}, with {self.examples} examples a full step. Choose the batch "
                 f"size and the number of examples as multiples of {use.group}, or drop the remainder."
             )
-        micro_batch, whole = self.micro_batch_for(use, mesh), use.kind == "mixed"
+        micro_batch, whole = self.micro_batch_for(use, mesh), use.stays_whole
         return cut_rows(n_rows, micro_batch, mesh.size, group=use.group, whole=whole)
 
     def evenly(self, n: int | None, n_devices: int, use: RowUse = UNKNOWN) -> "BatchSize":
         """Returns the sizes for an evaluation of `n` examples: the largest micro-batch, at least half of this size, that
         leaves no remainder, for which another program would be compiled; this size if there is none, and for a loss whose
         value depends on it."""
-        if n is None or n <= self.micro_batch or not (use.is_additive or use.kind == "unknown"):
+        if n is None or n <= self.micro_batch or not (use.is_additive or use == UNKNOWN):
             return self
         smallest, unit = -(-self.micro_batch // 2), math.lcm(n_devices, use.group)
         sizes = (rows for rows in range(self.micro_batch // unit * unit, smallest - 1, -unit) if n % rows == 0)

@@ -81,6 +81,11 @@ class RowUse:
         """Whether parts of the batch give together what the whole batch gives."""
         return self.kind in ("separable", "after")
 
+    @property
+    def stays_whole(self) -> bool:
+        """Whether rows are divided only where the user asks for it: nothing proves that parts give what the whole gives."""
+        return not self.is_exact and self != UNKNOWN
+
     def is_about(self, closed: Any, n_rows: int) -> bool:
         """Whether it is a proof for a closed jaxpr in normal form of the function, for another number of rows."""
         is_known = self.is_exact and not self.draws and self.n_rows
@@ -110,7 +115,7 @@ class RowUse:
         return "; ".join((said + (f", {self.group} rows at a time" if self.group > 1 else ""), *self.metrics))
 
 
-UNKNOWN = RowUse("unknown")
+UNKNOWN = RowUse("unknown")  # nothing has been traced yet
 
 
 def row_use(

@@ -20,6 +20,7 @@ from tests._memory import divide_micro_batches
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 MIXED = RowUse("mixed", 0, line="train.py:41", why="a reduction over rows")
+UNSURE = RowUse("unknown", 0, line="train.py:41", why="a derivative of its own mixes rows")
 PAIRS = RowUse("separable", 0, group=2, line="train.py:7")
 
 
@@ -33,6 +34,19 @@ def preference(model, batch, key):
     """Consecutive rows are pairs."""
     first, second = jax.vmap(model)(batch[:, :5])[:, 0].reshape(-1, 2).T
     return -jax.nn.log_sigmoid(first - second).mean()
+
+
+@jax.custom_vjp
+def with_clipped_gradient(x):
+    """Clips the gradient of all rows together, which only the derivative tells."""
+    return x
+
+
+with_clipped_gradient.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.maximum(1, 100 * jnp.linalg.norm(g)),))
+
+
+def clipped(model, batch, key):
+    return jnp.square(with_clipped_gradient(jax.vmap(model)(batch[:, :5]))).mean()
 
 
 def make_trainer(loss_fn, *, shards=(1, 1), collate_fn=np.stack, verbose=False, **kwargs):
@@ -93,6 +107,13 @@ def check_update(trainer, loss_fn, n_rows, parts):
 def test_rows_that_mix_are_cut_only_as_the_user_asked(n_rows, accumulate, shards):
     parts = np.split(DATA[:n_rows], [-(-n_rows // accumulate)]) if accumulate == 2 else [DATA[:n_rows]]
     check_update(make_trainer(contrastive, shards=shards, accumulate_grad_batches=accumulate), contrastive, n_rows, parts)
+
+
+@pytest.mark.parametrize("n_rows", [13, pytest.param(35, marks=pytest.mark.sweep)])
+def test_rows_that_may_mix_are_not_cut(n_rows):
+    """13 rows on 8 devices: of a loss that is known to be separable, each device would compute one, and all of them five."""
+    with pytest.warns(UserWarning, match="The loss may mix rows at .*test_row_use.py"):
+        check_update(make_trainer(clipped), clipped, n_rows, [DATA[:n_rows]])
 
 
 @pytest.mark.filterwarnings("ignore:`batch_size`. expected micro-batches")
@@ -405,13 +426,13 @@ def test_the_header_and_the_plan_say_what_the_loss_does_with_rows(capsys, verdic
     assert plan.splitlines()[-1] == "rows: separable, 2 rows at a time"
 
 
-def test_the_header_names_micro_batches_that_are_batches_of_their_own(capsys, verdict):
-    verdict(MIXED)
+@pytest.mark.parametrize("use, are", [(MIXED, "is"), (UNSURE, "may be")])
+def test_the_header_names_micro_batches_that_are_batches_of_their_own(use, are, capsys, verdict):
+    verdict(use)
     header, plan = header_of(capsys, contrastive, accumulate_grad_batches=2)
-    assert (
-        "rows mixed at train.py:41 (a reduction over rows), so each of the 2 micro-batches, of 8 rows, is a batch of its own"
-    ) in header
-    assert plan.splitlines()[-1] == "rows: mixed at train.py:41 (a reduction over rows)"
+    said = f"{use.kind} at train.py:41 ({use.why})"
+    assert f"rows {said}, so each of the 2 micro-batches, of 8 rows, {are} a batch of its own" in header
+    assert plan.splitlines()[-1] == f"rows: {said}"
 
 
 def test_draws_that_cannot_follow_rows_are_said_once(capsys, verdict):
@@ -427,11 +448,12 @@ def test_nothing_is_said_of_an_unknown_use(capsys, verdict):
     assert "rows" not in header and "rows:" not in plan
 
 
-def test_micro_batches_that_cannot_be_cut_and_do_not_divide_give_a_warning(verdict):
-    verdict(MIXED)
+@pytest.mark.parametrize("use, mixes", [(MIXED, "mixes"), (UNSURE, "may mix")])
+def test_micro_batches_that_cannot_be_cut_and_do_not_divide_give_a_warning(use, mixes, verdict):
+    verdict(use)
     message = (
         "`batch_size`: expected micro-batches of a multiple of 8 rows, so that each device computes its share, got 10. "
-        "The loss mixes rows at train.py:41, so they are not cut, and every device computes all of them. "
+        f"The loss {mixes} rows at train.py:41, so they are not cut, and every device computes all of them. "
         "Choose a multiple of 16."
     )
     with pytest.warns(UserWarning) as caught:
