@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice, takewhile
 from pathlib import Path
+from typing import Any
 
 from .._at_end import AtEnd
 from ..storage import make_subfolder, read_file, write_file
@@ -26,7 +27,7 @@ ROOM = 2**28  # bytes in the queue; above this the oldest records are dropped
 ROW_SIZE = 1024  # bytes, roughly
 BATCH = 1000  # rows per delivery
 
-Record = Row | MediaFile | dict[str, str]  # metrics, an image or a text, the configuration
+Record = Row | MediaFile | dict[str, Any]  # metrics, an image or a text, the configuration
 # A position in the records: a step, and the number of rows recorded at it so far. A rerun records the same rows.
 Mark = tuple[int, int]
 NO_ROWS: Mark = (-1, 0)
@@ -82,7 +83,7 @@ class Delivery:
         if medium.step > step or (medium.step == step and medium.name not in names):
             self._enqueue(medium)
 
-    def config(self, values: Mapping[str, str]) -> None:
+    def config(self, values: Mapping[str, Any]) -> None:
         """Delivers the configuration of a run, by name; before other records, with the first of them.
 
         A fit that follows may continue an earlier run of the tracker, or delete records of it.

@@ -3,6 +3,7 @@
 `metrics.jsonl` holds computed values, and a rerun reproduces it to the byte; `speed.jsonl` holds measured times.
 """
 
+import json
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +13,7 @@ from typing import Any, SupportsFloat
 from ..errors import brief, warn
 from ._delivery import Delivery
 from ._goodput import Goodput
-from ._jsonl import JsonLines, prefix_of
+from ._jsonl import JsonLines, prefix_of, to_json
 from ._live import ProgressLine
 from ._media import MediaFile, check_image, check_name, png, rewind_media
 from ._trackers import TRACKERS, Row, Tracker, check_loggers
@@ -164,7 +165,7 @@ class Records:
     def config(self, values: Mapping[str, Any]) -> None:
         """Records the configuration of the run in the built-in trackers."""
         for delivery in self._deliveries:
-            delivery.config({name: str(value) for name, value in values.items()})
+            delivery.config({name: _plain(value) for name, value in values.items()})
 
     def begin(self, rows: Mapping[str, str], explain_plan: Callable[[], str]) -> None:
         """Records the rows of the header, and at the begin of a tracker's run the full plan, in the built-in trackers."""
@@ -220,6 +221,15 @@ def _as_step(step: Any) -> int:
         return operator.index(step)
     except TypeError:
         raise TypeError(f"`step`: expected an integer, got {step!r}. Pass `trainer.step`.") from None
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of a configuration as trackers sort and compare them: numbers stay numbers, dicts and lists stay what
+    they are, and anything else is text."""
+    try:
+        return json.loads(to_json(value, default=lambda x: x.item() if getattr(x, "ndim", None) == 0 else str(x)))
+    except (TypeError, ValueError):  # keys that are no strings, or a dict within itself
+        return str(value)
 
 
 def _as_number(name: str, value: SupportsFloat) -> float:

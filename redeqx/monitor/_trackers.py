@@ -74,7 +74,7 @@ class NamedTracker(Protocol):
         - `purge_step`: the first step that is repeated, of those that an earlier process recorded; None if there is none.
         """
 
-    def config(self, values: Mapping[str, str]) -> None: ...
+    def config(self, values: Mapping[str, Any]) -> None: ...
     def rows(self, rows: Sequence[Row]) -> None: ...
     def medium(self, medium: MediaFile) -> None: ...
     def close(self, failed: bool) -> None: ...
@@ -94,8 +94,8 @@ class TensorBoard(NamedTracker):
         suffix = f".{len(list(events.glob('*'))):04}.{secrets.token_hex(4)}"  # nobody else can guess it and plant a link
         self._writer: Any = SummaryWriter(self.where, purge_step=purge_step, filename_suffix=suffix)
 
-    def config(self, values: Mapping[str, str]) -> None:
-        cells = {name: value.replace("|", "\\|").replace("\n", "<br>") for name, value in values.items()}
+    def config(self, values: Mapping[str, Any]) -> None:
+        cells = {name: str(value).replace("|", "\\|").replace("\n", "<br>") for name, value in values.items()}
         table = "".join(f"|{name}|{cell}|\n" for name, cell in cells.items())
         self._writer.add_text("config", f"|name|value|\n|-|-|\n{table}", 0)
         self._writer.flush()
@@ -164,7 +164,7 @@ class WandB(_RunWithLog):
         self.run_id = self._run.id
         self.where = (None if self._run.offline else self._run.url) or str(Path(self._run.dir).parent)
 
-    def config(self, values: Mapping[str, str]) -> None:
+    def config(self, values: Mapping[str, Any]) -> None:
         self._run.config.update(dict(values), allow_val_change=True)
 
     def _text(self, package: Any, text: str) -> Any:
@@ -192,11 +192,11 @@ class MLflow(NamedTracker):
             self.run_id = run_id
         self.where = f"{client.tracking_uri}, run {self.run_id}"
 
-    def config(self, values: Mapping[str, str]) -> None:
+    def config(self, values: Mapping[str, Any]) -> None:
         from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
         known = self._client.get_run(self.run_id).data.params  # never overwritten: they describe the start of the run
-        new = [Param(name, value[:_MLFLOW_PARAM]) for name, value in values.items() if name not in known]
+        new = [Param(name, str(value)[:_MLFLOW_PARAM]) for name, value in values.items() if name not in known]
         self._client.log_batch(self.run_id, params=new)
 
     def rows(self, rows: Sequence[Row]) -> None:
@@ -231,7 +231,7 @@ class Trackio(_RunWithLog):
         self._run = trackio.init(project, self.run_id, resume="allow", embed=False)
         self.where = f"trackio show --project {project}, run {self.run_id}"
 
-    def config(self, values: Mapping[str, str]) -> None:
+    def config(self, values: Mapping[str, Any]) -> None:
         self._run.config.update(values)  # sent with the next row
 
     def _text(self, package: Any, text: str) -> Any:

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from redeqx.monitor import TRACKERS, Console
@@ -272,7 +274,7 @@ def test_a_configuration_before_a_fit_opens_no_run_of_its_own(tmp_path, fake):
     assert fake.runs == {
         "run 0": [
             "begun",
-            {"seed": "1"},
+            {"seed": 1},
             {"mesh": "data=8"},
             (0, "step_00000000_plan.txt"),
             (1, {"rate": 7.0, "loss": 0.5}),
@@ -281,7 +283,18 @@ def test_a_configuration_before_a_fit_opens_no_run_of_its_own(tmp_path, fake):
     }
     console.records.config({"seed": 2})
     console.records.close()
-    assert fake.runs["run 0"][-3:] == ["continued", {"seed": "2"}, "closed"]
+    assert fake.runs["run 0"][-3:] == ["continued", {"seed": 2}, "closed"]
+
+
+def test_numbers_of_a_configuration_stay_numbers(tmp_path, fake):
+    """So that a tracker can sort runs by them, and plot against them."""
+    console = Console(tmp_path, loggers=["fake"], verbose=False)
+    given = {"rate": 1e-3, "width": np.int64(3), "tied": True, "adam": {"b1": np.float32(0.5)}, "dims": (2, 4)}
+    console.records.config({**given, "workdir": tmp_path, "array": jnp.arange(2), "limit": float("inf"), "odd": {(1, 2): 3}})
+    console.records.close()
+    plain = {"rate": 1e-3, "width": 3, "tied": True, "adam": {"b1": 0.5}, "dims": [2, 4]}
+    text = {"workdir": str(tmp_path), "array": "[0 1]", "limit": "Infinity", "odd": "{(1, 2): 3}"}
+    assert fake.runs["run 0"][1] == {**plain, **text}
 
 
 def test_restarted_run_begins_a_new_tracker_run(tmp_path, fake):
