@@ -13,14 +13,12 @@ import numpy as np
 
 from redeqx import Deployer, Plan
 from redeqx._tree import is_array_like, listed, named_leaves, nearest, without_indices
-from redeqx.checkpoint import TensorReader
 from redeqx.errors import brief_name, check_model, filter_traceback
 from redeqx.storage import Location, location
 
+from ._files import weights_of
 from ._load import load
 from ._weight_map import StoredTensor, WeightMap, same
-
-_STEM = "model"  # the start of the weight files' names
 
 
 @dataclass(frozen=True)
@@ -84,11 +82,13 @@ def compare_weights(
     **Arguments:**
 
     - `model`: any Equinox module, of arrays or of their shapes (`eqx.filter_eval_shape`).
-    - `folder`: contains safetensors, in one file or in shards with an index; on a disk or in an object store.
+    - `folder`: contains safetensors, in one file `model.safetensors` or in shards with an index; on a disk or in an object
+        store. Or such a file, of any name.
     - `names`: tensors by leaves, or modules by modules, whose weights and biases then have the same last names. A `*` is an
         index, the same on both sides; in a tensor's name, `{}` is the index of a layer if the leaf is a stack of them,
         `[layers, ...]`. A name that ends with `.T` is of a tensor that is stored the other way round. Early entries win;
-        leaves that none fits are called the same in the folder.
+        leaves that none fits are called the same in the folder. Dims of size 1 may differ: the bias of PyTorch's convolution
+        is `[channels]`, and that of Equinox `[channels, 1, 1]`.
     - `ignored`: globs over the names of tensors that are no weights.
     - `run`, `expected`: a function of the model, and what it should return, as arrays. Then weights are loaded, if all have
         a tensor, and outputs compared. If they differ, each group of square matrices is tried the other way round.
@@ -97,11 +97,10 @@ def compare_weights(
     Raises ValueError for a missing folder, or for a `*` that the other side lacks.
     """
     check_model(model)
-    folder, names = _existing(folder), dict(names or {})
-    source = TensorReader.find(folder, _STEM)
-    shapes = {name: tuple(source.view(name).shape) for name in source.names()}
+    where = _existing(folder)
+    shapes = _shapes(*where)
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
-    tensors = {name: _tensor(name, leaf, names) for name, leaf in leaves.items()}
+    tensors = {name: _fitted(_tensor(name, leaf, names or {}), leaf, shapes) for name, leaf in leaves.items()}
     wanted = {disk for tensor in tensors.values() for disk in tensor.on_disk}
     extra = [name for name in sorted(shapes) if name not in wanted and not _is_ignored(name, ignored)]
 
@@ -112,11 +111,11 @@ def compare_weights(
         if absent:
             missing.append(f"`{name}` {tuple(leaf.shape)}: no `{absent[0]}`.{nearest(absent[0], extra)}")
             continue
-        on_disk = shape[::-1] if _is_transposed(tensor) else shape
+        on_disk = tensor.save(np.broadcast_to(np.int8(0), shape)).shape
         others = [disk for disk in tensor.on_disk if shapes[disk] != on_disk]
         if not others:
             equal.append(name)
-            if len(shape) == 2 and shape[0] == shape[1]:
+            if len(shape) == 2 and shape[0] == shape[1] and on_disk == shape:
                 square.append(name)
         elif shapes[others[0]] == on_disk[::-1]:
             turned.append(f"`{name}`: {shape}, and `{others[0]}` is {shapes[others[0]]}")
@@ -129,7 +128,7 @@ def compare_weights(
 
     def difference(turned: Sequence[str] = ()) -> float:
         chosen = {name: _transposed(tensor) if name in turned else tensor for name, tensor in tensors.items()}
-        pairs = zip(jax.tree.leaves(run(_load(model, chosen, [*ignored, *extra], folder))), outputs, strict=True)
+        pairs = zip(jax.tree.leaves(run(_load(model, chosen, [*ignored, *extra], *where))), outputs, strict=True)
         return max(float(np.max(np.abs(np.asarray(a, np.float64) - b))) for a, b in pairs)
 
     outputs = [np.asarray(array, np.float64) for array in jax.tree.leaves(expected)]
@@ -164,21 +163,50 @@ def load_weights(
     Raises ValueError that lists what differs.
     """
     check_model(model)
+    where = _existing(folder)
+    shapes = _shapes(*where)
     leaves = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
-    tensors = {name: _tensor(name, leaf, dict(names or {})) for name, leaf in leaves.items()}
-    return _load(model, tensors, ignored, _existing(folder), dtype=dtype, deployer=deployer, plan=plan)
+    tensors = {name: _fitted(_tensor(name, leaf, names or {}), leaf, shapes) for name, leaf in leaves.items()}
+    return _load(model, tensors, ignored, *where, dtype=dtype, deployer=deployer, plan=plan)
 
 
-def _existing(folder: str | Location) -> Location:
+def _existing(folder: str | Location) -> tuple[Location, str]:
+    """Returns a folder, and the start of its weight files' names."""
     path = location(folder, "folder")
+    if path.name.endswith(".safetensors") and path.is_file():
+        return path.parent, path.name.removesuffix(".safetensors")
     if not path.is_dir():
-        raise ValueError(f"`{path}`: expected a folder, got none. Pass the one that holds the weights.")
-    return path
+        raise ValueError(
+            f"`{path}`: expected a folder or a safetensors file, got none. Pass the one that holds the weights."
+        )
+    return path, "model"
 
 
-def _load(model: Any, tensors: Mapping[str, StoredTensor], ignored: Sequence[str], folder: Location, **options: Any) -> Any:
+def _shapes(folder: Location, stem: str) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a folder's tensors; of none in a dry run without weights."""
+    source = weights_of(folder, stem)
+    return {} if source is None else {name: tuple(source.view(name).shape) for name in source.names()}
+
+
+def _load(
+    model: Any, tensors: Mapping[str, StoredTensor], ignored: Sequence[str], folder: Location, stem: str, **options: Any
+) -> Any:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array_like(x) else x, model)
-    return load(shapes, WeightMap([*tensors.values()], ignored=tuple(ignored)), folder, stem=_STEM, **options)
+    return load(shapes, WeightMap([*tensors.values()], ignored=tuple(ignored)), folder, stem=stem, **options)
+
+
+def _fitted(tensor: StoredTensor, leaf: Any, shapes: Mapping[str, tuple[int, ...]]) -> StoredTensor:
+    """Returns the tensor of a leaf, reshaped if the file has other dims of size 1."""
+    in_tree = tuple(leaf.shape[len(tensor.stacked) :])
+    found = {shapes.get(disk, in_tree) for disk in tensor.on_disk}
+    on_disk = found.pop()
+    if found or on_disk == in_tree or _is_transposed(tensor) or _without_ones(on_disk) != _without_ones(in_tree):
+        return tensor
+    return replace(tensor, load=lambda stored: (stored.reshape(in_tree),), save=lambda leaf: leaf.reshape(on_disk))
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _tensor(leaf: str, array: Any, names: Mapping[str, str]) -> StoredTensor:

@@ -40,6 +40,7 @@ def load(
     dtype: Any = None,
     deployer: Deployer | None = None,
     plan: Plan | None = None,
+    config_path: Location | None = None,
 ) -> Any:
     """Returns a model whose arrays are read from a folder.
 
@@ -49,6 +50,7 @@ def load(
     - `weight_map`: which tensor holds which leaves.
     - `stem`: the start of the weight files' names.
     - `dtype`, `deployer`, `plan`: as for `from_pretrained`.
+    - `config_path`: the file that describes the tensors, for errors; None for a module of the user's own.
     """
     check_float_dtype(dtype, "dtype", "Pass None to keep the file's.")
     dtype = None if dtype is None else jnp.dtype(dtype)
@@ -77,7 +79,7 @@ def load(
     disk_names = {disk for name in weight_map.tensors for disk in name.on_disk}
     source = unpacked(source, folder, disk_names, dtype)
     source = split_experts(source, weight_map)
-    tensors = _match(source, weight_map, wanted, folder / CONFIG)
+    tensors = _match(source, weight_map, wanted, config_path)
     if dtype is None:
         _check_dtypes(source, weight_map)
     held = {leaf: [parts[i] for parts in stored] for leaves, stored in tensors.items() for i, leaf in enumerate(leaves)}
@@ -198,7 +200,7 @@ def _put(stack: jax.Array, layer: jax.Array, index: tuple[Any, ...], sharding: S
 
 
 def _match(
-    source: Source, weight_map: WeightMap, wanted: Mapping[str, Any], config_path: Location
+    source: Source, weight_map: WeightMap, wanted: Mapping[str, Any], config_path: Location | None
 ) -> dict[tuple[str, ...], list[Sequence[View]]]:
     """Views of each stored tensor's leaves, by their paths, one sequence for each layer, after a check of names, shapes and
     dtypes.
@@ -206,7 +208,7 @@ def _match(
     Raises ValueError that lists the tensors that are missing, unknown, of another shape, or tied but different.
     """
     file_names: dict[str, str] = {}
-    problems = []
+    problems, as_described = [], ", as in the model" if config_path is None else f", as in `{config_path.name}`"
     for name in source.names():
         current = weight_map.current(name)
         if current in file_names:
@@ -239,7 +241,7 @@ def _match(
             if [part.shape for part in parts] != [tuple(shape) for shape in shapes]:
                 dummies = [np.broadcast_to(np.int8(0), shape) for shape in shapes]
                 expected = name.save(*dummies).shape
-                problems.append(f"`{disk}`: expected {expected}, as in `{CONFIG}`, got {tensor.shape}.")
+                problems.append(f"`{disk}`: expected {expected}{as_described}, got {tensor.shape}.")
             elif not all(_is_float(tensor) == _is_float(wanted[leaf]) for leaf in name.leaves):
                 problems.append(f"`{disk}`: expected {wanted[name.leaves[0]].dtype} or a similar dtype, got {tensor.dtype}.")
             found[name.leaves].append(parts)
@@ -260,9 +262,14 @@ def _match(
                 )
     if problems:
         differing = "\n  - ".join(listed(problems))
+        what, remedy = (
+            f"that `{config_path}` describes",
+            "Load the weights with their own config, and the class that they were saved from.",
+        )
+        if config_path is None:
+            what, remedy = "of the model's leaves", "Name them in `names`; `compare_weights` lists what differs."
         raise ValueError(
-            f"`{source.path}`: expected the tensors that `{config_path}` describes, got {len(problems)} that differ:\n"
-            f"  - {differing}\nLoad the weights with their own config, and the class that they were saved from."
+            f"`{source.path}`: expected the tensors {what}, got {len(problems)} that differ:\n  - {differing}\n{remedy}"
         )
     return found
 

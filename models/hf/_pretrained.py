@@ -73,7 +73,8 @@ class Pretrained(eqx.Module):
             config = replace(config, **changes)
         shapes = eqx.filter_eval_shape(cls, config, key=jax.eval_shape(lambda: jax.random.key(0)))
         weight_map, stem = cls.weight_map(config), cls.weights_name
-        return load(shapes, weight_map, folder, stem=stem, dtype=dtype, deployer=deployer, plan=plan), config
+        options: dict[str, Any] = {"dtype": dtype, "deployer": deployer, "plan": plan, "config_path": folder / CONFIG}
+        return load(shapes, weight_map, folder, stem=stem, **options), config
 
     @classmethod
     def read_config(cls, folder: Location) -> Any:

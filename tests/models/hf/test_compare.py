@@ -145,7 +145,7 @@ def test_outputs_tell_which_square_matrices_are_transposed(stored, folder, turne
 def test_invalid_names_are_refused(stored, folder):
     with pytest.raises(ValueError, match=r"`names\['blocks\.\*\.mix'\]`: expected as many `\*` .*got 'attn'"):
         compare_weights(stored[0], folder(), {"blocks.*.mix": "attn"})
-    with pytest.raises(ValueError, match=r"none`: expected a folder, got none\. "):
+    with pytest.raises(ValueError, match=r"none`: expected a folder or a safetensors file, got none\. "):
         load_weights(stored[0], folder() / "none", NAMES)
 
 
@@ -161,3 +161,32 @@ def test_a_folder_of_redeqx_has_a_model_by_its_own_names(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({}))
     assert not compare_weights(model, tmp_path)
     assert eqx.tree_equal(load_weights(eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(1)), tmp_path), model)
+
+
+class Convolution(eqx.Module):
+    conv: eqx.nn.Conv2d
+    scale: jax.Array
+
+    def __init__(self, key):
+        self.conv, self.scale = eqx.nn.Conv2d(2, 3, 2, key=key), jnp.ones((1, 1, 3))
+
+
+def test_dims_of_size_1_may_differ(tmp_path):
+    """PyTorch's bias of a convolution is `[channels]`."""
+    model = Convolution(jax.random.key(0))
+    file = tmp_path / "unet.safetensors"  # one file, of another name
+    tensors = {"conv.weight": model.conv.weight, "conv.bias": model.conv.bias.ravel(), "scale": model.scale[0]}
+    save_file({name: np.array(x) for name, x in tensors.items()}, file)
+    other = Convolution(jax.random.key(1))
+    assert not compare_weights(
+        other, file, run=lambda m: m.conv(jnp.ones((2, 4, 4))), expected=model.conv(jnp.ones((2, 4, 4)))
+    )
+    assert eqx.tree_equal(load_weights(other, file), model)
+    save_file({"conv.weight": np.zeros((3, 2, 2, 2)), "conv.bias": np.zeros(4), "scale": np.zeros(3)}, file)
+    assert compare_weights(other, file).shapes == ("`conv.bias`: expected (3, 1, 1), got (4,) in `conv.bias`",)
+    message = (
+        r"unet\.safetensors`: expected the tensors of the model's leaves, got 1 that differ:\n"
+        r"  - `conv\.bias`: expected \(3, 1, 1\), as in the model, got \(4,\)\.\nName them in `names`; "
+    )
+    with pytest.raises(ValueError, match=message):
+        load_weights(other, file)
