@@ -49,6 +49,7 @@ class RowUse:
     - `why`: what that equation does, such as "a reduction over rows".
     - `metrics`: one phrase with its line for each metric that mixes rows, so that it is one of each part.
     - `draws`: one sentence with its line for each random draw that cannot follow the rows.
+    - `no_sums`: the metrics whose weight grows with the number of rows, and their total does not, as that of a mean.
     """
 
     kind: Literal["separable", "after", "mixed", "unknown"]
@@ -58,6 +59,7 @@ class RowUse:
     why: str = ""
     metrics: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
+    no_sums: tuple[str, ...] = ()
     gathers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # lines over which rows cannot be split, and why
     is_random: bool = True  # whether anything may be drawn
     trace: Any = field(default=None, repr=False, compare=False)  # in normal form, for the given shapes, from 4 rows on
@@ -195,6 +197,7 @@ def row_use(
         powers=powers,
         of_rows=frozenset(of_rows),
         metrics=tuple(mixing.values()),
+        no_sums=tuple(name for name, of in metrics.items() if name not in mixing and _is_no_sum(rows, of)),
         own=own,
         n_rows=n,
         constants=tuple(zip(*map(constants_of, (ours, theirs)), strict=False)),
@@ -236,6 +239,12 @@ def _judged(
         line = "" if first is None else f" at {shortened(first[1].line)}"
         said[name] = f"metric `{name}` mixes{line or ' rows'}"
     return rows, said
+
+
+def _is_no_sum(rows: RowDependence, metric: Sequence[int]) -> bool:
+    """Whether of a metric's total and its weight, by their indices, only the weight grows with the number of rows."""
+    total, weight = (rows.outs[i] for i in (metric[0], metric[-1]))
+    return total.degree < weight.degree and not total.is_of_any_degree  # as zeros are, of a part that is switched off
 
 
 def shapes_of_row(weights: PyTree, state: PyTree, batch: PyTree) -> tuple[Any, ...]:

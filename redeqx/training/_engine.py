@@ -25,7 +25,7 @@ from ..optimizers import find_hyperparam
 from ..partition import Plan, make_plan
 from ..steps import Program, TrainState, n_rows
 from ._compilation import CalledStep, CalledSteps, check_captured, choose_memory
-from ._header import eval_text, header_rows, loss_rows, warn_of_uncut_rows
+from ._header import eval_text, header_rows, loss_rows, warn_of_means, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
 from ._metrics import Metrics, Queued, why_nonfinite
 from ._progress import Position
@@ -279,6 +279,8 @@ class Engine:
     def _find_row_use(self, size: BatchSize, inference: bool, is_counted: bool, batch: PyTree) -> RowUse:
         """Finds what the loss does with the rows of a batch, given as shapes; warns of micro-batches that do not divide."""
         use = self.task.rows or self.task.sums.row_use_of(*self.trees, batch)
+        if self.task.rows is None:
+            warn_of_means(use)
         self.task = replace(self.task, rows=use)
         if inference:
             use = self.task.sums.row_use_of(*self.trees, batch, inference=True)

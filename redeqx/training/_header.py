@@ -140,6 +140,15 @@ def warn_of_uncut_rows(use: RowUse, size: BatchSize, mesh: Mesh) -> None:
         )
 
 
+def warn_of_means(use: RowUse) -> None:
+    """Warns of metrics that are divided by a number of rows although they are no sums over rows."""
+    for name in use.no_sums:
+        warn(
+            f"`Loss.metrics[{name!r}]`: expected a sum over rows, as its weight is (by default that of the loss), got a "
+            f"value that does not grow with their number, such as a mean. Return its sum, or the pair `({name}, 1)`."
+        )
+
+
 def _loop_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
     """Describes equal blocks that are computed as one loop, and unrolled loops."""
     mesh, closed, notes = plan.mesh, trace.closed, []

@@ -592,6 +592,29 @@ def test_a_loss_that_reads_a_state_which_it_keeps_is_separable(capsys):
     assert "separable" in (text := capsys.readouterr().out) and "mixed" not in text
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_metric_that_is_divided_by_rows_and_is_no_sum_over_them_gives_a_warning(inference):
+    def loss_fn(model, batch, key):
+        errors, mask = jnp.abs(jax.vmap(model)(batch[:, :5])).mean(1), batch[:, 5] > 0
+        sums = {"sum": errors.sum(), "masked": ((errors * mask).sum(), mask.sum()), "off": jnp.zeros(())}
+        pairs = {
+            "mean pair": (errors.mean(), 1),
+            "count": (mask.sum(), 1),
+            "weight": (jnp.abs(model.layers[0].bias).sum(), 1),
+        }
+        return redeqx.Loss(jnp.square(errors).sum(), errors.size, {**sums, **pairs, "mae": errors.mean()})
+
+    trainer = make_trainer(loss_fn)
+    with pytest.warns(UserWarning) as caught:
+        for _ in range(2):
+            trainer.eval_loss(list(DATA), batch_size=16) if inference else trainer.update(DATA[:16])
+    (message,) = {str(each.message) for each in caught}
+    assert message == (
+        "`Loss.metrics['mae']`: expected a sum over rows, as its weight is (by default that of the loss), got a value that "
+        "does not grow with their number, such as a mean. Return its sum, or the pair `(mae, 1)`."
+    )
+
+
 def test_a_term_without_rows_counts_once_in_an_evaluation():
     """In the sum of a batch is its share of the term, by the rows of all batches."""
 
