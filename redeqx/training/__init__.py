@@ -21,13 +21,6 @@ from ._loops import (
     one_update as one_update,
     warn_of_large_batch as warn_of_large_batch,
 )
-from ._progress import (
-    Done as Done,
-    Known as Known,
-    Position as Position,
-    Refused as Refused,
-    Start as Start,
-    start as start,
-)
+from ._progress import Position as Position, start as start
 from ._save_every import SaveEvery as SaveEvery
 from ._task import Task as Task

@@ -20,11 +20,8 @@ from ..storage import Location, location
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
 from ._engine import Engine
 from ._progress import (
-    Done,
-    Known,
     Position,
     Progress,
-    Refused,
     changed_setting,
     check_record,
     is_whole,
@@ -95,22 +92,16 @@ class Checkpointer:
 
         Raises ValueError if the workdir has a run that must not be resumed.
         """
-        known = None if self._next == "begin" else Known(self.engine.position)
+        known = None if self._next == "begin" else self.engine.position
         if self._next == "look":
             known = self._look(may_resume=may_resume)
-        decision = start(known, self.fit_index, may_resume=may_resume)
-        if isinstance(decision, Refused):
-            raise ValueError(
-                f"`workdir`: expected no checkpoints, as `resume=False`, got {decision.path}. "
-                "Pass `resume=True` to continue from it, or another workdir for a new run."
-            )
+        position, progress = start(known, self.fit_index, may_resume=may_resume), self.progress
         self._next = "go on"
-        if isinstance(decision, Done):
+        if position is None:
             self.fit_index += 1  # that of the next fit, in which the model may be already
             return None
-        position, progress = decision.position, self.progress
         self.fit_index, self._source = position.fit, None
-        if decision.is_new:
+        if position == Position(position.fit):  # the fit is a new one
             self.engine.position, progress.first_step = position, self.engine.step
             progress.setting, progress.metrics, progress.evaluated, self._states = {}, {}, 0, {}
         return position
@@ -156,18 +147,22 @@ class Checkpointer:
         self._look(may_resume=True)
         self._next = "go on"
 
-    def _look(self, *, may_resume: bool) -> Known | None:
-        """Resumes from the workdir's newest undamaged checkpoint; warns about each damaged one that is skipped.
+    def _look(self, *, may_resume: bool) -> Position | None:
+        """Resumes from the workdir's newest undamaged checkpoint, and returns how far the run has come; None if there is no
+        checkpoint. Warns about each damaged one that is skipped.
 
-        Raises ValueError if every checkpoint is damaged, since a run must not overwrite what may be repaired, and if the
-        run had another seed.
+        Raises ValueError if there is one and the fit may not resume; if every checkpoint is damaged, since a run must not
+        overwrite what may be repaired; and if the run had another seed.
         """
         if self.checkpoints is None:
             return None
         self.checkpoints.wait()
         candidates = self.checkpoints.newest(lambda record: is_whole(self._others(record)))
         if candidates and not may_resume:
-            return Known(Position(), candidates[0])
+            raise ValueError(
+                f"`workdir`: expected no checkpoints, as `resume=False`, got {candidates[0]}. "
+                "Pass `resume=True` to continue from it, or another workdir for a new run."
+            )
         path, record = self.checkpoints.first_valid(candidates, check_record)
         if path is None:
             # Those of a checkpoint loaded from another workdir are not this run's.
@@ -182,7 +177,7 @@ class Checkpointer:
         self._resume_from(path, record)
         engine.deployer.console.info(f"resuming from {path}, step {engine.step}")
         warn_of_unsaved(path, self._others(record))
-        return Known(engine.position, path)
+        return engine.position
 
     def _others(self, record: Mapping[str, Any]) -> dict[str, tuple[int, list[int]]]:
         """For each of the run's other trainers its step at the time of a record, and the steps of its checkpoints."""

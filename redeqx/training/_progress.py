@@ -93,7 +93,7 @@ class Progress:
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Progress":
         """Returns the progress in a `trainer.json` that `check_record` has found valid."""
-        evaluation = record.get("evaluation", record)  # older records have the newest evaluation's metrics alone
+        evaluation = record["evaluation"]
         return cls(
             {name: record[name] for name in _SETTING if record[name] is not None},
             numbers_of_record(record["best"]),
@@ -102,7 +102,7 @@ class Progress:
             (record["step"], position_of_record(record)),
             record["first_step"],
             evaluation["step"],
-            numbers_of_record(record.get("results", {})),
+            numbers_of_record(record["results"]),
         )
 
     def note_result(self, fit: int, metrics: dict[str, float]) -> None:
@@ -137,7 +137,7 @@ _SETTING = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batch
 # The entries that a Trainer reads back, with their types. Their checksum says that they are as they were written.
 _RECORDED: dict[str, type] = {
     **dict.fromkeys(("step", "seed", "n_keys", "fit", "epoch", "examples", "n_skipped", "n_examples", "first_step"), int),
-    **dict.fromkeys(("best", "metrics", "train_metrics", "callbacks", "hyperparams"), dict),
+    **dict.fromkeys(("best", "metrics", "evaluation", "results", "train_metrics", "callbacks", "hyperparams"), dict),
     **dict.fromkeys((*_SETTING, "stream", "learning_rate", "data_state"), object),
 }
 
@@ -180,60 +180,17 @@ def changed_setting(before: Mapping[str, Any], now: Mapping[str, Any], otherwise
 # --- where a fit starts -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Known:
-    """What is known of a run.
+def start(known: Position | None, fit_index: int, *, may_resume: bool) -> Position | None:
+    """Returns where a fit starts; None if an earlier run has finished it.
 
     **Arguments:**
 
-    - `position`: how far it has come.
-    - `path`: the checkpoint of an earlier process that says so; None if this process has trained that far.
-    """
-
-    position: Position
-    path: Location | None = None
-
-
-@dataclass(frozen=True)
-class Start:
-    """The fit starts at this position; at that of a whole fit, it is a new one."""
-
-    position: Position
-
-    @property
-    def is_new(self) -> bool:
-        return self.position == Position(self.position.fit)
-
-
-@dataclass(frozen=True)
-class Done:
-    """The run had finished this fit before."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The fit must not continue the run of this checkpoint."""
-
-    path: Location
-
-
-def start(known: Known | None, fit_index: int, *, may_resume: bool) -> Start | Done | Refused:
-    """Returns where a fit starts.
-
-    **Arguments:**
-
-    - `known`: None if there was no run before.
+    - `known`: how far the run has come; None if there was none before.
     - `fit_index`: the number of fits that this script has run before.
-    - `may_resume`: whether the fit may continue an earlier run, or an interrupted fit of this process.
+    - `may_resume`: whether a fit that was interrupted goes on.
     """
-    if known is None:
-        return Start(Position(fit_index))
-    if known.path is not None and not may_resume:
-        return Refused(known.path)
-    if fit_index < known.position.fit:
-        return Done()
-    if fit_index > known.position.fit:
-        return Start(Position(fit_index))
-    if not may_resume:
-        return Start(Position(fit_index + 1))  # the interrupted fit is abandoned
-    return Start(known.position)
+    if known is None or fit_index > known.fit:
+        return Position(fit_index)
+    if fit_index < known.fit:
+        return None
+    return known if may_resume else Position(fit_index + 1)  # the interrupted fit is abandoned
