@@ -156,7 +156,6 @@ class _Process:
     def __init__(self, function: bytes):
         spawn = get_context("spawn")
         self._connection, far_end = spawn.Pipe()
-        self._is_ready = False
         arguments = (far_end, function, bool(jax.config.read("jax_enable_x64")))
         self._process = spawn.Process(target=_serve, args=arguments, name=WORKER, daemon=True)
         resource_tracker.ensure_running()  # otherwise `start` does this, and lets the signals through
@@ -177,27 +176,9 @@ class _Process:
                 f"`collate_fn`: expected examples that can be pickled, {_NEEDED}, got some that cannot ({error}). "
                 f"Pass {_THREADS}."
             ) from error
-        if not self._is_ready:
-            self._result()
-            self._is_ready = True
-        with self._noting_end():
-            self._connection.send_bytes(message)
-        return self._result()
-
-    def _result(self) -> Any:
-        with self._noting_end():
-            message = self._connection.recv_bytes()
-        is_returned, value = pickle.loads(message)
-        if is_returned:
-            return value
-        error, text = value
-        raise error from RemoteTraceback(text)  # not in the context: it may be an EOFError or a ConnectionError too
-
-    @contextlib.contextmanager
-    def _noting_end(self) -> Iterator[None]:
-        """A context that uses the connection. Raises RuntimeError if the process has ended."""
         try:
-            yield
+            self._connection.send_bytes(message)
+            answer = self._connection.recv_bytes()
         except (EOFError, ConnectionError) as error:
             code = self._joined()
             end = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
@@ -205,6 +186,11 @@ class _Process:
                 f"`collate_fn`: expected its result from a worker process, got the end of the process, {end}. "
                 "Look at what it printed; where memory ran out, pass fewer `workers`."
             ) from error
+        is_returned, value = pickle.loads(answer)
+        if is_returned:
+            return value
+        error, text = value
+        raise error from RemoteTraceback(text)
 
     def _joined(self) -> int | None:
         """Returns the exit code of the process, once it has ended."""
@@ -239,23 +225,26 @@ def _serve(connection: Connection, function: bytes, enable_x64: bool) -> None:
     threading.Thread(target=_end_with_parent, name="redeqx-parent", daemon=True).start()
     jax.config.update("jax_platforms", "cpu")  # a `collate_fn` that uses JAX must not allocate on the accelerator
     jax.config.update("jax_enable_x64", enable_x64)
+    collate_fn = None
     with contextlib.suppress(EOFError, ConnectionError):
-        try:
-            collate_fn = pickle.loads(function)
-        except Exception as error:
-            found = f"expected a function that another process can import, {_NEEDED}, got one that it cannot ({error})"
-            _send_error(connection, TypeError(f"`collate_fn`: {found}. {_REMEDY}"), "")
-            return
-        connection.send_bytes(pickle.dumps((True, None)))
         while True:
             message = connection.recv_bytes()
             try:
+                collate_fn = _unpickled(function) if collate_fn is None else collate_fn
                 result = pickle.dumps((True, collate_fn(pickle.loads(message))))
             except Exception as error:
                 frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
                 _send_error(connection, error, "".join(traceback.format_exception(type(error), error, frames)))
                 continue
             connection.send_bytes(result)
+
+
+def _unpickled(function: bytes) -> Callable[[list], PyTree]:
+    try:
+        return pickle.loads(function)
+    except Exception as error:
+        found = f"expected a function that another process can import, {_NEEDED}, got one that it cannot ({error})"
+        raise TypeError(f"`collate_fn`: {found}. {_REMEDY}") from error
 
 
 def _end_with_parent() -> None:
