@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from .._at_end import AtEnd
 from ..distributed import Peers
-from ..errors import brief_name
+from ..errors import brief_name, parse_json
 from ..storage import Location, StorageError, StoreError, StorePath, open_old, remove_foreign
 
 _MOST = 4096  # the most bytes read from a lock
@@ -295,11 +295,10 @@ def _release(file: _FileLock | _ObjectLock, me: dict[str, Any], ended: threading
 
 def _owner_in(content: bytes) -> dict[str, Any]:
     """Returns the owner that a lock names; an empty one if it cannot be read, as while it is being created."""
-    try:
-        owner = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return owner if isinstance(owner, dict) else {}
+    with contextlib.suppress(ValueError):
+        if isinstance(owner := parse_json(content, unique=False), dict):
+            return owner
+    return {}
 
 
 def _is_mine(found: _Found | None, me: dict[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from ..distributed import Peers
 from ..errors import DamagedError, brief, damaged, is_plain, is_size, load_json, unreadable
-from ..storage import Location, StoreError, StorePath, exists, read_chunks, write_new
+from ..storage import Location, StoreError, StorePath, exists, read_chunks, replacing, write_new
 from ._crc32 import crc32_of, crc32_of_range
 from ._safetensors import CHUNK
 
@@ -239,7 +239,6 @@ def _copy(file: Path, size: int, peers: Peers, having: Sequence[int]) -> None:
     if peers.index in having:
         deque(received(), maxlen=0)  # all processes take part
         return
-    beside = file.with_name(f"{TMP}{file.name}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_new(beside, received())
-    os.rename(beside, file)
+    with replacing(file) as beside:
+        write_new(beside, received())
