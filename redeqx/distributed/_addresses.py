@@ -1,8 +1,35 @@
-"""Addresses and ports of this host: where process 0 listens, and where the others reach it."""
+"""The address of process 0, and this process's place beside it: where that one listens, and where the others reach it."""
 
 import errno
 import ipaddress
 import socket
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Member:
+    """This process as a member of a run of several, and the coordinator's address.
+
+    **Arguments:**
+
+    - `n`, `index`: the number of processes, and the index of this one.
+    - `host`, `port`: the address of process 0.
+    - `bind`: the address that process 0 listens on; `""` for all of its addresses.
+    - `local_devices`: the indices of this host's devices that belong to this process; None for all.
+    - `coordinator`: `host:port` that JAX's coordinator listens on; `""` for `bind` and `port`.
+    - `token`: a secret that only the processes of this run know, if the launcher lets them share one, else `""`.
+    - `source`: the launcher that gave these numbers, for errors; `""` for arguments.
+    """
+
+    n: int
+    index: int
+    host: str
+    port: int
+    bind: str = ""
+    local_devices: tuple[int, ...] | None = None
+    coordinator: str = ""
+    token: str = ""
+    source: str = ""
 
 
 def unknown_host(host: str, error: socket.gaierror) -> ValueError:

@@ -17,9 +17,9 @@ from types import TracebackType
 
 import jax
 
-from ._addresses import free_port, reachable
+from ._addresses import Member, free_port, reachable
 from ._exits import attempt, exit_now
-from ._launchers import Member, find_member
+from ._launchers import find_member
 from ._links import START, PeerError
 from ._peers import FAILURE, HEARTBEAT, Peers
 from ._relay import HOST, start_relay
@@ -65,7 +65,7 @@ def start(
         _check_unused()
     peers = Peers(member.n, member.index, heartbeat)
     if member.n > 1:
-        peers.meet(member.host, member.port, bind=member.bind, timeout=timeout, token=member.token, source=member.source)
+        peers.meet(member, timeout)
     if not jax.distributed.is_initialized():
         _start_jax(member, start_relay(member.host, member.port, timeout), timeout)
     if threading.current_thread() is threading.main_thread():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import check_count
-from ._addresses import interface, unknown_host
+from ._addresses import Member, interface, unknown_host
 from ._links import START
 from ._secrets import job_token
 
@@ -24,32 +24,6 @@ PORT = 55527  # process 0's default port; JAX's own detection uses the same on K
 _PROCESSES, _PROCESS_ID, _HOST0 = "REDEQX_PROCESSES", "REDEQX_PROCESS_ID", "REDEQX_HOST0"
 _JAX_HOST0 = "JAX_COORDINATOR_ADDRESS"
 _LOOK_UP = 2.0  # seconds between two look-ups of a name
-
-
-@dataclass(frozen=True)
-class Member:
-    """This process as a member of a run of several, and the coordinator's address.
-
-    **Arguments:**
-
-    - `n`, `index`: the number of processes, and the index of this one.
-    - `host`, `port`: the address of process 0.
-    - `bind`: the address that process 0 listens on; `""` for all of its addresses.
-    - `local_devices`: the indices of this host's devices that belong to this process; None for all.
-    - `coordinator`: `host:port` that JAX's coordinator listens on; `""` for `bind` and `port`.
-    - `token`: a secret that only the processes of this run know, if the launcher lets them share one, else `""`.
-    - `source`: the launcher that gave these numbers, for errors; `""` for arguments.
-    """
-
-    n: int
-    index: int
-    host: str
-    port: int
-    bind: str = ""
-    local_devices: tuple[int, ...] | None = None
-    coordinator: str = ""
-    token: str = ""
-    source: str = ""
 
 
 def find_member(

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from ..errors import brief_name, parse_json
-from ._addresses import listen, unknown_host
+from ._addresses import Member, listen, unknown_host
 
 START = 300.0  # seconds within which all processes must connect
 TOKEN = "REDEQX_TOKEN"  # environment variable: a secret that all processes of a run share
@@ -102,36 +102,26 @@ class Link:
         self._socket.close()
 
 
-def meet(
-    n: int, index: int, host: str, port: int, *, bind: str, timeout: float, token: str = "", source: str = ""
-) -> dict[int, Link]:
-    """Waits for all processes; returns the connections of this one, by the index of the other end.
-
-    **Arguments:**
-
-    - `n`, `index`: the number of processes, and the index of this one.
-    - `host`, `port`: the address of process 0.
-    - `bind`: the address that process 0 listens on; `""` for all of its addresses.
-    - `timeout`: seconds.
-    - `token`: the secret that all processes share, unless the environment has another; `""` for none.
-    - `source`: the launcher that gave these numbers, for errors; `""` for arguments.
+def meet(member: Member, timeout: float) -> dict[int, Link]:
+    """Waits for all processes; returns the connections of this one, by the index of the other end. A token in the
+    environment replaces the member's.
 
     Raises ValueError, the same in every process, if an index is used twice or out of range, the port is in use or the host
     unknown; PeerError, with their indices, if some processes do not connect in time.
     """
-    token = os.environ.get(TOKEN) or token
+    token, source = os.environ.get(TOKEN) or member.token, member.source
     # A launcher's variables may not be those of this process, as in a shell inside a job.
     alone = f" If {source} did not start this process, set REDEQX_PROCESSES=1 to run it alone." if source else ""
-    if index:
-        return {0: _join(n, index, host, port, token, timeout, alone)}
-    arrivals = _Arrivals(n, token)
-    with listen(host, port, bind) as listener:
+    if member.index:
+        return {0: _join(member, token, timeout, alone)}
+    n, arrivals = member.n, _Arrivals(member.n, token)
+    with listen(member.host, member.port, member.bind) as listener:
         listener.settimeout(_POLL)
         problem = arrivals.wait(listener, time.monotonic() + timeout)
         if problem is None and (missing := [i for i in range(1, n) if i not in arrivals.links]):
             here = ", ".join(f"{i} ({link.host})" for i, link in sorted(arrivals.links.items())) or "none"
             problem = PeerError(
-                f"`n_processes`: expected {n} processes at {host}:{port} within {timeout:g} s, got none of "
+                f"`n_processes`: expected {n} processes at {member.host}:{member.port} within {timeout:g} s, got none of "
                 f"number {', '.join(map(str, missing))}; here besides 0: {here}. Look at what those print, and "
                 f"whether they reach this port.{alone}"
             )
@@ -247,15 +237,15 @@ class _Arrivals:
         self._problem = self._problem or ValueError(f"{rule}, got {got} at {link.host}. {advice}.")
 
 
-def _join(n: int, index: int, host: str, port: int, token: str, timeout: float, alone: str) -> Link:
+def _join(member: Member, token: str, timeout: float, alone: str) -> Link:
     """The rendezvous at the other processes."""
-    until = time.monotonic() + timeout
+    host, port, until = member.host, member.port, time.monotonic() + timeout
     why = ""
     while time.monotonic() < until:
         link = None
         try:
             link = Link(socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.01)))
-            link.send(_GREETING, [index, n, socket.gethostname()[:_MAX_HOST], token])
+            link.send(_GREETING, [member.index, member.n, socket.gethostname()[:_MAX_HOST], token])
             kind, problem = link.receive(until=until + _LATE, limit=_MAX_START)
             if kind != "start":  # for example an echo: while nobody listens, a connection may even reach itself
                 raise ValueError("it is not process 0")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import warn
+from ._addresses import Member
 from ._exits import PATIENCE, exit_now, say
 from ._links import START, Link, PeerError, meet
 
@@ -235,9 +236,9 @@ class Peers:
         """The number of gatherings that this process has contributed to."""
         return self._n_calls.total()
 
-    def meet(self, host: str, port: int, *, bind: str, timeout: float = START, token: str = "", source: str = "") -> None:
+    def meet(self, member: Member, timeout: float = START) -> None:
         """Connects to all processes by `_links.meet`, and receives their messages from then on."""
-        self._links = meet(self.n, self.index, host, port, bind=bind, timeout=timeout, token=token, source=source)
+        self._links = meet(member, timeout)
         for i, link in self._links.items():
             link.limit(self.heartbeat)
             threading.Thread(target=self._listen, args=(i, link), name=f"redeqx-peer-{i}", daemon=True).start()

@@ -18,7 +18,7 @@ from functools import partial
 
 import pytest
 
-from redeqx.distributed import PeerError, Peers, Watch
+from redeqx.distributed import Member, PeerError, Peers, Watch
 
 LIMIT = 30.0  # seconds for any operation; most take hundredths
 LOCAL = "127.0.0.1"
@@ -103,7 +103,7 @@ def free_port():
 
 
 def meet(peers, port, timeout=LIMIT, host=LOCAL, bind=LOCAL):
-    peers.meet(host, port, bind=bind, timeout=timeout)
+    peers.meet(Member(peers.n, peers.index, host, port, bind), timeout)
 
 
 def run_in_threads(*fns):
