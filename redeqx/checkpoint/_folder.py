@@ -145,6 +145,10 @@ class CheckpointFolder:
             If not for the newest step, but for the one before it, that comes first.
         """
 
+        def is_whole_at(name: str) -> bool | None:
+            manifest = self._manifest_if_complete(name)
+            return None if manifest is None or is_whole is None else is_whole(manifest.record)
+
         def found() -> tuple[list[str], list[str]]:
             last, names = self.index().get("last"), self.names()
             if last is not None:
@@ -153,20 +157,13 @@ class CheckpointFolder:
             names = [name for name in reversed(names) if name == last or not is_outside_link(self.folder / name)]
             resumable = {name: self.is_resumable(name) for name in names}
             exports = [name for name in names if resumable[name] is False and True in resumable.values()]
-            return [name for name in names if name not in exports], exports
-
-        def whole_first() -> tuple[list[str], list[str]]:
-            names, exports = found()
+            names = [name for name in names if name not in exports]
             before = next((name for name in names if order(name)[0] < order(names[0])[0]), None)
-            if is_whole is None or before is None or is_whole_at(names[0]) is not False or not is_whole_at(before):
-                return names, exports
-            return [before, *(name for name in names if name != before)], exports
+            if before is not None and is_whole_at(names[0]) is False and is_whole_at(before):
+                names = [before, *(name for name in names if name != before)]
+            return names, exports
 
-        def is_whole_at(name: str) -> bool | None:
-            manifest = self._manifest_if_complete(name)
-            return None if manifest is None or is_whole is None else is_whole(manifest.record)
-
-        everywhere = run_everywhere(self._peers, "newest", self.folder / INDEX_FILE, whole_first)
+        everywhere = run_everywhere(self._peers, "newest", self.folder / INDEX_FILE, found)
         names, exports = max(everywhere, key=lambda found: max(map(order, found[0]), default=(-1, 0)))
         if names and (newest := max(names, key=order)) != names[0]:
             self._log(f"{self.folder}: other trainers were not saved with {newest}, so all resume from the save before it")
