@@ -158,11 +158,11 @@ class Trainer(RedcoNames, Generic[ModelT]):
             compute=compute,
             accumulate=accumulate_grad_batches,
             plan=plan,
-            skips=max_skipped is not None,
+            max_skipped=max_skipped,
             xla_settings=deployer.compiler.settings,
         )
         self.deployer = deployer
-        self._engine = Engine(deployer, task, model, model_state, max_skipped or 0, name)
+        self._engine = Engine(deployer, task, model, model_state, name)
         self._checkpointer = Checkpointer(self._engine)
         self._fit: Fit | None = None  # the running one
 

@@ -41,7 +41,6 @@ class Engine:
     - `deployer`: the devices, processes, folder and console.
     - `task`: how the model is trained.
     - `model`, `model_state`: arrays, or their shapes in a dry run.
-    - `max_skipped`: the number of updates that may be skipped in a row.
     - `name`: tells the engines of a run apart: the prefix of metrics, and the folder of checkpoints.
 
     **Attributes:**
@@ -60,16 +59,14 @@ class Engine:
     - `is_updating`: whether updates are in progress.
     """
 
-    def __init__(
-        self, deployer: Deployer, task: Task, model: PyTree, model_state: PyTree, max_skipped: int, name: str | None
-    ):
+    def __init__(self, deployer: Deployer, task: Task, model: PyTree, model_state: PyTree, name: str | None):
         self.deployer, self.task, self.name = deployer, task, name
         self.plan: Plan | None = task.plan
         self.program: Program | None = None
         self.step, self.n_examples, self.position = 0, 0, Position()
         self.stream = deployer.next_stream()
         self.restore: Checkpoint | None = None
-        self.metrics = Metrics(deployer.console.info, task.skips, max_skipped)
+        self.metrics = Metrics(deployer.console.info, task.max_skipped)
         self.hyperparams = Hyperparams()
         self.line: ProgressLine = deployer.console.progress(title="update")
         self.records: Records = deployer.console.records

@@ -80,7 +80,7 @@ class Metrics:
     **Arguments:**
 
     - `log`: prints a line.
-    - `skips`, `max_skipped`: whether steps skip updates that are not finite, and how many in a row.
+    - `max_skipped`: how many updates in a row that are not finite may be skipped; None if steps skip none.
 
     **Attributes:**
 
@@ -90,11 +90,10 @@ class Metrics:
     Methods raise ValueError for an update that is not finite, unless it may be skipped.
     """
 
-    def __init__(self, log: Callable[[str], None], skips: bool, max_skipped: int):
+    def __init__(self, log: Callable[[str], None], max_skipped: int | None):
         self.n_skipped = 0
         self.last: dict[str, float] = {}
-        self._log = log
-        self._skips, self._max_skipped = skips, max_skipped
+        self._log, self._max_skipped = log, max_skipped
         self._n_skipped_in_a_row = 0
         self._has_warned = False  # of parameters that do not move
         self._unread: deque[Queued] = deque()
@@ -122,7 +121,7 @@ class Metrics:
         for update in self._unread:
             metrics = update.metrics()
             if (name := _first_nonfinite(metrics)) is not None:
-                if not self._skips:
+                if self._max_skipped is None:
                     raise self._error(update, name, metrics, to)
                 n_skipped += 1
         return metrics, n_skipped
@@ -133,7 +132,7 @@ class Metrics:
         name = _first_nonfinite(metrics)
         self._n_skipped_in_a_row = 0 if name is None else self._n_skipped_in_a_row + 1
         if name is not None:
-            if not self._skips or self._n_skipped_in_a_row > self._max_skipped:
+            if self._max_skipped is None or self._n_skipped_in_a_row > self._max_skipped:
                 self._unread.clear()
                 raise self._error(update, name, metrics, to)
             self.n_skipped += 1
@@ -161,7 +160,7 @@ class Metrics:
 
     def _error(self, update: Queued, name: str, metrics: dict[str, float], to: Recorder) -> ValueError:
         what = "the loss" if name == "loss" else "the gradient's norm"
-        often = f" for {self._n_skipped_in_a_row} steps one after the other" if self._skips else ""
+        often = f" for {self._n_skipped_in_a_row} steps one after the other" if self._max_skipped is not None else ""
         return ValueError(
             f"`{name}` at step {update.step}: expected {what} to be finite, got {metrics[name]}{often}. "
             f"{to.explain_nonfinite(update)}"

@@ -34,7 +34,7 @@ class Task:
     - `has_state`: whether the model has stateful layers.
     - `accumulate`: micro-batches per update.
     - `plan`: the user's own plan; None makes one from the loss.
-    - `skips`: whether updates that are not finite are skipped.
+    - `max_skipped`: how many updates in a row that are not finite may be skipped; None skips none.
     - `n_parts`: the number of parts of each micro-batch, computed one after the other.
     - `xla_settings`: for the train and eval steps, as for `Deployer`.
     - `rows`, `eval_rows`: what the loss does with rows in training and in an evaluation, where layers such as BatchNorm
@@ -53,7 +53,7 @@ class Task:
     compute: Compute = Compute()
     accumulate: int = 1
     plan: Plan | None = None
-    skips: bool = False
+    max_skipped: int | None = None
     n_parts: int = 1
     xla_settings: XlaOptions | str | None = "auto"
     rows: RowUse | None = None
@@ -116,7 +116,7 @@ class Task:
         self.compute.precision.check(plan.mesh)
         functions = Functions(self.sums, plan, self.compute, named, measures)
         options = self.compiler(plan.mesh).options
-        of_step = {"skips": self.skips, "n_parts": self.n_parts, "options": options, "update": update}
+        of_step = {"skips": self.max_skipped is not None, "n_parts": self.n_parts, "options": options, "update": update}
         return make_program(functions, model, state, self.optimizer, self.lr_schedule_fn, **of_step)
 
     def compiler(self, mesh: Mesh) -> XlaSettings:
