@@ -36,7 +36,7 @@ from ..data import BatchSize, Group, group_sharding, n_tokens
 from ..dims import RowUse
 from ..errors import check_choice
 from ..machine import Machine, dry, is_in_host, uncached_where_described
-from ..memory import Loop, SearchSpace, Strategy, Tried, estimated_bytes, matmul_seconds, refused_bytes
+from ..memory import Loop, SearchSpace, Strategy, Tried, estimated_bytes, matmul_seconds, refused_bytes, sizes_of
 from ..monitor import ProgressLine
 from ..partition import Plan
 from ..steps import Program, n_rows, shard_bytes
@@ -77,12 +77,7 @@ def dry_run(
 
     **Arguments:**
 
-    - `optimization`: the compiler's optimization level, `"O0"` to `"O3"`, or `"UNKNOWN"`, the level of a run. The default is
-        `"O2"` for TPUs, which compiles in half the time, to a program that needs the same memory, and `"UNKNOWN"` for all
-        others. `"O1"` compiles still faster, to a program that needs less memory. `"none"` compiles nothing: the memory of
-        the train step is estimated from its trace, in seconds for any size.
-    - `search`: `"fits"` tries other strategies if the script's own does not fit, until one does; `"fastest"` searches for
-        the fastest one that fits, even if the script's own does; `"none"` tries none. Each is compiled too.
+    - `optimization`, `search`: as for `Trainer.dry_run`. Each strategy that is tried is compiled too.
     - `log`: called with progress messages.
     - `line`: shows what is being compiled, and since when.
     - `save`: where the programs of the script's own strategy are saved, compiled as a run compiles them.
@@ -178,7 +173,7 @@ def _search_space(work: Workload, run: DryRun) -> SearchSpace:
         trace,
         work.program(run.plan, own).sizes,
         machine.devices[0].platform,
-        can_remat=work.can_remat,
+        can_remat=work.task.grad_fn is None,  # no rule changes the backward pass of a user's own
         n_devices=len(machine.devices),
         # Of 405B's step on 256 v5p, 4 % more is compiled than estimated: what is chosen by estimates leaves room.
         memory=int((machine.memory or 0) * (0.9 if run.steps["train"].is_estimate else 1)),
@@ -372,14 +367,7 @@ def _step(
         seconds = time.perf_counter() - began
         return Step(needs=needs + other_bytes, compile_seconds=seconds, is_refused=True, flops=flops, kinds=kinds)
     seconds = time.perf_counter() - began
-    memory = compiled.memory_analysis()
-    outputs = max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
-    sizes = {
-        "arguments": memory.argument_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "outputs": outputs,
-        "code": memory.generated_code_size_in_bytes,
-    }
+    sizes = sizes_of(compiled)
     step = Step(needs=sum(sizes.values()) + other_bytes, compile_seconds=seconds, **sizes, flops=flops, kinds=kinds)
     try:
         text = compiled.as_text()

@@ -88,11 +88,6 @@ class Workload:
         """What the loss does with the rows of `batch`."""
         return self.task.rows or UNKNOWN
 
-    @property
-    def can_remat(self) -> bool:
-        """Whether a rule can change the backward pass: not that of a user's `grad_fn`."""
-        return self.task.grad_fn is None
-
     def eval_size(self, mesh: Mesh) -> BatchSize:
         """Returns the sizes of an evaluation's batch."""
         rows = self.eval_per_device_batch_size * n_batch_shards(mesh)
@@ -105,7 +100,5 @@ class Workload:
     def program(self, plan: Plan, strategy: Strategy, *, named: bool = True, measures: bool = False) -> Program:
         """Returns the steps; if `named`, their operations name their weights, which a run's do not. `measures` is that of
         `Task.program`."""
-        return self._task(strategy).program(plan, self.model, self.state, named=named, measures=measures)
-
-    def _task(self, strategy: Strategy) -> Task:
-        return replace(self.task, compute=strategy.applied(self.task.compute))
+        task = replace(self.task, compute=strategy.applied(self.task.compute))
+        return task.program(plan, self.model, self.state, named=named, measures=measures)

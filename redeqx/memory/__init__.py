@@ -12,6 +12,7 @@ from ._need import (
     least_memory as least_memory,
     memory_of as memory_of,
     refused_bytes as refused_bytes,
+    sizes_of as sizes_of,
     try_step as try_step,
 )
 from ._saved import (

@@ -97,11 +97,9 @@ def try_step(
     """
     held, of_step, is_refused = 0 if memory.in_use is None else memory.in_use - moved, 0, False
     try:
-        found: Any = compiled().memory_analysis()
-        if memory.in_use is None:
-            held = found.argument_size_in_bytes
-        outputs = found.output_size_in_bytes - found.alias_size_in_bytes
-        of_step = found.temp_size_in_bytes + outputs + found.generated_code_size_in_bytes
+        sizes = sizes_of(compiled())
+        of_step = sum(sizes.values()) - sizes["arguments"]
+        held = sizes["arguments"] if memory.in_use is None else held
     except jax.errors.JaxRuntimeError as error:
         needs = refused_bytes(error, memory.limit)
         if needs is None:
@@ -110,6 +108,17 @@ def try_step(
     held, of_step, is_refused = map(max, zip(*peers.gather("memory of a step", [held, of_step, is_refused]), strict=True))
     needs = held + of_step
     return Tried(strategy, needs, held, fits=needs <= memory.limit and not is_refused, is_refused=is_refused)
+
+
+def sizes_of(compiled: Any) -> dict[str, Any]:
+    """Returns the bytes of a compiled step on a device, by what they are for. Outputs that replace arguments count there."""
+    memory = compiled.memory_analysis()
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "outputs": max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        "code": memory.generated_code_size_in_bytes,
+    }
 
 
 # The TPU compiler's two error messages: from before memory assignment, and from a failed assignment.

@@ -16,7 +16,7 @@ from ..data import Batch
 from ..dims import UNKNOWN
 from ..distributed import agree_on_program
 from ..machine import cache_use, chip_of_kind
-from ..memory import Loop, SearchSpace, Strategy, choose
+from ..memory import Loop, SearchSpace, Strategy, choose, matmul_seconds
 from ..monitor import ProgressLine, Work
 from ..steps import Program, n_rows, shard_bytes
 from ..tracing import insides
@@ -218,8 +218,7 @@ def _work(program: Program, args: tuple[Any, ...]) -> Work:
     flops = program.model_flops(args)
     mesh = program.plan.mesh
     n_devices, chip = mesh.size, chip_of_kind(mesh.devices.flat[0].device_kind)
-    at_peak = None if chip is None else sum(n / chip.rate(dtype) for dtype, n in flops.items()) / n_devices
-    return Work(flops.total() / n_devices, at_peak)
+    return Work(flops.total() / n_devices, None if chip is None else matmul_seconds(flops, chip, n_devices))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
