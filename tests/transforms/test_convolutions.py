@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
+from redeqx.compiled import Module, collectives
 from redeqx.dims import Inputs
 from redeqx.machine import make_mesh
 from redeqx.tracing import transformed
@@ -250,6 +251,25 @@ def test_gradient_taken_by_a_grad_fn(x64, n_channels):
     found = gradients(model, batch, 4, 1, grad_fn=grad_fn)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, np.asarray(b), rtol=1e-6, atol=1e-10)
+
+
+def test_channels_that_do_not_divide_are_split_by_groups():
+    """Without the groups of zeros XLA gathers the rows, and each device convolves all of them with all groups."""
+    mesh = make_mesh(2)
+    shapes = ((18, 1, 3), P()), ((32, 9, 64), P(("data", "fsdp")))
+    placed = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec)) for shape, spec in shapes]
+
+    def loss(weight, batch):
+        out = jax.lax.conv_general_dilated(batch, weight, (2,), [(1, 1)], feature_group_count=9)
+        return jnp.square(jnp.tanh(out)).mean()
+
+    def compiled(fn, shapes):
+        return jax.jit(jax.grad(fn)).lower(*shapes).compile()
+
+    program = compiled(transformed(loss, [FixConvolutions(mesh)]), placed)
+    on_one = compiled(loss, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in shapes])
+    assert program.cost_analysis()["flops"] < on_one.cost_analysis()["flops"] / 4
+    assert "all-gather" not in {each.kind for each in collectives(Module.of(program.as_text()))}
 
 
 @pytest.mark.parametrize("n_model_shards", [2, 4])
