@@ -355,11 +355,8 @@ class Predictor(RedcoNames):
     def _make_step(self, structure: Structure, plan: Plan, state: PyTree, *, named: bool = False) -> Callable[..., Any]:
         predict = self._prediction(structure, state)
         options = xla_settings(plan.mesh, self._deployer.compiler.settings).options
-        fuse_attention = self._compute.fuse_attention
         judged = partial(_say_mixed, self._deployer.console.info, self._said)  # no method: in a cycle, arrays would stay
-        return make_predict_step(
-            structure, plan, predict, named=named, fuse_attention=fuse_attention, options=options, judged=judged
-        )
+        return make_predict_step(structure, plan, self._compute, predict, named=named, options=options, judged=judged)
 
 
 def _say_mixed(say: Callable[[str], None], said: list[str], use: RowUse) -> None:

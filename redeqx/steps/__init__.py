@@ -8,8 +8,6 @@ from ._compute import Compute as Compute
 from ._functions import (
     Functions as Functions,
     Sums as Sums,
-    effective_specs as effective_specs,
-    plan_rules as plan_rules,
     weak_types as weak_types,
     with_weak_types as with_weak_types,
 )
@@ -28,6 +26,7 @@ from ._program import (
     placed_shapes as placed_shapes,
     shard_bytes as shard_bytes,
 )
+from ._rules import effective_specs as effective_specs, plan_rules as plan_rules
 from ._state import TrainState as TrainState, stream_dtype as stream_dtype, stream_key as stream_key
 from ._step import UNMOVED as UNMOVED, make_predict_step as make_predict_step, prediction as prediction
 from ._structure import Structure as Structure

@@ -9,129 +9,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
 from .._tree import array_leaves, as_bare_shapes, listed, named_leaves
-from ..dims import Inputs, RowUse, row_use, shapes_of_row
-from ..machine import SEQUENCE, axes_of, split_heads, split_sorted_rows
+from ..dims import RowUse, row_use, shapes_of_row
 from ..memory import Loop
 from ..partition import Plan
-from ..tracing import Rule, Trace, normal, restricted, variables
-from ..transforms import (
-    CheckpointBlocks,
-    DequantiseAtUse,
-    ExchangeLookups,
-    FixConvolutions,
-    FixLookups,
-    FixPads,
-    FixPools,
-    FuseAttention,
-    GatherAtUse,
-    GroupMatmuls,
-    InCustomDerivatives,
-    NarrowTransposes,
-    PickByComparison,
-    Reshard,
-    Rows,
-    Shardings,
-    SplitFourier,
-    SplitPositions,
-    SplitRepeated,
-    SplitResidual,
-    SplitVocabulary,
-    StackBlocks,
-    WeightProducts,
-    by_row,
-    of_whole,
-    with_remats,
-)
+from ..tracing import Trace, normal, restricted, variables
+from ..transforms import Rows, by_row, of_whole
 from ._compute import Compute
 from ._loss import as_sums, n_rows
 from ._precision import AS_GIVEN, Precision
+from ._rules import Role, with_rules
 from ._structure import Structure
-
-
-def effective_specs(plan: Plan, name: str) -> Any:
-    """Returns a leaf's specs in storage and in compute, without axes of size 1. These split nothing: on them, a column and a
-    row are alike. Weights with equal ones can be stacked."""
-    specs = plan.sharding(name).spec, plan.spec_in_use(name)
-    sizes = plan.mesh.shape
-    return tuple(tuple(tuple(a for a in axes_of(entry) if sizes[a] > 1) for entry in spec) for spec in specs)
-
-
-def plan_rules(
-    structure: Structure, plan: Plan, *, named: bool = False, is_differentiated: bool = True, fuse_attention: bool = True
-) -> list[Rule]:
-    """Returns the rules that rewrite a function of the trained and then the frozen arrays, in the order in which they apply.
-
-    Weights are gathered first, so that the other rules see plain arrays. These others claim different equations. Which of
-    them change anything on this mesh they say themselves.
-
-    **Arguments:**
-
-    - `named`: whether the program names the weight of each operation, gathered or not; it computes the same.
-    - `is_differentiated`: whether the function is.
-    - `fuse_attention`: whether attention is computed by the platform's kernel.
-    """
-    mesh, n_weights = plan.mesh, len(structure.weights)
-    splits = [plan.model_dim(name) for name in structure.weights]
-    in_use = [NamedSharding(mesh, plan.spec_in_use(name)) for name in structure.weights]
-    every = [Shardings(plan.sharding(name), use, name) for name, use in zip(structure.weights, in_use, strict=True)]
-    fixes = (FixConvolutions(mesh, is_differentiated), FixPads(mesh), FixPools(mesh))
-    rules: list[Rule] = [
-        DequantiseAtUse(),
-        ExchangeLookups(mesh, n_weights),
-        GatherAtUse([of if of.is_gathered or named else None for of in every]),
-        SplitRepeated(mesh, n_weights),
-        *fixes,
-        InCustomDerivatives((*fixes, FixLookups(mesh))),
-        Reshard(splits, mesh),
-        GroupMatmuls(split_sorted_rows(mesh), splits),
-    ]
-    return [*rules, FuseAttention(split_heads(mesh))] if fuse_attention else rules
-
-
-def with_rules(
-    fn: Callable[..., Any],
-    structure: Structure,
-    plan: Plan,
-    first: Sequence[Rule | None],
-    rules: Sequence[Rule | None],
-    *,
-    splits_residual: bool = False,
-    saved: list[Loop] | None = None,
-) -> Callable[..., Any]:
-    """Returns a function `(weights, state, batch, ...)` under some rules, and between them those that split positions, or
-    leave them whole, which depend on how many arrays the function receives.
-
-    **Arguments:**
-
-    - `first`, `rules`: what applies before positions are split, and after it.
-    - `splits_residual`: whether the model axis splits positions too, between layers.
-    - `saved`: receives what each loop saves, where that is chosen by value.
-    """
-    mesh = plan.mesh
-    by_sequence = mesh.shape[SEQUENCE] > 1
-    before, after = ([rule for rule in some if rule is not None] for some in (first, rules))
-    if mesh.size == 1:
-        return with_remats(fn, [*before, *after], saved)
-
-    def split(*args: Any) -> Any:
-        inputs = Inputs(*(len(jax.tree.leaves(tree)) for tree in args[:3]))
-        splits = tuple(map(plan.model_dim, structure.weights))
-        residual = SplitResidual(mesh, inputs, splits) if splits_residual else None
-        around: list[Any] = [] if residual is None else [residual]
-        around += [SplitPositions(mesh, inputs, residual=residual)] if by_sequence else []
-        then = [
-            replace(rule, inputs=inputs) if around and isinstance(rule, FixConvolutions | FixPools | FuseAttention) else rule
-            for rule in after
-        ]
-        fixes = [FixLookups(mesh, splits_residual, inputs=inputs), SplitFourier(mesh, splits, inputs=inputs)]
-        then = [*fixes, *around, *then]
-        return with_remats(fn, [*(replace(rule, of_loops=True) for rule in around), *before, *then], saved)(*args)
-
-    return split
 
 
 @dataclass(frozen=True)
@@ -288,30 +178,6 @@ class Functions:
     def structure(self) -> Structure:
         return self.sums.structure
 
-    @property
-    def precision(self) -> Precision:
-        return self.sums.precision
-
-    def _with_rules(self, fn: Callable[..., Any], *, is_loss: bool, is_trained: bool) -> Callable[..., Any]:
-        compute, precision, mesh = self.compute, self.precision, self.plan.mesh
-        n_weights, is_cpu = len(self.structure.weights), mesh.devices.flat[0].platform == "cpu"
-        kinds = [effective_specs(self.plan, name) for name in self.structure.weights]
-        stacks = compute.stacks_on(mesh)
-        blocks = StackBlocks(kinds) if stacks else CheckpointBlocks(kinds)
-        has_blocks = (is_loss and stacks) or (is_trained and compute.checkpoints_blocks)
-        first: list[Rule | None] = [blocks if has_blocks else None]
-        rules: list[Rule | None] = []
-        rules += plan_rules(self.structure, self.plan, named=self.named, fuse_attention=compute.fuse_attention)
-        if precision.in_fp8 or precision.summed_in is not None:
-            rules.append(WeightProducts(n_weights, precision.in_fp8, precision.summed_in, emulated=is_cpu))
-        if is_trained:  # without a backward pass nothing is kept or recomputed
-            specs = list(map(self.plan.spec_in_use, self.structure.weights))
-            remats = compute.remats_on(mesh, specs, measures=self.measures, blocks=None if stacks else blocks)
-            first += [SplitVocabulary(mesh), compute.unroll_on(mesh), remats]
-            rules += [PickByComparison(), NarrowTransposes(n_weights) if is_cpu else None]
-        by_model = is_trained and compute.splits_residual_on(mesh)
-        return with_rules(fn, self.structure, self.plan, first, rules, splits_residual=by_model, saved=self.saved)
-
     def whole(self, *args: PyTree, inference: bool) -> Rows:
         """Returns the `Rows` of the whole batch, with the values of it that its parts need.
 
@@ -331,7 +197,7 @@ class Functions:
         - `rows`: the `Rows` of the batch.
         """
         loss = self.sums.loss(inference=inference, is_only=is_only)
-        return self._of_part(loss, inference=inference, is_only=is_only, is_all=is_all)
+        return self._of_part(loss, "evaluation" if inference else "training", is_only=is_only, is_all=is_all)
 
     def gradient(self, *, is_only: bool = False) -> Callable[..., Any]:
         """Returns `(trained, frozen, state, batch, key, rows) -> ((total, weight, metrics, gradients), state)`, with the
@@ -342,7 +208,7 @@ class Functions:
         - `is_only`, `rows`: as for `loss`.
         """
         if self.sums.grad_fn is not None:
-            by_user = self._of_part(self.sums.gradient(is_only=is_only), is_only=is_only, is_loss=False)
+            by_user = self._of_part(self.sums.gradient(is_only=is_only), "grad_fn", is_only=is_only)
             return lambda trained, frozen, *rest: by_user([*trained, *frozen], *rest)
         loss = self.loss(inference=False, is_only=is_only)
 
@@ -356,21 +222,14 @@ class Functions:
 
         return gradient
 
-    def _of_part(
-        self,
-        fn: Callable[..., Any],
-        *,
-        inference: bool = False,
-        is_only: bool,
-        is_all: bool = False,
-        is_loss: bool = True,
-    ) -> Callable[..., Any]:
+    def _of_part(self, fn: Callable[..., Any], role: Role, *, is_only: bool, is_all: bool = False) -> Callable[..., Any]:
         def of_part(*args: Any) -> Any:
             if is_only:  # its rows are those of the whole batch
                 return fn(*args[:4])
-            return by_row(fn, self.sums.row_use(*args[:4], inference=inference), is_all=is_all)(*args)
+            return by_row(fn, self.sums.row_use(*args[:4], inference=role == "evaluation"), is_all=is_all)(*args)
 
-        return self._with_rules(of_part, is_loss=is_loss, is_trained=is_loss and not inference)
+        options = {"named": self.named, "measures": self.measures}
+        return with_rules(of_part, self.structure, self.plan, self.compute, role, saved=self.saved, **options)
 
 
 def _pair(out: Any, where: str, names: str, why: str = "") -> tuple[Any, Any]:

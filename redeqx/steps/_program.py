@@ -204,7 +204,7 @@ def make_program(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, replace(shapes, frozen=[]))
     if update is None:
         opt_shapes = jax.tree.unflatten(opt_treedef, opt_state)
-        update = Update(optimizer, plan, structure.trained_tree(trained), opt_shapes, functions.precision.rounds)
+        update = Update(optimizer, plan, structure.trained_tree(trained), opt_shapes, functions.compute.precision.rounds)
     train = TrainStep(
         functions, update, lr_schedule_fn, opt_treedef, layers_treedef, shardings, skips=skips, n_parts=n_parts
     )

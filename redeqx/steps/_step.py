@@ -19,9 +19,11 @@ from ..machine import XlaOptions, is_in_host, replicated, split_rows
 from ..optimizers import Update, ascent, injected_rate, n_updates
 from ..partition import Plan
 from ..transforms import Rows, by_row
-from ._functions import Functions, plan_rules, with_rules
+from ._compute import Compute
+from ._functions import Functions
 from ._loss import n_rows
 from ._micro_batches import UNKNOWN_TOTAL, Part, accumulate, number_rows, split, with_whole
+from ._rules import with_rules
 from ._state import TrainState, stream_key
 from ._structure import Structure
 
@@ -104,7 +106,7 @@ class TrainStep:
             values["learning_rate"] = jnp.asarray(rate, sums.total.dtype)
         # Sorted, as a scan sorts them: every program of a run must agree on the order.
         values.update({name: metric / over for name, (metric, over) in sorted(sums.metrics.items())})
-        trained = self.functions.precision.updated(self._tree(before.trained), updates, rounding_key)
+        trained = self.functions.compute.precision.updated(self._tree(before.trained), updates, rounding_key)
         opt_leaves = [strong(leaf) for leaf in jax.tree.leaves(opt_tree)]
         after = replace(before, trained=jax.tree.leaves(trained), opt_state=opt_leaves, layers=layers)
 
@@ -178,7 +180,7 @@ class TrainStep:
 
     def _note_unmoved(self, before: TrainState, updates: PyTree, after: TrainState, values: dict[str, Any]) -> None:
         """Adds the share of updates of 16-bit parameters that rounding loses."""
-        if not self.functions.precision.rounds and any(map(_is_narrow, before.trained)):
+        if not self.functions.compute.precision.rounds and any(map(_is_narrow, before.trained)):
             share = _share_unmoved(before.trained, jax.tree.leaves(updates), after.trained)
             values[UNMOVED] = share.astype(values["loss"].dtype)
 
@@ -316,10 +318,10 @@ def prediction(
 def make_predict_step(
     structure: Structure,
     plan: Plan,
+    compute: Compute,
     predict: Callable[..., PyTree],
     *,
     named: bool,
-    fuse_attention: bool,
     options: XlaOptions | None,
     judged: Callable[[RowUse], None],
 ) -> Callable[..., Any]:
@@ -329,18 +331,17 @@ def make_predict_step(
     **Arguments:**
 
     - `predict`: as `prediction` returns it.
-    - `named`, `fuse_attention`: as for `plan_rules`.
+    - `named`: as for `plan_rules`.
     - `options`: for the compiler.
     - `judged`: called with what `predict` does with rows, whenever it is traced.
     """
-    rules = plan_rules(structure, plan, named=named, is_differentiated=False, fuse_attention=fuse_attention)
 
     def of_part(*args):
         use = row_use(predict, *args[:4], returns_rows=True, is_differentiated=False)
         judged(use)
         return by_row(predict, use)(*args)
 
-    planned_fn = with_rules(of_part, structure, plan, [], rules)
+    planned_fn = with_rules(of_part, structure, plan, compute, "prediction", named=named)
 
     def predict_fn(trained, frozen, state, batch, key, span):
         (before, total), n = span, n_rows(batch)

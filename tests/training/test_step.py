@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import redeqx
+from redeqx.dims import Inputs
 from redeqx.machine import replicated
 from redeqx.steps import Structure, _functions, accumulate, as_sums, number_rows, plan_rules
 from redeqx.tracing import transformed
@@ -864,12 +865,16 @@ def test_a_collate_fn_may_reuse_its_memory():
 def test_rules_are_in_order_and_change_nothing_that_needs_no_change():
     model = eqx.nn.Linear(256, 256, key=jax.random.key(0))
     structure, plan = Structure.of(model), make_deployer(1).plan(model)
-    rules = plan_rules(structure, plan)
+    inputs = Inputs(n_weights=2, n_state=0, n_batch=1)
+    rules = plan_rules(structure, plan, redeqx.Compute("bfloat16"), inputs, "training")
     assert [type(rule).__name__ for rule in rules] == [
+        *("SplitVocabulary", "RematLoops", "FixLookups", "SplitFourier"),
         *("DequantiseAtUse", "ExchangeLookups", "GatherAtUse", "SplitRepeated", "FixConvolutions", "FixPads", "FixPools"),
         *("InCustomDerivatives", "Reshard", "GroupMatmuls", "FuseAttention"),
+        *("WeightProducts", "PickByComparison", "NarrowTransposes"),
     ]
-    assert len(plan_rules(structure, plan, fuse_attention=False)) == len(rules) - 1
+    without = plan_rules(structure, plan, redeqx.Compute("bfloat16", fuse_attention=False), inputs, "training")
+    assert len(without) == len(rules) - 1
 
     def fn(weight, bias, x):
         return jnp.tanh(x @ weight.T + bias).sum()

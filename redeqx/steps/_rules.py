@@ -1,0 +1,141 @@
+"""The rules on the user's functions, in their order. The page "Rules" says why each has its place."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+from jax.sharding import NamedSharding
+
+from ..dims import Inputs
+from ..machine import SEQUENCE, axes_of, split_heads, split_sorted_rows
+from ..memory import Loop
+from ..partition import Plan
+from ..tracing import Rule
+from ..transforms import (
+    CheckpointBlocks,
+    DequantiseAtUse,
+    ExchangeLookups,
+    FixConvolutions,
+    FixLookups,
+    FixPads,
+    FixPools,
+    FuseAttention,
+    GatherAtUse,
+    GroupMatmuls,
+    InCustomDerivatives,
+    NarrowTransposes,
+    PickByComparison,
+    Reshard,
+    Shardings,
+    SplitFourier,
+    SplitPositions,
+    SplitRepeated,
+    SplitResidual,
+    SplitVocabulary,
+    StackBlocks,
+    WeightProducts,
+    with_remats,
+)
+from ._compute import Compute
+from ._structure import Structure
+
+# A loss that is differentiated, or evaluated alone; a user's `grad_fn`; a `pred_fn`.
+Role = Literal["training", "evaluation", "grad_fn", "prediction"]
+
+
+def effective_specs(plan: Plan, name: str) -> Any:
+    """Returns a leaf's specs in storage and in compute, without axes of size 1. These split nothing: on them, a column and a
+    row are alike. Weights with equal ones can be stacked."""
+    specs = plan.sharding(name).spec, plan.spec_in_use(name)
+    sizes = plan.mesh.shape
+    return tuple(tuple(tuple(a for a in axes_of(entry) if sizes[a] > 1) for entry in spec) for spec in specs)
+
+
+def plan_rules(
+    structure: Structure,
+    plan: Plan,
+    compute: Compute,
+    inputs: Inputs,
+    role: Role,
+    *,
+    named: bool = False,
+    measures: bool = False,
+) -> list[Rule]:
+    """Returns the rules on a function `(weights, state, batch, ...)`, in the order in which they apply. Which of them change
+    anything on this mesh they say themselves.
+
+    **Arguments:**
+
+    - `named`: whether the program names the weight of each operation, gathered or not; it computes the same.
+    - `measures`: whether it becomes known what loops save at each level of recomputation.
+    """
+    mesh, names, is_trained = plan.mesh, structure.weights, role == "training"
+    n_weights, is_cpu = len(names), mesh.devices.flat[0].platform == "cpu"
+    splits, specs = tuple(map(plan.model_dim, names)), list(map(plan.spec_in_use, names))
+    every = [
+        Shardings(plan.sharding(name), NamedSharding(mesh, spec), name) for name, spec in zip(names, specs, strict=True)
+    ]
+    kinds, stacks = [effective_specs(plan, name) for name in names], compute.stacks_on(mesh)
+    blocks = StackBlocks(kinds) if stacks else CheckpointBlocks(kinds)
+    has_blocks = (stacks and role in ("training", "evaluation")) or (is_trained and compute.checkpoints_blocks)
+    in_loops: list[Rule | None] = []  # without a backward pass nothing is kept or recomputed
+    if is_trained:
+        remats = compute.remats_on(mesh, specs, measures=measures, blocks=None if stacks else blocks)
+        in_loops = [SplitVocabulary(mesh), compute.unroll_on(mesh), remats]
+    splits_residual = is_trained and compute.splits_residual_on(mesh)
+    around: list[Any] = [SplitResidual(mesh, inputs, splits)] if splits_residual else []
+    if mesh.shape[SEQUENCE] > 1:
+        around += [SplitPositions(mesh, inputs, residual=around[0] if around else None)]
+    lookups, fourier = FixLookups(mesh, splits_residual, inputs=inputs), SplitFourier(mesh, splits, inputs=inputs)
+    given = inputs if around else None  # else no other rule searches for positions
+    fixes = FixConvolutions(mesh, role != "prediction"), FixPads(mesh), FixPools(mesh), FixLookups(mesh)
+    products = WeightProducts(n_weights, compute.precision.in_fp8, compute.precision.summed_in, emulated=is_cpu)
+    rules: list[Rule | None] = [
+        *(replace(rule, of_loops=True) for rule in around),
+        blocks if has_blocks else None,
+        *in_loops,
+        *([lookups, fourier] if mesh.size > 1 else []),
+        *around,
+        DequantiseAtUse(),
+        ExchangeLookups(mesh, n_weights),
+        GatherAtUse([of if of.is_gathered or named else None for of in every]),
+        # From here on weights are plain arrays. These rules claim different equations.
+        SplitRepeated(mesh, n_weights),
+        FixConvolutions(mesh, role != "prediction", inputs=given),
+        FixPads(mesh),
+        FixPools(mesh, inputs=given),
+        InCustomDerivatives(fixes),
+        Reshard(splits, mesh),
+        GroupMatmuls(split_sorted_rows(mesh), splits),
+        FuseAttention(split_heads(mesh), inputs=given) if compute.fuse_attention else None,
+        products if role != "prediction" and (products.fp8 or products.gradients is not None) else None,
+        PickByComparison() if is_trained else None,
+        NarrowTransposes(n_weights) if is_trained and is_cpu else None,
+    ]
+    return [rule for rule in rules if rule is not None]
+
+
+def with_rules(
+    fn: Callable[..., Any],
+    structure: Structure,
+    plan: Plan,
+    compute: Compute,
+    role: Role,
+    *,
+    saved: list[Loop] | None = None,
+    **options: bool,
+) -> Callable[..., Any]:
+    """Returns a function `(weights, state, batch, ...)` under the rules.
+
+    **Arguments:**
+
+    - `saved`: receives what each loop saves, where that is chosen by value.
+    - `options`: as for `plan_rules`.
+    """
+
+    def under_rules(*args: Any) -> Any:
+        inputs = Inputs(*(len(jax.tree.leaves(tree)) for tree in args[:3]))
+        return with_remats(fn, plan_rules(structure, plan, compute, inputs, role, **options), saved)(*args)
+
+    return under_rules
