@@ -24,7 +24,6 @@ from ..transforms import (
     GatherAtUse,
     GroupMatmuls,
     InCustomDerivatives,
-    NarrowTransposes,
     PickByComparison,
     Reshard,
     Shardings,
@@ -90,7 +89,8 @@ def plan_rules(
     lookups, fourier = FixLookups(mesh, splits_residual, inputs=inputs), SplitFourier(mesh, splits, inputs=inputs)
     given = inputs if around else None  # else no other rule searches for positions
     fixes = FixConvolutions(mesh, role != "prediction"), FixPads(mesh), FixPools(mesh), FixLookups(mesh)
-    products = WeightProducts(n_weights, compute.precision.in_fp8, compute.precision.summed_in, emulated=is_cpu)
+    in_fp8, summed_in = compute.precision.in_fp8, compute.precision.summed_in
+    products = WeightProducts(n_weights, in_fp8, summed_in, emulated=is_cpu, narrow=is_cpu and is_trained)
     rules: list[Rule | None] = [
         *(replace(rule, of_loops=True) for rule in around),
         blocks if has_blocks else None,
@@ -109,9 +109,8 @@ def plan_rules(
         Reshard(splits, mesh),
         GroupMatmuls(split_sorted_rows(mesh), splits),
         FuseAttention(split_heads(mesh), inputs=given) if compute.fuse_attention else None,
-        products if role != "prediction" and (products.fp8 or products.gradients is not None) else None,
+        products if role != "prediction" else None,
         PickByComparison() if is_trained else None,
-        NarrowTransposes(n_weights) if is_trained and is_cpu else None,
     ]
     return [rule for rule in rules if rule is not None]
 

@@ -3,9 +3,8 @@
 Each file is one `tracing.Rule`: draws by the numbers of rows, gathering weights at use, dequantising them there, exchanging
 what is looked up in tables, splitting a head by its vocabulary, resharding equal parts of a split dim, convolutions, pools,
 pads and lookups, Fourier transforms by rows, splitting products that have lost the rows, fused attention, grouped matmuls,
-label picking by comparison, products with weights in fp8, transposes in gradients of weights, rematerialisation, unrolling
-loops, and stacking equal blocks into one loop. The package is independent of optimizers, batches and files. Open
-`_gather.py` first.
+label picking by comparison, products with weights and their gradients, rematerialisation, unrolling loops, and stacking
+equal blocks into one loop. The package is independent of optimizers, batches and files. Open `_gather.py` first.
 """
 
 from ._attention_report import attentions as attentions
@@ -26,7 +25,6 @@ from ._gather import (
 )
 from ._group_matmuls import GroupMatmuls as GroupMatmuls
 from ._lookups import FixLookups as FixLookups
-from ._narrow_transposes import NarrowTransposes as NarrowTransposes
 from ._pads import FixPads as FixPads
 from ._pick import PickByComparison as PickByComparison
 from ._pools import FixPools as FixPools

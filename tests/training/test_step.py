@@ -871,7 +871,7 @@ def test_rules_are_in_order_and_change_nothing_that_needs_no_change():
         *("SplitVocabulary", "RematLoops", "FixLookups", "SplitFourier"),
         *("DequantiseAtUse", "ExchangeLookups", "GatherAtUse", "SplitRepeated", "FixConvolutions", "FixPads", "FixPools"),
         *("InCustomDerivatives", "Reshard", "GroupMatmuls", "FuseAttention"),
-        *("WeightProducts", "PickByComparison", "NarrowTransposes"),
+        *("WeightProducts", "PickByComparison"),
     ]
     without = plan_rules(structure, plan, redeqx.Compute("bfloat16", fuse_attention=False), inputs, "training")
     assert len(without) == len(rules) - 1

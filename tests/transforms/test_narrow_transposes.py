@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from redeqx.tracing import transformed
-from redeqx.transforms import NarrowTransposes
+from redeqx.transforms import WeightProducts
 
 IN, OUT = 8, 96
 # Multiples of a power of two: gradients of sums are exact in any order, which the instructions of the CPU decide.
@@ -46,7 +46,7 @@ def products(compiled):
 
 @pytest.mark.parametrize(("loss", "weight", "x", "shape"), CASES.values(), ids=CASES)
 def test_the_narrow_factor_is_transposed(loss, weight, x, shape):
-    changed = gradients(transformed(loss, [NarrowTransposes(1, min_bytes=0)])).lower(weight, x).compile()
+    changed = gradients(transformed(loss, [WeightProducts(1, narrow=True, min_bytes=0)])).lower(weight, x).compile()
     expected = gradients(loss)(weight, x)
     for got, want in zip(jax.tree.leaves(changed(weight, x)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
@@ -65,7 +65,7 @@ def test_products_that_gain_nothing_stay_as_they_are():
     def few_rows(weight, x):
         return jnp.sum((weight @ x[0, 0]) ** 2)
 
-    small = NarrowTransposes(1)
+    small = WeightProducts(1, narrow=True)
     rules = [(square, jnp.eye(IN), replace(small, min_bytes=0)), (few_rows, layer.weight, replace(small, min_bytes=0))]
     for loss, weight, rule in [*rules, (CASES["[out, in], the output wider"][0], layer.weight, small)]:
         plain, changed = (str(jax.make_jaxpr(fn)(weight, x)) for fn in (loss, transformed(loss, [rule])))
