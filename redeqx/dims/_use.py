@@ -1,10 +1,7 @@
 """What a function does with the rows of its batch: the verdict, and what follows from it for a part of the rows."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -12,7 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes, bare_shape
-from ..tracing import as_fun, insides, normal, shapes_in, shortened, without_remats
+from ..tracing import as_fun, insides, made_in, normal, shapes_in, shortened, without_remats
 from ._atoms import Dim, Step, flat, steps_of
 from ._draws import ByNumber, Draws, Factors, factors_of
 from ._growth import Growth, constants_of, have_same_constants
@@ -273,9 +270,7 @@ def _why_gathered(rows: Dim, step: Step) -> str:
 # --- derivatives of the user's own --------------------------------------------------------------------------------------
 
 # Packages whose derivatives are those of their functions, by row under `vmap`: this one too, with its models.
-_PACKAGES = map(find_spec, ("jax", "equinox", "optax", "diffrax", "lineax", "optimistix"))
-_FOLDERS = (*(Path(spec.origin).parent for spec in _PACKAGES if spec and spec.origin), Path(__file__).parents[1])
-_TRUSTED = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
+_TRUSTED = ("jax", "equinox", "optax", "diffrax", "lineax", "optimistix", "redeqx")
 
 
 def _own_derivative(names: Names) -> Step | None:
@@ -283,8 +278,7 @@ def _own_derivative(names: Names) -> Step | None:
     for step in steps_of(names.root):
         if step.name.startswith("custom_") and step.blocks:
             inner = insides(step.eqn)  # none of a linear solve, whose gradient is another solve
-            file = inner[0].closed.jaxpr.debug_info.func_filename or "" if inner else ""
-            if not file.startswith(_TRUSTED):
+            if not (inner and made_in(inner[0].closed, *_TRUSTED)):
                 return step
     return None
 

@@ -5,7 +5,7 @@ the uses of weights, and the interpreter. It is independent of meshes, plans and
 `_normal.py` and `_inner.py`; for an analysis `_flow.py` or `_fold.py`.
 """
 
-from ._alike import alike as alike, same_array as same_array
+from ._alike import alike as alike, derivative_of as derivative_of, same_array as same_array
 from ._body import Body as Body
 from ._flow import flow as flow, union as union
 from ._fold import Entered as Entered, entered as entered, fold as fold, is_rare as is_rare, rarely as rarely
@@ -41,7 +41,7 @@ from ._interpret import (
     transformed as transformed,
 )
 from ._leaks import leak as leak
-from ._lines import line_among as line_among, line_of as line_of, shortened as shortened
+from ._lines import line_among as line_among, line_of as line_of, made_in as made_in, shortened as shortened
 from ._normal import normal as normal, once as once, restricted as restricted, without_remats as without_remats
 from ._products import (
     BY_WEIGHT as BY_WEIGHT,

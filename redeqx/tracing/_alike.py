@@ -49,7 +49,7 @@ def _equation(eqn: Any, order: int) -> Any:
         raise ValueError("an equation with effects is like no other")
     if eqn.primitive.name not in CUSTOM_DERIVATIVES:
         return eqn.primitive, _types(eqn), _form(eqn.params, order)
-    return eqn.primitive, _types(eqn), _form(called(eqn), order), _form(_derivative(eqn), order - 1) if order else None
+    return eqn.primitive, _types(eqn), _form(called(eqn), order), _form(derivative_of(eqn), order - 1) if order else None
 
 
 def _form(x: Any, order: int) -> Any:
@@ -89,19 +89,13 @@ def _jaxpr(jaxpr: jex.Jaxpr, order: int) -> Any:
     return inputs, eqns, numbers.read(jaxpr.outvars)
 
 
-def _derivative(eqn: Any) -> Any:
-    """Returns the jaxpr of an equation and its derivative."""
+def derivative_of(eqn: Any) -> Any:
+    """Returns the closed jaxpr of an equation and its derivative: the gradient of its floating operands."""
     shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
 
     def with_derivative(*ins: Any) -> Any:
         floats, others = eqx.partition(list(ins), eqx.is_inexact_array)
-
-        def of_floats(floats: Any) -> Any:
-            return run(eqn, eqx.combine(floats, others))
-
-        if eqn.primitive.name == "custom_jvp_call":
-            return jax.jvp(of_floats, [floats], [floats])
-        outs, backward = jax.vjp(of_floats, floats)
+        outs, backward = jax.vjp(lambda floats: run(eqn, eqx.combine(floats, others)), floats)
         return outs, backward(outs)
 
     return jax.make_jaxpr(with_derivative)(*shapes)

@@ -1,22 +1,18 @@
-"""The line of the user's code that an equation comes from."""
+"""The line of the user's code that an equation comes from, and the package that a function comes from."""
 
 import os
 import sys
 from collections.abc import Iterable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import einops
-import equinox
-import jax
-import jaxtyping
 
 from ..errors import is_ours
 
 # Libraries whose frames are skipped in the search for a line that the user can change. redeqx's own modules are skipped
 # too (`is_ours`), except the models.
-_LIBRARIES = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (jax, equinox, einops, jaxtyping))
+_LIBRARIES = ("jax", "equinox", "einops", "jaxtyping")
 
 
 def line_of(eqn: Any) -> str:
@@ -28,6 +24,17 @@ def line_of(eqn: Any) -> str:
 def line_among(frames: Iterable[tuple[str, int]]) -> str:
     """Returns the innermost frame outside libraries."""
     return next((f"{name}:{line}" for name, line in frames if _is_code(name)), "")
+
+
+def made_in(closed: Any, *packages: str) -> bool:
+    """Whether the function of a closed jaxpr is defined in one of these packages, which need not be installed."""
+    return (closed.jaxpr.debug_info.func_filename or "").startswith(tuple(filter(None, map(_folder, packages))))
+
+
+@cache
+def _folder(package: str) -> str:
+    spec = find_spec(package)
+    return f"{Path(spec.origin).parent}{os.sep}" if spec and spec.origin else ""
 
 
 def shortened(line: str) -> str:
@@ -54,4 +61,4 @@ def _cell_of(file: str) -> str | None:
 
 @cache
 def _is_code(name: str) -> bool:
-    return not name.startswith((*_LIBRARIES, "<")) and not is_ours(name) and Path(name).name != "contextlib.py"
+    return not name.startswith((*map(_folder, _LIBRARIES), "<")) and not is_ours(name) and Path(name).name != "contextlib.py"

@@ -8,10 +8,8 @@ Cost: a trace of each derivative that is not elementwise, and that of these rule
 window slides is split, and none of lookups that does not divide.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -19,9 +17,19 @@ import jax
 import jax.numpy as jnp
 
 from ..dims import is_elementwise
-from ..tracing import CUSTOM_DERIVATIVES, Rule, Site, as_fun, called, equations, plain, run, shapes_in, transformed
-
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+from ..tracing import (
+    CUSTOM_DERIVATIVES,
+    Rule,
+    Site,
+    as_fun,
+    called,
+    derivative_of,
+    equations,
+    made_in,
+    plain,
+    run,
+    transformed,
+)
 
 
 @dataclass(frozen=True)
@@ -75,15 +83,9 @@ def _traces(eqn: Any) -> list[Any]:
     inside: Any = called(eqn)
     is_elementwise_jvp = eqn.primitive.name == "custom_jvp_call" and all(map(is_elementwise, equations(inside)))
     # JAX keeps the derivative that it traces first, and those of this package depend on where that is (`sum_gradient`).
-    if is_elementwise_jvp or (inside.jaxpr.debug_info.func_filename or "").startswith(_PACKAGE):
+    if is_elementwise_jvp or made_in(inside, "redeqx"):
         return [inside]
-
-    def derivative(*ins: Any) -> Any:
-        floats, others = eqx.partition(list(ins), eqx.is_inexact_array)
-        outs, of_outs = jax.vjp(lambda floats: run(eqn, eqx.combine(floats, others)), floats)
-        return of_outs(outs)
-
     try:
-        return [inside, jax.make_jaxpr(derivative)(*shapes_in(inside))]
+        return [inside, derivative_of(eqn)]
     except Exception:  # the user's, who may never ask for a gradient
         return [inside]

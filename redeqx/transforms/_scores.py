@@ -5,17 +5,15 @@ the dims of each operand. `_fuse_attention` decides whether the result is an att
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..dims import repeats, view
-from ..tracing import Body, variables
+from ..tracing import Body, made_in, variables
 from ._bands import inequalities, whole_view
 
 _MASKED_SCORE = -1e4  # at or below this, the weight of a score is 0
@@ -130,7 +128,7 @@ def match_softmax(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
     if len(eqn.outvars) != 1:
         return None
     if eqn.primitive.name == "custom_jvp_call":
-        if not _is_defined_by_jax(eqn.params["call_jaxpr"]):  # a user's rule may give another derivative
+        if not made_in(eqn.params["call_jaxpr"], "jax"):  # a user's rule may give another derivative
             return None
         inner = eqn.params["call_jaxpr"].jaxpr
         last = body.producer(inner.outvars[0])
@@ -169,12 +167,6 @@ def match_softmax(body: Body, eqn: Any) -> tuple[Any, list[Any], int] | None:
 def _labelled(atom: Any) -> Operand:
     """Returns a value whose labels are its dims, except those of size 1."""
     return Operand(atom, tuple(None if n == 1 else dim for dim, n in enumerate(atom.aval.shape)))
-
-
-def _is_defined_by_jax(closed: Any) -> bool:
-    """Whether the function of a jaxpr is defined in JAX itself."""
-    file = getattr(closed.jaxpr.debug_info, "func_filename", None) or ""
-    return file.startswith(os.path.dirname(jax.__file__) + os.sep)
 
 
 # --- from the softmax back to the product of queries and keys ---------------------------------------------------------
