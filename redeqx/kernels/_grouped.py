@@ -99,17 +99,16 @@ def _permuted(setting: GroupedSetting, order: Sequence[int], **changes: Any) -> 
     return replace(setting, split=split, **changes)
 
 
-def _jvp(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], *, setting: GroupedSetting) -> Any:
-    a, b, sizes = primals
-    out = primitive.bind(a, b, sizes, setting=setting)
-    terms = []
-    if type(tangents[0]) is not ad.Zero:
-        terms.append(primitive.bind(tangents[0], b, sizes, setting=setting))
-    if type(tangents[1]) is not ad.Zero:
-        terms.append(primitive.bind(a, tangents[1], sizes, setting=setting))
-    if not terms:
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, terms[0] if len(terms) == 1 else terms[0] + terms[1]
+def _define_jvp(primitive: Any) -> None:
+    """A product is linear in each of its first two operands; sizes have no tangents."""
+
+    def of_first(tangent: Any, a: Any, b: Any, sizes: Any, **params: Any) -> Any:
+        return primitive.bind(tangent, b, sizes, **params)
+
+    def of_second(tangent: Any, a: Any, b: Any, sizes: Any, **params: Any) -> Any:
+        return primitive.bind(a, tangent, sizes, **params)
+
+    ad.defjvp(primitive, of_first, of_second, None)
 
 
 def _transpose_matmul(g: Any, x: Any, weights: Any, sizes: Any, *, setting: GroupedSetting) -> Any:
@@ -173,7 +172,7 @@ for _primitive, _transpose, _batcher in (
     (grouped_gradient_p, _transpose_gradient, _gradient_batcher),
 ):
     _primitive.def_impl(jax.jit(_primitive.bind, static_argnames="setting"))
-    ad.primitive_jvps[_primitive] = partial(_jvp, _primitive)
+    _define_jvp(_primitive)
     ad.primitive_transposes[_primitive] = _transpose
     batching.primitive_batchers[_primitive] = _batcher
 

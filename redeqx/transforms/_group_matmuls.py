@@ -68,8 +68,8 @@ class GroupMatmuls(Rule):
         dims = values_by(closed, tuple(self.splits), n_shards).operands
         rule = replace(rule, dims=dims)
         forms = [(eqn, form) for eqn in found if rule.claims(eqn) and (form := _form(eqn)) and form.shares_matrices]
-        rows = [eqn for eqn, form in forms if rule.is_split(eqn, form.dims.inputs)]
-        columns = [eqn for eqn, form in forms if rule.is_split(eqn, form.dims.outputs) and eqn not in rows]
+        rows = [eqn for eqn, form in forms if rule.is_split(eqn, form.sides[0])]
+        columns = [eqn for eqn, form in forms if rule.is_split(eqn, form.sides[1]) and eqn not in rows]
         return replace(rule, parts=ExpertParts.of(body, n_weights, columns, rows, dims, mesh))
 
 
@@ -112,7 +112,7 @@ class _GroupMatmuls(Rule):
         is_by_shard = self.sorts.is_product(eqn)
         if is_by_shard:
             values = list(self.sorts.operands(eqn, *values))
-        is_row, is_column = (self.is_split(eqn, dims) for dims in (form.dims.inputs, form.dims.outputs))
+        is_row, is_column = (self.is_split(eqn, dims) for dims in form.sides)
         spec = P(self.rows.spec[0], MODEL if is_row else None, MODEL if is_column and not is_row else None)
         setting = replace(form.setting, split=NamedSharding(self.rows.mesh, spec))
         how = _ALL
@@ -126,7 +126,7 @@ class _GroupMatmuls(Rule):
         (out,) = as_fun(closed.replace(jaxpr=closed.jaxpr.replace(eqns=at_line)))(*values)
         return [self.parts.in_parts(out) if how == _PARTS else out]
 
-    def is_split(self, eqn: Any, dims: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+    def is_split(self, eqn: Any, dims: tuple[Sequence[int], Sequence[int]]) -> bool:
         """Whether the model axis splits one of these dims of the operands."""
         return any(dim in own for dim, own in zip(self.dims.get(eqn, ()), dims, strict=False))
 
@@ -137,27 +137,11 @@ _ALL, _COPIES, _PARTS = "all", "copies", "parts"
 
 
 @dataclass(frozen=True)
-class _Dims:
-    """The dims of both operands that are K, and those that are N: the first ones, if several are merged."""
-
-    inputs: tuple[tuple[int, ...], tuple[int, ...]]
-    outputs: tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def _dims_of_primitive(eqn: Any) -> _Dims:
-    if eqn.primitive is grouped_gradient_p:
-        return _Dims(((2,), ()), ((), (2,)))
-    inputs, outputs = (3, 2) if eqn.params["setting"].transposed else (2, 3)
-    return _Dims(((2,), (inputs,)), ((), (outputs,)))
-
-
-@dataclass(frozen=True)
 class _Form:
     """A grouped matmul as a primitive computes it."""
 
     primitive: Any
     setting: GroupedSetting
-    dims: _Dims
     # For both operands their dims in the primitive's order: batch dims, then rows or groups, then K and N.
     orders: tuple[Sequence[int], Sequence[int]]
     lead: Sequence[int]  # the sizes of the batch dims; they are those of `sizes`, unless `sizes` has none
@@ -165,6 +149,19 @@ class _Form:
     shape: Sequence[int]  # of the output
     is_by_group: bool = True  # whether, in the gradient of the matrices, the groups come before the batch dims
     shares_matrices: bool = False  # whether it is a product, and all of the batch have the same matrices
+
+    @property
+    def sides(self) -> tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]:
+        """The dims of both operands that are K, and those that are N: the first ones, if several are merged."""
+        first, second = self.orders[0][len(self.lead) + 1 :], self.orders[1][self.n_leading + 1 :]
+        n = len(second) - len(first)
+        if self.primitive is grouped_gradient_p:
+            inputs, outputs = (), second
+        elif self.setting.transposed:
+            inputs, outputs = second[n:], second[:n]
+        else:
+            inputs, outputs = second[: len(first)], second[len(first) :]
+        return (first[:1], inputs[:1]), ((), outputs[:1])
 
     def compute(
         self, setting: GroupedSetting, a: Any, b: Any, sizes: Any, *, is_by_shard: bool = False, how: str = _ALL
@@ -228,10 +225,10 @@ def _by_parts(setting: GroupedSetting, a: Any, matrices: Any, sizes: Any) -> Any
 def _form_of_primitive(eqn: Any) -> _Form:
     """Returns the form of an equation that is a primitive's already."""
     a, b = (var.aval.shape for var in eqn.invars[:2])
-    shape, dims = eqn.outvars[0].aval.shape, _dims_of_primitive(eqn)
+    shape = eqn.outvars[0].aval.shape
     is_shared = eqn.primitive is grouped_matmul_p and b[0] == 1
     orders = range(len(a)), range(len(b))
-    return _Form(eqn.primitive, eqn.params["setting"], dims, orders, a[:1], 1, shape, False, is_shared)
+    return _Form(eqn.primitive, eqn.params["setting"], orders, a[:1], 1, shape, False, is_shared)
 
 
 def _form(eqn: Any) -> _Form | None:
@@ -268,12 +265,10 @@ def _form(eqn: Any) -> _Form | None:
     common: dict[str, Any] = {"lead": [lhs.shape[dim] for dim in lead], "shape": eqn.outvars[0].aval.shape}
     if is_gradient:
         first, second = [*lead, ragged, *free[0]], [*batch[1], *contracted[1], *free[1]]
-        dims = _Dims((tuple(free[0][:1]), ()), ((), tuple(free[1][:1])))
-        return _Form(grouped_gradient_p, setting, dims, (first, second), n_leading=len(lead), **common)
+        return _Form(grouped_gradient_p, setting, (first, second), n_leading=len(lead), **common)
     is_transposed = bool(free[1]) and max(free[1]) < min(contracted[1], default=0)
     sides = [*free[1], *contracted[1]] if is_transposed else [*contracted[1], *free[1]]
     first, second = [*lead, ragged, *contracted[0]], [*batch[1], *numbers.rhs_group_dimensions, *sides]
-    dims = _Dims((tuple(contracted[0][:1]), tuple(contracted[1][:1])), ((), tuple(free[1][:1])))
     setting = replace(setting, transposed=is_transposed)
     common |= {"n_leading": len(batch[1]), "shares_matrices": not batch[1]}
-    return _Form(grouped_matmul_p, setting, dims, (first, second), **common)
+    return _Form(grouped_matmul_p, setting, (first, second), **common)
