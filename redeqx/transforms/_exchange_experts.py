@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from ..kernels import on_each_device
 from ..machine import BATCH_AXES, MODEL, n_batch_shards
 from ..tracing import Env, Site, evaluate, is_variable, plain, rarely, run, variables
 from ._constrain import split_over
@@ -141,7 +142,7 @@ class Exchanges:
         experts = self._by_row(sort, experts)
         sending, rows = Sending(self.mesh, n_experts), self._spec(sort, experts.ndim)
         of_counts = P(BATCH_AXES, None, None)
-        count = self._on_devices(lambda experts: sending.count(experts.reshape(-1))[None], (rows,), of_counts)
+        count = on_each_device(self.mesh, lambda experts: sending.count(experts.reshape(-1))[None], (rows,), of_counts)
         counts = count(experts)
         entries = [self._by_row(sort, self._values[var], sort.dim(var)) for var in exchange.entries]
         out = self._pass(exchange, sending, 0, experts, counts, *entries)
@@ -180,14 +181,14 @@ class Exchanges:
                 return fn(x.reshape(len(experts), -1), experts, counts[0], number).reshape(x.shape)
 
             spec = self._spec(sort, x.ndim, dim)
-            run = self._on_devices(on_device, (spec, of_experts, of_counts, P()), spec)
+            run = on_each_device(self.mesh, on_device, (spec, of_experts, of_counts, P()), spec)
             return run(x, experts, counts, number)
 
         def sizes_of(experts: Any, counts: Any, number: Any) -> Any:
             return sending.sizes(counts[0], experts.size, number)[None, None]
 
         of_sizes = P(BATCH_AXES, MODEL, None)
-        sizes = self._on_devices(sizes_of, (of_experts, of_counts, P()), of_sizes)(experts, counts, number)
+        sizes = on_each_device(self.mesh, sizes_of, (of_experts, of_counts, P()), of_sizes)(experts, counts, number)
         for var, x in zip(exchange.entries, entries, strict=True):
             values[var] = send(sending.there, x, sort.dim(var))
 
@@ -206,7 +207,7 @@ class Exchanges:
         specs = self._spec(sort, a.ndim, sort.dim(eqn.invars[0])), of_matrices, of_sizes
         out = self._spec(sort, len(var.aval.shape), sort.dim(var))
         compute = self._products[eqn]
-        return self._on_devices(lambda a, b, sizes: compute(a, b, sizes[0, 0]), specs, out)(a, b, sizes)
+        return on_each_device(self.mesh, lambda a, b, sizes: compute(a, b, sizes[0, 0]), specs, out)(a, b, sizes)
 
     def _spec(self, sort: SortedRows, n_dims: int, dim: int | None = None) -> P:
         """Returns the spec of a value whose rows are split over devices."""
@@ -214,6 +215,3 @@ class Exchanges:
             return P(BATCH_AXES, MODEL, *[None] * (n_dims - 2))
         dim = dim or 0
         return P(*[None] * dim, (*BATCH_AXES, MODEL), *[None] * (n_dims - dim - 1))
-
-    def _on_devices(self, fn: Callable[..., Any], in_specs: tuple[P, ...], out_specs: P) -> Callable[..., Any]:
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -21,6 +21,8 @@ from ._expert_parts import chain_after, chain_before
 from ._sorted_rows import SortedRows, is_constant_along, is_elementwise_inside, jaxprs_in
 
 _VIEWS = ("reshape", "broadcast_in_dim", "squeeze", "convert_element_type", "reduce_sum", "reduce_max")
+# Equations whose output has the matrices of their first operand, maybe next to those of equal stacks of other layers.
+_KEEPING = (*_VIEWS[:4], "copy", "transpose", "stack", "concatenate")
 
 
 @dataclass(frozen=True)
@@ -244,17 +246,7 @@ def _matrices_of(body: Body, n_weights: int, eqn: Any) -> Matrices | None:
             dim += kind == "slice"
             continue
         view = body.producer(atom)
-        if view is None or (before := _before_view(view, dim)) is None:
+        if view is None or view.primitive.name not in _KEEPING or (before := Related(view).source()[dim]) is None:
             return None
         atom, dim = view.invars[0], before
     return Matrices(weights.index(atom), dim)
-
-
-def _before_view(eqn: Any, dim: int) -> int | None:
-    """Returns the dim of a view's operand that is this dim of its output; None if there is none."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in ("stack", "concatenate"):  # equal stacks of several layers
-        axis = params.get("axis", params.get("dimension"))
-        return None if dim == axis else dim - (name == "stack" and dim > axis)
-    is_view = name in ("convert_element_type", "copy", "transpose", "broadcast_in_dim", "reshape", "squeeze")
-    return Related(eqn).source()[dim] if is_view else None

@@ -1,4 +1,4 @@
-"""Fourier transforms, of which XLA gives all rows to all devices before JAX 0.12, whatever splits them.
+"""Fourier transforms, of which XLA gives all rows to all devices before JAX 0.12, whatever splits them (jax-ml/jax#15680).
 
 Each device then computes the transforms of the whole batch, after an all-gather of it: a model with such layers gains
 nothing from more devices. This rule computes each transform under `jax.shard_map`, on the device's own entries of the dims
@@ -13,7 +13,6 @@ positions and one pass of the dataflow, for functions with transforms. A transfo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self
 
 import jax
@@ -21,6 +20,7 @@ from jax.custom_derivatives import linear_call
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec as P
 
+from ..kernels import on_each_device
 from ..machine import BATCH_AXES, MODEL, SEQUENCE, n_batch_shards
 from ..partition import values_by
 from ..tracing import Site, equations, plain, run
@@ -63,8 +63,7 @@ class SplitFourier(ByPositions):
             own = jax.ShapeDtypeStruct((*gradient.shape[:n_free], *var.aval.shape[n_free:]), var.aval.dtype)
             return jax.linear_transpose(transform, own)(gradient)[0]
 
-        here = partial(jax.shard_map, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        forward, back = here(transform), here(transpose)
+        forward, back = (on_each_device(self.mesh, fn, spec, spec) for fn in (transform, transpose))
 
         @jax.custom_jvp
         def fn(x: jax.Array) -> jax.Array:
