@@ -48,6 +48,12 @@ class Collective:
     instruction: str = ""  # the HLO name, the same for all arrays of a combined collective
     source: tuple[str, ...] = ()  # its Python source lines, `file.py:12`, innermost first
     hidden: float | None = None  # the share of its bytes that is sent behind matmuls (`with_overlap`); None if unknown
+    pairs: tuple[tuple[int, ...], ...] = ()  # of a permute: from which device to which; `group` is the first of them
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of devices of all forms: the pairs of a permute, or else the first group."""
+        return self.pairs or (self.group,)
 
     @property
     def group_size(self) -> int:
@@ -63,8 +69,8 @@ class Collective:
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Returns the mesh axes that the groups span, for a program on this mesh."""
-        coordinates = np.array(np.unravel_index(self.group, tuple(mesh.shape.values())))
-        varying = (coordinates != coordinates[:, :1]).any(axis=1)
+        coordinates = np.stack([np.unravel_index(group, tuple(mesh.shape.values())) for group in self.groups])
+        varying = (coordinates != coordinates[:, :, :1]).any(axis=(0, 2))
         return tuple(axis for axis, varies in zip(mesh.shape, varying, strict=True) if varies)
 
     @property
@@ -101,7 +107,8 @@ def _collectives_in(
                 continue
             if name.startswith("all-reduce-scatter"):  # a fusion of an all-reduce and a slice
                 kind = "reduce-scatter"
-            group = _group(line.rest, module.n_devices)
+            pairs = _pairs(line.rest)
+            group = pairs[0] if pairs else _group(line.rest, module.n_devices)
             origin = line if line.op_name or caller is None else caller  # libtpu names the fusion or call around it
             for number, array in enumerate(line.results):
                 if line.opcode.startswith("reduce-scatter"):
@@ -117,6 +124,7 @@ def _collectives_in(
                     op_name=origin.op_name,
                     instruction=line.name,
                     source=origin.source,
+                    pairs=pairs,
                 )
                 yield (line, number), each
             continue  # its `to_apply` is the sum, and the `calls` of an asynchronous one is the same collective
@@ -139,14 +147,16 @@ def _unscattered(shape: tuple[int, ...], group_size: int, rest: str) -> tuple[in
     return tuple(size * group_size if i == dim else size for i, size in enumerate(shape))
 
 
-def _group(rest: str, n_devices: int) -> tuple[int, ...]:
-    """Returns the devices of the first group, from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=4,'b'=2] {'a'}`.
+def _pairs(rest: str) -> tuple[tuple[int, ...], ...]:
+    """Returns the pairs of a permute of two different devices, or its first one if there are none."""
+    if (found := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest)) is None:
+        return ()
+    pairs = [integers(pair) for pair in re.findall(r"\{([\d, ]*)\}", found.group(1))]
+    return tuple(pair for pair in pairs if len({*pair}) > 1) or (pairs[0],)
 
-    For a permute, returns the first pair of two different devices.
-    """
-    if pairs := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", rest):
-        each = [integers(pair) for pair in re.findall(r"\{([\d, ]*)\}", pairs.group(1))]
-        return next((pair for pair in each if len({*pair}) > 1), each[0])
+
+def _group(rest: str, n_devices: int) -> tuple[int, ...]:
+    """Returns the devices of the first group, from `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=4,'b'=2] {'a'}`."""
     if listed := re.search(r"replica_groups=\{\{([\d, ]*)\}", rest):
         return integers(listed.group(1))
     if re.search(r"replica_groups=\{\}", rest):

@@ -125,13 +125,14 @@ def sent_per_second(collective: Collective, chip: Chip, mesh: Mesh) -> float:
     """Returns the bytes/s at which a device sends a collective: over its link, or between hosts.
 
     Of a ring over several hosts only one hop in each host leaves it. With as many rings as a host has devices of the group,
-    each of which leaves by the network of another device, a device sends at the rate of all of these networks.
+    each of which leaves by the network of another device, a device sends at the rate of all of these networks. A permute
+    ends with its slowest pair: one between hosts has the networks of its two devices.
     """
-    devices = list(mesh.devices.flat)
-    n_local = Counter(devices[i].process_index for i in collective.group)
-    if len(n_local) == 1 or chip.network is None:
+    if chip.network is None:
         return chip.link
-    return min(chip.link, chip.network * min(n_local.values()))
+    devices = list(mesh.devices.flat)
+    hosts = [Counter(devices[i].process_index for i in group) for group in collective.groups]
+    return min([chip.link, *(chip.network * min(of.values()) for of in hosts if len(of) > 1)])
 
 
 def hidden_share(found: Iterable[Collective]) -> float | None:

@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from redeqx.compiled import Collective, Module, collectives
 from redeqx.machine import make_mesh
@@ -66,7 +67,13 @@ def test_replica_groups_in_every_notation(groups, first):
 
 def test_permute_group_is_the_first_exchanged_pair():
     text = _module("  ROOT %cp = f32[4,8]{1,0} collective-permute(%p), source_target_pairs={{0,0},{1,2},{2,1},{3,3}}")
-    assert [c.group for c in collectives(Module.of(text))] == [(1, 2)]
+    assert [(c.group, c.pairs) for c in collectives(Module.of(text))] == [((1, 2), ((1, 2), (2, 1)))]
+
+
+def test_permute_spans_the_axes_of_all_its_pairs():
+    text = _module("  ROOT %cp = f32[4,8]{1,0} collective-permute(%p), source_target_pairs={{0,1},{1,4},{4,5},{5,0}}")
+    (found,) = collectives(Module.of(text))
+    assert found.axes(Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "model"))) == ("data", "model")
 
 
 def test_unknown_notation_of_replica_groups_is_an_error():

@@ -18,11 +18,11 @@ MESH = Mesh(np.array(jax.devices()[:8]).reshape(1, 8, 1, 1), ("data", "fsdp", "s
 MATMULS, ATTENTION, MODEL = 8 * 1.317e15, 8 * 0.186e15, 8 * 1.265e15
 
 
-def run_on(chip, sent=0.0, hidden=1.0, dtype="bfloat16", bytes_moved=0, host_bytes=0, mesh=MESH, **kinds):
+def run_on(chip, *collectives, sent=0.0, hidden=1.0, dtype="bfloat16", bytes_moved=0, host_bytes=0, mesh=MESH, **kinds):
     kinds = kinds or {"matmul": MATMULS, "attention": ATTENTION}
     gather = Collective("all-gather", (1,), "bf16", int(sent * 8 / 7), tuple(range(8)), 1, hidden=hidden)
     step = Step(
-        needs=0, compile_seconds=0.0, collectives=(gather,), flops={dtype: sum(kinds.values())}, kinds=kinds,
+        needs=0, compile_seconds=0.0, collectives=(gather, *collectives), flops={dtype: sum(kinds.values())}, kinds=kinds,
         bytes_moved=bytes_moved, host_bytes=host_bytes, host_hidden=hidden,
     )  # fmt: skip
     machine, plan = SimpleNamespace(chip=chip, memory=None), SimpleNamespace(mesh=mesh)
@@ -49,6 +49,16 @@ def test_a_ring_over_hosts_sends_by_the_networks_of_a_host(n_local, n_networks):
     devices = np.array([SimpleNamespace(process_index=i // n_local) for i in range(8)])
     found = run_on(chip, sent=chip.network, mesh=SimpleNamespace(devices=devices, size=8, shape=MESH.shape)).estimate
     assert found.communication == pytest.approx(max(1 / n_networks, chip.network / chip.link))
+
+
+@pytest.mark.parametrize("n_local, is_between_hosts", [(8, False), (4, True)])
+def test_a_permute_is_as_slow_as_its_pair_between_hosts(n_local, is_between_hosts):
+    chip = GPUS["h100-80gb"].chip
+    pairs = tuple((i, (i + 1) % 8) for i in range(8))
+    permute = Collective("collective-permute", (1,), "bf16", int(chip.network), pairs[0], 1, pairs=pairs)
+    devices = np.array([SimpleNamespace(process_index=i // n_local) for i in range(8)])
+    found = run_on(chip, permute, mesh=SimpleNamespace(devices=devices, size=8, shape=MESH.shape)).estimate
+    assert found.communication == pytest.approx(1 if is_between_hosts else chip.network / chip.link)
 
 
 def test_what_is_copied_to_the_host_may_be_needed_at_once():
