@@ -614,6 +614,7 @@ def _max_skipped(on_nonfinite: Any) -> int | None:
 
 def _check_name(name: Any) -> None:
     """Raises ValueError unless a name can be a prefix of metrics and a folder beside the checkpoints."""
-    if name is not None and not (isinstance(name, str) and name.isidentifier() and not name.startswith("step_")):
-        rule = "an identifier that does not begin with `step_`, as checkpoints do"
+    is_taken = isinstance(name, str) and (name == "last" or name.startswith("step_"))
+    if name is not None and not (isinstance(name, str) and name.isidentifier() and not is_taken):
+        rule = "an identifier other than `last` and `step_...`, which name checkpoints"
         raise ValueError(f"`name`: expected {rule}, got {brief(name)}. Pass `name='critic'`, for example.")

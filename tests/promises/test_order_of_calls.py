@@ -590,7 +590,7 @@ def test_trainers_with_names_take_turns_save_and_resume_in_one_workdir(tmp_path)
 
 
 def test_a_name_is_an_identifier():
-    for name in ("../critic", "step_00000001"):
+    for name in ("../critic", "step_00000001", "last"):
         with pytest.raises(ValueError, match=rf"`name`: expected an identifier .* got '{re.escape(name)}'"):
             make_trainer(name=name)
 
