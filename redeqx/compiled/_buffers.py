@@ -109,9 +109,12 @@ def _simulate(lines: Sequence[Instruction], peak_of: Callable[[str], _Peak], don
         total += sum(buffers[i].bytes for i in new)
         called = [peak_of(name) for _, name in line.calls] if line.opcode in _CALLS else []
         inside = max(called, key=lambda peak: peak.bytes, default=_Peak())
-        now = total + inside.bytes - sum(buffers[i].bytes for i in new if buffers[i].bytes in reused)
+        # What a call or a choice returns was made by the computation that it calls, and is counted once.
+        returned = {*new} if 0 < sum(buffers[i].bytes for i in new) <= inside.bytes else set()
+        inside = _Peak() if new and not returned else inside
+        now = total + inside.bytes - sum(buffers[i].bytes for i in new if i in returned or buffers[i].bytes in reused)
         if now > peak:
-            peak, at_peak = now, (*(buffers[i] for i in live), *inside.buffers)
+            peak, at_peak = now, (*(buffers[i] for i in live - returned), *inside.buffers)
         for i in {*freed[at], *(i for i in new if i not in last_use)} & live:
             live.remove(i)
             total -= buffers[i].bytes

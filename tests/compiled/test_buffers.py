@@ -126,6 +126,19 @@ def test_traffic_of_a_conditional_is_that_of_its_largest_branch(branches):
     assert bytes_moved(module(entry, BRANCHES)) == (KIB + KIB + 4 * KIB) + (4 * KIB + KIB + KIB)
 
 
+def test_what_a_choice_returns_is_made_once():
+    """By the branch, whose array has the choice's place in memory."""
+    entry = f"""  %p = f32[256]{{0}} parameter(0)
+  %i0 = s32[] parameter(1)
+  %c = f32[1024]{{0}} conditional(%i0, %p, %p), branch_computations={{%small, %large}}, {op_name("chosen")}
+  ROOT %d = f32[1024]{{0}} dot(%c, %p)"""
+    branches = BRANCHES.replace("%less", "%small").replace("%more", "%large").replace("f32[256]{0} dot", "f32[1024]{0} dot")
+    assert [n_bytes for n_bytes, _ in temporary_buffers(entry, branches)] == [4 * KIB, 4 * KIB]
+    passing = "%small (a: f32[1024]) -> f32[1024] {\n  ROOT %a = f32[1024]{0} parameter(0)\n}\n"
+    entry = entry.replace("%large", "%small").replace("f32[256]", "f32[1024]")
+    assert temporary_buffers(entry, passing)[0] == (4 * KIB, "chosen")
+
+
 def test_numbers_of_4_bits_fill_whole_bytes():
     entry = """  %p = s8[3]{0} parameter(0)
   %a = s4[3]{0} convert(%p)
