@@ -14,6 +14,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -192,6 +193,9 @@ def cast(leaf: Any, dtype: Any) -> Any:
     """Casts a floating leaf, or its shape; returns any other leaf unchanged."""
     if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.dtype(dtype):
         return leaf
+    if isinstance(leaf, np.ndarray) and 0 in leaf.strides:  # the zeros of a dry run, which take no memory
+        repeated = tuple(slice(1) if stride == 0 else slice(None) for stride in leaf.strides)
+        return np.broadcast_to(leaf[repeated].astype(dtype), leaf.shape)
     return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
 
 

@@ -63,7 +63,7 @@ class Recipe:
     - `recomputed`: what it computes twice: some of `"qkv"`, `"attention"`, `"out"`, `"gate and up"`; None if unknown.
     - `levels`: redeqx's levels of recomputation, in the order in which they are tried.
     - `shards`: of the Deployer; by default all devices are shards of `fsdp`.
-    - `in_float32`: whether parameters are stored in float32, as in most recipes.
+    - `in_float32`: whether parameters and the optimizer's moments are stored in float32, as in most recipes, or in bfloat16.
     """
 
     config: Any
@@ -106,7 +106,13 @@ RECIPES = {
         LLAMA3_70B, "gpu:h200-141gb:32x8", 2, 8192, 15.516, "AI-Hypercomputer/gpu-recipes, training/a3ultra", ALL
     ),
     "qwen3-30b-a3b-h100": Recipe(
-        experts.QWEN3, "gpu:h100-80gb:8", 4, 4096, 21.773, AUTOMODEL, None, ("full",), accumulate=16
+        experts.QWEN3, "gpu:h100-80gb:8", 4, 4096, 21.773, f"{AUTOMODEL}; examples/benchmark/configs", None, ("full",),
+        accumulate=16, in_float32=False,
+    ),
+    "mixtral-8x7b-v5p-128": Recipe(
+        experts.MIXTRAL, "v5p:4x4x4", 36, 4096, 36 * 4096 / 2909,
+        "AI-Hypercomputer/maxtext, docs/reference/models/tiering.md; tpu-recipes, training/v5p/Mixtral-8X7B-Maxtext",
+        None, ("full",), in_float32=False,
     ),
     "llama3-8b-262k-h100": Recipe(  # with products in fp8
         LLAMA3_8B, "gpu:h100-80gb:8", 1, 262144, 32768 / 548, f"{TITAN}, table 2", ALL, ("30GiB", "full"),
@@ -146,17 +152,20 @@ def make_model(config: Any, key: jax.Array, *, stranger: bool) -> eqx.Module:
 
 
 def make_trainer(recipe: Recipe, deployer: redeqx.Deployer, remat: str, *, stranger: bool) -> redeqx.Trainer:
-    config, dtype = recipe.config, {} if recipe.in_float32 else {"parameters": "bfloat16"}
+    config, precision, optimizer = recipe.config, redeqx.Precision("bfloat16"), optax.adamw(1e-4)
+    if not recipe.in_float32:
+        precision = redeqx.Precision("bfloat16", parameters="bfloat16", rounding="stochastic")
+        optimizer = redeqx.optimizers.adamw(1e-4, moments="bfloat16")
     has_experts = isinstance(config, experts.Config)
     if not has_experts:
         config = replace(config, n_positions=recipe.tokens)
     return redeqx.Trainer(
         deployer,
         model=deployer.init(lambda: make_model(config, jax.random.key(0), stranger=stranger)),
-        optimizer=optax.adamw(1e-4),
+        optimizer=optimizer,
         collate_fn=np.stack if has_experts else collate_fn,
         loss_fn=experts.loss_fn if has_experts else partial(loss_fn, CHUNK),
-        compute=redeqx.Compute(redeqx.Precision("bfloat16", **dtype), remat=remat),
+        compute=redeqx.Compute(precision, remat=remat),
         accumulate_grad_batches=recipe.accumulate,
     )
 

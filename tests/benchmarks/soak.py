@@ -36,7 +36,8 @@ def start(workdir, epochs, n=2, options=("--save-every", "2")):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, str(SCRIPT), "--workdir", str(workdir), "--devices", str(4 // n), "--epochs", str(epochs)]
-    command += [*options, "--heartbeat", "3" if n == 2 else "20", "--start", "20" if n == 2 else "200"]
+    # A killed process is noticed by its connection; four that share a busy machine may not run for a minute.
+    command += [*options, "--heartbeat", "3" if n == 2 else "200", "--start", "20" if n == 2 else "200"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NPROC": "16", "REDEQX_PROCESSES": str(n)}
     environment["REDEQX_HOST0"] = f"127.0.0.1:{port}"
     return [

@@ -385,6 +385,25 @@ def test_models_take_no_memory_and_nothing_is_written(tmp_path):
     assert max((array.nbytes for array in new), default=0) < 1024
 
 
+@pytest.mark.parametrize(
+    "own, stored, compute",
+    [("bfloat16", "float32", "bfloat16"), ("float32", "bfloat16", redeqx.Precision("bfloat16", parameters="bfloat16"))],
+)
+def test_models_take_no_memory_in_another_dtype(own, stored, compute):
+    shape = (2**20, 2**20)
+    with redeqx.described("cpu:8"):
+        deployer = redeqx.Deployer(n_fsdp_shards=8, verbose=False)
+        trainer = redeqx.Trainer(
+            deployer,
+            model=deployer.init(lambda: jnp.zeros(shape, own)),
+            optimizer=optax.sgd(0.1),
+            collate_fn=np.stack,
+            loss_fn=lambda model, batch, key: jnp.mean(batch @ model),
+            compute=compute,
+        )
+    assert trainer.model.dtype == stored and trainer.model.shape == shape and not any(trainer.model.strides)
+
+
 class RaisingLogger:
     def log(self, metrics, step):
         raise AssertionError("a dry run tracks nothing")
