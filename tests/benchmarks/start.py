@@ -64,9 +64,9 @@ def train(n_layers, width, workdir):
         def on_fit_start(self, trainer):
             self.began, self.ready = trainer.step, now()
             report("the model is placed", self.ready)
-            jax.monitoring.register_event_duration_secs_listener(self.on_event)
+            jax.monitoring.register_event_duration_secs_listener(self._note)
 
-        def on_event(self, event, seconds, **what):
+        def _note(self, event, seconds, **what):
             if event == "/jax/core/compile/backend_compile_duration":
                 self.ready = now()
 
