@@ -26,6 +26,7 @@ from .errors import (
     RedcoNames,
     brief,
     check_count,
+    check_flag,
     check_folder,
     check_function,
     check_model,
@@ -130,6 +131,7 @@ class Deployer(RedcoNames):
         compiler: Compiler = Compiler(),
     ):
         check_count(jax_seed, "jax_seed", 0)
+        check_flag(verbose, "verbose")
         check_type(timeouts, Timeouts, "timeouts")
         check_type(compiler, Compiler, "compiler")
         folder = None
@@ -364,6 +366,7 @@ class Deployer(RedcoNames):
         sizes = {"train_size": train_size, "n_epochs": n_epochs, "accumulate_grad_batches": accumulate_grad_batches}
         for name, size in sizes.items():
             check_count(size, name)
+        check_flag(drop_remainder, "drop_remainder")
         update = BatchSize.of(self.mesh, per_device_batch_size, batch_size, accumulate_grad_batches).examples
         n_steps = n_epochs * n_slices(train_size, update, drop_remainder)
         if n_steps < 1:
@@ -437,6 +440,9 @@ class Deployer(RedcoNames):
         - `first_step`: steps done before the loop begins; counted in `n_steps`.
         - `title`: printed at the start of the line.
         """
+        for name, count in {"n_epochs": n_epochs, "n_steps": n_steps}.items():
+            check_count(count, name, 0, optional=True)
+        check_count(first_step, "first_step", 0)
         return self.console.progress(n_epochs=n_epochs, n_steps=n_steps, first_step=first_step, title=title)
 
     def begin_records(self, step: int, name: str | None = None) -> None:
@@ -481,7 +487,7 @@ class Deployer(RedcoNames):
             )
 
     @filter_traceback
-    def save_outputs(self, outputs: Sequence[Any], name: str = "outputs.jsonl") -> Location:
+    def save_outputs(self, outputs: Sequence[Any], name: str | Path = "outputs.jsonl") -> Location:
         """Writes one JSON line per output to `workdir/outputs/NAME` and returns its path. Arrays become nested lists.
 
         NaN and the infinities, which JSON lacks, become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, as in
@@ -491,7 +497,7 @@ class Deployer(RedcoNames):
         """
         if self.workdir is None:
             raise ValueError("`workdir`: expected a folder, got None. Pass `Deployer(workdir=...)` to save outputs.")
-        if not all(map(is_plain, str(name).split("/"))):
+        if not (isinstance(name, str | Path) and all(map(is_plain, str(name).split("/")))):
             raise ValueError(f"`name`: expected a file in `outputs`, got {brief(name)}. Pass 'test.jsonl', for example.")
 
         def plain(value: Any) -> Any:
@@ -499,6 +505,8 @@ class Deployer(RedcoNames):
                 return np.asarray(value).tolist()
             raise TypeError(f"`outputs`: expected values that JSON can hold, got {type(value).__name__}. Convert it first.")
 
+        if isinstance(outputs, str | bytes | Mapping) or not isinstance(outputs, Iterable):
+            raise TypeError(f"`outputs`: expected a list with a line for each, got {brief(outputs)}. Pass `[outputs]`.")
         lines = "".join(to_json(output, default=plain) + "\n" for output in outputs).encode()
         path = self.workdir / "outputs" / name
         if self.is_dry_run or self.peers.index:

@@ -22,6 +22,7 @@ from .errors import (
     brief,
     check_choice,
     check_count,
+    check_flag,
     check_float_dtype,
     check_function,
     check_model,
@@ -275,6 +276,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         - `examples`: anything with `len()` and integer items, or an iterable.
         - `per_device_batch_size`, `batch_size`, `drop_remainder`: as for `fit`.
         """
+        check_flag(drop_remainder, "drop_remainder")
         size = self._engine.batch_size(per_device_batch_size, batch_size)
         steps = in_order(examples, size, drop_remainder)
         agree_on_examples(self.deployer.peers, "train", size_of(examples), size.examples)
@@ -352,7 +354,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
     ) -> dict[str, float]:
         """Computes `{"loss": ...}` and every metric of `Loss.metrics` over all examples; arguments as for `eval_loss`."""
         size = BatchSize.of(self.deployer.mesh, per_device_batch_size, batch_size)
-        check_examples(examples, "examples")
+        check_examples(examples, "examples", or_function=False)
         agree_on_examples(self.deployer.peers, "eval_loss", size_of(examples), size.examples)
         return evaluate(self._engine, examples, size, model)
 
@@ -375,7 +377,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         check_model_function(pred_fn, "pred_fn", has_state=task.has_state)
         predictor = Predictor(
             self.deployer,
-            collate_fn=collate_fn or task.collate_fn,
+            collate_fn=task.collate_fn if collate_fn is None else collate_fn,
             pred_fn=with_weak_types(pred_fn, self._weak),
             output_fn=output_fn,
             compute=task.compute,
@@ -473,6 +475,9 @@ class Trainer(RedcoNames, Generic[ModelT]):
         if not is_plain(name) or name.startswith("step_"):
             rule = "a name for the index, without `/`, that does not begin with `step_`, as folders do"
             raise ValueError(f"`name`: expected {rule}, got {brief(name)}. Pass 'best', for example.")
+        check_flag(save_opt_states, "save_opt_states")
+        if not isinstance(metrics, Mapping | None):
+            raise TypeError(f"`metrics`: expected numbers by name, got {brief(metrics)}. Pass a dict: `{{'loss': 0.5}}`.")
         check_float_dtype(save_float_dtype, "save_float_dtype", "Pass None to save what the model has.")
         if then is not None:
             check_function(then, "then", ["path"])
@@ -506,6 +511,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         then unchanged. If a file becomes unreadable after it was verified, the trainer has no values until another
         checkpoint is loaded. Also raises ValueError inside `fit` or `train`.
         """
+        check_flag(load_opt_states, "load_opt_states")
         if self._engine.is_updating or self._fit is not None:
             raise ValueError("`load_ckpt`: expected after `fit` or `train`, got called inside it. Call it afterwards.")
         if not self.deployer.is_dry_run:  # there it has the shapes of this model

@@ -17,7 +17,6 @@ from ._examples import (
     check_examples as check_examples,
     differs_by_epoch as differs_by_epoch,
     examples_of as examples_of,
-    is_function as is_function,
     known_size as known_size,
     n_slices as n_slices,
     sample_of as sample_of,

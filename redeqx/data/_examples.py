@@ -41,9 +41,9 @@ class _Subset(Sequence[Any]):
         return self.of[self.places[i]]
 
 
-def check_examples(given: Any, name: str = "train_examples") -> None:
+def check_examples(given: Any, name: str = "train_examples", *, or_function: bool = True) -> None:
     """Checks that `given` are examples: an object with `len()` and integer items (a list, an array, a dataset), an iterable,
-    or a function of the epoch that returns one of these.
+    or with `or_function`, a function of the epoch that returns one of these.
 
     The position of an iterable is saved by its (or its iterator's) `get_state` / `set_state` or `state_dict` /
     `load_state_dict`, if it has them.
@@ -51,12 +51,15 @@ def check_examples(given: Any, name: str = "train_examples") -> None:
     Raises TypeError for anything else, ValueError for no examples.
     """
     if is_function(given):
-        return check_function(given, name, ["epoch"])
+        if or_function:
+            return check_function(given, name, ["epoch"])
+        raise TypeError(f"`{name}`: expected examples, got a function, which only `fit` calls, with an epoch. Call it.")
     check_examples_kind(given, name)
     if isinstance(given, _NO_EXAMPLES) or not (_is_sized(given) or hasattr(given, "__iter__")):
+        others = ", an iterable, or a function of the epoch" if or_function else ", or an iterable"
         raise TypeError(
-            f"`{name}`: expected examples with `len()` and integer items, an iterable, or a function of the epoch, got "
-            f"{type(given).__name__}. Pass a list with one entry for each example."
+            f"`{name}`: expected examples with `len()` and integer items{others}, got {type(given).__name__}. "
+            "Pass a list with one entry for each example."
         )
     n = _checked_size(given, name)
     if n == 0:
@@ -78,7 +81,7 @@ def examples_of(given: Any, epoch: int) -> Any:
             given.set_epoch(epoch)
         return given
     examples = given(epoch)
-    check_examples(examples, f"train_examples({epoch})")
+    check_examples(examples, f"train_examples({epoch})", or_function=False)
     return examples
 
 

@@ -12,6 +12,7 @@ from ._arguments import (
     check_choice as check_choice,
     check_count as check_count,
     check_examples_kind as check_examples_kind,
+    check_flag as check_flag,
     check_float_dtype as check_float_dtype,
     check_folder as check_folder,
     check_function as check_function,

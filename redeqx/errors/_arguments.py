@@ -72,6 +72,12 @@ def check_count(value: Any, name: str, least: int = 1, *, optional: bool = False
         raise wrong(name, f"at least {least}{or_none}", str(count), advice)
 
 
+def check_flag(value: Any, name: str, *, optional: bool = False) -> None:
+    """Raises TypeError if `value` is not a boolean: the text "false", as from a command line, would be taken for True."""
+    if not (isinstance(value, bool | np.bool_) or (optional and value is None)):
+        raise wrong_type(name, f"True{', ' if optional else ' or '}False{' or None' * optional}", value, "Pass one of them")
+
+
 def check_number(
     value: Any, name: str, expected: str, holds: Callable[[Any], bool], advice: str, *, optional: bool = False
 ) -> None:

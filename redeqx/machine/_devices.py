@@ -63,6 +63,8 @@ def describe(name: str, *, memory: int | None = None) -> Machine:
 
     Raises ValueError for an unknown name or too much memory, and ImportError if the compiler is not installed.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"`topology`: expected the name of a machine, got {name!r}. Pass 'gpu:h100-80gb:8', for example.")
     kind, _, size = name.partition(":")
     if name == "this":
         machine = of_devices("this", jax.devices())

@@ -163,7 +163,9 @@ class Records:
                 log(medium.name, value, medium.step)
 
     def config(self, values: Mapping[str, Any]) -> None:
-        """Records the configuration of the run in the built-in trackers."""
+        """Records the configuration of the run in the built-in trackers. Raises TypeError for anything but a mapping."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"`config`: expected values by name, got {brief(values)}. Pass a dict: `{{'rate': 0.1}}`.")
         for delivery in self._deliveries:
             delivery.config({name: _plain(value) for name, value in values.items()})
 

@@ -17,6 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from ..errors import check_function
 from ..storage import make_subfolder
 from ._media import MediaFile, pixels
 
@@ -273,6 +274,7 @@ def check_loggers(loggers: Any, workdir: Path | None) -> tuple[list[str], list[T
             advice = "Pass an instance of it." if isinstance(logger, type) else "Wrap it in a class that has one."
             raise TypeError(f"`loggers[{i}]`: expected an object with `log(metrics, step)`, got {found}. {advice}")
         else:
+            check_function(logger.log, f"loggers[{i}].log", ["metrics", "step"])
             objects.append(logger)
     if "tensorboard" in named and workdir is None:
         raise ValueError("`loggers`: expected a `workdir` to write to, got None. Pass `workdir=`.")

@@ -20,7 +20,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._tree import array_leaves, map_named, nearest
-from ..errors import check_float_dtype, check_number, check_optimizer, filter_traceback
+from ..errors import check_flag, check_float_dtype, check_number, check_optimizer, filter_traceback
 from ..partition import Kind, Plan, check_plan
 from ._checks import check_numbers
 from ._groups import decay_mask, kinds_by_name
@@ -82,6 +82,7 @@ def muon(
     """
     check_plan(plan)
     check_numbers(learning_rate=learning_rate, weight_decay=weight_decay, beta=beta, eps=eps)
+    check_flag(nesterov, "nesterov")
     check_number(consistent_rms, "consistent_rms", "a number above 0", lambda rms: rms > 0, "0.2 is usual.", optional=True)
     check_float_dtype(ns_dtype, "ns_dtype", "Pass 'bfloat16', or None for that of the gradients.")
     check_float_dtype(mu_dtype, "mu_dtype", "Pass 'bfloat16', or None for that of the parameters.")

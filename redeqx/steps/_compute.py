@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec as P
 
-from ..errors import check_choice
+from ..errors import check_choice, check_flag
 from ..machine import DEFAULT_CHIP, MODEL, STORAGE_AXES, chip_of_kind
 from ..memory import AUTO, REMATS, bytes_of
 from ..tracing import Rule
@@ -70,6 +70,10 @@ class Compute:
         if not isinstance(self.remat, str) or bytes_of(self.remat) is None:
             check_choice(self.remat, "remat", ("auto", *REMATS))
         check_choice(self.memory, "memory", ("auto", None))
+        for name in ("fuse_attention", "unroll", "offload_opt_state"):
+            check_flag(getattr(self, name), name)
+        for name in ("stack_blocks", "split_residual"):
+            check_flag(getattr(self, name), name, optional=True)
 
     @classmethod
     def of(cls, value: Any) -> "Compute":

@@ -31,7 +31,9 @@ from ..data import (
 from ..dims import UNKNOWN
 from ..errors import (
     FilteredTraceback,
+    brief,
     check_count,
+    check_flag,
     check_float_dtype,
     check_function,
     check_names,
@@ -115,21 +117,24 @@ class FitOptions:
 
     def check(self, workdir: Location | None) -> None:
         """Raises ValueError or TypeError for invalid arguments."""
+        for field in fields(self):
+            if isinstance(field.default, bool):
+                check_flag(getattr(self, field.name), field.name)
         check_count(self.keep_last, "keep_last")
         check_float_dtype(self.save_float_dtype, "save_float_dtype", "Pass None to save what the model has.")
         for name in ("n_epochs", "max_steps", "eval_every_n_steps", "save_every_n_steps", "save_ckpt_every_k_epochs"):
             check_count(getattr(self, name), name, optional=True)
         for name in ("save_argmin_ckpt_by_metrics", "save_argmax_ckpt_by_metrics"):
-            if isinstance(getattr(self, name), str):
-                raise TypeError(
-                    f"`{name}`: expected names of metrics in a list, got a string. Write [{getattr(self, name)!r}]."
-                )
+            names = getattr(self, name)
+            if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(one, str) for one in names):
+                got, one = ("a string", names) if isinstance(names, str) else (brief(names), "loss")
+                raise TypeError(f"`{name}`: expected names of metrics in a list, got {got}. Write [{one!r}].")
         check_examples(self.train_examples)
         check_readable_again(source_of(self.train_examples), self.epochs or 1)
         Callbacks.check(self.callbacks)
         if self.eval_examples is not None:
             known_size(self.eval_examples, "eval_examples")
-            check_examples(self.eval_examples, "eval_examples")
+            check_examples(self.eval_examples, "eval_examples", or_function=False)
         if self.eval_metric_fn is not None:
             check_function(self.eval_metric_fn, "eval_metric_fn", ["examples", "outputs"])
         if self.eval_predictor is not None:

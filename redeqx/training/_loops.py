@@ -20,7 +20,6 @@ from ..data import (
     check_examples,
     collated_shapes,
     drawn_ahead,
-    is_function,
     known_size,
     size_of,
     slices,
@@ -37,9 +36,7 @@ from ._state import check_values
 
 def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> Iterator[Slice]:
     """Returns the examples of each step of one pass, in their given order."""
-    check_examples(examples, "examples")
-    if is_function(examples):
-        raise TypeError("`examples`: expected examples, got a function, which only `fit` calls, with an epoch. Call it.")
+    check_examples(examples, "examples", or_function=False)
     return slices(examples, size.examples, drop_remainder=drop_remainder, name="examples")
 
 
@@ -74,7 +71,7 @@ def one_pass(engine: Engine, checkpointer: Checkpointer, steps: Iterator[Slice],
 
 def as_one_step(engine: Engine, examples: Any) -> tuple[Iterator[Slice], BatchSize]:
     """Returns all of these examples as one step, and its sizes."""
-    check_examples(examples, "examples")
+    check_examples(examples, "examples", or_function=False)
     size = engine.batch_size(None, known_size(examples))
     return in_order(examples, size), size
 

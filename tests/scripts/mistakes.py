@@ -49,6 +49,11 @@ def pred_fn(model, batch, key):
     return jax.vmap(model)(batch["x"]).argmax(-1)
 
 
+class Wandb:
+    def log(self, data):
+        pass
+
+
 def linear(n_in=4):
     return eqx.nn.Linear(n_in, 3, key=KEY)
 
@@ -244,6 +249,26 @@ MISTAKES = {
     "rows of train": lambda: trainer().train(EXAMPLES, 4.0),
     "rows of eval_loss": lambda: trainer().eval_loss(EXAMPLES, 4.0),
     "rows of predict": lambda: predictor().predict(EXAMPLES, 4.0),
+    "a text for a flag": lambda: trainer().fit(EXAMPLES, 2, resume="false"),
+    "a text for a flag of train": lambda: trainer().train(EXAMPLES, 2, drop_remainder="no"),
+    "a text for a flag of a deployer": lambda: redeqx.Deployer(verbose="0"),
+    "a number for a flag of saves": lambda: trainer(FOLDER / "flags").save_ckpt(save_opt_states=0),
+    "a text for a flag of loads": lambda: trainer(FOLDER / "flags").load_ckpt(load_opt_states="no"),
+    "the unroll of a scan": lambda: redeqx.Compute(unroll=4),
+    "a text for a flag or None": lambda: redeqx.Compute(stack_blocks="never"),
+    "a text for a flag of Muon": lambda: muon(1e-3, nesterov="no"),
+    "a number to keep the best by": lambda: trainer().fit(EXAMPLES, 2, save_argmin_ckpt_by_metrics=0.5),
+    "numbers to keep the best by": lambda: trainer().fit(EXAMPLES, 2, save_argmax_ckpt_by_metrics=[0.5]),
+    "a score to save with": lambda: trainer(FOLDER / "flags").save_ckpt(metrics=0.5),
+    "a number for a run's config": lambda: redeqx.Deployer(verbose=False).log_config(3),
+    "a dict for outputs": lambda: redeqx.Deployer(workdir=FOLDER / "flags", verbose=False).save_outputs({"a": 1}),
+    "no outputs": lambda: redeqx.Deployer(workdir=FOLDER / "flags", verbose=False).save_outputs(None),
+    "no name of outputs": lambda: redeqx.Deployer(workdir=FOLDER / "flags", verbose=False).save_outputs([1], None),
+    "a text for a number of steps": lambda: redeqx.Deployer(verbose=False).progress(n_steps="10"),
+    "a number for a machine": lambda: trainer().dry_run(EXAMPLES, 2, 8),
+    "a logger of metrics alone": lambda: redeqx.Deployer(verbose=False, loggers=[Wandb()]),
+    "a function to train on": lambda: trainer().train(lambda: EXAMPLES, 2),
+    "a function to update on": lambda: trainer().update(lambda: EXAMPLES),
     "epochs 1.5": lambda: fit(n_epochs=1.5),
     "micro-batches 2.0": lambda: trainer(accumulate_grad_batches=2.0),
     "shards 2.0": lambda: redeqx.Deployer(n_model_shards=2.0),
