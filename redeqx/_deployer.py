@@ -451,7 +451,7 @@ class Deployer(RedcoNames):
 
         **Arguments:**
 
-        - `name`: of a trainer that has one: images and texts are kept. The rows of other trainers with a name always are.
+        - `name`: of a trainer that has one: images and texts are kept. The rows of other trainers always are.
         """
         self.console.records.rewind_once(step, name)
 

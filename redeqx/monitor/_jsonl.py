@@ -4,7 +4,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -63,8 +63,8 @@ class JsonLines:
             raise
         self._waiting = b""
 
-    def rewind(self, step: int, kept: Collection[str] = ()) -> None:
-        """Deletes the lines after `step`, except those whose numbers are all called `name/...`, for the names to be kept.
+    def rewind(self, step: int, keeps: Callable[[Mapping[str, Any]], bool] = lambda numbers: False) -> None:
+        """Deletes the lines after `step`, except those whose numbers `keeps` wants.
 
         An incomplete last line is dropped; any other line that cannot be read is dropped with a warning.
         """
@@ -82,7 +82,7 @@ class JsonLines:
                     f"`{self._path}`: expected JSON with a `step` in line {number}, got "
                     f"{brief(line[:80].decode('utf-8', 'replace'))}. It is left out.",
                 )
-            elif row.pop("step") <= step or prefix_of(row) in kept:
+            elif row.pop("step") <= step or keeps(row):
                 left.append(line + b"\n")
         if (content := b"".join(left)) == text:
             return

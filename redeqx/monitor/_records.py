@@ -188,7 +188,8 @@ class Records:
 
         - `name`: of one of several trainers: all images and texts are kept.
 
-        Rows of other trainers that have a name are kept, unless -1 deletes all.
+        Rows of other trainers are kept, unless -1 deletes all. The user's own rows belong to the trainer without a name, if
+        there is one.
         """
         self._rewound.add(name)
         if not self._is_main:
@@ -198,19 +199,27 @@ class Records:
             self._has_timed, prefix = True, "" if name is None else f"{name}/"
             rows = ((at, {k.removeprefix(prefix): x for k, x in row.items()}) for at, row in self._files[_SPEED].read())
             self.goodput.continue_from(rows, self._step)
-        others = set() if name is None and step < 0 else self._trainers() - {name}
+        trainers = self._trainers()
+        others = set() if name is None and step < 0 else trainers - {name}
+
+        def is_of_another(numbers: Mapping[str, Any]) -> bool:
+            prefix = prefix_of(numbers)
+            return (prefix if prefix in trainers else None) in others
+
         for file in self._files.values():
-            file.rewind(step, others)
+            file.rewind(step, is_of_another)
         if self._workdir is not None and name is None:
             rewind_media(self._workdir / "media", step)
         for delivery in self._deliveries:
             rows = self._files[_METRICS].read() if self._files else ()
             delivery.rewind(step, (Row(at, numbers) for at, numbers in rows))
 
-    def _trainers(self) -> set[str]:
-        """Returns the names of the trainers whose steps are recorded. The user's own metrics may have prefixes too."""
+    def _trainers(self) -> set[str | None]:
+        """Returns the names of the trainers whose steps are recorded, None for one without a name. The user's own metrics
+        may have prefixes too."""
         rows = ((prefix_of(row), row) for _, row in self._files[_METRICS].read()) if self._files else ()
-        return {of for of, row in rows if of is not None and {f"{of}/loss", f"{of}/grad_norm"} <= row.keys()}
+        steps = ((of, "" if of is None else f"{of}/", row) for of, row in rows)
+        return {of for of, prefix, row in steps if {f"{prefix}loss", f"{prefix}grad_norm"} <= row.keys()}
 
     def close(self) -> None:
         """Closes files and trackers. Later records open them again."""

@@ -310,19 +310,24 @@ def test_tensorboard_keeps_the_rows_of_other_trainers(tmp_path):
 @pytest.mark.parametrize(
     ("name", "at", "left"),
     [
-        ("critic", 1, ["critic1", "loss1", "env1", "actor3", "actor4"]),
+        ("critic", 1, ["critic1", "loss1", "env1", "loss2", "env2", "actor3", "actor4"]),
         ("actor", 3, ["critic1", "loss1", "env1", "critic2", "loss2", "env2", "actor3"]),
         (None, 1, ["critic1", "loss1", "env1", "critic2", "actor3", "actor4"]),
         (None, -1, []),
     ],
 )
-def test_a_rewind_keeps_the_rows_of_trainers_with_other_names_alone(tmp_path, name, at, left):
-    """Metrics of the user's own may be called `env/reward`: no trainer keeps them, as no other one records them again."""
+@pytest.mark.parametrize("has_unnamed", [True, False])
+def test_a_rewind_keeps_the_rows_of_other_trainers(tmp_path, name, at, left, has_unnamed):
+    """Metrics of the user's own may be called `env/reward`: the trainer without a name records them again. Without such a
+    trainer no other one keeps them."""
     records = Console(tmp_path).records
     for step in (1, 2):
         records.metrics({"critic/loss": 1.0, "critic/grad_norm": 2.0}, step)
-        records.metrics({"loss": 1.0, "grad_norm": 2.0, "env/reward": 3.0}, step)
+        if has_unnamed:
+            records.metrics({"loss": 1.0, "grad_norm": 2.0, "env/reward": 3.0}, step)
         records.metrics({"env/reward": 3.0, "env/length": 4.0}, step)
+    if not has_unnamed:
+        left = [row for row in left if not row.startswith("loss") and (row != "env2" or at > 2)]
     for step in (3, 4):
         records.metrics({"actor/loss": 1.0, "actor/grad_norm": 2.0}, step)
     records.close()

@@ -589,6 +589,20 @@ def test_trainers_with_names_take_turns_save_and_resume_in_one_workdir(tmp_path)
     assert {name for row in rows[0] for name in json.loads(row)} >= {"actor/loss", "critic/grad_norm", "step"}
 
 
+def test_a_trainer_with_a_name_keeps_the_records_of_one_without(tmp_path):
+    """A teacher, and then a student, in one script; run again, as after a kill."""
+    expected = [("eval_loss", step) for step in (3, 6)] + [("loss", step) for step in range(1, 7)]
+    expected += [("student/loss", step) for step in (1, 2, 3)]
+    for _ in range(2):
+        deployer = redeqx.Deployer(3, workdir=tmp_path, verbose=False)
+        options = {"optimizer": optax.adam(1e-2), "collate_fn": collate_fn, "loss_fn": loss_fn}
+        teacher = redeqx.Trainer(deployer, model=Reversed(jax.random.key(1)), **options)
+        fit(teacher, eval_examples=DATA[:8])
+        fit(redeqx.Trainer(deployer, model=Reversed(jax.random.key(2)), name="student", **options), 1)
+        rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert sorted((name, row["step"]) for row in rows for name in row if name.endswith("loss")) == expected
+
+
 def test_a_name_is_an_identifier():
     for name in ("../critic", "step_00000001", "last"):
         with pytest.raises(ValueError, match=rf"`name`: expected an identifier .* got '{re.escape(name)}'"):
