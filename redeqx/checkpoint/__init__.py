@@ -17,6 +17,7 @@ from ._reader import (
     read_sharded as read_sharded,
 )
 from ._safetensors import (
+    check_savable as check_savable,
     file_size as file_size,
     to_host as to_host,
     write_tensors as write_tensors,

@@ -10,7 +10,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._tree import array_leaves
 from ..errors import brief, brief_name, damaged, is_size, parse_json
 from ..storage import Location, StoredArray, StorePath, View, read_chunks, write_new
 from ._shards import as_stored, held, shape_in_file
@@ -82,6 +83,23 @@ class Tensor(NamedTuple):
     stop: int
 
 
+def check_savable(trees: Iterable[Any], float_dtype: Any = None) -> None:
+    """Raises TypeError for a leaf of a dtype that safetensors lacks, such as complex128, before it is trained."""
+    for tree in trees:
+        for name, leaf in array_leaves(tree).items():
+            _spec_of(name, leaf, float_dtype)
+
+
+def _spec_of(name: str, leaf: Any, float_dtype: Any) -> tuple[np.dtype, tuple[int, ...]]:
+    """Returns the dtype and the shape of a leaf in a file."""
+    shape, dtype = shape_in_file(leaf)
+    dtype = np.dtype(float_dtype if float_dtype is not None and is_float(dtype) else dtype)
+    if dtype not in _CODES:
+        known = ", ".join(map(str, _CODES))
+        raise TypeError(f"`{name}`: expected a dtype that safetensors has ({known}), got {dtype}. Cast it first.")
+    return dtype, shape
+
+
 def header_of(
     leaves: Mapping[str, Any], float_dtype: Any, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Tensor], int]:
@@ -92,12 +110,7 @@ def header_of(
     for name, leaf in leaves.items():
         if name == "__metadata__":
             raise ValueError("`__metadata__`: expected another name, got the one that safetensors keeps. Rename it.")
-        shape, dtype = shape_in_file(leaf)
-        dtype = np.dtype(float_dtype if float_dtype is not None and is_float(dtype) else dtype)
-        if dtype not in _CODES:
-            known = ", ".join(map(str, _CODES))
-            raise TypeError(f"`{name}`: expected a dtype that safetensors has ({known}), got {dtype}. Cast it first.")
-        specs[name] = dtype, shape
+        specs[name] = _spec_of(name, leaf, float_dtype)
     tensors: dict[str, Tensor] = {}
     stop = 0
     # The widest dtype first, so that each tensor is aligned: safetensors allows no gaps.

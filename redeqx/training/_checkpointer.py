@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from .._version import __version__
-from ..checkpoint import CheckpointFolder, CheckpointManager, find_checkpoint
+from ..checkpoint import CheckpointFolder, CheckpointManager, check_savable, find_checkpoint
 from ..errors import DamagedError, warn
 from ..storage import Location, location
 from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
@@ -144,6 +144,8 @@ class Checkpointer:
 
     def resume(self) -> None:
         """Resumes from the newest checkpoint of the workdir, if there is one."""
+        if self.checkpoints is not None:
+            check_savable(self.engine.trees)
         self._look(may_resume=True)
         self._next = "go on"
 

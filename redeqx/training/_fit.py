@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from ..checkpoint import check_savable
 from ..data import (
     BatchSize,
     Slice,
@@ -362,8 +363,11 @@ class Fit:
             if differs:
                 self.progress.setting |= {"train_size": n, "sample": sample_of(examples)}
             return
-        if (options.saves or options.save_end) and isinstance(self.engine.deployer.workdir, Path):
-            check_writable(self.engine.deployer.workdir, "workdir")
+        workdir = self.engine.deployer.workdir
+        if (options.saves or options.save_end) and workdir is not None:
+            check_savable(self.engine.trees, options.save_float_dtype)
+            if isinstance(workdir, Path):
+                check_writable(workdir, "workdir")
         now = {
             "batch_size": self.size.examples,
             "train_size": n,

@@ -635,3 +635,23 @@ def test_trainers_one_after_the_other_record_in_one_workdir(tmp_path):
     rows = [json.loads(row)["step"] for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[:3] == [1, 2, 3] and tuned.step == 6
     pretrained.eval_loss(DATA, batch_size=8)  # records nothing
+
+
+@pytest.mark.parametrize("call", ["fit", "resume"])
+def test_a_leaf_that_no_checkpoint_can_hold_raises_before_training(call, tmp_path):
+    """It is frozen. The first save, after hours, would be too late."""
+
+    class Coded(eqx.Module):
+        codes: jax.Array
+        net: Reversed
+
+        def __call__(self, x):
+            return self.net(x) * self.codes.astype(x.dtype).sum()
+
+    model = Coded(jnp.ones(3, jnp.float8_e4m3b11fnuz), Reversed(jax.random.key(1)))
+    trainer = make_trainer(tmp_path, model=model)
+    with pytest.raises(TypeError, match=r"^`codes`: expected a dtype that safetensors has .*got float8_e4m3b11fnuz\. Cast"):
+        fit(trainer) if call == "fit" else trainer.resume()
+    assert trainer.step == 0
+    fit(trainer, save_end=False)
+    assert trainer.step == 6
