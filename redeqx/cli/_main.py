@@ -22,11 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="redeqx", description="Command-line tools of redeqx: train any Equinox model on any mesh."
     )
     parser.add_argument("--version", action="version", version=f"redeqx {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS:
         command.add(commands)
     try:
-        args = parser.parse_args(argv)  # may raise, since it checks paths
+        args, unknown = parser.parse_known_args(argv)  # may raise, since it checks paths
+        if unknown:  # `parse_args` would show the usage without a command, which lists none of its options
+            commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
         return args.run(args)
     except (ValueError, ImportError, OSError) as error:
         print(printable(str(error)), file=sys.stderr)

@@ -61,3 +61,15 @@ def test_memory_must_be_positive(size, capsys):
 def test_process_count_must_be_positive(capsys):
     reported = error_of(capsys, "launch", "--processes", "0", "x.py")
     assert reported == "`--processes`: expected at least 1, got 0. Pass the number."
+
+
+@pytest.mark.parametrize(
+    ("command", "unknown", "option"),
+    [(("launch", "-n", "2", "x.py"), "-n", "[--processes N]"), (("inspect", "run", "other"), "other", "[--match PATTERN]")],
+)
+def test_an_unknown_option_shows_those_of_the_command(command, unknown, option, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(command)
+    err = capsys.readouterr().err
+    assert left.value.code == 2 and option in err
+    assert err.endswith(f"redeqx {command[0]}: error: unrecognized arguments: {unknown}\n")
