@@ -120,3 +120,18 @@ def test_a_gradient_of_the_user_s_own_is_the_direction_of_ascent():
     for _ in range(30):
         trainer.update(DATA)
     np.testing.assert_allclose(trainer.model.weight, TARGET, atol=0.01)
+
+
+def test_a_tree_of_labels_that_optax_calls_gets_a_note():
+    """`optax.multi_transform` calls whatever can be called, such as labels in the structure of a module."""
+    model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    labels = jax.tree.map(lambda x: "train" if x.ndim == 2 else "freeze", model)
+    options = {"deployer": redeqx.Deployer(verbose=False), "model": model, "collate_fn": np.stack}
+    options["loss_fn"] = lambda model, batch, key: (jax.vmap(model)(batch) ** 2).mean()
+    transforms = {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}
+    with pytest.raises(TypeError) as error:
+        redeqx.Trainer(optimizer=optax.multi_transform(transforms, labels), **options).update(DATA)
+    assert any("Pass the tree as `lambda params: labels`." in note for note in error.value.__notes__)
+    trainer = redeqx.Trainer(optimizer=optax.multi_transform(transforms, lambda params: labels), **options)
+    trainer.update(DATA)
+    assert (trainer.model.bias == model.bias).all() and (trainer.model.weight != model.weight).any()
