@@ -4,7 +4,7 @@ Owns the table of how primitives relate dims, the inference of names from it, th
 and the verdict `RowUse`. It is independent of meshes, plans and training. Open `_use.py` first, then `_names.py`.
 """
 
-from ._draws import Factors as Factors
+from ._draws import Factors as Factors, place_of_rows as place_of_rows
 from ._equation import VIEWS as VIEWS, Related as Related, repeats as repeats, view as view
 from ._lookups import SCATTERS as SCATTERS
 from ._names import Inputs as Inputs, equations_of as equations_of

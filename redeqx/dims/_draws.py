@@ -43,6 +43,16 @@ def factors_of(growth: Growth, dims: Sequence[Dim]) -> tuple[Factors, ...]:
     return tuple(tuple(rows if atom in growth.rows else atom.size for atom in flat(dim)) for dim in dims)
 
 
+def place_of_rows(dims: Sequence[Factors]) -> tuple[int, int, int] | None:
+    """Returns the dim that has the rows, and the sizes of its factors before and after them; None if no dim has."""
+    for dim, factors in enumerate(dims):
+        for i, factor in enumerate(factors):
+            if factor is None or factor < 0:
+                outer, inner = (math.prod(factor or 0 for factor in some) for some in (factors[:i], factors[i + 1 :]))
+                return dim, outer, inner
+    return None
+
+
 class Draws:
     """What a function draws.
 

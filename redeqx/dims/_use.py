@@ -1,19 +1,20 @@
 """What a function does with the rows of its batch: the verdict, and what follows from it for a part of the rows."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes, bare_shape
-from ..tracing import as_fun, insides, made_in, normal, shapes_in, shortened, without_remats
+from ..tracing import as_fun, insides, made_in, normal, restricted, shapes_in, shortened, without_remats
 from ._atoms import Dim, Step, flat, steps_of
-from ._draws import ByNumber, Draws, Factors, factors_of
+from ._draws import ByNumber, Draws, Factors, factors_of, place_of_rows
 from ._growth import Growth, constants_of, have_same_constants
-from ._names import Inputs, Names
+from ._names import Inputs, Names, equations_of
 from ._rows import NOT_KNOWN, ROW, RowDependence
 
 
@@ -145,7 +146,8 @@ def row_use(
     except Exception as error:
         first = str(error).partition("\n")[0]
         return RowUse("unknown", why=f"it cannot be traced for {n} and {2 * n} rows: {first}")
-    names, other = (Names(without_remats(closed), inputs, returns_rows=returns_rows) for closed in (ours, theirs))
+    closed = without_remats(ours), without_remats(theirs)
+    names, other = (Names(each, inputs, returns_rows=returns_rows) for each in closed)
     growth = Growth(names, other)
     gathers = dict.fromkeys((step.line, why) for step in steps_of(names.root) if (why := _why_gathered(names.rows, step)))
     found: dict[str, Any] = {"trace": ours, "gathers": tuple(gathers)}
@@ -169,8 +171,9 @@ def row_use(
     if draws.wrong is not None:
         step, why = draws.wrong
         return RowUse("unknown", why=f"the numbers of the rows are needed, but {why}", line=shortened(step.line), **found)
+    whole = tuple(Whole(names.places[id(s.eqn)], tuple(factors_of(growth, out.dims) for out in s.outs)) for s in rows.whole)
     step = _own_derivative(names) if is_differentiated else None
-    if step is not None and not _has_separable_gradient(ours, theirs, inputs, draws):
+    if step is not None and not _has_separable_gradient(*closed, inputs, whole):
         return RowUse("unknown", why="a derivative of its own mixes rows", line=shortened(step.line), **found)
     of_rows = {i for i, state in rows.outs.items() if state.kind == ROW or growth.has_rows(names.root.outs[i].dims)}
     own = tuple(i for name in mixing for i in metrics[name])
@@ -184,9 +187,7 @@ def row_use(
         degree=powers[0] if powers and 0 not in of_rows else 0,
         group=growth.group,
         by_number=tuple(draws.by_number),
-        whole=tuple(
-            Whole(names.places[id(s.eqn)], tuple(factors_of(growth, out.dims) for out in s.outs)) for s in rows.whole
-        ),
+        whole=whole,
         in_order=rows.in_order,
         scaled=tuple(
             Scaled(names.places[id(s.eqn)], rows.scaled[id(s)]) for s in steps_of(names.root) if id(s) in rows.scaled
@@ -283,8 +284,19 @@ def _own_derivative(names: Names) -> Step | None:
     return None
 
 
-def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs, draws: Draws) -> bool:
-    """Whether the first output's gradient is a sum over rows as the output is, without numbers of rows of its own."""
+def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs, whole: Sequence[Whole]) -> bool:
+    """Whether the first output's gradient is a sum over rows as the output is, without numbers of rows of its own.
+
+    **Arguments:**
+
+    - `ours`, `theirs`: the function's closed jaxprs without remats.
+    - `whole`: its values of the whole batch. Its derivative makes none of its own.
+    """
+    if any(factor is not None and factor < 0 for of in whole for dims in of.factors for dim in dims for factor in dim):
+        return False  # groups of rows share an entry
+    (ours, inputs), (theirs, _) = (_of_part(closed, inputs, whole) for closed in (ours, theirs))
+    names, other = Names(ours, inputs), Names(theirs, inputs)
+    draws = Draws(names, Growth(names, other), range(len(names.root.outs)))
     names, other = (Names(_with_gradient(closed, inputs.n_weights), inputs) for closed in (ours, theirs))
     growth = Growth(names, other)
     if not growth.is_comparable:
@@ -294,6 +306,30 @@ def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs, draws: Draws
     is_as_forward = (len(its.by_number), len(its.refused), its.wrong) == (len(draws.by_number), len(draws.refused), None)
     degrees = {state.degree for state in rows.outs.values() if not state.is_of_any_degree}
     return rows.is_sum and is_as_forward and len(degrees) <= 1 and not rows.scaled
+
+
+def _of_part(closed: Any, inputs: Inputs, whole: Sequence[Whole]) -> tuple[Any, Inputs]:
+    """Returns the closed jaxpr of a function to which values of the whole batch are given, and what its inputs are: the
+    values by row follow the leaves of the batch, and the others are the last."""
+    eqns, end = equations_of(closed), inputs.batch.stop
+    given = [of for each in whole for of in zip(eqns[each.place].outvars, map(place_of_rows, each.factors), strict=True)]
+    own = [(var, place) for var, place in given if place is not None]
+    shared = [var for var, place in given if place is None]
+    ins = [*closed.jaxpr.invars[:end], *(var for var, _ in own), *closed.jaxpr.invars[end:], *shared]
+    closed = restricted(closed, closed.jaxpr.outvars, ins)
+
+    def of_part(*args: Any) -> Any:
+        """Takes values by row with the rows first."""
+        pairs = zip(args[end:], own, strict=False)
+        moved = [jnp.moveaxis(x, 0, place[0] + 1).reshape(var.aval.shape) for x, (var, place) in pairs]
+        return as_fun(closed)(*args[:end], *moved, *args[end + len(own) :])
+
+    shapes = shapes_in(closed)
+    for i, (_, (dim, outer, inner)) in enumerate(own, end):
+        sizes = shapes[i].shape
+        rows = sizes[dim] // (outer * inner)
+        shapes[i] = bare_shape(shapes[i], (rows, *sizes[:dim], outer, inner, *sizes[dim + 1 :]))
+    return normal(jax.make_jaxpr(of_part)(*shapes)), replace(inputs, n_batch=inputs.n_batch + len(own))
 
 
 def _with_gradient(closed: Any, n_weights: int) -> Any:

@@ -56,11 +56,11 @@ def restricted(closed: Any, outvars: Sequence[Any], invars: Sequence[Any] | None
     **Arguments:**
 
     - `outvars`: the values.
-    - `invars`: the inputs in another order.
+    - `invars`: the inputs in another order, and values that are inputs instead of being computed.
     """
-    needed, eqns = set(variables(outvars)), []
+    needed, given, eqns = set(variables(outvars)), set(invars or ()), []
     for eqn in reversed(closed.jaxpr.eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+        if eqn.effects or any(var in needed and var not in given for var in eqn.outvars):
             needed.update(variables(eqn.invars))
             eqns.append(eqn)
     invars = closed.jaxpr.invars if invars is None else list(invars)

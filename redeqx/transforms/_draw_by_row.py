@@ -17,7 +17,7 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, PyTree, UInt32
 
 from .._tree import as_bare_shapes
-from ..dims import Factors, RowUse, equations_of
+from ..dims import Factors, RowUse, equations_of, place_of_rows
 from ..errors import warn
 from ..tracing import Rule, Site, as_fun, interpret, normal, plain, restricted, without_remats
 
@@ -73,23 +73,13 @@ def of_whole(
     found = interpret(restricted(closed, outvars), jax.tree.leaves(args), [_ByRow(rows, use, eqns)])
     own, shared = [], []
     for value, factors in zip(found, (factors for of in use.whole for factors in of.factors), strict=True):
-        if (place := _place_of_rows(factors)) is None:
+        if (place := place_of_rows(factors)) is None:
             shared.append(value)
         else:
             dim, outer, inner = place
             value = value.reshape(*value.shape[:dim], outer, -1, inner, *value.shape[dim + 1 :])
             own.append(jnp.moveaxis(value, dim + 1, 0))
     return rows._replace(own=own, shared=shared)
-
-
-def _place_of_rows(dims: Sequence[Factors]) -> tuple[int, int, int] | None:
-    """Returns the dim that has the rows, and the sizes of its factors before and after them; None if no dim has."""
-    for dim, factors in enumerate(dims):
-        for i, factor in enumerate(factors):
-            if factor is None or factor < 0:
-                outer, inner = (math.prod(factor or 0 for factor in some) for some in (factors[:i], factors[i + 1 :]))
-                return dim, outer, inner
-    return None
 
 
 def by_row(fn: Callable[..., Any], use: RowUse, *, is_all: bool = False) -> Callable[..., Any]:
@@ -204,7 +194,7 @@ class _ByRow(Rule):
                 outs = zip((var.aval.shape for var in eqns[of.place].outvars), of.factors, strict=True)
                 self._whole[eqns[of.place]] = [
                     next(shared)
-                    if (place := _place_of_rows(factors)) is None
+                    if (place := place_of_rows(factors)) is None
                     else jnp.moveaxis(next(own), 0, place[0] + 1).reshape(shape)
                     for shape, factors in outs
                 ]

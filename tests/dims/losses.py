@@ -475,7 +475,7 @@ def advantages_of_a_learned_value(p, batch, key):
     return (advantage * row_losses(p, batch)).mean()
 
 
-@unknown
+@after
 def whitened_inputs(p, batch, key):
     x = batch["x"].reshape(-1, D)
     cov = x.T @ x / len(x) + 0.1 * jnp.eye(D)

@@ -517,6 +517,14 @@ def clipped_by_row(x):
 clipped_by_row.defvjp(lambda x: (x * 1.0, x), lambda x, g: (jnp.where(x > 0, g, 0.5 * g),))
 
 
+@jax.custom_vjp
+def times_a_mean_in_its_gradient(x, y):
+    return x * 1.0
+
+
+times_a_mean_in_its_gradient.defvjp(lambda x, y: (x * 1.0, y), lambda y, g: (g * y.mean(), None))
+
+
 @unknown
 def a_derivative_that_mixes(p, batch, key):
     return (with_a_mean_in_its_derivative(by_rows(p, batch)) ** 2).mean()
@@ -558,6 +566,32 @@ def a_cross_entropy_by_chunks(p, batch, key):
 @separable
 def a_gradient_by_row(p, batch, key):
     return (clipped_by_row(by_rows(p, batch)) ** 2).mean()
+
+
+@after
+def a_gradient_by_row_of_a_masked_mean(p, batch, key):
+    mask = batch["y"] > 0
+    return (clipped_by_row(by_rows(p, batch)) * mask).sum() / mask.sum()
+
+
+@after
+def a_gradient_by_row_after_noise_and_an_order(p, batch, key):
+    """Values of the whole batch that have its rows, as their second dim, and that a draw needs."""
+    x = jnp.swapaxes(batch["x"] * jax.random.uniform(key, batch["y"].shape)[:, None, None], 0, 1)
+    x = jnp.flip(x, 1) - x.mean((0, 1))
+    return (clipped_by_row(jnp.tanh(x.mean(0) @ p["w"]) @ p["v"]) * jax.random.normal(key, batch["y"].shape)).mean()
+
+
+@after
+def a_masked_mean_of_a_linear_solve(p, batch, key):
+    solved = jnp.linalg.solve(p["w"] @ p["w"].T + jnp.eye(D), batch["x"].mean(1)[..., None])[..., 0]
+    return (solved.sum(1) * (batch["y"] > 0)).sum() / (batch["y"] > 0).sum()
+
+
+@unknown
+def a_gradient_that_makes_a_value_of_the_whole_batch(p, batch, key):
+    mask = batch["y"] > 0
+    return (times_a_mean_in_its_gradient(by_rows(p, batch), batch["y"]) * mask).sum() / mask.sum()
 
 
 # --- lookups by the number of the row -----------------------------------------------------------------------------------
