@@ -190,6 +190,14 @@ def _has_another_size(eqn: Any, dim: int) -> bool:
     return eqn.invars[0].aval.shape[dim] != eqn.outvars[0].aval.shape[dim]
 
 
+def _windows(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
+    slides = [n > 1 or _has_another_size(eqn, dim) for dim, n in enumerate(eqn.params["window_dimensions"])]
+    for is_slid, first, *others in zip(slides, *(value.dims for value in ins if value.dims), strict=True):
+        for dim in others:
+            names.mix("window", dim) if is_slid else names.unify(first, dim)
+    return _replaced("window", lambda eqn, dim: slides[dim])(names, eqn, ins)
+
+
 def _dynamic_update_slice(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
     del eqn
     for i, (dim, update) in enumerate(zip(ins[0].dims, ins[1].dims, strict=True)):
@@ -403,7 +411,6 @@ def _draw(names: Inference, eqn: Any, ins: Sequence[Value]) -> Outs:
 
 _NOT_FOLLOWED = ("pure_callback", "io_callback", "ffi_call", "pallas_call", "rng_bit_generator")
 
-
 _TABLE: dict[str, Relation] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
@@ -436,10 +443,8 @@ _TABLE: dict[str, Relation] = {
     **dict.fromkeys(("psum", "pmax", "pmin", "argmax", "argmin"), _reduce),
     **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys(UNVMAPPED, _unvmap),
-    **dict.fromkeys(
-        ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"),
-        _replaced("window", lambda eqn, dim: eqn.params["window_dimensions"][dim] > 1 or _has_another_size(eqn, dim)),
-    ),
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"), _windows),
+    **dict.fromkeys(("select_and_scatter_add", "select_and_gather_add"), _windows),
     **dict.fromkeys(SCATTERS, scatter),
     **dict.fromkeys(_OF_MATRICES, _linear_algebra),
 }

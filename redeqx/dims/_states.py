@@ -68,8 +68,8 @@ TERMS = {
         ("copy", "copy_p", "convert_element_type", "stop_gradient", "reduce_sum", "psum", "cumsum"), slice(None)
     ),
     **dict.fromkeys(("reshape", "transpose", "squeeze", "broadcast_in_dim", "tile", "rev", "slice", "pad"), slice(None)),
-    **dict.fromkeys(("concatenate", "stack", "split"), slice(None)),
-    **dict.fromkeys(("div", "gather", "dynamic_slice"), slice(1)),
+    **dict.fromkeys(("concatenate", "stack", "split", "complex", "fft", "reduce_window_sum"), slice(None)),
+    **dict.fromkeys(("div", "gather", "dynamic_slice", "select_and_scatter_add", "select_and_gather_add"), slice(1)),
     "dynamic_update_slice": slice(2),
     "triangular_solve": slice(1, 2),
     **dict.fromkeys((*ADDING, "scatter"), slice(0, None, 2)),
@@ -99,7 +99,7 @@ def is_linear(step: Step, ins: Sequence[State]) -> bool:
 def is_of_any_degree(step: Step, ins: Sequence[State]) -> bool:
     """Whether the outputs of an equation are of any degree."""
     if step.name in _BILINEAR:
-        return any(state.is_of_any_degree and state.kind == FREE for state in ins[:2])
+        return any(state.is_of_any_degree and state.kind in (FREE, ROW) for state in ins[:2])
     terms = _terms(step)
     return terms is not None and all(state.is_of_any_degree for state in ins[terms])
 

@@ -588,6 +588,30 @@ def a_masked_mean_of_a_linear_solve(p, batch, key):
     return (solved.sum(1) * (batch["y"] > 0)).sum() / (batch["y"] > 0).sum()
 
 
+def pooled(x, op, initial):
+    return lax.reduce_window(x, initial, op, (1, 2, 1), (1, 2, 1), "VALID")
+
+
+@separable
+def a_gradient_by_row_of_pools(p, batch, key):
+    x = jnp.tanh(batch["x"] @ p["w"])
+    x = (pooled(x, lax.max, -jnp.inf) + pooled(x, lax.add, 0.0)).sum(1) @ p["v"]
+    return clipped_by_row(x).sum()
+
+
+@separable
+def a_gradient_by_row_of_a_spectrum(p, batch, key):
+    x = jnp.fft.rfft(batch["x"] @ p["w"], axis=1)
+    return clipped_by_row(jnp.abs(x * lax.complex(1.0, 2.0)).sum(1) @ p["v"]).sum()
+
+
+@separable
+def a_gradient_by_row_of_a_recurrence(p, batch, key):
+    hidden = jnp.zeros((len(batch["x"]), D))
+    hidden, _ = lax.scan(lambda h, x: (jnp.tanh(h @ p["w"] + x), None), hidden, jnp.swapaxes(batch["x"], 0, 1))
+    return clipped_by_row(hidden @ p["v"]).sum()
+
+
 @unknown
 def a_gradient_that_makes_a_value_of_the_whole_batch(p, batch, key):
     mask = batch["y"] > 0
