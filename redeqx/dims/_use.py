@@ -10,7 +10,20 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes, bare_shape
-from ..tracing import as_fun, insides, made_in, normal, restricted, shapes_in, shortened, without_remats
+from ..tracing import (
+    Rule,
+    Site,
+    as_fun,
+    insides,
+    interpret,
+    made_in,
+    normal,
+    plain,
+    restricted,
+    shapes_in,
+    shortened,
+    without_remats,
+)
 from ._atoms import Dim, Step, flat, steps_of
 from ._draws import ByNumber, Draws, Factors, factors_of, place_of_rows
 from ._growth import Growth, constants_of, have_same_constants
@@ -172,8 +185,9 @@ def row_use(
         step, why = draws.wrong
         return RowUse("unknown", why=f"the numbers of the rows are needed, but {why}", line=shortened(step.line), **found)
     whole = tuple(Whole(names.places[id(s.eqn)], tuple(factors_of(growth, out.dims) for out in s.outs)) for s in rows.whole)
+    scaled = tuple(Scaled(names.places[id(s.eqn)], rows.scaled[id(s)]) for s in steps_of(names.root) if id(s) in rows.scaled)
     step = _own_derivative(names) if is_differentiated else None
-    if step is not None and not _has_separable_gradient(*closed, inputs, whole):
+    if step is not None and not _has_separable_gradient(*closed, inputs, whole, scaled):
         return RowUse("unknown", why="a derivative of its own mixes rows", line=shortened(step.line), **found)
     of_rows = {i for i, state in rows.outs.items() if state.kind == ROW or growth.has_rows(names.root.outs[i].dims)}
     own = tuple(i for name in mixing for i in metrics[name])
@@ -189,9 +203,7 @@ def row_use(
         by_number=tuple(draws.by_number),
         whole=whole,
         in_order=rows.in_order,
-        scaled=tuple(
-            Scaled(names.places[id(s.eqn)], rows.scaled[id(s)]) for s in steps_of(names.root) if id(s) in rows.scaled
-        ),
+        scaled=scaled,
         powers=powers,
         of_rows=frozenset(of_rows),
         metrics=tuple(mixing.values()),
@@ -284,17 +296,19 @@ def _own_derivative(names: Names) -> Step | None:
     return None
 
 
-def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs, whole: Sequence[Whole]) -> bool:
+def _has_separable_gradient(
+    ours: Any, theirs: Any, inputs: Inputs, whole: Sequence[Whole], scaled: Sequence[Scaled]
+) -> bool:
     """Whether the first output's gradient is a sum over rows as the output is, without numbers of rows of its own.
 
     **Arguments:**
 
     - `ours`, `theirs`: the function's closed jaxprs without remats.
-    - `whole`: its values of the whole batch. Its derivative makes none of its own.
+    - `whole`, `scaled`: as of `RowUse`. The derivative adds none of its own.
     """
     if any(factor is not None and factor < 0 for of in whole for dims in of.factors for dim in dims for factor in dim):
         return False  # groups of rows share an entry
-    (ours, inputs), (theirs, _) = (_of_part(closed, inputs, whole) for closed in (ours, theirs))
+    (ours, inputs), (theirs, _) = (_of_part(closed, inputs, whole, scaled) for closed in (ours, theirs))
     names, other = Names(ours, inputs), Names(theirs, inputs)
     draws = Draws(names, Growth(names, other), range(len(names.root.outs)))
     names, other = (Names(_with_gradient(closed, inputs.n_weights), inputs) for closed in (ours, theirs))
@@ -308,21 +322,44 @@ def _has_separable_gradient(ours: Any, theirs: Any, inputs: Inputs, whole: Seque
     return rows.is_sum and is_as_forward and len(degrees) <= 1 and not rows.scaled
 
 
-def _of_part(closed: Any, inputs: Inputs, whole: Sequence[Whole]) -> tuple[Any, Inputs]:
-    """Returns the closed jaxpr of a function to which values of the whole batch are given, and what its inputs are: the
-    values by row follow the leaves of the batch, and the others are the last."""
+class _Scale(Rule):
+    """Multiplies operands of some equations.
+
+    **Arguments:**
+
+    - `factors`: by equation, that of each operand.
+    """
+
+    corrects = True
+
+    def __init__(self, factors: Mapping[Any, Sequence[float]]):
+        self._factors = factors
+
+    def claims(self, eqn: Any) -> bool:
+        return eqn in self._factors
+
+    def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
+        pairs = zip(map(plain, ins), self._factors[eqn], strict=True)
+        return site.rest(eqn, [x if factor == 1 else x * jnp.asarray(factor, x.dtype) for x, factor in pairs])
+
+
+def _of_part(closed: Any, inputs: Inputs, whole: Sequence[Whole], scaled: Sequence[Scaled]) -> tuple[Any, Inputs]:
+    """Returns the closed jaxpr of a function as `transforms.by_row` computes it for a part, to which values of the whole
+    batch are given, and what its inputs are: the values by row follow the leaves of the batch, and the others are last."""
+    n_rows = closed.jaxpr.invars[inputs.batch][0].aval.shape[0]
     eqns, end = equations_of(closed), inputs.batch.stop
     given = [of for each in whole for of in zip(eqns[each.place].outvars, map(place_of_rows, each.factors), strict=True)]
     own = [(var, place) for var, place in given if place is not None]
     shared = [var for var, place in given if place is None]
     ins = [*closed.jaxpr.invars[:end], *(var for var, _ in own), *closed.jaxpr.invars[end:], *shared]
     closed = restricted(closed, closed.jaxpr.outvars, ins)
+    scale = _Scale({eqns[of.place]: [float(n_rows) ** -power for power in of.powers] for of in scaled})
 
     def of_part(*args: Any) -> Any:
         """Takes values by row with the rows first."""
         pairs = zip(args[end:], own, strict=False)
         moved = [jnp.moveaxis(x, 0, place[0] + 1).reshape(var.aval.shape) for x, (var, place) in pairs]
-        return as_fun(closed)(*args[:end], *moved, *args[end + len(own) :])
+        return interpret(closed, [*args[:end], *moved, *args[end + len(own) :]], [scale])
 
     shapes = shapes_in(closed)
     for i, (_, (dim, outer, inner)) in enumerate(own, end):

@@ -612,6 +612,17 @@ def a_gradient_by_row_of_a_recurrence(p, batch, key):
     return clipped_by_row(hidden @ p["v"]).sum()
 
 
+@separable
+def a_gradient_by_row_of_a_sum_and_the_size_of_the_weights(p, batch, key):
+    return clipped_by_row(by_rows(p, batch)).sum() / 3 + (p["w"] ** 2).mean()
+
+
+@after
+def a_gradient_by_row_of_a_masked_mean_and_the_size_of_the_weights(p, batch, key):
+    mask = batch["y"] > 0
+    return (clipped_by_row(by_rows(p, batch)) * mask).sum() / mask.sum() + 0.1 * (p["w"] ** 2).sum()
+
+
 @unknown
 def a_gradient_that_makes_a_value_of_the_whole_batch(p, batch, key):
     mask = batch["y"] > 0
