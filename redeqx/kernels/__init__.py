@@ -6,6 +6,7 @@ for grouped matmuls.
 """
 
 from ._attention import attend as attend, attention as attention
+from ._dense import InBlocks as InBlocks
 from ._grouped import (
     grouped_gradient_p as grouped_gradient_p,
     grouped_matmul as grouped_matmul,

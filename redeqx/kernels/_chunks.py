@@ -169,8 +169,8 @@ class Layout:
     @property
     def may_lack_keys(self) -> bool:
         """Whether a query may attend to the mean of all keys, most of which its device may not have."""
-        has_mask = {"mask", "lengths", "query_segments"} & set(self.setting.names)
-        return self._drops_keys and (bool(has_mask) or self.n_queries > self.n_keys)
+        has_mask = bool({"mask", "lengths", "query_segments"} & set(self.setting.names))
+        return (has_mask and self.setting.in_ring) or (self._drops_keys and (has_mask or self.n_queries > self.n_keys))
 
     def on_each_device(self, fn: Callable[..., Any], *operands: Any) -> Any:
         """Calls `fn(index, *operands)` with this device's index along the axis, which is static."""

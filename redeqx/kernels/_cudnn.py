@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from ._dense import InBlocks, is_in_blocks
 from ._offset import WithOffset
 from ._setting import AttentionSetting, Unsupported
 from ._shared import pad
@@ -92,7 +93,8 @@ def _backward(
 
 
 _with_offset = WithOffset(_forward, _backward)
-forward, backward = _with_offset.forward, _with_offset.backward
+_in_blocks = InBlocks(_with_offset.forward, _with_offset.backward)
+forward, backward = _in_blocks.forward, _in_blocks.backward
 
 
 def arguments(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -104,6 +106,9 @@ def arguments(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[st
     q, k, v = _constrain_split(setting, q, k, v)
     if (bias := _dense_bias(q, k, extras)) is not None:
         q, k, v = (pad(x, 1, 2) for x in (q, k, v))
+        if setting.split is not None and setting.split.mesh.size > 1:  # the segments may be split by positions
+            spec = P(P.UNCONSTRAINED, P.UNCONSTRAINED, None, None)
+            bias = jax.lax.with_sharding_constraint(bias, NamedSharding(setting.split.mesh, spec))
     query_lengths, lengths = None, extras.get("lengths")
     mask_type = MaskType.CAUSAL if setting.causal else MaskType.NO_MASK
     if lengths is not None:
@@ -165,8 +170,10 @@ def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras
     return None
 
 
-def dense_bytes(q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
-    """Returns the bytes of the bias made from a mask, segments and a bias; 0 if there are none."""
+def dense_bytes(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
+    """Returns the bytes of the bias made from a mask, segments and a bias; 0 if there are none, or in blocks."""
     del v
+    if is_in_blocks(setting, q, k):
+        return 0
     bias = jax.eval_shape(_dense_bias, q, k, extras)
     return 0 if bias is None else bias.size * bias.dtype.itemsize

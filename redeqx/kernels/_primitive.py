@@ -261,7 +261,7 @@ def dense_bytes(platform: str, setting: AttentionSetting, operands: Sequence[Any
     name = _NAMES.get(platform)
     if name != "cuDNN" or _unsupported_reason(name, setting, operands) is not None:
         return 0
-    return _cudnn.dense_bytes(*_kernel_shapes(_cudnn, setting, operands))
+    return _cudnn.dense_bytes(_resolve(_cudnn, setting, operands), *_kernel_shapes(_cudnn, setting, operands))
 
 
 def _register(primitive: Any, fn: Callable[..., list[Any]]) -> None:

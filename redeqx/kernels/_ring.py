@@ -3,7 +3,8 @@
 Each device attends with its own queries to the keys that it has just then, while it sends them on. The log-sum-exps merge
 the parts; in the backward pass each part takes the output and the log-sum-exps of the whole, and the gradients of keys
 and values travel with them, in float32. With a causal mask each device has two chunks of positions, as in `_chunks.py`, so
-that in each round all devices have the same work. The program is the same for any number of devices.
+that in each round all devices have the same work. The program is the same for any number of devices. Segments of all keys
+are on each device, and chunks without a common one are not computed.
 
 Source: Ring Attention, arXiv:2310.01889; the order of the chunks is that of zigzag ring attention.
 """
@@ -18,8 +19,11 @@ import jax.numpy as jnp
 
 from .._rounding import at_least_float32
 from ._chunks import Layout
+from ._dense import may_meet
 from ._offset import merge
 from ._setting import MASK_VALUE
+
+Operands = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,13 @@ class Ring:
     kernel: Any
     layout: Layout
 
-    def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    def forward(self, q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
         """Returns the output `[B, T, N, H]` and the log-sum-exps `[B, N, T]`."""
-        dtype, exchange = at_least_float32(q.dtype), self.layout.exchange
+        dtype, exchange, segments = at_least_float32(q.dtype), self.layout.exchange, self._segments(extras)
         queries = self._split(exchange(q, 1))
 
-        def attend(chunk: int, setting: Any, k: Any, v: Any, done: tuple[Any, Any]) -> tuple[Any, Any]:
-            out, log_sum = self.kernel.forward(setting, queries[chunk], k, v, {})
+        def attend(chunk: int, setting: Any, extras: Operands, k: Any, v: Any, done: tuple[Any, Any]) -> tuple[Any, Any]:
+            out, log_sum = self.kernel.forward(setting, queries[chunk], k, v, extras)
             return merge([done, (out.astype(dtype), log_sum)])
 
         def visit(carry: Any, i: Any) -> list[Any]:
@@ -49,8 +53,8 @@ class Ring:
             done, kv = list(carry[0]), carry[1]
             for key_chunk, (k, v) in enumerate(zip(*map(self._split, kv), strict=True)):
                 for chunk in range(len(done)):
-                    fn = partial(attend, chunk)
-                    done[chunk] = self._if_visible(self._source(i), chunk, key_chunk, fn, k, v, unchanged=done[chunk])
+                    fn, place = partial(attend, chunk), (self._source(i), chunk, key_chunk)
+                    done[chunk] = self._if_visible(*place, segments, fn, k, v, unchanged=done[chunk])
             return done
 
         def step(carry: Any, i: Any) -> tuple[Any, None]:
@@ -66,14 +70,14 @@ class Ring:
         out, log_sum = jnp.concatenate(outs, 1).astype(q.dtype), jnp.concatenate(log_sums, 2)
         return exchange(out, 1, back=True), exchange(log_sum, 2, back=True)
 
-    def backward(self, q: Any, k: Any, v: Any, out: Any, log_sum: Any, g: Any) -> list[Any]:
+    def backward(self, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> list[Any]:
         """Returns the gradients of queries, keys and values."""
-        exchange = self.layout.exchange
+        exchange, segments = self.layout.exchange, self._segments(extras)
         results = [self._split(exchange(x, dim), dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1))]
 
-        def differentiate(chunk: int, setting: Any, k: Any, v: Any, done: list[Any]) -> list[Any]:
+        def differentiate(chunk: int, setting: Any, extras: Operands, k: Any, v: Any, done: list[Any]) -> list[Any]:
             q, *others = (each[chunk] for each in results)
-            grads = self.kernel.backward(setting, q, k, v, {}, *others)
+            grads = self.kernel.backward(setting, q, k, v, extras, *others)
             return [total + x.astype(total.dtype) for total, x in zip(done, grads, strict=True)]
 
         def visit(carry: Any, i: Any) -> tuple[list[Any], list[Any]]:
@@ -83,8 +87,9 @@ class Ring:
             for key_chunk, (k, v) in enumerate(zip(*map(self._split, kv), strict=True)):
                 d_kv = [_zeros(k), _zeros(v)]
                 for chunk in range(len(dqs)):
-                    fn, done = partial(differentiate, chunk), [dqs[chunk], *d_kv]
-                    dqs[chunk], *d_kv = self._if_visible(self._source(i), chunk, key_chunk, fn, k, v, unchanged=done)
+                    fn, place = partial(differentiate, chunk), (self._source(i), chunk, key_chunk)
+                    done = [dqs[chunk], *d_kv]
+                    dqs[chunk], *d_kv = self._if_visible(*place, segments, fn, k, v, unchanged=done)
                 d_chunks.append(d_kv)
             d_kv = [jnp.concatenate(xs, 1) for xs in zip(*d_chunks, strict=True)]
             return dqs, [total + x for total, x in zip(self._send(sums), d_kv, strict=True)]
@@ -113,19 +118,35 @@ class Ring:
         even = jnp.where(device % 2 == 0, device, last - device)
         return last - even if chunk else even
 
-    def _if_visible(self, source: Any, chunk: int, key_chunk: int, fn: Callable[..., Any], *kv: Any, unchanged: Any) -> Any:
-        """Returns `fn(setting, *kv, unchanged)`, or `unchanged` if this chunk of queries comes before these keys.
+    def _segments(self, extras: Operands) -> tuple[list[Any], Any] | None:
+        """Returns the segments of this device's chunks of queries, and those of all keys; None if there are none."""
+        if not extras:
+            return None
+        return self._split(self.layout.exchange(extras["query_segments"], 1)), extras["key_segments"]
+
+    def _if_visible(
+        self, source: Any, chunk: int, key_chunk: int, segments: Any, fn: Callable[..., Any], *kv: Any, unchanged: Any
+    ) -> Any:
+        """Returns `fn(setting, extras, *kv, unchanged)`, or `unchanged` if this chunk of queries comes before these keys, or
+        has no segment of theirs.
 
         **Arguments:**
 
         - `source`: the device whose keys these are.
         """
-        setting = replace(self.layout.setting, causal=False)
-        if not self.layout.setting.causal:
-            return fn(setting, *kv, unchanged)
-        me = jax.lax.axis_index(self.layout.axis)
-        order = jnp.sign(self._index(me, chunk) - self._index(source, key_chunk))
-        before, same, after = (lambda *operands: operands[-1]), partial(fn, self.layout.setting), partial(fn, setting)
+        setting, extras, keys = replace(self.layout.setting, causal=False), {}, self._index(source, key_chunk)
+        order: Any = 1  # after the keys
+        if self.layout.setting.causal:
+            order = jnp.sign(self._index(jax.lax.axis_index(self.layout.axis), chunk) - keys)
+        if segments is not None:
+            size = kv[0].shape[1]
+            of_queries, of_keys = segments[0][chunk], jax.lax.dynamic_slice_in_dim(segments[1], keys * size, size, 1)
+            extras = {"query_segments": of_queries, "key_segments": of_keys}
+            order = jnp.where(may_meet(of_queries, of_keys), order, -1)
+        elif not self.layout.setting.causal:
+            return fn(setting, extras, *kv, unchanged)
+        before, after = (lambda *operands: operands[-1]), partial(fn, setting, extras)
+        same = partial(fn, self.layout.setting, extras)
         return jax.lax.switch(order + 1, [before, same, after], *kv, unchanged)
 
     # --- between devices ----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from .._rounding import at_least_float32
 from ..machine import axes_of
 from ._chunks import Layout, halo, map_queries
+from ._dense import is_in_blocks
 from ._ring import Ring
 from ._setting import MASK_VALUE, AttentionSetting
 from ._shared import on_each_device, pad
@@ -47,17 +48,18 @@ def resolve(setting: AttentionSetting, shapes: Sequence[Any], *, segments_are_de
     if not setting.splits_positions:
         return setting
     n, n_queries, n_heads, n_keys = setting.n_shards(1), *shapes[0].shape[-3:-1], shapes[1].shape[-3]
-    dense = segments_are_dense and "query_segments" in setting.names
+    dense = segments_are_dense and "query_segments" in setting.names and not is_in_blocks(setting, shapes[0], shapes[1], n)
     for name, x in zip(setting.names, shapes[3:], strict=False):
         dense = dense or (name in ("bias", "mask") and x.shape[-3] == 1 < x.shape[-2])
-    # A dense mask of all heads is split along queries, and a window reads few keys of other devices.
+    # A dense mask of all heads, if it is made at once, is split along queries, and a window reads few keys of other devices.
     by_positions = n_queries % n == 0 and (dense or halo(setting, n_queries // n, n_keys) is not None)
     # Fewer queries than devices are a step of decoding, for which all keys would be exchanged.
     if n_queries >= n and n_heads % setting.n_shards(1, 2) == 0 and not by_positions:
         return _with_spec(setting, is_by_heads=True)
     if n_queries < n:
         return whole(setting)
-    takes_ring = not (setting.names or setting.window or n_queries % n or n_keys % n)
+    has_segments = set(setting.names) <= {"query_segments", "key_segments"}  # and nothing else
+    takes_ring = has_segments and not (setting.window or setting.dropout or n_queries % n or n_keys % n)
     takes_ring = takes_ring and (n_queries == n_keys or not setting.causal)
     return replace(setting, in_ring=takes_ring and _gathered_bytes(setting, shapes) > RING_BYTES)
 
@@ -179,14 +181,11 @@ def forward_by_positions(
     q, extras = _pad(setting, q, 1), map_queries(extras, partial(_pad, setting))
     layout = Layout.of(setting, q, k, extras)
 
-    def on_device(q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
-        if setting.in_ring:
-            return Ring(kernel, layout).forward(q, k, v)
-        own_v = v
+    def attend(q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
         k, v = layout.fetch_keys(k), layout.fetch_keys(v)
         q, extras = layout.exchange(q, 1), map_queries(extras, layout.exchange)
 
-        def attend(device: int, q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
+        def attend_as(device: int, q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
             results = []
             for chunk in layout.chunks(device):
                 operands = chunk.queries(q), chunk.keys(k), chunk.keys(v), chunk.extras(extras)
@@ -194,13 +193,16 @@ def forward_by_positions(
             outs, log_sums = zip(*results, strict=True)
             return jnp.concatenate(outs, 1), jnp.concatenate(log_sums, 2)
 
-        out, log_sum = layout.on_each_device(attend, q, k, v, extras)
-        if layout.may_lack_keys:
-            mean = jnp.sum(own_v.astype(at_least_float32(own_v.dtype)), 1, keepdims=True)
-            mean = (layout.sum_keys(mean) / layout.n_keys).astype(out.dtype)
-            mean = jnp.repeat(mean, q.shape[2] // k.shape[2], 2)
-            out = jnp.where(_lacks_keys(log_sum), mean, out)
+        out, log_sum = layout.on_each_device(attend_as, q, k, v, extras)
         return layout.exchange(out, 1, back=True), layout.exchange(log_sum, 2, back=True)
+
+    def on_device(q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
+        out, log_sum = (Ring(kernel, layout).forward if setting.in_ring else attend)(q, k, v, extras)
+        if layout.may_lack_keys:
+            mean = jnp.sum(v.astype(at_least_float32(v.dtype)), 1, keepdims=True)
+            mean = (layout.sum_keys(mean) / layout.n_keys).astype(out.dtype)
+            out = jnp.where(_lacks_keys(log_sum), jnp.repeat(mean, q.shape[2] // k.shape[2], 2), out)
+        return out, log_sum
 
     in_specs = (layout.queries, layout.keys, layout.keys, layout.extras)
     out, log_sum = on_each_device(layout.mesh, on_device, in_specs, (layout.queries, layout.log_sums))(q, k, v, extras)
@@ -218,21 +220,13 @@ def backward_by_positions(
     has_bias = "bias" in extras
     bias_is_shared = has_bias and extras["bias"].shape[2] == 1  # by all queries
 
-    def on_device(q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> list[Any]:
-        if setting.in_ring:
-            return Ring(kernel, layout).backward(q, k, v, out, log_sum, g)
+    def differentiate(q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> list[Any]:
         own_k, own_v = k, v
         k, v = layout.fetch_keys(k), layout.fetch_keys(v)
         q, out, log_sum, g = (layout.exchange(x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1)))
         extras = map_queries(extras, layout.exchange)
-        d_mean: Any = None
-        if layout.may_lack_keys:
-            lacks_keys = _lacks_keys(log_sum)
-            d_mean = jnp.sum(jnp.where(lacks_keys, g, 0).astype(at_least_float32(g.dtype)), 1, keepdims=True)
-            d_mean = jnp.sum(d_mean.reshape(*d_mean.shape[:2], k.shape[2], -1, d_mean.shape[-1]), 3)
-            g = jnp.where(lacks_keys, 0, g)
 
-        def differentiate(device: int, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> Any:
+        def differentiate_as(device: int, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> Any:
             dqs, dk, dv, d_biases = [], jnp.zeros_like(k), jnp.zeros_like(v), []
             for chunk in layout.chunks(device):
                 operands = chunk.queries(q), chunk.keys(k), chunk.keys(v), chunk.extras(extras)
@@ -246,14 +240,25 @@ def backward_by_positions(
                 grads.append(sum(d_biases) if bias_is_shared else jnp.concatenate(d_biases, 2))
             return grads
 
-        dq, dk, dv, *d_bias = layout.on_each_device(differentiate, q, k, v, extras, out, log_sum, g)
+        dq, dk, dv, *d_bias = layout.on_each_device(differentiate_as, q, k, v, extras, out, log_sum, g)
         dq, dk, dv = layout.exchange(dq, 1, back=True), layout.return_keys(dk, own_k), layout.return_keys(dv, own_v)
-        if d_mean is not None:
-            dv = dv + (jax.lax.psum(d_mean, layout.axis) / layout.n_keys).astype(dv.dtype)
         if has_bias:
             d_bias = [d_bias[0] if bias_is_shared else layout.exchange(d_bias[0], 2, back=True)]
             repeats = layout.axes_without(layout.extras["bias"])
             d_bias = [jax.lax.psum(x, repeats) if repeats else x for x in d_bias]
+        return [dq, dk, dv, *d_bias]
+
+    def on_device(q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> list[Any]:
+        d_mean: Any = None
+        if layout.may_lack_keys:
+            lacks_keys = _lacks_keys(log_sum)
+            d_mean = jnp.sum(jnp.where(lacks_keys, g, 0).astype(at_least_float32(g.dtype)), 1, keepdims=True)
+            d_mean = jnp.sum(d_mean.reshape(*d_mean.shape[:2], k.shape[2], -1, d_mean.shape[-1]), 3)
+            g = jnp.where(lacks_keys, 0, g)
+        pull = Ring(kernel, layout).backward if setting.in_ring else differentiate
+        dq, dk, dv, *d_bias = pull(q, k, v, extras, out, log_sum, g)
+        if d_mean is not None:
+            dv = dv + (jax.lax.psum(d_mean, layout.axis) / layout.n_keys).astype(dv.dtype)
         return [dq, dk, dv, *d_bias]
 
     results = layout.queries, layout.log_sums, layout.queries

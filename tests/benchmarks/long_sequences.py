@@ -4,6 +4,7 @@
     python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --tokens 262144       # one length
     python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --remat offload       # doubled until it does not fit
     python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --tokens 32768 --sequence 2 --explain
+    python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --tokens 262144 --text 4096
     python tests/benchmarks/long_sequences.py 8b gpu:h100-80gb:8 --tokens 8192 --rows 4 --chunk 1024 --model-shards 8
     python tests/benchmarks/long_sequences.py 8b v6e:2x4 --sequence 1 --tokens 8192 --rows 3 --chunk 1024 --remat 8GiB
     python tests/benchmarks/long_sequences.py 8b gpu:rtx-4090:1 --tokens 40960 --base nf4 --chunk 1024 --remat offload
@@ -94,14 +95,20 @@ def make_adapted(name: str, n_tokens: int, n_layers: int | None, base: str, key:
 
 
 def loss_fn(chunk: int, model: eqx.Module, batch: dict[str, jax.Array], key: jax.Array) -> redeqx.Loss:
-    hidden = jax.vmap(model.hidden)(batch["ids"])
+    if (segments := batch.get("segments")) is None:
+        hidden = jax.vmap(model.hidden)(batch["ids"])
+    else:
+        hidden = jax.vmap(lambda ids, segments: model.hidden(ids, segments=segments))(batch["ids"], segments)
     return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=min(chunk, hidden.shape[1]))
 
 
-def collate_fn(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+def collate_fn(text: int | None, rows: list[np.ndarray]) -> dict[str, np.ndarray]:
     ids = np.stack(rows)
     labels = np.concatenate([ids[:, 1:], np.full((len(ids), 1), -100, ids.dtype)], axis=1)
-    return {"ids": ids, "labels": labels}
+    batch = {"ids": ids, "labels": labels}
+    if text is not None:
+        batch["segments"] = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32) // text, ids.shape)
+    return batch
 
 
 def forecast(args: argparse.Namespace, n_tokens: int):
@@ -121,7 +128,7 @@ def forecast(args: argparse.Namespace, n_tokens: int):
             model=model,
             trainable=lora.trainable(model) if args.base else eqx.is_inexact_array,
             optimizer=optax.adamw(1e-4),
-            collate_fn=collate_fn,
+            collate_fn=partial(collate_fn, args.text),
             loss_fn=partial(loss_fn, args.chunk),
             compute=redeqx.Compute("bfloat16", remat=args.remat, split_residual=RESIDUAL[args.residual]),
         )
@@ -156,6 +163,7 @@ def main() -> None:
     parser.add_argument("--remat", default="full", help="as for Compute, such as full, offload or 6GiB")
     parser.add_argument("--layers", type=int, help="another number of layers")
     parser.add_argument("--base", choices=("nf4", "int8", "bfloat16"), help="train adapters on a base of this precision")
+    parser.add_argument("--text", type=int, help="packed rows, of texts of so many tokens that do not attend to each other")
     parser.add_argument("--explain", action="store_true", help="print the whole report")
     args = parser.parse_args()
     print(f"{args.model} on {args.machine}, remat {args.remat}")

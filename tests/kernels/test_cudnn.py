@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
 from redeqx.kernels import KERNELS, AttentionSetting
@@ -61,6 +62,19 @@ def test_queries_keys_and_values_have_the_same_split(heads, groups, rows, spec):
     for x in fn(q, k, v):
         by_rows, _, by_heads, _ = (*x.sharding.spec, None, None, None, None)[:4]
         assert ("data" in (by_rows or ()), by_heads) == (spec[0] is not None, spec[1])
+
+
+def test_a_bias_of_segments_is_whole_along_queries_and_keys():
+    """Its partitioner refuses others. Segments are split by positions where heads are exchanged for them."""
+    mesh = make_mesh(n_sequence_shards=8)
+    setting = AttentionSetting(1.0, split=NamedSharding(mesh, P(None, None, "sequence", None)))
+    segments = jax.device_put(jnp.zeros((2, 16), int), NamedSharding(mesh, P(None, "sequence")))
+    operands = shapes(n_queries=16, n_keys=16, heads=8, groups=8)
+
+    def bias(segments):
+        return cudnn.arguments(setting, *operands, {"query_segments": segments, "key_segments": segments})[0][3]
+
+    assert (*jax.jit(bias)(segments).sharding.spec, None, None, None, None)[2:4] == (None, None)
 
 
 @pytest.mark.parametrize("causal", [False, True])

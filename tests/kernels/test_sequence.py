@@ -13,6 +13,7 @@ from redeqx.compiled import Module, collectives
 from redeqx.kernels import (
     KERNELS,
     AttentionSetting,
+    InBlocks,
     WithOffset,
     attend,
     attention,
@@ -156,11 +157,14 @@ def test_a_window_of_one_key_sends_nothing():
 
 # --- in a ring ----------------------------------------------------------------------------------------------------------
 
+PACKED = {"query_segments": SEGMENTS, "key_segments": SEGMENTS}
 RINGS = {
-    "all keys": ({}, ODD),
-    "causal": ({"causal": True}, {"n_heads": 9, "groups": 3}),
-    "chunks of one": ({"causal": True}, {**ODD, "n_queries": 24, "n_keys": 24}),  # on 4 devices, 6 are not two even chunks
-    "other keys": ({}, {**ODD, "n_keys": 40}),
+    "all keys": ({}, {}, ODD),
+    "causal": ({"causal": True}, {}, {"n_heads": 9, "groups": 3}),
+    "chunks of one": ({"causal": True}, {}, {**ODD, "n_queries": 24, "n_keys": 24}),  # on 4, 6 are not two even chunks
+    "other keys": ({}, {}, {**ODD, "n_keys": 40}),
+    "segments": ({"causal": True}, PACKED, ODD),
+    "segments of other keys": ({}, {**PACKED, "key_segments": SEGMENTS[:, 24:]}, {**ODD, "n_keys": 40}),
 }
 
 
@@ -174,7 +178,7 @@ def small_ring(monkeypatch):
     ("name", "mesh"),
     [
         pytest.param(
-            name, mesh, marks=[] if (name, mesh) in {("causal", (4, 1)), ("other keys", (2, 2))} else pytest.mark.sweep
+            name, mesh, marks=[] if (name, mesh) in {("segments", (4, 1)), ("other keys", (2, 2))} else pytest.mark.sweep
         )
         for name in RINGS
         for mesh in MESHES
@@ -182,11 +186,14 @@ def small_ring(monkeypatch):
     ids=str,
 )
 def test_a_ring_gives_the_values_and_gradients_of_one_device(name, mesh, small_ring):
-    kwargs, sizes = RINGS[name]
+    kwargs, extras, sizes = RINGS[name]
     operands = draw(**sizes)
-    one_device, args = compiled(AttentionSetting(0.3, **kwargs), {}, operands)
-    fn, args_on_mesh = compiled(AttentionSetting(0.3, split=split(*mesh), **kwargs), {}, operands)
-    assert {each.kind for each in collectives(Module.of(fn.as_text()))} <= {"collective-permute"}
+    one_device, args = compiled(AttentionSetting(0.3, **kwargs), extras, operands)
+    fn, args_on_mesh = compiled(AttentionSetting(0.3, split=split(*mesh), **kwargs), extras, operands)
+    sent = collectives(Module.of(fn.as_text()))
+    # And with segments sums of the values, for queries whose keys are all masked.
+    assert {each.kind for each in sent} <= {"collective-permute", *(["all-reduce"] if extras else [])}
+    assert all(each.kind == "collective-permute" or len(each.shape) < 4 or each.shape[1] == 1 for each in sent)
     assert_close(fn(*args_on_mesh), one_device(*args))
 
 
@@ -349,6 +356,54 @@ def test_a_kernel_whose_causal_mask_has_no_offset(name, n):
     assert_close(got, want)
 
 
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """All masks of segments are too large to make at once. Blocks of one row have 32 queries, and of four 16."""
+    monkeypatch.setattr("redeqx.kernels._dense.AT_ONCE", 0)
+    monkeypatch.setattr("redeqx.kernels._dense.OF_BLOCK", 4096)
+
+
+IN_BLOCKS = {
+    "segments": ({}, {}),
+    "causal": ({"causal": True}, {"lengths": jnp.array([64, 63, 64, 64])}),
+    "causal, no even length": ({"causal": True}, {"n": 60}),
+    "window": ({"causal": True, "window": 20}, {}),
+    "one row of segments": ({"causal": True}, {"query_segments": SEGMENTS[:1], "key_segments": SEGMENTS[:1]}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*list(IN_BLOCKS)[:2], *(pytest.param(x, marks=pytest.mark.sweep) for x in list(IN_BLOCKS)[2:])]
+)
+def test_a_mask_of_segments_in_blocks(name, small_blocks):
+    kwargs, others = IN_BLOCKS[name]
+    n = others.get("n", T)
+    extras = {name: x if name == "lengths" else x[:, :n] for name, x in {**PACKED, **others}.items() if name != "n"}
+    setting, (q, k, v, g) = AttentionSetting(0.3, names=tuple(extras), **kwargs), draw(n, n, n_heads=6, groups=2)
+    kernel = InBlocks(DENSE.forward, DENSE.backward)
+
+    @jax.jit
+    def run(q, k, v, g):
+        out, log_sum = kernel.forward(setting, q, k, v, extras)
+        return [out, log_sum, *kernel.backward(setting, q, k, v, extras, out, log_sum, g)]
+
+    out, log_sum = dense_forward(setting, q, k, v, extras)
+    want = [out, log_sum, *dense_backward(setting, q, k, v, extras, out, log_sum, g)]
+    program = run.lower(q, k, v, g).compile()
+    assert_close(program(q, k, v, g), want)
+    assert f",{n},{n}]" not in program.as_text()
+
+
+@pytest.mark.parametrize("in_ring", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_a_mask_of_segments_in_blocks_over_devices(in_ring, small_blocks):
+    setting = AttentionSetting(0.3, causal=True, in_ring=in_ring, names=tuple(PACKED))
+    q, k, v, g = draw(n_heads=6, groups=2)
+    kernel = InBlocks(DENSE.forward, DENSE.backward)
+    got = jax.jit(partial(run_by_positions, kernel, replace(setting, split=split(2)), PACKED))(q, k, v, g)
+    out, log_sum = dense_forward(setting, q, k, v, PACKED)
+    assert_close(got, [out, log_sum, *dense_backward(setting, q, k, v, PACKED, out, log_sum, g)])
+
+
 @pytest.mark.parametrize("n", [2, pytest.param(8, marks=pytest.mark.sweep)])
 def test_such_a_kernel_in_a_ring(n):
     setting = AttentionSetting(0.3, causal=True)
@@ -359,7 +414,13 @@ def test_such_a_kernel_in_a_ring(n):
     assert_close(got, [out, log_sum, *dense_backward(setting, q, k, v, {}, out, log_sum, g)])
 
 
-SPLASH = [{"causal": True}, {"causal": True, "window": 100}, {"window": 70}, {"causal": True, "in_ring": True}]
+SPLASH = [
+    {"causal": True},
+    {"causal": True, "window": 100},
+    {"window": 70},
+    {"in_ring": True},
+    {"causal": True, "in_ring": True},
+]
 
 
 @pytest.mark.sweep
@@ -369,10 +430,9 @@ def test_splash_attention(kwargs):
         forward = staticmethod(partial(KERNELS["splash attention"].forward, interpret=True))
         backward = staticmethod(partial(KERNELS["splash attention"].backward, interpret=True))
 
-    names = () if "in_ring" in kwargs else ("query_segments", "key_segments")
-    extras = {name: jnp.repeat(SEGMENTS[:1], 16, 1) for name in names}
+    extras = {name: jnp.repeat(SEGMENTS[:1], 16, 1) for name in PACKED}
     q, k, v, g = (x[:1] for x in draw(16 * T, 16 * T, 2, 1))
-    setting = AttentionSetting(0.3, names=tuple(extras), **kwargs)
+    setting = AttentionSetting(0.3, names=tuple(extras), **{"causal": True, **kwargs})
     by_blocks, whole = KERNELS["XLA"], replace(setting, in_ring=False)
     out, log_sum = by_blocks.forward(whole, q, k, v, extras)
     want = [out, log_sum, *by_blocks.backward(whole, q, k, v, extras, out, log_sum, g)]

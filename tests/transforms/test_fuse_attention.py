@@ -720,6 +720,10 @@ def test_remaining_arrays_of_queries_by_keys_are_counted():
     ((origin, n_bytes),) = attentions(traced, "gpu", split).dense.items()
     assert origin.startswith("a mask or bias at ") and n_bytes == 4 * 2048 * 2048 * 2 // 8
     assert attentions(traced, "tpu", split).dense == attentions(traced, "cpu", split).dense == {}
+    long = structs(*[(1, 2**16, 4, 8)] * 3, dtype=jnp.bfloat16)  # whose bias of 8 GiB is made in blocks
+    traced = jax.make_jaxpr(partial(redeqx.attention, segments=jnp.zeros((1, 2**16), int)))(*long)
+    found = attentions(traced, "gpu", split_heads(make_mesh(n_sequence_shards=2)))
+    assert not found.dense and list(found.fused) == ["segments, by cuDNN split by heads"]
     masked = jax.make_jaxpr(lambda q, k, v, mask: written(q, k, v, mask=mask))
     for mask, n_copies in (((2048,), 1), ((4, 1, 1, 2048), 4), ((4, 2048, 2048), 4)):  # the last differs by head
         (n_bytes,) = attentions(masked(*half, *structs(mask, dtype=bool)), "gpu", split).dense.values()
