@@ -55,7 +55,7 @@ class Checkpointer:
         self._states: dict[str, dict[str, Any]] = {}  # of the fit that was resumed, interrupted or ended last
         # What the next fit does: it looks for an earlier run, begins anew, whatever `progress` says, or goes on.
         self._next: Literal["look", "begin", "go on"] = "look"
-        self._source: Location | None = None  # of `progress`, if an earlier process made it
+        self._is_resumed = False  # whether `progress` is that of an earlier process
         self._kept_step = 0  # the step of the newest save from which a run resumes, or of the checkpoint that was loaded
         self._keep_last, self._has_warned = 2, False  # as in the newest save; of updates that were taken before
         self.origins = Origins(task.structure, engine.trees[0], deployer.console.info)
@@ -83,7 +83,7 @@ class Checkpointer:
     def _is_ahead(self) -> bool:
         """Whether this script skipped fits that an earlier run had finished, and that run had begun the next one."""
         fit, position = self.fit_index, self.engine.position
-        return self._source is not None and 0 < fit <= position.fit and position != Position(fit)
+        return self._is_resumed and 0 < fit <= position.fit and position != Position(fit)
 
     # --- fits --------------------------------------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Checkpointer:
         if position is None:
             self.fit_index += 1  # that of the next fit, in which the model may be already
             return None
-        self.fit_index, self._source = position.fit, None
+        self.fit_index, self._is_resumed = position.fit, False
         if position == Position(position.fit):  # the fit is a new one
             self.engine.position, progress.first_step = position, self.engine.step
             progress.setting, progress.metrics, progress.evaluated, self._states = {}, {}, 0, {}
@@ -378,7 +378,7 @@ class Checkpointer:
             checkpoints = self.need_checkpoints()
             states = states_of_record(record["callbacks"], checkpoints, path)
             self._continue_from(record, states)
-            self._source = path
+            self._is_resumed = True
             saved = Checkpoint(checkpoints, path, record, explained=partial(self._resuming, path))
             if engine.is_placed:
                 engine.load(saved)
@@ -411,7 +411,7 @@ class Checkpointer:
         except ValueError as error:
             # A later fit finds that run again, and does not overwrite it.
             self.engine.continue_from(0, 0, Position(), 0, {})
-            self.progress, self._next, self._source = Progress(), "look", None
+            self.progress, self._next, self._is_resumed = Progress(), "look", False
             self.engine.restore, self._states = None, {}
             if isinstance(error, DamagedError):
                 raise
