@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,9 @@ _MOST_TRIES = 5
 
 # By the folder's real path: the claim of this process that holds it or was the last to hold it.
 _holders: "weakref.WeakValueDictionary[str, Claim]" = weakref.WeakValueDictionary()
+# By the path of a lock in a store, which a thread releases while another trainer of this process may take it over: the new
+# one would be deleted.
+_turns: defaultdict[str, threading.RLock] = defaultdict(threading.RLock)
 
 
 class LockedError(ValueError):
@@ -124,12 +128,14 @@ class Lock:
         in_store = isinstance(self._file, _ObjectLock)
         self.stale *= 1 + in_store
         self._end: Callable[[], Any] | None = None  # None if there is no lock
-        if not self._acquire():
-            return
+        turn = _turns[str(self.path)] if in_store else contextlib.nullcontext()
+        with turn:
+            if not self._acquire():
+                return
         ended = threading.Event()
         beat = partial(_beat, self._file, self._me, self.beat * (1 + in_store), ended)
         threading.Thread(target=beat, name="redeqx-lock", daemon=True).start()
-        release = partial(_release, self._file, self._me, ended)
+        release = partial(_release, self._file, self._me, ended, turn)
         # A request must not be sent by the garbage collector, which runs in any thread.
         self._end = AtEnd(release, self) if in_store else weakref.finalize(self, release)
 
@@ -286,9 +292,11 @@ def _beat(file: _FileLock | _ObjectLock, me: dict[str, Any], seconds: float, end
                 file.touch(found)
 
 
-def _release(file: _FileLock | _ObjectLock, me: dict[str, Any], ended: threading.Event) -> None:
+def _release(
+    file: _FileLock | _ObjectLock, me: dict[str, Any], ended: threading.Event, turn: contextlib.AbstractContextManager[Any]
+) -> None:
     ended.set()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), turn:
         if _is_same(this_process(), me) and _is_mine(file.read(), me):  # not in a forked child
             file.delete()
 

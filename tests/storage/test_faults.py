@@ -1,5 +1,6 @@
 """Failing, slow or refusing stores and killed processes: no checkpoint is lost, and no damaged one is loaded."""
 
+import gc
 import itertools
 import json
 import os
@@ -205,6 +206,26 @@ def test_run_that_loses_its_lock_during_a_save_commits_nothing(bucket):
     with pytest.raises(OSError, match=r"expected a folder that is this run's own, got one that process 12 on node7"):
         checkpoints.save(3, {"model": {"w": Weight()}}, {"step": 3})
     assert checkpoints.names() == ["step_00000001"] == [*checkpoints.index().values()]
+
+
+def test_a_lock_that_is_being_released_is_not_taken_over(bucket, server):
+    """By another trainer of this process, whose own lock would then be deleted."""
+    deleting, seen = threading.Event(), threading.Event()
+
+    def wait(method, path):
+        if method == "DELETE" or path.endswith("?delete"):
+            deleting.set()
+            seen.wait(2)
+        elif "step_00000002/model" in path:
+            seen.set()
+
+    server.fault = wait
+    checkpoints = save_checkpoint(f"{bucket}/ckpts", 1)
+    del checkpoints
+    gc.collect()
+    assert deleting.wait(20)
+    checkpoints = save_checkpoint(f"{bucket}/ckpts", 2)
+    assert verified_step(checkpoints) == 2 and location(f"{bucket}/ckpts.lock").exists()
 
 
 def test_run_that_lost_its_lock_stops_writing_and_cleaning(bucket):
