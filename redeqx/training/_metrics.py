@@ -96,6 +96,7 @@ class Metrics:
         self._log, self._max_skipped = log, max_skipped
         self._n_skipped_in_a_row = 0
         self._has_warned = False  # of parameters that do not move
+        self._broken_at: int | None = None  # the step whose update left the parameters not finite
         self._unread: deque[Queued] = deque()
 
     def add(self, update: Queued, to: Recorder) -> None:
@@ -113,7 +114,7 @@ class Metrics:
     def forget(self) -> None:
         """Drops the unread updates, whose arrays have been replaced."""
         self._unread.clear()
-        self._n_skipped_in_a_row = 0
+        self._n_skipped_in_a_row, self._broken_at = 0, None
 
     def newest_unread(self, to: Recorder) -> tuple[dict[str, float], int]:
         """Returns the newest update's metrics, and the number of skipped updates, without showing or removing anything."""
@@ -160,10 +161,19 @@ class Metrics:
 
     def _error(self, update: Queued, name: str, metrics: dict[str, float], to: Recorder) -> ValueError:
         what = "the loss" if name == "loss" else "the gradient's norm"
-        often = f" for {self._n_skipped_in_a_row} steps one after the other" if self._max_skipped is not None else ""
+        often = why = ""
+        if self._max_skipped is not None:
+            often = f" for {self._n_skipped_in_a_row} steps one after the other"
+        elif self._broken_at is None:
+            self._broken_at = update.step
+        elif update.step > self._broken_at:
+            why = (
+                f"The model has not been finite since step {self._broken_at}, which raised. Load a checkpoint by "
+                "`load_ckpt`, or make another Trainer."
+            )
         return ValueError(
             f"`{name}` at step {update.step}: expected {what} to be finite, got {metrics[name]}{often}. "
-            f"{to.explain_nonfinite(update)}"
+            f"{why or to.explain_nonfinite(update)}"
         )
 
 

@@ -102,6 +102,22 @@ def test_skipping_does_not_change_finite_steps():
     assert completed.stdout == "True\n", completed.stderr
 
 
+def test_a_model_that_an_error_left_broken_is_named_as_the_cause(tmp_path):
+    """A cell of a notebook that is run again: neither the rate nor its finite batch is the cause."""
+    trainer = make_trainer(tmp_path, on_nonfinite="raise")
+    trainer.train([8, 9], batch_size=2)
+    trainer.save_ckpt()
+    with pytest.raises(ValueError, match=r"^`loss` at step 2: .* Its batch is not finite"):
+        trainer.train([NAN_EXAMPLE] * 2, batch_size=2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"The model has not been finite since step 2, which raised\. Load"):
+            trainer.train([8, 9], batch_size=2)
+    trainer.load_ckpt()
+    trainer.train([8, 9], batch_size=2)
+    with pytest.raises(ValueError, match=r"^`loss` at step 3: .* Its batch is not finite"):
+        trainer.train([NAN_EXAMPLE] * 2, batch_size=2)
+
+
 def test_unread_metrics_of_a_failed_pass_are_dropped_by_load_ckpt(tmp_path):
     """Metrics are read a few steps late; those of steps undone by a load must not appear in the next pass."""
     trainer = make_trainer(tmp_path, on_nonfinite="raise")
