@@ -28,12 +28,11 @@ ROW_SIZE = 1024  # bytes, roughly
 BATCH = 1000  # rows per delivery
 
 Record = Row | MediaFile | dict[str, Any]  # metrics, an image or a text, the configuration
-# A position in the records: a step, and the number of rows recorded at it so far. A rerun records the same rows.
+# A position in the rows of a trainer: a step, and the number of rows recorded at it so far. A rerun records the same rows.
 Mark = tuple[int, int]
 NO_ROWS: Mark = (-1, 0)
-# A step, and the names of its images and texts.
-MediaMark = tuple[int, frozenset[str]]
-NO_MEDIA: MediaMark = (-1, frozenset())
+Marks = dict[str, Mark]  # by `Row.of`: trainers count their own steps
+Steps = dict[str, int]  # of the newest image or text of each name
 
 
 class Delivery:
@@ -54,15 +53,16 @@ class Delivery:
         self._file = None if workdir is None or self._kind.purges else workdir / "trackers" / f"{name}.json"
         self._run_id, self._sent, self._sent_media = _load_state(self._file)
         self.is_new: bool = self._run_id is None
-        self._skip_media_until = self._sent_media  # images and texts up to here are not delivered again
-        self._skip_until = self._sent  # rows up to here are not delivered again
-        self._newest = NO_ROWS  # the mark of the newest row
+        self._skip_media_until = self._sent_media.copy()  # images and texts up to here are not delivered again
+        self._skip_until = self._sent.copy()  # rows up to here are not delivered again
+        self._newest: Marks = {}  # of the newest rows
         self._purge_step: int | None = None
         self._pending: deque[tuple[Record, Mark]] = deque()
         self._size, self._lock = 0, threading.Lock()
-        # The marks of the newest row that the tracker has, and of the newest one of earlier steps. A kill may lose those
+        # The marks of the newest rows that the tracker has, and of the newest ones of earlier steps. A kill may lose those
         # after `_sent`, which the next process delivers again.
-        self._delivered = self._before_newest = NO_ROWS
+        self._delivered: Marks = {}
+        self._before_newest: Marks = {}
         self._tracker: NamedTracker | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -73,14 +73,14 @@ class Delivery:
 
     def row(self, row: Row) -> None:
         """Delivers metrics, unless the tracker has them from before a rewind."""
-        self._newest = (row.step, self._newest[1] + 1 if row.step == self._newest[0] else 1)
-        if self._newest > self._skip_until:
-            self._enqueue(row, self._newest)
+        step, n = self._newest.get(row.of, NO_ROWS)
+        mark = self._newest[row.of] = (row.step, n + 1 if row.step == step else 1)
+        if mark > self._skip_until.get(row.of, NO_ROWS):
+            self._enqueue(row, mark)
 
     def medium(self, medium: MediaFile) -> None:
         """Delivers an image or a text, unless the tracker has it from before a rewind."""
-        step, names = self._skip_media_until
-        if medium.step > step or (medium.step == step and medium.name not in names):
+        if medium.step > self._skip_media_until.get(medium.name, -1):
             self._enqueue(medium)
 
     def config(self, values: Mapping[str, Any]) -> None:
@@ -90,26 +90,36 @@ class Delivery:
         """
         self._enqueue(dict(values), starts=False)
 
-    def rewind(self, step: int, rows: Iterable[Row]) -> None:
-        """Continues after `step`; these rows are recorded. Delivers those that the tracker lacks.
+    def rewind(self, step: int, rows: Iterable[Row], is_of_another: Callable[[Record], bool], *, begins: bool) -> None:
+        """Continues a trainer after `step`. Delivers those recorded rows that the tracker lacks.
 
-        Rewinding to the start begins a new run of the tracker.
+        **Arguments:**
+
+        - `rows`: all that are recorded, of other trainers too.
+        - `is_of_another`: whether a record stays, although its step is later.
+        - `begins`: whether nothing is left of an earlier process, so that a new run of the tracker begins.
         """
         self._end()
-        if step <= 0 and not self.is_new:
-            self._run_id, self._sent, self._sent_media, self.is_new = *_UNKNOWN, True
-        self._purge_step, self._newest = step + 1, NO_ROWS
+        if begins and not self.is_new:
+            self._run_id, self._sent, self._sent_media, self.is_new = *_unknown(), True
+        self._purge_step, self._newest = step + 1, {}
+
+        def stays(item: Record) -> bool:
+            return isinstance(item, dict) or item.step <= step or (not self._kind.purges and is_of_another(item))
+
         with self._lock:
-            self._pending = deque(each for each in self._pending if isinstance(each[0], dict) or each[0].step <= step)
+            self._pending = deque(each for each in self._pending if stays(each[0]))
             self._size = sum(_size(item) for item, _ in self._pending)
         if self._kind.purges:  # it has the earlier records, and none of the later ones: those are of other trainers
-            self._skip_until, self._skip_media_until = NO_ROWS, NO_MEDIA
+            self._skip_until, self._skip_media_until = {}, {}
             rows = (row for row in rows if row.step > step)
         else:
-            self._skip_until, self._skip_media_until = self._sent, self._sent_media
+            self._skip_until, self._skip_media_until = self._sent.copy(), self._sent_media.copy()
             for item, mark in self._pending:
-                self._skip_until = max(self._skip_until, mark)
-                self._skip_media_until = _advanced(self._skip_media_until, item)
+                if isinstance(item, Row):
+                    _advance(self._skip_until, item.of, mark)
+                elif isinstance(item, MediaFile):
+                    _advance(self._skip_media_until, item.name, item.step)
         for row in rows:
             self.row(row)
 
@@ -186,9 +196,11 @@ class Delivery:
         except Exception as error:
             self._warn(f"to record, got {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
-    def _mark_as_sent(self, mark: Mark) -> None:
-        if mark > self._sent:
-            self._sent = mark
+    def _mark_as_sent(self, marks: Marks) -> None:
+        before = self._sent.copy()
+        for of, mark in marks.items():
+            _advance(self._sent, of, mark)
+        if self._sent != before:
             self._save_state()
 
     def _deliver(self) -> None:
@@ -212,16 +224,17 @@ class Delivery:
                 first = list(takewhile(lambda each: isinstance(each[0], Row), first))
                 rows = [row for row, _ in first if isinstance(row, Row)]
                 self._tracker.rows(rows)
-                for _, mark in first:
-                    if mark[0] > self._delivered[0]:
-                        self._before_newest = self._delivered
-                    self._delivered = max(self._delivered, mark)
+                for row, (_, mark) in zip(rows, first, strict=True):
+                    delivered = self._delivered.get(row.of, NO_ROWS)
+                    if mark[0] > delivered[0]:
+                        self._before_newest[row.of] = delivered
+                    _advance(self._delivered, row.of, mark)
                 if self._kind.keeps == "at once":
                     self._mark_as_sent(self._delivered)
             elif isinstance(item, MediaFile):
                 first = first[:1]
                 self._tracker.medium(item)
-                self._sent_media = _advanced(self._sent_media, item)
+                _advance(self._sent_media, item.name, item.step)
                 self._save_state()
             else:
                 first = first[:1]
@@ -235,8 +248,7 @@ class Delivery:
         if self._file is not None:
             with suppress(OSError):  # checkpoints report a full disk
                 make_subfolder(self._file.parent, self._file.parents[1])
-                media = self._sent_media[0], sorted(self._sent_media[1])
-                state = {"run_id": self._run_id, "sent": self._sent, "media": media}
+                state = {"run_id": self._run_id, "sent": self._sent, "media": self._sent_media}
                 write_file(self._file, json.dumps(state).encode())
 
     def _warn(self, got: str) -> None:
@@ -255,9 +267,6 @@ class Delivery:
             print(message, file=sys.stderr)
 
 
-_UNKNOWN = (None, NO_ROWS, NO_MEDIA)
-
-
 def _nothing() -> None:
     pass
 
@@ -266,22 +275,22 @@ def _size(item: Record) -> int:
     return len(item.data) if isinstance(item, MediaFile) else ROW_SIZE
 
 
-def _advanced(mark: MediaMark, item: Record) -> MediaMark:
-    """Returns the mark after an item, if this is an image or a text."""
-    step, names = mark
-    if not isinstance(item, MediaFile) or item.step < step:
-        return mark
-    return item.step, (names if item.step == step else frozenset()) | {item.name}
+def _advance(marks: dict[str, Any], of: str, mark: Any) -> None:
+    marks[of] = max(marks.get(of, mark), mark)
 
 
-def _load_state(file: Path | None) -> tuple[str | None, Mark, MediaMark]:
+def _unknown() -> tuple[str | None, Marks, Steps]:
+    return None, {}, {}
+
+
+def _load_state(file: Path | None) -> tuple[str | None, Marks, Steps]:
     """Returns the id of the tracker's run that an earlier process began, and its marks: of rows, and of images and texts."""
     try:
         state = {} if file is None else json.loads(read_file(file))
-        (step, n), (at, names) = state["sent"], state["media"]
-        return str(state["run_id"]), (int(step), int(n)), (int(at), frozenset(map(str, names)))
-    except (OSError, ValueError, KeyError, TypeError):
-        return _UNKNOWN
+        sent = {str(of): (int(step), int(n)) for of, (step, n) in state["sent"].items()}
+        return str(state["run_id"]), sent, {str(name): int(step) for name, step in state["media"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return _unknown()
 
 
 def _is_failing() -> bool:

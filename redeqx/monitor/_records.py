@@ -206,13 +206,17 @@ class Records:
             prefix = prefix_of(numbers)
             return (prefix if prefix in trainers else None) in others
 
+        def is_kept(record: Any) -> bool:
+            return is_of_another(record.numbers) if isinstance(record, Row) else name is not None
+
         for file in self._files.values():
             file.rewind(step, is_of_another)
         if self._workdir is not None and name is None:
             rewind_media(self._workdir / "media", step)
         for delivery in self._deliveries:
             rows = self._files[_METRICS].read() if self._files else ()
-            delivery.rewind(step, (Row(at, numbers) for at, numbers in rows))
+            every = (Row(at, numbers) for at, numbers in rows)
+            delivery.rewind(step, every, is_kept, begins=step <= 0 and not others)
 
     def _trainers(self) -> set[str | None]:
         """Returns the names of the trainers whose steps are recorded, None for one without a name. The user's own metrics

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from ..errors import check_function
 from ..storage import make_subfolder
+from ._jsonl import prefix_of
 from ._media import MediaFile, pixels
 
 PROJECT = "redeqx"  # if the environment names none
@@ -43,6 +44,11 @@ class Row:
     step: int
     numbers: Mapping[str, float]
     time: float = field(default_factory=time.time)
+
+    @property
+    def of(self) -> str:
+        """The name of the trainer whose numbers these are, or another prefix of them all; empty without one."""
+        return prefix_of(self.numbers) or ""
 
 
 class NamedTracker(Protocol):

@@ -188,6 +188,31 @@ def test_resumed_run_continues_the_tracker_run_without_repeated_steps(tmp_path, 
     assert [x[0] for x in seen if isinstance(x, tuple) and isinstance(x[1], str)] == [0, 4, 5]  # the plan once
 
 
+def record_trainers(console: Console, names: tuple, begins: tuple, ends: tuple) -> None:
+    """Records trainers that train one after the other, each from its own step on."""
+    for name, begin, end in zip(names, begins, ends, strict=True):
+        console.records.rewind_once(begin, name)
+        for step in range(begin + 1, end + 1):
+            console.records.metrics({"loss": step / 2, "grad_norm": 1.0}, step, name=name)
+
+
+@pytest.mark.parametrize("names", [(None, "student"), ("actor", "critic")])
+@pytest.mark.parametrize("killed_at, begins", [((4, 2), (4, 1)), ((3, 0), (2, 0))], ids=["second", "first"])
+def test_each_trainer_has_its_own_steps(tmp_path, fake, names, killed_at, begins):
+    """The second trainer begins below the steps of the first, whose rows are delivered once, into one run."""
+    console = Console(tmp_path, loggers=["fake"], verbose=False)
+    n = sum(map(bool, killed_at))
+    record_trainers(console, names[:n], (0, 0)[:n], killed_at[:n])
+    console.records.close()
+    console = Console(tmp_path, loggers=["fake"], verbose=False)
+    record_trainers(console, names, begins, (4, 3))
+    console.records.close()
+    (seen,) = fake.runs.values()
+    rows = [(step, next(iter(numbers))) for step, numbers in (each for each in seen if isinstance(each, tuple))]
+    losses = ["loss" if name is None else f"{name}/loss" for name in names]
+    assert sorted(rows) == sorted((step, loss) for loss, n in zip(losses, (4, 3), strict=True) for step in range(1, n + 1))
+
+
 def test_resumed_run_delivers_what_the_tracker_missed(tmp_path, fake):
     first = Console(tmp_path, verbose=False)  # without the tracker
     record(first, 1, 2, 3)
@@ -238,13 +263,13 @@ def test_rows_that_a_kill_may_lose_are_delivered_again(tmp_path, fake, monkeypat
     record(killed, 3, 3)
     wait_for(lambda: steps(fake.runs["run 0"]) == [1, 2, 3, 3])
     state = tmp_path / "trackers" / "fake.json"
-    wait_for(lambda: json.loads(state.read_text())["sent"] == [2, 1])
+    wait_for(lambda: json.loads(state.read_text())["sent"] == {"": [2, 1]})
     resumed = Console(tmp_path, loggers=["fake"], verbose=False)
     resumed.records.rewind(3)
     resumed.records.close()
     (seen,) = fake.runs.values()
     assert steps(seen) == [1, 2, 3, 3, 3, 3]
-    assert json.loads(state.read_text())["sent"] == [3, 2]  # closed, and so complete
+    assert json.loads(state.read_text())["sent"] == {"": [3, 2]}  # closed, and so complete
 
 
 @pytest.mark.parametrize(
@@ -257,10 +282,10 @@ def test_rows_count_as_sent_when_a_kill_no_longer_loses_them(tmp_path, fake, mon
     record(console, 1, 2)
     wait_for(lambda: fake.runs and steps(fake.runs["run 0"]) == [1, 2])
     if keeps != "at once":  # the last row was delivered in this pass
-        assert json.loads(state.read_text())["sent"] != [2, 1]
-    wait_for(lambda: json.loads(state.read_text())["sent"] == ([1, 1] if keeps == "after the step" else [2, 1]))
+        assert json.loads(state.read_text())["sent"] != {"": [2, 1]}
+    wait_for(lambda: json.loads(state.read_text())["sent"].get("") == ([1, 1] if keeps == "after the step" else [2, 1]))
     console.records.close()
-    assert json.loads(state.read_text())["sent"] == [2, 1]
+    assert json.loads(state.read_text())["sent"] == {"": [2, 1]}
 
 
 def test_a_configuration_before_a_fit_opens_no_run_of_its_own(tmp_path, fake):
@@ -327,7 +352,7 @@ def test_damaged_tracker_state_begins_a_new_run(tmp_path, fake):
     record(console, 1)
     console.records.close()
     state = json.loads((tmp_path / "trackers" / "fake.json").read_text())
-    assert state == {"run_id": "run 0", "sent": [1, 1], "media": [-1, []]}
+    assert state == {"run_id": "run 0", "sent": {"": [1, 1]}, "media": {}}
 
 
 # Failures
@@ -602,7 +627,7 @@ from redeqx.monitor import Console
 console, state = Console(Path.cwd(), loggers=["trackio"], verbose=False), Path("trackers/trackio.json")
 for step in range(30):
     console.records.metrics({"loss": step / 2}, step)
-    while step in (0, 29) and not (state.exists() and json.loads(state.read_text())["sent"][0] == step):
+    while step in (0, 29) and not (state.exists() and json.loads(state.read_text())["sent"].get("", [-1])[0] == step):
         time.sleep(0.002)
 os._exit(9)
 """
