@@ -45,9 +45,14 @@ def _n_bytes(setting: AttentionSetting, q: Any, n_queries: int, n_keys: int) -> 
     return n_rows * n_queries * n_keys * q.dtype.itemsize
 
 
-def may_meet(one: Any, two: Any) -> Any:
-    """Whether any row of two blocks of segments `[B or 1, t]` may have a common one, as their ranges say."""
-    return jnp.any((one.min(1) <= two.max(1)) & (two.min(1) <= one.max(1)))
+def span(segments: Any) -> tuple[Any, Any]:
+    """Returns the least and the largest segment of each block `[..., t]`."""
+    return jnp.min(segments, -1), jnp.max(segments, -1)
+
+
+def may_meet(one: tuple[Any, Any], two: tuple[Any, Any]) -> Any:
+    """Whether any row of two blocks may have a common segment, given their spans `[..., B or 1]`."""
+    return jnp.any((one[0] <= two[1]) & (two[0] <= one[1]), -1)
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class InBlocks:
             return merge([done, (out, jnp.where(has_keys, log_sum, MASK_VALUE))])
 
         def step(done: Any, pair: Any) -> tuple[Any, None]:
-            i, j = pair
+            i, j, _ = pair
             return _put(done, i, blocks.if_seen(pair, add, _take(done, i), _take(queries, i), *_take(keys, j))), None
 
         n, rows, size, heads, _ = queries.shape
@@ -103,7 +108,7 @@ class InBlocks:
             return [total + x.astype(dtype) for total, x in zip(done, grads, strict=True)]
 
         def step(done: Any, pair: Any) -> tuple[Any, None]:
-            i, j = pair
+            i, j, _ = pair
             of_pair = [_take(x, at) for x, at in zip(done, (i, j, j), strict=True)]
             new = blocks.if_seen(pair, add, of_pair, *_take(keys, j), *_take(of_queries, i))
             return [_put(x, at, of) for x, at, of in zip(done, (i, j, j), new, strict=True)], None
@@ -124,7 +129,8 @@ class _Blocks:
     - `size`: the number of queries, and of keys, of a block.
     - `lengths`: the number of keys that are attended to, an integer or `[B]`.
     - `segments`: those of the blocks of queries, and of keys, `[n, B or 1, size]`.
-    - `pairs`: the blocks of queries and those of keys that are computed, but for their segments.
+    - `pairs`: a block of queries, a block of keys, and whether they may have a common segment, of all pairs of which the
+        causal mask and the window leave some.
     """
 
     setting: AttentionSetting
@@ -132,7 +138,7 @@ class _Blocks:
     size: int
     lengths: Any
     segments: tuple[Any, Any] = ((), ())
-    pairs: tuple[Any, Any] = ((), ())
+    pairs: tuple[Any, Any, Any] = ((), (), ())
 
     @classmethod
     def of(cls, setting: AttentionSetting, q: Any, k: Any, extras: Operands) -> "_Blocks":
@@ -152,7 +158,9 @@ class _Blocks:
         lengths = jnp.minimum(extras["lengths"], n_keys)[:, None, None, None] if "lengths" in extras else n_keys
         blocks = cls(plain, setting, size, lengths)
         segments = tuple(blocks.stacked(_whole(setting, extras[name])) for name in ("query_segments", "key_segments"))
-        return replace(blocks, segments=segments, pairs=tuple(np.array(pairs, np.int32).reshape(-1, 2).T))
+        i, j = np.array(pairs, np.int32).reshape(-1, 2).T
+        meet = may_meet(*(tuple(each[at] for each in span(x)) for x, at in zip(segments, (i, j), strict=True)))
+        return replace(blocks, segments=segments, pairs=(i, j, meet))
 
     def stacked(self, x: Any, dim: int = 1) -> Any:
         """Returns the blocks of an array along a dim as one array; the last one is padded."""
@@ -160,9 +168,10 @@ class _Blocks:
         x = x.reshape(*x.shape[:dim], -1, self.size, *x.shape[dim + 1 :])
         return jnp.moveaxis(x, dim, 0)
 
-    def if_seen(self, pair: tuple[Any, Any], fn: Callable[..., Any], done: Any, *operands: Any) -> Any:
+    def if_seen(self, pair: tuple[Any, Any, Any], fn: Callable[..., Any], done: Any, *operands: Any) -> Any:
         """Returns `fn(done, mask, *operands)`, or `done` if the blocks of a pair have no common segment."""
-        (i, j), (of_queries, of_keys) = pair, (_take(x, at) for x, at in zip(self.segments, pair, strict=True))
+        i, j, meet = pair
+        of_queries, of_keys = _take(self.segments[0], i), _take(self.segments[1], j)
 
         def compute(done: Any, *operands: Any) -> Any:
             queries = self.whole.offset + (i - j) * self.size + jnp.arange(self.size)  # from the first of these keys
@@ -171,7 +180,7 @@ class _Blocks:
             mask = mask & (j * self.size + jnp.arange(self.size) < self.lengths)
             return fn(done, mask & (of_queries[:, :, None] == of_keys[:, None])[:, None], *operands)
 
-        return jax.lax.cond(may_meet(of_queries, of_keys), compute, lambda done, *_: done, done, *operands)
+        return jax.lax.cond(meet, compute, lambda done, *_: done, done, *operands)
 
 
 def _whole(setting: AttentionSetting, segments: Any) -> Any:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from .._rounding import at_least_float32
 from ._chunks import Layout
-from ._dense import may_meet
+from ._dense import may_meet, span
 from ._offset import merge
 from ._setting import MASK_VALUE
 
@@ -142,7 +142,7 @@ class Ring:
             size = kv[0].shape[1]
             of_queries, of_keys = segments[0][chunk], jax.lax.dynamic_slice_in_dim(segments[1], keys * size, size, 1)
             extras = {"query_segments": of_queries, "key_segments": of_keys}
-            order = jnp.where(may_meet(of_queries, of_keys), order, -1)
+            order = jnp.where(may_meet(span(of_queries), span(of_keys)), order, -1)
         elif not self.layout.setting.causal:
             return fn(setting, extras, *kv, unchanged)
         before, after = (lambda *operands: operands[-1]), partial(fn, setting, extras)
