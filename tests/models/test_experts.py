@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import redeqx
+from redeqx.compiled import Module, collectives
 from redeqx.models import cross_entropy
 from redeqx.models.nn import MixtureOfExperts, add_routing
 
@@ -124,6 +125,39 @@ def test_every_mesh_trains_to_the_numbers_of_one_device(mesh):
     for (path, found), (_, wanted) in zip(*leaves, strict=True):
         error = np.linalg.norm(np.asarray(found) - np.asarray(wanted))
         assert error <= 1e-6 * np.linalg.norm(wanted), f"{jax.tree_util.keystr(path)}: {error}"
+
+
+class OfParts(eqx.Module):
+    """Experts that are called with parts of a sequence."""
+
+    table: jax.Array
+    experts: MixtureOfExperts
+
+    def __call__(self, ids):
+        x = self.table[ids]
+        x = x + jnp.cumsum(x, 0) / LENGTH  # so that there are positions
+        return x + self.experts(x.reshape(8, -1, WIDTH))[0].reshape(x.shape)
+
+
+@pytest.mark.sweep
+def test_parts_of_a_sequence_stay_on_the_devices_of_their_positions():
+    def of_parts(model, batch, key):
+        return jnp.square(jax.vmap(model)(batch)).mean()
+
+    first, second = jax.random.split(jax.random.key(0))
+    model = OfParts(jax.random.normal(first, (VOCAB, WIDTH)), MixtureOfExperts(WIDTH, 16, 8, 2, init_std=0.2, key=second))
+    data = texts(2)[:, :LENGTH].repeat(8, axis=1)  # 128 tokens
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(n_sequence_shards=8, verbose=False), model=model, optimizer=optax.sgd(0.5), collate_fn=np.stack,
+        loss_fn=of_parts,
+    )  # fmt: skip
+    sent = collectives(Module.of(trainer.compile(list(data), batch_size=2).as_text()))
+    assert max(each.bytes for each in sent) < 2 * data.size * WIDTH * 4, [(x.kind, x.shape, x.op_name) for x in sent]
+    grads = eqx.filter_jit(eqx.filter_grad(of_parts))(model, data, None)
+    trainer.update(list(data))
+    leaves = (jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (trainer.model, model, grads))
+    for new, old, grad in zip(*leaves, strict=True):
+        np.testing.assert_allclose(new, old - 0.5 * grad, rtol=0, atol=2e-6 * np.abs(old).max())
 
 
 @pytest.mark.sweep
