@@ -129,10 +129,11 @@ def degree_of_outputs(step: Step, ins: Sequence[State], is_sum: bool) -> int | N
 
 
 def keeps_numbers(step: Step) -> bool:
-    """Whether a conversion rounds at most: not to integers from floats, to fewer bits, or to bools."""
+    """Whether a conversion is linear up to rounding, as that to a real part is: not one to integers from floats, to fewer
+    bits, or to bools."""
     old, new = step.ins[0].aval.dtype, step.outs[0].aval.dtype
     if jnp.issubdtype(new, jnp.inexact):
-        return not jnp.issubdtype(old, jnp.complexfloating) or jnp.issubdtype(new, jnp.complexfloating)
+        return True
     return jnp.issubdtype(new, jnp.integer) and not jnp.issubdtype(old, jnp.inexact) and new.itemsize >= old.itemsize
 
 

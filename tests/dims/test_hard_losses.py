@@ -606,6 +606,13 @@ def a_gradient_by_row_of_a_spectrum(p, batch, key):
 
 
 @separable
+def a_gradient_by_row_of_real_numbers_in_a_complex_transform(p, batch, key):
+    """In the gradient, complex numbers become their real parts."""
+    x = jnp.fft.ifft((batch["x"] @ p["w"]).astype(complex), axis=1)
+    return clipped_by_row((jnp.abs(x) ** 2).sum(1) @ p["v"]).sum()
+
+
+@separable
 def a_gradient_by_row_of_a_recurrence(p, batch, key):
     hidden = jnp.zeros((len(batch["x"]), D))
     hidden, _ = lax.scan(lambda h, x: (jnp.tanh(h @ p["w"] + x), None), hidden, jnp.swapaxes(batch["x"], 0, 1))
