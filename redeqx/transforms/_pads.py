@@ -1,8 +1,8 @@
-"""Pads between entries that also cut some off, at which XLA ends the process if the dim is split over devices.
+"""Pads between entries that also pad or cut the ends: if the dim is split, XLA computes them wrongly, fails, or aborts.
 
-Such a pad has a negative size before the first entry. This rule computes it as a pad that only adds entries, and a slice.
+They are the derivatives of slices with strides too. This rule computes both in two steps: between entries, and at the ends.
 
-Source: measured with jax 0.10.2 (the test `test_xla_still_...` fails once it is fixed). Cost: none but a larger intermediate
+Source: measured with jax 0.10.2 (the tests `test_xla_still_...` fail once it is fixed). Cost: none but a larger intermediate
 value, which XLA fuses with its use.
 """
 
@@ -18,22 +18,37 @@ from ..tracing import Rule, Site, plain
 
 @dataclass(frozen=True)
 class FixPads(Rule):
-    """Computes pads between entries that cut off the first by pads that do not, and slices."""
+    """Computes pads between entries and at the ends, and slices whose derivatives are such pads, in two steps."""
 
     mesh: Mesh
     corrects: ClassVar = True
 
     def claims(self, eqn: Any) -> bool:
-        is_pad = eqn.primitive.name == "pad" and self.mesh.size > 1
-        return is_pad and any(low < 0 < interior for low, _, interior in eqn.params["padding_config"])
+        if self.mesh.size == 1 or eqn.primitive.name not in ("pad", "slice"):
+            return False
+        # As far as a stride, as of every other entry, XLA splits them.
+        return any(n and (low < 0 or max(low, high) > n) for low, high, n in _sizes(eqn))
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        x, fill = map(plain, ins)
-        return [pad(x, fill, eqn.params["padding_config"])]
+        x, *fill = map(plain, ins)
+        sizes = _sizes(eqn)
+        if fill:
+            return [pad(x, fill[0], sizes)]
+        ends = [size - high for size, (_, high, _) in zip(x.shape, sizes, strict=True)]
+        x = jax.lax.slice(x, [low for low, _, _ in sizes], ends)
+        return [jax.lax.slice(x, [0] * x.ndim, x.shape, [n + 1 for _, _, n in sizes])]
 
 
 def pad(x: jax.Array, fill: jax.Array, sizes: Sequence[tuple[int, int, int]]) -> jax.Array:
-    """Returns `jax.lax.pad(x, fill, sizes)`, computed without negative sizes."""
-    x = jax.lax.pad(x, fill, [(max(low, 0), max(high, 0), interior) for low, high, interior in sizes])
-    starts = [max(-low, 0) for low, _, _ in sizes]
-    return jax.lax.slice(x, starts, [size - max(-high, 0) for size, (_, high, _) in zip(x.shape, sizes, strict=True)])
+    """Returns `jax.lax.pad(x, fill, sizes)`, computed between entries first."""
+    x = jax.lax.pad(x, fill, [(0, 0, n) for _, _, n in sizes])
+    return jax.lax.pad(x, fill, [(low, high, 0) for low, high, _ in sizes])
+
+
+def _sizes(eqn: Any) -> list[tuple[int, int, int]]:
+    """Returns for each dim how many entries a pad adds, or a slice leaves out: before the first, after the last, between."""
+    if eqn.primitive.name == "pad":
+        return [*eqn.params["padding_config"]]
+    starts, strides = eqn.params["start_indices"], eqn.params["strides"] or [1] * len(eqn.params["start_indices"])
+    sizes = zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, starts, strides, strict=True)
+    return [(start, size - start - max(kept - 1, 0) * n - min(kept, 1), n - 1) for size, kept, start, n in sizes]
