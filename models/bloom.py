@@ -59,7 +59,6 @@ class BloomConfig(CausalLMConfig):
         others={"transformer.word_embeddings_layernorm": "embedding_norm"},
         norm="transformer.ln_f",
         # The Hub's files hold the base model, whose names lack the prefix.
-        aliases=((r"^(?=(word_embeddings|word_embeddings_layernorm|h|ln_f)\.)", "transformer."),),
     )
     sizes = published(
         {

@@ -181,10 +181,9 @@ class Gemma3(CausalLM):
 
     config_class = Gemma3Config
     model_types = ("gemma3_text", "gemma3")
-    architectures = ("Gemma3ForCausalLM", "Gemma3TextModel")
     __init__ = CausalLM.__init__
 
     @classmethod
     def architecture(cls, config: Gemma3Config) -> str:
         """Returns the class of transformers that loads a saved folder."""
-        return cls.architectures[0 if config.is_causal else 1]
+        return super().architecture(config) if config.is_causal else config.base_architecture()

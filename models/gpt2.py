@@ -78,7 +78,6 @@ class GPT2Config(GPTConfig):
         # Attention masks in old files.
         ignored=("*.attn.bias", "*.attn.masked_bias", "*.crossattention.bias", "*.crossattention.masked_bias"),
         # The Hub's first files hold the base model, whose names lack the prefix.
-        aliases=((r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),
     )
     sizes = published(
         {
@@ -142,7 +141,6 @@ class GPT2(CausalLM):
     config_class = GPT2Config
     __init__ = CausalLM.__init__
     block_class = CrossBlock
-    architectures = ("GPT2LMHeadModel", "GPT2Model")
 
     def __call__(
         self,

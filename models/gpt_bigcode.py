@@ -54,7 +54,6 @@ class GPTBigCodeConfig(GPTConfig):
         others={"transformer.wpe.weight": "positions"},
         token_score="classifier",
         ignored=("*.attn.bias", "*.attn.masked_bias"),
-        aliases=((r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),
     )
     sizes = published(
         {

@@ -46,7 +46,7 @@ class Mamba2Config(CausalLMConfig):
         layers="backbone.layers.{}.",
         embedding="backbone.embeddings",
         norm="backbone.norm_f",
-        aliases=((r"^(?=(embeddings|layers|norm_f)\.)", "backbone."), (r"^backbone\.embedding\.", "backbone.embeddings.")),
+        aliases=((r"^backbone\.embedding\.", "backbone.embeddings."),),
     )
     sizes = published({"codestral-7b": {}})
 

@@ -66,8 +66,6 @@ class OPTConfig(GPTConfig):
             "model.decoder.project_out": "project_out",
         },
         ignored=("model.decoder.version",),  # a version number in the files of the paper's code
-        # The Hub's files of 350m, 6.7b, 13b and 30b hold the base model, whose names lack the prefix.
-        aliases=((r"^(?=decoder\.)", "model."),),
     )
     sizes = published(
         {
@@ -93,4 +91,3 @@ class OPT(CausalLM):
 
     config_class = OPTConfig
     __init__ = CausalLM.__init__
-    architectures = ("OPTForCausalLM", "OPTModel")

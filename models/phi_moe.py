@@ -76,5 +76,5 @@ class Phimoe(CausalLM):
     """A PhiMoE, from token ids to the logits of each next token. See `CausalLM`."""
 
     config_class = PhimoeConfig
-    architectures = ("PhimoeForCausalLM", "PhiMoEForCausalLM")  # the second one in the published folders
+    architectures = ("PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeModel")  # the second one in the published folders
     __init__ = CausalLM.__init__

@@ -305,5 +305,6 @@ def _load_encoder(folder: Location, **given: Any) -> tuple[Any, Any]:
     fields = read_config(folder)
     for cls in (*_ENCODERS, *FAMILIES.values()):
         if fields.get(type_key(fields)) in cls.model_types:
+            given |= {"has_head": False} if issubclass(cls, Decoder) else {}
             return cls.from_pretrained(folder, **given)
     return from_pretrained(folder, kind=Decoder, **given)

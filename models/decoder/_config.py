@@ -113,6 +113,7 @@ class CausalLMConfig(FolderConfig):
     - `has_embedding_norm`: whether embeddings are normalized.
     - `embedding_scale`: the factor of embeddings; None for the square root of `d_model`.
     - `is_tied`: whether the output head shares the embedding's weight.
+    - `has_head`: whether there is an output head. Folders of models of embeddings may have none; `hidden` needs none.
     - `head_bias`: whether the output head has a bias.
     - `logit_divisor`, `logit_cap`: logits are divided by the first, then `cap * tanh(logit / cap)`; None for no cap.
     - `embedding_dropout`, `attention_dropout`, `residual_dropout`: dropout rates in [0, 1).
@@ -215,6 +216,7 @@ class CausalLMConfig(FolderConfig):
     has_embedding_norm: bool = False
     embedding_scale: float | None = 1.0
     is_tied: bool = False
+    has_head: bool = True
     head_bias: bool = False
     logit_divisor: float = 1.0
     logit_cap: float | None = None
@@ -257,6 +259,8 @@ class CausalLMConfig(FolderConfig):
     def __post_init__(self) -> None:
         if self.n_kv_heads == self.n_heads:
             object.__setattr__(self, "n_kv_heads", None)
+        if self.is_tied:
+            object.__setattr__(self, "has_head", True)
         check_fixed(self, _FREE)
         check_values(self)
         for row in self.rows:
@@ -353,6 +357,11 @@ class CausalLMConfig(FolderConfig):
     def stem(cls) -> str:
         """Returns the start of the names of transformers' classes."""
         return cls.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+
+    @classmethod
+    def base_architecture(cls) -> str:
+        """Returns the class of transformers without a head."""
+        return cls.stem() + "Model"
 
     def disk_names(self) -> Names:
         """Returns the names of tensors on disk. A family's may depend on its values: queries have another one if they come

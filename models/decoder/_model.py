@@ -84,7 +84,7 @@ class CausalLM(Decoder, Pretrained):
         if "model_types" not in cls.__dict__:
             cls.model_types = (cls.config_class.model_type,)
         if "architectures" not in cls.__dict__:
-            cls.architectures = (cls.config_class.architecture,)
+            cls.architectures = (cls.config_class.architecture, cls.config_class.base_architecture())
         FAMILIES.setdefault(cls.config_class.model_type, cls)
 
     def __init__(self, config: CausalLMConfig, *, key: PRNGKeyArray):
@@ -116,7 +116,8 @@ class CausalLM(Decoder, Pretrained):
             self.stack = self._stack(config, n_dense, config.n_layers - n_dense, stack_key)
         self.norm = make_norm(config, d) if config.has_final_norm and config.norm_places != "sum" else None
         self.project_out = project(d, width, key=jax.random.fold_in(key, 3)) if width != d else None
-        self.head = None if config.is_tied else normal_linear(width, vocab, std=std, use_bias=config.head_bias, key=head_key)
+        has_own = config.has_head and not config.is_tied
+        self.head = normal_linear(width, vocab, std=std, use_bias=config.head_bias, key=head_key) if has_own else None
         self.head_bias = jnp.zeros(vocab) if config.is_tied and config.head_bias else None
         self.config = config
 
@@ -151,7 +152,12 @@ class CausalLM(Decoder, Pretrained):
         return of.get("first"), of["stack"]
 
     def logits(self, hidden: Float[Array, "*dims embedding"]) -> Float[Array, "*dims vocab"]:
-        """Returns the logits of the next tokens, from hidden states."""
+        """Returns the logits of the next tokens, from hidden states.
+
+        Raises ValueError for a model without an output head.
+        """
+        if not self.config.has_head:
+            raise ValueError("`has_head`: expected True for logits, got False. Call `hidden`, or a `SentenceEncoder`.")
         with jax.named_scope("head"):
             logits = hidden @ self.embedding.weight.T if self.head is None else linear(self.head, hidden)
             logits = logits if self.head_bias is None else logits + self.head_bias
@@ -332,6 +338,10 @@ class CausalLM(Decoder, Pretrained):
     @property
     def _kv_heads(self) -> tuple[int, int]:
         return self.config.groups, self.config.size
+
+    @classmethod
+    def architecture(cls, config: Any) -> str:
+        return cls.architectures[0] if config.has_head else config.base_architecture()
 
     @classmethod
     def weight_map(cls, config: Any) -> WeightMap:

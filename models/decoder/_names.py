@@ -100,8 +100,6 @@ class Taps:
         return [StoredTensor(disk, paths, load, lambda *parts: np.concatenate(parts)[:, None])]
 
 
-# In folders of models without an output head.
-_HEADLESS = (r"^(?=(embed_tokens|layers|norm)\.)", "model.")
 Held = str | tuple[str, ...] | ByHead | Experts | Wide | Taps  # what a name stores
 # The names of LLaMA's blocks. Modules that a model lacks have no tensors.
 BLOCK: Mapping[str, Held] = MappingProxyType(
@@ -189,7 +187,8 @@ class Names:
     - `experts`: the module of transformers with the experts of a layer.
     - `embedding`, `norm`, `head`, `score`, `token_score`: the other modules; `others`: more of them, and arrays.
     - `is_transposed`: whether the matrices of blocks are stored as `[in, out]`.
-    - `ignored`, `aliases`: as in `WeightMap`. `{n_layers}` in the first ones stands for the number of layers.
+    - `ignored`, `aliases`: as in `WeightMap`. `{n_layers}` in the first ones stands for the number of layers. Names without
+        their first part, as in folders of models without a head, are read too.
     """
 
     block: Mapping[str, Held] = field(default_factory=dict)
@@ -203,7 +202,7 @@ class Names:
     others: Mapping[str, str] = field(default_factory=dict)
     is_transposed: bool = False
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)  # frequencies in old files
-    aliases: tuple[tuple[str, str], ...] = (_HEADLESS,)
+    aliases: tuple[tuple[str, str], ...] = ()
 
     def weight_map(self, shapes: Any, config: Any) -> WeightMap:
         """Returns the weight map of a model.
@@ -228,12 +227,17 @@ class Names:
                 tensors += [replace(tensor, **stacked) for tensor in found]
         for disk, module in {self.norm: "norm", self.head: "head", f"{self.head}.bias": "head_bias"}.items():
             tensors += _stored(disk, (module,), leaves)
+        names = [name.split(".") for name in (self.embedding, self.layers, self.norm, *self.others)]
+        base = names[0][0]
+        starts = "|".join(dict.fromkeys(parts[1] for parts in names if parts[0] == base))
+        headless = () if config.has_head else (f"{self.head}.*",)
         return WeightMap(
             tensors=tensors,
-            ignored=tuple(glob.replace("{n_layers}", str(config.n_layers)) for glob in self.ignored),
+            ignored=tuple(glob.replace("{n_layers}", str(config.n_layers)) for glob in (*self.ignored, *headless)),
             copies={f"{self.head}.weight": f"{self.embedding}.weight"} if config.is_tied else {},
             untied_by="tie_word_embeddings",
-            aliases=self.aliases,
+            aliases=(*self.aliases, (rf"^(?=({starts})\.)", f"{base}.")),
+            modules=() if config.has_head else ((rf"^{base}\.", ""),),
             experts=self.layers + self.experts if config.n_experts else "",
             alternates=any(isinstance(held, Experts) and held.is_interleaved for held in self.block.values()),
         )
@@ -257,7 +261,6 @@ PART_OF_LARGER: Mapping[str, Any] = MappingProxyType(
         "aliases": (
             (r"^language_model\.lm_head\.", "lm_head."),
             (r"^(language_model\.model|model\.language_model)\.", "model."),
-            _HEADLESS,
         ),
     }
 )

@@ -75,15 +75,15 @@ def SharedExperts(key: str = "n_shared_experts") -> Field:
 
 
 class _Head(Row):
-    """The classes of a folder whose model has a head for classes."""
+    """The model's head, which the folder's class says: the output head, none, or one for classes."""
 
     @property
     def keys(self) -> dict[str, str]:
-        return {"n_classes": "num_labels", "classifier_dropout": "classifier_dropout"}
+        return {"n_classes": "num_labels", "classifier_dropout": "classifier_dropout", "has_head": "architectures"}
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         if not reader.is_classifier:
-            return {}
+            return {"has_head": reader.architecture != known["config_class"].base_architecture()}
         dropout = reader.get("classifier_dropout", None, RATE)
         usual = known["classifier_dropout"]
         dropout = reader.get("hidden_dropout", usual, RATE) if dropout is None else dropout  # as transformers

@@ -97,7 +97,9 @@ class ConfigReader:
         return found
 
     def nested(self, name: str, fields: Mapping[str, Any]) -> "ConfigReader":
-        """Returns a reader for an object that the file holds under this name."""
+        """Returns a reader for an object that the file holds under this name. The class that it may name was that of another
+        folder."""
+        fields = {key: value for key, value in fields.items() if key != "architectures"}
         return ConfigReader(fields, f"{self.path}: {name}", n_tensors=self._n_tensors, files=self._files)
 
     def get(self, name: str, default: Any = _MISSING, kind: Kind | None = None) -> Any:
@@ -154,10 +156,14 @@ class ConfigReader:
         return value
 
     @property
+    def architecture(self) -> str:
+        """The class of transformers of the folder's model; empty if the file does not say."""
+        return str((self.get("architectures", []) or [""])[0])
+
+    @property
     def is_classifier(self) -> bool:
         """Whether the folder's model has a head for classes."""
-        names = self.get("architectures", [])
-        return bool(names) and str(names[0]).endswith("Classification")
+        return self.architecture.endswith("Classification")
 
     def refuse(self, name: str, value: Any, expected: str) -> ValueError:
         """Returns the error for a value that this family does not implement, for checks that `only` cannot express."""

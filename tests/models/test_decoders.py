@@ -642,7 +642,7 @@ def test_a_classifier_of_a_language_model_scores_its_last_token(tmp_path):
     assert isinstance(again, SequenceClassifier) and config == model.config
     np.testing.assert_array_equal(jax.tree.leaves(again)[-1], model.score.weight)
     assert (tmp_path / "config.json").write_text(json.dumps({**fields, "architectures": ["OlmoForQuestionAnswering"]}))
-    with pytest.raises(ValueError, match=r"one of OlmoForCausalLM, OlmoForSequenceCl.*, OlmoForTokenCl.*, got 'OlmoForQ"):
+    with pytest.raises(ValueError, match=r"one of OlmoForCausalLM, OlmoModel, OlmoForSeq.*, OlmoForTok.*, got 'OlmoForQ"):
         from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"`n_classes`: expected the number of classes, got None\. Set it"):
         TokenClassifier(language_model.config, key=jax.random.key(0))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from redeqx.models import save_pretrained
+from redeqx.models import from_pretrained, save_pretrained
 from redeqx.models.bert import Bert, BertConfig
 from redeqx.models.gemma import Gemma3, Gemma3Config
 from redeqx.models.hf import ConfigReader
@@ -115,6 +115,31 @@ def test_the_transformer_has_no_head_whatever_the_folder_says_or_is_a_decoder(tm
     hidden = decoder.hidden(IDS[:5])[4]
     found = SentenceEncoder.from_pretrained(tmp_path / "decoder")
     np.testing.assert_allclose(embed(found), hidden / np.linalg.norm(hidden), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("named", ["Qwen3ForCausalLM", "Qwen3Model"])
+def test_a_decoder_without_an_output_head(named, tmp_path):
+    """As in the folders of e5-mistral and Qwen3-Embedding: no head and no prefix, whatever class they name."""
+    config = Qwen3Config(41, 12, d_model=12, d_mlp=20, n_layers=1, n_heads=2, n_kv_heads=1, head_size=6)
+    whole = random_model(Qwen3, config)
+    SentenceEncoder(whole, pooling=["lasttoken"]).save_pretrained(tmp_path)
+    assert SentenceEncoder.from_pretrained(tmp_path).encoder.head is None  # a folder with a head, too
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "architectures": [named]}))
+    model = SentenceEncoder.from_pretrained(tmp_path)
+    np.testing.assert_array_equal(model.encoder.hidden(IDS[:5]), whole.hidden(IDS[:5]))
+    with pytest.raises(ValueError, match=r"`has_head`: expected True for logits, got False\. Call `hidden`"):
+        model.encoder(IDS[:5])
+    model.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["architectures"] == ["Qwen3Model"]
+    again, config = from_pretrained(tmp_path / "again")
+    assert not config.has_head and eqx.tree_equal(again, model.encoder)
+    if named == "Qwen3ForCausalLM":
+        with pytest.raises(ValueError, match=r"`lm_head.weight`: expected for `head.weight`, got none"):
+            from_pretrained(tmp_path)
 
 
 def test_a_folder_of_embedding_gemma(tmp_path):

@@ -100,8 +100,8 @@ def run_hidden(module, inputs):
 
 
 def embedding(name, cls, **kwargs):
-    """Returns a case of a model whose tokens attend to both sides, with the same padding."""
-    make_model = functools.partial(make, cls, head="Model", use_bidirectional_attention=True, **kwargs)
+    """Returns a case of a model without an output head, with the same padding."""
+    make_model = functools.partial(make, cls, head="Model", **kwargs)
     return Case(name, make_model, PADDED, run_hidden, lambda model, row: model.hidden(**row), counts=BOTH)
 
 
@@ -344,9 +344,18 @@ CASES = [
     case("gpt-neox", "GPTNeoX", num_key_value_heads=None, hidden_size=32, rope_parameters=PARTIAL["rope_parameters"]),
     case("gpt-neox-serial", "GPTNeoX", num_key_value_heads=None, hidden_size=32, use_parallel_residual=False),
 ]
-# Heads for classes, and models without a head. The tokens of `generate` are not compared.
+# Heads for classes, and others whose tokens of `generate` are not compared.
 HEADED = [
-    embedding("embedding-gemma", "Gemma3Text", head_dim=8, query_pre_attn_scalar=12, **WINDOWED),
+    embedding(
+        "embedding-gemma",
+        "Gemma3Text",
+        head_dim=8,
+        query_pre_attn_scalar=12,
+        use_bidirectional_attention=True,
+        **WINDOWED,
+    ),
+    embedding("mistral-embeddings", "Mistral", sliding_window=4),
+    embedding("gpt-neox-embeddings", "GPTNeoX", num_key_value_heads=None, hidden_size=32),
     case("qwen2-both-sides", "Qwen2", is_causal=False),
     headed("llama-classes", "Llama", "Sequence"),
     headed("gpt2-classes", "GPT2", "Sequence", num_key_value_heads=None, tie_word_embeddings=True),
