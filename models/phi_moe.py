@@ -62,8 +62,8 @@ class PhimoeConfig(CausalLMConfig):
         Field("router_jitter_noise", "router_jitter"),
     )
     names = MixtralConfig.names
-    sizes = published(
-        {"tiny": {"d_mlp": 448, "n_heads": 16, "n_kv_heads": 4, "head_size": 128, "window": 2047}},
+    sizes = published(  # 3.5 without LongRoPE, which its folder has for texts of more than 4,096 tokens
+        {"3.5": {}, "tiny": {"d_mlp": 448, "n_heads": 16, "n_kv_heads": 4, "head_size": 128, "window": 2047}},
         n_positions=4096,
         rope_theta=10000.0,
         attention_bias=True,
