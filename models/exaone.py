@@ -25,7 +25,7 @@ class Exaone4Config(CausalLMConfig):
 
     model_type = "exaone4"
     window_period = 4
-    rows = rows(LayerTypes())
+    rows = rows(LayerTypes("sliding_window_pattern"))
     names = Names({"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"})
     sizes = published(
         {

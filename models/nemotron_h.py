@@ -3,6 +3,7 @@
 Sources: *Nemotron-H* (arXiv:2504.03624); *Nemotron Nano 2* (arXiv:2508.14444).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -60,6 +61,7 @@ class NemotronHConfig(CausalLMConfig):
     state_groups: int = 8
     state_heads: int = 128
     state_value_size: int = 64
+    step_limits: tuple[float, float] = (0.001, math.inf)
     norm_eps: float = 1e-5
     shares_norm: bool = True
     activation: str = "relu2"
@@ -82,12 +84,14 @@ class NemotronHConfig(CausalLMConfig):
         *(Field("layer_norm_epsilon", "norm_eps"), Field("mlp_hidden_act", "activation", TEXT)),
         *map(Field, ("attention_bias", "mlp_bias", "conv_kernel")),
         *(Field("use_conv_bias", "conv_bias"), Field("n_groups", "state_groups"), Field("ssm_state_size", "state_size")),
-        *(Field("mamba_num_heads", "state_heads"), Field("mamba_head_dim", "state_value_size"), StepLimits()),
+        *(Field("mamba_num_heads", "state_heads"), Field("mamba_head_dim", "state_value_size"), StepLimits("time_step_min")),
         *(Only("mamba_hidden_act", "silu"), Only("use_bias", False), Only("mamba_proj_bias", False)),
         *(Only("moe_latent_size", None), Only("sliding_window", None)),
         without=("rope_theta",),
     )
-    aliases = MappingProxyType({"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"})
+    aliases = MappingProxyType(
+        {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_dt_min": "time_step_min"}
+    )
     names = Names(
         {
             "norm": "attention_norm",

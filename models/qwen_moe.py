@@ -38,6 +38,7 @@ class Qwen2MoeConfig(CausalLMConfig):
         Field("shared_expert_intermediate_size", "d_shared"),
         Field("qkv_bias", "attention_bias"),
         *_EXPERTS,
+        Only("layer_types", lambda known: (None, ["full_attention"] * known["n_layers"]), is_written=False),
         without=("head_size",),
     )
     names = Names(expert_names("shared_expert"))

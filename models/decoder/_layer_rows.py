@@ -34,7 +34,7 @@ class LayerTypes(Row):
         n_layers = known["n_layers"]
         default = usual = known["config_class"].default_layers(n_layers)
         window = reader.get("sliding_window", None if reader.has("sliding_window") else known["window"], SIZE)
-        if self.period is not None:
+        if self.period is not None and not reader.get("layer_types", []):  # beside it, EXAONE's folders have a word
             period = reader.get(self.period, None, SIZE)
             if period is not None:
                 default = tuple(i for i in range(n_layers) if (i + 1) % period)

@@ -114,22 +114,40 @@ class StateHeads(Row):
         return {self.heads: heads, self.size: size, **common}
 
 
+@dataclass(frozen=True)
 class StepLimits(Row):
-    """The limits of the steps of a Mamba-2."""
+    """The limits of the steps of a Mamba-2.
+
+    **Arguments:**
+
+    - `least`: the key of the first one, in a family without a second one.
+    """
+
+    least: str | None = None
 
     @property
     def keys(self) -> dict[str, str]:
-        return {"step_limits": "time_step_limit"}
+        return {"step_limits": self.least or "time_step_limit"}
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
+        if self.least is not None:
+            return {"step_limits": (reader.get(self.least, known["step_limits"][0]), math.inf)}
         found = reader.get("time_step_limit", [0.0, math.inf], LIST)
         limits = tuple(math.inf if value == _INFINITE else value for value in found)
         if len(limits) != 2 or not all(isinstance(value, int | float) for value in limits) or not 0 <= limits[0] < limits[1]:
             raise reader.refuse("time_step_limit", found, "two numbers, the second of which is larger")
         return {"step_limits": (float(limits[0]), float(limits[1]))}
 
+    def check(self, config: Any) -> None:
+        if self.least is not None and config.step_limits[1] < math.inf:
+            raise ValueError(
+                f"`step_limits`: expected no largest step, got {config.step_limits}. Set the second to infinity."
+            )
+
     def write(self, config: Any) -> dict[str, Any]:
         least, most = config.step_limits
+        if self.least is not None:
+            return {self.least: least}
         if not least and most == math.inf:
             return {}
         return {"time_step_limit": [least, most if most < math.inf else _INFINITE]}

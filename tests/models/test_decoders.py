@@ -14,12 +14,13 @@ from redeqx.models import cross_entropy, from_pretrained, save_pretrained
 from redeqx.models._families import MODELS
 from redeqx.models.bamba import Bamba
 from redeqx.models.bloom import Bloom
-from redeqx.models.cohere import Cohere
+from redeqx.models.cohere import Cohere, Cohere2
 from redeqx.models.decoder import CausalLM, Factors, SequenceClassifier, TokenClassifier
 from redeqx.models.deepseek import DeepseekV2
 from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from redeqx.models.dots import Dots1Config
 from redeqx.models.ernie import Ernie4_5, Ernie4_5Moe
+from redeqx.models.exaone import Exaone4
 from redeqx.models.falcon import Falcon
 from redeqx.models.falcon_h1 import FalconH1
 from redeqx.models.gemma import Gemma2, Gemma3
@@ -329,6 +330,11 @@ def test_presets_have_the_published_number_of_parameters(cls):
             r"`layers_block_type`: expected linear_attention, moe, .* got \['conv'\]",
         ),
         (NemotronH, {"moe_latent_size": 64}, r"`moe_latent_size`: expected None, .* got 64"),
+        (
+            Qwen2Moe,
+            {"layer_types": ["sliding_attention"] * 24},
+            r"`layer_types`: expected None or \['full_attention', .* got",
+        ),
         (NemotronH, {"use_bias": True}, r"`use_bias`: expected False, .* got True"),
         (GraniteMoeHybrid, {"mamba_proj_bias": True}, r"`mamba_proj_bias`: expected False, .* got True"),
         (GraniteMoeHybrid, {"mamba_d_head": 32}, r"`mamba_d_head`: expected `mamba_expand` \* .*, 64, .* got 32"),
@@ -377,6 +383,15 @@ def test_presets_have_the_published_number_of_parameters(cls):
 def test_refuses_what_it_does_not_implement(cls, fields, message):
     with pytest.raises((ValueError, TypeError), match=message):
         cls.config_class.from_hf(ConfigReader(fields))
+
+
+@pytest.mark.parametrize("cls", [Cohere2, Exaone4, Gemma3])
+def test_a_period_says_which_layers_have_a_window_if_no_list_does(cls):
+    fields = {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 2}
+    assert cls.config_class.from_hf(ConfigReader(fields)).windows == (8, None, 8, None)
+    # The published folders of EXAONE 4 have both, and a word in place of the number.
+    fields |= {"sliding_window_pattern": "LLLG", "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    assert cls.config_class.from_hf(ConfigReader(fields)).windows == (8, 8, 8, None)
 
 
 def test_fields_that_share_a_key_have_one_value():

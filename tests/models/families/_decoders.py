@@ -357,6 +357,7 @@ HEADED = [
     embedding("mistral-embeddings", "Mistral", sliding_window=4),
     embedding("gpt-neox-embeddings", "GPTNeoX", num_key_value_heads=None, hidden_size=32),
     case("qwen2-both-sides", "Qwen2", is_causal=False),
+    case("nemotron-h-steps", "NemotronH", **PARTS, time_step_min=0.5),  # which transformers ignores in decoding
     headed("llama-classes", "Llama", "Sequence"),
     headed("gpt2-classes", "GPT2", "Sequence", num_key_value_heads=None, tie_word_embeddings=True),
     headed("opt-classes", "OPT", "Sequence", num_key_value_heads=None, ffn_dim=36, word_embed_proj_dim=16),
