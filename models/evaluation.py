@@ -51,6 +51,10 @@ class HarnessLM:
         check_type(deployer, Deployer, "deployer")
         check_count(batch_size, "batch_size")
         config, self._deployer, self._model, self._tokenizer = model.config, deployer, model, tokenizer
+        if not getattr(config, "is_causal", True):
+            raise ValueError(
+                "`model`: expected tokens that attend to those before them, got `is_causal`=False. Pass another."
+            )
         self._batch_size, self._template = batch_size, chat_template
         self.max_length = min(max_length or config.n_positions, config.n_positions)
         ends = config.eos_token_id
@@ -134,7 +138,8 @@ class HarnessLM:
         for i, (text, (_, after)) in enumerate(zip(texts, pairs, strict=True)):
             n, n_new = len(text) - 1, min(len(after), len(text) - 1)
             ids[i, :n], labels[i, n - n_new : n] = text[:-1], text[len(text) - n_new :]
-        return {"ids": ids, "labels": labels}
+        lengths = np.array([len(text) - 1 for text in texts])
+        return {"ids": ids, "labels": labels, "mask": np.arange(width) < lengths[:, None]}
 
     def _generate(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
         until, n_new = options.pop("until", []), options.pop("max_gen_toks", 256)
@@ -193,17 +198,18 @@ def harness_lm(deployer: Deployer, model: Any, tokenizer: Any, **options: Any) -
 
 
 def _score(model: Any, batch: dict[str, Array], key: Any) -> tuple[Float[Array, " batch"], Bool[Array, " batch"]]:
-    """Returns the summed log-probability of each row's labels, and whether all of them are the most likely tokens."""
+    """Returns the summed log-probability of each row's labels, and whether all of them are the most likely tokens. The
+    mask is needed where numbers depend on the length of a text, as with LongRoPE."""
 
     def score_chunk(hidden: Float[Array, "chunk d"], labels: Int[Array, " chunk"]) -> tuple[Array, Array]:
         logits = model.logits(hidden).astype(jnp.float32)
         chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[:, None], axis=1)[:, 0]
         return jnp.sum(jnp.where(labels >= 0, chosen, 0.0)), jnp.all((labels < 0) | (jnp.argmax(logits, -1) == labels))
 
-    def score_row(ids: Int[Array, " seq"], labels: Int[Array, " seq"]) -> tuple[Array, Array]:
+    def score_row(ids: Int[Array, " seq"], labels: Int[Array, " seq"], mask: Bool[Array, " seq"]) -> tuple[Array, Array]:
         chunk = min(_CHUNK, len(ids))
         fill = -len(ids) % chunk
-        hidden = jnp.pad(model.hidden(ids), ((0, fill), (0, 0)))
+        hidden = jnp.pad(model.hidden(ids, mask=mask), ((0, fill), (0, 0)))
         parts = (
             einops.rearrange(hidden, "(n chunk) d -> n chunk d", chunk=chunk),
             einops.rearrange(jnp.pad(labels, (0, fill), constant_values=-1), "(n chunk) -> n chunk", chunk=chunk),
@@ -211,7 +217,7 @@ def _score(model: Any, batch: dict[str, Array], key: Any) -> tuple[Float[Array, 
         scores, greedy = jax.lax.map(lambda part: score_chunk(*part), parts)
         return jnp.sum(scores), jnp.all(greedy)
 
-    return jax.vmap(score_row)(batch["ids"], batch["labels"])
+    return jax.vmap(score_row)(batch["ids"], batch["labels"], batch["mask"])
 
 
 def _check_begun(rows: Iterable[list[int]]) -> None:

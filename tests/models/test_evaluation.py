@@ -1,6 +1,7 @@
 """The interface of lm-evaluation-harness, against a computation by hand, with its requests as stubs."""
 
 import abc
+import dataclasses
 import sys
 import types
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import redeqx
 from redeqx.models import generate
 from redeqx.models.evaluation import HarnessLM, harness_lm
 from redeqx.models.llama import Llama, LlamaConfig
+from redeqx.models.nn import LongScaling
+from redeqx.models.phi import Phi3, Phi3Config
 from tests.models.families._case import random_model
 
 LENGTH = 24
@@ -82,6 +85,26 @@ def test_loglikelihood(lm, tokenizer, log_probs):
     word = tokenizer.decode([best])
     if tokenizer.encode("the dog sat" + word).ids[-1] == best:  # the token that follows is greedy
         assert lm.loglikelihood([Instance(("the dog sat", word))])[0][1]
+
+
+def test_padding_does_not_make_a_text_long(tokenizer):
+    """LongRoPE has other frequencies for texts longer than 12 tokens; these are padded to more."""
+    scaling = LongScaling((1.0, 1.0), (2.0, 4.0), 12, 1.1)
+    config = Phi3Config(288, LENGTH, d_model=8, d_mlp=16, n_layers=1, n_heads=2, n_kv_heads=1, rope_scaling=scaling)
+    model = random_model(Phi3, config)
+    ids = tokenizer.encode("the cat sat").ids
+    rows = jax.nn.log_softmax(eqx.filter_jit(model)(jnp.asarray(ids[:-1])))
+    n = len(tokenizer.encode("the cat").ids)
+    assert len(ids) < 12
+    lm = HarnessLM(redeqx.Deployer(verbose=False), model, tokenizer)
+    score = lm.loglikelihood([Instance(("the cat", " sat"))])[0][0]
+    np.testing.assert_allclose(score, sum(rows[n - 1 + i, id] for i, id in enumerate(ids[n:])), rtol=1e-5)
+
+
+def test_a_model_of_embeddings_is_refused(model, tokenizer):
+    both_sides = random_model(Llama, dataclasses.replace(model.config, is_causal=False))
+    with pytest.raises(ValueError, match="`model`: expected tokens that attend to those before them, got `is_causal`=False"):
+        HarnessLM(redeqx.Deployer(verbose=False), both_sides, tokenizer)
 
 
 def test_a_context_of_spaces_belongs_to_the_continuation(lm):
