@@ -243,7 +243,8 @@ class TextToImage(eqx.Module):
                 f"`{path / INDEX}`: `scheduler`: expected {known}, got {found}. "
                 "Pass `scheduler=`, the class that takes its place."
             )
-        is_zero = cls.zero_key is not None and reader.get(cls.zero_key, True)
+        # In diffusers an absent key is true, and null is false.
+        is_zero = cls.zero_key is not None and reader.get(cls.zero_key, not reader.has(cls.zero_key))
         extra = reader.rest()
         files = {
             f"{name}/{file}": content

@@ -91,6 +91,8 @@ def test_a_folder_holds_the_pipeline_and_its_tokenizers(tmp_path):
         (tmp_path / "a/model_index.json").write_text(json.dumps(index | keys))
         return StableDiffusionXL.from_pretrained(tmp_path / "a")
 
+    for value in (True, False, None):  # as in diffusers, where None is false
+        assert edited(force_zeros_for_empty_prompt=value).config.is_empty_zero is bool(value)
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/vocab.json").write_text("{}")
     assert edited(**{"../outside": ["t", "CLIPTokenizer"]}).config.files == files  # or it would be written outside too
