@@ -209,8 +209,10 @@ def _match(
         name = disk if _current(model, disk) in known else _parameter(disk, pairs, known, targets)
         current = _current(model, name)
         if current not in known:
-            near = nearest(current, known)
-            problems.append(f"`{PREFIX}{name}`: expected the name of a layer of this model.{near}")
+            reason, tied = nearest(current, known), _places(model)[1].get(f"{current}.weight")
+            if tied is not None:
+                reason = f" It has the weight of `{module_of(tied)}` here, and no adapter of its own."
+            problems.append(f"`{PREFIX}{name}`: expected the name of a layer of this model.{reason}")
             continue
         module, i = known[current]
         if has_dora and module.is_embedding:

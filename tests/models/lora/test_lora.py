@@ -962,6 +962,13 @@ def test_modules_that_do_not_fit_the_base_are_refused(gpt2, adapter_with_a_modul
     assert problem in message(lora.load_adapter, gpt2, folder)
 
 
+def test_an_adapter_of_a_tied_head_is_refused_with_the_reason(gpt2, tmp_path):
+    untied = drawn(shapes(GPT2, dataclasses.replace(CONFIG, is_tied=False)), 0.3)
+    folder = lora.save_adapter(lora.add(untied, rank=2, where="head", key=KEY), tmp_path / "adapter")
+    text = message(lora.load_adapter, gpt2, folder)
+    assert "`base_model.model.lm_head`: expected the name of a layer of this model. It has the weight of `transf" in text
+
+
 def test_a_tied_module_may_be_saved_without_being_listed(gpt2, adapter_with_a_module, tmp_path):
     folder = shutil.copytree(adapter_with_a_module, tmp_path / "adapter")
     config, tensors = read(folder)
