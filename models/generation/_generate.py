@@ -104,7 +104,8 @@ def generate(
         `epsilon_cutoff`, and those below the smaller of `eta_cutoff` and `sqrt(eta_cutoff) * exp(-entropy)` (none).
     - `num_beams`: the number of beams; 1 turns off beam search (1). With `do_sample`, candidates are drawn.
     - `num_return_sequences`: the number of sequences to return for each prompt, `[batch, num_return_sequences,
-        max_new_tokens]`: the best beams, or independent samples (one, without that dim).
+        max_new_tokens]`: the best beams, or independent samples (one, without that dim). As in transformers, beams are
+        repeated, with scores near -1e9, where fewer texts are possible.
     - `length_penalty`: for beam search; the sum of log-probabilities is divided by `length ** length_penalty` (1.0).
     - `early_stopping`: when a beam search with `num_beams` finished sequences stops. True: at once. False: when no running
         sequence is likely to be better. `"never"`: when no running sequence can be better (False).
