@@ -19,13 +19,13 @@ import redeqx
 from redeqx.models import from_pretrained, lora
 from tests._tree import named_leaves
 from tests.models.families._case import assert_equal, call_rows, collect, outputs, torch_folder
-from tests.models.families._decoders import CASES as DECODERS
+from tests.models.families._decoders import CASES as DECODERS, HEADED
 
 # torch and its libraries emit deprecation warnings.
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 # Of an adapter's entries: with larger ones some models become so steep that torch itself is 1e-4 from the truth.
 SIZE = 0.5
-CASES = {case.name: case for case in (*collect("CASES"), *DECODERS)}
+CASES = {case.name: case for case in (*collect("CASES"), *DECODERS, *HEADED)}
 
 EXPERTS = ("gate_up_proj", "down_proj")
 LOADED = {
@@ -55,6 +55,7 @@ LOADED = {
     "t5-v1.1": {"r": 4, "lora_alpha": 8, "target_modules": ["q", "v", "wi_0", "lm_head"]},
     "clip": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "text_projection"]},
     "llama": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "mistral-embeddings": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},  # names without their first part
     "modernbert": {"r": 4, "lora_alpha": 8, "target_modules": ["Wqkv", "Wo"]},
     "modernbert-mlm": {"r": 4, "lora_alpha": 8, "target_modules": ["Wi", "Wqkv"], "layers_to_transform": [0, 2]},
     "vit-classes": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "fc2", "classifier"]},
@@ -75,6 +76,7 @@ SAVED = {
     "bart": {"decoder.*.query": (4, 8)},
     "clip": {"*": (4, 8)},
     "llama": {("*.query", "*.value"): (4, 8), "*.down": (2, 3), "embedding": (3, 6)},
+    "mistral-embeddings": {("*.query", "*.down"): (3, 6)},
     "qwen3-moe": {"*.query": (3, 6), "*.experts.*": (2, 3)},
     "gpt-oss": {("*.experts.up", "*.experts.down"): (2, 9)},
     "vit-classes": {"*": (2, 4)},
