@@ -1,6 +1,8 @@
-"""Compares alternative names of keys and generation configs with `transformers`; needs the `parity` extra."""
+"""Compares names of keys, those that are read, and generation configs with `transformers`; needs the `parity` extra."""
 
+import inspect
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from redeqx.models import from_pretrained, generate, save_pretrained
 from redeqx.models._families import MODELS
 from redeqx.models.hf import ConfigReader
 from tests.models.families._case import collect, outputs, torch_folder
+from tests.models.families._decoders import CASES as DECODERS, HEADED
 from tests.models.hf.test_config import ALIASES
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
@@ -175,3 +178,56 @@ def test_the_defaults_of_absent_keys_are_those_of_transformers():
         ("lfm2", "block_auto_adjust_ff_dim"),
         ("gemma4_text", "full_attention"),  # a rope with its factor, 1
     }
+
+
+# Keys that transformers' code reads and that change no output here: of training losses, initial weights, precision, chunks,
+# other heads, and of what a call returns; and by type, those that follow from other keys or count only with another one.
+HARMLESS = """
+    apply_layernorm attention_softmax_in_fp32 chunk_size chunk_size_feed_forward classifier_dropout classifier_proj_size
+    decoder_layerdrop deterministic_flash_attn encoder_layerdrop encoder_stride id2label initializer_cutoff_factor
+    initializer_factor input_jitter_noise is_decoder is_encoder_decoder mamba_chunk_size mask_feature_length
+    mask_feature_min_masks mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob num_logits_to_keep
+    output_attentions output_hidden_states output_router_logits pretraining_tp problem_type qa_dropout
+    reorder_and_upcast_attn rescale_prenorm_residual reshape_hidden_states residual_in_fp32 return_dict router_aux_loss_coef
+    scale_attention_softmax_in_fp32 sinusoidal_pos_embds slow_but_exact sparse_pred_ignore_index sparse_prediction
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj time_step_floor
+    time_step_max use_cache use_mamba_kernels use_weighted_layer_sum z_loss_coefficient
+"""
+HARMLESS_OF = {
+    "clip_text_model": {"projection_dim"},
+    "clip_vision_model": {"projection_dim"},
+    "cohere2": {"head_dim"},
+    "deberta-v2": {"pooler_hidden_size"},
+    "deepseek_v2": {"head_dim"},
+    "deepseek_v3": {"head_dim"},
+    "exaone4": {"sliding_window_pattern"},
+    "falcon": {"multi_query"},
+    "mamba2": {"time_step_min", "time_step_rank"},
+    "phi3": {"original_max_position_embeddings"},
+    "qwen2_moe": {"sliding_window"},
+    "qwen3_moe": {"sliding_window"},
+    "qwen3_5_moe_text": {"intermediate_size"},
+    "smollm3": {"sliding_window"},
+    "vision-encoder-decoder": {"tie_word_embeddings"},
+}
+
+
+def test_each_key_that_transformers_reads_is_read():
+    """Or it is known to change nothing: a key that a family keeps unread would make another model without an error."""
+    unread = {}
+    for case in (*DECODERS, *HEADED, *collect("CASES")):
+        module = case.make()
+        if not hasattr(module.config, "to_dict"):
+            continue  # of diffusers
+        fields = {**module.config.to_dict(), "architectures": [type(module).__name__]}
+        kind = fields["model_type"]
+        cls = next(
+            cls for cls in MODELS if kind in cls.model_types and fields["architectures"][0] in cls.architectures_of(kind)
+        )
+        config = cls.config_of(kind).from_hf(ConfigReader(fields))
+        source = inspect.getsource(inspect.getmodule(type(module)))
+        read = re.findall(r"""config\.(\w+)|getattr\((?:self\.)?config, ["'](\w+)""", source)
+        read = {name for names in read for name in names if name}
+        if missed := read & config.extra.keys() - set(HARMLESS.split()) - HARMLESS_OF.get(kind, set()):
+            unread[case.name] = missed
+    assert not unread
