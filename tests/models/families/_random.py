@@ -144,8 +144,26 @@ SKIPPED = (
     "problem",
     "tie_encoder",
     "add_cross",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "name_or_path",
 )
 MIXERS = ["linear_attention", "conv"]
+# Keys that classes of transformers read from any config, whether or not its own class has them.
+UNDECLARED: dict[str, list[Any]] = {
+    "is_causal": [False],
+    "use_bidirectional_attention": [True],
+    "attention_chunk_size": [4],
+    "sliding_window": [2, 4],
+    "head_dim": [4, 6],
+    "position_embedding_type": ["relative_key", "relative_key_query"],
+    "token_classification_bias": [False],
+    "classifier_dropout": [0.5],
+    "swiglu_limit": [0.3],
+    "swiglu_alpha": [1.0],
+}
 
 SLOW = ("unet", "vae", "vision-encoder")  # and their configs have few options; "sdxl" is a UNet, too
 
@@ -161,23 +179,41 @@ def base_of(make: Any) -> dict[str, Any]:
 def draw(case: Case, rng: random.Random) -> dict[str, Any]:
     """Returns changed keys of a case's config."""
     base = base_of(case.make)
-    known = [key for key, value in base.items() if key in POOL or (isinstance(value, bool) and not key.startswith(SKIPPED))]
-    known += [key for key in ("layer_types", "layers_block_type") if base.get(key)]
-    chosen = rng.sample(sorted(known), min(len(known), rng.randint(1, 4)))
-    return {key: draw_value(key, base[key], rng) for key in chosen}
+    known = {key for key, value in base.items() if key in POOL or (isinstance(value, bool) and not key.startswith(SKIPPED))}
+    known |= {key for key in ("layer_types", "layers_block_type") if base.get(key)}
+    # Half of the configs also change keys whose valid values nobody listed, and keys that any config may have.
+    fields = {key for key, value in base.items() if others(value) and not key.startswith(SKIPPED)} | UNDECLARED.keys()
+    known = sorted(known | fields if rng.random() < 0.5 else known)
+    chosen = rng.sample(known, min(len(known), rng.randint(1, 4)))
+    return {key: draw_value(key, base.get(key), rng) for key in chosen}
 
 
 def draw_value(key: str, value: Any, rng: random.Random) -> Any:
     """Returns another value of a key. Layers keep their number, and positions by kind of layer their kinds."""
-    if key == "layer_types":
+    if key == "layer_types" and value:
         mixers = [kind for kind in MIXERS if kind in value] or ["sliding_attention"]
         kinds = ["full_attention", *mixers]
         return [rng.choice(kinds) for _ in value]
-    if key == "layers_block_type":
+    if key == "layers_block_type" and value:
         return [rng.choice(["linear_attention", "full_attention", "mlp", "moe"]) for _ in value]
     if key == "rope_parameters" and "full_attention" in (value or {}):
         return {kind: rng.choice(POOL[key]) for kind in value}
-    return (not value) if isinstance(value, bool) else rng.choice(POOL[key])
+    if isinstance(value, bool):
+        return not value
+    return rng.choice(POOL.get(key) or UNDECLARED.get(key) or others(value))
+
+
+def others(value: Any) -> list[Any]:
+    """Returns values to try for a key of which only its value in a config is known."""
+    if value is None:
+        return [True, 1, 4, 0.5]
+    if isinstance(value, int):
+        return [0, 1, 2, 3, 8, value + 1, 2 * value]
+    if isinstance(value, float):
+        return [0.0, 0.3, 1.0, 2.5]
+    if isinstance(value, (list, tuple)):
+        return [value[::-1], value[:1], []]
+    return []
 
 
 def compare(case: Case, folder: Path) -> str:
@@ -197,9 +233,9 @@ def compare(case: Case, folder: Path) -> str:
         return "invalid"
     try:
         model, config = from_pretrained(folder)
+        found = outputs(case, model)
     except (ValueError, TypeError) as error:
         return "refused" if str(error).startswith("`") else f"unclear error: {error!r}"
-    found = outputs(case, model)
     save_pretrained(model, config, folder / "again")
     again = run(type(module).from_pretrained(folder / "again").eval())
     counts = np.ones(1, bool) if case.counts is None else case.counts
