@@ -508,7 +508,7 @@ class Deployer(RedcoNames):
         if isinstance(outputs, str | bytes | Mapping) or not isinstance(outputs, Iterable):
             raise TypeError(f"`outputs`: expected a list with a line for each, got {brief(outputs)}. Pass `[outputs]`.")
         lines = "".join(to_json(output, default=plain) + "\n" for output in outputs).encode()
-        path = self.workdir / "outputs" / name
+        path = self.workdir / "outputs" / str(name)
         if self.is_dry_run or self.peers.index:
             return path
         if isinstance(path, StorePath):
