@@ -87,7 +87,8 @@ def check_savable(trees: Iterable[Any], float_dtype: Any = None) -> None:
     """Raises TypeError for a leaf of a dtype that safetensors lacks, such as complex128, before it is trained."""
     for tree in trees:
         for name, leaf in array_leaves(tree).items():
-            _spec_of(name, leaf, float_dtype)
+            # A NumPy array becomes one of JAX, which has 32 bits unless JAX may hold more.
+            _spec_of(name, jax.eval_shape(jnp.asarray, leaf) if isinstance(leaf, np.ndarray) else leaf, float_dtype)
 
 
 def _spec_of(name: str, leaf: Any, float_dtype: Any) -> tuple[np.dtype, tuple[int, ...]]:

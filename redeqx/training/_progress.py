@@ -93,7 +93,7 @@ class Progress:
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Progress":
         """Returns the progress in a `trainer.json` that `check_record` has found valid."""
-        evaluation = record["evaluation"]
+        evaluation = record.get("evaluation", record)  # older records have the newest evaluation's metrics alone
         return cls(
             {name: record[name] for name in _SETTING if record[name] is not None},
             numbers_of_record(record["best"]),
@@ -102,7 +102,7 @@ class Progress:
             (record["step"], position_of_record(record)),
             record["first_step"],
             evaluation["step"],
-            numbers_of_record(record["results"]),
+            numbers_of_record(record.get("results", {})),
         )
 
     def note_result(self, fit: int, metrics: dict[str, float]) -> None:
@@ -137,7 +137,7 @@ _SETTING = ("batch_size", "train_size", "drop_remainder", "accumulate_grad_batch
 # The entries that a Trainer reads back, with their types. Their checksum says that they are as they were written.
 _RECORDED: dict[str, type] = {
     **dict.fromkeys(("step", "seed", "n_keys", "fit", "epoch", "examples", "n_skipped", "n_examples", "first_step"), int),
-    **dict.fromkeys(("best", "metrics", "evaluation", "results", "train_metrics", "callbacks", "hyperparams"), dict),
+    **dict.fromkeys(("best", "metrics", "train_metrics", "callbacks", "hyperparams"), dict),
     **dict.fromkeys((*_SETTING, "stream", "learning_rate", "data_state"), object),
 }
 

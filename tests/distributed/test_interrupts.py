@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import redeqx
-from redeqx.distributed import Peers, Preemption, Watch
+from redeqx.distributed import Member, Peers, Preemption, Watch
 
 LIMIT = 30.0
 N_STEPS = 12
@@ -31,7 +31,8 @@ def pair():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     peers = [Peers(2, i) for i in (0, 1)]
-    run_in_threads([partial(each.meet, "127.0.0.1", port, bind="127.0.0.1", timeout=LIMIT) for each in peers])
+    members = [Member(each.n, each.index, "127.0.0.1", port, "127.0.0.1") for each in peers]
+    run_in_threads([partial(each.meet, member, LIMIT) for each, member in zip(peers, members, strict=True)])
     yield peers
     for each in peers:
         each._left.update((0, 1))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from redeqx.distributed import Peers, agree_on_program, agree_on_values
+from redeqx.distributed import Member, Peers, agree_on_program, agree_on_values
 
 LIMIT = 30.0
 
@@ -27,10 +27,9 @@ def trio():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     peers = [Peers(3, i) for i in range(3)]
-    assert (
-        run_in_threads([partial(each.meet, "127.0.0.1", port, bind="127.0.0.1", timeout=LIMIT) for each in peers])
-        == [None] * 3
-    )
+    members = [Member(each.n, each.index, "127.0.0.1", port, "127.0.0.1") for each in peers]
+    meets = [partial(each.meet, member, LIMIT) for each, member in zip(peers, members, strict=True)]
+    assert run_in_threads(meets) == [None] * 3
     yield peers
     for each in peers:
         each._left.update(range(3))
