@@ -7,6 +7,7 @@ import json
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -241,8 +242,15 @@ def _as_step(step: Any) -> int:
 def _plain(value: Any) -> Any:
     """Returns a value of a configuration as trackers sort and compare them: numbers stay numbers, dicts and lists stay what
     they are, and anything else is text."""
+
+    def number_or_text(x: Any) -> Any:
+        if getattr(x, "ndim", None) == 0:
+            with suppress(AttributeError, NotImplementedError):  # a dtype, a shape or a key
+                return x.item()
+        return str(x)
+
     try:
-        return json.loads(to_json(value, default=lambda x: x.item() if getattr(x, "ndim", None) == 0 else str(x)))
+        return json.loads(to_json(value, default=number_or_text))
     except (TypeError, ValueError):  # keys that are no strings, or a dict within itself
         return str(value)
 

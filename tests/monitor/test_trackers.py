@@ -315,10 +315,11 @@ def test_numbers_of_a_configuration_stay_numbers(tmp_path, fake):
     """So that a tracker can sort runs by them, and plot against them."""
     console = Console(tmp_path, loggers=["fake"], verbose=False)
     given = {"rate": 1e-3, "width": np.int64(3), "tied": True, "adam": {"b1": np.float32(0.5)}, "dims": (2, 4)}
-    console.records.config({**given, "workdir": tmp_path, "array": jnp.arange(2), "limit": float("inf"), "odd": {(1, 2): 3}})
+    others = {"workdir": tmp_path, "array": jnp.arange(2), "limit": float("inf"), "odd": {(1, 2): 3}}
+    console.records.config({**given, **others, "dtype": jnp.dtype("bfloat16")})
     console.records.close()
     plain = {"rate": 1e-3, "width": 3, "tied": True, "adam": {"b1": 0.5}, "dims": [2, 4]}
-    text = {"workdir": str(tmp_path), "array": "[0 1]", "limit": "Infinity", "odd": "{(1, 2): 3}"}
+    text = {"workdir": str(tmp_path), "array": "[0 1]", "limit": "Infinity", "odd": "{(1, 2): 3}", "dtype": "bfloat16"}
     assert fake.runs["run 0"][1] == {**plain, **text}
 
 
