@@ -310,7 +310,7 @@ def _has_separable_gradient(
         return False  # groups of rows share an entry
     (ours, inputs), (theirs, _) = (_of_part(closed, inputs, whole, scaled) for closed in (ours, theirs))
     names, other = Names(ours, inputs), Names(theirs, inputs)
-    draws = Draws(names, Growth(names, other), range(len(names.root.outs)))
+    draws = Draws(names, Growth(names, other), [0])
     names, other = (Names(_with_gradient(closed, inputs.n_weights), inputs) for closed in (ours, theirs))
     growth = Growth(names, other)
     if not growth.is_comparable:

@@ -677,6 +677,16 @@ def test_the_verdict_about_a_hard_loss(name):
     assert not use.draws
 
 
+def test_a_metric_that_draws_has_no_part_in_a_gradient():
+    def fn(weights, state, batch, key):
+        rows = clipped_by_row(by_rows(weights, batch))
+        noisy = rows * jax.random.normal(key, batch["y"].shape)
+        return rows.sum(), jnp.float32(len(rows)), {"noisy": noisy.sum()}
+
+    use = row_use(fn, weights(), (), batch_of(N), KEY)
+    assert use.kind == "separable" and not use.draws, use.text
+
+
 QUICK = (
     "its_cube",
     "the_number_in_a_nonlinear_function",
