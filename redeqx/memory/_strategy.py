@@ -131,6 +131,4 @@ def fastest(tried: Sequence[Tried]) -> Tried | None:
 def may_cut(use: RowUse, *, has_state: bool) -> bool:
     """Whether smaller micro-batches make the same update, given what the loss does with rows: stateful layers would see
     other rows."""
-    if has_state or use.draws or use.kind == "mixed":
-        return False
-    return use.kind != "unknown" or not use.is_random
+    return use.is_exact and not use.draws and not has_state

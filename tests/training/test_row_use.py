@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 
 import equinox as eqx
 import jax
@@ -485,6 +486,7 @@ def test_a_dry_run_cuts_rows_as_the_run_does(verdict):
         (RowUse("after"), 4),
         (RowUse("separable", draws=("its key is not one of JAX's default kind (train.py:9)",)), 1),
         (RowUse("unknown"), 1),
+        (replace(UNSURE, is_random=False), 1),
     ],
 )
 def test_memory_auto_cuts_only_rows_that_may_be_cut(use, n_groups, verdict, monkeypatch):
