@@ -196,7 +196,9 @@ class Records:
         if not self._is_main:
             return
         self._step = max(step, 0)
-        if not self._has_timed and _SPEED in self._files:  # those of an earlier process
+        if self._workdir is None:  # nothing is recorded, and so nothing repeated
+            return
+        if not self._has_timed:  # those of an earlier process
             self._has_timed, prefix = True, "" if name is None else f"{name}/"
             rows = ((at, {k.removeprefix(prefix): x for k, x in row.items()}) for at, row in self._files[_SPEED].read())
             self.goodput.continue_from(rows, self._step)
@@ -212,17 +214,16 @@ class Records:
 
         for file in self._files.values():
             file.rewind(step, is_of_another)
-        if self._workdir is not None and name is None:
+        if name is None:
             rewind_media(self._workdir / "media", step)
         for delivery in self._deliveries:
-            rows = self._files[_METRICS].read() if self._files else ()
-            every = (Row(at, numbers) for at, numbers in rows)
+            every = (Row(at, numbers) for at, numbers in self._files[_METRICS].read())
             delivery.rewind(step, every, is_kept, begins=step <= 0 and not others)
 
     def _trainers(self) -> set[str | None]:
         """Returns the names of the trainers whose steps are recorded, None for one without a name. The user's own metrics
         may have prefixes too."""
-        rows = ((prefix_of(row), row) for _, row in self._files[_METRICS].read()) if self._files else ()
+        rows = ((prefix_of(row), row) for _, row in self._files[_METRICS].read())
         steps = ((of, "" if of is None else f"{of}/", row) for of, row in rows)
         return {of for of, prefix, row in steps if {f"{prefix}loss", f"{prefix}grad_norm"} <= row.keys()}
 

@@ -213,6 +213,25 @@ def test_each_trainer_has_its_own_steps(tmp_path, fake, names, killed_at, begins
     assert sorted(rows) == sorted((step, loss) for loss, n in zip(losses, (4, 3), strict=True) for step in range(1, n + 1))
 
 
+@pytest.mark.parametrize("n_fails", [0, 1])
+def test_trackers_receive_every_row_of_a_run_without_a_workdir(fake, n_fails, monkeypatch):
+    """Of one step too, before and after another trainer begins."""
+    monkeypatch.setattr("redeqx.monitor._delivery.FIRST_RETRY", 60.0)
+    fake.fails += [ConnectionError("no network")] * n_fails
+    console = Console(None, loggers=["fake"], verbose=False)
+    with pytest.warns(UserWarning) if n_fails else contextlib.nullcontext():
+        record_trainers(console, (None,), (0,), (2,))
+        console.records.metrics({"accuracy": 0.5}, 2)
+        if n_fails:
+            wait_for(lambda: not fake.fails)
+        record_trainers(console, ("student",), (0,), (1,))
+        console.records.metrics({"recall": 0.5}, 2)
+        console.records.close()
+    (seen,) = fake.runs.values()
+    rows = [(step, next(iter(numbers))) for step, numbers in (each for each in seen if isinstance(each, tuple))]
+    assert rows == [(1, "loss"), (2, "loss"), (2, "accuracy"), (1, "student/loss"), (2, "recall")]
+
+
 def test_resumed_run_delivers_what_the_tracker_missed(tmp_path, fake):
     first = Console(tmp_path, verbose=False)  # without the tracker
     record(first, 1, 2, 3)
