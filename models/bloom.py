@@ -58,7 +58,6 @@ class BloomConfig(CausalLMConfig):
         embedding="transformer.word_embeddings",
         others={"transformer.word_embeddings_layernorm": "embedding_norm"},
         norm="transformer.ln_f",
-        # The Hub's files hold the base model, whose names lack the prefix.
     )
     sizes = published(
         {
