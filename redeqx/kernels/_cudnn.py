@@ -173,7 +173,7 @@ def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras
 def dense_bytes(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
     """Returns the bytes of the bias made from a mask, segments and a bias; 0 if there are none, or in blocks."""
     del v
-    if is_in_blocks(setting, q, k):
+    if is_in_blocks(setting, q, k, 1 if setting.in_ring else setting.n_shards(1)):
         return 0
     bias = jax.eval_shape(_dense_bias, q, k, extras)
     return 0 if bias is None else bias.size * bias.dtype.itemsize

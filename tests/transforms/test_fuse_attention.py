@@ -724,6 +724,8 @@ def test_remaining_arrays_of_queries_by_keys_are_counted():
     traced = jax.make_jaxpr(partial(redeqx.attention, segments=jnp.zeros((1, 2**16), int)))(*long)
     found = attentions(traced, "gpu", split_heads(make_mesh(n_sequence_shards=2)))
     assert not found.dense and list(found.fused) == ["segments, by cuDNN split by heads"]
+    found = attentions(traced, "gpu", split_heads(make_mesh(n_sequence_shards=8)))  # each makes 1 GiB of it at once
+    assert [*found.dense.values()] == [2**30] and list(found.fused) == ["segments, by cuDNN split by positions"]
     masked = jax.make_jaxpr(lambda q, k, v, mask: written(q, k, v, mask=mask))
     for mask, n_copies in (((2048,), 1), ((4, 1, 1, 2048), 4), ((4, 2048, 2048), 4)):  # the last differs by head
         (n_bytes,) = attentions(masked(*half, *structs(mask, dtype=bool)), "gpu", split).dense.values()
