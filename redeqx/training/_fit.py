@@ -335,7 +335,9 @@ class Fit:
         is_done = n is not None and start.epoch >= n
         if is_done or self.is_at_last_step:
             what = f"epoch {start.epoch} of {n} is done" if is_done else f"step {self.engine.step} is reached"
-            self.engine.deployer.console.info(f"{what} already: nothing to train")
+            self.engine.deployer.console.info(
+                f"{what} already: nothing to train, the result is that of then. Another run needs another workdir"
+            )
             self._warn_of_other_examples()
             return ()
         return count(start.epoch) if n is None else range(start.epoch, n)
