@@ -26,8 +26,9 @@ class FixPads(Rule):
     def claims(self, eqn: Any) -> bool:
         if self.mesh.size == 1 or eqn.primitive.name not in ("pad", "slice"):
             return False
-        # As far as a stride, as of every other entry, XLA splits them.
-        return any(n and (low < 0 or max(low, high) > n) for low, high, n in _sizes(eqn))
+        kept = zip(_sizes(eqn), eqn.outvars[0].aval.shape, strict=True)
+        # As far as a stride, as of every other entry, XLA splits them; but for a slice of one entry it returns another one.
+        return any(n and (low < 0 or max(low, high) > n or (low and size == 1)) for (low, high, n), size in kept)
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         x, *fill = map(plain, ins)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import redeqx
 from redeqx.machine import make_mesh
@@ -54,6 +55,18 @@ def test_split_positions(loss_fn):
     trainer = redeqx.Trainer(deployer, model=MODEL, optimizer=optax.sgd(1.0), collate_fn=np.stack, loss_fn=loss_fn)
     trainer.update(list(batch))
     np.testing.assert_allclose(MODEL["table"] - np.asarray(trainer.model["table"]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_slice_of_one_entry_with_a_stride():
+    mesh = make_mesh(n_model_shards=4)
+    x = jnp.arange(4.0)
+
+    def third(x):
+        x = jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh, P("model")))
+        return jax.lax.slice(x, [2], [3], [5])
+
+    assert jax.jit(transformed(third, [FixPads(mesh)]))(x) == 4
+    assert jax.jit(third)(x) != 4  # once this fails, XLA is right without the rule (jax 0.10.2, 2026-11-30)
 
 
 ABORTS = """
