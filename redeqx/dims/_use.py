@@ -188,7 +188,8 @@ def row_use(
     scaled = tuple(Scaled(names.places[id(s.eqn)], rows.scaled[id(s)]) for s in steps_of(names.root) if id(s) in rows.scaled)
     step = _own_derivative(names) if is_differentiated else None
     if step is not None and not _has_separable_gradient(*closed, inputs, whole, scaled):
-        return RowUse("unknown", why="a derivative of its own mixes rows", line=shortened(step.line), **found)
+        why = "a derivative of its own mixes rows or is not linear"
+        return RowUse("unknown", why=why, line=shortened(step.line), **found)
     of_rows = {i for i, state in rows.outs.items() if state.kind == ROW or growth.has_rows(names.root.outs[i].dims)}
     own = tuple(i for name in mixing for i in metrics[name])
     every = range(len(names.root.outs))
@@ -299,7 +300,8 @@ def _own_derivative(names: Names) -> Step | None:
 def _has_separable_gradient(
     ours: Any, theirs: Any, inputs: Inputs, whole: Sequence[Whole], scaled: Sequence[Scaled]
 ) -> bool:
-    """Whether the first output's gradient is a sum over rows as the output is, without numbers of rows of its own.
+    """Whether the first output's gradient is a sum over rows as the output is, without numbers of rows of its own, and the
+    derivatives are linear in the gradients that they take.
 
     **Arguments:**
 
@@ -311,15 +313,20 @@ def _has_separable_gradient(
     (ours, inputs), (theirs, _) = (_of_part(closed, inputs, whole, scaled) for closed in (ours, theirs))
     names, other = Names(ours, inputs), Names(theirs, inputs)
     draws = Draws(names, Growth(names, other), [0])
-    names, other = (Names(_with_gradient(closed, inputs.n_weights), inputs) for closed in (ours, theirs))
-    growth = Growth(names, other)
-    if not growth.is_comparable:
-        return False
-    every = range(len(names.root.outs))
-    rows, its = RowDependence(names, growth, every, with_whole=False), Draws(names, growth, every)
-    is_as_forward = (len(its.by_number), len(its.refused), its.wrong) == (len(draws.by_number), len(draws.refused), None)
-    degrees = {state.degree for state in rows.outs.values() if not state.is_of_any_degree}
-    return rows.is_sum and is_as_forward and len(degrees) <= 1 and not rows.scaled
+
+    def is_sum(power: int) -> bool:
+        names, other = (Names(_with_gradient(closed, inputs, power), inputs) for closed in (ours, theirs))
+        growth = Growth(names, other)
+        if not growth.is_comparable:
+            return False
+        every = range(len(names.root.outs))
+        rows, its = RowDependence(names, growth, every, with_whole=False), Draws(names, growth, every)
+        is_as_forward = (len(its.by_number), len(its.refused), its.wrong) == (len(draws.by_number), len(draws.refused), None)
+        degrees = {state.degree for state in rows.outs.values() if not state.is_of_any_degree}
+        return rows.is_sum and is_as_forward and len(degrees) <= 1 and not rows.scaled
+
+    # Of a derivative that is not linear in the gradient, as one that clips it, at most one of these is.
+    return is_sum(0) and is_sum(1)
 
 
 class _Scale(Rule):
@@ -369,12 +376,15 @@ def _of_part(closed: Any, inputs: Inputs, whole: Sequence[Whole], scaled: Sequen
     return normal(jax.make_jaxpr(of_part)(*shapes)), replace(inputs, n_batch=inputs.n_batch + len(own))
 
 
-def _with_gradient(closed: Any, n_weights: int) -> Any:
-    """Returns the closed jaxpr of the first output and its gradient with respect to the floating weights."""
-    fun = as_fun(closed)
+def _with_gradient(closed: Any, inputs: Inputs, power: int) -> Any:
+    """Returns the closed jaxpr of the first output, over a power of the number of rows, and its gradient with respect to the
+    floating weights."""
+    fun, n_weights = as_fun(closed), inputs.n_weights
+    over = closed.jaxpr.invars[inputs.batch][0].aval.shape[0] ** power
 
     def both(*args: Any) -> Any:
         floats, others = eqx.partition(args[:n_weights], eqx.is_inexact_array)
-        return jax.value_and_grad(lambda floats: fun(*eqx.combine(floats, others), *args[n_weights:])[0])(floats)
+        rest = args[n_weights:]
+        return jax.value_and_grad(lambda floats: fun(*eqx.combine(floats, others), *rest)[0] / over)(floats)
 
     return without_remats(jax.make_jaxpr(both)(*shapes_in(closed)))

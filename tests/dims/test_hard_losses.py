@@ -525,6 +525,26 @@ def times_a_mean_in_its_gradient(x, y):
 times_a_mean_in_its_gradient.defvjp(lambda x, y: (x * 1.0, y), lambda y, g: (g * y.mean(), None))
 
 
+@jax.custom_vjp
+def with_its_gradient_clipped(x):
+    return x * 1.0
+
+
+with_its_gradient_clipped.defvjp(lambda x: (x * 1.0, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+
+
+@unknown
+def a_gradient_that_is_clipped(p, batch, key):
+    """By row, but another gradient for a sum of rows than for their mean."""
+    return (with_its_gradient_clipped(by_rows(p, batch)) ** 2).mean()
+
+
+@unknown
+def a_clipped_gradient_of_a_masked_mean(p, batch, key):
+    mask = batch["y"] > 0
+    return (with_its_gradient_clipped(by_rows(p, batch)) * mask).sum() / mask.sum()
+
+
 @unknown
 def a_derivative_that_mixes(p, batch, key):
     return (with_a_mean_in_its_derivative(by_rows(p, batch)) ** 2).mean()

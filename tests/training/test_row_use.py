@@ -21,7 +21,7 @@ from tests._memory import divide_micro_batches
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 MIXED = RowUse("mixed", 0, line="train.py:41", why="a reduction over rows")
-UNSURE = RowUse("unknown", 0, line="train.py:41", why="a derivative of its own mixes rows")
+UNSURE = RowUse("unknown", 0, line="train.py:41", why="a derivative of its own mixes rows or is not linear")
 PAIRS = RowUse("separable", 0, group=2, line="train.py:7")
 
 
