@@ -132,6 +132,7 @@ class Metrics:
         metrics = update.metrics()
         name = _first_nonfinite(metrics)
         self._n_skipped_in_a_row = 0 if name is None else self._n_skipped_in_a_row + 1
+        self._broken_at = None if name is None else self._broken_at
         if name is not None:
             if self._max_skipped is None or self._n_skipped_in_a_row > self._max_skipped:
                 self._unread.clear()

@@ -118,6 +118,20 @@ def test_a_model_that_an_error_left_broken_is_named_as_the_cause(tmp_path):
         trainer.train([NAN_EXAMPLE] * 2, batch_size=2)
 
 
+def test_a_model_that_stayed_finite_is_not_named_as_the_cause():
+    """The loss is infinite for a bad batch, and its gradient is not."""
+
+    def spoilt(model, batch, key):
+        bad = jnp.where(jnp.isnan(batch).any(), jnp.inf, 0.0)
+        return loss_fn(model, jnp.nan_to_num(batch), key) + jax.lax.stop_gradient(bad)
+
+    trainer = make_trainer(on_nonfinite="raise", loss_fn=spoilt)
+    for step in (1, 3):
+        with pytest.raises(ValueError, match=rf"^`loss` at step {step}: .* Its batch is not finite"):
+            trainer.train([NAN_EXAMPLE] * 2, batch_size=2)
+        trainer.train([8, 9], batch_size=2)
+
+
 def test_unread_metrics_of_a_failed_pass_are_dropped_by_load_ckpt(tmp_path):
     """Metrics are read a few steps late; those of steps undone by a load must not appear in the next pass."""
     trainer = make_trainer(tmp_path, on_nonfinite="raise")
