@@ -296,9 +296,12 @@ def _release(
     file: _FileLock | _ObjectLock, me: dict[str, Any], ended: threading.Event, turn: contextlib.AbstractContextManager[Any]
 ) -> None:
     ended.set()
-    with contextlib.suppress(OSError), turn:
-        if _is_same(this_process(), me) and _is_mine(file.read(), me):  # not in a forked child
-            file.delete()
+    with contextlib.suppress(OSError):
+        if not _is_same(this_process(), me):  # a forked child, in which nobody may ever give the turn back
+            return
+        with turn:
+            if _is_mine(file.read(), me):
+                file.delete()
 
 
 def _owner_in(content: bytes) -> dict[str, Any]:

@@ -5,6 +5,7 @@ any position of a file. Otherwise, a file per process: one process writes each a
 first byte to the last; an index maps arrays to files. All processes make the same calls.
 """
 
+import errno
 import math
 import os
 from collections import deque
@@ -15,7 +16,7 @@ from typing import Any
 
 import jax
 
-from ..storage import Location, open_new, open_old
+from ..storage import Location, StorageError, open_new, open_old
 from ._crc32 import Crc32, crc32_of
 from ._manifest import write_json
 from ._reader import INDEX
@@ -60,18 +61,18 @@ class InPlace:
         finally:
             os.close(fd)
 
-    def write(self, folder: Path) -> tuple[int, int]:
+    def write(self, folder: Path) -> tuple[int, list[int]]:
         """Writes this process's blocks, and calls fsync; returns what `finish` needs, as JSON: their contribution to the
-        file's crc32, and how many numbers they have."""
-        contribution = n_numbers = 0
+        file's crc32, and how many items of each tensor were written."""
+        contribution, n_items = 0, []
         fd = open_old(folder / self._name, os.O_WRONLY)
         try:
             # Threads write and flush while this one casts the next bytes and updates the checksum.
             with ThreadPoolExecutor(_WRITERS, "redeqx-write") as pool:
                 flush = _submit(pool, os.fdatasync, fd)
                 for name, tensor in self._tensors.items():
+                    n_items.append(sum(math.prod(block.shape) for block in self._blocks[name]))
                     for block in self._blocks[name]:
-                        n_numbers += math.prod(block.shape)
                         contribution ^= self._write_block(fd, tensor, block, pool)
                         if flush.done():
                             flush.result()
@@ -80,7 +81,7 @@ class InPlace:
             os.fsync(fd)
         finally:
             os.close(fd)
-        return contribution, n_numbers
+        return contribution, n_items
 
     def _write_block(self, fd: int, tensor: Tensor, block: Block, pool: ThreadPoolExecutor) -> int:
         """Writes a block of a tensor; returns its contribution to the file's crc32."""
@@ -102,18 +103,23 @@ class InPlace:
             future.result()
         return crc32.contribution(self.size)
 
-    def finish(self, folder: Path, written: Sequence[tuple[int, int]]) -> dict[str, dict[str, int]]:
+    def finish(self, folder: Path, written: Sequence[tuple[int, Sequence[int]]]) -> dict[str, dict[str, int]]:
         """Writes the header, and calls fsync: once for each folder. Returns `{"size": bytes, "crc32": checksum}` by file.
 
         **Arguments:**
 
         - `written`: the result of each process's `write`.
+
+        Raises OSError if they did not write every item of every tensor.
         """
-        n_numbers = sum(math.prod(tensor.shape) for tensor in self._tensors.values())
-        assert n_numbers == sum(n for _, n in written), "the processes write each number once"
+        path = folder / self._name
+        for i, (name, tensor) in enumerate(self._tensors.items()):
+            expected, found = math.prod(tensor.shape), sum(n_items[i] for _, n_items in written)
+            if found != expected:
+                raise _incomplete(path, f"all {expected} numbers of `{name}`", f"{found} from {len(written)} process(es)")
         crc32 = Crc32()
         crc32.add(self._header, 0)
-        fd = open_old(folder / self._name, os.O_WRONLY)
+        fd = open_old(path, os.O_WRONLY)
         try:
             _pwrite(fd, memoryview(self._header)[8:], 8)
             # The header's length is written last: until then it is 0, and every reader refuses the file.
@@ -157,18 +163,29 @@ class FilePerProcess:
         """Does nothing: `write` creates a file."""
 
     def write(self, folder: Location) -> dict[str, dict[str, int]]:
+        lacking = [name for name, owner in self._owners.items() if owner == self._index and name not in self._mine]
+        if lacking:
+            raise _incomplete(folder, f"`{lacking[0]}` in process {self._index}", f"{len(self._mine)} other arrays")
         file = self._files.get(self._index)
         return {} if file is None else {file: write_tensors(folder / file, self._mine, self._float_dtype)}
 
     def finish(self, folder: Location, written: Sequence[Mapping[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
         sums = {file: each for by_file in written for file, each in by_file.items()}
-        assert sums.keys() == {*self._files.values()}, "each process writes its file"
+        if lacking := [file for file in self._files.values() if file not in sums]:
+            raise _incomplete(folder / lacking[0], "the file of another process", f"files of {len(written)} process(es)")
         if len(self._files) > 1:
             header, _, size = header_of(self._leaves, self._float_dtype)
             where = {name: self._files[owner] for name, owner in sorted(self._owners.items())}
             fields = {"metadata": {"total_size": size - len(header)}, "weight_map": where}
             sums[f"{self._kind}{INDEX}"] = write_json(folder / f"{self._kind}{INDEX}", fields)
         return sums
+
+
+def _incomplete(path: Location, rule: str, got: str) -> StorageError:
+    """Returns the error for a save in which some process did not take part."""
+    why = f"expected {rule}, got {got}: JAX has {jax.process_count()}, and some hold the rest"
+    text = f"{why}. Let redeqx start all of them: `Deployer(n_processes=, host0_address=)`"
+    return StorageError(errno.ENODATA, text, str(path))
 
 
 def _submit(pool: ThreadPoolExecutor, act: Callable[..., None], *args: Any) -> Future[None]:

@@ -12,9 +12,7 @@ from ._callbacks import Callback, need_workdir
 
 # With "always", the share of the time that saves may cost.
 MAX_COST = 0.02
-# The seconds of a step without a save, and the cost of a save, are medians of this many measurements: a step may take longer
-# for any other reason, and one such step in a save would stop saves for fifty times as long.
-_N_MEASURED = 9
+_N_RATES = 9  # the seconds of a step without a save are the median of this many measurements
 
 
 class SaveEvery(Callback):
@@ -84,10 +82,9 @@ class Spacing:
 
     def __init__(self) -> None:
         self.gap, self.began = math.inf, time.monotonic()
-        self._rates: deque[float] = deque(maxlen=_N_MEASURED)  # seconds of a step without a save
-        self._costs: deque[float] = deque(maxlen=_N_MEASURED)  # seconds of a save
+        self._rates: deque[float] = deque(maxlen=_N_RATES)  # seconds of a step without a save
         self._last: tuple[int, float] | None = None  # the newest note
-        self._is_saving, self._cost = False, 0.0  # of the newest save so far, in seconds
+        self._is_saving, self._cost = False, 0.0  # in seconds
 
     def begin(self) -> None:
         """Notes that a save begins, right after `note`."""
@@ -106,6 +103,4 @@ class Spacing:
         if self._rates:
             self._cost += took - n_steps * median(self._rates)
         if not is_saving:
-            self._is_saving = False
-            self._costs.append(self._cost)
-            self.gap = median(self._costs) / MAX_COST
+            self._is_saving, self.gap = False, self._cost / MAX_COST
