@@ -360,11 +360,10 @@ class Predictor(RedcoNames):
 
 
 def _say_mixed(say: Callable[[str], None], said: list[str], use: RowUse) -> None:
-    """Says once if an output of a row depends on the batch in which it is."""
-    is_mixed = use.kind == "mixed" or (use.kind == "unknown" and use.is_random)
-    if not said and (is_mixed or use.draws):
+    """Says once if an output of a row depends, or may depend, on the batch in which it is."""
+    if not said and (use.draws or not use.is_exact):
         depend = "may depend" if use.kind == "unknown" else "depend"
-        text = "; ".join([*([use.text] if is_mixed else []), *use.draws])
+        text = "; ".join([*([] if use.is_exact else [use.text]), *use.draws])
         said.append(f"prediction: the outputs {depend} on the batch size. Rows: {text}")
         say(said[0])
 

@@ -457,6 +457,16 @@ def test_outputs_that_depend_on_the_batch_size_are_named_once(pred_fn, said, cap
     assert said is None or f"{text}{said}" in out
 
 
+def test_outputs_that_may_depend_on_the_batch_size_are_named(capsys):
+    def pred_fn(model, batch, key):
+        return jax.vmap(model)(batch["x"]).sum(1) + jnp.linspace(0, 1, len(batch["x"]))
+
+    predictor = redeqx.Predictor(redeqx.Deployer(), model=make_linear(), collate_fn=stack, pred_fn=pred_fn)
+    predictor.predict(make_examples(20), batch_size=8)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "prediction: the outputs may depend on the batch size. Rows: unknown at tests/test_predictor.py" in out
+
+
 def test_another_model_has_the_same_arrays():
     predictor, given = redeqx.Predictor(make_deployer(), collate_fn=stack, pred_fn=apply), make_linear()
     predictor.predict(make_examples(4), 2, model=given)  # the first one may be any
