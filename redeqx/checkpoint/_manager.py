@@ -83,7 +83,6 @@ class CheckpointManager(CheckpointFolder):
         self._claim = Claim(folder, self._peers, run, partial(self._commits.lock, log))
         self._capabilities: Capabilities | None = None  # tested by the first save
         self._saving: Future[None] | None = None  # the background save
-        self._log, self._may_delete = log, True  # whether a store has refused no deletion so far
 
     def save(
         self,
@@ -220,14 +219,14 @@ class CheckpointManager(CheckpointFolder):
         index."""
         self._commits.create()
         self._claim.check()
-        self._deletes(self._commits.sweep)
+        self._commits.sweep()
         # A checkpoint that the index names is never touched. Any other one of this step is left from a crash.
         index = self.index()
         taken = [repeat for other, repeat in map(order, index.values()) if other == step]
         repeat = 1 + max(taken, default=-1)
         for other in self.names():
-            if (step, repeat) <= order(other) < (step + 1, 0) and not self._deletes(partial(self._commits.remove, other)):
-                repeat = order(other)[1] + 1  # that one stays
+            if (step, repeat) <= order(other) < (step + 1, 0):
+                self._commits.remove(other)
         name = f"step_{step:08d}" + (f"_{repeat}" if repeat else "")
         return name, self._commits.check_space(name, needed), index
 
@@ -294,23 +293,7 @@ class CheckpointManager(CheckpointFolder):
         for name in names:
             is_old = name not in kept if name in complete else order(name) < order(kept[0])
             if name not in named and (is_old or save.keep_last == 0):
-                self._deletes(partial(self._commits.remove, name))
-
-    def _deletes(self, delete: Callable[[], None]) -> bool:
-        """Deletes what is not needed any more, and returns whether it did: a store may refuse it, which ends no run."""
-        try:
-            delete()
-        except StoreError as error:
-            if error.errno != errno.EACCES:
-                raise
-            if self._may_delete:
-                self._log(
-                    f"{self.folder}: no checkpoint is deleted there, as the store refuses it ({error.strerror}). Allow it, "
-                    "or delete old ones by a rule of the bucket"
-                )
-            self._may_delete = False
-            return False
-        return True
+                self._commits.remove(name)
 
 
 _unread: set[Future[None]] = set()  # background saves whose error nobody has raised

@@ -96,21 +96,6 @@ def test_refusal_is_reported_immediately(bucket, server):
     assert len(server.requests) == 1
 
 
-def test_a_store_that_refuses_to_delete_ends_no_run(bucket, server):
-    """It keeps all checkpoints, also one of the same step that the index does not name, and says so once."""
-    server.fault = lambda method, path: 403 if method == "DELETE" or path.endswith("?delete") else None
-    said = []
-    checkpoints = CheckpointManager(location(f"{bucket}/ckpts"), log=said.append)
-    for step in (1, 2, 3):
-        checkpoints.save(step, {"model": {**TREE, "step": np.full(2, step)}}, {"step": step}, keep_last=1)
-    (checkpoints.folder / "index.json").write_bytes(json.dumps({"last": "step_00000002"}).encode())  # killed before the last
-    checkpoints.save(3, {"model": {**TREE, "step": np.full(2, 3)}}, {"step": 3}, keep_last=1)
-    names = [f"step_0000000{name}" for name in ("1", "2", "3", "3_1")]
-    assert checkpoints.names() == names and verified_step(checkpoints) == 3 and checkpoints.newest()[0].name == names[-1]
-    (text,) = said
-    assert "ckpts: no checkpoint is deleted there, as the store refuses it (expected the store to answer" in text
-
-
 def test_missing_objects_count_as_deleted_in_every_store(monkeypatch, tmp_path):
     """S3 ignores them; Google's store stops with an error, as this one does."""
     from obstore import store
