@@ -109,7 +109,6 @@ class Deployer(RedcoNames):
     cache_text: str | None  # the header's text about the compilation cache
     saved_programs: SavedPrograms | None  # those in the cache folder; in a dry run, those that it saves
     n_keys: int
-    n_passes: int  # over examples, by all trainers; numbers the comparisons between processes
 
     _redco_attributes, _redco_arguments = REDCO_DEPLOYER, {}
 
@@ -162,7 +161,7 @@ class Deployer(RedcoNames):
         if folder is not None and described is None:
             self.preemption.guard()
         self.console, self.compiler, self.cache_text, self.saved_programs = console, compiler, cache, saved
-        self.n_keys = self.n_passes = 0
+        self.n_keys = 0
         self._mesh, self._workdir, self._staging = mesh, folder, staging
         self._jax_seed, self._is_dry_run = jax_seed, described is not None
         self._recorders: dict[str | None, Callable[[], Any]] = {}  # the trainer of each name that records

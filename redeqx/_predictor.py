@@ -14,9 +14,21 @@ from jaxtyping import PRNGKeyArray
 from ._deployer import Deployer
 from ._load import Saved
 from ._tree import PyTree, array_leaves, is_array_like
-from .data import BatchSize, Group, Prefetch, collate, drawn_ahead, known_size, local_rows, pad_rows, place_rows, read
+from .data import (
+    BatchSize,
+    Group,
+    Prefetch,
+    collate,
+    collate_alone,
+    drawn_ahead,
+    known_size,
+    local_rows,
+    pad_rows,
+    place_rows,
+    read,
+)
 from .dims import RowUse
-from .distributed import agree_on_examples
+from .distributed import RowCheck, agree_on_examples
 from .errors import (
     REDCO_PREDICTOR,
     REDCO_PREDICTOR_ARGUMENTS,
@@ -211,14 +223,24 @@ class Predictor(RedcoNames):
         self, examples: Any, n: int, at_once: int, rows: int, model: PyTree | None, key: PRNGKeyArray
     ) -> Iterator[list[Any]]:
         """Yields the outputs of `n` examples, `at_once` in batches of `rows`."""
-        mesh = self._deployer.mesh
-        here = local_rows([Group(1, rows)], mesh)  # of a padded batch
+        mesh, peers = self._deployer.mesh, self._deployer.peers
+        check = None if peers.n == 1 else RowCheck(peers, self._deployer.console.info)
+
+        def collated(start: int, n_rows: int, here: np.ndarray) -> tuple[list[Any], PyTree]:
+            places = [start + i for i in sorted({min(int(i), n_rows - 1) for i in here})]
+            found = read(examples, places)
+            return found, collate(self._collate_fn, found, places)
 
         def prepare() -> Iterator[tuple[int, int, PyTree]]:
-            for start in range(0, n, at_once):
+            here = local_rows([Group(1, rows)], mesh)  # of a padded batch
+            for i, start in enumerate(range(0, n, at_once)):
                 n_rows = min(at_once, n - start)
-                places = [start + i for i in sorted({min(int(i), n_rows - 1) for i in here})]
-                batch = collate(self._collate_fn, read(examples, places), places)
+                found, batch = collated(start, n_rows, here)
+                if check is not None:
+                    if i == 0 and check.vary([batch, *collate_alone(self._collate_fn, found)]):
+                        here = np.arange(rows)
+                        found, batch = collated(start, n_rows, here)
+                    check(i, batch, n_rows)
                 yield start, n_rows, place_rows(pad_rows(batch, len(here)), np.arange(rows), split_rows(mesh), here)
 
         key = put(key, replicated(mesh))
@@ -226,6 +248,7 @@ class Predictor(RedcoNames):
 
         def computed(batches: Prefetch, model: PyTree | None) -> Iterator[tuple[int, PyTree]]:
             for start, n_rows, batch in batches:
+                peers.check()
                 if start == 0:
                     model, state, plan = self._resolve(model, batch)
                     structure, step = self._get_step(model, state, plan)

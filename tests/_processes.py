@@ -67,8 +67,11 @@ def trained_on(workdir, n_examples):
     runs = {}
     for path in sorted(workdir.glob("rows_*_of_*.jsonl")):
         steps = [json.loads(line)[1] for line in path.read_text().splitlines()]
-        steps = [numbers for numbers in steps if numbers[0] < n_examples]
-        # An example of the first step is collated alone, too, if its leaves do not show which dim is rows.
-        steps = [numbers for i, numbers in enumerate(steps) if len(numbers) > 1 or i == 0 or numbers[0] not in steps[i - 1]]
-        runs.setdefault(path.stem.rpartition("_")[2], []).append(steps)
+        kept = []
+        for numbers in steps:
+            # Some examples of the first step are collated alone, too, as their shapes may tell that lengths vary.
+            is_alone = len(numbers) == 1 and kept and numbers[0] in kept[-1]
+            if numbers[0] < n_examples and not is_alone:
+                kept.append(numbers)
+        runs.setdefault(path.stem.rpartition("_")[2], []).append(kept)
     return {n: [sorted(set().union(*of_step)) for of_step in zip(*processes, strict=False)] for n, processes in runs.items()}

@@ -7,6 +7,7 @@ Owns the choice of each step's examples, and how they are placed on the mesh. Do
 from ._batches import Batch as Batch, batches as batches
 from ._collate import (
     collate as collate,
+    collate_alone as collate_alone,
     collated_shapes as collated_shapes,
     micro_batch_shapes as micro_batch_shapes,
     n_tokens as n_tokens,

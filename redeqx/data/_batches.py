@@ -16,7 +16,8 @@ from jaxtyping import PyTree
 
 from .._tree import bare_shape
 from ..dims import UNKNOWN, RowUse, with_rows
-from ._collate import check_leading_dims, collate, n_tokens, read
+from ..distributed import RowCheck
+from ._collate import check_leading_dims, collate, collate_alone, n_tokens, read
 from ._examples import Slice
 from ._prefetch import Prefetch, drawn_ahead
 from ._rows import BatchSize, Group, local_rows, place_batch
@@ -59,7 +60,7 @@ def batches(
     pool: CollatePool,
     size: BatchSize,
     mesh: Mesh,
-    check: Callable[[int, PyTree, int], None] | None = None,
+    check: RowCheck | None = None,
     *,
     use: RowUse | Callable[[PyTree], RowUse] = UNKNOWN,
     checks_end: bool = False,
@@ -72,30 +73,43 @@ def batches(
     **Arguments:**
 
     - `pool`: calls `collate_fn`, for several steps at once; without workers, the thread itself calls it.
-    - `check`: called by that thread with the number of each step, its collated rows, and the number of its examples in all
-        processes.
+    - `check`: in a run of several processes, compares their batches, in that thread. Each process collates the rows that
+        its devices need; if rows have different shapes, it collates all rows of a step, as a single process does.
     - `use`: what the loss does with rows, on which the micro-batches depend; or a function that finds it, called in the
         caller's thread with the shapes of all rows of the first step.
     - `checks_end`: whether `check` is also called after the last step, with no rows and 0.
     - `depth`: the number of batches that are prepared ahead; with 0 there is no thread.
     """
     known = use if isinstance(use, RowUse) else UNKNOWN
+    collates_whole = False  # all rows of a step
 
     def cut_of(i: int, step: Slice) -> tuple[Group, ...]:
         if i == 0 and step.n_last is not None:  # so that a remainder that cannot be cut is an error now, not after an epoch
             size.cut(step.n_last, known, mesh)
         return size.cut(len(step.examples), known, mesh)
 
+    def needed_rows(i: int, step: Slice) -> np.ndarray:
+        return np.arange(len(step.examples)) if collates_whole else local_rows(cut_of(i, step), mesh)
+
     def begun(i: int, step: Slice) -> "_Step":
-        rows = local_rows(cut_of(i, step), mesh)
+        rows = needed_rows(i, step)
         examples = read(step.examples, rows, step.places)
         return _Step(i, step, rows, [step.places[row] for row in rows], examples, pool.start(examples))
 
-    def collated(given: "_Step") -> PyTree:
-        batch = given.batch()
+    def collated(given: "_Step") -> tuple["_Step", PyTree]:
+        nonlocal collates_whole
+        batch = None
+        if given.i == 0 and check is not None:
+            batch = given.batch()
+            # The only step of an `update` tells nothing of others.
+            alone = collate_alone(lambda examples: pool.start(examples)(), given.examples) if depth else []
+            collates_whole = check.vary([batch, *alone])
+        if collates_whole and len(given.rows) < len(given.step.examples):  # begun before that was known
+            given, batch = begun(given.i, given.step), None
+        batch = given.batch() if batch is None else batch
         if check is not None:
             check(given.i, batch, len(given.step.examples))
-        return batch
+        return given, batch
 
     def prepared(given: "_Step", batch: PyTree) -> Batch:
         cut, n_rows, rows = cut_of(given.i, given.step), len(given.step.examples), size.micro_batch_for(known, mesh)
@@ -119,17 +133,16 @@ def batches(
     def every() -> Iterator[Any]:  # with `map`, StopIteration in a collate_fn would end the pass
         n, numbered = 0, enumerate(steps)
         if not isinstance(use, RowUse) and (first := next(numbered, None)) is not None:
-            given = begun(*first)
-            batch = collated(given)
+            given, batch = collated(begun(*first))
             check_leading_dims(batch, len(given.examples), lambda: pool.start(given.examples[:1])())
             yield with_rows(batch, len(first[1].examples))  # `known` is set before this continues
-            if not np.array_equal(local_rows(cut_of(*first), mesh), given.rows):  # this process needs other rows
+            if not np.array_equal(needed_rows(*first), given.rows):
                 given = begun(*first)
                 batch = given.batch()
             yield prepared(given, batch)
             n += 1
         for given in drawn_ahead((begun(i, step) for i, step in numbered), pool.n):
-            yield prepared(given, collated(given))
+            yield prepared(*collated(given))
             n += 1
         if check is not None and checks_end:
             check(n, {}, 0)

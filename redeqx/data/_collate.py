@@ -50,6 +50,16 @@ def collate(collate_fn: Callable[[list], PyTree], examples: list, places: Sequen
             raise
 
 
+def collate_alone(collate_fn: Callable[[list], PyTree], examples: list) -> list[PyTree[np.ndarray]]:
+    """Returns the batches of a few of these examples, each alone; none if `collate_fn` takes no single ones."""
+    places = sorted({round(i) for i in np.linspace(0, len(examples) - 1, _N_ALONE)}) if examples else []
+    try:
+        return [_checked_batch(collate_fn([examples[i]]), 1) for i in places]
+    except Exception:  # such as of a `collate_fn` that needs pairs of examples
+        return []
+
+
+_N_ALONE = 8
 _READY_BATCH = (
     "Each example has arrays that share their leading dim: {}. If these are ready batches, pass their rows as the examples, "
     "and stack these in `collate_fn`: redeqx shuffles and batches by itself."

@@ -6,12 +6,12 @@ and the local launcher. Knows nothing of models or files. Open `_cluster.py` fir
 
 from ._addresses import Member as Member
 from ._agreement import (
+    RowCheck as RowCheck,
     agree_on_examples as agree_on_examples,
     agree_on_opt_state as agree_on_opt_state,
     agree_on_program as agree_on_program,
     agree_on_trainer as agree_on_trainer,
     agree_on_values as agree_on_values,
-    check_rows as check_rows,
 )
 from ._cluster import WORKER as WORKER, start as start
 from ._exits import discard as discard, exit_now as exit_now, say as say

@@ -4,10 +4,11 @@ Every process compiles the same program and contributes its shards. If one has a
 value, nothing fails by itself: parameters that should be equal drift apart, and a checkpoint mixes them.
 """
 
+import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any
 
 import jax
@@ -20,6 +21,10 @@ from ._peers import Peers
 _ADVICE = (
     "Every process must run the same script with the same arguments: look for what depends on the process, the host, the "
     "time, or the order of a set."
+)
+_SAME_LENGTH = (
+    "Pad to one length, the same in every batch: a process collates the rows that its devices need, if the first batch has "
+    "rows of one length. Pass the same examples in every process."
 )
 _FEW = 2**10  # larger leaves of the optimizer state are not compared: they belong to parameters
 _LARGE = 2**20  # the most elements of a constant whose values are compared
@@ -47,25 +52,46 @@ def agree_on_examples(peers: Peers, method: str, n: int | None, batch_size: int)
     peers.agree(method, {"len(examples)": n, "batch_size": batch_size}, advice)
 
 
-def check_rows(peers: Peers, n_pass: int, i: int, batch: PyTree, n_examples: int) -> None:
-    """Checks that step `i` of a pass has the same number of examples in all processes, and rows of the same shape and dtype,
-    since the shards of all processes form one array.
+class RowCheck:
+    """Compares the rows of the steps of one pass over examples between the processes: their shards form one array.
 
     **Arguments:**
 
-    - `batch`: the collated rows of this process.
-    - `n_examples`: the number in all processes; 0 after the last step.
+    - `say`: prints a line, once for each kind of batch.
     """
-    rows = {name: f"{leaf.dtype} {list(leaf.shape[1:])} a row" for name, leaf in named_leaves(batch).items()}
-    rows["the number of examples of a step"] = str(n_examples)
-    advice = (
-        "Pad to one length, the same in every batch: a process collates the rows that its devices need. Pass the same "
-        "examples in every process."
-    )
-    if i == 0:
-        peers.agree("collate_fn", rows, advice)
-    else:  # does not wait, as batches are prepared two steps ahead of the device
-        peers.compare(f"rows of pass {n_pass}, step {i}", "collate_fn", rows, advice)
+
+    _numbers = count()  # of the passes of this process: every process makes the same ones in the same order
+
+    def __init__(self, peers: Peers, say: Callable[[str], None]):
+        self._peers, self._say, self._number = peers, say, next(self._numbers)
+
+    def vary(self, batches: Iterable[PyTree]) -> bool:
+        """Returns whether rows of these batches, or of those of other processes, have different shapes, so that each process
+        must collate all rows of a step. Waits for all processes."""
+        kinds = sorted({zlib.crc32(json.dumps(_shapes(batch)).encode()) for batch in batches})
+        found = self._peers.gather(f"shapes of rows, pass {self._number}", kinds)
+        varies = len(set().union(*found)) > 1
+        if varies:
+            self._say("`collate_fn`: rows of other examples have other shapes, so every process collates whole batches")
+        return varies
+
+    def __call__(self, i: int, batch: PyTree, n_examples: int) -> None:
+        """Checks that step `i` has the same number of examples in all processes, and rows of the same shape and dtype.
+
+        **Arguments:**
+
+        - `batch`: the collated rows of this process.
+        - `n_examples`: the number in all processes; 0 after the last step.
+        """
+        rows = _shapes(batch) | {"the number of examples of a step": str(n_examples)}
+        if i == 0:
+            self._peers.agree("collate_fn", rows, _SAME_LENGTH)
+        else:  # does not wait, as batches are prepared two steps ahead of the device
+            self._peers.compare(f"rows of pass {self._number}, step {i}", "collate_fn", rows, _SAME_LENGTH)
+
+
+def _shapes(batch: PyTree) -> dict[str, str]:
+    return {name: f"{leaf.dtype} {list(leaf.shape[1:])} a row" for name, leaf in named_leaves(batch).items()}
 
 
 def agree_on_program(peers: Peers, what: str, lowered: Any) -> None:

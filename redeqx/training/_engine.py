@@ -17,7 +17,7 @@ from .._at_end import AtEnd
 from .._deployer import Deployer
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
 from ..dims import RowUse
-from ..distributed import agree_on_opt_state, agree_on_trainer, check_rows
+from ..distributed import RowCheck, agree_on_opt_state, agree_on_trainer
 from ..errors import check_alive
 from ..machine import as_zeros, put, replicated
 from ..monitor import ProgressLine, Records
@@ -267,8 +267,8 @@ class Engine:
         - `inference`, `is_counted`: whether they are batches of an evaluation, and the number of its examples is known.
         - `options`: those of `redeqx.data.batches`.
         """
-        self.deployer.n_passes += 1
-        check = None if self.deployer.peers.n == 1 else partial(check_rows, self.deployer.peers, self.deployer.n_passes)
+        peers = self.deployer.peers
+        check = None if peers.n == 1 else RowCheck(peers, self.deployer.console.info)
         known = self.task.eval_rows if inference else self.task.rows
         use = known or partial(self._find_row_use, size, inference, is_counted)
         return batches(steps, self.task.pool, size, self.deployer.mesh, check, use=use, **options)

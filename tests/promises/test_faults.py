@@ -222,7 +222,7 @@ def test_rows_of_another_shape_are_named(tmp_path):
     assert run.code == 1
     assert (
         "ValueError: `collate_fn`: expected `x` to be float32 [16] a row, as in process 0, got float32 [20] a row in "
-        "process 1. Pad to one length, the same in every batch: a process collates the rows that its devices need."
+        "process 1. Pad to one length, the same in every batch: a process collates the rows that its devices need, "
     ) in run.lines[-1]
 
 
@@ -274,12 +274,14 @@ def test_process_0_decides_if_a_metric_differs(tmp_path):
     )
 
 
+@pytest.mark.parametrize("options", [(), ("--ragged",)])
 @pytest.mark.sweep
-def test_two_processes_train_like_one(tmp_path):
+def test_two_processes_train_like_one(tmp_path, options):
     """Both runs have eight devices: the order of data and the random numbers are equal; only the order of sums differs."""
-    two = train(tmp_path / "two", "--fsdp", 2, "--rest")
-    one = train(tmp_path / "one", "--fsdp", 2, "--rest", n_processes=1, n_devices=8)
+    two = train(tmp_path / "two", "--fsdp", 2, "--rest", *options)
+    one = train(tmp_path / "one", "--fsdp", 2, "--rest", *options, n_processes=1, n_devices=8)
     assert (two.code, one.code) == (0, 0), two.text
+    assert ("every process collates whole batches" in two.text) == bool(options)
     np.testing.assert_allclose(two.result["metrics"]["loss"], one.result["metrics"]["loss"], rtol=1e-6)
     np.testing.assert_allclose(two.result["outputs"], one.result["outputs"], rtol=1e-6)
     files = [CheckpointManager(tmp_path / name / "ckpts") for name in ("two", "one")]

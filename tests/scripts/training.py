@@ -39,6 +39,7 @@ parser.add_argument("--heartbeat", type=float, default=30.0)
 parser.add_argument("--start", type=float, default=300.0)
 parser.add_argument("--hang", type=float)
 parser.add_argument("--rest", action="store_true", help="epochs, evaluations and predictions that end in a smaller batch")
+parser.add_argument("--ragged", action="store_true", help="rows are as long as the longest of their batch")
 parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--fault", default="none")
 parser.add_argument("--at", type=int, default=8, help="the step before which the fault happens")
@@ -183,6 +184,7 @@ def collate_fn(numbers):
             file.write(json.dumps([trainer.step, numbers]) + "\n")
     length = 20 if args.fault == "shape" and is_culprit and trainer.step >= args.at - 1 else 16
     rows = [np.random.default_rng(i).normal(size=24).astype(np.float32) for i in numbers]
+    length = 16 + max(i % 8 for i in numbers) if args.ragged else length
     x, y = np.stack([row[:length] for row in rows]), np.stack([row[16:] for row in rows])
     if args.fault == "nan":
         x = np.where(np.asarray(numbers)[:, None] == 7, np.nan, x)
@@ -191,7 +193,7 @@ def collate_fn(numbers):
 
 def loss_fn(model, batch, key):
     keys = jax.random.split(key, len(batch["x"]))
-    return jnp.square(jax.vmap(model)(batch["x"][:, :16], keys) - batch["y"]).mean()
+    return jnp.square(jax.vmap(model)(batch["x"][:, :16], keys) - batch["y"]).mean() * (batch["x"].shape[1] / 16)
 
 
 def break_call(call, number):
@@ -277,7 +279,9 @@ metrics = trainer.fit(
     callbacks=callbacks,
     **options,
 )
-predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(lambda x: model(x, None))(batch["x"]))
+predictor = trainer.get_default_predictor(
+    lambda model, batch, key: jax.vmap(lambda x: model(x[:16], None) * (len(x) / 16))(batch["x"])
+)
 outputs = np.stack(predictor.predict(list(range(N, N + N_PREDICTED)), 2))
 if deployer.peers.index == 0:
     print(json.dumps({"metrics": metrics, "outputs": float(np.abs(outputs).sum())}))
