@@ -90,7 +90,9 @@ class Delivery:
         """
         self._enqueue(dict(values), starts=False)
 
-    def rewind(self, step: int, rows: Iterable[Row], is_of_another: Callable[[Record], bool], *, begins: bool) -> None:
+    def rewind(
+        self, step: int, rows: Iterable[Row], is_of_another: Callable[[Record], bool], *, begins: bool, repeats: bool
+    ) -> None:
         """Continues a trainer after `step`. Delivers those recorded rows that the tracker lacks.
 
         **Arguments:**
@@ -98,21 +100,24 @@ class Delivery:
         - `rows`: all that are recorded, of other trainers too.
         - `is_of_another`: whether a record stays, although its step is later.
         - `begins`: whether nothing is left of an earlier process, so that a new run of the tracker begins.
+        - `repeats`: whether the trainer had recorded later steps.
         """
         self._end()
         if begins and not self.is_new:
             self._run_id, self._sent, self._sent_media, self.is_new = *_unknown(), True
-        self._purge_step, self._newest = step + 1, {}
+        # Only if it must: a purge deletes the later images and texts of other trainers, too.
+        purges = self._kind.purges and (begins or repeats)
+        self._purge_step, self._newest = step + 1 if purges else None, {}
 
         def stays(item: Record) -> bool:
-            return isinstance(item, dict) or item.step <= step or (not self._kind.purges and is_of_another(item))
+            return isinstance(item, dict) or item.step <= step or (not purges and is_of_another(item))
 
         with self._lock:
             self._pending = deque(each for each in self._pending if stays(each[0]))
             self._size = sum(_size(item) for item, _ in self._pending)
         if self._kind.purges:  # it has the earlier records, and none of the later ones: those are of other trainers
             self._skip_until, self._skip_media_until = {}, {}
-            rows = (row for row in rows if row.step > step)
+            rows = (row for row in rows if purges and row.step > step)
         else:
             self._skip_until, self._skip_media_until = self._sent.copy(), self._sent_media.copy()
             for item, mark in self._pending:

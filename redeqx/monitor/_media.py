@@ -12,6 +12,7 @@ import numpy as np
 from ..storage import make_subfolder, write_file
 
 _ROUNDED = 1 / 256  # how far floats may be outside of 0 to 1: the rounding error of bfloat16
+_FILE = re.compile(r"step_(\d{8,})_.*\.(png|txt)$")
 _MAX_NAME = 200  # bytes; file systems allow 255, with the step and the suffix
 
 
@@ -53,12 +54,13 @@ class MediaFile:
         return path
 
 
-def rewind_media(folder: Path, step: int) -> None:
-    """Deletes the files of images and texts after `step`."""
-    for path in [] if folder.is_symlink() else folder.glob("step_*"):
-        found = re.match(r"step_(\d{8,})_.*\.(png|txt)$", path.name)
-        if found is not None and int(found[1]) > step:
-            path.unlink()
+def rewind_media(folder: Path, step: int) -> bool:
+    """Deletes the files of images and texts after `step`. Returns whether there were any."""
+    names = [] if folder.is_symlink() else [(path, _FILE.match(path.name)) for path in folder.glob("step_*")]
+    later = [path for path, found in names if found is not None and int(found[1]) > step]
+    for path in later:
+        path.unlink()
+    return bool(later)
 
 
 def check_name(name: str) -> None:

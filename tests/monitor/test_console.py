@@ -307,6 +307,27 @@ def test_tensorboard_keeps_the_rows_of_other_trainers(tmp_path):
     assert owners == ["critic1", "actor1", "actor2", "actor3", "critic2"]
 
 
+def test_tensorboard_keeps_the_images_of_a_trainer_when_another_begins(tmp_path):
+    pytest.importorskip("tensorboardX")
+    records = Console(tmp_path, loggers=["tensorboard"]).records
+    for name in ("teacher", "student"):
+        records.rewind_once(0, name)
+        for step in (1, 2):
+            records.metrics({"loss": step / 2, "grad_norm": 1.0}, step, name=name)
+        records.text(f"{name} says", "a text", 2)
+        time.sleep(1.1)  # TensorBoard orders event files by the second in their names
+    records.close()
+    found = [(tag.partition("/")[0], step) for step, tag, _ in scalars(tmp_path / "tensorboard") if "grad" not in tag]
+    assert found == [
+        ("teacher", 1),
+        ("teacher", 2),
+        ("teacher says", 2),
+        ("student", 1),
+        ("student", 2),
+        ("student says", 2),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "at", "left"),
     [
