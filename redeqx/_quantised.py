@@ -20,6 +20,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int8, UInt8
 
+from ._promotion import promoting
 from ._tree import PyTree, named_leaves
 
 KINDS = ("nf4", "int8")
@@ -192,7 +193,7 @@ def _batch(operands: Any, dims: Any, **params: Any) -> Any:
 
 ad.primitive_jvps[dequantise_p] = _jvp
 batching.primitive_batchers[dequantise_p] = _batch
-mlir.register_lowering(dequantise_p, mlir.lower_fun(_formula, multiple_results=False))
+mlir.register_lowering(dequantise_p, mlir.lower_fun(promoting(_formula), multiple_results=False))
 
 
 # --- models with quantised weights ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from .._promotion import promoting
 from . import _grouped_lowering as lowering
 from ._grouped_lowering import GroupedSetting
 from ._shared import default_precision, make_aval
@@ -186,7 +187,7 @@ def _register(primitive: Any, fn: Callable[..., Any]) -> None:
     The compiler cannot partition Megablox: if several devices share arrays and the split is unknown, TPUs compute by tiles.
     """
     on_cpu, on_gpu, on_tpu, tiled_on_tpu = (
-        mlir.lower_fun(partial(fn, backend), multiple_results=False)
+        mlir.lower_fun(promoting(partial(fn, backend)), multiple_results=False)
         for backend in (lowering.ON_CPU, lowering.ON_GPU, lowering.ON_TPU, lowering.TILED_ON_TPU)
     )
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
+from .._promotion import promoting
 from .._rounding import at_least_float32
 from . import _blockwise, _cudnn, _sequence, _splash
 from ._setting import AttentionSetting, Unsupported
@@ -271,7 +272,7 @@ def _register(primitive: Any, fn: Callable[..., list[Any]]) -> None:
     blocks too.
     """
     in_blocks, by_cudnn, by_splash = (
-        mlir.lower_fun(each, multiple_results=True)
+        mlir.lower_fun(promoting(each), multiple_results=True)
         for each in (
             partial(fn, _blockwise),
             partial(_or_blockwise, fn, "cuDNN"),
@@ -291,4 +292,4 @@ def _register(primitive: Any, fn: Callable[..., list[Any]]) -> None:
 _register(attention_p, _forward)
 _register(gradient_p, _backward)
 _cudnn.register_lowered(attention_p, gradient_p)
-mlir.register_lowering(_tangent_p, mlir.lower_fun(_dense_tangent, multiple_results=True))
+mlir.register_lowering(_tangent_p, mlir.lower_fun(promoting(_dense_tangent), multiple_results=True))

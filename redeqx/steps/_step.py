@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree
 
+from .._promotion import promoting
 from .._tree import is_array_like, is_key, named_leaves
 from ..dims import RowUse, row_use
 from ..machine import XlaOptions, is_in_host, replicated, split_rows
@@ -80,7 +81,7 @@ class TrainStep:
         - `options`: for the compiler.
         """
         out = (self.shardings, replicated(self.functions.plan.mesh))
-        return jax.jit(self.step_fn, donate_argnums=0, out_shardings=out, compiler_options=dict(options or {}))
+        return _jitted(self.step_fn, out, options, donate_argnums=0)
 
     def step_fn(self, state: TrainState, frozen: list[Array], groups: Sequence[PyTree], n_rows: Array) -> Any:
         """Returns the state after an update, and its metrics and then the weight of the loss as one vector.
@@ -241,7 +242,7 @@ class EvalStep:
     def jitted(self, options: XlaOptions | None = None) -> Callable[..., Any]:
         """Returns the compiled function."""
         out = replicated(self.functions.plan.mesh)
-        return jax.jit(self.eval_fn, out_shardings=out, compiler_options=dict(options or {}))
+        return _jitted(self.eval_fn, out, options)
 
     def eval_fn(
         self,
@@ -350,4 +351,15 @@ def make_predict_step(
 
     # With several processes each one gets all rows, since each script uses them.
     outputs = replicated(plan.mesh) if plan.mesh.is_multi_process else split_rows(plan.mesh)
-    return jax.jit(predict_fn, out_shardings=outputs, compiler_options=dict(options or {}))
+    return _jitted(predict_fn, outputs, options)
+
+
+def _jitted(step: Callable[..., Any], outputs: Any, options: XlaOptions | None, **kwargs: Any) -> Callable[..., Any]:
+    """Returns a compiled step.
+
+    **Arguments:**
+
+    - `outputs`: the shardings of what it returns.
+    - `options`: for the compiler.
+    """
+    return jax.jit(promoting(step), out_shardings=outputs, compiler_options=dict(options or {}), **kwargs)

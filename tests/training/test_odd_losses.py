@@ -313,3 +313,40 @@ def test_weakly_typed_state_of_a_layer_is_carried_saved_and_used(tmp_path, accum
 def test_a_backend_without_hlo_text_trains(monkeypatch):
     monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: None)
     check("weak_constants", (2, 1))
+
+
+def attending(model, batch, key):
+    attended = jax.vmap(lambda x: model(x, x, x, mask=jnp.tril(jnp.ones((32, 32), bool))))(batch)
+    return jnp.square(attended).mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "default"),
+    [("jax_numpy_rank_promotion", "raise", "allow"), ("jax_numpy_dtype_promotion", "strict", "standard")],
+)
+def test_a_script_that_forbids_promotions_trains_and_is_told_of_its_own(name, value, default):
+    """Optimizers and kernels need not follow what a script asks of its own code."""
+    x = np.random.default_rng(0).normal(size=(8, 32, 16)).astype(np.float32)
+
+    def trained(loss_fn):
+        trainer = redeqx.Trainer(
+            redeqx.Deployer(n_model_shards=2, verbose=False),
+            model=eqx.nn.MultiheadAttention(4, 16, key=jax.random.key(0)),
+            optimizer=optax.adamw(1e-2),
+            collate_fn=np.stack,
+            loss_fn=loss_fn,
+        )
+        metrics = trainer.train(list(x), 1)
+        predictor = trainer.get_default_predictor(lambda model, batch, key: jax.vmap(lambda x: model(x, x, x))(batch))
+        return metrics, np.stack(predictor.predict(list(x), 1))
+
+    expected, outputs = trained(attending)
+    jax.config.update(name, value)
+    try:
+        metrics, again = trained(attending)
+        with pytest.raises((ValueError, TypeError), match=name):
+            trained(lambda model, batch, key: (attending(model, batch, key) + jnp.ones(3) * jnp.arange(3)[:, None]).mean())
+    finally:
+        jax.config.update(name, default)
+    assert metrics == expected
+    np.testing.assert_array_equal(again, outputs)
