@@ -5,7 +5,7 @@ nothing from more devices. This rule computes each transform under `jax.shard_ma
 that are not transformed.
 
 On CPUs, a transform also ends with an internal error there, if its operand or result has another layout in memory than its
-dims have. XLA chooses such a layout next to collectives along another dim, as of channels, so this rule sets the layout.
+dims have. XLA chooses such a layout next to convolutions and to collectives along another dim. So this rule sets the layout.
 
 Source: measured with jax 0.10.2 (the test `test_xla_still_...`), not seen with 0.12. Cost: in tracing, one search for
 positions and one pass of the dataflow, for functions with transforms. A transformed dim is gathered, as without the rule.

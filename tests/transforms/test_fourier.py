@@ -40,9 +40,9 @@ MODEL = Spectral(jax.random.key(0))
 BATCH = np.random.default_rng(0).normal(size=(8, 2, 16)).astype(np.float32)
 
 
-def trained(batch, accumulate, shards):
+def trained(batch, accumulate, shards, model=MODEL):
     trainer = redeqx.Trainer(
-        redeqx.Deployer(verbose=False, **shards), model=MODEL, optimizer=optax.sgd(1e-2), collate_fn=np.stack,
+        redeqx.Deployer(verbose=False, **shards), model=model, optimizer=optax.sgd(1e-2), collate_fn=np.stack,
         loss_fn=loss_fn, accumulate_grad_batches=accumulate,
     )  # fmt: skip
     trainer.update(list(batch))
@@ -64,10 +64,34 @@ def trained(batch, accumulate, shards):
     ],
 )
 def test_gradient(n_rows, accumulate, shards):
-    batch = BATCH[:n_rows]
-    grads = eqx.filter_jit(eqx.filter_grad(loss_fn))(MODEL, batch, None)
-    trainer = trained(batch, accumulate, shards)
-    for before, after, grad in zip(*map(jax.tree.leaves, (MODEL, trainer.model, grads)), strict=True):
+    check_gradient(MODEL, BATCH[:n_rows], accumulate, shards)
+
+
+class Convolved(eqx.Module):
+    """Convolutions, each of a transformed signal."""
+
+    layers: list[eqx.nn.Conv1d]
+
+    def __init__(self, key):
+        self.layers = [eqx.nn.Conv1d(8, 8, 3, padding=1, key=each) for each in jax.random.split(key)]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(jnp.fft.irfft(jnp.fft.rfft(x), n=16)))
+        return x
+
+
+@pytest.mark.sweep
+def test_next_to_convolutions():
+    """XLA's transforms on CPUs refuse the layout in memory that its convolutions prefer."""
+    batch = np.random.default_rng(0).normal(size=(7, 8, 16)).astype(np.float32)
+    check_gradient(Convolved(jax.random.key(0)), batch, 1, {"n_model_shards": 2})
+
+
+def check_gradient(model, batch, accumulate, shards):
+    grads = eqx.filter_jit(eqx.filter_grad(loss_fn))(model, batch, None)
+    trainer = trained(batch, accumulate, shards, model)
+    for before, after, grad in zip(*map(jax.tree.leaves, (model, trainer.model, grads)), strict=True):
         found = (np.asarray(before) - np.asarray(after)) / 1e-2
         assert np.linalg.norm(found - grad) < 1e-4 * np.linalg.norm(grad)
 
