@@ -32,7 +32,7 @@ from ._progress import (
     start,
     warn_of_unsaved,
 )
-from ._state import ENGINES, Checkpoint, Origins, checkpoint_trees, leaves_of
+from ._state import Checkpoint, Origins, checkpoint_trees, leaves_of
 
 
 class Checkpointer:
@@ -299,7 +299,7 @@ class Checkpointer:
             "train_metrics": plain_numbers(last_metrics),
             "hyperparams": engine.hyperparams.record,
         }
-        same_run = [other for other in ENGINES if other.deployer is deployer and other.name != engine.name]
+        same_run = [other for other in engine.every if other.deployer is deployer and other.name != engine.name]
         if same_run:
             record["others"] = dict(sorted((other.name or "", other.step) for other in same_run))
         if engine.placed[1].frozen:
@@ -379,12 +379,12 @@ class Checkpointer:
             states = states_of_record(record["callbacks"], checkpoints, path)
             self._continue_from(record, states)
             self._is_resumed = True
-            saved = Checkpoint(checkpoints, path, record, explained=partial(self._resuming, path))
-            if engine.is_placed:
-                engine.load(saved)
-            else:
-                engine.restore = saved
-            self.origins.note_base(saved.base)
+        saved = Checkpoint(checkpoints, path, record, explained=partial(self._resuming, path))
+        if engine.is_placed:
+            engine.load(saved)
+        else:
+            engine.load_when_placed(saved)
+        self.origins.note_base(saved.base)
 
     def _continue_from(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
         """Takes over the counts, the stream of keys, the progress and the callbacks' states of a checkpoint's record."""
@@ -411,8 +411,9 @@ class Checkpointer:
         except ValueError as error:
             # A later fit finds that run again, and does not overwrite it.
             self.engine.continue_from(0, 0, Position(), 0, {})
-            self.progress, self._next, self._is_resumed = Progress(), "look", False
-            self.engine.restore, self._states = None, {}
+            self.progress, self._next, self._is_resumed, self._states = Progress(), "look", False, {}
+            if not self.engine.is_placed:
+                self.engine.load_when_placed(None)
             if isinstance(error, DamagedError):
                 raise
             raise ValueError(

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._deployer import Deployer
 from ..compiled import SavedPrograms, checked as checked_work
@@ -47,10 +48,11 @@ class CalledSteps:
         self._ahead: Compilation | None = None
         self._unchecked: SavedPrograms | None = deployer.saved_programs
 
-    def compile_ahead(self, program: Program, args: tuple[Any, ...], signature: Any) -> None:
-        """Compiles a train step in a thread, while its arrays are made or read. `args` may be shapes."""
+    def compile_ahead(self, program: Program, batch: Batch) -> None:
+        """Compiles a train step in a thread, while its arrays are made or read."""
+        args = program.train_args(program.state, batch.groups, np.uint32(batch.n_examples))
         self._check_saved(program, args)
-        self._ahead = Compilation(program.train_step, args, signature)
+        self._ahead = Compilation(program.train_step, args, batch.signature)
 
     def _check_saved(self, program: Program, args: tuple[Any, ...]) -> None:
         """Raises ValueError if the first train step is not the one that the cache folder was filled for."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import jax
 import numpy as np
@@ -29,7 +30,18 @@ from ._header import eval_text, header_rows, loss_rows, warn_of_means, warn_of_u
 from ._hyperparams import Hyperparams
 from ._metrics import Metrics, Queued, why_nonfinite
 from ._progress import Position
-from ._state import ENGINES, Checkpoint, check_values, given_state, load_state, match_state, new_state, without_shared
+from ._state import (
+    Checkpoint,
+    Given,
+    Lost,
+    Placed,
+    check_values,
+    given_state,
+    load_state,
+    match_state,
+    new_state,
+    without_shared,
+)
 from ._task import Task
 
 
@@ -45,27 +57,24 @@ class Engine:
 
     **Attributes:**
 
-    - `plan`: how the model is split; None until something was computed.
-    - `program`: the jitted steps; None until the model is placed.
     - `step`, `n_examples`, `position`: the numbers of updates and of their examples so far, and where that is in the
         trainer's fits. They change together, so that a checkpoint that is saved at any time is consistent.
     - `stream`: from which each step derives its key (`Deployer.next_stream`).
-    - `restore`: the checkpoint to load when the model is placed, instead of the given values.
     - `metrics`: the metrics of its updates.
     - `hyperparams`: the hyperparameters in the optimizer's state.
     - `newest_checkpoint`: returns the name of the newest checkpoint, for errors.
     - `line`: shows the progress of what runs: a fit, a pass, or the updates of a user's own loop.
     - `called`, `newest_step`: the steps that have been called, and the train step that was called last.
     - `is_updating`: whether updates are in progress.
+    - `every`: all engines of this process.
     """
+
+    every: ClassVar[WeakSet["Engine"]] = WeakSet()
 
     def __init__(self, deployer: Deployer, task: Task, model: PyTree, model_state: PyTree, name: str | None):
         self.deployer, self.task, self.name = deployer, task, name
-        self.plan: Plan | None = task.plan
-        self.program: Program | None = None
         self.step, self.n_examples, self.position = 0, 0, Position()
         self.stream = deployer.next_stream()
-        self.restore: Checkpoint | None = None
         self.metrics = Metrics(deployer.console.info, task.max_skipped)
         self.hyperparams = Hyperparams()
         self.line: ProgressLine = deployer.console.progress(title="update")
@@ -73,11 +82,10 @@ class Engine:
         self.is_updating = False
         self.called = CalledSteps(deployer)
         self.newest_step: CalledStep | None = None
-        self._given: tuple[PyTree, PyTree] | None = (model, model_state)  # until they are placed
-        self._state: TrainState | None = None
+        self._model: Given | Placed | Lost = Given(model, model_state)
         self._knows_loss = False  # whether the plan tells what the loss does with leaves and rows
         self.newest_checkpoint: Callable[[], str | None] = lambda: None
-        ENGINES.add(self)
+        self.every.add(self)
         if task.pool.n:
             AtEnd(task.pool.close, self)
 
@@ -86,47 +94,42 @@ class Engine:
     @property
     def is_placed(self) -> bool:
         """Whether the model is on the mesh."""
-        return self.program is not None
+        return not isinstance(self._model, Given)
 
     @property
     def has_values(self) -> bool:
         """Whether the model is on the mesh and has values."""
-        return self._state is not None
+        return isinstance(self._model, Placed)
 
     @property
-    def placed(self) -> tuple[Program, TrainState]:
+    def placed(self) -> Placed:
         """The program and the arrays that it carries. The model must be placed."""
-        assert self.program is not None, "placed"
-        if self._state is None:
+        if isinstance(self._model, Lost):
             raise ValueError(
                 "`trainer`: expected its values, got none: they were freed for a checkpoint that then could not be read. "
                 "Load one that is complete with `load_ckpt`, or create the Trainer again."
             )
-        return self.program, self._state
+        assert isinstance(self._model, Placed), "placed"
+        return self._model
+
+    @property
+    def plan(self) -> Plan | None:
+        """How the model is split; None until it is placed, unless the task has a plan."""
+        return self.task.plan if isinstance(self._model, Given) else self._model.program.plan
 
     @property
     def trees(self) -> tuple[PyTree, PyTree]:
         """The model and the state of its layers. A checkpoint to restore is ignored."""
-        if self._given is not None:
-            return self._given
-        program, state = self.placed
-        return program.model(state), program.model_state(state)
+        return self._model.trees if isinstance(self._model, Given) else self.placed.trees
 
     @property
-    def current(self) -> tuple[PyTree, PyTree]:
-        """The model and the state of its layers. A checkpoint is restored first."""
-        if self.restore is not None:
+    def current(self) -> Given | Placed:
+        """The model, on the mesh or not, with its values. A checkpoint is restored first."""
+        if isinstance(self._model, Given):
+            if self._model.checkpoint is None:
+                return self._model
             self.place()
-        return self.trees
-
-    @property
-    def eval_model(self) -> PyTree:
-        """The model that is evaluated and saved. A checkpoint is restored first."""
-        model = self.current[0]
-        if self._given is not None:
-            return model
-        program, state = self.placed
-        return program.eval_model(state)
+        return self.placed
 
     @property
     def precision(self) -> str:
@@ -147,63 +150,36 @@ class Engine:
         if self.is_placed and (self._knows_loss or batch is None):
             return
         self.deployer.need_values("trainer")
-        if not self.is_placed:
-            self._agree()
-        trace = None if batch is None else self.task.trace(*self.trees, batch)
-        if self.is_placed or trace is not None or plan is None:
-            plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace, placed=self.plan if self.is_placed else plan)
-        self.plan, self._knows_loss = plan, trace is not None
-        if self.is_placed:
-            self._use_plan_of_loss(plan)
-            for name, text in loss_rows(self.task, self.placed[0], trace).items():  # the header was printed without a loss
-                self.deployer.console.info(f"{name}: {text}")
+        if not isinstance(self._model, Given):
+            self._use_loss(batch)
             return
-        program = (None if first is None else self._compile_ahead(plan, first)) or self.task.program(plan, *self.trees)
-        if self.restore is None:
-            self._state = new_state(program, *self.trees, self.stream)
-            self.program, self._given = program, None
-            self.hyperparams.begin(program, self._state)
+        self._model = self._agreed(self._model)
+        checkpoint = self._model.checkpoint
+        trace = None if batch is None else self.task.trace(*self.trees, batch)
+        if plan is None:
+            plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace)
+        program = self.task.program(plan, *self.trees)
+        # With `memory="auto"` another program may run, and several processes agree on it first.
+        if first is not None and self.deployer.peers.n == 1 and self.task.compute.memory is None:
+            self.called.compile_ahead(program, first)
+        if checkpoint is None:
+            self._model = Placed(program, new_state(program, *self.trees, self.stream))
+            self.hyperparams.begin(*self._model)
         else:
-            self._restore(program)
+            self._model = Given(*self.trees)  # if the checkpoint cannot be loaded, the given values stay
+            self._read(checkpoint, program, given_state(program, self.trees[0], self.stream, checkpoint.base))
+        self._knows_loss = trace is not None
         if self.deployer.peers.n > 1:
-            agree_on_opt_state(self.deployer.peers, program.opt_tree(self.placed[1]))
+            agree_on_opt_state(self.deployer.peers, program.opt_tree(self.placed.state))
         rows = header_rows(self.deployer, self.task, *self.placed, trace, self.precision)
         self.deployer.console.header(rows)
         self.records.begin(rows, plan.explain)
 
-    def place_for(self, batch: Batch, *, is_update: bool = False) -> None:
-        """Calls `place` with the shapes of this batch, which with `is_update` is that of the next update."""
-        if not self.is_placed or not self._knows_loss:
-            self.place(batch.micro_batch, batch if is_update else None)
-
-    def _agree(self) -> None:
-        """Checks that the arrays still exist, and that the trainers of all processes agree."""
-        model, state = self.trees
-        check_alive(model, "model")  # another trainer may have donated the arrays of `deployer.init`
-        placed = [other.placed[1] for other in ENGINES - {self} if other.has_values]
-        model = without_shared(self.task.structure, model, placed, [other._given for other in ENGINES - {self}])
-        self._given = model, state
-        if self.deployer.peers.n > 1:
-            settings = {"accumulate_grad_batches": self.task.accumulate, "precision": self.precision}
-            settings["trained leaves"] = len(self.task.structure.names[0])
-            with self.deployer.watch.paused():
-                agree_on_trainer(self.deployer.peers, model, state, settings)
-
-    def _compile_ahead(self, plan: Plan, batch: Batch) -> Program | None:
-        """Starts to compile the train step for a batch, and returns its program; None if another program may run.
-
-        `memory="auto"` may change the program, and several processes agree on it first.
-        """
-        if self.deployer.peers.n > 1 or self.task.compute.memory is not None:
-            return None
-        program = self.task.program(plan, *self.trees)
-        shapes = program.train_args(program.state, batch.groups, np.uint32(batch.n_examples))
-        self.called.compile_ahead(program, shapes, batch.signature)
-        return program
-
-    def _use_plan_of_loss(self, plan: Plan) -> None:
+    def _use_loss(self, batch: PyTree) -> None:
         """Switches to a program that knows what the loss does with leaves, on which an optimizer's masks may depend."""
         before, state = self.placed
+        trace = self.task.trace(*self.trees, batch)
+        plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace, placed=before.plan)
         program = self.task.program(plan, *self.trees)
         if program.opt_treedef != before.opt_treedef:
             if self.step:
@@ -212,8 +188,24 @@ class Engine:
                     "structures. Pass the plan: `functools.partial(decay_mask, plan=deployer.plan(model, loss_fn, batch))`."
                 )
             state = replace(state, opt_state=program.init_opt_state(state.trained))
-        self.program, self._state = program, state
+        self._model, self._knows_loss = Placed(program, state), True
         self.called.train.clear()
+        for name, text in loss_rows(self.task, program, trace).items():  # the header was printed without a loss
+            self.deployer.console.info(f"{name}: {text}")
+
+    def _agreed(self, given: Given) -> Given:
+        """Checks that the arrays still exist, and that the trainers of all processes agree; copies what others hold too."""
+        check_alive(given.model, "model")  # another trainer may have donated the arrays of `deployer.init`
+        others = [other._model for other in self.every - {self}]
+        placed = [other.state for other in others if isinstance(other, Placed)]
+        upcoming = [other.trees for other in others if isinstance(other, Given)]
+        model = without_shared(self.task.structure, given.model, placed, upcoming)
+        if self.deployer.peers.n > 1:
+            settings = {"accumulate_grad_batches": self.task.accumulate, "precision": self.precision}
+            settings["trained leaves"] = len(self.task.structure.names[0])
+            with self.deployer.watch.paused():
+                agree_on_trainer(self.deployer.peers, model, given.model_state, settings)
+        return given._replace(model=model)
 
     def use_task(self, task: Task) -> None:
         """Switches to another task's train step, and moves the optimizer state to its memory, leaf after leaf."""
@@ -222,7 +214,7 @@ class Engine:
         for i, shape in enumerate(program.state.opt_state):
             state.opt_state[i] = jax.device_put(state.opt_state[i], shape.sharding)
         kept = {"eval_step": before.eval_step, "eval_names": before.eval_names}  # it need not compile again
-        self.task, self.program = task, replace(program, **kept)
+        self.task, self._model = task, Placed(replace(program, **kept), state)
         self.called.train.clear()
 
     # --- hyperparameters -------------------------------------------------------------------------------------------------
@@ -231,7 +223,7 @@ class Engine:
     def opt_state(self) -> PyTree:
         """The optimizer state; in a dry run zeros."""
         if self.deployer.is_dry_run:
-            return as_zeros(self.task.opt_shapes(self.current[0]))
+            return as_zeros(self.task.opt_shapes(self.current.trees[0]))
         self.take_hyperparams()
         program, state = self.placed
         return self.hyperparams.show(program.opt_tree(state))
@@ -330,7 +322,7 @@ class Engine:
         deployer.peers.check()
         if is_first:
             self.hyperparams.begin_run()
-            self.place_for(batch, is_update=True)
+            self.place(batch.micro_batch, batch)
             self.flush()
             choose_memory(self, batch)
         if self.hyperparams.shown:
@@ -346,7 +338,7 @@ class Engine:
             if step.captured:
                 check_captured(step.captured, "loss_fn" if self.task.grad_fn is None else "grad_fn")
             after, vector = program.call_train(state, batch.groups, n_rows)
-        self._state, self.newest_step = after, step
+        self._model, self.newest_step = Placed(program, after), step
         self.step += 1
         self.n_examples += batch.n_examples
         if epoch is not None:
@@ -374,7 +366,7 @@ class Engine:
 
     def compiled(self, batch: Batch) -> jax.stages.Compiled:
         """Returns the compiled train step for a batch."""
-        self.place_for(batch)
+        self.place(batch.micro_batch)
         program, state = self.placed
         return program.train_step.lower(*program.train_args(state, batch.groups, np.uint32(batch.n_examples))).compile()
 
@@ -391,8 +383,7 @@ class Engine:
         """
         if not self.is_placed:
             self.place(plan=make_plan(*self.trees) if self.task.plan is None else None)
-        assert self.plan is not None
-        return self.eval_model, self.trees[1], self.plan
+        return self.placed.eval_model, self.trees[1], self.placed.program.plan
 
     # --- checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -404,35 +395,29 @@ class Engine:
         if not self.is_placed and checkpoint.base is None:
             program = self.task.program(make_plan(self.trees[0], self.deployer.mesh), *self.trees)
             match_state(program, program.state, checkpoint)
-            self.restore = checkpoint
+            self.load_when_placed(checkpoint)
             return
         self.place()
-        assert self.program is not None
-        program, state = self.program, self._state
-        if state is None:  # its values were lost
-            model = program.model(program.state)
-            state = given_state(program, model, self.stream, None)
-        match_state(program, state, checkpoint)
-        self._state = None
-        self._state = load_state(program, state, checkpoint)
+        if isinstance(self._model, Lost):
+            program = self._model.program
+            state = given_state(program, program.model(program.state), self.stream, None)
+        else:
+            program, state = self.placed
+        self._read(checkpoint, program, state)
         self.metrics.forget()
-        self._match_hyperparams(checkpoint)
 
-    def _restore(self, program: Program) -> None:
-        """Loads the checkpoint to restore, instead of the given values."""
-        checkpoint, self.restore = self.restore, None
-        assert checkpoint is not None
+    def load_when_placed(self, checkpoint: Checkpoint | None) -> None:
+        """Notes the checkpoint to load when the model is placed, which it must not be yet; None for the given values."""
+        self._model = Given(*self.trees, checkpoint)
+
+    def _read(self, checkpoint: Checkpoint, program: Program, state: TrainState) -> None:
+        """Loads a checkpoint in place of a state. Its arrays are deleted, once the checkpoint is known to match."""
         with checkpoint.explained():
-            state = given_state(program, self.trees[0], self.stream, checkpoint.base)
             match_state(program, state, checkpoint)
-            self.program, self._given = program, None
-            self._state = load_state(program, state, checkpoint)
-        self._match_hyperparams(checkpoint)
-
-    def _match_hyperparams(self, checkpoint: Checkpoint) -> None:
-        """Decides between the hyperparameters of a loaded state and those of the script."""
-        if checkpoint.opt_states:
-            self.hyperparams.match(*self.placed, checkpoint.record["hyperparams"], self.deployer.console.info)
+            self._model = Lost(program)
+            self._model = Placed(program, load_state(program, state, checkpoint))
+        if checkpoint.opt_states:  # decide between its hyperparameters and those of the script
+            self.hyperparams.match(*self._model, checkpoint.record["hyperparams"], self.deployer.console.info)
 
     def continue_from(
         self, step: int, n_examples: int, position: Position, n_skipped: int, metrics: dict[str, float]
@@ -445,5 +430,6 @@ class Engine:
     def use_stream(self, n: int) -> None:
         """Continues with the stream of keys of this number."""
         self.stream = np.array([self.stream[0], n], self.stream.dtype)
-        if self._state is not None:
-            self._state = replace(self._state, stream=put(self.stream, replicated(self.deployer.mesh)))
+        if isinstance(self._model, Placed):
+            program, state = self._model
+            self._model = Placed(program, replace(state, stream=put(self.stream, replicated(self.deployer.mesh))))

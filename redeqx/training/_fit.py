@@ -294,7 +294,7 @@ class Fit:
             if is_first:
                 # Before anything else is placed or evaluated, so that the plan is that of the loss.
                 if (batch := upcoming.peek()) is not None:
-                    engine.place_for(batch, is_update=True)
+                    engine.place(batch.micro_batch, batch)
                 yield self._started()
             with closing(engine.updates(upcoming, start)) as steps:
                 for self.ends_epoch in steps:

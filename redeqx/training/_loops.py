@@ -113,9 +113,9 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
     def computed(upcoming: Prefetch) -> Iterator[tuple[jax.Array, int, int | None]]:  # not the batches, which take memory
         n_rows, weights = 0, None
         for batch in upcoming:
-            engine.place_for(batch)
-            program, state = engine.placed
             if weights is None:
+                engine.place(batch.micro_batch)
+                program, state = engine.placed
                 check_values(program, state)
                 given = None if model is None else place(model, program.plan)
                 weights = (program.eval_trained(state), state.frozen) if given is None else task.structure.take(given)

@@ -1,10 +1,9 @@
 """Makes, saves and loads training states: the trees of a checkpoint, and their arrays on the devices of a program."""
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,7 +43,48 @@ class Checkpoint:
         return Base.of_record(self.record)
 
 
-ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()  # those of this process, which hold the states of its trainers
+class Given(NamedTuple):
+    """A model that is not on the mesh yet, and the state of its layers: arrays, or their shapes in a dry run.
+
+    A `checkpoint` is loaded when it is placed, instead of these values.
+    """
+
+    model: PyTree
+    model_state: PyTree
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def trees(self) -> tuple[PyTree, PyTree]:
+        """The model and the state of its layers."""
+        return self.model, self.model_state
+
+    @property
+    def eval_model(self) -> PyTree:
+        """The model that is evaluated and saved."""
+        return self.model
+
+
+class Placed(NamedTuple):
+    """A model on the mesh: its program, and the arrays that it carries."""
+
+    program: Program
+    state: TrainState
+
+    @property
+    def trees(self) -> tuple[PyTree, PyTree]:
+        """The model and the state of its layers."""
+        return self.program.model(self.state), self.program.model_state(self.state)
+
+    @property
+    def eval_model(self) -> PyTree:
+        """The model that is evaluated and saved."""
+        return self.program.eval_model(self.state)
+
+
+class Lost(NamedTuple):
+    """A model on the mesh without values: they were freed for a checkpoint that then could not be read."""
+
+    program: Program
 
 
 def new_state(program: Program, model: PyTree, model_state: PyTree | None, stream: np.ndarray) -> TrainState:
