@@ -91,7 +91,6 @@ class _Weight(Tag):
     pending: tuple[Any, ...] = ()  # the equations of the pending views, in their order
     of_view: Shardings | None = None  # the shardings after the pending views, or None if nothing is pending
     stored_in: Any = None  # the narrower dtype from which the weight was cast without loss; None if there is none
-    gradients: "_Gradients | None" = None  # of the equation with a custom derivative that is being computed, if it is one
 
     def begin(self, value: Any) -> Tagged:
         """Constrains the weight to its storage sharding.
@@ -103,8 +102,6 @@ class _Weight(Tag):
 
     def release(self, value: Any) -> Any:
         """Gathers the weight. The transpose sums the gradient over the batch's shards, and that of `begin` slices it."""
-        if self.gradients is not None:
-            return viewed(self.pending, self.gradients.gather(value, self))
         return viewed(self.pending, self.gathered(value) if self.stored_in is None else self.gathered_narrowly(value))
 
     def gathered(self, value: Any) -> Any:
@@ -228,13 +225,14 @@ class _Gradients:
     shardings: Sequence[Shardings | None]  # of its operands, after pending views; None for those that are no weights
     summed: set[str] = field(default_factory=set)  # the names of the weights for whose gradients the rule did that
 
-    def gather(self, value: Any, weight: _Weight) -> Any:
-        of = weight.shardings
+    def gather(self, weight: Tagged) -> Any:
+        tag: _Weight = weight.tag  # pyright: ignore[reportAssignmentType]
+        of = tag.shardings
 
         def store(gradient: Any) -> Any:
             return of.constrain(gradient, of.storage) if of.name in self.summed else of.store(gradient)
 
-        return with_gradient(weight.gathered, store)(value)
+        return viewed(tag.pending, with_gradient(tag.gathered, store)(weight.value))
 
 
 _gradients: ContextVar[_Gradients | None] = ContextVar("the gradients of the equation that is differentiated", default=None)
@@ -297,11 +295,12 @@ def _compute_with_weights(eqn: Any, ins: Sequence[Any], weights: Sequence[_Weigh
     if eqn.primitive.name in CUSTOM_DERIVATIVES and site.around == ():
         of_views = [value.tag.of_view or value.tag.shardings if _is_weight(value) else None for value in ins]
         gradients = _Gradients(of_views)
-        ins = [Tagged(x.value, replace(x.tag, gradients=gradients)) if _is_weight(x) else x for x in ins]
 
     def compute(*values: Any) -> list[Any]:
-        tagged = [Tagged(v, old.tag) if isinstance(old, Tagged) else v for old, v in zip(ins, values, strict=True)]
-        return site.rest(eqn, tagged)
+        given = [Tagged(v, old.tag) if isinstance(old, Tagged) else v for old, v in zip(ins, values, strict=True)]
+        if gradients is not None:
+            given = [gradients.gather(x) if _is_weight(x) else x for x in given]
+        return site.rest(eqn, given)
 
     # Without this, every gathered weight would be saved for the backward pass: the whole model.
     if any(weight.shardings.is_gathered for weight in weights):
