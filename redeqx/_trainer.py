@@ -1,6 +1,6 @@
 """The Trainer: trains an Equinox model on any mesh. The public interface of the package `training`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from types import MappingProxyType
 from typing import Any, Generic
@@ -52,7 +52,6 @@ from .training import (
     one_pass,
     one_update,
     warn_of_large_batch,
-    with_options,
 )
 
 
@@ -549,8 +548,36 @@ class Trainer(RedcoNames, Generic[ModelT]):
             raise ValueError("`stop`: expected inside `fit`, got called outside. Call it in a callback.")
         self._fit.stop_requested = True
 
-    @with_options(FitOptions)
-    def fit(self, options: FitOptions) -> dict[str, float]:
+    @filter_traceback
+    def fit(
+        self,
+        train_examples: Any,
+        per_device_batch_size: int | None = None,
+        n_epochs: int | None = None,
+        *,
+        max_steps: int | None = None,
+        batch_size: int | None = None,
+        drop_remainder: bool = False,
+        eval_examples: Any = None,
+        eval_per_device_batch_size: int | None = None,
+        eval_batch_size: int | None = None,
+        eval_loss: bool = True,
+        eval_predictor: Any = None,
+        eval_metric_fn: Callable[[Any, list[Any]], Mapping[str, Any]] | None = None,
+        eval_sanity_check: bool = True,
+        eval_every_n_steps: int | None = None,
+        save_every_n_steps: int | None = None,
+        save_ckpt_every_k_epochs: int | None = None,
+        save_last_ckpt: bool = False,
+        save_argmin_ckpt_by_metrics: Sequence[str] = (),
+        save_argmax_ckpt_by_metrics: Sequence[str] = (),
+        save_end: bool = True,
+        keep_last: int = 2,
+        save_opt_states: bool = True,
+        save_float_dtype: Any = None,
+        resume: bool = True,
+        callbacks: Sequence[Any] = (),
+    ) -> dict[str, float]:
         """Trains for `n_epochs` epochs, with evaluations and saves; returns the metrics of the last evaluation, or of the
         last step if nothing is evaluated.
 
@@ -597,9 +624,11 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         In a dry run, compiles the step for the first batch and raises SystemExit with the report.
         """
+        arguments = dict(locals())  # all of the above
+        del arguments["self"]
         if self._fit is not None:
             raise ValueError("`fit`: expected after the running `fit`, got called inside it. Call it afterwards.")
-        fit = Fit(self._engine, self._checkpointer, options, self)
+        fit = Fit(self._engine, self._checkpointer, FitOptions(**arguments), self)
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(Workload.of_fit(fit), run.machine, **run.options))
         self._fit = fit

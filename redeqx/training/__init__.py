@@ -12,7 +12,7 @@ from ._callbacks import (
 from ._checkpointer import Checkpointer as Checkpointer
 from ._compilation import Signatures as Signatures
 from ._engine import Engine as Engine
-from ._fit import Fit as Fit, FitOptions as FitOptions, with_options as with_options
+from ._fit import Fit as Fit, FitOptions as FitOptions
 from ._loops import (
     as_one_step as as_one_step,
     evaluate as evaluate,

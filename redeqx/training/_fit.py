@@ -4,15 +4,13 @@
 what the user adds) are callbacks: those of `_handlers.py`, and the user's. `_progress.py` decides where a fit starts.
 """
 
-import functools
-import inspect
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from ..checkpoint import check_savable
 from ..data import (
@@ -31,13 +29,11 @@ from ..data import (
 )
 from ..dims import UNKNOWN
 from ..errors import (
-    FilteredTraceback,
     brief,
     check_count,
     check_flag,
     check_float_dtype,
     check_function,
-    check_names,
     check_predictor,
     check_readable_again,
     warn,
@@ -52,41 +48,36 @@ from ._handlers import Evaluate, KeepBest, Save
 from ._loops import warn_of_large_batch
 from ._progress import Position, Progress
 
-P = ParamSpec("P")
-Options = TypeVar("Options")
-Result = TypeVar("Result")
-
 
 @dataclass(frozen=True)
 class FitOptions:
     """The arguments of `Trainer.fit`, which documents them."""
 
     train_examples: Any
-    per_device_batch_size: int | None = None
-    n_epochs: int | None = None
-    _: KW_ONLY
-    max_steps: int | None = None
-    batch_size: int | None = None
-    drop_remainder: bool = False
-    eval_examples: Any = None
-    eval_per_device_batch_size: int | None = None
-    eval_batch_size: int | None = None
-    eval_loss: bool = True
-    eval_predictor: Any = None
-    eval_metric_fn: Callable[[Any, list[Any]], Mapping[str, Any]] | None = None
-    eval_sanity_check: bool = True
-    eval_every_n_steps: int | None = None
-    save_every_n_steps: int | None = None
-    save_ckpt_every_k_epochs: int | None = None
-    save_last_ckpt: bool = False
-    save_argmin_ckpt_by_metrics: Sequence[str] = ()
-    save_argmax_ckpt_by_metrics: Sequence[str] = ()
-    save_end: bool = True
-    keep_last: int = 2
-    save_opt_states: bool = True
-    save_float_dtype: Any = None
-    resume: bool = True
-    callbacks: Sequence[Any] = ()
+    per_device_batch_size: int | None
+    n_epochs: int | None
+    max_steps: int | None
+    batch_size: int | None
+    drop_remainder: bool
+    eval_examples: Any
+    eval_per_device_batch_size: int | None
+    eval_batch_size: int | None
+    eval_loss: bool
+    eval_predictor: Any
+    eval_metric_fn: Callable[[Any, list[Any]], Mapping[str, Any]] | None
+    eval_sanity_check: bool
+    eval_every_n_steps: int | None
+    save_every_n_steps: int | None
+    save_ckpt_every_k_epochs: int | None
+    save_last_ckpt: bool
+    save_argmin_ckpt_by_metrics: Sequence[str]
+    save_argmax_ckpt_by_metrics: Sequence[str]
+    save_end: bool
+    keep_last: int
+    save_opt_states: bool
+    save_float_dtype: Any
+    resume: bool
+    callbacks: Sequence[Any]
 
     @property
     def epochs(self) -> int | None:
@@ -119,7 +110,7 @@ class FitOptions:
     def check(self, workdir: Location | None) -> None:
         """Raises ValueError or TypeError for invalid arguments."""
         for field in fields(self):
-            if isinstance(field.default, bool):
+            if field.type is bool:
                 check_flag(getattr(self, field.name), field.name)
         check_count(self.keep_last, "keep_last")
         check_float_dtype(self.save_float_dtype, "save_float_dtype", "Pass None to save what the model has.")
@@ -154,29 +145,6 @@ class FitOptions:
             raise ValueError("`workdir`: expected a folder for checkpoints, got None. Pass `Deployer(workdir=...)`.")
 
 
-def with_options(
-    options: Callable[P, Options],
-) -> Callable[[Callable[[Any, Options], Result]], Callable[Concatenate[Any, P], Result]]:
-    """Decorates a method of `(self, options)`, so that it is called, documented and type-checked with the fields of a
-    dataclass of options as arguments. Its errors show only the user's frames."""
-    parameters = inspect.signature(options).parameters.values()
-
-    def decorate(method: Callable[[Any, Options], Result]) -> Callable[Concatenate[Any, P], Result]:
-        own = inspect.signature(method)
-        signature = own.replace(parameters=[next(iter(own.parameters.values())), *parameters])
-
-        @functools.wraps(method)
-        def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> Result:
-            with FilteredTraceback():
-                check_names(signature, method.__name__, args, kwargs)
-                return method(self, options(*args, **kwargs))
-
-        called.__signature__ = signature  # type: ignore[attr-defined]
-        return called
-
-    return decorate
-
-
 class Fit:
     """One fit of an engine's model.
 
@@ -192,7 +160,7 @@ class Fit:
     - `stop_requested`: whether it is to end after this step.
     """
 
-    def __init__(self, engine: Engine, checkpointer: Checkpointer, options: FitOptions, trainer: Any = None):
+    def __init__(self, engine: Engine, checkpointer: Checkpointer, options: FitOptions, trainer: Any):
         self.engine, self.checkpointer, self.options, self.trainer = engine, checkpointer, options, trainer
         options.check(engine.deployer.workdir)
         self.size = engine.batch_size(options.per_device_batch_size, options.batch_size)
