@@ -44,6 +44,7 @@ class Checkpointer:
     - `progress`: how far the fits have come.
     - `fit_index`: the number of finished fits.
     - `tags`: names of the running fit for the next checkpoint of this step.
+    - `states`: of the callbacks of the fit that was resumed, interrupted or ended last.
     - `origins`: where the model's arrays come from.
     """
 
@@ -52,7 +53,7 @@ class Checkpointer:
         self.engine, self.progress, self.fit_index = engine, Progress(), 0
         self.tags: set[str] = set()
         self._callbacks: Callbacks | None = None  # of the running fit
-        self._states: dict[str, dict[str, Any]] = {}  # of the fit that was resumed, interrupted or ended last
+        self.states: dict[str, dict[str, Any]] = {}
         # What the next fit does: it looks for an earlier run, begins anew, whatever `progress` says, or goes on.
         self._next: Literal["look", "begin", "go on"] = "look"
         self._is_resumed = False  # whether `progress` is that of an earlier process
@@ -103,7 +104,7 @@ class Checkpointer:
         self.fit_index, self._is_resumed = position.fit, False
         if position == Position(position.fit):  # the fit is a new one
             self.engine.position, progress.first_step = position, self.engine.step
-            progress.setting, progress.metrics, progress.evaluated, self._states = {}, {}, 0, {}
+            progress.setting, progress.metrics, progress.evaluated, self.states = {}, {}, 0, {}
         return position
 
     @contextmanager
@@ -117,22 +118,16 @@ class Checkpointer:
                 self.checkpoints.settle()
             if callbacks.has_begun:
                 try:
-                    self.keep_states()
+                    self.keep_states(callbacks)
                 except Exception as other:  # the fit's own error says more
                     error.add_note(f"A callback's `state` failed after it: {type(other).__name__}: {other}")
             raise
         finally:
             self._callbacks, self.tags = None, set()
 
-    def begin_callbacks(self) -> None:
-        """Restores the states of the fit's callbacks."""
-        assert self._callbacks is not None
-        self._callbacks.begin(self._states)
-
-    def keep_states(self) -> None:
-        """Keeps the states of the fit's callbacks, for checkpoints that are saved after it."""
-        assert self._callbacks is not None
-        self._states = self._callbacks.states()
+    def keep_states(self, callbacks: Callbacks) -> None:
+        """Keeps the states of a fit's callbacks, for checkpoints that are saved after it."""
+        self.states = callbacks.states()
 
     def end_fit(self, result: dict[str, float]) -> None:
         """Waits until the end of a fit is on disk."""
@@ -259,7 +254,7 @@ class Checkpointer:
             checkpoints = self.need_checkpoints()
         program, state = engine.placed
         trees = checkpoint_trees(program, state, program.eval_model(state), opt_states=save_opt_states)
-        states = self._states if self._callbacks is None else self._callbacks.states()
+        states = self.states if self._callbacks is None else self._callbacks.states()
         record["callbacks"] = states_to_record(states)
         if arrays := arrays_of(states):
             trees["callbacks"] = arrays
@@ -389,7 +384,7 @@ class Checkpointer:
     def _continue_from(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
         """Takes over the counts, the stream of keys, the progress and the callbacks' states of a checkpoint's record."""
         results = self.progress.results  # fits may have ended since that checkpoint
-        self.progress, self._states = Progress.of_record(record), states
+        self.progress, self.states = Progress.of_record(record), states
         self.progress.results |= results
         self._kept_step = record["step"]
         self.engine.continue_from(
@@ -411,7 +406,7 @@ class Checkpointer:
         except ValueError as error:
             # A later fit finds that run again, and does not overwrite it.
             self.engine.continue_from(0, 0, Position(), 0, {})
-            self.progress, self._next, self._is_resumed, self._states = Progress(), "look", False, {}
+            self.progress, self._next, self._is_resumed, self.states = Progress(), "look", False, {}
             if not self.engine.is_placed:
                 self.engine.load_when_placed(None)
             if isinstance(error, DamagedError):

@@ -178,11 +178,6 @@ class Fit:
         return self.checkpointer.progress
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics of the newest evaluation."""
-        return self.progress.metrics
-
-    @property
     def eval_size(self) -> BatchSize:
         """The sizes of an evaluation's batch; they may depend on what the loss does with rows."""
         examples = self.options.eval_examples
@@ -196,7 +191,7 @@ class Fit:
 
     def result(self) -> dict[str, float]:
         """Returns the metrics of the newest evaluation, or if nothing is evaluated, of the newest step."""
-        return dict(self.metrics if self.options.evaluates else self.engine.metrics.last)
+        return dict(self.progress.metrics if self.options.evaluates else self.engine.metrics.last)
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -226,7 +221,7 @@ class Fit:
                         break
             engine.flush()
             self._call("on_last_step")
-            checkpointer.keep_states()
+            checkpointer.keep_states(self.callbacks)
             self._call("on_fit_end")
         with line.pause("saving"):
             checkpointer.end_fit(self.result())
@@ -272,7 +267,7 @@ class Fit:
         yield "on_epoch_end"
 
     def _started(self) -> str:
-        self.checkpointer.begin_callbacks()
+        self.callbacks.begin(self.checkpointer.states)
         return "on_fit_start"
 
     def steps(self, start: Position, examples: Any) -> Iterator[Slice]:
@@ -399,8 +394,8 @@ class Fit:
         self.callbacks.call("on_eval", dict(metrics))
 
     def _summarise(self) -> None:
-        rows = {"steps": f"{self.engine.step:,}", **{f"eval {name}": f"{x:.6g}" for name, x in self.metrics.items()}}
-        checkpoints, best = self.checkpointer.checkpoints, self.progress.best
+        checkpoints, metrics, best = self.checkpointer.checkpoints, self.progress.metrics, self.progress.best
+        rows = {"steps": f"{self.engine.step:,}", **{f"eval {name}": f"{x:.6g}" for name, x in metrics.items()}}
         if checkpoints is not None:
             folder, index, names = checkpoints.folder, checkpoints.index(), checkpoints.names()
             # Somebody may have removed a checkpoint since: that ends no run.
