@@ -40,21 +40,16 @@ class Queued:
     batch: Batch
     work: Work | None
 
-    def metrics(self) -> dict[str, float]:
-        """Returns the metrics; waits for the device."""
-        return {name: value for name, value in self._values().items() if name != UNMOVED}
-
-    def unmoved(self) -> float:
-        """Returns the share of updates that are lost to rounding; waits for the device."""
-        return self._values().get(UNMOVED, 0.0)
+    def read(self) -> tuple[dict[str, float], float]:
+        """Returns the metrics, and the share of parameters' updates that are lost to rounding. Waits for the device."""
+        metrics = dict(zip(self.names, np.asarray(self.vector)[:-1].tolist(), strict=True))
+        unmoved = metrics.pop(UNMOVED, 0.0)
+        return metrics, unmoved
 
     @property
     def has_weight(self) -> bool:
         """Whether the weight that divided the loss is not 0. Waits for the device."""
         return bool(np.asarray(self.vector)[-1])
-
-    def _values(self) -> dict[str, float]:
-        return dict(zip(self.names, np.asarray(self.vector)[:-1].tolist(), strict=True))
 
 
 class Recorder(Protocol):
@@ -120,7 +115,7 @@ class Metrics:
         """Returns the newest update's metrics, and the number of skipped updates, without showing or removing anything."""
         metrics, n_skipped = self.last, self.n_skipped
         for update in self._unread:
-            metrics = update.metrics()
+            metrics, _ = update.read()
             if (name := _first_nonfinite(metrics)) is not None:
                 if self._max_skipped is None:
                     raise self._error(update, name, metrics, to)
@@ -129,7 +124,7 @@ class Metrics:
 
     def _read(self, to: Recorder) -> None:
         update = self._unread.popleft()
-        metrics = update.metrics()
+        metrics, unmoved = update.read()
         name = _first_nonfinite(metrics)
         self._n_skipped_in_a_row = 0 if name is None else self._n_skipped_in_a_row + 1
         self._broken_at = None if name is None else self._broken_at
@@ -140,10 +135,10 @@ class Metrics:
             self.n_skipped += 1
             text = f"skipped, as `{name}` is {metrics[name]}; {self.n_skipped} so far"
             self._log(f"step {update.step}: {text}")
-        elif not self._has_warned and update.unmoved() > _MOST_UNMOVED:
+        elif not self._has_warned and unmoved > _MOST_UNMOVED:
             self._has_warned = True
             warn(
-                f"`model`: expected 16-bit parameters that updates change, got {update.unmoved():.0%} of the updates of "
+                f"`model`: expected 16-bit parameters that updates change, got {unmoved:.0%} of the updates of "
                 f"step {update.step} lost: each is less than half of its parameter's last digit. Pass "
                 "`compute=redeqx.Precision(parameters='bfloat16')`, which keeps float32 copies of them, add "
                 "`rounding='stochastic'` to need none, or store them in float32: `compute='bfloat16'`."
