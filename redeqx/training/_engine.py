@@ -169,8 +169,7 @@ class Engine:
             self._model = Given(*self.trees)  # if the checkpoint cannot be loaded, the given values stay
             self._read(checkpoint, program, given_state(program, self.trees[0], self.stream, checkpoint.base))
         self._knows_loss = trace is not None
-        if self.deployer.peers.n > 1:
-            agree_on_opt_state(self.deployer.peers, program.opt_tree(self.placed.state))
+        agree_on_opt_state(self.deployer.peers, program.opt_tree(self.placed.state))
         rows = header_rows(self.deployer, self.task, *self.placed, trace, self.precision)
         self.deployer.console.header(rows)
         self.records.begin(rows, plan.explain)
