@@ -87,11 +87,12 @@ class BatchSize:
     def micro_batch_for(self, use: RowUse, mesh: Mesh) -> int:
         """Returns the rows of a full micro-batch for a loss that uses rows in this way.
 
-        A loss that mixes rows, or may, gets no more micro-batches than the user asked for. Groups of rows are not divided;
-        if a micro-batch has enough of them, each shard of the batch gets whole groups, else the micro-batch may be larger.
+        A loss that mixes rows, or may, or changes the model's state, gets no more micro-batches than the user asked for.
+        Groups of rows are not divided; if a micro-batch has enough of them, each shard of the batch gets whole groups, else
+        the micro-batch may be larger.
         """
         if use.stays_whole:
-            return -(-self.examples // self.asked)
+            return -(-self.examples // (self.asked * use.group)) * use.group
         if use.group == 1:
             return self.micro_batch
         n_shards, least = n_batch_shards(mesh), math.lcm(use.group, n_batch_shards(mesh))

@@ -60,6 +60,7 @@ class RowUse:
     - `why`: what that equation does, such as "a reduction over rows".
     - `metrics`: one phrase with its line for each metric that mixes rows, so that it is one of each part.
     - `draws`: one sentence with its line for each random draw that cannot follow the rows.
+    - `changes_state`: whether the function returns a part of the model's state changed: each part of the batch changes it.
     - `no_sums`: the metrics whose weight grows with the number of rows, and their total does not, as that of a mean.
     """
 
@@ -70,6 +71,7 @@ class RowUse:
     why: str = ""
     metrics: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
+    changes_state: bool = False
     no_sums: tuple[str, ...] = ()
     gathers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # lines over which rows cannot be split, and why
     is_random: bool = True  # whether anything may be drawn
@@ -96,8 +98,9 @@ class RowUse:
 
     @property
     def stays_whole(self) -> bool:
-        """Whether rows are divided only where the user asks for it: nothing proves that parts give what the whole gives."""
-        return not self.is_exact and self != UNKNOWN
+        """Whether rows are divided only where the user asks for it: nothing proves that parts give what the whole gives, or
+        each part changes the model's state."""
+        return (not self.is_exact or self.changes_state) and self != UNKNOWN
 
     def is_about(self, closed: Any, n_rows: int) -> bool:
         """Whether it is a proof for a closed jaxpr in normal form of the function, for another number of rows."""
@@ -125,7 +128,8 @@ class RowUse:
         said = "a sum over rows" if self.kind == "separable" and self.degree else "separable"
         if self.kind == "after":
             said += f" after {len(self.whole)} value{'s' * (len(self.whole) != 1)} of the whole batch"
-        return "; ".join((said + (f", {self.group} rows at a time" if self.group > 1 else ""), *self.metrics))
+        said += f", {self.group} rows at a time" if self.group > 1 else ""
+        return "; ".join((said, *["each micro-batch changes the state"] * self.changes_state, *self.metrics))
 
 
 UNKNOWN = RowUse("unknown")  # nothing has been traced yet

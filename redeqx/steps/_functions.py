@@ -106,9 +106,12 @@ class Sums:
         fn = self.judged(inference=inference)
         is_differentiated = self.grad_fn is None and not inference
         use = row_use(lambda *args: fn(*args)[0], weights, state, batch, key, is_differentiated=is_differentiated)
-        if use.is_exact and not inference and _reads_changed_state(fn, weights, state, batch, key):
+        if not use.is_exact or inference:
+            return use
+        changes, reads = _changes_state(fn, weights, state, batch, key)
+        if reads:
             return replace(use, kind="mixed", why="it reads a state that each part of the batch changes")
-        return use
+        return replace(use, changes_state=changes)
 
     def row_use_of(self, model: PyTree, state: PyTree, batch: PyTree, *, inference: bool = False) -> RowUse:
         """Returns what the function does with the rows of a batch, for a model in one piece."""
@@ -151,16 +154,17 @@ def _any_value(leaf: Any) -> Any:
     return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct | np.ndarray) else leaf
 
 
-def _reads_changed_state(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTree, key: Any) -> bool:
-    """Whether the sums of `(sums, state)` depend on a part of the state that is returned changed."""
+def _changes_state(fn: Callable[..., Any], weights: PyTree, state: PyTree, batch: PyTree, key: Any) -> tuple[bool, bool]:
+    """Whether `(sums, state)` has a part of the state changed, and whether the sums depend on such a part."""
     n = len(jax.tree.leaves(state))
     if not n:
-        return False
+        return False, False
     closed = normal(jax.make_jaxpr(fn)(*as_bare_shapes((weights, state, batch, key))))
     start, outs = len(jax.tree.leaves(weights)), closed.jaxpr.outvars
     needed = {var for eqn in restricted(closed, outs[:-n]).jaxpr.eqns for var in variables(eqn.invars)}
     pairs = zip(closed.jaxpr.invars[start : start + n], outs[-n:], strict=True)
-    return any(before in needed and before is not after for before, after in pairs)
+    changed = {before for before, after in pairs if before is not after}
+    return bool(changed), bool(changed & needed)
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def _use_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
     if use == UNKNOWN:
         return positions
     text = use.text
-    if use.stays_whole and task.accumulate > 1:
+    if not use.is_exact and task.accumulate > 1:
         n_rows, are = trace.closed.in_avals[len(trace.leaves)].shape[0], "is" if use.kind == "mixed" else "may be"
         text += f", so each of the {task.accumulate} micro-batches, of {n_rows} rows, {are} a batch of its own"
     draws = "; ".join(use.draws)
@@ -129,13 +129,15 @@ def eval_text(use: RowUse, is_counted: bool) -> str:
 
 
 def warn_of_uncut_rows(use: RowUse, size: BatchSize, mesh: Mesh) -> None:
-    """Warns if every device computes all rows of a micro-batch, since the loss may mix them and they do not divide."""
+    """Warns if every device computes all rows of a micro-batch, since they must not be cut and do not divide."""
     n_shards, rows = n_batch_shards(mesh), size.micro_batch_for(use, mesh)
     if use.stays_whole and rows % n_shards:
         mixes, where = "mixes" if use.kind == "mixed" else "may mix", f" at {use.line}" if use.line else ""
+        changes = "Each micro-batch changes the state, so its rows"
+        why = changes if use.is_exact else f"The loss {mixes} rows{where}, so they"
         warn(
             f"`batch_size`: expected micro-batches of a multiple of {n_shards} rows, so that each device computes its "
-            f"share, got {rows}. The loss {mixes} rows{where}, so they are not cut, and every device computes all of them. "
+            f"share, got {rows}. {why} are not cut, and every device computes all of them. "
             f"Choose a multiple of {n_shards * size.asked}."
         )
 

@@ -4,6 +4,7 @@ Each loss of `drawing.py` is compared with itself on the whole update, undivided
 """
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -146,18 +147,20 @@ class Counting(eqx.Module):
         self.n_calls = eqx.nn.StateIndex(jnp.array(0))
 
 
-@pytest.mark.parametrize(("accumulate", "rows", "n_calls"), [(4, 33, 5), pytest.param(4, 32, 4, marks=pytest.mark.sweep)])
-def test_a_model_with_state_draws_for_the_rows_and_keeps_its_state(accumulate, rows, n_calls):
-    """Four micro-batches of 8 rows, and a row that is computed alone."""
+@pytest.mark.parametrize("rows", [33, pytest.param(32, marks=pytest.mark.sweep)])
+def test_a_model_with_state_draws_for_the_rows_and_keeps_its_state(rows):
+    """Four micro-batches, also of 9, 9, 9 and 6 rows, which do not divide over the devices."""
 
     def loss_fn(model, state, batch, key):
         state = state.set(model.n_calls, state.get(model.n_calls) + 1)
         return LOSSES["vae"](model.model, batch, key), state
 
     model, state = eqx.nn.make_with_state(Counting)()
-    trainer = make_trainer(loss_fn, model, "8", accumulate, model_state=state)
-    assert_first_update_matches(trainer, EXAMPLES[:rows], *expected("vae", rows))
-    assert int(trainer.model_state.get(model.n_calls)) == n_calls
+    trainer = make_trainer(loss_fn, model, "8", 4, model_state=state)
+    is_uncut = pytest.warns(UserWarning, match="got 9. Each micro-batch changes the state, so its rows are not cut")
+    with is_uncut if rows % 32 else nullcontext():
+        assert_first_update_matches(trainer, EXAMPLES[:rows], *expected("vae", rows))
+    assert int(trainer.model_state.get(model.n_calls)) == 4
 
 
 @pytest.mark.sweep

@@ -652,3 +652,18 @@ def test_an_evaluation_takes_no_gradient(capsys):
     expected = loss_fn(trainer.model, DATA, None)
     np.testing.assert_allclose(trainer.eval_loss(DATA, batch_size=8), expected, rtol=1e-6)
     assert "depend on the batch size" not in capsys.readouterr().out
+
+
+def test_a_state_that_is_not_read_is_changed_once():
+    """Rows that do not divide over the devices would be computed in micro-batches, each of which would change it."""
+
+    def loss_fn(model, state, batch, key):
+        return jnp.square(jax.vmap(model)(batch)).mean(), 0.9 * state + 0.1 * batch.mean(0)
+
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(verbose=False), model=eqx.nn.Linear(6, 1, key=jax.random.key(0)), model_state=jnp.zeros(6),
+        optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="got 13. Each micro-batch changes the state, so its rows are not cut"):
+        trainer.update(DATA[:13])
+    np.testing.assert_allclose(np.asarray(trainer.model_state), 0.1 * DATA[:13].mean(0), rtol=1e-5)
