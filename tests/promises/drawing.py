@@ -196,6 +196,14 @@ def a_key_of_its_own(p, batch, key):
     return (jnp.tanh((batch["x"] + noise) @ p["w"]) @ p["v"]).mean()
 
 
+@case(lambda: {**dense(), "key": jax.random.key(5)})
+def a_key_of_the_model(p, batch, key):
+    """A frozen leaf."""
+    keep = jax.random.bernoulli(p["key"], 0.7, batch["x"].shape)
+    noise = jax.vmap(lambda key: jax.random.normal(key, (T, D)))(jax.random.split(p["key"], len(batch["x"])))
+    return (jnp.tanh((batch["x"] * keep + noise) @ p["w"]) @ p["v"]).mean()
+
+
 @case(dense)
 def positions_permuted_in_each_row(p, batch, key):
     orders = jax.vmap(lambda key: jax.random.permutation(key, T))(jax.random.split(key, len(batch["x"])))
