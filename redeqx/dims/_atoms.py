@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from ..tracing import line_of
 
 
@@ -71,8 +68,8 @@ def have_common_factors(one: Dim, two: Dim) -> bool:
 class Value:
     """A value at one place of a traced function.
 
-    One that depends on weights and constants only, and draws nothing, is polymorphic: each use has atoms of its own, as a
-    polymorphic type has, so that names do not spread through shared or square weights.
+    One that depends on weights and constants only is polymorphic: each use has atoms of its own, as a polymorphic type has,
+    so that names do not spread through shared or square weights.
     """
 
     aval: Any
@@ -97,11 +94,6 @@ class Value:
     def source(self) -> "Value":
         """The value itself, for a use too."""
         return self.base or self
-
-    @property
-    def is_key(self) -> bool:
-        """Whether it is a random key, or an array of them."""
-        return jnp.issubdtype(getattr(self.aval, "dtype", float), jax.dtypes.prng_key)
 
     @property
     def atoms(self) -> list[Atom]:

@@ -48,6 +48,7 @@ class Growth:
         self.is_comparable = len(names.rows) == len(other.rows) and [s.name for s in ours] == [s.name for s in others]
         if not self.is_comparable:
             return
+        _name_as_used(names, other, ours, others)
         varies = [one.size != two.size for one, two in zip(names.rows, other.rows, strict=True)]
         if varies == sorted(varies, reverse=True):  # the outer factors
             self.rows = frozenset(names.rows[: sum(varies)])
@@ -105,6 +106,18 @@ class Growth:
         """Whether a dim grows as the rows among its atoms do."""
         of = [atom for atom in flat(dim) if atom in self._sizes]
         return size * math.prod(self._sizes[atom] for atom in of) == its_size * math.prod(atom.size for atom in of)
+
+
+def _name_as_used(names: Names, other: Names, ours: Sequence[Step], others: Sequence[Step]) -> None:
+    """Gives the dims of polymorphic values that grow the names of their uses. So the equation that makes them is seen to
+    make rows: from a key of the model, or by a slice of its weights. Weights themselves do not grow."""
+    for one, two in zip(ours, others, strict=True):
+        for value, its in zip(one.ins, two.ins, strict=True):
+            if value.base is not None and its.base is not None:
+                for i, (size, its_size) in enumerate(zip(value.aval.shape, its.aval.shape, strict=True)):
+                    if size != its_size:
+                        names.unify(value.base.dims[i], value.dims[i])
+                        other.unify(its.base.dims[i], its.dims[i])
 
 
 def _name_what_grows(names: Names, other: Names, ours: Sequence[Step], others: Sequence[Step]) -> None:

@@ -119,7 +119,6 @@ class Names(Inference):
             found = relation_of(step.eqn)(self, step.eqn, step.ins)
             is_of_weights = bool(step.ins) and all(value.is_polymorphic for value in step.ins)
             is_of_weights &= any(value.literal is None for value in step.ins)
-            is_of_weights &= not any(value.is_key for value in step.ins)  # a draw has its rows wherever it is used
             step.outs = [
                 Value(var.aval, tuple(dims), is_of_weights) for var, dims in zip(step.eqn.outvars, found, strict=True)
             ]

@@ -1346,6 +1346,12 @@ def keys_folded_with_the_row(p, batch, key):
 
 
 @mixed
+def the_first_rows_of_a_table_of_weights(p, batch, key):
+    own = p["layers"].reshape(-1)[: len(batch["x"])]
+    return (row_losses(p, batch) * own).mean()
+
+
+@mixed
 def mixup_with_a_beta_by_row(p, batch, key):
     """One key for all: JAX draws gammas for all rows at once."""
     share = jax.random.beta(key, 0.2, 0.2, (len(batch["x"]), 1, 1))
