@@ -4,6 +4,7 @@ A convolution along a dim that is split over devices is wrong if it is replicate
 axis splits its input channels: its gradients are too large, and its values may be wrong too. So where a sequence axis splits
 positions, the part of each device with its edges, a window, becomes a row of its own: XLA then finds more rows, and no dim
 along which a kernel slides is split. Where the positions of the result do not divide, and of images, none is split at all.
+Nor are rows, if it is a convolution along these and a model axis repeats it.
 
 A grouped convolution whose window does not slide (a kernel of size 1, or of the size of the input) is partitioned as a
 product, and its groups are forgotten. If its channels are split over devices, its values are wrong, or it does not compile.
@@ -62,7 +63,7 @@ class FixConvolutions(ByPositions):
             return False
         is_repeated = self.is_differentiated and self.mesh.shape[MODEL] > 1
         is_grouped = _groups(eqn)[0] > 1 and (is_repeated or _is_turned(eqn) or _window(eqn) is not None)
-        return is_grouped or self.mesh.shape[SEQUENCE] > 1
+        return is_grouped or self._may_slide_along_split(eqn)
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         x, weight = map(plain, ins)
@@ -85,13 +86,20 @@ class FixConvolutions(ByPositions):
                 _with_groups(weight, numbers.rhs_spec[0], n_groups, n_added),
             )
             eqn = eqn.replace(params={**eqn.params, count: n_groups + n_added})
-        if along := self.mesh.shape[SEQUENCE] > 1:  # no dim along which the window slides is split, of gradients neither
+        if along := self._may_slide_along_split(eqn):  # no dim along which the window slides is split, of gradients neither
             weight = split_over(weight, self.mesh, dict.fromkeys(numbers.rhs_spec[2:]))
         out = _in_order(eqn, split_over(x, self.mesh, axes), weight)
         if along:
             out = split_over(out, self.mesh, dict.fromkeys(numbers.out_spec[2:]))
         dim = numbers.out_spec[1]
         return jax.lax.slice_in_dim(out, 0, out.shape[dim] // (n_groups + n_added) * n_groups, axis=dim) if n_added else out
+
+    def _may_slide_along_split(self, eqn: Any) -> bool:
+        """Whether the window may slide along a dim that is split, positions or, in a series of rows, the rows, while another
+        axis repeats the convolution."""
+        n_shards, n_rows = n_batch_shards(self.mesh), eqn.invars[0].aval.shape[eqn.params["dimension_numbers"].lhs_spec[0]]
+        is_repeated = self.is_differentiated and self.mesh.shape[MODEL] > 1
+        return self.mesh.shape[SEQUENCE] > 1 or (is_repeated and n_rows % n_shards > 0)
 
     def _split(self, eqn: Any) -> int | None:
         """Returns along which dim, counted from the first that the window slides along, the result's positions are split."""
@@ -111,7 +119,7 @@ class FixConvolutions(ByPositions):
         x, numbers, (n_groups, count) = eqn.invars[0], eqn.params["dimension_numbers"], _groups(eqn)
         positions, n_rows, n = self.positions, n_batch_shards(self.mesh), self.mesh.shape[SEQUENCE]
         batch, channels = numbers.lhs_spec[0], numbers.lhs_spec[int(count == "feature_group_count")]
-        axes: dict[int, Any] = {} if n == 1 else dict.fromkeys(numbers.lhs_spec[2:])
+        axes: dict[int, Any] = dict.fromkeys(numbers.lhs_spec[2:]) if self._may_slide_along_split(eqn) else {}
         among_channels = x.aval.shape[batch] == 1 or _is_turned(eqn)  # the rows may be there
         others = (*BATCH_AXES, MODEL) if among_channels else (MODEL,)
         if self._split(eqn) is not None:

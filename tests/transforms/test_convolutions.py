@@ -243,6 +243,22 @@ def test_xla_still_computes_split_positions_wrongly():
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(*placed), 2 * expected, rtol=1e-4, atol=1e-4)
 
 
+def test_gradient_of_a_kernel_that_slides_along_rows(x64):
+    """The rows are a series, and split over data shards; the model axis repeats the convolution."""
+
+    def loss_fn(model, batch, key):
+        return jnp.square(jnp.convolve(batch @ model["weight"], model["kernel"], "same")).mean()
+
+    rows = np.random.default_rng(0).normal(size=(20, 4))
+    model = {"weight": jnp.arange(1.0, 5.0), "kernel": jnp.array([0.3, 0.7, -0.2, 0.5])}
+    deployer = redeqx.Deployer(n_model_shards=2, verbose=False)
+    trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(1.0), collate_fn=np.stack, loss_fn=loss_fn)
+    expected = jax.tree.map(lambda x, grad: np.asarray(x - grad), model, jax.grad(loss_fn)(model, rows, None))
+    trainer.update(rows)
+    for name in model:
+        np.testing.assert_allclose(np.asarray(trainer.model[name]), expected[name], rtol=1e-9)
+
+
 @pytest.mark.parametrize("n_channels", [12, 9])
 def test_gradient_taken_by_a_grad_fn(x64, n_channels):
     model = jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_array(x) else x, Net(n_channels, "plain", n_channels))
