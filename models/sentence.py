@@ -49,6 +49,7 @@ from .roberta import Roberta
 MODULES = "modules.json"
 # Files that say how texts become tokens and how embeddings are compared. They are saved with the model.
 _FILES = ("sentence_bert_config.json", "config_sentence_transformers.json")
+_EMBEDDING = "sentence_embedding"  # what modules after the pooling read and write
 _ENCODERS: Sequence[type[Pretrained]] = (Bert, Roberta, DistilBert, ModernBert)
 _ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "torch.nn.modules.activation.Tanh": jnp.tanh,
@@ -69,18 +70,27 @@ def _count(mask: Bool[Array, " seq"]) -> Int[Array, ""]:
 
 
 def _weighted_mean(x: Float[Array, "seq d"], mask: Bool[Array, " seq"]) -> Float[Array, " d"]:
-    weights = (mask * jnp.arange(1, len(x) + 1)).astype(x.dtype)
+    positions = jnp.arange(1, len(x) + 1) - jnp.argmax(mask)  # 1 for the first token
+    weights = (mask * positions).astype(x.dtype)
     return weights @ _masked(x, mask) / jnp.maximum(weights.sum(), 1)
 
 
-# By the names in `1_Pooling/config.json`, in the order in which several are concatenated.
 _POOLINGS: Mapping[str, Callable[[Array, Array], Array]] = {
-    "cls_token": lambda x, mask: x[0],
-    "max_tokens": lambda x, mask: jnp.where(mask[:, None], x, -1e9).max(0),
-    "mean_tokens": lambda x, mask: _masked(x, mask).sum(0) / _count(mask),
+    "cls": lambda x, mask: x[jnp.argmax(mask)],
+    "max": lambda x, mask: jnp.where(mask[:, None], x, -1e9).max(0),
+    "mean": lambda x, mask: _masked(x, mask).sum(0) / _count(mask),
     "mean_sqrt_len_tokens": lambda x, mask: _masked(x, mask).sum(0) / jnp.sqrt(_count(mask)),
-    "weightedmean_tokens": _weighted_mean,
-    "lasttoken": lambda x, mask: x[len(x) - 1 - jnp.argmax(mask[::-1])],
+    "weightedmean": _weighted_mean,
+    "lasttoken": lambda x, mask: _masked(x, mask)[len(x) - 1 - jnp.argmax(mask[::-1])],
+}
+# Before sentence-transformers 6, each pooling was a flag of the file, and several were concatenated in this order.
+_FLAGS: Mapping[str, str] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
 }
 
 
@@ -104,6 +114,8 @@ class DenseConfig(FolderConfig):
         Field("out_features", "out_size", default=None, via=_size),
         Field("bias", "use_bias"),
         Only("activation_function", *_ACTIVATIONS, name="activation"),
+        Only("use_residual", False, is_written=False),
+        *(Only(f"module_{way}_name", _EMBEDDING, is_written=False) for way in ("input", "output")),
     )
 
     def __post_init__(self) -> None:
@@ -157,7 +169,7 @@ class SentenceEncoder(eqx.Module):
         self,
         encoder: Any,
         *,
-        pooling: Sequence[str] = ("mean_tokens",),
+        pooling: Sequence[str] = ("mean",),
         dense: Sequence[Dense] = (),
         normalizes: bool = True,
         max_length: int | None = None,
@@ -166,9 +178,9 @@ class SentenceEncoder(eqx.Module):
         """**Arguments:**
 
         - `encoder`: a `Bert`, `Roberta`, `DistilBert`, `ModernBert` or a `Decoder`.
-        - `pooling`: what represents a text: `"cls_token"`, `"max_tokens"`, `"mean_tokens"`, `"mean_sqrt_len_tokens"` (the
-            sum divided by the root of the number of tokens), `"weightedmean_tokens"` (by position), `"lasttoken"`; several
-            are concatenated.
+        - `pooling`: what represents a text: `"cls"` (the first token), `"max"`, `"mean"`, `"mean_sqrt_len_tokens"` (the sum
+            divided by the root of the number of tokens), `"weightedmean"` (by position), `"lasttoken"`; several are
+            concatenated in this order.
         - `dense`: layers after that.
         - `normalizes`: whether embeddings are scaled to length 1.
         - `max_length`: the number of tokens to which texts are to be cut; None for the transformer's.
@@ -179,8 +191,7 @@ class SentenceEncoder(eqx.Module):
         unknown = [mode for mode in pooling if mode not in _POOLINGS]
         if unknown or not pooling:
             raise ValueError(f"`pooling`: expected some of {', '.join(_POOLINGS)}, got {pooling!r}. Pass one of them.")
-        self.encoder, self.dense = encoder, tuple(dense)
-        self.pooling = tuple(mode for mode in _POOLINGS if mode in pooling)
+        self.encoder, self.dense, self.pooling = encoder, tuple(dense), tuple(pooling)
         self.normalizes, self.max_length, self.files = normalizes, max_length, tuple(sorted((files or {}).items()))
 
     def __call__(
@@ -236,6 +247,7 @@ class SentenceEncoder(eqx.Module):
                 dense.append(Dense.from_pretrained(folder / path, **given)[0])
             elif kind == "Normalize":
                 normalizes = True
+                _read_normalize(folder / path)
             expected = ("Transformer", "Pooling")[i] if i < 2 else "Dense or Normalize"
             if kind not in expected.split(" or ") or (normalizes and i + 1 < len(paths)):
                 raise ValueError(
@@ -245,9 +257,7 @@ class SentenceEncoder(eqx.Module):
         transformer = folder / paths[0][1] if paths[0][1] else folder
         encoder, _ = _load_encoder(transformer, **given, **changes)
         files = {name: (transformer / name).read_bytes() for name in _FILES if (transformer / name).is_file()}
-        max_length = None
-        if _FILES[0] in files:
-            max_length = ConfigReader(read_config(transformer, _FILES[0])).get("max_seq_length", None, SIZE)
+        max_length = _read_max_length(transformer) if _FILES[0] in files else None
         return cls(encoder, pooling=pooling, dense=dense, normalizes=normalizes, max_length=max_length, files=files)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -263,10 +273,12 @@ class SentenceEncoder(eqx.Module):
             }
             for i, name in enumerate(names)
         ]
-        modes = {f"pooling_mode_{mode}": mode in self.pooling for mode in _POOLINGS}
         (folder / "1_Pooling").mkdir(exist_ok=True)
-        width = self.encoder.config.d_model
-        replace_json(folder / "1_Pooling" / CONFIG, {"word_embedding_dimension": width, **modes, "include_prompt": True})
+        pooling = {"word_embedding_dimension": self.encoder.config.d_model, "include_prompt": True}
+        pooling |= {flag: mode in self.pooling for flag, mode in _FLAGS.items()}  # which all versions read
+        if self.pooling != _chosen(pooling):
+            pooling["pooling_mode"] = list(self.pooling)
+        replace_json(folder / "1_Pooling" / CONFIG, pooling)
         for i, layer in enumerate(self.dense, 2):
             save_pretrained(layer, layer.config, folder / f"{i}_Dense")
             replace_json(folder / f"{i}_Dense" / CONFIG, layer.config.to_hf())  # other keys are errors there
@@ -292,12 +304,38 @@ def _read_pooling(folder: Location) -> tuple[str, ...]:
     reader = ConfigReader(fields, folder / CONFIG)
     reader.only("include_prompt", True)
     for name in fields:
-        if name.startswith("pooling_mode") and name.removeprefix("pooling_mode_") not in _POOLINGS:
+        if name.startswith("pooling_mode_") and name not in _FLAGS:
             reader.only(name, False, None)
-    modes = tuple(mode for mode in _POOLINGS if reader.get(f"pooling_mode_{mode}", False))
-    if not modes:
-        raise ValueError(f"`{folder / CONFIG}`: expected a `pooling_mode_` that is true, got none. Correct the file.")
+    mode = reader.get("pooling_mode", None)
+    modes = _chosen(fields) if mode is None else tuple(mode) if isinstance(mode, list) else (mode,)
+    if not modes or not all(isinstance(mode, str) and mode in _POOLINGS for mode in modes):
+        raise ValueError(
+            f"`{folder / CONFIG}`: expected a `pooling_mode` of {', '.join(_POOLINGS)}, or a `pooling_mode_` that is true, "
+            f"got {brief(mode)}. Correct the file."
+        )
     return modes
+
+
+def _chosen(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the modes whose flags are true."""
+    return tuple(mode for flag, mode in _FLAGS.items() if fields.get(flag))
+
+
+def _read_normalize(folder: Location) -> None:
+    """Raises ValueError for a normalization of something else than the embedding. Older ones have no file."""
+    if (folder / CONFIG).is_file():
+        reader = ConfigReader(read_config(folder), folder / CONFIG)
+        for way in ("input", "output"):
+            reader.only(f"module_{way}_name", _EMBEDDING, None)
+
+
+def _read_max_length(folder: Location) -> int | None:
+    """Returns the number of tokens to which texts are cut. Raises ValueError for a transformer whose outputs are others than
+    its hidden states."""
+    reader = ConfigReader(read_config(folder, _FILES[0]), folder / _FILES[0])
+    reader.only("transformer_task", "feature-extraction")
+    reader.only("module_output_name", "token_embeddings", None)
+    return reader.get("max_seq_length", None, SIZE)
 
 
 def _load_encoder(folder: Location, **given: Any) -> tuple[Any, Any]:

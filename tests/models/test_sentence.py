@@ -31,31 +31,33 @@ def bert():
     return random_model(Bert, CONFIG)
 
 
-def embed(model):
-    return np.asarray(eqx.filter_jit(lambda model: model(IDS, mask=MASK))(model))
+def embed(model, mask=MASK):
+    return np.asarray(eqx.filter_jit(lambda model, mask: model(IDS, mask=mask))(model, mask))
 
 
-def test_poolings(bert):
-    hidden = np.asarray(bert(IDS, mask=MASK), np.float64)[:5]
+@pytest.mark.parametrize("mask", [MASK, MASK[::-1]], ids=["right", "left"])
+def test_poolings(bert, mask):
+    """With padding on either side, whose hidden states do not count."""
+    hidden = np.asarray(bert(IDS, mask=mask), np.float64)[np.asarray(mask)]
     position = np.arange(1, 6)[:, None]
     wanted = {
-        "cls_token": hidden[0],
-        "max_tokens": hidden.max(0),
-        "mean_tokens": hidden.mean(0),
+        "weightedmean": (position * hidden).sum(0) / 15,
         "mean_sqrt_len_tokens": hidden.sum(0) / 5**0.5,
-        "weightedmean_tokens": (position * hidden).sum(0) / 15,
+        "cls": hidden[0],
+        "max": hidden.max(0),
+        "mean": hidden.mean(0),
         "lasttoken": hidden[4],
     }
-    found = embed(SentenceEncoder(bert, pooling=[*reversed(wanted)], normalizes=False))
+    found = embed(SentenceEncoder(bert, pooling=[*wanted], normalizes=False), mask)
     np.testing.assert_allclose(found, np.concatenate([*wanted.values()]), rtol=1e-4, atol=1e-5)
-    found = embed(SentenceEncoder(bert, pooling=["lasttoken", "mean_tokens"]))
-    both = np.concatenate([wanted["mean_tokens"], wanted["lasttoken"]])
+    found = embed(SentenceEncoder(bert, pooling=["lasttoken", "mean"]), mask)
+    both = np.concatenate([wanted["lasttoken"], wanted["mean"]])
     np.testing.assert_allclose(found, both / np.linalg.norm(both), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"`pooling`: expected some of cls_token, max_.*, got \['mean'\]\. Pass one"):
-        SentenceEncoder(bert, pooling=["mean"])
+    with pytest.raises(ValueError, match=r"`pooling`: expected some of cls, max, .*, got \['median'\]\. Pass one"):
+        SentenceEncoder(bert, pooling=["median"])
 
 
-@pytest.mark.parametrize("mode", ["mean_tokens", "weightedmean_tokens"])
+@pytest.mark.parametrize("mode", ["mean", "weightedmean"])
 def test_sums_over_many_tokens_do_not_exceed_float16(mode):
     class Constant(eqx.Module):
         def __call__(self, ids, *, mask, key):
@@ -69,7 +71,7 @@ def test_sums_over_many_tokens_do_not_exceed_float16(mode):
 
 def test_a_text_without_tokens_is_zero_and_has_a_gradient(bert):
     """As in sentence-transformers: a batch with such a row still has a loss."""
-    model = SentenceEncoder(bert, pooling=["mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens"])
+    model = SentenceEncoder(bert, pooling=["mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
 
     def loss(model):
         return model(IDS, mask=jnp.zeros(7, bool)).sum()
@@ -82,7 +84,7 @@ def test_a_folder_is_read_as_it_was_written(bert, tmp_path):
     config = DenseConfig(24, 8, activation="torch.nn.modules.activation.ReLU")
     dense = [random_model(Dense, config), random_model(Dense, DenseConfig(8, 5, use_bias=False))]
     files = {"sentence_bert_config.json": b'{"max_seq_length": 9, "do_lower_case": false}'}
-    model = SentenceEncoder(bert, pooling=["cls_token", "max_tokens"], dense=dense, max_length=9, files=files)
+    model = SentenceEncoder(bert, pooling=["max", "cls"], dense=dense, max_length=9, files=files)
     model.save_pretrained(tmp_path)
     assert [module["path"] for module in json.loads((tmp_path / "modules.json").read_text())] == [
         "", "1_Pooling", "2_Dense", "3_Dense", "4_Normalize"
@@ -91,12 +93,51 @@ def test_a_folder_is_read_as_it_was_written(bert, tmp_path):
         "in_features", "out_features", "bias", "activation_function"
     }  # fmt: skip
     again = SentenceEncoder.from_pretrained(tmp_path)
-    assert again.max_length == 9 and again.files == model.files
+    assert again.max_length == 9 and again.files == model.files and again.pooling == model.pooling
     np.testing.assert_array_equal(embed(again), embed(model))
     hidden = bert(IDS, mask=MASK)[:5]
-    inner = jax.nn.relu(dense[0].linear(jnp.concatenate([hidden[0], hidden.max(0)])))
+    inner = jax.nn.relu(dense[0].linear(jnp.concatenate([hidden.max(0), hidden[0]])))
     outer = np.tanh(np.asarray(dense[1].linear.weight @ inner, np.float64))
     np.testing.assert_allclose(embed(again), outer / np.linalg.norm(outer), rtol=1e-4, atol=1e-5)
+
+
+def test_files_of_sentence_transformers_6(bert, tmp_path):
+    """Poolings are named, in the order in which they are concatenated, and modules name what they read and write."""
+    SentenceEncoder(bert, dense=[random_model(Dense, DenseConfig(24, 5))]).save_pretrained(tmp_path)
+    before = json.loads((tmp_path / "1_Pooling" / "config.json").read_text())
+    assert [name for name, value in before.items() if value is True] == ["include_prompt", "pooling_mode_mean_tokens"]
+
+    def read(pooling, **others):
+        names = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
+        text = {"method": "forward", "method_output_name": "last_hidden_state"}
+        transformer = {"transformer_task": "feature-extraction", "modality_config": {"text": text}}
+        contents = {
+            "1_Pooling": {"embedding_dimension": 12, "include_prompt": True, "pooling_mode": pooling},
+            "2_Dense": {"in_features": 24, "out_features": 5, "bias": True, **names},
+            "3_Normalize": names,
+            "sentence_bert_config.json": {**transformer, "module_output_name": "token_embeddings"},
+        }
+        for name, content in contents.items():
+            path = tmp_path / name if name.endswith("json") else tmp_path / name / "config.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps({**content, **others.get(path.parent.name, others.get(path.stem, {}))}))
+        return SentenceEncoder.from_pretrained(tmp_path)
+
+    for pooling in (["mean", "cls"], ["cls", "mean"]):
+        model = read(pooling)
+        wanted = SentenceEncoder(bert, pooling=pooling, dense=model.dense)
+        np.testing.assert_array_equal(embed(model), embed(wanted))
+    assert read("weightedmean").pooling == ("weightedmean",)
+    for refused, others in {
+        "`pooling_mode` of cls, max, .*, got 'median'": {},
+        "2_Dense/config.json`: `use_residual`: expected False": {"2_Dense": {"use_residual": True}},
+        "2_Dense/config.json`: `module_input_name`": {"2_Dense": {"module_input_name": "token_embeddings"}},
+        "3_Normalize/config.json`: `module_output_name`": {"3_Normalize": {"module_output_name": "other"}},
+        "`transformer_task`: expected 'feature-ex": {"sentence_bert_config": {"transformer_task": "fill-mask"}},
+        "`module_output_name`: expected 'token_e": {"sentence_bert_config": {"module_output_name": "other"}},
+    }.items():
+        with pytest.raises(ValueError, match=refused):
+            read("median" if not others else "mean", **others)
 
 
 def test_the_transformer_has_no_head_whatever_the_folder_says_or_is_a_decoder(tmp_path):
@@ -197,7 +238,7 @@ def test_refuses_what_it_does_not_implement(bert, tmp_path):
     assert "expected a list of modules with a `type`" in refused("modules.json", {"0": modules[0]})
     assert "`include_prompt`: expected True" in refused("1_Pooling/config.json", {**pooling, "include_prompt": False})
     assert "`pooling_mode_new`: expected False" in refused("1_Pooling/config.json", {**pooling, "pooling_mode_new": True})
-    assert "expected a `pooling_mode_` that is true, got none." in refused("1_Pooling/config.json", {})
+    assert "or a `pooling_mode_` that is true, got None." in refused("1_Pooling/config.json", {})
     (tmp_path / "modules.json").unlink()
     with pytest.raises(
         ValueError, match=r"modules\.json`: expected a file, got none\. Pass a folder of sentence-transformers"
