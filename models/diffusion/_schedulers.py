@@ -297,10 +297,11 @@ class Euler(BetaScheduler):
         return np.sqrt((1 - alphas) / alphas)
 
     def _alpha(self, timestep: Step) -> Float[Array, ""]:
-        """Returns the alpha of a timestep, which need not be whole: sigmas are interpolated."""
-        sigmas = self._sigmas
+        """Returns the alpha of a timestep, which need not be whole: sigmas are interpolated, or their logarithms where
+        `timesteps` are found by them."""
+        sigmas = np.log(self._sigmas) if self.has_karras else self._sigmas
         sigma = jnp.interp(jnp.asarray(timestep, jnp.float32), np.arange(len(sigmas), dtype=np.float32), sigmas)
-        return 1 / (1 + jnp.square(sigma))
+        return 1 / (1 + jnp.square(jnp.exp(sigma) if self.has_karras else sigma))
 
     def timesteps(self, n_steps: int) -> Num[Array, " n_steps"]:
         if not self.has_karras:

@@ -328,6 +328,16 @@ def test_karras_steps_have_evenly_spaced_roots():
         np.testing.assert_allclose(found, x / np.sqrt(1 + after**2), rtol=1e-3, atol=1e-4)
 
 
+def test_a_karras_step_has_its_own_noise():
+    """Between the last two timesteps, of which one is pure noise: the logarithms of sigmas are interpolated."""
+    scheduler, n_steps = Euler(has_karras=True, n_train_steps=100, has_zero_snr=True, beta_end=0.012), 7
+    roots = np.linspace(4096 ** (1 / 7), np.sqrt(1 / scheduler.alphas[0].astype(np.float64) - 1) ** (1 / 7), n_steps)
+    timestep, sigma = scheduler.timesteps(n_steps)[1], roots[1] ** 7
+    assert 0.1 < timestep % 1 < 0.9
+    noisy = (np.asarray(CLEAN, np.float64) + sigma * np.asarray(NOISE, np.float64)) / np.sqrt(1 + sigma**2)
+    np.testing.assert_allclose(scheduler.add_noise(CLEAN, NOISE, timestep), noisy, rtol=0, atol=1e-4)
+
+
 def test_pndm_extrapolates_the_last_predictions():
     scheduler, n_steps, ratio = PNDM(steps_offset=1, **LATENT), 6, 1000 // 6
     predict = lambda sample, timestep: 0.5 * sample + timestep / 1000  # noqa: E731
