@@ -3,8 +3,8 @@
     python -m tests.models.families._random 1000 [SEED] [NAME ...]
 
 takes about a second for each on a quiet machine, prints what it found for each case, and fails for any outputs that differ
-without an error, also of the folder that we write. It needs the `parity` extra, and is run by hand: transformers changes
-which values of a config it accepts.
+without an error, also of the folder that we write. Slow models are drawn if they are named. It needs the `parity` extra, and
+is run by hand: transformers changes which values of a config it accepts.
 """
 
 import collections
@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -249,39 +250,65 @@ def compare(case: Case, folder: Path) -> str:
     return "equal"
 
 
-def main(n: int, seed: int = 0, *names: str) -> None:
-    import transformers
+def run_draws(
+    cases: Sequence[Any],
+    n: int,
+    seed: int,
+    draw: Callable[[Any, random.Random], Any],
+    compare: Callable[[Any, Path, Any], str],
+) -> None:
+    """Makes `n` draws of these cases in turn, prints those that are wrong and why others were not compared, and fails if any
+    is wrong.
 
-    from tests.models.families._decoders import CASES
+    **Arguments:**
+
+    - `draw`: draws something for a case.
+    - `compare`: returns what became of it: "equal", "refused", "invalid" or how it differs. It has an empty folder.
+    """
+    import transformers
 
     # Each program runs once, so optimizing it would take nearly all of the time.
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
-    cases = [case for case in (*CASES, *collect("CASES")) if not case.name.startswith(SLOW)]
-    cases = [case for case in cases if not names or case.name in names]
-    rng, found = random.Random(seed), collections.Counter[str]()
-    wrong = 0
+    rng, found, reasons = random.Random(seed), collections.Counter[str](), collections.Counter[str]()
     for i in range(n):
         case = cases[i % len(cases)]
-        changes = draw(case, rng)
+        drawn = draw(case, rng)
         with tempfile.TemporaryDirectory() as folder:
             try:
-                result = compare(dataclasses.replace(case, make=functools.partial(case.make, **changes)), Path(folder))
+                result = compare(case, Path(folder), drawn)
             except Exception as error:
                 result = f"crash: {type(error).__name__}: {str(error)[:300]}"
-        found[result if result in ("invalid", "refused", "equal") else "wrong"] += 1
-        if result not in ("invalid", "refused", "equal"):
-            wrong += 1
-            print(f"{case.name} {changes}: {result}", flush=True)
+        kind, _, reason = result.partition(": ")
+        is_right = kind in ("invalid", "refused", "equal")
+        found[kind if is_right else "wrong"] += 1
+        if is_right and reason:
+            reasons[f"{kind}: {reason[:90]}"] += 1
+        elif not is_right:
+            print(f"{getattr(case, 'name', case)} {drawn}: {result}", flush=True)
         if i % 50 == 49:
             jax.clear_caches()  # no program runs again, and a process has memory maps for those of about 850 configs
             print(f"{i + 1}: {dict(found)}", flush=True)
-    print(f"{n} configs of {len(cases)} tiny models: {dict(found)}")
-    if wrong:
-        sys.exit(f"{wrong} configs are wrong without an error")
+    print(*(f"{count} {reason}" for reason, count in reasons.most_common()), sep="\n")
+    print(f"{n} draws of {len(cases)} tiny models: {dict(found)}")
+    if found["wrong"]:
+        sys.exit(f"{found['wrong']} draws are wrong without an error")
+
+
+def main(n: int, seed: int = 0, *names: str) -> None:
+    from tests.models.families._decoders import CASES
+
+    cases = [*CASES, *collect("CASES")]
+    chosen = [case for case in cases if case.name in names] or [case for case in cases if not case.name.startswith(SLOW)]
+
+    def changed(case: Case, folder: Path, changes: dict[str, Any]) -> str:
+        return compare(dataclasses.replace(case, make=functools.partial(case.make, **changes)), folder)
+
+    run_draws(chosen, n, seed, draw, changed)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]), *sys.argv[3:])
+    _, count, *rest = sys.argv
+    main(int(count), *map(int, rest[:1]), *rest[1:])
