@@ -163,7 +163,7 @@ def make_trainer(recipe: Recipe, deployer: redeqx.Deployer, remat: str, *, stran
         deployer,
         model=deployer.init(lambda: make_model(config, jax.random.key(0), stranger=stranger)),
         optimizer=optimizer,
-        collate_fn=np.stack if has_experts else collate_fn,
+        collate_fn=np.stack if has_experts else partial(collate_fn, None),
         loss_fn=experts.loss_fn if has_experts else partial(loss_fn, CHUNK),
         compute=redeqx.Compute(precision, remat=remat),
         accumulate_grad_batches=recipe.accumulate,
