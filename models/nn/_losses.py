@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from redeqx import Loss
 from redeqx._rounding import at_least_float32
-from redeqx.transforms import GRADIENT, HEAD_INPUT, by_vocabulary, sum_gradient, with_own_rows, with_rows_of_all
+from redeqx.transforms import GRADIENT, HEAD_INPUT, by_vocabulary, sum_gradient, with_own_rows
 
 
 def cross_entropy(
@@ -119,7 +119,7 @@ class _Chunks:
         """
 
         def chunk_fn(x: Array, labels: Array) -> tuple[Any, Array | None]:
-            inputs = [with_rows_of_all(x), *weights]
+            inputs = [x, *weights]
 
             def logits_fn(*selected: Array) -> Array:
                 given = iter(selected)

@@ -42,7 +42,6 @@ from ._split_vocabulary import (
     SplitVocabulary as SplitVocabulary,
     by_vocabulary as by_vocabulary,
     with_own_rows as with_own_rows,
-    with_rows_of_all as with_rows_of_all,
 )
 from ._stack_blocks import StackBlocks as StackBlocks
 from ._unroll import UnrollLoops as UnrollLoops

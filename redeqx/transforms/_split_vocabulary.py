@@ -85,13 +85,9 @@ _AXES = (MODEL, FSDP)  # that split the vocabulary; the plan splits no dim of a 
 _OTHERS = tuple(axis for axis in BATCH_AXES if axis != FSDP)
 
 
-def with_rows_of_all(x: jax.Array) -> jax.Array:
-    """Gathers the rows of hidden states `[rows, tokens, features]` on each device that has a part of the vocabulary."""
-    return _constrained(x, _OTHERS, None)
-
-
 def by_vocabulary(logits: jax.Array) -> jax.Array:
-    """Splits logits `[rows, tokens, vocabulary]` over the devices that have a part of the vocabulary."""
+    """Splits logits `[rows, tokens, vocabulary]` over the devices that have a part of the vocabulary. What is multiplied by
+    the head is gathered for that: the hidden states themselves, or their norm, if the head begins with one."""
     return _constrained(logits, _OTHERS, _AXES)
 
 

@@ -10,10 +10,11 @@ import optax
 import pytest
 
 import redeqx
+from redeqx.compiled import Module, collectives
 from redeqx.models import cross_entropy
 from tests.transforms.updates import check_update
 
-VOCAB, D, ROWS, RATE = 512, 32, 16, 0.5
+VOCAB, D, ROWS, CHUNK, RATE = 512, 32, 16, 4, 0.5
 N_IDS = 256  # so that no other matrix has the shape of the head
 MESHES = {"fsdp": {"n_fsdp_shards": 8}, "all": {"n_model_shards": 2, "n_fsdp_shards": 2}}
 
@@ -37,7 +38,7 @@ class Model(eqx.Module):
 
 def loss_fn(model, batch, key):
     hidden = jnp.tanh(jax.nn.one_hot(batch["ids"], N_IDS) @ model.mix)
-    return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=4, z_loss=1e-2)
+    return cross_entropy(hidden, batch["labels"], head=model.logits, chunk_size=CHUNK, z_loss=1e-2)
 
 
 def collate(rows):
@@ -65,5 +66,10 @@ def test_an_update_is_that_of_one_device(mesh):
 def test_no_device_has_the_whole_head_or_its_gradient():
     whole = re.compile(rf"f32\[(?:{VOCAB},{D}|{D},{VOCAB})\]")
     for n_tokens in (16, 80):  # 80 tokens of two rows for each of 8 devices are more than the vocabulary
-        text = trainer_on(MESHES["fsdp"]).compile(examples(n_tokens), batch_size=ROWS).as_text()
-        assert bool(whole.search(str(text))) == (n_tokens == 80)
+        text = str(trainer_on(MESHES["fsdp"]).compile(examples(n_tokens), batch_size=ROWS).as_text())
+        is_whole = n_tokens == 80
+        assert bool(whole.search(text)) == is_whole
+        # The norm of a chunk of hidden states is gathered for the product with the head, and what it is made of is not.
+        found = collectives(Module.of(text))
+        chunks = [each for each in found if each.kind == "all-gather" and each.shape[-2:] == (CHUNK, D)]
+        assert sum(each.n_executions for each in chunks) == (0 if is_whole else n_tokens // CHUNK)
