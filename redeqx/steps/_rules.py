@@ -1,5 +1,6 @@
 """The rules on the user's functions, in their order. The page "Rules" says why each has its place."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -81,7 +82,8 @@ def plan_rules(
     in_loops: list[Rule | None] = []  # without a backward pass nothing is kept or recomputed
     if is_trained:
         remats = compute.remats_on(mesh, specs, measures=measures, blocks=None if stacks else blocks)
-        in_loops = [SplitVocabulary(mesh), compute.unroll_on(mesh), remats]
+        n_trained = sum(math.prod(plan.leaves[name].shape) for name in structure.names[0])
+        in_loops = [SplitVocabulary(mesh, n_trained), compute.unroll_on(mesh), remats]
     splits_residual = is_trained and compute.splits_residual_on(mesh)
     around: list[Any] = [SplitResidual(mesh, inputs, splits)] if splits_residual else []
     if mesh.shape[SEQUENCE] > 1:

@@ -11,7 +11,9 @@ its gradient. Values and gradients stay the same, but for the order of sums.
 
 Source: the output layer of Megatron-LM (arXiv:1909.08053), here over the axes that store weights. The loss must say which
 values enter the head (`HEAD_INPUT`), and apply the functions of this module to each chunk, while JAX differentiates it.
-Cost: an all-gather and a reduce-scatter of hidden states, and two all-to-alls of a part of the head.
+Cost: an all-gather and a reduce-scatter of hidden states, and two all-to-alls of a part of the head. With more tokens than
+entries of the vocabulary that is more than the head and its gradient. It is still done where that is little beside what all
+weights send, as a whole gradient takes 4 bytes for each number of the head on every device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,14 +34,16 @@ HEAD_INPUT = "hidden states that enter a head"
 
 @dataclass(frozen=True)
 class SplitVocabulary(Rule):
-    """Splits the vocabulary of a head over the fsdp axis, where that sends no more bytes.
+    """Splits the vocabulary of a head over the fsdp axis, where that sends no more bytes, or few more.
 
     **Arguments:**
 
+    - `n_trained`: the number of trained parameters.
     - `n_vocab`: for one function, the size of the vocabulary of each equation with a head.
     """
 
     mesh: Mesh
+    n_trained: int
     n_vocab: Mapping[Any, int] = field(default_factory=dict)
 
     def of(self, closed: Any) -> Rule | None:
@@ -60,8 +64,10 @@ class SplitVocabulary(Rule):
         if len(sizes) != 1 or n_rows % n_batch:
             return None
         (n_vocab,) = sizes
-        sends_less = n_rows * n_tokens // n_batch * n <= n_vocab
-        return n_vocab if sends_less and n_vocab != d and n_vocab % (n * self.mesh.shape[MODEL]) == 0 else None
+        # Numbers of hidden states that are sent beyond those of the head; both are sent twice, in the same dtypes.
+        n_more = (n_rows * n_tokens // n_batch * n - n_vocab) * d
+        is_possible = n_vocab != d and n_vocab % (n * self.mesh.shape[MODEL]) == 0
+        return n_vocab if is_possible and n_more <= FEW * self.n_trained else None
 
     def claims(self, eqn: Any) -> bool:
         return eqn in self.n_vocab
@@ -81,6 +87,7 @@ class SplitVocabulary(Rule):
         return site.rest(eqn, split)
 
 
+FEW = 1 / 20  # of the trained parameters: so many numbers may be sent in addition, for a head that no device has as a whole
 _AXES = (MODEL, FSDP)  # that split the vocabulary; the plan splits no dim of a weight in use over both
 _OTHERS = tuple(axis for axis in BATCH_AXES if axis != FSDP)
 
