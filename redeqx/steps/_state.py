@@ -29,6 +29,15 @@ class TrainState(eqx.Module):
     counts: Any
     stream: Any
 
+    def delete_donated(self) -> None:
+        """Deletes the arrays that a step was given, so that whoever still holds one gets JAX's error if they use it.
+
+        On several devices JAX 0.10.2 ends the process by a segmentation fault if a compiled function gets an array that was
+        only donated (openxla/xla#22604, 2026-11-30); `tests/distributed/test_workarounds.py` tells when it no longer does.
+        """
+        for array in (*self.trained, *self.opt_state, *self.layers):
+            array.delete()
+
 
 def stream_dtype() -> np.dtype:
     """Returns the dtype of a stream: 64 bits in 64-bit mode, where a key depends on all bits of its seed."""

@@ -84,6 +84,7 @@ class Engine:
         self.newest_step: CalledStep | None = None
         self._model: Given | Placed | Lost = Given(model, model_state)
         self._knows_loss = False  # whether the plan tells what the loss does with leaves and rows
+        self._is_lent = True  # whether others may hold arrays of the state, as those that were given or returned
         self.newest_checkpoint: Callable[[], str | None] = lambda: None
         self.every.add(self)
         if task.pool.n:
@@ -120,6 +121,7 @@ class Engine:
     @property
     def trees(self) -> tuple[PyTree, PyTree]:
         """The model and the state of its layers. A checkpoint to restore is ignored."""
+        self._is_lent = True
         return self._model.trees if isinstance(self._model, Given) else self.placed.trees
 
     @property
@@ -129,12 +131,8 @@ class Engine:
             if self._model.checkpoint is None:
                 return self._model
             self.place()
+        self._is_lent = True
         return self.placed
-
-    @property
-    def precision(self) -> str:
-        """A description of the dtypes of a step."""
-        return self.task.compute.precision.describe([leaf.dtype for leaf in self.task.structure.take(self.trees[0])[0]])
 
     def place(self, batch: PyTree | None = None, first: Batch | None = None, plan: Plan | None = None) -> None:
         """Makes the plan and the program, places the model, and creates or restores the optimizer state.
@@ -170,7 +168,7 @@ class Engine:
             self._read(checkpoint, program, given_state(program, self.trees[0], self.stream, checkpoint.base))
         self._knows_loss = trace is not None
         agree_on_opt_state(self.deployer.peers, program.opt_tree(self.placed.state))
-        rows = header_rows(self.deployer, self.task, *self.placed, trace, self.precision)
+        rows = header_rows(self.deployer, self.task, *self.placed, trace, self.task.precision_of(self.trees[0]))
         self.deployer.console.header(rows)
         self.records.begin(rows, plan.explain)
 
@@ -200,7 +198,7 @@ class Engine:
         upcoming = [other.trees for other in others if isinstance(other, Given)]
         model = without_shared(self.task.structure, given.model, placed, upcoming)
         if self.deployer.peers.n > 1:
-            settings = {"accumulate_grad_batches": self.task.accumulate, "precision": self.precision}
+            settings = {"accumulate_grad_batches": self.task.accumulate, "precision": self.task.precision_of(model)}
             settings["trained leaves"] = len(self.task.structure.names[0])
             with self.deployer.watch.paused():
                 agree_on_trainer(self.deployer.peers, model, given.model_state, settings)
@@ -225,6 +223,7 @@ class Engine:
             return as_zeros(self.task.opt_shapes(self.current.trees[0]))
         self.take_hyperparams()
         program, state = self.placed
+        self._is_lent = True
         return self.hyperparams.show(program.opt_tree(state))
 
     def set_hyperparams(self, values: Mapping[str, Any]) -> None:
@@ -337,7 +336,9 @@ class Engine:
             if step.captured:
                 check_captured(step.captured, "loss_fn" if self.task.grad_fn is None else "grad_fn")
             after, vector = program.call_train(state, batch.groups, n_rows)
-        self._model, self.newest_step = Placed(program, after), step
+        if self._is_lent:
+            state.delete_donated()
+        self._model, self.newest_step, self._is_lent = Placed(program, after), step, False
         self.step += 1
         self.n_examples += batch.n_examples
         if epoch is not None:

@@ -339,7 +339,7 @@ class Fit:
             "drop_remainder": options.drop_remainder,
             "accumulate_grad_batches": self.engine.task.accumulate,
             "sample": sample_of(examples),
-            "precision": self.engine.precision,
+            "precision": self.engine.task.precision_of(self.engine.trees[0]),
         }
         # If epochs differ, their data must be the same only when a run resumes within an epoch.
         unknown = () if start.examples or not differs else ("train_size", "sample")

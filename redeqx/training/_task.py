@@ -123,6 +123,10 @@ class Task:
         """Returns the settings for the compiler of the train and eval steps on a mesh."""
         return xla_settings(mesh, self.xla_settings, self.compute.harmful_settings_on(mesh))
 
+    def precision_of(self, model: PyTree) -> str:
+        """Returns a description of the dtypes of a step."""
+        return self.compute.precision.describe([leaf.dtype for leaf in self.structure.take(model)[0]])
+
     def opt_shapes(self, model: PyTree) -> PyTree:
         """Returns the shapes of the optimizer state."""
         try:

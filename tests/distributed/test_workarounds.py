@@ -5,6 +5,7 @@ Measured on 2026-11-25 with JAX 0.10.2, tensorboardX 2.6.5 and rich 15.0.
 
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +35,20 @@ x = jax.device_put(np.ones((128, 16), np.float32), jax.NamedSharding(mesh, P("x"
 for _ in range(1000):
     y = sums(x)
 y.block_until_ready()
+"""
+DONATED = """
+import jax, numpy as np
+from jax.sharding import PartitionSpec as P
+jax.config.update("jax_num_cpu_devices", 2)
+sharding = jax.NamedSharding(jax.make_mesh((2,), ("x",)), P("x"))
+x = jax.device_put(np.ones(2, np.float32), sharding)
+for _ in range(2):
+    x + 1
+jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=sharding)(x)
+try:
+    x + 1
+except RuntimeError:
+    pass
 """
 
 
@@ -83,6 +98,12 @@ def test_collectives_deadlock_with_fewer_threads_than_devices():
     flags = "--xla_cpu_collective_call_terminate_timeout_seconds=2 --xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
     assert end(begin(COLLECTIVE, XLA_FLAGS=flags))[0] == 0
     assert end(begin(COLLECTIVE, NPROC="4", XLA_FLAGS=flags))[0] != 0
+
+
+@pytest.mark.sweep
+def test_jax_crashes_on_a_donated_array_of_several_devices():
+    """Answered by `TrainState.delete_donated`."""
+    assert end(begin(DONATED))[0] == -signal.SIGSEGV
 
 
 def test_tensorboardx_replaces_a_file_of_the_same_second(tmp_path):

@@ -125,6 +125,22 @@ def test_a_trainer_of_another_ones_model_leaves_it_its_arrays():
     assert bits(second.model.first.weight) == frozen
 
 
+@pytest.mark.parametrize("shards", [(4, 1), pytest.param((1, 8), marks=pytest.mark.sweep)])
+def test_arrays_that_a_step_has_replaced_raise_if_they_are_used_again(shards):
+    """On several devices JAX 0.10.2 crashes if a function that has compiled for such an array is called with it."""
+    model = redeqx.Deployer(3, *shards, verbose=False).init(lambda: Reversed(jax.random.key(1)))
+    trainer = make_trainer(model=model, shards=shards)
+    for _ in range(3):
+        taken = [model, trainer.model, trainer.opt_state]
+        for tree in taken * 2:  # the second call takes JAX's fast path
+            jax.tree.map(jnp.sqrt, eqx.filter(tree, eqx.is_inexact_array))
+        trainer.update(list(DATA[:BATCH]))
+        for tree in taken:
+            with pytest.raises(RuntimeError, match="deleted"):
+                jax.tree.map(jnp.sqrt, eqx.filter(tree, eqx.is_inexact_array))
+        model = trainer.model
+
+
 # --- the plan -----------------------------------------------------------------------------------------------------------
 
 
