@@ -162,14 +162,14 @@ class Precision:
         return with_masters(optimizer) if self.rounding == "master" else in_float32(optimizer)
 
     def updated(self, params: PyTree, updates: PyTree, key: Array) -> PyTree:
-        """Applies updates to parameters.
+        """Applies updates to parameters, which keep their dtypes, as those of `optax.apply_updates` do.
 
         **Arguments:**
 
         - `key`: the key of the step.
         """
         if not self.rounds:
-            return eqx.apply_updates(params, updates)
+            return jax.tree.map(_in_dtype_of, params, eqx.apply_updates(params, updates))
         leaves, treedef = jax.tree.flatten(params)
         wide = jax.tree.leaves(eqx.apply_updates(widened(params), updates))
 
@@ -179,6 +179,11 @@ class Precision:
             return new.astype(old.dtype)
 
         return jax.tree.unflatten(treedef, [rounded(i, *pair) for i, pair in enumerate(zip(leaves, wide, strict=True))])
+
+
+def _in_dtype_of(old: Array, new: Array) -> Array:
+    is_real = jnp.issubdtype(new.dtype, jnp.complexfloating) and not jnp.issubdtype(old.dtype, jnp.complexfloating)
+    return (new.real if is_real else new).astype(old.dtype)  # optax may make complex updates if other leaves are complex
 
 
 AS_GIVEN = Precision(None, gradients=None)  # keeps the model's dtypes, and sums gradients as JAX does

@@ -135,3 +135,22 @@ def test_a_tree_of_labels_that_optax_calls_gets_a_note():
     trainer = redeqx.Trainer(optimizer=optax.multi_transform(transforms, lambda params: labels), **options)
     trainer.update(DATA)
     assert (trainer.model.bias == model.bias).all() and (trainer.model.weight != model.weight).any()
+
+
+def test_parameters_keep_their_dtypes():
+    """optax makes float32 updates of a schedule in `inject_hyperparams`, and complex ones of a complex rate."""
+
+    def loss_fn(model, batch, key):
+        return jnp.square(model["narrow"].astype(jnp.float32) * model["wide"]).mean()
+
+    model = {"narrow": jnp.ones(3, jnp.bfloat16), "wide": jnp.ones(3)}
+    injected = optax.inject_hyperparams(optax.sgd)(learning_rate=lambda step: 0.5)
+    by_complex = optax.stateless(lambda updates, params: jax.tree.map(lambda g: (-0.5 + 0j) * g, updates))
+    for optimizer in (injected, by_complex):
+        trainer = redeqx.Trainer(
+            redeqx.Deployer(verbose=False), model=model, optimizer=optimizer, collate_fn=np.stack, loss_fn=loss_fn
+        )
+        for _ in range(2):
+            trainer.update(DATA)
+        assert {name: leaf.dtype for name, leaf in trainer.model.items()} == {"narrow": jnp.bfloat16, "wide": jnp.float32}
+        assert trainer.model["wide"][0] < 0.6
