@@ -21,6 +21,7 @@ from ._schedules import lr_schedule as lr_schedule, warn_of_zero_rate as warn_of
 from ._states import (
     as_hyperparam as as_hyperparam,
     as_number as as_number,
+    check_kept_form as check_kept_form,
     check_opt_state as check_opt_state,
     find_hyperparam as find_hyperparam,
     follows_schedule as follows_schedule,

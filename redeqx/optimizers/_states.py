@@ -13,7 +13,7 @@ import optax
 from jax.tree_util import tree_flatten_with_path
 from jaxtyping import Array, PyTree
 
-from .._tree import listed, nearest, render
+from .._tree import listed, named_leaves, nearest, render
 from ..errors import brief
 
 _RATE = "learning_rate"
@@ -118,6 +118,26 @@ def follows_schedule(opt_tree: PyTree) -> bool:
     """Returns whether `lr_schedule_fn` of the step is the learning rate, as far as the optimizer's state shows."""
     is_set = any(name.endswith(f".{_RATE}") for name in hyperparams(opt_tree, scheduled=False))
     return n_updates(opt_tree) is None and not is_set
+
+
+def check_kept_form(new: PyTree, before: PyTree) -> None:
+    """Raises ValueError if an update changes the structure, a shape or a dtype of an optimizer's state: no checkpoint of it
+    could be loaded."""
+    leaves, old_leaves = named_leaves(new), named_leaves(before)
+    advice = "Return from `optimizer.update` a state like that of `optimizer.init`."
+    if jax.tree.structure(new) != jax.tree.structure(before):
+        names = [f"`{name}`" for name in (*leaves, *old_leaves) if (name in leaves) != (name in old_leaves)]
+        raise ValueError(
+            "`optimizer` state: expected the structure of `optimizer.init`, got another one"
+            f"{', which differs in ' * bool(names)}{', '.join(listed(names, 3))}. {advice}"
+        )
+    for (name, leaf), old in zip(leaves.items(), old_leaves.values(), strict=True):
+        found, expected = (x if hasattr(x, "dtype") else jnp.asarray(x) for x in (leaf, old))
+        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            raise ValueError(
+                f"`optimizer` state `{name}`: expected {expected.dtype}{list(expected.shape)}, as from `optimizer.init`, "
+                f"got {found.dtype}{list(found.shape)}. {advice}"
+            )
 
 
 def check_opt_state(opt_tree: PyTree) -> None:

@@ -17,7 +17,7 @@ from .._promotion import promoting
 from .._tree import is_array_like, is_key, named_leaves
 from ..dims import RowUse, row_use
 from ..machine import XlaOptions, is_in_host, replicated, split_rows
-from ..optimizers import Update, ascent, injected_rate, n_updates
+from ..optimizers import Update, ascent, check_kept_form, injected_rate, n_updates
 from ..partition import Plan
 from ..transforms import Rows, by_row
 from ._compute import Compute
@@ -170,6 +170,7 @@ class TrainStep:
         # For optimizers that use the value of the loss, or search along a line.
         of_loss = loss, loss_at, lambda tree: ascent(jax.grad(loss_at)(tree))
         updates, new = self.update(self._tree(grads), opt_tree, self._tree(state.trained), *of_loss)
+        check_kept_form(new, opt_tree)
         return updates, new, n_updates(opt_tree)
 
     def _rate(self, opt_tree: PyTree, n_updates: Any) -> Any:

@@ -154,3 +154,17 @@ def test_parameters_keep_their_dtypes():
             trainer.update(DATA)
         assert {name: leaf.dtype for name, leaf in trainer.model.items()} == {"narrow": jnp.bfloat16, "wide": jnp.float32}
         assert trainer.model["wide"][0] < 0.6
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ({"n": 0.5}, r"`optimizer` state `n`: expected int32\[\], as from `optimizer.init`, got float32\[\]"),
+        ({"n": jnp.ones(3, int)}, r"`optimizer` state `n`: expected int32\[\], as from `optimizer.init`, got int32\[3\]"),
+        ({"n": 0, "more": 0}, "`optimizer` state: expected the structure of `optimizer.init`, .* differs in `more`"),
+    ],
+)
+def test_a_state_that_an_update_changes_in_form_is_refused(new, message):
+    optimizer = optax.GradientTransformation(lambda params: {"n": jnp.array(0)}, lambda grads, state, params: (grads, new))
+    with pytest.raises(ValueError, match=f"{message}.* Return from `optimizer.update` a state like that"):
+        make_trainer(optimizer).update(DATA)
