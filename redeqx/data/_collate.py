@@ -145,9 +145,14 @@ def _checked(name: str, leaf: Any, n_rows: int) -> np.ndarray:
     if array.dtype.type in _OTHERS or not (array.dtype == bool or jnp.issubdtype(array.dtype, np.number)):
         raise TypeError(f"`collate_fn` output `{name}`: expected numbers, got {_describe_objects(array)}.")
     if array.ndim == 0 or len(array) != n_rows:
+        advice = ""
+        if array.ndim == 0:
+            advice = f": repeat a number of the whole batch, `np.full({n_rows}, number)`"
+        elif len(array) > n_rows:
+            advice = ": pad examples of different lengths, such as graphs, to one length, in place of joining them"
         raise ValueError(
             f"`collate_fn` output `{name}`: expected {n_rows} rows, one for each example, got shape {array.shape}. "
-            "The leading dim is the batch."
+            f"The leading dim is the batch{advice}."
         )
     check_integers(array, f"`collate_fn` output `{name}`")
     # A copy: JAX may read NumPy's memory later, or keep it, and a `collate_fn` may write its next batch there.

@@ -268,13 +268,20 @@ def test_collate_converts_to_jax_dtypes(output, dtype):
         (
             (np.zeros(3), np.float32(1.0)),
             ValueError,
-            "`collate_fn` output `1`: expected 3 rows, one for each example, got shape (). The leading dim is the batch.",
+            "`collate_fn` output `1`: expected 3 rows, one for each example, got shape (). "
+            "The leading dim is the batch: repeat a number of the whole batch, `np.full(3, number)`.",
         ),
         (
             {"x": np.zeros((2, 3))},
             ValueError,
             "`collate_fn` output `x`: expected 3 rows, one for each example, got shape (2, 3). "
             "The leading dim is the batch.",
+        ),
+        (
+            {"nodes": np.zeros((7, 3))},
+            ValueError,
+            "`collate_fn` output `nodes`: expected 3 rows, one for each example, got shape (7, 3). The leading dim is the "
+            "batch: pad examples of different lengths, such as graphs, to one length, in place of joining them.",
         ),
         (
             {"ids": np.array([1, 2, 2**31])},
