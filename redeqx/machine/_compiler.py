@@ -82,7 +82,7 @@ MIB = 2**20
 _PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
 # For more than one device. Their effect on a compiled step is in tests/benchmarks/compiled.md. Sources: (1) JAX, "GPU
 # performance tips", docs.jax.dev; (2) NVIDIA JAX-Toolbox, "Tips for High-Performance LLMs with JAX and XLA",
-# docs/GPU_performance.md; (3) MaxText, benchmarks/xla_flags_library.py.
+# docs/GPU_performance.md; (3) MaxText, benchmarks/xla_flags_library.py; (4) AI-Hypercomputer/tpu-recipes, training/ironwood.
 SETTINGS: dict[str, dict[str, bool | int | str]] = {
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,  # (1), (2): overlaps collectives with computation
@@ -110,6 +110,12 @@ SETTINGS: dict[str, dict[str, bool | int | str]] = {
         "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+        # (4): the same over several dims of a slice, as of fsdp over all of it. Else a gather or a reduce-scatter over the
+        # three dims of a v5p is an all-reduce, which sends twice as much.
+        "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+        "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
+        "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": True,
+        "xla_tpu_prefer_async_allgather_to_allreduce": True,
     },
 }
 # The same for XLA before JAX 0.12, which rejects the names above.
