@@ -109,7 +109,7 @@ def plan_rules(
         FixPools(mesh, inputs=given),
         InCustomDerivatives(fixes),
         Reshard(splits, mesh),
-        GroupMatmuls(split_sorted_rows(mesh), splits),
+        GroupMatmuls(split_sorted_rows(mesh), splits, given),
         FuseAttention(split_heads(mesh), inputs=given) if compute.fuse_attention else None,
         products if role != "prediction" else None,
         PickByComparison() if is_trained else None,

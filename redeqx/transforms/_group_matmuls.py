@@ -5,8 +5,8 @@ an H100's compiler makes 16 times the FLOPs of the rows for 16 groups, and `[gro
 gradient. Over several devices, each computes all rows. `redeqx.kernels` has a primitive that does neither, and this rule
 computes every `ragged_dot` by it, and every gradient of one that the user's function itself contains.
 
-Each device multiplies the rows of its own part of the batch, if they can stay there (`_sort_by_shard`), or an even part of
-the sorted rows, which has few groups. Over the model axis, outputs are added up once a token (`_expert_parts`), or rows are
+Each device multiplies the rows of its own tokens, if they can stay there (`_sort_by_shard`), or an even part of the sorted
+rows, which has few groups. Over the model axis, outputs are added up once a token (`_expert_parts`), or rows are
 sent to the devices of whole experts (`_exchange_experts`), as the plan splits these.
 
 Source: MegaBlocks (arXiv:2211.15841) for the work. Cost: the gradient of the matrices is summed over the devices that split
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from ..dims import Inputs, Positions, positions_of
 from ..kernels import GroupedSetting, grouped_gradient_p, grouped_matmul_p
 from ..machine import MODEL
 from ..partition import values_by
@@ -43,10 +44,12 @@ class GroupMatmuls(Rule):
 
     - `rows`: the sharding of sorted rows `[rows, features]`.
     - `splits`: for each of the function's first inputs, the dim that the model axis splits, or None.
+    - `inputs`: what the function's inputs are, if a sequence axis splits positions; else None.
     """
 
     rows: NamedSharding
     splits: Sequence[int | None]
+    inputs: Inputs | None = None
 
     def of(self, closed: Any) -> Rule | None:
         found = [eqn for eqn in equations(closed) if eqn.primitive.name in GROUPED]
@@ -61,7 +64,8 @@ class GroupMatmuls(Rule):
         of_device = {eqn: form.of_device for eqn in found if (form := _form(eqn)) and form.shares_matrices}
         chosen = [each for each in chosen_exchanges(body, self.splits, mesh) if of_device.keys() >= each.matrices.keys()]
         exchanges, others = Exchanges(mesh, chosen, of_device), [eqn for each in chosen for eqn in each.all]
-        rule = replace(rule, exchanges=exchanges, sorts=SortsByShard.of(body, n_weights, mesh, others))
+        positions = Positions() if self.inputs is None else positions_of(closed, self.inputs)
+        rule = replace(rule, exchanges=exchanges, sorts=SortsByShard.of(body, n_weights, mesh, positions, others))
         if n_shards == 1:
             return rule
         found = [eqn for eqn in found if eqn not in exchanges]
@@ -109,11 +113,11 @@ class _GroupMatmuls(Rule):
         return self.parts.compute(eqn, ins, compute) if eqn in self.parts else compute(ins)
 
     def _product(self, eqn: Any, form: "_Form", values: list[Any], copies: Any) -> Sequence[Any]:
-        is_by_shard = self.sorts.is_product(eqn)
+        rows, is_by_shard = self.rows.spec[0], self.sorts.is_product(eqn)
         if is_by_shard:
-            values = list(self.sorts.operands(eqn, *values))
+            values, rows = list(self.sorts.operands(eqn, *values)), self.sorts.axes(eqn)
         is_row, is_column = (self.is_split(eqn, dims) for dims in form.sides)
-        spec = P(self.rows.spec[0], MODEL if is_row else None, MODEL if is_column and not is_row else None)
+        spec = P(rows, MODEL if is_row else None, MODEL if is_column and not is_row else None)
         setting = replace(form.setting, split=NamedSharding(self.rows.mesh, spec))
         how = _ALL
         if is_row and eqn in self.parts.products:
@@ -167,28 +171,38 @@ class _Form:
         self, setting: GroupedSetting, a: Any, b: Any, sizes: Any, *, is_by_shard: bool = False, how: str = _ALL
     ) -> Any:
         """Returns the output; with `_PARTS` its parts, `[parts, ...]`. If `is_by_shard`, the rows are those of several
-        shards, one after the other, and `sizes` has a row for each."""
-        n, n_batch = len(self.lead), len(sizes) if is_by_shard else math.prod(self.lead)
+        shards, one after the other, and `sizes` are `[*batch, shards, E]`."""
+        n, n_batch, n_shards = len(self.lead), math.prod(self.lead), sizes.shape[-2] if is_by_shard else 1
         if not is_by_shard:
-            sizes = jnp.broadcast_to(sizes, (*self.lead, sizes.shape[-1])).reshape(n_batch, -1)
+            sizes = jnp.broadcast_to(sizes, (*self.lead, sizes.shape[-1]))
+
+        def by_shard(x: Any) -> Any:  # `[batch, rows, ...]` as `[shards * batch, rows of a shard, ...]`
+            x = x.reshape(n_batch, n_shards, -1, *x.shape[2:])
+            return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+
+        def joined(x: Any) -> Any:
+            x = x.reshape(n_shards, n_batch, *x.shape[1:])
+            return jnp.swapaxes(x, 0, 1).reshape(n_batch, -1, x.shape[-1])
 
         def arranged(a: Any) -> Any:
             a = jnp.transpose(a, self.orders[0])
-            return a.reshape(n_batch, -1, math.prod(a.shape[n + 1 :]))
+            return by_shard(a.reshape(n_batch, -1, math.prod(a.shape[n + 1 :])))
+
+        sizes = by_shard(sizes.reshape(n_batch, n_shards, -1))[:, 0]
 
         b = jnp.transpose(b, self.orders[1])
         if self.primitive is grouped_gradient_p:
             a = arranged(a)
             setting = replace(setting, is_summed=True) if is_by_shard else setting
-            out = grouped_gradient_p.bind(a, b.reshape(n_batch, a.shape[1], -1), sizes, setting=setting)
+            out = grouped_gradient_p.bind(a, b.reshape(*a.shape[:2], -1), sizes, setting=setting)
             return (jnp.swapaxes(out, 0, 1) if self.is_by_group else out).reshape(self.shape)
         a = jax.vmap(arranged)(a) if how == _COPIES else arranged(a)
         rest = b.shape[self.n_leading :]
         sides = (-1, a.shape[-1]) if setting.transposed else (a.shape[-1], -1)
         b = b.reshape(math.prod(b.shape[: self.n_leading]), rest[0], *sides)
         if how == _ALL:
-            return grouped_matmul_p.bind(a, b, sizes, setting=setting).reshape(self.shape)
-        out = _by_parts(setting, a, b[0], sizes)
+            return joined(grouped_matmul_p.bind(a, b, sizes, setting=setting)).reshape(self.shape)
+        out = jax.vmap(joined)(_by_parts(setting, a, b[0], sizes))
         if how == _COPIES:
             return jnp.moveaxis(out, 0, 2).reshape(self.shape)
         return out.reshape(len(out), *self.shape)

@@ -1,19 +1,21 @@
-"""Sorting by shard: tokens that are sorted over all rows of the batch stay on the devices of their rows.
+"""Sorting by shard: tokens that are sorted over rows or positions which devices share stay on their devices.
 
 `x[jnp.argsort(experts)]` sends every row of `x` to another device. A sort is a permutation, and what follows it in a mixture
 of experts treats all sorted rows alike: lookups by the sorted indices, elementwise equations, grouped matmuls, and a scatter
 or lookup back. So the sorted rows may be kept in any order. This module keeps them in the one in which each device has those
-that come from its own rows of the batch, in the order of the sort. The lookups and the scatter are then a device's own, and
-its part of a group is the part of the rows that have the positions of the group.
+that come from its own tokens, in the order of the sort. The lookups and the scatter are then a device's own, and its part of
+a group is the part of the rows that have the places of the group.
 
-The function stays the same, whatever the groups are, even where rows in the end are dropped: positions are those in the sort
-of all rows. For them each device sorts the keys of all rows, 4 bytes each. What depends on the order otherwise, such as a
-running sum, keeps a sort as it is written.
+This concerns a sort of all tokens of the batch, and, if the sequence axis splits positions, one of each sequence by itself.
+
+The function stays the same, whatever the groups are, even where rows in the end are dropped: places are those in the sort of
+all tokens. For them each device sorts all keys, 4 bytes each. What depends on the order otherwise, such as a running sum,
+keeps a sort as it is written.
 
 `_sorted_rows` finds what follows a sort, and `_group_matmuls` is the rule that applies this.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ..dims import spread
-from ..machine import BATCH_AXES, SEQUENCE, n_batch_shards, replicated
-from ..tracing import GROUPED, Body, Site, plain
+from ..dims import Positions, spread
+from ..machine import BATCH_AXES, SEQUENCE, n_batch_shards
+from ..tracing import GROUPED, Body, Site, plain, variables
 from ._constrain import split_over
 from ._sorted_rows import SortedRows, jaxprs_in, scatter_rows
 
@@ -32,26 +34,34 @@ class SortsByShard:
     """The sorts of a function whose rows stay on their devices, and the equations that this concerns."""
 
     def __init__(self, mesh: Mesh, sorts: Sequence[SortedRows] = ()):
-        self.mesh, self.n_shards = mesh, n_batch_shards(mesh)
+        self.mesh = mesh
         self._sorts = {eqn: sort for sort in sorts for eqn in sort.roles}
-        self._positions: dict[Any, jax.Array] = {}  # of each sort, `[shards, rows of a shard]`, ascending
+        self._positions: dict[Any, jax.Array] = {}  # of each sort, `[*batch, shards, rows of a shard]`, ascending
 
     @classmethod
-    def of(cls, body: Body, n_weights: int, mesh: Mesh, others: Iterable[Any] = ()) -> "SortsByShard":
+    def of(cls, body: Body, n_weights: int, mesh: Mesh, positions: Positions, others: Iterable[Any] = ()) -> "SortsByShard":
         """Finds the sorts of a function whose rows reach grouped matmuls, without `others`, equations that are computed
         otherwise. Its first `n_weights` inputs are weights."""
-        n = n_batch_shards(mesh)
-        if n == 1 or mesh.shape[SEQUENCE] > 1:
+        n_rows, n_positions = n_batch_shards(mesh), mesh.shape[SEQUENCE]
+        sorts = {eqn: jaxpr for jaxpr in jaxprs_in(body.closed) for eqn in jaxpr.eqns if eqn.primitive.name == "sort"}
+        if n_rows * n_positions == 1 or not sorts:
             return cls(mesh)
-        sorts = {eqn: jaxpr for jaxpr in jaxprs_in(body.closed) for eqn in jaxpr.eqns if _may_stay(eqn, n)}
-        if not sorts:
-            return cls(mesh)
-
         known = spread(body.closed, n_weights)
+
+        def n_shards(eqn: Any) -> int:
+            """Returns into how many parts the devices split what is sorted: all rows, or the positions of each."""
+            shape = eqn.outvars[0].aval.shape
+            rows = known[eqn][0].rows if eqn in known else ()
+            if len(shape) > 2 or (n_rows > 1 and not any(dim == 0 and parts % n_rows == 0 for dim, parts in rows)):
+                return 1
+            are_positions = any(positions.dims.get(var, ())[:1] == (1,) for var in variables(eqn.invars))
+            n = n_rows * n_positions if len(shape) == 1 else n_positions if are_positions else 1
+            return n if shape[-1] % n == 0 else 1
+
         found, taken = list[SortedRows](), set(others)
         for eqn, jaxpr in sorts.items():
-            has_rows = eqn in known and any(parts % n == 0 for _, parts in known[eqn][0].rows)
-            if has_rows and (sort := SortedRows.of(eqn, jaxpr, body, n)) and taken.isdisjoint(sort.roles):
+            n = n_shards(eqn)
+            if n > 1 and (sort := SortedRows.of(eqn, jaxpr, body, n)) and taken.isdisjoint(sort.roles):
                 found.append(sort)
                 taken.update(sort.roles)
         return cls(mesh, found)
@@ -74,9 +84,9 @@ class SortsByShard:
         if role == "sort":
             return self._sort(sort, eqn, ins, site)
         if role == "inverse":
-            return self._inverse(eqn, ins)
+            return self._inverse(sort, eqn, ins)
         if role == "own lookup":
-            return self._look_up(eqn, ins)
+            return self._look_up(sort, eqn, ins)
         if role == "own scatter":
             return self._scatter(sort, eqn, ins)
         pairs = list(zip(ins, eqn.invars, strict=True))
@@ -85,77 +95,97 @@ class SortsByShard:
         return site.rest(eqn, [x if sort.dim(var) is None else self._in_sort_order(sort, x) for x, var in pairs])
 
     def operands(self, eqn: Any, a: Any, b: Any, sizes: Any) -> tuple[Any, Any, Any]:
-        """Returns the operands of a grouped matmul, with the sizes of each shard's part of the groups, `[shards, E]`."""
+        """Returns the operands of a grouped matmul, with the sizes of each shard's part of the groups,
+        `[*batch, shards, E]`."""
         sort = self._sorts[eqn]
         a, b = (self._arranged(sort, x, var, eqn) for x, var in zip((a, b), eqn.invars[:2], strict=True))
-        positions, ends = self._positions[sort.eqn], jnp.cumsum(sizes.reshape(-1))
-        until = jnp.sum(positions[:, :, None] < ends, axis=1, dtype=sizes.dtype)
-        return a, b, self.split(jnp.diff(until, axis=1, prepend=0))
+        positions, ends = self._positions[sort.eqn], jnp.cumsum(sizes.reshape(*sort.lead, 1, 1, -1), axis=-1)
+        until = jnp.sum(positions[..., None] < ends, axis=-2, dtype=sizes.dtype)
+        return a, b, self._split(sort, jnp.diff(until, axis=-1, prepend=0))
 
-    def split(self, x: jax.Array) -> jax.Array:
-        """Constrains dim 0 to be split over the devices that split a batch."""
-        return split_over(x, self.mesh, {0: BATCH_AXES})
+    def axes(self, eqn: Any) -> tuple[str, ...]:
+        """Returns the mesh axes that split the rows of a grouped matmul: its shards come before the batch."""
+        return (SEQUENCE, *BATCH_AXES) if self._sorts[eqn].lead else (*BATCH_AXES, SEQUENCE)
 
     # --- equations, by their roles -----------------------------------------------------------
 
     def _sort(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
-        outs = [jax.lax.with_sharding_constraint(out, replicated(self.mesh)) for out in site.rest(eqn, ins)]
-        order = outs[sort.order]
-        place = (
-            jnp.zeros_like(order)
-            .at[order]
-            .set(jnp.arange(sort.n, dtype=order.dtype), mode="promise_in_bounds", unique_indices=True)
-        )
-        self._positions[eqn] = positions = jnp.sort(self._by_shard(place), axis=1)
-        return [self.split(_rows_at(out, positions.reshape(-1))) for out in outs]
+        whole = partial(split_over, mesh=self.mesh, axes={0: BATCH_AXES if sort.lead else None}, others=None)
+        outs = list(map(whole, site.rest(eqn, list(map(whole, ins)))))
+        place = _each(_inverse, sort.lead)(outs[sort.order])
+        self._positions[eqn] = positions = jnp.sort(self._by_shard(sort, place), axis=-1)
+        return [self._split(sort, _each(_rows_at, sort.lead)(out, positions.reshape(out.shape))) for out in outs]
 
-    def _inverse(self, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
-        order = self._by_shard(plain(ins[0]))
-        found = (jnp.argsort(order, axis=1).astype(order.dtype) + self._starts(order)).reshape(-1)
-        return [jnp.arange(len(found), dtype=order.dtype), found][: len(eqn.outvars)]
+    def _inverse(self, sort: SortedRows, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
+        order, shape = self._by_shard(sort, plain(ins[0])), eqn.outvars[0].aval.shape
+        found = (jnp.argsort(order, axis=-1).astype(order.dtype) + _starts(sort, order)).reshape(shape)
+        return [jnp.broadcast_to(jnp.arange(sort.n, dtype=order.dtype), shape), found][: len(eqn.outvars)]
 
-    def _look_up(self, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
+    def _look_up(self, sort: SortedRows, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
         """Looks up rows that are all on a device's own shard."""
         x, indices = map(plain, ins)
-        x, indices = self._by_shard(x), self._by_shard(indices.reshape(-1))
-        return [jax.vmap(_rows_at)(x, indices - self._starts(x)).reshape(eqn.outvars[0].aval.shape)]
+        x, indices = self._by_shard(sort, x), self._by_shard(sort, indices.reshape(*sort.lead, -1))
+        found = _each(_rows_at, (*sort.lead, sort.n_shards))(x, indices - _starts(sort, x))
+        return [self._split(sort, found).reshape(eqn.outvars[0].aval.shape)]
 
     def _scatter(self, sort: SortedRows, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
         """Writes rows that are all on a device's own shard."""
         x, indices, updates = map(plain, ins)
         updates = self._arranged(sort, updates, eqn.invars[2], eqn)
-        x, indices, updates = map(self._by_shard, (x, indices.reshape(-1), updates))
-        found = jax.vmap(partial(scatter_rows, eqn))(x, indices - self._starts(x), updates)
-        return [found.reshape(eqn.outvars[0].aval.shape)]
+        x, indices, updates = (self._by_shard(sort, x) for x in (x, indices.reshape(*sort.lead, -1), updates))
+        scatter = _each(partial(scatter_rows, eqn), (*sort.lead, sort.n_shards))
+        found = scatter(x, indices - _starts(sort, x), updates)
+        return [self._split(sort, found).reshape(eqn.outvars[0].aval.shape)]
 
     # --- orders ------------------------------------------------------------------------------
 
     def _in_sort_order(self, sort: SortedRows, x: Any) -> jax.Array:
         """Returns keys or indices, which are in the order of the shards, in that of the sort."""
-        positions = self._positions[sort.eqn].reshape(-1)
-        return jnp.zeros_like(plain(x)).at[positions].set(plain(x), mode="promise_in_bounds", unique_indices=True)
+
+        def placed(x: jax.Array, positions: jax.Array) -> jax.Array:
+            return jnp.zeros_like(x).at[positions].set(x, mode="promise_in_bounds", unique_indices=True)
+
+        return _each(placed, sort.lead)(plain(x), self._positions[sort.eqn].reshape(*sort.lead, -1))
 
     def _arranged(self, sort: SortedRows, x: Any, var: Any, eqn: Any) -> Any:
         """Returns an operand with its sorted dim in the order of the shards, if it is in that of the sort."""
         dim = sort.moved.get((eqn, var))
         if dim is None:
             return x
-        positions = self._positions[sort.eqn].reshape(-1)
-        return jnp.moveaxis(_rows_at(jnp.moveaxis(plain(x), dim, 0), positions), 0, dim)
+        dim -= len(sort.lead)
 
-    def _by_shard(self, x: jax.Array) -> jax.Array:
-        return self.split(x.reshape(self.n_shards, -1, *x.shape[1:]))
+        def arranged(x: jax.Array, positions: jax.Array) -> jax.Array:
+            return jnp.moveaxis(_rows_at(jnp.moveaxis(x, dim, 0), positions), 0, dim)
 
-    def _starts(self, by_shard: jax.Array) -> jax.Array:
-        """Returns the first row of each shard, `[shards, 1]`."""
-        return jnp.arange(self.n_shards, dtype=jnp.int32)[:, None] * by_shard.shape[1]
+        return _each(arranged, sort.lead)(plain(x), self._positions[sort.eqn].reshape(*sort.lead, -1))
+
+    def _by_shard(self, sort: SortedRows, x: jax.Array) -> jax.Array:
+        """Returns rows `[*batch, shards, rows of a shard, ...]`."""
+        lead = len(sort.lead)
+        return self._split(sort, x.reshape(*sort.lead, sort.n_shards, -1, *x.shape[lead + 1 :]))
+
+    def _split(self, sort: SortedRows, x: jax.Array) -> jax.Array:
+        """Constrains sorted rows, or shards of them, to be split over devices: after the batch, if each is sorted by
+        itself, and together with it otherwise."""
+        return split_over(x, self.mesh, {0: BATCH_AXES, 1: SEQUENCE} if sort.lead else {0: (*BATCH_AXES, SEQUENCE)})
+
+
+def _each(fn: Callable[..., Any], lead: Sequence[int]) -> Callable[..., Any]:
+    """Returns a function, mapped over leading dims."""
+    for _ in lead:
+        fn = jax.vmap(fn)
+    return fn
+
+
+def _inverse(order: jax.Array) -> jax.Array:
+    places = jnp.arange(len(order), dtype=order.dtype)
+    return jnp.zeros_like(order).at[order].set(places, mode="promise_in_bounds", unique_indices=True)
+
+
+def _starts(sort: SortedRows, by_shard: jax.Array) -> jax.Array:
+    """Returns the first row of each shard, `[shards, 1]`."""
+    return jnp.arange(sort.n_shards, dtype=jnp.int32)[:, None] * by_shard.shape[len(sort.lead) + 1]
 
 
 def _rows_at(x: jax.Array, indices: jax.Array) -> jax.Array:
     return x.at[indices].get(mode="promise_in_bounds")
-
-
-def _may_stay(eqn: Any, n_shards: int) -> bool:
-    """Whether an equation sorts a single dim that the shards divide."""
-    shape = eqn.outvars[0].aval.shape if eqn.primitive.name == "sort" else ()
-    return len(shape) == 1 and shape[0] % n_shards == 0

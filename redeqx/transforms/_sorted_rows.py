@@ -1,4 +1,4 @@
-"""What follows a sort of tokens over all rows of the batch: whether the sorted rows may be kept in any order.
+"""What follows a sort of tokens, of all rows of the batch or of each: whether the sorted rows may be kept in any order.
 
 `SortedRows.of` follows a sort through the equations that use what is sorted, and says how each is computed if the rows are
 in another order. `_sort_by_shard` chooses the order, and computes them.
@@ -37,6 +37,7 @@ class SortedRows:
     order: int  # the index of the output that says which row is at each position
     body: Body
     n_shards: int
+    after: Collection[Any]  # the equations of its jaxpr after it
     dims: Env = field(default_factory=lambda: Env(literal=lambda _: None))  # the dim of each value that is sorted
     inverses: set[Any] = field(default_factory=set)  # values that say at which position each row is
     roles: dict[Any, Role] = field(default_factory=dict)  # how the equations are computed that the other order changes
@@ -51,12 +52,13 @@ class SortedRows:
         order = next((i for i, atom in enumerate(eqn.invars) if _is_range(body, atom, along)), None)
         if order is None or math.prod(shape) > _MAX_INDICES or along > 1 or eqn.params["dimension"] != along:
             return None
-        sort = cls(eqn, n, order, body, n_shards)
+        after = jaxpr.eqns[jaxpr.eqns.index(eqn) + 1 :]
+        sort = cls(eqn, n, order, body, n_shards, frozenset(after))
         sort.roles[eqn] = "sort"
         sort.dims.update(dict.fromkeys(eqn.outvars, along))
         sort.known[eqn.outvars[order]] = sort._range(eqn.outvars[order])
         try:
-            for each in jaxpr.eqns[jaxpr.eqns.index(eqn) + 1 :]:
+            for each in after:
                 if any(var in sort.dims or var in sort.inverses for var in variables(each.invars)):
                     sort._follow(each)
         except _Unknown:
@@ -206,11 +208,14 @@ class SortedRows:
             raise _Unknown
         (factors,) = sorted_dims
         places = dict[int, int]()
+        lead = {tuple(related.ins[i][: len(self.lead)]) for i, dim in enumerate(dims) if dim is not None}
         for i, of_operand in enumerate(related.ins):
             found = [dim for dim, each in enumerate(of_operand) if not set(factors).isdisjoint(each)]
             is_mixed = not set(found).isdisjoint(related.combined(i)) and eqn.primitive.name not in _ANY_ORDER
             if is_mixed or len(found) > 1 or any(tuple(of_operand[dim]) != factors for dim in found):
                 raise _Unknown
+            if found and tuple(of_operand[: len(self.lead)]) not in lead:
+                raise _Unknown  # all entries of the batch share it
             if found and eqn.invars[i].aval.shape[found[0]] == self.n:
                 places[i] = found[0]
         self._move(eqn, places)
@@ -227,11 +232,25 @@ class SortedRows:
         """Notes the operands whose dims are to be arranged, and checks those that are."""
         for i, place in places.items():
             atom = eqn.invars[i]
+            if self.dim(atom) is None:
+                self._follow_back(atom)
             if (dim := self.dim(atom)) is None and is_variable(atom) and not is_constant_along(self.body, atom, [place]):
                 self.moved[eqn, atom] = place
                 self.roles.setdefault(eqn, "as written")
             elif dim not in (None, place):
                 raise _Unknown
+
+    def _follow_back(self, atom: Any) -> None:
+        """A product of equal rows with the matrices of their groups, such as a bias, that nothing else reads."""
+        chain = list[Any]()
+        while (eqn := self.body.producer(atom)) is not None and eqn in self.after and len(self.body.readers(atom)) == 1:
+            chain.append(eqn)
+            if eqn.primitive.name not in _RESHAPES:
+                break
+            atom = eqn.invars[0]
+        if chain and chain[-1].primitive.name in GROUPED and self.body.number(chain[-1].invars[0]) is not None:
+            for each in reversed(chain):
+                self._follow(each)
 
     # --- indices ----------------------------------------------------------------------------------------------------------
 

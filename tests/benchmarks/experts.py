@@ -4,14 +4,16 @@
     pip install -e ".[topology-gpu]"                     # the GPU rows, 4 GB
     python tests/benchmarks/experts.py                   # all; or some, by name: qwen3-h100 mixtral-v5e
     python tests/benchmarks/experts.py qwen3-h100 --rows 4 --layers 4 --explain
+    python tests/benchmarks/experts.py qwen3-h100 --rows 1 --layers 2 --seq 65536 --sequence 8
 
 - Qwen3-30B-A3B (48 layers, width 2048, 128 experts of 768, 8 for each token, 32 heads and 4 for keys of 128): all of its
   30.5 billion parameters are trained, by AdamW in float32 with bfloat16 products.
 - Mixtral 8x7B (32 layers, width 4096, 8 experts of 14336, 2 for each token, 32 heads and 8 for keys): adapters of rank 16 on
   query, key, value and output, over a bfloat16 base.
 
-Rows of 4096 tokens; blocks in a scan, recomputed in the backward pass; everything split over `fsdp`. The batch is doubled
-until it does not fit. `--layers` compiles fewer layers, to compare temporaries in a shorter time.
+Rows of 4096 tokens; blocks in a scan, recomputed in the backward pass; everything split over `fsdp`, or with `--sequence`
+over devices that share the positions of a row. The batch is doubled until it does not fit. `--layers` compiles fewer layers,
+to compare temporaries in a shorter time.
 
     python tests/benchmarks/experts.py --sent            # 8 H100; or --sent v5e:2x4
 
@@ -157,11 +159,12 @@ ROWS = {
 }
 
 
-def dry_run(row: Row, n_rows: int, seq: int, remat: str, *, offload: bool) -> redeqx.DryRun:
-    """Compiles one training step with `n_rows` rows a device."""
+def dry_run(row: Row, n_rows: int, seq: int, remat: str, *, n_sequence: int, offload: bool) -> redeqx.DryRun:
+    """Compiles one training step with `n_rows` rows a device, or of all devices that share a row's positions."""
     with redeqx.described(row.topology):
         n_devices = redeqx.Deployer(verbose=False).mesh.size
-        deployer = redeqx.Deployer(n_fsdp_shards=n_devices, verbose=False)
+        shards = {"n_fsdp_shards": n_devices // n_sequence, "n_sequence_shards": n_sequence}
+        deployer = redeqx.Deployer(**shards, verbose=False)
         make = with_adapters if row.is_adapted else all_parameters
         model = deployer.init(lambda: make(row.config, jax.random.key(0)))
         trainer = redeqx.Trainer(
@@ -257,6 +260,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="compile only this many rows a device")
     parser.add_argument("--most", type=int, default=16, help="rows a device at which the search ends")
     parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--sequence", type=int, default=1, help="sequence shards")
     parser.add_argument("--layers", type=int, help="instead of the model's")
     parser.add_argument("--machine", help="instead of the row's, such as v5e:8x8")
     parser.add_argument("--remat", help="by default `full`, and with `--sent` `matmuls`")
@@ -275,12 +279,20 @@ def main() -> None:
         while n_rows <= (args.rows or args.most):
             began = time.perf_counter()
             try:
-                run = dry_run(row, n_rows, args.seq, args.remat or "full", offload=args.offload)
+                remat, n_sequence = args.remat or "full", args.sequence
+                run = dry_run(row, n_rows, args.seq, remat, n_sequence=n_sequence, offload=args.offload)
             except ImportError as error:
                 print(name, error, flush=True)
                 break
             took = time.perf_counter() - began
-            print(f"{name}: {n_rows} x {args.seq} a device: {run.verdict()} ({took:.0f} s)", flush=True)
+            step = run.steps["train"]
+            sent, temporaries = sum(each.moved for each in step.collectives) / 2**30, step.temporaries / 2**30
+            each = "a device" if n_sequence == 1 else f"for {n_sequence} devices"
+            print(
+                f"{name}: {n_rows} x {args.seq} {each}: {run.verdict()}, {temporaries:.2f} GiB of temporaries, "
+                f"{sent:.1f} GiB sent ({took:.0f} s)",
+                flush=True,
+            )
             if args.explain:
                 print(run, flush=True)
             if not run.fits:

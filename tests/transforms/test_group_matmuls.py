@@ -155,9 +155,9 @@ def test_a_mixture_on_every_mesh(name, by_hand):
     for a, b in zip(jax.tree.leaves(trainer.model), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * float(jnp.abs(b).max()))
     # A tile has rows of a device, and the hidden features of its model shard; never all rows, nor all groups at once. Each
-    # device sorts its own rows, unless others have positions of the same sequences.
+    # device sorts its own rows.
     n_rows = 16 * T * 2
-    n_sorted = n_rows // (1 if "n_sequence_shards" in mesh else deployer.n_batch_shards)
+    n_sorted = n_rows // deployer.n_batch_shards // mesh.get("n_sequence_shards", 1)
     tiles = re.findall(r"f32\[(\d+),(\d+)\]\S* dot\(", program)
     hidden = 64 // mesh.get("n_model_shards", 1)
     assert (str(tile_rows(n_sorted)), str(hidden)) in tiles

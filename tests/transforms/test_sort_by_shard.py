@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from redeqx.compiled import Module, collectives
+from redeqx.dims import Inputs
 from redeqx.kernels import grouped_matmul
-from redeqx.machine import make_mesh, split_rows, split_sorted_rows
+from redeqx.machine import make_mesh, split_sorted_rows
 from redeqx.tracing import transformed
 from redeqx.transforms import GroupMatmuls
 
@@ -130,6 +131,36 @@ def choices_first(p, x):
     return jnp.zeros_like(x).at[order % len(x)].add(y)
 
 
+def of_each_sequence(p, x):
+    """Rows of `[8, T, D]` are sorted one by one, with a bias as a product, a shared factor of each place, and a limit."""
+
+    def one(x):
+        weights, experts = choices(p, x)
+        order, sizes = jnp.argsort(experts), jnp.bincount(experts, length=E)
+        hidden = grouped_matmul(jnp.repeat(x, K, 0)[order], p["up"], sizes)
+        hidden = jnp.sin(hidden + grouped_matmul(jnp.ones((len(order), 1)), p["bias"][:, None], sizes))
+        hidden *= jnp.cos(jnp.arange(len(order)))[:, None]
+        place = jnp.arange(len(order)) - (jnp.cumsum(sizes) - sizes)[experts[order]]
+        y = jnp.where((place < len(order) // 4)[:, None], grouped_matmul(hidden, p["down"], sizes), 0)
+        return jnp.zeros_like(x).at[order // K].add(y * weights[order][:, None])
+
+    return jax.vmap(one)(x)
+
+
+def with_a_shared_mean(p, x):
+    """A sum over sorted rows with one factor for each place, which all sequences share: it needs the order."""
+
+    def one(x):
+        weights, experts = choices(p, x)
+        order = jnp.argsort(experts)
+        rows = jnp.repeat(x, K, 0)[order]
+        y = grouped_matmul(rows, p["up"], jnp.bincount(experts, length=E)) @ p["down"][0]
+        y += jnp.cos(jnp.arange(len(order))) @ rows
+        return (y[jnp.argsort(order)] * weights[:, None]).reshape(len(x), K, -1).sum(1)
+
+    return jax.vmap(one)(x)
+
+
 def step(fns):
     """Returns for each function its output and the gradients of the sum of its squares."""
 
@@ -148,23 +179,39 @@ def step(fns):
     [
         ({name: LOCAL[name] for name in ("unsorted", "inverted", "limited")}, {}),
         pytest.param(LOCAL, {"n_fsdp_shards": 2, "n_model_shards": 2}, marks=pytest.mark.sweep),
+        pytest.param(LOCAL, {"n_sequence_shards": 2}, marks=pytest.mark.sweep),
         pytest.param(SENT, {}, marks=pytest.mark.sweep),
     ],
-    ids=["local", "all local, model=2", "sent"],
+    ids=["local", "all local, model=2", "all local, sequence=2", "sent"],
 )
 def test_values_and_what_is_sent(fns, shards):
+    of_rows = check(fns, make_mesh(**shards), (N, D), split_sorted_rows(make_mesh(**shards)))
+    assert bool(of_rows) == (fns is SENT), of_rows  # keys are sent, rows are not
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("shards", [{"n_sequence_shards": 4}, {"n_sequence_shards": 2, "n_model_shards": 2}], ids=str)
+def test_the_positions_of_each_sequence_stay_on_their_devices(shards):
     mesh = make_mesh(**shards)
+    split = NamedSharding(mesh, P(("data", "fsdp"), "sequence"))
+    fns = {"of each sequence": of_each_sequence, "with a shared mean": with_a_shared_mean}
+    sent = [check({name: fn}, mesh, (8, N // 8, D), split, Inputs(4, 0, 1)) for name, fn in fns.items()]
+    assert not sent[0], sent
+
+
+def check(fns, mesh, shape, split, inputs=None):
+    """Compares values and gradients with those of one device, and returns the shapes of rows that are sent."""
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = {"router": (D, E), "up": (E, D, F), "down": (E, F, D), "bias": (E, F)}
     p = {name: 0.3 * jax.random.normal(key, of) for (name, of), key in zip(shapes.items(), keys, strict=False)}
-    x = jax.random.normal(keys[4], (N, D))
+    x = jax.random.normal(keys[4], shape)
     wanted = jax.jit(step(fns))(p, x)
-    rule = GroupMatmuls(split_sorted_rows(mesh), (None,) * len(p))
-    args = jax.device_put(p, NamedSharding(mesh, P())), jax.device_put(x, split_rows(mesh))
+    rule = GroupMatmuls(split_sorted_rows(mesh), (None,) * len(p), inputs)
+    args = jax.device_put(p, NamedSharding(mesh, P())), jax.device_put(x, split)
     compiled = jax.jit(step({name: transformed(fn, [rule]) for name, fn in fns.items()})).lower(*args).compile()
     for name, outs in compiled(*args).items():
         for found, want in zip(jax.tree.leaves(outs), jax.tree.leaves(wanted[name]), strict=True):
             np.testing.assert_allclose(found, want, rtol=0, atol=1e-6 * np.abs(want).max(), err_msg=name)
     sent = [each.shape for each in collectives(Module.of(compiled.as_text() or ""))]
-    of_rows = [shape for shape in sent if {N, N * K}.intersection(shape) and math.prod(shape) > N * K]
-    assert bool(of_rows) == (fns is SENT), of_rows  # keys are sent, rows are not
+    n = shape[-2]
+    return [each for each in sent if {n, n * K}.intersection(each) and math.prod(each) > N * K]
