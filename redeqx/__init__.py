@@ -9,6 +9,6 @@ from .dry_run import DryRun as DryRun
 from .kernels import attention as attention
 from .machine import Compiler as Compiler, described as described, simulate_devices as simulate_devices
 from .monitor import Tracker as Tracker
-from .partition import LeafPlan as LeafPlan, Plan as Plan, register_attention as register_attention
+from .partition import LeafPlan as LeafPlan, Plan as Plan
 from .steps import Compute as Compute, Loss as Loss, Precision as Precision
 from .training import Callback as Callback, EarlyStopping as EarlyStopping, Profile as Profile, SaveEvery as SaveEvery

@@ -241,8 +241,9 @@ class Deployer(RedcoNames):
     ) -> Plan:
         """Plans how each leaf of the model is split over the mesh, with a reason for each.
 
-        The two rules are applied in the order of the model's fields. With a loss and a batch, the loss is traced abstractly
-        and they are applied in the order of its computation; leaves that it does not read are marked.
+        With a loss and a batch, the loss is traced abstractly, and the two rules are applied in the order in which it
+        computes; leaves that it does not read are marked. Without them, each large leaf is stored split along its largest
+        dims, and gathered for use.
 
         **Arguments:**
 
@@ -280,7 +281,7 @@ class Deployer(RedcoNames):
 
         - `make_model`: makes the model, without arguments: `lambda: Model(key=key)`. It is called twice, once only for the
             shapes, so create keys outside of it.
-        - `plan`: how the leaves are split; by default the plan in the order of the fields.
+        - `plan`: how the leaves are split; `deployer.plan(make_model())` by default.
 
         Raises ValueError if the model keeps an array outside of its leaves, in the closure of a function or a static field.
         """

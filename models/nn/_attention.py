@@ -18,7 +18,6 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from redeqx import register_attention
 from redeqx._rounding import at_least_float32
 from redeqx.kernels import AttentionSetting, attend
 
@@ -419,8 +418,3 @@ def _normed(
     layer: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None, x: Float[Array, "seq heads size"]
 ) -> Float[Array, "seq heads size"]:
     return x if layer is None else jax.vmap(jax.vmap(layer))(x)
-
-
-register_attention(
-    Attention, query="query", key="key", value="value", output="output", heads="n_heads", kv_heads="n_kv_heads"
-)

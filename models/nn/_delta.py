@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from redeqx import register_attention
-
 from ._layers import linear, norm
 from ._recurrence import Recurrence, Tokens
 
@@ -45,6 +43,3 @@ class GatedDelta(Recurrence):
 
 def _unit(x: Float[Array, "seq groups size"]) -> Float[Array, "seq groups size"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-register_attention(GatedDelta, query="query", key="key", value="value", output="output", heads="n_groups")

@@ -15,8 +15,6 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from redeqx import register_attention
-
 from ._attention import Mask, mix_values
 from ._cache import Cache
 from ._layers import linear, norm
@@ -94,6 +92,3 @@ class LatentAttention(eqx.Module):
 
 def _normed(layer: eqx.nn.RMSNorm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
     return x if layer is None else norm(layer, x)
-
-
-register_attention(LatentAttention, query="query", key="key", value="value", output="output", heads="n_heads")

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
-from redeqx import register_attention
-
 from ._layers import norm
 from ._recurrence import Recurrence, Tokens
 
@@ -59,6 +57,3 @@ class Mamba2(Recurrence):
             rows = norm(self.norm, rearrange(mixed, "seq heads value -> seq (heads value)"))
             mixed = rearrange(rows, "seq (heads value) -> seq heads value", heads=self.n_heads)
         return mixed if self.gates_first else mixed * gate
-
-
-register_attention(Mamba2, query="value", key="key", value="query", output="output", heads="n_heads", kv_heads="n_groups")

@@ -85,7 +85,7 @@ REDCO_TRAINER_ARGUMENTS = {
 }
 REDCO_PREDICTOR_ARGUMENTS = {
     "params": "Pass the Equinox module as `model`.",
-    "params_sharding_rules": "Leave it out, or pass `plan=deployer.plan(model)`.",
+    "params_sharding_rules": "Leave it out: the plan is made from `pred_fn`.",
 }
 REDCO_PREDICTOR = {
     "setup_running_step": "Call `predict`, which compiles at its first batch.",

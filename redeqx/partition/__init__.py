@@ -1,8 +1,7 @@
 """How a model is split over the mesh: the plan, with a reason for each leaf.
 
-Owns the two rules, the field-order traversal of a model's layers, the dataflow analysis that reads the order of the layers
-from a traced loss, the kinds of leaves, and the plan. It is independent of optimizers, batches and files. Open `_plan.py`
-first, then `_rules.py`.
+Owns the dataflow analysis that applies the two rules to a traced loss, the kinds of leaves, and the plan. It is independent
+of optimizers, batches and files. Open `_plan.py` first, then `_dataflow.py`.
 """
 
 from ._dataflow import values_by as values_by
@@ -13,9 +12,8 @@ from ._kinds import (
     kinds_of as kinds_of,
     using_kinds as using_kinds,
 )
-from ._layers import register_attention as register_attention
 from ._overrides import Overrides as Overrides
-from ._placement import place as place, shardings_like as shardings_like
+from ._placement import is_on as is_on, place as place, shardings_like as shardings_like
 from ._plan import (
     LeafPlan as LeafPlan,
     Plan as Plan,

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from .._quantised import Quantised, map_quantised
 from .._tree import PyTree
 from ..tracing import Trace
-from . import _rules
+from ._flow import Split
 
 
 def with_whole_weights(model: PyTree) -> PyTree:
@@ -34,12 +34,12 @@ def unit_shape(weight: Quantised) -> tuple[int, ...]:
     return (*weight.codes.shape[:-1], weight.codes.shape[-1] if n == 1 else n)
 
 
-def by_blocks(split: _rules.Split, weight: Quantised, n_shards: int) -> _rules.Split:
+def by_blocks(split: Split, weight: Quantised, n_shards: int) -> Split:
     """Returns the split of a weight, unless it would divide blocks."""
     shape = unit_shape(weight)
     if split.dim != len(shape) - 1 or shape[-1] % n_shards == 0:
         return split
-    return _rules.Split(None, f"replicated: {shape[-1]} blocks of codes do not divide over {n_shards} shards")
+    return Split(None, f"replicated: {shape[-1]} blocks of codes do not divide over {n_shards} shards")
 
 
 def of_scales(spec: P, weight: Quantised) -> P:

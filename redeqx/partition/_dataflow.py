@@ -1,7 +1,11 @@
-"""Applies the two rules in the order in which the traced loss computes, instead of the order of a model's fields.
+"""Applies the two rules in the order in which the traced loss computes.
 
-Both rules follow from one fact. A matmul whose input is replicated is split along its output dim (a column split). A matmul
-whose input is split is split along the contracted dim (a row split), and its output is replicated again.
+1. Fully connected: consecutive layers alternate between dim 0 and dim 1 of their `[out, in]` weights.
+2. Attention: query, key and value along dim 0, which is by heads, and output along dim 1.
+
+They are Redco's (arXiv:2310.16355), after Megatron-LM (arXiv:1909.08053). Both follow from one fact. A matmul whose input is
+replicated is split along its output dim (a column split). A matmul whose input is split is split along the contracted dim (a
+row split), and its output is replicated again.
 
 So this module follows the jaxpr of the loss, abstractly, equation by equation. For each value it tracks which dim is split
 over the model axis, and which leaf caused the split. For each value that is a view of a parameter (transposed, sliced,
@@ -25,9 +29,8 @@ import jax.numpy as jnp
 from ..dims import ORDERED, REDUCTIONS, SCATTERS, VIEWS, Related, is_elementwise
 from ..kernels import formula
 from ..tracing import GROUPED, Trace, called, insides, once, shapes_in
-from ._flow import Flow, View
+from ._flow import Flow, Split, View
 from ._pass import Pass
-from ._rules import Split, embedding
 
 
 @once
@@ -153,15 +156,16 @@ def _gather(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
         # An embedding, whose indices come from the batch, may not.
         options = [*looked_up, *kept] if indices.grad else looked_up
         if not looked_up:
-            run.decide(table, None, "replicated: data decides which slices of it are used")
+            run.decide(table, None, "replicated: data decides which slices of it are used", is_unknown=True)
         elif (dim := run.choose(table, shape, options)) is None:
             n_rows = shape[looked_up[0]]
-            why = embedding(n_rows, run.n).reason if n_rows % run.n else run.why_replicated(table, (n_rows,), (0,))
-            run.decide(table, None, why)
+            padded = -(-n_rows // run.n) * run.n
+            why = f"replicated: {n_rows} rows do not divide over {run.n} shards; a table padded to {padded} rows would"
+            run.decide(table, None, why if n_rows % run.n else run.why_replicated(table, (n_rows,), (0,)))
         elif dim in kept:
             run.decide(table, dim, "follows: values looked up in it are combined with values that have this split")
         else:
-            run.decide(table, dim, embedding(shape[dim], run.n).reason)
+            run.decide(table, dim, f"embedding: {shape[dim]} rows over {run.n} shards")
     dim, cause = run.split(table)
     by, by_cause = run.split(indices)
     if dim is not None and dim in looked_up:  # each shard looks up the rows that it holds

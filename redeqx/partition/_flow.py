@@ -1,7 +1,17 @@
-"""The state of a value of the traced loss: which dim is split, or which parameter it is a view of."""
+"""The split of a parameter, and the state of a value of the traced loss: which dim is split, or which parameter it is a view
+of."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Split:
+    """The dim of a leaf that the model axis splits, and the reason."""
+
+    dim: int | None  # None for a replicated leaf
+    reason: str
+    is_unknown: bool = False  # whether the use of a replicated leaf is not known, so that it may be split in storage
 
 
 @dataclass(frozen=True)

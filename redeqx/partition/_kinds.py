@@ -1,8 +1,8 @@
 """The kind of every leaf (matrix, output head, embedding, convolution, bias, norm), and the dims of each matrix.
 
 Owns the names of kinds. They follow from the types of Equinox's layers and, if a loss was traced, from what the loss
-computes with each leaf. They are the same on every mesh. Optimizers treat kinds differently. `_layers` and `_dataflow`
-decide how leaves are split.
+computes with each leaf. They are the same on every mesh. Optimizers treat kinds differently. `_dataflow` decides how
+leaves are split.
 """
 
 from collections.abc import Iterator, Mapping

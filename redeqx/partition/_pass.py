@@ -15,8 +15,7 @@ import jax
 
 from ..dims import Related
 from ..tracing import Env
-from ._flow import Flow, View
-from ._rules import Split, follow
+from ._flow import Flow, Split, View
 
 # The cost of a plan is the number of bytes that a device sends in a step. This table has the cost of a collective over a
 # ring of n devices, for each byte of the full array. An all-gather in the forward pass is a reduce-scatter in the backward
@@ -187,17 +186,23 @@ class Pass:
     def reconsider(self, *leaves: str | None) -> None:
         self.candidates.update(dict.fromkeys(leaf for leaf in leaves if leaf is not None))
 
-    def decide(self, flow: Flow, dim: int | None, reason: str) -> None:
+    def decide(self, flow: Flow, dim: int | None, reason: str, *, is_unknown: bool = False) -> None:
         """Decides the split of each undecided parameter that the value is a view of: along dim `dim` of the value."""
         for view in flow.views:
             if view.leaf not in self.splits:
-                self.splits[view.leaf] = Split(None if dim is None else view.dims[dim], reason)
+                self.splits[view.leaf] = Split(None if dim is None else view.dims[dim], reason, is_unknown)
 
     def decide_as_declared(self, flow: Flow, leaf: str) -> None:
+        """Splits a parameter like the weight that its class names."""
         weight, dims = self.follows[leaf]
         n_stacked = len(self.leaves[leaf].shape) - len(dims)
-        split = follow(self.splits[weight].past(-n_stacked), dims).past(n_stacked)
-        self.decide(flow, None if split.dim is None else flow.views[0].dims.index(split.dim), split.reason)
+        if (split := self.splits[weight].dim) is None:
+            self.decide(flow, None, "replicated: follows its weight, which is replicated")
+        elif (dim := split - n_stacked) not in dims:
+            self.decide(flow, None, f"replicated: does not follow dim {dim} of its weight")
+        else:
+            own = flow.views[0].dims.index(n_stacked + dims.index(dim))
+            self.decide(flow, own, f"follows dim {dim} of its weight")
 
     def choose(self, flow: Flow, shape: Sequence[int], dims: Sequence[int]) -> int | None:
         """Returns the first of these dims along which an undecided parameter can be split, or the forced one, else None."""
@@ -336,7 +341,8 @@ class Pass:
             self.products.update({(eqn, at): None for at in (eqn, *self.calls)})
         for atom, flow in zip(eqn.invars, ins, strict=True):
             self.gather(atom.aval, flow)
-            self.decide(flow, None, f"replicated: `{eqn.primitive.name}` computes with it, which is not followed")
+            why = f"replicated: `{eqn.primitive.name}` computes with it, which is not followed"
+            self.decide(flow, None, why, is_unknown=True)
         return [Flow() for _ in eqn.outvars]
 
     # --- the two rules -------------------------------------------------------------------------------------------------
@@ -413,9 +419,12 @@ class Pass:
         experts = [dim for dim in outs if dim not in free] if eqn.primitive.name == "dot_general" else []
         arrived, cause = self.split(data)
         if arrived is None:
-            dim = self.choose(weight, shape, [*experts, *free, *summed])
-            if dim is None:
-                self.decide(weight, None, self.why_replicated(weight, shape, [*experts, *free, *summed]))
+            possible = [*experts, *free, *summed]
+            dim = self.choose(weight, shape, possible)
+            if not possible:  # a convolution with as many groups as channels
+                self.decide(weight, None, "replicated: its input, in groups, arrives replicated", is_unknown=True)
+            elif dim is None:
+                self.decide(weight, None, self.why_replicated(weight, shape, possible))
             elif dim in experts:
                 self.decide(weight, dim, EXPERTS)
             elif dim in summed:
@@ -427,7 +436,8 @@ class Pass:
             return
         matching = partners.get(arrived)
         if matching is None:
-            self.decide(weight, None, f"replicated: its input arrives split along another dim, by {self.name(cause)}")
+            why = f"replicated: its input arrives split along another dim, by {self.name(cause)}"
+            self.decide(weight, None, why, is_unknown=True)
             return
         row = matching in summed
         if row:

@@ -1,32 +1,48 @@
 """Places a model on the plan's mesh, and finds the shardings of an optimizer state."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._tree import PyTree, is_array_like, render
 from ..machine import copied, n_shards, put as put_on_mesh, replicated
 from ._plan import Plan
 
 
-def place(model: PyTree, plan: Plan) -> PyTree:
+def is_on(mesh: Mesh, leaf: Any) -> bool:
+    """Whether a leaf is an array on this mesh already, as those of `deployer.init` are."""
+    return isinstance(leaf, jax.Array) and getattr(leaf.sharding, "mesh", None) == mesh
+
+
+def place(model: PyTree, plan: Plan, taken: Collection[str] = ()) -> PyTree:
     """Puts every array of a model on the plan's mesh, sharded by the plan's specs.
 
-    Arrays that already have their sharding (from `deployer.init`) are not copied. All others are, so that a step that
-    donates its arguments never deletes an array of the caller; and so is the second leaf of one array, because a step may
-    donate the first.
+    Arrays that already have their sharding are not copied. All others are, so that a step that donates its arguments never
+    deletes an array of the caller; and so is the second leaf of one array, because a step may donate the first.
+
+    **Arguments:**
+
+    - `taken`: names of leaves that a step will delete. If their arrays are on the mesh already, as `deployer.init` places
+        them before a loss is known, they are moved instead, one after the other: no device holds two models.
     """
     kept: set[int] = set()
+    moved: dict[int, jax.Array] = {}
 
     def put(path: tuple[Any, ...], leaf: Any) -> Any:
         if not is_array_like(leaf):
             return leaf
-        sharding = plan.sharding(render(path))
+        name = render(path)
+        sharding, leaf = plan.sharding(name), moved.get(id(leaf), leaf)
+        if name in taken and is_on(plan.mesh, leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            new = jax.device_put(copied(leaf), sharding)  # copied, since a device's own part may be kept as it is
+            moved[id(leaf)] = new
+            leaf.delete()
+            leaf = new
         is_placed = isinstance(leaf, jax.Array) and leaf.sharding == sharding and not leaf.weak_type
         if is_placed:
             is_second = id(leaf) in kept

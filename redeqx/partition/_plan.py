@@ -1,14 +1,15 @@
 """The plan: how every leaf of a model is split over the mesh, and the reasons.
 
-Owns the specs on the mesh's axes and the reasons. `_layers` finds the layers, `_search` the order in which a loss uses them,
-and `_rules` decides how each is split. `_placement` puts a model on the mesh, `transforms` applies a plan within a step.
+Owns the specs on the mesh's axes and the reasons. `_dataflow` decides how a traced loss splits its weights, `_search` looks
+for splits that cost less. Without a loss, leaves are split in storage alone. `_placement` puts a model on the mesh,
+`transforms` applies a plan within a step.
 """
 
 import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,19 +25,19 @@ from ..machine import MODEL, STORAGE_AXES, axes_of, mesh_text, n_shards
 from ..monitor import HtmlPage, size_text
 from ..storage import disk_path
 from ..tracing import Trace, line_of, product_flops
-from . import _rules
 from ._codes import by_blocks, expanded, of_whole_weights, unit_shape, with_whole_weights
 from ._dataflow import values_by
 from ._draw import Picture, draw
+from ._flow import Split
 from ._kinds import OTHER, Kind, kinds_of, of_loss
-from ._layers import followers, split_in_field_order
+from ._layers import followers, stacked_dims
 from ._overrides import Overrides, specs_of
 from ._pass import EXPERTS
 from ._positions import describe_positions
 from ._search import order
 
-# The fsdp axis does not split leaves with fewer elements: the latency of gathering one would outweigh the memory saved.
-MIN_FSDP_SIZE = 2**12
+# Leaves with fewer elements are not stored split: the latency of gathering one would outweigh the memory saved.
+MIN_STORED_SIZE = 2**12
 # A replicated leaf with this many elements, and at least 1 % of its model, is worth a warning.
 LARGE_SIZE = 2**20
 _N_SHOWN = 3
@@ -71,6 +72,7 @@ class Plan:
     mesh: Mesh
     leaves: Mapping[str, LeafPlan]
     warnings: tuple[str, ...] = ()
+    is_traced: bool = False  # whether it follows from what a loss or a prediction computes
     # For each line of the loss with a matmul, the number of devices that repeat its work; None if no loss was traced.
     repeats: Mapping[str, float] | None = None
     row_use: RowUse = UNKNOWN  # what the loss does with the rows of its batch
@@ -112,7 +114,7 @@ class Plan:
                 found = "no such leaf" if planned is None else f"shape {planned.shape}"
                 raise ValueError(
                     f"`plan`: expected the plan of this model, whose `{name}` has shape {tuple(leaf.shape)}, got one with "
-                    f"{found}. Make a new plan with `deployer.plan(model)`."
+                    f"{found}. Make a new plan with `deployer.plan(model, loss_fn, batch)`."
                 )
 
     @property
@@ -229,10 +231,10 @@ def make_plan(
     trace: Trace | None = None,
     experts: Mapping[str, int | None] = MappingProxyType({}),
 ) -> Plan:
-    """Makes the plan of a model, from the dataflow of a traced loss, or else from a traversal of its layers in field order.
+    """Makes the plan of a model from the dataflow of a traced loss.
 
-    With a trace, the traversal ("by field order" in reasons) still decides the leaves that the loss does not read. If the
-    two differ for a leaf, its reason names both.
+    Large leaves that the dataflow does not follow, and all without a trace, are stored split and gathered for use: users
+    enlarge the model axis to save memory.
 
     **Arguments:**
 
@@ -240,7 +242,7 @@ def make_plan(
     - `mesh`: as returned by `make_mesh`.
     - `overrides`: specs by path or by glob over paths (`"blocks.*.weight"`). Early patterns win. A spec has one mesh axis or
         None for each dim. None instead of a spec replicates the leaf.
-    - `trace`: of a loss of this model.
+    - `trace`: of a loss of this model, or of a prediction.
     - `experts`: the stacks of experts of grouped matmuls, with the dim that counts experts if tokens are sent to their
         devices, and None if each device has a part of every expert.
 
@@ -250,27 +252,23 @@ def make_plan(
     if quantised := quantised_leaves(model):
         model = with_whole_weights(model)
         trace = None if trace is None else of_whole_weights(trace, quantised)
-    leaves = array_leaves(model)
-    splits, stacked = split_in_field_order(model, mesh.shape[MODEL])
-    stored: set[str] = set()  # leaves that are stored split and gathered for use
+    leaves, stacked = array_leaves(model), stacked_dims(model)
+    splits: dict[str, Split] = {}
     if trace is not None:
-        sizes = {name: math.prod(leaf.shape) for name, leaf in leaves.items()}
-        # Users enlarge the model axis to save memory. So the dataflow must not replicate more of the model than the
-        # traversal does, even if that sends fewer bytes.
-        found = order(trace, mesh.shape[MODEL], followers(model), _n_replicated(splits, sizes))
-        splits, stored = _reorder(splits, found.splits, sizes)
+        found = order(trace, mesh.shape[MODEL], followers(model))
+        splits |= found.splits
         stacked |= {name: max(n, stacked[name]) for name, n in found.stacked.items() if name in stacked}
     splits |= {name: by_blocks(splits[name], of, mesh.shape[MODEL]) for name, of in quantised.items() if name in splits}
     for name, dim in experts.items():
         if dim is not None:
-            splits[name] = _rules.Split(dim, f"{EXPERTS}, to which tokens are sent and back")
-            stored.discard(name)
+            splits[name] = Split(dim, f"{EXPERTS}, to which tokens are sent and back")
         elif name in splits and splits[name].dim is not None:
             reason = f"{splits[name].reason}; each token's outputs are added up over the model axis"
             splits[name] = replace(splits[name], reason=reason)
     kinds = kinds_of(model, trace)
     chosen = specs_of(overrides or {}, leaves, mesh)
-    unknown = _rules.Split(None, "replicated: no known layer")
+    why = "no loss is known" if trace is None else "no operation on data splits it"
+    unknown = Split(None, f"replicated: {why}", is_unknown=True)
     # Maps the id of each array to the leaf that decides the split of all leaves with this array: one with a split, if any.
     decides: dict[int, str] = {}
     for name in sorted(leaves, key=lambda name: name not in splits):
@@ -279,20 +277,22 @@ def make_plan(
     planned: dict[str, LeafPlan] = {}
     for name, leaf in leaves.items():
         shape, twin = tuple(leaf.shape), decides.get(id(leaf), name)
-        split, n_stacked = splits.get(twin, unknown), stacked[twin]
+        split, n_stacked, size = splits.get(twin, unknown), stacked[twin], math.prod(shape)
+        units = unit_shape(quantised[name]) if name in quantised else shape
+        is_stored = split.is_unknown and name not in chosen
+        if is_stored:
+            split = _in_storage(units, size, n_stacked, split, mesh.shape[MODEL])
         if twin != name:
             split = replace(split, reason=f"tied: the same array as `{twin}`")
-        units = unit_shape(quantised[name]) if name in quantised else shape
-        spec, reason = chosen[name] if name in chosen else _spec(units, math.prod(shape), n_stacked, split, mesh)
-        is_stored = twin in stored and name not in chosen
-        n_parts = n_shards(spec, mesh)
+        spec, reason = chosen[name] if name in chosen else _spec(units, size, n_stacked, split, mesh)
+        n_parts, is_stored = n_shards(spec, mesh), is_stored and split.dim is not None and mesh.shape[MODEL] > 1
         planned[name] = LeafPlan(shape, leaf.dtype, spec, reason, n_parts, kind=kinds[name], is_stored_split=is_stored)
     planned = expanded(planned, quantised, lambda spec: n_shards(spec, mesh))
     warnings: list[str] = []
     if math.prod(mesh.shape[axis] for axis in (MODEL, *STORAGE_AXES)) > 1:
         replicated_leaves = {name: leaf for name, leaf in planned.items() if leaf.n_shards == 1 and name not in chosen}
         warnings = _why_replicated(replicated_leaves, sum(math.prod(leaf.shape) for leaf in planned.values()))
-    return Plan(mesh, planned, tuple(warnings))
+    return Plan(mesh, planned, tuple(warnings), is_traced=trace is not None)
 
 
 def _why_replicated(leaves: Mapping[str, LeafPlan], total: int) -> list[str]:
@@ -318,33 +318,27 @@ def _why_replicated(leaves: Mapping[str, LeafPlan], total: int) -> list[str]:
     return found
 
 
-def _n_replicated(splits: Mapping[str, _rules.Split], sizes: Mapping[str, int]) -> int:
-    """Counts the elements of the leaves that are not split."""
-    return sum(n for name, n in sizes.items() if name not in splits or splits[name].dim is None)
+def _in_storage(shape: tuple[int, ...], size: int, n_stacked: int, split: Split, n_shards: int) -> Split:
+    """Returns the split, in storage alone, of a leaf that no split is known for: along the largest dim that divides.
 
-
-def _reorder(
-    guesses: Mapping[str, _rules.Split], found: Mapping[str, _rules.Split], sizes: Mapping[str, int]
-) -> tuple[dict[str, _rules.Split], set[str]]:
-    """Replaces the splits of the field-order traversal, the guesses, by those of the dataflow analysis.
-
-    If that replicates more elements, the largest leaves are stored with the traversal's split and gathered for use. Returns
-    the splits, and the names of these leaves.
+    That is the dim of most weights' split by the loss, so that few move once it is known.
     """
-    splits, stored = {**guesses, **found}, set()
-    notes = {name: f" (by field order: {guess.reason})" for name, guess in guesses.items() if guess.dim != splits[name].dim}
-    excess = _n_replicated(splits, sizes) - _n_replicated(guesses, sizes)
-    for name in sorted(guesses, key=lambda name: -sizes[name]):
-        if excess <= 0:
-            break
-        if splits[name].dim is None and guesses[name].dim is not None:
-            splits[name] = replace(guesses[name], reason=f"stored split, gathered for use: {splits[name].reason}")
-            stored.add(name)
-            excess -= sizes[name]
-    return {name: replace(split, reason=split.reason + notes.get(name, "")) for name, split in splits.items()}, stored
+    if size < MIN_STORED_SIZE:
+        return split
+    dim = _largest_dim(shape, range(n_stacked), n_shards)
+    if dim is None:
+        why = f"replicated: no dim of {' x '.join(map(str, shape[n_stacked:]))} divides over {n_shards} shards"
+        return replace(split, reason=why)
+    return replace(split, dim=dim, reason=f"stored split, gathered for use: {split.reason.removeprefix('replicated: ')}")
 
 
-def _spec(shape: tuple[int, ...], size: int, n_stacked: int, split: _rules.Split, mesh: Mesh) -> tuple[P, str]:
+def _largest_dim(shape: tuple[int, ...], taken: Collection[int | None], n_shards: int) -> int | None:
+    """Returns the largest dim that is not taken and divides evenly, the first of equal ones; None if there is none."""
+    free = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] and shape[dim] % n_shards == 0]
+    return max(free, key=lambda dim: shape[dim], default=None)
+
+
+def _spec(shape: tuple[int, ...], size: int, n_stacked: int, split: Split, mesh: Mesh) -> tuple[P, str]:
     """Returns the spec and reason of a leaf: the model axis on the dim of `split`, and the storage axes on the largest free
     dim."""
     axes: list[tuple[str, ...]] = [()] * len(shape)
@@ -352,8 +346,8 @@ def _spec(shape: tuple[int, ...], size: int, n_stacked: int, split: _rules.Split
         axes[split.dim] = (MODEL,)
     storage = tuple(axis for axis in STORAGE_AXES if mesh.shape[axis] > 1)
     reason, n_storage = split.reason, math.prod(mesh.shape[axis] for axis in storage)
-    if n_storage > 1 and size >= MIN_FSDP_SIZE:
-        dim = _rules.largest_free_dim(shape, {*range(n_stacked), split.dim}, n_storage)
+    if n_storage > 1 and size >= MIN_STORED_SIZE:
+        dim = _largest_dim(shape, {*range(n_stacked), split.dim}, n_storage)
         if dim is None and split.dim is not None and shape[split.dim] % (mesh.shape[MODEL] * n_storage) == 0:
             dim = split.dim  # both axes on one dim, such as that of a long bias
         if dim is None:
@@ -410,4 +404,4 @@ def check_plan(plan: Any) -> None:
     """Raises TypeError if this is no plan; None is allowed."""
     if plan is not None and not isinstance(plan, Plan):
         found = plan if isinstance(plan, str | float | int) else type(plan).__name__
-        raise TypeError(f"`plan`: expected a Plan or None, got {found!r}. Pass `deployer.plan(model)`.")
+        raise TypeError(f"`plan`: expected a Plan or None, got {found!r}. Pass `deployer.plan(model, loss_fn, batch)`.")

@@ -19,8 +19,7 @@ MAX_TRIALS = 64
 # Minimum saving of an alternative, relative to the cost of the plan. If it saves less, the rules' own choice stays: a row
 # split whose input is replicated costs about the same by this count, but XLA then also splits the values before it.
 MIN_SAVING = 1e-3
-# Elements. Smaller leaves may stay replicated if that costs less, as long as no more of the model is replicated than by the
-# field-order traversal (`_layers.split_in_field_order`).
+# Elements. Smaller leaves may stay replicated if that costs less, larger ones never: users enlarge an axis to save memory.
 SMALL = 2**14
 
 
@@ -28,7 +27,6 @@ def order(
     trace: Trace,
     n_shards: int,
     followers: Mapping[str, tuple[str, Sequence[int | None]]] = MappingProxyType({}),
-    max_replicated: int | None = None,
 ) -> Pass:
     """Applies the rules in the order of a traced loss, and returns the cheapest pass over it.
 
@@ -39,8 +37,6 @@ def order(
     - `n_shards`: size of the model axis.
     - `followers`: leaves that are split like a weight, by name: the weight's name, and for each dim of the leaf the matching
         dim of the weight, or None.
-    - `max_replicated`: a leaf that could be split is replicated to save cost only if at most this many elements of the model
-        are then replicated in total. No limit by default.
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in zip(trace.names, trace.leaves, strict=True)}
     follows = {name: (weight, dims) for name, (weight, dims) in followers.items() if {name, weight} <= shapes.keys()}
@@ -50,19 +46,15 @@ def order(
         found.add_replicated_leaves()
         return found
 
-    def n_replicated(run: Pass) -> int:
-        return sum(math.prod(shapes[leaf]) for leaf, split in run.splits.items() if split.dim is None)
-
     best, n_trials, tried = run({}), 0, set[tuple[str, tuple[int, ...]]]()
 
     def attempt(forced: Mapping[str, int | None]) -> bool:
         nonlocal best, n_trials
-        unsplit = [leaf for leaf, dim in forced.items() if dim is None]
-        if any(math.prod(shapes[leaf]) >= SMALL for leaf in unsplit):
+        if any(dim is None and math.prod(shapes[leaf]) >= SMALL for leaf, dim in forced.items()):
             return False
         n_trials += 1
         trial = run({**best.forced, **forced})
-        if trial.cost >= best.cost or (unsplit and max_replicated is not None and n_replicated(trial) > max_replicated):
+        if trial.cost >= best.cost:
             return False
         best = trial
         return True

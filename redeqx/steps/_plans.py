@@ -1,4 +1,4 @@
-"""Plans of a model for what is computed with it: its fields, its loss, or a prediction."""
+"""Plans of a model for what is computed with it: its loss, or a prediction."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -39,6 +39,7 @@ from ._state import (
     given_state,
     load_state,
     match_state,
+    moved,
     new_state,
     without_shared,
 )
@@ -143,13 +144,13 @@ class Engine:
 
         - `batch`: the shapes of a micro-batch, for which the loss is traced.
         - `first`: the batch of the next update, whose step compiles while the model is placed.
-        - `plan`: that of a prediction, if this is computed first. Without any of these, the plan is that of the fields.
+        - `plan`: that of a prediction, if this is computed first. Without any of these, leaves are only stored split.
         """
-        if self.is_placed and (self._knows_loss or batch is None):
+        if self.is_placed and plan is None and (self._knows_loss or batch is None):
             return
         self.deployer.need_values("trainer")
         if not isinstance(self._model, Given):
-            self._use_loss(batch)
+            self._use_plan(batch, plan)
             return
         self._model = self._agreed(self._model)
         checkpoint = self._model.checkpoint
@@ -172,11 +173,12 @@ class Engine:
         self.deployer.console.header(rows)
         self.records.begin(rows, plan.explain)
 
-    def _use_loss(self, batch: PyTree) -> None:
-        """Switches to a program that knows what the loss does with leaves, on which an optimizer's masks may depend."""
+    def _use_plan(self, batch: PyTree | None, plan: Plan | None) -> None:
+        """Switches to a plan that knows what is computed with leaves: their splits and optimizers' masks may differ."""
         before, state = self.placed
-        trace = self.task.trace(*self.trees, batch)
-        plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace, placed=before.plan)
+        trace = None if batch is None else self.task.trace(*self.trees, batch)
+        if plan is None:
+            plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace, placed=before.plan)
         program = self.task.program(plan, *self.trees)
         if program.opt_treedef != before.opt_treedef:
             if self.step:
@@ -185,9 +187,10 @@ class Engine:
                     "structures. Pass the plan: `functools.partial(decay_mask, plan=deployer.plan(model, loss_fn, batch))`."
                 )
             state = replace(state, opt_state=program.init_opt_state(state.trained))
-        self._model, self._knows_loss = Placed(program, state), True
+        self._model, self._knows_loss = Placed(program, moved(state, program.state)), trace is not None
         self.called.train.clear()
-        for name, text in loss_rows(self.task, program, trace).items():  # the header was printed without a loss
+        # The header was printed without a loss.
+        for name, text in {} if trace is None else loss_rows(self.task, program, trace).items():
             self.deployer.console.info(f"{name}: {text}")
 
     def _agreed(self, given: Given) -> Given:
@@ -208,8 +211,7 @@ class Engine:
         """Switches to another task's train step, and moves the optimizer state to its memory, leaf after leaf."""
         before, state = self.placed
         program = task.program(before.plan, *self.trees, update=before.update)
-        for i, shape in enumerate(program.state.opt_state):
-            state.opt_state[i] = jax.device_put(state.opt_state[i], shape.sharding)
+        moved(state, program.state)
         kept = {"eval_step": before.eval_step, "eval_names": before.eval_names}  # it need not compile again
         self.task, self._model = task, Placed(replace(program, **kept), state)
         self.called.train.clear()
@@ -381,8 +383,8 @@ class Engine:
 
         - `make_plan`: returns the plan of the prediction for a model and its state, if nothing was computed before.
         """
-        if not self.is_placed:
-            self.place(plan=make_plan(*self.trees) if self.task.plan is None else None)
+        is_planned = self.task.plan is not None or (self.is_placed and self.placed.program.plan.is_traced)
+        self.place(plan=None if is_planned else make_plan(*self.trees))
         return self.placed.eval_model, self.trees[1], self.placed.program.plan
 
     # --- checkpoints -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ..checkpoint import Base, CheckpointFolder, is_worth_naming
 from ..errors import check_alive
 from ..machine import copied, put, replicated
 from ..optimizers import with_new_copies
-from ..partition import place
+from ..partition import is_on, place
 from ..steps import Program, Structure, TrainState
 from ..storage import Location
 
@@ -90,7 +90,7 @@ class Lost(NamedTuple):
 def new_state(program: Program, model: PyTree, model_state: PyTree | None, stream: np.ndarray) -> TrainState:
     """Returns the state of step 0, with the model and the state of its layers copied to the program's mesh."""
     replicate = replicated(program.plan.mesh)
-    trained, frozen = program.structure.take(place(model, program.plan))
+    trained, frozen = program.structure.take(place(model, program.plan, program.structure.names[0]))
     layers = [put(copied(leaf), replicate) for leaf in jax.tree.leaves(model_state)]  # as `place` copies
     counts = put(np.zeros(2, np.int32), replicate)
     return TrainState(trained, frozen, program.init_opt_state(trained), layers, counts, put(stream, replicate))
@@ -121,12 +121,24 @@ def given_state(program: Program, model: PyTree, stream: np.ndarray, base: Base 
         kept = named_leaves(place(map_named(lambda name, x: x if name in names else None, model), program.plan))
         model = map_named(lambda name, x: kept.get(name, x), model)
     trained, frozen = (
-        [leaf if isinstance(leaf, jax.Array) and leaf.sharding == shape.sharding else shape for leaf, shape in pairs]
+        [leaf if is_on(program.plan.mesh, leaf) else shape for leaf, shape in pairs]
         for pairs in map(zip, program.structure.take(model), (program.state.trained, program.state.frozen))
     )
     replicate = replicated(program.plan.mesh)
     counts, stream_array = put(np.zeros(2, np.int32), replicate), put(stream, replicate)
     return replace(program.state, trained=trained, frozen=frozen, counts=counts, stream=stream_array)
+
+
+def moved(state: TrainState, shapes: TrainState) -> TrainState:
+    """Moves the model and the optimizer state to the shardings of shapes, one array after the other; returns the state."""
+    for arrays, wanted in (
+        (state.trained, shapes.trained),
+        (state.frozen, shapes.frozen),
+        (state.opt_state, shapes.opt_state),
+    ):
+        for i, shape in enumerate(wanted):
+            arrays[i] = jax.device_put(arrays[i], shape.sharding)
+    return state
 
 
 def check_values(program: Program, state: TrainState) -> None:

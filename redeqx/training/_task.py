@@ -77,9 +77,10 @@ class Task:
 
         **Arguments:**
 
-        - `placed`: the plan by which the model is placed already: it stays, and learns what the loss does.
+        - `placed`: the plan by which the model is placed already: it stays if something was traced for it, and learns what
+            the loss does.
         """
-        row_use, own = self.rows or UNKNOWN, placed or self.plan
+        row_use, own = self.rows or UNKNOWN, placed if placed is not None and placed.is_traced else self.plan
         if own is None:
             by_model = self.grad_fn is None and self.compute.splits_residual_on(mesh)
             plan = plan_model(model, mesh, trace, row_use=row_use, splits_residual=by_model)

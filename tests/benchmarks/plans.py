@@ -1,4 +1,4 @@
-"""Traffic and memory of a train step under each plan: replicated, field-order, dataflow, by hand. Nothing is timed.
+"""Traffic and memory of a train step under each plan: replicated, dataflow, by hand. Nothing is timed.
 
     python tests/benchmarks/plans.py [STRUCTURE ...] [--meshes MESH ...]        # 8 simulated devices
 
@@ -13,13 +13,10 @@ With jax 0.10.2, over the model axis, on both meshes that have one:
 
 - The dataflow plan sends exactly as many bytes as the specs by hand in 10 of 13 cases, fewer in two (grouped queries,
   experts), and 1.005 times as many in one (`separable_cnn`, whose head is also split).
-- It never sends more than the field-order plan if that splits the same leaves, and less if that guesses wrong: 0.62 of it
-  for the UNet. The field-order plan replicates unknown leaves.
 - Equal parts of a split dim are resharded: `fused_glu` sends 721 kB, separate gate and up weights send 197; `fused_qkv`
   sends 786, heads first send 590; without the rule, XLA sends 1245 and 1065. No other split both sends less and needs less
   memory: `both` replicated sends 2032, split as a row 3801. Resharding the weight's parts instead would send less (295) if a
   shard of the batch has more tokens than the layer has inputs, and more otherwise.
-- It may need more memory: 1.33 times for `patches_and_blocks`, whose activations stay split under the field-order plan.
 
 Over the batch axes each weight is gathered at most once forward and once backward, and each gradient is summed once, over
 data and fsdp together. The CPU compiler makes these exceptions. The TPU compiler, for eight chips of v5e, makes only the
@@ -57,7 +54,7 @@ import redeqx
 from redeqx.compiled import Module, collectives
 from redeqx.machine._mesh import BATCH_AXES
 from redeqx.partition import Plan, _plan, order
-from redeqx.partition._rules import Split
+from redeqx.partition._flow import Split
 from redeqx.tracing import Trace
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -68,10 +65,10 @@ MESHES = {  # n_model_shards, n_fsdp_shards; the families' tiny models, whose si
     "fsdp=8": (1, 8),
     "data=2, fsdp=2, model=2": (2, 2),
 }
-MIN_FSDP_SIZE = 512  # elements, so that weights of tiny models are split like large ones
+MIN_STORED_SIZE = 512  # elements, so that weights of tiny models are split like large ones
 BATCH = 16
 MAX_SCALAR = 64  # bytes
-KINDS = ("replicated", "field order", "dataflow", "by hand")
+KINDS = ("replicated", "dataflow", "by hand")
 COLUMN, ROW, BIAS = ("model", None), (None, "model"), ("model",)
 LINEAR = {"*up.weight": COLUMN, "*up.bias": BIAS, "*down.weight": ROW}
 ATTENTION = {f"*{name}_proj.weight": COLUMN for name in ("query", "key", "value")} | {"*output_proj.weight": ROW}
@@ -148,7 +145,6 @@ def stack(examples: list[Any]) -> Any:
 def plans_of(name: str, deployer: redeqx.Deployer, job: Job) -> dict[str, Plan]:
     plans = {
         "replicated": deployer.plan(job.model, overrides={"*": None}),
-        "field order": deployer.plan(job.model),
         "dataflow": deployer.plan(job.model, job.loss_fn, stack(job.examples)),
     }
     if name in BY_HAND:
@@ -235,7 +231,7 @@ def main() -> None:
     parser.add_argument("--explain", action="store_true", help="print the dataflow's plans")
     args = parser.parse_args()
     redeqx.simulate_devices(8)
-    _plan.MIN_FSDP_SIZE = MIN_FSDP_SIZE
+    _plan.MIN_STORED_SIZE = MIN_STORED_SIZE
     for mesh_name in args.meshes:
         print(f"\n{mesh_name}; kB")
         for i, (name, deployer, job) in enumerate(jobs(args.names, *MESHES[mesh_name])):

@@ -11,6 +11,7 @@ import pytest
 
 from redeqx.machine import make_mesh
 from redeqx.partition import make_plan
+from redeqx.tracing import Trace
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -32,9 +33,19 @@ class Model(eqx.Module):
         self.conv = eqx.nn.Conv2d(8, 16, 3, key=key)
         self.scale = jnp.ones(())
 
+    def __call__(self, i, image):
+        x = self.embedding(i)
+        for block in self.blocks:
+            x = x + block(x)
+        arrays, static = eqx.partition(self.stack, eqx.is_array)
+        every = jax.vmap(lambda layer: eqx.combine(layer, static)(x))(arrays)
+        return self.scale * (jnp.square(every).sum() + jnp.square(self.conv(image)).sum())
+
 
 def plan(n_model_shards=1, n_fsdp_shards=1):
-    return make_plan(eqx.filter_eval_shape(Model, jax.random.key(0)), make_mesh(n_model_shards, n_fsdp_shards))
+    model, batch = eqx.filter_eval_shape(Model, jax.random.key(0)), (jnp.zeros(512, jnp.int32), jnp.zeros((512, 8, 4, 4)))
+    trace = Trace.of(lambda model, batch: jax.vmap(model)(*batch).mean(), model, batch)
+    return make_plan(model, make_mesh(n_model_shards, n_fsdp_shards), trace=trace)
 
 
 @pytest.fixture

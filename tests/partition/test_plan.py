@@ -1,7 +1,6 @@
-"""Plans: the exact spec and reason of each leaf, overrides, reports, and models and optimizer states placed by a plan."""
+"""Plans: exact specs, with a loss and without one, overrides, reports, and models and optimizer states placed by a plan."""
 
 import re
-from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -11,7 +10,6 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from redeqx import register_attention
 from redeqx._tree import is_array_like, named_leaves
 from redeqx.machine import make_mesh
 from redeqx.models import lora
@@ -38,8 +36,21 @@ def linear(in_size, out_size, **kwargs):
     return shapes(eqx.nn.Linear, in_size, out_size, **kwargs)
 
 
-def plan_of(model, n_model_shards=4, n_fsdp_shards=1, overrides=None):
-    plan = make_plan(model, make_mesh(n_model_shards, n_fsdp_shards), overrides)
+def next_token(model, ids):
+    return jnp.square(jax.vmap(model)(ids)).mean()
+
+
+def of_rows(model, batch):
+    return jnp.square(jax.vmap(jax.vmap(model))(batch)).mean()
+
+
+def floats(size):
+    return jax.ShapeDtypeStruct((64, 16, size), jnp.float32)
+
+
+def plan_of(model, n_model_shards=4, n_fsdp_shards=1, overrides=None, loss=None, batch=None):
+    trace = None if loss is None else Trace.of(loss, model, batch)
+    plan = make_plan(model, make_mesh(n_model_shards, n_fsdp_shards), overrides, trace)
     arrays = {name: leaf for name, leaf in named_leaves(model).items() if is_array_like(leaf)}
     assert plan.leaves.keys() == arrays.keys()
     for name, leaf in plan.leaves.items():  # checked for every plan in this file
@@ -59,257 +70,13 @@ def reasons(plan):
 
 
 COLUMN, ROW, REPLICATED = P(M, None), P(None, M), P(None, None)
-
-
-# --- rule 1: fully connected --------------------------------------------------------------------------------------------
-
-
-def test_mlp():
-    plan = plan_of(shapes(eqx.nn.MLP, 8, 4, 32, depth=3))
-    assert specs(plan) == {
-        "layers.0.weight": COLUMN,
-        "layers.0.bias": P(M),
-        "layers.1.weight": ROW,
-        "layers.1.bias": P(None),
-        "layers.2.weight": COLUMN,
-        "layers.2.bias": P(M),
-        "layers.3.weight": ROW,
-        "layers.3.bias": P(None),
-    }
-    assert plan["layers.1.weight"].reason == "row: its input arrives split by `layers.0`"
-    assert plan["layers.0.bias"].reason == "follows dim 0 of its weight"
-    assert plan["layers.1.bias"].reason == "replicated: added to a replicated output"
-
-
-@pytest.mark.parametrize(
-    "sizes, weight, bias",
-    [
-        ((8, 12), COLUMN, P(M)),
-        ((8, 10), ROW, P(None)),  # the outputs do not divide over 4
-        ((10, 8), COLUMN, P(M)),
-        ((10, 6), REPLICATED, P(None)),  # neither does
-        ((8, "scalar"), ROW, P(None)),
-        (("scalar", 8), COLUMN, P(M)),
-        (("scalar", "scalar"), REPLICATED, P(None)),
-    ],
-)
-def test_linear_with_indivisible_sizes(sizes, weight, bias):
-    plan = plan_of([linear(*sizes)])
-    assert specs(plan) == {"0.weight": weight, "0.bias": bias}
-    if weight == REPLICATED:
-        assert plan["0.weight"].reason.startswith("replicated: neither ")
-
-
-def test_convolutions():
-    model = [
-        shapes(eqx.nn.Conv2d, 3, 8, 3),
-        shapes(eqx.nn.Conv2d, 8, 16, 3, use_bias=False),
-        shapes(eqx.nn.ConvTranspose2d, 16, 8, 3),
-        shapes(eqx.nn.Conv1d, 8, 8, 3, groups=4),
-        shapes(eqx.nn.Conv1d, 8, 8, 3, groups=2),
-        shapes(eqx.nn.Conv1d, 6, 10, 3),
-    ]
-    plan = plan_of(model)
-    column, row, replicated = P(M, None, None, None), P(None, M, None, None), P(None, None, None)
-    assert specs(plan) == {
-        "0.weight": column,
-        "0.bias": P(M, None, None),
-        "1.weight": row,
-        "2.weight": column,
-        "2.bias": P(M, None, None),
-        "3.weight": P(M, None, None),
-        "3.bias": P(M, None),
-        "4.weight": replicated,
-        "4.bias": P(None, None),
-        "5.weight": replicated,
-        "5.bias": P(None, None),
-    }
-    assert plan["3.weight"].reason == "column: 4 groups, none cut in two"
-    assert plan["4.weight"].reason == "replicated: 2 groups do not divide over 4 shards"
-
-
-def test_stacked_layers():
-    """`eqx.filter_vmap` over constructors adds one or two leading dims, which are never split."""
-
-    def make(key):
-        return {
-            "conv": eqx.nn.ConvTranspose1d(8, 8, 3, key=key),
-            "gain": jnp.ones(8),
-            "mlp": eqx.nn.MLP(8, 8, 32, depth=1, key=key),
-            "norm": eqx.nn.LayerNorm(8),
-        }
-
-    for n_layers in [(4,), (4, 8)]:
-        lead = [None] * len(n_layers)
-        stacked = make
-        for _ in n_layers:
-            stacked = eqx.filter_vmap(stacked)
-        assert specs(plan_of(eqx.filter_eval_shape(stacked, jax.random.split(KEY, n_layers)))) == {
-            "conv.weight": P(*lead, M, None, None),
-            "conv.bias": P(*lead, M, None),
-            "gain": P(*lead, None),
-            # dicts are flattened in key order, so the split output of the convolution is the input here: the sizes match
-            "mlp.layers.0.weight": P(*lead, None, M),
-            "mlp.layers.0.bias": P(*lead, None),
-            "mlp.layers.1.weight": P(*lead, M, None),
-            "mlp.layers.1.bias": P(*lead, M),
-            "norm.weight": P(*lead, None),
-            "norm.bias": P(*lead, None),
-        }
-
-
-# --- rule 2: attention --------------------------------------------------------------------------------------------------
-
-
-def attention_specs(query, key, value, output, names=("query", "key", "value", "output")):
-    return dict(zip((f"{name}.weight" for name in names), (query, key, value, output), strict=True))
-
-
-def test_multihead_attention():
-    plan = plan_of(shapes(eqx.nn.MultiheadAttention, 4, D, use_query_bias=True, use_output_bias=True))
-    assert specs(plan) == {
-        "query_proj.weight": COLUMN,
-        "query_proj.bias": P(M),
-        "key_proj.weight": COLUMN,
-        "value_proj.weight": COLUMN,
-        "output_proj.weight": ROW,
-        "output_proj.bias": P(None),
-    }
-    assert plan["query_proj.weight"].reason == "attention: query by heads, 4 heads over 4 shards"
-
-
-class Attention(eqx.Module):
-    """Attention whose roles cannot be inferred from the names or the order of its fields."""
-
-    mix: eqx.nn.Linear
-    c: eqx.nn.Linear
-    b: eqx.nn.Linear
-    a: eqx.nn.Linear
-    extra: eqx.nn.MLP
-    n_heads: int
-    n_kv_heads: int
-
-    def __init__(self, n_heads, n_kv_heads, size=4, d=D):
-        self.a = linear(d, n_heads * size, use_bias=False)
-        self.b = linear(d, n_kv_heads * size, use_bias=False)
-        self.c = linear(d, n_kv_heads * size, use_bias=False)
-        self.mix = linear(n_heads * size, d, use_bias=False)
-        self.extra = shapes(eqx.nn.MLP, 8, 8, 32, depth=1, use_bias=False, use_final_bias=False)
-        self.n_heads = n_heads
-        self.n_kv_heads = n_kv_heads
-
-
-class RegisteredAttention(Attention):
-    pass
-
-
-register_attention(RegisteredAttention, query="a", key="b", value="c", output="mix")
-FIELDS = ("a", "b", "c", "mix")
-EXTRA_SPECS = {"extra.layers.0.weight": COLUMN, "extra.layers.1.weight": ROW}
-
-
-@pytest.mark.parametrize(
-    "n_heads, n_kv_heads, expected",
-    [
-        (8, 8, (COLUMN, COLUMN, COLUMN, ROW)),
-        (8, 4, (COLUMN, COLUMN, COLUMN, ROW)),
-        (8, 2, (COLUMN, REPLICATED, REPLICATED, ROW)),  # fewer key/value heads than shards, though their features divide
-        (6, 6, (ROW, ROW, ROW, COLUMN)),  # 24 features divide over 4 shards, 6 heads do not
-    ],
-)
-def test_registered_attention(n_heads, n_kv_heads, expected):
-    plan = plan_of({"layer": RegisteredAttention(n_heads, n_kv_heads)})
-    expected_specs = {**attention_specs(*expected, names=FIELDS), **EXTRA_SPECS}
-    assert specs(plan) == {f"layer.{name}": spec for name, spec in expected_specs.items()}
-    assert "recognised by" not in "".join(reasons(plan).values())
-
-
-def test_subclass_of_a_registered_attention_is_attention():
-    class Sub(RegisteredAttention):
-        pass
-
-    assert specs(plan_of(Sub(8, 8))) == {**attention_specs(COLUMN, COLUMN, COLUMN, ROW, names=FIELDS), **EXTRA_SPECS}
-    # The numbers of heads decide, not the sizes of the layers.
-    assert specs(plan_of(Sub(8, 2))) == {**attention_specs(COLUMN, REPLICATED, REPLICATED, ROW, names=FIELDS), **EXTRA_SPECS}
-    assert specs(plan_of(Sub(6, 6))) == {**attention_specs(ROW, ROW, ROW, COLUMN, names=FIELDS), **EXTRA_SPECS}
-
-
-def test_heads_given_as_a_function_of_the_module():
-    class WithConfig(Attention):
-        pass
-
-    register_attention(
-        WithConfig,
-        query="a",
-        key="b",
-        value="c",
-        output="mix",
-        heads=lambda module: module.n_heads // 2,
-        kv_heads="n_kv_heads",
-    )
-    assert specs(plan_of(WithConfig(8, 2)))["b.weight"] == REPLICATED
-    assert specs(plan_of(WithConfig(4, 4)))["a.weight"] == ROW  # 4 // 2 heads over 4 shards
-
-
-@pytest.mark.parametrize(
-    "names", [("q_proj", "k_proj", "v_proj", "o_proj"), ("wq", "wk", "wv", "wo"), ("q", "k", "v", "proj")]
-)
-def test_attention_recognised_by_field_names_is_noted_in_the_reason(names):
-    fields = {**dict.fromkeys(names, eqx.nn.Linear), "num_heads": int}
-    cls = type("Unregistered", (eqx.Module,), {"__annotations__": fields})
-    model = [cls(*[linear(D, D, use_bias=False)] * 3, linear(D, D, use_bias=False), 8)]
-    plan = plan_of(model)
-    assert specs(plan) == {
-        f"0.{name}": spec for name, spec in attention_specs(COLUMN, COLUMN, COLUMN, ROW, names=names).items()
-    }
-    note = "; recognised by the names of its fields, register Unregistered to be sure"
-    assert all(reason.endswith(note) for reason in reasons(plan).values())
-    assert "8 heads over 4 shards" in plan[f"0.{names[0]}.weight"].reason
-    headless = type("Unregistered", (eqx.Module,), {"__annotations__": dict.fromkeys(names, eqx.nn.Linear)})
-    assert "(number of heads unknown)" in plan_of(headless(*[linear(D, D)] * 4))[f"{names[0]}.weight"].reason
-
-
-def test_four_linears_with_other_names_are_not_attention():
-    model = Attention(8, 8)
-    assert "attention" not in "".join(reasons(plan_of(model)).values())
-
-
-def test_activations_after_attention_are_replicated():
-    model = [shapes(eqx.nn.MultiheadAttention, 4, D), linear(D, 64), linear(64, D), linear(D, 64)]
-    assert [specs(plan_of(model))[f"{i}.weight"] for i in (1, 2, 3)] == [COLUMN, ROW, COLUMN]
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        (
-            {"cls": dict},
-            TypeError,
-            "`cls`: expected a subclass of eqx.Module, got <class 'dict'>. Register the class, not an instance.",
-        ),
-        ({"query": "aa"}, ValueError, "`query`: expected a field of Attention, got 'aa'."),
-        ({"output": "mixx"}, ValueError, "`output`: expected a field of Attention, got 'mixx'. Did you mean `mix`?"),
-    ],
-)
-def test_register_attention_errors(arguments, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        register_attention(**{"cls": Attention, "query": "a", "key": "b", "value": "c", "output": "mix", **arguments})
-
-
-def test_registered_field_must_hold_a_linear():
-    class Wrong(Attention):
-        pass
-
-    register_attention(Wrong, query="a", key="b", value="c", output="extra")
-    with pytest.raises(
-        TypeError, match=r"`layer\.extra`: expected an eqx\.nn\.Linear, as registered for Wrong, got MLP\. Reg"
-    ):
-        plan_of({"layer": Wrong(4, 4)})
+WITHOUT_LOSS = "stored split, gathered for use: no loss is known"
 
 
 # --- complete models ----------------------------------------------------------------------------------------------------
 
-GPT2_CONFIG = GPT2Config(vocab_size=64, n_positions=16, d_model=64, n_layers=2, n_heads=4)
+GPT2_CONFIG = GPT2Config(vocab_size=64, n_positions=16, d_model=64, n_layers=2, n_heads=4).without_dropout()
+IDS = jax.ShapeDtypeStruct((16, 16), jnp.int32)
 
 
 def gpt2_specs(block, *lead):
@@ -329,7 +96,10 @@ NON_BLOCK_SPECS = {"embedding.weight": COLUMN, "positions": REPLICATED, "norm.we
 
 
 def test_gpt2_stacked():
-    assert specs(plan_of(shapes(GPT2, GPT2_CONFIG))) == {**NON_BLOCK_SPECS, **gpt2_specs("stack.blocks", None)}
+    assert specs(plan_of(shapes(GPT2, GPT2_CONFIG), loss=next_token, batch=IDS)) == {
+        **NON_BLOCK_SPECS,
+        **gpt2_specs("stack.blocks", None),
+    }
 
 
 def test_gpt2_unstacked():
@@ -337,7 +107,7 @@ def test_gpt2_unstacked():
         model = GPT2(GPT2_CONFIG, key=key)
         return eqx.tree_at(lambda m: m.stack.blocks, model, model.stack.unstack())
 
-    plan = plan_of(eqx.filter_eval_shape(make, KEY))
+    plan = plan_of(eqx.filter_eval_shape(make, KEY), loss=next_token, batch=IDS)
     assert specs(plan) == {**NON_BLOCK_SPECS, **gpt2_specs("stack.blocks.0"), **gpt2_specs("stack.blocks.1")}
     # Blocks that differ only in their index share a row.
     rows = {row[0]: row[1:] for row in plan.rows()}
@@ -351,7 +121,7 @@ def test_gpt2_unstacked():
 
 @pytest.mark.parametrize("n_model_shards, n_fsdp_shards", [(1, 8), (2, 2)])
 def test_gpt2_with_fsdp(n_model_shards, n_fsdp_shards):
-    plan = plan_of(shapes(GPT2, GPT2_CONFIG), n_model_shards, n_fsdp_shards)
+    plan = plan_of(shapes(GPT2, GPT2_CONFIG), n_model_shards, n_fsdp_shards, loss=next_token, batch=IDS)
     column, row = P(None, M, F), P(None, F, M)  # never the stacked dim, and never the dim of the model axis
     split = {"stack.blocks.mlp.up.weight": column, "stack.blocks.mlp.down.weight": row, "embedding.weight": P(M, F)}
     split |= {f"stack.blocks.attention.{name}.weight": column for name in ("query", "key", "value")}
@@ -359,6 +129,39 @@ def test_gpt2_with_fsdp(n_model_shards, n_fsdp_shards):
     assert specs(plan) == {**NON_BLOCK_SPECS, **gpt2_specs("stack.blocks", None), **split}
     assert plan["stack.blocks.mlp.up.weight"].reason.endswith("; fsdp on dim 2")
     assert plan.spec_in_use("stack.blocks.mlp.up.weight") == P(None, M, None)
+
+
+# --- without a loss -----------------------------------------------------------------------------------------------------
+
+
+def test_leaves_are_stored_split_along_their_largest_dims_until_a_loss_is_known():
+    model = {"up": linear(64, 256), "down": linear(256, 64), "conv": shapes(eqx.nn.Conv2d, 6, 96, 3), "raw": jnp.zeros(4096)}
+    plan = plan_of(model, 2, 2)
+    assert specs(plan) == {
+        "up.weight": P(M, F),
+        "up.bias": P(None),  # too small
+        "down.weight": P(F, M),
+        "down.bias": P(None),
+        "conv.weight": P(M, F, None, None),
+        "conv.bias": P(None, None, None),
+        "raw": P((M, F)),
+    }
+    assert (
+        plan["raw"].reason == f"{WITHOUT_LOSS}; fsdp on dim 0" and plan["up.bias"].reason == "replicated: no loss is known"
+    )
+    assert {plan.spec_in_use(name) for name in ("up.weight", "down.weight")} == {REPLICATED}  # layers compute with all of it
+    assert plan.warnings == ()
+
+
+def test_stacked_dims_are_not_split_without_a_loss():
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.MLP(16, 16, 64, 1, key=key))
+    plan = plan_of(eqx.filter_eval_shape(stacked, jax.random.split(KEY, 64)), 4)
+    assert plan["layers.0.weight"].spec == P(None, M, None) and plan["layers.1.weight"].spec == P(None, None, M)
+
+
+def test_a_leaf_that_no_axis_divides_says_so():
+    plan = plan_of([jax.ShapeDtypeStruct((1023, 641), jnp.float32)], 2)
+    assert specs(plan) == {"0": REPLICATED} and plan["0"].reason == "replicated: no dim of 1023 x 641 divides over 2 shards"
 
 
 # --- tied and other leaves ----------------------------------------------------------------------------------------------
@@ -372,10 +175,13 @@ class Tied(eqx.Module):
         self.embedding = eqx.nn.Embedding(64, D, key=key)
         self.head = eqx.nn.Linear(D, 64, key=key)
 
+    def __call__(self, ids):
+        return jax.vmap(lambda i: self.head(self.embedding(i)))(ids)
+
 
 def test_head_tied_to_the_embedding_by_eqx_shared():
     model = eqx.nn.Shared(zeros(shapes(Tied)), lambda m: m.head.weight, lambda m: m.embedding.weight)
-    plan = plan_of(model)
+    plan = plan_of(model, loss=lambda model, ids: next_token(model(), ids), batch=IDS)
     assert specs(plan) == {"pytree.embedding.weight": COLUMN, "pytree.head.bias": P(M)}
     assert plan.warnings == ()
 
@@ -383,33 +189,28 @@ def test_head_tied_to_the_embedding_by_eqx_shared():
 def test_array_at_two_leaves_gets_one_split():
     """Only training can let them drift apart, and the Trainer warns of that: a plan does not know what is trained."""
     model = zeros(shapes(Tied))
-    plan = plan_of(eqx.tree_at(lambda m: m.head.weight, model, model.embedding.weight))
+    plan = plan_of(eqx.tree_at(lambda m: m.head.weight, model, model.embedding.weight), loss=next_token, batch=IDS)
     assert specs(plan) == {"embedding.weight": COLUMN, "head.weight": COLUMN, "head.bias": P(M)}
     assert plan["head.weight"].reason == "tied: the same array as `embedding.weight`"
     assert plan.warnings == ()
 
 
-def test_raw_array_tied_to_a_layer_has_the_layer_split():
+def test_an_unread_array_tied_to_a_layer_has_the_layer_split():
     head = zeros(linear(D, 64, use_bias=False))
-    plan = plan_of({"a_table": head.weight, "head": head})
+    plan = plan_of({"a_table": head.weight, "head": head}, loss=lambda m, x: of_rows(m["head"], x), batch=floats(D))
     assert specs(plan) == {"a_table": COLUMN, "head.weight": COLUMN}
     assert plan["a_table"].reason == "tied: the same array as `head.weight`"
 
 
 def test_embedding_with_indivisible_rows_is_replicated():
-    plan = plan_of(shapes(eqx.nn.Embedding, 50257, D))
+    model = shapes(eqx.nn.Embedding, 50257, D)
+    plan = plan_of(model, loss=lambda m, ids: next_token(jax.vmap(m), ids), batch=IDS)
     assert specs(plan) == {"weight": REPLICATED}
     assert plan["weight"].reason == "replicated: 50257 rows do not divide over 4 shards; a table padded to 50260 rows would"
 
 
-def test_norms_and_unknown_leaves_are_replicated():
+def test_leaves_that_are_no_weights():
     model = {
-        "layer_norm": eqx.nn.LayerNorm((4, 8)),
-        "rms_norm": eqx.nn.RMSNorm(8),
-        "group_norm": eqx.nn.GroupNorm(2, 8),
-        "batch_norm": eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="batch")[0],
-        "cell": shapes(eqx.nn.GRUCell, 8, 8, use_bias=False),
-        "raw": jnp.zeros((8, 8)),
         "table": np.zeros((8, 8), np.int32),
         "scalar": jnp.zeros(()),
         "keys": jax.random.split(KEY, 8),
@@ -417,13 +218,20 @@ def test_norms_and_unknown_leaves_are_replicated():
         "activation": jnp.tanh,
     }
     plan = plan_of(model)
-    assert all(axis is None for spec in specs(plan).values() for axis in spec)
-    norms = {name for name, reason in reasons(plan).items() if reason == "replicated: normalisation"}
-    assert norms == {f"{n}_norm.{p}" for n in ("layer", "rms", "group", "batch") for p in ("weight", "bias")}
-    others = {name: leaf for name, leaf in plan.leaves.items() if name not in norms}
-    assert others.keys() == {"cell.weight_ih", "cell.weight_hh", "raw", "table", "scalar", "keys"}
-    assert {leaf.reason for leaf in others.values()} == {"replicated: no known layer"}
+    assert specs(plan) == {"table": REPLICATED, "scalar": P(), "keys": P(None)}
     assert plan["keys"].n_bytes == 8 * 8 and plan["table"].n_bytes == 256 and plan["scalar"].n_bytes == 4
+
+
+@pytest.mark.parametrize("use", ["unread", "only with other weights"])
+def test_large_leaves_that_no_data_meets_are_stored_split(use):
+    model = {"used": linear(64, 64, use_bias=False), "other": jnp.zeros((64, 128))}
+
+    def loss(m, x):
+        return of_rows(m["used"], x) + (0 if use == "unread" else jnp.square(m["other"]).sum())
+
+    plan = plan_of(model, 2, 2, loss=loss, batch=floats(64))
+    assert plan["other"].spec == P(F, M) and plan.spec_in_use("other") == REPLICATED
+    assert plan["other"].reason == "stored split, gathered for use: no operation on data splits it; fsdp on dim 0"
 
 
 def test_shapes_and_arrays_give_the_same_plan():
@@ -439,35 +247,39 @@ BIG = 64 * 64  # the smallest leaf that the fsdp axis splits
 @pytest.mark.parametrize(
     "n_model_shards, shape, spec, note",
     [
-        (1, (BIG // 16, 16), P(F, None), "; fsdp on dim 0"),
-        (1, (16, BIG // 16), P(None, F), "; fsdp on dim 1"),
-        (2, (64, 64), P(F, None), "; fsdp on dim 0"),  # the first of the equal dims
-        (2, (64, 63), REPLICATED, ""),  # too small
-        (1, (4, 1100), P(None, None), "; no free dim for 8 fsdp shards"),
-        (1, (12, 3, 800), P(None, None, F), "; fsdp on dim 2"),
-        (1, (BIG,), P(F), "; fsdp on dim 0"),
+        (1, (BIG // 16, 16), P(M, F), "; fsdp on dim 1"),
+        (1, (16, BIG // 16), P(F, M), "; fsdp on dim 0"),
+        (2, (64, 64), P(M, F), "; fsdp on dim 1"),  # the first of the equal dims
+        (1, (4, 1100), P(None, M), "; no free dim for 8 fsdp shards"),
+        (1, (12, 3, 800), P(None, None, (M, F)), "; fsdp on dim 2"),
+        (1, (BIG,), P((M, F)), "; fsdp on dim 0"),
+        (1, (8, 16, 64), P(None, F, M), "; fsdp on dim 1"),
     ],
 )
-def test_fsdp_splits_the_largest_dim_that_divides(n_model_shards, shape, spec, note):
+def test_fsdp_splits_the_largest_free_dim_that_divides(n_model_shards, shape, spec, note):
     plan = plan_of([jax.ShapeDtypeStruct(shape, jnp.float32)], n_model_shards, 8 // n_model_shards)
-    assert specs(plan) == {"0": spec} and plan["0"].reason == "replicated: no known layer" + note
+    assert specs(plan) == {"0": spec} and plan["0"].reason == WITHOUT_LOSS + note
 
 
 def test_fsdp_uses_dims_that_the_model_axis_leaves_free():
-    model = [linear(64, 512), linear(512, 64), linear(3, 4096), shapes(eqx.nn.Conv2d, 5, 4096, 3, use_bias=False)]
-    assert specs(plan_of(model, 2, 2)) == {
+    model = [linear(64, 512), linear(512, 64), shapes(eqx.nn.Conv2d, 5, 4096, 3, use_bias=False)]
+
+    def loss(model, batch):
+        y = jax.vmap(lambda x: model[1](jnp.tanh(model[0](x))))(batch["x"])
+        return jnp.square(y).mean() + jnp.square(jax.vmap(model[2])(batch["image"])).mean()
+
+    batch = {"x": jax.ShapeDtypeStruct((512, 64), jnp.float32), "image": jax.ShapeDtypeStruct((8, 5, 8, 8), jnp.float32)}
+    plan = plan_of(model, 2, 2, loss=loss, batch=batch)
+    assert specs(plan) == {
         "0.weight": P(M, F),
         "0.bias": P(M),
         "1.weight": P(F, M),
         "1.bias": P(None),
-        "2.weight": P((M, F), None),  # 3 inputs do not divide, so both axes are on the outputs
-        "2.bias": P((M, F)),
-        "3.weight": P((M, F), None, None, None),
+        "2.weight": P((M, F), None, None, None),  # 5 inputs do not divide, so both axes are on the outputs
     }
-    plan = plan_of(model, 2, 2)
     assert plan["2.weight"].n_shards == 4 and plan["2.weight"].reason.endswith("; fsdp on dim 0")
-    assert plan.spec_in_use("2.weight") == P(M, None)
-    assert {row[0]: row[2] for row in plan.rows()}["2.weight"] == "model+fsdp, ·"
+    assert plan.spec_in_use("2.weight") == P(M, None, None, None)
+    assert {row[0]: row[2] for row in plan.rows()}["2.weight"] == "model+fsdp, ·, ·, ·"
 
 
 def test_both_axes_share_a_dim_only_if_their_product_divides_it():
@@ -493,8 +305,8 @@ def test_fsdp_never_splits_stacked_dims():
         "mlp.layers.0.weight": P(None, M, F),
         "mlp.layers.0.bias": P(None, (M, F)),
         "mlp.layers.1.weight": P(None, F, M),
-        "mlp.layers.1.bias": P(None, None),
-        "mlp.activation": P(None, None, None),  # not in a known layer: stacked like the layers beside it
+        "mlp.layers.1.bias": P(None, None),  # too small
+        "mlp.activation": P(None, M, None),  # not in a known layer: stacked like the layers beside it
     }
     assert plan["mlp.activation"].reason.endswith("; no free dim for 8 fsdp shards")
 
@@ -505,7 +317,7 @@ def test_an_array_beside_layers_of_different_stacks_is_stacked_like_the_least_st
         return {"experts": experts, "out": eqx.nn.Linear(16, 16, key=key), "router": jnp.zeros((512, 9))}
 
     model = {"blocks": eqx.filter_eval_shape(eqx.filter_vmap(block), jax.random.split(KEY, 8))}
-    assert plan_of(model, 1, 8)["blocks.router"].spec == P(None, F, None)  # blocks are stacked once, experts twice
+    assert plan_of(model, 1, 8)["blocks.router"].spec == P(None, (M, F), None)  # blocks are stacked once, experts twice
 
 
 # --- overrides ----------------------------------------------------------------------------------------------------------
@@ -569,7 +381,7 @@ def test_overrides_errors(overrides, message):
 
 def test_large_replicated_leaf_gives_a_warning():
     model = {"table": jax.ShapeDtypeStruct((1030, 1025), jnp.float32), "small": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
-    reason = "replicated: no known layer"
+    reason = "replicated: no dim of 1030 x 1025 divides over 4 shards"
     assert plan_of(model).warnings == (
         f"`table`: (1030, 1025), 4.03 MiB, is replicated on every device ({reason}). "
         "Split it with `overrides={'table': ...}`.",
@@ -577,21 +389,26 @@ def test_large_replicated_leaf_gives_a_warning():
     assert plan_of(model, n_model_shards=1).warnings == ()  # no axis splits anything
     assert plan_of(model, overrides={"table": None}).warnings == ()  # requested by the override
     assert plan_of(model, 1, 2).warnings == ()  # split by fsdp
-    model["rest"] = jax.ShapeDtypeStruct((2**14, 2**14), jnp.float32)
+    model["rest"] = jax.ShapeDtypeStruct((2**14 + 1, 2**14 + 1), jnp.float32)
     assert all("`rest`" in warning for warning in plan_of(model).warnings)  # less than 1 % of the model
 
 
 def test_explain_table():
     model = {"mlps": [shapes(eqx.nn.MLP, 8, 8, 1024, depth=1, use_final_bias=False) for _ in range(2)]}
-    plan = plan_of({**model, "scale": jax.ShapeDtypeStruct((), jnp.float32)}, 2, 2)
+    model["scale"] = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def loss(model, batch):
+        return sum(of_rows(mlp, batch) for mlp in model["mlps"]) * model["scale"]
+
+    plan = plan_of(model, 2, 2, loss=loss, batch=floats(8))
     assert plan.explain() == (
         """\
 leaf                          shape     split        reason
 ---------------------------------------------------------------------------------------------------------------------
 mlps.*.layers.0.weight  (2x)  1024 x 8  model, fsdp  column: its input arrives replicated; fsdp on dim 1
-mlps.*.layers.0.bias  (2x)    1024      model        follows dim 0 of its weight
+mlps.*.layers.0.bias  (2x)    1024      model        follows: added to a value that is split by `mlps.*.layers.0`
 mlps.*.layers.1.weight  (2x)  8 x 1024  fsdp, model  row: its input arrives split by `mlps.*.layers.0`; fsdp on dim 0
-scale                         scalar    ·            replicated: no known layer
+scale                         scalar    ·            replicated: no operation on data splits it
 mesh data=2 x fsdp=2 x model=2: 34,817 parameters, 136.0 KiB, 36.0 KiB a device"""
     )
     assert str(plan) == plan.explain()
@@ -608,7 +425,7 @@ def test_summary_counts_leaves_that_only_axes_of_size_1_split_as_replicated():
 
 
 def test_warnings_end_the_explanation():
-    plan = plan_of({"table": jax.ShapeDtypeStruct((1024, 1025), jnp.float32)})
+    plan = plan_of({"table": jax.ShapeDtypeStruct((1026, 1025), jnp.float32)})
     assert plan.explain().splitlines()[-1] == f"warning: {plan.warnings[0]}"
 
 
@@ -618,7 +435,7 @@ def test_bytes():
     assert plan["up.weight"].n_bytes == 2 * 64 * 256
     assert plan.n_parameters == 64 * 256 + 256 + 20
     assert plan.n_bytes == 2 * (64 * 256 + 256) + 4 * 20
-    assert plan.n_bytes_per_device == 2 * (64 * 256 // 4 + 256 // 2) + 4 * 20
+    assert plan.n_bytes_per_device == 2 * (64 * 256 // 4 + 256) + 4 * 20
 
 
 def test_unknown_leaf_error():
@@ -640,9 +457,7 @@ def test_leaves_unread_by_the_loss_are_marked():
         "unused.weight": False,
         "n": False,
     }
-    assert marked["unused.weight"].reason == "row: its input arrives split by `used`; the loss does not read it" or (
-        marked["unused.weight"].reason == "column: its input arrives replicated; the loss does not read it"
-    )
+    assert marked["unused.weight"].reason == "replicated: no loss is known; the loss does not read it"
     assert marked["used.weight"].reason == plan["used.weight"].reason and specs(marked) == specs(plan)
 
 
@@ -746,15 +561,15 @@ def test_gradients_have_the_sharding_of_their_parameters():
     assert (shardings["mu"]["weight"].spec, shardings["mu"]["up"]["weight"].spec) == (REPLICATED, plan["up.weight"].spec)
 
 
-# --- arrays that a subclass of a known layer adds -----------------------------------------------------------------------
+# --- adapters -----------------------------------------------------------------------------------------------------------
 
 
-def adapted(model, rank=3, where="*"):
-    return eqx.filter_eval_shape(lambda model: lora.add(model, rank=rank, where=where, key=KEY), model)
+def adapted(model, rank=3):
+    return eqx.filter_eval_shape(lambda model: lora.add(model, rank=rank, where="*", key=KEY), model)
 
 
 def test_adapter_dims_follow_the_split_of_their_layer():
-    plan = plan_of(adapted(shapes(eqx.nn.MLP, 8, 4, 32, depth=1)))
+    plan = plan_of(adapted(shapes(eqx.nn.MLP, 8, 8, 32, depth=1)), loss=of_rows, batch=floats(8))
     assert specs(plan) == {
         "layers.0.weight": COLUMN,
         "layers.0.bias": P(M),
@@ -768,15 +583,14 @@ def test_adapter_dims_follow_the_split_of_their_layer():
     assert plan["layers.0.lora_b"].reason == "follows dim 0 of its weight"
     assert plan["layers.0.lora_a"].reason == "replicated: does not follow dim 0 of its weight"
     assert plan["layers.1.lora_a"].reason == "follows dim 1 of its weight"
-    plan = plan_of(adapted([linear(10, 6)]))
-    assert specs(plan) == {"0.weight": REPLICATED, "0.bias": P(None), "0.lora_a": REPLICATED, "0.lora_b": REPLICATED}
-    assert plan["0.lora_b"].reason == "replicated: follows its weight, which is replicated"
+    plan = plan_of(adapted(linear(10, 6)), loss=of_rows, batch=floats(10))
+    assert specs(plan) == {"weight": REPLICATED, "bias": P(None), "lora_a": REPLICATED, "lora_b": REPLICATED}
+    assert plan["lora_b"].reason == "replicated: follows its weight, which is replicated"
 
 
 def test_adapters_of_stacked_and_attention_layers():
-    config = GPT2Config(vocab_size=48, n_positions=16, d_model=32, n_layers=2, n_heads=4)
-    base = shapes(GPT2, config)
-    plain, plan = plan_of(base), plan_of(adapted(base))
+    base = shapes(GPT2, GPT2_CONFIG)
+    plain, plan = (plan_of(model, loss=next_token, batch=IDS) for model in (base, adapted(base)))
     assert {name: leaf for name, leaf in specs(plan).items() if ".lora_" not in name} == specs(plain)  # nothing else changed
     column, row, replicated = P(None, M, None), P(None, None, M), P(None, None, None)
     blocks = "stack.blocks"
@@ -790,62 +604,9 @@ def test_adapters_of_stacked_and_attention_layers():
         "mlp.down.lora_a": row,
         "mlp.down.lora_b": replicated,
     }
-    plan = plan_of(adapted(shapes(eqx.nn.MultiheadAttention, 6, 24)))  # uneven heads: adapters flip like their layers
-    assert specs(plan)["query_proj.lora_a"] == ROW and specs(plan)["output_proj.lora_b"] == COLUMN
 
 
 def test_fsdp_splits_large_adapters():
-    plan = plan_of(adapted([linear(512, 1024)], rank=8), 2, 2)
-    assert specs(plan)["0.lora_a"] == P(None, F) and specs(plan)["0.lora_b"] == P(M, F)
-    assert plan["0.lora_b"].reason == "follows dim 0 of its weight; fsdp on dim 1"
-
-
-class Scaled(eqx.nn.Linear):
-    """A user's layer: a gain for each output, and a table that is not in `follows_weight`."""
-
-    gain: jax.Array | None
-    table: jax.Array
-
-    follows_weight: ClassVar = {"gain": (0,)}
-
-    def __init__(self, in_size, out_size, gain, *, key):
-        super().__init__(in_size, out_size, key=key)
-        self.gain = None if gain is None else jnp.ones(gain)
-        self.table = jnp.ones((8, 8))
-
-
-class Rows(eqx.nn.Embedding):
-    scale: jax.Array
-
-    follows_weight: ClassVar = {"scale": (None, 0)}
-
-    def __init__(self, n_rows, size, *, key):
-        super().__init__(n_rows, size, key=key)
-        self.scale = jnp.ones((2, n_rows))
-
-
-def test_follows_weight_of_user_layers():
-    plan = plan_of({"layer": shapes(Scaled, 8, 16, 16), "none": shapes(Scaled, 8, 16, None), "rows": shapes(Rows, 12, 5)})
-    assert specs(plan) == {
-        "layer.weight": COLUMN,
-        "layer.bias": P(M),
-        "layer.gain": P(M),
-        "layer.table": REPLICATED,
-        "none.weight": COLUMN,
-        "none.bias": P(M),
-        "none.table": REPLICATED,
-        "rows.weight": COLUMN,
-        "rows.scale": ROW,
-    }
-    assert plan["layer.table"].reason == "replicated: no known layer"
-
-
-def test_follows_weight_size_mismatch_error():
-    with pytest.raises(ValueError) as raised:
-        plan_of([shapes(Scaled, 8, 16, 12)])
-    assert str(raised.value) == (
-        "`0.gain`: expected dims that follow (0,) of a weight (16, 8), as `Scaled.follows_weight` says, got (12,). "
-        "Correct the shape, or the attribute."
-    )
-    with pytest.raises(ValueError, match=r"got \(16, 1\)\."):
-        plan_of([shapes(Scaled, 8, 16, (16, 1))])
+    plan = plan_of(adapted(linear(512, 1024), rank=8), 2, 2, loss=of_rows, batch=floats(512))
+    assert specs(plan)["lora_a"] == P(None, F) and specs(plan)["lora_b"] == P(M, F)
+    assert plan["lora_b"].reason == "follows dim 0 of its weight; fsdp on dim 1"

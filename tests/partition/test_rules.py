@@ -1,45 +1,45 @@
-"""The two sharding rules, in plans of layers that differ only in their sizes."""
+"""The two rules, in plans of traced losses: fully connected layers alternate, and attention is split by heads."""
 
 import itertools
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 
 from redeqx.machine import make_mesh
 from redeqx.partition import make_plan
+from redeqx.tracing import Trace
 
-D, F = 8, 32
+D, F, SEQ, ROWS = 64, 256, 16, 64
 OUT, IN = 0, 1
 UP, DOWN = (D, F), (F, D)
+KEY = jax.random.key(0)
 
 
-def linear(size):
-    return eqx.filter_eval_shape(eqx.nn.Linear, *size, use_bias=False, key=jax.random.key(0))
+def plan_of(model, call, size, n_shards=4):
+    """The plan of a loss that calls the model on each token of a batch."""
+
+    def loss(model, batch):
+        return jnp.square(jax.vmap(lambda x: call(model, x))(batch)).mean()
+
+    batch = jax.ShapeDtypeStruct((ROWS, SEQ, size), jnp.float32)
+    return make_plan(model, make_mesh(n_shards), trace=Trace.of(loss, model, batch))
 
 
-def fields(layers, **others):
-    """A module with these layers, by name, as its fields in this order."""
-    cls = type("Module", (eqx.Module,), {"__annotations__": dict.fromkeys([*layers, *others], Any)})
-    return cls(**{name: linear(size) for name, size in layers.items()}, **others)
+def dims(plan, leaf="weight"):
+    return [plan.model_dim(name) for name in plan.leaves if name.endswith(leaf)]
 
 
-def siblings(*sizes):
-    return fields({f"layer{i}": size for i, size in enumerate(sizes)})
+def linear(size, use_bias=False):
+    return eqx.filter_eval_shape(eqx.nn.Linear, *size, use_bias=use_bias, key=KEY)
 
 
-def elements(*sizes):
-    return [linear(size) for size in sizes]
-
-
-def plan_of(model, n_shards=4):
-    return make_plan(model, make_mesh(n_shards))
-
-
-def dims(model, n_shards=4):
-    plan = plan_of(model, n_shards)
-    return [plan.model_dim(name) for name in plan.leaves]
+def chain(layers, x):
+    for layer in layers:
+        x = jnp.tanh(jax.vmap(layer)(x))
+    return x
 
 
 # --- rule 1 -----------------------------------------------------------------------------------------------------------
@@ -50,111 +50,98 @@ def dims(model, n_shards=4):
     [
         ([UP], [OUT]),
         ([UP, DOWN], [OUT, IN]),
-        ([DOWN, UP], [IN, OUT]),  # sizes allow both orders: the layer that widens comes first
-        ([UP, UP, DOWN], [OUT, OUT, IN]),  # siblings take the same input
-        ([UP, DOWN, UP], [OUT, IN, OUT]),
-        ([DOWN, UP, UP], [IN, OUT, OUT]),
-        ([(D, D), (D, D)], [OUT, IN]),  # neither widens
-        ([(F, 16), (16, D), (D, 16), (16, F)], [OUT, IN, OUT, IN]),  # an autoencoder, in its own order
-        ([DOWN, (D, 16)], [OUT, IN]),
+        ([DOWN, UP], [OUT, IN]),
+        ([UP, DOWN, UP, DOWN], [OUT, IN, OUT, IN]),
+        ([UP, (F, F), (F, F), DOWN], [OUT, IN, OUT, IN]),
+        ([(D, D), (D, D), (D, D)], [OUT, IN, OUT]),
+        ([(F, 128), (128, D), (D, 128), (128, F)], [OUT, IN, OUT, IN]),  # an autoencoder
+        ([(D, 6), (6, D)], [IN, OUT]),  # 6 outputs do not divide over 4, the inputs do
+        ([(6, 6), (6, D), UP], [None, OUT, IN]),
+        ([(6, 6)], [None]),
     ],
 )
-def test_fields_of_a_module(sizes, expected):
-    assert dims(siblings(*sizes)) == expected
+def test_fully_connected_layers_alternate(sizes, expected):
+    plan = plan_of([linear(size, use_bias=True) for size in sizes], chain, sizes[0][0])
+    assert dims(plan) == expected
+    assert dims(plan, "bias") == [OUT if dim == OUT else None for dim in expected]
 
 
-def test_swiglu_splits_do_not_depend_on_the_field_order():
+def test_layers_of_one_input_have_one_split_whatever_the_order_of_their_fields():
     roles = {"gate": UP, "up": UP, "down": DOWN}
     for names in itertools.permutations(roles):
-        plan = plan_of(fields({name: roles[name] for name in names}))
+        cls = type("SwiGLU", (eqx.Module,), {"__annotations__": dict.fromkeys(names, Any)})
+        call = lambda m, x: jax.vmap(lambda x: m.down(jax.nn.silu(m.gate(x)) * m.up(x)))(x)  # noqa: E731
+        plan = plan_of(cls(**{name: linear(roles[name]) for name in names}), call, D)
         found = {name: plan.model_dim(f"{name}.weight") for name in names}
         assert found == {"gate": OUT, "up": OUT, "down": IN}, names
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ([UP, (F, F), (F, F), DOWN], [OUT, IN, OUT, IN]),
-        ([(D, D), (D, D), (D, D)], [OUT, IN, OUT]),
-        ([UP, UP], [OUT, OUT]),  # sizes do not match: not consecutive
-        ([UP, (16, D)], [OUT, OUT]),
-        ([(D, 6), (6, D)], [IN, OUT]),  # 6 outputs do not divide over 4, the 8 inputs do
-        ([(6, D), (D, 6)], [OUT, IN]),
-        ([(6, 6)], [None]),
-        ([(D, 1), (1, D)], [IN, OUT]),
-        ([(6, 6), (6, D), UP], [None, OUT, IN]),
-    ],
-)
-def test_elements_of_a_list(sizes, expected):
-    assert dims(elements(*sizes)) == expected
-
-
-def test_all_siblings_after_a_split_layer_are_rows():
-    assert dims([linear(UP), fields({"a": DOWN, "b": DOWN})]) == [OUT, IN, IN]
+def test_convolutions_alternate_too():
+    layers = [eqx.filter_eval_shape(eqx.nn.Conv1d, *size, 3, key=KEY) for size in (UP, DOWN)]
+    layers.append(eqx.filter_eval_shape(eqx.nn.ConvTranspose1d, *UP, 3, key=KEY))
+    call = lambda layers, x: layers[2](jnp.tanh(layers[1](jnp.tanh(layers[0](x.T)))))  # noqa: E731
+    plan = plan_of(layers, call, D)
+    assert dims(plan) == [OUT, IN, OUT] and dims(plan, "bias") == [OUT, None, OUT]
 
 
 @pytest.mark.parametrize(("groups", "expected"), [(4, OUT), (8, OUT), (2, None), (6, None)])
 def test_convolution_groups_are_never_divided_between_shards(groups, expected):
-    conv = eqx.filter_eval_shape(eqx.nn.Conv1d, 24, 24, 3, groups=groups, use_bias=False, key=jax.random.key(0))
-    plan = plan_of([conv])
-    assert plan.model_dim("0.weight") == expected
-    reason = plan["0.weight"].reason
-    assert reason.startswith("column: " if expected == OUT else "replicated: ") and f"{groups} groups" in reason
+    options = ({"kernel_size": 1}, {"kernel_size": 3, "groups": groups})
+    convs = [eqx.filter_eval_shape(eqx.nn.Conv1d, 24, 24, use_bias=False, key=KEY, **option) for option in options]
+    assert dims(plan_of(convs, lambda convs, x: convs[1](jnp.tanh(convs[0](x.T))), 24))[1] == expected
 
 
 def test_reason_of_each_split():
-    plan = plan_of([*elements(UP, DOWN, (6, 5), (8, 5)), eqx.nn.Embedding(8, 2, key=jax.random.key(0)), linear(DOWN)])
+    plan = plan_of([linear(size, use_bias=True) for size in (UP, DOWN, (D, 5), (5, 6))], chain, D)
     assert [leaf.reason for leaf in plan.leaves.values()] == [
         "column: its input arrives replicated",
+        "follows: added to a value that is split by `0`",
         "row: its input arrives split by `0`",
-        "replicated: neither 5 outputs nor 6 inputs divide over 4 shards",
+        "replicated: added to a replicated value",
         "row: 5 outputs do not divide over 4 shards, its inputs do",
-        "embedding: 8 rows over 4 shards",
-        "column: its input arrives replicated",
+        "replicated: added to a replicated value",
+        "replicated: no dim of 6 x 5 divides over 4 shards",
+        "replicated: added to a replicated value",
     ]
 
 
 # --- rule 2 -----------------------------------------------------------------------------------------------------------
 
 
-def attention(n_heads, n_kv_heads, out, kv_out=None, d=D):
-    sizes = {"q": (d, out), "k": (d, kv_out or out), "v": (d, kv_out or out), "o": (out, d)}
-    return fields(sizes, **({} if n_heads is None else {"n_heads": n_heads, "n_kv_heads": n_kv_heads}))
-
-
 @pytest.mark.parametrize(
-    ("n_shards", "module", "expected"),
+    ("n_shards", "n_heads", "expected"),
     [
-        (4, attention(8, 8, 64), [OUT, OUT, OUT, IN]),
-        (4, attention(None, None, 64), [OUT, OUT, OUT, IN]),
-        (4, attention(8, 4, 64, 32), [OUT, OUT, OUT, IN]),
-        (4, attention(8, 2, 64, 16), [OUT, None, None, IN]),  # fewer K/V heads than shards
-        (4, attention(8, 1, 64, 8), [OUT, None, None, IN]),
-        (4, attention(6, 6, 48), [IN, IN, IN, OUT]),  # 48 divides, 6 heads do not
-        (4, attention(6, 6, 48, d=10), [None] * 4),
-        (1, attention(3, 3, 9, d=9), [OUT, OUT, OUT, IN]),
+        (4, 8, [OUT, OUT, OUT, IN]),
+        (2, 8, [OUT, OUT, OUT, IN]),
+        (1, 8, [OUT, OUT, OUT, IN]),
     ],
 )
-def test_attention(n_shards, module, expected):
-    assert dims(module, n_shards) == expected
+def test_attention_is_split_by_heads(n_shards, n_heads, expected):
+    layer = eqx.filter_eval_shape(eqx.nn.MultiheadAttention, n_heads, D, use_query_bias=True, use_output_bias=True, key=KEY)
+    plan = plan_of(layer, lambda attention, x: attention(x, x, x), D, n_shards)
+    assert dims(plan) == expected
+    assert (plan.model_dim("query_proj.bias"), plan.model_dim("output_proj.bias")) == (OUT, None)
+    assert plan["output_proj.weight"].reason.startswith("row: its input arrives split by ")
 
 
-@pytest.mark.parametrize(
-    ("n_heads", "n_kv_heads", "role", "reason"),
-    [
-        (8, 8, "q", "attention: query by heads, 8 heads over 4 shards"),
-        (8, 4, "v", "attention: value by heads, 4 heads over 4 shards"),
-        (8, 2, "k", "replicated: 2 key/value heads do not divide over 4 shards, queries on each read them"),
-        (8, 8, "o", "attention: output contracts the split heads"),
-        (6, 6, "q", "row: 6 heads do not divide over 4 shards, the other dim does"),
-        (6, 6, "o", "column: 6 heads do not divide over 4 shards, the other dim does"),
-        (None, None, "k", "attention: key by heads, 4 shards (number of heads unknown)"),
-    ],
-)
-def test_reasons_of_attention_splits(n_heads, n_kv_heads, role, reason):
-    assert plan_of(attention(n_heads, n_kv_heads, 96))[f"{role}.weight"].reason.startswith(f"{reason};")
+def test_layers_after_attention_start_with_a_column():
+    layers = [eqx.filter_eval_shape(eqx.nn.MultiheadAttention, 8, D, key=KEY), linear(UP), linear(DOWN), linear(UP)]
+    plan = plan_of(layers, lambda layers, x: chain(layers[1:], x + layers[0](x, x, x)), D)
+    assert dims(plan)[4:] == [OUT, IN, OUT]
 
 
-def test_attention_with_unknown_heads_divides_features():
-    reason = plan_of(attention(None, None, 6, d=9))["q.weight"].reason
-    assert reason.startswith("replicated: 6 features do not divide over 4 shards, nor does the other dim")
+@pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
+def test_queries_by_heads_and_fewer_keys_and_values(n_kv_heads):
+    """Each shard reads the key/value heads of its own queries."""
+    model = {"q": linear((D, D)), "k": linear((D, 8 * n_kv_heads)), "v": linear((D, 8 * n_kv_heads)), "o": linear((D, D))}
+
+    def call(m, x):
+        q = jax.vmap(m["q"])(x).reshape(SEQ, n_kv_heads, 8 // n_kv_heads, 8)
+        k, v = (jax.vmap(m[name])(x).reshape(SEQ, n_kv_heads, 8) for name in "kv")
+        weights = jax.nn.softmax(jnp.einsum("qgns,kgs->gnqk", q, k))
+        return jax.vmap(m["o"])(jnp.einsum("gnqk,kgs->qgns", weights, v).reshape(SEQ, D))
+
+    plan = plan_of(model, call, D)
+    assert plan.model_dim("q.weight") == OUT and plan.model_dim("o.weight") == IN
+    if n_kv_heads % 4 == 0:
+        assert plan.model_dim("k.weight") == plan.model_dim("v.weight") == OUT

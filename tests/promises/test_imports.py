@@ -134,7 +134,7 @@ def imports_of(node, parts):
             return found
         base = module[1:] if node.level == 0 else [*parts[: len(parts) - node.level], *module]
         names = [alias.name for alias in node.names]
-        # `from . import _rules` names modules; `from ..data import slices` a name that the package exports.
+        # `from . import _pass` names modules; `from ..data import slices` a name that the package exports.
         files = {(*base, name) for name in names if {(*base, name), (*base, name, "__init__")} & FILES.keys()}
         found |= files if len(files) == len(names) else {*files, tuple(base) or ("__init__",)}
     return {("models", "__init__") if parts == ("models",) else parts for parts in found}
@@ -150,7 +150,7 @@ def test_all_forms_of_imports_are_found():
 from typing import TYPE_CHECKING
 import numpy.random, redeqx, redeqx.machine
 from . import _flow
-from ._rules import Split
+from ._pass import Use
 from .._tree import render
 from ..data import slices
 from redeqx.checkpoint._manager import CheckpointManager
@@ -162,7 +162,7 @@ def fn():
     from redeqx import Loss, models
 """
     assert read(source, ("partition", "_plan")).imports == {
-        ("__init__",), ("machine",), ("partition", "_flow"), ("partition", "_rules"), ("_tree",), ("data",),
+        ("__init__",), ("machine",), ("partition", "_flow"), ("partition", "_pass"), ("_tree",), ("data",),
         ("checkpoint", "_manager"), ("_trainer",), ("models", "gpt2"), ("models", "nn"), ("models", "__init__"),
     }  # fmt: skip
 

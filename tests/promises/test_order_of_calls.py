@@ -20,7 +20,7 @@ BATCH = 8  # three steps an epoch, of one program
 
 
 class Reversed(eqx.Module):
-    """Two layers, the last one declared first: the plan by field order differs from that of the loss."""
+    """Two layers, the last one declared first."""
 
     second: eqx.nn.Linear
     first: eqx.nn.Linear
@@ -155,7 +155,7 @@ def load_first(trainer):
 @pytest.mark.parametrize(
     ("how", "shards"),
     [
-        ("predict", (4, 1)), ("load_ckpt", (2, 2)),
+        ("predict", (4, 1)), ("load_ckpt", (2, 2)), ("opt_state", (2, 2)), ("opt_state, predict", (4, 1)),
         *(pytest.param(how, (4, 1), marks=pytest.mark.sweep) for how in ("eval_loss", "sanity check")),
         *(pytest.param(how, (2, 2), marks=pytest.mark.sweep) for how in ("second predictor", "predict")),
     ],
@@ -163,8 +163,8 @@ def load_first(trainer):
 def test_the_plan_follows_the_loss_whatever_is_called_first(how, shards, tmp_path):
     plain = make_trainer(shards=shards)
     plain.train(DATA, batch_size=BATCH)
-    by_fields = plain.deployer.plan(Reversed(jax.random.key(1)))
-    assert specs(plain) != {name: leaf.spec for name, leaf in by_fields.leaves.items()}
+    without_loss = plain.deployer.plan(Reversed(jax.random.key(1)))
+    assert specs(plain) != {name: leaf.spec for name, leaf in without_loss.leaves.items()}
     if how == "load_ckpt":
         make_trainer(tmp_path, shards=shards).save_ckpt()
     trainer = make_trainer(tmp_path, shards=shards)
@@ -174,6 +174,8 @@ def test_the_plan_follows_the_loss_whatever_is_called_first(how, shards, tmp_pat
         "load_ckpt": load_first,
         "eval_loss": lambda trainer: trainer.eval_loss(DATA, batch_size=8),
         "second predictor": lambda trainer: predictor.predict(DATA, batch_size=8),
+        "opt_state": lambda trainer: trainer.opt_state,
+        "opt_state, predict": lambda trainer: trainer.opt_state and predict_first(trainer),
     }
     if how == "sanity check":
         # A fit of an iterable, since it keeps the order of examples as `train` does.

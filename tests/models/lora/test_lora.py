@@ -406,7 +406,7 @@ def test_adapters_add_small_all_reduces_and_no_other_collective_over_the_model_a
     def forward(adapted):
         deployer = redeqx.Deployer(0, 4, verbose=False)
         model = lora.add(base, rank=rank, where=WHERE, key=KEY) if adapted else base
-        plan = deployer.plan(model)
+        plan = deployer.plan(model, lambda model, ids, key: jax.vmap(model)(ids).sum(), jnp.zeros((rows, 8), jnp.int32))
         params, static = eqx.partition(place(model, plan), eqx.is_array)
         step = jax.jit(lambda params, ids: jax.vmap(eqx.combine(params, static))(ids))
         ids = jnp.zeros((rows, 8), jnp.int32)
