@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from .._rounding import at_least_float32
 from ._offset import merge
-from ._setting import MASK_VALUE, AttentionSetting, make_mask
+from ._setting import MASK_VALUE, AttentionSetting, gradient_of_mean, lacks_keys, make_mask
 from ._shared import pad
 
 Operands = dict[str, Any]
@@ -68,7 +68,7 @@ class InBlocks:
     differentiate: Callable[..., list[Any]]
 
     def forward(self, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
-        """Same as `_blockwise.forward`. In blocks, the output is 0 for a query whose keys are all masked."""
+        """Same as `_blockwise.forward`."""
         if not is_in_blocks(setting, q, k):
             return self.attend(setting, q, k, v, extras)
         blocks, dtype = _Blocks.of(setting, q, k, extras), at_least_float32(q.dtype)
@@ -90,7 +90,9 @@ class InBlocks:
             jnp.full((n, rows, heads, size), MASK_VALUE, dtype),
         )
         out, log_sum = jax.lax.scan(step, (out, log_sum), blocks.pairs)[0]
-        return _joined(out.astype(q.dtype), q.shape[1]), _joined(log_sum, q.shape[1], 2)
+        out, log_sum = _joined(out, q.shape[1]), _joined(log_sum, q.shape[1], 2)
+        mean = jnp.repeat(jnp.mean(v.astype(dtype), 1, keepdims=True), heads // v.shape[2], 2)
+        return jnp.where(lacks_keys(log_sum), mean, out).astype(q.dtype), log_sum
 
     def backward(
         self, setting: AttentionSetting, q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any
@@ -99,6 +101,7 @@ class InBlocks:
         if not is_in_blocks(setting, q, k):
             return self.differentiate(setting, q, k, v, extras, out, log_sum, g)
         blocks, dtype = _Blocks.of(setting, q, k, extras), at_least_float32(q.dtype)
+        d_mean = gradient_of_mean(lacks_keys(log_sum), g, k.shape[2]) / k.shape[1]
         log_sum = jnp.where(log_sum <= MASK_VALUE / 2, 0, log_sum)  # of a query without keys: all its weights are then 0
         keys = [blocks.stacked(x) for x in (k, v)]
         of_queries = [blocks.stacked(x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1))]
@@ -115,7 +118,8 @@ class InBlocks:
 
         zeros = [jnp.zeros(x.shape, dtype) for x in (of_queries[0], *keys)]
         grads, _ = jax.lax.scan(step, zeros, blocks.pairs)
-        return [_joined(x.astype(like.dtype), like.shape[1]) for x, like in zip(grads, (q, k, v), strict=True)]
+        dq, dk, dv = (_joined(x, like.shape[1]) for x, like in zip(grads, (q, k, v), strict=True))
+        return [x.astype(like.dtype) for x, like in zip((dq, dk, dv + d_mean), (q, k, v), strict=True)]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ..machine import axes_of
 from ._chunks import Layout, halo, map_queries
 from ._dense import is_in_blocks
 from ._ring import Ring
-from ._setting import MASK_VALUE, AttentionSetting
+from ._setting import AttentionSetting, gradient_of_mean, lacks_keys
 from ._shared import on_each_device, pad
 
 Operands = dict[str, Any]
@@ -201,7 +201,7 @@ def forward_by_positions(
         if layout.may_lack_keys:
             mean = jnp.sum(v.astype(at_least_float32(v.dtype)), 1, keepdims=True)
             mean = (layout.sum_keys(mean) / layout.n_keys).astype(out.dtype)
-            out = jnp.where(_lacks_keys(log_sum), jnp.repeat(mean, q.shape[2] // k.shape[2], 2), out)
+            out = jnp.where(lacks_keys(log_sum), jnp.repeat(mean, q.shape[2] // k.shape[2], 2), out)
         return out, log_sum
 
     in_specs = (layout.queries, layout.keys, layout.keys, layout.extras)
@@ -251,10 +251,8 @@ def backward_by_positions(
     def on_device(q: Any, k: Any, v: Any, extras: Operands, out: Any, log_sum: Any, g: Any) -> list[Any]:
         d_mean: Any = None
         if layout.may_lack_keys:
-            lacks_keys = _lacks_keys(log_sum)
-            d_mean = jnp.sum(jnp.where(lacks_keys, g, 0).astype(at_least_float32(g.dtype)), 1, keepdims=True)
-            d_mean = jnp.sum(d_mean.reshape(*d_mean.shape[:2], k.shape[2], -1, d_mean.shape[-1]), 3)
-            g = jnp.where(lacks_keys, 0, g)
+            lacking = lacks_keys(log_sum)
+            d_mean, g = gradient_of_mean(lacking, g, k.shape[2]), jnp.where(lacking, 0, g)
         pull = Ring(kernel, layout).backward if setting.in_ring else differentiate
         dq, dk, dv, *d_bias = pull(q, k, v, extras, out, log_sum, g)
         if d_mean is not None:
@@ -273,8 +271,3 @@ def _pad(setting: AttentionSetting, x: Any, dim: int) -> Any:
     """Pads queries that do not divide, to an even number of them on each device, which cuDNN needs. A mask gets True."""
     n = setting.n_shards(1)
     return pad(x, dim, 2 * n, int(x.dtype == jnp.bool_)) if x.shape[dim] % n else x
-
-
-def _lacks_keys(log_sum: Any) -> Any:
-    """Returns `[B, T, N, 1]`, True for queries whose keys are all masked."""
-    return jnp.swapaxes(log_sum <= MASK_VALUE / 2, 1, 2)[..., None]

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from .._rounding import at_least_float32
 from ..machine import axes_of
 
 # The dim of the queries in each optional operand that has one; its size may be 1. The key of a dropout is one per row.
@@ -119,3 +120,15 @@ def make_mask(
     for mask in masks[1:]:
         out = out & mask
     return out
+
+
+def lacks_keys(log_sum: Float[Array, "b n t"]) -> Bool[Array, "b t n 1"]:
+    """Returns True for queries whose keys are all masked: their output is the mean of the values."""
+    return jnp.swapaxes(log_sum <= MASK_VALUE / 2, 1, 2)[..., None]
+
+
+def gradient_of_mean(lacking: Bool[Array, "b t n 1"], g: Float[Array, "b t n h"], groups: int) -> Float[Array, "b 1 g h"]:
+    """Returns the gradient of the mean of the values, in at least float32, of the outputs of queries whose keys are all
+    masked."""
+    total = jnp.sum(jnp.where(lacking, g, 0).astype(at_least_float32(g.dtype)), 1, keepdims=True)
+    return jnp.sum(total.reshape(*total.shape[:2], groups, -1, total.shape[-1]), 3)

@@ -394,6 +394,26 @@ def test_a_mask_of_segments_in_blocks(name, small_blocks):
     assert f",{n},{n}]" not in program.as_text()
 
 
+def test_in_blocks_a_query_without_keys_gets_the_mean_of_the_values(small_blocks):
+    """As a softmax of scores of which all have the value of masked ones: here of texts that no key has, and of no length."""
+    extras = {"query_segments": SEGMENTS.at[:, 20:30].set(9), "key_segments": SEGMENTS, "lengths": LENGTHS}
+    setting, (q, k, v, g) = AttentionSetting(0.3, causal=True, names=tuple(extras)), draw(n_heads=6, groups=2)
+    kernel = InBlocks(DENSE.forward, DENSE.backward)
+
+    def by_formula(q, k, v):
+        k, v = (jnp.repeat(x, 3, 2) for x in (k, v))
+        mask = (extras["query_segments"][:, :, None] == SEGMENTS[:, None]) & jnp.tri(T, dtype=bool)
+        mask = (mask & (jnp.arange(T) < LENGTHS[:, None, None]))[:, None]
+        return jnp.einsum(
+            "bnts,bsnh->btnh", jax.nn.softmax(jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", q, k) * 0.3, -1e9)), v
+        )
+
+    out, pull = jax.vjp(by_formula, q, k, v)
+    found, log_sum = jax.jit(partial(kernel.forward, setting))(q, k, v, extras)
+    grads = jax.jit(partial(kernel.backward, setting))(q, k, v, extras, found, log_sum, g)
+    assert_close([found, *grads], [out, *pull(g)])
+
+
 @pytest.mark.parametrize("in_ring", [False, pytest.param(True, marks=pytest.mark.sweep)])
 def test_a_mask_of_segments_in_blocks_over_devices(in_ring, small_blocks):
     setting = AttentionSetting(0.3, causal=True, in_ring=in_ring, names=tuple(PACKED))
