@@ -63,7 +63,7 @@ class FixConvolutions(ByPositions):
             return False
         is_repeated = self.is_differentiated and self.mesh.shape[MODEL] > 1
         is_grouped = _groups(eqn)[0] > 1 and (is_repeated or _is_turned(eqn) or _window(eqn) is not None)
-        return is_grouped or self._may_slide_along_split(eqn)
+        return is_grouped or self._keeps_windows_whole
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         x, weight = map(plain, ins)
@@ -86,7 +86,7 @@ class FixConvolutions(ByPositions):
                 _with_groups(weight, numbers.rhs_spec[0], n_groups, n_added),
             )
             eqn = eqn.replace(params={**eqn.params, count: n_groups + n_added})
-        if along := self._may_slide_along_split(eqn):  # no dim along which the window slides is split, of gradients neither
+        if along := self._keeps_windows_whole:  # no dim along which the window slides is split, of gradients neither
             weight = split_over(weight, self.mesh, dict.fromkeys(numbers.rhs_spec[2:]))
         out = _in_order(eqn, split_over(x, self.mesh, axes), weight)
         if along:
@@ -94,12 +94,12 @@ class FixConvolutions(ByPositions):
         dim = numbers.out_spec[1]
         return jax.lax.slice_in_dim(out, 0, out.shape[dim] // (n_groups + n_added) * n_groups, axis=dim) if n_added else out
 
-    def _may_slide_along_split(self, eqn: Any) -> bool:
-        """Whether the window may slide along a dim that is split, positions or, in a series of rows, the rows, while another
+    @property
+    def _keeps_windows_whole(self) -> bool:
+        """Whether a window may slide along a dim that is split, positions or, in a series of rows, the rows, while another
         axis repeats the convolution."""
-        n_shards, n_rows = n_batch_shards(self.mesh), eqn.invars[0].aval.shape[eqn.params["dimension_numbers"].lhs_spec[0]]
         is_repeated = self.is_differentiated and self.mesh.shape[MODEL] > 1
-        return self.mesh.shape[SEQUENCE] > 1 or (is_repeated and n_rows % n_shards > 0)
+        return self.mesh.shape[SEQUENCE] > 1 or (is_repeated and n_batch_shards(self.mesh) > 1)
 
     def _split(self, eqn: Any) -> int | None:
         """Returns along which dim, counted from the first that the window slides along, the result's positions are split."""
@@ -119,7 +119,7 @@ class FixConvolutions(ByPositions):
         x, numbers, (n_groups, count) = eqn.invars[0], eqn.params["dimension_numbers"], _groups(eqn)
         positions, n_rows, n = self.positions, n_batch_shards(self.mesh), self.mesh.shape[SEQUENCE]
         batch, channels = numbers.lhs_spec[0], numbers.lhs_spec[int(count == "feature_group_count")]
-        axes: dict[int, Any] = dict.fromkeys(numbers.lhs_spec[2:]) if self._may_slide_along_split(eqn) else {}
+        axes: dict[int, Any] = dict.fromkeys(numbers.lhs_spec[2:]) if self._keeps_windows_whole else {}
         among_channels = x.aval.shape[batch] == 1 or _is_turned(eqn)  # the rows may be there
         others = (*BATCH_AXES, MODEL) if among_channels else (MODEL,)
         if self._split(eqn) is not None:

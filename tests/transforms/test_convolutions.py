@@ -243,11 +243,14 @@ def test_xla_still_computes_split_positions_wrongly():
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(*placed), 2 * expected, rtol=1e-4, atol=1e-4)
 
 
-def test_gradient_of_a_kernel_that_slides_along_rows(x64):
+@pytest.mark.parametrize("n_series", [1, 8])
+def test_gradient_of_a_kernel_that_slides_along_rows(x64, n_series):
     """The rows are a series, and split over data shards; the model axis repeats the convolution."""
 
     def loss_fn(model, batch, key):
-        return jnp.square(jnp.convolve(batch @ model["weight"], model["kernel"], "same")).mean()
+        series = jnp.outer(batch @ model["weight"], jnp.arange(1.0, n_series + 1.0)).T
+        out = jax.lax.conv_general_dilated(jnp.sin(series)[:, None], model["kernel"][None, None], (1,), "SAME")
+        return jnp.square(out).mean()
 
     rows = np.random.default_rng(0).normal(size=(20, 4))
     model = {"weight": jnp.arange(1.0, 5.0), "kernel": jnp.array([0.3, 0.7, -0.2, 0.5])}
