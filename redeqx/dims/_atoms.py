@@ -128,8 +128,8 @@ class Step:
 
     @property
     def line(self) -> str:
-        """The line of code, `file.py:12`."""
-        return line_of(self.eqn)
+        """The line of code, `file.py:12`; for an operation of a package that users do not change, where they call it."""
+        return line_of(self.eqn, "optax", "lineax", "optimistix", "diffrax") or line_of(self.eqn)
 
 
 @dataclass(eq=False)

@@ -15,10 +15,16 @@ from ..errors import is_ours
 _LIBRARIES = ("jax", "equinox", "einops", "jaxtyping")
 
 
-def line_of(eqn: Any) -> str:
-    """Returns the line of code of an equation, `file.py:12`, or an empty string if it is unknown."""
-    traceback = eqn.source_info.traceback
-    return "" if traceback is None else line_among((frame.file_name, frame.line_num) for frame in traceback.frames)
+def line_of(eqn: Any, *skipped: str) -> str:
+    """Returns the line of code of an equation, `file.py:12`, or an empty string if it is unknown.
+
+    **Arguments:**
+
+    - `skipped`: packages whose frames are skipped too.
+    """
+    traceback, folders = eqn.source_info.traceback, tuple(filter(None, map(_folder, skipped)))
+    frames = () if traceback is None else ((frame.file_name, frame.line_num) for frame in traceback.frames)
+    return line_among(frame for frame in frames if not frame[0].startswith(folders))
 
 
 def line_among(frames: Iterable[tuple[str, int]]) -> str:

@@ -170,6 +170,16 @@ def test_the_first_evaluation_says_once_that_it_depends_on_the_batch_size(loss_f
     assert f"evaluation: the loss depends on the batch size. Rows: {said}" in out
 
 
+def test_rows_that_a_loss_of_optax_mixes_are_named_by_the_line_that_calls_it():
+    def loss_fn(model, batch, key):
+        return optax.losses.ntxent(jax.vmap(model)(batch[:, :5]), jnp.arange(len(batch)) // 2)
+
+    trainer = make_trainer(loss_fn)
+    trainer.update(DATA[:8])
+    line = loss_fn.__code__.co_firstlineno + 1
+    assert f"rows: mixed at tests/training/test_row_use.py:{line} (" in trainer.plan.explain()
+
+
 class Normed(eqx.Module):
     """A model with BatchNorm, which mixes rows only in training."""
 
