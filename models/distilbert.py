@@ -68,6 +68,10 @@ class DistilBertConfig(EncoderConfig):
     aliases = MappingProxyType({"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"})
 
     @property
+    def block_dropouts(self) -> tuple[float, float, float]:
+        return 0.0, 0.0, self.dropout
+
+    @property
     def token_head_dropout(self) -> float:
         """The dropout rate before the last layer of a classifier of tokens."""
         return self.dropout

@@ -13,7 +13,7 @@ from typing import Any
 
 from ._kinds import RATE, SIZE, TEXT
 from .decoder import ByHead, CausalLM, Choice, GPTConfig, Inner, Names, Shared, rows
-from .hf import ConfigReader, Field, Row, published
+from .hf import ConfigReader, Field, Only, Row, published
 
 
 class _Architecture(Row):
@@ -75,6 +75,8 @@ class FalconConfig(GPTConfig):
         Field("layer_norm_epsilon", "norm_eps"),
         Shared("bias", "attention_bias", "mlp_bias"),
         Field("hidden_dropout", "residual_dropout", RATE),
+        # transformers applies it to nothing, or to what attention adds to the residual stream.
+        Only("attention_dropout", 0.0, name="attention_dropout"),
         Choice("alibi", {"bias_range": (None, 8.0)}, default=False),
         without=("head_size",),
     )

@@ -6,8 +6,7 @@ Sources: Black et al. 2022, *GPT-NeoX-20B* (arXiv:2204.06745); Biderman et al. 2
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ._kinds import RATE
-from .decoder import ByHead, CausalLM, GPTConfig, Names, Rope, rows
+from .decoder import ByHead, CausalLM, GPTConfig, Names, Rope, Shared, rows
 from .hf import Field, Only, published
 
 
@@ -32,7 +31,7 @@ class GPTNeoXConfig(GPTConfig):
         Field("layer_norm_eps", "norm_eps"),
         Field("use_parallel_residual", "is_parallel"),
         Field("attention_bias"),
-        Field("hidden_dropout", "residual_dropout", RATE),
+        Shared("hidden_dropout", "residual_dropout", "embedding_dropout"),
         Rope(has_share=True),
         # transformers would rotate a share of these dims instead of those that a head has.
         Only("head_dim", lambda known: (known["d_model"] // known["n_heads"], None), is_written=False),
