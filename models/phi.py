@@ -10,7 +10,7 @@ from ._kinds import RATE
 from .decoder import CausalLM, CausalLMConfig, GPTConfig, Names, Rope, Window, rows
 from .hf import Field, Only, published
 
-_DROPOUT = (Field("embd_pdrop", "embedding_dropout", RATE), Field("resid_pdrop", "residual_dropout", RATE))
+_RESIDUAL = Field("resid_pdrop", "residual_dropout", RATE)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class PhiConfig(GPTConfig):
     rows = rows(
         Field("layer_norm_eps", "norm_eps"),
         Rope(has_share=True),
-        *_DROPOUT,
+        Field("embd_pdrop", "embedding_dropout", RATE),
+        _RESIDUAL,
         Only("qk_layernorm", False),
         Only("tie_word_embeddings", False),
         without=("is_tied", "head_size"),
@@ -72,7 +73,7 @@ class Phi3Config(CausalLMConfig):
     rows = rows(
         Rope(has_share=True, kinds=("default", "longrope"), n_original=4096),
         Window(),
-        *_DROPOUT,
+        _RESIDUAL,  # transformers does not read `embd_pdrop`
         Field("attention_bias"),
         without=("head_size",),
     )

@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 BY_NAME = {case.name: case for case in (*CASES, *HEADED, *collect("CASES"))}
 # One of each way to have them; the names of other families are keys of the same fields.
 NAMES = ("gpt2", "opt", "llama", "gpt-neo", "gpt-neox", "bloom", "starcoder2", "bart", "t5", "whisper", "bert-classes")
-NAMES += ("distilbert-classes", "distilbert-tokens", "roberta-tokens", "modernbert-classes", "gpt-neox-token-classes")
+NAMES += ("distilbert-classes", "distilbert-tokens", "modernbert-classes", "gpt-neox-token-classes", "phi3")
+
 
 
 @pytest.fixture
