@@ -101,6 +101,8 @@ class _Replay:
         taking_part = Counter(owns)
         for line, own in zip(schedule, owns, strict=True):
             is_done = line.opcode.endswith("-done") or "-done" in line.name
+            if line.opcode == "call-start" and not line.operands:
+                continue  # the SparseCores get ready: they send when a `call-update` has the operands
             if own is not None and not is_done and all(each.name != own for each in queue) and own not in self.exposed:
                 queue.append(_Sent(own, self._seconds[own]))
                 # A fusion that alone has the collective sends all of it before it ends, as libtpu's sums of gradients.
@@ -121,6 +123,8 @@ class _Replay:
         """Returns the name of the collective that a line starts, advances or ends."""
         if line.name in self._seconds:
             return line.name
+        if line.opcode in ("call-update", "call-done"):
+            return next((own for each in line.operands if (own := self._collective_of(each))), None)
         for inner in self._inside(line):
             if inner.name in self._seconds:
                 return inner.name

@@ -87,6 +87,13 @@ def test_matmuls_hide_what_another_core_sends():
     start = "((f32[8,64]{1,0}), f32[64,64]{1,0}, u32[]) call-start(%shard), to_apply=%gather"
     end = "f32[64,64]{1,0} call-done(%call)"
     assert shares(("call", start), ("dot", DOT), ("d", end), computations=called) == {"g": pytest.approx(0.5)}
+    # libtpu 0.0.50 starts the call early, without operands, and sends when it has them.
+    update = "((f32[8,64]{1,0}), f32[64,64]{1,0}) call-update(%call, %shard)"
+    lines = [("call", start.replace("(%shard)", "()")), ("before", DOT), ("u", update)]
+    for n_matmuls, share in ((0, 0.0), (1, 0.5), (2, 1.0)):
+        dots = [(f"later.{i}", DOT) for i in range(n_matmuls)]
+        found = shares(*lines, *dots, ("d", "f32[64,64]{1,0} call-done(%u)"), ("after", DOT), computations=called)
+        assert found == {"g": pytest.approx(share)}
 
 
 @pytest.mark.parametrize("n_matmuls, share", [(0, 0.0), (1, 0.25), (2, 0.5)])
