@@ -27,7 +27,6 @@ NAMES = ("gpt2", "opt", "llama", "gpt-neo", "gpt-neox", "bloom", "starcoder2", "
 NAMES += ("distilbert-classes", "distilbert-tokens", "modernbert-classes", "gpt-neox-token-classes", "phi3")
 
 
-
 @pytest.fixture
 def factors(monkeypatch):
     """Replaces each dropout of rate p by a factor of 1 - p / 2."""
