@@ -66,8 +66,7 @@ class Names(Inference):
                 self.unify(self._rows, value.dims[0])
         self.root = self.block(closed, ins)
         for value in self.root.outs if returns_rows else ():
-            if not value.is_polymorphic:
-                self.unify(self._rows, value.dims[0])
+            self.unify(self._rows, value.dims[0])
 
     @property
     def rows(self) -> Dim:

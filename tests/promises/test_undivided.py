@@ -313,3 +313,18 @@ def test_a_last_evaluation_batch_of_one_row_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert trainer.eval_loss(EXAMPLES[:11], batch_size=5) == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize(("n", "batch_size"), [(20, 8), (13, 13)])
+def test_a_prediction_that_depends_on_weights_alone_is_not_scaled(n, batch_size):
+    """As what it is in one batch: it is no share of a sum over rows."""
+
+    def pred_fn(model, batch, key):
+        return {"bias": jnp.broadcast_to(model["bias"], (len(batch), 3)), "x": batch * model["bias"].sum()}
+
+    predictor = redeqx.Predictor(
+        redeqx.Deployer(verbose=False), model={"bias": jnp.arange(3.0)}, collate_fn=np.stack, pred_fn=pred_fn
+    )
+    outputs = predictor.predict(np.ones((n, 2), np.float32), batch_size=batch_size)
+    np.testing.assert_array_equal([row["bias"] for row in outputs], np.tile(np.arange(3.0), (n, 1)))
+    np.testing.assert_array_equal([row["x"] for row in outputs], np.full((n, 2), 3.0))
