@@ -5,7 +5,6 @@ Source: *Stable LM 2 1.6B Technical Report* (arXiv:2402.17834).
 
 from dataclasses import dataclass
 
-from ._kinds import RATE
 from .decoder import CausalLM, CausalLMConfig, Rope, rows
 from .hf import Field, Only, published
 
@@ -31,7 +30,8 @@ class StableLmConfig(CausalLMConfig):
         Rope(has_share=True),
         Field("layer_norm_eps", "norm_eps"),
         Field("use_qkv_bias", "attention_bias"),
-        Field("hidden_dropout", "residual_dropout", RATE),
+        # transformers applies it to the output of the MLP only.
+        Only("hidden_dropout", 0.0, name="residual_dropout"),
         Only("use_parallel_residual", False),
         Only("qk_layernorm", False),
         without=("head_size",),

@@ -70,3 +70,11 @@ def test_dropouts(name, factors, tmp_path):
         return jax.vmap(lambda row: case.call(keyed, row))(inputs)
 
     assert_equal(case, np.asarray(run(model, jax.tree.map(jnp.asarray, case.inputs))), expected)
+
+
+@pytest.mark.parametrize(("name", "key"), [("falcon", "attention_dropout"), ("stablelm", "hidden_dropout")])
+def test_dropouts_in_other_places_are_refused(name, key, tmp_path):
+    case = BY_NAME[name]
+    torch_folder(dataclasses.replace(case, make=functools.partial(case.make, **{key: 0.1})), tmp_path)
+    with pytest.raises(ValueError, match=f"`{key}`: expected 0.0"):
+        from_pretrained(tmp_path)
