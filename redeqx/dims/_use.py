@@ -16,6 +16,7 @@ from ..tracing import (
     as_fun,
     insides,
     interpret,
+    is_wrapped_outside,
     made_in,
     normal,
     plain,
@@ -297,6 +298,9 @@ def _own_derivative(names: Names) -> Step | None:
         if step.name.startswith("custom_") and step.blocks:
             inner = insides(step.eqn)  # none of a linear solve, whose gradient is another solve
             if not (inner and made_in(inner[0].closed, *_TRUSTED)):
+                return step
+            outside = is_wrapped_outside(step.eqn, inner[0].closed, "equinox.internal", *_TRUSTED[2:])
+            if outside and step.name.startswith("custom_vjp"):  # a JVP is linear
                 return step
     return None
 

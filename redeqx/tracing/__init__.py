@@ -41,7 +41,13 @@ from ._interpret import (
     transformed as transformed,
 )
 from ._leaks import leak as leak
-from ._lines import line_among as line_among, line_of as line_of, made_in as made_in, shortened as shortened
+from ._lines import (
+    is_wrapped_outside as is_wrapped_outside,
+    line_among as line_among,
+    line_of as line_of,
+    made_in as made_in,
+    shortened as shortened,
+)
 from ._normal import normal as normal, once as once, restricted as restricted, without_remats as without_remats
 from ._products import (
     BY_WEIGHT as BY_WEIGHT,

@@ -37,6 +37,19 @@ def made_in(closed: Any, *packages: str) -> bool:
     return (closed.jaxpr.debug_info.func_filename or "").startswith(tuple(filter(None, map(_folder, packages))))
 
 
+def is_wrapped_outside(eqn: Any, closed: Any, *packages: str) -> bool:
+    """Whether a function is one of `equinox.filter_custom_vjp`, which others than these packages call.
+
+    Its jaxpr tells the file of the wrapper, not that of the function. `equinox.nn` calls functions of the user too.
+    """
+    wrapper, traceback = os.path.join("equinox", "_ad.py"), eqn.source_info.traceback
+    if traceback is None or not (closed.jaxpr.debug_info.func_filename or "").endswith(wrapper):
+        return False
+    files = (frame.file_name for frame in traceback.frames)
+    caller = next((file for file in files if not file.startswith((_folder("jax"), "<")) and not file.endswith(wrapper)), "")
+    return not caller.startswith(tuple(filter(None, map(_folder, packages))))
+
+
 @cache
 def _folder(package: str) -> str:
     spec = find_spec(package)

@@ -170,6 +170,30 @@ def test_the_first_evaluation_says_once_that_it_depends_on_the_batch_size(loss_f
     assert f"evaluation: the loss depends on the batch size. Rows: {said}" in out
 
 
+@pytest.mark.parametrize("is_activation", [False, True])
+@pytest.mark.parametrize(("change", "rows"), [(jnp.sign, "rows: unknown at tests"), (lambda x: x / 2, "rows: separable")])
+def test_derivatives_of_the_users_own_by_equinox_are_not_trusted(change, rows, is_activation):
+    """The gradient of a mean is smaller over more rows, its sign is not: an update depends on the micro-batches."""
+
+    @eqx.filter_custom_vjp
+    def changed(x):
+        return x
+
+    changed.def_fwd(lambda perturbed, x: (x, None))
+    changed.def_bwd(lambda residuals, gradient, perturbed, x: change(gradient))
+
+    def loss_fn(model, batch, key):
+        outputs = jax.vmap(model)(batch[:, :5])
+        return jnp.square(outputs if is_activation else jax.vmap(changed)(outputs)).mean()
+
+    activation = changed if is_activation else jax.nn.relu
+    model = eqx.nn.MLP(5, 3, 16, 1, activation, key=jax.random.key(0))
+    deployer = redeqx.Deployer(verbose=False)
+    trainer = redeqx.Trainer(deployer, model=model, optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn)
+    trainer.update(DATA[:8])
+    assert rows in trainer.plan.explain()
+
+
 def test_rows_that_a_loss_of_optax_mixes_are_named_by_the_line_that_calls_it():
     def loss_fn(model, batch, key):
         return optax.losses.ntxent(jax.vmap(model)(batch[:, :5]), jnp.arange(len(batch)) // 2)
