@@ -104,6 +104,8 @@ def _ragged(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     Rows are not split: a shard would have parts of groups of which it does not know the sizes. Neither are groups: a shard
     would need the rows of its groups, wherever they are. If a plan has split them nevertheless, these rows are sent to it.
     """
+    if ins[-1].data and not ins[0].views:  # data says how many rows each group has, even of ones, as for a bias
+        ins = [replace(ins[0], data=True), *ins[1:]]
     related = run.related(eqn)
     rows, group = related.combined(0, "order"), related.group
     whole = rows, [*(related.partners(0).get(dim) for dim in rows), group]
@@ -316,7 +318,6 @@ def _iterate(
     for var, flow, out in zip(closed.jaxpr.outvars, carried, outs, strict=False):
         if run.split(out)[0] != flow.dim:
             run.gather(var.aval, out)
-            run.recurrent.update(leaf for leaf in run.candidates if leaf not in start.candidates)
     return [*carried, *outs[len(carried) :]], returned
 
 
@@ -326,6 +327,7 @@ def _repeated(run: Pass, eqn: Any, ins: list[Flow]) -> list[Flow]:
     consts, carry, sliced = (
         [i for i, own in zip(body.operands, body.kinds, strict=True) if own == kind] for kind in ("same", "carry", "slice")
     )
+    run.looped.update(view.leaf for i in consts for view in ins[i].views)
     slices = []
     for i in sliced:
         flow, aval = ins[i], eqn.invars[i].aval

@@ -1,8 +1,9 @@
-"""The split of a parameter, and the state of a value of the traced loss: which dim is split, or which parameter it is a view
-of."""
+"""The split and the uses of a parameter, and the state of a value of the traced loss: which dim is split, or which parameter
+it is a view of."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,26 @@ class Split:
     dim: int | None  # None for a replicated leaf
     reason: str
     is_unknown: bool = False  # whether the use of a replicated leaf is not known, so that it may be split in storage
+
+    def followed(self, dims: Sequence[int | None], n_stacked: int) -> "Split":
+        """Returns the split of a leaf that is split like this one, with this number of stacked dims.
+
+        **Arguments:**
+
+        - `dims`: for each other dim of the leaf, the dim of this one with which it is split, or None.
+        """
+        if self.dim is None:
+            return Split(None, "replicated: follows its weight, which is replicated")
+        if (dim := self.dim - n_stacked) not in dims:
+            return Split(None, f"replicated: does not follow dim {dim} of its weight")
+        return Split(n_stacked + dims.index(dim), f"follows dim {dim} of its weight")
+
+
+class Use(NamedTuple):
+    """The dims of a leaf in a product of data and a view of it."""
+
+    outputs: tuple[int, ...]  # the leaf's dims that the product's output has
+    inputs: tuple[int, ...]  # those that it contracts
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from jaxtyping import PyTree
 from .._tree import array_leaves, is_array_like, render
 from ..tracing import Trace, WeightUses
 from ._dataflow import values_by
+from ._flow import Use
 from ._layers import CONVS, LAYERS, NORMS, modules, n_stacked, within
-from ._pass import Use
 
 KINDS = ("matrix", "head", "embedding", "convolution", "bias", "norm", "other")
 

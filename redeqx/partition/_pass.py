@@ -9,13 +9,13 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from ..dims import Related
 from ..tracing import Env
-from ._flow import Flow, Split, View
+from ._flow import Flow, Split, Use, View
 
 # The cost of a plan is the number of bytes that a device sends in a step. This table has the cost of a collective over a
 # ring of n devices, for each byte of the full array. An all-gather in the forward pass is a reduce-scatter in the backward
@@ -33,13 +33,6 @@ _REPLICATED_COST = 8
 _FLOPS_PER_BYTE = 1000  # FLOPs in the time of sending one byte, roughly, from published figures of accelerators
 EXPERTS = "experts: each shard holds its own"  # why a stack of weights is split over its matrices
 _PRODUCTS_PER_STEP = 3  # matmuls in a step for each one of the loss: one forward, two backward
-
-
-class Use(NamedTuple):
-    """The dims of a leaf in a product of data and a view of it."""
-
-    outputs: tuple[int, ...]  # the leaf's dims that the product's output has
-    inputs: tuple[int, ...]  # those that it contracts
 
 
 @dataclass
@@ -67,7 +60,8 @@ class Pass:
     options: dict[str, tuple[int, ...]] = field(default_factory=dict)
     candidates: dict[str, None] = field(default_factory=dict)
     gathered: set[str] = field(default_factory=set)  # whose split output had to be gathered
-    recurrent: set[str] = field(default_factory=set)  # candidates whose output a loop carries to its next iteration
+    looped: set[str] = field(default_factory=set)  # that a loop reads as a whole in each iteration
+    recurrent: set[str] = field(default_factory=set)  # candidates among them
     sliced: set[str] = field(default_factory=set)  # split over a dim of stacked layers, along which a loop slices
 
     # Facts for others, by equation; `uses` by leaf too. `products`: the number of shards that each compute all of a product
@@ -184,7 +178,8 @@ class Pass:
                 self.cost += (1 - 1 / self.n) * _REPLICATED_COST * math.prod(leaf.shape) * leaf.dtype.itemsize
 
     def reconsider(self, *leaves: str | None) -> None:
-        self.candidates.update(dict.fromkeys(leaf for leaf in leaves if leaf is not None))
+        self.candidates.update(dict.fromkeys(found := [leaf for leaf in leaves if leaf is not None]))
+        self.recurrent.update(self.looped.intersection(found))
 
     def decide(self, flow: Flow, dim: int | None, reason: str, *, is_unknown: bool = False) -> None:
         """Decides the split of each undecided parameter that the value is a view of: along dim `dim` of the value."""
@@ -195,14 +190,8 @@ class Pass:
     def decide_as_declared(self, flow: Flow, leaf: str) -> None:
         """Splits a parameter like the weight that its class names."""
         weight, dims = self.follows[leaf]
-        n_stacked = len(self.leaves[leaf].shape) - len(dims)
-        if (split := self.splits[weight].dim) is None:
-            self.decide(flow, None, "replicated: follows its weight, which is replicated")
-        elif (dim := split - n_stacked) not in dims:
-            self.decide(flow, None, f"replicated: does not follow dim {dim} of its weight")
-        else:
-            own = flow.views[0].dims.index(n_stacked + dims.index(dim))
-            self.decide(flow, own, f"follows dim {dim} of its weight")
+        split = self.splits[weight].followed(dims, len(self.leaves[leaf].shape) - len(dims))
+        self.decide(flow, None if split.dim is None else flow.views[0].dims.index(split.dim), split.reason)
 
     def choose(self, flow: Flow, shape: Sequence[int], dims: Sequence[int]) -> int | None:
         """Returns the first of these dims along which an undecided parameter can be split, or the forced one, else None."""
@@ -241,6 +230,8 @@ class Pass:
         return any(view.leaf in self.forced for view in flow.views)
 
     def why_replicated(self, flow: Flow, shape: Sequence[int], dims: Sequence[int]) -> str:
+        if not dims:
+            return "replicated: its input, in groups, arrives replicated"
         if self.is_forced(flow):
             return "replicated: costs less than any split of it, which later operations would undo"
         for view in flow.views:
@@ -421,10 +412,8 @@ class Pass:
         if arrived is None:
             possible = [*experts, *free, *summed]
             dim = self.choose(weight, shape, possible)
-            if not possible:  # a convolution with as many groups as channels
-                self.decide(weight, None, "replicated: its input, in groups, arrives replicated", is_unknown=True)
-            elif dim is None:
-                self.decide(weight, None, self.why_replicated(weight, shape, possible))
+            if dim is None:  # without any possible one, a convolution in groups
+                self.decide(weight, None, self.why_replicated(weight, shape, possible), is_unknown=not possible)
             elif dim in experts:
                 self.decide(weight, dim, EXPERTS)
             elif dim in summed:

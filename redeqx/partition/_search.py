@@ -20,7 +20,9 @@ MAX_TRIALS = 64
 # split whose input is replicated costs about the same by this count, but XLA then also splits the values before it.
 MIN_SAVING = 1e-3
 # Elements. Smaller leaves may stay replicated if that costs less, larger ones never: users enlarge an axis to save memory.
+# So they hold at most this share of the model, too, unless a loop over time would send values in each iteration.
 SMALL = 2**14
+MAX_REPLICATED = 0.02
 
 
 def order(
@@ -46,11 +48,15 @@ def order(
         found.add_replicated_leaves()
         return found
 
+    max_replicated = MAX_REPLICATED * sum(map(math.prod, shapes.values()))
     best, n_trials, tried = run({}), 0, set[tuple[str, tuple[int, ...]]]()
 
     def attempt(forced: Mapping[str, int | None]) -> bool:
         nonlocal best, n_trials
-        if any(dim is None and math.prod(shapes[leaf]) >= SMALL for leaf, dim in forced.items()):
+        sizes = {leaf: math.prod(shapes[leaf]) for leaf, dim in {**best.forced, **forced}.items() if dim is None}
+        if max(sizes.values(), default=0) >= SMALL:
+            return False
+        if sum(n for leaf, n in sizes.items() if leaf not in best.recurrent) > max_replicated:
             return False
         n_trials += 1
         trial = run({**best.forced, **forced})

@@ -150,7 +150,7 @@ def test_all_forms_of_imports_are_found():
 from typing import TYPE_CHECKING
 import numpy.random, redeqx, redeqx.machine
 from . import _flow
-from ._pass import Use
+from ._pass import Pass
 from .._tree import render
 from ..data import slices
 from redeqx.checkpoint._manager import CheckpointManager
