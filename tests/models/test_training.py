@@ -95,10 +95,12 @@ def test_trains_to_the_same_numbers_on_a_mesh_and_in_64_bits(training, x64):
 
 
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda training: training.name)
+@pytest.mark.sweep
 def test_the_plan_splits_every_large_leaf(training):
     """Large for such a model: a layer's matrix, with at least 2 % of the parameters."""
     deployer = redeqx.Deployer(n_model_shards=2, n_fsdp_shards=2, verbose=False)
-    plan = deployer.plan(eqx.filter_eval_shape(training.make, jax.random.key(0)))
+    model = eqx.filter_eval_shape(training.make, jax.random.key(0))
+    plan = deployer.plan(model, training.loss_fn, collate_fn(training.examples))
     assert not plan.warnings
     for name, leaf in plan.leaves.items():
         if np.prod(leaf.shape) >= max(0.02 * plan.n_parameters, 1024):

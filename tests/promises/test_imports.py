@@ -15,7 +15,7 @@ import redeqx
 FOLDER = pathlib.Path(redeqx.__file__).parent
 # Bottom to top; a package imports from those below it. Files beside the packages are packages of one file.
 LAYERS = (
-    ("_at_end", "_origins", "_rounding", "_tree", "_version"),
+    ("_at_end", "_origins", "_promotion", "_rounding", "_tree", "_version"),
     ("_quantised", "errors"),
     ("machine", "tracing", "distributed", "storage"),
     ("kernels",),
