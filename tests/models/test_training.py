@@ -103,6 +103,7 @@ def test_the_plan_splits_every_large_leaf(training):
     plan = deployer.plan(model, training.loss_fn, collate_fn(training.examples))
     assert not plan.warnings
     for name, leaf in plan.leaves.items():
-        is_of_probe = name.endswith("pooler.attention.query.weight")  # no data meets it, and it is too small to be stored split
+        # No data meets the query of a learned probe, and here it is too small to be stored split.
+        is_of_probe = name.endswith("pooler.attention.query.weight")
         if np.prod(leaf.shape) >= max(0.02 * plan.n_parameters, 1024) and not is_of_probe:
             assert leaf.n_shards > 1, f"{name} {leaf.shape}: {leaf.reason}"
