@@ -168,3 +168,26 @@ def test_a_state_that_an_update_changes_in_form_is_refused(new, message):
     optimizer = optax.GradientTransformation(lambda params: {"n": jnp.array(0)}, lambda grads, state, params: (grads, new))
     with pytest.raises(ValueError, match=f"{message}.* Return from `optimizer.update` a state like that"):
         make_trainer(optimizer).update(DATA)
+
+
+def test_a_state_that_is_wider_for_parameters_of_several_dtypes_is_refused_with_a_remedy():
+    """The rates of `inject_hyperparams` are float32 arrays, so optax makes float32 moments of bfloat16 ones."""
+
+    def loss_fn(model, batch, key):
+        return jnp.square(model["narrow"].astype(jnp.float32) * model["wide"]).mean()
+
+    def trained(**options):
+        trainer = redeqx.Trainer(
+            redeqx.Deployer(verbose=False),
+            model={"narrow": jnp.ones(3, jnp.bfloat16), "wide": jnp.ones(3)},
+            optimizer=optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+            collate_fn=np.stack,
+            loss_fn=loss_fn,
+            **options,
+        )
+        trainer.update(DATA)
+        return trainer
+
+    with pytest.raises(ValueError, match=r"narrow.* got float32.* store all in float32, with `compute="):
+        trained()
+    assert trained(compute="bfloat16").model["narrow"][0] < 1
