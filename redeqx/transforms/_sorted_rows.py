@@ -223,6 +223,8 @@ class SortedRows:
             found = [dim for dim, each in enumerate(of_output) if not set(factors).isdisjoint(each)]
             if len(found) > 1 or any(tuple(of_output[dim]) != factors for dim in found):
                 raise _Unknown
+            if found and tuple(of_output[: len(self.lead)]) not in lead:
+                raise _Unknown  # what is arranged later is taken to have the batch in front
             if found:
                 self.dims[var] = found[0]
             elif eqn.primitive.name not in _ANY_ORDER:

@@ -161,6 +161,21 @@ def with_a_shared_mean(p, x):
     return jax.vmap(one)(x)
 
 
+def with_sequences_behind(p, x):
+    """Sorted rows as `[rows, sequences, features]` meet a factor of each place."""
+
+    def one(x):
+        weights, experts = choices(p, x)
+        order, sizes = jnp.argsort(experts), jnp.bincount(experts, length=E)
+        return grouped_matmul(jnp.repeat(x, K, 0)[order], p["up"], sizes), order, sizes, weights[order]
+
+    hidden, order, sizes, weights = jax.vmap(one)(x)
+    hidden = jnp.swapaxes(hidden, 0, 1)
+    hidden = jnp.swapaxes(hidden * jnp.cos(jnp.arange(len(hidden)))[:, None, None], 0, 1)
+    y = jax.vmap(grouped_matmul, (0, None, 0))(hidden, p["down"], sizes) * weights[..., None]
+    return jax.vmap(lambda x, order, y: jnp.zeros_like(x).at[order // K].add(y))(x, order, y)
+
+
 def step(fns):
     """Returns for each function its output and the gradients of the sum of its squares."""
 
@@ -194,7 +209,11 @@ def test_values_and_what_is_sent(fns, shards):
 def test_the_positions_of_each_sequence_stay_on_their_devices(shards):
     mesh = make_mesh(**shards)
     split = NamedSharding(mesh, P(("data", "fsdp"), "sequence"))
-    fns = {"of each sequence": of_each_sequence, "with a shared mean": with_a_shared_mean}
+    fns = {
+        "of each sequence": of_each_sequence,
+        "with a shared mean": with_a_shared_mean,
+        "with sequences behind": with_sequences_behind,
+    }
     sent = [check({name: fn}, mesh, (8, N // 8, D), split, Inputs(4, 0, 1)) for name, fn in fns.items()]
     assert not sent[0], sent
 
