@@ -43,12 +43,14 @@ class Growth:
     def __init__(self, names: Names, other: Names):
         self.degrees: dict[int, int | None] = {}
         self.unexplained: set[int] = set()
-        self.rows, self.group, self.is_grouped = frozenset(names.rows), 1, False
         ours, others = list(steps_of(names.root)), list(steps_of(other.root))
-        self.is_comparable = len(names.rows) == len(other.rows) and [s.name for s in ours] == [s.name for s in others]
+        has_same_steps = [s.name for s in ours] == [s.name for s in others]
+        if has_same_steps:
+            _name_as_used(names, other, ours, others)  # which may divide the rows
+        self.rows, self.group, self.is_grouped = frozenset(names.rows), 1, False
+        self.is_comparable = has_same_steps and len(names.rows) == len(other.rows)
         if not self.is_comparable:
             return
-        _name_as_used(names, other, ours, others)
         varies = [one.size != two.size for one, two in zip(names.rows, other.rows, strict=True)]
         if varies == sorted(varies, reverse=True):  # the outer factors
             self.rows = frozenset(names.rows[: sum(varies)])
