@@ -203,6 +203,32 @@ def test_a_trainer_moves_what_init_placed(trains):
         np.testing.assert_array_equal(layer.weight, value)
 
 
+def test_a_trainer_moves_no_array_that_another_leaf_keeps():
+    """A student begins as its frozen teacher: both leaves are one array, of which overrides store only one elsewhere."""
+    deployer = make_deployer(n_model_shards=2)
+    student = deployer.init(lambda: eqx.nn.Linear(64, 64, key=jax.random.key(0)))
+    model, batch = [student, student], np.ones((8, 64), np.float32)
+    value = np.asarray(student.weight)
+
+    def loss_fn(model, batch, key):
+        return jnp.mean(jax.vmap(lambda x: jax.lax.stop_gradient(model[0](x)) - 2 * model[1](x))(batch) ** 2)
+
+    overrides = {"0.weight": ("model", None), "1.weight": (None, "model")}
+    trainer = redeqx.Trainer(
+        deployer,
+        model=model,
+        optimizer=optax.sgd(0.0),
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+        plan=deployer.plan(model, loss_fn, batch, overrides),
+        trainable=[False, True],
+    )
+    trainer.update(list(batch))
+    assert [layer.weight.sharding.spec for layer in trainer.model] == [P("model", None), P(None, "model")]
+    for layer in trainer.model:
+        np.testing.assert_array_equal(layer.weight, value)
+
+
 def test_init_names_the_function_that_keeps_an_array():
     """As flowjax does: a layer keeps a function that another one's initial weights are in."""
 

@@ -38,7 +38,8 @@ def place(model: PyTree, plan: Plan, taken: Collection[str] = ()) -> PyTree:
             return leaf
         name = render(path)
         sharding, leaf = plan.sharding(name), moved.get(id(leaf), leaf)
-        if name in taken and is_on(plan.mesh, leaf) and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        may_move = name in taken and id(leaf) not in kept and is_on(plan.mesh, leaf)
+        if may_move and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             new = jax.device_put(copied(leaf), sharding)  # copied, since a device's own part may be kept as it is
             moved[id(leaf)] = new
             leaf.delete()
