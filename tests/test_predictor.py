@@ -232,7 +232,7 @@ def test_uses_the_given_plan():
 
 
 class Arrays(eqx.Module):
-    """Layers of arrays, of which the order of the fields says nothing."""
+    """Layers of arrays, the last one declared first."""
 
     down: jax.Array
     up: jax.Array

@@ -15,7 +15,7 @@ DATA = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
 
 class Net(eqx.Module):
-    """Its plan in the order of its fields has other reasons than that of the loss and, on one model shard, other specs."""
+    """Its plan without a loss has other reasons than that of the loss and, on one model shard, other specs."""
 
     first: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
