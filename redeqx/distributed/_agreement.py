@@ -57,10 +57,11 @@ class RowCheck:
 
     **Arguments:**
 
-    - `say`: prints a line, once for each kind of batch.
+    - `say`: prints a line, once in a run: each epoch, evaluation and `update` is a pass.
     """
 
     _numbers = count()  # of the passes of this process: every process makes the same ones in the same order
+    _has_said = False
 
     def __init__(self, peers: Peers, say: Callable[[str], None]):
         self._peers, self._say, self._number = peers, say, next(self._numbers)
@@ -71,7 +72,8 @@ class RowCheck:
         kinds = sorted({zlib.crc32(json.dumps(_shapes(batch)).encode()) for batch in batches})
         found = self._peers.gather(f"shapes of rows, pass {self._number}", kinds)
         varies = len(set().union(*found)) > 1
-        if varies:
+        if varies and not RowCheck._has_said:
+            RowCheck._has_said = True
             self._say("`collate_fn`: rows of other examples have other shapes, so every process collates whole batches")
         return varies
 
