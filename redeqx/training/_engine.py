@@ -187,6 +187,7 @@ class Engine:
                     "structures. Pass the plan: `functools.partial(decay_mask, plan=deployer.plan(model, loss_fn, batch))`."
                 )
             state = replace(state, opt_state=program.init_opt_state(state.trained))
+            self.hyperparams.begin(program, state)
         self._model, self._knows_loss = Placed(program, moved(state, program.state)), trace is not None
         self.called.train.clear()
         # The header was printed without a loss.

@@ -44,7 +44,9 @@ class Hyperparams:
         return {"given": self._given, "set": sorted(self._of_run)}
 
     def begin(self, program: Program, state: TrainState) -> None:
-        """Notes the values of a new optimizer state."""
+        """Sets in a new optimizer state what was set in an earlier one, and notes its values."""
+        for name, value in self._by_script.items():
+            _put(program, state, name, value)
         self._given = {name: _text(value) for name, value in hyperparams(program.opt_tree(state), scheduled=False).items()}
 
     def begin_run(self) -> None:

@@ -130,6 +130,21 @@ def test_a_value_is_used_from_the_next_update_on_and_logged(tmp_path):
     assert [row["learning_rate"] for row in rows] == [0.5, 0.25, 0.25]
 
 
+def test_a_value_that_is_set_before_the_loss_is_known_stays():
+    """The loss says that no leaf decays, so that the optimizer's state has another structure from then on."""
+
+    @optax.inject_hyperparams
+    def optimizer(learning_rate):
+        momentum = optax.masked(optax.trace(0.0), redeqx.optimizers.decay_mask)
+        return optax.chain(momentum, optax.scale_by_learning_rate(learning_rate))
+
+    trainer = make_trainer(optimizer(0.5))
+    trainer.set_hyperparams(learning_rate=0.25)
+    before = jax.tree.structure(trainer.opt_state)
+    assert moved(trainer) == trainer.hyperparams["learning_rate"] == 0.25
+    assert jax.tree.structure(trainer.opt_state) != before
+
+
 class Halves(redeqx.Callback):
     """Halves the learning rate at each evaluation."""
 
