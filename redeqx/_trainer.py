@@ -64,8 +64,8 @@ class Trainer(RedcoNames, Generic[ModelT]):
     operation, or a draw that cannot follow its rows.
 
     The arrays of `model` are copied to the mesh when the first batch arrives. Those that are split over it already, as by
-    `deployer.init` or as results of another trainer's model, are used without a copy, unless another trainer has them too,
-    and deleted by the first update.
+    `deployer.init` or as results of another trainer's model, are used without a copy, unless another trainer has them too:
+    they are deleted where the plan of the first batch moves them, even if it is evaluated, and else by the first update.
 
     **Arguments:**
 
