@@ -271,7 +271,7 @@ def make_plan(
     unknown = Split(None, f"replicated: {why}", is_unknown=True)
     # Maps the id of each array to the leaf that decides the split of all leaves with this array: one with a split, if any.
     decides: dict[int, str] = {}
-    for name in sorted(leaves, key=lambda name: name not in splits):
+    for name in sorted(leaves, key=lambda name: splits.get(name, unknown).dim is None):
         if not isinstance(leaves[name], jax.ShapeDtypeStruct):  # the same shape object may stand for several arrays
             decides.setdefault(id(leaves[name]), name)
     planned: dict[str, LeafPlan] = {}

@@ -195,6 +195,14 @@ def test_array_at_two_leaves_gets_one_split():
     assert plan.warnings == ()
 
 
+def test_of_leaves_with_one_array_the_one_that_is_followed_decides():
+    table = jnp.ones((64, 64))
+    model = {"a_table": table, "head": table}
+    plan = plan_of(model, loss=lambda m, x: (jnp.linalg.qr(m["a_table"])[0].sum() + x @ m["head"]).sum(), batch=floats(64))
+    assert specs(plan) == {"a_table": P(None, M), "head": P(None, M)}
+    assert plan["a_table"].reason == "tied: the same array as `head`"
+
+
 def test_an_unread_array_tied_to_a_layer_has_the_layer_split():
     head = zeros(linear(D, 64, use_bias=False))
     plan = plan_of({"a_table": head.weight, "head": head}, loss=lambda m, x: of_rows(m["head"], x), batch=floats(D))
