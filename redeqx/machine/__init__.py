@@ -58,6 +58,7 @@ from ._mesh import (
     n_shards as n_shards,
     put as put,
     replicated as replicated,
+    sharding_of as sharding_of,
     split_heads as split_heads,
     split_rows as split_rows,
     split_sorted_rows as split_sorted_rows,

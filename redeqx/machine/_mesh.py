@@ -91,6 +91,12 @@ def n_shards(spec: P, mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
 
 
+def sharding_of(spec: P, mesh: Mesh) -> NamedSharding:
+    """Returns a sharding by a spec, without axes of size 1: they split nothing, but to JAX another sharding has them."""
+    kept = (tuple(axis for axis in axes_of(entry) if mesh.shape[axis] > 1) for entry in spec)
+    return NamedSharding(mesh, P(*(axes[0] if len(axes) == 1 else axes or None for axes in kept)))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of a replicated value."""
     return NamedSharding(mesh, P())

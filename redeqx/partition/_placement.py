@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._tree import PyTree, is_array_like, render
-from ..machine import copied, n_shards, put as put_on_mesh, replicated
+from ..machine import copied, n_shards, put as put_on_mesh, replicated, sharding_of
 from ._plan import Plan
 
 
@@ -39,7 +39,7 @@ def place(model: PyTree, plan: Plan, taken: Collection[str] = ()) -> PyTree:
         name = render(path)
         sharding, leaf = plan.sharding(name), moved.get(id(leaf), leaf)
         may_move = name in taken and id(leaf) not in kept and is_on(plan.mesh, leaf)
-        if may_move and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        if may_move and leaf.sharding != sharding:
             new = jax.device_put(copied(leaf), sharding)  # copied, since a device's own part may be kept as it is
             moved[id(leaf)] = new
             leaf.delete()
@@ -83,11 +83,11 @@ def shardings_like(state: PyTree, plan: Plan) -> PyTree:
         for i in range(len(parts)):
             planned = plan.leaves.get(".".join(parts[i:]))
             if planned is not None and planned.shape == tuple(leaf.shape):
-                return NamedSharding(plan.mesh, planned.spec)
+                return sharding_of(planned.spec, plan.mesh)
             if planned is not None and _are_blocks(leaf.shape, planned.shape):
                 of_dims = zip(leaf.shape, planned.spec, strict=True)
                 kept = [None if n % n_shards(P(entry), plan.mesh) else entry for n, entry in of_dims]
-                return NamedSharding(plan.mesh, P(*kept)) if any(kept) else replicated(plan.mesh)
+                return sharding_of(P(*kept), plan.mesh) if any(kept) else replicated(plan.mesh)
         return replicated(plan.mesh)
 
     return jtu.tree_map_with_path(of, state)

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from .._quantised import quantised_leaves
 from .._tree import PyTree, array_leaves, bytes_in_memory, merged, nearest, without_indices
 from ..dims import UNKNOWN, RowUse
-from ..machine import MODEL, STORAGE_AXES, axes_of, mesh_text, n_shards
+from ..machine import MODEL, STORAGE_AXES, axes_of, mesh_text, n_shards, sharding_of
 from ..monitor import HtmlPage, size_text
 from ..storage import disk_path
 from ..tracing import Trace, line_of, product_flops
@@ -90,7 +90,7 @@ class Plan:
 
     def sharding(self, name: str) -> NamedSharding:
         """Returns the sharding in which a leaf is stored between steps."""
-        return NamedSharding(self.mesh, self[name].spec)
+        return sharding_of(self[name].spec, self.mesh)
 
     def model_dim(self, name: str) -> int | None:
         """Returns the dim that the model axis splits while a layer computes with the leaf, or None."""

@@ -130,14 +130,16 @@ def given_state(program: Program, model: PyTree, stream: np.ndarray, base: Base 
 
 
 def moved(state: TrainState, shapes: TrainState) -> TrainState:
-    """Moves the model and the optimizer state to the shardings of shapes, one array after the other; returns the state."""
-    for arrays, wanted in (
-        (state.trained, shapes.trained),
-        (state.frozen, shapes.frozen),
-        (state.opt_state, shapes.opt_state),
-    ):
+    """Moves the model and the optimizer state to the shardings of shapes, one array after the other; returns the state.
+
+    As by a step, arrays that are moved are deleted, but for frozen ones, which others may share.
+    """
+    for arrays, wanted in ((state.trained, shapes.trained), (state.opt_state, shapes.opt_state)):
         for i, shape in enumerate(wanted):
-            arrays[i] = jax.device_put(arrays[i], shape.sharding)
+            if (array := arrays[i]).sharding != shape.sharding:
+                arrays[i] = jax.device_put(copied(array), shape.sharding)  # which may keep a device's own part
+                array.delete()
+    state.frozen[:] = [jax.device_put(x, shape.sharding) for x, shape in zip(state.frozen, shapes.frozen, strict=True)]
     return state
 
 
