@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import jax
-from jax.sharding import NamedSharding
 
 from ..dims import Inputs
-from ..machine import SEQUENCE, axes_of, split_heads, split_sorted_rows
+from ..machine import SEQUENCE, axes_of, sharding_of, split_heads, split_sorted_rows
 from ..memory import Loop
 from ..partition import Plan
 from ..tracing import Rule
@@ -73,9 +72,7 @@ def plan_rules(
     mesh, names, is_trained = plan.mesh, structure.weights, role == "training"
     n_weights, is_cpu = len(names), mesh.devices.flat[0].platform == "cpu"
     splits, specs = tuple(map(plan.model_dim, names)), list(map(plan.spec_in_use, names))
-    every = [
-        Shardings(plan.sharding(name), NamedSharding(mesh, spec), name) for name, spec in zip(names, specs, strict=True)
-    ]
+    every = [Shardings(plan.sharding(name), sharding_of(spec, mesh), name) for name, spec in zip(names, specs, strict=True)]
     kinds, stacks = [effective_specs(plan, name) for name in names], compute.stacks_on(mesh)
     blocks = StackBlocks(kinds) if stacks else CheckpointBlocks(kinds)
     has_blocks = (stacks and role in ("training", "evaluation")) or (is_trained and compute.checkpoints_blocks)
