@@ -90,8 +90,9 @@ class Lost(NamedTuple):
 def new_state(program: Program, model: PyTree, model_state: PyTree | None, stream: np.ndarray) -> TrainState:
     """Returns the state of step 0, with the model and the state of its layers copied to the program's mesh."""
     replicate = replicated(program.plan.mesh)
+    # Copied as `place` does, and before it deletes what it moves: target networks begin as the model's own arrays.
+    layers = [put(copied(leaf), replicate) for leaf in jax.tree.leaves(model_state)]
     trained, frozen = program.structure.take(place(model, program.plan, program.structure.names[0]))
-    layers = [put(copied(leaf), replicate) for leaf in jax.tree.leaves(model_state)]  # as `place` copies
     counts = put(np.zeros(2, np.int32), replicate)
     return TrainState(trained, frozen, program.init_opt_state(trained), layers, counts, put(stream, replicate))
 

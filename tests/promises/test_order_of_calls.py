@@ -141,6 +141,26 @@ def test_arrays_that_a_step_has_replaced_raise_if_they_are_used_again(shards):
         model = trainer.model
 
 
+def test_a_state_may_begin_as_the_arrays_of_the_model():
+    """Such as target networks. The model's arrays are moved when they are placed by the plan of the loss."""
+    deployer = redeqx.Deployer(3, 2, 4, verbose=False)
+    model = deployer.init(lambda: eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(1)))
+
+    def loss_fn(model, targets, batch, key):
+        target = eqx.combine(targets, eqx.filter(model, eqx.is_array, inverse=True))
+        return jnp.square(jax.vmap(model)(batch) - jax.vmap(target)(batch) - 1).mean(), targets
+
+    trainer = redeqx.Trainer(
+        deployer,
+        model=model,
+        model_state=eqx.filter(model, eqx.is_array),
+        optimizer=optax.sgd(0.1),
+        collate_fn=np.stack,
+        loss_fn=loss_fn,
+    )
+    assert trainer.update(list(np.ones((8, 64), np.float32)))["loss"] == 1
+
+
 # --- the plan -----------------------------------------------------------------------------------------------------------
 
 
