@@ -13,9 +13,9 @@ the loss and the gradient norm, because `fit` logs them, but does not read them 
 
     python tests/benchmarks/step_overhead.py              # one device, and 8 simulated ones as data=4 x model=2
 
-Measured on 2 quiet cores, 29 November 2026, three rounds: fit over the loop 0.62 (GPT-2) and 0.84 (500 leaves) on one
-device, 0.81 and 0.83 on eight; the first step 1.04 and 1.06, 1.05 and 1.22. On 27 November 0.53, 0.88, 0.86 and 0.81; on
-26 November the first step 1.27 and 1.04, 0.87 and 0.99.
+Measured on 2 quiet cores, 30 November 2026, two rounds: fit over the loop 0.55 (GPT-2) and 0.86 (500 leaves) on one device,
+0.89 (GPT-2) on eight; first steps 1.02, 1.09 and 1.05. On 29 November 0.62, 0.84 and 0.81, and 0.83 (500 leaves on eight),
+first steps 1.04 to 1.22; on 27 November 0.53, 0.88, 0.86 and 0.81.
 """
 
 import argparse
