@@ -1,10 +1,10 @@
 """Whole experts over the model axis: tokens are sent to the devices of their experts, and back.
 
-If the plan splits a stack of experts by its matrices, each device of the model axis has some experts as a whole. Sorted rows
-may be kept in any order (`_sorted_rows`), so here they stay in the order of the tokens, of which each device of the model
-axis takes a part: nothing is sent for sorting but the keys, 4 bytes each. Between the first grouped matmul and the last,
-each row is on the device of its expert (`_send_rows`), in as many passes as the imbalance needs. What is between the two has
-to treat all rows alike, read nothing else that differs from row to row, and end in the output of a grouped matmul.
+If the plan splits a stack of experts by its matrices, each device of the model axis has some experts as a whole, and takes a
+part of the tokens, which it sorts by itself (`_sort_by_shard`): nothing is sent for sorting but the keys. Between the first
+grouped matmul and the last, each row is on the device of its expert (`_send_rows`), in as many passes as the imbalance
+needs. What is between the two has to treat all rows alike, read nothing else that differs from row to row, and end in the
+output of a grouped matmul.
 
 With `M` shards and `k` choices of a token, `2 k / M` times the tokens are sent in a pass, where summing the parts of split
 experts takes 2. The rest of the model gets the outputs split by tokens: if it needs all of them on each device, that is one
@@ -21,20 +21,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from ..kernels import on_each_device
 from ..machine import BATCH_AXES, MODEL, n_batch_shards
-from ..tracing import Env, Site, evaluate, is_variable, plain, rarely, run, variables
-from ._constrain import split_over
+from ..tracing import Env, evaluate, is_variable, plain, rarely, run, variables
 from ._exchanged_rows import Exchange, group_dim
 from ._send_rows import Sending
-from ._sorted_rows import SortedRows, scatter_rows
+from ._sort_by_shard import SortsByShard, each_of
+from ._sorted_rows import SortedRows
 
 
 class Exchanges:
-    """The exchanges of a function, and the equations that these concern. `products` has, for each grouped matmul, a function
+    """The exchanges of a function, and the equations that these compute. `products` has, for each grouped matmul, a function
     of one device's rows, matrices and sizes."""
 
     def __init__(
@@ -44,107 +43,36 @@ class Exchanges:
         products: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     ):
         self.mesh, self._products = mesh, products
-        self._exchanges = {eqn: each for each in exchanges for eqn in (*each.sort.roles, *each.eqns)}
-        self._experts: dict[Any, jax.Array] = {}  # of each sort: the place of each row in it, in the order of rows
-        self._orders: dict[Any, jax.Array] = {}
+        self._exchanges = {eqn: each for each in exchanges for eqn in each.eqns}
         self._values: dict[Any, Any] = {}  # of variables that the equations between read
 
     def __contains__(self, eqn: Any) -> bool:
         return eqn in self._exchanges
 
-    @property
-    def is_any(self) -> bool:
-        return bool(self._exchanges)
-
-    def compute(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
-        """Returns the outputs of an equation."""
+    def compute(self, eqn: Any, ins: Sequence[Any], sorts: SortsByShard) -> Sequence[Any]:
+        """Returns the outputs of an equation, whose operands are in the order of the shards."""
         exchange = self._exchanges[eqn]
-        sort = exchange.sort
-        if eqn in exchange.eqns:
-            inside = {var for each in exchange.eqns for var in each.outvars}
-            for atom, value in zip(eqn.invars, ins, strict=True):
-                if is_variable(atom) and atom not in inside:
-                    self._values[atom] = plain(value)
-            if eqn is not exchange.eqns[-1]:
-                return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars]  # computed with the last one
-            return [self._computed(exchange)]
-        values, shape = list(map(plain, ins)), eqn.outvars[0].aval.shape
-        role = sort.roles[eqn]
-        if role == "sort":
-            whole = NamedSharding(self.mesh, P(BATCH_AXES if sort.lead else None))
-            order = jax.lax.with_sharding_constraint(site.rest(eqn, ins)[sort.order], whole)
-            self._orders[sort.eqn], self._experts[sort.eqn] = order, self._by_row(sort, jnp.argsort(order, axis=-1))
-            return [self._by_row(sort, value) for value in values]
-        if role == "inverse":
-            return [jnp.broadcast_to(jnp.arange(sort.n, dtype=var.aval.dtype), shape) for var in eqn.outvars]
-        if role == "own lookup":
-            return [self._look_up(sort, values[0], sort.constant_indices(eqn.invars[1])).reshape(shape)]
-        if role == "own scatter":
-            return [self._scatter(sort, eqn, values).reshape(shape)]
-        if role == "as written":
-            moved = [sort.moved.get((eqn, var)) for var in eqn.invars]
-            return site.rest(eqn, [self._taken(sort, x, self._experts, d) for x, d in zip(ins, moved, strict=True)])
-        dims = map(sort.dim, eqn.invars)  # in sort order
-        return site.rest(eqn, [self._taken(sort, x, self._orders, dim) for x, dim in zip(ins, dims, strict=True)])
-
-    # --- rows in their own order ------------------------------------------------------------------------------------------
-
-    def _by_row(self, sort: SortedRows, x: jax.Array, dim: int | None = None) -> jax.Array:
-        """Constrains the rows of a value to the devices that take them."""
-        dim = len(sort.lead) if dim is None else dim
-        before = dict.fromkeys(range(dim), BATCH_AXES if sort.lead else None)
-        return split_over(x, self.mesh, {**before, dim: MODEL if sort.lead else (*BATCH_AXES, MODEL)})
-
-    def _by_shard(self, sort: SortedRows, x: jax.Array) -> jax.Array:
-        """Returns rows `[shards, rows of a shard, ...]`, after the batch."""
-        lead = len(sort.lead)
-        return self._by_row(sort, x.reshape(*x.shape[:lead], sort.n_shards, -1, *x.shape[lead + 1 :]))
-
-    def _look_up(self, sort: SortedRows, x: jax.Array, indices: np.ndarray) -> jax.Array:
-        """Looks up rows that are all on a device's own shard, by constant indices."""
-        x, lead = self._by_shard(sort, x), len(sort.lead)
-        local = indices.reshape(sort.n_shards, -1) - np.arange(sort.n_shards)[:, None] * x.shape[lead + 1]
-        repeats, rest = divmod(local.shape[1], x.shape[lead + 1])
-        if not rest and (local == np.arange(local.shape[1]) // repeats).all():  # no gather, whose gradient is a scatter
-            return jnp.repeat(x, repeats, lead + 1)
-        fn = jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))
-        return (jax.vmap(fn, (0, None)) if lead else fn)(x, jnp.asarray(local))
-
-    def _scatter(self, sort: SortedRows, eqn: Any, values: Sequence[Any]) -> jax.Array:
-        """Writes rows that are all on a device's own shard."""
-        lead = len(sort.lead)
-        x, updates = self._by_shard(sort, values[0]), values[2]
-        if (dim := sort.moved.get((eqn, eqn.invars[2]))) is not None:
-            updates = self._taken(sort, updates, self._experts, dim)
-        updates = self._by_shard(sort, updates)
-        starts = np.arange(sort.n_shards)[:, None] * x.shape[lead + 1]
-        local = jnp.asarray(sort.constant_indices(eqn.invars[1]).reshape(sort.n_shards, -1) - starts)
-        fn = jax.vmap(partial(scatter_rows, eqn))
-        return (jax.vmap(fn, (0, None, 0)) if lead else fn)(x, local, updates)
-
-    def _taken(self, sort: SortedRows, x: Any, places: Mapping[Any, jax.Array], dim: int | None) -> Any:
-        """Returns an operand with a dim in another order."""
-        if dim is None:
-            return x
-        x, places_of = plain(x), places[sort.eqn]
-        take = partial(jnp.take, axis=dim - len(sort.lead), mode="clip")
-        return jax.vmap(take)(x, places_of) if sort.lead else take(x, places_of)
+        inside = {var for each in exchange.eqns for var in each.outvars}
+        for atom, value in zip(eqn.invars, ins, strict=True):
+            if is_variable(atom) and atom not in inside:
+                self._values[atom] = plain(value)
+        if eqn is not exchange.eqns[-1]:
+            return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars]  # computed with the last one
+        return [self._computed(exchange, sorts.positions(exchange.sort))]
 
     # --- on the devices of the experts ------------------------------------------------------------------------------------
 
-    def _computed(self, exchange: Exchange) -> jax.Array:
-        """Returns the output of the equations between, in the order of rows."""
+    def _computed(self, exchange: Exchange, positions: jax.Array) -> jax.Array:
+        """Returns the output of the equations between, for rows with these positions in the sort."""
         sort, n_experts = exchange.sort, exchange.n_experts
         sizes = self._values[exchange.products[0].invars[2]].astype(jnp.int32).reshape(*sort.lead, -1)
-        ends, places = jnp.cumsum(sizes, -1), self._experts[sort.eqn]
         search = partial(jnp.searchsorted, side="right", method="compare_all")
-        experts = (jax.vmap(search) if sort.lead else search)(ends, places).astype(jnp.int32)
-        experts = self._by_row(sort, experts)
+        experts = each_of(search, sort.lead)(jnp.cumsum(sizes, -1), positions).astype(jnp.int32)
         sending, rows = Sending(self.mesh, n_experts), self._spec(sort, experts.ndim)
         of_counts = P(BATCH_AXES, None, None)
         count = on_each_device(self.mesh, lambda experts: sending.count(experts.reshape(-1))[None], (rows,), of_counts)
         counts = count(experts)
-        entries = [self._by_row(sort, self._values[var], sort.dim(var)) for var in exchange.entries]
+        entries = [self._values[var] for var in exchange.entries]
         out = self._pass(exchange, sending, 0, experts, counts, *entries)
 
         n = math.prod(experts.shape) // (n_batch_shards(self.mesh) * sending.n_devices)

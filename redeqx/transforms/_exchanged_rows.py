@@ -71,19 +71,17 @@ def exchanges_in(body: Body, n_weights: int, mesh: Mesh) -> list[Exchange]:
     """Returns the sorts of a function whose rows could be sent to the devices of their experts. Its first `n_weights` inputs
     are weights."""
     found: list[Exchange] = []
-    n_model, n_batch = mesh.shape[MODEL], n_batch_shards(mesh)
+    n_model = mesh.shape[MODEL]
     if n_model == 1 or mesh.shape[SEQUENCE] > 1:
         return found
     for jaxpr in jaxprs_in(body.closed):
         if not any(eqn.primitive.name in GROUPED for eqn in jaxpr.eqns):
             continue
         for eqn in jaxpr.eqns:
-            shape = eqn.outvars[0].aval.shape if eqn.primitive.name == "sort" else ()
-            n = n_model if len(shape) == 2 else n_batch * n_model
-            if not shape or shape[-1] % n or (len(shape) == 2 and shape[0] % n_batch):
+            sort = SortedRows.of(eqn, jaxpr, body, mesh, MODEL) if eqn.primitive.name == "sort" else None
+            if sort is None or (sort.lead and sort.lead[0] % n_batch_shards(mesh)):
                 continue
-            sort = SortedRows.of(eqn, jaxpr, body, n)
-            exchange = None if sort is None else _exchange_of(sort, jaxpr, body, n_weights)
+            exchange = _exchange_of(sort, jaxpr, body, n_weights)
             if exchange is not None and exchange.n_experts % n_model == 0:
                 found.append(exchange)
     return found

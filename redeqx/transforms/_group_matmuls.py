@@ -63,9 +63,10 @@ class GroupMatmuls(Rule):
         body, n_weights, n_shards = Body(closed), len(self.splits), mesh.shape[MODEL]
         of_device = {eqn: form.of_device for eqn in found if (form := _form(eqn)) and form.shares_matrices}
         chosen = [each for each in chosen_exchanges(body, self.splits, mesh) if of_device.keys() >= each.matrices.keys()]
-        exchanges, others = Exchanges(mesh, chosen, of_device), [eqn for each in chosen for eqn in each.all]
-        positions = Positions() if self.inputs is None else positions_of(closed, self.inputs)
-        rule = replace(rule, exchanges=exchanges, sorts=SortsByShard.of(body, n_weights, mesh, positions, others))
+        exchanges, positions = Exchanges(mesh, chosen, of_device), Positions()
+        if self.inputs is not None:
+            positions = positions_of(closed, self.inputs)
+        rule = replace(rule, exchanges=exchanges, sorts=SortsByShard.of(body, n_weights, mesh, positions, chosen))
         if n_shards == 1:
             return rule
         found = [eqn for eqn in found if eqn not in exchanges]
@@ -90,7 +91,7 @@ class _GroupMatmuls(Rule):
     @property
     def corrects(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether rows are in another order than in the sort, so that a product as it is written would be wrong."""
-        return self.sorts.is_any or self.exchanges.is_any
+        return self.sorts.is_any
 
     def claims(self, eqn: Any) -> bool:
         if eqn in self.sorts or eqn in self.parts or eqn in self.exchanges:
@@ -101,7 +102,7 @@ class _GroupMatmuls(Rule):
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
         if eqn in self.exchanges:
-            return self.exchanges.compute(eqn, ins, site)
+            return self.exchanges.compute(eqn, ins, self.sorts)
         form = _form(eqn)
         if form is not None:
             copies = ins[0].value[1] if has_tag(ins[0], Copies) else None

@@ -15,7 +15,7 @@ keeps a sort as it is written.
 `_sorted_rows` finds what follows a sort, and `_group_matmuls` is the rule that applies this.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..dims import Positions, spread
 from ..machine import BATCH_AXES, SEQUENCE, n_batch_shards
 from ..tracing import GROUPED, Body, Site, plain, variables
 from ._constrain import split_over
+from ._exchanged_rows import Exchange
 from ._sorted_rows import SortedRows, jaxprs_in, scatter_rows
 
 
@@ -39,29 +40,32 @@ class SortsByShard:
         self._positions: dict[Any, jax.Array] = {}  # of each sort, `[*batch, shards, rows of a shard]`, ascending
 
     @classmethod
-    def of(cls, body: Body, n_weights: int, mesh: Mesh, positions: Positions, others: Iterable[Any] = ()) -> "SortsByShard":
-        """Finds the sorts of a function whose rows reach grouped matmuls, without `others`, equations that are computed
-        otherwise. Its first `n_weights` inputs are weights."""
-        n_rows, n_positions = n_batch_shards(mesh), mesh.shape[SEQUENCE]
-        sorts = {eqn: jaxpr for jaxpr in jaxprs_in(body.closed) for eqn in jaxpr.eqns if eqn.primitive.name == "sort"}
-        if n_rows * n_positions == 1 or not sorts:
-            return cls(mesh)
-        known = spread(body.closed, n_weights)
+    def of(
+        cls, body: Body, n_weights: int, mesh: Mesh, positions: Positions, exchanges: Sequence[Exchange]
+    ) -> "SortsByShard":
+        """Finds the sorts of a function whose rows reach grouped matmuls. Its first `n_weights` inputs are weights.
 
-        def n_shards(eqn: Any) -> int:
-            """Returns into how many parts the devices split what is sorted: all rows, or the positions of each."""
-            shape = eqn.outvars[0].aval.shape
-            rows = known[eqn][0].rows if eqn in known else ()
-            if len(shape) > 2 or (n_rows > 1 and not any(dim == 0 and parts % n_rows == 0 for dim, parts in rows)):
-                return 1
-            are_positions = any(positions.dims.get(var, ())[:1] == (1,) for var in variables(eqn.invars))
-            n = n_rows * n_positions if len(shape) == 1 else n_positions if are_positions else 1
-            return n if shape[-1] % n == 0 else 1
+        **Arguments:**
 
-        found, taken = list[SortedRows](), set(others)
-        for eqn, jaxpr in sorts.items():
-            n = n_shards(eqn)
-            if n > 1 and (sort := SortedRows.of(eqn, jaxpr, body, n)) and taken.isdisjoint(sort.roles):
+        - `exchanges`: those of its sorts whose rows are exchanged over the model axis, which splits them too.
+        """
+        n_rows = n_batch_shards(mesh)
+        found = [each.sort for each in exchanges]
+        sorts = [(eqn, jaxpr) for jaxpr in jaxprs_in(body.closed) for eqn in jaxpr.eqns if eqn.primitive.name == "sort"]
+        if n_rows * mesh.shape[SEQUENCE] == 1 or not sorts:
+            return cls(mesh, found)
+        known, taken = spread(body.closed, n_weights), {eqn for each in exchanges for eqn in each.all}
+
+        def is_split(eqn: Any) -> bool:
+            """Whether the devices split what is sorted: all rows, or the positions of each."""
+            n_dims, rows = len(eqn.outvars[0].aval.shape), known[eqn][0].rows if eqn in known else ()
+            if n_rows > 1 and not any(dim == 0 and parts % n_rows == 0 for dim, parts in rows):
+                return False
+            return n_dims == 1 or any(positions.dims.get(var, ())[:1] == (1,) for var in variables(eqn.invars))
+
+        for eqn, jaxpr in sorts:
+            sort = SortedRows.of(eqn, jaxpr, body, mesh, SEQUENCE) if is_split(eqn) else None
+            if sort is not None and taken.isdisjoint(sort.roles):
                 found.append(sort)
                 taken.update(sort.roles)
         return cls(mesh, found)
@@ -107,14 +111,18 @@ class SortsByShard:
         """Returns the mesh axes that split the rows of a grouped matmul: its shards come before the batch."""
         return (SEQUENCE, *BATCH_AXES) if self._sorts[eqn].lead else (*BATCH_AXES, SEQUENCE)
 
+    def positions(self, sort: SortedRows) -> jax.Array:
+        """Returns the position of each row in the sort, `[*batch, rows]`, in the order of the shards."""
+        return self._positions[sort.eqn].reshape(*sort.lead, -1)
+
     # --- equations, by their roles -----------------------------------------------------------
 
     def _sort(self, sort: SortedRows, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
         whole = partial(split_over, mesh=self.mesh, axes={0: BATCH_AXES if sort.lead else None}, others=None)
         outs = list(map(whole, site.rest(eqn, list(map(whole, ins)))))
-        place = _each(_inverse, sort.lead)(outs[sort.order])
+        place = each_of(_inverse, sort.lead)(outs[sort.order])
         self._positions[eqn] = positions = jnp.sort(self._by_shard(sort, place), axis=-1)
-        return [self._split(sort, _each(_rows_at, sort.lead)(out, positions.reshape(out.shape))) for out in outs]
+        return [self._split(sort, each_of(_rows_at, sort.lead)(out, positions.reshape(out.shape))) for out in outs]
 
     def _inverse(self, sort: SortedRows, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
         order, shape = self._by_shard(sort, plain(ins[0])), eqn.outvars[0].aval.shape
@@ -125,7 +133,7 @@ class SortsByShard:
         """Looks up rows that are all on a device's own shard."""
         x, indices = map(plain, ins)
         x, indices = self._by_shard(sort, x), self._by_shard(sort, indices.reshape(*sort.lead, -1))
-        found = _each(_rows_at, (*sort.lead, sort.n_shards))(x, indices - _starts(sort, x))
+        found = each_of(_rows_at, (*sort.lead, sort.n_shards))(x, indices - _starts(sort, x))
         return [self._split(sort, found).reshape(eqn.outvars[0].aval.shape)]
 
     def _scatter(self, sort: SortedRows, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
@@ -133,7 +141,7 @@ class SortsByShard:
         x, indices, updates = map(plain, ins)
         updates = self._arranged(sort, updates, eqn.invars[2], eqn)
         x, indices, updates = (self._by_shard(sort, x) for x in (x, indices.reshape(*sort.lead, -1), updates))
-        scatter = _each(partial(scatter_rows, eqn), (*sort.lead, sort.n_shards))
+        scatter = each_of(partial(scatter_rows, eqn), (*sort.lead, sort.n_shards))
         found = scatter(x, indices - _starts(sort, x), updates)
         return [self._split(sort, found).reshape(eqn.outvars[0].aval.shape)]
 
@@ -145,7 +153,7 @@ class SortsByShard:
         def placed(x: jax.Array, positions: jax.Array) -> jax.Array:
             return jnp.zeros_like(x).at[positions].set(x, mode="promise_in_bounds", unique_indices=True)
 
-        return _each(placed, sort.lead)(plain(x), self._positions[sort.eqn].reshape(*sort.lead, -1))
+        return each_of(placed, sort.lead)(plain(x), self.positions(sort))
 
     def _arranged(self, sort: SortedRows, x: Any, var: Any, eqn: Any) -> Any:
         """Returns an operand with its sorted dim in the order of the shards, if it is in that of the sort."""
@@ -157,7 +165,7 @@ class SortsByShard:
         def arranged(x: jax.Array, positions: jax.Array) -> jax.Array:
             return jnp.moveaxis(_rows_at(jnp.moveaxis(x, dim, 0), positions), 0, dim)
 
-        return _each(arranged, sort.lead)(plain(x), self._positions[sort.eqn].reshape(*sort.lead, -1))
+        return each_of(arranged, sort.lead)(plain(x), self.positions(sort))
 
     def _by_shard(self, sort: SortedRows, x: jax.Array) -> jax.Array:
         """Returns rows `[*batch, shards, rows of a shard, ...]`."""
@@ -167,10 +175,10 @@ class SortsByShard:
     def _split(self, sort: SortedRows, x: jax.Array) -> jax.Array:
         """Constrains sorted rows, or shards of them, to be split over devices: after the batch, if each is sorted by
         itself, and together with it otherwise."""
-        return split_over(x, self.mesh, {0: BATCH_AXES, 1: SEQUENCE} if sort.lead else {0: (*BATCH_AXES, SEQUENCE)})
+        return split_over(x, self.mesh, {0: BATCH_AXES, 1: sort.axis} if sort.lead else {0: (*BATCH_AXES, sort.axis)})
 
 
-def _each(fn: Callable[..., Any], lead: Sequence[int]) -> Callable[..., Any]:
+def each_of(fn: Callable[..., Any], lead: Sequence[int]) -> Callable[..., Any]:
     """Returns a function, mapped over leading dims."""
     for _ in lead:
         fn = jax.vmap(fn)

@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from ..dims import REDUCTIONS, SCATTERS, Related, is_elementwise
+from ..machine import n_batch_shards
 from ..tracing import GROUPED, Body, Env, all_inside, insides, is_variable, run, variables
 
 _ANY_ORDER = {*REDUCTIONS, "dot_general"}
@@ -36,6 +38,7 @@ class SortedRows:
     n: int
     order: int  # the index of the output that says which row is at each position
     body: Body
+    axis: str  # the mesh axis that splits what is sorted, together with the batch's or after them
     n_shards: int
     after: Collection[Any]  # the equations of its jaxpr after it
     dims: Env = field(default_factory=lambda: Env(literal=lambda _: None))  # the dim of each value that is sorted
@@ -45,15 +48,19 @@ class SortedRows:
     known: dict[Any, Any] = field(default_factory=dict)  # values that depend on the order alone, in the order of the rows
 
     @classmethod
-    def of(cls, eqn: Any, jaxpr: Any, body: Body, n_shards: int) -> "SortedRows | None":
-        """Follows what a sort gives; returns None if something needs its order, or no grouped matmul is reached."""
+    def of(cls, eqn: Any, jaxpr: Any, body: Body, mesh: Mesh, axis: str) -> "SortedRows | None":
+        """Follows what a sort gives. Returns None if something needs its order, no grouped matmul is reached, or the devices
+        do not divide it."""
         shape = eqn.outvars[0].aval.shape
         n, along = shape[-1], len(shape) - 1
         order = next((i for i, atom in enumerate(eqn.invars) if _is_range(body, atom, along)), None)
         if order is None or math.prod(shape) > _MAX_INDICES or along > 1 or eqn.params["dimension"] != along:
             return None
+        n_shards = mesh.shape[axis] * (1 if along else n_batch_shards(mesh))
+        if n_shards == 1 or n % n_shards:
+            return None
         after = jaxpr.eqns[jaxpr.eqns.index(eqn) + 1 :]
-        sort = cls(eqn, n, order, body, n_shards, frozenset(after))
+        sort = cls(eqn, n, order, body, axis, n_shards, frozenset(after))
         sort.roles[eqn] = "sort"
         sort.dims.update(dict.fromkeys(eqn.outvars, along))
         sort.known[eqn.outvars[order]] = sort._range(eqn.outvars[order])
@@ -277,12 +284,6 @@ class SortedRows:
             with jax.ensure_compile_time_eval():
                 self.known.update(zip(eqn.outvars, run(eqn, ins), strict=True))
         return self.known[atom]
-
-    def constant_indices(self, atom: Any) -> np.ndarray:
-        """Returns the indices of a lookup or scatter that stays on its shard."""
-        found = self.indices(atom)
-        assert found is not None, "they were found before"
-        return found
 
     def _is_same(self, atom: Any) -> bool:
         """Whether the indices are those of the rows themselves."""
