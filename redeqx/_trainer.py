@@ -172,23 +172,23 @@ class Trainer(RedcoNames, Generic[ModelT]):
     def model(self) -> ModelT:
         """The current model. The next step deletes its arrays: save it, or copy what you want to keep."""
         check_not_traced("Trainer.model")
-        return self._with_origins(self._engine.current.trees[0])
+        return self._with_origins(self._engine.current[0])
 
     @property
     def eval_model(self) -> ModelT:
         """The model that is evaluated, saved and used for predictions: the average, with `redeqx.optimizers.ema`. The next
         step may delete its arrays."""
         check_not_traced("Trainer.eval_model")
-        return self._with_origins(self._engine.current.eval_model)
+        return self._with_origins(self._engine.eval_model)
 
     def _with_origins(self, model: PyTree) -> PyTree:
-        return self._checkpointer.origins.noted(model) if self._engine.is_placed else model
+        return self._checkpointer.origins.noted(model) if self._engine.program is not None else model
 
     @property
     def model_state(self) -> PyTree | None:
         """The current state of the model's stateful layers; None if there are none."""
         check_not_traced("Trainer.model_state")
-        return self._engine.current.trees[1]
+        return self._engine.current[1]
 
     @property
     def opt_state(self) -> PyTree:

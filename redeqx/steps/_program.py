@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from .._tree import PyTree, bare_shape, bytes_in_memory, named_leaves
 from ..compiled import argument_text
-from ..errors import note
+from ..errors import check_alive, note
 from ..machine import XlaOptions, in_host, replicated
 from ..memory import Loop
 from ..optimizers import Update, check_opt_state, eval_params, has_eval_params
@@ -87,6 +87,16 @@ class Program:
     def opt_tree(self, state: TrainState) -> PyTree:
         """Returns the optimizer state in optax's structure."""
         return jax.tree.unflatten(self.opt_treedef, state.opt_state)
+
+    def check_alive(self, state: TrainState) -> None:
+        """Raises ValueError if the user's code has deleted arrays that `trainer.model` or `model_state` returned."""
+        if any(x.is_deleted() for x in (*state.trained, *state.frozen, *state.layers)):  # 0.1 ms for 1,000 leaves
+            advice = (
+                "A function outside of the trainer has deleted them, as one with `donate_argnums` does: load a checkpoint, "
+                "and pass such a function"
+            )
+            check_alive(self.model(state), "trainer.model", advice)
+            check_alive(self.model_state(state), "trainer.model_state", advice)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class Checkpointer:
                 root=deployer.workdir,
             )
             deployer.preemption.keep(self)
-            engine.newest_checkpoint = partial(_newest, self.checkpoints)
+            engine.checkpoints = self.checkpoints
 
     def need_checkpoints(self) -> CheckpointManager:
         """Returns the checkpoints of the workdir, after a running background save has ended."""
@@ -375,10 +375,10 @@ class Checkpointer:
             self._continue_from(record, states)
             self._is_resumed = True
         saved = Checkpoint(checkpoints, path, record, explained=partial(self._resuming, path))
-        if engine.is_placed:
-            engine.load(saved)
+        if engine.program is None:
+            engine.pending = saved
         else:
-            engine.load_when_placed(saved)
+            engine.load(saved)
         self.origins.note_base(saved.base)
 
     def _continue_from(self, record: Mapping[str, Any], states: dict[str, dict[str, Any]]) -> None:
@@ -407,17 +407,10 @@ class Checkpointer:
             # A later fit finds that run again, and does not overwrite it.
             self.engine.continue_from(0, 0, Position(), 0, {})
             self.progress, self._next, self._is_resumed, self.states = Progress(), "look", False, {}
-            if not self.engine.is_placed:
-                self.engine.load_when_placed(None)
+            self.engine.pending = None
             if isinstance(error, DamagedError):
                 raise
             raise ValueError(
                 f"`workdir`: expected a run that this trainer can continue, got {path}, which it cannot: {error} "
                 "For a new run choose another workdir."
             ) from None  # its text is repeated here, so that a traceback would show it twice
-
-
-def _newest(checkpoints: CheckpointManager) -> str | None:
-    """Returns the name of the newest checkpoint; None without one."""
-    checkpoints.wait()
-    return checkpoints.index().get("last")

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 
 from .._at_end import AtEnd
 from .._deployer import Deployer
+from ..checkpoint import CheckpointManager
 from ..data import Batch, BatchSize, Prefetch, Slice, batches
 from ..dims import RowUse
 from ..distributed import RowCheck, agree_on_opt_state, agree_on_trainer
@@ -28,21 +29,9 @@ from ..steps import Program, TrainState, n_rows
 from ._compilation import CalledStep, CalledSteps, check_captured, choose_memory
 from ._header import eval_text, header_rows, loss_rows, warn_of_means, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
-from ._metrics import Metrics, Queued, why_nonfinite
+from ._metrics import Metrics, Queued
 from ._progress import Position
-from ._state import (
-    Checkpoint,
-    Given,
-    Lost,
-    Placed,
-    check_values,
-    given_state,
-    load_state,
-    match_state,
-    moved,
-    new_state,
-    without_shared,
-)
+from ._state import Checkpoint, given_state, load_state, match_state, moved, new_state, without_shared
 from ._task import Task
 
 
@@ -61,9 +50,11 @@ class Engine:
     - `step`, `n_examples`, `position`: the numbers of updates and of their examples so far, and where that is in the
         trainer's fits. They change together, so that a checkpoint that is saved at any time is consistent.
     - `stream`: from which each step derives its key (`Deployer.next_stream`).
+    - `program`: the compiled steps, and the shapes of the arrays that they carry; None until the model is placed.
+    - `pending`: the checkpoint to load when the model is placed, instead of the given values.
     - `metrics`: the metrics of its updates.
     - `hyperparams`: the hyperparameters in the optimizer's state.
-    - `newest_checkpoint`: returns the name of the newest checkpoint, for errors.
+    - `checkpoints`: those of the workdir, of which errors name the newest.
     - `line`: shows the progress of what runs: a fit, a pass, or the updates of a user's own loop.
     - `called`, `newest_step`: the steps that have been called, and the train step that was called last.
     - `is_updating`: whether updates are in progress.
@@ -71,11 +62,13 @@ class Engine:
     """
 
     every: ClassVar[WeakSet["Engine"]] = WeakSet()
+    pending: Checkpoint | None
+    checkpoints: CheckpointManager | None
 
     def __init__(self, deployer: Deployer, task: Task, model: PyTree, model_state: PyTree, name: str | None):
         self.deployer, self.task, self.name = deployer, task, name
         self.step, self.n_examples, self.position = 0, 0, Position()
-        self.stream = deployer.next_stream()
+        self.stream, self.pending, self.checkpoints = deployer.next_stream(), None, None
         self.metrics = Metrics(deployer.console.info, task.max_skipped)
         self.hyperparams = Hyperparams()
         self.line: ProgressLine = deployer.console.progress(title="update")
@@ -83,10 +76,11 @@ class Engine:
         self.is_updating = False
         self.called = CalledSteps(deployer)
         self.newest_step: CalledStep | None = None
-        self._model: Given | Placed | Lost = Given(model, model_state)
+        self._given = model, model_state  # before they are placed
+        self.program: Program | None = None  # None until then
+        self._state: TrainState | None = None  # None also if it was freed for a checkpoint that then could not be read
         self._knows_loss = False  # whether the plan tells what the loss does with leaves and rows
         self._is_lent = True  # whether others may hold arrays of the state, as those that were given or returned
-        self.newest_checkpoint: Callable[[], str | None] = lambda: None
         self.every.add(self)
         if task.pool.n:
             AtEnd(task.pool.close, self)
@@ -94,46 +88,47 @@ class Engine:
     # --- the model on the mesh -------------------------------------------------------------------------------------------
 
     @property
-    def is_placed(self) -> bool:
-        """Whether the model is on the mesh."""
-        return not isinstance(self._model, Given)
-
-    @property
     def has_values(self) -> bool:
         """Whether the model is on the mesh and has values."""
-        return isinstance(self._model, Placed)
+        return self._state is not None
 
     @property
-    def placed(self) -> Placed:
+    def placed(self) -> tuple[Program, TrainState]:
         """The program and the arrays that it carries. The model must be placed."""
-        if isinstance(self._model, Lost):
+        assert self.program is not None, "placed"
+        if self._state is None:
             raise ValueError(
                 "`trainer`: expected its values, got none: they were freed for a checkpoint that then could not be read. "
                 "Load one that is complete with `load_ckpt`, or create the Trainer again."
             )
-        assert isinstance(self._model, Placed), "placed"
-        return self._model
+        return self.program, self._state
 
     @property
     def plan(self) -> Plan | None:
         """How the model is split; None until it is placed, unless the task has a plan."""
-        return self.task.plan if isinstance(self._model, Given) else self._model.program.plan
+        return self.task.plan if self.program is None else self.program.plan
 
     @property
     def trees(self) -> tuple[PyTree, PyTree]:
         """The model and the state of its layers. A checkpoint to restore is ignored."""
         self._is_lent = True
-        return self._model.trees if isinstance(self._model, Given) else self.placed.trees
+        if self.program is None:
+            return self._given
+        program, state = self.placed
+        return program.model(state), program.model_state(state)
 
     @property
-    def current(self) -> Given | Placed:
-        """The model, on the mesh or not, with its values. A checkpoint is restored first."""
-        if isinstance(self._model, Given):
-            if self._model.checkpoint is None:
-                return self._model
+    def current(self) -> tuple[PyTree, PyTree]:
+        """The `trees`, after a checkpoint was restored."""
+        if self.pending is not None:
             self.place()
-        self._is_lent = True
-        return self.placed
+        return self.trees
+
+    @property
+    def eval_model(self) -> PyTree:
+        """The model that is evaluated and saved."""
+        model, _ = self.current
+        return model if self.program is None else self.program.eval_model(self.placed[1])
 
     def place(self, batch: PyTree | None = None, first: Batch | None = None, plan: Plan | None = None) -> None:
         """Makes the plan and the program, places the model, and creates or restores the optimizer state.
@@ -146,14 +141,13 @@ class Engine:
         - `first`: the batch of the next update, whose step compiles while the model is placed.
         - `plan`: that of a prediction, if this is computed first. Without any of these, leaves are only stored split.
         """
-        if self.is_placed and plan is None and (self._knows_loss or batch is None):
+        if self.program is not None and plan is None and (self._knows_loss or batch is None):
             return
         self.deployer.need_values("trainer")
-        if not isinstance(self._model, Given):
+        if self.program is not None:
             self._use_plan(batch, plan)
             return
-        self._model = self._agreed(self._model)
-        checkpoint = self._model.checkpoint
+        self._given = self._agreed(*self._given)
         trace = None if batch is None else self.task.trace(*self.trees, batch)
         if plan is None:
             plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace)
@@ -161,14 +155,15 @@ class Engine:
         # With `memory="auto"` another program may run, and several processes agree on it first.
         if first is not None and self.deployer.peers.n == 1 and self.task.compute.memory is None:
             self.called.compile_ahead(program, first)
+        checkpoint, self.pending = self.pending, None  # if it cannot be loaded, the given values stay
         if checkpoint is None:
-            self._model = Placed(program, new_state(program, *self.trees, self.stream))
-            self.hyperparams.begin(*self._model)
+            state = new_state(program, *self.trees, self.stream)
+            self.hyperparams.begin(program, state)
+            self.program, self._state = program, state
         else:
-            self._model = Given(*self.trees)  # if the checkpoint cannot be loaded, the given values stay
             self._read(checkpoint, program, given_state(program, self.trees[0], self.stream, checkpoint.base))
-        self._knows_loss = trace is not None
-        agree_on_opt_state(self.deployer.peers, program.opt_tree(self.placed.state))
+        self._given, self._knows_loss = (None, None), trace is not None
+        agree_on_opt_state(self.deployer.peers, program.opt_tree(self.placed[1]))
         rows = header_rows(self.deployer, self.task, *self.placed, trace, self.task.precision_of(self.trees[0]))
         self.deployer.console.header(rows)
         self.records.begin(rows, plan.explain)
@@ -188,25 +183,24 @@ class Engine:
                 )
             state = replace(state, opt_state=program.init_opt_state(state.trained))
             self.hyperparams.begin(program, state)
-        self._model, self._knows_loss = Placed(program, moved(state, program.state)), trace is not None
+        self.program, self._state, self._knows_loss = program, moved(state, program.state), trace is not None
         self.called.train.clear()
         # The header was printed without a loss.
         for name, text in {} if trace is None else loss_rows(self.task, program, trace).items():
             self.deployer.console.info(f"{name}: {text}")
 
-    def _agreed(self, given: Given) -> Given:
+    def _agreed(self, model: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
         """Checks that the arrays still exist, and that the trainers of all processes agree; copies what others hold too."""
-        check_alive(given.model, "model")  # another trainer may have donated the arrays of `deployer.init`
-        others = [other._model for other in self.every - {self}]
-        placed = [other.state for other in others if isinstance(other, Placed)]
-        upcoming = [other.trees for other in others if isinstance(other, Given)]
-        model = without_shared(self.task.structure, given.model, placed, upcoming)
+        check_alive(model, "model")  # another trainer may have donated the arrays of `deployer.init`
+        others = self.every - {self}
+        placed = [other._state for other in others if other._state is not None]
+        model = without_shared(self.task.structure, model, placed, [other._given for other in others])
         if self.deployer.peers.n > 1:
             settings = {"accumulate_grad_batches": self.task.accumulate, "precision": self.task.precision_of(model)}
             settings["trained leaves"] = len(self.task.structure.names[0])
             with self.deployer.watch.paused():
-                agree_on_trainer(self.deployer.peers, model, given.model_state, settings)
-        return given._replace(model=model)
+                agree_on_trainer(self.deployer.peers, model, model_state, settings)
+        return model, model_state
 
     def use_task(self, task: Task) -> None:
         """Switches to another task's train step, and moves the optimizer state to its memory, leaf after leaf."""
@@ -214,7 +208,7 @@ class Engine:
         program = task.program(before.plan, *self.trees, update=before.update)
         moved(state, program.state)
         kept = {"eval_step": before.eval_step, "eval_names": before.eval_names}  # it need not compile again
-        self.task, self._model = task, Placed(replace(program, **kept), state)
+        self.task, self.program = task, replace(program, **kept)
         self.called.train.clear()
 
     # --- hyperparameters -------------------------------------------------------------------------------------------------
@@ -223,7 +217,7 @@ class Engine:
     def opt_state(self) -> PyTree:
         """The optimizer state; in a dry run zeros."""
         if self.deployer.is_dry_run:
-            return as_zeros(self.task.opt_shapes(self.current.trees[0]))
+            return as_zeros(self.task.opt_shapes(self.current[0]))
         self.take_hyperparams()
         program, state = self.placed
         self._is_lent = True
@@ -329,7 +323,7 @@ class Engine:
         if self.hyperparams.shown:
             self.take_hyperparams()
         program, state = self.placed
-        check_values(program, state)
+        program.check_alive(state)
         n_rows = np.uint32(batch.n_examples)
         if step is None:
             args = program.train_args(state, batch.groups, n_rows)
@@ -341,7 +335,7 @@ class Engine:
             after, vector = program.call_train(state, batch.groups, n_rows)
         if self._is_lent:
             state.delete_donated()
-        self._model, self.newest_step, self._is_lent = Placed(program, after), step, False
+        self._state, self.newest_step, self._is_lent = after, step, False
         self.step += 1
         self.n_examples += batch.n_examples
         if epoch is not None:
@@ -373,10 +367,6 @@ class Engine:
         program, state = self.placed
         return program.train_step.lower(*program.train_args(state, batch.groups, np.uint32(batch.n_examples))).compile()
 
-    def explain_nonfinite(self, update: Queued) -> str:
-        """Names the last good checkpoint, and what makes the loss of an update not finite."""
-        return why_nonfinite(update, self.newest_checkpoint(), lambda rows: self.task.trace(*self.trees, rows))
-
     def to_predict(self, make_plan: Callable[[PyTree, PyTree], Plan]) -> tuple[PyTree, PyTree, Plan]:
         """Returns the model, the state of its layers and the plan that a Predictor of this trainer uses.
 
@@ -384,9 +374,9 @@ class Engine:
 
         - `make_plan`: returns the plan of the prediction for a model and its state, if nothing was computed before.
         """
-        is_planned = self.task.plan is not None or (self.is_placed and self.placed.program.plan.is_traced)
+        is_planned = self.task.plan is not None or (self.program is not None and self.program.plan.is_traced)
         self.place(plan=None if is_planned else make_plan(*self.trees))
-        return self.placed.eval_model, self.trees[1], self.placed.program.plan
+        return self.eval_model, self.trees[1], self.placed[0].plan
 
     # --- checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -395,32 +385,27 @@ class Engine:
 
         Raises ValueError if it belongs to another model or optimizer; the values are then unchanged.
         """
-        if not self.is_placed and checkpoint.base is None:
+        if self.program is None and checkpoint.base is None:
             program = self.task.program(make_plan(self.trees[0], self.deployer.mesh), *self.trees)
             match_state(program, program.state, checkpoint)
-            self.load_when_placed(checkpoint)
+            self.pending = checkpoint
             return
         self.place()
-        if isinstance(self._model, Lost):
-            program = self._model.program
+        program, state = self.program, self._state
+        assert program is not None
+        if state is None:
             state = given_state(program, program.model(program.state), self.stream, None)
-        else:
-            program, state = self.placed
         self._read(checkpoint, program, state)
         self.metrics.forget()
-
-    def load_when_placed(self, checkpoint: Checkpoint | None) -> None:
-        """Notes the checkpoint to load when the model is placed, which it must not be yet; None for the given values."""
-        self._model = Given(*self.trees, checkpoint)
 
     def _read(self, checkpoint: Checkpoint, program: Program, state: TrainState) -> None:
         """Loads a checkpoint in place of a state. Its arrays are deleted, once the checkpoint is known to match."""
         with checkpoint.explained():
             match_state(program, state, checkpoint)
-            self._model = Lost(program)
-            self._model = Placed(program, load_state(program, state, checkpoint))
+            self.program, self._state = program, None
+            self._state = load_state(program, state, checkpoint)
         if checkpoint.opt_states:  # decide between its hyperparameters and those of the script
-            self.hyperparams.match(*self._model, checkpoint.record["hyperparams"], self.deployer.console.info)
+            self.hyperparams.match(program, self._state, checkpoint.record["hyperparams"], self.deployer.console.info)
 
     def continue_from(
         self, step: int, n_examples: int, position: Position, n_skipped: int, metrics: dict[str, float]
@@ -433,6 +418,5 @@ class Engine:
     def use_stream(self, n: int) -> None:
         """Continues with the stream of keys of this number."""
         self.stream = np.array([self.stream[0], n], self.stream.dtype)
-        if isinstance(self._model, Placed):
-            program, state = self._model
-            self._model = Placed(program, replace(state, stream=put(self.stream, replicated(self.deployer.mesh))))
+        if self._state is not None:
+            self._state = replace(self._state, stream=put(self.stream, replicated(self.deployer.mesh)))

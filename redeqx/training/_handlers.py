@@ -66,7 +66,7 @@ class Evaluate(Callback):
                 metrics.update(evaluate(engine, examples, fit.eval_size_of_loss))
             if options.eval_predictor is not None:
                 outputs = options.eval_predictor.predict(
-                    examples, batch_size=fit.eval_size.micro_batch, model=engine.current.eval_model
+                    examples, batch_size=fit.eval_size.micro_batch, model=engine.eval_model
                 )
                 if options.eval_metric_fn is not None:
                     engine.deployer.watch.beat()

@@ -31,7 +31,6 @@ from ..steps import row_span
 from ._checkpointer import Checkpointer
 from ._engine import Engine
 from ._metrics import LAG
-from ._state import check_values
 
 
 def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> Iterator[Slice]:
@@ -116,7 +115,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
             if weights is None:
                 engine.place(batch.micro_batch)
                 program, state = engine.placed
-                check_values(program, state)
+                program.check_alive(state)
                 given = None if model is None else place(model, program.plan)
                 weights = (program.eval_trained(state), state.frozen) if given is None else task.structure.take(given)
             args = (*weights, state.layers, state.stream, row_span(n_rows, n), batch.groups)

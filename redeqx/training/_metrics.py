@@ -3,16 +3,15 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from .._tree import listed, named_leaves
 from ..data import Batch
 from ..errors import warn
-from ..monitor import ProgressLine, Records, Work
+from ..monitor import Work
 from ..steps import UNMOVED
 from ..tracing import Body, Trace, called
 
@@ -52,18 +51,6 @@ class Queued:
         return bool(np.asarray(self.vector)[-1])
 
 
-class Recorder(Protocol):
-    """What shows, records and explains updates: the engine. It is passed to each call, since nothing may keep it alive."""
-
-    line: ProgressLine
-    records: Records
-    name: str | None
-
-    def explain_nonfinite(self, update: Queued) -> str:
-        """Returns why an update is not finite, and the next step, as sentences that end an error."""
-        ...
-
-
 def _first_nonfinite(metrics: dict[str, float]) -> str | None:
     """Returns the first of the metrics that must be finite and is not."""
     return next((name for name in ("loss", "grad_norm") if not np.isfinite(metrics[name])), None)
@@ -82,7 +69,8 @@ class Metrics:
     - `last`: the metrics of the newest update that has been read.
     - `n_skipped`: the number of skipped updates among those that have been read.
 
-    Methods raise ValueError for an update that is not finite, unless it may be skipped.
+    Methods are passed the engine, since nothing may keep it alive. They raise ValueError for an update that is not finite,
+    unless it may be skipped.
     """
 
     def __init__(self, log: Callable[[str], None], max_skipped: int | None):
@@ -94,14 +82,14 @@ class Metrics:
         self._broken_at: int | None = None  # the step whose update left the parameters not finite
         self._unread: deque[Queued] = deque()
 
-    def add(self, update: Queued, to: Recorder) -> None:
+    def add(self, update: Queued, to: Any) -> None:
         """Adds the newest update, and reads the one that is due."""
         update.vector.copy_to_host_async()
         self._unread.append(update)
         if len(self._unread) > LAG:
             self._read(to)
 
-    def read_all(self, to: Recorder) -> None:
+    def read_all(self, to: Any) -> None:
         """Reads all updates."""
         while self._unread:
             self._read(to)
@@ -111,7 +99,7 @@ class Metrics:
         self._unread.clear()
         self._n_skipped_in_a_row, self._broken_at = 0, None
 
-    def newest_unread(self, to: Recorder) -> tuple[dict[str, float], int]:
+    def newest_unread(self, to: Any) -> tuple[dict[str, float], int]:
         """Returns the newest update's metrics, and the number of skipped updates, without showing or removing anything."""
         metrics, n_skipped = self.last, self.n_skipped
         for update in self._unread:
@@ -122,7 +110,7 @@ class Metrics:
                 n_skipped += 1
         return metrics, n_skipped
 
-    def _read(self, to: Recorder) -> None:
+    def _read(self, to: Any) -> None:
         update = self._unread.popleft()
         metrics, unmoved = update.read()
         name = _first_nonfinite(metrics)
@@ -155,7 +143,7 @@ class Metrics:
             name=to.name,
         )
 
-    def _error(self, update: Queued, name: str, metrics: dict[str, float], to: Recorder) -> ValueError:
+    def _error(self, update: Queued, name: str, metrics: dict[str, float], to: Any) -> ValueError:
         what = "the loss" if name == "loss" else "the gradient's norm"
         often = why = ""
         if self._max_skipped is not None:
@@ -169,37 +157,36 @@ class Metrics:
             )
         return ValueError(
             f"`{name}` at step {update.step}: expected {what} to be finite, got {metrics[name]}{often}. "
-            f"{why or to.explain_nonfinite(update)}"
+            f"{why or _why_nonfinite(update, to)}"
         )
 
 
 # --- why a loss is not finite -----------------------------------------------------------------------------------------
 
 
-def why_nonfinite(update: Queued, newest: str | None, trace: Callable[[PyTree[np.ndarray]], Trace]) -> str:
-    """Returns what makes the loss of an update not finite, and the next step, as sentences that end an error.
-
-    **Arguments:**
-
-    - `newest`: the name of the newest checkpoint.
-    - `trace`: traces the loss of `(model, batch, key)` for the shapes of a batch.
-    """
+def _why_nonfinite(update: Queued, engine: Any) -> str:
+    """Returns what makes the loss of an update not finite, and the next step, as sentences that end an error."""
+    newest = None
+    if engine.checkpoints is not None:
+        engine.checkpoints.wait()
+        newest = engine.checkpoints.index().get("last")
     last = "Nothing was saved yet." if newest is None else f"The last good checkpoint is {newest}."
     if not update.has_weight:
         return (
             f"{last} The sum of `Loss.weight` over the update is 0, as if every row or token were masked: leave such "
             "examples out, or pass a larger batch size."
         )
-    return f"{last} {_describe_batch(update.batch, trace)}"
+    return f"{last} {_describe_batch(update.batch, engine)}"
 
 
-def _describe_batch(batch: Batch, trace: Callable[[PyTree[np.ndarray]], Trace]) -> str:
+def _describe_batch(batch: Batch, engine: Any) -> str:
     leaves = named_leaves(batch.rows)
     lines = [line for name, leaf in leaves.items() if (line := _describe_nonfinite(name, leaf, batch.places))]
     if lines:
         return f"Its batch is not finite: {'; '.join(listed(lines, 3))}. Correct or remove these examples, or `collate_fn`."
     try:
-        out_of_range = _out_of_range(trace(batch.rows), list(leaves), jax.tree.leaves(batch.rows))
+        trace = engine.task.trace(*engine.trees, batch.rows)
+        out_of_range = _out_of_range(trace, list(leaves), jax.tree.leaves(batch.rows))
     except Exception:  # an error of the search must not hide that of the loss
         out_of_range = []
     if out_of_range:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +13,6 @@ from jaxtyping import PyTree
 from .._origins import CHANGED, origin_of, set_origin
 from .._tree import map_named, named_leaves
 from ..checkpoint import Base, CheckpointFolder, is_worth_naming
-from ..errors import check_alive
 from ..machine import copied, put, replicated
 from ..optimizers import with_new_copies
 from ..partition import is_on, place
@@ -41,50 +40,6 @@ class Checkpoint:
     def base(self) -> Base | None:
         """The leaves that it does not hold, which stay as they are; None if it holds all."""
         return Base.of_record(self.record)
-
-
-class Given(NamedTuple):
-    """A model that is not on the mesh yet, and the state of its layers: arrays, or their shapes in a dry run.
-
-    A `checkpoint` is loaded when it is placed, instead of these values.
-    """
-
-    model: PyTree
-    model_state: PyTree
-    checkpoint: Checkpoint | None = None
-
-    @property
-    def trees(self) -> tuple[PyTree, PyTree]:
-        """The model and the state of its layers."""
-        return self.model, self.model_state
-
-    @property
-    def eval_model(self) -> PyTree:
-        """The model that is evaluated and saved."""
-        return self.model
-
-
-class Placed(NamedTuple):
-    """A model on the mesh: its program, and the arrays that it carries."""
-
-    program: Program
-    state: TrainState
-
-    @property
-    def trees(self) -> tuple[PyTree, PyTree]:
-        """The model and the state of its layers."""
-        return self.program.model(self.state), self.program.model_state(self.state)
-
-    @property
-    def eval_model(self) -> PyTree:
-        """The model that is evaluated and saved."""
-        return self.program.eval_model(self.state)
-
-
-class Lost(NamedTuple):
-    """A model on the mesh without values: they were freed for a checkpoint that then could not be read."""
-
-    program: Program
 
 
 def new_state(program: Program, model: PyTree, model_state: PyTree | None, stream: np.ndarray) -> TrainState:
@@ -142,18 +97,6 @@ def moved(state: TrainState, shapes: TrainState) -> TrainState:
                 array.delete()
     state.frozen[:] = [jax.device_put(x, shape.sharding) for x, shape in zip(state.frozen, shapes.frozen, strict=True)]
     return state
-
-
-def check_values(program: Program, state: TrainState) -> None:
-    """Raises ValueError if the user's code has deleted arrays that `trainer.model` or `model_state` returned."""
-    if any(x.is_deleted() for x in (*state.trained, *state.frozen, *state.layers)):  # 0.1 ms for 1,000 leaves
-        advice = (
-            "A function outside of the trainer has deleted them, as one with `donate_argnums` does: load a checkpoint, and "
-            "pass such a function"
-        )
-        check_alive(program.model(state), "trainer.model", advice)
-        if state.layers:
-            check_alive(program.model_state(state), "trainer.model_state", advice)
 
 
 def leaves_of(program: Program, state: TrainState) -> dict[str, Any]:
