@@ -51,7 +51,7 @@ from .machine import (
 from .monitor import RECORDS, Console, ProgressLine, Tracker, to_json
 from .optimizers import lr_schedule
 from .partition import Overrides, Plan
-from .steps import Compute, Precision, Structure, Sums, plan_model, stream_dtype, stream_key
+from .steps import Compute, Precision, Structure, Task, plan_model, stream_dtype, stream_key
 from .storage import Location, Staging, StorePath, explained, location, make_subfolder, write_file
 from .tracing import leak
 
@@ -257,7 +257,7 @@ class Deployer(RedcoNames):
         large leaf that no axis splits.
         """
         check_model(model)
-        precision = Compute.of(compute).precision
+        compute = Compute.of(compute)
         if isinstance(loss_fn, Mapping):
             raise TypeError(
                 "`loss_fn`: expected a function of `(model, batch, key)`, got a dict. Specs have a name: `overrides=...`."
@@ -268,9 +268,9 @@ class Deployer(RedcoNames):
         if loss_fn is None:
             return plan_model(model, self.mesh, None, overrides)
         check_model_function(loss_fn, "loss_fn", has_state=False)
-        sums = Sums(Structure.of(model), with_batch_note(loss_fn, "loss_fn"), precision=precision)
-        trace = sums.trace(model, None, batch)
-        return plan_model(model, self.mesh, trace, overrides, row_use=sums.row_use_of(model, None, batch))
+        task = Task(Structure.of(model), with_batch_note(loss_fn, "loss_fn"), optax.identity(), compute)
+        trace = task.trace(model, None, batch)
+        return plan_model(model, self.mesh, trace, overrides, row_use=task.row_use_of(model, None, batch))
 
     @filter_traceback
     def init(self, make_model: Callable[[], ModelT], plan: Plan | None = None) -> ModelT:

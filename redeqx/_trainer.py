@@ -38,14 +38,13 @@ from .errors import (
 from .machine import describe, dry, of_devices
 from .optimizers import hyperparam_values
 from .partition import Plan, check_plan
-from .steps import Compute, Precision, Structure, weak_types, with_weak_types
+from .steps import Compute, Precision, Structure, Task, weak_types, with_weak_types
 from .storage import Location
 from .training import (
     Checkpointer,
     Engine,
     Fit,
     FitOptions,
-    Task,
     as_one_step,
     evaluate,
     in_order,
@@ -150,7 +149,6 @@ class Trainer(RedcoNames, Generic[ModelT]):
             structure=structure,
             loss_fn=with_batch_note(with_weak_types(loss_fn, self._weak), "loss_fn"),
             collate_fn=collate_fn,
-            pool=CollatePool(collate_fn, workers),
             optimizer=dtypes.optimizer(optimizer),
             has_state=has_state,
             grad_fn=None if grad_fn is None else with_batch_note(with_weak_types(grad_fn, self._weak), "grad_fn"),
@@ -162,7 +160,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
             xla_settings=deployer.compiler.settings,
         )
         self.deployer = deployer
-        self._engine = Engine(deployer, task, model, model_state, name)
+        self._engine = Engine(deployer, task, CollatePool(collate_fn, workers), model, model_state, name)
         self._checkpointer = Checkpointer(self._engine)
         self._fit: Fit | None = None  # the running one
 

@@ -15,8 +15,8 @@ from ..machine import MODEL, SEQUENCE, n_batch_shards
 from ..memory import Strategy
 from ..optimizers import has_eval_params
 from ..partition import Plan
-from ..steps import Program
-from ..training import Fit, Task
+from ..steps import Program, Task, make_program
+from ..training import Fit
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Workload:
         rows = size.micro_batch // ((n_devices or mesh.size) // (mesh.shape[SEQUENCE] * mesh.shape[MODEL]))
         n_examples = size.examples if size.by_examples else None
         strategy = Strategy.of(task.compute, mesh, rows, task.accumulate, n_examples)
-        return cls(strategy, replace(task, rows=task.rows or task.sums.row_use_of(model, state, batch)), model, state, batch)
+        return cls(strategy, replace(task, rows=task.rows or task.row_use_of(model, state, batch)), model, state, batch)
 
     @classmethod
     def of_fit(cls, fit: Fit) -> "Workload":
@@ -64,7 +64,7 @@ class Workload:
             rows = max(1, fit.eval_size.micro_batch // n_batch_shards(mesh))
             if options.eval_loss:
                 batch = collated_shapes(task.collate_fn, examples)
-                use = task.sums.row_use_of(model, state, batch, inference=True)
+                use = task.row_use_of(model, state, batch, inference=True)
                 work = replace(work, eval_batch=batch, eval_rows=use, eval_per_device_batch_size=rows)
             if (predictor := options.eval_predictor) is not None:
                 work = replace(work, trace_predict=lambda program: predictor.trace(model, examples, rows, program))
@@ -99,6 +99,6 @@ class Workload:
 
     def program(self, plan: Plan, strategy: Strategy, *, named: bool = True, measures: bool = False) -> Program:
         """Returns the steps; if `named`, their operations name their weights, which a run's do not. `measures` is that of
-        `Task.program`."""
+        `make_program`."""
         task = replace(self.task, compute=strategy.applied(self.task.compute))
-        return task.program(plan, self.model, self.state, named=named, measures=measures)
+        return make_program(task, plan, self.model, self.state, named=named, measures=measures)

@@ -68,7 +68,7 @@ def with_whole(
     """
     mesh, n_all = functions.plan.mesh, sum(group.numbers.size for group in groups)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n_all, *x.shape[2:]), x.dtype), groups[0].batch)
-    use = functions.sums.row_use(weights, state, shapes, key, inference=inference)
+    use = functions.task.row_use(weights, state, shapes, key, inference=inference)
     if not use.whole:
         return list(groups), every, use
     n_shards = n_batch_shards(mesh)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jaxtyping import Array
@@ -18,7 +17,7 @@ from jaxtyping import Array
 from .._tree import PyTree, bare_shape, bytes_in_memory, named_leaves
 from ..compiled import argument_text
 from ..errors import check_alive, note
-from ..machine import XlaOptions, in_host, replicated
+from ..machine import in_host, replicated
 from ..memory import Loop
 from ..optimizers import Update, check_opt_state, eval_params, has_eval_params
 from ..partition import Plan, shardings_like, using_kinds
@@ -27,6 +26,7 @@ from ._functions import Functions
 from ._state import TrainState, stream_dtype
 from ._step import EvalStep, TrainStep, in_memory, strong
 from ._structure import Structure
+from ._task import Task
 
 
 class Sizes(NamedTuple):
@@ -176,24 +176,24 @@ _CALLED = (
 
 
 def make_program(
-    functions: Functions,
+    task: Task,
+    plan: Plan,
     model: PyTree,
     state: PyTree,
-    optimizer: optax.GradientTransformation,
-    lr_schedule_fn: Callable[[Any], Any] | None,
-    skips: bool = False,
-    n_parts: int = 1,
-    options: XlaOptions | None = None,
+    *,
+    named: bool = False,
+    measures: bool = False,
     update: Update | None = None,
 ) -> Program:
-    """Returns the program of a model and its state, given as arrays or shapes.
+    """Returns the program of a model and its state, given as arrays or shapes, under a plan.
 
     **Arguments:**
 
-    - `skips`, `n_parts`, `options`: as for `TrainStep`.
+    - `named`, `measures`: as for `plan_rules`.
     - `update`: that of another program of the same plan, which need not be traced again.
     """
-    structure, plan = functions.structure, functions.plan
+    task.compute.precision.check(plan.mesh)
+    functions, structure, options = Functions(task, plan, named, measures), task.structure, task.compiler(plan.mesh).options
     replicate = replicated(plan.mesh)
     trained, frozen = placed_shapes(structure, model, plan)
 
@@ -202,12 +202,12 @@ def make_program(
             using_kinds(plan.kinds_of_loss),
             note("Raised in `optimizer.init`.", lambda: _CALLED if callable(model) else ""),
         ):
-            return optimizer.init(structure.trained_tree(trained))
+            return task.optimizer.init(structure.trained_tree(trained))
 
     traced, opt_tree = jax.make_jaxpr(init, return_shape=True)(trained)
     check_opt_state(opt_tree)
     opt_state = jax.tree.leaves(jax.tree.map(placed_shape, opt_tree, shardings_like(opt_tree, plan)))
-    if functions.compute.offload_opt_state:  # scalars stay: copying them would take longer than using them
+    if task.compute.offload_opt_state:  # scalars stay: copying them would take longer than using them
         opt_state = [placed_shape(leaf, in_host(leaf.sharding)) if leaf.ndim else leaf for leaf in opt_state]
 
     def init_opt_state(trained: list[Array]) -> list[Array]:
@@ -224,10 +224,9 @@ def make_program(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, replace(shapes, frozen=[]))
     if update is None:
         opt_shapes = jax.tree.unflatten(opt_treedef, opt_state)
-        update = Update(optimizer, plan, structure.trained_tree(trained), opt_shapes, functions.compute.precision.rounds)
-    train = TrainStep(
-        functions, update, lr_schedule_fn, opt_treedef, layers_treedef, shardings, skips=skips, n_parts=n_parts
-    )
+        wide = task.compute.precision.rounds
+        update = Update(task.optimizer, plan, structure.trained_tree(trained), opt_shapes, wide)
+    train = TrainStep(functions, update, opt_treedef, layers_treedef, shardings)
     evaluation = EvalStep(functions, layers_treedef)
     return Program(
         plan=plan,

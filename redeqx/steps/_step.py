@@ -58,19 +58,14 @@ class TrainStep:
 
     - `opt_treedef`, `layers_treedef`: the structures of the optimizer state and of the state of layers.
     - `shardings`: those of the state that the step carries.
-    - `skips`: whether the state stays unchanged, bit for bit, if the loss or the gradient's norm is not finite.
-    - `n_parts`: the number of parts of each micro-batch, computed one after the other.
     - `metric_names`: set once the step has been traced.
     """
 
     functions: Functions
     update: Update
-    lr_schedule_fn: Callable[[Any], Any] | None
     opt_treedef: Any
     layers_treedef: Any
     shardings: TrainState
-    skips: bool = False
-    n_parts: int = 1
     metric_names: list[str] = field(default_factory=list)
 
     def jitted(self, options: XlaOptions | None = None) -> Callable[..., Any]:
@@ -107,13 +102,13 @@ class TrainStep:
             values["learning_rate"] = jnp.asarray(rate, sums.total.dtype)
         # Sorted, as a scan sorts them: every program of a run must agree on the order.
         values.update({name: metric / over for name, (metric, over) in sorted(sums.metrics.items())})
-        trained = self.functions.compute.precision.updated(self._tree(before.trained), updates, rounding_key)
+        trained = self.functions.task.compute.precision.updated(self._tree(before.trained), updates, rounding_key)
         opt_leaves = [strong(leaf) for leaf in jax.tree.leaves(opt_tree)]
         after = replace(before, trained=jax.tree.leaves(trained), opt_state=opt_leaves, layers=layers)
 
         self._note_unmoved(before, updates, after, values)
         self.metric_names[:] = values
-        if self.skips:
+        if self.functions.task.max_skipped is not None:  # the state then stays unchanged, bit for bit
             is_finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
             after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)
             n_skipped = n_skipped + jnp.where(is_finite, 0, 1).astype(n_skipped.dtype)
@@ -126,11 +121,11 @@ class TrainStep:
     ) -> _MicroBatches:
         """Returns the micro-batches with the numbers of their rows, and the values of the whole batch that they need."""
         parts, every = number_rows(groups), Rows(jnp.zeros(0, jnp.uint32), n_rows, n_rows)
-        is_only = self.n_parts == 1 and len(parts) == len(parts[0].numbers) == 1
+        is_only = self.functions.task.n_parts == 1 and len(parts) == len(parts[0].numbers) == 1
         if not is_only:
             weights, layers = [*state.trained, *frozen], jax.tree.unflatten(self.layers_treedef, state.layers)
             parts, every, use = with_whole(self.functions, weights, layers, parts, key, every, inference=False)
-            parts = split(parts, self.n_parts, use.group, self.functions.plan.mesh)
+            parts = split(parts, self.functions.task.n_parts, use.group, self.functions.plan.mesh)
         return _MicroBatches(parts, every, is_only)
 
     def _gradient(
@@ -165,7 +160,7 @@ class TrainStep:
         """Returns the optimizer's updates, its new state, and how many updates it had made of the steps so far, if it counts
         them itself."""
         opt_tree = jax.tree.unflatten(self.opt_treedef, state.opt_state)
-        if self.functions.sums.grad_fn is None:
+        if self.functions.task.grad_fn is None:
             grads = ascent(grads)
         # For optimizers that use the value of the loss, or search along a line.
         of_loss = loss, loss_at, lambda tree: ascent(jax.grad(loss_at)(tree))
@@ -175,19 +170,19 @@ class TrainStep:
 
     def _rate(self, opt_tree: PyTree, n_updates: Any) -> Any:
         """Returns the learning rate of an update, to be recorded; None if nothing tells it."""
-        rate = injected_rate(opt_tree)
-        if rate is None and self.lr_schedule_fn is not None:
-            return self.lr_schedule_fn(n_updates)  # a skipped step does not advance the optimizer's own count
+        rate, schedule = injected_rate(opt_tree), self.functions.task.lr_schedule_fn
+        if rate is None and schedule is not None:
+            return schedule(n_updates)  # a skipped step does not advance the optimizer's own count
         return rate
 
     def _note_unmoved(self, before: TrainState, updates: PyTree, after: TrainState, values: dict[str, Any]) -> None:
         """Adds the share of updates of 16-bit parameters that rounding loses."""
-        if not self.functions.compute.precision.rounds and any(map(_is_narrow, before.trained)):
+        if not self.functions.task.compute.precision.rounds and any(map(_is_narrow, before.trained)):
             share = _share_unmoved(before.trained, jax.tree.leaves(updates), after.trained)
             values[UNMOVED] = share.astype(values["loss"].dtype)
 
     def _tree(self, trained: Sequence[Any]) -> PyTree:
-        return self.functions.structure.trained_tree(trained)
+        return self.functions.task.structure.trained_tree(trained)
 
 
 def _step_key(stream: Array, of: int, step: Array) -> Array:

@@ -23,4 +23,3 @@ from ._loops import (
 )
 from ._progress import Position as Position, start as start
 from ._save_every import SaveEvery as SaveEvery
-from ._task import Task as Task

@@ -19,9 +19,8 @@ from ..distributed import agree_on_program
 from ..machine import cache_use, chip_of_kind
 from ..memory import Loop, SearchSpace, Strategy, choose, matmul_seconds
 from ..monitor import ProgressLine, Work
-from ..steps import Program, n_rows, shard_bytes
+from ..steps import Program, Task, make_program, n_rows, shard_bytes
 from ..tracing import insides
-from ._task import Task
 
 
 class CalledStep(NamedTuple):
@@ -264,7 +263,7 @@ def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> Searc
     args, device = program.train_args(state, batch.groups, jax.ShapeDtypeStruct((), "uint32")), mesh.devices.flat[0]
 
     def make(task: Task) -> Program:
-        return task.program(program.plan, *engine.trees, update=program.update)
+        return make_program(task, program.plan, *engine.trees, update=program.update)
 
     def trace(strategy: Strategy) -> Any:
         changed = make(replace(task, compute=strategy.applied(task.compute)))

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from .._at_end import AtEnd
 from .._deployer import Deployer
 from ..checkpoint import CheckpointManager
-from ..data import Batch, BatchSize, Prefetch, Slice, batches
+from ..data import Batch, BatchSize, CollatePool, Prefetch, Slice, batches
 from ..dims import RowUse
 from ..distributed import RowCheck, agree_on_opt_state, agree_on_trainer
 from ..errors import check_alive
@@ -25,14 +25,13 @@ from ..machine import as_zeros, put, replicated
 from ..monitor import ProgressLine, Records
 from ..optimizers import find_hyperparam
 from ..partition import Plan, make_plan
-from ..steps import Program, TrainState, n_rows
+from ..steps import Program, Task, TrainState, make_program, n_rows
 from ._compilation import CalledStep, CalledSteps, check_captured, choose_memory
 from ._header import eval_text, header_rows, loss_rows, warn_of_means, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
 from ._metrics import Metrics, Queued
 from ._progress import Position
 from ._state import Checkpoint, given_state, load_state, match_state, moved, new_state, without_shared
-from ._task import Task
 
 
 class Engine:
@@ -42,6 +41,7 @@ class Engine:
 
     - `deployer`: the devices, processes, folder and console.
     - `task`: how the model is trained.
+    - `pool`: calls the task's `collate_fn`; it ends with the engine.
     - `model`, `model_state`: arrays, or their shapes in a dry run.
     - `name`: tells the engines of a run apart: the prefix of metrics, and the folder of checkpoints.
 
@@ -65,8 +65,10 @@ class Engine:
     pending: Checkpoint | None
     checkpoints: CheckpointManager | None
 
-    def __init__(self, deployer: Deployer, task: Task, model: PyTree, model_state: PyTree, name: str | None):
-        self.deployer, self.task, self.name = deployer, task, name
+    def __init__(
+        self, deployer: Deployer, task: Task, pool: CollatePool, model: PyTree, model_state: PyTree, name: str | None
+    ):
+        self.deployer, self.task, self.name, self._pool = deployer, task, name, pool
         self.step, self.n_examples, self.position = 0, 0, Position()
         self.stream, self.pending, self.checkpoints = deployer.next_stream(), None, None
         self.metrics = Metrics(deployer.console.info, task.max_skipped)
@@ -82,8 +84,8 @@ class Engine:
         self._knows_loss = False  # whether the plan tells what the loss does with leaves and rows
         self._is_lent = True  # whether others may hold arrays of the state, as those that were given or returned
         self.every.add(self)
-        if task.pool.n:
-            AtEnd(task.pool.close, self)
+        if pool.n:
+            AtEnd(pool.close, self)
 
     # --- the model on the mesh -------------------------------------------------------------------------------------------
 
@@ -151,7 +153,7 @@ class Engine:
         trace = None if batch is None else self.task.trace(*self.trees, batch)
         if plan is None:
             plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace)
-        program = self.task.program(plan, *self.trees)
+        program = make_program(self.task, plan, *self.trees)
         # With `memory="auto"` another program may run, and several processes agree on it first.
         if first is not None and self.deployer.peers.n == 1 and self.task.compute.memory is None:
             self.called.compile_ahead(program, first)
@@ -174,7 +176,7 @@ class Engine:
         trace = None if batch is None else self.task.trace(*self.trees, batch)
         if plan is None:
             plan = self.task.plan_on(self.deployer.mesh, self.trees[0], trace, placed=before.plan)
-        program = self.task.program(plan, *self.trees)
+        program = make_program(self.task, plan, *self.trees)
         if program.opt_treedef != before.opt_treedef:
             if self.step:
                 raise ValueError(
@@ -205,7 +207,7 @@ class Engine:
     def use_task(self, task: Task) -> None:
         """Switches to another task's train step, and moves the optimizer state to its memory, leaf after leaf."""
         before, state = self.placed
-        program = task.program(before.plan, *self.trees, update=before.update)
+        program = make_program(task, before.plan, *self.trees, update=before.update)
         moved(state, program.state)
         kept = {"eval_step": before.eval_step, "eval_names": before.eval_names}  # it need not compile again
         self.task, self.program = task, replace(program, **kept)
@@ -258,16 +260,16 @@ class Engine:
         check = None if peers.n == 1 else RowCheck(peers, self.deployer.console.info)
         known = self.task.eval_rows if inference else self.task.rows
         use = known or partial(self._find_row_use, size, inference, is_counted)
-        return batches(steps, self.task.pool, size, self.deployer.mesh, check, use=use, **options)
+        return batches(steps, self._pool, size, self.deployer.mesh, check, use=use, **options)
 
     def _find_row_use(self, size: BatchSize, inference: bool, is_counted: bool, batch: PyTree) -> RowUse:
         """Finds what the loss does with the rows of a batch, given as shapes; warns of micro-batches that do not divide."""
-        use = self.task.rows or self.task.sums.row_use_of(*self.trees, batch)
+        use = self.task.rows or self.task.row_use_of(*self.trees, batch)
         if self.task.rows is None:
             warn_of_means(use)
         self.task = replace(self.task, rows=use)
         if inference:
-            use = self.task.sums.row_use_of(*self.trees, batch, inference=True)
+            use = self.task.row_use_of(*self.trees, batch, inference=True)
             self.task = replace(self.task, eval_rows=use)
             if text := eval_text(use, is_counted):
                 self.deployer.console.info(text)
@@ -386,7 +388,7 @@ class Engine:
         Raises ValueError if it belongs to another model or optimizer; the values are then unchanged.
         """
         if self.program is None and checkpoint.base is None:
-            program = self.task.program(make_plan(self.trees[0], self.deployer.mesh), *self.trees)
+            program = make_program(self.task, make_plan(self.trees[0], self.deployer.mesh), *self.trees)
             match_state(program, program.state, checkpoint)
             self.pending = checkpoint
             return

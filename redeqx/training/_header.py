@@ -13,10 +13,9 @@ from ..machine import SEQUENCE, mesh_text, n_batch_shards, split_heads
 from ..monitor import size_text
 from ..optimizers import decaying
 from ..partition import Plan, inputs_of
-from ..steps import AS_GIVEN, Program, TrainState, effective_specs, shard_bytes
+from ..steps import AS_GIVEN, Program, Task, TrainState, effective_specs, shard_bytes
 from ..tracing import Trace, equations, or_as_written, shortened
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
-from ._task import Task
 
 _LARGE = 2**30  # warn about arrays of queries x keys of more than this many bytes
 

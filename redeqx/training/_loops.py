@@ -148,5 +148,5 @@ def _even_size(engine: Engine, examples: Any, size: BatchSize) -> BatchSize:
     if use is None and n and size.evenly(n, n_devices).examples != size.examples:  # so it matters what the loss does
         first = [examples[i] for i in range(min(n, size.examples))]
         with closing(Prefetch(map(partial(collated_shapes, task.collate_fn), [first]))) as shapes:
-            use = task.sums.row_use_of(*engine.trees, next(shapes), inference=True)
+            use = task.row_use_of(*engine.trees, next(shapes), inference=True)
     return size.evenly(n, n_devices, use or UNKNOWN)

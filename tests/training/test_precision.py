@@ -15,7 +15,7 @@ from redeqx.machine import GPUS, has_fp8
 from redeqx.models import cross_entropy
 from redeqx.models.gpt2 import GPT2, GPT2Config
 from redeqx.models.llama import Llama, LlamaConfig
-from redeqx.steps import Precision, Structure, Sums, round_stochastically
+from redeqx.steps import Precision, Structure, Task, round_stochastically
 from redeqx.tracing import all_inside, equations, transformed
 from redeqx.transforms import WeightProducts, fp8_products
 from tests._tree import named_leaves
@@ -194,7 +194,7 @@ def test_losses_softmaxes_and_norms_of_models_are_in_float32(name):
 
     shapes = eqx.filter_eval_shape(_MODELS[name], jax.random.key(0))
     structure, batch = Structure.of(shapes), jax.ShapeDtypeStruct((2, 9), jnp.int32)
-    of_arrays = Sums(structure, loss, precision=redeqx.Compute("bfloat16").precision).loss(inference=False)
+    of_arrays = Task(structure, loss, optax.sgd(0.1), redeqx.Compute("bfloat16")).loss(inference=False)
     weights = [leaf for leaves in structure.take(shapes) for leaf in leaves]
     closed = jax.make_jaxpr(of_arrays)(weights, None, batch, jax.eval_shape(lambda: jax.random.key(0)))
     dtypes = {}

@@ -16,7 +16,7 @@ from redeqx.data import BatchSize, CollatePool, batches, slices
 from redeqx.dims import RowUse
 from redeqx.machine import make_mesh
 from redeqx.memory import Memory, SearchSpace
-from redeqx.steps import Sums
+from redeqx.steps import Task
 from tests._memory import divide_micro_batches
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
@@ -71,7 +71,7 @@ def verdict(monkeypatch):
             calls.append(((jax.tree.leaves(batch)[0].shape), threading.current_thread()))
             return use
 
-        monkeypatch.setattr(Sums, "row_use_of", row_use)
+        monkeypatch.setattr(Task, "row_use_of", row_use)
         return calls
 
     return set_to

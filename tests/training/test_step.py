@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import redeqx
 from redeqx.dims import Inputs
 from redeqx.machine import replicated
-from redeqx.steps import Structure, _functions, accumulate, as_sums, number_rows, plan_rules
+from redeqx.steps import Structure, _task, accumulate, as_sums, number_rows, plan_rules
 from redeqx.tracing import transformed
 from redeqx.transforms import Rows
 from tests._compilations import counted_compilations
@@ -257,7 +257,7 @@ def test_the_mean_of_a_single_micro_batch_has_weight_1(accumulate, is_only, monk
         used.add(n_rows)
         return as_sums(loss, n_rows, *where)
 
-    monkeypatch.setattr(_functions, "as_sums", recording)
+    monkeypatch.setattr(_task, "as_sums", recording)
     trainer = make_trainer(make_deployer(1), accumulate_grad_batches=accumulate)
     loss = trainer.update(make_examples(24))["loss"]
     assert (1 in used) == is_only
