@@ -5,7 +5,6 @@ An update reads from top to bottom in `TrainStep.step_fn`: its micro-batches, th
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ from ..transforms import Rows, by_row
 from ._compute import Compute
 from ._functions import Functions
 from ._loss import n_rows
-from ._micro_batches import UNKNOWN_TOTAL, Part, accumulate, number_rows, split, with_whole
+from ._micro_batches import UNKNOWN_TOTAL, accumulate, number_rows, split, with_whole
 from ._rules import with_rules
 from ._state import TrainState, stream_key
 from ._structure import Structure
@@ -31,14 +30,6 @@ from ._structure import Structure
 UNMOVED = "share of updates that rounding loses"  # computed for 16-bit parameters; checked, not recorded
 # Streams of one key, derived inside the steps: keys made outside would each compile a small program.
 _TRAIN, _EVAL, _ROUND = 0, 1, 2
-
-
-class _MicroBatches(NamedTuple):
-    """The micro-batches of an update, the `Rows` of all of them, and whether there is only one."""
-
-    groups: Sequence[Part]
-    every: Rows
-    is_only: bool
 
 
 class _Totals(NamedTuple):
@@ -68,13 +59,8 @@ class TrainStep:
     shardings: TrainState
     metric_names: list[str] = field(default_factory=list)
 
-    def jitted(self, options: XlaOptions | None = None) -> Callable[..., Any]:
-        """Returns the compiled function. It donates the state, which has no frozen leaves.
-
-        **Arguments:**
-
-        - `options`: for the compiler.
-        """
+    def jitted(self, options: XlaOptions) -> Callable[..., Any]:
+        """Returns the compiled function. It donates the state, which has no frozen leaves."""
         out = (self.shardings, replicated(self.functions.plan.mesh))
         return _jitted(self.step_fn, out, options, donate_argnums=0)
 
@@ -86,29 +72,56 @@ class TrainStep:
         - `groups`: the rows, in groups of micro-batches of equal size, `[n, rows, ...]`.
         - `n_rows`: uint32 `[]`, how many rows count: rows with larger numbers are repetitions, see `accumulate`.
         """
+        functions, task, precision = self.functions, self.functions.task, self.functions.task.compute.precision
         step, n_skipped = state.counts
         opt_state = in_memory(jax.memory.Space.Device, state.opt_state, self.shardings.opt_state)
         before = replace(state, opt_state=opt_state)
         key, rounding_key = (_step_key(state.stream, of, step) for of in (_TRAIN, _ROUND))
 
-        batch = self._batch(before, frozen, groups, n_rows, key)
-        sums, layers = self._gradient(before, frozen, batch, key)
+        parts, every = number_rows(groups), Rows(jnp.zeros(0, jnp.uint32), n_rows, n_rows)
+        is_only = task.n_parts == 1 and len(parts) == len(parts[0].numbers) == 1
+        if not is_only:
+            weights, layers = [*state.trained, *frozen], jax.tree.unflatten(self.layers_treedef, state.layers)
+            parts, every, use = with_whole(functions, weights, layers, parts, key, every, inference=False)
+            parts = split(parts, task.n_parts, use.group, functions.plan.mesh)
+        gradient, loss = functions.gradient(is_only=is_only), functions.loss(inference=False, is_only=is_only)
+
+        def gradient_of(layers: list[Array], rows: PyTree, numbers: Rows) -> Any:
+            tree = jax.tree.unflatten(self.layers_treedef, layers)
+            (total, weight, metrics, grads), tree = gradient(state.trained, frozen, tree, rows, key, numbers)
+            grads = jax.lax.with_sharding_constraint(grads, self.shardings.trained)
+            return _Totals(grads, total, weight, metrics), jax.tree.leaves(tree)
+
+        def loss_at(trained: PyTree) -> Array:  # of this update's rows, at other parameters
+            def of_part(layers: list[Array], rows: PyTree, numbers: Rows) -> Any:
+                tree, weights = jax.tree.unflatten(self.layers_treedef, layers), [*jax.tree.leaves(trained), *frozen]
+                (total, weight, _), tree = loss(weights, tree, rows, key, numbers)
+                return (total, weight), jax.tree.leaves(tree)
+
+            (total, weight), _ = accumulate(of_part, state.layers, parts, every)
+            return total / weight
+
+        sums, layers = accumulate(gradient_of, state.layers, parts, every)
         grads = [g / sums.weight for g in sums.grads]
         values = {"loss": sums.total / sums.weight, "grad_norm": _norm(grads)}
-        loss_at = partial(self._loss_at, before, frozen, batch, key)
-        updates, opt_tree, n_before = self._updates(before, grads, values["loss"], loss_at)
-        rate = self._rate(opt_tree, step - n_skipped if n_before is None else n_before)
+        opt_tree, new_opt_tree, updates = self._updates(before, grads, values["loss"], loss_at)
+        rate = injected_rate(new_opt_tree)
+        if rate is None and task.lr_schedule_fn is not None:
+            n_before = n_updates(opt_tree)  # a skipped step does not advance the optimizer's own count
+            rate = task.lr_schedule_fn(step - n_skipped if n_before is None else n_before)
         if rate is not None:
             values["learning_rate"] = jnp.asarray(rate, sums.total.dtype)
         # Sorted, as a scan sorts them: every program of a run must agree on the order.
         values.update({name: metric / over for name, (metric, over) in sorted(sums.metrics.items())})
-        trained = self.functions.task.compute.precision.updated(self._tree(before.trained), updates, rounding_key)
-        opt_leaves = [strong(leaf) for leaf in jax.tree.leaves(opt_tree)]
+        trained = precision.updated(task.structure.trained_tree(before.trained), updates, rounding_key)
+        opt_leaves = [strong(leaf) for leaf in jax.tree.leaves(new_opt_tree)]
         after = replace(before, trained=jax.tree.leaves(trained), opt_state=opt_leaves, layers=layers)
 
-        self._note_unmoved(before, updates, after, values)
+        if not precision.rounds and any(map(_is_narrow, before.trained)):
+            share = _share_unmoved(before.trained, jax.tree.leaves(updates), after.trained)
+            values[UNMOVED] = share.astype(values["loss"].dtype)
         self.metric_names[:] = values
-        if self.functions.task.max_skipped is not None:  # the state then stays unchanged, bit for bit
+        if task.max_skipped is not None:  # the state then stays unchanged, bit for bit
             is_finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
             after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)
             n_skipped = n_skipped + jnp.where(is_finite, 0, 1).astype(n_skipped.dtype)
@@ -116,73 +129,18 @@ class TrainStep:
         after = replace(after, opt_state=opt_state, counts=jnp.stack([step + 1, n_skipped]), stream=state.stream)
         return after, jnp.stack([*values.values(), sums.weight])
 
-    def _batch(
-        self, state: TrainState, frozen: list[Array], groups: Sequence[PyTree], n_rows: Array, key: Array
-    ) -> _MicroBatches:
-        """Returns the micro-batches with the numbers of their rows, and the values of the whole batch that they need."""
-        parts, every = number_rows(groups), Rows(jnp.zeros(0, jnp.uint32), n_rows, n_rows)
-        is_only = self.functions.task.n_parts == 1 and len(parts) == len(parts[0].numbers) == 1
-        if not is_only:
-            weights, layers = [*state.trained, *frozen], jax.tree.unflatten(self.layers_treedef, state.layers)
-            parts, every, use = with_whole(self.functions, weights, layers, parts, key, every, inference=False)
-            parts = split(parts, self.functions.task.n_parts, use.group, self.functions.plan.mesh)
-        return _MicroBatches(parts, every, is_only)
-
-    def _gradient(
-        self, state: TrainState, frozen: list[Array], batch: _MicroBatches, key: Array
-    ) -> tuple[_Totals, list[Array]]:
-        """Returns the sums over all micro-batches, and the state of layers after them."""
-        gradient = self.functions.gradient(is_only=batch.is_only)
-
-        def of_part(layers: list[Array], rows: PyTree, numbers: Rows) -> Any:
-            tree = jax.tree.unflatten(self.layers_treedef, layers)
-            (total, weight, metrics, grads), tree = gradient(state.trained, frozen, tree, rows, key, numbers)
-            grads = jax.lax.with_sharding_constraint(grads, self.shardings.trained)
-            return _Totals(grads, total, weight, metrics), jax.tree.leaves(tree)
-
-        return accumulate(of_part, state.layers, batch.groups, batch.every)
-
-    def _loss_at(self, state: TrainState, frozen: list[Array], batch: _MicroBatches, key: Array, tree: PyTree) -> Array:
-        """Returns the loss of this update's rows at other parameters."""
-        weights, loss = [*jax.tree.leaves(tree), *frozen], self.functions.loss(inference=False, is_only=batch.is_only)
-
-        def of_part(layers: list[Array], rows: PyTree, numbers: Rows) -> Any:
-            before = jax.tree.unflatten(self.layers_treedef, layers)
-            (total, weight, _), after = loss(weights, before, rows, key, numbers)
-            return (total, weight), jax.tree.leaves(after)
-
-        (total, weight), _ = accumulate(of_part, state.layers, batch.groups, batch.every)
-        return total / weight
-
     def _updates(
         self, state: TrainState, grads: list[Array], loss: Array, loss_at: Callable[..., Array]
-    ) -> tuple[PyTree, PyTree, Any]:
-        """Returns the optimizer's updates, its new state, and how many updates it had made of the steps so far, if it counts
-        them itself."""
-        opt_tree = jax.tree.unflatten(self.opt_treedef, state.opt_state)
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """Returns the optimizer's state, its new state and the updates."""
+        opt_tree, tree = jax.tree.unflatten(self.opt_treedef, state.opt_state), self.functions.task.structure.trained_tree
         if self.functions.task.grad_fn is None:
             grads = ascent(grads)
         # For optimizers that use the value of the loss, or search along a line.
         of_loss = loss, loss_at, lambda tree: ascent(jax.grad(loss_at)(tree))
-        updates, new = self.update(self._tree(grads), opt_tree, self._tree(state.trained), *of_loss)
+        updates, new = self.update(tree(grads), opt_tree, tree(state.trained), *of_loss)
         check_kept_form(new, opt_tree)
-        return updates, new, n_updates(opt_tree)
-
-    def _rate(self, opt_tree: PyTree, n_updates: Any) -> Any:
-        """Returns the learning rate of an update, to be recorded; None if nothing tells it."""
-        rate, schedule = injected_rate(opt_tree), self.functions.task.lr_schedule_fn
-        if rate is None and schedule is not None:
-            return schedule(n_updates)  # a skipped step does not advance the optimizer's own count
-        return rate
-
-    def _note_unmoved(self, before: TrainState, updates: PyTree, after: TrainState, values: dict[str, Any]) -> None:
-        """Adds the share of updates of 16-bit parameters that rounding loses."""
-        if not self.functions.task.compute.precision.rounds and any(map(_is_narrow, before.trained)):
-            share = _share_unmoved(before.trained, jax.tree.leaves(updates), after.trained)
-            values[UNMOVED] = share.astype(values["loss"].dtype)
-
-    def _tree(self, trained: Sequence[Any]) -> PyTree:
-        return self.functions.task.structure.trained_tree(trained)
+        return opt_tree, new, updates
 
 
 def _step_key(stream: Array, of: int, step: Array) -> Array:
@@ -235,10 +193,9 @@ class EvalStep:
     layers_treedef: Any
     names: list[str] = field(default_factory=list)
 
-    def jitted(self, options: XlaOptions | None = None) -> Callable[..., Any]:
+    def jitted(self, options: XlaOptions) -> Callable[..., Any]:
         """Returns the compiled function."""
-        out = replicated(self.functions.plan.mesh)
-        return _jitted(self.eval_fn, out, options)
+        return _jitted(self.eval_fn, replicated(self.functions.plan.mesh), options)
 
     def eval_fn(
         self,
@@ -319,7 +276,7 @@ def make_predict_step(
     predict: Callable[..., PyTree],
     *,
     named: bool,
-    options: XlaOptions | None,
+    options: XlaOptions,
     judged: Callable[[RowUse], None],
 ) -> Callable[..., Any]:
     """Returns the jitted `(trained, frozen, state, batch, key, span) -> outputs`, with rows split over the batch axes.
@@ -350,12 +307,6 @@ def make_predict_step(
     return _jitted(predict_fn, outputs, options)
 
 
-def _jitted(step: Callable[..., Any], outputs: Any, options: XlaOptions | None, **kwargs: Any) -> Callable[..., Any]:
-    """Returns a compiled step.
-
-    **Arguments:**
-
-    - `outputs`: the shardings of what it returns.
-    - `options`: for the compiler.
-    """
-    return jax.jit(promoting(step), out_shardings=outputs, compiler_options=dict(options or {}), **kwargs)
+def _jitted(step: Callable[..., Any], outputs: Any, options: XlaOptions, **kwargs: Any) -> Callable[..., Any]:
+    """Returns a compiled step, with the shardings of its outputs and the compiler's options."""
+    return jax.jit(promoting(step), out_shardings=outputs, compiler_options=dict(options), **kwargs)
