@@ -61,8 +61,7 @@ def key_of(primitive: Any, avals: Iterable[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop of a loss, or a run of blocks: what its iterations could save, what it costs to compute that again, and what
-    they do save.
+    """One loop of a loss: what its iterations could save, what it costs to compute that again, and what they do save.
 
     **Arguments:**
 

@@ -47,7 +47,7 @@ class Compute:
         `grad_fn`.
     - `unroll`: whether loops over a few small layers are unrolled on GPUs, which costs compile time.
     - `stack_blocks`: whether equal blocks computed one after the other, as from a Python list, become one loop over their
-        stacked weights. By default on GPUs and TPUs.
+        stacked weights. By default on GPUs and TPUs, and where `remat` recomputes products, which only loops do.
     - `split_residual`: whether model shards split the positions of the values between layers, instead of each having all
         of them (Megatron's sequence parallelism). By default on GPUs unless `remat` is `"matmuls"`, where the step would
         send a quarter more bytes.
@@ -90,21 +90,20 @@ class Compute:
         """The level of recomputation. By default everything but products is recomputed (tests/benchmarks/README.md)."""
         return AUTO if self.remat == "auto" else self.remat
 
-    def remats_on(self, mesh: Mesh, specs: Sequence[P], *, measures: bool, blocks: Rule | None) -> Rule | None:
+    def remats_on(self, mesh: Mesh, specs: Sequence[P], *, measures: bool) -> Rule | None:
         """Returns the rule for what loops save on the devices of a mesh; None if they save everything.
 
         **Arguments:**
 
         - `specs`: of the weights, as they are used.
         - `measures`: whether loops are measured at each level.
-        - `blocks`: as for `Measure`.
         """
         level, device = self.remat_level, mesh.devices.flat[0]
         chip = chip_of_kind(device.device_kind)
         if level == "none":
             return None
         by_value = bytes_of(level) is not None or (level == "offload" and chip is not None)  # else the bus is unknown
-        measure = Measure(mesh, chip or DEFAULT_CHIP, specs, device.platform != "cpu", blocks)
+        measure = Measure(mesh, chip or DEFAULT_CHIP, specs, device.platform != "cpu")
         return RematLoops(level, measure if by_value or measures else None, by_value)
 
     def unroll_on(self, mesh: Mesh) -> UnrollLoops | None:
@@ -112,21 +111,20 @@ class Compute:
         would undo, or if weights are gathered layer by layer, which XLA would then do for several layers at once."""
         device = mesh.devices.flat[0]
         is_gathered = any(mesh.shape[axis] > 1 for axis in STORAGE_AXES)
-        recomputes = self.remat_level not in ("none", "matmuls")
-        if not self.unroll or device.platform not in ("cuda", "gpu") or recomputes or is_gathered:
+        if not self.unroll or device.platform not in ("cuda", "gpu") or self._recomputes_products or is_gathered:
             return None
         chip = chip_of_kind(device.device_kind)
         return None if chip is None else UnrollLoops(chip, mesh.size)
 
     def stacks_on(self, mesh: Mesh) -> bool:
         """Returns whether equal blocks become one loop on the devices of a mesh: by default on GPUs and TPUs, where the
-        recomputation in loops saves memory, and compilation takes longest."""
-        return mesh.devices.flat[0].platform != "cpu" if self.stack_blocks is None else self.stack_blocks
+        recomputation in loops saves memory, and compilation takes longest, and where products are recomputed."""
+        if self.stack_blocks is not None:
+            return self.stack_blocks
+        return mesh.devices.flat[0].platform != "cpu" or self._recomputes_products
 
     @property
-    def checkpoints_blocks(self) -> bool:
-        """Whether equal blocks that stay unrolled are computed again. Not at `"matmuls"`, where XLA would then keep more
-        than without: its own fusion computes cheap operations again already."""
+    def _recomputes_products(self) -> bool:
         return self.remat_level not in ("none", "matmuls")
 
     def splits_residual_on(self, mesh: Mesh) -> bool:
@@ -147,5 +145,5 @@ class Compute:
         To start an all-gather an iteration early, XLA also repeats what it depends on. For a recomputed residual stream that
         is the sum after attention: 1.18 times the bytes instead of 1.10, and 2.6 GiB of temporaries instead of 2.0 (8
         layers of LLaMA 3 8B's size, compiled for 8 H100 by jax 0.10.2; 2026-11-26)."""
-        is_recomputed = self.remat_level not in ("none", "matmuls") and self.splits_residual_on(mesh)
+        is_recomputed = self._recomputes_products and self.splits_residual_on(mesh)
         return ("xla_gpu_pipeline_all_gather",) if is_recomputed else ()

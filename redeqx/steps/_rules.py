@@ -13,7 +13,6 @@ from ..memory import Loop
 from ..partition import Plan
 from ..tracing import Rule
 from ..transforms import (
-    CheckpointBlocks,
     DequantiseAtUse,
     ExchangeLookups,
     FixConvolutions,
@@ -73,12 +72,10 @@ def plan_rules(
     n_weights, is_cpu = len(names), mesh.devices.flat[0].platform == "cpu"
     splits, specs = tuple(map(plan.model_dim, names)), list(map(plan.spec_in_use, names))
     every = [Shardings(plan.sharding(name), sharding_of(spec, mesh), name) for name, spec in zip(names, specs, strict=True)]
-    kinds, stacks = [effective_specs(plan, name) for name in names], compute.stacks_on(mesh)
-    blocks = StackBlocks(kinds) if stacks else CheckpointBlocks(kinds)
-    has_blocks = (stacks and role in ("training", "evaluation")) or (is_trained and compute.checkpoints_blocks)
+    has_loss = role in ("training", "evaluation")
     in_loops: list[Rule | None] = []  # without a backward pass nothing is kept or recomputed
     if is_trained:
-        remats = compute.remats_on(mesh, specs, measures=measures, blocks=None if stacks else blocks)
+        remats = compute.remats_on(mesh, specs, measures=measures)
         n_trained = sum(math.prod(plan.leaves[name].shape) for name in structure.names[0])
         in_loops = [SplitVocabulary(mesh, n_trained), compute.unroll_on(mesh), remats]
     splits_residual = is_trained and compute.splits_residual_on(mesh)
@@ -92,7 +89,7 @@ def plan_rules(
     products = WeightProducts(n_weights, in_fp8, summed_in, emulated=is_cpu, narrow=is_cpu and is_trained)
     rules: list[Rule | None] = [
         *(replace(rule, of_loops=True) for rule in around),
-        blocks if has_blocks else None,
+        StackBlocks([effective_specs(plan, name) for name in names]) if has_loss and compute.stacks_on(mesh) else None,
         *in_loops,
         *([lookups, fourier] if mesh.size > 1 else []),
         *around,

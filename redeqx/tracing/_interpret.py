@@ -26,7 +26,6 @@ from jax.extend import core as jex
 
 from ._body import Body
 from ._inner import (
-    REMATS,
     Env,
     Place,
     as_array,
@@ -247,8 +246,6 @@ class Site:
                 return self._interpreter.evaluate(closed, tagged, rules, around)
 
             new_insides.append(jax.make_jaxpr(remat(inside) if remat else inside)(*shapes_in(inner.closed)))
-        if remat and eqn.primitive.name in REMATS:  # the new remat is computed in place of this one
-            return as_fun(new_insides[0])(*values)
         return run(*with_insides(eqn, values, new_insides)) if is_changed else run(eqn, values)
 
 

@@ -8,7 +8,6 @@ equal blocks into one loop. The package is independent of optimizers, batches an
 """
 
 from ._attention_report import attentions as attentions
-from ._checkpoint_blocks import CheckpointBlocks as CheckpointBlocks
 from ._convolutions import FixConvolutions as FixConvolutions
 from ._custom_derivatives import InCustomDerivatives as InCustomDerivatives
 from ._dequantise import DequantiseAtUse as DequantiseAtUse

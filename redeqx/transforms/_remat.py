@@ -1,4 +1,4 @@
-"""Rematerialisation: what loops, and runs of equal blocks, save for the backward pass, which computes the rest again.
+"""Rematerialisation: what loops save for the backward pass, which computes the rest again.
 
 A level of `RematLoops` applies to all loops alike, or is chosen by value: some values of each loop are kept, some are put
 into host memory, and the others are computed again, as `memory.saved_at` chooses for the whole loss. That choice needs the
@@ -10,7 +10,7 @@ its cheap operations if the outputs of products are saved.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -38,7 +38,6 @@ from ..tracing import (
     shapes_in,
     transformed,
 )
-from ._checkpoint_blocks import block_of
 
 _CARRY = "redeqx: a loop's carry"
 # `pallas_call` covers the kernels of other libraries; primitives of their own have unknown names.
@@ -53,22 +52,19 @@ class Measure:
 
     - `specs`: of the function's weights, as they are used. It is a function of weights, a state, a batch, and others.
     - `has_host`: whether values may go to the memory of the host.
-    - `blocks`: finds the runs of blocks that no other rule finds, to measure them too.
     """
 
     mesh: Mesh
     chip: Chip
     specs: Sequence[P | None]
     has_host: bool = True
-    blocks: Rule | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class RematLoops(Rule):
     """Recomputes the body of each scan in the backward pass, from the body's inputs and what is saved of it.
 
-    Scans whose body contains a remat are left unchanged, and so are loops inside a scan that recomputes. By value, it also
-    computes the blocks that `CheckpointBlocks` has found.
+    Scans whose body contains a remat are left unchanged, and so are loops inside a scan that recomputes.
 
     **Arguments:**
 
@@ -114,8 +110,8 @@ def with_remats(fn: Callable[..., Any], rules: Sequence[Rule], saved: list[Loop]
         specs = [None] * len(jax.tree.leaves(state)) + [P(BATCH_AXES, SEQUENCE)] * len(jax.tree.leaves(batch))
         specs = [*measure.specs, *specs, *[None] * len(jax.tree.leaves(rest))]
         noted = list[Loop]()
-        noting = _EachLoop(_noting(replace(measure, specs=specs), noted), later=lambda body: body)
-        under = [*filter(None, [measure.blocks]), *(noting if rule is own else rule for rule in rules)]
+        noting = _EachLoop(_noting(replace(measure, specs=specs), noted))
+        under = [noting if rule is own else rule for rule in rules]
         jax.eval_shape(lambda *flat: interpret(traced, flat, under), *shapes_in(traced))
         chosen = saved_at(noted, own.level, measure.chip, has_host=measure.has_host) or ()
         if saved is not None:
@@ -152,51 +148,31 @@ def _carries(scan: Any) -> range:
 
 @dataclass(frozen=True, eq=False)
 class _EachLoop(Rule):
-    """Computes each scan, and each block of a run, in a remat.
+    """Computes each scan in a remat, which a function of its equation and its site returns."""
 
-    **Arguments:**
-
-    - `first`: returns the remat of a scan or of the first block of a run, from its equation, its site, the number of
-        iterations or of blocks, and which operands are the carry.
-    - `later`: that of the other blocks; None for the one of the first.
-    """
-
-    first: Callable[[Any, Site, int, range], Callable[..., Any]]
-    later: Callable[..., Any] | None = None
-    of_runs: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    remat_of: Callable[[Any, Site], Callable[..., Any]]
 
     def claims(self, eqn: Any) -> bool:
-        return block_of(eqn) is not None or is_scan_without_remat(eqn)
+        return is_scan_without_remat(eqn)
 
     def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
-        if (block := block_of(eqn)) is None:
-            remat = self.first(eqn, site, eqn.params["length"], _carries(eqn))
-        elif (remat := self.of_runs.get(block.of)) is None:
-            remat = self.first(eqn, site, block.n, range(len(ins) - block.n_carried, len(ins)))
-            self.of_runs[block.of] = self.later or remat
-        return site.enter(eqn, ins, remat=remat)
+        return site.enter(eqn, ins, remat=self.remat_of(eqn, site))
 
 
-def _saving(saved: Iterator[Loop], eqn: Any, site: Site, n: int, carries: range) -> Callable[..., Any]:
+def _saving(saved: Iterator[Loop], eqn: Any, site: Site) -> Callable[..., Any]:
     """Returns the remat of a loop that saves what was chosen."""
-    del site, n
+    del site
     loop = next(saved)
-    in_host = loop.keys(HOST) | ({_CARRY} if loop.carry_in == HOST else set())
-    return partial(
-        _checkpointed,
-        policy=_Policy(loop.keys(KEPT), in_host),
-        moved=carries if loop.carry_in == HOST else (),
-        is_named=True,
-        # XLA does not merge the forward and the backward loop, but it would merge a block with its repetition.
-        prevent_cse=block_of(eqn) is not None,
-    )
+    is_moved = loop.carry_in == HOST
+    policy = _Policy(loop.keys(KEPT), loop.keys(HOST) | ({_CARRY} if is_moved else set()))
+    return partial(_checkpointed, policy=policy, moved=_carries(eqn) if is_moved else (), is_named=True)
 
 
 def _noting(measure: Measure, noted: list[Loop]) -> Callable[..., Any]:
     """Returns what computes loops without a remat, and notes what each could save. The specs are those of all inputs."""
     shards_of = cache(partial(Shards, specs=measure.specs, mesh=measure.mesh))
 
-    def first(eqn: Any, site: Site, n: int, carries: range) -> Callable[..., Any]:
+    def remat_of(eqn: Any, site: Site) -> Callable[..., Any]:
         def remat(body: Callable[..., Any]) -> Callable[..., Any]:
             def noting(*args: Any) -> Any:
                 closed = _traced(body, args)
@@ -204,14 +180,15 @@ def _noting(measure: Measure, noted: list[Loop]) -> Callable[..., Any]:
                 specs = [shards_of(site.body.closed).spec(var) for var in insides(eqn)[0].closed.jaxpr.invars]
                 specs += [None] * (len(closed.jaxpr.invars) - len(specs))
                 shards = partial(Shards, specs=specs, mesh=measure.mesh)
-                noted.append(loop_of(jax.make_jaxpr(fn)(*shapes_in(closed)), names, n, carries, shards, measure.chip))
+                traced, n = jax.make_jaxpr(fn)(*shapes_in(closed)), eqn.params["length"]
+                noted.append(loop_of(traced, names, n, _carries(eqn), shards, measure.chip))
                 return as_fun(closed)(*args)
 
             return noting
 
         return remat
 
-    return first
+    return remat_of
 
 
 def _traced(body: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -219,7 +196,7 @@ def _traced(body: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def _checkpointed(
-    body: Callable[..., Any], policy: Any, moved: Collection[int] = (), *, is_named: bool = False, prevent_cse: bool = False
+    body: Callable[..., Any], policy: Any, moved: Collection[int] = (), *, is_named: bool = False
 ) -> Callable[..., Any]:
     """Returns a loop's body that saves what a policy says, which knows the names of products if `is_named`. The inputs
     `moved` go to the host, but for scalars, such as counters and sums of losses."""
@@ -229,7 +206,8 @@ def _checkpointed(
         is_moved = [i in moved and x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.inexact) for i, x in enumerate(args)]
         return fn(*(checkpoint_name(x, _CARRY) if its else x for x, its in zip(args, is_moved, strict=True)))
 
-    return jax.checkpoint(named, prevent_cse=prevent_cse, policy=policy)
+    # XLA does not merge the forward and the backward loop.
+    return jax.checkpoint(named, prevent_cse=False, policy=policy)
 
 
 def _named(closed: Any) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -11,7 +11,7 @@ Cost: a copy of the stacked weights, in the dtype that they are used in, and of 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -56,13 +56,30 @@ class StackBlocks(Rule):
     kinds: Sequence[Any]
 
     def rewritten(self, closed: Any) -> Any:
-        found = runs_of_blocks(closed, self.kinds)
-        return with_runs(closed, found, _scan) if found else closed
+        runs = _Search(closed, self.kinds).runs()
+        if not runs:
+            return closed
+        jaxpr, n_consts = closed.jaxpr, len(closed.jaxpr.constvars)
+
+        def compute(*args: Any) -> list[Any]:
+            env, end = Env(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True)), 0
+            for blocks in runs:
+                evaluate(jaxpr.eqns[end : blocks.start], env)
+                env.update(_scan(blocks, jaxpr.eqns, env))
+                end = blocks.end
+            evaluate(jaxpr.eqns[end:], env)
+            return [as_array(env[atom], atom) for atom in jaxpr.outvars]
+
+        consts = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.constvars]
+        new = jax.make_jaxpr(compute)(*consts, *shapes_in(closed))
+        constvars = [*new.jaxpr.constvars, *new.jaxpr.invars[:n_consts]]  # constants stay constants
+        changed = new.jaxpr.replace(constvars=constvars, invars=new.jaxpr.invars[n_consts:], debug_info=jaxpr.debug_info)
+        return jex.ClosedJaxpr(changed, [*new.consts, *closed.consts])
 
     def found(self, closed: Any) -> list[tuple[int, str]]:
         """Returns, for each run of blocks, their number and the source line of their first product."""
         form = normal(closed)
-        return [(blocks.n, blocks.line(form)) for blocks in runs_of_blocks(form, self.kinds)]
+        return [(blocks.n, blocks.line(form)) for blocks in _Search(form, self.kinds).runs()]
 
 
 # The index of an equation in its block, and the index of an operand or output of that equation.
@@ -96,22 +113,11 @@ def _has_product(eqn: Any) -> bool:
     return product_flops(eqn) is not None or any(matmul_flops(inner.closed.jaxpr) for inner in insides(eqn))
 
 
-def last_reads(jaxpr: Any) -> dict[Any, Any]:
-    """Returns, for each variable of a jaxpr, the index of the last equation that reads it; their number for its outputs."""
-    last = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in variables(eqn.invars)}
-    return last | dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
-
-
-def runs_of_blocks(closed: Any, kinds: Sequence[Any]) -> list[Blocks]:
-    """Returns the runs of equal blocks in a closed jaxpr in normal form. `kinds` is as for `StackBlocks`."""
-    return _Search(closed, kinds).runs()
-
-
 # --- search ----------------------------------------------------------------------------------------------------------
 
 
 class _Search:
-    """The search for runs of blocks in one traced function."""
+    """The search for runs of blocks in one traced function, in normal form."""
 
     def __init__(self, closed: Any, kinds: Sequence[Any]):
         jaxpr = closed.jaxpr
@@ -119,7 +125,9 @@ class _Search:
         self.producer = Env(
             ((var, (i, out)) for i, eqn in enumerate(self.eqns) for out, var in enumerate(eqn.outvars)), literal=_no_value
         )
-        self.last_read = last_reads(jaxpr)
+        # The index of the last equation that reads each variable; their number for outputs.
+        last_read = {var: i for i, eqn in enumerate(self.eqns) for var in variables(eqn.invars)}
+        self.last_read: dict[Any, Any] = last_read | dict.fromkeys(variables(jaxpr.outvars), len(self.eqns))
         # The kind of each weight, and of values that are computed from one weight only.
         self.kind_of = Env(zip(jaxpr.invars, kinds, strict=False), literal=_no_value)
         for eqn in self.eqns:
@@ -276,29 +284,6 @@ def _no_value(literal: Any) -> None:
 
 
 # --- computation -----------------------------------------------------------------------------------------------------
-
-
-def with_runs(
-    closed: Any, runs: Sequence[Blocks], compute_run: Callable[[Blocks, Sequence[Any], Env], dict[Any, Any]]
-) -> Any:
-    """Returns the closed jaxpr with each run of blocks computed by a function of the run, all equations, and what is known
-    before it, which returns what later equations read. Constants stay constants."""
-    jaxpr, n_consts = closed.jaxpr, len(closed.jaxpr.constvars)
-
-    def compute(*args: Any) -> list[Any]:
-        env, end = Env(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True)), 0
-        for blocks in runs:
-            evaluate(jaxpr.eqns[end : blocks.start], env)
-            env.update(compute_run(blocks, jaxpr.eqns, env))
-            end = blocks.end
-        evaluate(jaxpr.eqns[end:], env)
-        return [as_array(env[atom], atom) for atom in jaxpr.outvars]
-
-    consts = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.constvars]
-    new = jax.make_jaxpr(compute)(*consts, *shapes_in(closed))
-    constvars = [*new.jaxpr.constvars, *new.jaxpr.invars[:n_consts]]
-    changed = new.jaxpr.replace(constvars=constvars, invars=new.jaxpr.invars[n_consts:], debug_info=jaxpr.debug_info)
-    return jex.ClosedJaxpr(changed, [*new.consts, *closed.consts])
 
 
 def _scan(blocks: Blocks, eqns: Sequence[Any], env: Env) -> dict[Any, Any]:

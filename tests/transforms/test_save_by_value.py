@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from redeqx.machine import MODEL, TPUS, make_mesh
 from redeqx.memory import share_again
 from redeqx.tracing import matmul_flops, transformed
-from redeqx.transforms import CheckpointBlocks, FuseAttention, Measure, RematLoops, with_remats
+from redeqx.transforms import FuseAttention, Measure, RematLoops, StackBlocks, with_remats
 
 L, B, N, H, D = 3, 4, 16, 2, 8
 # Rates at which a product is worth its bytes, and the bus copies all of a layer's values while it is computed.
@@ -128,15 +128,16 @@ def test_host_takes_what_the_bus_copies_in_time(chip, in_host):
 
 
 @pytest.mark.parametrize("budget, kept", [(4 * 2 * (ROWS * D + ATTENTION), 3), (0, 0)])
-def test_unrolled_blocks_follow_the_same_policy(budget, kept):
-    """One choice for all blocks of a run, as for a loop over them."""
+def test_equal_blocks_follow_the_same_policy(budget, kept):
+    """As one loop, before it is known what loops save."""
     weights, _, x = make_args()
     layers = [{name: w[i % L] for name, w in weights.items()} for i in range(4)]
     mesh, saved = make_mesh(1, 1, jax.devices()[:1]), []
     rule = RematLoops(f"{budget}B", Measure(mesh, CHIP, [P()] * 4 * len(SHAPES), has_host=False), by_value=True)
-    rules = [CheckpointBlocks([name for _ in layers for name in sorted(SHAPES)]), rule, FuseAttention()]
-    grad, plain = jax.grad(with_remats(unrolled, rules, saved)), jax.grad(transformed(unrolled, [FuseAttention()]))
-    flops = [matmul_flops(jax.make_jaxpr(fn)(layers, (), x).jaxpr)["float32"] for fn in (grad, plain)]
+    stacking, fusing = StackBlocks([name for _ in layers for name in sorted(SHAPES)]), FuseAttention()
+    grad = jax.grad(with_remats(unrolled, [stacking, rule, fusing], saved))
+    stacked, plain = (jax.grad(transformed(unrolled, rules)) for rules in ([stacking, fusing], [fusing]))
+    flops = [matmul_flops(jax.make_jaxpr(fn)(layers, (), x).jaxpr)["float32"] for fn in (grad, stacked)]
     assert len(saved) == 1 and saved[0].n == 4 and saved[0].carry == ROWS * D
     assert len(sizes(saved, "kept")) == kept and flops[0] > flops[1]
     np.testing.assert_allclose(saved[0].seconds_again, (flops[0] - flops[1]) / CHIP.float32, rtol=1e-2)
