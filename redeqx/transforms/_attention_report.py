@@ -50,11 +50,10 @@ def attentions(
 
     def visit(closed: Any, times: int) -> None:
         fused: set[Any] = set()
-        score_like, has_unfused = list[Any](), False
         for eqn, attention in find_attentions(body, closed.jaxpr.eqns):
             if isinstance(attention, str):
                 line = line_of(eqn)
-                found.unfused[line], has_unfused = attention, True
+                found.unfused[line] = attention
                 record_dense(f"the weights at {line}", n_bytes(eqn.outvars[0]))
             else:
                 record_fused(*attention.shapes(), attention.q.atom, line_of(attention.out[0]), times)
@@ -64,22 +63,9 @@ def attentions(
                 setting, kept = drop_known_mask(body, eqn)
                 record_fused(setting, [eqn.invars[i].aval for i in kept], eqn.invars[0], line_of(eqn), times)
             if eqn not in fused:
-                if _is_score_like(eqn):
-                    score_like.append(eqn)
                 inner_times = times * n_iterations(eqn)
                 for inner in all_inside(eqn):
                     visit(inner, inner_times)
-        if has_unfused:  # a softmax of this jaxpr explains the products
-            return
-        for eqn in score_like:
-            record_dense(f"the products at {line_of(eqn)}", n_bytes(eqn.outvars[0]))
 
     visit(closed, 1)
     return found
-
-
-def _is_score_like(eqn: Any) -> bool:
-    """Whether an equation is a batched product whose output is much larger than its operands, as scores are."""
-    if eqn.primitive.name != "dot_general" or not eqn.params["dimension_numbers"][1][0]:
-        return False
-    return eqn.outvars[0].aval.size > 4 * sum(operand.aval.size for operand in eqn.invars)

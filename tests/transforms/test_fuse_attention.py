@@ -712,7 +712,7 @@ def structs(*shapes, dtype=jnp.float32):
 
 
 def test_remaining_arrays_of_queries_by_keys_are_counted():
-    """cuDNN's bias, weights that are not fused, and products that look like scores."""
+    """cuDNN's bias, and weights that are not fused."""
     rows, split = (4, 2048, 4, 8), split_heads(make_mesh(2, 2))  # 4 shards of rows, 2 of heads
     half = structs(rows, rows, rows, dtype=jnp.bfloat16)
     segments = jnp.zeros((4, 2048), int)
@@ -733,14 +733,6 @@ def test_remaining_arrays_of_queries_by_keys_are_counted():
     capped = jax.make_jaxpr(UNFUSED["softcap"][0])(*structs(rows, rows, rows))
     ((origin, n_bytes),) = attentions(capped, "cpu", split).dense.items()
     assert origin.startswith("the weights at ") and "test_fuse_attention.py" in origin
-    assert n_bytes == 4 * 4 * 2048 * 2048 * 4 // 8
-
-    def by_sigmoid(q, k, v):
-        return jnp.einsum("bhts,bshd->bthd", jax.nn.sigmoid(jnp.einsum("bthd,bshd->bhts", q, k)), v)
-
-    found = attentions(jax.make_jaxpr(by_sigmoid)(*structs(rows, rows, rows)), "cpu", split)
-    ((origin, n_bytes),) = found.dense.items()
-    assert not found.fused and not found.unfused and origin.startswith("the products at ")
     assert n_bytes == 4 * 4 * 2048 * 2048 * 4 // 8
 
 
