@@ -14,7 +14,7 @@ from ._grouped import (
 )
 from ._grouped_lowering import GroupedSetting as GroupedSetting
 from ._offset import WithOffset as WithOffset
-from ._primitive import KERNELS as KERNELS, dense_bytes as dense_bytes, formula as formula, kernel_of as kernel_of
+from ._primitive import KERNELS as KERNELS, formula as formula, kernel_of as kernel_of
 from ._sequence import (
     backward_by_positions as backward_by_positions,
     constrain_positions as constrain_positions,

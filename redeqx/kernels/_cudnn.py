@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from ._dense import InBlocks, is_in_blocks
+from ._dense import InBlocks
 from ._offset import WithOffset
 from ._setting import AttentionSetting, Unsupported
 from ._shared import pad
@@ -168,12 +168,3 @@ def unsupported_reason(setting: AttentionSetting, q: Any, k: Any, v: Any, extras
     if bias is not None and (bias.shape[0] != 1 or "mask" in extras or "query_segments" in extras):
         return "it supports a bias only if all rows share it and there is no mask"
     return None
-
-
-def dense_bytes(setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any]) -> int:
-    """Returns the bytes of the bias made from a mask, segments and a bias; 0 if there are none, or in blocks."""
-    del v
-    if is_in_blocks(setting, q, k, 1 if setting.in_ring else setting.n_shards(1)):
-        return 0
-    bias = jax.eval_shape(_dense_bias, q, k, extras)
-    return 0 if bias is None else bias.size * bias.dtype.itemsize

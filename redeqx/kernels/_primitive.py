@@ -235,16 +235,11 @@ def _or_blockwise(fn: Callable[..., list[Any]], name: str, *operands: Any, setti
     return fn(_blockwise, *operands, setting=setting)
 
 
-def _kernel_shapes(kernel: Any, setting: AttentionSetting, operands: Sequence[Any]) -> Sequence[Any]:
-    """Returns the shapes of queries, keys and values as the kernel takes them, and of the optional operands by name."""
-    operands = operands[: 3 + len(setting.names)]
-    pairs = zip(_to_kernel(kernel, setting, operands), operands, strict=True)
-    return _split_operands(setting, [jax.eval_shape(convert, x) for convert, x in pairs])[:4]
-
-
 def _unsupported_reason(name: str, setting: AttentionSetting, operands: Sequence[Any]) -> str | None:
-    kernel = KERNELS[name]
-    return kernel.unsupported_reason(_resolve(kernel, setting, operands), *_kernel_shapes(kernel, setting, operands))
+    kernel, operands = KERNELS[name], operands[: 3 + len(setting.names)]
+    pairs = zip(_to_kernel(kernel, setting, operands), operands, strict=True)
+    q, k, v, extras, _ = _split_operands(setting, [jax.eval_shape(convert, x) for convert, x in pairs])
+    return kernel.unsupported_reason(_resolve(kernel, setting, operands), q, k, v, extras)
 
 
 def kernel_of(platform: str, setting: AttentionSetting, operands: Sequence[Any]) -> str:
@@ -255,14 +250,6 @@ def kernel_of(platform: str, setting: AttentionSetting, operands: Sequence[Any])
     if name == "XLA":
         return f"in blocks of queries{how}"
     return f"by {name}{how}" if reason is None else f"in blocks of queries{how}, not by {name}: {reason}"
-
-
-def dense_bytes(platform: str, setting: AttentionSetting, operands: Sequence[Any]) -> int:
-    """Returns the bytes of the array of one number per query and key that a platform's kernel takes; 0 if it takes none."""
-    name = _NAMES.get(platform)
-    if name != "cuDNN" or _unsupported_reason(name, setting, operands) is not None:
-        return 0
-    return _cudnn.dense_bytes(_resolve(_cudnn, setting, operands), *_kernel_shapes(_cudnn, setting, operands))
 
 
 def _register(primitive: Any, fn: Callable[..., list[Any]]) -> None:

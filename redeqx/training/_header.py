@@ -17,8 +17,6 @@ from ..steps import AS_GIVEN, Program, Task, TrainState, effective_specs, shard_
 from ..tracing import Trace, equations, or_as_written, shortened
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
 
-_LARGE = 2**30  # warn about arrays of queries x keys of more than this many bytes
-
 
 def header_rows(
     deployer: Deployer, task: Task, program: Program, state: TrainState, trace: Trace | None, precision: str
@@ -166,17 +164,11 @@ def _loop_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
 
 
 def _attention_rows(task: Task, mesh: Mesh, trace: Trace) -> dict[str, str]:
-    """Describes the attention in the loss; warns about large arrays of queries x keys that remain."""
+    """Describes the attention in the loss."""
     if not task.compute.fuse_attention:
         return {}
     inputs = inputs_of(trace) if mesh.shape[SEQUENCE] > 1 else None
-    fused, left, dense = attentions(trace.closed, mesh.devices.flat[0].platform, split_heads(mesh), inputs)
-    for what, n_bytes in dense.items():
-        if n_bytes > _LARGE:
-            warn(
-                f"attention: {what} take {n_bytes / 2**30:,.1f} GiB per device, one number for each query and key. Use "
-                "`redeqx.attention` with `causal`, `window` or `lengths` where these say the same, or shorter rows.",
-            )
+    fused, left = attentions(trace.closed, mesh.devices.flat[0].platform, split_heads(mesh), inputs)
     notes = [f"{n} fused ({what})" for what, n in fused.items()]
     notes += [f"as written at {shortened(line) or 'an unknown line'}: {reason}" for line, reason in left.items()]
     return {"attention": "; ".join(notes)} if notes else {}
