@@ -111,7 +111,7 @@ class Compute:
         would undo, or if weights are gathered layer by layer, which XLA would then do for several layers at once."""
         device = mesh.devices.flat[0]
         is_gathered = any(mesh.shape[axis] > 1 for axis in STORAGE_AXES)
-        if not self.unroll or device.platform not in ("cuda", "gpu") or self._recomputes_products or is_gathered:
+        if not self.unroll or device.platform not in ("cuda", "gpu") or self.recomputes_products or is_gathered:
             return None
         chip = chip_of_kind(device.device_kind)
         return None if chip is None else UnrollLoops(chip, mesh.size)
@@ -121,10 +121,11 @@ class Compute:
         recomputation in loops saves memory, and compilation takes longest, and where products are recomputed."""
         if self.stack_blocks is not None:
             return self.stack_blocks
-        return mesh.devices.flat[0].platform != "cpu" or self._recomputes_products
+        return mesh.devices.flat[0].platform != "cpu" or self.recomputes_products
 
     @property
-    def _recomputes_products(self) -> bool:
+    def recomputes_products(self) -> bool:
+        """Whether the backward pass computes products of loops again."""
         return self.remat_level not in ("none", "matmuls")
 
     def splits_residual_on(self, mesh: Mesh) -> bool:
@@ -145,5 +146,5 @@ class Compute:
         To start an all-gather an iteration early, XLA also repeats what it depends on. For a recomputed residual stream that
         is the sum after attention: 1.18 times the bytes instead of 1.10, and 2.6 GiB of temporaries instead of 2.0 (8
         layers of LLaMA 3 8B's size, compiled for 8 H100 by jax 0.10.2; 2026-11-26)."""
-        is_recomputed = self._recomputes_products and self.splits_residual_on(mesh)
+        is_recomputed = self.recomputes_products and self.splits_residual_on(mesh)
         return ("xla_gpu_pipeline_all_gather",) if is_recomputed else ()

@@ -149,13 +149,16 @@ def warn_of_means(use: RowUse) -> None:
 
 
 def _loop_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
-    """Describes equal blocks that are computed as one loop, and unrolled loops."""
-    mesh, closed, notes = plan.mesh, trace.closed, []
-    if task.compute.stacks_on(mesh) and task.grad_fn is None:
+    """Describes equal blocks that are computed as one loop, or not although only loops recompute, and unrolled loops."""
+    mesh, closed, notes, stacks = plan.mesh, trace.closed, [], task.compute.stacks_on(plan.mesh)
+    if (stacks or task.compute.recomputes_products) and task.grad_fn is None:
         stacking = StackBlocks([effective_specs(plan, name) for name in trace.names])
+        how = "as one" if stacks else "recompute nothing, with `stack_blocks=False`"
         for n, line in stacking.found(closed):
-            notes.append(f"{n} equal blocks as one (from {shortened(line) or 'an unknown line'})")
-        closed = stacking.rewritten(closed)
+            notes.append(f"{n} equal blocks {how} (from {shortened(line) or 'an unknown line'})")
+        closed = stacking.rewritten(closed) if stacks else closed
+        if not notes and not any(eqn.primitive.name == "scan" for eqn in equations(closed)):
+            notes += ["none, so nothing is recomputed"] if task.compute.recomputes_products else []
     unrolling = task.compute.unroll_on(mesh)
     if unrolling is not None:
         n = sum(unrolling.claims(eqn) for eqn in equations(closed))

@@ -431,3 +431,24 @@ def test_alternating_splits_separate_blocks_only_where_the_axis_splits(n_model, 
     )
     trainer.update(np.ones((16, 8), np.float32))
     assert ("4 equal blocks as one" in capsys.readouterr().out) is stacked
+
+
+RECOMPUTED = [
+    (4, None, "4 equal blocks as one"),
+    (4, False, "4 equal blocks recompute nothing"),
+    (3, None, "nothing is recomputed"),
+]
+
+
+@pytest.mark.parametrize(("n", "stack_blocks", "said"), RECOMPUTED)
+def test_it_is_said_whether_layers_are_recomputed(n, stack_blocks, said, capsys):
+    trainer = redeqx.Trainer(
+        redeqx.Deployer(),
+        model=Residual(n, jax.random.key(0)),
+        optimizer=optax.sgd(0.1),
+        collate_fn=np.stack,
+        loss_fn=lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2),
+        compute=redeqx.Compute(remat="full", stack_blocks=stack_blocks),
+    )
+    trainer.update(np.ones((16, 8), np.float32))
+    assert said in " ".join(capsys.readouterr().out.split())
