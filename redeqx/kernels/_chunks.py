@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from ..machine import axes_of
 from ._setting import QUERY_DIMS, AttentionSetting
@@ -94,43 +94,25 @@ class Chunk:
         return map_queries(out, self.queries)
 
 
-@dataclass(frozen=True)
 class Layout:
-    """How an attention is computed over the devices that split its positions.
+    """How an attention is computed over the devices that split its positions; the number of queries must divide."""
 
-    **Arguments:**
-
-    - `setting`: that of one device.
-    - `axis`: the mesh axis, or axes, that split positions.
-    - `n`: the number of devices along it.
-    - `n_queries`, `n_keys`: those of all devices.
-    - `is_zigzag`: whether each device computes two chunks.
-    - `halo`: the keys that a device reads of those before and after it; None if it gathers all keys.
-    - `queries`, `keys`, `log_sums`, `extras`: the specs of the operands. Optional operands are whole along keys.
-    """
-
-    setting: AttentionSetting
-    mesh: Mesh | AbstractMesh
-    axis: Any
-    n: int
-    n_queries: int
-    n_keys: int
-    is_zigzag: bool
-    halo: tuple[int, int] | None
-    queries: P
-    keys: P
-    log_sums: P
-    extras: dict[str, P]
-
-    @classmethod
-    def of(cls, setting: AttentionSetting, q: Any, k: Any, extras: Operands) -> "Layout":
-        """Returns the layout of operands of these shapes; the number of queries must divide."""
+    def __init__(self, setting: AttentionSetting, q: Any, k: Any, extras: Operands):
         assert setting.split is not None
         rows, heads = setting.mesh_axes(q, k)
         if setting.dropout:  # a device draws which weights to drop for all heads
             heads = None
-        axis, n = setting.split.spec[1], setting.n_shards(1)
-        n_queries, n_keys = q.shape[1], k.shape[1]
+        self.setting, self.mesh = replace(setting, split=None), setting.split.mesh  # the setting of one device
+        self.axis, self.n = setting.split.spec[1], setting.n_shards(1)  # what splits positions, and into how many parts
+        self.n_queries, self.n_keys = q.shape[1], k.shape[1]  # of all devices
+        axis, n_own = self.axis, self.n_queries // self.n
+        # Whether each device computes two chunks. They have an even size, which cuDNN needs.
+        self.is_zigzag = setting.causal and setting.window is None and not setting.dropout and n_own % 4 == 0
+        # The keys that a device reads of those before and after it; None if it gathers all keys.
+        self.halo = halo(setting, n_own, self.n_keys)
+        # The specs of the operands. Optional operands are whole along keys.
+        self.queries, self.log_sums = P(rows, axis, heads, None), P(rows, heads, axis)
+        self.keys = P(rows, axis if self.n_keys % self.n == 0 else None, heads, None)
 
         def spec_of(name: str, x: Any) -> P:
             row = rows if x.shape[0] > 1 else None
@@ -138,21 +120,7 @@ class Layout:
                 return P(row, heads if x.shape[1] > 1 else None, axis if x.shape[2] > 1 else None, None)
             return P(row, axis) if name == "query_segments" else P(row)
 
-        return cls(
-            setting=replace(setting, split=None),
-            mesh=setting.split.mesh,
-            axis=axis,
-            n=n,
-            n_queries=n_queries,
-            n_keys=n_keys,
-            # Chunks have an even size, which cuDNN needs.
-            is_zigzag=setting.causal and setting.window is None and not setting.dropout and n_queries // n % 4 == 0,
-            halo=halo(setting, n_queries // n, n_keys),
-            queries=P(rows, axis, heads, None),
-            keys=P(rows, axis if n_keys % n == 0 else None, heads, None),
-            log_sums=P(rows, heads, axis),
-            extras={name: spec_of(name, x) for name, x in extras.items()},
-        )
+        self.extras = {name: spec_of(name, x) for name, x in extras.items()}
 
     def axes_without(self, spec: P) -> tuple[str, ...]:
         """Returns the mesh axes that split queries, but not an array of this spec."""

@@ -45,6 +45,13 @@ def _n_bytes(setting: AttentionSetting, q: Any, n_queries: int, n_keys: int) -> 
     return n_rows * n_queries * n_keys * q.dtype.itemsize
 
 
+def _block_size(setting: AttentionSetting, q: Any) -> int:
+    size = LARGEST_BLOCK
+    while _n_bytes(setting, q, size, size) > OF_BLOCK and size > 2:
+        size //= 2
+    return size
+
+
 def span(segments: Any) -> tuple[Any, Any]:
     """Returns the least and the largest segment of each block `[..., t]`."""
     return jnp.min(segments, -1), jnp.max(segments, -1)
@@ -71,7 +78,7 @@ class InBlocks:
         """Same as `_blockwise.forward`."""
         if not is_in_blocks(setting, q, k):
             return self.attend(setting, q, k, v, extras)
-        blocks, dtype = _Blocks.of(setting, q, k, extras), at_least_float32(q.dtype)
+        blocks, dtype = _Blocks(setting, q, k, extras), at_least_float32(q.dtype)
         queries, keys = blocks.stacked(q), [blocks.stacked(x) for x in (k, v)]
 
         def add(done: Any, mask: Any, q: Any, k: Any, v: Any) -> Any:
@@ -100,7 +107,7 @@ class InBlocks:
         """Same as `_blockwise.backward`."""
         if not is_in_blocks(setting, q, k):
             return self.differentiate(setting, q, k, v, extras, out, log_sum, g)
-        blocks, dtype = _Blocks.of(setting, q, k, extras), at_least_float32(q.dtype)
+        blocks, dtype = _Blocks(setting, q, k, extras), at_least_float32(q.dtype)
         d_mean = gradient_of_mean(lacks_keys(log_sum), g, k.shape[2]) / k.shape[1]
         log_sum = jnp.where(log_sum <= MASK_VALUE / 2, 0, log_sum)  # of a query without keys: all its weights are then 0
         keys = [blocks.stacked(x) for x in (k, v)]
@@ -122,34 +129,17 @@ class InBlocks:
         return [x.astype(like.dtype) for x, like in zip((dq, dk, dv + d_mean), (q, k, v), strict=True)]
 
 
-@dataclass(frozen=True)
 class _Blocks:
-    """Blocks of queries and of keys.
+    """Blocks of queries and of keys."""
 
-    **Arguments:**
-
-    - `setting`: that of a pair of blocks, whose mask says which keys are attended to.
-    - `whole`: that of all queries and keys.
-    - `size`: the number of queries, and of keys, of a block.
-    - `lengths`: the number of keys that are attended to, an integer or `[B]`.
-    - `segments`: those of the blocks of queries, and of keys, `[n, B or 1, size]`.
-    - `pairs`: a block of queries, a block of keys, and whether they may have a common segment, of all pairs of which the
-        causal mask and the window leave some.
-    """
-
-    setting: AttentionSetting
-    whole: AttentionSetting
-    size: int
-    lengths: Any
-    segments: tuple[Any, Any] = ((), ())
-    pairs: tuple[Any, Any, Any] = ((), (), ())
-
-    @classmethod
-    def of(cls, setting: AttentionSetting, q: Any, k: Any, extras: Operands) -> "_Blocks":
-        size, n_queries, n_keys = LARGEST_BLOCK, q.shape[1], k.shape[1]
-        while _n_bytes(setting, q, size, size) > OF_BLOCK and size > 2:
-            size //= 2
-        pairs = []
+    def __init__(self, setting: AttentionSetting, q: Any, k: Any, extras: Operands):
+        self.whole, n_queries, n_keys = setting, q.shape[1], k.shape[1]
+        # Of a pair of blocks, whose mask says which keys are attended to.
+        self.setting = replace(setting, causal=False, window=None, offset=0, names=("mask",))
+        self.size = size = _block_size(setting, q)  # the number of queries, and of keys, of a block
+        # The number of keys that are attended to.
+        self.lengths = jnp.minimum(extras["lengths"], n_keys)[:, None, None, None] if "lengths" in extras else n_keys
+        pairs = []  # all but those that the causal mask and the window leave
         for i, j in np.ndindex(-(-n_queries // size), -(-n_keys // size)):
             start = setting.offset + i * size  # of the queries among the keys
             is_after = setting.causal and j * size >= start + size
@@ -158,13 +148,11 @@ class _Blocks:
                 is_after = is_after or (j + 1) * size <= start - setting.window + 1
             if not is_after:
                 pairs.append((i, j))
-        plain = replace(setting, causal=False, window=None, offset=0, names=("mask",))
-        lengths = jnp.minimum(extras["lengths"], n_keys)[:, None, None, None] if "lengths" in extras else n_keys
-        blocks = cls(plain, setting, size, lengths)
-        segments = tuple(blocks.stacked(_whole(setting, extras[name])) for name in ("query_segments", "key_segments"))
+        # The segments of the blocks of queries, and of keys, `[n, B or 1, size]`.
+        self.segments = [self.stacked(_whole(setting, extras[name])) for name in ("query_segments", "key_segments")]
         i, j = np.array(pairs, np.int32).reshape(-1, 2).T
-        meet = may_meet(*(tuple(each[at] for each in span(x)) for x, at in zip(segments, (i, j), strict=True)))
-        return replace(blocks, segments=segments, pairs=(i, j, meet))
+        meet = may_meet(*(tuple(each[at] for each in span(x)) for x, at in zip(self.segments, (i, j), strict=True)))
+        self.pairs = i, j, meet  # a block of queries, a block of keys, and whether they may have a common segment
 
     def stacked(self, x: Any, dim: int = 1) -> Any:
         """Returns the blocks of an array along a dim as one array; the last one is padded."""

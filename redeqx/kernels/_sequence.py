@@ -179,7 +179,7 @@ def forward_by_positions(
     """Same as `_blockwise.forward`, by any kernel, over split positions."""
     n_queries = q.shape[1]
     q, extras = _pad(setting, q, 1), map_queries(extras, partial(_pad, setting))
-    layout = Layout.of(setting, q, k, extras)
+    layout = Layout(setting, q, k, extras)
 
     def attend(q: Any, k: Any, v: Any, extras: Operands) -> tuple[Any, Any]:
         k, v = layout.fetch_keys(k), layout.fetch_keys(v)
@@ -216,7 +216,7 @@ def backward_by_positions(
     n_queries = q.shape[1]
     q, out, log_sum, g = (_pad(setting, x, dim) for x, dim in ((q, 1), (out, 1), (log_sum, 2), (g, 1)))
     extras = map_queries(extras, partial(_pad, setting))
-    layout = Layout.of(setting, q, k, extras)
+    layout = Layout(setting, q, k, extras)
     has_bias = "bias" in extras
     bias_is_shared = has_bias and extras["bias"].shape[2] == 1  # by all queries
 
