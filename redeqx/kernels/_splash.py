@@ -9,7 +9,7 @@ Source: the forward and the backward pass of `jax.experimental.pallas.ops.tpu.sp
 
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -78,50 +78,38 @@ def forward(
 
     - `interpret`: whether to interpret the kernel, which works on any platform.
     """
-    on_device = partial(_forward_on_device, setting, interpret)
+
+    def on_device(q: Any, k: Any, v: Any, segments: Any) -> tuple[Any, Any]:
+        out, (log_sum,) = jax.vmap(_kernel(setting, q, k, interpret))(*_prepare(setting, q, k, v), segments)
+        n_queries = q.shape[1]
+        return jnp.swapaxes(out, 1, 2)[:, :n_queries], log_sum[:, :, :n_queries]
+
     return _on_each_device(setting, on_device, q, k, v, _segments(q, k, extras))
 
 
 def backward(
-    setting: AttentionSetting,
-    q: Any,
-    k: Any,
-    v: Any,
-    extras: dict[str, Any],
-    out: Any,
-    log_sum: Any,
-    g: Any,
-    interpret: bool = False,
+    setting: AttentionSetting, q: Any, k: Any, v: Any, extras: dict[str, Any], *results: Any, interpret: bool = False
 ) -> list[Any]:
     """Same as `_blockwise.backward`."""
-    on_device = partial(_backward_on_device, setting, interpret)
-    return list(_on_each_device(setting, on_device, q, k, v, _segments(q, k, extras), out, log_sum, g))
+
+    def on_device(q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, g: Any) -> tuple[Any, ...]:
+        kernel = _kernel(setting, q, k, interpret)
+        static = {**kernel.kwargs, "save_residuals": False}
+
+        def row_backward(q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, g: Any) -> Any:
+            residuals = q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info
+            return _library()[0]._splash_attention_bwd(**static, res=residuals, do=g)[3:6]
+
+        outputs = _heads_first(out), pad(log_sum, 2, LANES), _heads_first(g.astype(q.dtype))
+        operands: Any = (*_prepare(setting, q, k, v), segments, *outputs)
+        dq, dk, dv = jax.vmap(row_backward)(*operands)
+        dq = dq.astype(jnp.float32) * setting.scale
+        return tuple(jnp.swapaxes(dx, 1, 2)[:, : x.shape[1]].astype(x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v)))
+
+    return list(_on_each_device(setting, on_device, q, k, v, _segments(q, k, extras), *results))
 
 
 # --- on one device ----------------------------------------------------------------------------------------------------
-
-
-def _forward_on_device(setting: AttentionSetting, interpret: bool, q: Any, k: Any, v: Any, segments: Any) -> Any:
-    out, (log_sum,) = jax.vmap(_kernel(setting, q, k, interpret))(*_prepare(setting, q, k, v), segments)
-    n_queries = q.shape[1]
-    return jnp.swapaxes(out, 1, 2)[:, :n_queries], log_sum[:, :, :n_queries]
-
-
-def _backward_on_device(
-    setting: AttentionSetting, interpret: bool, q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, g: Any
-) -> Any:
-    kernel = _kernel(setting, q, k, interpret)
-    static = {**kernel.kwargs, "save_residuals": False}
-
-    def row_backward(q: Any, k: Any, v: Any, segments: Any, out: Any, log_sum: Any, g: Any) -> Any:
-        residuals = q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info
-        return _library()[0]._splash_attention_bwd(**static, res=residuals, do=g)[3:6]
-
-    outputs = _heads_first(out), pad(log_sum, 2, LANES), _heads_first(g.astype(q.dtype))
-    operands: Any = (*_prepare(setting, q, k, v), segments, *outputs)
-    dq, dk, dv = jax.vmap(row_backward)(*operands)
-    dq = dq.astype(jnp.float32) * setting.scale
-    return tuple(jnp.swapaxes(dx, 1, 2)[:, : x.shape[1]].astype(x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v)))
 
 
 def _kernel(setting: AttentionSetting, q: Any, k: Any, interpret: bool) -> Any:

@@ -102,7 +102,10 @@ class _Weight(Tag):
 
     def release(self, value: Any) -> Any:
         """Gathers the weight. The transpose sums the gradient over the batch's shards, and that of `begin` slices it."""
-        return viewed(self.pending, self.gathered(value) if self.stored_in is None else self.gathered_narrowly(value))
+        if self.stored_in is None:
+            return viewed(self.pending, self.gathered(value))
+        # The casts, which lose nothing, have no part in the derivative.
+        return self.gathered_with(value, lambda gradient: self.shardings.constrain(gradient, self.shardings.compute))
 
     def gathered(self, value: Any) -> Any:
         """Returns the value, constrained to the compute sharding in the narrowest dtype that holds it."""
@@ -113,10 +116,9 @@ class _Weight(Tag):
             narrow = of.constrain(value.astype(self.stored_in), of.storage)  # else XLA might gather before the cast
             return of.constrain(narrow, of.compute).astype(value.dtype)
 
-    def gathered_narrowly(self, value: Any) -> Any:
-        """Returns the value as `gathered` does. The casts, which lose nothing, have no part in its derivative."""
-        of = self.shardings
-        return with_gradient(self.gathered, lambda gradient: of.constrain(gradient, of.compute))(value)
+    def gathered_with(self, value: Any, of_gradient: Callable[[Any], Any]) -> Any:
+        """Returns the gathered value after the pending views. The gather's derivative is another function."""
+        return viewed(self.pending, with_gradient(self.gathered, of_gradient)(value))
 
     def materialized(self, value: Any) -> Tagged:
         """Applies the pending views, as needed to pass the weight into an equation's inner jaxpr."""
@@ -232,7 +234,7 @@ class _Gradients:
         def store(gradient: Any) -> Any:
             return of.constrain(gradient, of.storage) if of.name in self.summed else of.store(gradient)
 
-        return viewed(tag.pending, with_gradient(tag.gathered, store)(weight.value))
+        return tag.gathered_with(weight.value, store)
 
 
 _gradients: ContextVar[_Gradients | None] = ContextVar("the gradients of the equation that is differentiated", default=None)
@@ -285,8 +287,7 @@ def gather_without_derivative(value: Any) -> tuple[Any, Callable[[Any], Any]]:
     if not _is_weight(value):
         return plain(value), lambda gradient: gradient
     weight: _Weight = value.tag
-    gathered = with_gradient(weight.gathered, lambda gradient: gradient)(value.value)
-    return viewed(weight.pending, gathered), (weight.of_view or weight.shardings).store
+    return weight.gathered_with(value.value, lambda gradient: gradient), (weight.of_view or weight.shardings).store
 
 
 def _compute_with_weights(eqn: Any, ins: Sequence[Any], weights: Sequence[_Weight], site: Site) -> Sequence[Any]:

@@ -83,15 +83,13 @@ class RematLoops(Rule):
     saved: Sequence[Loop] = ()
 
     def of(self, closed: Any) -> Rule | None:
-        return _EachLoop(partial(_saving, iter(self.saved))) if self.by_value else self
+        return _RematLoops(partial(_saving, iter(self.saved)) if self.by_value else self._at_level)
 
-    def claims(self, eqn: Any) -> bool:
-        return is_scan_without_remat(eqn)
-
-    def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any] | None:
+    def _at_level(self, eqn: Any, site: Site) -> Callable[..., Any]:
+        del site
         policies = {"matmuls": is_product, "full": None, "offload": _Policy(in_host=frozenset([_CARRY]))}
         moved = _carries(eqn) if self.level == "offload" else ()
-        return site.enter(eqn, ins, remat=partial(_checkpointed, policy=policies[self.level], moved=moved))
+        return partial(_checkpointed, policy=policies[self.level], moved=moved)
 
 
 def with_remats(fn: Callable[..., Any], rules: Sequence[Rule], saved: list[Loop] | None) -> Callable[..., Any]:
@@ -110,7 +108,7 @@ def with_remats(fn: Callable[..., Any], rules: Sequence[Rule], saved: list[Loop]
         specs = [None] * len(jax.tree.leaves(state)) + [P(BATCH_AXES, SEQUENCE)] * len(jax.tree.leaves(batch))
         specs = [*measure.specs, *specs, *[None] * len(jax.tree.leaves(rest))]
         noted = list[Loop]()
-        noting = _EachLoop(_noting(replace(measure, specs=specs), noted))
+        noting = _RematLoops(_noting(replace(measure, specs=specs), noted))
         under = [noting if rule is own else rule for rule in rules]
         jax.eval_shape(lambda *flat: interpret(traced, flat, under), *shapes_in(traced))
         chosen = saved_at(noted, own.level, measure.chip, has_host=measure.has_host) or ()
@@ -147,7 +145,7 @@ def _carries(scan: Any) -> range:
 
 
 @dataclass(frozen=True, eq=False)
-class _EachLoop(Rule):
+class _RematLoops(Rule):
     """Computes each scan in a remat, which a function of its equation and its site returns."""
 
     remat_of: Callable[[Any, Site], Callable[..., Any]]
