@@ -17,7 +17,7 @@ class Member:
     - `bind`: the address that process 0 listens on; `""` for all of its addresses.
     - `local_devices`: the indices of this host's devices that belong to this process; None for all.
     - `coordinator`: `host:port` that JAX's coordinator listens on; `""` for `bind` and `port`.
-    - `token`: a secret that only the processes of this run know, if the launcher lets them share one, else `""`.
+    - `token`: a secret that only the processes of this run know, if they can share one, else `""`.
     - `source`: the launcher that gave these numbers, for errors; `""` for arguments.
     """
 

@@ -18,7 +18,6 @@ from typing import Any
 from ..errors import check_count
 from ._addresses import Member, interface, unknown_host
 from ._links import START
-from ._secrets import job_token
 
 PORT = 55527  # process 0's default port; JAX's own detection uses the same on Kubernetes
 _PROCESSES, _PROCESS_ID, _HOST0 = "REDEQX_PROCESSES", "REDEQX_PROCESS_ID", "REDEQX_HOST0"
@@ -99,8 +98,8 @@ class Launcher:
     index: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()  # further variables, first the one with the address of process 0
     local: str = ""  # the index of the device that is this process's; "" for all devices
-    # Returns the address and the port of process 0, and a token; by default they are in JAX's own variables.
-    where: Callable[[], tuple[str, int, str]] = lambda: ("", PORT, "")
+    # Returns the address and the port of process 0; by default they are in JAX's own variables.
+    where: Callable[[], tuple[str, int]] = lambda: ("", PORT)
     detect: Callable[[], Member | None] | None = None  # replaces all of these for a launcher without such variables
     only_with: str = ""  # the variable without which the others mean nothing
     is_shared: bool = False  # other programs set such variables too: a text as a number, or index 0 alone, means nothing
@@ -131,8 +130,7 @@ class Launcher:
                 raise _Missing(variable)
         if index is None:
             raise _Missing(self.index[0])
-        host, port, token = self.where()
-        return _member(_number(name), _number(index), host, port, self, token)
+        return _member(_number(name), _number(index), *self.where(), self)
 
 
 def _detect() -> Member | None:
@@ -159,7 +157,7 @@ def _detect() -> Member | None:
     return None
 
 
-def _member(n: int, index: int, host: str, port: int, launcher: Launcher | None = None, token: str = "") -> Member:
+def _member(n: int, index: int, host: str, port: int, launcher: Launcher | None = None) -> Member:
     """Returns a launcher's place. JAX's own variables replace its address, unless `redeqx launch` or JAX itself gave it."""
     given, coordinator = os.environ.get(_JAX_HOST0, ""), os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "")
     if launcher not in (None, LAUNCHERS[0]):
@@ -175,7 +173,7 @@ def _member(n: int, index: int, host: str, port: int, launcher: Launcher | None 
     local = "" if launcher is None else launcher.local
     has_host = local == "LOCAL_RANK" and os.environ.get("LOCAL_WORLD_SIZE") == "1"  # torchrun, one process a host
     devices = (_number(local),) if os.environ.get(local) and not has_host else None
-    return Member(n, index, host, port, bind, devices, coordinator, token)
+    return Member(n, index, host, port, bind, devices, coordinator)
 
 
 def _given(*names: str) -> str | None:
@@ -198,46 +196,39 @@ def _port(number: int, *, avoid: int = 0) -> int:
 # --- where process 0 is ------------------------------------------------------------------------------------------------
 
 
-def _redeqx() -> tuple[str, int, str]:
+def _redeqx() -> tuple[str, int]:
     host, _, port = os.environ[_HOST0].rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"`{_HOST0}`: expected `host:port` in the environment, got {os.environ[_HOST0]!r}. Set it.")
-    return host.strip("[]"), int(port), ""
+    return host.strip("[]"), int(port)
 
 
-def _torchrun() -> tuple[str, int, str]:
-    port = _port(_number("MASTER_PORT"), avoid=_number("MASTER_PORT"))  # torchrun's own store listens on the master's port
-    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    job = f"torchrun {os.environ.get('TORCHELASTIC_RUN_ID', 'none')} {port}"
-    return os.environ["MASTER_ADDR"], port, job_token(job, is_one_host=is_one_host)
+def _torchrun() -> tuple[str, int]:
+    # torchrun's own store listens on the master's port
+    return os.environ["MASTER_ADDR"], _port(_number("MASTER_PORT"), avoid=_number("MASTER_PORT"))
 
 
-def _open_mpi() -> tuple[str, int, str]:
+def _open_mpi() -> tuple[str, int]:
     """`mpirun` of Open MPI 4, which gives the address of its own host, and 5, whose name is in the namespace of its job."""
-    is_one_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["OMPI_COMM_WORLD_SIZE"]
-    uri, key = (os.environ.get(f"OMPI_MCA_orte_{name}") for name in ("hnp_uri", "precondition_transports"))
-    namespace = os.environ.get("PMIX_NAMESPACE", "")
-    # `key` is a random number of the job, for networks of Open MPI 4.
-    token = key or job_token(f"mpirun {namespace}", is_one_host=is_one_host)
-    if uri is not None:
+    uri, namespace = (os.environ.get(name, "") for name in ("OMPI_MCA_orte_hnp_uri", "PMIX_NAMESPACE"))
+    if uri:
         # 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, or tcp6://[fe80::1,fe80::2]:43370. Job ids are multiples of 2^12.
         found = re.search(r"tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]]", uri)
         if found is None:
             raise _Missing("OMPI_MCA_orte_hnp_uri")
-        return found[1] or found[2], _port(int(uri.split(".")[0]) // 2**12), token
+        return found[1] or found[2], _port(int(uri.split(".")[0]) // 2**12)
     if (found := re.fullmatch(r"\w+-(?P<host>.+)-(?P<pid>\d+)@\d+", namespace)) is not None:  # prterun-HOST-PID@1
-        return "127.0.0.1" if is_one_host else found["host"], _port(int(found["pid"])), token
+        is_one_host = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["OMPI_COMM_WORLD_SIZE"]
+        return "127.0.0.1" if is_one_host else found["host"], _port(int(found["pid"]))
     if not os.environ.get(_JAX_HOST0):
         raise _Missing("PMIX_NAMESPACE")
-    return "", PORT, token
+    return "", PORT
 
 
-def _slurm() -> tuple[str, int, str]:
+def _slurm() -> tuple[str, int]:
     # node001; node001,host2; node[001-015],host2; node[001,007-015],host2
     host = re.sub(r"\[([^],-]+).*", r"\1", re.split(r",(?![^[]*])", os.environ["SLURM_STEP_NODELIST"])[0])
-    job = f"slurm {os.environ['SLURM_JOB_ID']} {os.environ.get('SLURM_STEP_ID', '')}"
-    token = job_token(job, is_one_host=os.environ.get("SLURM_STEP_NUM_NODES") == "1")
-    return host, _port(_number("SLURM_JOB_ID")), token
+    return host, _port(_number("SLURM_JOB_ID"))
 
 
 # --- launchers without variables of their own --------------------------------------------------------------------------
@@ -309,7 +300,7 @@ LAUNCHERS = (
     # MPICH and Intel MPI do not say where process 0 is.
     Launcher("mpirun of MPICH", _MPI_REMEDY, ("PMI_SIZE",), ("PMI_RANK",), (_JAX_HOST0,), "MPI_LOCALRANKID", is_shared=True),
     Launcher("SkyPilot", "Run the script in `run:` of a SkyPilot task", ("SKYPILOT_NUM_NODES",), ("SKYPILOT_NODE_RANK",),
-             ("SKYPILOT_NODE_IPS",), where=lambda: (os.environ["SKYPILOT_NODE_IPS"].split()[0], PORT, "")),
+             ("SKYPILOT_NODE_IPS",), where=lambda: (os.environ["SKYPILOT_NODE_IPS"].split()[0], PORT)),
     Launcher("SLURM", "Start the script with `srun python ...`, which starts every task",
              ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_JOB_NUM_NODES"), ("SLURM_PROCID",),
              ("SLURM_STEP_NODELIST", "SLURM_LOCALID"), "SLURM_LOCALID", _slurm, only_with="SLURM_JOB_ID", is_shared=True),

@@ -5,8 +5,8 @@ They form a star: process 0, the coordinator, accepts a connection from each oth
 coordinator's address and this process's index; `_peers` sends messages over the connections later.
 
 Any host that reaches the port can connect. A connection is accepted only if it sends a short greeting within a few seconds,
-during which others are served too; any other connection is closed. If the processes share a token (`REDEQX_TOKEN`, or one
-that their launcher lets them derive), the greeting must contain it; without one, anybody who knows this format can join.
+during which others are served too; any other connection is closed. If the processes share a token (`REDEQX_TOKEN`), the
+greeting must contain it; without one, anybody who knows this format can join.
 """
 
 import contextlib

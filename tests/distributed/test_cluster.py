@@ -22,12 +22,11 @@ LAUNCHERS += ("RANK", "WORLD_SIZE", "JAX_COORDINATOR", "JAX_PROCESS", "JAX_NUM_P
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch, tmp_path):
-    """Hides any launcher that started the tests, and the secret of the user."""
+def no_launcher(monkeypatch):
+    """Hides any launcher that started the tests."""
     for name in list(os.environ):
         if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
 
 
 def setenv(monkeypatch, **environment):
@@ -36,9 +35,9 @@ def setenv(monkeypatch, **environment):
 
 
 def found(**arguments):
-    """The place that the environment gives, without its token and source."""
+    """The place that the environment gives, without its source."""
     place = find_member(**arguments)
-    return place and replace(place, token="", source="")
+    return place and replace(place, source="")
 
 
 def error_message(**arguments):
@@ -462,38 +461,6 @@ def test_pod_of_an_indexed_job_without_jax_k8s_is_refused(monkeypatch):
     monkeypatch.setattr(ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: (None, None, None, None))
     setenv(monkeypatch, KUBERNETES_SERVICE_HOST="10.0.0.1", JOB_COMPLETION_INDEX="0")
     assert re.match(r"`REDEQX_PROCESSES`: expected .+ Kubernetes started, got none\. Install `jax\[k8s\]`", error_message())
-
-
-# --- tokens ----------------------------------------------------------------------------------------------------------
-
-
-def test_processes_of_a_job_share_a_token_that_strangers_do_not_know(monkeypatch, tmp_path):
-    setenv(monkeypatch, **STEP, SLURM_STEP_NUM_NODES="1", SLURM_STEP_ID="0")
-    token = find_member().token
-    setenv(monkeypatch, SLURM_PROCID="2")
-    assert find_member().token == token and len(token) == 64
-    monkeypatch.setenv("SLURM_JOB_ID", "5001")
-    assert find_member().token not in (token, "")
-    secret = tmp_path / ".config/redeqx/secret"
-    assert secret.stat().st_mode & 0o777 == 0o600 and [*secret.parent.iterdir()] == [secret]
-    monkeypatch.setenv("HOME", str(tmp_path / "other"))
-    monkeypatch.setenv("SLURM_JOB_ID", "5000")
-    assert find_member().token not in (token, "")  # another user's
-
-
-def test_no_token_where_processes_cannot_share_a_secret(monkeypatch, tmp_path):
-    setenv(monkeypatch, **STEP, SLURM_STEP_NUM_NODES="2")
-    assert find_member().token == ""  # the home folder is on a local disk
-    monkeypatch.setattr("redeqx.distributed._secrets._file_system", lambda _: "nfs4")
-    token = find_member().token
-    assert len(token) == 64
-    (tmp_path / ".config/redeqx/secret").chmod(0o644)
-    assert find_member().token == ""  # others can read it
-
-
-def test_open_mpi_4_has_a_random_key(monkeypatch):
-    setenv(monkeypatch, **MPI_4, OMPI_MCA_orte_precondition_transports="b4bd9d14621141f0-a74f14eb56b5a6f2")
-    assert find_member().token == "b4bd9d14621141f0-a74f14eb56b5a6f2"
 
 
 # --- JAX started by the script ---------------------------------------------------------------------------------------
