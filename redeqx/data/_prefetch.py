@@ -2,55 +2,14 @@
 `drawn_ahead` draws them in the reader's own."""
 
 import collections
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, ClassVar
 
-
-class _Buffer:
-    """The items that a thread has prepared and its reader has not yet taken."""
-
-    def __init__(self, items: Iterator[Any], depth: int):
-        self.items: Iterator[Any] | None = items
-        self.depth = depth
-        self.ready: collections.deque[Any] = collections.deque()
-        self.is_done = False  # no more items are prepared
-        self.error: BaseException | None = None  # raised after the items that are ready
-        self.change = threading.Condition()
-
-    def prepare(self) -> None:
-        """Prepares one item, in the thread that reads."""
-        if self.items is not None and not self.ready:
-            try:
-                self.ready.append(next(self.items))
-            except StopIteration:
-                self.is_done = True
-
-    def fill(self) -> None:
-        """Prepares items, at most `depth` ahead, until the last one, an error, or `is_done`."""
-        items, self.items = self.items, None
-        if items is None:  # closed before the thread began
-            return
-        error = None
-        try:
-            while True:
-                with self.change:
-                    self.change.wait_for(lambda: self.is_done or len(self.ready) < self.depth)
-                    if self.is_done:
-                        return
-                item = next(items)
-                with self.change:
-                    self.ready.append(item)
-                    self.change.notify_all()
-        except StopIteration:
-            pass
-        except BaseException as raised:  # raised in the thread that reads
-            error = raised
-        finally:
-            with self.change:
-                self.is_done, self.error = True, error
-                self.change.notify_all()
+_END = object()
 
 
 class Prefetch(Iterator[Any]):
@@ -66,85 +25,91 @@ class Prefetch(Iterator[Any]):
     _under_way: ClassVar["weakref.WeakSet[Prefetch]"] = weakref.WeakSet()
 
     def __init__(self, items: Iterator[Any], depth: int = 2):
-        self._buffer, self._has_thread = _Buffer(items, depth), depth > 0
-        self._thread: threading.Thread | None = None
+        self._items: Iterator[Any] | None = (item for item in items)  # a generator: it ends with the first exception
+        self._depth = depth
+        # It refers to the items, not to this object, so that an unused one is collected and ends its thread.
+        self._pool = ThreadPoolExecutor(1, "redeqx-prefetch") if depth else None
+        self._upcoming: collections.deque[Future[Any]] = collections.deque()
+        self._reader: int | None = None  # the thread that reads, once it does
 
     def hand_over(self, take: Callable[[Any], None]) -> None:
         """Calls `take` with the first item, in this thread. The other thread prepares the next one only afterwards.
 
         Nothing is called if there is no item. Closes this if `take` raises.
         """
-        buffer = self._buffer
-        depth, buffer.depth = buffer.depth, 1
-        if self.peek() is None and not buffer.ready:
+        depth, self._depth = self._depth, 1
+        if (first := self._peek()) is _END:
             return
         try:
-            take(buffer.ready[0])
+            take(first)
         except BaseException:
             self.close()
             raise
-        buffer.depth = depth
+        self._depth = depth
         next(self)
 
     def peek(self) -> Any:
         """Returns the next item, without taking it; None after the last one."""
-        buffer = self._buffer
-        if self._has_thread:
-            self._start()
-        else:
-            self._settle_others()
-            buffer.prepare()
-        with buffer.change:
-            _without_thread_frames(lambda: buffer.change.wait_for(lambda: buffer.ready or buffer.is_done))
-            if buffer.ready:
-                return buffer.ready[0]
-            error, buffer.error = buffer.error, None
-        self.close()
-        if error is not None:
-            raise error
-        return None
+        item = self._peek()
+        return None if item is _END else item
 
     def __next__(self) -> Any:
-        if self.peek() is None and not self._buffer.ready:
+        if (item := self._peek()) is _END:
             raise StopIteration
-        with self._buffer.change:
-            item = self._buffer.ready.popleft()
-            self._buffer.change.notify_all()
+        self._upcoming.popleft()
+        if self._pool is not None:
+            self._draw()
         return item
 
-    def settle(self) -> None:
-        """Waits until the thread has prepared as much as it may."""
-        if self._thread is not None:
-            with self._buffer.change:
-                self._buffer.change.wait_for(lambda: self._buffer.is_done or len(self._buffer.ready) >= self._buffer.depth)
+    def _peek(self) -> Any:
+        """Returns the next item, `_END` after the last one."""
+        if self._items is None:
+            return _END
+        if not self._upcoming:
+            for other in list(self._under_way):
+                if other is not self and other._reader == threading.get_ident():
+                    wait(other._upcoming)
+            self._reader = threading.get_ident()
+            self._under_way.add(self)
+            self._draw()
+        _without_thread_frames(lambda: wait([self._upcoming[0]]))
+        item: Any = _END
+        try:
+            item = self._upcoming[0].result()
+        finally:
+            if item is _END:
+                self.close()
+        return item
+
+    def _draw(self) -> None:
+        assert self._items is not None
+        while len(self._upcoming) < max(self._depth, 1):
+            self._upcoming.append(_submitted(self._pool, self._items))
 
     def close(self) -> None:
         """Ends the thread, and waits for its end."""
-        with self._buffer.change:
-            self._buffer.is_done, self._buffer.items = True, None
-            self._buffer.ready.clear()
-            self._buffer.change.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            _without_thread_frames(self._thread.join)
+        self._items = None
+        self._upcoming.clear()
+        if (pool := self._pool) is not None:
+            _without_thread_frames(lambda: pool.shutdown(cancel_futures=True))
         self._under_way.discard(self)
 
     def __del__(self) -> None:
-        self.close()
+        with contextlib.suppress(RuntimeError):  # where its own thread collects it
+            self.close()
 
-    def _settle_others(self) -> None:
-        self._reader = threading.get_ident()
-        for other in list(self._under_way):
-            if other._reader == self._reader:
-                other.settle()
 
-    def _start(self) -> None:
-        if self._thread is not None or self._buffer.items is None:
-            return
-        self._settle_others()
-        self._under_way.add(self)
-        # The thread refers to the buffer, not to this object, so that an unused one is collected and ends its thread.
-        self._thread = threading.Thread(target=self._buffer.fill, name="redeqx-prefetch", daemon=True)
-        self._thread.start()
+def _submitted(pool: ThreadPoolExecutor | None, items: Iterator[Any]) -> Future[Any]:
+    """Returns the next item, or `_END`, from the thread or from this one."""
+    if pool is not None:
+        with contextlib.suppress(RuntimeError):  # the main thread has ended: no pool of Python takes work from then on
+            return pool.submit(next, items, _END)
+    done: Future[Any] = Future()
+    try:
+        done.set_result(next(items, _END))
+    except BaseException as error:
+        done.set_exception(error)
+    return done
 
 
 def drawn_ahead(items: Iterable[Any], n: int) -> Iterator[Any]:

@@ -645,7 +645,7 @@ def test_an_error_of_drawing_follows_the_items_before_it():
 
 
 def prefetch_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "redeqx-prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("redeqx-prefetch")]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 50])
