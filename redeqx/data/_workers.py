@@ -126,13 +126,7 @@ def _pickled(collate_fn: Callable[[list], PyTree]) -> bytes:
             f"`collate_fn`: expected a function that can be pickled, {_NEEDED}, got one that cannot ({error}). {_REMEDY}"
         ) from error
     file = getattr(sys.modules["__main__"], "__file__", None)
-    if file is None:
-        if b"__main__" in function:
-            raise TypeError(
-                f"`collate_fn`: expected a function of a module, {_NEEDED}, got one that was defined interactively. "
-                f"{_REMEDY}"
-            )
-    elif not _is_guarded(Path(file)):
+    if file is not None and not _is_guarded(Path(file)):
         raise ValueError(
             f'`{file}`: expected a script that does its work under `if __name__ == "__main__":`, {_NEEDED}, '
             f"got one that would run again. Add that line, or pass {_THREADS}."

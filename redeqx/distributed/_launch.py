@@ -6,7 +6,6 @@ index.
 
 import os
 import secrets
-import selectors
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from ._links import TOKEN
 from ._peers import EXIT_CODE
 
 GRACE = 10.0  # seconds that the other processes have to exit after one has failed
-_PIPE = 65536  # bytes that a pipe holds
 _LAST_LINES = 5.0  # seconds to print what they have written, although a child of theirs may hold its end open
 # Asks Linux to kill the process when its parent, this process, is gone, and then executes the command. Without the parent
 # nobody would read its output, or end it if another process fails. (`preexec_fn` would run fork hooks.)
@@ -57,15 +55,15 @@ def launch(n: int, command: Sequence[str], port: int | None = None) -> int:
             env={**environment, "REDEQX_PROCESS_ID": str(i)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            bufsize=0,
             start_new_session=True,  # Ctrl-C then arrives once: the forwarded one
         )
         for i in range(n)
     ]
     lock = threading.Lock()  # lines of several processes stay whole
     printing = [
-        threading.Thread(target=_print, args=(process, f"[{i}] ".encode(), lock), daemon=True)
+        threading.Thread(target=_print, args=(source, target, f"[{i}] ".encode(), lock), daemon=True)
         for i, process in enumerate(processes)
+        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
     ]
     for thread in printing:
         thread.start()
@@ -102,30 +100,13 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     return 128 - code if code < 0 else code  # as a shell reports a signal
 
 
-def _print(process: subprocess.Popen[bytes], prefix: bytes, lock: threading.Lock) -> None:
-    """Prints the lines of a process after its prefix, until both of its streams end. What it wrote to stdout before an error
-    comes before it."""
-    assert process.stdout is not None and process.stderr is not None
-    streams = {process.stdout: sys.stdout, process.stderr: sys.stderr}
-    rest = dict.fromkeys(streams, b"")  # of the last line, which may not be complete
-    with process.stdout, process.stderr, selectors.DefaultSelector() as open_streams:
-        for source in streams:
-            open_streams.register(source, selectors.EVENT_READ)
-        while open_streams.get_map():
-            ready = {key.fileobj for key, _ in open_streams.select()}
-            for source in (source for source in streams if source in ready):
-                found = os.read(source.fileno(), _PIPE)
-                *lines, rest[source] = (rest[source] + found).split(b"\n")
-                if not found:
-                    open_streams.unregister(source)
-                    lines = [rest[source]] if rest[source] else []
-                _write(streams[source], [prefix + line + b"\n" for line in lines], lock)
-
-
-def _write(stream: TextIO, lines: Sequence[bytes], lock: threading.Lock) -> None:
-    with lock:
-        try:
-            stream.buffer.writelines(lines)
-            stream.flush()
-        except OSError:  # the reader, such as `tee`, is gone; the processes continue
-            discard(stream)
+def _print(source: Any, target: TextIO, prefix: bytes, lock: threading.Lock) -> None:
+    """Prints the lines of a stream after a prefix, until it ends."""
+    with source:
+        for line in source:
+            with lock:
+                try:
+                    target.buffer.write(prefix + line.removesuffix(b"\n") + b"\n")
+                    target.flush()
+                except OSError:  # the reader, such as `tee`, is gone; the processes continue
+                    discard(target)

@@ -336,10 +336,12 @@ def test_script_without_a_main_guard_raises(tmp_path):
 @pytest.mark.sweep
 def test_interactively_defined_function_raises():
     code = (
-        "def f(examples): return {}\nfrom redeqx.data import CollatePool, Workers\nCollatePool(f, Workers(1, 'processes'))"
+        "def f(examples): return {}\nfrom redeqx.data import CollatePool, Workers\n"
+        "with CollatePool(f, Workers(1, 'processes')) as workers: workers.start([])()"
     )
     completed = run([sys.executable, "-c", code])
-    assert "got one that was defined interactively. Define it at the top of a module" in completed.stderr
+    expected = 'expected a function that another process can import, as `workers=Workers(n, "processes")` needs, got one'
+    assert expected in completed.stderr and "Define it at the top of a module" in completed.stderr
 
 
 @pytest.mark.sweep
