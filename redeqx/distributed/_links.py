@@ -13,6 +13,7 @@ import contextlib
 import hmac
 import json
 import os
+import queue
 import socket
 import threading
 import time
@@ -114,22 +115,9 @@ def meet(member: Member, timeout: float) -> dict[int, Link]:
     alone = f" If {source} did not start this process, set REDEQX_PROCESSES=1 to run it alone." if source else ""
     if member.index:
         return {0: _join(member, token, timeout, alone)}
-    n, arrivals = member.n, _Arrivals(member.n, token)
     with listen(member.host, member.port, member.bind) as listener:
-        listener.settimeout(_POLL)
-        problem = arrivals.wait(listener, time.monotonic() + timeout)
-        if problem is None and (missing := [i for i in range(1, n) if i not in arrivals.links]):
-            here = ", ".join(f"{i} ({link.host})" for i, link in sorted(arrivals.links.items())) or "none"
-            problem = PeerError(
-                f"`n_processes`: expected {n} processes at {member.host}:{member.port} within {timeout:g} s, got none of "
-                f"number {', '.join(map(str, missing))}; here besides 0: {here}. Look at what those print, and "
-                f"whether they reach this port.{alone}"
-            )
-        if problem is not None:  # processes that connect now receive it too
-            arrivals.wait(listener, time.monotonic() + _LATE_ARRIVALS, has_failed=True)
-    came_late = arrivals.close()
-    problem = problem or came_late
-    for link in arrivals.greeted:
+        links, refused, problem = _arrivals(listener, member, token, timeout, alone)
+    for link in (*links.values(), *refused):
         link.limit(_GREETING_TIMEOUT)
         with contextlib.suppress(OSError):  # closed again: `Peers` notices
             link.send("start", None if problem is None else [type(problem).__name__, str(problem)])
@@ -137,104 +125,93 @@ def meet(member: Member, timeout: float) -> dict[int, Link]:
             link.close()
     if problem is not None:
         raise problem
-    return arrivals.links
+    return links
 
 
-class _Arrivals:
-    """The connections to process 0. A thread waits for each one's greeting, so that none delays another.
-
-    `links` are the accepted ones by process index; `greeted` also has those that are to receive an error.
-    """
-
-    def __init__(self, n: int, token: str):
-        self.links: dict[int, Link] = {}
-        self.greeted: list[Link] = []
-        self._n, self._token = n, token
-        self._pending: list[Link] = []  # those without a greeting, the oldest first
-        self._problem: ValueError | None = None
-        self._lock = threading.Lock()
-
-    def wait(self, listener: socket.socket, until: float, *, has_failed: bool = False) -> ValueError | None:
-        """Waits for all processes, or until the deadline. Returns an error if a process that connects is misconfigured.
-
-        If there is an error already, processes that connect are only collected, to receive it.
-        """
-        while (has_failed or self._problem is None) and not self._is_complete() and time.monotonic() < until:
-            with contextlib.suppress(OSError):  # nobody came, or the other end has closed the connection
-                link = Link(listener.accept()[0])
-                with self._lock:
-                    self._pending.append(link)
-                    if len(self._pending) > self._n + _MAX_PENDING:
-                        self._pending.pop(0).end()
-                threading.Thread(target=self._greet, args=(link,), name="redeqx-greet", daemon=True).start()
-        return self._problem
-
-    def close(self) -> ValueError | None:
-        """Ends the connections without a greeting. Returns an error if a process has come since that is misconfigured."""
-        with self._lock:
-            for link in self._pending:
-                link.end()
-            self._pending.clear()
-            return self._problem
-
-    def _is_complete(self) -> bool:
-        if len(self.greeted) < self._n - 1:
-            return False
-        with self._lock:  # a process may have ended since, and be restarted
-            for link in [link for link in self.greeted if link.has_ended()]:
-                self._forget(link)
-            return len(self.greeted) >= self._n - 1
-
-    def _forget(self, link: Link) -> None:
-        self.greeted = [other for other in self.greeted if other is not link]
-        self.links = {i: other for i, other in self.links.items() if other is not link}
-        link.close()
-
-    def _greet(self, link: Link) -> None:
-        message = None
-        with contextlib.suppress(OSError, ValueError):  # a port scan, another program, or a process that has ended
-            message = link.receive(until=time.monotonic() + _GREETING_TIMEOUT, limit=_MAX_GREETING)
-        with self._lock:
-            is_pending = link in self._pending
-            if is_pending:
-                self._pending.remove(link)
-            match message:
-                case (kind, [int(index), int(n), str(host), str(token)]) if (
-                    kind == _GREETING and type(index) is type(n) is int and is_pending
-                ):
-                    link.host = brief_name(host)
-                    self._accept(link, index, n, token)
-                case _:
-                    link.close()
-
-    def _accept(self, link: Link, index: int, n: int, token: str) -> None:
-        """Accepts a connection that has sent its greeting, if that fits."""
-        if not hmac.compare_digest(token.encode(errors="replace"), self._token.encode(errors="replace")):
-            text = (
-                f"`{TOKEN}`: expected the value of process 0 in the environment, got another at {link.host}. "
-                "Set the same in every process."
+def _arrivals(
+    listener: socket.socket, member: Member, token: str, timeout: float, alone: str
+) -> tuple[dict[int, Link], list[Link], Exception | None]:
+    """Accepts the other processes at process 0. Returns their connections by process index, and those of misconfigured
+    ones, with the error for all of them if there is one."""
+    n, until = member.n, time.monotonic() + timeout
+    links: dict[int, Link] = {}
+    refused: list[Link] = []
+    problem: Exception | None = None
+    pending: list[Link] = []  # those without a greeting, the oldest first
+    greetings: queue.SimpleQueue[tuple[Link, Any]] = queue.SimpleQueue()
+    listener.settimeout(_POLL)
+    while True:
+        if len(links) + len(refused) >= n - 1:
+            for i in [i for i, link in links.items() if link.has_ended()]:  # and may be restarted
+                links.pop(i).close()
+            if len(links) + len(refused) >= n - 1:
+                break
+        if time.monotonic() >= until:
+            if problem is not None:
+                break
+            missing = ", ".join(str(i) for i in range(1, n) if i not in links)
+            here = ", ".join(f"{i} ({link.host})" for i, link in sorted(links.items())) or "none"
+            problem = PeerError(
+                f"`n_processes`: expected {n} processes at {member.host}:{member.port} within {timeout:g} s, got none of "
+                f"number {missing}; here besides 0: {here}. Look at what those print, and whether they reach this port."
+                f"{alone}"
             )
-            with contextlib.suppress(OSError):
-                link.send("start", ["ValueError", text])
-            link.close()
-            return
-        link.limit(0.0)  # `has_ended` does not wait
-        self.greeted.append(link)
-        before = self.links.get(index)
-        if n != self._n:
-            rule, got, advice = f"`n_processes`: expected {self._n}, as in process 0", f"{n}", "Pass one number"
-        elif not 0 < index < n:
-            rule, got = f"`process_id`: expected 1 to {n - 1} beside process 0", f"{index}"
-            advice = "Number them from 0"
-        elif before is not None and not before.has_ended():
-            rule, got = "`process_id`: expected each number once", f"{index} at {before.host} and"
-            advice = "Number the processes from 0"
-        else:
-            if before is not None:  # restarted, after its first connection has ended
-                self._forget(before)
-            self.links[index] = link
-            return
-        self._problem = self._problem or ValueError(f"{rule}, got {got} at {link.host}. {advice}.")
+            until += _LATE_ARRIVALS
+        with contextlib.suppress(OSError):  # nobody came, or the other end has closed the connection
+            link = Link(listener.accept()[0])
+            pending.append(link)
+            if len(pending) > n + _MAX_PENDING:
+                pending[0].end()
+            # A thread for each, so that none delays another.
+            threading.Thread(target=_greet, args=(link, greetings), name="redeqx-greet", daemon=True).start()
+        while not greetings.empty():
+            link, message = greetings.get()
+            pending.remove(link)
+            if message is None:
+                continue
+            index, n_there, link.host, given = message
+            wrong = _refusal(link, index, n_there, n, links.get(index))
+            if not hmac.compare_digest(given.encode(errors="replace"), token.encode(errors="replace")):
+                text = f"`{TOKEN}`: expected the value of process 0 in the environment, got another at {link.host}. "
+                with contextlib.suppress(OSError):
+                    link.send("start", ["ValueError", f"{text}Set the same in every process."])
+                link.close()
+            elif wrong is not None:
+                refused.append(link)
+                if problem is None:
+                    problem, until = ValueError(wrong), time.monotonic() + _LATE_ARRIVALS
+            else:
+                if index in links:
+                    links[index].close()
+                links[index] = link
+                link.limit(0.0)  # `has_ended` does not wait
+    for link in pending:
+        link.end()
+    return links, refused, problem
+
+
+def _greet(link: Link, greetings: queue.SimpleQueue[tuple[Link, Any]]) -> None:
+    """Waits for the greeting of a connection, and passes on what it says; None if it sends something else."""
+    said = None
+    with contextlib.suppress(OSError, ValueError):  # a port scan, another program, or a process that has ended
+        match link.receive(until=time.monotonic() + _GREETING_TIMEOUT, limit=_MAX_GREETING):
+            case (kind, [int(index), int(n), str(host), str(token)]) if kind == _GREETING and type(index) is type(n) is int:
+                said = index, n, brief_name(host), token
+    if said is None:
+        link.close()
+    greetings.put((link, said))
+
+
+def _refusal(link: Link, index: int, n_there: int, n: int, before: Link | None) -> str | None:
+    """Returns why a process cannot join; None if it can."""
+    if n_there != n:
+        return f"`n_processes`: expected {n}, as in process 0, got {n_there} at {link.host}. Pass one number."
+    if not 0 < index < n:
+        return f"`process_id`: expected 1 to {n - 1} beside process 0, got {index} at {link.host}. Number them from 0."
+    if before is not None and not before.has_ended():
+        rule, got = "`process_id`: expected each number once", f"{index} at {before.host} and at {link.host}"
+        return f"{rule}, got {got}. Number the processes from 0."
+    return None
 
 
 def _join(member: Member, token: str, timeout: float, alone: str) -> Link:
