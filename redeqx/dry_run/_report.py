@@ -8,6 +8,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..compiled import Collective, own_line, split_name, words_of
 from ..dims import UNKNOWN
 from ..machine import DEFAULT_CHIP, USABLE, Machine, mesh_text, n_batch_shards
 from ..memory import AUTO, Loop, Row, Strategy, Tried, describe_saved, fastest, share_again
-from ..monitor import Console, HtmlPage, size_text, to_json
+from ..monitor import Console, size_text, to_json
 from ..partition import Plan
 from ..storage import disk_path
 from ..tracing import shortened
@@ -100,7 +101,7 @@ class DryRun:
 
     # --- the report --------------------------------------------------------------------------------------------------
 
-    def show(self, console: Console | HtmlPage) -> None:
+    def show(self, console: Console) -> None:
         """Prints the report, with the verdict last, even if the details cannot be printed: then with the reason."""
         unread = {f"{name} step: its arrays and collectives": step.unread for name, step in self.steps.items()}
         failed = {**{what: why for what, why in unread.items() if why}, **self.failed}
@@ -109,7 +110,7 @@ class DryRun:
             console.header(failed, title="unknown, since it failed")
         console.header({"verdict": self.verdict()}, title="fits" if self.fits else "does not fit")
 
-    def _show_details(self, console: Console | HtmlPage) -> None:
+    def _show_details(self, console: Console) -> None:
         train = self.steps["train"]
         console.header(self._head(), title="dry run on " + self.machine.name.replace("this", "this machine"))
         console.table("bytes a device", ("what", "size"), self._memory())
@@ -129,14 +130,11 @@ class DryRun:
         if not train.is_refused:
             bound = "" if self.estimate is None else "; bounds from the chip's published rates"
             console.header(self._work(), title="a train step" + bound)
-        if isinstance(console, HtmlPage):
-            self.plan.add_to(console)
-        else:
-            console.info(self.plan.explain(), title="plan")
+        console.info(self.plan.explain(), title="plan")
         if self.tried:
             self._show_tried(console)
 
-    def _show_largest(self, name: str, console: Console | HtmlPage) -> None:
+    def _show_largest(self, name: str, console: Console) -> None:
         step, names = self.steps[name], set(self.plan.leaves)
         sizes: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for each in step.largest:
@@ -148,7 +146,7 @@ class DryRun:
         if rows:
             console.table(title, ("size", "n", "array", "layer", "line"), rows)
 
-    def _show_tried(self, console: Console | HtmlPage) -> None:
+    def _show_tried(self, console: Console) -> None:
         rows = []
         for tried in self.tried:
             needs = ("over " if tried.is_refused else "") + size_text(tried.needs)
@@ -157,10 +155,8 @@ class DryRun:
         console.table("what was tried", ("needs", "", "a step, at least", "strategy"), rows)
 
     def _repr_html_(self) -> str:
-        """Returns the report as HTML tables, for notebooks."""
-        page = HtmlPage()
-        self.show(page)
-        return page.html()
+        """Returns the report for notebooks."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         text = io.StringIO()

@@ -4,7 +4,6 @@ Knows nothing of how numbers are computed. Open `_console.py` first, and `_recor
 """
 
 from ._console import Console as Console
-from ._html import HtmlPage as HtmlPage
 from ._jsonl import to_json as to_json
 from ._live import ProgressLine as ProgressLine, Work as Work
 from ._records import RECORDS as RECORDS, Records as Records

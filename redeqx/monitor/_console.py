@@ -17,9 +17,6 @@ from ._records import Records
 from ._terminal import Terminal
 from ._trackers import Tracker
 
-# Minimum width of a header's values in columns; if there are fewer, long values are printed below their names.
-MIN_VALUE_WIDTH = 32
-
 
 class Console:
     """Prints to one stream and records in one folder.
@@ -67,21 +64,13 @@ class Console:
         self._terminal.say(message)
 
     def header(self, rows: Mapping[str, str], *, title: str = "redeqx") -> None:
-        """Prints names and values, aligned; on a narrow terminal, long values below their names.
-
-        Values are not cut, so paths can be copied in one piece.
-        """
+        """Prints names and values, aligned. Values are not cut, so paths can be copied in one piece."""
         self._title(title)
         width = max(map(len, rows), default=0)
-        terminal = self._terminal
-        is_narrow = terminal.is_terminal and terminal.width < width + 4 + MIN_VALUE_WIDTH
-        indent = 4 if is_narrow else width + 4
         for name, value in rows.items():
-            value = printable(value)  # a folder of somebody else may have control characters in its names and texts
-            beside = f"  {name:<{0 if is_narrow else width}}  "
-            is_below = is_narrow and len(beside) + len(value) > terminal.width
-            lines = "\n".join(terminal.fold(" " * indent + line, indent) for line in value.split("\n"))
-            terminal.show(Text.assemble((f"  {name}\n" if is_below else beside, "dim"), lines[0 if is_below else indent :]))
+            # A folder of somebody else may have control characters in its names and texts.
+            lines = printable(value).replace("\n", "\n" + " " * (width + 4))
+            self._terminal.show(Text.assemble((f"  {name:<{width}}  ", "dim"), lines))
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Prints a table: wrapped to the width of a terminal, one line per row elsewhere, and never cut."""

@@ -1,4 +1,4 @@
-"""The progress and the speed of a loop: a live line on a terminal, one updated display in a notebook, plain lines elsewhere.
+"""The progress and the speed of a loop: a live line on a terminal, plain lines elsewhere.
 
 It takes counts and reads a clock. Callers pass what a step computes, and the chip's published rates; `_terminal.py` owns the
 stream.
@@ -6,12 +6,10 @@ stream.
 
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Group
 from rich.live import Live
@@ -22,8 +20,6 @@ from ._terminal import Terminal, isatty
 from ._units import count_text, duration_text, flops_text, number_text, rate_text, short_name
 
 REDRAWS_PER_SECOND = 5
-NOTEBOOK_UPDATES_PER_SECOND = 2  # each is a message to the browser
-NOTEBOOK_WIDTH = 100  # columns; a notebook breaks longer lines within words
 # Seconds between plain lines: short at first, while the user watches; the last gap repeats.
 PLAIN_GAPS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 # Minimum time between two records of the speed, in seconds.
@@ -96,7 +92,7 @@ class ProgressLine:
         self._title, self._unit = title, unit
         self._shows = False
         self._outer: ProgressLine | None = None  # the line that is shown, if this one is nested in it
-        self._live: Live | NotebookLine | None = None
+        self._live: Live | None = None
         self._step = self._first_step = self._printed_step = first_step
         self._epoch: int | None = None
         self._metrics: Mapping[str, float] = {}
@@ -119,9 +115,7 @@ class ProgressLine:
             return self
         terminal.shown = self
         self._shows = terminal.prints
-        if self._shows and terminal.is_notebook:
-            self._live = NotebookLine(lambda: "\n".join(line.plain for line in _packed(self._live_fields(), NOTEBOOK_WIDTH)))
-        elif self._shows and terminal.is_interactive:
+        if self._shows and terminal.is_interactive:
             self._live = Live(
                 console=terminal,
                 get_renderable=lambda: Group(*_packed(self._live_fields(), terminal.width)),
@@ -139,11 +133,8 @@ class ProgressLine:
         if self._terminal.shown is self:
             self._terminal.shown = None
         self._activity = None
-        is_empty = self._step == self._first_step  # nothing was counted: a line would say "step 0"
-        if isinstance(self._live, NotebookLine):
-            self._live.stop(is_empty)
-        elif self._live is not None:
-            self._live.transient = is_empty
+        if self._live is not None:
+            self._live.transient = self._step == self._first_step  # nothing was counted: a line would say "step 0"
             self._live.stop()
         elif self._shows and self._printed_step != self._step:
             self._print_line(time.perf_counter())
@@ -313,37 +304,6 @@ class ProgressLine:
             doing, began = activity
             fields.insert(0, Text(f"{doing}, {duration_text(time.perf_counter() - began)}", style="yellow"))
         return fields
-
-
-class NotebookLine:
-    """A line shown as one notebook display, which a thread updates in place."""
-
-    def __init__(self, line: Callable[[], str]):
-        from IPython.display import display  # pyright: ignore[reportMissingImports]
-
-        self._line, self._shown = line, line()
-        # Text, since HTML would need a style for each front end.
-        self._display: Any = display({"text/plain": self._shown}, raw=True, display_id=True)
-        self._stops = threading.Event()
-        self._thread = threading.Thread(target=self._update_always, name="redeqx-notebook", daemon=True)
-        self._thread.start()
-
-    def stop(self, is_empty: bool = False) -> None:
-        """Stops the thread and shows the final state, or nothing if `is_empty`."""
-        self._stops.set()
-        self._thread.join()
-        if is_empty:
-            self._line = str
-        self._update()
-
-    def _update_always(self) -> None:
-        while not self._stops.wait(1 / NOTEBOOK_UPDATES_PER_SECOND):
-            self._update()
-
-    def _update(self) -> None:
-        if (line := self._line()) != self._shown:
-            self._shown = line
-            self._display.update({"text/plain": line}, raw=True)
 
 
 def _packed(fields: Sequence[Text], width: int) -> Iterator[Text]:

@@ -1,8 +1,7 @@
-"""The stream of the console: a terminal, a notebook, a file or a pipe. Its failures do not end a run."""
+"""The stream of the console: a terminal, a file or a pipe. Its failures do not end a run."""
 
 import atexit
 import sys
-import textwrap
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,22 +23,20 @@ class Terminal(RichConsole):
     - `is_terminal`: whether it is a terminal; None asks the stream.
     - `prints`: whether to print at all.
 
-    Attributes: `is_notebook`; `owns_stdout`, whether what the user prints goes there too; `shown`, the progress line that is
-    shown, if there is one.
+    Attributes: `owns_stdout`, whether the user's output goes there too; `shown`, the progress line that is shown, or None.
     """
 
     def __init__(self, stream: Any, is_terminal: bool | None, prints: bool):
         # Only the stream decides on escape codes: rich obeys FORCE_COLOR, and would draw live lines into a CI log.
         if is_terminal is None:
             is_terminal = isatty(sys.stdout if stream is None else stream)
-        # With `file=None` rich looks up `sys.stdout` at each print, so it may be redirected later. In a notebook this is the
-        # stream of the cell, not a display for each print.
+        # With `file=None` rich looks up `sys.stdout` at each print, so it may be redirected later. A notebook gets the plain
+        # lines of a file.
         super().__init__(
             file=stream, force_terminal=is_terminal, force_jupyter=False, highlight=False, markup=False, emoji=False
         )
         self.prints = prints
         self.owns_stdout: bool = stream is None
-        self.is_notebook: bool = stream is None and RichConsole().is_jupyter
         self.shown: Any = None
 
     @property
@@ -57,33 +54,12 @@ class Terminal(RichConsole):
             self.print(renderable, soft_wrap=isinstance(renderable, Text))
 
     def say(self, message: str) -> None:
-        """Prints a message unchanged, but for lines that a terminal would break within words."""
-        self.show(Text("\n".join(self.fold(line, _indent_of(line) + 2) for line in message.split("\n"))))
-
-    def fold(self, line: str, indent: int) -> str:
-        """Wraps a line between words to the width of a terminal, with an indent from the second line on.
-
-        Text without spaces, such as a path, is not broken, so that it can be copied in one piece.
-        """
-        if not self.is_terminal or len(line) <= self.width:
-            return line
-        return textwrap.fill(
-            line.lstrip(" "),
-            self.width,
-            initial_indent=" " * _indent_of(line),
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-        )
+        """Prints a message unchanged."""
+        self.show(Text(message))
 
 
 def isatty(stream: Any) -> bool:
     return stream is not None and stream.isatty()
-
-
-def _indent_of(line: str) -> int:
-    return len(line) - len(line.lstrip(" "))
 
 
 _refused: weakref.WeakSet[Any] = weakref.WeakSet()  # the streams that refused output, each said once

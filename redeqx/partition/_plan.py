@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,7 @@ from .._quantised import quantised_leaves
 from .._tree import PyTree, array_leaves, bytes_in_memory, merged, nearest, without_indices
 from ..dims import UNKNOWN, RowUse
 from ..machine import MODEL, STORAGE_AXES, axes_of, mesh_text, n_shards, sharding_of
-from ..monitor import HtmlPage, size_text
+from ..monitor import size_text
 from ..storage import disk_path
 from ..tracing import Trace, line_of, product_flops
 from ._codes import by_blocks, expanded, of_whole_weights, unit_shape, with_whole_weights
@@ -175,16 +176,8 @@ class Plan:
         return f"Plan({self.summary()})"
 
     def _repr_html_(self) -> str:
-        """Returns the plan as an HTML table, for notebooks."""
-        page = HtmlPage()
-        self.add_to(page)
-        return page.html()
-
-    def add_to(self, page: HtmlPage) -> None:
-        """Adds the table and the warnings to a page."""
-        title = "; ".join([f"plan on {self._totals()}", *self._notes()])
-        page.table(title, ("leaf", "shape", "split", "reason"), self.rows())
-        page.warnings(self.warnings)
+        """Returns the table for notebooks."""
+        return f"<pre>{escape(self.explain())}</pre>"
 
     def _totals(self) -> str:
         total = f"{self.n_parameters:,} parameters, {size_text(self.n_bytes)}"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from html import escape
 from types import SimpleNamespace
 
 import equinox as eqx
@@ -210,14 +211,7 @@ def test_the_report_names_layers_axes_and_lines(on_eight_devices):
         "row: its input arrives split by", "to spare",
     ):  # fmt: skip
         assert expected in text, expected
-    html = run._repr_html_()
-    for expected in (
-        ">all-gather</th>",
-        ">fsdp</td>",
-        f">{run.verdict()}</td>",
-        *(f">{cell}</t" for cell in run.plan.rows()[0]),
-    ):
-        assert expected in html, expected
+    assert run._repr_html_() == f"<pre>{escape(text)}</pre>"
     gathered = [c for c in run.to_json()["steps"]["train"]["collectives"] if c["kind"] == "all-gather"]
     assert {c["layer"] for c in gathered} >= {"stack.blocks.mlp.up.weight", "stack.blocks.attention.query.weight"}
     assert all(c["axes"] == ["fsdp"] for c in gathered if c["layer"].startswith("stack.blocks"))
