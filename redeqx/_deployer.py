@@ -39,6 +39,7 @@ from .errors import (
 )
 from .machine import (
     Compiler,
+    XlaOptions,
     as_zeros,
     cache_folder,
     compiler_environment,
@@ -105,7 +106,7 @@ class Deployer(RedcoNames):
     console: Console
     watch: Watch
     preemption: Preemption
-    compiler: Compiler
+    xla_settings: XlaOptions | str | None  # as asked for
     cache_text: str | None  # the header's text about the compilation cache
     saved_programs: SavedPrograms | None  # those in the cache folder; in a dry run, those that it saves
     n_keys: int
@@ -160,7 +161,8 @@ class Deployer(RedcoNames):
         self.peers, self.watch, self.preemption = peers, Watch(peers, timeouts.hang), Preemption(peers)
         if folder is not None and described is None:
             self.preemption.guard()
-        self.console, self.compiler, self.cache_text, self.saved_programs = console, compiler, cache, saved
+        self.console, self.cache_text, self.saved_programs = console, cache, saved
+        self.xla_settings = compiler.settings
         self.n_keys = 0
         self._mesh, self._workdir, self._staging = mesh, folder, staging
         self._jax_seed, self._is_dry_run = jax_seed, described is not None

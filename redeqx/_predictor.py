@@ -377,7 +377,7 @@ class Predictor(RedcoNames):
 
     def _make_step(self, structure: Structure, plan: Plan, state: PyTree, *, named: bool = False) -> Callable[..., Any]:
         predict = self._prediction(structure, state)
-        options = xla_settings(plan.mesh, self._deployer.compiler.settings).options
+        options = xla_settings(plan.mesh, self._deployer.xla_settings).options
         judged = partial(_say_mixed, self._deployer.console.info, self._said)  # no method: in a cycle, arrays would stay
         return make_predict_step(structure, plan, self._compute, predict, named=named, options=options, judged=judged)
 

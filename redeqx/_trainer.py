@@ -157,14 +157,18 @@ class Trainer(RedcoNames, Generic[ModelT]):
             accumulate=accumulate_grad_batches,
             plan=plan,
             max_skipped=max_skipped,
-            xla_settings=deployer.compiler.settings,
+            xla_settings=deployer.xla_settings,
         )
-        self.deployer = deployer
         self._engine = Engine(deployer, task, CollatePool(collate_fn, workers), model, model_state, name)
         self._checkpointer = Checkpointer(self._engine)
         self._fit: Fit | None = None  # the running one
 
     # --- the state of training ---------------------------------------------------------------------------------------
+
+    @property
+    def deployer(self) -> Deployer:
+        """The devices."""
+        return self._engine.deployer
 
     @property
     def model(self) -> ModelT:

@@ -1,12 +1,10 @@
-"""Names that the facades do not have, Redco's above all: using one as an attribute or an argument raises an error with the
-name in redeqx. So does assigning to an attribute that only reports."""
+"""Redco's names: using one as an attribute or an argument of a facade raises an error with the name in redeqx. So does
+assigning to an argument, which would change nothing."""
 
-import functools
 import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ._names import check_names
 from ._user_code import filter_traceback
 
 
@@ -20,26 +18,14 @@ class RedcoNames:
 
         def __init_subclass__(cls, **kwargs: Any) -> None:
             super().__init_subclass__(**kwargs)
-            if "_redco_arguments" not in cls.__dict__:  # a user's subclass has its own arguments
-                return
-            init, known = cls.__init__, cls._redco_arguments
-            signature = inspect.signature(init)
-
-            @filter_traceback
-            @functools.wraps(init)
-            def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-                check_names(signature, cls.__name__, args, kwargs, known)
-                init(self, *args, **kwargs)
-                if type(self) is cls:  # a user's subclass may have attributes of its own
-                    self.__dict__["_arguments"] = frozenset(signature.parameters)
-
-            cls.__init__ = checked
+            if "_redco_arguments" in vars(cls):  # a user's subclass has arguments and attributes of its own
+                cls._arguments = frozenset(inspect.signature(cls.__init__).parameters)
+                cls.__init__ = filter_traceback(cls.__init__, cls._redco_arguments)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            is_argument, of = name in self.__dict__.get("_arguments", ()), getattr(type(self), name, None)
-            if is_argument or (isinstance(of, property) and of.fset is None):
+            if name in vars(type(self)).get("_arguments", ()):
                 cls = type(self).__name__
-                advice = f"Create another {cls} with `{name}=`" if is_argument else "The arguments and training determine it"
+                advice = f"Create another {cls} with `{name}=`"
                 message = f"`{cls}.{name}`: expected to be read only, got an assignment. {advice}."
                 raise AttributeError(message, name=name, obj=self)
             object.__setattr__(self, name, value)

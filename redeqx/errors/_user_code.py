@@ -13,16 +13,16 @@ import re
 import sysconfig
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
 
-from .._tree import array_leaves, listed
-from ._names import check_names
+from .._tree import array_leaves, listed, nearest
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -143,11 +143,11 @@ class FilteredTraceback:
                 ) from None
 
 
-def filter_traceback(fn: Callable[P, Result]) -> Callable[P, Result]:
+def filter_traceback(fn: Callable[P, Result], redco: Mapping[str, str] = MappingProxyType({})) -> Callable[P, Result]:
     """Decorates a public function or method: its errors are filtered by `FilteredTraceback`, and a call with arguments that
-    it does not take raises the error of `check_names` in place of Python's."""
+    it does not take raises the error of `check_names` in place of Python's. `redco` maps Redco's names to their
+    replacements."""
     signature = inspect.signature(fn)
-    is_bound = next(iter(signature.parameters), "") in ("self", "cls")
     of = fn.__qualname__.rpartition(".")[0] if fn.__name__ == "__init__" else fn.__name__
 
     @functools.wraps(fn)
@@ -159,10 +159,27 @@ def filter_traceback(fn: Callable[P, Result]) -> Callable[P, Result]:
                 if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                     raise  # by the function, and not by its call
                 of_python = error
-            check_names(signature, of, args[is_bound:], kwargs)
+            for name in redco.keys() & kwargs.keys():
+                raise TypeError(f"`{of}({name}=)`: expected an argument of redeqx, got one of Redco. {redco[name]}")
+            check_names(signature, of, args, kwargs)
             raise of_python
 
     return called
+
+
+def check_names(signature: inspect.Signature, of: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises TypeError for arguments that a signature does not take; `of` is the name of the function."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        parameters = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
+        bare = inspect.Signature([p for p in parameters if p.name not in ("self", "cls")])
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        unknown = [name for name in kwargs if name not in signature.parameters and not takes_any]
+        got = f"; {error}."
+        if unknown:
+            got = f", got an unknown one: `{unknown[0]}`.{nearest(unknown[0], signature.parameters)}"
+        raise TypeError(f"`{of}`: expected the arguments `{bare}`{got}") from None
 
 
 def _filter_frames(error: Exception, traceback: types.TracebackType | None) -> types.TracebackType | None:

@@ -65,7 +65,9 @@ def test_redco_predictor_argument_names_the_replacement(instances, name):
     ],
 )
 def test_unknown_argument_suggests_the_nearest(cls, name, meant):
-    message = rf"`{cls}\({name}=\)`: expected an argument of redeqx, got an unknown one\. Did you mean `{meant}`\?"
+    message = (
+        rf"`{cls}`: expected the arguments `\(.*\b{meant}\b.*`, got an unknown one: `{name}`\. Did you mean `{meant}`\?"
+    )
     with pytest.raises(TypeError, match=message):
         getattr(redeqx, cls)(**{name: None})
 

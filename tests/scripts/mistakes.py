@@ -322,7 +322,6 @@ MISTAKES = {
     "swapped arguments of metric_fn": lambda: fit(metric_fn=lambda outputs, examples: {}),
     "assigning a model": lambda: setattr(trainer(), "model", linear()),
     "assigning an optimizer": lambda: setattr(trainer(), "optimizer", optax.sgd(0.1)),
-    "assigning a step": lambda: setattr(trainer(), "step", 3),
     "workdir of no name": lambda: redeqx.Deployer(workdir=""),
     "workdir that cannot be made": lambda: redeqx.Deployer(workdir="/proc/run", verbose=False),
     "workdir with a long name": lambda: redeqx.Deployer(workdir="a" * 300, verbose=False),

@@ -424,11 +424,11 @@ INVALID_ARGUMENTS = {
     ),
     "`max_steps`: expected at least 1 or None, got 0.": (lambda: fit(make_trainer(), max_steps=0), ValueError),
     "`then`: expected a function of `(path)`, got 3.": (lambda: make_trainer().save_ckpt(then=cast(Callable, 3)), TypeError),
-    "`fit(callback=)`: expected an argument of redeqx, got an unknown one. Did you mean `callbacks`?": (
+    "`fit`: expected the arguments `(train_examples, per_device_batch_size, n_epochs, *, max_steps, ": (
         lambda: make_trainer().fit(DATA, 1, callback=[]),
         TypeError,
     ),
-    "`fit`: expected only `train_examples`, `per_device_batch_size`, `n_epochs` without a name, got 4 such arguments.": (
+    "`fit`: expected the arguments `(train_examples, per_device_batch_size, n_epochs, *, max_steps, batch_size, ": (
         lambda: make_trainer().fit(DATA, 1, 1, DATA),
         TypeError,
     ),

@@ -67,7 +67,7 @@ def test_errors():
     ]:
         with pytest.raises(ValueError, match=message):
             stream(MODEL, inputs, max_new_tokens=2, **options)
-    with pytest.raises(TypeError, match=r"`stream\(beams=\)`: expected an argument of redeqx, got an unknown one"):
+    with pytest.raises(TypeError, match=r"`stream`: expected the arguments `\(model, .*`, got an unknown one: `beams`"):
         stream(MODEL, IDS, max_new_tokens=2, beams=2)
     with pytest.raises(ValueError, match=r"`mask`: expected None for a list of prompts"):
         generate(MODEL, [[1, 2], [3]], max_new_tokens=2, mask=np.ones((2, 2), bool))
