@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
 from ..errors import printable
@@ -73,29 +71,16 @@ class Console:
             self._terminal.show(Text.assemble((f"  {name:<{width}}  ", "dim"), lines))
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Prints a table: wrapped to the width of a terminal, one line per row elsewhere, and never cut."""
-        cells = [[printable(str(cell)) for cell in row] for row in rows]
-        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        """Prints a table, aligned: one line per row, which is never cut."""
+        cells = [[printable(str(cell)) for cell in row] for row in (columns, *rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         self._title(title)
-        if not self._terminal.is_terminal:
-            for row in [columns, *cells]:
-                line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-                self._terminal.show(Text(f"  {line}".rstrip()))
-            return
-        # The first column names the rows: the others shrink before it is wrapped. (A fixed width, since rich 15 cuts cells
-        # if a column's `min_width` does not fit.)
-        room = self._terminal.width - sum(width + 2 for width in widths[1:])
-        first = min(widths[0], max(room, self._terminal.width // 2))
-        table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for i, column in enumerate(columns):
-            table.add_column(Text(column), overflow="fold", width=first if i == 0 else None)
         for row in cells:
-            table.add_row(*map(Text, row))
-        self._terminal.show(table)
+            line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+            self._terminal.show(Text(f"  {line}".rstrip()))
 
     def _title(self, title: str) -> None:
-        bold = Text(printable(title), style="bold")
-        self._terminal.show(Rule(bold, align="left", style="cyan") if self._terminal.is_terminal else bold)
+        self._terminal.show(Text(printable(title), style="bold"))
 
     def progress(self, **options: Any) -> ProgressLine:
         """Returns a context manager that shows a loop's progress; call its `update` after each step.

@@ -47,11 +47,10 @@ class Terminal(RichConsole):
     def file(self, new_file: Any) -> None:
         self._file = new_file
 
-    def show(self, renderable: Any) -> None:
+    def show(self, text: Text) -> None:
         """Prints, if this process prints."""
         if self.prints:
-            # The terminal wraps text; the layout of a table or rule depends on the width.
-            self.print(renderable, soft_wrap=isinstance(renderable, Text))
+            self.print(text, soft_wrap=True)  # the terminal wraps it
 
     def say(self, message: str) -> None:
         """Prints a message unchanged."""
