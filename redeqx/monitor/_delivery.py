@@ -50,13 +50,12 @@ class Delivery:
     def __init__(self, name: str, workdir: Path | None, log: Callable[[str], None]):
         self._name, self._workdir, self._log = name, workdir, log
         self._kind = TRACKERS[name]
-        self._file = None if workdir is None or self._kind.purges else workdir / "trackers" / f"{name}.json"
+        self._file = None if workdir is None else workdir / "trackers" / f"{name}.json"
         self._run_id, self._sent, self._sent_media = _load_state(self._file)
         self.is_new: bool = self._run_id is None
         self._skip_media_until = self._sent_media.copy()  # images and texts up to here are not delivered again
         self._skip_until = self._sent.copy()  # rows up to here are not delivered again
         self._newest: Marks = {}  # of the newest rows
-        self._purge_step: int | None = None
         self._pending: deque[tuple[Record, Mark]] = deque()
         self._size, self._lock = 0, threading.Lock()
         # The marks of the newest rows that the tracker has, and of the newest ones of earlier steps. A kill may lose those
@@ -86,13 +85,11 @@ class Delivery:
     def config(self, values: Mapping[str, Any]) -> None:
         """Delivers the configuration of a run, by name; before other records, with the first of them.
 
-        A fit that follows may continue an earlier run of the tracker, or delete records of it.
+        A fit that follows may continue an earlier run of the tracker.
         """
         self._enqueue(dict(values), starts=False)
 
-    def rewind(
-        self, step: int, rows: Iterable[Row], is_of_another: Callable[[Record], bool], *, begins: bool, repeats: bool
-    ) -> None:
+    def rewind(self, step: int, rows: Iterable[Row], is_of_another: Callable[[Record], bool], *, begins: bool) -> None:
         """Continues a trainer after `step`. Delivers those recorded rows that the tracker lacks.
 
         **Arguments:**
@@ -100,31 +97,24 @@ class Delivery:
         - `rows`: all that are recorded, of other trainers too.
         - `is_of_another`: whether a record stays, although its step is later.
         - `begins`: whether nothing is left of an earlier process, so that a new run of the tracker begins.
-        - `repeats`: whether the trainer had recorded later steps.
         """
         self._end()
         if begins and not self.is_new:
             self._run_id, self._sent, self._sent_media, self.is_new = *_unknown(), True
-        # Only if it must: a purge deletes the later images and texts of other trainers, too.
-        purges = self._kind.purges and (begins or repeats)
-        self._purge_step, self._newest = step + 1 if purges else None, {}
+        self._newest = {}
 
         def stays(item: Record) -> bool:
-            return isinstance(item, dict) or item.step <= step or (not purges and is_of_another(item))
+            return isinstance(item, dict) or item.step <= step or is_of_another(item)
 
         with self._lock:
             self._pending = deque(each for each in self._pending if stays(each[0]))
             self._size = sum(_size(item) for item, _ in self._pending)
-        if self._kind.purges:  # it has the earlier records, and none of the later ones: those are of other trainers
-            self._skip_until, self._skip_media_until = {}, {}
-            rows = (row for row in rows if purges and row.step > step)
-        else:
-            self._skip_until, self._skip_media_until = self._sent.copy(), self._sent_media.copy()
-            for item, mark in self._pending:
-                if isinstance(item, Row):
-                    _advance(self._skip_until, item.of, mark)
-                elif isinstance(item, MediaFile):
-                    _advance(self._skip_media_until, item.name, item.step)
+        self._skip_until, self._skip_media_until = self._sent.copy(), self._sent_media.copy()
+        for item, mark in self._pending:
+            if isinstance(item, Row):
+                _advance(self._skip_until, item.of, mark)
+            elif isinstance(item, MediaFile):
+                _advance(self._skip_media_until, item.name, item.step)
         for row in rows:
             self.row(row)
 
@@ -212,8 +202,7 @@ class Delivery:
         # What was delivered before is safe by now.
         self._mark_as_sent(self._before_newest if self._kind.keeps == "after the step" else self._delivered)
         if self._tracker is None:
-            self._tracker = self._kind(self._workdir, self._run_id, self._purge_step)
-            self._purge_step = None  # purge only once
+            self._tracker = self._kind(self._workdir, self._run_id)
             self._forget()
             self._forget = AtEnd(self.close).forget  # before what the package has registered
             self._run_id = self._tracker.run_id

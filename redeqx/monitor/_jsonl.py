@@ -63,8 +63,8 @@ class JsonLines:
             raise
         self._waiting = b""
 
-    def rewind(self, step: int, keeps: Callable[[Mapping[str, Any]], bool] = lambda numbers: False) -> bool:
-        """Deletes the lines after `step`, except those whose numbers `keeps` wants. Returns whether there were any.
+    def rewind(self, step: int, keeps: Callable[[Mapping[str, Any]], bool] = lambda numbers: False) -> None:
+        """Deletes the lines after `step`, except those whose numbers `keeps` wants.
 
         An incomplete last line is dropped; any other line that cannot be read is dropped with a warning.
         """
@@ -85,7 +85,7 @@ class JsonLines:
             elif row.pop("step") <= step or keeps(row):
                 left.append(line + b"\n")
         if (content := b"".join(left)) == text:
-            return False
+            return
         if text.startswith(content):  # needs no room on a full disk
             with os.fdopen(open_old(self._path, os.O_WRONLY), "wb") as file:
                 file.truncate(len(content))
@@ -93,7 +93,6 @@ class JsonLines:
         else:
             write_file(self._path, content)
         fsync_folder(self._path.parent)
-        return True
 
     def read(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yields the step and the numbers of each readable line."""

@@ -54,13 +54,11 @@ class MediaFile:
         return path
 
 
-def rewind_media(folder: Path, step: int) -> bool:
-    """Deletes the files of images and texts after `step`. Returns whether there were any."""
-    names = [] if folder.is_symlink() else [(path, _FILE.match(path.name)) for path in folder.glob("step_*")]
-    later = [path for path, found in names if found is not None and int(found[1]) > step]
-    for path in later:
-        path.unlink()
-    return bool(later)
+def rewind_media(folder: Path, step: int) -> None:
+    """Deletes the files of images and texts after `step`."""
+    for path in () if folder.is_symlink() else folder.glob("step_*"):
+        if (found := _FILE.match(path.name)) is not None and int(found[1]) > step:
+            path.unlink()
 
 
 def check_name(name: str) -> None:

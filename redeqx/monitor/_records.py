@@ -212,12 +212,13 @@ class Records:
         def is_kept(record: Any) -> bool:
             return is_of_another(record.numbers) if isinstance(record, Row) else name is not None
 
-        deleted = [file.rewind(step, is_of_another) for file in self._files.values()]
+        for file in self._files.values():
+            file.rewind(step, is_of_another)
         if name is None:
-            deleted.append(rewind_media(self._workdir / "media", step))
+            rewind_media(self._workdir / "media", step)
         for delivery in self._deliveries:
             every = (Row(at, numbers) for at, numbers in self._files[_METRICS].read())
-            delivery.rewind(step, every, is_kept, begins=step <= 0 and not others, repeats=any(deleted))
+            delivery.rewind(step, every, is_kept, begins=step <= 0 and not others)
 
     def _trainers(self) -> set[str | None]:
         """Returns the names of the trainers whose steps are recorded, None for one without a name. The user's own metrics

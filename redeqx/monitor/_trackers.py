@@ -57,7 +57,6 @@ class NamedTracker(Protocol):
     **Attributes:**
 
     - `package`: the package to import. `install`: the requirement that provides it, for `pip install`.
-    - `purges`: whether it deletes records of repeated steps. For the others, repeated records are not delivered.
     - `keeps`: when its rows are safe from a kill: `"at once"`, `"soon"` (within half a second), or `"after the step"`: it
         keeps those of the newest step in memory.
     - `run_id`: the id by which a later process continues the run.
@@ -66,19 +65,17 @@ class NamedTracker(Protocol):
 
     package: str
     install: str
-    purges: bool
     keeps: Literal["at once", "soon", "after the step"]
     run_id: str
     where: str
 
-    def __init__(self, folder: Path | None, run_id: str | None, purge_step: int | None) -> None:
+    def __init__(self, folder: Path | None, run_id: str | None) -> None:
         """Opens the run.
 
         **Arguments:**
 
         - `folder`: the workdir, or None.
         - `run_id`: the id of a run to continue, which an earlier process began; None for a new run.
-        - `purge_step`: the first step that is repeated, of those that an earlier process recorded; None if there is none.
         """
 
     def config(self, values: Mapping[str, Any]) -> None: ...
@@ -88,9 +85,9 @@ class NamedTracker(Protocol):
 
 
 class TensorBoard(NamedTracker):
-    package, install, purges, keeps = "tensorboardX", "redeqx[tensorboard]", True, "at once"
+    package, install, keeps = "tensorboardX", "redeqx[tensorboard]", "at once"
 
-    def __init__(self, folder: Path | None, run_id: str | None, purge_step: int | None) -> None:
+    def __init__(self, folder: Path | None, run_id: str | None) -> None:
         from tensorboardX import SummaryWriter
 
         assert folder is not None, "checked"
@@ -99,7 +96,8 @@ class TensorBoard(NamedTracker):
         self.run_id, self.where = "", str(events)
         # A file is named by the second: one opened within the same second would replace the previous one.
         suffix = f".{len(list(events.glob('*'))):04}.{secrets.token_hex(4)}"  # nobody else can guess it and plant a link
-        self._writer: Any = SummaryWriter(self.where, purge_step=purge_step, filename_suffix=suffix)
+        # A new run in the folder of an earlier one replaces it.
+        self._writer: Any = SummaryWriter(self.where, purge_step=0 if run_id is None else None, filename_suffix=suffix)
 
     def config(self, values: Mapping[str, Any]) -> None:
         cells = {name: str(value).replace("|", "\\|").replace("\n", "<br>") for name, value in values.items()}
@@ -147,9 +145,9 @@ class _RunWithLog(NamedTracker):
 
 
 class WandB(_RunWithLog):
-    package, install, purges, keeps = "wandb", "redeqx[wandb]", False, "after the step"
+    package, install, keeps = "wandb", "redeqx[wandb]", "after the step"
 
-    def __init__(self, folder: Path | None, run_id: str | None, purge_step: int | None) -> None:
+    def __init__(self, folder: Path | None, run_id: str | None) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False):
@@ -182,9 +180,9 @@ class WandB(_RunWithLog):
 
 
 class MLflow(NamedTracker):
-    package, install, purges, keeps = "mlflow", "redeqx[mlflow]", False, "at once"
+    package, install, keeps = "mlflow", "redeqx[mlflow]", "at once"
 
-    def __init__(self, folder: Path | None, run_id: str | None, purge_step: int | None) -> None:
+    def __init__(self, folder: Path | None, run_id: str | None) -> None:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 
         # The client, not the module's functions: those use one global active run, which belongs to the script.
@@ -227,9 +225,9 @@ _MLFLOW_PARAM, _MLFLOW_BATCH = 6000, 1000  # maximum characters of a value, and 
 
 
 class Trackio(_RunWithLog):
-    package, install, purges, keeps = "trackio", "redeqx[trackio]", False, "soon"
+    package, install, keeps = "trackio", "redeqx[trackio]", "soon"
 
-    def __init__(self, folder: Path | None, run_id: str | None, purge_step: int | None) -> None:
+    def __init__(self, folder: Path | None, run_id: str | None) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
         # Trackio continues a run by its name, so each name must be unique.

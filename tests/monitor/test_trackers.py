@@ -24,13 +24,13 @@ from redeqx.monitor import TRACKERS, Console
 class Fake:
     """A tracker that keeps, for each run id, a list of what it received."""
 
-    package, install, purges, keeps = "json", "redeqx[fake]", False, "at once"
+    package, install, keeps = "json", "redeqx[fake]", "at once"
     runs: ClassVar[dict[str, list]] = {}
     fails: ClassVar[list[Exception]] = []  # raised by the next calls
     blocks: threading.Event | None = None
     waits = False
 
-    def __init__(self, folder, run_id, purge_step):
+    def __init__(self, folder, run_id):
         self._fail()
         self.run_id = run_id or f"run {len(self.runs)}"
         self.where = f"at {self.run_id}"
@@ -245,10 +245,8 @@ def test_resumed_run_delivers_what_the_tracker_missed(tmp_path, fake):
 
 
 @pytest.mark.parametrize("n_fails", [0, 2])
-@pytest.mark.parametrize("purges", [False, True])
-def test_rewind_in_the_same_process_repeats_only_what_was_purged(tmp_path, fake, monkeypatch, purges, n_fails):
+def test_rewind_in_the_same_process_repeats_nothing(tmp_path, fake, monkeypatch, n_fails):
     """With `n_fails` the earlier records are still queued at the rewind."""
-    monkeypatch.setattr(fake, "purges", purges)
     monkeypatch.setattr("redeqx.monitor._delivery.FIRST_RETRY", 60.0)
     fake.fails += [ConnectionError("no network")] * n_fails
     console = Console(tmp_path, loggers=["fake"], verbose=False)
@@ -266,10 +264,9 @@ def test_rewind_in_the_same_process_repeats_only_what_was_purged(tmp_path, fake,
     record(console, 5)
     console.records.close()
     (seen,) = fake.runs.values()
-    is_repeated = purges and not n_fails
-    assert steps(seen) == ([1, 2, 3, 4, 3, 4, 5] if is_repeated else [1, 2, 3, 4, 5])
+    assert steps(seen) == [1, 2, 3, 4, 5]
     media = [each[0] for each in seen if isinstance(each, tuple) and isinstance(each[1], str)]
-    assert media == ([2, 4, 4] if is_repeated else [2, 4])
+    assert media == [2, 4]
 
 
 def test_rows_that_a_kill_may_lose_are_delivered_again(tmp_path, fake, monkeypatch):
