@@ -58,9 +58,11 @@ def test_memory_must_be_positive(size, capsys):
     assert f"argument --memory: expected bytes above 0, such as 10GB or 9.5GiB, got {size!r}" in capsys.readouterr().err
 
 
-def test_process_count_must_be_positive(capsys):
-    reported = error_of(capsys, "launch", "--processes", "0", "x.py")
-    assert reported == "`--processes`: expected at least 1, got 0. Pass the number."
+@pytest.mark.parametrize("option", ["processes", "nodes", "gpus"])
+def test_counts_must_be_positive(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["launch", f"--{option}", "0", "x.py"])
+    assert f"argument --{option}: expected at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
