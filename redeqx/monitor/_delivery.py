@@ -28,11 +28,11 @@ ROW_SIZE = 1024  # bytes, roughly
 BATCH = 1000  # rows per delivery
 
 Record = Row | MediaFile | dict[str, Any]  # metrics, an image or a text, the configuration
-# A position in the rows of a trainer: a step, and the number of rows recorded at it so far. A rerun records the same rows.
+# A position in the records of a trainer, or in the images or texts of a name: a step, and the number of them at it so far. A
+# rerun records the same.
 Mark = tuple[int, int]
-NO_ROWS: Mark = (-1, 0)
-Marks = dict[str, Mark]  # by `Row.of`: trainers count their own steps
-Steps = dict[str, int]  # of the newest image or text of each name
+NOTHING: Mark = (-1, 0)
+Marks = dict[str, Mark]  # by the `of` of a record: trainers count their own steps
 
 
 class Delivery:
@@ -51,14 +51,13 @@ class Delivery:
         self._name, self._workdir, self._log = name, workdir, log
         self._kind = TRACKERS[name]
         self._file = None if workdir is None else workdir / "trackers" / f"{name}.json"
-        self._run_id, self._sent, self._sent_media = _load_state(self._file)
+        self._run_id, self._sent = _load_state(self._file)
         self.is_new: bool = self._run_id is None
-        self._skip_media_until = self._sent_media.copy()  # images and texts up to here are not delivered again
-        self._skip_until = self._sent.copy()  # rows up to here are not delivered again
-        self._newest: Marks = {}  # of the newest rows
+        self._skip_until = self._sent.copy()  # records up to here are not delivered again
+        self._newest: Marks = {}  # of the newest records
         self._pending: deque[tuple[Record, Mark]] = deque()
         self._size, self._lock = 0, threading.Lock()
-        # The marks of the newest rows that the tracker has, and of the newest ones of earlier steps. A kill may lose those
+        # The marks of the newest records that the tracker has, and of the newest of earlier steps. A kill may lose what is
         # after `_sent`, which the next process delivers again.
         self._delivered: Marks = {}
         self._before_newest: Marks = {}
@@ -70,17 +69,12 @@ class Delivery:
 
     # --- called by the run --------------------------------------------------------------------------------------------
 
-    def row(self, row: Row) -> None:
-        """Delivers metrics, unless the tracker has them from before a rewind."""
-        step, n = self._newest.get(row.of, NO_ROWS)
-        mark = self._newest[row.of] = (row.step, n + 1 if row.step == step else 1)
-        if mark > self._skip_until.get(row.of, NO_ROWS):
-            self._enqueue(row, mark)
-
-    def medium(self, medium: MediaFile) -> None:
-        """Delivers an image or a text, unless the tracker has it from before a rewind."""
-        if medium.step > self._skip_media_until.get(medium.name, -1):
-            self._enqueue(medium)
+    def record(self, item: Row | MediaFile) -> None:
+        """Delivers metrics, an image or a text, unless the tracker has them from before a rewind."""
+        step, n = self._newest.get(item.of, NOTHING)
+        mark = self._newest[item.of] = (item.step, n + 1 if item.step == step else 1)
+        if mark > self._skip_until.get(item.of, NOTHING):
+            self._enqueue(item, mark)
 
     def config(self, values: Mapping[str, Any]) -> None:
         """Delivers the configuration of a run, by name; before other records, with the first of them.
@@ -100,7 +94,7 @@ class Delivery:
         """
         self._end()
         if begins and not self.is_new:
-            self._run_id, self._sent, self._sent_media, self.is_new = *_unknown(), True
+            self._run_id, self._sent, self.is_new = None, {}, True
         self._newest = {}
 
         def stays(item: Record) -> bool:
@@ -109,14 +103,12 @@ class Delivery:
         with self._lock:
             self._pending = deque(each for each in self._pending if stays(each[0]))
             self._size = sum(_size(item) for item, _ in self._pending)
-        self._skip_until, self._skip_media_until = self._sent.copy(), self._sent_media.copy()
+        self._skip_until = self._sent.copy()
         for item, mark in self._pending:
-            if isinstance(item, Row):
+            if not isinstance(item, dict):
                 _advance(self._skip_until, item.of, mark)
-            elif isinstance(item, MediaFile):
-                _advance(self._skip_media_until, item.name, item.step)
         for row in rows:
-            self.row(row)
+            self.record(row)
 
     def close(self) -> None:
         """Delivers the queue and ends the tracker's run; warns if that takes too long. Later records continue the run."""
@@ -145,7 +137,7 @@ class Delivery:
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, item: Record, mark: Mark = NO_ROWS, *, starts: bool = True) -> None:
+    def _enqueue(self, item: Record, mark: Mark = NOTHING, *, starts: bool = True) -> None:
         if self._is_stuck:
             return
         with self._lock:
@@ -216,23 +208,18 @@ class Delivery:
             item = first[0][0]
             if isinstance(item, Row):
                 first = list(takewhile(lambda each: isinstance(each[0], Row), first))
-                rows = [row for row, _ in first if isinstance(row, Row)]
-                self._tracker.rows(rows)
-                for row, (_, mark) in zip(rows, first, strict=True):
-                    delivered = self._delivered.get(row.of, NO_ROWS)
-                    if mark[0] > delivered[0]:
-                        self._before_newest[row.of] = delivered
-                    _advance(self._delivered, row.of, mark)
-                if self._kind.keeps == "at once":
-                    self._mark_as_sent(self._delivered)
-            elif isinstance(item, MediaFile):
-                first = first[:1]
-                self._tracker.medium(item)
-                _advance(self._sent_media, item.name, item.step)
-                self._save_state()
+                self._tracker.rows([row for row, _ in first if isinstance(row, Row)])
             else:
                 first = first[:1]
-                self._tracker.config(item)
+                self._tracker.medium(item) if isinstance(item, MediaFile) else self._tracker.config(item)
+            for item, mark in first:
+                if not isinstance(item, dict):
+                    newest = self._delivered.get(item.of, NOTHING)
+                    if mark[0] > newest[0]:
+                        self._before_newest[item.of] = newest
+                    _advance(self._delivered, item.of, mark)
+            if self._kind.keeps == "at once":
+                self._mark_as_sent(self._delivered)
             delivered = {id(each) for each in first}
             with self._lock:  # some may have been dropped already, above `ROOM`
                 while self._pending and id(self._pending[0]) in delivered:
@@ -242,8 +229,7 @@ class Delivery:
         if self._file is not None:
             with suppress(OSError):  # checkpoints report a full disk
                 make_subfolder(self._file.parent, self._file.parents[1])
-                state = {"run_id": self._run_id, "sent": self._sent, "media": self._sent_media}
-                write_file(self._file, json.dumps(state).encode())
+                write_file(self._file, json.dumps({"run_id": self._run_id, "sent": self._sent}).encode())
 
     def _warn(self, got: str) -> None:
         """Warns once, from any thread. If warnings are errors, prints it instead: a tracker must not end a run."""
@@ -269,22 +255,17 @@ def _size(item: Record) -> int:
     return len(item.data) if isinstance(item, MediaFile) else ROW_SIZE
 
 
-def _advance(marks: dict[str, Any], of: str, mark: Any) -> None:
+def _advance(marks: Marks, of: str, mark: Mark) -> None:
     marks[of] = max(marks.get(of, mark), mark)
 
 
-def _unknown() -> tuple[str | None, Marks, Steps]:
-    return None, {}, {}
-
-
-def _load_state(file: Path | None) -> tuple[str | None, Marks, Steps]:
-    """Returns the id of the tracker's run that an earlier process began, and its marks: of rows, and of images and texts."""
+def _load_state(file: Path | None) -> tuple[str | None, Marks]:
+    """Returns the id of the tracker's run that an earlier process began, and the marks of what it has."""
     try:
         state = {} if file is None else json.loads(read_file(file))
-        sent = {str(of): (int(step), int(n)) for of, (step, n) in state["sent"].items()}
-        return str(state["run_id"]), sent, {str(name): int(step) for name, step in state["media"].items()}
+        return str(state["run_id"]), {str(of): (int(step), int(n)) for of, (step, n) in state["sent"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return _unknown()
+        return None, {}
 
 
 def _is_failing() -> bool:

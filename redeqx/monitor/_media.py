@@ -38,6 +38,11 @@ class MediaFile:
         return f"step_{self.step:08d}_{name}.{'txt' if self.is_text else 'png'}"
 
     @property
+    def of(self) -> str:
+        """What tells the images or texts of a name from other records; the metrics of no trainer have a slash in it."""
+        return f"/{self.name}"
+
+    @property
     def is_text(self) -> bool:
         return isinstance(self.content, str)
 

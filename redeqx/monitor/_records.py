@@ -122,7 +122,7 @@ class Records:
                 self._files[_SPEED].write(step, rates)
         together = {**rates, **numbers}
         for delivery in self._deliveries:
-            delivery.row(Row(step, together))
+            delivery.record(Row(step, together))
         for logger in self._objects:
             logger.log(dict(together), step)
 
@@ -158,7 +158,7 @@ class Records:
                         f"`{self._workdir / 'media'}`: expected to record, got {error.strerror or error}. Training goes on."
                     )
         for delivery in self._deliveries:
-            delivery.medium(medium)
+            delivery.record(medium)
         for logger in self._objects:
             if callable(log := getattr(logger, method, None)):
                 log(medium.name, value, medium.step)
@@ -175,7 +175,7 @@ class Records:
         self.config(rows)
         for delivery in self._deliveries:
             if delivery.is_new:
-                delivery.medium(MediaFile("plan", self._step, explain_plan()))
+                delivery.record(MediaFile("plan", self._step, explain_plan()))
 
     def rewind_once(self, step: int, name: str | None) -> None:
         """Calls `rewind`, unless this process has called it for a trainer of this name."""

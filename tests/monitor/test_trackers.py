@@ -369,7 +369,7 @@ def test_damaged_tracker_state_begins_a_new_run(tmp_path, fake):
     record(console, 1)
     console.records.close()
     state = json.loads((tmp_path / "trackers" / "fake.json").read_text())
-    assert state == {"run_id": "run 0", "sent": {"": [1, 1]}, "media": {}}
+    assert state == {"run_id": "run 0", "sent": {"": [1, 1]}}
 
 
 # Failures
