@@ -17,11 +17,11 @@ from ._chips import (
 from ._compiler import (
     SETTINGS as SETTINGS,
     XLA_CACHES as XLA_CACHES,
-    CacheUse as CacheUse,
     Compiler as Compiler,
     XlaOptions as XlaOptions,
     XlaSettings as XlaSettings,
     cache_folder as cache_folder,
+    cache_text as cache_text,
     cache_use as cache_use,
     compiler_environment as compiler_environment,
     start_cache as start_cache,

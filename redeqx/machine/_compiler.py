@@ -14,6 +14,7 @@ import re
 import tempfile
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -305,52 +306,32 @@ def cache_folder() -> str | None:
     return getattr(jax.config, "jax_compilation_cache_dir", None)
 
 
-@dataclass
-class CacheUse:
-    """The use of the compilation cache during some compilations.
-
-    **Arguments:**
-
-    - `n_hits`, `n_misses`: the numbers of programs that were read from the cache, and of others.
-    - `seconds_saved`: the time that compiling would have taken, minus the time of reading.
-    """
-
-    n_hits: int = 0
-    n_misses: int = 0
-    seconds_saved: float = 0.0
-
-    def text(self) -> str:
-        """Returns a phrase to print, or an empty string if there is no cache."""
-        if self.n_hits:  # misses are then small programs: JAX stores none that compiles within a second
-            return f"read from the compilation cache, which saved {max(self.seconds_saved, 0.0):.1f}s"
-        has_cache = cache_folder() is not None and getattr(jax.config, "jax_enable_compilation_cache", True)
-        return "not found in the compilation cache" if self.n_misses and has_cache else ""
-
-
 _REQUESTS, _HITS = "/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits"
 _SAVED = "/jax/compilation_cache/compile_time_saved_sec"
 
 
 @contextmanager
-def cache_use() -> Iterator[CacheUse]:
-    """A context that counts this thread's hits and misses, from the events that JAX reports to `jax.monitoring`."""
-    use, thread = CacheUse(), threading.get_ident()
+def cache_use() -> Iterator[Counter[str]]:
+    """A context that sums the events and the seconds that JAX reports to `jax.monitoring` in this thread, by name."""
+    use, thread = Counter[str](), threading.get_ident()
 
-    def count(event: str, **kwargs: str | int) -> None:
+    def add(event: str, duration_secs: Any = 1, **kwargs: Any) -> None:
         del kwargs
-        if threading.get_ident() != thread:
-            return
-        use.n_misses += (event == _REQUESTS) - (event == _HITS)
-        use.n_hits += event == _HITS
+        if threading.get_ident() == thread:
+            use[event] += duration_secs
 
-    def add(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del kwargs
-        use.seconds_saved += duration_secs if event == _SAVED and threading.get_ident() == thread else 0.0
-
-    jax.monitoring.register_event_listener(count)
+    jax.monitoring.register_event_listener(add)
     jax.monitoring.register_event_duration_secs_listener(add)
     try:
         yield use
     finally:
-        jax.monitoring.unregister_event_listener(count)
+        jax.monitoring.unregister_event_listener(add)
         jax.monitoring.unregister_event_duration_listener(add)
+
+
+def cache_text(use: Mapping[str, float]) -> str:
+    """Returns what to print of a compilation with this `cache_use`; empty if there is no cache."""
+    if use[_HITS]:  # what was not found are then small programs: JAX stores none that compiles within a second
+        return f"read from the compilation cache, which saved {max(use[_SAVED], 0.0):.1f}s"
+    has_cache = cache_folder() is not None and getattr(jax.config, "jax_enable_compilation_cache", True)
+    return "not found in the compilation cache" if use[_REQUESTS] and has_cache else ""

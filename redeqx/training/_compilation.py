@@ -16,7 +16,7 @@ from ..compiled import SavedPrograms, checked as checked_work
 from ..data import Batch
 from ..dims import UNKNOWN
 from ..distributed import agree_on_program
-from ..machine import cache_use, chip_of_kind
+from ..machine import cache_text, cache_use, chip_of_kind
 from ..memory import Loop, SearchSpace, Strategy, choose, matmul_seconds
 from ..monitor import ProgressLine, Work
 from ..steps import Program, Task, make_program, n_rows, shard_bytes
@@ -165,7 +165,7 @@ class Compilation:
         try:
             with suppress(Exception), cache_use() as cached:  # the call compiles again, and raises the error
                 lowered.compile()
-                self.note = cached.text()
+                self.note = cache_text(cached)
         finally:
             self._is_done.set()
 
@@ -208,7 +208,7 @@ def compiling(
         if deployer.peers.n > 1:  # the call reuses the lowering
             agree_on_program(deployer.peers, name, step.lower(*args))
         yield
-        notes.append(cached.text() if ahead is None else ahead.note)
+        notes.append(cache_text(cached) if ahead is None else ahead.note)
 
 
 # --- the work of a step -----------------------------------------------------------------------------------------------

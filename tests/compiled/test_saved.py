@@ -135,7 +135,7 @@ def test_a_run_that_differs_is_refused(name, folder, use):
         use(folder, verbose=False, **options)
     assert str(caught.value).startswith(f"`{folder}/redeqx.json`: expected {expected}"), caught.value
     assert str(caught.value).endswith(AGAIN)
-    assert used.n_misses < 20  # of small programs
+    assert used["/jax/compilation_cache/compile_requests_use_cache"] < 20  # of small programs
 
 
 @pytest.mark.parametrize(
