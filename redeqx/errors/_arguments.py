@@ -395,35 +395,26 @@ def check_examples_kind(given: Any, name: str) -> None:
 def _why_no_examples(given: Any) -> tuple[str, str] | None:
     """Returns what was passed in place of examples, and the next step; None if these may be examples."""
     kind = type(given).__name__
-    if kind == "DataFrame" and hasattr(given, "columns"):
-        method = 'to_dict("records")' if hasattr(given, "to_dict") and not hasattr(given, "to_dicts") else "to_dicts()"
-        return "a DataFrame, whose items are its columns", f"Pass its rows: `df.{method}`"
-    if kind == "Series" and hasattr(given, "to_list"):
-        return "a Series, which looks items up in its index", "Pass its values: `series.to_list()`"
     is_loader = all(hasattr(given, of) for of in ("dataset", "batch_size", "batch_sampler", "collate_fn"))
     if is_loader and (given.batch_size is not None or given.batch_sampler is not None):
         return f"a {kind}, whose items are whole batches", (
             "Pass its `dataset`: redeqx shuffles, batches and calls `collate_fn` itself"
         )
-    if isinstance(given, Mapping) and given and all(hasattr(split, "column_names") for split in given.values()):
-        return f"a {kind} of {', '.join(map(str, given))}", f"Pass one: `[{next(iter(given))!r}]`"
-    # In a list, arrays of one shape and kind are examples. A tuple is what functions return that load columns.
-    is_few = isinstance(given, tuple | list) and 2 <= len(given) <= 4  # reading a list of a million arrays takes a second
-    columns = given.values() if isinstance(given, dict) else given if is_few else ()
-    if not columns or not all(getattr(x, "shape", ()) for x in columns):
-        return None
-    shapes = [tuple(x.shape) for x in columns]
-    if len({shape[0] for shape in shapes}) > 1:
-        return None
-    if isinstance(given, dict):
-        return f"a {kind} of {len(given)} arrays, each with one row per example", (
-            "Pass `[dict(zip(columns, row)) for row in zip(*columns.values())]`"
+    if (isinstance(given, Mapping) and given and 0 not in given) or kind in ("DataFrame", "Series"):
+        return f"a {kind}, whose items have names", (
+            'Pass a list with one item per example, such as `df.to_dict("records")`, `series.to_list()` or '
+            "`[dict(zip(columns, row)) for row in zip(*columns.values())]`"
         )
-    differs = len({len(shape) for shape in shapes}) > 1 or len({np.dtype(x.dtype).kind for x in given}) > 1
-    if not (differs or isinstance(given, tuple)):
+    # In a list, arrays of one shape and kind are examples. A tuple is what functions return that load columns.
+    if not isinstance(given, tuple | list) or not 2 <= len(given) <= 4 or not all(getattr(x, "shape", ()) for x in given):
         return None
-    got = f"a {kind} of {len(shapes)} arrays of shapes {', '.join(map(str, shapes))}, each with one row per example"
-    return got, f"Pass `list(zip(*arrays))`{'' if differs else ', or `list(arrays)` if each is one example'}"
+    is_alike = len({(len(x.shape), np.dtype(x.dtype).kind) for x in given}) == 1
+    if len({x.shape[0] for x in given}) > 1 or (is_alike and isinstance(given, list)):
+        return None
+    shapes = ", ".join(str(tuple(x.shape)) for x in given)
+    return f"a {kind} of {len(given)} arrays of shapes {shapes}, each with one row per example", (
+        "Pass `list(zip(*arrays))`, or `list(arrays)` if each is one example"
+    )
 
 
 def check_readable_again(given: Any, n_epochs: int) -> None:
