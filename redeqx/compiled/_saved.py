@@ -27,16 +27,12 @@ _AGAIN = "Save them again with `redeqx dry-run --save`, or pass another folder t
 
 @dataclass
 class SavedPrograms:
-    """The manifest of a folder of programs.
-
-    **Arguments:**
-
-    - `environment`: what all programs were compiled for, by name: versions, devices, flags, mesh.
-    - `programs`: by name, the dtype, shape and spec of each argument, and the checksum of the program's text.
-    """
+    """The manifest of a folder of programs."""
 
     folder: Path
+    # What all programs were compiled for, by name: versions, devices, flags, mesh.
     environment: dict[str, str] = field(default_factory=dict)
+    # By name, the dtype, shape and spec of each argument, and the checksum of the program's text.
     programs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod

@@ -42,18 +42,11 @@ MAX_MEMORY = 0.45  # the time of reading and writing over that of products, both
 
 @dataclass(frozen=True)
 class Expected:
-    """The expected time of a step.
-
-    **Arguments:**
-
-    - `seconds`: of a step.
-    - `mfu`: the model FLOPs utilization at which it takes this time.
-    - `outside`: in what the step is unlike the runs that the rates were fitted on; empty if in nothing.
-    """
+    """The expected time of a step."""
 
     seconds: float
-    mfu: float
-    outside: tuple[str, ...]
+    mfu: float  # the model FLOPs utilization at which it takes this time
+    outside: tuple[str, ...]  # in what the step is unlike the runs that the rates were fitted on
 
 
 def expected(step: Step, estimate: Estimate, chip: Chip, mesh: Mesh) -> Expected | None:

@@ -43,42 +43,27 @@ def reason(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """A compiled step, with numbers for one device.
+    """A compiled step, with bytes for one device, and FLOPs for all together."""
 
-    **Arguments:**
-
-    - `needs`: the bytes in memory, including state of the run that is not an argument of the step.
-    - `is_refused`: whether the compiler raised an out-of-memory error. Then `needs` is from its message, or the sum of the
-        arrays that stay in memory if these do not fit, and the sizes below are unknown.
-    - `arguments`, `temporaries`, `outputs`, `code`: bytes reported by the compiler, without outputs that replace arguments.
-    - `largest`: the temporaries of at least 1 KiB in memory at the peak.
-    - `allowance`: an estimate of the bytes of cuDNN workspaces that the compiler does not know without a GPU.
-    - `flops`: FLOPs of matmuls and convolutions, including recomputation, by dtype, for all devices together.
-    - `kinds`: the same by the kind of product: `"matmul"`, `"attention"`, `"experts"` or `"convolution"`.
-    - `bytes_moved`: bytes read from and written to memory.
-    - `host_bytes`: bytes copied to and from host memory.
-    - `host_hidden`: the share of them that is copied behind matmuls in the compiled order; None if it is unknown.
-    - `unread`: why the compiled program could not be read: then all but its sizes and FLOPs is unknown.
-    - `is_estimate`: whether the step was not compiled, and its temporaries are estimated from its trace.
-    """
-
-    needs: int
+    needs: int  # in memory at the peak, including state of the run that is not an argument of the step
     compile_seconds: float
+    # Whether the compiler raised an out-of-memory error. Then `needs` is from its message, or the sum of the arrays that stay
+    # in memory if these do not fit, and the sizes below are unknown.
     is_refused: bool = False
     arguments: int = 0
     temporaries: int = 0
-    outputs: int = 0
+    outputs: int = 0  # without those that replace arguments
     code: int = 0
-    allowance: int = 0
-    largest: tuple[Buffer, ...] = ()
+    allowance: int = 0  # an estimate of cuDNN's workspaces, which the compiler does not know without a GPU
+    largest: tuple[Buffer, ...] = ()  # the temporaries of at least 1 KiB in memory at the peak
     collectives: tuple[Collective, ...] = ()
-    flops: Mapping[str, int] = field(default_factory=dict)
-    kinds: Mapping[str, int] = field(default_factory=dict)
-    bytes_moved: int = 0
-    host_bytes: int = 0
-    host_hidden: float | None = None
-    unread: str = ""
-    is_estimate: bool = False
+    flops: Mapping[str, int] = field(default_factory=dict)  # of matmuls and convolutions, with recomputation, by dtype
+    kinds: Mapping[str, int] = field(default_factory=dict)  # the same by `kind_of_product`
+    bytes_moved: int = 0  # read from and written to memory
+    host_bytes: int = 0  # copied to and from host memory
+    host_hidden: float | None = None  # the share of them behind matmuls in the compiled order; None if it is unknown
+    unread: str = ""  # why the compiled program could not be read: then all but its sizes and FLOPs is unknown
+    is_estimate: bool = False  # of the temporaries, from the trace: nothing was compiled
 
     def offloaded(self, state: int, other_bytes: int) -> "Step":
         """Estimates a step that copies the optimizer's state from the host, from this one with the state on the devices.
@@ -100,23 +85,15 @@ class Estimate:
     """A roofline estimate: bounds on the time of a step at the published rates of its devices, in seconds.
 
     It is no forecast, because a real step reaches none of these rates.
-
-    **Arguments:**
-
-    - `compute`, `memory`, `communication`, `host`: the separate times of matmuls, reads and writes, collectives, and copies
-        to and from host memory.
-    - `step`: the time of a step with perfect overlap: the largest of these.
-    - `serial`: the time of a step without overlap: their sum.
-    - `mfu`, `serial_mfu`: the model FLOPs utilization of these two: the FLOPs without recomputation, divided by those that
-        the devices could compute in that time.
     """
 
-    compute: float
-    memory: float
-    communication: float
-    host: float
-    step: float
-    serial: float
+    compute: float  # of matmuls
+    memory: float  # of reads and writes
+    communication: float  # of collectives
+    host: float  # of copies to and from host memory
+    step: float  # with perfect overlap: the largest of these
+    serial: float  # without overlap: their sum
+    # The FLOPs without recomputation over those that the devices could compute in these two times.
     mfu: float
     serial_mfu: float
 

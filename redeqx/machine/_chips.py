@@ -12,31 +12,20 @@ _T, _G = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Chip:
-    """The published figures of one device.
+    """The published figures of one device. Rates are in FLOP/s of dense matmuls, or in bytes/s."""
 
-    **Arguments:**
-
-    - `kind`: its `jax.Device.device_kind`.
-    - `memory`: bytes that a program may use, as reported by the compiler for TPUs and by CUDA for GPUs.
-    - `bfloat16`, `float32`: FLOP/s of dense matmuls at JAX's default precision. TPUs multiply float32 as bfloat16, GPUs as
-        TF32 if they have it. For GPUs before Ampere, which have no bfloat16, the first one is for float16.
-    - `bandwidth`: memory bandwidth, in bytes/s.
-    - `link`: bytes/s that one device sends to others of its host (TPUs: of its slice).
-    - `network`: bytes/s that one device sends to other hosts, in the machines that usually contain it. None if the link
-        also connects hosts.
-    - `host`: bytes/s between one device and host memory, in one direction, over PCIe.
-    - `fp8`: FLOP/s of dense matmuls in fp8. None if XLA has no fp8 matmuls for it.
-    """
-
-    kind: str
-    memory: int
+    kind: str  # its `jax.Device.device_kind`
+    memory: int  # bytes that a program may use, as reported by the compiler for TPUs and by CUDA for GPUs
+    # At JAX's default precision. TPUs multiply float32 as bfloat16, GPUs as TF32 if they have it. For GPUs before Ampere,
+    # which have no bfloat16, the first one is for float16.
     bfloat16: float
     float32: float
-    bandwidth: float
-    link: float
+    bandwidth: float  # of memory
+    link: float  # that one device sends to others of its host (TPUs: of its slice)
+    # That one device sends to other hosts, in the machines that usually contain it; None if the link also connects hosts.
     network: float | None = None
-    host: float = 16 * _G
-    fp8: float | None = None
+    host: float = 16 * _G  # between one device and host memory, in one direction, over PCIe
+    fp8: float | None = None  # None if XLA has no fp8 matmuls for it
 
     def rate(self, dtype: str) -> float:
         """Returns the FLOP/s of dense matmuls of a dtype, given its name."""
@@ -59,21 +48,13 @@ TPUS = {
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU: its figures, and the properties that the compiler needs.
-
-    **Arguments:**
-
-    - `capability`: the compute capability, major and minor.
-    - `cores`: the number of streaming multiprocessors.
-    - `clock`: the boost clock, in GHz.
-    - `l2`: the size of the L2 cache, in MiB.
-    """
+    """A GPU: its figures, and the properties that the compiler needs."""
 
     chip: Chip
-    capability: tuple[int, int]
-    cores: int
-    clock: float
-    l2: float | int
+    capability: tuple[int, int]  # the compute capability, major and minor
+    cores: int  # streaming multiprocessors
+    clock: float  # the boost clock, in GHz
+    l2: float | int  # the size of the L2 cache, in MiB
 
     def target_config(self) -> str:
         """Returns the description for XLA, a text proto."""

@@ -145,16 +145,10 @@ def compiler_environment(client: Any = None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class XlaSettings:
-    """Settings for the compiler of one platform.
+    """Settings for the compiler of one platform."""
 
-    **Arguments:**
-
-    - `options`: the options that it accepts.
-    - `dropped`: the options that it rejects, each with the reason.
-    """
-
-    options: dict[str, bool | int | float | str] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
+    options: dict[str, bool | int | float | str] = field(default_factory=dict)  # those that it accepts
+    dropped: dict[str, str] = field(default_factory=dict)  # those that it rejects, each with the reason
 
     def text(self) -> str:
         """Returns a line to print, or an empty string if there are no settings."""

@@ -28,20 +28,12 @@ USABLE = 0.95
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices to compile for.
+    """Devices to compile for."""
 
-    **Arguments:**
-
-    - `name`: the argument of `describe`.
-    - `devices`: JAX devices. Those of a described machine are only for compiling.
-    - `memory`: bytes of a device that a program may use. None if unknown.
-    - `chip`: published figures of a device. None if unknown.
-    """
-
-    name: str
-    devices: tuple[Any, ...]
-    memory: int | None = None
-    chip: Chip | None = None
+    name: str  # the argument of `describe`
+    devices: tuple[Any, ...]  # those of a described machine are only for compiling
+    memory: int | None = None  # bytes of a device that a program may use; None if unknown
+    chip: Chip | None = None  # published figures of a device; None if unknown
 
     @property
     def n_hosts(self) -> int:
@@ -231,18 +223,12 @@ def simulate_devices(n_devices: int) -> None:
 
 @dataclass
 class Dry:
-    """The dry run of a script.
-
-    **Arguments:**
-
-    - `options`: further arguments of the dry run.
-    - `zeros`: what the script received with zeros as values: `"models"`, `"predictions"`.
-    - `done`: the exception with the report that ended the script, even if the script caught it. Empty before.
-    """
+    """The dry run of a script."""
 
     machine: Machine
-    options: dict[str, Any]
-    zeros: set[str] = field(default_factory=set)
+    options: dict[str, Any]  # further arguments of the dry run
+    zeros: set[str] = field(default_factory=set)  # what the script received with zeros: `"models"`, `"predictions"`
+    # The exception with the report that ended the script, even if the script caught it. Empty before.
     done: list[Any] = field(default_factory=list)
 
 

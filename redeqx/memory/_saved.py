@@ -36,22 +36,14 @@ KERNELS = ("attention", "pallas_call")  # kernels whose derivative reads outputs
 
 @dataclass(frozen=True)
 class Candidate:
-    """A value, or several that are saved together, of one iteration of a loop.
+    """A value, or several that are saved together, of one iteration of a loop."""
 
-    **Arguments:**
-
-    - `key`: as the policy knows it: a name, or the primitive with the types of its operands.
-    - `scope`: the names around it, such as that of the weight.
-    - `n_bytes`: on one device.
-    - `seconds_left`: of the products of the iteration after it, on one device, at the published rate.
-    """
-
-    key: Any
+    key: Any  # as the policy knows it: a name, or the primitive with the types of its operands
     what: str
     line: str
-    scope: str
-    n_bytes: int
-    seconds_left: float
+    scope: str  # the names around it, such as that of the weight
+    n_bytes: int  # on one device
+    seconds_left: float  # of the products of the iteration after it, on one device, at the published rate
 
 
 def key_of(primitive: Any, avals: Iterable[Any]) -> Any:
@@ -61,28 +53,18 @@ def key_of(primitive: Any, avals: Iterable[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop of a loss: what its iterations could save, what it costs to compute that again, and what they do save.
-
-    **Arguments:**
-
-    - `n`: the number of iterations, each of which saves its own values.
-    - `carry`: bytes of the carry on one device: of what an iteration saves in any case. Scalars are not counted.
-    - `seconds`: of the products of one iteration on one device, at the published rate.
-    - `forward`: of one iteration, with what it writes and sums over model shards.
-    - `again`: the time to compute everything that the backward pass reads, given the keys of what is saved.
-    - `saved`: `KEPT` or `HOST` for the key of each candidate that is saved; the others are computed again.
-    - `carry_in`: `KEPT` or `HOST`.
-    """
+    """One loop of a loss: what its iterations could save, what it costs to compute that again, and what they do save."""
 
     line: str
-    n: int
-    carry: int
-    seconds: float
-    forward: float
+    n: int  # of iterations, each of which saves its own values
+    carry: int  # bytes on one device of what an iteration saves in any case; scalars are not counted
+    seconds: float  # of the products of one iteration on one device, at the published rate
+    forward: float  # of one iteration, with what it writes and sums over model shards
     candidates: Sequence[Candidate]
+    # The time to compute everything that the backward pass reads, given the keys of what is saved.
     again: Callable[[Collection[Any]], float] = field(repr=False)
-    saved: Mapping[Any, str] = field(default_factory=dict)
-    carry_in: str = KEPT
+    saved: Mapping[Any, str] = field(default_factory=dict)  # `KEPT` or `HOST` by key; the others are computed again
+    carry_in: str = KEPT  # or `HOST`
 
     def choice(self, candidate: Candidate) -> str:
         return self.saved.get(candidate.key, AGAIN)

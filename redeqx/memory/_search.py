@@ -27,46 +27,32 @@ _N_TRIES = 3  # of bytes for what loops save
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The strategies to try, with the numbers that are known before they are compiled.
+    """The strategies to try, with the numbers that are known before they are compiled."""
 
-    **Arguments:**
-
-    - `own`: the strategy of the script.
-    - `flops`: FLOPs of the matmuls of an update, by dtype, for each level of `REMATS` to try, or only for the script's own
-        level, which may be `"auto"`.
-    - `weights`, `frozen`: bytes of the parameters, and of those that are not trained.
-    - `state`: bytes of all arrays that stay in memory, not counting copies.
-    - `memory`: bytes of a device.
-    - `chip`: the figures of a device, or None if unknown.
-    - `opt_state`: the part of `state` that belongs to the optimizer and can be offloaded to the host.
-    - `unrolls`: whether loops over small layers are unrolled if weights are not gathered layer by layer.
-    - `splits_residual`: whether `remat="matmuls"` may split the residual stream over model shards, which it does not do by
-        default, since it sends more then.
-    - `rows`, `has_state`: what the loss does with rows, and whether layers have a state: if other micro-batches make another
-        update, their number stays.
-    - `is_running`: whether the mesh and the rows on each device are fixed; micro-batches can still be divided.
-    - `loops`: returns what the loops of a strategy could save; None if bytes for that are no level to try.
-    - `estimate`: returns about how many bytes a strategy needs, without compiling it.
-    - `has_host`: whether the host has a memory of its own.
-    """
-
-    own: Strategy
+    own: Strategy  # that of the script
     n_devices: int
+    # Of the matmuls of an update, by dtype, for each level of `REMATS` to try, or only for the script's own level, which may
+    # be `"auto"`.
     flops: Mapping[str, Mapping[str, int]]
-    weights: int
-    state: int
-    memory: int
-    chip: Chip | None
-    frozen: int = 0
-    opt_state: int = 0
-    unrolls: bool = False
+    weights: int  # bytes of the parameters
+    state: int  # bytes of all arrays that stay in memory, not counting copies
+    memory: int  # bytes of a device
+    chip: Chip | None  # None if its figures are unknown
+    frozen: int = 0  # bytes of the parameters that are not trained
+    opt_state: int = 0  # the part of `state` that belongs to the optimizer and can be offloaded to the host
+    unrolls: bool = False  # whether loops over small layers are unrolled if weights are not gathered layer by layer
+    # Whether `remat="matmuls"` may split the residual stream over model shards, which it does not do by default, since it
+    # sends more then.
     splits_residual: bool = False
+    # What the loss does with rows, and whether layers have a state: if other micro-batches make another update, their number
+    # stays.
     rows: RowUse = UNKNOWN
     has_state: bool = False
-    is_running: bool = False
+    is_running: bool = False  # the mesh and the rows on each device are fixed; micro-batches can still be divided
+    # Returns what the loops of a strategy could save; None if bytes for that are no level to try.
     loops: Callable[[Strategy], Sequence[Loop]] | None = None
-    estimate: Callable[[Strategy], int] | None = None
-    has_host: bool = True
+    estimate: Callable[[Strategy], int] | None = None  # about how many bytes a strategy needs, without compiling it
+    has_host: bool = True  # whether the host has a memory of its own
 
     @classmethod
     def of(

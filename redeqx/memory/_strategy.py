@@ -101,20 +101,14 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Tried:
-    """A strategy whose train step was compiled.
-
-    **Arguments:**
-
-    - `needs`: bytes on each device at the step's peak. A lower bound if the compiler refused the step (`is_refused`).
-    - `held`: the part of these bytes that is in memory between steps.
-    - `seconds`: bounds on the time of a step at published rates, with perfect overlap and without any; None if unknown.
-    """
+    """A strategy whose train step was compiled."""
 
     strategy: Strategy
-    needs: int
-    held: int
+    needs: int  # bytes on each device at the step's peak; a lower bound if the compiler refused the step
+    held: int  # the part of these bytes that is in memory between steps
     fits: bool
     is_refused: bool = False
+    # Bounds on the time of a step at published rates, with perfect overlap and without any; None if unknown.
     seconds: tuple[float, float] | None = None
 
     @property

@@ -18,18 +18,11 @@ _MAX_NAME = 200  # bytes; file systems allow 255, with the step and the suffix
 
 @dataclass(frozen=True)
 class MediaFile:
-    """An image or a text of one step.
+    """An image or a text of one step."""
 
-    **Arguments:**
-
-    - `name`: as trackers show it.
-    - `step`: optimizer updates done.
-    - `content`: a PNG file, or a text.
-    """
-
-    name: str
-    step: int
-    content: bytes | str
+    name: str  # as trackers show it
+    step: int  # optimizer updates done
+    content: bytes | str  # a PNG file, or a text
 
     @property
     def filename(self) -> str:
