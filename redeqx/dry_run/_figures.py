@@ -18,13 +18,11 @@ from ..memory import matmul_seconds
 
 _T = TypeVar("_T")
 
-MODEL_FLOPS = "FLOPs without recomputation"  # a key of `DryRun.failed`
-
 
 def attempt(what: str, make: Callable[[], _T], default: _T, failed: dict[str, str]) -> _T:
     """Returns `make()`. If it raises, returns `default` and adds the reason to `failed`.
 
-    A detail that cannot be computed must not prevent the verdict.
+    An evaluation or another strategy that does not compile must not prevent the verdict.
     """
     try:
         return make()
@@ -47,8 +45,8 @@ class Step:
 
     needs: int  # in memory at the peak, including state of the run that is not an argument of the step
     compile_seconds: float
-    # Whether the compiler raised an out-of-memory error. Then `needs` is from its message, or the sum of the arrays that stay
-    # in memory if these do not fit, and the sizes below are unknown.
+    # Whether the compiler raised an out-of-memory error. Then `needs` is from its message, or the sum of the arrays that
+    # stay in memory if these do not fit, and the sizes below are unknown.
     is_refused: bool = False
     arguments: int = 0
     temporaries: int = 0

@@ -41,7 +41,7 @@ from ..monitor import ProgressLine
 from ..partition import Plan
 from ..steps import Program, n_rows, shard_bytes
 from ..tracing import kind_of_product, matmul_flops
-from ._figures import MODEL_FLOPS, Step, attempt, reason, sent_per_second
+from ._figures import Step, attempt, reason, sent_per_second
 from ._report import DryRun
 from ._workload import Workload
 
@@ -267,8 +267,8 @@ def _compiled(
 
     if save is not None and not train.is_refused:
         _save(save, work, program, strategy, traced["train"])
-    model_flops = partial(program.model_flops, _train_args(work, program, strategy))
-    return replace(run, steps=steps, files=work.files, model_flops=attempt(MODEL_FLOPS, model_flops, {}, failed))
+    model_flops = program.model_flops(_train_args(work, program, strategy))
+    return replace(run, steps=steps, files=work.files, model_flops=model_flops)
 
 
 def _save(save: SavedPrograms, work: Workload, program: Program, strategy: Strategy, train: Any) -> None:

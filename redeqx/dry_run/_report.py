@@ -23,7 +23,7 @@ from ..partition import Plan
 from ..storage import disk_path
 from ..tracing import shortened
 from ._expected import Expected, expected
-from ._figures import MODEL_FLOPS, Estimate, Step, attempt, estimate, hidden_share
+from ._figures import Estimate, Step, estimate, hidden_share
 
 _UNSURE = 0.15  # of a device's memory: how far an estimate may be from what is compiled
 _N_ROWS = 10  # maximal number of rows in a table
@@ -84,7 +84,7 @@ class DryRun:
     def estimate(self) -> Estimate | None:
         """The estimate of the train step, or None if the devices' published rates or the step's numbers are unknown."""
         step, chip = self.steps["train"], self.machine.chip
-        if chip is None or step.is_refused or step.unread or step.is_estimate or MODEL_FLOPS in self.failed:
+        if chip is None or step.is_refused or step.unread or step.is_estimate:
             return None
         return estimate(step, self.model_flops, chip, self.plan.mesh)
 
@@ -102,15 +102,7 @@ class DryRun:
     # --- the report --------------------------------------------------------------------------------------------------
 
     def show(self, console: Console) -> None:
-        """Prints the report, with the verdict last, even if the details cannot be printed: then with the reason."""
-        unread = {f"{name} step: its arrays and collectives": step.unread for name, step in self.steps.items()}
-        failed = {**{what: why for what, why in unread.items() if why}, **self.failed}
-        attempt("the rest of the report", lambda: self._show_details(console), None, failed)
-        if failed:
-            console.header(failed, title="unknown, since it failed")
-        console.header({"verdict": self.verdict()}, title="fits" if self.fits else "does not fit")
-
-    def _show_details(self, console: Console) -> None:
+        """Prints the report, with the verdict last."""
         train = self.steps["train"]
         console.header(self._head(), title="dry run on " + self.machine.name.replace("this", "this machine"))
         console.table("bytes a device", ("what", "size"), self._memory())
@@ -133,6 +125,10 @@ class DryRun:
         console.info(self.plan.explain(), title="plan")
         if self.tried:
             self._show_tried(console)
+        unread = {f"{name} step: its arrays and collectives": step.unread for name, step in self.steps.items()}
+        if failed := {**{what: why for what, why in unread.items() if why}, **self.failed}:
+            console.header(failed, title="unknown, since it failed")
+        console.header({"verdict": self.verdict()}, title="fits" if self.fits else "does not fit")
 
     def _show_largest(self, name: str, console: Console) -> None:
         step, names = self.steps[name], set(self.plan.leaves)
@@ -209,28 +205,22 @@ class DryRun:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain values: bytes, seconds, counts."""
+        as_they_are = ("fits", "needs", "held", "in_host", "n_tokens", "files", "model_flops", "failed")
         return {
+            **{name: getattr(self, name) for name in as_they_are},
             "topology": self.machine.name,
             "n_devices": len(self.machine.devices),
             "n_hosts": self.machine.n_hosts,
             "device_kind": self.machine.devices[0].device_kind,
             "memory": self.machine.memory,
-            "fits": self.fits,
-            "needs": self.needs,
             "mesh": dict(self.plan.mesh.shape),
             "strategy": asdict(self.strategy),
             "rows": self.plan.row_use.text,
-            "held": dict(self.held),
-            "in_host": self.in_host,
-            "n_tokens": self.n_tokens,
             "steps": {name: self._plain_step(step) for name, step in self.steps.items()},
-            "files": dict(self.files),
-            "model_flops": dict(self.model_flops),
-            "estimate": None if self.estimate is None else asdict(self.estimate),
-            "expected": None if self.expected is None else asdict(self.expected),
+            "estimate": self.estimate and asdict(self.estimate),
+            "expected": self.expected and asdict(self.expected),
             "tried": [{**asdict(tried), "code": tried.strategy.code()} for tried in self.tried],
-            "best": None if self.best is None else self.best.strategy.code(),
-            "failed": dict(self.failed),
+            "best": self.best and self.best.strategy.code(),
             "saved": [row._asdict() for row in self._saved()],
             "plan": {
                 name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "spec": str(leaf.spec), "reason": leaf.reason}
