@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -215,13 +214,9 @@ def _refusal(device: Any, options: dict[str, Any]) -> str | None:
 # --- the cache ---------------------------------------------------------------------------------------------------------
 
 VARIABLE = "REDEQX_COMPILATION_CACHE"
-# The maximal size of the user's cache folder, in bytes. A program has some megabytes.
-MAX_BYTES = 16 * 2**30
-_MAX_SIZE = "jax_compilation_cache_max_size"
 # XLA's own caches, which only compilers for GPUs have, are below JAX's folder, and JAX's keys contain their paths. Without
 # them, programs are also found in a folder that was moved.
 XLA_CACHES = "jax_persistent_cache_enable_xla_caches"
-_ON, _OFF = ("", "1", "true", "on", "yes"), ("0", "false", "off", "no")
 
 
 def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
@@ -234,34 +229,25 @@ def start_cache(given: bool | str | Path | None, platform: str) -> str | None:
     - `platform`: the platform that steps are compiled for.
     """
     before, has_gpus = cache_folder(), platform in ("cuda", "gpu")
-    variable = os.environ.get(VARIABLE, "")
-    if given is True and variable.lower() not in _ON:
-        given = False if variable.lower() in _OFF else variable
+    if given is True and (variable := os.environ.get(VARIABLE)):
+        given = False if variable == "0" else variable
     if given and not has_gpus:
         jax.config.update(XLA_CACHES, "")
     if not given or (given is True and (platform == "cpu" or before is not None)):
         return None if before is None else f"{before}, as JAX is set"
+    own = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "redeqx" / "xla"
+    folder, unwritten = own if given is True else Path(given), ""
     try:
-        if given is True:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redeqx" / "xla"
-        else:
-            folder = Path(given).expanduser().absolute()
-    except RuntimeError:  # the account has no home folder, as in some containers
-        return f"off: expected a home folder for `{'~/.cache' if given is True else given}`, got none"
-    try:
+        folder = folder.expanduser().absolute()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private, since others who can write here could run code
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        unwritten = f"cannot be written ({error.strerror or error})"
+    except (OSError, RuntimeError) as error:  # a RuntimeError if the account has no home folder, as in some containers
+        unwritten = f"cannot be written ({getattr(error, 'strerror', None) or error})"
         # Where XLA compiles for GPUs, it writes the times of its kernels to this folder.
         if has_gpus or not os.access(folder, os.R_OK | os.X_OK):
             return f"off: `{folder}` {unwritten}"
         warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry")
-    else:
-        unwritten = ""
-        if given is True and getattr(jax.config, _MAX_SIZE) == -1 and find_spec("filelock"):  # which JAX needs for a limit
-            jax.config.update(_MAX_SIZE, MAX_BYTES)
     if before != str(folder):
         _use(str(folder))
     return f"{folder}, which {unwritten}" if unwritten else str(folder)
