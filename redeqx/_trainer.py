@@ -1,7 +1,7 @@
 """The Trainer: trains an Equinox model on any mesh. The public interface of the package `training`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from types import MappingProxyType
 from typing import Any, Generic
 
@@ -12,7 +12,7 @@ import optax
 from ._deployer import Deployer
 from ._predictor import Predictor
 from ._tree import ModelT, PyTree
-from .data import BatchSize, CollatePool, Slice, Workers, check_examples, size_of
+from .data import BatchSize, CollatePool, Slice, Workers, check_examples, known_size, size_of
 from .distributed import agree_on_examples
 from .dry_run import DryRun, DryRunDone, Workload, dry_run
 from .errors import (
@@ -40,18 +40,7 @@ from .optimizers import hyperparam_values
 from .partition import Plan, check_plan
 from .steps import Compute, Precision, Structure, Task, weak_types, with_weak_types
 from .storage import Location
-from .training import (
-    Checkpointer,
-    Engine,
-    Fit,
-    FitOptions,
-    as_one_step,
-    evaluate,
-    in_order,
-    one_pass,
-    one_update,
-    warn_of_large_batch,
-)
+from .training import Checkpointer, Engine, Fit, FitOptions, evaluate, in_order, warn_of_large_batch
 
 
 class Trainer(RedcoNames, Generic[ModelT]):
@@ -285,7 +274,13 @@ class Trainer(RedcoNames, Generic[ModelT]):
             raise DryRunDone(dry_run(self._workload(steps, size), run.machine, **run.options))
         if not drop_remainder:
             warn_of_large_batch(size_of(examples), size, per_device_batch_size)
-        return one_pass(self._engine, self._checkpointer, steps, size)
+        engine, line = self._engine, self.deployer.console.progress(first_step=self._engine.step, title="train")
+        with self.deployer.watch.on(), engine.showing(line):
+            with closing(engine.batches(steps, size)) as upcoming:
+                for _ in engine.updates(upcoming):
+                    self._checkpointer.after_update()
+            engine.flush()
+        return dict(engine.metrics.last)
 
     @filter_traceback
     def update(self, examples: Any) -> dict[str, float]:
@@ -314,9 +309,20 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
         Raises ValueError for trainers of one name that take turns.
         """
+        engine, n_processes = self._engine, self.deployer.peers.n
+        check_examples(examples, "examples", or_function=False)
+        size = engine.batch_size(None, known_size(examples))
+        steps = in_order(examples, size)
         if (run := dry()) is not None:
-            raise DryRunDone(dry_run(self._workload(*as_one_step(self._engine, examples)), run.machine, **run.options))
-        return one_update(self._engine, self._checkpointer, examples)
+            raise DryRunDone(dry_run(self._workload(steps, size), run.machine, **run.options))
+        engine.line.begin_step(engine.step)
+        shown = engine.line if not engine.called.train else nullcontext()  # shows the compilation
+        watched = self.deployer.watch.on() if n_processes > 1 else nullcontext()  # it costs a thread
+        with shown, engine.updating(), watched, closing(engine.batches(steps, size, depth=0)) as upcoming:
+            engine.queue(next(upcoming))
+            engine.flush()
+            self._checkpointer.after_update()
+        return dict(engine.metrics.last)
 
     @filter_traceback
     def eval_loss(

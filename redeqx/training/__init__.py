@@ -13,13 +13,6 @@ from ._checkpointer import Checkpointer as Checkpointer
 from ._compilation import Signatures as Signatures
 from ._engine import Engine as Engine
 from ._fit import Fit as Fit, FitOptions as FitOptions
-from ._loops import (
-    as_one_step as as_one_step,
-    evaluate as evaluate,
-    in_order as in_order,
-    one_pass as one_pass,
-    one_update as one_update,
-    warn_of_large_batch as warn_of_large_batch,
-)
+from ._loops import evaluate as evaluate, in_order as in_order, warn_of_large_batch as warn_of_large_batch
 from ._progress import Position as Position, start as start
 from ._save_every import SaveEvery as SaveEvery

@@ -355,19 +355,14 @@ class Callbacks:
         return keyed
 
 
-def _check_state(state: Any, name: str) -> None:
-    expected, got = "a dict of arrays, and of values that JSON can hold", brief(state)
-    if isinstance(state, Mapping):
-        values = {key: value for key, value in state.items() if not isinstance(value, jax.Array | np.ndarray)}
-        others = [key for key in _keys(values) if not isinstance(key, str)]
-        try:
-            to_json(values)
-            if not others:
-                return
-            got = f"the key {brief(others[0])}, of which JSON makes a string"
-        except (TypeError, ValueError) as error:
-            got = str(error)
-    raise TypeError(f"`{name}`: expected {expected}, got {got}. Return a dict, and convert what is in it.")
+def _not_json(values: Mapping[str, Any]) -> str | None:
+    """Describes what JSON cannot hold of these values; None if it can hold all."""
+    try:
+        to_json(values)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    others = [key for key in _keys(values) if not isinstance(key, str)]
+    return f"the key {brief(others[0])}, of which JSON makes a string" if others else None
 
 
 def _keys(value: Any) -> Iterator[Any]:
@@ -379,36 +374,26 @@ def _keys(value: Any) -> Iterator[Any]:
             yield from _keys(item)
 
 
-def arrays_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the arrays of callbacks' states."""
-    arrays = {
-        key: {n: x for n, x in state.items() if isinstance(x, jax.Array | np.ndarray)} for key, state in states.items()
-    }
-    return {key: of_one for key, of_one in arrays.items() if of_one}
-
-
-def states_to_record(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the entry of callbacks' states in `trainer.json`: the values, and the dtype and shape of each array. Raises
-    TypeError for a state that a checkpoint cannot hold."""
+def states_to_record(states: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Returns the entry of callbacks' states in `trainer.json`, which has the values and the dtype and shape of each array;
+    and the arrays. Raises TypeError for a state that a checkpoint cannot hold."""
+    record, arrays = {}, {}
     for key, state in states.items():
-        _check_state(state, f"{key}.state")
-    arrays = arrays_of(states)
-    return {
-        key: {
-            "values": {name: x for name, x in state.items() if name not in arrays.get(key, {})},
-            "arrays": {name: [str(x.dtype), *x.shape] for name, x in arrays.get(key, {}).items()},
-        }
-        for key, state in states.items()
-    }
+        items = state.items() if isinstance(state, Mapping) else ()
+        own = {name: x for name, x in items if isinstance(x, jax.Array | np.ndarray)}
+        values = {name: x for name, x in items if name not in own}
+        if (got := _not_json(values) if isinstance(state, Mapping) else brief(state)) is not None:
+            raise TypeError(
+                f"`{key}.state`: expected a dict of arrays, and of values that JSON can hold, got {got}. Return a dict, and "
+                "convert what is in it."
+            )
+        record[key] = {"values": values, "arrays": {name: [str(x.dtype), *x.shape] for name, x in own.items()}}
+        arrays |= {key: own} if own else {}
+    return record, arrays
 
 
 def states_of_record(record: Mapping[str, Any], checkpoints: CheckpointFolder, path: Location) -> dict[str, Any]:
-    """Reads the callbacks' states from a checkpoint.
-
-    **Arguments:**
-
-    - `record`: the result of `states_to_record`.
-    """
+    """Reads the callbacks' states from a checkpoint, given their entry in `trainer.json`."""
     template = {
         key: {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (dtype, *shape) in state["arrays"].items()}
         for key, state in record.items()

@@ -17,7 +17,7 @@ from .._version import __version__
 from ..checkpoint import CheckpointFolder, CheckpointManager, check_savable, find_checkpoint
 from ..errors import DamagedError, warn
 from ..storage import Location, location
-from ._callbacks import Callbacks, arrays_of, states_of_record, states_to_record
+from ._callbacks import Callbacks, states_of_record, states_to_record
 from ._engine import Engine
 from ._progress import (
     Position,
@@ -255,8 +255,8 @@ class Checkpointer:
         program, state = engine.placed
         trees = checkpoint_trees(program, state, program.eval_model(state), opt_states=save_opt_states)
         states = self.states if self._callbacks is None else self._callbacks.states()
-        record["callbacks"] = states_to_record(states)
-        if arrays := arrays_of(states):
+        record["callbacks"], arrays = states_to_record(states)
+        if arrays:
             trees["callbacks"] = arrays
         if (base := self.origins.find_base(leaves_of(program, state))) is not None:
             record["base"] = base.folders

@@ -166,7 +166,7 @@ class Engine:
             self._read(checkpoint, program, given_state(program, self.trees[0], self.stream, checkpoint.base))
         self._given, self._knows_loss = (None, None), trace is not None
         agree_on_opt_state(self.deployer.peers, program.opt_tree(self.placed[1]))
-        rows = header_rows(self.deployer, self.task, *self.placed, trace, self.task.precision_of(self.trees[0]))
+        rows = header_rows(self.deployer, self.task, *self.placed, trace)
         self.deployer.console.header(rows)
         self.records.begin(rows, plan.explain)
 

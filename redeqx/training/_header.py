@@ -1,6 +1,8 @@
 """The header, printed before the first step: the devices, the model, and how its step is computed."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -12,22 +14,14 @@ from ..errors import warn
 from ..machine import SEQUENCE, mesh_text, n_batch_shards, split_heads
 from ..monitor import size_text
 from ..optimizers import decaying
-from ..partition import Plan, inputs_of
+from ..partition import inputs_of
 from ..steps import AS_GIVEN, Program, Task, TrainState, effective_specs, shard_bytes
 from ..tracing import Trace, equations, or_as_written, shortened
 from ..transforms import StackBlocks, attentions, fp8_products, wide_products
 
 
-def header_rows(
-    deployer: Deployer, task: Task, program: Program, state: TrainState, trace: Trace | None, precision: str
-) -> dict[str, str]:
-    """Returns the rows of the header, by name.
-
-    **Arguments:**
-
-    - `trace`: the traced loss; None without a batch.
-    - `precision`: a description of the run's dtypes.
-    """
+def header_rows(deployer: Deployer, task: Task, program: Program, state: TrainState, trace: Trace | None) -> dict[str, str]:
+    """Returns the rows of the header, by name; `trace` is that of the loss, None without a batch."""
     mesh, devices, plan = deployer.mesh, deployer.mesh.devices.flat, program.plan
     weights, opt = shard_bytes([*state.trained, *state.frozen]), shard_bytes(state.opt_state)
     where = " in the host's memory" if task.compute.offload_opt_state else ""
@@ -38,7 +32,7 @@ def header_rows(
         "parameters": f"{sum(x.size for x in state.trained):,} trained"
         + (f", {sum(x.size for x in state.frozen):,} frozen" if state.frozen else ""),
         "bytes per device": f"{size_text(weights)} parameters, {size_text(opt)} optimizer state{where}",
-        **_precision_rows(task, mesh, trace, precision),
+        **_precision_rows(task, mesh, trace, [x.dtype for x in state.trained]),
         "plan": plan.summary(),
         **loss_rows(task, program, trace),
         **{name: text for name, text in compiler.items() if text},
@@ -46,8 +40,9 @@ def header_rows(
     }
 
 
-def _decay_rows(program: Program) -> dict[str, str]:
+def _decay_rows(task: Task, program: Program, trace: Trace) -> dict[str, str]:
     """Describes how much of the model has weight decay."""
+    del task, trace
     decays = decaying(program.update)
     if decays is None:
         return {}
@@ -56,50 +51,41 @@ def _decay_rows(program: Program) -> dict[str, str]:
     return {"weight decay": of_all if sizes else "none"}
 
 
-def _precision_rows(task: Task, mesh: Mesh, trace: Trace | None, text: str) -> dict[str, str]:
+def _precision_rows(task: Task, mesh: Mesh, trace: Trace | None, trained: Sequence[Any]) -> dict[str, str]:
     """Describes the dtypes, unless the model's own are used throughout."""
     if task.compute.precision == AS_GIVEN:
         return {}
+    text = task.compute.precision.describe(trained)
     if task.compute.precision.in_fp8 and trace is not None:
         in_fp8, every = fp8_products(trace.closed, len(trace.leaves))
         emulated = ", emulated on CPUs" if mesh.devices.flat[0].platform == "cpu" else ""
         text += f"; {in_fp8} of {every} products with weights in fp8{emulated}"
-    return {"precision": text + ("" if trace is None else _wide_products_note(task, trace))}
-
-
-def _wide_products_note(task: Task, trace: Trace) -> str:
-    """Describes products that are not computed in the requested dtype; warns if none is."""
     dtype = task.compute.precision.dtype
-    if dtype is None or jnp.finfo(dtype).bits >= 32:
-        return ""
+    if trace is None or dtype is None or jnp.finfo(dtype).bits >= 32:
+        return {"precision": text}
     wide, every = wide_products(trace.closed, len(trace.leaves), dtype)
     if wide and wide == every:
         warn(
             f"`precision`: expected products with weights in {dtype.name}, got all {every} in a wider dtype, that of their "
             f"inputs. Cast floating inputs in `loss_fn`: `x.astype({dtype.name!r})`."
         )
-    return f"; {wide} of {every} products with weights in a wider dtype, as their inputs are" if wide else ""
+    note = f"; {wide} of {every} products with weights in a wider dtype, as their inputs are" if wide else ""
+    return {"precision": text + note}
 
 
 def loss_rows(task: Task, program: Program, trace: Trace | None) -> dict[str, str]:
     """Describes which leaves decay, and how the loss computes its rows, attention and loops. Empty without a trace."""
     if trace is None:
         return {}
-    plan = program.plan
-    parts = (
-        partial(_use_rows, task, plan, trace),
-        partial(_decay_rows, program),
-        partial(_attention_rows, task, plan.mesh, trace),
-        partial(_loop_rows, task, plan, trace),
-    )
     rows: dict[str, str] = {}
-    for part in parts:
-        rows |= or_as_written(part, dict, "the header's description")
+    for part in (_use_rows, _decay_rows, _attention_rows, _loop_rows):
+        rows |= or_as_written(partial(part, task, program, trace), dict, "the header's description")
     return rows
 
 
-def _use_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
+def _use_rows(task: Task, program: Program, trace: Trace) -> dict[str, str]:
     """Describes what the loss does with rows and positions, and which draws do not follow rows."""
+    plan = program.plan
     use, positions = plan.row_use, {"positions": "; ".join(plan.positions)} if plan.positions else {}
     if use == UNKNOWN:
         return positions
@@ -114,11 +100,7 @@ def _use_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
 
 def eval_text(use: RowUse, is_counted: bool) -> str:
     """Describes how the values of an evaluation depend on its batch size; empty if they do not, or if nothing is known.
-
-    **Arguments:**
-
-    - `is_counted`: whether the number of all examples is known.
-    """
+    `is_counted` says whether the number of all examples is known."""
     if use == UNKNOWN or (use.is_additive and (is_counted or not use.scaled)):
         return ""
     depends = "may depend" if use.kind == "unknown" else "depends"
@@ -148,11 +130,12 @@ def warn_of_means(use: RowUse) -> None:
         )
 
 
-def _loop_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
+def _loop_rows(task: Task, program: Program, trace: Trace) -> dict[str, str]:
     """Describes equal blocks that are computed as one loop, or not although only loops recompute, and unrolled loops."""
-    mesh, closed, notes, stacks = plan.mesh, trace.closed, [], task.compute.stacks_on(plan.mesh)
+    mesh, closed, notes = program.plan.mesh, trace.closed, []
+    stacks = task.compute.stacks_on(mesh)
     if (stacks or task.compute.recomputes_products) and task.grad_fn is None:
-        stacking = StackBlocks([effective_specs(plan, name) for name in trace.names])
+        stacking = StackBlocks([effective_specs(program.plan, name) for name in trace.names])
         how = "as one" if stacks else "recompute nothing, with `stack_blocks=False`"
         for n, line in stacking.found(closed):
             notes.append(f"{n} equal blocks {how} (from {shortened(line) or 'an unknown line'})")
@@ -166,8 +149,9 @@ def _loop_rows(task: Task, plan: Plan, trace: Trace) -> dict[str, str]:
     return {"loops": "; ".join(notes)} if notes else {}
 
 
-def _attention_rows(task: Task, mesh: Mesh, trace: Trace) -> dict[str, str]:
+def _attention_rows(task: Task, program: Program, trace: Trace) -> dict[str, str]:
     """Describes the attention in the loss."""
+    mesh = program.plan.mesh
     if not task.compute.fuse_attention:
         return {}
     inputs = inputs_of(trace) if mesh.shape[SEQUENCE] > 1 else None

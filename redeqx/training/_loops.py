@@ -1,7 +1,4 @@
-"""Passes over examples outside of a fit: one pass, one update, and evaluations.
-
-Epochs, evaluations and saves belong to the fit, in `_fit.py`; the computation of one update to the engine, in `_engine.py`.
-"""
+"""Passes over examples in their given order, and evaluations. Epochs belong to the fit, in `_fit.py`."""
 
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
@@ -20,7 +17,6 @@ from ..data import (
     check_examples,
     collated_shapes,
     drawn_ahead,
-    known_size,
     size_of,
     slices,
 )
@@ -28,7 +24,6 @@ from ..dims import UNKNOWN
 from ..errors import check_alike, warn
 from ..partition import place
 from ..steps import row_span
-from ._checkpointer import Checkpointer
 from ._engine import Engine
 from ._metrics import LAG
 
@@ -55,40 +50,6 @@ def warn_of_large_batch(n: int | None, size: BatchSize, per_device: int | None) 
             f"`{name}`: expected at most {n} examples per update, all that there are, got {size.examples}. Each pass is one "
             f"update of {n}. Pass `batch_size={n}` if this is meant, or less for more updates."
         )
-
-
-def one_pass(engine: Engine, checkpointer: Checkpointer, steps: Iterator[Slice], size: BatchSize) -> dict[str, float]:
-    """Takes one pass over the examples; returns the last step's metrics."""
-    deployer = engine.deployer
-    with deployer.watch.on(), engine.showing(deployer.console.progress(first_step=engine.step, title="train")):
-        with closing(engine.batches(steps, size)) as upcoming:
-            for _ in engine.updates(upcoming):
-                checkpointer.after_update()
-        engine.flush()
-    return dict(engine.metrics.last)
-
-
-def as_one_step(engine: Engine, examples: Any) -> tuple[Iterator[Slice], BatchSize]:
-    """Returns all of these examples as one step, and its sizes."""
-    check_examples(examples, "examples", or_function=False)
-    size = engine.batch_size(None, known_size(examples))
-    return in_order(examples, size), size
-
-
-def one_update(engine: Engine, checkpointer: Checkpointer, examples: Any) -> dict[str, float]:
-    """Takes one update on all of these examples; returns its metrics."""
-    steps, size = as_one_step(engine, examples)
-    engine.line.begin_step(engine.step)
-    shown = engine.line if not engine.called.train else nullcontext()  # shows the compilation
-    watched = engine.deployer.watch.on() if engine.deployer.peers.n > 1 else nullcontext()  # it costs a thread
-    with shown, engine.updating(), watched, closing(engine.batches(steps, size, depth=0)) as upcoming:
-        engine.queue(next(upcoming))
-        engine.flush()
-        checkpointer.after_update()
-    return dict(engine.metrics.last)
-
-
-# --- evaluations ------------------------------------------------------------------------------------------------------
 
 
 def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | None = None) -> dict[str, float]:
