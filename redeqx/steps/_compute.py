@@ -91,13 +91,8 @@ class Compute:
         return AUTO if self.remat == "auto" else self.remat
 
     def remats_on(self, mesh: Mesh, specs: Sequence[P], *, measures: bool) -> Rule | None:
-        """Returns the rule for what loops save on the devices of a mesh; None if they save everything.
-
-        **Arguments:**
-
-        - `specs`: of the weights, as they are used.
-        - `measures`: whether loops are measured at each level.
-        """
+        """Returns the rule for what loops save on the devices of a mesh, given the specs of the weights in use; None if they
+        save everything. If it `measures`, loops are measured at each level."""
         level, device = self.remat_level, mesh.devices.flat[0]
         chip = chip_of_kind(device.device_kind)
         if level == "none":

@@ -26,34 +26,19 @@ class Functions:
     saved: list[Loop] = field(default_factory=list, compare=False, repr=False)  # what each loop of the newest trace saves
 
     def whole(self, *args: PyTree, inference: bool) -> Rows:
-        """Returns the `Rows` of the whole batch, with the values of it that its parts need.
-
-        **Arguments:**
-
-        - `args`: the weights, the state, the whole batch, the key, and its `Rows` without these values.
-        """
+        """Returns the `Rows` of the whole batch, with the values of it that its parts need, for the weights, the state, the
+        whole batch, the key, and its `Rows` without these values."""
         return of_whole(self.task.judged(inference=inference), self.task.row_use(*args[:4], inference=inference), *args)
 
     def loss(self, *, inference: bool, is_only: bool = False, is_all: bool = False) -> Callable[..., Any]:
         """Returns `(weights, state, batch, key, rows) -> ((total, weight, metrics), state)`; gathers weights at their use.
-
-        **Arguments:**
-
-        - `is_only`: whether the batch is the only micro-batch of a step, as for `Task.loss`.
-        - `is_all`: as for `by_row`.
-        - `rows`: the `Rows` of the batch.
-        """
+        `is_only` is as for `Task.loss`, `is_all` as for `by_row`."""
         loss = self.task.loss(inference=inference, is_only=is_only)
         return self._of_part(loss, "evaluation" if inference else "training", is_only=is_only, is_all=is_all)
 
     def gradient(self, *, is_only: bool = False) -> Callable[..., Any]:
-        """Returns `(trained, frozen, state, batch, key, rows) -> ((total, weight, metrics, gradients), state)`, with the
-        gradients of the total.
-
-        **Arguments:**
-
-        - `is_only`, `rows`: as for `loss`.
-        """
+        """Returns `(trained, frozen, state, batch, key, rows) -> ((total, weight, metrics, gradients of the total),
+        state)`."""
         if self.task.grad_fn is not None:
             by_user = self._of_part(self.task.gradient(is_only=is_only), "grad_fn", is_only=is_only)
             return lambda trained, frozen, *rest: by_user([*trained, *frozen], *rest)

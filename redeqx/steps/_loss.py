@@ -48,14 +48,9 @@ _RESERVED = {"step", "epoch", "loss", "grad_norm", "learning_rate"}
 
 
 def as_sums(loss: Any, n_rows: int, where: str = "loss_fn") -> tuple[Array, Array, dict[str, tuple[Array, Array]]]:
-    """Returns a loss as `(total, weight, {name: (total, weight)})`, all float32 scalars (float64 in 64-bit mode).
-
-    **Arguments:**
-
-    - `loss`: a `Loss`, or a scalar, the mean over `n_rows` rows.
-
-    Raises TypeError for anything but numbers, ValueError for numbers that are not scalars.
-    """
+    """Returns a loss, a `Loss` or the mean over `n_rows` rows, as `(total, weight, {name: (total, weight)})`, all float32
+    scalars (float64 in 64-bit mode). Raises TypeError for anything but numbers, ValueError for numbers that are not
+    scalars."""
     dtype = jnp.zeros(()).dtype
 
     def scalar(name: str, value: Any, advice: str = _OF_LOSS) -> Array:

@@ -40,12 +40,7 @@ class Part(NamedTuple):
 
 
 def number_rows(groups: Sequence[PyTree], first: Any = 0) -> list[Part]:
-    """Returns each group with the numbers of its rows, in the order of the examples, as if all were one batch.
-
-    **Arguments:**
-
-    - `first`: uint32 `[]`, the number of the first row.
-    """
+    """Returns each group with the numbers of its rows from `first` (uint32 `[]`) on, in the order of the examples."""
     parts, start = [], jnp.asarray(first, jnp.uint32)
     for group in groups:
         n, rows = jax.tree.leaves(group)[0].shape[:2]
@@ -58,14 +53,8 @@ def with_whole(
     functions: Functions, weights: PyTree, state: PyTree, groups: Sequence[Part], key: Array, every: Rows, *, inference: bool
 ) -> tuple[list[Part], Rows, RowUse]:
     """Computes the values of the whole batch that its parts need. Returns the groups with their entries of them, the `Rows`
-    of all groups, and what the function does with rows.
-
-    Each device keeps its rows if their order does not matter. Else it gets all rows, once.
-
-    **Arguments:**
-
-    - `every`: the `Rows` of all groups, without these values and without numbers.
-    """
+    of all groups (`every` without these values and without numbers), and what the function does with rows. Each device keeps
+    its rows if their order does not matter. Else it gets all rows, once."""
     mesh, n_all = functions.plan.mesh, sum(group.numbers.size for group in groups)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n_all, *x.shape[2:]), x.dtype), groups[0].batch)
     use = functions.task.row_use(weights, state, shapes, key, inference=inference)
@@ -103,16 +92,9 @@ def with_whole(
 
 
 def accumulate(fn: Callable[..., Any], state: PyTree, groups: Sequence[Part], every: Rows) -> tuple[Any, PyTree]:
-    """Sums `fn(state, batch, rows) -> (sums, state)` over all micro-batches of all groups; returns the sums and the last
-    state.
-
-    The results of a micro-batch whose rows have numbers from `total` on are dropped, so that a step with fewer micro-batches
-    uses the same program.
-
-    **Arguments:**
-
-    - `every`: the `Rows` of all groups.
-    """
+    """Sums `fn(state, batch, rows) -> (sums, state)` over all micro-batches of all groups, whose `Rows` are `every`; returns
+    the sums and the last state. The results of a micro-batch whose rows have numbers from `total` on are dropped, so that a
+    step with fewer micro-batches uses the same program."""
 
     def of(state: PyTree, part: Part) -> Any:
         return fn(state, part.batch, every._replace(numbers=part.numbers, own=part.own))
@@ -143,12 +125,8 @@ def accumulate(fn: Callable[..., Any], state: PyTree, groups: Sequence[Part], ev
 
 
 def split(groups: Sequence[Part], n_parts: int, n_together: int, mesh: Mesh) -> list[Part]:
-    """Splits micro-batches into smaller ones, where their rows divide. Each has rows of every device, so no row moves.
-
-    **Arguments:**
-
-    - `n_together`: the number of consecutive rows that stay together.
-    """
+    """Splits micro-batches into smaller ones, where their rows divide into parts that keep `n_together` consecutive rows.
+    Each has rows of every device, so no row moves."""
     n_shards = n_batch_shards(mesh)
 
     def cut(x: Array) -> Array:

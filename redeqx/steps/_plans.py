@@ -26,12 +26,7 @@ def plan_model(
     *,
     splits_residual: bool = False,
 ) -> Plan:
-    """Returns the plan of a model on a mesh, in the order of its traced loss if there is one; issues the plan's warnings.
-
-    **Arguments:**
-
-    - `splits_residual`: whether the model axis splits positions between layers.
-    """
+    """Returns the plan of a model on a mesh, in the order of its traced loss if there is one; issues the plan's warnings."""
     experts = {} if trace is None else expert_stacks(trace, mesh, splits_residual=splits_residual)
     plan = make_plan(model, mesh, overrides, trace, experts)
     for message in plan.warnings:
@@ -42,12 +37,8 @@ def plan_model(
 def plan_prediction(
     model: PyTree, mesh: Mesh, structure: Structure, predict: Callable[..., PyTree], state: Sequence[Any], batch: PyTree
 ) -> Plan:
-    """Returns the plan of a model on a mesh, in the order in which a prediction computes; issues the plan's warnings.
-
-    **Arguments:**
-
-    - `predict`: as `prediction` returns it. It is traced for the shapes of `state` and `batch`.
-    """
+    """Returns the plan of a model on a mesh, in the order in which `predict`, as `prediction` returns it, computes; issues
+    the plan's warnings."""
 
     def of_model(model: PyTree, *rest: Any) -> PyTree:
         trained, frozen = structure.take(model)

@@ -131,12 +131,7 @@ class Precision:
             )
 
     def describe(self, dtypes: Sequence[Any]) -> str:
-        """Describes the precision.
-
-        **Arguments:**
-
-        - `dtypes`: the dtypes of the trained leaves.
-        """
+        """Describes the precision, for trained leaves of these dtypes."""
         stored = sorted({jnp.dtype(dtype).name for dtype in dtypes})
         words = [f"parameters {' and '.join(stored)}"]
         if self.rounds:
@@ -162,12 +157,8 @@ class Precision:
         return with_masters(optimizer) if self.rounding == "master" else in_float32(optimizer)
 
     def updated(self, params: PyTree, updates: PyTree, key: Array) -> PyTree:
-        """Applies updates to parameters, which keep their dtypes, as those of `optax.apply_updates` do.
-
-        **Arguments:**
-
-        - `key`: the key of the step.
-        """
+        """Applies updates to parameters, which keep their dtypes, as those of `optax.apply_updates` do. `key` is that of the
+        step."""
         if not self.rounds:
             return jax.tree.map(_in_dtype_of, params, eqx.apply_updates(params, updates))
         leaves, treedef = jax.tree.flatten(params)

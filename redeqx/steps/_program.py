@@ -185,13 +185,8 @@ def make_program(
     measures: bool = False,
     update: Update | None = None,
 ) -> Program:
-    """Returns the program of a model and its state, given as arrays or shapes, under a plan.
-
-    **Arguments:**
-
-    - `named`, `measures`: as for `plan_rules`.
-    - `update`: that of another program of the same plan, which need not be traced again.
-    """
+    """Returns the program of a model and its state, given as arrays or shapes, under a plan. `named` and `measures` are as
+    for `plan_rules`, `update` is that of another program of the same plan, which need not be traced again."""
     task.compute.precision.check(plan.mesh)
     functions, structure, options = Functions(task, plan, named, measures), task.structure, task.compiler(plan.mesh).options
     replicate = replicated(plan.mesh)

@@ -121,13 +121,8 @@ def with_rules(
     saved: list[Loop] | None = None,
     **options: bool,
 ) -> Callable[..., Any]:
-    """Returns a function `(weights, state, batch, ...)` under the rules.
-
-    **Arguments:**
-
-    - `saved`: receives what each loop saves, where that is chosen by value.
-    - `options`: as for `plan_rules`.
-    """
+    """Returns a function `(weights, state, batch, ...)` under the rules; `saved` receives what each loop saves, where that
+    is chosen by value."""
 
     def under_rules(*args: Any) -> Any:
         inputs = Inputs(*(len(jax.tree.leaves(tree)) for tree in args[:3]))

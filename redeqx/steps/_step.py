@@ -43,14 +43,7 @@ class _Totals(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
-    """One update of a training state.
-
-    **Arguments:**
-
-    - `opt_treedef`, `layers_treedef`: the structures of the optimizer state and of the state of layers.
-    - `shardings`: those of the state that the step carries.
-    - `metric_names`: set once the step has been traced.
-    """
+    """One update of a training state, whose shardings it is given. `metric_names` are set once the step has been traced."""
 
     functions: Functions
     update: Update
@@ -65,13 +58,9 @@ class TrainStep:
         return _jitted(self.step_fn, out, options, donate_argnums=0)
 
     def step_fn(self, state: TrainState, frozen: list[Array], groups: Sequence[PyTree], n_rows: Array) -> Any:
-        """Returns the state after an update, and its metrics and then the weight of the loss as one vector.
-
-        **Arguments:**
-
-        - `groups`: the rows, in groups of micro-batches of equal size, `[n, rows, ...]`.
-        - `n_rows`: uint32 `[]`, how many rows count: rows with larger numbers are repetitions, see `accumulate`.
-        """
+        """Returns the state after an update, and its metrics and then the weight of the loss as one vector, for groups of
+        micro-batches of equal size, `[n, rows, ...]`. Rows from `n_rows` on (uint32 `[]`) are repetitions, see
+        `accumulate`."""
         functions, task, precision = self.functions, self.functions.task, self.functions.task.compute.precision
         step, n_skipped = state.counts
         opt_state = in_memory(jax.memory.Space.Device, state.opt_state, self.shardings.opt_state)
@@ -182,12 +171,8 @@ def in_memory(space: Any, arrays: Sequence[Array], shardings: Sequence[NamedShar
 
 @dataclass(frozen=True, eq=False)
 class EvalStep:
-    """The sums of a loss and its metrics over a batch of an evaluation, with the model in inference mode.
-
-    **Arguments:**
-
-    - `names`: of the loss and the metrics, sorted; set once the step has been traced.
-    """
+    """The sums of a loss and its metrics over a batch of an evaluation, with the model in inference mode. `names`, of the
+    loss and the metrics, sorted, are set once the step has been traced."""
 
     functions: Functions
     layers_treedef: Any
@@ -206,12 +191,8 @@ class EvalStep:
         span: Array,
         groups: Sequence[PyTree],
     ) -> Array:
-        """Returns a vector of the total and the weight of each name.
-
-        **Arguments:**
-
-        - `span`: the place of the batch in the evaluation, see `row_span`.
-        """
+        """Returns a vector of the total and the weight of each name. `span` is the place of the batch in the evaluation, see
+        `row_span`."""
         is_all, (before, total) = len(groups) == len(jax.tree.leaves(groups[0])[0]) == 1, span
         loss = self.functions.loss(inference=True, is_all=is_all)
         key = jax.random.fold_in(stream_key(stream), _EVAL)
@@ -236,12 +217,8 @@ def prediction(
     structure: Structure, pred_fn: Callable[..., Any], state_treedef: Any, compute_dtype: Any
 ) -> Callable[..., PyTree]:
     """Returns `(weights, state, batch, key) -> outputs`: the user's `pred_fn` as a function of lists of arrays, with the
-    model in inference mode. It checks that each output has the rows of the batch.
-
-    **Arguments:**
-
-    - `state_treedef`: of the model state that `pred_fn` also receives; None if there is none.
-    """
+    model in inference mode, and with the model state of `state_treedef`, if it is not None. It checks that each output has
+    the rows of the batch."""
     n_trained = len(structure.names[0])
 
     def predict(weights, state, batch, key):
@@ -279,16 +256,9 @@ def make_predict_step(
     options: XlaOptions,
     judged: Callable[[RowUse], None],
 ) -> Callable[..., Any]:
-    """Returns the jitted `(trained, frozen, state, batch, key, span) -> outputs`, with rows split over the batch axes.
-    `span` is the place of the batch in the prediction, see `row_span`.
-
-    **Arguments:**
-
-    - `predict`: as `prediction` returns it.
-    - `named`: as for `plan_rules`.
-    - `options`: for the compiler.
-    - `judged`: called with what `predict` does with rows, whenever it is traced.
-    """
+    """Returns the jitted `(trained, frozen, state, batch, key, span) -> outputs` of a `prediction`, with rows split over the
+    batch axes. `span` is the place of the batch in the prediction, see `row_span`. `judged` is called with what `predict`
+    does with rows, whenever it is traced."""
 
     def of_part(*args):
         use = row_use(predict, *args[:4], returns_rows=True, is_differentiated=False)

@@ -78,13 +78,8 @@ class Task:
         return self._traced(model, state, batch)
 
     def plan_on(self, mesh: Mesh, model: PyTree, trace: Trace | None, placed: Plan | None = None) -> Plan:
-        """Returns the model's plan on a mesh; with a trace, in the order of the loss.
-
-        **Arguments:**
-
-        - `placed`: the plan by which the model is placed already: it stays if something was traced for it, and learns what
-            the loss does.
-        """
+        """Returns the model's plan on a mesh; with a trace, in the order of the loss. The plan by which the model is
+        `placed` already stays if something was traced for it, and learns what the loss does."""
         row_use, own = self.rows or UNKNOWN, placed if placed is not None and placed.is_traced else self.plan
         if own is None:
             by_model = self.grad_fn is None and self.compute.splits_residual_on(mesh)
@@ -129,13 +124,9 @@ class Task:
     # --- the functions -------------------------------------------------------------------------------------------------
 
     def loss(self, *, inference: bool, is_only: bool = False) -> Callable[..., Any]:
-        """Returns the function with the sums `(total, weight, metrics)`.
-
-        **Arguments:**
-
-        - `is_only`: whether the batch is the only micro-batch of a step. A mean then has weight 1, as in a
-            hand-written step: no gradient is multiplied by the number of rows and divided by it again.
-        """
+        """Returns the function with the sums `(total, weight, metrics)`. If the batch is the only micro-batch of a step, a
+        mean has weight 1, as in a hand-written step: no gradient is multiplied by the number of rows and divided by it
+        again."""
 
         def loss(weights: Sequence[Array], state: PyTree, batch: PyTree, key: Array) -> Any:
             out, state = self._call(self.loss_fn, "loss_fn", weights, state, batch, key, inference=inference)
@@ -144,12 +135,7 @@ class Task:
         return loss
 
     def gradient(self, *, is_only: bool = False) -> Callable[..., Any]:
-        """Returns the function of `grad_fn`, with the sums `(total, weight, metrics, gradients of the trained arrays)`.
-
-        **Arguments:**
-
-        - `is_only`: as for `loss`.
-        """
+        """Returns the function of `grad_fn`, with the sums `(total, weight, metrics, gradients of the trained arrays)`."""
         assert self.grad_fn is not None
         grad_fn = self.grad_fn
 
@@ -176,13 +162,8 @@ class Task:
         return self.loss(inference=inference) if self.grad_fn is None or inference else self.gradient()
 
     def row_use(self, weights: Sequence[Any], state: PyTree, batch: PyTree, key: Any, *, inference: bool = False) -> RowUse:
-        """Returns what the function does with the rows of a batch. It is found once for all numbers of rows; longer texts,
-        for example, are other shapes, for which other constants of the loss may hold.
-
-        **Arguments:**
-
-        - `weights`, `state`, `batch`, `key`: arrays or their shapes.
-        """
+        """Returns what the function does with the rows of a batch, given as arrays or shapes. It is found once for all
+        numbers of rows; longer texts, for example, are other shapes, for which other constants of the loss may hold."""
         of = inference, *shapes_of_row(weights, state, batch)
         if of not in self.uses:
             self.uses[of] = self._find_row_use(weights, state, batch, key, inference=inference)

@@ -145,12 +145,9 @@ class Checkpointer:
         self._next = "go on"
 
     def _look(self, *, may_resume: bool) -> Position | None:
-        """Resumes from the workdir's newest undamaged checkpoint, and returns how far the run has come; None if there is no
-        checkpoint. Warns about each damaged one that is skipped.
-
-        Raises ValueError if there is one and the fit may not resume; if every checkpoint is damaged, since a run must not
-        overwrite what may be repaired; and if the run had another seed.
-        """
+        """Resumes from the workdir's newest undamaged checkpoint, and returns how far the run has come; None without one.
+        Raises ValueError if there is one and the fit may not resume, if the run had another seed, and if every checkpoint is
+        damaged, since a run must not overwrite what may be repaired."""
         if self.checkpoints is None:
             return None
         self.checkpoints.wait()
@@ -183,16 +180,8 @@ class Checkpointer:
         return {name: (step, CheckpointFolder(root / name).steps()) for name, step in others_of_record(record).items()}
 
     def use_setting(self, now: Mapping[str, Any], unknown: Collection[str]) -> None:
-        """Begins a fit with these sizes, after comparing them with those of the run that it resumes; prints harmless
-        differences.
-
-        **Arguments:**
-
-        - `now`: the sizes by name; None if unknown.
-        - `unknown`: the names of sizes that may differ.
-
-        Raises ValueError if the steps would have other examples.
-        """
+        """Begins a fit with the sizes of `now`, after comparing them, but for the `unknown` ones, with those of the run that
+        it resumes; prints harmless differences. Raises ValueError if the steps would have other examples."""
         engine, progress = self.engine, self.progress
         if engine.step > progress.first_step:  # updates were made with the earlier sizes
             otherwise = "pass `resume=False`" if self.checkpoints is None else "choose another workdir"
@@ -224,15 +213,9 @@ class Checkpointer:
         then: Callable[[Location], None] | None = None,
         is_of_fit: bool = False,
     ) -> Location:
-        """Saves the current step; returns the checkpoint's folder.
-
-        **Arguments:**
-
-        - `tags`: its names in the index, in addition to `"last"`.
-        - `metrics`: by default those of the evaluation of this step.
-        - `then`: called after a background save, see `CheckpointManager.save`.
-        - `is_of_fit`: whether the options of a fit ask for it, so that the run resumes from weights that are cast.
-        """
+        """Saves the current step under `tags` and "last", by default with the metrics of its evaluation; returns the
+        checkpoint's folder. `then` is called after a background save. `is_of_fit` says whether the options of a fit ask for
+        it, so that the run resumes from weights that are cast."""
         engine, deployer = self.engine, self.engine.deployer
         step, is_full = engine.step, save_opt_states and (save_float_dtype is None or is_of_fit)
         if is_full:  # else the fit's own save of this step follows
@@ -335,13 +318,8 @@ class Checkpointer:
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def load(self, name: str | Location, *, opt_states: bool) -> None:
-        """Loads a checkpoint. Its files are verified before any current value is freed.
-
-        **Arguments:**
-
-        - `name`: as for `CheckpointManager.resolve`.
-        - `opt_states`: whether to load the optimizer state, the step and the progress too.
-        """
+        """Loads a checkpoint, by a name as for `CheckpointManager.resolve`; with `opt_states` also the optimizer state, the
+        step and the progress. Its files are verified before any current value is freed."""
         engine = self.engine
         if self.checkpoints is None and (not isinstance(name, str) or "/" in name):  # a path needs no workdir
             console, peers = engine.deployer.console, engine.deployer.peers

@@ -24,12 +24,8 @@ def _text(value: Any) -> str:
 
 
 class Hyperparams:
-    """The hyperparameters of one engine: where their values come from.
-
-    **Attributes:**
-
-    - `shown`: the dicts in the state that the user received, and what they held: a changed one is a value to set.
-    """
+    """The hyperparameters of one engine: where their values come from. `shown` has the dicts in the state that the user
+    received, and what they held: a changed one is a value to set."""
 
     def __init__(self) -> None:
         self._is_running = False
@@ -98,13 +94,8 @@ class Hyperparams:
     # --- checkpoints ---------------------------------------------------------------------------------------------------
 
     def match(self, program: Program, state: TrainState, saved: Mapping[str, Any], log: Callable[[str], None]) -> None:
-        """Decides between the values of a loaded state and those of the script.
-
-        **Arguments:**
-
-        - `saved`: the `record` of the checkpoint.
-        - `log`: called with a message for each value that differs from the script's, or from before.
-        """
+        """Decides between the values of a loaded state and those of the script, given the `record` of the checkpoint; logs
+        each value that differs from the script's, or from before."""
         loaded = hyperparams(program.opt_tree(state), scheduled=False)
         if not loaded:
             return

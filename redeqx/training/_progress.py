@@ -150,15 +150,8 @@ def check_record(folder: Location, record: Mapping[str, Any]) -> None:
 
 
 def changed_setting(before: Mapping[str, Any], now: Mapping[str, Any], otherwise: str) -> list[str]:
-    """Describes harmless differences between the sizes of a resumed run and those of the fit that continues it.
-
-    **Arguments:**
-
-    - `before`, `now`: the sizes by name; None if unknown.
-    - `otherwise`: what to do to train with other examples, for errors.
-
-    Raises ValueError if the steps would have other examples.
-    """
+    """Describes harmless differences between the sizes of a resumed run and those of the fit that continues it, None if
+    unknown. Raises ValueError if the steps would have other examples, with what to do `otherwise`."""
     differs = {name: (was, now[name]) for name, was in before.items() if now.get(name) is not None and now[name] != was}
     if "batch_size" in differs:
         was, found = differs["batch_size"]
@@ -181,14 +174,8 @@ def changed_setting(before: Mapping[str, Any], now: Mapping[str, Any], otherwise
 
 
 def start(known: Position | None, fit_index: int, *, may_resume: bool) -> Position | None:
-    """Returns where a fit starts; None if an earlier run has finished it.
-
-    **Arguments:**
-
-    - `known`: how far the run has come; None if there was none before.
-    - `fit_index`: the number of fits that this script has run before.
-    - `may_resume`: whether a fit that was interrupted goes on.
-    """
+    """Returns where a fit starts, after `fit_index` fits of this script, if the run has come as far as `known`; None if an
+    earlier run has finished it. `may_resume` says whether a fit that was interrupted goes on."""
     if known is None or fit_index > known.fit:
         return Position(fit_index)
     if fit_index < known.fit:

@@ -22,13 +22,8 @@ from ..storage import Location
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of a trainer, to load.
-
-    **Arguments:**
-
-    - `opt_states`: whether the optimizer state and the counts are loaded too.
-    - `explained`: returns a context in which it is loaded, which explains errors.
-    """
+    """A checkpoint of a trainer to load, with the optimizer state and the counts or without; `explained` returns a context
+    in which errors are explained."""
 
     folder: CheckpointFolder
     path: Location
@@ -53,14 +48,8 @@ def new_state(program: Program, model: PyTree, model_state: PyTree | None, strea
 
 
 def without_shared(structure: Structure, model: PyTree, others: Sequence[TrainState], upcoming: Sequence[PyTree]) -> PyTree:
-    """Returns a model with copies of those arrays that other trainers hold too, if a step deletes them: a step deletes all
-    arrays of its trainer's state but the frozen ones.
-
-    **Arguments:**
-
-    - `others`: the states of the other trainers.
-    - `upcoming`: the models of other trainers that are not placed yet.
-    """
+    """Returns a model with copies of those arrays that other trainers hold too, in states or in models that are not placed
+    yet, if a step deletes them: it deletes all arrays of its trainer's state but the frozen ones."""
     frozen_there = {id(x) for state in others for x in state.frozen}
     deleted_there = {id(x) for state in others for x in jax.tree.leaves(replace(state, frozen=[]))}
     trained, frozen = structure.take(model)
@@ -106,13 +95,7 @@ def leaves_of(program: Program, state: TrainState) -> dict[str, Any]:
 
 
 class Origins:
-    """Where the arrays of a trainer's model come from: a checkpoint need not hold frozen leaves that a known folder has.
-
-    **Arguments:**
-
-    - `model`: as the trainer was given it.
-    - `log`: called with what checkpoints hold.
-    """
+    """Where the arrays of a trainer's model come from: a checkpoint need not hold frozen leaves that a known folder has."""
 
     def __init__(self, structure: Structure, model: PyTree, log: Callable[[str], None]):
         self._structure, self._log = structure, log
@@ -152,12 +135,8 @@ class Origins:
 
 
 def checkpoint_trees(program: Program, state: TrainState, model: PyTree, *, opt_states: bool) -> dict[str, PyTree]:
-    """Returns the trees of a checkpoint, by kind.
-
-    **Arguments:**
-
-    - `model`: the model as it is evaluated, or its shapes. The trained leaves are then a tree of their own.
-    """
+    """Returns the trees of a checkpoint, by kind. `model` is the model as it is evaluated, or its shapes; the trained leaves
+    are then a tree of their own."""
     trees = {"model": model, **({"model_state": program.model_state(state)} if state.layers else {})}
     if opt_states:
         trees["optimizer"] = program.opt_tree(state)
