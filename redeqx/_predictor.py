@@ -62,7 +62,7 @@ from .steps import (
     with_weak_types,
 )
 from .storage import Location
-from .training import Engine, Signatures
+from .training import CalledSteps, Engine
 
 
 class Predictor(RedcoNames):
@@ -118,7 +118,7 @@ class Predictor(RedcoNames):
             plan.check(model)
         self._plan = None if plan is None else plan.on(deployer.mesh)
         self._step: tuple[Any, Structure, Callable[..., Any]] | None = None
-        self._called = Signatures(deployer, "predict step", "pred_fn")
+        self._called = CalledSteps(deployer, "predict step", "pred_fn")
         self._placed: tuple[PyTree, PyTree] | None = None
         self._read: Callable[[Plan], PyTree] | None = None  # reads the model, of which `_model` has the shapes
         self._engine: Engine | None = None  # of the Trainer whose model this is

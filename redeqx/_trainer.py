@@ -316,7 +316,7 @@ class Trainer(RedcoNames, Generic[ModelT]):
         if (run := dry()) is not None:
             raise DryRunDone(dry_run(self._workload(steps, size), run.machine, **run.options))
         engine.line.begin_step(engine.step)
-        shown = engine.line if not engine.called.train else nullcontext()  # shows the compilation
+        shown = engine.line if not engine.called.known else nullcontext()  # shows the compilation
         watched = self.deployer.watch.on() if n_processes > 1 else nullcontext()  # it costs a thread
         with shown, engine.updating(), watched, closing(engine.batches(steps, size, depth=0)) as upcoming:
             engine.queue(next(upcoming))

@@ -10,7 +10,7 @@ from ._callbacks import (
     Profile as Profile,
 )
 from ._checkpointer import Checkpointer as Checkpointer
-from ._compilation import Signatures as Signatures
+from ._compilation import CalledSteps as CalledSteps
 from ._engine import Engine as Engine
 from ._fit import Fit as Fit, FitOptions as FitOptions
 from ._loops import evaluate as evaluate, in_order as in_order, warn_of_large_batch as warn_of_large_batch

@@ -24,26 +24,69 @@ from ..tracing import insides
 
 
 class CalledStep(NamedTuple):
-    """A compiled train step, its work on one device (None if nothing shows the rates), and what it has captured."""
+    """What a jitted step has captured; of a train step also its lowering, and its work on one device, if rates are shown."""
 
-    lowered: jax.stages.Lowered
-    work: Work | None
     captured: list[jax.Array]
+    lowered: Any = None
+    work: Work | None = None
 
 
 class CalledSteps:
-    """The steps of one model that have been called, by the signature of their batch.
+    """The calls of a jitted step with a name, of a user's function.
 
     **Attributes:**
 
-    - `train`: the train steps; the engine empties it when it takes another.
-    - `evaluated`: the signatures of the eval step.
+    - `known`: the steps that have been called, by the signature of their batch.
     """
 
+    def __init__(self, deployer: Deployer, name: str, fn: str):
+        self.known: dict[Any, CalledStep] = {}
+        self._deployer, self._name, self._fn = deployer, name, fn
+        self._step: Any = None
+
+    def call(self, step: Any, args: tuple[Any, ...], signature: Any, line: AbstractContextManager[ProgressLine]) -> Any:
+        """Calls a step, which may be another than before; returns its results. `line` is a context with the line that shows
+        the compilation, if the signature is new."""
+        if self._step is not step:
+            self._step, self.known = step, {}
+        if signature in self.known:
+            check_captured(self.known[signature].captured, self._fn)
+            return step(*args)
+        with line as shown, self.compiling(step, args, shown):
+            outs = step(*args)
+        self.known[signature] = CalledStep(captured(step, args))
+        return outs
+
+    @contextmanager
+    def compiling(
+        self,
+        step: Any,
+        args: tuple[Any, ...],
+        line: ProgressLine,
+        check: AbstractContextManager[Any] | None = None,
+        ahead: "Compilation | None" = None,
+    ) -> Iterator[None]:
+        """A context for the first call of a step with these shapes, which compiles it, if not `ahead` of it: a line shows
+        that, and the processes check that they call the same program. `check` is a context for the call itself."""
+        deployer, text = self._deployer, f"{self._name} for another batch shape" if self.known else self._name
+        with (
+            deployer.preemption.held(),  # a save computes nothing while a function is traced
+            deployer.watch.paused(),
+            line.compiling(text, None if ahead is None else ahead.began) as notes,
+            check or nullcontext(),
+            cache_use() as cached,
+        ):
+            if deployer.peers.n > 1:  # the call reuses the lowering
+                agree_on_program(deployer.peers, self._name, step.lower(*args))
+            yield
+            notes.append(cache_text(cached) if ahead is None else ahead.note)
+
+
+class TrainSteps(CalledSteps):
+    """The calls of the train steps of one model."""
+
     def __init__(self, deployer: Deployer):
-        self.train: dict[Any, CalledStep] = {}
-        self.evaluated = Signatures(deployer, "eval step", "loss_fn")
-        self._deployer = deployer
+        super().__init__(deployer, "train step", "loss_fn")
         self._ahead: Compilation | None = None
         self._unchecked: SavedPrograms | None = deployer.saved_programs
 
@@ -62,59 +105,20 @@ class CalledSteps:
     def call_first(
         self, program: Program, args: tuple[Any, ...], batch: Batch, line: ProgressLine
     ) -> tuple[CalledStep, Any]:
-        """Calls a train step for a batch with a new signature, which compiles it; returns the step, and its results.
-
-        **Arguments:**
-
-        - `args`: the arguments of the call.
-        """
+        """Calls a train step for a batch with a new signature, which compiles it; returns the step, and its results."""
         self._check_saved(program, args)
-        step, plan = program.train_step, program.plan
+        step, check = program.train_step, checked_work(program.train_step, args, program.plan, batch.groups)
         ahead, self._ahead = self._ahead, None
         if ahead is not None and (ahead.step is not step or ahead.signature != batch.signature):
             ahead = None
-        check, is_another = checked_work(step, args, plan, batch.groups), bool(self.train)
-        with compiling(self._deployer, "train step", step, args, line, is_another=is_another, check=check, ahead=ahead):
+        with self.compiling(step, args, line, check, ahead):
             work = _work(program, args) if self._deployer.console.shows_speed else None
-            called = CalledStep(step.lower(*args), work, captured(step, args))
+            called = CalledStep(captured(step, args), step.lower(*args), work)
             if ahead is not None:
                 ahead.wait()
             outs = step(*args)  # finds this lowering in JAX's caches
-        self.train[batch.signature] = called
+        self.known[batch.signature] = called
         return called, outs
-
-
-class Signatures:
-    """The signatures of batches for which a jitted step has been called.
-
-    **Arguments:**
-
-    - `name`: of the step, as it is shown.
-    - `fn`: the name of the user's function that it computes.
-    """
-
-    def __init__(self, deployer: Deployer, name: str, fn: str):
-        self._deployer, self._name, self._fn = deployer, name, fn
-        self._step: Any = None
-        self._captured: dict[Any, list[jax.Array]] = {}  # what the step has captured, by signature
-
-    def call(self, step: Any, args: tuple[Any, ...], signature: Any, line: AbstractContextManager[ProgressLine]) -> Any:
-        """Calls a step, which may be another than before; returns its results.
-
-        **Arguments:**
-
-        - `line`: a context with the line that shows the compilation, if the signature is new.
-        """
-        if self._step is not step:
-            self._step, self._captured = step, {}
-        if signature in self._captured:
-            check_captured(self._captured[signature], self._fn)
-            return step(*args)
-        is_another = bool(self._captured)
-        with line as shown, compiling(self._deployer, self._name, step, args, shown, is_another=is_another):
-            outs = step(*args)
-        self._captured[signature] = captured(step, args)
-        return outs
 
 
 def captured(step: Any, args: tuple[Any, ...]) -> list[jax.Array]:
@@ -131,11 +135,7 @@ def captured(step: Any, args: tuple[Any, ...]) -> list[jax.Array]:
 
 def check_captured(arrays: Sequence[jax.Array], name: str) -> None:
     """Raises ValueError if training has replaced an array that a step has captured, since the step has its former values.
-
-    **Arguments:**
-
-    - `name`: of the user's function that reads the arrays.
-    """
+    `name` is that of the user's function that reads the arrays."""
     if (found := next((x for x in arrays if x.is_deleted()), None)) is not None:
         raise ValueError(
             f"`{name}`: expected arrays from outside to stay the same, got {found.dtype}{list(found.shape)}, which a "
@@ -146,13 +146,8 @@ def check_captured(arrays: Sequence[jax.Array], name: str) -> None:
 
 
 class Compilation:
-    """Compiles a step in a thread, for the call that follows: it finds the compiled program in JAX's caches.
-
-    **Arguments:**
-
-    - `step`, `args`: the jitted step, and the arguments of the call or their shapes.
-    - `signature`: of the batch.
-    """
+    """Compiles a step in a thread, for the call that follows: it finds the compiled program in JAX's caches. `args` are
+    those of the call or their shapes."""
 
     def __init__(self, step: Any, args: tuple[Any, ...], signature: Any):
         self.step, self.signature = step, signature
@@ -173,42 +168,6 @@ class Compilation:
         # Not `Thread.join`: if a signal's handler raises in it, Python before 3.13 takes the thread for ended, and does not
         # wait for it at exit. XLA then aborts the process, with another exit code than that for a scheduler.
         self._is_done.wait()
-
-
-@contextmanager
-def compiling(
-    deployer: Deployer,
-    name: str,
-    step: Any,
-    args: tuple[Any, ...],
-    line: ProgressLine,
-    *,
-    is_another: bool = False,
-    check: AbstractContextManager[Any] | None = None,
-    ahead: Compilation | None = None,
-) -> Iterator[None]:
-    """A context for the first call of a jitted step with these shapes, which compiles it: a line shows that, and the
-    processes check that they call the same program.
-
-    **Arguments:**
-
-    - `is_another`: whether the step was compiled for other shapes before.
-    - `check`: a context for the call itself.
-    - `ahead`: the compilation that has begun already.
-    """
-    text = f"{name} for another batch shape" if is_another else name
-    began = None if ahead is None else ahead.began
-    with (
-        deployer.preemption.held(),  # a save computes nothing while a function is traced
-        deployer.watch.paused(),
-        line.compiling(text, began) as notes,
-        check or nullcontext(),
-        cache_use() as cached,
-    ):
-        if deployer.peers.n > 1:  # the call reuses the lowering
-            agree_on_program(deployer.peers, name, step.lower(*args))
-        yield
-        notes.append(cache_text(cached) if ahead is None else ahead.note)
 
 
 # --- the work of a step -----------------------------------------------------------------------------------------------

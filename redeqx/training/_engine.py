@@ -26,7 +26,7 @@ from ..monitor import ProgressLine, Records
 from ..optimizers import find_hyperparam
 from ..partition import Plan, make_plan
 from ..steps import Program, Task, TrainState, make_program, n_rows
-from ._compilation import CalledStep, CalledSteps, check_captured, choose_memory
+from ._compilation import CalledStep, CalledSteps, TrainSteps, check_captured, choose_memory
 from ._header import eval_text, header_rows, loss_rows, warn_of_means, warn_of_uncut_rows
 from ._hyperparams import Hyperparams
 from ._metrics import Metrics, Queued
@@ -56,7 +56,7 @@ class Engine:
     - `hyperparams`: the hyperparameters in the optimizer's state.
     - `checkpoints`: those of the workdir, of which errors name the newest.
     - `line`: shows the progress of what runs: a fit, a pass, or the updates of a user's own loop.
-    - `called`, `newest_step`: the steps that have been called, and the train step that was called last.
+    - `called`, `evaluated`, `newest_step`: the calls of train and eval steps, and the train step that was called last.
     - `is_updating`: whether updates are in progress.
     - `every`: all engines of this process.
     """
@@ -76,7 +76,7 @@ class Engine:
         self.line: ProgressLine = deployer.console.progress(title="update")
         self.records: Records = deployer.console.records
         self.is_updating = False
-        self.called = CalledSteps(deployer)
+        self.called, self.evaluated = TrainSteps(deployer), CalledSteps(deployer, "eval step", "loss_fn")
         self.newest_step: CalledStep | None = None
         self._given = model, model_state  # before they are placed
         self.program: Program | None = None  # None until then
@@ -186,7 +186,7 @@ class Engine:
             state = replace(state, opt_state=program.init_opt_state(state.trained))
             self.hyperparams.begin(program, state)
         self.program, self._state, self._knows_loss = program, moved(state, program.state), trace is not None
-        self.called.train.clear()
+        self.called.known.clear()
         # The header was printed without a loss.
         for name, text in {} if trace is None else loss_rows(self.task, program, trace).items():
             self.deployer.console.info(f"{name}: {text}")
@@ -211,7 +211,7 @@ class Engine:
         moved(state, program.state)
         kept = {"eval_step": before.eval_step, "eval_names": before.eval_names}  # it need not compile again
         self.task, self.program = task, replace(program, **kept)
-        self.called.train.clear()
+        self.called.known.clear()
 
     # --- hyperparameters -------------------------------------------------------------------------------------------------
 
@@ -296,12 +296,8 @@ class Engine:
     # --- updates -----------------------------------------------------------------------------------------------------
 
     def updates(self, upcoming: Prefetch, epoch: Position | None = None) -> Generator[bool, None, None]:
-        """Takes the updates of one pass; after each, yields whether it was the last.
-
-        **Arguments:**
-
-        - `epoch`: in an epoch of a fit, where the pass starts.
-        """
+        """Takes the updates of one pass; after each, yields whether it was the last. In an epoch of a fit, `epoch` is where
+        the pass starts."""
         with self.updating():
             with self.line.waiting():
                 batch = next(upcoming, None)
@@ -314,7 +310,7 @@ class Engine:
 
     def queue(self, batch: Batch, epoch: Position | None = None) -> None:
         """Queues one update, and reads the metrics of an earlier one; `epoch` as for `updates`."""
-        deployer, step = self.deployer, self.called.train.get(batch.signature)
+        deployer, step = self.deployer, self.called.known.get(batch.signature)
         is_first = step is None
         deployer.peers.check()
         if is_first:
@@ -370,12 +366,8 @@ class Engine:
         return program.train_step.lower(*program.train_args(state, batch.groups, np.uint32(batch.n_examples))).compile()
 
     def to_predict(self, make_plan: Callable[[PyTree, PyTree], Plan]) -> tuple[PyTree, PyTree, Plan]:
-        """Returns the model, the state of its layers and the plan that a Predictor of this trainer uses.
-
-        **Arguments:**
-
-        - `make_plan`: returns the plan of the prediction for a model and its state, if nothing was computed before.
-        """
+        """Returns the model, the state of its layers and the plan that a Predictor of this trainer uses: of `make_plan`, if
+        nothing was computed before."""
         is_planned = self.task.plan is not None or (self.program is not None and self.program.plan.is_traced)
         self.place(plan=None if is_planned else make_plan(*self.trees))
         return self.eval_model, self.trees[1], self.placed[0].plan

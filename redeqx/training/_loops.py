@@ -35,13 +35,8 @@ def in_order(examples: Any, size: BatchSize, drop_remainder: bool = False) -> It
 
 
 def warn_of_large_batch(n: int | None, size: BatchSize, per_device: int | None) -> None:
-    """Warns if there are fewer examples than one update takes.
-
-    **Arguments:**
-
-    - `n`: the number of examples; None if unknown.
-    - `per_device`: the rows per device, if these were given instead of the examples per update.
-    """
+    """Warns if there are fewer examples (None if unknown) than one update takes; `per_device` are its rows per device, if
+    these were given instead of all examples."""
     # The smallest number of rows per device that takes all examples is meant, although it may take more.
     step = 1 if per_device is None else size.examples // per_device
     if n is not None and n <= size.examples - step:
@@ -53,15 +48,8 @@ def warn_of_large_batch(n: int | None, size: BatchSize, per_device: int | None) 
 
 
 def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | None = None) -> dict[str, float]:
-    """Computes `{"loss": ...}` and every metric of `Loss.metrics` over all examples.
-
-    **Arguments:**
-
-    - `size`: the largest sizes of a batch.
-    - `model`: replaces the trained model, or the average of it that the optimizer keeps, with the same structure.
-
-    Raises ValueError for a `model` of another structure.
-    """
+    """Computes `{"loss": ...}` and every metric of `Loss.metrics` over all examples, in batches of at most this size. A
+    `model` replaces the one to evaluate; raises ValueError for one of another structure."""
     if model is not None:
         check_alike(model, array_leaves(engine.trees[0]), "the trained model")
     deployer, task = engine.deployer, engine.task
@@ -80,7 +68,7 @@ def evaluate(engine: Engine, examples: Any, size: BatchSize, model: PyTree | Non
                 given = None if model is None else place(model, program.plan)
                 weights = (program.eval_trained(state), state.frozen) if given is None else task.structure.take(given)
             args = (*weights, state.layers, state.stream, row_span(n_rows, n), batch.groups)
-            vector = engine.called.evaluated.call(program.eval_step, args, batch.signature, nullcontext(line))
+            vector = engine.evaluated.call(program.eval_step, args, batch.signature, nullcontext(line))
             n_rows += batch.n_examples
             deployer.watch.beat()
             vector.copy_to_host_async()

@@ -130,7 +130,7 @@ def test_evaluation_shows_its_batch_count(capsys):
 
 def test_evaluation_rate_is_that_of_computed_batches(clock, monkeypatch, capsys):
     """A call returns at once, and the results of each batch take 2 s."""
-    evaluate = _compilation.Signatures.call
+    evaluate = _compilation.CalledSteps.call
 
     class Results:
         def __init__(self, vector):
@@ -143,7 +143,7 @@ def test_evaluation_rate_is_that_of_computed_batches(clock, monkeypatch, capsys)
             clock.now += 2.0
             return np.asarray(self.vector, dtype)
 
-    monkeypatch.setattr(_compilation.Signatures, "call", lambda *args: Results(evaluate(*args)))
+    monkeypatch.setattr(_compilation.CalledSteps, "call", lambda *args: Results(evaluate(*args)))
     trainer = redeqx.Trainer(
         redeqx.Deployer(), model=Model(), optimizer=optax.sgd(0.1), collate_fn=np.stack, loss_fn=loss_fn
     )
