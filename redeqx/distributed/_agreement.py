@@ -8,7 +8,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count, zip_longest
+from itertools import count
 from typing import Any
 
 import jax
@@ -106,18 +106,13 @@ def agree_on_program(peers: Peers, what: str, lowered: Any) -> None:
         return
     # The text excludes source locations, which differ if a process has the script in another folder.
     text: str = lowered.compiler_ir("stablehlo").operation.get_asm(large_elements_limit=_LARGE)
-    found: list[int] = peers.gather(f"program of {what}", zlib.crc32(text.encode()))
-    if all(each == found[0] for each in found):
-        return
-    lines = text.splitlines()
-    sums = peers.gather(f"lines of {what}", [zlib.crc32(line.encode()) for line in lines])
-    other = next(i for i, each in enumerate(found) if each != found[0])
-    n = next(n for n, (crc32, there) in enumerate(zip_longest(sums[0], sums[other])) if crc32 != there)
-    shown = peers.gather(f"line of {what}", lines[n].strip()[:_SHOWN] if n < len(lines) else "its end")
-    raise ValueError(
-        f"`{what}`: expected the same program in all processes, got in line {n + 1} `{shown[0]}` in process 0, "
-        f"`{shown[other]}` in process {other}. {_ADVICE}"
-    )
+    if len(set(peers.gather(f"program of {what}", zlib.crc32(text.encode())))) > 1:
+        peers.agree(what, {f"line {n}": _brief(line) for n, line in enumerate(text.splitlines(), 1)}, _ADVICE)
+
+
+def _brief(line: str) -> str:
+    line = line.strip()
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}... ({zlib.crc32(line.encode()):08x})"
 
 
 def agree_on_values(peers: Peers, what: str, leaves: Mapping[str, Any]) -> None:

@@ -101,9 +101,9 @@ def test_differing_constant_is_shown(trio):
     programs = [lowered(0.125), lowered(0.125), lowered(0.25)]
     found = call_in_all(trio, agree_on_program, "train step", programs)
     assert re.fullmatch(
-        r"`train step`: expected the same program in all processes, got in line \d+ `.*1\.250000e-01.*` in process 0, "
-        r"`.*2\.500000e-01.*` in process 2\. Every process must run the same script with the same arguments: look for what "
-        r"depends on the process, the host, the time, or the order of a set\.",
+        r"`train step`: expected `line \d+` to be .*1\.250000e-01.*, as in process 0, "
+        r"got .*2\.500000e-01.* in process 2\. Every process must run the same script with the same arguments: look for "
+        r"what depends on the process, the host, the time, or the order of a set\.",
         common_message(found),
     )
 
