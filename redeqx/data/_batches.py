@@ -68,15 +68,15 @@ def batches(
 ) -> Prefetch:
     """Returns the batch of each step, prepared ahead by a thread; close it after use, see `Prefetch`.
 
-    Only that thread reads examples and places batches, both in order.
+    That thread reads examples and places batches, both in order.
 
     **Arguments:**
 
     - `pool`: calls `collate_fn`, for several steps at once; without workers, the thread itself calls it.
     - `check`: in a run of several processes, compares their batches, in that thread. Each process collates the rows that
         its devices need; if rows have different shapes, it collates all rows of a step, as a single process does.
-    - `use`: what the loss does with rows, on which the micro-batches depend; or a function that finds it, called in the
-        caller's thread with the shapes of all rows of the first step.
+    - `use`: what the loss does with rows, on which the micro-batches depend; or a function that finds it, called with the
+        shapes of all rows of the first step, which is then read and collated in the caller's thread.
     - `checks_end`: whether `check` is also called after the last step, with no rows and 0.
     - `depth`: the number of batches that are prepared ahead; with 0 there is no thread.
     """
@@ -130,32 +130,34 @@ def batches(
             given.places,
         )
 
-    def every() -> Iterator[Any]:  # with `map`, StopIteration in a collate_fn would end the pass
-        n, numbered = 0, enumerate(steps)
-        if not isinstance(use, RowUse) and (first := next(numbered, None)) is not None:
-            given, batch = collated(begun(*first))
-            check_leading_dims(batch, len(given.examples), lambda: pool.start(given.examples[:1])())
-            yield with_rows(batch, len(first[1].examples))  # `known` is set before this continues
-            if not np.array_equal(needed_rows(*first), given.rows):
-                given = begun(*first)
-                batch = given.batch()
-            yield prepared(given, batch)
-            n += 1
+    # A StopIteration in a `collate_fn` would end a pass, but not these generators.
+    def first(find: Callable[[PyTree], RowUse]) -> Iterator[tuple[_Step, PyTree]]:
+        nonlocal known
+        if (each := next(numbered, None)) is None:
+            return
+        given, batch = collated(begun(*each))
+        check_leading_dims(batch, len(given.examples), lambda: pool.start(given.examples[:1])())
+        known = find(with_rows(batch, len(given.step.examples)))
+        if not np.array_equal(needed_rows(*each), given.rows):
+            given = begun(*each)
+            batch = given.batch()
+        yield given, batch
+
+    def every() -> Iterator[Batch]:
+        n = len(head)
+        while head:
+            yield prepared(*head.pop())
         for given in drawn_ahead((begun(i, step) for i, step in numbered), pool.n):
             yield prepared(*collated(given))
             n += 1
         if check is not None and checks_end:
             check(n, {}, 0)
 
-    upcoming = Prefetch(every(), depth)
+    numbered, head = enumerate(steps), []
     if not isinstance(use, RowUse):
-
-        def find(shapes: PyTree) -> None:
-            nonlocal known
-            known = use(shapes)
-
-        upcoming.hand_over(find)
-    return upcoming
+        Prefetch.pause_others()
+        head = list(first(use))
+    return Prefetch(every(), depth)
 
 
 class _Step(NamedTuple):

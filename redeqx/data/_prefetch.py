@@ -32,21 +32,12 @@ class Prefetch(Iterator[Any]):
         self._upcoming: collections.deque[Future[Any]] = collections.deque()
         self._reader: int | None = None  # the thread that reads, once it does
 
-    def hand_over(self, take: Callable[[Any], None]) -> None:
-        """Calls `take` with the first item, in this thread. The other thread prepares the next one only afterwards.
-
-        Nothing is called if there is no item. Closes this if `take` raises.
-        """
-        depth, self._depth = self._depth, 1
-        if (first := self._peek()) is _END:
-            return
-        try:
-            take(first)
-        except BaseException:
-            self.close()
-            raise
-        self._depth = depth
-        next(self)
+    @classmethod
+    def pause_others(cls) -> None:
+        """Waits until the other threads of this reader have prepared as much as they may."""
+        for other in list(cls._under_way):
+            if other._reader == threading.get_ident():
+                wait(other._upcoming)
 
     def peek(self) -> Any:
         """Returns the next item, without taking it; None after the last one."""
@@ -66,9 +57,7 @@ class Prefetch(Iterator[Any]):
         if self._items is None:
             return _END
         if not self._upcoming:
-            for other in list(self._under_way):
-                if other is not self and other._reader == threading.get_ident():
-                    wait(other._upcoming)
+            self.pause_others()
             self._reader = threading.get_ident()
             self._under_way.add(self)
             self._draw()
