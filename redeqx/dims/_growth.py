@@ -77,6 +77,10 @@ class Growth:
         """Whether one of these dims has an atom of the rows."""
         return any(atom in self.rows for dim in dims for atom in flat(dim))
 
+    def grows(self, dims: Iterable[Dim]) -> bool:
+        """Whether one of these dims grows with the rows, as a constant factor of them does not."""
+        return any(self._sizes.get(atom, atom.size) != atom.size for dim in dims for atom in flat(dim))
+
     def _compare(self, value: Value, its: Value) -> None:
         """Notes a constant that changes."""
         constant, source = value.source.literal, value.source

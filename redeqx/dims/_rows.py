@@ -195,11 +195,12 @@ class RowDependence:
         present = list(map(self._present, step.ins))
         if touched and not kinds and any(present):
             kinds = {ROW}  # a draw or a mask over rows
-        degree = degree_of_outputs(step, ins, "sum" in touched)
+        sums_all = self.growth.grows(dim for how, dim in step.mixes if how == "sum")
+        degree = degree_of_outputs(step, ins, sums_all)
         self.scaled.pop(id(step), None)
         if degree is None and (powers := self._powers(step, ins, touched)) is not None:
             scaled = [s._replace(degree=s.degree - power) for s, power in zip(ins, powers, strict=True)]
-            degree = degree_of_outputs(step, scaled, "sum" in touched)
+            degree = degree_of_outputs(step, scaled, sums_all)
             if degree is not None:
                 self.scaled[id(step)] = powers
         if degree is None:

@@ -109,7 +109,7 @@ def degree_of_outputs(step: Step, ins: Sequence[State], is_sum: bool) -> int | N
 
     **Arguments:**
 
-    - `is_sum`: whether it sums over rows.
+    - `is_sum`: whether it sums over a dim that grows with the rows.
     """
     name, degrees, terms = step.name, [state.degree for state in ins], _terms(step)
     if name in _BILINEAR:

@@ -584,6 +584,12 @@ def halves_of_the_batch(p, batch, key):
     return -jax.nn.log_sigmoid(one - two).mean()
 
 
+@case("separable", group=2)
+def a_mean_of_the_means_of_halves(p, batch, key):
+    """The number of halves does not grow with the rows."""
+    return jnp.tanh(scores(p, batch)).reshape(2, -1).mean(1).mean()
+
+
 # --- normalisation -------------------------------------------------------------------------------------------------------
 
 
