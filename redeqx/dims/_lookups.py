@@ -39,6 +39,7 @@ def scatter(names: Inference, eqn: Any, ins: Sequence[Value]) -> list[Sequence[D
             names.unify(update.dims[place], table.dims[i])
         else:
             names.mix("pick", table.dims[i])
+            names.mix("into", update.dims[place])
     _select(names, numbers.scatter_dims_to_operand_dims, table, indices, numbers.inserted_window_dims, "into")
     kept = set(table.atoms)
     how = "sum" if eqn.primitive.name in ADDING else "reduce"

@@ -205,6 +205,7 @@ def _dynamic_update_slice(names: Inference, eqn: Any, ins: Sequence[Value]) -> O
             names.unify(dim, update)
         else:
             names.mix("pick", dim)
+            names.mix("into", update)
     return [ins[0].dims]
 
 
