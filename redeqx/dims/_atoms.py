@@ -8,7 +8,8 @@ others stands for those.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Any
 
 from ..tracing import line_of
@@ -53,15 +54,13 @@ def size_of(dim: Dim) -> int:
 
 
 def have_common_factors(one: Dim, two: Dim) -> bool:
-    """Whether two dims of equal size can be divided into the same atoms."""
-    ends = set()
-    for dim in (one, two):
-        n = 1
-        for atom in dim:
-            n *= atom.size
-            ends.add(n)
-    in_order = sorted(ends)
-    return len(ends) == 1 or (0 not in ends and all(b % a == 0 for a, b in pairwise(in_order)))
+    """Whether two dims of equal size can be divided into the same atoms, each at the place that it has in both."""
+    if one == two:
+        return True
+    a, b = (set(zip(dim, accumulate((atom.size for atom in dim), mul), strict=True)) for dim in (one, two))  # and their ends
+    moved = {atom for atom, _ in a - b} & {atom for atom, _ in b - a}
+    ends = sorted({end for _, end in a | b})
+    return 0 not in ends and not moved and all(later % end == 0 for end, later in pairwise(ends))
 
 
 @dataclass(eq=False)
