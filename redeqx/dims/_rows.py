@@ -59,7 +59,7 @@ class RowDependence:
 
     - `outs`: the states of the judged outputs, by their indices.
     - `whole`: the root's steps to compute on the whole batch.
-    - `in_order`: whether these depend on the order of the rows.
+    - `in_order`: whether these, or what they are computed from, depend on the order of the rows.
     - `scaled`: by the id of a step, for each of its operands the power of the rows' number in the whole batch over that in a
         part, to multiply it by.
     """
@@ -78,7 +78,9 @@ class RowDependence:
             self._whole |= self._wanted
             self._run()
         self.whole = self._needed() if self.is_sum else []
-        self.in_order = any(map(self._needs_order, self._whole.values()))
+        before = reached((out for step in self.whole for out in step.outs), lambda value: value.reads)
+        of_data = (step for step in names.root.steps if not before.isdisjoint(map(id, step.outs)))
+        self.in_order = any(map(self._needs_order, of_data))
 
     def _run(self) -> None:
         """Finds the states of all values, if the steps in `_whole` are computed on the whole batch."""
@@ -131,6 +133,8 @@ class RowDependence:
 
     def _needs_order(self, step: Step) -> bool:
         """Whether a step may compute something else for the same rows in another order."""
+        if step.blocks and step.name not in _LOOPS:
+            return any(map(self._needs_order, step.blocks[0].steps))
         mixes = self.growth.has_rows(dim for _, dim in step.mixes)
         makes_rows = any(map(self._present, step.outs)) and not any(map(self._present, step.ins))
         return bool(step.blocks) or (mixes and step.name not in _UNORDERED) or (makes_rows and step.name not in _MAKES_ROWS)

@@ -203,6 +203,41 @@ def differences_of_all_pairs_of_data(p, batch, key):
     return (jnp.exp(-((batch["y"][:, None] - batch["y"]) ** 2)).sum(1) * by_rows(p, batch)).mean()
 
 
+@after
+def ones_written_over_as_many_of_a_table_as_rows(p, batch, key):
+    return by_rows(p, batch).mean() * TABLE.at[: len(batch["x"])].set(1.0).sum()
+
+
+@after
+def draws_for_rows_written_into_a_table(p, batch, key):
+    drawn = jax.random.normal(key, (len(batch["x"]),))
+    return by_rows(p, batch).mean() * lax.dynamic_update_slice(TABLE, drawn, (2,)).sum()
+
+
+@case("after", group=2)
+def data_by_every_other_row_beside_the_rows(p, batch, key):
+    """The moved rows are a value of the whole batch, although a factor of theirs is in both orders."""
+    moved = jnp.concatenate([batch["y"][::2], batch["y"][1::2]])
+    return (moved * batch["y"]).mean() * by_rows(p, batch).mean()
+
+
+@mixed
+def outputs_by_every_other_row_beside_the_rows(p, batch, key):
+    rows = by_rows(p, batch)
+    return (jnp.concatenate([rows[::2], rows[1::2]]) * batch["y"]).mean()
+
+
+@after
+def a_spectrum_of_the_rows_in_their_order(p, batch, key):
+    """The sum alone is of the whole batch, since nothing names the rows of the spectrum."""
+    return (jnp.fft.fft(batch["y"]).real * batch["y"]).mean() * by_rows(p, batch).mean()
+
+
+@case("after", group=2)
+def half_of_the_data_twice(p, batch, key):
+    return (batch["y"][: len(batch["y"]) // 2].repeat(2) * batch["y"]).mean() * by_rows(p, batch).mean()
+
+
 # --- loops over rows ----------------------------------------------------------------------------------------------------
 
 
