@@ -108,6 +108,7 @@ class Step:
     outs: list[Value] = field(default_factory=list)
     mixes: list[tuple[str, Dim]] = field(default_factory=list)  # how it combines the entries of a dim, and the dim
     blocks: "list[Block]" = field(default_factory=list)  # the jaxprs inside
+    derivative: "Block | None" = None  # that of a function with a derivative of the user's own, see `_derivatives`
     scanned: Dim = ()  # the dim that a scan loops over
     own_columns: tuple[int, ...] = ()  # of a lookup, the columns of its indices that are the index of each entry itself
     is_known: bool = True  # whether a table has its primitive
@@ -144,7 +145,7 @@ def steps_of(block: Block) -> Iterator[Step]:
     """Yields the steps of a block, and those inside loops, branches and calls."""
     for step in block.steps:
         yield step
-        for inner in step.blocks:
+        for inner in (*step.blocks, *([step.derivative] if step.derivative else [])):
             yield from steps_of(inner)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from ..kernels import formula
 from ..tracing import CUSTOM_DERIVATIVES, insides, without_remats
 from ._atoms import Step, Value
+from ._derivatives import has_own_derivative, take_derivative
 
 
 def _enter(names: Any, step: Step) -> list[Value]:
@@ -31,7 +32,8 @@ def _enter(names: Any, step: Step) -> list[Value]:
     step.blocks = [names.block(inner.closed, [given[i] for i in inner.operands]) for inner in found]
     outs = step.blocks[-1].outs
     if found[0].role == "call":
-        return list(map(_again, outs))
+        outs = list(map(_again, outs))
+        return take_derivative(names, step, given, outs) if has_own_derivative(step.eqn) else outs
     if found[0].role == "branch":
         carry = [Value(value.aval, names.use(value).dims).depends(step.ins[0]) for value in outs]
     for inner, block in zip(found, step.blocks, strict=True):
@@ -56,10 +58,10 @@ def _follow(names: Any, step: Step, closed: Any) -> list[Value]:
 
 
 def _linear_solve(names: Any, step: Step) -> list[Value]:
-    """Followed like the solve that it calls. The verdict checks the gradient, which solves with the transposed matrix."""
-    lengths, first = step.eqn.params["const_lengths"], sum(step.eqn.params["const_lengths"][:2])
-    step.ins = [*step.ins[first : first + lengths.solve], *step.ins[sum(lengths) :]]
-    return _follow(names, step, step.eqn.params["jaxprs"].solve)
+    """Followed like the solve that it calls. Its derivative solves with the transposed matrix."""
+    lengths, first, ins = step.eqn.params["const_lengths"], sum(step.eqn.params["const_lengths"][:2]), step.ins
+    step.ins = [*ins[first : first + lengths.solve], *ins[sum(lengths) :]]
+    return take_derivative(names, step, ins, _follow(names, step, step.eqn.params["jaxprs"].solve))
 
 
 def _opaque(names: Any, step: Step) -> list[Value]:

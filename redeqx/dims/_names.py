@@ -46,6 +46,7 @@ class Names(Inference):
     - `closed`: its closed jaxpr, in normal form without remats.
     - `inputs`: what its inputs are.
     - `returns_rows`: whether dim 0 of each output is rows.
+    - `is_differentiated`: whether to follow derivatives that are not JAX's too.
 
     **Attributes:**
 
@@ -53,9 +54,9 @@ class Names(Inference):
     - `places`: by the id of an equation that can be replaced, its place among `equations_of(closed)`.
     """
 
-    def __init__(self, closed: Any, inputs: Inputs, *, returns_rows: bool = False):
+    def __init__(self, closed: Any, inputs: Inputs, *, returns_rows: bool = False, is_differentiated: bool = False):
         super().__init__()
-        self.inputs = inputs
+        self.inputs, self.is_differentiated = inputs, is_differentiated
         self.places = {id(eqn): place for place, eqn in enumerate(equations_of(closed))}
         first = inputs.batch.start
         ins = [self.fresh(var.aval, is_polymorphic=i < first) for i, var in enumerate(closed.jaxpr.invars)]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..tracing import scan_counts
 from ._atoms import Atom, Block, Step, Value, reached, steps_of
+from ._derivatives import is_float
 from ._ends import ends_of_rows, raises
 from ._growth import Growth
 from ._lookups import ADDING
@@ -39,7 +40,8 @@ _UNORDERED = {"dot_general", *REDUCTIONS}
 _MAKES_ROWS = {"broadcast_in_dim", "tile", "iota", "random_bits", "random_split", "rng_bit_generator", "rng_uniform"}
 _ALL_OR_ANY = {"reduce_and", "reduce_or"}
 _UNNAMED = "a dim that grows with the rows is not known to be rows"
-NOT_KNOWN = ("an unknown operation", _UNNAMED)
+_OWN_DERIVATIVE = "a derivative of its own mixes rows or is not linear"
+NOT_KNOWN = ("an unknown operation", _UNNAMED, _OWN_DERIVATIVE)
 
 
 class RowDependence:
@@ -148,6 +150,8 @@ class RowDependence:
             if self._live.isdisjoint(map(id, step.outs)):
                 continue
             outs = self._of_step(step)
+            if step.derivative is not None and not self._is_by_row(step, step.derivative, outs):
+                outs = [self._mixed(_OWN_DERIVATIVE, step)] * len(outs)
             if any(id(value) in self.growth.unexplained for value in step.outs):
                 outs = [self._mixed(_UNNAMED, step)] * len(outs)
             if block is self.names.root:
@@ -186,6 +190,37 @@ class RowDependence:
         if step.blocks:
             return self._follow(step.blocks[0], ins)
         return self._of_equation(step, ins) if step.copied is None else list(map(self.of, step.copied))
+
+    def _is_by_row(self, step: Step, derivative: Block, outs: Sequence[State]) -> bool:
+        """Whether a derivative depends on rows as JAX's do, and is linear in the gradients that it takes: its gradient of a
+        value by row is by row, and of a value without rows a sum over rows."""
+        operands, floats = [*derivative.ins], [out for out in step.outs if is_float(out)]
+        del operands[len(operands) - len(floats) :]
+        differentiated = list(filter(is_float, operands))
+        wanted = [i for i, value in enumerate(differentiated) if id(value.source) in self._trained]
+        states = dict(zip(map(id, step.outs), outs, strict=True))
+        if not wanted or any(state.kind == MIXED for state in outs):
+            return True
+        if not derivative.outs:  # it cannot be traced
+            return False
+        ins = list(map(self.of, operands))
+        for power in (0, 1):  # of a derivative that is not linear in the gradients, at most one has the expected degrees
+            given = [self._gradient(out, states[id(out)], power) for out in floats]
+            found = self._follow(derivative, [*ins, *given])
+            for i in wanted:
+                state, (kind, degree, *_) = found[i], self._gradient(differentiated[i], self.of(differentiated[i]), power)
+                degrees = {FREE: degree, kind: degree}
+                if kind == SUM:  # a loop over rows adds up those of its iterations
+                    degrees[ROW] = degree - 1
+                if state.kind not in degrees or not (state.is_of_any_degree or state.degree == degrees[state.kind]):
+                    return False
+        return True
+
+    def _gradient(self, value: Value, state: State, power: int) -> State:
+        """Returns the state of a value's gradient, of a mean over rows divided by a power of their number."""
+        is_by_row = state.kind == ROW or bool(self._present(value))
+        kind = ROW if is_by_row else SUM if state.kind == FREE else FREE
+        return State(kind, -state.degree - is_by_row - power)
 
     def _of_equation(self, step: Step, ins: Sequence[State]) -> list[State]:
         touched = {how for how, dim in step.mixes if self.growth.has_rows([dim])}

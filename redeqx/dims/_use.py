@@ -1,34 +1,18 @@
 """What a function does with the rows of its batch: the verdict, and what follows from it for a part of the rows."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._tree import as_bare_shapes, bare_shape
-from ..tracing import (
-    Rule,
-    Site,
-    as_fun,
-    insides,
-    interpret,
-    is_wrapped_outside,
-    made_in,
-    normal,
-    plain,
-    restricted,
-    shapes_in,
-    shortened,
-    without_remats,
-)
+from ..tracing import normal, shortened, without_remats
 from ._atoms import Dim, Step, flat, steps_of
-from ._draws import ByNumber, Draws, Factors, factors_of, place_of_rows
+from ._draws import ByNumber, Draws, Factors, factors_of
 from ._growth import Growth, constants_of, have_same_constants
-from ._names import Inputs, Names, equations_of
+from ._names import Inputs, Names
 from ._rows import NOT_KNOWN, ROW, RowDependence
 
 
@@ -164,8 +148,8 @@ def row_use(
     except Exception as error:
         first = str(error).partition("\n")[0]
         return RowUse("unknown", why=f"it cannot be traced for {n} and {2 * n} rows: {first}")
-    closed = without_remats(ours), without_remats(theirs)
-    names, other = (Names(each, inputs, returns_rows=returns_rows) for each in closed)
+    options = {"returns_rows": returns_rows, "is_differentiated": is_differentiated}
+    names, other = (Names(without_remats(each), inputs, **options) for each in (ours, theirs))
     growth = Growth(names, other)
     gathers = dict.fromkeys((step.line, why) for step in steps_of(names.root) if (why := _why_gathered(names.rows, step)))
     found: dict[str, Any] = {"trace": ours, "gathers": tuple(gathers)}
@@ -191,10 +175,6 @@ def row_use(
         return RowUse("unknown", why=f"the numbers of the rows are needed, but {why}", line=shortened(step.line), **found)
     whole = tuple(Whole(names.places[id(s.eqn)], tuple(factors_of(growth, out.dims) for out in s.outs)) for s in rows.whole)
     scaled = tuple(Scaled(names.places[id(s.eqn)], rows.scaled[id(s)]) for s in steps_of(names.root) if id(s) in rows.scaled)
-    step = _own_derivative(names) if is_differentiated else None
-    if step is not None and not _has_separable_gradient(*closed, inputs, whole, scaled):
-        why = "a derivative of its own mixes rows or is not linear"
-        return RowUse("unknown", why=why, line=shortened(step.line), **found)
     of_rows = {i for i, state in rows.outs.items() if state.kind == ROW or growth.has_rows(names.root.outs[i].dims)}
     own = tuple(i for name in mixing for i in metrics[name])
     every = range(len(names.root.outs))
@@ -284,115 +264,3 @@ def _why_gathered(rows: Dim, step: Step) -> str:
         return f"`{step.name}` looks them up by index"
     is_some = any(how == "part" and has_rows(dim, rows[:1]) for how, dim in step.mixes)
     return f"`{step.name}` takes some of them" if is_some else ""
-
-
-# --- derivatives of the user's own --------------------------------------------------------------------------------------
-
-# Packages whose derivatives are those of their functions, by row under `vmap`: this one too, with its models.
-_TRUSTED = ("jax", "equinox", "optax", "diffrax", "lineax", "optimistix", "redeqx")
-
-
-def _own_derivative(names: Names) -> Step | None:
-    """Returns the first call of a function with a derivative that the user, or a package that is not known, wrote."""
-    for step in steps_of(names.root):
-        if step.name.startswith("custom_") and step.blocks:
-            inner = insides(step.eqn)  # none of a linear solve, whose gradient is another solve
-            if not (inner and made_in(inner[0].closed, *_TRUSTED)):
-                return step
-            outside = is_wrapped_outside(step.eqn, inner[0].closed, "equinox.internal", *_TRUSTED[2:])
-            if outside and step.name.startswith("custom_vjp"):  # a JVP is linear
-                return step
-    return None
-
-
-def _has_separable_gradient(
-    ours: Any, theirs: Any, inputs: Inputs, whole: Sequence[Whole], scaled: Sequence[Scaled]
-) -> bool:
-    """Whether the first output's gradient is a sum over rows as the output is, without numbers of rows of its own, and the
-    derivatives are linear in the gradients that they take.
-
-    **Arguments:**
-
-    - `ours`, `theirs`: the function's closed jaxprs without remats.
-    - `whole`, `scaled`: as of `RowUse`. The derivative adds none of its own.
-    """
-    if any(factor is not None and factor < 0 for of in whole for dims in of.factors for dim in dims for factor in dim):
-        return False  # groups of rows share an entry
-    (ours, inputs), (theirs, _) = (_of_part(closed, inputs, whole, scaled) for closed in (ours, theirs))
-    names, other = Names(ours, inputs), Names(theirs, inputs)
-    draws = Draws(names, Growth(names, other), [0])
-
-    def is_sum(power: int) -> bool:
-        names, other = (Names(_with_gradient(closed, inputs, power), inputs) for closed in (ours, theirs))
-        growth = Growth(names, other)
-        if not growth.is_comparable:
-            return False
-        every = range(len(names.root.outs))
-        rows, its = RowDependence(names, growth, every, with_whole=False), Draws(names, growth, every)
-        is_as_forward = (len(its.by_number), len(its.refused), its.wrong) == (len(draws.by_number), len(draws.refused), None)
-        degrees = {state.degree for state in rows.outs.values() if not state.is_of_any_degree}
-        return rows.is_sum and is_as_forward and len(degrees) <= 1 and not rows.scaled
-
-    # Of a derivative that is not linear in the gradient, as one that clips it, at most one of these is.
-    return is_sum(0) and is_sum(1)
-
-
-class _Scale(Rule):
-    """Multiplies operands of some equations.
-
-    **Arguments:**
-
-    - `factors`: by equation, that of each operand.
-    """
-
-    corrects = True
-
-    def __init__(self, factors: Mapping[Any, Sequence[float]]):
-        self._factors = factors
-
-    def claims(self, eqn: Any) -> bool:
-        return eqn in self._factors
-
-    def __call__(self, eqn: Any, ins: Sequence[Any], site: Site) -> Sequence[Any]:
-        pairs = zip(map(plain, ins), self._factors[eqn], strict=True)
-        return site.rest(eqn, [x if factor == 1 else x * jnp.asarray(factor, x.dtype) for x, factor in pairs])
-
-
-def _of_part(closed: Any, inputs: Inputs, whole: Sequence[Whole], scaled: Sequence[Scaled]) -> tuple[Any, Inputs]:
-    """Returns the closed jaxpr of a function as `transforms.by_row` computes it for a part, to which values of the whole
-    batch are given, and what its inputs are: the values by row follow the leaves of the batch, and the others are last."""
-    n_rows = closed.jaxpr.invars[inputs.batch][0].aval.shape[0]
-    eqns, end = equations_of(closed), inputs.batch.stop
-    given = [of for each in whole for of in zip(eqns[each.place].outvars, map(place_of_rows, each.factors), strict=True)]
-    own = [(var, place) for var, place in given if place is not None]
-    shared = [var for var, place in given if place is None]
-    ins = [*closed.jaxpr.invars[:end], *(var for var, _ in own), *closed.jaxpr.invars[end:], *shared]
-    closed = restricted(closed, closed.jaxpr.outvars, ins)
-    scale = _Scale({eqns[of.place]: [float(n_rows) ** -power for power in of.powers] for of in scaled})
-
-    def of_part(*args: Any) -> Any:
-        """Takes values by row with the rows first."""
-        pairs = zip(args[end:], own, strict=False)
-        moved = [jnp.moveaxis(x, 0, place[0] + 1).reshape(var.aval.shape) for x, (var, place) in pairs]
-        return interpret(closed, [*args[:end], *moved, *args[end + len(own) :]], [scale])
-
-    shapes = shapes_in(closed)
-    for i, (_, (dim, outer, inner)) in enumerate(own, end):
-        sizes = shapes[i].shape
-        rows = sizes[dim] // (outer * inner)
-        shapes[i] = bare_shape(shapes[i], (rows, *sizes[:dim], outer, inner, *sizes[dim + 1 :]))
-    return normal(jax.make_jaxpr(of_part)(*shapes)), replace(inputs, n_batch=inputs.n_batch + len(own))
-
-
-def _with_gradient(closed: Any, inputs: Inputs, power: int) -> Any:
-    """Returns the closed jaxpr of the first output, over a power of the number of rows, and its gradient with respect to the
-    floating weights."""
-    fun, n_weights = as_fun(closed), inputs.n_weights
-    over = closed.jaxpr.invars[inputs.batch][0].aval.shape[0] ** power
-
-    def both(*args: Any) -> Any:
-        floats, others = eqx.partition(args[:n_weights], eqx.is_inexact_array)
-        rest = args[n_weights:]
-        return jax.value_and_grad(lambda floats: fun(*eqx.combine(floats, others), *rest)[0] / over)(floats)
-
-    return without_remats(jax.make_jaxpr(both)(*shapes_in(closed)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex
@@ -69,7 +70,7 @@ def _form(x: Any, order: int) -> Any:
 
 
 def _array(x: Any) -> Any:
-    is_key = jax.numpy.issubdtype(jax.dtypes.result_type(x), jax.dtypes.extended)
+    is_key = jnp.issubdtype(jax.dtypes.result_type(x), jax.dtypes.extended)
     if isinstance(x, Tracer) or is_key or np.size(x) > _SMALL:
         return id(x)
     x = np.asarray(x)
@@ -90,12 +91,19 @@ def _jaxpr(jaxpr: jex.Jaxpr, order: int) -> Any:
 
 
 def derivative_of(eqn: Any) -> Any:
-    """Returns the closed jaxpr of an equation and its derivative: the gradient of its floating operands."""
-    shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+    """Returns the closed jaxpr of an equation and its derivative: it takes the operands and the gradients of the floating
+    outputs, and returns the outputs and the gradients of the floating operands."""
 
-    def with_derivative(*ins: Any) -> Any:
-        floats, others = eqx.partition(list(ins), eqx.is_inexact_array)
-        outs, backward = jax.vjp(lambda floats: run(eqn, eqx.combine(floats, others)), floats)
-        return outs, backward(outs)
+    def with_derivative(ins: list[Any], gradients: list[Any]) -> Any:
+        floats, others = eqx.partition(ins, eqx.is_inexact_array)
 
-    return jax.make_jaxpr(with_derivative)(*shapes)
+        def compute(floats: Any) -> Any:
+            return eqx.partition(run(eqn, eqx.combine(floats, others)), eqx.is_inexact_array)
+
+        outs, backward, integers = jax.vjp(compute, floats, has_aux=True)
+        return eqx.combine(outs, integers), backward(gradients)
+
+    avals = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
+    ins, outs = ([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in each] for each in avals)
+    gradients = [shape if jnp.issubdtype(shape.dtype, jnp.inexact) else None for shape in outs]
+    return jax.make_jaxpr(with_derivative)(ins, gradients)

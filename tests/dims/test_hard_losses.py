@@ -568,6 +568,19 @@ def with_its_gradient_clipped(x):
 with_its_gradient_clipped.defvjp(lambda x: (x * 1.0, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
 
 
+@jax.custom_vjp
+def product(x, y):
+    return x @ y
+
+
+product.defvjp(lambda x, y: (x @ y, (x, y)), lambda xy, g: (xy[1] * g, xy[0] * g))
+
+
+@separable
+def a_gradient_of_weights_in_a_loop_over_rows(p, batch, key):
+    return lax.map(lambda x: product(jnp.tanh(x.mean(0)), p["v"]), batch["x"]).mean()
+
+
 @unknown
 def a_gradient_that_is_clipped(p, batch, key):
     """By row, but another gradient for a sum of rows than for their mean."""
