@@ -17,7 +17,7 @@ from ._positions import (
     positions_of as positions_of,
 )
 from ._relations import ORDERED as ORDERED, REDUCTIONS as REDUCTIONS, is_elementwise as is_elementwise
-from ._split_rows import Spread as Spread, spread as spread, spread_with as spread_with
+from ._split_rows import Spread as Spread, spread as spread
 from ._use import (
     UNKNOWN as UNKNOWN,
     RowUse as RowUse,

@@ -5,7 +5,7 @@ scatter or a lookup of rows by index, there is none, and every device computes w
 (`_names`), this follows what the compiler does, in one direction. It is a hint for shardings, and changes no number.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,18 +29,15 @@ class Spread(NamedTuple):
 
     - `is_data`: whether it depends on the batch.
     - `rows`: the dims that begin with rows.
-    - `made`: the dims along which a product before it was split by a rule.
     """
 
     is_data: bool = False
     rows: Parts = _NONE
-    made: Parts = _NONE
 
 
 def _joined(values: Sequence[Spread]) -> Spread:
     rows = _largest(part for value in values for part in value.rows)
-    made = _largest(part for value in values for part in value.made)
-    return Spread(any(value.is_data for value in values), rows, made)
+    return Spread(any(value.is_data for value in values), rows)
 
 
 def _largest(parts: Any) -> Parts:
@@ -58,20 +55,6 @@ def spread(closed: Any, n_weights: int) -> Mapping[Any, Sequence[Spread]]:
 
     - `n_weights`: the number of its first inputs, which are weights. Dim 0 of all others is rows, except of keys.
     """
-    return spread_with(closed, n_weights, lambda eqn, ins: None)
-
-
-def spread_with(
-    closed: Any, n_weights: int, split: Callable[[Any, Sequence[Spread]], Parts | None]
-) -> Mapping[Any, Sequence[Spread]]:
-    """Returns the same while a rule splits products.
-
-    **Arguments:**
-
-    - `n_weights`: as for `spread`.
-    - `split`: takes an equation and what is known of its operands, and returns the parts of its outputs along which the rule
-        splits it, or None. In loops it is called several times, last with what is known at the fixed point.
-    """
     found: dict[Any, Sequence[Spread]] = {}
 
     def note(eqn: Any, ins: Sequence[Spread], outs: Sequence[Spread]) -> None:
@@ -86,11 +69,8 @@ def spread_with(
     def rule(eqn: Any, ins: Sequence[Spread]) -> list[Spread] | None:
         if insides(eqn) or eqn.primitive.name == "optimization_barrier":
             return None
-        if (made := split(eqn, ins)) is not None:
-            return [Spread(True, _NONE, made)] * len(eqn.outvars)
         is_data = any(value.is_data for value in ins)
-        rows, made = _through(eqn, [value.rows for value in ins]), _through(eqn, [value.made for value in ins])
-        return [Spread(is_data, *parts) for parts in zip(rows, made, strict=True)]
+        return [Spread(is_data, rows) for rows in _through(eqn, [value.rows for value in ins])]
 
     flow(
         closed,
@@ -105,8 +85,7 @@ def spread_with(
 
 
 def _moved(value: Spread, by: int) -> Spread:
-    rows, made = (frozenset((dim + by, n) for dim, n in parts if dim + by >= 0) for parts in (value.rows, value.made))
-    return Spread(value.is_data, rows, made)
+    return Spread(value.is_data, frozenset((dim + by, n) for dim, n in value.rows if dim + by >= 0))
 
 
 def _through(eqn: Any, ins: Sequence[Parts]) -> list[Parts]:

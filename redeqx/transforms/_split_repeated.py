@@ -12,7 +12,6 @@ the FLOPs instead of 8.11 on TPU v5e, and 1.06 instead of 8.06 on H100; temporar
 of 1928.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from ..dims import Related, Spread, spread, spread_with
+from ..dims import Related, Spread, spread
 from ..machine import BATCH_AXES, SEQUENCE
 from ..tracing import Rule, Site, product_flops
 from ._constrain import split_over
@@ -55,18 +54,8 @@ class SplitRepeated(Rule):
         sizes = [var.aval.shape[:1] for var in closed.jaxpr.invars[self.n_weights :]]
         if not self._axes or (1,) in sizes:  # a batch of one row is not split by rows
             return None
-        if not any(itertools.starmap(self._is_repeated, spread(closed, self.n_weights).items())):
-            return None
-        cuts: dict[Any, _Cut] = {}
-
-        def split(eqn: Any, ins: Sequence[Spread]) -> frozenset[tuple[int, int]] | None:
-            cuts.pop(eqn, None)  # in a loop more may be known the second time
-            if (cut := self._cut(eqn, ins)) is None:
-                return None
-            cuts[eqn] = cut
-            return frozenset({(cut.out, self._size(cut.axes))})
-
-        spread_with(closed, self.n_weights, split)
+        found = {eqn: self._cut(eqn, ins) for eqn, ins in spread(closed, self.n_weights).items()}
+        cuts = {eqn: cut for eqn, cut in found.items() if cut is not None}
         return replace(self, cuts=cuts) if cuts else None
 
     def claims(self, eqn: Any) -> bool:
@@ -92,8 +81,7 @@ class SplitRepeated(Rule):
     def _cut(self, eqn: Any, ins: Sequence[Spread]) -> _Cut | None:
         """Returns how to split an equation; None for one that is not repeated, or divides nowhere.
 
-        It is split along a free dim of the data, first along one that an earlier product made. Else along a dim that the
-        operands share, such as experts.
+        It is split along a free dim of the data, else along a dim that the operands share, such as experts.
         """
         if not self._is_repeated(eqn, ins):
             return None
@@ -108,8 +96,6 @@ class SplitRepeated(Rule):
                 elif side == 0 and dim in shared:
                     data = {i: own for i, own in enumerate((dim, shared[dim])) if ins[i].is_data}
                     experts.append((atom.aval.shape[dim], data, out))
-        made = {(side, dim) for side, value in enumerate(ins) for dim, _ in value.made}
-        free.sort(key=lambda option: made.isdisjoint(option[1].items()))
         for axes in (self._axes, *((axis,) for axis in self._axes)):
             for size, operands, out in (*free, *experts):
                 if size % self._size(axes) == 0:
