@@ -54,7 +54,6 @@ from .optimizers import lr_schedule
 from .partition import Overrides, Plan
 from .steps import Compute, Precision, Structure, Task, plan_model, stream_dtype, stream_key
 from .storage import Location, Staging, StorePath, explained, location, make_subfolder, write_file
-from .tracing import leak
 
 _key = jax.jit(stream_key)
 
@@ -282,18 +281,12 @@ class Deployer(RedcoNames):
         **Arguments:**
 
         - `make_model`: makes the model, without arguments: `lambda: Model(key=key)`. It is called twice, once only for the
-            shapes, so create keys outside of it.
+            shapes, so create keys outside of it. A model that keeps an array outside of its leaves, in the closure of a
+            function or a static field, would keep a traced value: call `make_model()` yourself.
         - `plan`: how the leaves are split; `deployer.plan(make_model())` by default.
-
-        Raises ValueError if the model keeps an array outside of its leaves, in the closure of a function or a static field.
         """
         check_function(make_model, "make_model", [])
         shapes = eqx.filter_eval_shape(make_model)
-        if (path := leak(shapes)) is not None:
-            raise ValueError(
-                f"`make_model`: expected arrays only in the model's leaves, got one in `{path}`: a function's closure or a "
-                "static field cannot keep values of a traced function. Call it yourself instead: `model = make_model()`."
-            )
         if self.is_dry_run and self.saved_programs is None:
             return as_zeros(shapes)
         if plan is not None:

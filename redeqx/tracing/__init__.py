@@ -40,7 +40,6 @@ from ._interpret import (
     plain as plain,
     transformed as transformed,
 )
-from ._leaks import leak as leak
 from ._lines import (
     is_wrapped_outside as is_wrapped_outside,
     line_among as line_among,
