@@ -1,6 +1,6 @@
 """Draws a plan: each array as a rectangle, divided where mesh axes split it, with one device's part in full colour.
 
-It takes names, shapes and specs, and is independent of plans. matplotlib is imported only when a picture is drawn.
+It takes names, shapes and specs, writes SVG, and is independent of plans.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from xml.sax.saxutils import escape
 
 from jax.sharding import PartitionSpec as P
 
@@ -26,10 +26,10 @@ _COLORS = {
 }
 _OTHER = "#cc79a7"  # for the axes of an override that are not listed above
 _PALE = 0.25  # opacity of the other devices' parts
-# All sizes are in inches.
-_WIDTH, _MARGIN, _GAP = 10.0, 0.25, 0.28  # of the picture, at its border, between arrays
-_MIN_SIDE, _MAX_SIDE = 0.09, 1.2  # of rectangles
-_TITLE, _LINE, _LETTER = 0.3, 0.135, 0.062  # heights of a title and a line, width of a letter
+# All sizes are in pixels.
+_WIDTH, _MARGIN, _GAP = 720, 18, 20  # of the picture, at its border, between arrays
+_MIN_SIDE, _MAX_SIDE = 6, 86  # of rectangles
+_TITLE, _LINE, _LETTER = 22, 10, 4.5  # heights of a title and a line, width of a letter
 _N_LINES = 4  # below each rectangle, at most
 _MAX_CUTS = 32  # more lines would merge into a grey area
 
@@ -74,74 +74,65 @@ class Picture:
 
 
 def draw(pictures: Sequence[Picture], sizes: Mapping[str, int], path: Path, *, title: str) -> None:
-    """Draws the arrays, in rows for each layer, and writes the picture in the format of the path's suffix.
+    """Draws the arrays, in rows for each layer, and writes the picture.
 
-    `sizes` are those of the mesh axes. Raises ImportError without matplotlib, and ValueError for a suffix that it does not
-    write.
+    `sizes` are those of the mesh axes. Raises ValueError for a path with another suffix than `.svg`.
     """
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which would change the caller's figures and backend
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise ImportError(
-            '`Plan.draw`: expected matplotlib, got no such package. Run `pip install "redeqx[draw]"`, or print '
-            "`plan.explain()`."
-        ) from error
+    if path.suffix.lower() != ".svg":
+        raise ValueError(f"`{path}`: expected the suffix .svg, got {path.suffix!r}. Pass `plan.svg`.")
     longest = max(len(line) for picture in pictures for line in picture.lines)
     cell = _GAP + max(_MAX_SIDE, _LETTER * longest)
     n_columns = max(1, int((_WIDTH - 2 * _MARGIN) / cell))
-    rows: list[tuple[str, list[Picture]]] = []  # at most `n_columns` arrays of one layer, whose name stands above the first
+    scale = _MAX_SIDE / max(max(picture.shape, default=1) for picture in pictures) ** 0.25
+    drawn, bottom = [_text(_MARGIN, _TITLE, title, 9)], 1.5 * _TITLE
     for layer, group in groupby(pictures, lambda picture: picture.layer):
         of_layer = list(group)
-        rows += [(layer if i == 0 else "", of_layer[i : i + n_columns]) for i in range(0, len(of_layer), n_columns)]
-    scale = _MAX_SIDE / max(max(picture.shape, default=1) for picture in pictures) ** 0.25
-    tallest = [max(picture.size(scale)[1] for picture in row) for _, row in rows]
-    width = 2 * _MARGIN + max(cell * max(len(row) for _, row in rows), 1.2 * _LETTER * len(title))
-    height = (
-        3 * _TITLE + _TITLE * sum(layer != "" for layer, _ in rows) + sum(side + _N_LINES * _LINE + _GAP for side in tallest)
-    )
-    fig = Figure(figsize=(width, height))
-    formats = fig.canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise ValueError(
-            f"`{path}`: expected a suffix among {', '.join(sorted(formats))}, got {path.suffix!r}. Pass `plan.png`."
-        )
-    ax: Any = fig.add_axes((0, 0, 1, 1))
-    ax.set(xlim=(0, width), ylim=(height, 0))  # inches, counted from the top
-    ax.axis("off")
-    ax.text(_MARGIN, _TITLE, title, fontsize=9)
-    bottom = 1.5 * _TITLE
-    for (layer, row), side in zip(rows, tallest, strict=True):
-        ax.text(_MARGIN, bottom + 0.7 * _TITLE, layer, fontsize=9, weight="bold")
-        bottom += (_TITLE if layer else 0) + side
-        for i, picture in enumerate(row):
-            left = _MARGIN + i * cell
-            _draw_one(ax, picture, left, bottom, scale, sizes)
-            ax.text(left, bottom + _LINE / 2, "\n".join(picture.lines), fontsize=7, va="top")
-        bottom += _N_LINES * _LINE + _GAP
-    colors = {picture.axes: picture.color for picture in sorted(pictures, key=lambda picture: picture.axes, reverse=True)}
-    keys = [Patch(color=color, label=f"split by {' and '.join(by)}" if by else "replicated") for by, color in colors.items()]
-    if any(colors):
-        keys += [Patch(color="#000000", label="one device's part"), Patch(color="#000000", alpha=_PALE, label="the others'")]
-    fig.legend(handles=keys, loc="lower left", ncols=len(keys), fontsize=8, frameon=False)
-    fig.savefig(path, dpi=150)
+        drawn.append(_text(_MARGIN, bottom + 0.7 * _TITLE, layer, 9))
+        bottom += _TITLE if layer else 0
+        for start in range(0, len(of_layer), n_columns):
+            row = of_layer[start : start + n_columns]
+            bottom += max(picture.size(scale)[1] for picture in row)
+            for i, picture in enumerate(row):
+                left = _MARGIN + i * cell
+                drawn += _rectangles(picture, left, bottom, scale, sizes)
+                drawn += [_text(left, bottom + (1 + j) * _LINE, line, 7) for j, line in enumerate(picture.lines)]
+            bottom += _N_LINES * _LINE + _GAP
+    legend = {picture.axes: picture.color for picture in sorted(pictures, key=lambda picture: picture.axes, reverse=True)}
+    for i, (axes, color) in enumerate(legend.items()):
+        left, said = _MARGIN + 10 * i * _TITLE, f"split by {' and '.join(axes)}" if axes else "replicated"
+        drawn += [_rectangle(left, bottom - _LINE, _LINE, _LINE, color), _text(left + 1.5 * _LINE, bottom - 2, said, 8)]
+    width = max(_WIDTH, 2 * _MARGIN + cell, 6 * len(title), 10 * _TITLE * len(legend))
+    size = f'width="{width:g}" height="{bottom + _MARGIN:g}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" style="background:#fff">',
+        *drawn,
+        "</svg>",
+    ]
+    path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
-def _draw_one(ax: Any, picture: Picture, left: float, bottom: float, scale: float, sizes: Mapping[str, int]) -> None:
-    """Draws an array above its lower left corner: a rectangle, the first device's part of it, and the dividing lines."""
-    from matplotlib.patches import Rectangle
+def _text(x: float, y: float, text: str, size: int) -> str:
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}">{escape(text)}</text>'
 
+
+def _rectangle(x: float, y: float, width: float, height: float, color: str, opacity: float = 1) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{color}" opacity="{opacity:g}"/>'
+
+
+def _rectangles(picture: Picture, left: float, bottom: float, scale: float, sizes: Mapping[str, int]) -> list[str]:
+    """Returns an array above its lower left corner: a rectangle, the first device's part of it, and the dividing lines."""
     width, height = picture.size(scale)
     top = bottom - height
+    if not picture.axes:
+        return [_rectangle(left, top, width, height, picture.color)]
     parts = [math.prod(sizes[axis] for axis in axes_of(picture.spec[dim])) for dim in picture.shown]
     n_rows, n_columns = [*parts, 1, 1][:2]
-    alpha = _PALE if picture.axes else 1.0
-    ax.add_patch(Rectangle((left, top), width, height, facecolor=picture.color, alpha=alpha, edgecolor="none"))
-    if picture.axes:
-        part = width / n_columns, height / n_rows
-        ax.add_patch(Rectangle((left, top), *part, facecolor=picture.color, edgecolor="none"))
-    style = {"colors": "#ffffff", "linewidth": 0.8}
-    if 1 < n_rows <= _MAX_CUTS:
-        ax.hlines([top + i * height / n_rows for i in range(1, n_rows)], left, left + width, **style)
-    if 1 < n_columns <= _MAX_CUTS:
-        ax.vlines([left + i * width / n_columns for i in range(1, n_columns)], top, bottom, **style)
+    rows = range(1, n_rows if n_rows <= _MAX_CUTS else 1)
+    columns = range(1, n_columns if n_columns <= _MAX_CUTS else 1)
+    lines = [f"M{left:g} {top + i * height / n_rows:g}h{width:g}" for i in rows]
+    lines += [f"M{left + i * width / n_columns:g} {top:g}v{height:g}" for i in columns]
+    return [
+        _rectangle(left, top, width, height, picture.color, _PALE),
+        _rectangle(left, top, width / n_columns, height / n_rows, picture.color),
+        f'<path d="{"".join(lines)}" stroke="#ffffff" stroke-width="0.8"/>',
+    ]

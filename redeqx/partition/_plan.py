@@ -191,16 +191,15 @@ class Plan:
         """Draws each array as a rectangle, divided where mesh axes split it, in a row for each layer. Returns the path.
 
         ```python
-        deployer.plan(model, loss_fn, batch).draw("plan.png", where="blocks.*")
+        deployer.plan(model, loss_fn, batch).draw("plan.svg", where="blocks.*")
         ```
 
         **Arguments:**
 
-        - `path`: the file to write, in the format of its suffix: `.png`, `.svg`, `.pdf`.
+        - `path`: the file to write, in SVG.
         - `where`: a glob over the names of the leaves to draw.
 
-        Raises ImportError without matplotlib (extra `draw`), and ValueError for a glob that matches nothing or a suffix that
-        matplotlib does not write.
+        Raises ValueError for a glob that matches nothing or another suffix than `.svg`.
         """
         pictures = []
         for name, reason, alike in self._alike():
