@@ -47,8 +47,5 @@ class ApertusConfig(CausalLMConfig):
     )
 
 
-class Apertus(CausalLM):
+class Apertus(CausalLM, config=ApertusConfig, init=False):
     """An Apertus, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = ApertusConfig
-    __init__ = CausalLM.__init__

@@ -27,8 +27,5 @@ class ArceeConfig(CausalLMConfig):
     sizes = published({})
 
 
-class Arcee(CausalLM):
+class Arcee(CausalLM, config=ArceeConfig, init=False):
     """An AFM, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = ArceeConfig
-    __init__ = CausalLM.__init__

@@ -76,8 +76,5 @@ class BambaConfig(CausalLMConfig):
     )
 
 
-class Bamba(CausalLM):
+class Bamba(CausalLM, config=BambaConfig, init=False):
     """A Bamba, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = BambaConfig
-    __init__ = CausalLM.__init__

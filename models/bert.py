@@ -32,29 +32,17 @@ class BertConfig(EncoderConfig):
     )
 
 
-class Bert(Encoder):
+class Bert(Encoder, config=BertConfig, init=False):
     """BERT without a head, from token ids to hidden states: see `Encoder`."""
 
-    config_class = BertConfig
-    __init__ = Encoder.__init__
 
-
-class BertForMaskedLM(MaskedLM):
+class BertForMaskedLM(MaskedLM, config=BertConfig, init=False):
     """BERT for masked language modeling: see `MaskedLM`."""
 
-    config_class = BertConfig
-    __init__ = MaskedLM.__init__
 
-
-class BertForSequenceClassification(SequenceClassifier):
+class BertForSequenceClassification(SequenceClassifier, config=BertConfig, init=False):
     """BERT with a classification head for texts: see `SequenceClassifier`."""
 
-    config_class = BertConfig
-    __init__ = SequenceClassifier.__init__
 
-
-class BertForTokenClassification(TokenClassifier):
+class BertForTokenClassification(TokenClassifier, config=BertConfig, init=False):
     """BERT with a classification head for tokens: see `TokenClassifier`."""
-
-    config_class = BertConfig
-    __init__ = TokenClassifier.__init__

@@ -72,8 +72,5 @@ class BloomConfig(CausalLMConfig):
     )
 
 
-class Bloom(CausalLM):
+class Bloom(CausalLM, config=BloomConfig, init=False):
     """A BLOOM, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = BloomConfig
-    __init__ = CausalLM.__init__

@@ -174,38 +174,30 @@ class CLIPConfig(PairConfig):
     )
 
 
-class CLIPText(TextEncoder):
+class CLIPText(TextEncoder, config=CLIPTextConfig, init=False):
     """CLIP's text model, as Stable Diffusion uses it: see `TextEncoder`."""
 
-    config_class = CLIPTextConfig
-    __init__ = TextEncoder.__init__
     model_types = ("clip_text_model", "clip")
     architectures = ("CLIPTextModel",)
 
 
-class CLIPTextWithProjection(TextEncoder):
+class CLIPTextWithProjection(TextEncoder, config=CLIPTextWithProjectionConfig, init=False):
     """CLIP's text model with the linear layer to the common space after pooling, as Stable Diffusion XL and 3 use it."""
 
-    config_class = CLIPTextWithProjectionConfig
-    __init__ = TextEncoder.__init__
     model_types = ("clip_text_model",)
     architectures = ("CLIPTextModelWithProjection",)
 
 
-class CLIPVision(VisionEncoder):
+class CLIPVision(VisionEncoder, config=CLIPVisionConfig, init=False):
     """CLIP's vision model: see `VisionEncoder`. Hidden states are those before the final norm, which is part of `pool`."""
 
-    config_class = CLIPVisionConfig
-    __init__ = VisionEncoder.__init__
     model_types = ("clip_vision_model", "clip")
     architectures = ("CLIPVisionModel",)
 
 
-class CLIP(Pair):
+class CLIP(Pair, config=CLIPConfig, init=False):
     """CLIP, from a text and an image to an embedding of each: see `Pair`."""
 
-    config_class = CLIPConfig
-    __init__ = Pair.__init__
     model_types = ("clip",)
     architectures = ("CLIPModel",)
     text_class = CLIPText

@@ -46,11 +46,8 @@ class CohereConfig(CausalLMConfig):
     sizes = published({"command-r": {"n_positions": 131072, "rope_theta": 8000000.0}})
 
 
-class Cohere(CausalLM):
+class Cohere(CausalLM, config=CohereConfig, init=False):
     """A Command R, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = CohereConfig
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,5 @@ class Cohere2Config(CohereConfig):
         return tuple(window is not None for window in self.windows)
 
 
-class Cohere2(CausalLM):
+class Cohere2(CausalLM, config=Cohere2Config, init=False):
     """A Command R7B, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Cohere2Config
-    __init__ = CausalLM.__init__

@@ -142,29 +142,17 @@ class DebertaConfig(EncoderConfig):
     )
 
 
-class Deberta(Encoder):
+class Deberta(Encoder, config=DebertaConfig, init=False):
     """DeBERTa without a head, from token ids to hidden states: see `Encoder`."""
 
-    config_class = DebertaConfig
-    __init__ = Encoder.__init__
 
-
-class DebertaForMaskedLM(MaskedLM):
+class DebertaForMaskedLM(MaskedLM, config=DebertaConfig, init=False):
     """DeBERTa for masked language modeling: see `MaskedLM`."""
 
-    config_class = DebertaConfig
-    __init__ = MaskedLM.__init__
 
-
-class DebertaForSequenceClassification(SequenceClassifier):
+class DebertaForSequenceClassification(SequenceClassifier, config=DebertaConfig, init=False):
     """DeBERTa with a classification head for texts: see `SequenceClassifier`."""
 
-    config_class = DebertaConfig
-    __init__ = SequenceClassifier.__init__
 
-
-class DebertaForTokenClassification(TokenClassifier):
+class DebertaForTokenClassification(TokenClassifier, config=DebertaConfig, init=False):
     """DeBERTa with a classification head for tokens: see `TokenClassifier`."""
-
-    config_class = DebertaConfig
-    __init__ = TokenClassifier.__init__

@@ -77,8 +77,5 @@ class DeepseekV2Config(CausalLMConfig):
     )
 
 
-class DeepseekV2(CausalLM):
+class DeepseekV2(CausalLM, config=DeepseekV2Config, init=False):
     """A DeepSeek-V2, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = DeepseekV2Config
-    __init__ = CausalLM.__init__

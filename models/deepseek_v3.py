@@ -57,9 +57,7 @@ class DeepseekV3Config(DeepseekV2Config):
     sizes = published({"671b": {}})
 
 
-class DeepseekV3(CausalLM):
+class DeepseekV3(CausalLM, config=DeepseekV3Config, init=False):
     """A DeepSeek-V3, from token ids to the logits of each next token. See `CausalLM`."""
 
-    config_class = DeepseekV3Config
     model_types = ("deepseek_v3", "kimi_k2")
-    __init__ = CausalLM.__init__

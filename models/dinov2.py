@@ -122,37 +122,25 @@ class Dinov2WithRegistersConfig(Dinov2Config):
     rows = (*_ROWS, Field("num_register_tokens", "n_registers", COUNT))
 
 
-class Dinov2(VisionEncoder):
+class Dinov2(VisionEncoder, config=Dinov2Config, init=False):
     """DINOv2 without a head: see `VisionEncoder`. `Dinov2.from_pretrained` also reads the folder of a classifier."""
 
-    config_class = Dinov2Config
-    __init__ = VisionEncoder.__init__
-    model_types = ("dinov2",)
     architectures = ("Dinov2Model",)
 
 
-class Dinov2ForImageClassification(ImageClassifier):
+class Dinov2ForImageClassification(ImageClassifier, config=Dinov2Config, init=False):
     """DINOv2 with a classification head, which reads the class token and the mean of the patches: see `ImageClassifier`."""
 
-    config_class = Dinov2Config
-    __init__ = ImageClassifier.__init__
-    model_types = ("dinov2",)
     architectures = ("Dinov2ForImageClassification",)
 
 
-class Dinov2WithRegisters(VisionEncoder):
+class Dinov2WithRegisters(VisionEncoder, config=Dinov2WithRegistersConfig, init=False):
     """DINOv2 with registers, without a head: see `VisionEncoder`."""
 
-    config_class = Dinov2WithRegistersConfig
-    __init__ = VisionEncoder.__init__
-    model_types = ("dinov2_with_registers",)
     architectures = ("Dinov2WithRegistersModel",)
 
 
-class Dinov2WithRegistersForImageClassification(ImageClassifier):
+class Dinov2WithRegistersForImageClassification(ImageClassifier, config=Dinov2WithRegistersConfig, init=False):
     """DINOv2 with registers and a classification head: see `Dinov2ForImageClassification`."""
 
-    config_class = Dinov2WithRegistersConfig
-    __init__ = ImageClassifier.__init__
-    model_types = ("dinov2_with_registers",)
     architectures = ("Dinov2WithRegistersForImageClassification",)

@@ -79,29 +79,17 @@ class DistilBertConfig(EncoderConfig):
     sizes = published({"uncased": {}, "cased": {"vocab_size": 28996}, "multilingual-cased": {"vocab_size": 119547}})
 
 
-class DistilBert(Encoder):
+class DistilBert(Encoder, config=DistilBertConfig, init=False):
     """DistilBERT without a head, from token ids to hidden states: see `Encoder`."""
 
-    config_class = DistilBertConfig
-    __init__ = Encoder.__init__
 
-
-class DistilBertForMaskedLM(MaskedLM):
+class DistilBertForMaskedLM(MaskedLM, config=DistilBertConfig, init=False):
     """DistilBERT for masked language modeling: see `MaskedLM`."""
 
-    config_class = DistilBertConfig
-    __init__ = MaskedLM.__init__
 
-
-class DistilBertForSequenceClassification(SequenceClassifier):
+class DistilBertForSequenceClassification(SequenceClassifier, config=DistilBertConfig, init=False):
     """DistilBERT with a classification head for texts: see `SequenceClassifier`."""
 
-    config_class = DistilBertConfig
-    __init__ = SequenceClassifier.__init__
 
-
-class DistilBertForTokenClassification(TokenClassifier):
+class DistilBertForTokenClassification(TokenClassifier, config=DistilBertConfig, init=False):
     """DistilBERT with a classification head for tokens: see `TokenClassifier`."""
-
-    config_class = DistilBertConfig
-    __init__ = TokenClassifier.__init__

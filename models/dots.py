@@ -57,8 +57,5 @@ class Dots1Config(CausalLMConfig):
     )
 
 
-class Dots1(CausalLM):
+class Dots1(CausalLM, config=Dots1Config, init=False):
     """A dots.llm1, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Dots1Config
-    __init__ = CausalLM.__init__

@@ -34,11 +34,8 @@ class Ernie4_5Config(CausalLMConfig):
     sizes = published({"0.3b": {}})
 
 
-class Ernie4_5(CausalLM):
+class Ernie4_5(CausalLM, config=Ernie4_5Config, init=False):
     """A dense ERNIE 4.5, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Ernie4_5Config
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,5 @@ class Ernie4_5MoeConfig(Ernie4_5Config):
     sizes = published({"21b-a3b": {}})
 
 
-class Ernie4_5Moe(CausalLM):
+class Ernie4_5Moe(CausalLM, config=Ernie4_5MoeConfig, init=False):
     """An ERNIE 4.5 with experts, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Ernie4_5MoeConfig
-    __init__ = CausalLM.__init__

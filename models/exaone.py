@@ -49,8 +49,5 @@ class Exaone4Config(CausalLMConfig):
         return tuple(self.window is None or window is not None for window in self.windows)
 
 
-class Exaone4(CausalLM):
+class Exaone4(CausalLM, config=Exaone4Config, init=False):
     """An EXAONE 4, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Exaone4Config
-    __init__ = CausalLM.__init__

@@ -116,8 +116,5 @@ class FalconConfig(GPTConfig):
         return replace(self.names, block={**self.names.block, "ln_attn": "attention_norm", "ln_mlp": "mlp_norm"})
 
 
-class Falcon(CausalLM):
+class Falcon(CausalLM, config=FalconConfig, init=False):
     """A Falcon, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = FalconConfig
-    __init__ = CausalLM.__init__

@@ -123,8 +123,5 @@ class FalconH1Config(CausalLMConfig):
     )
 
 
-class FalconH1(CausalLM):
+class FalconH1(CausalLM, config=FalconH1Config, init=False):
     """A Falcon-H1, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = FalconH1Config
-    __init__ = CausalLM.__init__

@@ -70,11 +70,8 @@ class GemmaConfig(CausalLMConfig):
     sizes = published({"2b": {"d_model": 2048, "d_mlp": 16384, "n_layers": 18, "n_heads": 8, "n_kv_heads": 1}, "7b": {}})
 
 
-class Gemma(CausalLM):
+class Gemma(CausalLM, config=GemmaConfig, init=False):
     """A Gemma, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = GemmaConfig
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -114,11 +111,8 @@ class Gemma2Config(GemmaConfig):
     )
 
 
-class Gemma2(CausalLM):
+class Gemma2(CausalLM, config=Gemma2Config, init=False):
     """A Gemma 2, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Gemma2Config
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -176,12 +170,10 @@ class Gemma3Config(Gemma2Config):
     )
 
 
-class Gemma3(CausalLM):
+class Gemma3(CausalLM, config=Gemma3Config, init=False):
     """A Gemma 3 for text, from token ids to the logits of each next token. See `CausalLM`."""
 
-    config_class = Gemma3Config
     model_types = ("gemma3_text", "gemma3")
-    __init__ = CausalLM.__init__
 
     @classmethod
     def architecture(cls, config: Gemma3Config) -> str:

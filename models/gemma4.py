@@ -134,9 +134,7 @@ class Gemma4Config(CausalLMConfig):
         return Names(block, experts="experts", others=others, ignored=(*_ENCODERS, *unused), aliases=_ALIASES)
 
 
-class Gemma4(CausalLM):
+class Gemma4(CausalLM, config=Gemma4Config, init=False):
     """A Gemma 4 for text, from token ids to the logits of each next token. See `CausalLM`."""
 
-    config_class = Gemma4Config
     model_types = ("gemma4_text", "gemma4")
-    __init__ = CausalLM.__init__

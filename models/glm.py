@@ -39,11 +39,8 @@ class GlmConfig(CausalLMConfig):
     sizes = published({"9b": {"norm_eps": 1.5625e-7}})
 
 
-class Glm(CausalLM):
+class Glm(CausalLM, config=GlmConfig, init=False):
     """A GLM-4 of 2024, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = GlmConfig
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,5 @@ class Glm4Config(GlmConfig):
     sizes = published({"9b": {"n_positions": 32768, "norm_eps": 1e-5}})
 
 
-class Glm4(CausalLM):
+class Glm4(CausalLM, config=Glm4Config, init=False):
     """A GLM-4-0414, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Glm4Config
-    __init__ = CausalLM.__init__

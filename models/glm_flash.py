@@ -76,8 +76,5 @@ class Glm4MoeLiteConfig(CausalLMConfig):
     names = Names({**expert_names(), **LATENT_NAMES}, ignored=("*.rotary_emb.inv_freq", "model.layers.{n_layers}.*"))
 
 
-class Glm4MoeLite(CausalLM):
+class Glm4MoeLite(CausalLM, config=Glm4MoeLiteConfig, init=False):
     """A GLM-4.7-Flash, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Glm4MoeLiteConfig
-    __init__ = CausalLM.__init__

@@ -71,8 +71,5 @@ class Glm4MoeConfig(CausalLMConfig):
     )
 
 
-class Glm4Moe(CausalLM):
+class Glm4Moe(CausalLM, config=Glm4MoeConfig, init=False):
     """A GLM-4.5, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Glm4MoeConfig
-    __init__ = CausalLM.__init__

@@ -124,7 +124,7 @@ class CrossBlock(Block):
         return self.cross_attention.project_memory(memory)
 
 
-class GPT2(CausalLM):
+class GPT2(CausalLM, config=GPT2Config, init=False):
     """GPT-2, from token ids to the logits of each next token. Call it on one example; `jax.vmap` it over a batch.
 
     ```python
@@ -138,8 +138,6 @@ class GPT2(CausalLM):
     n_layers)`, biases 0, norms 1.
     """
 
-    config_class = GPT2Config
-    __init__ = CausalLM.__init__
     block_class = CrossBlock
 
     def __call__(

@@ -69,8 +69,5 @@ class GPTBigCodeConfig(GPTConfig):
     )
 
 
-class GPTBigCode(CausalLM):
+class GPTBigCode(CausalLM, config=GPTBigCodeConfig, init=False):
     """A GPT-BigCode, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = GPTBigCodeConfig
-    __init__ = CausalLM.__init__

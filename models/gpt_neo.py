@@ -101,8 +101,5 @@ class GPTNeoConfig(GPTConfig):
         return tuple(range(1, n_layers, 2))
 
 
-class GPTNeo(CausalLM):
+class GPTNeo(CausalLM, config=GPTNeoConfig, init=False):
     """A GPT-Neo, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = GPTNeoConfig
-    __init__ = CausalLM.__init__

@@ -64,8 +64,5 @@ class GPTNeoXConfig(GPTConfig):
     )
 
 
-class GPTNeoX(CausalLM):
+class GPTNeoX(CausalLM, config=GPTNeoXConfig, init=False):
     """A GPT-NeoX or Pythia, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = GPTNeoXConfig
-    __init__ = CausalLM.__init__

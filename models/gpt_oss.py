@@ -69,8 +69,5 @@ class GptOssConfig(CausalLMConfig):
     )
 
 
-class GptOss(CausalLM):
+class GptOss(CausalLM, config=GptOssConfig, init=False):
     """A gpt-oss, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = GptOssConfig
-    __init__ = CausalLM.__init__

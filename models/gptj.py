@@ -72,8 +72,5 @@ class GPTJConfig(GPTConfig):
     sizes = published({"6b": {}})
 
 
-class GPTJ(CausalLM):
+class GPTJ(CausalLM, config=GPTJConfig, init=False):
     """GPT-J, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = GPTJConfig
-    __init__ = CausalLM.__init__

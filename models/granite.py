@@ -56,11 +56,8 @@ class GraniteConfig(CausalLMConfig):
     )
 
 
-class Granite(CausalLM):
+class Granite(CausalLM, config=GraniteConfig, init=False):
     """A Granite 3, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = GraniteConfig
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,5 @@ class GraniteMoeConfig(GraniteConfig):
     )
 
 
-class GraniteMoe(CausalLM):
+class GraniteMoe(CausalLM, config=GraniteMoeConfig, init=False):
     """A Granite 3 with experts, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = GraniteMoeConfig
-    __init__ = CausalLM.__init__

@@ -117,8 +117,5 @@ class GraniteMoeHybridConfig(GraniteConfig):
         return replace(self.names, block={**self.names.block, **shared})
 
 
-class GraniteMoeHybrid(CausalLM):
+class GraniteMoeHybrid(CausalLM, config=GraniteMoeHybridConfig, init=False):
     """A Granite 4, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = GraniteMoeHybridConfig
-    __init__ = CausalLM.__init__

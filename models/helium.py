@@ -30,8 +30,5 @@ class HeliumConfig(CausalLMConfig):
     rows = rows(Field("attention_bias"), Field("mlp_bias"))
 
 
-class Helium(CausalLM):
+class Helium(CausalLM, config=HeliumConfig, init=False):
     """A Helium, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = HeliumConfig
-    __init__ = CausalLM.__init__

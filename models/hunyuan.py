@@ -30,8 +30,5 @@ class HunyuanConfig(CausalLMConfig):
     )
 
 
-class Hunyuan(CausalLM):
+class Hunyuan(CausalLM, config=HunyuanConfig, init=False):
     """A dense Hunyuan, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = HunyuanConfig
-    __init__ = CausalLM.__init__

@@ -89,8 +89,5 @@ class Lfm2Config(CausalLMConfig):
     )
 
 
-class Lfm2(CausalLM):
+class Lfm2(CausalLM, config=Lfm2Config, init=False):
     """An LFM2, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Lfm2Config
-    __init__ = CausalLM.__init__

@@ -68,8 +68,5 @@ class Lfm2MoeConfig(Lfm2Config):
     )
 
 
-class Lfm2Moe(CausalLM):
+class Lfm2Moe(CausalLM, config=Lfm2MoeConfig, init=False):
     """An LFM2 with experts, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Lfm2MoeConfig
-    __init__ = CausalLM.__init__

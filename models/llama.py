@@ -71,8 +71,5 @@ class LlamaConfig(CausalLMConfig):
         super().__post_init__()
 
 
-class Llama(CausalLM):
+class Llama(CausalLM, config=LlamaConfig, init=False):
     """A LLaMA, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = LlamaConfig
-    __init__ = CausalLM.__init__

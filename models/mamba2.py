@@ -51,8 +51,5 @@ class Mamba2Config(CausalLMConfig):
     sizes = published({"codestral-7b": {}})
 
 
-class Mamba2(CausalLM):
+class Mamba2(CausalLM, config=Mamba2Config, init=False):
     """A Mamba-2, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Mamba2Config
-    __init__ = CausalLM.__init__

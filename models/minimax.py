@@ -62,8 +62,5 @@ class MiniMaxM2Config(CausalLMConfig):
     sizes = published({"m2": {"rope_share": 0.5}})
 
 
-class MiniMaxM2(CausalLM):
+class MiniMaxM2(CausalLM, config=MiniMaxM2Config, init=False):
     """A MiniMax-M2, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = MiniMaxM2Config
-    __init__ = CausalLM.__init__

@@ -33,12 +33,10 @@ class MistralConfig(CausalLMConfig):
     sizes = published({"7b": {}}, n_positions=32768, norm_eps=1e-5)  # the first one, of September 2023
 
 
-class Mistral(CausalLM):
+class Mistral(CausalLM, config=MistralConfig, init=False):
     """A Mistral, from token ids to the logits of each next token. See `CausalLM`."""
 
-    config_class = MistralConfig
     model_types = ("mistral", "mistral3")
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,8 @@ class MinistralConfig(MistralConfig):
     sizes = published({})
 
 
-class Ministral(CausalLM):
+class Ministral(CausalLM, config=MinistralConfig, init=False):
     """A Ministral, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = MinistralConfig
-    __init__ = CausalLM.__init__
 
 
 class GrowingRope(Rope):
@@ -107,12 +102,10 @@ class Ministral3Config(MistralConfig):
     )
 
 
-class Ministral3(CausalLM):
+class Ministral3(CausalLM, config=Ministral3Config, init=False):
     """A Ministral 3, from token ids to the logits of each next token. See `CausalLM`."""
 
-    config_class = Ministral3Config
     model_types = ("ministral3", "mistral3")
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -158,8 +151,5 @@ class MixtralConfig(CausalLMConfig):
     )
 
 
-class Mixtral(CausalLM):
+class Mixtral(CausalLM, config=MixtralConfig, init=False):
     """A Mixtral, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = MixtralConfig
-    __init__ = CausalLM.__init__

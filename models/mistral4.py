@@ -80,9 +80,7 @@ class Mistral4Config(CausalLMConfig):
     sizes = published({"small": {}})
 
 
-class Mistral4(CausalLM):
+class Mistral4(CausalLM, config=Mistral4Config, init=False):
     """A Mistral Small 4, from token ids to the logits of each next token. See `CausalLM`."""
 
-    config_class = Mistral4Config
     model_types = ("mistral4", "mistral3")
-    __init__ = CausalLM.__init__

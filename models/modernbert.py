@@ -193,29 +193,17 @@ class ModernBertConfig(EncoderConfig):
     sizes = published({"base": {}, "large": {"d_model": 1024, "d_ff": 2624, "n_layers": 28, "n_heads": 16}})
 
 
-class ModernBert(Encoder):
+class ModernBert(Encoder, config=ModernBertConfig, init=False):
     """ModernBERT without a head, from token ids to hidden states: see `Encoder`."""
 
-    config_class = ModernBertConfig
-    __init__ = Encoder.__init__
 
-
-class ModernBertForMaskedLM(MaskedLM):
+class ModernBertForMaskedLM(MaskedLM, config=ModernBertConfig, init=False):
     """ModernBERT for masked language modeling: see `MaskedLM`."""
 
-    config_class = ModernBertConfig
-    __init__ = MaskedLM.__init__
 
-
-class ModernBertForSequenceClassification(SequenceClassifier):
+class ModernBertForSequenceClassification(SequenceClassifier, config=ModernBertConfig, init=False):
     """ModernBERT with a classification head for texts: see `SequenceClassifier`."""
 
-    config_class = ModernBertConfig
-    __init__ = SequenceClassifier.__init__
 
-
-class ModernBertForTokenClassification(TokenClassifier):
+class ModernBertForTokenClassification(TokenClassifier, config=ModernBertConfig, init=False):
     """ModernBERT with a classification head for tokens: see `TokenClassifier`."""
-
-    config_class = ModernBertConfig
-    __init__ = TokenClassifier.__init__

@@ -100,8 +100,5 @@ class MptConfig(CausalLMConfig):
     )
 
 
-class Mpt(CausalLM):
+class Mpt(CausalLM, config=MptConfig, init=False):
     """An MPT, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = MptConfig
-    __init__ = CausalLM.__init__

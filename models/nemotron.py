@@ -32,8 +32,5 @@ class NemotronConfig(CausalLMConfig):
     sizes = published({"minitron-4b": {"d_model": 3072, "d_mlp": 9216, "n_heads": 24, "n_kv_heads": 8}})
 
 
-class Nemotron(CausalLM):
+class Nemotron(CausalLM, config=NemotronConfig, init=False):
     """A Nemotron, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = NemotronConfig
-    __init__ = CausalLM.__init__

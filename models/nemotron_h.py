@@ -118,8 +118,5 @@ class NemotronHConfig(CausalLMConfig):
     )
 
 
-class NemotronH(CausalLM):
+class NemotronH(CausalLM, config=NemotronHConfig, init=False):
     """A Nemotron-H, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = NemotronHConfig
-    __init__ = CausalLM.__init__

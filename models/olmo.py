@@ -27,11 +27,8 @@ class OlmoConfig(CausalLMConfig):
     sizes = published({"1b": {"d_model": 2048, "d_mlp": 8192, "n_layers": 16, "n_heads": 16, "is_tied": True}, "7b": {}})
 
 
-class Olmo(CausalLM):
+class Olmo(CausalLM, config=OlmoConfig, init=False):
     """An OLMo 1, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = OlmoConfig
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,8 @@ class Olmo2Config(OlmoConfig):
     )
 
 
-class Olmo2(CausalLM):
+class Olmo2(CausalLM, config=Olmo2Config, init=False):
     """An OLMo 2, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Olmo2Config
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -97,8 +91,5 @@ class Olmo3Config(Olmo2Config):
     )
 
 
-class Olmo3(CausalLM):
+class Olmo3(CausalLM, config=Olmo3Config, init=False):
     """An OLMo 3, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Olmo3Config
-    __init__ = CausalLM.__init__

@@ -41,8 +41,5 @@ class OlmoeConfig(CausalLMConfig):
     sizes = published({"1b-7b": {"d_mlp": 1024}})
 
 
-class Olmoe(CausalLM):
+class Olmoe(CausalLM, config=OlmoeConfig, init=False):
     """An OLMoE, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = OlmoeConfig
-    __init__ = CausalLM.__init__

@@ -82,12 +82,9 @@ class OPTConfig(GPTConfig):
     )
 
 
-class OPT(CausalLM):
+class OPT(CausalLM, config=OPTConfig, init=False):
     """OPT, from token ids to the logits of each next token. See `CausalLM`.
 
     The initial weights are those of the paper: N(0, `init_std`²), layers that add to the residual stream scaled by `1 /
     sqrt(2 * n_layers)`, biases 0, norms 1. As in its code, the padding token's row is 0.
     """
-
-    config_class = OPTConfig
-    __init__ = CausalLM.__init__

@@ -50,11 +50,8 @@ class PhiConfig(GPTConfig):
     )
 
 
-class Phi(CausalLM):
+class Phi(CausalLM, config=PhiConfig, init=False):
     """A Phi-1, 1.5 or 2, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = PhiConfig
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -103,8 +100,5 @@ class Phi3Config(CausalLMConfig):
     )
 
 
-class Phi3(CausalLM):
+class Phi3(CausalLM, config=Phi3Config, init=False):
     """A Phi-3 or 4, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Phi3Config
-    __init__ = CausalLM.__init__

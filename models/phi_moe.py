@@ -72,9 +72,7 @@ class PhimoeConfig(CausalLMConfig):
     )
 
 
-class Phimoe(CausalLM):
+class Phimoe(CausalLM, config=PhimoeConfig, init=False):
     """A PhiMoE, from token ids to the logits of each next token. See `CausalLM`."""
 
-    config_class = PhimoeConfig
     architectures = ("PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeModel")  # the second one in the published folders
-    __init__ = CausalLM.__init__

@@ -68,11 +68,8 @@ class Qwen2Config(CausalLMConfig):
     )
 
 
-class Qwen2(CausalLM):
+class Qwen2(CausalLM, config=Qwen2Config, init=False):
     """A Qwen2, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Qwen2Config
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -107,8 +104,5 @@ class Qwen3Config(CausalLMConfig):
     )
 
 
-class Qwen3(CausalLM):
+class Qwen3(CausalLM, config=Qwen3Config, init=False):
     """A Qwen3, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Qwen3Config
-    __init__ = CausalLM.__init__

@@ -67,12 +67,10 @@ class Qwen3_5Config(CausalLMConfig):
         return cls.architecture.removesuffix("ForCausalLM") + "Text"
 
 
-class Qwen3_5(CausalLM):
+class Qwen3_5(CausalLM, config=Qwen3_5Config, init=False):
     """The text model of a Qwen3.5, from token ids to the logits of each next token. See `CausalLM`."""
 
-    config_class = Qwen3_5Config
     model_types = ("qwen3_5_text", "qwen3_5")
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,7 @@ class Qwen3_5MoeConfig(Qwen3_5Config):
     sizes = published({"35b-a3b": {}}, **_PUBLISHED)
 
 
-class Qwen3_5Moe(CausalLM):
+class Qwen3_5Moe(CausalLM, config=Qwen3_5MoeConfig, init=False):
     """The text model of a Qwen3.5 with experts, from token ids to the logits of each next token. See `CausalLM`."""
 
-    config_class = Qwen3_5MoeConfig
     model_types = ("qwen3_5_moe_text", "qwen3_5_moe")
-    __init__ = CausalLM.__init__

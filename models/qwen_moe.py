@@ -54,11 +54,8 @@ class Qwen2MoeConfig(CausalLMConfig):
     )
 
 
-class Qwen2Moe(CausalLM):
+class Qwen2Moe(CausalLM, config=Qwen2MoeConfig, init=False):
     """A Qwen2 with experts, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Qwen2MoeConfig
-    __init__ = CausalLM.__init__
 
 
 @dataclass(frozen=True)
@@ -97,8 +94,5 @@ class Qwen3MoeConfig(CausalLMConfig):
     )
 
 
-class Qwen3Moe(CausalLM):
+class Qwen3Moe(CausalLM, config=Qwen3MoeConfig, init=False):
     """A Qwen3 with experts, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Qwen3MoeConfig
-    __init__ = CausalLM.__init__

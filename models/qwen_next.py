@@ -64,8 +64,5 @@ class Qwen3NextConfig(CausalLMConfig):
     )
 
 
-class Qwen3Next(CausalLM):
+class Qwen3Next(CausalLM, config=Qwen3NextConfig, init=False):
     """A Qwen3-Next, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Qwen3NextConfig
-    __init__ = CausalLM.__init__

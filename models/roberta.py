@@ -73,29 +73,17 @@ class RobertaConfig(EncoderConfig):
     )
 
 
-class Roberta(Encoder):
+class Roberta(Encoder, config=RobertaConfig, init=False):
     """RoBERTa without a head, from token ids to hidden states: see `Encoder`."""
 
-    config_class = RobertaConfig
-    __init__ = Encoder.__init__
 
-
-class RobertaForMaskedLM(MaskedLM):
+class RobertaForMaskedLM(MaskedLM, config=RobertaConfig, init=False):
     """RoBERTa for masked language modeling: see `MaskedLM`."""
 
-    config_class = RobertaConfig
-    __init__ = MaskedLM.__init__
 
-
-class RobertaForSequenceClassification(SequenceClassifier):
+class RobertaForSequenceClassification(SequenceClassifier, config=RobertaConfig, init=False):
     """RoBERTa with a classification head for texts: see `SequenceClassifier`."""
 
-    config_class = RobertaConfig
-    __init__ = SequenceClassifier.__init__
 
-
-class RobertaForTokenClassification(TokenClassifier):
+class RobertaForTokenClassification(TokenClassifier, config=RobertaConfig, init=False):
     """RoBERTa with a classification head for tokens: see `TokenClassifier`."""
-
-    config_class = RobertaConfig
-    __init__ = TokenClassifier.__init__

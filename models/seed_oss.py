@@ -38,8 +38,5 @@ class SeedOssConfig(CausalLMConfig):
     sizes = published({"36b": {"d_model": 5120, "rope_theta": 10000000.0}})
 
 
-class SeedOss(CausalLM):
+class SeedOss(CausalLM, config=SeedOssConfig, init=False):
     """A Seed-OSS, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = SeedOssConfig
-    __init__ = CausalLM.__init__

@@ -173,25 +173,21 @@ class SiglipConfig(PairConfig):
             raise ValueError("`vision`: expected a model with `has_pooler`, got False. Load the vision model alone.")
 
 
-class SiglipText(TextEncoder):
+class SiglipText(TextEncoder, config=SiglipTextConfig, init=False):
     """SigLIP's text model: see `TextEncoder`."""
 
-    config_class = SiglipTextConfig
-    __init__ = TextEncoder.__init__
     model_types = ("siglip_text_model", "siglip")
     architectures = ("SiglipTextModel",)
 
 
-class SiglipVision(VisionEncoder):
+class SiglipVision(VisionEncoder, config=SiglipVisionConfig, init=False):
     """SigLIP's vision model: see `VisionEncoder`."""
 
-    config_class = SiglipVisionConfig
-    __init__ = VisionEncoder.__init__
     model_types = ("siglip_vision_model", "siglip")
     architectures = ("SiglipVisionModel",)
 
 
-class Siglip(Pair):
+class Siglip(Pair, config=SiglipConfig, init=False):
     """SigLIP, from a text and an image to an embedding of each: see `Pair`. Train it by `sigmoid_loss`.
 
     ```python
@@ -201,8 +197,6 @@ class Siglip(Pair):
     ```
     """
 
-    config_class = SiglipConfig
-    __init__ = Pair.__init__
     model_types = ("siglip",)
     architectures = ("SiglipModel",)
     text_class = SiglipText

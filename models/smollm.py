@@ -62,8 +62,5 @@ class SmolLM3Config(CausalLMConfig):
     sizes = published({"3b": {"n_positions": 65536, "rope_theta": 5000000.0}})
 
 
-class SmolLM3(CausalLM):
+class SmolLM3(CausalLM, config=SmolLM3Config, init=False):
     """A SmolLM3, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = SmolLM3Config
-    __init__ = CausalLM.__init__

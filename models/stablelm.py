@@ -51,8 +51,5 @@ class StableLmConfig(CausalLMConfig):
     )
 
 
-class StableLm(CausalLM):
+class StableLm(CausalLM, config=StableLmConfig, init=False):
     """A StableLM, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = StableLmConfig
-    __init__ = CausalLM.__init__

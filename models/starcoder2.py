@@ -59,8 +59,5 @@ class Starcoder2Config(GPTConfig):
     )
 
 
-class Starcoder2(CausalLM):
+class Starcoder2(CausalLM, config=Starcoder2Config, init=False):
     """A StarCoder2, from token ids to the logits of each next token. See `CausalLM`."""
-
-    config_class = Starcoder2Config
-    __init__ = CausalLM.__init__

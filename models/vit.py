@@ -66,20 +66,14 @@ class ViTConfig(VisionConfig):
     )
 
 
-class ViT(VisionEncoder):
+class ViT(VisionEncoder, config=ViTConfig, init=False):
     """ViT without a head: see `VisionEncoder`. `ViT.from_pretrained` also reads the folder of a classifier; the model then
     has no pooler. If a model without a pooler is saved, `transformers` initializes a new one when it loads the folder."""
 
-    config_class = ViTConfig
-    __init__ = VisionEncoder.__init__
-    model_types = ("vit",)
     architectures = ("ViTModel",)
 
 
-class ViTForImageClassification(ImageClassifier):
+class ViTForImageClassification(ImageClassifier, config=ViTConfig, init=False):
     """ViT with a classification head: see `ImageClassifier`."""
 
-    config_class = ViTConfig
-    __init__ = ImageClassifier.__init__
-    model_types = ("vit",)
     architectures = ("ViTForImageClassification",)

@@ -81,8 +81,6 @@ class CausalLM(Decoder, Pretrained):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "model_types" not in cls.__dict__:
-            cls.model_types = (cls.config_class.model_type,)
         if "architectures" not in cls.__dict__:
             cls.architectures = (cls.config_class.architecture, cls.config_class.base_architecture())
         FAMILIES.setdefault(cls.config_class.model_type, cls)

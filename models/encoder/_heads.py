@@ -118,7 +118,7 @@ class _Classifier(OfFamily):
         self.config = config
 
 
-class SequenceClassifier(_Classifier):
+class SequenceClassifier(_Classifier, init=False):
     """An encoder with a classification head, from token ids to the logits of each class, or to a number. Call it on one
     example.
 
@@ -141,8 +141,6 @@ class SequenceClassifier(_Classifier):
 
     head = "texts"
     suffixes = ("ForSequenceClassification",)
-
-    __init__ = _Classifier.__init__
 
     def __call__(
         self,
@@ -180,7 +178,7 @@ def _mean(hidden: Float[Array, "seq d"], mask: Bool[Array, " seq"] | None) -> Fl
     return hidden.mean(0, where=None if mask is None else mask[:, None].astype(bool))  # which sums in at least float32
 
 
-class TokenClassifier(_Classifier):
+class TokenClassifier(_Classifier, init=False):
     """An encoder with a classification head for tokens, from token ids to the logits of each token's class, such as the kind
     of name that it is part of. Call it on one example.
 
@@ -192,8 +190,6 @@ class TokenClassifier(_Classifier):
 
     head = "tokens"
     suffixes = ("ForTokenClassification",)
-
-    __init__ = _Classifier.__init__
 
     def __call__(
         self,

@@ -19,8 +19,7 @@ from ._weight_map import WeightMap
 
 
 class Pretrained(eqx.Module):
-    """The base of a model that a Hugging Face folder can hold. A subclass defines its model types and its weight map. One
-    without its own `__init__` names that of its base: type checkers would infer another one, from the fields."""
+    """The base of a model that a Hugging Face folder can hold. A subclass defines its model types and its weight map."""
 
     config_class: ClassVar[Any]  # with `from_hf(ConfigReader)`, `to_hf()` and `extra`
     model_types: ClassVar[Collection[str]]  # `model_type` in `config.json`; for diffusers, `_class_name`
@@ -28,6 +27,18 @@ class Pretrained(eqx.Module):
     weights_name: ClassVar[str] = "model"  # the start of the weight files' names; diffusers uses another
 
     config: eqx.AbstractVar[Any]
+
+    def __init_subclass__(cls, *, config: Any = None, init: bool = True, **kwargs: Any) -> None:
+        """**Arguments:**
+
+        - `config`: the class of a family's config.
+        - `init`: False for a class whose `__init__` is that of its base: type checkers infer another one from the fields.
+        """
+        super().__init_subclass__(**kwargs)
+        if config is not None:
+            cls.config_class = config
+            if "model_types" not in cls.__dict__:
+                cls.model_types = (config.model_type,)
 
     @staticmethod
     def weight_map(config: Any) -> WeightMap:
