@@ -313,10 +313,6 @@ class Bart(EncoderDecoder, Pretrained):
         with jax.named_scope("head"):
             return hidden @ self.embedding.weight.T + jax.lax.stop_gradient(self.logits_bias)
 
-    @property
-    def _kv_heads(self) -> tuple[int, int]:
-        return self.config.n_decoder_heads, self.config.d_model // self.config.n_decoder_heads
-
     def _embed(self, ids: Int[Array, " seq"]) -> Float[Array, "seq d"]:
         x = super()._embed(ids)
         return x * self.config.d_model**0.5 if self.config.is_scaled else x

@@ -109,10 +109,10 @@ class Decoder(eqx.Module):
 
 
 class EncoderDecoder(eqx.Module):
-    """A model from a source text to a target text. A family defines its fields, `logits` and `_kv_heads`.
+    """A model from a source text, or a recording, to a target text. A family defines its fields and `logits`.
 
-    The config must have `n_decoder_layers`, `decoder_start_token_id` and `pad_token_id`, and `n_positions` if the length is
-    limited.
+    The config must have `n_decoder_layers`, `n_decoder_heads`, `d_model`, `decoder_start_token_id` and `pad_token_id`, and
+    `n_positions` if the length is limited.
     """
 
     config: eqx.AbstractVar[Any]
@@ -136,7 +136,8 @@ class EncoderDecoder(eqx.Module):
 
         **Arguments:**
 
-        - `ids`, `decoder_ids`: token ids below `vocab_size`, at most `n_positions` of each if the model has a limit.
+        - `ids`, `decoder_ids`: token ids below `vocab_size`, at most `n_positions` of each if the model has a limit. In
+            Whisper, the features of a recording take the place of `ids`.
             `decoder_ids` start with `decoder_start_token_id`, as `shift_right` returns them.
         - `mask`, `decoder_mask`: True for tokens, False for padding on either side; None if all are tokens.
         - `segments`, `decoder_segments`: the segments of a packed row, as `redeqx.data.pack` returns them, in place of both
@@ -171,7 +172,8 @@ class EncoderDecoder(eqx.Module):
         if decoder_segments is None:
             self._check_length("decoder_ids", len(decoder_ids))
         encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
-        memory = self.encode(ids, mask=mask, segments=segments, key=encoder_key)
+        given = {name: array for name, array in {"mask": mask, "segments": segments}.items() if array is not None}
+        memory = self.encode(ids, **given, key=encoder_key)
         return self._run(decoder_ids, decoder_mask, None, decoder_key, memory, mask, decoder_segments, segments)[0]
 
     @abstractmethod
@@ -238,9 +240,9 @@ class EncoderDecoder(eqx.Module):
         return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id)
 
     @property
-    @abstractmethod
     def _kv_heads(self) -> tuple[int, int]:
         """The number of key and value heads of the decoder, and the width of a head."""
+        return self.config.n_decoder_heads, self.config.d_model // self.config.n_decoder_heads
 
     def _check_length(self, what: str, length: int) -> None:
         n_positions = getattr(self.config, "n_positions", None)

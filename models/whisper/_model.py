@@ -10,12 +10,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..bart import TransformerStack, stack_tensors
 from ..generation import EncoderDecoder
 from ..hf import Pretrained, WeightMap, reshaped, same
-from ..nn import causal_mask, embed, normal_embedding
+from ..nn import normal_embedding
 from ._config import WhisperConfig
 from ._prompt import Timestamps, first_tokens
 
@@ -43,7 +43,8 @@ class Whisper(EncoderDecoder, Pretrained):
     ```
 
     `eqx.nn.inference_mode(model)` turns dropout off; then no key is needed. Positions of the encoder have no gradient, but a
-    weight decay without `mask=redeqx.optimizers.decay_mask` would shrink them.
+    weight decay without `mask=redeqx.optimizers.decay_mask` would shrink them. There is no mask of a recording: silence
+    is attended to.
     """
 
     config_class = WhisperConfig
@@ -74,48 +75,21 @@ class Whisper(EncoderDecoder, Pretrained):
         self.decoder = TransformerStack(config, is_decoder=True, n_rows=config.n_positions, key=decoder_key)
         self.config = config
 
-    def __call__(
-        self,
-        features: Float[Array, "mels frames"],
-        decoder_ids: Int[Array, " target"],
-        *,
-        decoder_mask: Bool[Array, " target"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "target vocab"]:
-        """Returns the logits of the token that follows each of `decoder_ids`, given the recording, that token and all before
-        it.
-
-        **Arguments:**
-
-        - `features`: as `LogMel` returns them, `[n_mels, n_frames]`.
-        - `decoder_ids`: token ids below `vocab_size`, at most `n_positions`.
-        - `decoder_mask`: True for tokens, False for padding on either side; None if all are tokens.
-        - `key`: for dropout; not needed in inference.
-
-        Raises ValueError for features of another shape, and if there are more ids than positions.
-        """
-        return self.logits(self.hidden(features, decoder_ids, decoder_mask=decoder_mask, key=key))
-
-    def hidden(
-        self,
-        features: Float[Array, "mels frames"],
-        decoder_ids: Int[Array, " target"],
-        *,
-        decoder_mask: Bool[Array, " target"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "target d"]:
-        """Returns the input of `logits`: the decoder's normalized hidden states. See `__call__` for the arguments."""
-        self._check_length("decoder_ids", len(decoder_ids))
-        encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
-        return self._run(decoder_ids, decoder_mask, None, decoder_key, self.encode(features, key=encoder_key), None)[0]
-
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
         """Returns the logits of the next tokens, from hidden states."""
         with jax.named_scope("head"):
             return hidden @ self.embedding.weight.T
 
     def encode(self, features: Float[Array, "mels frames"], *, key: PRNGKeyArray | None = None) -> Float[Array, "source d"]:
-        """Returns the encoder's output for a recording, which the decoder attends to. See `__call__` for the arguments."""
+        """Returns the encoder's output for a recording, which the decoder attends to.
+
+        **Arguments:**
+
+        - `features`: as `LogMel` returns them, `[n_mels, n_frames]`.
+        - `key`: for dropout; not needed in inference.
+
+        Raises ValueError for features of another shape.
+        """
         wanted = (self.config.n_mels, self.config.n_frames)
         if features.shape != wanted:
             raise ValueError(f"`features`: expected {wanted}, got {features.shape}. Make them by `LogMel.from_pretrained`.")
@@ -125,18 +99,6 @@ class Whisper(EncoderDecoder, Pretrained):
                 x = jax.nn.gelu(layer(x), approximate=False)
             encoder = eqx.tree_at(lambda stack: stack.positions, self.encoder, replace_fn=jax.lax.stop_gradient)
             return encoder(x.T, None, key=key)[0]
-
-    @property
-    def _kv_heads(self) -> tuple[int, int]:
-        return self.config.n_decoder_heads, self.config.d_model // self.config.n_decoder_heads
-
-    def _run(
-        self, ids, mask, cache, key, memory, memory_mask, segments=None, memory_segments=None
-    ) -> tuple[Float[Array, "target d"], Any]:
-        del memory_mask, segments, memory_segments  # silence is attended to
-        with jax.named_scope("decoder"):
-            sees = causal_mask(mask, ids.shape[0], cache)
-            return self.decoder(embed(self.embedding, ids), sees, memory, None, cache=cache, key=key)
 
     def prompt(
         self,
