@@ -24,7 +24,6 @@ from ..hf import ConfigReader, Pretrained, StoredTensor, read_config
 from ._adapters import check_plain, layers_of, replace_layers
 from ._layers import LoraEmbedding, LoraLinear, lengths
 from ._modules import CONFIG, PREFIX, WEIGHTS, Module, copies_of, in_memory, module_of, modules_of
-from ._patterns import by_pattern, check_patterns
 
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.lora_(embedding_(?=[AB]$)|(?=[AB]\.))(?P<which>[AB])(\.weight)?")
 _MAGNITUDE = re.compile(rf"{re.escape(PREFIX)}(?P<module>.+)\.lora_magnitude_vector(\.weight)?")
@@ -41,6 +40,12 @@ _REFUSED = (
     "use_bdlora",
     "use_qalora",
 )
+# Patterns of names in `rank_pattern` and `alpha_pattern`, which PEFT runs as regular expressions. Those of a foreign folder with
+# nested or many repeats could run for ever.
+_LETTER = r"(?:[\w.-]|\\[dDwW.-]|\[\^?[\w.\\-]+\])"
+_REPEAT = r"(?:[*+?]\??|\{\d{1,3}(?:,\d{0,3})?\})"
+_PATTERN = re.compile(rf"(?:{_LETTER}{_REPEAT}?|\((?:\?:)?(?:{_LETTER}|\|)*\)\??|[|^$])*")
+_MOST = 3  # repeats and groups in a pattern
 # With any other initialization, PEFT changes the base's weights when it loads the adapter.
 _INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 
@@ -217,8 +222,8 @@ def _match(
         module, i = known[current]
         if has_dora and module.is_embedding:
             raise _refuse(keys.path, "use_dora", f"false with an adapter of the embedding `{name}`", has_dora)
-        rank = by_pattern(keys.get("rank_pattern", {}), name, keys.get("r", 8))
-        alpha = by_pattern(keys.get("alpha_pattern", {}), name, keys.get("lora_alpha", 8.0, NUMBER))
+        rank = _by_pattern(keys.get("rank_pattern", {}), name, keys.get("r", 8))
+        alpha = _by_pattern(keys.get("alpha_pattern", {}), name, keys.get("lora_alpha", 8.0, NUMBER))
         if module.is_embedding:
             shapes = {"A": (rank, module.n_out), "B": (module.n_in, rank)}
         elif module.parameter is not None:
@@ -324,12 +329,29 @@ def _read_config(path: Path) -> ConfigReader:
             is_number = isinstance(value, int | float) and abs(value) <= 2**31
             if not is_number or (key == "r" and (not isinstance(value, int) or value < 1)):
                 raise ValueError(f"`{path}`: `{key}`: expected {rule}, got {brief(value)}. Correct the file.")
-        if (pattern := check_patterns(values)) is not None:
-            raise ValueError(
-                f"`{path}`: `{patterns}`: expected names of modules, with repeats (`.*`, `\\d+`) and choices (`[ab]`, "
-                f"`(a|b)`) that are not nested, got {brief(pattern)}. Write it so."
-            )
+        for pattern in values:
+            if not _is_quick(pattern):
+                raise ValueError(
+                    f"`{path}`: `{patterns}`: expected names of modules, with at most {_MOST} repeats (`.*`, `\\d+`) and "
+                    f"choices (`(a|b)`), which are not nested, got {brief(pattern)}. Write it so."
+                )
     return keys
+
+
+def _is_quick(pattern: str) -> bool:
+    """Returns whether a pattern is a regular expression that is found or missed in a short time."""
+    if _PATTERN.fullmatch(pattern) is None or len(re.findall(r"[*+?{(]", pattern)) > _MOST:
+        return False
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Returns the value for a module: that of the first pattern that matches the end of its name, else the default."""
+    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", name)), default)
 
 
 def _refuse(path: Path, key: str, expected: str, got: Any) -> ValueError:
