@@ -24,9 +24,7 @@ def _attention(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int]:
 class _Layers(MixerLayers):
     """The layers with Mamba-2, of which files list the others."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"mixer_layers": "attn_layer_indices"}
+    keys = MappingProxyType({"mixer_layers": "attn_layer_indices"})
 
     def write(self, config: Any) -> dict[str, Any]:
         return {"attn_layer_indices": [i for i, is_mixer in enumerate(config.mixers) if not is_mixer]}

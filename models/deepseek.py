@@ -16,9 +16,7 @@ from .hf import ConfigReader, Field, Only, Row, published
 class _Groups(Row):
     """The groups of experts, which V2 has only by one of its methods."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"n_expert_groups": "n_group", "n_chosen_groups": "topk_group"}
+    keys = MappingProxyType({"n_expert_groups": "n_group", "n_chosen_groups": "topk_group"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         method = reader.only("topk_method", "greedy", "group_limited_greedy")

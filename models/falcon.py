@@ -19,10 +19,9 @@ from .hf import ConfigReader, Field, Only, Row, published
 class _Architecture(Row):
     """The heads of keys and values, and the norms, which follow from five keys."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        fields = {"n_kv_heads": "num_kv_heads", "shares_norm": "num_ln_in_parallel_attn", "is_parallel": "parallel_attn"}
-        return fields
+    keys = MappingProxyType(
+        {"n_kv_heads": "num_kv_heads", "shares_norm": "num_ln_in_parallel_attn", "is_parallel": "parallel_attn"}
+    )
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         is_new = reader.get("new_decoder_architecture", False)

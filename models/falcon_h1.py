@@ -5,6 +5,7 @@ Source: *Falcon-H1* (arXiv:2507.22448).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ._kinds import LIST, POSITIVE
@@ -43,9 +44,7 @@ _ORDER = (3, 2, 1, 0, 4)  # of gates, values, keys, queries and steps in `ssm_mu
 class _Factors(Row):
     """The factors in each layer."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"factors": "ssm_multipliers"}
+    keys = MappingProxyType({"factors": "ssm_multipliers"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         def many(key: str, n: int) -> list[float]:

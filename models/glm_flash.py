@@ -18,9 +18,7 @@ from .hf import ConfigReader, Field, Row
 class _MlpTypes(Row):
     """The kind of each layer's MLP. Only the first ones may be without experts."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"n_dense": "mlp_layer_types"}
+    keys = MappingProxyType({"n_dense": "mlp_layer_types"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         n_layers = known["n_layers"]

@@ -16,9 +16,7 @@ from .hf import ConfigReader, Field, Row, published
 class _AttentionTypes(Row):
     """The layers with a window: lists of kinds, each with the number of its repetitions."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"windowed_layers": "attention_types"}
+    keys = MappingProxyType({"windowed_layers": "attention_types"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         n_layers = known["n_layers"]

@@ -17,9 +17,7 @@ from .hf import ConfigReader, Field, Row, published
 class _Positions(Row):
     """Whether layers have rotary positions: all, or none."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"unrotated_layers": "position_embedding_type"}
+    keys = MappingProxyType({"unrotated_layers": "position_embedding_type"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         kind = reader.only("position_embedding_type", None, "rope", "nope")

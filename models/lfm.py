@@ -16,9 +16,7 @@ from .hf import ConfigReader, Field, Only, Row, published
 class _Inner(Row):
     """The inner width of the MLPs, which files commonly describe by a larger number that is adjusted."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"d_mlp": "intermediate_size"}
+    keys = MappingProxyType({"d_mlp": "intermediate_size"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         size = reader.get("intermediate_size", 12288)

@@ -23,9 +23,7 @@ _PERIOD = 3  # every third layer attends to all tokens, the first one among them
 class _LayerTypes(Row):
     """The layers with a window: `layer_types`, or the older `global_attn_every_n_layers`."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"windowed_layers": "layer_types"}
+    keys = MappingProxyType({"windowed_layers": "layer_types"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         n_layers, types = known["n_layers"], reader.get("layer_types", None)
@@ -44,9 +42,7 @@ class _LayerTypes(Row):
 class _Rope(Row):
     """The bases of the rotary frequencies: those in `rope_parameters`, or the older keys of one number each."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"rope_theta": "rope_parameters", "local_rope_theta": "rope_parameters"}
+    keys = MappingProxyType({"rope_theta": "rope_parameters", "local_rope_theta": "rope_parameters"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         reader.only("rope_scaling", None)

@@ -25,9 +25,7 @@ def _parts(pattern: str) -> dict[str, Any]:
 class _Parts(Row):
     """The part of each layer, as a list, or in older files as letters. Their number is that of the layers."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"parts": "layers_block_type", "n_layers": "num_hidden_layers"}
+    keys = MappingProxyType({"parts": "layers_block_type", "n_layers": "num_hidden_layers"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         found = {key: reader.get(key, None) for key in ("layers_block_type", "hybrid_override_pattern", "num_hidden_layers")}

@@ -5,6 +5,7 @@ Sources: *Qwen2* (arXiv:2407.10671); *Qwen3* (arXiv:2505.09388).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ._kinds import COUNT, SIZE
@@ -15,9 +16,7 @@ from .hf import ConfigReader, Field, Row, published
 class _Windows(Row):
     """The window, which only some layers have, and only if the file turns it on."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"window": "sliding_window", "windowed_layers": "layer_types"}
+    keys = MappingProxyType({"window": "sliding_window", "windowed_layers": "layer_types"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         n_layers = known["n_layers"]

@@ -5,6 +5,7 @@ Source: Bakouch et al. 2025, *SmolLM3*, huggingface.co/blog/smollm3. SmolLM 1 an
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ._kinds import SIZE
@@ -15,9 +16,7 @@ from .hf import ConfigReader, Field, Only, Row, published
 class _Unrotated(Row):
     """The layers without rotary positions: 0 in `no_rope_layers`."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"unrotated_layers": "no_rope_layers"}
+    keys = MappingProxyType({"unrotated_layers": "no_rope_layers"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         n_layers, usual = known["n_layers"], known["config_class"].unrotated_period

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from .._kinds import COUNT, OBJECT, SIZE
@@ -26,9 +27,7 @@ class LayerTypes(Row):
     period: str | None = None
     first: tuple[str, int] | None = None
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"window": "sliding_window", "windowed_layers": "layer_types"}
+    keys = MappingProxyType({"window": "sliding_window", "windowed_layers": "layer_types"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         n_layers = known["n_layers"]
@@ -52,9 +51,7 @@ class LayerTypes(Row):
 class GlobalHeads(Row):
     """The heads of layers without a window: in keys of their own, or in `per_layer_config`, as transformers writes them."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"global_head_size": "global_head_dim", "global_kv_heads": "num_global_key_value_heads"}
+    keys = MappingProxyType({"global_head_size": "global_head_dim", "global_kv_heads": "num_global_key_value_heads"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         size = reader.get("global_head_dim", known["global_head_size"], SIZE)

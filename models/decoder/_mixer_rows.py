@@ -27,9 +27,7 @@ class MixerLayers(Row):
     kind: str
     attention: Callable[[ConfigReader, Mapping[str, Any]], Sequence[int]] = lambda reader, known: ()
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"mixer_layers": "layer_types"}
+    keys = MappingProxyType({"mixer_layers": "layer_types"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         n_layers, kinds = known["n_layers"], (self.kind, "full_attention")

@@ -77,9 +77,9 @@ def SharedExperts(key: str = "n_shared_experts") -> Field:
 class _Head(Row):
     """The model's head, which the folder's class says: the output head, none, or one for classes."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"n_classes": "num_labels", "classifier_dropout": "classifier_dropout", "has_head": "architectures"}
+    keys = MappingProxyType(
+        {"n_classes": "num_labels", "classifier_dropout": "classifier_dropout", "has_head": "architectures"}
+    )
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         if not reader.is_classifier:
@@ -224,9 +224,7 @@ class _Causal(Row):
     """Whether tokens attend only to those before them. transformers reads `is_causal` for all decoders; folders of models of
     embeddings have it."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return {"is_causal": "is_causal"}
+    keys = MappingProxyType({"is_causal": "is_causal"})
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         return {"is_causal": reader.get("is_causal", True)}

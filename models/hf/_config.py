@@ -37,8 +37,8 @@ class Row:
         """Raises ValueError for fields that the file cannot hold together."""
 
     @property
-    def keys(self) -> dict[str, str]:
-        """The key of each field, for error messages."""
+    def keys(self) -> Mapping[str, str]:
+        """The key of each field, for error messages. A subclass may also have it as a class attribute."""
         return {}
 
 

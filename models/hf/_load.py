@@ -26,8 +26,8 @@ from redeqx.machine import as_zeros, dry
 from redeqx.storage import Location, View
 
 from ._files import CONFIG, read_config, weights_of
-from ._packed import unpacked
-from ._split_experts import Source, split_experts
+from ._packed import Source, unpacked
+from ._split_experts import split_experts
 from ._weight_map import WeightMap
 
 
@@ -126,7 +126,7 @@ def _check_index(source: TensorReader, index: Location) -> None:
             )
 
 
-def _check_dtypes(source: Source, weight_map: WeightMap) -> None:
+def _check_dtypes(source: TensorReader | Source, weight_map: WeightMap) -> None:
     """Raises ValueError for floats of a dtype that a model cannot compute with unless they are cast."""
     wanted = {disk for name in weight_map.tensors for disk in name.on_disk}
     kept: dict[str, str] = {}
@@ -200,7 +200,7 @@ def _put(stack: jax.Array, layer: jax.Array, index: tuple[Any, ...], sharding: S
 
 
 def _match(
-    source: Source, weight_map: WeightMap, wanted: Mapping[str, Any], config_path: Location | None
+    source: TensorReader | Source, weight_map: WeightMap, wanted: Mapping[str, Any], config_path: Location | None
 ) -> dict[tuple[str, ...], list[Sequence[View]]]:
     """Views of each stored tensor's leaves, by their paths, one sequence for each layer, after a check of names, shapes and
     dtypes.

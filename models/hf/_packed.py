@@ -1,6 +1,6 @@
 """Folders of quantized weights, which are read as their numbers: MXFP4, FP8 and INT8, and 4 bits of bitsandbytes.
 
-A matrix is stored as codes, and scales in tensors beside it. `Unpacked` shows them as one tensor, which is computed where it
+A matrix is stored as codes, and scales in tensors beside it. A `Source` shows them as one tensor, which is computed where it
 is read, so that a device decodes only its own slices. The numbers are bfloat16, or what the folder says, unless the caller
 asks for another dtype. They are products in float32, rounded to that dtype.
 
@@ -8,6 +8,7 @@ Sources: *OCP Microscaling Formats (MX) Specification* 1.0, 2023, in the layout 
 *QLoRA* (arXiv:2305.14314), in the layout of `bitsandbytes`; `compressed-tensors` 0.20; NVIDIA's ModelOpt.
 """
 
+import functools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,28 +75,19 @@ class _Bytes:
         return self.decode(start // size, stop // size).astype(self.dtype).tobytes()
 
 
-class Unpacked:
-    """The tensors of a folder, with those that are quantized as one each, under the name that they have without that."""
+class Source:
+    """The tensors of a folder, some of which are shown in place of those that they are computed from."""
 
-    def __init__(
-        self, source: TensorReader, numbers: Mapping[str, Numbers], dtype: Any, default: Any, *, unused: Collection[str] = ()
-    ):
-        """**Arguments:**
-
-        - `dtype`: the dtype of all numbers; None for what the folder says, or else `default`.
-        - `unused`: the names of further tensors that are left out.
-        """
-        self.path, self.paths, self._source, self._numbers = source.path, source.paths, source, numbers
-        self._dtypes = {name: jnp.dtype(dtype or each.dtype or default) for name, each in numbers.items()}
-        self._parts = {part for each in numbers.values() for part in each.parts} | {*unused}
+    def __init__(self, source: "TensorReader | Source", shown: Mapping[str, Callable[[], View]], *, hidden: Collection[str]):
+        self.path, self.paths, self._source, self._shown, self._hidden = source.path, source.paths, source, shown, hidden
 
     def names(self) -> list[str]:
         """Returns the names of the tensors."""
-        return [*(name for name in self._source.names() if name not in self._parts), *self._numbers]
+        return [*(name for name in self._source.names() if name not in self._hidden), *self._shown]
 
     def view(self, name: str) -> View:
         """Returns a tensor."""
-        return self._numbers[name].view(self._dtypes[name]) if name in self._numbers else self._source.view(name)
+        return self._shown[name]() if name in self._shown else self._source.view(name)
 
 
 def read_quantization(folder: Location, fields: Mapping[str, Any]) -> Any:
@@ -157,7 +149,7 @@ def _block(group: Any, form: Any) -> Any:
     return weights.get("block_structure") if weights.get("strategy") == "block" else None
 
 
-def unpacked(source: TensorReader, folder: Location, wanted: Collection[str], dtype: Any = None) -> TensorReader | Unpacked:
+def unpacked(source: TensorReader, folder: Location, wanted: Collection[str], dtype: Any = None) -> TensorReader | Source:
     """Returns the tensors of a folder, with those that are quantized as one each.
 
     **Arguments:**
@@ -184,7 +176,10 @@ def unpacked(source: TensorReader, folder: Location, wanted: Collection[str], dt
         names = [name for name in source.names() if str(source.view(name).dtype).startswith(kinds)]
         found = {name: _eight_bits(source, name, ends, _blocks(said) or ()) for name in names}
         unused = [name for name in source.names() if name.endswith(_OTHERS)]
-    return Unpacked(source, found, dtype, fields.get("dtype") or fields.get("torch_dtype") or "bfloat16", unused=unused)
+    default = fields.get("dtype") or fields.get("torch_dtype") or "bfloat16"
+    dtypes = {name: jnp.dtype(dtype or numbers.dtype or default) for name, numbers in found.items()}
+    shown = {name: functools.partial(numbers.view, dtypes[name]) for name, numbers in found.items()}
+    return Source(source, shown, hidden={*unused}.union(*(numbers.parts for numbers in found.values())))
 
 
 def _mxfp4(source: TensorReader, base: str, name: str) -> Numbers:

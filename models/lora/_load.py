@@ -40,8 +40,8 @@ _REFUSED = (
     "use_bdlora",
     "use_qalora",
 )
-# Patterns of names in `rank_pattern` and `alpha_pattern`, which PEFT runs as regular expressions. Those of a foreign folder with
-# nested or many repeats could run for ever.
+# Patterns of names in `rank_pattern` and `alpha_pattern`, which PEFT runs as regular expressions. Those of a foreign folder
+# with nested or many repeats could run for ever.
 _LETTER = r"(?:[\w.-]|\\[dDwW.-]|\[\^?[\w.\\-]+\])"
 _REPEAT = r"(?:[*+?]\??|\{\d{1,3}(?:,\d{0,3})?\})"
 _PATTERN = re.compile(rf"(?:{_LETTER}{_REPEAT}?|\((?:\?:)?(?:{_LETTER}|\|)*\)\??|[|^$])*")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from .._kinds import COUNT, LIST, RATE, SIZE
@@ -54,9 +55,7 @@ _ADDED = {"added_wave_size": "addition_time_embed_dim", "added_size": "projectio
 class _Added(Row):
     """The keys of what is added to the embedded timestep; without an `addition_embed_type` the others have no meaning."""
 
-    @property
-    def keys(self) -> dict[str, str]:
-        return _ADDED
+    keys = MappingProxyType(_ADDED)
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         if reader.only("addition_embed_type", None, "text_time") is None:
