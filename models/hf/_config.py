@@ -20,6 +20,8 @@ Self = TypeVar("Self", bound="FolderConfig")
 class Row:
     """One row of a table. Rows are read and written in order."""
 
+    keys: Any = MappingProxyType({})  # the key of each field, for error messages
+
     @abstractmethod
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields of a config that the file determines.
@@ -35,11 +37,6 @@ class Row:
 
     def check(self, config: Any) -> None:
         """Raises ValueError for fields that the file cannot hold together."""
-
-    @property
-    def keys(self) -> Mapping[str, str]:
-        """The key of each field, for error messages. A subclass may also have it as a class attribute."""
-        return {}
 
 
 @dataclass(frozen=True)
