@@ -1,6 +1,9 @@
 """`from_pretrained`: selects the family of a folder. The package `hf` reads the folder."""
 
-from types import ModuleType
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -10,65 +13,6 @@ from redeqx.errors import brief, check_type, filter_traceback
 from redeqx.partition import check_plan
 from redeqx.storage import Location, location
 
-from . import (  # noqa: F401  # each adds its language models to `FAMILIES`
-    apertus,
-    arcee,
-    bamba,
-    bert,
-    bloom,
-    cohere,
-    deberta,
-    deepseek,
-    deepseek_v3,
-    dinov2,
-    distilbert,
-    dots,
-    ernie,
-    exaone,
-    falcon,
-    falcon_h1,
-    gemma,
-    gemma4,
-    glm,
-    glm_flash,
-    glm_moe,
-    gpt2,
-    gpt_bigcode,
-    gpt_neo,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    granite_hybrid,
-    helium,
-    hunyuan,
-    lfm,
-    lfm_moe,
-    llama,
-    mamba2,
-    minimax,
-    mistral,
-    mistral4,
-    modernbert,
-    mpt,
-    nemotron,
-    nemotron_h,
-    olmo,
-    olmoe,
-    opt,
-    phi,
-    phi_moe,
-    qwen,
-    qwen3_5,
-    qwen_moe,
-    qwen_next,
-    roberta,
-    seed_oss,
-    smollm,
-    stablelm,
-    starcoder2,
-    vit,
-)
 from .bart import Bart
 from .clip import CLIP, CLIPText, CLIPTextWithProjection, CLIPVision
 from .decoder import FAMILIES, SequenceClassifier, TokenClassifier
@@ -82,19 +26,26 @@ from .vae import VAE
 from .vision_encoder_decoder import VisionEncoderDecoder
 from .whisper import Whisper
 
+# Each file of a family adds its language models to `FAMILIES`. These files are none; some of them import this one.
+_OTHERS = ("evaluation", "schedulers", "sentence", "text_to_image")
+for _file in pkgutil.iter_modules([str(Path(__file__).parent)]):
+    if not _file.name.startswith("_") and _file.name not in _OTHERS:
+        importlib.import_module(f".{_file.name}", __package__)
 
-def _models(*modules: ModuleType) -> tuple[type[Pretrained], ...]:
+
+def _models(*names: str) -> tuple[type[Pretrained], ...]:
     """Returns the models that these modules define, in their order."""
+    modules = [sys.modules[f"{__package__}.{name}"] for name in names]
     values = [(module, value) for module in modules for value in vars(module).values() if isinstance(value, type)]
     return tuple(cls for module, cls in values if issubclass(cls, Pretrained) and cls.__module__ == module.__name__)
 
 
 # If a folder names no class, the first class for its model type is used.
 MODELS: tuple[type[Pretrained], ...] = (
-    *FAMILIES.values(),
+    *sorted(FAMILIES.values(), key=lambda cls: cls.__module__),
     *(SequenceClassifier, TokenClassifier, T5, T5Encoder, Bart, Whisper, Llava, CLIP, CLIPText, CLIPTextWithProjection),
-    *(CLIPVision, Siglip, SiglipText, SiglipVision, *_models(dinov2), MMDiT, UNet, VAE, *_models(vit)),
-    *(VisionEncoderDecoder, *_models(bert, roberta, distilbert, deberta, modernbert)),
+    *(CLIPVision, Siglip, SiglipText, SiglipVision, *_models("dinov2"), MMDiT, UNet, VAE, *_models("vit")),
+    *(VisionEncoderDecoder, *_models("bert", "roberta", "distilbert", "deberta", "modernbert")),
 )
 
 
