@@ -14,7 +14,6 @@ import functools
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -39,7 +38,7 @@ from .hf import (
     reshaped,
     stored,
 )
-from .nn import Attention, Mlp, Projections, Stack, attend_jointly, check_sizes, linear, norm, normal_mlp
+from .nn import Attention, Mlp, Stack, attend_jointly, check_sizes, linear, norm, normal_mlp
 
 _EPS = 1e-6  # added to the variance in all norms here
 _WAVE_SIZE = 256  # the width of a timestep's sinusoids
@@ -195,15 +194,12 @@ def _modulated(x: Float[Array, "seq d"], scale: Float[Array, " d"], shift: Float
     return norm(plain, x) * (1 + scale) + shift
 
 
-def _attention(config: MMDiTConfig, key: PRNGKeyArray, *, has_output: bool = True) -> Any:
-    d, keys = config.d_model, jax.random.split(key, 4)
+def _attention(config: MMDiTConfig, key: PRNGKeyArray, *, has_output: bool = True) -> Attention:
+    d = config.d_model
     make_norm = lambda: eqx.nn.RMSNorm(config.head_size, eps=_EPS, use_bias=False) if config.head_norm else None  # noqa: E731
-    names = ("query", "key", "value", "output") if has_output else ("query", "key", "value")
-    projections = {name: eqx.nn.Linear(d, d, key=key) for name, key in zip(names, keys, strict=False)}
-    shared = {"n_heads": config.n_heads, "query_norm": make_norm(), "key_norm": make_norm()}
-    return (
-        Attention(**projections, **shared, n_kv_heads=config.n_heads) if has_output else Projections(**projections, **shared)
-    )
+    *layers, output = (eqx.nn.Linear(d, d, key=key) for key in jax.random.split(key, 4))
+    sizes = {"n_heads": config.n_heads, "n_kv_heads": config.n_heads}
+    return Attention(*layers, output if has_output else None, **sizes, query_norm=make_norm(), key_norm=make_norm())
 
 
 def _mlp(config: MMDiTConfig, key: PRNGKeyArray) -> Mlp:
@@ -218,7 +214,7 @@ class JointBlock(eqx.Module):
     norm1: Modulation
     norm1_context: Modulation
     attn: Attention
-    context_attn: Attention | Projections
+    context_attn: Attention
     attn2: Attention | None  # of patches to patches alone
     ff: Mlp
     ff_context: Mlp | None
@@ -364,7 +360,7 @@ class MMDiT(Pretrained):
         """Maps the tensors of an `SD3Transformer2DModel` folder to the tree's leaves."""
         leaves, d = leaves_of(cls, config), config.d_model
         tensors: list[StoredTensor] = [
-            *stored(_OUTSIDE, leaves, ""),
+            *stored(_OUTSIDE, leaves),
             reshaped("pos_embed.proj.bias", "patches.bias", (d,), (d, 1, 1)),
             reshaped("pos_embed.pos_embed", "positions", (1, config.max_patches**2, d), (config.max_patches**2, d)),
         ]

@@ -103,7 +103,7 @@ class SiglipVisionConfig(VisionConfig):
             "positions": "embeddings.position_embedding.weight",
             "norm": "post_layernorm",
             "pooler.probe": "head.probe",
-            "pooler.attention.query pooler.attention.key pooler.attention.value": "head.attention.in_proj_{}",
+            "pooler.attention.query pooler.attention.key pooler.attention.value": "head.attention.in_proj_*",
             "pooler.attention.output": "head.attention.out_proj",
             "pooler.norm": "head.layernorm",
             "pooler.mlp.up": "head.mlp.fc1",

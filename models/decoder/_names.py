@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from redeqx._tree import is_array_like, named_leaves
-from redeqx.storage import MergedDims, View
+from redeqx.storage import View
 
-from ..hf import StoredTensor, WeightMap, reshaped
+from ..hf import StoredTensor, WeightMap, reshaped, stored
 from ._layers import layers_of
 
 
@@ -215,7 +215,7 @@ class Names:
         tensors = [
             tensor
             for disk, module in {self.embedding: "embedding", **self.others}.items()
-            for tensor in _stored(disk, (module,), leaves)
+            for tensor in stored({module: disk}, leaves)
         ]
         renamed = {module for held in self.block.values() for module in _modules(held)}
         kept = {disk: held for disk, held in BLOCK.items() if renamed.isdisjoint(_modules(held))}
@@ -226,7 +226,7 @@ class Names:
                 found = self._of_block(self.layers + disk, held, prefix, leaves, config)
                 tensors += [replace(tensor, **stacked) for tensor in found]
         for disk, module in {self.norm: "norm", self.head: "head", f"{self.head}.bias": "head_bias"}.items():
-            tensors += _stored(disk, (module,), leaves)
+            tensors += stored({module: disk}, leaves)
         names = [name.split(".") for name in (self.embedding, self.layers, self.norm, *self.others)]
         base = names[0][0]
         starts = "|".join(dict.fromkeys(parts[1] for parts in names if parts[0] == base))
@@ -250,8 +250,10 @@ class Names:
             shape = tuple(leaves[path].shape[1:]) if path in leaves else ()
             return [reshaped(disk, path, (1, *shape), shape)] if path in leaves else []
         n_heads = held.heads(config) if isinstance(held, ByHead) else None
-        paths = tuple(prefix + module for module in _modules(held))
-        return _stored(disk, paths, leaves, n_heads, is_transposed=self.is_transposed)
+        names = {" ".join(prefix + module for module in _modules(held)): disk}
+        found = stored(names, leaves, n_heads=n_heads)
+        is_matrix = lambda tensor: len(leaves[tensor.leaves[0]].shape) == 3  # noqa: E731
+        return [_transposed(tensor) if self.is_transposed and is_matrix(tensor) else tensor for tensor in found]
 
 
 # Of a text model in the folder of a model that also reads images: the other tensors, and the names in such a folder.
@@ -292,54 +294,7 @@ def _modules(held: Held) -> tuple[str, ...]:
     return held.leaves if isinstance(held, ByHead | Experts | Taps) else held
 
 
-def _stored(
-    disk: str,
-    modules: Sequence[str],
-    leaves: Mapping[str, Any],
-    n_heads: int | None = None,
-    *,
-    is_transposed: bool = False,
-) -> list[StoredTensor]:
-    """Returns the tensors of a module, or of several that are stored as one: weights, biases, or an array by itself."""
-    found = []
-    for end in ("", ".weight", ".bias"):
-        paths = tuple(module + end for module in modules)
-        if not all(path in leaves for path in paths):
-            continue
-        if len(paths) == 1:
-            tensor = StoredTensor(disk + end, paths)
-        else:
-            sizes = [leaves[path].shape[1] for path in paths]  # after the dim of layers
-            tensor = _fused(disk + end, paths, sizes, n_heads)
-        is_matrix = len(leaves[paths[0]].shape) == 3
-        found.append(_transposed(tensor) if is_transposed and is_matrix else tensor)
-    return found
-
-
 def _transposed(tensor: StoredTensor) -> StoredTensor:
     return replace(
         tensor, load=lambda stored: tensor.load(stored.T), save=lambda *leaves: np.transpose(tensor.save(*leaves))
     )
-
-
-def _fused(disk: str, paths: tuple[str, ...], sizes: Sequence[int], n_heads: int | None) -> StoredTensor:
-    """Returns a tensor whose first dim has the outputs of several layers, one after another, or alternating by head."""
-    if n_heads is None:
-        starts = [0, *np.cumsum(sizes).tolist()]
-
-        def load(tensor: View) -> Sequence[View]:
-            return [tensor[a:b] for a, b in itertools.pairwise(starts)]
-
-        return StoredTensor(disk, paths, load, lambda *parts: np.concatenate(parts))
-    each = [size // n_heads for size in sizes]  # outputs of one head
-    ends = [0, *np.cumsum(each).tolist()]
-
-    def load_heads(tensor: View) -> Sequence[View]:
-        split = tensor.reshape(n_heads, ends[-1], *tensor.shape[1:])
-        return [MergedDims(split[:, a:b]) for a, b in itertools.pairwise(ends)]
-
-    def save_heads(*parts: np.ndarray) -> np.ndarray:
-        split = [part.reshape(n_heads, -1, *part.shape[1:]) for part in parts]
-        return np.concatenate(split, axis=1).reshape(-1, *parts[0].shape[1:])
-
-    return StoredTensor(disk, paths, load_heads, save_heads)

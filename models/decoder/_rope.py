@@ -23,6 +23,27 @@ from ..nn import (
 _BASE = Kind(float, "a finite number above 1", lambda value: 1 < value <= 1e300)
 _SHARE = Kind(float, "a share in (0, 1]", lambda value: 0 < value <= 1)
 
+# The `rope_type` of each scaling, and the keys of its fields.
+_ORIGINAL = "original_max_position_embeddings"
+_KEYS: Mapping[type, tuple[str, dict[str, str]]] = {
+    LinearScaling: ("linear", {"factor": "factor"}),
+    Llama3Scaling: (
+        "llama3",
+        {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor", "n_original": _ORIGINAL},
+    ),
+    YarnScaling: (
+        "yarn",
+        {"factor": "factor", "n_original": _ORIGINAL, "attention_factor": "attention_factor", "fast": "beta_fast"}
+        | {"slow": "beta_slow", "truncate": "truncate", "all_dims": "mscale_all_dim"},
+    ),
+    DynamicScaling: ("dynamic", {"factor": "factor", "n_original": _ORIGINAL}),
+    AlphaScaling: ("dynamic", {"alpha": "alpha"}),
+    LongScaling: (
+        "longrope",
+        {"short": "short_factor", "long": "long_factor", "n_original": _ORIGINAL, "attention_factor": "attention_factor"},
+    ),
+    ProportionalScaling: ("proportional", {"share": "partial_rotary_factor", "factor": "factor"}),
+}
 KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
@@ -86,8 +107,7 @@ class Rope(Row):
         return found
 
     def write(self, config: Any) -> dict[str, Any]:
-        scaling = {"rope_type": "default"} if config.rope_scaling is None else config.rope_scaling.to_hf()
-        rope = {"rope_theta": config.rope_theta, **scaling}
+        rope = {"rope_theta": config.rope_theta, **_written(config.rope_scaling)}
         if self.has_share:
             rope["partial_rotary_factor"] = config.rope_share
         if self.has_local:
@@ -157,6 +177,19 @@ def _scaling(
         truncate=rope.get("truncate", True),
         all_dims=all_dims,
     )
+
+
+def _written(scaling: Scaling | None) -> dict[str, Any]:
+    """Returns the keys of a scaling."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    kind, keys = _KEYS[type(scaling)]
+    values = {key: getattr(scaling, name) for name, key in keys.items()}
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    if not values.get("mscale_all_dim", 1):
+        del values["mscale_all_dim"]
+    more = {"factor": 1.0} if isinstance(scaling, AlphaScaling) else {}
+    return {"rope_type": kind, **values, **more}
 
 
 def _either(keys: ConfigReader, rope: ConfigReader, name: str, default: Any, kind: Kind) -> Any:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Num, PRNGKeyArray
 from redeqx._tree import is_array_like, named_leaves
 
 from .._kinds import SIZE, kind_of
-from ..hf import ConfigReader, Row, StoredTensor, Written, fused, reshaped, same
+from ..hf import ConfigReader, Row, StoredTensor, Written, reshaped, same, stored
 from ..nn import Attention
 
 DIFFUSERS = "0.36.0"  # `_diffusers_version` of saved configs: the oldest version that the parity tests accept
@@ -198,15 +198,14 @@ def mirrored(model: Any, *, convolutions: str = r"(?!)") -> list[StoredTensor]:
     - `convolutions`: a pattern for the paths of linear layers that are 1x1 convolutions on disk.
     """
     names: list[StoredTensor] = []
-    for leaf, array in named_leaves(model).items():
-        if not is_array_like(array):
-            continue
+    leaves = {leaf: array for leaf, array in named_leaves(model).items() if is_array_like(array)}
+    for leaf, array in leaves.items():
         disk = functools.reduce(lambda name, rule: re.sub(*rule, name), _SPELLING, leaf)
         shape = tuple(array.shape)
         if re.search(r"\bff\.(gate|up)\.", leaf):  # one layer on disk, in which the gate comes second
             if leaf.endswith("up.weight"):
                 up = leaf.removesuffix(".weight")
-                names += fused(disk.removesuffix(".weight"), [up, re.sub("up$", "gate", up)])
+                names += stored({f"{up} {up.removesuffix('up')}gate": disk.removesuffix(".weight")}, leaves)
         elif leaf.endswith("bias") and len(shape) == 3:
             names.append(reshaped(disk, leaf, shape[:1], shape))
         elif leaf.endswith("weight") and re.search(convolutions, leaf):

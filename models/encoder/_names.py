@@ -1,6 +1,6 @@
 """The names of an encoder's tensors in files, and the weight map that follows from them and from the model's leaves."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -67,12 +67,12 @@ class Names:
         (r"LayerNorm\.beta$", "LayerNorm.bias"),
     )
 
-    def weight_map(self, leaves: Collection[str], n_layers: int, head: str | None) -> WeightMap:
+    def weight_map(self, leaves: Mapping[str, Any], n_layers: int, head: str | None) -> WeightMap:
         """Returns the weight map of a model.
 
         **Arguments:**
 
-        - `leaves`: the paths of the model's arrays.
+        - `leaves`: the model's arrays, or their shapes, by path.
         - `head`: the field with the names of the model's head; None for an encoder without one.
         """
         base, path = ("", "") if head is None else (self.base, "encoder.")
@@ -92,7 +92,7 @@ class Names:
                 tensors=tensors, ignored=(*ignored, *self.heads), aliases=(*self.aliases, (rf"^{self.base[:-1]}\.", ""))
             )
         held = getattr(self, head)
-        tensors += stored(held, leaves, "")
+        tensors += stored(held, leaves)
         copies = {}
         if head == "masked":
             ignored += self.unused

@@ -34,7 +34,6 @@ from ._save import save_pretrained as save_pretrained
 from ._weight_map import (
     StoredTensor as StoredTensor,
     WeightMap as WeightMap,
-    fused as fused,
     layers as layers,
     leaves_of as leaves_of,
     reshaped as reshaped,

@@ -4,8 +4,9 @@ This module owns `WeightMap` and the functions that build one. Each family has i
 use it to load and to save.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 
 from redeqx._tree import is_array_like, named_leaves
-from redeqx.storage import View
+from redeqx.storage import MergedDims, View
 
 
 @dataclass(frozen=True)
@@ -127,17 +128,33 @@ def same_layer(disk: str, leaf: str, *, use_bias: bool = True) -> list[StoredTen
     return [same(f"{disk}.{name}", f"{leaf}.{name}") for name in ("weight", "bias")[: 1 + use_bias]]
 
 
-def fused(disk: str, layers: Sequence[str], *, use_bias: bool = True) -> list[StoredTensor]:
-    """Returns the weight and bias of several layers of equal size, stored as one layer with concatenated outputs."""
+def fused(disk: str, leaves: tuple[str, ...], sizes: Sequence[int], n_heads: int | None = None) -> StoredTensor:
+    """Returns a tensor whose first dim has the outputs of several layers, one after another, or alternating by head.
 
-    def cut(tensor: View) -> list[View]:
-        size = tensor.shape[0] // len(layers)
-        return [tensor[i * size : (i + 1) * size] for i in range(len(layers))]
+    **Arguments:**
 
-    return [
-        StoredTensor(f"{disk}.{name}", tuple(f"{layer}.{name}" for layer in layers), cut, lambda *a: np.concatenate(a))
-        for name in ("weight", "bias")[: 1 + use_bias]
-    ]
+    - `sizes`: the number of outputs of each layer.
+    - `n_heads`: outputs alternate between so many heads; None if they do not.
+    """
+    if n_heads is None:
+        starts = [0, *np.cumsum(sizes).tolist()]
+
+        def load(tensor: View) -> Sequence[View]:
+            return [tensor[a:b] for a, b in itertools.pairwise(starts)]
+
+        return StoredTensor(disk, leaves, load, lambda *parts: np.concatenate(parts))
+    each = [size // n_heads for size in sizes]  # outputs of one head
+    ends = [0, *np.cumsum(each).tolist()]
+
+    def load_heads(tensor: View) -> Sequence[View]:
+        split = tensor.reshape(n_heads, ends[-1], *tensor.shape[1:])
+        return [MergedDims(split[:, a:b]) for a, b in itertools.pairwise(ends)]
+
+    def save_heads(*parts: np.ndarray) -> np.ndarray:
+        split = [part.reshape(n_heads, -1, *part.shape[1:]) for part in parts]
+        return np.concatenate(split, axis=1).reshape(-1, *parts[0].shape[1:])
+
+    return StoredTensor(disk, leaves, load_heads, save_heads)
 
 
 def layers(disk: str, leaf: str, n_layers: int, block: Iterable[StoredTensor]) -> list[StoredTensor]:
@@ -160,26 +177,27 @@ def within(disk: str, leaf: str, names: Iterable[StoredTensor]) -> list[StoredTe
     return [replace(name, disk=disk + name.disk, leaves=tuple(leaf + path for path in name.leaves)) for name in names]
 
 
-def stored(names: Mapping[str, str], leaves: Collection[str], prefix: str) -> list[StoredTensor]:
+def stored(
+    names: Mapping[str, str], leaves: Mapping[str, Any], prefix: str = "", n_heads: int | None = None
+) -> list[StoredTensor]:
     """Returns the tensors of modules, weights and biases, or of arrays, from a table of names. What a model lacks has none.
 
     **Arguments:**
 
-    - `names`: names on disk, by the path of the module or the array. Several paths, with spaces between them, are layers of
-        one size that are stored as one. A name with `{}` has the end, `weight` or `bias`, there.
-    - `leaves`: the paths of the model's arrays, which begin with `prefix`; those of `names` do not.
+    - `names`: names on disk, by the path of the module or the array. Several paths, with spaces between them, are layers
+        that are stored as one. A name with `*` has the end, `weight` or `bias`, there.
+    - `leaves`: the model's arrays, or their shapes, by path. Paths begin with `prefix`; those of `names` do not.
+    - `n_heads`: as in `fused`.
     """
     found = []
     for path, disk in names.items():
-        disk = disk if "{}" in disk else f"{disk}.{{}}"
-        parts = path.split()
-        ends = [end for end in ("weight", "bias") if f"{prefix}{parts[0]}.{end}" in leaves]
-        if len(parts) == 1:
-            found += [same(disk[:-3], path)] if prefix + path in leaves else []
-            found += [same(disk.format(end), f"{path}.{end}") for end in ends]
-        elif ends:
-            whole = fused(disk, parts, use_bias="bias" in ends)
-            found += [replace(tensor, disk=disk.format(end)) for tensor, end in zip(whole, ends, strict=True)]
+        for end in ("", "weight", "bias"):
+            own = tuple(f"{part}.{end}".removesuffix(".") for part in path.split())
+            if not all(prefix + leaf in leaves for leaf in own):
+                continue
+            name = disk.replace("*", end) if "*" in disk else f"{disk}.{end}".removesuffix(".")
+            sizes = [leaves[prefix + leaf].shape[-2 if end == "weight" else -1] for leaf in own if len(own) > 1]
+            found.append(fused(name, own, sizes, n_heads) if sizes else same(name, own[0]))
     return found
 
 

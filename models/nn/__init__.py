@@ -7,7 +7,6 @@ from ._activations import ACTIVATIONS as ACTIVATIONS, Xielu as Xielu
 from ._attention import (
     Attention as Attention,
     Mask as Mask,
-    Projections as Projections,
     SegmentMask as SegmentMask,
     attend_jointly as attend_jointly,
     causal_mask as causal_mask,

@@ -198,7 +198,7 @@ class Attention(eqx.Module):
     query: eqx.nn.Linear
     key: eqx.nn.Linear | None  # None if keys and values are those of an earlier layer
     value: eqx.nn.Linear | None  # None if values are the keys, before their norm
-    output: eqx.nn.Linear
+    output: eqx.nn.Linear | None  # None if only others need the sequence, in a joint attention
     n_heads: int = eqx.field(static=True)
     n_kv_heads: int = eqx.field(static=True)
     dropout: eqx.nn.Dropout = eqx.nn.Dropout(0.0)
@@ -297,22 +297,12 @@ class Attention(eqx.Module):
             queries, keys, values, mask, scale, bias=bias, cap=self.cap, sinks=self.sinks, dropout=self.dropout, key=key
         )
         mixed = rearrange(mixed, "seq heads size -> seq (heads size)")
+        assert self.output is not None
         return linear(self.output, mixed if self.gate is None else mixed * jax.nn.sigmoid(linear(self.gate, x)))
 
 
-class Projections(eqx.Module):
-    """The projections of a sequence that others attend to in a joint attention, and whose own output is not needed."""
-
-    query: eqx.nn.Linear
-    key: eqx.nn.Linear
-    value: eqx.nn.Linear
-    n_heads: int = eqx.field(static=True)
-    query_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None = None
-    key_norm: eqx.nn.RMSNorm | eqx.nn.LayerNorm | None = None
-
-
 def attend_jointly(
-    layers: Sequence[Attention | Projections], sequences: Sequence[Float[Array, "_ _"]]
+    layers: Sequence[Attention], sequences: Sequence[Float[Array, "_ _"]]
 ) -> list[Float[Array, "_ _"] | None]:
     """Returns the output of each sequence, if it has one, in an attention of all sequences to all of them. Each sequence has
     its own projections, with the same heads (Esser et al. 2024).
@@ -337,7 +327,7 @@ def attend_jointly(
     mixed = rearrange(mixed, "source heads size -> source (heads size)")
     ends = np.cumsum([len(x) for x in sequences])[:-1]
     return [
-        linear(layer.output, part) if isinstance(layer, Attention) else None
+        None if layer.output is None else linear(layer.output, part)
         for layer, part in zip(layers, jnp.split(mixed, ends), strict=True)
     ]
 

@@ -44,11 +44,7 @@ class OffsetRMSNorm(eqx.nn.RMSNorm):
         self.weight = jnp.zeros(self.shape)
 
     def __call__(self, x: Float[Array, " size"], *args: Any, **kwargs: Any) -> Any:
-        del args, kwargs  # for interchangeability with other layers of Equinox
-        assert self.weight is not None
-        wide = x.astype(at_least_float32(x.dtype))
-        scaled = wide * jax.lax.rsqrt(jnp.mean(wide**2) + self.eps) * (1 + self.weight.astype(wide.dtype))
-        return scaled.astype(x.dtype)
+        return eqx.nn.RMSNorm.__call__(_raised(self, x.dtype), x, *args, **kwargs)
 
 
 class GroupRMSNorm(eqx.nn.RMSNorm):
@@ -77,12 +73,12 @@ class OffsetLayerNorm(eqx.nn.LayerNorm):
         self.weight = jnp.zeros(self.shape)
 
     def __call__(self, x: Float[Array, " size"], *args: Any, **kwargs: Any) -> Any:
-        del args, kwargs  # for interchangeability with other layers of Equinox
-        assert self.weight is not None and self.bias is not None
-        wide = x.astype(at_least_float32(x.dtype))
-        centred = wide - wide.mean()
-        scaled = centred * jax.lax.rsqrt(jnp.mean(centred**2) + self.eps) * (1 + self.weight.astype(wide.dtype))
-        return (scaled + self.bias.astype(wide.dtype)).astype(x.dtype)
+        return eqx.nn.LayerNorm.__call__(_raised(self, x.dtype), x, *args, **kwargs)
+
+
+def _raised(layer: Any, dtype: Any) -> Any:
+    """Returns a norm with the scale as its weight, in at least float32."""
+    return eqx.tree_at(lambda layer: layer.weight, layer, 1 + layer.weight.astype(at_least_float32(dtype)))
 
 
 def soft_cap(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims"]:

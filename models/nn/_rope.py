@@ -29,10 +29,6 @@ class LinearScaling:
         del theta
         return frequencies / self.factor
 
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the keys of `rope_parameters`."""
-        return {"rope_type": "linear", "factor": self.factor}
-
 
 @dataclass(frozen=True)
 class Llama3Scaling:
@@ -57,16 +53,6 @@ class Llama3Scaling:
         turns = self.n_original * frequencies / (2 * np.pi)
         kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
         return frequencies * (kept + (1 - kept) / self.factor)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the keys of `rope_parameters`."""
-        return {
-            "rope_type": "llama3",
-            "factor": self.factor,
-            "low_freq_factor": self.low,
-            "high_freq_factor": self.high,
-            "original_max_position_embeddings": self.n_original,
-        }
 
 
 @dataclass(frozen=True)
@@ -110,19 +96,6 @@ class YarnScaling:
         stretched = np.clip((np.arange(half) - first) / width, 0, 1)
         return frequencies * (1 - stretched + stretched / self.factor)
 
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the keys of `rope_parameters`."""
-        return {
-            "rope_type": "yarn",
-            "factor": self.factor,
-            "original_max_position_embeddings": self.n_original,
-            "attention_factor": self.attention_factor,
-            "beta_fast": self.fast,
-            "beta_slow": self.slow,
-            "truncate": self.truncate,
-            **({"mscale_all_dim": self.all_dims} if self.all_dims else {}),
-        }
-
 
 @dataclass(frozen=True)
 class DynamicScaling:
@@ -147,10 +120,6 @@ class DynamicScaling:
         base = theta * ratio ** (size / (size - 2))
         return base ** -(jnp.arange(0, size, 2) / size)
 
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the keys of `rope_parameters`."""
-        return {"rope_type": "dynamic", "factor": self.factor, "original_max_position_embeddings": self.n_original}
-
 
 @dataclass(frozen=True)
 class AlphaScaling:
@@ -164,10 +133,6 @@ class AlphaScaling:
         """Returns the scaled frequencies, `[half]`."""
         size = 2 * len(frequencies)
         return (theta * self.alpha ** (size / (size - 2))) ** -(np.arange(0, size, 2) / size)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the keys of `rope_parameters`."""
-        return {"rope_type": "dynamic", "alpha": self.alpha, "factor": 1.0}
 
 
 @dataclass(frozen=True)
@@ -197,16 +162,6 @@ class LongScaling:
         short, long = (jnp.asarray(plain / np.asarray(factors), jnp.float32) for factors in (self.short, self.long))
         return jnp.where(length > self.n_original, long, short)
 
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the keys of `rope_parameters`."""
-        return {
-            "rope_type": "longrope",
-            "short_factor": list(self.short),
-            "long_factor": list(self.long),
-            "original_max_position_embeddings": self.n_original,
-            "attention_factor": self.attention_factor,
-        }
-
 
 @dataclass(frozen=True)
 class ProportionalScaling:
@@ -228,10 +183,6 @@ class ProportionalScaling:
         del theta
         n_rotated = int(self.share * (2 * len(frequencies)) // 2)
         return np.where(np.arange(len(frequencies)) < n_rotated, frequencies / self.factor, 0.0)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Returns the keys of `rope_parameters`."""
-        return {"rope_type": "proportional", "partial_rotary_factor": self.share, "factor": self.factor}
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling | DynamicScaling | AlphaScaling | LongScaling | ProportionalScaling

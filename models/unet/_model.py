@@ -17,27 +17,17 @@ from jaxtyping import Array, Bool, Float, Num, PRNGKeyArray
 
 from ..diffusion import Resnet, TimeEmbedding, apply, attention, mirrored, sinusoids, upsample
 from ..hf import Pretrained, WeightMap
-from ..nn import Attention, linear, norm
+from ..nn import Attention, Mlp, linear, norm
 from ._config import UNetConfig
 
 _TRANSFORMER_EPS = 1e-6  # of the group norm before attention; the other norms use the config's
 
 
-class GEGLU(eqx.Module):
-    """An MLP with GELU gating, whose inner width is four times the outer."""
-
-    gate: eqx.nn.Linear
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, d: int, *, key: PRNGKeyArray):
-        gate_key, up_key, down_key = jax.random.split(key, 3)
-        self.gate = eqx.nn.Linear(d, 4 * d, key=gate_key)
-        self.up = eqx.nn.Linear(d, 4 * d, key=up_key)
-        self.down = eqx.nn.Linear(4 * d, d, key=down_key)
-
-    def __call__(self, x: Float[Array, "seq c"]) -> Float[Array, "seq c"]:
-        return linear(self.down, linear(self.up, x) * jax.nn.gelu(linear(self.gate, x), approximate=False))
+def _mlp(d: int, key: PRNGKeyArray) -> Mlp:
+    """Returns an MLP with GELU gating, whose inner width is four times the outer."""
+    gate_key, up_key, down_key = jax.random.split(key, 3)
+    gate, up = (eqx.nn.Linear(d, 4 * d, key=key) for key in (gate_key, up_key))
+    return Mlp(gate, up, eqx.nn.Linear(4 * d, d, key=down_key), activation="gelu")
 
 
 class TransformerBlock(eqx.Module):
@@ -48,7 +38,7 @@ class TransformerBlock(eqx.Module):
     norm2: eqx.nn.LayerNorm
     attn2: Attention
     norm3: eqx.nn.LayerNorm
-    ff: GEGLU
+    ff: Mlp
     only_cross_attention: bool = eqx.field(static=True)
 
     def __init__(self, d: int, n_heads: int, only_cross_attention: bool, context_size: int, *, key: PRNGKeyArray):
@@ -59,7 +49,7 @@ class TransformerBlock(eqx.Module):
         self.norm2 = eqx.nn.LayerNorm(d)
         self.attn2 = attention(d, context_size, n_heads, use_bias=False, key=keys[1])
         self.norm3 = eqx.nn.LayerNorm(d)
-        self.ff = GEGLU(d, key=keys[2])
+        self.ff = _mlp(d, keys[2])
         self.only_cross_attention = only_cross_attention
 
     def __call__(
