@@ -10,12 +10,8 @@ The families use the packages `nn`, `generation`, `hf`, `diffusion` and `lora`. 
 
 from . import lora as lora
 from ._families import from_pretrained as from_pretrained
-from .generation import (
-    Decoder as Decoder,
-    EncoderDecoder as EncoderDecoder,
-    generate as generate,
-    stream as stream,
-)
+from .decoder import Decoder as Decoder
+from .generation import EncoderDecoder as EncoderDecoder, generate as generate, stream as stream
 from .hf import (
     Differences as Differences,
     compare_weights as compare_weights,

@@ -5,7 +5,7 @@ Source: *Apertus* (arXiv:2509.14233).
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, CausalLMConfig, Names, rows
+from .decoder import Decoder, DecoderConfig, Names, rows
 from .hf import Field, published
 from .nn import ACTIVATIONS, Llama3Scaling, Scaling
 
@@ -13,8 +13,8 @@ _SCALING = Llama3Scaling(factor=8.0, low=1.0, high=4.0, n_original=8192)
 
 
 @dataclass(frozen=True)
-class ApertusConfig(CausalLMConfig):
-    """The sizes of an Apertus. The defaults are those of transformers. See `CausalLMConfig`."""
+class ApertusConfig(DecoderConfig):
+    """The sizes of an Apertus. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 131072
     n_positions: int = 65536
@@ -47,5 +47,5 @@ class ApertusConfig(CausalLMConfig):
     )
 
 
-class Apertus(CausalLM, config=ApertusConfig, init=False):
-    """An Apertus, from token ids to the logits of each next token. See `CausalLM`."""
+class Apertus(Decoder, config=ApertusConfig, init=False):
+    """An Apertus, from token ids to the logits of each next token. See `Decoder`."""

@@ -5,13 +5,13 @@ Source: the model's card, huggingface.co/arcee-ai/AFM-4.5B.
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, CausalLMConfig, rows
+from .decoder import Decoder, DecoderConfig, rows
 from .hf import Field, published
 
 
 @dataclass(frozen=True)
-class ArceeConfig(CausalLMConfig):
-    """The sizes of an AFM. The defaults are those of transformers. See `CausalLMConfig`."""
+class ArceeConfig(DecoderConfig):
+    """The sizes of an AFM. The defaults are those of transformers. See `DecoderConfig`."""
 
     n_positions: int = 4096
     d_model: int = 2560
@@ -27,5 +27,5 @@ class ArceeConfig(CausalLMConfig):
     sizes = published({})
 
 
-class Arcee(CausalLM, config=ArceeConfig, init=False):
-    """An AFM, from token ids to the logits of each next token. See `CausalLM`."""
+class Arcee(Decoder, config=ArceeConfig, init=False):
+    """An AFM, from token ids to the logits of each next token. See `Decoder`."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import LIST
-from .decoder import CausalLM, CausalLMConfig, MixerLayers, Names, Rope, mamba_names, mamba_rows, rows
+from .decoder import Decoder, DecoderConfig, MixerLayers, Names, Rope, mamba_names, mamba_rows, rows
 from .hf import ConfigReader, Field, Only, published
 
 
@@ -31,8 +31,8 @@ class _Layers(MixerLayers):
 
 
 @dataclass(frozen=True)
-class BambaConfig(CausalLMConfig):
-    """The sizes of a Bamba. The defaults are those of transformers. See `CausalLMConfig`."""
+class BambaConfig(DecoderConfig):
+    """The sizes of a Bamba. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 128000
     n_positions: int = 262144
@@ -74,5 +74,5 @@ class BambaConfig(CausalLMConfig):
     )
 
 
-class Bamba(CausalLM, config=BambaConfig, init=False):
-    """A Bamba, from token ids to the logits of each next token. See `CausalLM`."""
+class Bamba(Decoder, config=BambaConfig, init=False):
+    """A Bamba, from token ids to the logits of each next token. See `Decoder`."""

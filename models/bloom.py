@@ -7,28 +7,22 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ._kinds import RATE
-from .decoder import ByHead, CausalLM, CausalLMConfig, Names, rows
+from .decoder import ByHead, Decoder, GPTConfig, Names, rows
 from .hf import ConfigReader, Field, Only, published
 
 
 @dataclass(frozen=True)
-class BloomConfig(CausalLMConfig):
-    """The sizes of a BLOOM. The defaults are those with 560 million parameters. See `CausalLMConfig`. `n_positions` is the
+class BloomConfig(GPTConfig):
+    """The sizes of a BLOOM. The defaults are those with 560 million parameters. See `DecoderConfig`. `n_positions` is the
     length of texts in training; the model computes longer ones too, if it is set to more."""
 
     vocab_size: int = 250880
     d_model: int = 1024
-    d_mlp: int | None = None
     n_layers: int = 24
     n_heads: int = 16
     attention_bias: bool = True
     bias_range: float | None = 8.0
-    norm: str = "layer"
-    norm_bias: bool = True
-    norm_eps: float = 1e-5
     activation: str = "gelu_pytorch_tanh"
-    is_gated: bool = False
-    mlp_bias: bool = True
     has_embedding_norm: bool = True
     is_tied: bool = True
 
@@ -72,5 +66,5 @@ class BloomConfig(CausalLMConfig):
     )
 
 
-class Bloom(CausalLM, config=BloomConfig, init=False):
-    """A BLOOM, from token ids to the logits of each next token. See `CausalLM`."""
+class Bloom(Decoder, config=BloomConfig, init=False):
+    """A BLOOM, from token ids to the logits of each next token. See `Decoder`."""

@@ -7,15 +7,15 @@ Sources: the models' cards, huggingface.co/CohereLabs; *Command A* (arXiv:2504.0
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, CausalLMConfig, LayerTypes, LogitScale, rows
+from .decoder import Decoder, DecoderConfig, LayerTypes, LogitScale, rows
 from .hf import Field, Only, published
 
 _SCALE = LogitScale("logit_scale", 0.0625)
 
 
 @dataclass(frozen=True)
-class CohereConfig(CausalLMConfig):
-    """The sizes of a Command R. The defaults are those with 35 billion parameters. See `CausalLMConfig`."""
+class CohereConfig(DecoderConfig):
+    """The sizes of a Command R. The defaults are those with 35 billion parameters. See `DecoderConfig`."""
 
     vocab_size: int = 256000
     n_positions: int = 8192
@@ -46,13 +46,13 @@ class CohereConfig(CausalLMConfig):
     sizes = published({"command-r": {"n_positions": 131072, "rope_theta": 8000000.0}})
 
 
-class Cohere(CausalLM, config=CohereConfig, init=False):
-    """A Command R, from token ids to the logits of each next token. See `CausalLM`."""
+class Cohere(Decoder, config=CohereConfig, init=False):
+    """A Command R, from token ids to the logits of each next token. See `Decoder`."""
 
 
 @dataclass(frozen=True)
 class Cohere2Config(CohereConfig):
-    """The sizes of a Command R7B. The defaults are those of transformers. See `CausalLMConfig`."""
+    """The sizes of a Command R7B. The defaults are those of transformers. See `DecoderConfig`."""
 
     rope_theta: float = 10000.0
     window: int | None = 4096
@@ -87,5 +87,5 @@ class Cohere2Config(CohereConfig):
         return tuple(window is not None for window in self.windows)
 
 
-class Cohere2(CausalLM, config=Cohere2Config, init=False):
-    """A Command R7B, from token ids to the logits of each next token. See `CausalLM`."""
+class Cohere2(Decoder, config=Cohere2Config, init=False):
+    """A Command R7B, from token ids to the logits of each next token. See `Decoder`."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import COUNT, SIZE
-from .decoder import LATENT, LATENT_NAMES, ROUTED, CausalLM, CausalLMConfig, Names, expert_names, rows
+from .decoder import LATENT, LATENT_NAMES, ROUTED, Decoder, DecoderConfig, Names, expert_names, rows
 from .hf import ConfigReader, Field, Only, Row, published
 
 
@@ -30,8 +30,8 @@ class _Groups(Row):
 
 
 @dataclass(frozen=True)
-class DeepseekV2Config(CausalLMConfig):
-    """The sizes of a DeepSeek-V2. The defaults are those of transformers. See `CausalLMConfig`."""
+class DeepseekV2Config(DecoderConfig):
+    """The sizes of a DeepSeek-V2. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 102400
     latent_size: int | None = 512
@@ -75,5 +75,5 @@ class DeepseekV2Config(CausalLMConfig):
     )
 
 
-class DeepseekV2(CausalLM, config=DeepseekV2Config, init=False):
-    """A DeepSeek-V2, from token ids to the logits of each next token. See `CausalLM`."""
+class DeepseekV2(Decoder, config=DeepseekV2Config, init=False):
+    """A DeepSeek-V2, from token ids to the logits of each next token. See `Decoder`."""

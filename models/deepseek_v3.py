@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ._kinds import COUNT
-from .decoder import GROUPED, LATENT, LATENT_NAMES, CausalLM, Names, expert_names, rows
+from .decoder import GROUPED, LATENT, LATENT_NAMES, Decoder, Names, expert_names, rows
 from .deepseek import DeepseekV2Config
 from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
 class DeepseekV3Config(DeepseekV2Config):
-    """The sizes of a DeepSeek-V3. The defaults are those of transformers. See `CausalLMConfig`."""
+    """The sizes of a DeepSeek-V3. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 129280
     n_positions: int = 4096
@@ -57,7 +57,7 @@ class DeepseekV3Config(DeepseekV2Config):
     sizes = published({"671b": {}})
 
 
-class DeepseekV3(CausalLM, config=DeepseekV3Config, init=False):
-    """A DeepSeek-V3, from token ids to the logits of each next token. See `CausalLM`."""
+class DeepseekV3(Decoder, config=DeepseekV3Config, init=False):
+    """A DeepSeek-V3, from token ids to the logits of each next token. See `Decoder`."""
 
     model_types = ("deepseek_v3", "kimi_k2")

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ._kinds import COUNT
-from .decoder import GROUPED, CausalLM, CausalLMConfig, LayerTypes, Names, expert_names, rows
+from .decoder import GROUPED, Decoder, DecoderConfig, LayerTypes, Names, expert_names, rows
 from .hf import Field, published
 
 
 @dataclass(frozen=True)
-class Dots1Config(CausalLMConfig):
-    """The sizes of a dots.llm1. The defaults are those of transformers. See `CausalLMConfig`."""
+class Dots1Config(DecoderConfig):
+    """The sizes of a dots.llm1. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 152064
     d_model: int = 4608
@@ -57,5 +57,5 @@ class Dots1Config(CausalLMConfig):
     )
 
 
-class Dots1(CausalLM, config=Dots1Config, init=False):
-    """A dots.llm1, from token ids to the logits of each next token. See `CausalLM`."""
+class Dots1(Decoder, config=Dots1Config, init=False):
+    """A dots.llm1, from token ids to the logits of each next token. See `Decoder`."""

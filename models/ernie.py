@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ._kinds import COUNT
-from .decoder import CausalLM, CausalLMConfig, Names, Shared, SharedExperts, Wide, expert_names, rows
+from .decoder import Decoder, DecoderConfig, Names, Shared, SharedExperts, Wide, expert_names, rows
 from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
-class Ernie4_5Config(CausalLMConfig):
-    """The sizes of a dense ERNIE 4.5. The defaults are those with 0.36 billion parameters. See `CausalLMConfig`."""
+class Ernie4_5Config(DecoderConfig):
+    """The sizes of a dense ERNIE 4.5. The defaults are those with 0.36 billion parameters. See `DecoderConfig`."""
 
     vocab_size: int = 103424
     n_positions: int = 131072
@@ -34,13 +34,13 @@ class Ernie4_5Config(CausalLMConfig):
     sizes = published({"0.3b": {}})
 
 
-class Ernie4_5(CausalLM, config=Ernie4_5Config, init=False):
-    """A dense ERNIE 4.5, from token ids to the logits of each next token. See `CausalLM`."""
+class Ernie4_5(Decoder, config=Ernie4_5Config, init=False):
+    """A dense ERNIE 4.5, from token ids to the logits of each next token. See `Decoder`."""
 
 
 @dataclass(frozen=True)
 class Ernie4_5MoeConfig(Ernie4_5Config):
-    """The sizes of an ERNIE 4.5 with experts. The defaults are those with 21 billion parameters. See `CausalLMConfig`."""
+    """The sizes of an ERNIE 4.5 with experts. The defaults are those with 21 billion parameters. See `DecoderConfig`."""
 
     d_model: int = 2560
     n_layers: int = 28
@@ -80,5 +80,5 @@ class Ernie4_5MoeConfig(Ernie4_5Config):
     sizes = published({"21b-a3b": {}})
 
 
-class Ernie4_5Moe(CausalLM, config=Ernie4_5MoeConfig, init=False):
-    """An ERNIE 4.5 with experts, from token ids to the logits of each next token. See `CausalLM`."""
+class Ernie4_5Moe(Decoder, config=Ernie4_5MoeConfig, init=False):
+    """An ERNIE 4.5 with experts, from token ids to the logits of each next token. See `Decoder`."""

@@ -7,13 +7,13 @@ Source: *EXAONE 4.0* (arXiv:2507.11407).
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, rows
+from .decoder import Decoder, DecoderConfig, LayerTypes, Names, rows
 from .hf import published
 
 
 @dataclass(frozen=True)
-class Exaone4Config(CausalLMConfig):
-    """The sizes of an EXAONE 4. The defaults are those of transformers. See `CausalLMConfig`."""
+class Exaone4Config(DecoderConfig):
+    """The sizes of an EXAONE 4. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 102400
     d_mlp: int | None = 16384
@@ -49,5 +49,5 @@ class Exaone4Config(CausalLMConfig):
         return tuple(self.window is None or window is not None for window in self.windows)
 
 
-class Exaone4(CausalLM, config=Exaone4Config, init=False):
-    """An EXAONE 4, from token ids to the logits of each next token. See `CausalLM`."""
+class Exaone4(Decoder, config=Exaone4Config, init=False):
+    """An EXAONE 4, from token ids to the logits of each next token. See `Decoder`."""

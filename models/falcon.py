@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import RATE, SIZE, TEXT
-from .decoder import ByHead, CausalLM, Choice, GPTConfig, Inner, Names, Shared, rows
+from .decoder import ByHead, Choice, Decoder, GPTConfig, Inner, Names, Shared, rows
 from .hf import ConfigReader, Field, Only, Row, published
 
 
@@ -51,7 +51,7 @@ _RW |= {"attention_bias": True, "mlp_bias": True, "bos_token_id": 1}
 
 @dataclass(frozen=True)
 class FalconConfig(GPTConfig):
-    """The sizes of a Falcon. The defaults are those with 7 billion parameters. See `CausalLMConfig`."""
+    """The sizes of a Falcon. The defaults are those with 7 billion parameters. See `DecoderConfig`."""
 
     vocab_size: int = 65024
     d_model: int = 4544
@@ -115,5 +115,5 @@ class FalconConfig(GPTConfig):
         return replace(self.names, block={**self.names.block, "ln_attn": "attention_norm", "ln_mlp": "mlp_norm"})
 
 
-class Falcon(CausalLM, config=FalconConfig, init=False):
-    """A Falcon, from token ids to the logits of each next token. See `CausalLM`."""
+class Falcon(Decoder, config=FalconConfig, init=False):
+    """A Falcon, from token ids to the logits of each next token. See `Decoder`."""

@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import LIST, POSITIVE
-from .decoder import CausalLM, CausalLMConfig, Factors, LogitScale, Names, mamba_names, mamba_rows, rows
+from .bamba import BambaConfig
+from .decoder import Decoder, Factors, LogitScale, Names, mamba_names, mamba_rows, rows
 from .hf import ConfigReader, Field, Only, Row, published
 
 _SINGLE = {
@@ -66,27 +67,19 @@ class _Factors(Row):
 
 
 @dataclass(frozen=True)
-class FalconH1Config(CausalLMConfig):
-    """The sizes of a Falcon-H1. The defaults are those of transformers. See `CausalLMConfig`."""
+class FalconH1Config(BambaConfig):
+    """The sizes of a Falcon-H1. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 128000
     n_positions: int = 8192
-    d_mlp: int | None = 14336
-    n_kv_heads: int | None = 8
-    norm_eps: float = 1e-5
-    mixer: str = "mamba"
     has_both: bool = True
-    conv_bias: bool = True
-    state_groups: int = 1
-    state_heads: int = 128
-    state_size: int = 256
     state_value_size: int = 8
     norms_states: bool = False
     norms_first: bool = True
-    pad_token_id: int | None = 0
+    rope_share: float = 1.0
 
     model_type = "falcon_h1"
     attention_period = 0
+    aliases = MappingProxyType({})
     rows = rows(
         *map(Field, ("attention_bias", "mlp_bias")),
         *mamba_rows(("mamba_d_ssm", 1024)),
@@ -122,5 +115,5 @@ class FalconH1Config(CausalLMConfig):
     )
 
 
-class FalconH1(CausalLM, config=FalconH1Config, init=False):
-    """A Falcon-H1, from token ids to the logits of each next token. See `CausalLM`."""
+class FalconH1(Decoder, config=FalconH1Config, init=False):
+    """A Falcon-H1, from token ids to the logits of each next token. See `Decoder`."""

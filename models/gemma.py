@@ -10,7 +10,7 @@ Sources: *Gemma* (arXiv:2403.08295); *Gemma 2* (arXiv:2408.00118); *Gemma 3* (ar
 from dataclasses import dataclass
 
 from ._kinds import FLAG, POSITIVE, TEXT
-from .decoder import PART_OF_LARGER, CausalLM, CausalLMConfig, LayerTypes, Names, Rope, rows
+from .decoder import PART_OF_LARGER, Decoder, DecoderConfig, LayerTypes, Names, Rope, rows
 from .hf import Field, Only, published
 
 _BOTH = {
@@ -20,7 +20,7 @@ _BOTH = {
 }
 
 
-def _scalar(config: CausalLMConfig) -> float | int:
+def _scalar(config: DecoderConfig) -> float | int:
     """Returns `query_pre_attn_scalar`, an integer in transformers."""
     assert config.attention_scale is not None
     scalar = round(config.attention_scale**-2, 9)
@@ -41,8 +41,8 @@ _LOGIT_CAP = Field("final_logit_softcapping", "logit_cap", POSITIVE, null=None)
 
 
 @dataclass(frozen=True)
-class GemmaConfig(CausalLMConfig):
-    """The sizes of a Gemma. The defaults are those of the first one with 7 billion parameters. See `CausalLMConfig`."""
+class GemmaConfig(DecoderConfig):
+    """The sizes of a Gemma. The defaults are those of the first one with 7 billion parameters. See `DecoderConfig`."""
 
     vocab_size: int = 256000
     n_positions: int = 8192
@@ -70,13 +70,13 @@ class GemmaConfig(CausalLMConfig):
     sizes = published({"2b": {"d_model": 2048, "d_mlp": 16384, "n_layers": 18, "n_heads": 8, "n_kv_heads": 1}, "7b": {}})
 
 
-class Gemma(CausalLM, config=GemmaConfig, init=False):
-    """A Gemma, from token ids to the logits of each next token. See `CausalLM`."""
+class Gemma(Decoder, config=GemmaConfig, init=False):
+    """A Gemma, from token ids to the logits of each next token. See `Decoder`."""
 
 
 @dataclass(frozen=True)
 class Gemma2Config(GemmaConfig):
-    """The sizes of a Gemma 2. The defaults are those with 2 billion parameters. See `CausalLMConfig`."""
+    """The sizes of a Gemma 2. The defaults are those with 2 billion parameters. See `DecoderConfig`."""
 
     d_model: int = 2304
     d_mlp: int | None = 9216
@@ -111,13 +111,13 @@ class Gemma2Config(GemmaConfig):
     )
 
 
-class Gemma2(CausalLM, config=Gemma2Config, init=False):
-    """A Gemma 2, from token ids to the logits of each next token. See `CausalLM`."""
+class Gemma2(Decoder, config=Gemma2Config, init=False):
+    """A Gemma 2, from token ids to the logits of each next token. See `Decoder`."""
 
 
 @dataclass(frozen=True)
 class Gemma3Config(Gemma2Config):
-    """The sizes of a Gemma 3 for text. The defaults are those of transformers. See `CausalLMConfig`."""
+    """The sizes of a Gemma 3 for text. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 262208
     n_positions: int = 131072
@@ -170,8 +170,8 @@ class Gemma3Config(Gemma2Config):
     )
 
 
-class Gemma3(CausalLM, config=Gemma3Config, init=False):
-    """A Gemma 3 for text, from token ids to the logits of each next token. See `CausalLM`."""
+class Gemma3(Decoder, config=Gemma3Config, init=False):
+    """A Gemma 3 for text, from token ids to the logits of each next token. See `Decoder`."""
 
     model_types = ("gemma3_text", "gemma3")
 

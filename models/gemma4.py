@@ -10,7 +10,8 @@ Source: the models' cards, and *Gemma 3n*, for the embeddings of each layer.
 from dataclasses import dataclass
 
 from ._kinds import COUNT, POSITIVE, SIZE, TEXT
-from .decoder import CausalLM, CausalLMConfig, Experts, GlobalHeads, LayerTypes, Names, Rope, Switched, rows
+from .decoder import Decoder, Experts, GlobalHeads, LayerTypes, Names, Rope, Switched, rows
+from .gemma import Gemma3Config
 from .hf import Field, Only, published
 from .nn import ProportionalScaling, Scaling
 
@@ -42,40 +43,23 @@ _PROPORTIONAL = ProportionalScaling(0.25)
 
 
 @dataclass(frozen=True)
-class Gemma4Config(CausalLMConfig):
-    """The sizes of a Gemma 4 for text. The defaults are those of transformers. See `CausalLMConfig`."""
+class Gemma4Config(Gemma3Config):
+    """The sizes of a Gemma 4 for text. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 262144
-    n_positions: int = 131072
-    d_model: int = 2304
-    d_mlp: int | None = 9216
     n_layers: int = 30
-    n_heads: int = 8
-    n_kv_heads: int | None = 4
-    head_size: int | None = 256
     window: int | None = 512
     global_head_size: int | None = 512
     has_value_norm: bool = True
     attention_scale: float | None = 1.0
-    head_norm: str | None = "head"
-    rope_theta: float = 1000000.0
     rope_scaling: Scaling | None = _PROPORTIONAL
-    local_rope_theta: float | None = 10000.0
-    norm_places: str = "both"
-    activation: str = "gelu_pytorch_tanh"
     d_layer_input: int = 256
     n_layer_inputs: int | None = 262144
     has_layer_scale: bool = True
     adds_experts: bool = True
-    embedding_scale: float | None = None
-    is_tied: bool = True
-    bos_token_id: int | None = 2
-    eos_token_id: int | tuple[int, ...] | None = 1
-    pad_token_id: int | None = 0
+    norm: str = "rms"
 
     model_type = "gemma4_text"
-    architecture = "Gemma4ForCausalLM"
-    part = "text_config"
     by_kind = True
     window_period = 6
     rows = rows(
@@ -106,6 +90,11 @@ class Gemma4Config(CausalLMConfig):
         logit_cap=30.0,
     )
 
+    @classmethod
+    def stem(cls) -> str:
+        """Returns the start of the names of transformers' classes."""
+        return "Gemma4"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.windows[-1] is not None:
@@ -134,7 +123,7 @@ class Gemma4Config(CausalLMConfig):
         return Names(block, experts="experts", others=others, ignored=(*_ENCODERS, *unused), aliases=_ALIASES)
 
 
-class Gemma4(CausalLM, config=Gemma4Config, init=False):
-    """A Gemma 4 for text, from token ids to the logits of each next token. See `CausalLM`."""
+class Gemma4(Decoder, config=Gemma4Config, init=False):
+    """A Gemma 4 for text, from token ids to the logits of each next token. See `Decoder`."""
 
     model_types = ("gemma4_text", "gemma4")

@@ -7,7 +7,7 @@ Source: GLM team 2024, *ChatGLM* (arXiv:2406.12793), and the models' cards, hugg
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, CausalLMConfig, Names, Rope, rows
+from .decoder import Decoder, DecoderConfig, Names, Rope, rows
 from .hf import Field, published
 
 _JOINT = {"mlp.gate_up_proj": ("mlp.gate", "mlp.up")}
@@ -15,8 +15,8 @@ _ENDS = (151329, 151336, 151338)
 
 
 @dataclass(frozen=True)
-class GlmConfig(CausalLMConfig):
-    """The sizes of a GLM-4 of 2024. The defaults are those of glm-4-9b-chat. See `CausalLMConfig`."""
+class GlmConfig(DecoderConfig):
+    """The sizes of a GLM-4 of 2024. The defaults are those of glm-4-9b-chat. See `DecoderConfig`."""
 
     vocab_size: int = 151552
     n_positions: int = 131072
@@ -39,13 +39,13 @@ class GlmConfig(CausalLMConfig):
     sizes = published({"9b": {"norm_eps": 1.5625e-7}})
 
 
-class Glm(CausalLM, config=GlmConfig, init=False):
-    """A GLM-4 of 2024, from token ids to the logits of each next token. See `CausalLM`."""
+class Glm(Decoder, config=GlmConfig, init=False):
+    """A GLM-4 of 2024, from token ids to the logits of each next token. See `Decoder`."""
 
 
 @dataclass(frozen=True)
 class Glm4Config(GlmConfig):
-    """The sizes of a GLM-4-0414. The defaults are those of transformers. See `CausalLMConfig`."""
+    """The sizes of a GLM-4-0414. The defaults are those of transformers. See `DecoderConfig`."""
 
     norm_places: str = "both"
 
@@ -54,5 +54,5 @@ class Glm4Config(GlmConfig):
     sizes = published({"9b": {"n_positions": 32768, "norm_eps": 1e-5}})
 
 
-class Glm4(CausalLM, config=Glm4Config, init=False):
-    """A GLM-4-0414, from token ids to the logits of each next token. See `CausalLM`."""
+class Glm4(Decoder, config=Glm4Config, init=False):
+    """A GLM-4-0414, from token ids to the logits of each next token. See `Decoder`."""

@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import LIST
-from .decoder import GROUPED, LATENT, LATENT_NAMES, CausalLM, CausalLMConfig, Names, expert_names, rows
-from .hf import ConfigReader, Field, Row
+from .decoder import GROUPED, LATENT, LATENT_NAMES, Decoder, Names, expert_names, rows
+from .deepseek_v3 import DeepseekV3Config
+from .hf import ConfigReader, Field, Row, published
 
 
 class _MlpTypes(Row):
@@ -33,8 +34,8 @@ class _MlpTypes(Row):
 
 
 @dataclass(frozen=True)
-class Glm4MoeLiteConfig(CausalLMConfig):
-    """The sizes of a GLM-4.7-Flash. The defaults are those of transformers. See `CausalLMConfig`."""
+class Glm4MoeLiteConfig(DeepseekV3Config):
+    """The sizes of a GLM-4.7-Flash. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 154880
     n_positions: int = 202752
@@ -42,23 +43,18 @@ class Glm4MoeLiteConfig(CausalLMConfig):
     d_mlp: int | None = 10240
     n_layers: int = 47
     n_heads: int = 20
-    latent_size: int | None = 512
     query_latent_size: int | None = 768
     plain_size: int = 192
-    shared_rotary_size: int = 64
     value_size: int = 256
-    is_interleaved: bool = True
     norm_eps: float = 1e-5
     n_experts: int = 64
     n_chosen: int = 4
     d_expert: int | None = 1536
     d_shared: int = 1536
     n_dense: int = 1
-    router_score: str = "sigmoid"
     router_scale: float = 1.8
-    has_correction: bool = True
-    bos_token_id: int | None = 0
-    eos_token_id: int | tuple[int, ...] | None = 1
+    n_expert_groups: int = 1
+    n_chosen_groups: int = 1
 
     model_type = "glm4_moe_lite"
     wide_routers = ("router", "correction")
@@ -72,7 +68,8 @@ class Glm4MoeLiteConfig(CausalLMConfig):
     )
     aliases = MappingProxyType({"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"})
     names = Names({**expert_names(), **LATENT_NAMES}, ignored=("*.rotary_emb.inv_freq", "model.layers.{n_layers}.*"))
+    sizes = published({})
 
 
-class Glm4MoeLite(CausalLM, config=Glm4MoeLiteConfig, init=False):
-    """A GLM-4.7-Flash, from token ids to the logits of each next token. See `CausalLM`."""
+class Glm4MoeLite(Decoder, config=Glm4MoeLiteConfig, init=False):
+    """A GLM-4.7-Flash, from token ids to the logits of each next token. See `Decoder`."""

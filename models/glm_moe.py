@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ._kinds import COUNT
-from .decoder import GROUPED, CausalLM, CausalLMConfig, Choice, Names, Rope, expert_names, rows
+from .decoder import GROUPED, Choice, Decoder, DecoderConfig, Names, Rope, expert_names, rows
 from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
-class Glm4MoeConfig(CausalLMConfig):
-    """The sizes of a GLM-4.5. The defaults are those of transformers, with its heads. See `CausalLMConfig`."""
+class Glm4MoeConfig(DecoderConfig):
+    """The sizes of a GLM-4.5. The defaults are those of transformers, with its heads. See `DecoderConfig`."""
 
     vocab_size: int = 151552
     n_positions: int = 131072
@@ -71,5 +71,5 @@ class Glm4MoeConfig(CausalLMConfig):
     )
 
 
-class Glm4Moe(CausalLM, config=Glm4MoeConfig, init=False):
-    """A GLM-4.5, from token ids to the logits of each next token. See `CausalLM`."""
+class Glm4Moe(Decoder, config=Glm4MoeConfig, init=False):
+    """A GLM-4.5, from token ids to the logits of each next token. See `Decoder`."""

@@ -5,13 +5,13 @@ Sources: *StarCoder* (arXiv:2305.06161); *SantaCoder* (arXiv:2301.03988).
 
 from dataclasses import dataclass
 
-from .decoder import GPT_ALIASES, GPT_ROWS, ByHead, CausalLM, Choice, GPTConfig, Names, rows
+from .decoder import GPT_ALIASES, GPT_ROWS, ByHead, Choice, Decoder, GPTConfig, Names, rows
 from .hf import Only, published
 
 
 @dataclass(frozen=True)
 class GPTBigCodeConfig(GPTConfig):
-    """The sizes of a GPT-BigCode. The defaults are those of transformers. See `CausalLMConfig`."""
+    """The sizes of a GPT-BigCode. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 50257
     n_positions: int = 1024
@@ -69,5 +69,5 @@ class GPTBigCodeConfig(GPTConfig):
     )
 
 
-class GPTBigCode(CausalLM, config=GPTBigCodeConfig, init=False):
-    """A GPT-BigCode, from token ids to the logits of each next token. See `CausalLM`."""
+class GPTBigCode(Decoder, config=GPTBigCodeConfig, init=False):
+    """A GPT-BigCode, from token ids to the logits of each next token. See `Decoder`."""

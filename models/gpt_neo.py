@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import LIST, RATE, SIZE, TEXT
-from .decoder import CausalLM, GPTConfig, Inner, Names, rows
+from .decoder import Decoder, GPTConfig, Inner, Names, rows
 from .hf import ConfigReader, Field, Row, published
 
 
@@ -37,7 +37,7 @@ class _AttentionTypes(Row):
 
 @dataclass(frozen=True)
 class GPTNeoConfig(GPTConfig):
-    """The sizes of a GPT-Neo. The defaults are those with 1.3 billion parameters. See `CausalLMConfig`."""
+    """The sizes of a GPT-Neo. The defaults are those with 1.3 billion parameters. See `DecoderConfig`."""
 
     vocab_size: int = 50257
     d_model: int = 2048
@@ -99,5 +99,5 @@ class GPTNeoConfig(GPTConfig):
         return tuple(range(1, n_layers, 2))
 
 
-class GPTNeo(CausalLM, config=GPTNeoConfig, init=False):
-    """A GPT-Neo, from token ids to the logits of each next token. See `CausalLM`."""
+class GPTNeo(Decoder, config=GPTNeoConfig, init=False):
+    """A GPT-Neo, from token ids to the logits of each next token. See `Decoder`."""

@@ -6,13 +6,13 @@ Sources: Black et al. 2022, *GPT-NeoX-20B* (arXiv:2204.06745); Biderman et al. 2
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .decoder import ByHead, CausalLM, GPTConfig, Names, Rope, Shared, rows
+from .decoder import ByHead, Decoder, GPTConfig, Names, Rope, Shared, rows
 from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
 class GPTNeoXConfig(GPTConfig):
-    """The sizes of a GPT-NeoX. The defaults are those with 20 billion parameters. See `CausalLMConfig`."""
+    """The sizes of a GPT-NeoX. The defaults are those with 20 billion parameters. See `DecoderConfig`."""
 
     vocab_size: int = 50432
     d_model: int = 6144
@@ -64,5 +64,5 @@ class GPTNeoXConfig(GPTConfig):
     )
 
 
-class GPTNeoX(CausalLM, config=GPTNeoXConfig, init=False):
-    """A GPT-NeoX or Pythia, from token ids to the logits of each next token. See `CausalLM`."""
+class GPTNeoX(Decoder, config=GPTNeoXConfig, init=False):
+    """A GPT-NeoX or Pythia, from token ids to the logits of each next token. See `Decoder`."""

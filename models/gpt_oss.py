@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ._kinds import POSITIVE
-from .decoder import CausalLM, CausalLMConfig, Experts, LayerTypes, Names, rows
+from .decoder import Decoder, DecoderConfig, Experts, LayerTypes, Names, rows
 from .hf import Field, Only, published
 from .nn import Scaling, YarnScaling
 
@@ -18,8 +18,8 @@ _YARN = YarnScaling(32.0, 4096, 0.1 * math.log(32) + 1, truncate=False)
 
 
 @dataclass(frozen=True)
-class GptOssConfig(CausalLMConfig):
-    """The sizes of a gpt-oss; `d_mlp` is that of experts. The defaults are those of transformers. See `CausalLMConfig`."""
+class GptOssConfig(DecoderConfig):
+    """The sizes of a gpt-oss; `d_mlp` is that of experts. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 201088
     n_positions: int = 131072
@@ -69,5 +69,5 @@ class GptOssConfig(CausalLMConfig):
     )
 
 
-class GptOss(CausalLM, config=GptOssConfig, init=False):
-    """A gpt-oss, from token ids to the logits of each next token. See `CausalLM`."""
+class GptOss(Decoder, config=GptOssConfig, init=False):
+    """A gpt-oss, from token ids to the logits of each next token. See `Decoder`."""

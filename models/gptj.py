@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._kinds import SIZE
-from .decoder import GPT_ALIASES, GPT_ROWS, CausalLM, GPTConfig, Names, rows
+from .decoder import GPT_ALIASES, GPT_ROWS, Decoder, GPTConfig, Names, rows
 from .hf import Field, published
 
 
@@ -23,7 +23,7 @@ def _head(known: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class GPTJConfig(GPTConfig):
-    """The sizes and dropout rates of GPT-J. The defaults are those of the published one. See `CausalLMConfig`."""
+    """The sizes and dropout rates of GPT-J. The defaults are those of the published one. See `DecoderConfig`."""
 
     vocab_size: int = 50400
     n_layers: int = 28
@@ -72,5 +72,5 @@ class GPTJConfig(GPTConfig):
     sizes = published({"6b": {}})
 
 
-class GPTJ(CausalLM, config=GPTJConfig, init=False):
-    """GPT-J, from token ids to the logits of each next token. See `CausalLM`."""
+class GPTJ(Decoder, config=GPTJConfig, init=False):
+    """GPT-J, from token ids to the logits of each next token. See `Decoder`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._kinds import POSITIVE
-from .decoder import CausalLM, CausalLMConfig, Experts, Names, rows
+from .decoder import Decoder, DecoderConfig, Experts, Names, rows
 from .hf import Field, Row, published
 
 FACTORS: tuple[Row, ...] = (
@@ -30,8 +30,8 @@ _PUBLISHED: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class GraniteConfig(CausalLMConfig):
-    """The sizes of a Granite 3. The defaults are those of transformers. See `CausalLMConfig`."""
+class GraniteConfig(DecoderConfig):
+    """The sizes of a Granite 3. The defaults are those of transformers. See `DecoderConfig`."""
 
     attention_scale: float | None = 1.0
 
@@ -56,14 +56,14 @@ class GraniteConfig(CausalLMConfig):
     )
 
 
-class Granite(CausalLM, config=GraniteConfig, init=False):
-    """A Granite 3, from token ids to the logits of each next token. See `CausalLM`."""
+class Granite(Decoder, config=GraniteConfig, init=False):
+    """A Granite 3, from token ids to the logits of each next token. See `Decoder`."""
 
 
 @dataclass(frozen=True)
 class GraniteMoeConfig(GraniteConfig):
     """The sizes of a Granite 3 with experts of width `d_mlp`. The defaults are those of transformers. See
-    `CausalLMConfig`."""
+    `DecoderConfig`."""
 
     n_experts: int = 8
     n_chosen: int = 2
@@ -96,5 +96,5 @@ class GraniteMoeConfig(GraniteConfig):
     )
 
 
-class GraniteMoe(CausalLM, config=GraniteMoeConfig, init=False):
-    """A Granite 3 with experts, from token ids to the logits of each next token. See `CausalLM`."""
+class GraniteMoe(Decoder, config=GraniteMoeConfig, init=False):
+    """A Granite 3 with experts, from token ids to the logits of each next token. See `Decoder`."""

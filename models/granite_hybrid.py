@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import COUNT
-from .decoder import CausalLM, MixerLayers, Names, Shared, mamba_names, mamba_rows, rows
+from .decoder import Decoder, MixerLayers, Names, Shared, mamba_names, mamba_rows, rows
 from .granite import FACTORS, GraniteConfig, GraniteMoeConfig
 from .hf import ConfigReader, Field, Row, published
 
@@ -42,7 +42,7 @@ def _states(n_heads: int) -> dict[str, Any]:
 @dataclass(frozen=True)
 class GraniteMoeHybridConfig(GraniteConfig):
     """The sizes of a Granite 4, of which `d_mlp` is that of the MLP, also beside experts. The defaults are those of
-    transformers. See `CausalLMConfig`."""
+    transformers. See `DecoderConfig`."""
 
     d_mlp: int | None = 1024
     d_shared: int = 1024
@@ -115,5 +115,5 @@ class GraniteMoeHybridConfig(GraniteConfig):
         return replace(self.names, block={**self.names.block, **shared})
 
 
-class GraniteMoeHybrid(CausalLM, config=GraniteMoeHybridConfig, init=False):
-    """A Granite 4, from token ids to the logits of each next token. See `CausalLM`."""
+class GraniteMoeHybrid(Decoder, config=GraniteMoeHybridConfig, init=False):
+    """A Granite 4, from token ids to the logits of each next token. See `Decoder`."""

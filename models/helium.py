@@ -5,13 +5,13 @@ Source: Kyutai 2025, the model's card, huggingface.co/kyutai/helium-1-2b.
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, CausalLMConfig, rows
+from .decoder import Decoder, DecoderConfig, rows
 from .hf import Field
 
 
 @dataclass(frozen=True)
-class HeliumConfig(CausalLMConfig):
-    """The sizes of a Helium. The defaults are those of transformers. See `CausalLMConfig`."""
+class HeliumConfig(DecoderConfig):
+    """The sizes of a Helium. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 48000
     n_positions: int = 4096
@@ -30,5 +30,5 @@ class HeliumConfig(CausalLMConfig):
     rows = rows(Field("attention_bias"), Field("mlp_bias"))
 
 
-class Helium(CausalLM, config=HeliumConfig, init=False):
-    """A Helium, from token ids to the logits of each next token. See `CausalLM`."""
+class Helium(Decoder, config=HeliumConfig, init=False):
+    """A Helium, from token ids to the logits of each next token. See `Decoder`."""

@@ -5,13 +5,13 @@ Source: the models' cards.
 
 from dataclasses import dataclass
 
-from .decoder import KINDS, CausalLM, CausalLMConfig, Names, Rope, rows
+from .decoder import KINDS, Decoder, DecoderConfig, Names, Rope, rows
 from .hf import Field
 
 
 @dataclass(frozen=True)
-class HunyuanConfig(CausalLMConfig):
-    """The sizes of a dense Hunyuan. The defaults are those of transformers. See `CausalLMConfig`."""
+class HunyuanConfig(DecoderConfig):
+    """The sizes of a dense Hunyuan. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 290943
     head_norm: str | None = "head"
@@ -30,5 +30,5 @@ class HunyuanConfig(CausalLMConfig):
     )
 
 
-class Hunyuan(CausalLM, config=HunyuanConfig, init=False):
-    """A dense Hunyuan, from token ids to the logits of each next token. See `CausalLM`."""
+class Hunyuan(Decoder, config=HunyuanConfig, init=False):
+    """A dense Hunyuan, from token ids to the logits of each next token. See `Decoder`."""

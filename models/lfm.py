@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import LIST, POSITIVE
-from .decoder import CausalLM, CausalLMConfig, MixerLayers, Names, Taps, rows
+from .decoder import Decoder, DecoderConfig, MixerLayers, Names, Taps, rows
 from .hf import ConfigReader, Field, Only, Row, published
 
 
@@ -53,8 +53,8 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Lfm2Config(CausalLMConfig):
-    """The sizes of an LFM2. The defaults are those of transformers. See `CausalLMConfig`."""
+class Lfm2Config(DecoderConfig):
+    """The sizes of an LFM2. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 65536
     n_positions: int = 128000
@@ -87,5 +87,5 @@ class Lfm2Config(CausalLMConfig):
     )
 
 
-class Lfm2(CausalLM, config=Lfm2Config, init=False):
-    """An LFM2, from token ids to the logits of each next token. See `CausalLM`."""
+class Lfm2(Decoder, config=Lfm2Config, init=False):
+    """An LFM2, from token ids to the logits of each next token. See `Decoder`."""

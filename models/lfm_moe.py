@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import COUNT, LIST
-from .decoder import CausalLM, MixerLayers, Names, rows
+from .decoder import Decoder, MixerLayers, Names, rows
 from .hf import ConfigReader, Field, published
 from .lfm import ROWS, WITHOUT, Lfm2Config
 
@@ -23,7 +23,7 @@ def _none(reader: ConfigReader, known: Mapping[str, Any]) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Lfm2MoeConfig(Lfm2Config):
-    """The sizes of an LFM2 with experts. The defaults are those of transformers. See `CausalLMConfig`."""
+    """The sizes of an LFM2 with experts. The defaults are those of transformers. See `DecoderConfig`."""
 
     d_model: int = 2048
     d_mlp: int | None = 7168
@@ -68,5 +68,5 @@ class Lfm2MoeConfig(Lfm2Config):
     )
 
 
-class Lfm2Moe(CausalLM, config=Lfm2MoeConfig, init=False):
-    """An LFM2 with experts, from token ids to the logits of each next token. See `CausalLM`."""
+class Lfm2Moe(Decoder, config=Lfm2MoeConfig, init=False):
+    """An LFM2 with experts, from token ids to the logits of each next token. See `Decoder`."""

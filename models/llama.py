@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .decoder import CausalLM, CausalLMConfig, rows
+from .decoder import Decoder, DecoderConfig, rows
 from .hf import Field, published
 from .nn import Llama3Scaling, check_heads
 
@@ -59,8 +59,8 @@ _SIZES = {
 
 
 @dataclass(frozen=True)
-class LlamaConfig(CausalLMConfig):
-    """The sizes of a LLaMA. The defaults are those of the first one with 7 billion parameters. See `CausalLMConfig`."""
+class LlamaConfig(DecoderConfig):
+    """The sizes of a LLaMA. The defaults are those of the first one with 7 billion parameters. See `DecoderConfig`."""
 
     model_type = "llama"
     sizes = _SIZES
@@ -71,5 +71,5 @@ class LlamaConfig(CausalLMConfig):
         super().__post_init__()
 
 
-class Llama(CausalLM, config=LlamaConfig, init=False):
-    """A LLaMA, from token ids to the logits of each next token. See `CausalLM`."""
+class Llama(Decoder, config=LlamaConfig, init=False):
+    """A LLaMA, from token ids to the logits of each next token. See `Decoder`."""

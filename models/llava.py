@@ -21,7 +21,7 @@ from redeqx.errors import check_choice
 
 from ._kinds import INTEGER, TEXT
 from .clip import CLIPVision, CLIPVisionConfig
-from .decoder import FAMILIES, CausalLM, CausalLMConfig
+from .decoder import FAMILIES, Decoder, DecoderConfig
 from .generation import Generation
 from .hf import ConfigReader, FolderConfig, Pretrained, WeightMap, published, same_layer, within
 from .llama import LlamaConfig
@@ -51,7 +51,7 @@ class LlavaConfig(FolderConfig):
     """
 
     vision: VisionConfig = field(default_factory=lambda: CLIPVisionConfig(**_CLIP_L))
-    text: CausalLMConfig = field(default_factory=lambda: replace(LlamaConfig.of("llama2-7b"), vocab_size=32064))
+    text: DecoderConfig = field(default_factory=lambda: replace(LlamaConfig.of("llama2-7b"), vocab_size=32064))
     image_token_id: int = 32000
     feature_layers: tuple[int, ...] = (-2,)
     drops_first: bool = True
@@ -164,7 +164,7 @@ class Llava(Pretrained):
     vision: VisionEncoder
     projector_in: eqx.nn.Linear
     projector_out: eqx.nn.Linear
-    text: CausalLM
+    text: Decoder
     config: LlavaConfig = eqx.field(static=True)
 
     def __init__(self, config: LlavaConfig, *, key: PRNGKeyArray):

@@ -5,13 +5,13 @@ Source: *Transformers are SSMs* (arXiv:2405.21060).
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, CausalLMConfig, Names, StateHeads, StepLimits, mamba_names, rows
+from .decoder import Decoder, DecoderConfig, Names, StateHeads, StepLimits, mamba_names, rows
 from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
-class Mamba2Config(CausalLMConfig):
-    """The sizes of a Mamba-2. The defaults are those of transformers, which are Codestral Mamba's. See `CausalLMConfig`.
+class Mamba2Config(DecoderConfig):
+    """The sizes of a Mamba-2. The defaults are those of transformers, which are Codestral Mamba's. See `DecoderConfig`.
 
     `n_positions` only limits texts, as the model has no positions. Initial steps and convolutions are drawn as in other
     decoders, not as `time_step_min` and others say, which are kept.
@@ -51,5 +51,5 @@ class Mamba2Config(CausalLMConfig):
     sizes = published({"codestral-7b": {}})
 
 
-class Mamba2(CausalLM, config=Mamba2Config, init=False):
-    """A Mamba-2, from token ids to the logits of each next token. See `CausalLM`."""
+class Mamba2(Decoder, config=Mamba2Config, init=False):
+    """A Mamba-2, from token ids to the logits of each next token. See `Decoder`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ._kinds import SIZE
-from .decoder import CausalLM, CausalLMConfig, Names, Rope, rows
+from .decoder import Decoder, DecoderConfig, Names, Rope, rows
 from .hf import Field, Only, published
 from .mistral import MixtralConfig
 
@@ -25,8 +25,8 @@ _ROTARY = Field(
 
 
 @dataclass(frozen=True)
-class MiniMaxM2Config(CausalLMConfig):
-    """The sizes of a MiniMax-M2. The defaults are those of transformers. See `CausalLMConfig`."""
+class MiniMaxM2Config(DecoderConfig):
+    """The sizes of a MiniMax-M2. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 200064
     n_positions: int = 196608
@@ -62,5 +62,5 @@ class MiniMaxM2Config(CausalLMConfig):
     sizes = published({"m2": {"rope_share": 0.5}})
 
 
-class MiniMaxM2(CausalLM, config=MiniMaxM2Config, init=False):
-    """A MiniMax-M2, from token ids to the logits of each next token. See `CausalLM`."""
+class MiniMaxM2(Decoder, config=MiniMaxM2Config, init=False):
+    """A MiniMax-M2, from token ids to the logits of each next token. See `Decoder`."""

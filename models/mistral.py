@@ -12,14 +12,14 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import NOT_NEGATIVE
-from .decoder import PART_OF_LARGER, CausalLM, CausalLMConfig, LayerTypes, Names, Rope, Window, rows
+from .decoder import PART_OF_LARGER, Decoder, DecoderConfig, LayerTypes, Names, Rope, Window, rows
 from .hf import ConfigReader, Field, Only, published
 from .nn import Scaling, YarnScaling
 
 
 @dataclass(frozen=True)
-class MistralConfig(CausalLMConfig):
-    """The sizes of a Mistral. The defaults are those of transformers. See `CausalLMConfig`."""
+class MistralConfig(DecoderConfig):
+    """The sizes of a Mistral. The defaults are those of transformers. See `DecoderConfig`."""
 
     n_positions: int = 131072
     d_mlp: int | None = 14336
@@ -33,8 +33,8 @@ class MistralConfig(CausalLMConfig):
     sizes = published({"7b": {}}, n_positions=32768, norm_eps=1e-5)  # the first one, of September 2023
 
 
-class Mistral(CausalLM, config=MistralConfig, init=False):
-    """A Mistral, from token ids to the logits of each next token. See `CausalLM`."""
+class Mistral(Decoder, config=MistralConfig, init=False):
+    """A Mistral, from token ids to the logits of each next token. See `Decoder`."""
 
     model_types = ("mistral", "mistral3")
 
@@ -42,7 +42,7 @@ class Mistral(CausalLM, config=MistralConfig, init=False):
 @dataclass(frozen=True)
 class MinistralConfig(MistralConfig):
     """The sizes of a Ministral, whose layers may differ in their window. The defaults are those of transformers. See
-    `CausalLMConfig`."""
+    `DecoderConfig`."""
 
     model_type = "ministral"
     part = None
@@ -50,8 +50,8 @@ class MinistralConfig(MistralConfig):
     sizes = published({})
 
 
-class Ministral(CausalLM, config=MinistralConfig, init=False):
-    """A Ministral, from token ids to the logits of each next token. See `CausalLM`."""
+class Ministral(Decoder, config=MinistralConfig, init=False):
+    """A Ministral, from token ids to the logits of each next token. See `Decoder`."""
 
 
 class GrowingRope(Rope):
@@ -78,7 +78,7 @@ _YARN = YarnScaling(16.0, 16384, 1.0, all_dims=1.0)
 
 @dataclass(frozen=True)
 class Ministral3Config(MistralConfig):
-    """The sizes of a Ministral 3. The defaults are those with 8 billion parameters. See `CausalLMConfig`."""
+    """The sizes of a Ministral 3. The defaults are those with 8 billion parameters. See `DecoderConfig`."""
 
     vocab_size: int = 131072
     n_positions: int = 262144
@@ -102,15 +102,15 @@ class Ministral3Config(MistralConfig):
     )
 
 
-class Ministral3(CausalLM, config=Ministral3Config, init=False):
-    """A Ministral 3, from token ids to the logits of each next token. See `CausalLM`."""
+class Ministral3(Decoder, config=Ministral3Config, init=False):
+    """A Ministral 3, from token ids to the logits of each next token. See `Decoder`."""
 
     model_types = ("ministral3", "mistral3")
 
 
 @dataclass(frozen=True)
-class MixtralConfig(CausalLMConfig):
-    """The sizes of a Mixtral. The defaults are those of transformers. See `CausalLMConfig`."""
+class MixtralConfig(DecoderConfig):
+    """The sizes of a Mixtral. The defaults are those of transformers. See `DecoderConfig`."""
 
     n_positions: int = 131072
     d_mlp: int | None = 14336
@@ -151,5 +151,5 @@ class MixtralConfig(CausalLMConfig):
     )
 
 
-class Mixtral(CausalLM, config=MixtralConfig, init=False):
-    """A Mixtral, from token ids to the logits of each next token. See `CausalLM`."""
+class Mixtral(Decoder, config=MixtralConfig, init=False):
+    """A Mixtral, from token ids to the logits of each next token. See `Decoder`."""

@@ -14,8 +14,8 @@ from .decoder import (
     LATENT_NAMES,
     PART_OF_LARGER,
     ROUTED,
-    CausalLM,
-    CausalLMConfig,
+    Decoder,
+    DecoderConfig,
     Experts,
     Names,
     expert_names,
@@ -27,8 +27,8 @@ from .nn import Scaling, YarnScaling
 
 
 @dataclass(frozen=True)
-class Mistral4Config(CausalLMConfig):
-    """The sizes of a Mistral Small 4. The defaults are those of transformers. See `CausalLMConfig`."""
+class Mistral4Config(DecoderConfig):
+    """The sizes of a Mistral Small 4. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 131072
     n_positions: int = 1048576
@@ -80,7 +80,7 @@ class Mistral4Config(CausalLMConfig):
     sizes = published({"small": {}})
 
 
-class Mistral4(CausalLM, config=Mistral4Config, init=False):
-    """A Mistral Small 4, from token ids to the logits of each next token. See `CausalLM`."""
+class Mistral4(Decoder, config=Mistral4Config, init=False):
+    """A Mistral Small 4, from token ids to the logits of each next token. See `Decoder`."""
 
     model_types = ("mistral4", "mistral3")

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import OBJECT, POSITIVE, RATE
-from .decoder import CausalLM, CausalLMConfig, Names, Shared, rows
+from .decoder import Decoder, DecoderConfig, Names, Shared, rows
 from .hf import ConfigReader, Field, Only, published
 
 
@@ -46,8 +46,8 @@ class _Attention(Shared):
 
 
 @dataclass(frozen=True)
-class MptConfig(CausalLMConfig):
-    """The sizes of an MPT. The defaults are those of transformers. See `CausalLMConfig`."""
+class MptConfig(DecoderConfig):
+    """The sizes of an MPT. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 50368
     d_model: int = 2048
@@ -100,5 +100,5 @@ class MptConfig(CausalLMConfig):
     )
 
 
-class Mpt(CausalLM, config=MptConfig, init=False):
-    """An MPT, from token ids to the logits of each next token. See `CausalLM`."""
+class Mpt(Decoder, config=MptConfig, init=False):
+    """An MPT, from token ids to the logits of each next token. See `Decoder`."""

@@ -5,13 +5,13 @@ Source: *Nemotron-4 15B* (arXiv:2402.16819); *Minitron* (arXiv:2407.14679).
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, CausalLMConfig, Rope, rows
+from .decoder import Decoder, DecoderConfig, Rope, rows
 from .hf import Field, published
 
 
 @dataclass(frozen=True)
-class NemotronConfig(CausalLMConfig):
-    """The sizes of a Nemotron. The defaults are those of transformers. See `CausalLMConfig`."""
+class NemotronConfig(DecoderConfig):
+    """The sizes of a Nemotron. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 256000
     n_positions: int = 4096
@@ -32,5 +32,5 @@ class NemotronConfig(CausalLMConfig):
     sizes = published({"minitron-4b": {"d_model": 3072, "d_mlp": 9216, "n_heads": 24, "n_kv_heads": 8}})
 
 
-class Nemotron(CausalLM, config=NemotronConfig, init=False):
-    """A Nemotron, from token ids to the logits of each next token. See `CausalLM`."""
+class Nemotron(Decoder, config=NemotronConfig, init=False):
+    """A Nemotron, from token ids to the logits of each next token. See `Decoder`."""

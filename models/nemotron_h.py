@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import TEXT
-from .decoder import GROUPED, OLDER, CausalLM, CausalLMConfig, Names, StepLimits, expert_names, mamba_names, rows
+from .decoder import GROUPED, OLDER, Decoder, DecoderConfig, Names, StepLimits, expert_names, mamba_names, rows
 from .hf import ConfigReader, Field, Only, Row, published
 
 _LETTERS = {"M": "mixer", "E": "experts", "*": "attention", "-": "mlp"}  # of `hybrid_override_pattern`
@@ -44,8 +44,8 @@ class _Parts(Row):
 
 
 @dataclass(frozen=True)
-class NemotronHConfig(CausalLMConfig):
-    """The sizes of a Nemotron-H. The defaults are those of transformers. See `CausalLMConfig`."""
+class NemotronHConfig(DecoderConfig):
+    """The sizes of a Nemotron-H. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 131072
     n_positions: int = 4096
@@ -116,5 +116,5 @@ class NemotronHConfig(CausalLMConfig):
     )
 
 
-class NemotronH(CausalLM, config=NemotronHConfig, init=False):
-    """A Nemotron-H, from token ids to the logits of each next token. See `CausalLM`."""
+class NemotronH(Decoder, config=NemotronHConfig, init=False):
+    """A Nemotron-H, from token ids to the logits of each next token. See `Decoder`."""

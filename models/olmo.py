@@ -7,13 +7,13 @@ Sources: *OLMo* (arXiv:2402.00838); *2 OLMo 2 Furious* (arXiv:2501.00656); *Olmo
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, CausalLMConfig, LayerTypes, Names, Rope, rows
+from .decoder import Decoder, DecoderConfig, LayerTypes, Names, Rope, rows
 from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
-class OlmoConfig(CausalLMConfig):
-    """The sizes of an OLMo 1. The defaults are those with 7 billion parameters. See `CausalLMConfig`."""
+class OlmoConfig(DecoderConfig):
+    """The sizes of an OLMo 1. The defaults are those with 7 billion parameters. See `DecoderConfig`."""
 
     vocab_size: int = 50304
     norm: str = "plain_layer"
@@ -27,13 +27,13 @@ class OlmoConfig(CausalLMConfig):
     sizes = published({"1b": {"d_model": 2048, "d_mlp": 8192, "n_layers": 16, "n_heads": 16, "is_tied": True}, "7b": {}})
 
 
-class Olmo(CausalLM, config=OlmoConfig, init=False):
-    """An OLMo 1, from token ids to the logits of each next token. See `CausalLM`."""
+class Olmo(Decoder, config=OlmoConfig, init=False):
+    """An OLMo 1, from token ids to the logits of each next token. See `Decoder`."""
 
 
 @dataclass(frozen=True)
 class Olmo2Config(OlmoConfig):
-    """The sizes of an OLMo 2. The defaults are those of transformers. See `CausalLMConfig`."""
+    """The sizes of an OLMo 2. The defaults are those of transformers. See `DecoderConfig`."""
 
     norm: str = "rms"
     norm_places: str = "post"
@@ -63,13 +63,13 @@ class Olmo2Config(OlmoConfig):
     )
 
 
-class Olmo2(CausalLM, config=Olmo2Config, init=False):
-    """An OLMo 2, from token ids to the logits of each next token. See `CausalLM`."""
+class Olmo2(Decoder, config=Olmo2Config, init=False):
+    """An OLMo 2, from token ids to the logits of each next token. See `Decoder`."""
 
 
 @dataclass(frozen=True)
 class Olmo3Config(Olmo2Config):
-    """The sizes of an OLMo 3. The defaults are those of transformers. See `CausalLMConfig`."""
+    """The sizes of an OLMo 3. The defaults are those of transformers. See `DecoderConfig`."""
 
     rope_theta: float = 500000.0
     local_rope_theta: float | None = 500000.0
@@ -91,5 +91,5 @@ class Olmo3Config(Olmo2Config):
     )
 
 
-class Olmo3(CausalLM, config=Olmo3Config, init=False):
-    """An OLMo 3, from token ids to the logits of each next token. See `CausalLM`."""
+class Olmo3(Decoder, config=Olmo3Config, init=False):
+    """An OLMo 3, from token ids to the logits of each next token. See `Decoder`."""

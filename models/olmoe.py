@@ -5,28 +5,24 @@ Source: *OLMoE: Open Mixture-of-Experts Language Models* (arXiv:2409.02060).
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, CausalLMConfig, Names, expert_names, rows
+from .decoder import Decoder, Names, expert_names, rows
 from .hf import Field, Only, published
+from .olmo import Olmo2Config
 
 
 @dataclass(frozen=True)
-class OlmoeConfig(CausalLMConfig):
-    """The sizes of an OLMoE, with experts of width `d_mlp`. The defaults are those of transformers. See `CausalLMConfig`."""
+class OlmoeConfig(Olmo2Config):
+    """The sizes of an OLMoE, with experts of width `d_mlp`. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 50304
     n_positions: int = 4096
     d_model: int = 2048
     n_layers: int = 16
     n_heads: int = 16
     d_mlp: int | None = 2048
-    head_norm: str | None = "all"
-    norm_eps: float = 1e-5
     n_experts: int = 64
     n_chosen: int = 8
     renormalize: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = 50279
-    pad_token_id: int | None = 1
+    norm_places: str = "pre"
 
     model_type = "olmoe"
     rows = rows(
@@ -41,5 +37,5 @@ class OlmoeConfig(CausalLMConfig):
     sizes = published({"1b-7b": {"d_mlp": 1024}})
 
 
-class Olmoe(CausalLM, config=OlmoeConfig, init=False):
-    """An OLMoE, from token ids to the logits of each next token. See `CausalLM`."""
+class Olmoe(Decoder, config=OlmoeConfig, init=False):
+    """An OLMoE, from token ids to the logits of each next token. See `Decoder`."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ._kinds import RATE, TEXT
-from .decoder import CausalLM, Choice, GPTConfig, Inner, Names, rows
+from .decoder import Choice, Decoder, GPTConfig, Inner, Names, rows
 from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
 class OPTConfig(GPTConfig):
-    """The sizes and dropout rates of OPT. The defaults are those of the smallest published one. See `CausalLMConfig`."""
+    """The sizes and dropout rates of OPT. The defaults are those of the smallest published one. See `DecoderConfig`."""
 
     vocab_size: int = 50272
     d_model: int = 768
@@ -82,8 +82,8 @@ class OPTConfig(GPTConfig):
     )
 
 
-class OPT(CausalLM, config=OPTConfig, init=False):
-    """OPT, from token ids to the logits of each next token. See `CausalLM`.
+class OPT(Decoder, config=OPTConfig, init=False):
+    """OPT, from token ids to the logits of each next token. See `Decoder`.
 
     The initial weights are those of the paper: N(0, `init_std`²), layers that add to the residual stream scaled by `1 /
     sqrt(2 * n_layers)`, biases 0, norms 1. As in its code, the padding token's row is 0.

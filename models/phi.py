@@ -7,7 +7,7 @@ Sources: *Textbooks Are All You Need* (arXiv:2306.11644, arXiv:2309.05463); *Phi
 from dataclasses import dataclass
 
 from ._kinds import RATE
-from .decoder import CausalLM, CausalLMConfig, GPTConfig, Names, Rope, Window, rows
+from .decoder import Decoder, DecoderConfig, GPTConfig, Names, Rope, Window, rows
 from .hf import Field, Only, published
 
 _RESIDUAL = Field("resid_pdrop", "residual_dropout", RATE)
@@ -15,7 +15,7 @@ _RESIDUAL = Field("resid_pdrop", "residual_dropout", RATE)
 
 @dataclass(frozen=True)
 class PhiConfig(GPTConfig):
-    """The sizes of a Phi-1, 1.5 or 2. The defaults are those of transformers. See `CausalLMConfig`."""
+    """The sizes of a Phi-1, 1.5 or 2. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 51200
     d_model: int = 2048
@@ -50,13 +50,13 @@ class PhiConfig(GPTConfig):
     )
 
 
-class Phi(CausalLM, config=PhiConfig, init=False):
-    """A Phi-1, 1.5 or 2, from token ids to the logits of each next token. See `CausalLM`."""
+class Phi(Decoder, config=PhiConfig, init=False):
+    """A Phi-1, 1.5 or 2, from token ids to the logits of each next token. See `Decoder`."""
 
 
 @dataclass(frozen=True)
-class Phi3Config(CausalLMConfig):
-    """The sizes of a Phi-3 or 4. The defaults are those of Phi-3-mini-4k. See `CausalLMConfig`."""
+class Phi3Config(DecoderConfig):
+    """The sizes of a Phi-3 or 4. The defaults are those of Phi-3-mini-4k. See `DecoderConfig`."""
 
     vocab_size: int = 32064
     n_positions: int = 4096
@@ -100,5 +100,5 @@ class Phi3Config(CausalLMConfig):
     )
 
 
-class Phi3(CausalLM, config=Phi3Config, init=False):
-    """A Phi-3 or 4, from token ids to the logits of each next token. See `CausalLM`."""
+class Phi3(Decoder, config=Phi3Config, init=False):
+    """A Phi-3 or 4, from token ids to the logits of each next token. See `Decoder`."""

@@ -5,10 +5,11 @@ Sources: *Phi-3* (arXiv:2404.14219); *GRIN* (arXiv:2409.12136); *SlimMoE* (arXiv
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from ._kinds import POSITIVE
-from .decoder import CausalLM, CausalLMConfig, Rope, Window, rows
+from .decoder import Decoder, Rope, Window, rows
 from .hf import ConfigReader, Field, Only, published
 from .mistral import MixtralConfig
 from .nn import LongScaling
@@ -35,23 +36,19 @@ class _Rope(Rope):
 
 
 @dataclass(frozen=True)
-class PhimoeConfig(CausalLMConfig):
-    """The sizes of a PhiMoE. The defaults are those of transformers. See `CausalLMConfig`."""
+class PhimoeConfig(MixtralConfig):
+    """The sizes of a PhiMoE. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 32064
-    n_positions: int = 131072
     d_mlp: int | None = 6400
-    n_kv_heads: int | None = 8
-    rope_theta: float = 1000000.0
     norm: str = "layer"
     norm_bias: bool = True
-    norm_eps: float = 1e-5
     n_experts: int = 16
-    n_chosen: int = 2
     renormalize: bool = False
     router_score: str = "sparsemixer"
 
     model_type = "phimoe"
+    aliases = MappingProxyType({})
     rows = rows(
         _Rope(kinds=("default", "longrope")),
         Window(),
@@ -72,7 +69,7 @@ class PhimoeConfig(CausalLMConfig):
     )
 
 
-class Phimoe(CausalLM, config=PhimoeConfig, init=False):
-    """A PhiMoE, from token ids to the logits of each next token. See `CausalLM`."""
+class Phimoe(Decoder, config=PhimoeConfig, init=False):
+    """A PhiMoE, from token ids to the logits of each next token. See `Decoder`."""
 
     architectures = ("PhimoeForCausalLM", "PhiMoEForCausalLM", "PhimoeModel")  # the second one in the published folders

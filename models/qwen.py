@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import COUNT, SIZE
-from .decoder import CausalLM, CausalLMConfig, layer_types, read_layer_types, rows
+from .decoder import Decoder, DecoderConfig, layer_types, read_layer_types, rows
 from .hf import ConfigReader, Field, Row, published
 
 
@@ -38,8 +38,8 @@ class _Windows(Row):
 
 
 @dataclass(frozen=True)
-class Qwen2Config(CausalLMConfig):
-    """The sizes of a Qwen2. The defaults are those of transformers. See `CausalLMConfig`."""
+class Qwen2Config(DecoderConfig):
+    """The sizes of a Qwen2. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 151936
     n_positions: int = 32768
@@ -67,22 +67,18 @@ class Qwen2Config(CausalLMConfig):
     )
 
 
-class Qwen2(CausalLM, config=Qwen2Config, init=False):
-    """A Qwen2, from token ids to the logits of each next token. See `CausalLM`."""
+class Qwen2(Decoder, config=Qwen2Config, init=False):
+    """A Qwen2, from token ids to the logits of each next token. See `Decoder`."""
 
 
 @dataclass(frozen=True)
-class Qwen3Config(CausalLMConfig):
-    """The sizes of a Qwen3. The defaults are those of transformers; `of` returns the chat models. See `CausalLMConfig`."""
+class Qwen3Config(Qwen2Config):
+    """The sizes of a Qwen3. The defaults are those of transformers; `of` returns the chat models. See `DecoderConfig`."""
 
-    vocab_size: int = 151936
-    n_positions: int = 32768
-    d_mlp: int | None = 22016
-    n_kv_heads: int | None = 32
     head_size: int | None = 128
     head_norm: str | None = "head"
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
+    attention_bias: bool = False
+    output_bias: bool | None = None
 
     model_type = "qwen3"
     rows = rows(Field("attention_bias"), _Windows())
@@ -103,5 +99,5 @@ class Qwen3Config(CausalLMConfig):
     )
 
 
-class Qwen3(CausalLM, config=Qwen3Config, init=False):
-    """A Qwen3, from token ids to the logits of each next token. See `CausalLM`."""
+class Qwen3(Decoder, config=Qwen3Config, init=False):
+    """A Qwen3, from token ids to the logits of each next token. See `Decoder`."""

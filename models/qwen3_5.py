@@ -9,8 +9,9 @@ Source: Qwen team 2026, *Qwen3.5*, as in `transformers`.
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .decoder import DELTA, DELTA_NAMES, CausalLM, CausalLMConfig, Names, Rope, expert_names, rows
+from .decoder import DELTA, DELTA_NAMES, Decoder, Names, Rope, expert_names, rows
 from .hf import Field, Only, published
+from .qwen import Qwen3Config
 
 _BLOCK = {
     **DELTA_NAMES,
@@ -28,23 +29,17 @@ _PUBLISHED = {"n_positions": 262144, "rope_theta": 1e7, "eos_token_id": 248044}
 
 
 @dataclass(frozen=True)
-class Qwen3_5Config(CausalLMConfig):
-    """The sizes of a Qwen3.5. The defaults are those of transformers. See `CausalLMConfig`."""
+class Qwen3_5Config(Qwen3Config):
+    """The sizes of a Qwen3.5. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 248320
-    n_positions: int = 32768
-    d_model: int = 4096
     d_mlp: int | None = 12288
-    n_layers: int = 32
     n_heads: int = 16
     n_kv_heads: int | None = 4
     head_size: int | None = 256
     gates_attention: bool = True
-    head_norm: str | None = "head"
     rope_share: float = 0.25
     norm: str = "offset_rms"
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
 
     model_type = "qwen3_5_text"
     part = "text_config"
@@ -67,15 +62,15 @@ class Qwen3_5Config(CausalLMConfig):
         return cls.architecture.removesuffix("ForCausalLM") + "Text"
 
 
-class Qwen3_5(CausalLM, config=Qwen3_5Config, init=False):
-    """The text model of a Qwen3.5, from token ids to the logits of each next token. See `CausalLM`."""
+class Qwen3_5(Decoder, config=Qwen3_5Config, init=False):
+    """The text model of a Qwen3.5, from token ids to the logits of each next token. See `Decoder`."""
 
     model_types = ("qwen3_5_text", "qwen3_5")
 
 
 @dataclass(frozen=True)
 class Qwen3_5MoeConfig(Qwen3_5Config):
-    """The sizes of a Qwen3.5 with experts. The defaults are those of transformers. See `CausalLMConfig`."""
+    """The sizes of a Qwen3.5 with experts. The defaults are those of transformers. See `DecoderConfig`."""
 
     d_model: int = 2048
     d_mlp: int | None = None
@@ -101,7 +96,7 @@ class Qwen3_5MoeConfig(Qwen3_5Config):
     sizes = published({"35b-a3b": {}}, **_PUBLISHED)
 
 
-class Qwen3_5Moe(CausalLM, config=Qwen3_5MoeConfig, init=False):
-    """The text model of a Qwen3.5 with experts, from token ids to the logits of each next token. See `CausalLM`."""
+class Qwen3_5Moe(Decoder, config=Qwen3_5MoeConfig, init=False):
+    """The text model of a Qwen3.5 with experts, from token ids to the logits of each next token. See `Decoder`."""
 
     model_types = ("qwen3_5_moe_text", "qwen3_5_moe")

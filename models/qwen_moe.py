@@ -6,32 +6,28 @@ Sources: *Qwen2* (arXiv:2407.10671); *Qwen3* (arXiv:2505.09388).
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .decoder import EXPERTS, CausalLM, CausalLMConfig, Names, expert_names, rows
+from .decoder import EXPERTS, Decoder, Names, expert_names, rows
 from .hf import Field, Only, published
+from .qwen import Qwen2Config, Qwen3Config
 
 _EXPERTS = (*EXPERTS, Only("use_sliding_window", False))
 
 
 @dataclass(frozen=True)
-class Qwen2MoeConfig(CausalLMConfig):
-    """The sizes of a Qwen2 with experts. The defaults are those of transformers. See `CausalLMConfig`."""
+class Qwen2MoeConfig(Qwen2Config):
+    """The sizes of a Qwen2 with experts. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 151936
-    n_positions: int = 32768
     d_model: int = 2048
     d_mlp: int | None = 5632
     n_layers: int = 24
     n_heads: int = 16
-    attention_bias: bool = True
-    output_bias: bool | None = False
     n_experts: int = 60
     n_chosen: int = 4
     d_expert: int | None = 1408
     d_shared: int = 5632
     gates_shared: bool = True
     renormalize: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
+    n_kv_heads: int | None = None
 
     model_type = "qwen2_moe"
     rows = rows(
@@ -54,27 +50,23 @@ class Qwen2MoeConfig(CausalLMConfig):
     )
 
 
-class Qwen2Moe(CausalLM, config=Qwen2MoeConfig, init=False):
-    """A Qwen2 with experts, from token ids to the logits of each next token. See `CausalLM`."""
+class Qwen2Moe(Decoder, config=Qwen2MoeConfig, init=False):
+    """A Qwen2 with experts, from token ids to the logits of each next token. See `Decoder`."""
 
 
 @dataclass(frozen=True)
-class Qwen3MoeConfig(CausalLMConfig):
-    """The sizes of a Qwen3 with experts. The defaults are those of transformers. See `CausalLMConfig`."""
+class Qwen3MoeConfig(Qwen3Config):
+    """The sizes of a Qwen3 with experts. The defaults are those of transformers. See `DecoderConfig`."""
 
-    vocab_size: int = 151936
-    n_positions: int = 32768
     d_model: int = 2048
     d_mlp: int | None = 6144
     d_expert: int | None = 768
     n_layers: int = 24
     n_kv_heads: int | None = 4
-    head_norm: str | None = "head"
     n_experts: int = 128
     n_chosen: int = 8
     renormalize: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
+    head_size: int | None = None
 
     model_type = "qwen3_moe"
     rows = rows(Field("attention_bias"), *_EXPERTS)
@@ -94,5 +86,5 @@ class Qwen3MoeConfig(CausalLMConfig):
     )
 
 
-class Qwen3Moe(CausalLM, config=Qwen3MoeConfig, init=False):
-    """A Qwen3 with experts, from token ids to the logits of each next token. See `CausalLM`."""
+class Qwen3Moe(Decoder, config=Qwen3MoeConfig, init=False):
+    """A Qwen3 with experts, from token ids to the logits of each next token. See `Decoder`."""

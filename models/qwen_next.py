@@ -8,17 +8,17 @@ Sources: Qwen team 2025, *Qwen3-Next*; *Gated Delta Networks* (arXiv:2412.06464)
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from .decoder import DELTA, DELTA_NAMES, EXPERTS, ByHead, CausalLM, CausalLMConfig, Names, Rope, expert_names, rows
+from .decoder import DELTA, DELTA_NAMES, EXPERTS, ByHead, Decoder, DecoderConfig, Names, Rope, expert_names, rows
 from .hf import Field, published
 
 
-def _key_heads(config: CausalLMConfig) -> int:
+def _key_heads(config: DecoderConfig) -> int:
     return config.state_groups
 
 
 @dataclass(frozen=True)
-class Qwen3NextConfig(CausalLMConfig):
-    """The sizes of a Qwen3-Next. The defaults are those of transformers. See `CausalLMConfig`."""
+class Qwen3NextConfig(DecoderConfig):
+    """The sizes of a Qwen3-Next. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 151936
     n_positions: int = 32768
@@ -64,5 +64,5 @@ class Qwen3NextConfig(CausalLMConfig):
     )
 
 
-class Qwen3Next(CausalLM, config=Qwen3NextConfig, init=False):
-    """A Qwen3-Next, from token ids to the logits of each next token. See `CausalLM`."""
+class Qwen3Next(Decoder, config=Qwen3NextConfig, init=False):
+    """A Qwen3-Next, from token ids to the logits of each next token. See `Decoder`."""

@@ -6,13 +6,13 @@ Source: the model's card, huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct.
 from dataclasses import dataclass
 
 from ._kinds import RATE
-from .decoder import CausalLM, CausalLMConfig, rows
+from .decoder import Decoder, DecoderConfig, rows
 from .hf import Field, published
 
 
 @dataclass(frozen=True)
-class SeedOssConfig(CausalLMConfig):
-    """The sizes of a Seed-OSS. The defaults are those of transformers. See `CausalLMConfig`."""
+class SeedOssConfig(DecoderConfig):
+    """The sizes of a Seed-OSS. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 155136
     n_positions: int = 524288
@@ -38,5 +38,5 @@ class SeedOssConfig(CausalLMConfig):
     sizes = published({"36b": {"d_model": 5120, "rope_theta": 10000000.0}})
 
 
-class SeedOss(CausalLM, config=SeedOssConfig, init=False):
-    """A Seed-OSS, from token ids to the logits of each next token. See `CausalLM`."""
+class SeedOss(Decoder, config=SeedOssConfig, init=False):
+    """A Seed-OSS, from token ids to the logits of each next token. See `Decoder`."""

@@ -25,9 +25,8 @@ from redeqx.storage import Location, location, write_file
 from ._families import from_pretrained
 from ._kinds import SIZE
 from .bert import Bert
-from .decoder import FAMILIES
+from .decoder import FAMILIES, Decoder
 from .distilbert import DistilBert
-from .generation import Decoder
 from .hf import (
     CONFIG,
     ConfigReader,

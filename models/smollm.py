@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ._kinds import SIZE
-from .decoder import CausalLM, CausalLMConfig, every, read_layer_types, rows
+from .decoder import Decoder, DecoderConfig, every, read_layer_types, rows
 from .hf import ConfigReader, Field, Only, Row, published
 
 
@@ -34,8 +34,8 @@ class _Unrotated(Row):
 
 
 @dataclass(frozen=True)
-class SmolLM3Config(CausalLMConfig):
-    """The sizes of a SmolLM3. The defaults are those with 3 billion parameters. See `CausalLMConfig`."""
+class SmolLM3Config(DecoderConfig):
+    """The sizes of a SmolLM3. The defaults are those with 3 billion parameters. See `DecoderConfig`."""
 
     vocab_size: int = 128256
     n_positions: int = 32768
@@ -61,5 +61,5 @@ class SmolLM3Config(CausalLMConfig):
     sizes = published({"3b": {"n_positions": 65536, "rope_theta": 5000000.0}})
 
 
-class SmolLM3(CausalLM, config=SmolLM3Config, init=False):
-    """A SmolLM3, from token ids to the logits of each next token. See `CausalLM`."""
+class SmolLM3(Decoder, config=SmolLM3Config, init=False):
+    """A SmolLM3, from token ids to the logits of each next token. See `Decoder`."""

@@ -5,13 +5,13 @@ Source: *Stable LM 2 1.6B Technical Report* (arXiv:2402.17834).
 
 from dataclasses import dataclass
 
-from .decoder import CausalLM, CausalLMConfig, Rope, rows
+from .decoder import Decoder, DecoderConfig, Rope, rows
 from .hf import Field, Only, published
 
 
 @dataclass(frozen=True)
-class StableLmConfig(CausalLMConfig):
-    """The sizes of a StableLM. The defaults are those of transformers. See `CausalLMConfig`."""
+class StableLmConfig(DecoderConfig):
+    """The sizes of a StableLM. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 50304
     n_positions: int = 4096
@@ -51,5 +51,5 @@ class StableLmConfig(CausalLMConfig):
     )
 
 
-class StableLm(CausalLM, config=StableLmConfig, init=False):
-    """A StableLM, from token ids to the logits of each next token. See `CausalLM`."""
+class StableLm(Decoder, config=StableLmConfig, init=False):
+    """A StableLM, from token ids to the logits of each next token. See `Decoder`."""

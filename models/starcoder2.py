@@ -6,13 +6,13 @@ Source: Lozhkov et al. 2024, *StarCoder 2 and The Stack v2* (arXiv:2402.19173).
 from dataclasses import dataclass
 
 from ._kinds import RATE
-from .decoder import CausalLM, GPTConfig, Names, Shared, Window, rows
+from .decoder import Decoder, GPTConfig, Names, Shared, Window, rows
 from .hf import Field, published
 
 
 @dataclass(frozen=True)
 class Starcoder2Config(GPTConfig):
-    """The sizes of a StarCoder2. The defaults are those of transformers. See `CausalLMConfig`."""
+    """The sizes of a StarCoder2. The defaults are those of transformers. See `DecoderConfig`."""
 
     vocab_size: int = 49152
     n_positions: int = 4096
@@ -59,5 +59,5 @@ class Starcoder2Config(GPTConfig):
     )
 
 
-class Starcoder2(CausalLM, config=Starcoder2Config, init=False):
-    """A StarCoder2, from token ids to the logits of each next token. See `CausalLM`."""
+class Starcoder2(Decoder, config=Starcoder2Config, init=False):
+    """A StarCoder2, from token ids to the logits of each next token. See `Decoder`."""

@@ -6,7 +6,7 @@ LLaMA's. A family's file says what differs. Open `_config.py` first, then `_mode
 """
 
 from ._block import Block as Block
-from ._config import CausalLMConfig as CausalLMConfig, GPTConfig as GPTConfig, every as every
+from ._config import DecoderConfig as DecoderConfig, GPTConfig as GPTConfig, every as every
 from ._factors import Factors as Factors
 from ._heads import SequenceClassifier as SequenceClassifier, TokenClassifier as TokenClassifier
 from ._layer_rows import (
@@ -25,13 +25,11 @@ from ._mixer_rows import (
     mamba_rows as mamba_rows,
 )
 from ._mixers import (
-    make_attention as make_attention,
     make_conv as make_conv,
     make_delta as make_delta,
     make_mamba as make_mamba,
-    make_norm as make_norm,
 )
-from ._model import FAMILIES as FAMILIES, CausalLM as CausalLM
+from ._model import FAMILIES as FAMILIES, Decoder as Decoder
 from ._names import (
     DELTA_NAMES as DELTA_NAMES,
     LATENT_NAMES as LATENT_NAMES,

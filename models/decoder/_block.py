@@ -1,6 +1,6 @@
 """A block of a decoder: attention and an MLP, or experts, with their norms.
 
-The values of `CausalLMConfig` say what a block has. Attention is made in `_mixers.py`; the model is in `_model.py`.
+The values of `DecoderConfig` say what a block has. Attention is made in `_mixers.py`; the model is in `_model.py`.
 
 Dims: seq = tokens of one example, d = width of the model, heads x size = width of the queries, groups x size = width of keys
 and values.
@@ -31,7 +31,7 @@ from ..nn import (
     normal_linear,
     times,
 )
-from ._config import CausalLMConfig
+from ._config import DecoderConfig
 from ._factors import Factors
 from ._layers import LayerKind
 from ._mixers import Norm, make_attention, make_latent_attention, make_mixer, make_norm, residual_std
@@ -43,7 +43,7 @@ Carry = tuple[Array, Any, Array | None, Routing | None]
 Angles = tuple[Array, Array, Array | None]
 
 
-def make_mlp(config: CausalLMConfig, key: PRNGKeyArray, d_mlp: int | None = None) -> Mlp:
+def make_mlp(config: DecoderConfig, key: PRNGKeyArray, d_mlp: int | None = None) -> Mlp:
     """Returns an MLP of the config's kind, and of its inner width if none is given."""
     *gate_key, up_key, down_key = jax.random.split(key, 3 if config.is_gated else 2)
     make = functools.partial(normal_linear, use_bias=config.mlp_bias)
@@ -66,7 +66,7 @@ class MlpAndExperts(eqx.Module):
     experts: MixtureOfExperts
     experts_post_norm: Norm
 
-    def __init__(self, config: CausalLMConfig, *, d_mlp: int | None = None, key: PRNGKeyArray):
+    def __init__(self, config: DecoderConfig, *, d_mlp: int | None = None, key: PRNGKeyArray):
         mlp_key, experts_key = jax.random.split(key)
         make = functools.partial(make_norm, config, config.d_model)
         self.mlp = make_mlp(config, mlp_key, d_mlp)
@@ -98,7 +98,7 @@ class LayerInput(eqx.Module):
     norm: Norm
     activation: str = eqx.field(static=True)
 
-    def __init__(self, config: CausalLMConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: DecoderConfig, *, key: PRNGKeyArray):
         gate_key, output_key = jax.random.split(key)
         d, size, std = config.d_model, config.d_layer_input, config.init_std
         self.gate = normal_linear(d, size, std=std, use_bias=False, key=gate_key)
@@ -111,8 +111,8 @@ class LayerInput(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention, a mixer that keeps a state, or both, and MLP, each with norms before or after it, one after the other or
-    in parallel, and residual; or only one of them."""
+    """Attention, a mixer that keeps a state, or both, a cross-attention if there is a memory, and MLP, each with norms
+    before or after it, one after the other or in parallel, and residual; or only one of them."""
 
     attention_norm: Norm | None
     attention: Attention | LatentAttention | None
@@ -123,6 +123,8 @@ class Block(eqx.Module):
     mlp_post_norm: Norm | None
     layer_input: LayerInput | None
     layer_scale: Float[Array, "*layers 1"] | None
+    cross_norm: Norm | None
+    cross_attention: Attention | None
     dropout: eqx.nn.Dropout
     sums_norms: bool = eqx.field(static=True)  # norms come after additions
     is_parallel: bool = eqx.field(static=True)
@@ -132,7 +134,7 @@ class Block(eqx.Module):
 
     def __init__(
         self,
-        config: CausalLMConfig,
+        config: DecoderConfig,
         *,
         is_dense: bool = False,
         part: str = "attention",
@@ -174,6 +176,9 @@ class Block(eqx.Module):
         has_input = config.d_layer_input > 0
         self.layer_input = LayerInput(config, key=jax.random.fold_in(key, 1)) if has_input else None
         self.layer_scale = jnp.ones(1) if config.has_layer_scale else None
+        crosses, cross_key = config.has_cross_attention, jax.random.fold_in(key, 2)
+        self.cross_norm = make() if crosses else None
+        self.cross_attention = make_attention(config, cross_key) if crosses else None
         self.dropout = eqx.nn.Dropout(config.residual_dropout)
         self.sums_norms = config.norm_places == "sum"
         self.is_parallel, self.residual_scale = config.is_parallel, config.residual_scale
@@ -200,7 +205,7 @@ class Block(eqx.Module):
             is one of each.
         - `counts`: False for padding, which experts do not count and a mixer does not see; None for all.
         - `bias`: added to attention scores; None for none.
-        - `memory`: passed to `between`.
+        - `memory`: what a cross-attention attends to, and the mask of its rows. With a cache, its keys and values are there.
         - `layer_input`: the second embedding of the layer, if it has one.
         """
         x, cache, layer, routing = carry
@@ -231,7 +236,7 @@ class Block(eqx.Module):
             if mixed is not None:
                 mixed = self._scaled(apply(self.attention_post_norm, mixed), keys[1])
                 x = x if self.is_parallel else after(self.attention_norm, x + mixed)
-        x, routed = self.between(x, cache, *memory, key=key), None
+        x, routed = self._attend_memory(x, cache, *memory, key=key), None
         if self.mlp is not None:
             with jax.named_scope("mlp"):
                 shares_norm = self.attention_norm is not None and self.mlp_norm is None
@@ -250,10 +255,22 @@ class Block(eqx.Module):
             routing = jax.tree.map(jnp.add, routing, routed)
         return x, cache, None if layer is None else layer + 1, routing
 
-    def between(self, x: Float[Array, "seq d"], cache: Any, *memory: Any, key: Any) -> Float[Array, "seq d"]:
-        """Returns the residual stream between attention and MLP. A subclass may add a cross-attention."""
-        del cache, memory, key
-        return x
+    def _attend_memory(self, x: Float[Array, "seq d"], cache: Any, *memory: Any, key: Any) -> Float[Array, "seq d"]:
+        """Returns the residual stream after the cross-attention, if there is one."""
+        if self.cross_attention is None:
+            return x
+        values, mask = memory if cache is None else (None, cache.memory_mask)
+        mask = None if mask is None else mask[None]
+        keys = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 1))
+        with jax.named_scope("cross_attention"):
+            pairs = self.project_memory(values) if cache is None else cache.read_memory()
+            mixed = self.cross_attention.attend_memory(apply(self.cross_norm, x), pairs, mask=mask, key=keys[0])
+            return x + self.dropout(mixed, key=keys[1])
+
+    def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
+        """Returns the keys and values for the cross-attention."""
+        assert self.cross_attention is not None and memory is not None
+        return self.cross_attention.project_memory(memory)
 
     def _compute(
         self, x: Float[Array, "seq d"], stream: Float[Array, "seq d"], counts: Bool[Array, " seq"] | None
@@ -268,7 +285,7 @@ class Block(eqx.Module):
         return times(x, self.residual_scale)
 
 
-def _experts(config: CausalLMConfig, key: PRNGKeyArray) -> MixtureOfExperts:
+def _experts(config: DecoderConfig, key: PRNGKeyArray) -> MixtureOfExperts:
     return MixtureOfExperts(
         config.d_model,
         config.expert,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from ..nn import Cache, embed, linear, normal_embedding, normal_linear
 from ._block import Block, Carry
-from ._config import CausalLMConfig
+from ._config import DecoderConfig
 from ._layers import Layers, different
 
 
@@ -30,11 +30,11 @@ class Blocks(eqx.Module):
     places: tuple[tuple[int, int, int, int, int], ...] | None = eqx.field(static=True, default=None)
 
     @classmethod
-    def of_kinds(cls, config: CausalLMConfig, layers: Layers, block_class: type[Block], *, key: PRNGKeyArray) -> "Blocks":
+    def of_kinds(cls, config: DecoderConfig, layers: Layers, *, key: PRNGKeyArray) -> "Blocks":
         """Returns the first layers of a stack, which the others repeat."""
         kinds = layers.kinds[: layers.period]
         keys = jax.random.split(key, len(kinds))
-        blocks = tuple(block_class(config, kind=kind, key=key) for kind, key in zip(kinds, keys, strict=True))
+        blocks = tuple(Block(config, kind=kind, key=key) for kind, key in zip(kinds, keys, strict=True))
         masks, angles = (different(values)[1][layers.first :] for values in (config.windows, config.ropes))
         stores = [kind.store for kind in kinds]
         places = (
@@ -79,7 +79,7 @@ class LayerInputs(eqx.Module):
     norm: eqx.nn.RMSNorm
     n_layers: int = eqx.field(static=True)
 
-    def __init__(self, config: CausalLMConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: DecoderConfig, *, key: PRNGKeyArray):
         size, std, self.n_layers = config.d_layer_input, config.init_std, config.n_layers
         n_rows = config.vocab_size if config.n_layer_inputs is None else config.n_layer_inputs
         embedding_key, projection_key = jax.random.split(key)

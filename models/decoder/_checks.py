@@ -10,7 +10,7 @@ from ._layers import check_kinds
 
 
 def check_values(config: Any) -> None:
-    """Raises ValueError for values of a `CausalLMConfig` that no decoder has."""
+    """Raises ValueError for values of a `DecoderConfig` that no decoder has."""
     optional = ("d_mlp", "n_kv_heads", "head_size", "window", "d_embedding", "d_expert", "n_classes")
     optional = (*optional, "latent_size", "query_latent_size", *(["n_experts"] if config.n_chosen else []))
     check_sizes(config, "vocab_size", "n_positions", "d_model", "n_layers", "n_heads")

@@ -1,4 +1,4 @@
-"""`CausalLMConfig`: the values of a decoder. They say all that differs between families."""
+"""`DecoderConfig`: the values of a decoder. They say all that differs between families."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ from ._layers import kinds_of, period_of
 from ._names import Names
 from ._rows import ROWS
 
-Self = TypeVar("Self", bound="CausalLMConfig")
+Self = TypeVar("Self", bound="DecoderConfig")
 
 _FREE = {"remat", "generation", "extra"}  # fields that are not in `config.json`
 
 
 @dataclass(frozen=True)
-class CausalLMConfig(FolderConfig):
+class DecoderConfig(FolderConfig):
     """The sizes of a decoder, and everything else that differs between families. The defaults here are LLaMA's.
 
     A family's config has other defaults. Fields that the family's `config.json` has no key for are the same in each of its
@@ -117,6 +117,7 @@ class CausalLMConfig(FolderConfig):
     - `head_bias`: whether the output head has a bias.
     - `logit_divisor`, `logit_cap`: logits are divided by the first, then `cap * tanh(logit / cap)`; None for no cap.
     - `embedding_dropout`, `attention_dropout`, `residual_dropout`: dropout rates in [0, 1).
+    - `has_cross_attention`: whether each block also attends to a memory, as in a decoder of captions.
     - `n_classes`, `classifier_dropout`: the classes of a `SequenceClassifier` or `TokenClassifier`, and the dropout before
         the head of the latter; None for a language model.
     - `bos_token_id`, `eos_token_id`, `pad_token_id`: the ids of a text's first and last token, and of padding.
@@ -223,6 +224,7 @@ class CausalLMConfig(FolderConfig):
     embedding_dropout: float = 0.0
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
+    has_cross_attention: bool = False
     n_classes: int | None = None
     classifier_dropout: float = 0.1
     bos_token_id: int | None = 1
@@ -389,9 +391,9 @@ class CausalLMConfig(FolderConfig):
 
 
 @dataclass(frozen=True)
-class GPTConfig(CausalLMConfig):
+class GPTConfig(DecoderConfig):
     """The values that GPT-2 shares with other families: layer norms, and an MLP with biases and without a gate. See
-    `CausalLMConfig`."""
+    `DecoderConfig`."""
 
     d_mlp: int | None = None
     norm: str = "layer"

@@ -1,6 +1,6 @@
 """`Factors`: what a block multiplies its inputs and outputs with, beside the weights, as models trained with muP do.
 
-Factors of embeddings, attention scores, residual additions and logits are values of `CausalLMConfig` themselves.
+Factors of embeddings, attention scores, residual additions and logits are values of `DecoderConfig` themselves.
 """
 
 from dataclasses import dataclass

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..hf import Pretrained, StoredTensor, WeightMap, within
 from ..nn import linear, normal_linear
-from ._config import CausalLMConfig
-from ._model import FAMILIES, CausalLM
+from ._config import DecoderConfig
+from ._model import FAMILIES, Decoder
 
 Self = TypeVar("Self", bound="_Classifier")
 
@@ -24,17 +24,17 @@ Self = TypeVar("Self", bound="_Classifier")
 class _Classifier(Pretrained):
     """A decoder without its output head, and a linear layer."""
 
-    config_class: ClassVar[Any] = CausalLMConfig
+    config_class: ClassVar[Any] = DecoderConfig
     model_types: ClassVar[Any] = FAMILIES
     suffix: ClassVar[str] = ""  # of the names of transformers' classes
     score_bias: ClassVar[bool] = False
 
-    decoder: CausalLM
+    decoder: Decoder
     dropout: eqx.nn.Dropout
     score: eqx.nn.Linear
     config: Any = eqx.field(static=True)
 
-    def __init__(self, config: CausalLMConfig, *, decoder: CausalLM | None = None, key: PRNGKeyArray):
+    def __init__(self, config: DecoderConfig, *, decoder: Decoder | None = None, key: PRNGKeyArray):
         """**Arguments:**
 
         - `config`: that of a family, with `n_classes`.
@@ -56,7 +56,7 @@ class _Classifier(Pretrained):
         self.config = config
 
     @classmethod
-    def of(cls: type[Self], model: CausalLM, n_classes: int, *, key: PRNGKeyArray) -> Self:
+    def of(cls: type[Self], model: Decoder, n_classes: int, *, key: PRNGKeyArray) -> Self:
         """Returns a classifier of a trained language model, to be trained: for one class, a reward model.
 
         **Arguments:**
@@ -66,7 +66,7 @@ class _Classifier(Pretrained):
         return cls(replace(model.config, n_classes=n_classes), decoder=model, key=key)
 
     @classmethod
-    def config_of(cls, model_type: str) -> type[CausalLMConfig]:
+    def config_of(cls, model_type: str) -> type[DecoderConfig]:
         return FAMILIES[model_type].config_class
 
     @classmethod
@@ -144,7 +144,7 @@ class TokenClassifier(_Classifier):
         segments: Int[Array, " seq"] | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq n_classes"]:
-        """Returns the logits of each token's classes. See `CausalLM` for the arguments."""
+        """Returns the logits of each token's classes. See `Decoder` for the arguments."""
         keys = (None, None) if key is None else jax.random.split(key)
         hidden = self.decoder.hidden(ids, mask=mask, segments=segments, key=keys[0])
         with jax.named_scope("head"):

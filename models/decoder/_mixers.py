@@ -1,6 +1,6 @@
 """What a block computes across tokens: an attention, or in some layers a mixer, which keeps a state.
 
-The values of `CausalLMConfig` say what a layer has. The layers are those of `nn`; norms are here too.
+The values of `DecoderConfig` say what a layer has. The layers are those of `nn`; norms are here too.
 
 Dims: d = width of the model, heads x size = width of the queries, groups x size = width of keys and values, kernel =
 taps of a convolution.
@@ -29,13 +29,13 @@ from ..nn import (
     YarnScaling,
     normal_linear,
 )
-from ._config import CausalLMConfig
+from ._config import DecoderConfig
 from ._layers import LayerKind
 
 Norm = eqx.nn.RMSNorm | eqx.nn.LayerNorm
 
 
-def make_norm(config: CausalLMConfig, size: int) -> Norm:
+def make_norm(config: DecoderConfig, size: int) -> Norm:
     """Returns a norm of the config's kind."""
     if config.norm == "rms":
         return eqx.nn.RMSNorm(size, eps=config.norm_eps, use_bias=False)
@@ -47,12 +47,12 @@ def make_norm(config: CausalLMConfig, size: int) -> Norm:
     return eqx.nn.LayerNorm(size, eps=config.norm_eps, use_weight=has_leaves, use_bias=has_leaves and config.norm_bias)
 
 
-def residual_std(config: CausalLMConfig) -> float:
+def residual_std(config: DecoderConfig) -> float:
     """Returns the standard deviation of the initial weights that add to the residual stream, two in each block."""
     return config.init_std / (2 * config.n_layers) ** 0.5 if config.scales_residual else config.init_std
 
 
-def make_attention(config: CausalLMConfig, key: PRNGKeyArray, kind: LayerKind | None = None) -> Attention:
+def make_attention(config: DecoderConfig, key: PRNGKeyArray, kind: LayerKind | None = None) -> Attention:
     """Returns an attention with keys and values of each head.
 
     **Arguments:**
@@ -92,19 +92,19 @@ def make_attention(config: CausalLMConfig, key: PRNGKeyArray, kind: LayerKind | 
     )
 
 
-def _score_scale(config: CausalLMConfig, size: int) -> float | None:
+def _score_scale(config: DecoderConfig, size: int) -> float | None:
     """Returns the factor of scores, which that of keys is part of; None for `size ** -0.5`."""
     if config.factors.key == 1:
         return config.attention_scale
     return (size**-0.5 if config.attention_scale is None else config.attention_scale) * config.factors.key
 
 
-def _plain_norm(config: CausalLMConfig, size: int) -> eqx.nn.RMSNorm:
+def _plain_norm(config: DecoderConfig, size: int) -> eqx.nn.RMSNorm:
     """Returns an RMSNorm without a scale."""
     return eqx.nn.RMSNorm(size, eps=config.norm_eps, use_weight=False, use_bias=False)
 
 
-def make_latent_attention(config: CausalLMConfig, key: PRNGKeyArray) -> LatentAttention:
+def make_latent_attention(config: DecoderConfig, key: PRNGKeyArray) -> LatentAttention:
     """Returns an attention whose keys and values are computed from latent vectors."""
     keys = iter(jax.random.split(key, 6))
     d, heads, rank, rotary = config.d_model, config.n_heads, config.latent_size, config.shared_rotary_size
@@ -131,7 +131,7 @@ def make_latent_attention(config: CausalLMConfig, key: PRNGKeyArray) -> LatentAt
     )
 
 
-def make_delta(config: CausalLMConfig, key: PRNGKeyArray) -> GatedDelta:
+def make_delta(config: DecoderConfig, key: PRNGKeyArray) -> GatedDelta:
     """Returns a layer with a gated delta rule, whose rates of decay are drawn from U(0.01, 16)."""
     keys, heads = iter(jax.random.split(key, 11)), config.state_heads
     return GatedDelta(
@@ -142,7 +142,7 @@ def make_delta(config: CausalLMConfig, key: PRNGKeyArray) -> GatedDelta:
     )
 
 
-def make_mamba(config: CausalLMConfig, key: PRNGKeyArray) -> Mamba2:
+def make_mamba(config: DecoderConfig, key: PRNGKeyArray) -> Mamba2:
     """Returns a layer with a state space, whose rates of decay are 1, 2, 3, ..."""
     keys, heads, groups = iter(jax.random.split(key, 9)), config.state_heads, config.state_groups
     d_key, d_value = groups * config.state_size, heads * config.state_value_size
@@ -162,7 +162,7 @@ def make_mamba(config: CausalLMConfig, key: PRNGKeyArray) -> Mamba2:
     )
 
 
-def _recurrence(config: CausalLMConfig, keys: Iterator[PRNGKeyArray], projections: str) -> dict[str, Any]:
+def _recurrence(config: DecoderConfig, keys: Iterator[PRNGKeyArray], projections: str) -> dict[str, Any]:
     """Returns the fields that mixers with states share, with these projections."""
     d, std, heads, groups = config.d_model, config.init_std, config.state_heads, config.state_groups
     widths: dict[str, int] = dict.fromkeys(("query", "key"), groups * config.state_size)
@@ -175,13 +175,13 @@ def _recurrence(config: CausalLMConfig, keys: Iterator[PRNGKeyArray], projection
     return {**layers, **taps, "decay_bias": jnp.ones(heads), **sizes}
 
 
-def _output(config: CausalLMConfig, key: PRNGKeyArray) -> eqx.nn.Linear:
+def _output(config: DecoderConfig, key: PRNGKeyArray) -> eqx.nn.Linear:
     """Returns the projection of what a mixer with states computes."""
     width = config.state_heads * config.state_value_size
     return normal_linear(width, config.d_model, std=residual_std(config), use_bias=False, key=key)
 
 
-def make_conv(config: CausalLMConfig, key: PRNGKeyArray) -> ShortConv:
+def make_conv(config: DecoderConfig, key: PRNGKeyArray) -> ShortConv:
     """Returns a short convolution between two gates."""
     *keys, taps_key, output_key = jax.random.split(key, 5)
     d, std = config.d_model, config.init_std
@@ -191,12 +191,12 @@ def make_conv(config: CausalLMConfig, key: PRNGKeyArray) -> ShortConv:
     return ShortConv(value, gate_in, gate_out, taps, output)
 
 
-def make_mixer(config: CausalLMConfig, key: PRNGKeyArray) -> Recurrence | ShortConv:
+def make_mixer(config: DecoderConfig, key: PRNGKeyArray) -> Recurrence | ShortConv:
     """Returns a layer of the kind that the config has in place of some attentions."""
     return {"delta": make_delta, "mamba": make_mamba, "conv": make_conv}[config.mixer](config, key)
 
 
-def empty_states(config: CausalLMConfig, dtype: Any) -> States:
+def empty_states(config: DecoderConfig, dtype: Any) -> States:
     """Returns the states of all mixers before the first token."""
     n, kept = sum(config.mixers), config.conv_kernel - 1
     if config.mixer == "conv":

@@ -1,6 +1,6 @@
 """What every decoder computes: blocks between an embedding and an output head.
 
-The values of `CausalLMConfig` say what it has. The block is in `_block.py`; positions and the stack are those of `nn`.
+The values of `DecoderConfig` say what it has. The block is in `_block.py`; positions and the stack are those of `nn`.
 
 Dims: seq = tokens of one example, d = width of the model, embedding = width of the embedding, which commonly is d.
 """
@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from redeqx._rounding import at_least_float32
 
-from ..generation import Decoder
 from ..hf import Pretrained, WeightMap
 from ..nn import (
     Cache,
@@ -42,14 +41,14 @@ from ..nn import (
 )
 from ._block import Angles, Block, apply
 from ._blocks import Blocks, LayerInputs
-from ._config import CausalLMConfig
+from ._config import DecoderConfig
 from ._layers import different, layers_of
 from ._mixers import Norm, empty_states, make_norm
 
-FAMILIES: dict[str, type["CausalLM"]] = {}  # by `model_type`
+FAMILIES: dict[str, type["Decoder"]] = {}  # by `model_type`
 
 
-class CausalLM(Decoder, Pretrained):
+class Decoder(Pretrained):
     """A decoder, from token ids to the logits of each next token. Call it on one example; `jax.vmap` it over a batch.
 
     ```python
@@ -60,8 +59,7 @@ class CausalLM(Decoder, Pretrained):
     A key is needed only for a config with dropout. `eqx.nn.inference_mode(model)` turns dropout off.
     """
 
-    config_class: ClassVar[type[CausalLMConfig]] = CausalLMConfig
-    block_class: ClassVar[type[Block]] = Block
+    config_class: ClassVar[type[DecoderConfig]] = DecoderConfig
 
     embedding: eqx.nn.Embedding
     project_in: eqx.nn.Linear | None  # None if the embedding has the model's width
@@ -85,7 +83,7 @@ class CausalLM(Decoder, Pretrained):
             cls.architectures = (cls.config_class.architecture, cls.config_class.base_architecture())
         FAMILIES.setdefault(cls.config_class.model_type, cls)
 
-    def __init__(self, config: CausalLMConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: DecoderConfig, *, key: PRNGKeyArray):
         """**Arguments:**
 
         - `config`: the sizes and dropout rates.
@@ -120,13 +118,13 @@ class CausalLM(Decoder, Pretrained):
         self.config = config
 
     @classmethod
-    def _stack(cls, config: CausalLMConfig, first: int, n_layers: int, key: PRNGKeyArray, **options: bool) -> Stack[Any]:
+    def _stack(cls, config: DecoderConfig, first: int, n_layers: int, key: PRNGKeyArray, **options: bool) -> Stack[Any]:
         """Returns the stack of some layers. Layers of several kinds are a stack of the smallest group that repeats."""
         kinds = config.kinds(first, n_layers)
 
         def make(part: str, key: PRNGKeyArray) -> Block:
             own: dict[str, Any] = options if part == "attention" else {**options, "part": part}
-            return cls.block_class(config, **own, key=key)
+            return Block(config, **own, key=key)
 
         def make_group(key: PRNGKeyArray) -> Blocks:
             keys = jax.random.split(key, len(kinds))
@@ -137,17 +135,65 @@ class CausalLM(Decoder, Pretrained):
         return Stack(make_group, n_layers // len(kinds), key=key)
 
     @classmethod
-    def _stacks_of_kinds(cls, config: CausalLMConfig, *keys: PRNGKeyArray) -> tuple[Stack[Any] | None, Stack[Any]]:
+    def _stacks_of_kinds(cls, config: DecoderConfig, *keys: PRNGKeyArray) -> tuple[Stack[Any] | None, Stack[Any]]:
         """Returns the stacks of layers with attentions of several kinds."""
         of = {
             layers.field: Stack(
-                lambda key, layers=layers: Blocks.of_kinds(config, layers, cls.block_class, key=key),
+                lambda key, layers=layers: Blocks.of_kinds(config, layers, key=key),
                 len(layers.kinds) // layers.period,
                 key=stack_key,
             )
             for layers, stack_key in zip(layers_of(config)[::-1], keys, strict=False)
         }
         return of.get("first"), of["stack"]
+
+    def __call__(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
+        memory: Float[Array, "memory d"] | None = None,
+        memory_mask: Bool[Array, " memory"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq vocab"]:
+        """Returns the logits of the token that follows each of `ids`, given that token and all before it.
+
+        **Arguments:**
+
+        - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
+        - `mask`: True for tokens, False for padding on either side; None if all are tokens. Positions count tokens only.
+        - `segments`: the segments of a packed row, as `redeqx.data.pack` returns them, in place of a mask. A token attends
+            to its own segment only, positions start again in each, and each may have `n_positions` tokens.
+        - `memory`, `memory_mask`: the sequence for cross-attentions, and True for its rows that are attended to; None if
+            there are no cross-attentions.
+        - `key`: for dropout; not needed in inference.
+
+        Raises ValueError if there are more ids than positions, for a mask or a memory together with segments, and for a
+        memory without cross-attentions or the reverse.
+        """
+        masks = {"mask": mask, "segments": segments, "memory": memory, "memory_mask": memory_mask}
+        return self.logits(self.hidden(ids, **masks, key=key))
+
+    def hidden(
+        self,
+        ids: Int[Array, " seq"],
+        *,
+        mask: Bool[Array, " seq"] | None = None,
+        segments: Int[Array, " seq"] | None = None,
+        memory: Float[Array, "memory d"] | None = None,
+        memory_mask: Bool[Array, " memory"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq embedding"]:
+        """Returns the input of `logits`: the residual stream after all blocks and the final norm. See `__call__` for the
+        arguments."""
+        self._check(ids, mask, segments)
+        self._check_memory(memory)
+        if segments is not None and memory is not None:
+            raise ValueError(
+                f"`segments`: expected None with a memory, got {list(segments.shape)}. Pass one text with its memory."
+            )
+        return self._run(ids, mask, None, key, segments, memory, memory_mask)[0]
 
     def logits(self, hidden: Float[Array, "*dims embedding"]) -> Float[Array, "*dims vocab"]:
         """Returns the logits of the next tokens, from hidden states.
@@ -178,9 +224,7 @@ class CausalLM(Decoder, Pretrained):
         """
         if not self.config.has_experts:
             raise ValueError("`routed`: expected a model with experts, got layers without. Call its `hidden`.")
-        check_segments(segments, mask, len(ids))
-        if segments is None:
-            check_length("ids", len(ids), self.config.n_positions)
+        self._check(ids, mask, segments)
         hidden, _, routing = self._run_all(ids, mask, None, key, segments)
         assert routing is not None
         return hidden, routing
@@ -197,9 +241,22 @@ class CausalLM(Decoder, Pretrained):
         cache. See `__call__` for the other arguments; `cache.begin` was called, and `end` is left to the caller."""
         return self._run(embedded, mask, cache, key)
 
-    def _run(self, ids, mask, cache, key, segments=None) -> tuple[Float[Array, "seq embedding"], Any]:
+    def _check(self, ids: Array, mask: Array | None, segments: Array | None) -> None:
+        check_segments(segments, mask, len(ids))
+        if segments is None:
+            check_length("ids", len(ids), self.config.n_positions)
+
+    def _check_memory(self, memory: Array | None) -> None:
+        if (memory is not None) != self.config.has_cross_attention:
+            wanted, got = "one" if memory is None else "None", "None" if memory is None else memory.shape
+            raise ValueError(
+                f"`memory`: expected {wanted} with `has_cross_attention`={self.config.has_cross_attention}, got {got}. "
+                "Change one of the two."
+            )
+
+    def _run(self, ids, mask, cache, key, segments=None, *memory) -> tuple[Float[Array, "seq embedding"], Any]:
         if cache is None or not cache.is_paired:
-            return self._run_all(ids, mask, cache, key, segments)[:2]
+            return self._run_all(ids, mask, cache, key, segments, *memory)[:2]
         n_original = self.config.rope_scaling.n_original
         if mask is None and len(ids) > n_original:  # from here on, the text is long
             return self._run_all(ids, mask, cache.second(), key)[:2]
@@ -308,34 +365,54 @@ class CausalLM(Decoder, Pretrained):
         zero = jnp.zeros((), at_least_float32(self.embedding.weight.dtype))
         return Routing(*[zero] * 6)
 
-    def init_cache(self, length: int) -> Cache:
-        """Returns an empty cache for one example. See `Decoder.init_cache`."""
-        cache, scaling = self._empty_cache(length), self.config.rope_scaling
-        return cache.paired() if isinstance(scaling, LongScaling) and length > scaling.n_original else cache
+    def init_cache(
+        self,
+        length: int,
+        memory: Float[Array, "memory d"] | None = None,
+        memory_mask: Bool[Array, " memory"] | None = None,
+    ) -> Cache:
+        """Returns an empty cache for one example of at most `length` tokens, including padding. The keys and values of a
+        memory are computed here.
 
-    def _empty_cache(self, length: int) -> Cache:
-        config = self.config
+        Raises ValueError if `length` exceeds the number of positions, for a model that does not generate, and for a memory
+        as a call does.
+        """
+        self._check_memory(memory)
+        config, dtype, scaling = self.config, self.embedding.weight.dtype, self.config.rope_scaling
         if not config.is_causal:
             raise ValueError("`is_causal`: expected True to generate, got False. Call `hidden`, or a `SentenceEncoder`.")
+        check_length("length", length, config.n_positions)
         if config.by_kind:
-            check_length("length", length, config.n_positions)
             own = layers_of(config)[0].kinds
             stores = [[kind for kind in own if kind.store == i] for i in range(1 + max(kind.store for kind in own))]
             sizes = [(len(kinds), kinds[0].groups, kinds[0].size) for kinds in stores]
-            return Cache.of_kinds(sizes, length, self.embedding.weight.dtype)
-        dtype = self.embedding.weight.dtype
-        if config.latent_size is None and not any(config.mixers):
-            return super().init_cache(length)
-        check_length("length", length, config.n_positions)
-        if config.latent_size is not None:
+            cache = Cache.of_kinds(sizes, length, dtype)
+        elif config.latent_size is not None:
             size = config.latent_size + config.shared_rotary_size
-            return Cache.empty(config.n_layers, length, 1, size, dtype, value_size=0)
-        cache = Cache.empty(config.n_attentions, length, *self._kv_heads, dtype)
-        return eqx.tree_at(lambda c: c.states, cache, empty_states(config, dtype), is_leaf=lambda x: x is None)
+            cache = Cache.empty(config.n_layers, length, 1, size, dtype, value_size=0)
+        else:
+            cache = Cache.empty(config.n_attentions, length, config.groups, config.size, dtype)
+        if any(config.mixers):
+            cache = eqx.tree_at(lambda c: c.states, cache, empty_states(config, dtype), is_leaf=lambda x: x is None)
+        if memory is not None:
+            pairs = self.stack.map(lambda block: block.project_memory(memory))
+            cache = replace(cache, memory=pairs, memory_mask=memory_mask)
+        return cache.paired() if isinstance(scaling, LongScaling) and length > scaling.n_original else cache
 
-    @property
-    def _kv_heads(self) -> tuple[int, int]:
-        return self.config.groups, self.config.size
+    def decode(
+        self, ids: Int[Array, " seq"], cache: Cache, *, mask: Bool[Array, " seq"] | None = None, every: bool = False
+    ) -> tuple[Float[Array, "*seq vocab"], Cache]:
+        """Continues the sequence in the cache with `ids`: the logits of the token that follows, and the updated cache.
+
+        **Arguments:**
+
+        - `ids`, `mask`: as for a call, but with padding on the left only, so that the last id is a token.
+        - `every`: whether to return the logits of the tokens that follow each of `ids`, as a call does.
+        """
+        (seq,) = ids.shape
+        cache = cache.begin(jnp.ones(seq, bool) if mask is None else mask)
+        hidden, cache = self._run(ids, mask, cache, None)
+        return self.logits(hidden if every else hidden[-1]), cache.end(seq)
 
     @classmethod
     def architecture(cls, config: Any) -> str:

@@ -1,4 +1,4 @@
-"""`Decoder` and `EncoderDecoder`: the call and the cached decoding of all language models.
+"""`EncoderDecoder`: the call and the cached decoding of all models from one sequence to another.
 
 A family's file defines its embedding, blocks and output head. `generate` uses `encode`, `init_cache` and `decode`.
 """
@@ -14,98 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
 from ..nn import Cache, causal_mask, check_length, check_segments, embed, token_mask
 
 NO_LABEL = -100  # labels with this value are ignored
-
-
-class Decoder(eqx.Module):
-    """A causal language model. A family defines its fields, `_run` and `logits`.
-
-    The config must have `n_positions`, `n_layers`, `n_heads` and `d_model`.
-    """
-
-    config: eqx.AbstractVar[Any]
-    embedding: eqx.AbstractVar[eqx.nn.Embedding]
-
-    def __call__(
-        self,
-        ids: Int[Array, " seq"],
-        *,
-        mask: Bool[Array, " seq"] | None = None,
-        segments: Int[Array, " seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "seq vocab"]:
-        """Returns the logits of the token that follows each of `ids`, given that token and all before it.
-
-        **Arguments:**
-
-        - `ids`: token ids below `vocab_size`, at most `n_positions` of them.
-        - `mask`: True for tokens, False for padding on either side; None if all are tokens. Positions count tokens only.
-        - `segments`: the segments of a packed row, as `redeqx.data.pack` returns them, in place of a mask. A token attends
-            to its own segment only, positions start again in each, and each may have `n_positions` tokens.
-        - `key`: for dropout; not needed in inference.
-
-        Raises ValueError if there are more ids than positions, and for a mask together with segments.
-        """
-        return self.logits(self.hidden(ids, mask=mask, segments=segments, key=key))
-
-    def hidden(
-        self,
-        ids: Int[Array, " seq"],
-        *,
-        mask: Bool[Array, " seq"] | None = None,
-        segments: Int[Array, " seq"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "seq d"]:
-        """Returns the input of `logits`: the residual stream after all blocks and the final norm. See `__call__` for the
-        arguments."""
-        check_segments(segments, mask, len(ids))
-        if segments is None:
-            check_length("ids", len(ids), self.config.n_positions)
-        return self._run(ids, mask, None, key, segments)[0]
-
-    @abstractmethod
-    def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
-        """Returns the logits of the next tokens, from hidden states."""
-
-    def init_cache(self, length: int) -> Cache:
-        """Returns an empty cache for one example of at most `length` tokens, including padding.
-
-        Raises ValueError if `length` exceeds the number of positions.
-        """
-        check_length("length", length, self.config.n_positions)
-        n_kv_heads, size = self._kv_heads
-        return Cache.empty(self.config.n_layers, length, n_kv_heads, size, self.embedding.weight.dtype)
-
-    def decode(
-        self, ids: Int[Array, " seq"], cache: Cache, *, mask: Bool[Array, " seq"] | None = None, every: bool = False
-    ) -> tuple[Float[Array, "*seq vocab"], Cache]:
-        """Continues the sequence in the cache with `ids`: the logits of the token that follows, and the updated cache.
-
-        **Arguments:**
-
-        - `ids`, `mask`: as for a call, but with padding on the left only, so that the last id is a token.
-        - `every`: whether to return the logits of the tokens that follow each of `ids`, as a call does.
-        """
-        (seq,) = ids.shape
-        cache = cache.begin(jnp.ones(seq, bool) if mask is None else mask)
-        hidden, cache = self._run(ids, mask, cache, None)
-        return self.logits(hidden if every else hidden[-1]), cache.end(seq)
-
-    @property
-    def _kv_heads(self) -> tuple[int, int]:
-        """The number of key and value heads, and the width of a head."""
-        return self.config.n_heads, self.config.d_model // self.config.n_heads
-
-    @abstractmethod
-    def _run(
-        self,
-        ids: Int[Array, " seq"],
-        mask: Bool[Array, " seq"] | None,
-        cache: Any,
-        key: PRNGKeyArray | None,
-        segments: Int[Array, " seq"] | None = None,
-    ) -> tuple[Float[Array, "seq d"], Any]:
-        """Returns the hidden states of `ids` after all blocks, and the cache that the blocks have written to. The caller has
-        called `cache.begin`."""
 
 
 class EncoderDecoder(eqx.Module):

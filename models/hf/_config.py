@@ -53,7 +53,6 @@ class Field(Row):
     - `load`: a function of the value and the known fields that returns the field.
     - `save`: a function of the config that returns the value.
     - `is_written`: whether the key is written. Keys of old files are not.
-    - `only_for`: the model types that have the key; None for all.
     """
 
     key: str
@@ -65,7 +64,6 @@ class Field(Row):
     load: Callable[[Any, Mapping[str, Any]], Any] = lambda value, known: value
     save: Callable[[Any], Any] | None = None
     is_written: bool = True
-    only_for: tuple[str, ...] | None = None
 
     @property
     def field(self) -> str:
@@ -76,8 +74,6 @@ class Field(Row):
         return {self.field: self.key} if self.is_written else {}
 
     def read(self, reader: ConfigReader, known: Mapping[str, Any]) -> dict[str, Any]:
-        if self.only_for is not None and known["model_type"] not in self.only_for:
-            return {}
         default = known[self.field] if self.default is _UNSET else _resolve(self.default, known)
         if self.null is not _UNSET and reader.has(self.key):
             default = _resolve(self.null, known)
@@ -85,7 +81,7 @@ class Field(Row):
         return {self.field: self.load(value, known)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        if not self.is_written or (self.only_for is not None and config.model_type not in self.only_for):
+        if not self.is_written:
             return {}
         value = getattr(config, self.field) if self.save is None else self.save(config)
         return {self.key: list(value) if isinstance(value, tuple) else value}

@@ -15,7 +15,7 @@ from redeqx.models._families import MODELS
 from redeqx.models.bamba import Bamba
 from redeqx.models.bloom import Bloom
 from redeqx.models.cohere import Cohere, Cohere2
-from redeqx.models.decoder import CausalLM, Factors, SequenceClassifier, TokenClassifier
+from redeqx.models.decoder import Decoder, Factors, SequenceClassifier, TokenClassifier
 from redeqx.models.deepseek import DeepseekV2
 from redeqx.models.deepseek_v3 import DeepseekV3, DeepseekV3Config
 from redeqx.models.dots import Dots1Config
@@ -57,7 +57,7 @@ from tests.models.families._case import assert_equal, fill, is_shape, outputs, r
 from tests.models.families._decoders import CASES, GOLDEN, HEADED, LONG
 from tests.models.families._table import END, README, START, table
 
-FAMILIES = [cls for cls in MODELS if issubclass(cls, CausalLM)]
+FAMILIES = [cls for cls in MODELS if issubclass(cls, Decoder)]
 
 
 # Each has something that no other has. The others are in the sweep.

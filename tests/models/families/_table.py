@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from redeqx.models._families import MODELS
-from redeqx.models.decoder import CausalLM, CausalLMConfig
+from redeqx.models.decoder import Decoder, DecoderConfig
 from redeqx.models.hf import Only
 
 README = Path(__file__).parents[3] / "models" / "README.md"
@@ -29,7 +29,7 @@ def table():
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for cls in MODELS:
-        if not issubclass(cls, CausalLM):
+        if not issubclass(cls, Decoder):
             continue
         config = cls.config_class
         module = cls.__module__.rpartition(".")[2]
@@ -47,8 +47,8 @@ def table():
 
 def _values(config):
     """Returns the values that all models of a family have, or can have, where LLaMA has another one."""
-    usual = {field.name: field.default for field in dataclasses.fields(CausalLMConfig)}
-    held = {name for row in CausalLMConfig.rows for name in row.keys}
+    usual = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
+    held = {name for row in DecoderConfig.rows for name in row.keys}
     own = {field.name: field.default for field in dataclasses.fields(config) if field.name not in held}
     options = {name for row in config.rows for name in row.keys} - held - {"attention_bias", "mlp_bias"}
     fixed = {name for name, value in own.items() if value != usual.get(name)}
