@@ -69,7 +69,7 @@ def plan_rules(
     - `measures`: whether it becomes known what loops save at each level of recomputation.
     """
     mesh, names, is_trained = plan.mesh, structure.weights, role == "training"
-    n_weights = len(names)
+    n_weights, is_cpu = len(names), mesh.devices.flat[0].platform == "cpu"
     splits, specs = tuple(map(plan.model_dim, names)), list(map(plan.spec_in_use, names))
     every = [Shardings(plan.sharding(name), sharding_of(spec, mesh), name) for name, spec in zip(names, specs, strict=True)]
     has_loss = role in ("training", "evaluation")
@@ -86,7 +86,7 @@ def plan_rules(
     given = inputs if around else None  # else no other rule searches for positions
     fixes = FixConvolutions(mesh, role != "prediction"), FixPads(mesh), FixPools(mesh), FixLookups(mesh)
     in_fp8, summed_in = compute.precision.in_fp8, compute.precision.summed_in
-    products = WeightProducts(n_weights, in_fp8, summed_in, emulated=mesh.devices.flat[0].platform == "cpu")
+    products = WeightProducts(n_weights, in_fp8, summed_in, emulated=is_cpu, narrow=is_cpu and is_trained)
     rules: list[Rule | None] = [
         *(replace(rule, of_loops=True) for rule in around),
         StackBlocks([effective_specs(plan, name) for name in names]) if has_loss and compute.stacks_on(mesh) else None,

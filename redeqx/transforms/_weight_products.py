@@ -1,6 +1,6 @@
-"""Products with weights: in fp8, and with gradients that are summed in a wider dtype.
+"""Products with weights: in fp8, and with gradients that are summed in a wider dtype, or computed by narrow transposes.
 
-Both are optional, and work for any model.
+All three are optional, and work for any model.
 
 **fp8**: both operands of a product are scaled and cast: activations and weights to e4m3, gradients to e5m2, in the forward
 and the backward pass. Each scale is the largest power of two with which the operand's largest entry fits. Products are
@@ -11,6 +11,16 @@ logits; those of attention; batched and grouped ones; and those with a side that
 **Wide gradients**: the gradient of a weight is a sum over the rows of all devices. JAX computes it in the weight's compute
 dtype, so devices add bfloat16 values. Here products, gathers and broadcasts of weights sum it in a wider dtype, over rows
 and over devices, and round once. Convolutions and grouped matmuls are unchanged.
+
+**Narrow transposes**: the gradient of a weight is a product of the layer's input `[rows, in]` and its output's gradient
+`[rows, out]`, contracted over rows. XLA for CPUs multiplies `[m, k]` by `[k, n]`, so it first copies one factor to a
+transpose: the one whose dim comes first in the weight as it is stored. For an output head `[vocab, d]` that is the gradient
+of all logits. Instead the transpose of the weight's gradient is computed if that moves fewer numbers, its own transpose
+included. XLA would undo this, as the transpose of a product is the product of swapped factors; a barrier prevents it. GPUs
+and TPUs transpose within their products. Where the wide factor is larger than the processor's caches, as the 64 MiB of
+gradients of GPT-2's head with 8192 tokens, that gradient takes 0.66 of the processor time by itself, and a step with six
+layers 0.91. The 12 MiB of an MLP gain 3 % by themselves, and nothing that could be measured in a loss
+(`tests/benchmarks/README.md`; jax 0.10.2; 2026-11-26).
 
 Source: FP8 formats (arXiv:2209.05433); first and last products as in DeepSeek-V3 (arXiv:2412.19437); scales that are powers
 of two as in the MX formats (arXiv:2310.10537). Cost of fp8: a pass over each operand for its largest entry, and an
@@ -27,7 +37,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..dims import Related, repeats
-from ..tracing import BY_WEIGHT, SPREAD, Rule, Site, WeightUses, entered, fold, plain, run
+from ..tracing import BY_WEIGHT, SPREAD, Rule, Site, WeightUses, entered, equations, fold, n_bytes, plain, run
 from ._gather import gather_without_derivative
 
 _E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -36,7 +46,7 @@ _TILE = 16  # cuBLAS multiplies fp8 matrices whose sides are multiples of this
 
 @dataclass(frozen=True)
 class WeightProducts(Rule):
-    """Multiplies with weights in fp8, and sums their gradients in a wider dtype.
+    """Multiplies with weights in fp8, sums their gradients in a wider dtype, or computes these by narrow transposes.
 
     **Arguments:**
 
@@ -45,20 +55,42 @@ class WeightProducts(Rule):
     - `gradients`: the dtype in which the gradients of weights with a narrower dtype are summed; None for the weights' dtype.
     - `emulated`: whether to multiply the rounded operands in float32, with the same results. CPUs need this: XLA has no fp8
         product for them, and none of bfloat16 with sums in float32.
+    - `narrow`: whether to transpose the narrower factor of other gradients of weights.
+    - `min_bytes`: the least size of a wide factor that must not be transposed.
     """
 
     n_weights: int
     fp8: bool = False
     gradients: Any = None
     emulated: bool = False
+    narrow: bool = False
+    min_bytes: int = 2**25
     uses: Any = None  # the `WeightUses` of one function
 
     def of(self, closed: Any) -> Rule | None:
-        is_needed = self.fp8 or self.gradients is not None
+        is_needed = self.fp8 or self.gradients is not None or any(map(self._is_large, equations(closed)))
         return replace(self, uses=WeightUses(closed, self.n_weights)) if is_needed else None
 
     def claims(self, eqn: Any) -> bool:
-        return self._widens(eqn) or (self.fp8 and _is_for_fp8(eqn, self.uses))
+        return self._widens(eqn) or (self.fp8 and _is_for_fp8(eqn, self.uses)) or self._narrows(eqn)
+
+    def _is_large(self, eqn: Any) -> bool:
+        is_product = self.narrow and eqn.primitive.name == "dot_general"
+        return is_product and any(n_bytes(atom) >= self.min_bytes for atom in (*eqn.invars, *eqn.outvars))
+
+    def _narrows(self, eqn: Any) -> bool:
+        """Whether an equation is a product with a matrix, all of one dtype, whose wider factor is large."""
+        side = self.uses.side(eqn) if self._is_large(eqn) else None
+        if side is None:
+            return False
+        contracted, batched = eqn.params["dimension_numbers"]
+        weight, other = (eqn.invars[i].aval for i in (side, 1 - side))
+        is_matrix = not any(batched) and len(contracted[side]) == 1 and weight.ndim == 2 and weight.size
+        if not is_matrix or len({var.aval.dtype for var in (*eqn.invars, *eqn.outvars)}) > 1:
+            return False
+        n_rows = other.size // weight.shape[contracted[side][0]]
+        is_large = n_rows * max(weight.shape) * weight.dtype.itemsize >= self.min_bytes
+        return is_large and n_rows * abs(weight.shape[0] - weight.shape[1]) > weight.size
 
     def _widens(self, eqn: Any) -> bool:
         """Whether the gradient of an equation's weight is summed in a wider dtype than the weight's."""
@@ -80,7 +112,8 @@ class WeightProducts(Rule):
         dtype = self.gradients if widens else weight.dtype  # in which the weight's gradient is summed
         if eqn.primitive.name == "dot_general":
             in_fp8 = self.fp8 and _is_for_fp8(eqn, self.uses)
-            return run_instead(eqn, _product(eqn, side, dtype, store, in_fp8=in_fp8, emulated=self.emulated), values)
+            options = {"in_fp8": in_fp8, "emulated": self.emulated, "narrow": not (widens or in_fp8)}
+            return run_instead(eqn, _product(eqn, side, dtype, store, **options), values)
         if eqn.primitive.name in SPREAD:  # the implicit broadcast, then the equation
             shape = eqn.outvars[0].aval.shape
             values[side] = _linear(weight, lambda w: jnp.broadcast_to(w, shape), dtype, store)(weight)
@@ -181,7 +214,9 @@ def _multiply(lhs: _Scaled, rhs: _Scaled, dims: Any, precision: Any, dtype: Any,
     return out if dtype is None else out.astype(dtype)
 
 
-def _product(eqn: Any, side: int, dtype: Any, store: Callable[[Array], Array], *, in_fp8: bool, emulated: bool) -> Any:
+def _product(
+    eqn: Any, side: int, dtype: Any, store: Callable[[Array], Array], *, in_fp8: bool, emulated: bool, narrow: bool
+) -> Any:
     """Returns the product of an equation as a function with a custom derivative. Operand `side` is the weight. Its gradient
     is summed in `dtype`, and `store` reshards it to the storage sharding."""
     out_dtype, avals, related = eqn.outvars[0].aval.dtype, [var.aval for var in eqn.invars], Related(eqn)
@@ -204,9 +239,13 @@ def _product(eqn: Any, side: int, dtype: Any, store: Callable[[Array], Array], *
         for i, (aval, other) in enumerate(zip(avals, reversed(operands), strict=True)):
             own = aval.dtype if in_fp8 else eqn.params["preferred_element_type"]
             summed_in = dtype if i == side else own
-            dims, order = _gradient_dims(related, i)
+            factors, (dims, order) = (g_scaled, other), _gradient_dims(related, i)
+            is_narrow = narrow and i == side
+            if is_narrow and aval.shape[order[0]] > aval.shape[order[1]]:  # more outputs than inputs
+                factors, dims, order = factors[::-1], tuple(each[::-1] for each in dims), order[::-1]
             is_emulated = emulated and (in_fp8 or summed_in != aval.dtype)
-            grad = jax.lax.transpose(_multiply(g_scaled, other, dims, precision, summed_in, emulated=is_emulated), order)
+            grad = _multiply(*factors, dims, precision, summed_in, emulated=is_emulated)
+            grad = jax.lax.transpose(jax.lax.optimization_barrier(grad) if is_narrow else grad, order)
             grads.append((store(grad) if i == side else grad).astype(aval.dtype))
         return tuple(grads)
 
