@@ -105,4 +105,5 @@ def test_remat_inside_a_jit_counts_as_remat_of_the_loop():
         return jax.make_jaxpr(lambda x: jax.lax.scan(step, x, length=3))(jnp.ones(2)).jaxpr.eqns[-1]
 
     bodies = [jnp.sin, jax.jit(jnp.sin), jax.checkpoint(jnp.sin), jax.jit(jax.checkpoint(jnp.sin))]
-    assert [RematLoops().claims(loop(body)) for body in bodies] == [True, True, False, False]
+    rule = RematLoops().of(None)
+    assert [rule.claims(loop(body)) for body in bodies] == [True, True, False, False]
