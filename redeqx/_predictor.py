@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -13,7 +14,7 @@ from jaxtyping import PRNGKeyArray
 
 from ._deployer import Deployer
 from ._load import Saved
-from ._tree import PyTree, array_leaves, is_array_like
+from ._tree import PyTree, array_leaves, as_bare_shapes, is_array_like
 from .data import (
     BatchSize,
     Group,
@@ -42,10 +43,11 @@ from .errors import (
     check_state,
     check_type,
     filter_traceback,
+    warn,
     with_batch_note,
 )
 from .machine import dry, n_batch_shards, put, replicated, split_rows, xla_settings
-from .partition import Plan, check_plan, place
+from .partition import Plan, check_plan, describe_positions, make_plan, place
 from .steps import (
     Compute,
     Precision,
@@ -55,13 +57,13 @@ from .steps import (
     make_predict_step,
     placed_shape,
     placed_shapes,
-    plan_prediction,
     prediction,
     row_span,
     weak_types,
     with_weak_types,
 )
 from .storage import Location
+from .tracing import Trace
 from .training import CalledSteps, Engine
 
 
@@ -326,10 +328,20 @@ class Predictor(RedcoNames):
         return *self._placed, plan
 
     def _make_plan(self, model: PyTree, state: PyTree, batch: PyTree) -> Plan:
-        """Returns the plan of a model, by the trace of `pred_fn` for the shapes of a batch."""
-        structure = Structure.of(model)
+        """Returns the plan of a model, by the trace of `pred_fn` for the shapes of a batch; issues the plan's warnings."""
+        structure, leaves, mesh = Structure.of(model), jax.tree.leaves(state), self._deployer.mesh
         predict = self._prediction(structure, state)
-        return plan_prediction(model, self._deployer.mesh, structure, predict, jax.tree.leaves(state), batch)
+
+        def of_model(model: PyTree, *rest: Any) -> PyTree:
+            trained, frozen = structure.take(model)
+            return predict([*trained, *frozen], *rest)
+
+        trace = Trace.of(of_model, model, *as_bare_shapes((leaves, batch)), jax.eval_shape(lambda: jax.random.key(0)))
+        plan = make_plan(model, mesh, trace=trace)
+        for message in plan.warnings:
+            warn(message)
+        # Other batches may have other lengths, so none is refused.
+        return replace(plan, positions=describe_positions(trace, mesh, len(leaves), may_be_whole=True))
 
     def _placed_state(self) -> PyTree:
         return jax.tree.map(lambda leaf: put(leaf, replicated(self._deployer.mesh)), self._model_state)

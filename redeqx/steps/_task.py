@@ -14,15 +14,32 @@ from jaxtyping import Array, PyTree
 
 from .._tree import array_leaves, as_bare_shapes, is_array_like, listed, named_leaves
 from ..dims import UNKNOWN, RowUse, row_use, shapes_of_row
+from ..errors import warn
 from ..machine import XlaOptions, XlaSettings, xla_settings
 from ..optimizers import follows_schedule
-from ..partition import Plan, mark_read
+from ..partition import Overrides, Plan, make_plan, mark_read
 from ..tracing import Trace, normal, restricted, shapes_in, variables
-from ..transforms import describe_residual
+from ..transforms import describe_residual, expert_stacks
 from ._compute import Compute
 from ._loss import as_sums, n_rows
-from ._plans import plan_model
 from ._structure import Structure
+
+
+def plan_model(
+    model: PyTree,
+    mesh: Mesh,
+    trace: Trace | None = None,
+    overrides: Overrides | None = None,
+    row_use: RowUse = UNKNOWN,
+    *,
+    splits_residual: bool = False,
+) -> Plan:
+    """Returns the plan of a model on a mesh, in the order of its traced loss if there is one; issues the plan's warnings."""
+    experts = {} if trace is None else expert_stacks(trace, mesh, splits_residual=splits_residual)
+    plan = make_plan(model, mesh, overrides, trace, experts)
+    for message in plan.warnings:
+        warn(message)
+    return plan if trace is None else mark_read(plan, trace, row_use)
 
 
 @dataclass(frozen=True)
