@@ -24,7 +24,7 @@ from ..partition import Plan, shardings_like, using_kinds
 from ..tracing import as_fun, matmul_flops
 from ._functions import Functions
 from ._state import TrainState, stream_dtype
-from ._step import EvalStep, TrainStep, in_memory, strong
+from ._step import EvalStep, TrainStep, in_memory, jitted, strong
 from ._structure import Structure
 from ._task import Task
 
@@ -231,9 +231,9 @@ def make_program(
         layers_treedef=layers_treedef,
         update=update,
         init_opt_state=jax.jit(init_opt_state, out_shardings=shardings.opt_state),
-        train_step=train.jitted(options),
+        train_step=jitted(train.step_fn, (shardings, replicate), options, donate_argnums=0),
         metric_names=train.metric_names,
-        eval_step=evaluation.jitted(options),
+        eval_step=jitted(evaluation.eval_fn, replicate, options),
         eval_names=evaluation.names,
         eval_params=jax.jit(evaluated, out_shardings=shardings.trained) if has_eval_params(opt_tree) else None,
         saved=functions.saved,

@@ -52,11 +52,6 @@ class TrainStep:
     shardings: TrainState
     metric_names: list[str] = field(default_factory=list)
 
-    def jitted(self, options: XlaOptions) -> Callable[..., Any]:
-        """Returns the compiled function. It donates the state, which has no frozen leaves."""
-        out = (self.shardings, replicated(self.functions.plan.mesh))
-        return _jitted(self.step_fn, out, options, donate_argnums=0)
-
     def step_fn(self, state: TrainState, frozen: list[Array], groups: Sequence[PyTree], n_rows: Array) -> Any:
         """Returns the state after an update, and its metrics and then the weight of the loss as one vector, for groups of
         micro-batches of equal size, `[n, rows, ...]`. Rows from `n_rows` on (uint32 `[]`) are repetitions, see
@@ -178,10 +173,6 @@ class EvalStep:
     layers_treedef: Any
     names: list[str] = field(default_factory=list)
 
-    def jitted(self, options: XlaOptions) -> Callable[..., Any]:
-        """Returns the compiled function."""
-        return _jitted(self.eval_fn, replicated(self.functions.plan.mesh), options)
-
     def eval_fn(
         self,
         trained: list[Array],
@@ -274,9 +265,9 @@ def make_predict_step(
 
     # With several processes each one gets all rows, since each script uses them.
     outputs = replicated(plan.mesh) if plan.mesh.is_multi_process else split_rows(plan.mesh)
-    return _jitted(predict_fn, outputs, options)
+    return jitted(predict_fn, outputs, options)
 
 
-def _jitted(step: Callable[..., Any], outputs: Any, options: XlaOptions, **kwargs: Any) -> Callable[..., Any]:
+def jitted(step: Callable[..., Any], outputs: Any, options: XlaOptions, **kwargs: Any) -> Callable[..., Any]:
     """Returns a compiled step, with the shardings of its outputs and the compiler's options."""
     return jax.jit(promoting(step), out_shardings=outputs, compiler_options=dict(options), **kwargs)

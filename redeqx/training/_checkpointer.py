@@ -131,7 +131,8 @@ class Checkpointer:
 
     def end_fit(self, result: dict[str, float]) -> None:
         """Waits until the end of a fit is on disk."""
-        self.progress.note_result(self.fit_index, result)
+        results = {**self.progress.results, str(self.fit_index): result}
+        self.progress.results = dict([*results.items()][-1000:])  # each checkpoint records them
         self.fit_index += 1
         if self.checkpoints is not None:
             self.checkpoints.wait()

@@ -190,7 +190,9 @@ def choose_memory(engine: Any, batch: Batch) -> None:
     deployer, task = engine.deployer, engine.task
     if task.compute.memory is None or task.grad_fn is not None:
         return
-    own = _strategy(engine, batch)
+    rows = max(1, n_rows(batch.micro_batch) // deployer.n_batch_shards // task.n_parts)
+    own = Strategy.of(task.compute, deployer.mesh, rows, task.accumulate * task.n_parts)
+    own = replace(own, remat=task.compute.remat_level)
 
     def compiled(strategy: Strategy) -> jax.stages.Compiled:
         if strategy != own:
@@ -206,14 +208,6 @@ def choose_memory(engine: Any, batch: Batch) -> None:
     is_first = engine.newest_step is None
     if tried and (tried[-1].strategy != own or not tried[-1].fits or is_first):
         deployer.console.info(text)
-
-
-def _strategy(engine: Any, batch: Batch) -> Strategy:
-    """Returns the strategy of this run for a batch."""
-    task, compute, mesh = engine.task, engine.task.compute, engine.deployer.mesh
-    rows = max(1, n_rows(batch.micro_batch) // engine.deployer.n_batch_shards // task.n_parts)
-    own = Strategy.of(compute, mesh, rows, task.accumulate * task.n_parts)
-    return replace(own, remat=compute.remat_level)
 
 
 def _search_space(engine: Any, own: Strategy, batch: Batch, limit: int) -> SearchSpace:

@@ -161,10 +161,10 @@ class Engine:
         if checkpoint is None:
             state = new_state(program, *self.trees, self.stream)
             self.hyperparams.begin(program, state)
-            self.program, self._state = program, state
+            self.program, self._state, self._given = program, state, (None, None)
         else:
             self._read(checkpoint, program, given_state(program, self.trees[0], self.stream, checkpoint.base))
-        self._given, self._knows_loss = (None, None), trace is not None
+        self._knows_loss = trace is not None
         agree_on_opt_state(self.deployer.peers, program.opt_tree(self.placed[1]))
         rows = header_rows(self.deployer, self.task, *self.placed, trace)
         self.deployer.console.header(rows)
@@ -396,7 +396,7 @@ class Engine:
         """Loads a checkpoint in place of a state. Its arrays are deleted, once the checkpoint is known to match."""
         with checkpoint.explained():
             match_state(program, state, checkpoint)
-            self.program, self._state = program, None
+            self.program, self._state, self._given = program, None, (None, None)  # nothing keeps what is freed
             self._state = load_state(program, state, checkpoint)
         if checkpoint.opt_states:  # decide between its hyperparameters and those of the script
             self.hyperparams.match(program, self._state, checkpoint.record["hyperparams"], self.deployer.console.info)

@@ -45,11 +45,6 @@ class Queued:
         unmoved = metrics.pop(UNMOVED, 0.0)
         return metrics, unmoved
 
-    @property
-    def has_weight(self) -> bool:
-        """Whether the weight that divided the loss is not 0. Waits for the device."""
-        return bool(np.asarray(self.vector)[-1])
-
 
 def _first_nonfinite(metrics: dict[str, float]) -> str | None:
     """Returns the first of the metrics that must be finite and is not."""
@@ -171,7 +166,7 @@ def _why_nonfinite(update: Queued, engine: Any) -> str:
         engine.checkpoints.wait()
         newest = engine.checkpoints.index().get("last")
     last = "Nothing was saved yet." if newest is None else f"The last good checkpoint is {newest}."
-    if not update.has_weight:
+    if not np.asarray(update.vector)[-1]:
         return (
             f"{last} The sum of `Loss.weight` over the update is 0, as if every row or token were masked: leave such "
             "examples out, or pass a larger batch size."

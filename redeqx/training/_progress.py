@@ -105,12 +105,6 @@ class Progress:
             numbers_of_record(record.get("results", {})),
         )
 
-    def note_result(self, fit: int, metrics: dict[str, float]) -> None:
-        """Notes what a fit has returned."""
-        self.results = dict([*self.results.items(), (str(fit), metrics)][-_MAX_RESULTS:])
-
-
-_MAX_RESULTS = 1000  # each checkpoint records them
 
 # Numbers for which JSON has no literal, as `to_json` writes them.
 _NONFINITE = ("NaN", "Infinity", "-Infinity")
