@@ -198,17 +198,11 @@ class Trainer(RedcoNames, Generic[ModelT]):
 
     @filter_traceback
     def set_hyperparams(self, **values: Any) -> None:
-        """Sets hyperparameters of `optax.inject_hyperparams`, from the next update on.
-
-        ```python
-        optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)
-        trainer.set_hyperparams(learning_rate=0.5 * trainer.hyperparams["learning_rate"])
-        ```
+        """Sets hyperparameters of `optax.inject_hyperparams`, from the next update on. What is set after the first update is
+        saved, and a resumed run keeps it; the page "Choose an optimizer" says what it takes from the script.
 
         Call it in a callback, or between the updates of a loop of your own, with several processes in each of them: the
-        values of process 0 are used. What is set before the first update belongs to the script, like the optimizer; what is
-        set later is saved, and a resumed run keeps it. Of the other hyperparameters, a resumed run takes those that the
-        script has changed, and prints them.
+        values of process 0 are used.
 
         **Arguments:**
 

@@ -30,6 +30,7 @@ from ._states import (
     injected as injected,
     injected_rate as injected_rate,
     n_updates as n_updates,
+    paired_leaves as paired_leaves,
     short_names as short_names,
 )
 from ._update import (

@@ -120,18 +120,21 @@ def follows_schedule(opt_tree: PyTree) -> bool:
     return n_updates(opt_tree) is None and not is_set
 
 
+def paired_leaves(new: PyTree, before: PyTree, name: str, like: str, advice: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the leaves of a state after and before, by name. Raises ValueError if it has another structure."""
+    leaves, old_leaves = named_leaves(new), named_leaves(before)
+    if jax.tree.structure(new) != jax.tree.structure(before):
+        names = [f"`{name}`" for name in (*leaves, *old_leaves) if (name in leaves) != (name in old_leaves)]
+        differs = f"{', which differs in ' * bool(names)}{', '.join(listed(names, 3))}"
+        raise ValueError(f"`{name}` state: expected the structure of `{like}`, got another one{differs}. {advice}")
+    yield from zip(leaves, leaves.values(), old_leaves.values(), strict=True)
+
+
 def check_kept_form(new: PyTree, before: PyTree) -> None:
     """Raises ValueError if an update changes the structure, a shape or a dtype of an optimizer's state: no checkpoint of it
     could be loaded."""
-    leaves, old_leaves = named_leaves(new), named_leaves(before)
     advice = "Return from `optimizer.update` a state like that of `optimizer.init`."
-    if jax.tree.structure(new) != jax.tree.structure(before):
-        names = [f"`{name}`" for name in (*leaves, *old_leaves) if (name in leaves) != (name in old_leaves)]
-        raise ValueError(
-            "`optimizer` state: expected the structure of `optimizer.init`, got another one"
-            f"{', which differs in ' * bool(names)}{', '.join(listed(names, 3))}. {advice}"
-        )
-    for (name, leaf), old in zip(leaves.items(), old_leaves.values(), strict=True):
+    for name, leaf, old in paired_leaves(new, before, "optimizer", "optimizer.init", advice):
         found, expected = (x if hasattr(x, "dtype") else jnp.asarray(x) for x in (leaf, old))
         if (found.shape, found.dtype) != (expected.shape, expected.dtype):
             if found.shape == expected.shape and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (found, expected)):

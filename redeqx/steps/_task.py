@@ -12,11 +12,11 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from .._tree import array_leaves, as_bare_shapes, is_array_like, listed, named_leaves
+from .._tree import array_leaves, as_bare_shapes, is_array_like, named_leaves
 from ..dims import UNKNOWN, RowUse, row_use, shapes_of_row
 from ..errors import warn
 from ..machine import XlaOptions, XlaSettings, xla_settings
-from ..optimizers import follows_schedule
+from ..optimizers import follows_schedule, paired_leaves
 from ..partition import Overrides, Plan, make_plan, mark_read
 from ..tracing import Trace, normal, restricted, shapes_in, variables
 from ..transforms import describe_residual, expert_stacks
@@ -261,16 +261,9 @@ def _pair(out: Any, where: str, names: str, why: str = "") -> tuple[Any, Any]:
 def _checked_state(after: PyTree, before: PyTree, where: str) -> PyTree:
     """Returns the state after a call, in the dtypes from before it. Raises ValueError for a state of another structure or
     shape, and for numbers that would become integers, such as a decayed rate that began as `jnp.array(1)`."""
-    leaves, old_leaves = named_leaves(after), named_leaves(before)
-    if (treedef := jax.tree.structure(before)) != jax.tree.structure(after):
-        names = [f"`{name}`" for name in (*leaves, *old_leaves) if (name in leaves) != (name in old_leaves)]
-        raise ValueError(
-            f"`{where}` state: expected the structure of `model_state`, got another one"
-            f"{', which differs in ' * bool(names)}{', '.join(listed(names, 3))}. Return the state that the model's call "
-            "returned, or what else replaces each leaf."
-        )
+    advice = "Return the state that the model's call returned, or what else replaces each leaf."
     new_leaves = []
-    for (name, leaf), old in zip(leaves.items(), old_leaves.values(), strict=True):
+    for name, leaf, old in paired_leaves(after, before, where, "model_state", advice):
         new = jnp.asarray(leaf)
         becomes_integer = jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact)
         if new.shape != old.shape or becomes_integer:
@@ -279,4 +272,4 @@ def _checked_state(after: PyTree, before: PyTree, where: str) -> PyTree:
                 f"{new.dtype}{list(new.shape)}. Return that, or pass the other one as `model_state`."
             )
         new_leaves.append(new.astype(old.dtype))
-    return jax.tree.unflatten(treedef, new_leaves)
+    return jax.tree.unflatten(jax.tree.structure(before), new_leaves)
