@@ -38,8 +38,8 @@ from .hf import (
 from .nn import (
     ACTIVATIONS,
     Attention,
+    Block,
     Cache,
-    CrossBlock,
     Mask,
     Stack,
     check_choice,
@@ -52,9 +52,6 @@ from .nn import (
     normal_embedding,
     normal_mlp,
 )
-
-Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
-
 
 # Alternative names of keys, which transformers accepts too.
 _ALIASES = {
@@ -197,7 +194,7 @@ class BartConfig(FolderConfig):
     aliases = _ALIASES
 
 
-def _block(config: BartConfig, key: PRNGKeyArray, *, is_decoder: bool) -> CrossBlock:
+def _block(config: BartConfig, key: PRNGKeyArray, *, is_decoder: bool) -> Block:
     attention_key, cross_key, mlp_key = jax.random.split(key, 3)
     d, std = config.d_model, config.init_std
     n_heads = config.n_decoder_heads if is_decoder else config.n_heads
@@ -206,7 +203,7 @@ def _block(config: BartConfig, key: PRNGKeyArray, *, is_decoder: bool) -> CrossB
         biases, keys = (True, config.has_key_bias, True, True), [*jax.random.split(key, 4)]
         return normal_attention(d, n_heads, std=std, biases=biases, dropout=config.attention_dropout, keys=keys)
 
-    return CrossBlock(
+    return Block(
         attention=attention(attention_key),
         attention_norm=eqx.nn.LayerNorm(d),
         cross_attention=attention(cross_key) if is_decoder else None,
@@ -233,7 +230,7 @@ class TransformerStack(eqx.Module):
     positions: Float[Array, "rows d"]
     norm: eqx.nn.LayerNorm
     dropout: eqx.nn.Dropout
-    stack: Stack[CrossBlock]
+    stack: Stack[Block]
     is_pre_norm: bool = eqx.field(static=True)
     first_position: int = eqx.field(static=True)
 
@@ -257,7 +254,7 @@ class TransformerStack(eqx.Module):
         segments: Int[Array, " seq"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
-    ) -> Carry:
+    ) -> tuple[Float[Array, "seq d"], Cache | None]:
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
         if segments is None:
             # Positions are slots: padding counts, as in the original.
@@ -266,7 +263,7 @@ class TransformerStack(eqx.Module):
         else:
             x = x + learned_positions(self.positions, None, len(x), offset=self.first_position, segments=segments)
         x = self.dropout(x if self.is_pre_norm else norm(self.norm, x), key=dropout_key)
-        x, cache = self.stack((x, cache), mask, memory, memory_mask, key=stack_key)
+        x, cache, _ = self.stack((x, cache, None), mask, memory, memory_mask, key=stack_key)
         return norm(self.norm, x) if self.is_pre_norm else x, cache
 
 

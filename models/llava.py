@@ -215,7 +215,7 @@ class Llava(Pretrained):
         """Returns the input of `logits`. See `__call__` for the arguments."""
         check_length("ids", len(ids), self.config.n_positions)
         vision_key, text_key = (None, None) if key is None else jax.random.split(key)
-        return self.text.run_embedded(self._embed(ids, pixels, vision_key), mask=mask, key=text_key)[0]
+        return self.text.run(self._embed(ids, pixels, vision_key), mask, None, text_key)[0]
 
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
         """Returns the logits of the next tokens, from hidden states."""
@@ -263,8 +263,7 @@ class Llava(Pretrained):
     ) -> tuple[Float[Array, "*seq vocab"], Cache]:
         """Continues the sequence in the cache with `ids`, and with the images in them. See `Decoder.decode`."""
         cache = cache.begin(jnp.ones(len(ids), bool) if mask is None else mask)
-        hidden, written = self.text.run_embedded(self._embed(ids, pixels), mask=mask, cache=cache)
-        assert written is not None
+        hidden, written = self.text.run(self._embed(ids, pixels), mask, cache, None)
         return self.logits(hidden if every else hidden[-1]), written.end(len(ids))
 
     @classmethod

@@ -197,9 +197,9 @@ def _modulated(x: Float[Array, "seq d"], scale: Float[Array, " d"], shift: Float
 def _attention(config: MMDiTConfig, key: PRNGKeyArray, *, has_output: bool = True) -> Attention:
     d = config.d_model
     make_norm = lambda: eqx.nn.RMSNorm(config.head_size, eps=_EPS, use_bias=False) if config.head_norm else None  # noqa: E731
-    *layers, output = (eqx.nn.Linear(d, d, key=key) for key in jax.random.split(key, 4))
-    sizes = {"n_heads": config.n_heads, "n_kv_heads": config.n_heads}
-    return Attention(*layers, output if has_output else None, **sizes, query_norm=make_norm(), key_norm=make_norm())
+    query, key_, value, output = (eqx.nn.Linear(d, d, key=key) for key in jax.random.split(key, 4))
+    n_heads, layers = config.n_heads, (query, key_, value, output if has_output else None)
+    return Attention(*layers, n_heads=n_heads, n_kv_heads=n_heads, query_norm=make_norm(), key_norm=make_norm())
 
 
 def _mlp(config: MMDiTConfig, key: PRNGKeyArray) -> Mlp:

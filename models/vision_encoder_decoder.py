@@ -13,11 +13,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from redeqx._tree import map_named, named_leaves
 
-from .generation import Generation, shift_right
+from .generation import EncoderDecoder, Generation
 from .gpt2 import GPT2, GPT2Config
 from .hf import ConfigReader, FolderConfig, Pretrained, Tokens, WeightMap, is_on_disk, published, same_layer, within
 from .nn import Cache, linear, normal_linear
@@ -104,7 +104,7 @@ class VisionEncoderDecoderConfig(FolderConfig):
         }
 
 
-class VisionEncoderDecoder(Pretrained):
+class VisionEncoderDecoder(EncoderDecoder, Pretrained):
     """A captioner, from an image and the tokens of a text to the logits of each next token. Call it on one pair.
 
     ```python
@@ -190,43 +190,6 @@ class VisionEncoderDecoder(Pretrained):
         leaves = {**draw(key), **given}
         return map_named(lambda name, leaf: leaves.get(name, leaf), eqx.filter_eval_shape(cls, config, key=key))
 
-    def __call__(
-        self,
-        pixels: Float[Array, "channels height width"],
-        decoder_ids: Int[Array, " target"],
-        *,
-        decoder_mask: Bool[Array, " target"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "target vocab"]:
-        """Returns the logits of the token that follows each of `decoder_ids`, given the image, that token and all before it.
-
-        **Arguments:**
-
-        - `pixels`: one image of `[n_channels, image_size, image_size]`, normalized as the checkpoint expects.
-        - `decoder_ids`: token ids below `vocab_size`, at most `n_positions`; they start with `decoder_start_token_id`.
-        - `decoder_mask`: True for tokens, False for padding on either side; None if all are tokens. Positions count tokens
-            only.
-        - `key`: for dropout; not needed in inference.
-
-        Raises ValueError for an image of another shape, and if there are more ids than positions.
-        """
-        return self.logits(self.hidden(pixels, decoder_ids, decoder_mask=decoder_mask, key=key))
-
-    def hidden(
-        self,
-        pixels: Float[Array, "channels height width"],
-        decoder_ids: Int[Array, " target"],
-        *,
-        decoder_mask: Bool[Array, " target"] | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> Float[Array, "target d"]:
-        """Returns the input of `logits`: the decoder's residual stream after all blocks and the final norm. See `__call__`
-        for the arguments."""
-        encoder_key, decoder_key = (None, None) if key is None else jax.random.split(key)
-        memory = self.encode(pixels, key=encoder_key)
-        with jax.named_scope("decoder"):
-            return self.decoder.hidden(decoder_ids, mask=decoder_mask, memory=memory, key=decoder_key)
-
     def logits(self, hidden: Float[Array, "*dims d"]) -> Float[Array, "*dims vocab"]:
         """Returns the logits of the next tokens, from hidden states."""
         return self.decoder.logits(hidden)
@@ -234,7 +197,15 @@ class VisionEncoderDecoder(Pretrained):
     def encode(
         self, pixels: Float[Array, "channels height width"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "memory d"]:
-        """Returns the encoder's output for an image, which the decoder attends to. See `__call__` for the arguments."""
+        """Returns the encoder's output for an image, which the decoder attends to.
+
+        **Arguments:**
+
+        - `pixels`: one image of `[n_channels, image_size, image_size]`, normalized as the checkpoint expects.
+        - `key`: for dropout; not needed in inference.
+
+        Raises ValueError for an image of another shape.
+        """
         with jax.named_scope("encoder"):
             memory = self.encoder(pixels, key=key)
             return memory if self.projection is None else linear(self.projection, memory)
@@ -248,15 +219,17 @@ class VisionEncoderDecoder(Pretrained):
         """Returns an empty cache for one text. See `EncoderDecoder.init_cache`."""
         return self.decoder.init_cache(length, memory, memory_mask)
 
-    def decode(
-        self, ids: Int[Array, " target"], cache: Cache, *, mask: Bool[Array, " target"] | None = None, every: bool = False
-    ) -> tuple[Float[Array, "*target vocab"], Cache]:
-        """Continues the text in the cache with `ids`. See `EncoderDecoder.decode`."""
-        return self.decoder.decode(ids, cache, mask=mask, every=every)
+    @property
+    def embedding(self) -> eqx.nn.Embedding:
+        """The decoder's."""
+        return self.decoder.embedding
 
-    def shift_right(self, labels: Integer[Array, " target"]) -> Int[Array, " target"]:
-        """Returns the decoder's inputs for these labels. See `EncoderDecoder.shift_right`."""
-        return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id)
+    def _run(
+        self, ids, mask, cache, key, memory, memory_mask, segments=None, memory_segments=None
+    ) -> tuple[Float[Array, "target d"], Any]:
+        del segments, memory_segments
+        with jax.named_scope("decoder"):
+            return self.decoder.run(ids, mask, cache, key, None, memory, memory_mask)
 
     @classmethod
     def read_config(cls, folder: Path) -> VisionEncoderDecoderConfig:

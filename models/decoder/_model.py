@@ -193,7 +193,7 @@ class Decoder(Pretrained):
             raise ValueError(
                 f"`segments`: expected None with a memory, got {list(segments.shape)}. Pass one text with its memory."
             )
-        return self._run(ids, mask, None, key, segments, memory, memory_mask)[0]
+        return self.run(ids, mask, None, key, segments, memory, memory_mask)[0]
 
     def logits(self, hidden: Float[Array, "*dims embedding"]) -> Float[Array, "*dims vocab"]:
         """Returns the logits of the next tokens, from hidden states.
@@ -229,18 +229,6 @@ class Decoder(Pretrained):
         assert routing is not None
         return hidden, routing
 
-    def run_embedded(
-        self,
-        embedded: Float[Array, "seq embedding"],
-        *,
-        mask: Bool[Array, " seq"] | None = None,
-        cache: Cache | None = None,
-        key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "seq embedding"], Cache | None]:
-        """Returns the input of `logits` for rows in place of those of the embedding, such as features of images, and the
-        cache. See `__call__` for the other arguments; `cache.begin` was called, and `end` is left to the caller."""
-        return self._run(embedded, mask, cache, key)
-
     def _check(self, ids: Array, mask: Array | None, segments: Array | None) -> None:
         check_segments(segments, mask, len(ids))
         if segments is None:
@@ -254,7 +242,15 @@ class Decoder(Pretrained):
                 "Change one of the two."
             )
 
-    def _run(self, ids, mask, cache, key, segments=None, *memory) -> tuple[Float[Array, "seq embedding"], Any]:
+    def run(self, ids, mask, cache, key, segments=None, *memory) -> tuple[Float[Array, "seq embedding"], Any]:
+        """Returns the input of `logits`, and the cache. See `__call__` for the arguments.
+
+        **Arguments:**
+
+        - `ids`: token ids, or rows in place of those of the embedding, such as features of images.
+        - `cache`: a cache after `begin`, whose `end` is left to the caller; or None.
+        - `memory`: the memory and its mask, if there are cross-attentions and no cache.
+        """
         if cache is None or not cache.is_paired:
             return self._run_all(ids, mask, cache, key, segments, *memory)[:2]
         n_original = self.config.rope_scaling.n_original
@@ -411,7 +407,7 @@ class Decoder(Pretrained):
         """
         (seq,) = ids.shape
         cache = cache.begin(jnp.ones(seq, bool) if mask is None else mask)
-        hidden, cache = self._run(ids, mask, cache, None)
+        hidden, cache = self.run(ids, mask, cache, None)
         return self.logits(hidden if every else hidden[-1]), cache.end(seq)
 
     @classmethod

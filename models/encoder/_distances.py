@@ -46,12 +46,14 @@ class Distances(eqx.Module):
     rows: Int[Array, "seq seq"]
     dropout: eqx.nn.Dropout
 
-    def bias(
-        self, attention: Attention, scale: float, key: PRNGKeyArray | None
+    def __call__(
+        self, attention: Attention, key: PRNGKeyArray | None
     ) -> Callable[[Array, Array], Float[Array, "heads seq seq"]]:
         """Returns a function from queries and keys to what is added to their scores: the scaled products of each query with
         the vector of its distance to the key, and of each key with it."""
-        vectors = self.dropout(self.vectors, key=key)
+        scale = attention.scale
+        assert scale is not None
+        vectors = self.dropout(self.vectors, key=None if key is None else jax.random.fold_in(key, 1))
         split = lambda layer: rearrange(linear(layer, vectors), "n (heads size) -> heads n size", heads=attention.n_heads)  # noqa: E731
         of_keys, of_queries = split(attention.key), split(attention.query)
 

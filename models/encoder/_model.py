@@ -16,9 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ..hf import Pretrained, WeightMap, is_on_disk, leaves_of
 from ..nn import (
-    Attention,
+    Block,
     Mask,
-    Mlp,
     SegmentMask,
     Stack,
     apply_rotary,
@@ -44,10 +43,6 @@ def make_norm(config: EncoderConfig) -> eqx.nn.LayerNorm:
     return eqx.nn.LayerNorm(config.d_model, eps=config.layer_norm_eps, use_bias=config.norm_bias)
 
 
-# Passed from block to block: the residual stream [seq, d], and the index of the layer if layers differ.
-Carry = tuple[Array, Array | None]
-
-
 class Layers(eqx.Module):
     """What differs between layers with and without a window, in the order of layers."""
 
@@ -71,21 +66,12 @@ class Layers(eqx.Module):
         return apply_rotary(x, cos, sin)
 
 
-class Block(eqx.Module):
-    """Attention and MLP, each residual, with norms before or after them."""
-
-    attention: Attention
-    attention_norm: eqx.nn.LayerNorm | None
-    mlp: Mlp
-    mlp_norm: eqx.nn.LayerNorm
-    attention_dropout: eqx.nn.Dropout  # of the outputs
-    mlp_dropout: eqx.nn.Dropout
-    is_post_norm: bool = eqx.field(static=True)
-
-    def __init__(self, config: EncoderConfig, *, has_attention_norm: bool = True, key: PRNGKeyArray):
-        *keys, mlp_key = jax.random.split(key, 5)
-        d, std, has_bias = config.d_model, config.init_std, config.attention_bias
-        self.attention = normal_attention(
+def _block(config: EncoderConfig, key: PRNGKeyArray, *, has_attention_norm: bool = True) -> Block:
+    *keys, mlp_key = jax.random.split(key, 5)
+    d, std, has_bias = config.d_model, config.init_std, config.attention_bias
+    of_attention, of_mlp, of_output = config.block_dropouts
+    return Block(
+        attention=normal_attention(
             d,
             config.n_heads,
             std=std,
@@ -95,9 +81,11 @@ class Block(eqx.Module):
             # Three products are added, where there is one otherwise.
             scale=(3 * d // config.n_heads) ** -0.5 if config.position_kind == "distances" else None,
             keys=keys,
-        )
-        self.attention_norm = make_norm(config) if has_attention_norm else None
-        self.mlp = normal_mlp(
+        ),
+        attention_norm=make_norm(config) if has_attention_norm else None,
+        cross_attention=None,
+        cross_norm=None,
+        mlp=normal_mlp(
             d,
             config.d_ff,
             std=std,
@@ -105,48 +93,14 @@ class Block(eqx.Module):
             activation=config.activation,
             is_gated=config.is_gated,
             use_bias=config.mlp_bias,
-            dropout=config.block_dropouts[1],
+            dropout=of_mlp,
             key=mlp_key,
-        )
-        self.mlp_norm = make_norm(config)
-        self.attention_dropout = eqx.nn.Dropout(config.block_dropouts[0])
-        self.mlp_dropout = eqx.nn.Dropout(config.block_dropouts[2])
-        self.is_post_norm = config.norm_places == "post"
-
-    def __call__(
-        self,
-        carry: Carry,
-        mask: Mask | None,
-        layers: Layers | None = None,
-        distances: Distances | None = None,
-        *,
-        key: PRNGKeyArray | None = None,
-    ) -> Carry:
-        x, layer = carry
-        rotary = None
-        if layers is not None:
-            assert layer is not None
-            mask, rotary = layers.mask(mask, layer), lambda heads: layers.rotary(heads, layer)
-        keys = (None,) * 3 if key is None else jax.random.split(key, 3)
-        bias = None
-        if distances is not None:
-            assert self.attention.scale is not None
-            vectors_key = None if key is None else jax.random.fold_in(key, 1)
-            bias = distances.bias(self.attention, self.attention.scale, vectors_key)
-        with jax.named_scope("attention"):
-            normed = self._before(self.attention_norm, x)
-            mixed, _ = self.attention(normed, mask=mask, bias=bias, rotary=rotary, key=keys[0])
-            x = self._after(self.attention_norm, x + self.attention_dropout(mixed, key=keys[1]))
-        with jax.named_scope("mlp"):
-            computed = self.mlp(self._before(self.mlp_norm, x), key=keys[2])  # dropout is inside the MLP, or after it
-            x = self._after(self.mlp_norm, x + self.mlp_dropout(computed, key=keys[2]))
-        return x, None if layer is None else layer + 1
-
-    def _before(self, layer: eqx.nn.LayerNorm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
-        return x if layer is None or self.is_post_norm else norm(layer, x)
-
-    def _after(self, layer: eqx.nn.LayerNorm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
-        return norm(layer, x) if layer is not None and self.is_post_norm else x
+        ),
+        mlp_norm=make_norm(config),
+        dropout=eqx.nn.Dropout(of_output),
+        is_pre_norm=config.norm_places == "pre",
+        attention_dropout=eqx.nn.Dropout(of_attention),
+    )
 
 
 def _draw_positions(config: EncoderConfig, key: PRNGKeyArray) -> Float[Array, "n_positions d"]:
@@ -230,9 +184,9 @@ class Encoder(OfFamily):
         self.first, self.final_norm, n_layers = None, None, config.n_layers
         if config.norm_places == "pre":
             first_key, stack_key = jax.random.split(stack_key)
-            self.first, n_layers = Block(config, has_attention_norm=False, key=first_key), n_layers - 1
+            self.first, n_layers = _block(config, first_key, has_attention_norm=False), n_layers - 1
             self.final_norm = make_norm(config)
-        self.stack = Stack(lambda key: Block(config, key=key), n_layers, remat=config.remat, key=stack_key)
+        self.stack = Stack(lambda key: _block(config, key), n_layers, remat=config.remat, key=stack_key)
         self.pooler = normal_linear(d, d, std=std, key=pooler_key) if config.has_pooler else None
         self.config = config
 
@@ -270,12 +224,12 @@ class Encoder(OfFamily):
             x = x if self.positions is None else x + self._positions(self.positions, ids, segments)
             x = self.dropout(norm(self.norm, x), key=dropout_key)
         layers = self._layers(seq, segments) if self.config.position_kind == "rotary" else None
-        carry = (x, None if layers is None else jnp.int32(0))
-        given = (token_mask(mask, segments=segments), layers, self._distances(seq))
+        carry = (x, None, None if layers is None else jnp.int32(0))
+        given = (token_mask(mask, segments=segments), None, None, self._distances(seq), layers)
         if self.first is not None:
             first_key, stack_key = (None, None) if stack_key is None else jax.random.split(stack_key)
             carry = self.first(carry, *given, key=first_key)
-        x, _ = self.stack(carry, *given, key=stack_key)
+        x, *_ = self.stack(carry, *given, key=stack_key)
         return x if self.final_norm is None else norm(self.final_norm, x)
 
     def _embed(self, ids: Int[Array, " seq"], token_types: Int[Array, " seq"] | None) -> Float[Array, "seq d"]:

@@ -9,7 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Integer, PRNGKeyArray, Shaped
 
 from ..nn import Cache, causal_mask, check_length, check_segments, embed, token_mask
 
@@ -17,7 +17,7 @@ NO_LABEL = -100  # labels with this value are ignored
 
 
 class EncoderDecoder(eqx.Module):
-    """A model from a source text, or a recording, to a target text. A family defines its fields and `logits`.
+    """A model from a source text, a recording or an image to a target text. A family defines its fields and `logits`.
 
     The config must have `n_decoder_layers`, `n_decoder_heads`, `d_model`, `decoder_start_token_id` and `pad_token_id`, and
     `n_positions` if the length is limited.
@@ -31,7 +31,7 @@ class EncoderDecoder(eqx.Module):
 
     def __call__(
         self,
-        ids: Int[Array, " source"],
+        ids: Shaped[Array, "*input"],
         decoder_ids: Int[Array, " target"],
         *,
         mask: Bool[Array, " source"] | None = None,
@@ -45,7 +45,7 @@ class EncoderDecoder(eqx.Module):
         **Arguments:**
 
         - `ids`, `decoder_ids`: token ids below `vocab_size`, at most `n_positions` of each if the model has a limit. In
-            Whisper, the features of a recording take the place of `ids`.
+            Whisper, the features of a recording take the place of `ids`, and in a captioner the pixels of an image.
             `decoder_ids` start with `decoder_start_token_id`, as `shift_right` returns them.
         - `mask`, `decoder_mask`: True for tokens, False for padding on either side; None if all are tokens.
         - `segments`, `decoder_segments`: the segments of a packed row, as `redeqx.data.pack` returns them, in place of both
@@ -61,7 +61,7 @@ class EncoderDecoder(eqx.Module):
 
     def hidden(
         self,
-        ids: Int[Array, " source"],
+        ids: Shaped[Array, "*input"],
         decoder_ids: Int[Array, " target"],
         *,
         mask: Bool[Array, " source"] | None = None,

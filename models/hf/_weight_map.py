@@ -196,8 +196,11 @@ def stored(
             if not all(prefix + leaf in leaves for leaf in own):
                 continue
             name = disk.replace("*", end) if "*" in disk else f"{disk}.{end}".removesuffix(".")
-            sizes = [leaves[prefix + leaf].shape[-2 if end == "weight" else -1] for leaf in own if len(own) > 1]
-            found.append(fused(name, own, sizes, n_heads) if sizes else same(name, own[0]))
+            if len(own) == 1:
+                found.append(same(name, *own))
+                continue
+            sizes = [leaves[prefix + leaf].shape[-2 if end == "weight" else -1] for leaf in own]
+            found.append(fused(name, own, sizes, n_heads))
     return found
 
 

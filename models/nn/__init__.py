@@ -17,12 +17,13 @@ from ._attention import (
     token_positions as token_positions,
 )
 from ._blocks import (
+    Block as Block,
     BlockStds as BlockStds,
-    CrossBlock as CrossBlock,
+    Carry as Carry,
     Mlp as Mlp,
-    PreNormBlock as PreNormBlock,
     normal_attention as normal_attention,
     normal_mlp as normal_mlp,
+    pre_norm_block as pre_norm_block,
 )
 from ._cache import Cache as Cache, LatestKeys as LatestKeys, States as States
 from ._checks import (

@@ -1,10 +1,10 @@
-"""The MLP and the attention of all families, and the blocks that several share: of vision transformers and their text
-models, and of models from one text to another.
+"""The MLP and the attention of all families, and the block of all but decoders: of encoders of texts and images, and of
+models from one text to another.
 
 Dims: seq = tokens of one example, d = width of the model, memory = the sequence that a decoder attends to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -15,6 +15,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._activations import ACTIVATIONS, Xielu
 from ._attention import Attention, Cache, Mask
 from ._layers import finite, linear, norm, normal_linear, times
+
+Norm = eqx.nn.LayerNorm | eqx.nn.RMSNorm
+# Passed from block to block: the residual stream [seq, d], the cache, and the index of the layer if layers differ.
+Carry = tuple[Array, Cache | None, Array | None]
 
 
 class BlockStds(NamedTuple):
@@ -99,99 +103,54 @@ def normal_attention(
     return Attention(*layers, n_heads=n_heads, n_kv_heads=n_heads, dropout=eqx.nn.Dropout(dropout), scale=scale)
 
 
-class PreNormBlock(eqx.Module):
-    """Attention and MLP, each pre-norm and residual."""
-
-    attention_norm: eqx.nn.LayerNorm
-    attention: Attention
-    attention_scale: Float[Array, "*layers d"] | None  # multiplies what is added to the residual stream (arXiv:2103.17239)
-    mlp_norm: eqx.nn.LayerNorm
-    mlp: Mlp
-    mlp_scale: Float[Array, "*layers d"] | None
-    dropout: eqx.nn.Dropout
-
-    def __init__(
-        self,
-        config: Any,
-        *,
-        stds: BlockStds,
-        activation: str,
-        d_inner: int,
-        qkv_bias: bool = True,
-        is_gated: bool = False,
-        layer_scale: float | None = None,
-        dropout: float = 0.0,
-        key: PRNGKeyArray,
-    ):
-        """**Arguments:**
-
-        - `config`: with `d_model`, `n_heads`, `layer_norm_eps` and `attention_dropout`.
-        - `stds`: the standard deviations of the initial weights.
-        - `activation`, `d_inner`: of the MLP.
-        - `qkv_bias`: whether query, key and value have biases.
-        - `is_gated`: whether the MLP has a gate.
-        - `layer_scale`: the initial factors of additions to the residual stream; None for no such factors.
-        - `dropout`: the dropout rate of additions to the residual stream.
-        """
-        *keys, mlp_key = jax.random.split(key, 5)
-        d, eps, n_heads, rate = config.d_model, config.layer_norm_eps, config.n_heads, config.attention_dropout
-        self.attention_norm = eqx.nn.LayerNorm(d, eps=eps)
-        biases, std = (qkv_bias, qkv_bias, qkv_bias, True), stds.attention
-        self.attention = normal_attention(
-            d, n_heads, std=std, output_std=stds.output, biases=biases, dropout=rate, keys=keys
-        )
-        self.attention_scale = None if layer_scale is None else jnp.full(d, layer_scale)
-        self.mlp_norm = eqx.nn.LayerNorm(d, eps=eps)
-        shape = {"activation": activation, "is_gated": is_gated}
-        self.mlp = normal_mlp(d, d_inner, std=stds.up, down_std=stds.down, **shape, key=mlp_key)
-        self.mlp_scale = None if layer_scale is None else jnp.full(d, layer_scale)
-        self.dropout = eqx.nn.Dropout(dropout)
-
-    def __call__(
-        self, x: Float[Array, "seq d"], mask: Mask | None = None, *, key: PRNGKeyArray | None = None
-    ) -> Float[Array, "seq d"]:
-        keys = (None,) * 3 if key is None else jax.random.split(key, 3)
-        with jax.named_scope("attention"):
-            mixed, _ = self.attention(norm(self.attention_norm, x), mask=mask, key=keys[0])
-            mixed = mixed if self.attention_scale is None else mixed * self.attention_scale
-            x = x + self.dropout(mixed, key=keys[1])
-        with jax.named_scope("mlp"):
-            computed = self.mlp(norm(self.mlp_norm, x))
-            computed = computed if self.mlp_scale is None else computed * self.mlp_scale
-            return x + self.dropout(computed, key=keys[2])
-
-
-class CrossBlock(eqx.Module):
-    """Attention, cross-attention (in a decoder) and MLP, each residual, and post-norm or pre-norm."""
+class Block(eqx.Module):
+    """Attention, cross-attention (in a decoder) and MLP, each residual, and pre-norm or post-norm."""
 
     attention: Attention
-    attention_norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
+    attention_norm: Norm | None  # None for rows that are normalized already
     cross_attention: Attention | None
-    cross_norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm | None
+    cross_norm: Norm | None
     mlp: Mlp
-    mlp_norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
-    dropout: eqx.nn.Dropout
+    mlp_norm: Norm
+    dropout: eqx.nn.Dropout  # of what is added to the residual stream
     is_pre_norm: bool = eqx.field(static=True)
+    attention_dropout: eqx.nn.Dropout | None = None  # of what attention adds; None for `dropout`
+    attention_scale: Float[Array, "*layers d"] | None = None  # multiplies what attention adds (arXiv:2103.17239)
+    mlp_scale: Float[Array, "*layers d"] | None = None
 
     def __call__(
         self,
-        carry: tuple[Array, Cache | None],
+        carry: Carry,
         mask: Mask | None,
         memory: Float[Array, "memory d"] | None = None,
         memory_mask: Mask | None = None,
-        bias: Float[Array, "heads seq source"] | None = None,
+        bias: Float[Array, "heads seq source"] | Callable[..., Any] | None = None,
+        layers: Any = None,
         *,
         key: PRNGKeyArray | None = None,
-    ) -> tuple[Array, Cache | None]:
-        """Returns the residual stream, `[seq, d]`, and the cache. With a cache, the memory's keys and values are there."""
-        x, cache = carry
+    ) -> Carry:
+        """Returns the carry after this block.
+
+        **Arguments:**
+
+        - `memory`, `memory_mask`: what a cross-attention attends to. With a cache, its keys and values are there.
+        - `bias`: of the scores of attention; or a function of the attention and a key that returns it.
+        - `layers`: what differs between layers: its `mask` and `rotary` are functions that also take the index of a layer.
+        """
+        x, cache, layer = carry
         keys = (None,) * 6 if key is None else jax.random.split(key, 6)
-        before, after = (norm, _unchanged) if self.is_pre_norm else (_unchanged, norm)
+        before, after = (_normed, _unchanged) if self.is_pre_norm else (_unchanged, _normed)
+        bias = bias(self.attention, key) if callable(bias) else bias
+        rotary = None
+        if layers is not None:
+            mask, rotary = layers.mask(mask, layer), lambda heads: layers.rotary(heads, layer)
         with jax.named_scope("attention"):
             normed = before(self.attention_norm, x)
-            mixed, cache = self.attention(normed, mask=mask, bias=bias, cache=cache, key=keys[0])
-            x = after(self.attention_norm, finite(x + self.dropout(finite(mixed), key=keys[1])))
-        if self.cross_attention is not None and self.cross_norm is not None:
+            mixed, cache = self.attention(normed, mask=mask, bias=bias, rotary=rotary, cache=cache, key=keys[0])
+            mixed = mixed if self.attention_scale is None else mixed * self.attention_scale
+            dropout = self.dropout if self.attention_dropout is None else self.attention_dropout
+            x = after(self.attention_norm, finite(x + dropout(finite(mixed), key=keys[1])))
+        if self.cross_attention is not None:
             with jax.named_scope("cross_attention"):
                 pairs = self.project_memory(memory) if cache is None else cache.read_memory()
                 normed = before(self.cross_norm, x)
@@ -199,8 +158,9 @@ class CrossBlock(eqx.Module):
                 x = after(self.cross_norm, finite(x + self.dropout(finite(mixed), key=keys[3])))
         with jax.named_scope("mlp"):
             computed = self.mlp(before(self.mlp_norm, x), key=keys[4])
+            computed = computed if self.mlp_scale is None else computed * self.mlp_scale
             x = after(self.mlp_norm, finite(x + self.dropout(finite(computed), key=keys[5])))
-        return x, cache
+        return x, cache, None if layer is None else layer + 1
 
     def project_memory(self, memory: Float[Array, "memory d"] | None) -> tuple[Array, Array]:
         """Returns the keys and values for the cross-attention."""
@@ -208,6 +168,53 @@ class CrossBlock(eqx.Module):
         return self.cross_attention.project_memory(memory)
 
 
-def _unchanged(layer: eqx.nn.LayerNorm | eqx.nn.RMSNorm, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+def pre_norm_block(
+    config: Any,
+    *,
+    stds: BlockStds,
+    activation: str,
+    d_inner: int,
+    qkv_bias: bool = True,
+    is_gated: bool = False,
+    layer_scale: float | None = None,
+    dropout: float = 0.0,
+    key: PRNGKeyArray,
+) -> Block:
+    """Returns a block of a vision transformer, or of the text model with it.
+
+    **Arguments:**
+
+    - `config`: with `d_model`, `n_heads`, `layer_norm_eps` and `attention_dropout`.
+    - `stds`: the standard deviations of the initial weights.
+    - `activation`, `d_inner`: of the MLP.
+    - `qkv_bias`: whether query, key and value have biases.
+    - `is_gated`: whether the MLP has a gate.
+    - `layer_scale`: the initial factors of additions to the residual stream; None for no such factors.
+    - `dropout`: the dropout rate of additions to the residual stream.
+    """
+    *keys, mlp_key = jax.random.split(key, 5)
+    d, eps, rate = config.d_model, config.layer_norm_eps, config.attention_dropout
+    biases, std = (qkv_bias, qkv_bias, qkv_bias, True), stds.attention
+    scale = lambda: None if layer_scale is None else jnp.full(d, layer_scale)  # noqa: E731
+    shape = {"activation": activation, "is_gated": is_gated}
+    return Block(
+        normal_attention(d, config.n_heads, std=std, output_std=stds.output, biases=biases, dropout=rate, keys=keys),
+        eqx.nn.LayerNorm(d, eps=eps),
+        cross_attention=None,
+        cross_norm=None,
+        mlp=normal_mlp(d, d_inner, std=stds.up, down_std=stds.down, **shape, key=mlp_key),
+        mlp_norm=eqx.nn.LayerNorm(d, eps=eps),
+        dropout=eqx.nn.Dropout(dropout),
+        is_pre_norm=True,
+        attention_scale=scale(),
+        mlp_scale=scale(),
+    )
+
+
+def _normed(layer: Norm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
+    return x if layer is None else norm(layer, x)
+
+
+def _unchanged(layer: Norm | None, x: Float[Array, "seq d"]) -> Float[Array, "seq d"]:
     del layer
     return x

@@ -21,8 +21,8 @@ from ..generation import EncoderDecoder
 from ..hf import Pretrained, StoredTensor, WeightMap, is_tied_on_disk, layers, same
 from ..nn import (
     Attention,
+    Block,
     Cache,
-    CrossBlock,
     Mask,
     Mlp,
     Stack,
@@ -36,8 +36,6 @@ from ..nn import (
     token_mask,
 )
 from ._config import T5Config
-
-Carry = tuple[Array, Cache | None]  # passed from block to block: the residual stream [seq, d], and the cache
 
 
 def _linear(in_size: int, out_size: int, std: float, key: PRNGKeyArray) -> eqx.nn.Linear:
@@ -134,9 +132,9 @@ def _mlp(config: T5Config, key: PRNGKeyArray) -> _Mlp:
     )
 
 
-def _block(config: T5Config, key: PRNGKeyArray, *, is_decoder: bool) -> CrossBlock:
+def _block(config: T5Config, key: PRNGKeyArray, *, is_decoder: bool) -> Block:
     attention_key, cross_key, mlp_key = jax.random.split(key, 3)
-    return CrossBlock(
+    return Block(
         attention=_attention(config, attention_key),
         attention_norm=_Norm(config),
         cross_attention=_attention(config, cross_key) if is_decoder else None,
@@ -153,7 +151,7 @@ class TransformerStack(eqx.Module):
 
     positions: RelativeBias
     dropout: eqx.nn.Dropout
-    stack: Stack[CrossBlock]
+    stack: Stack[Block]
     norm: eqx.nn.RMSNorm
 
     def __init__(self, config: T5Config, *, is_decoder: bool, key: PRNGKeyArray):
@@ -175,7 +173,7 @@ class TransformerStack(eqx.Module):
         segments: Int[Array, " seq"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
-    ) -> Carry:
+    ) -> tuple[Float[Array, "seq d"], Cache | None]:
         del segments  # masks have them, and a distance between two segments does not matter
         keys = (None,) * 3 if key is None else jax.random.split(key, 3)
         # Distances are between slots. Padding before the first token shifts all tokens equally.
@@ -183,7 +181,7 @@ class TransformerStack(eqx.Module):
         bias = self.positions(start + jnp.arange(len(x)), jnp.arange(length))
         x = self.dropout(x, key=keys[0])
         x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x  # the residual stream (see `_Mlp`)
-        x, cache = self.stack((x, cache), mask, memory, memory_mask, bias, key=keys[1])
+        x, cache, _ = self.stack((x, cache, None), mask, memory, memory_mask, bias, key=keys[1])
         return self.dropout(norm(self.norm, x), key=keys[2]), cache
 
 

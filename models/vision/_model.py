@@ -20,7 +20,18 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from redeqx._rounding import at_least_float32
 
 from ..hf import Pretrained, WeightMap, is_on_disk, leaves_of, same_layer, within
-from ..nn import Attention, Mlp, PreNormBlock, Stack, linear, norm, normal_attention, normal_linear, normal_mlp
+from ..nn import (
+    Attention,
+    Block,
+    Mlp,
+    Stack,
+    linear,
+    norm,
+    normal_attention,
+    normal_linear,
+    normal_mlp,
+    pre_norm_block,
+)
 from ._config import VisionConfig
 from ._resize import bicubic
 
@@ -77,7 +88,7 @@ class VisionEncoder(Pretrained):
     positions: Float[Array, "positions d"]  # of the class token and the patches
     input_norm: eqx.nn.LayerNorm | None
     dropout: eqx.nn.Dropout
-    stack: Stack[PreNormBlock]
+    stack: Stack[Block]
     norm: eqx.nn.LayerNorm
     pooler: eqx.nn.Linear | AttentionPooling | None
     config: Any = eqx.field(static=True)
@@ -105,7 +116,7 @@ class VisionEncoder(Pretrained):
         self.input_norm = eqx.nn.LayerNorm(d, eps=config.layer_norm_eps) if config.has_input_norm else None
         self.dropout = eqx.nn.Dropout(config.dropout)
         self.stack = Stack(
-            lambda key: PreNormBlock(
+            lambda key: pre_norm_block(
                 config,
                 stds=config.block_stds,
                 activation=config.mlp_activation,
@@ -144,7 +155,7 @@ class VisionEncoder(Pretrained):
         Raises ValueError for an image of another shape, and for masked patches without a mask token.
         """
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
-        x = self.stack(self._embed(pixels, masked, dropout_key), key=stack_key)
+        x, *_ = self.stack((self._embed(pixels, masked, dropout_key), None, None), None, key=stack_key)
         return x if self.config.pooling == "norm" else norm(self.norm, x)
 
     def features(
@@ -163,7 +174,8 @@ class VisionEncoder(Pretrained):
         """
         dropout_key, stack_key = (None, None) if key is None else jax.random.split(key)
         after = [layer % (self.config.n_layers + 1) for layer in layers]
-        return self.stack.collect(self._embed(pixels, None, dropout_key), after=after, key=stack_key)
+        carry = (self._embed(pixels, None, dropout_key), None, None)
+        return [x for x, *_ in self.stack.collect(carry, None, after=after, key=stack_key)]
 
     def _embed(self, pixels: Array, masked: Array | None, key: PRNGKeyArray | None) -> Float[Array, "tokens d"]:
         self._check(pixels, masked)

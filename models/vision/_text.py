@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from ..hf import FolderConfig, Pretrained, WeightMap, check_fixed, leaves_of
 from ..nn import (
     ACTIVATIONS,
+    Block,
     BlockStds,
     Mask,
-    PreNormBlock,
     Stack,
     causal_mask,
     check_choice,
@@ -32,6 +32,7 @@ from ..nn import (
     norm,
     normal_embedding,
     normal_linear,
+    pre_norm_block,
     token_mask,
 )
 from ._names import Names
@@ -123,7 +124,7 @@ class TextEncoder(Pretrained):
 
     embedding: eqx.nn.Embedding
     positions: Float[Array, "n_positions d"]
-    stack: Stack[PreNormBlock]
+    stack: Stack[Block]
     norm: eqx.nn.LayerNorm
     projection: eqx.nn.Linear | None
     config: Any = eqx.field(static=True)
@@ -139,7 +140,7 @@ class TextEncoder(Pretrained):
         d, std, projection = config.d_model, config.embedding_std, config.d_projection
         self.embedding = normal_embedding(config.vocab_size, d, std=std, key=embedding_key)
         self.positions = std * jax.random.normal(positions_key, (config.n_positions, d))
-        make = lambda key: PreNormBlock(  # noqa: E731
+        make = lambda key: pre_norm_block(  # noqa: E731
             config, stds=config.block_stds, activation=config.activation, d_inner=config.d_ff, key=key
         )
         self.stack = Stack(make, config.n_layers, remat=config.remat, key=stack_key)
@@ -171,7 +172,8 @@ class TextEncoder(Pretrained):
 
         Raises ValueError if there are more ids than positions, and for a mask together with segments.
         """
-        return norm(self.norm, self.stack(*self._embed(ids, mask, segments), key=key))
+        x, sees = self._embed(ids, mask, segments)
+        return norm(self.norm, self.stack((x, None, None), sees, key=key)[0])
 
     def features(
         self,
@@ -189,7 +191,8 @@ class TextEncoder(Pretrained):
         - `ids`, `mask`, `key`: as for a call.
         """
         after = [layer % (self.config.n_layers + 1) for layer in layers]
-        return self.stack.collect(*self._embed(ids, mask, None), after=after, key=key)
+        x, sees = self._embed(ids, mask, None)
+        return [x for x, *_ in self.stack.collect((x, None, None), sees, after=after, key=key)]
 
     def _embed(self, ids: Array, mask: Array | None, segments: Array | None) -> tuple[Float[Array, "seq d"], Mask | None]:
         """Returns the input of the first block, and the mask of all blocks."""

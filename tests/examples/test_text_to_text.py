@@ -215,7 +215,8 @@ def test_too_few_pairs_are_refused(tmp_path):
 
 def test_model_that_is_not_an_encoder_decoder_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    expected = r"config\.json`: `model_type`: expected one of bart, mt5, t5, whisper \(EncoderDecoder\), got 'gpt2'"
+    known = "bart, mt5, t5, vision-encoder-decoder, whisper"
+    expected = rf"config\.json`: `model_type`: expected one of {known} \(EncoderDecoder\), got 'gpt2'"
     with pytest.raises(ValueError, match=expected):
         load_pretrained(tmp_path, redeqx.Deployer(verbose=False))
 
