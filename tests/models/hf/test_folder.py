@@ -452,8 +452,8 @@ def test_an_unknown_model(model_type, folder):
 def test_a_model_of_another_kind(folder):
     assert_same(from_pretrained(folder, kind=Decoder)[0], MODEL)
     message = (
-        r"`.*/config\.json`: `model_type`: expected one of bart, mt5, t5, whisper \(EncoderDecoder\), got 'gpt2'\. "
-        r"Pass the folder of such a model\."
+        r"`.*/config\.json`: `model_type`: expected one of bart, mt5, t5, vision-encoder-decoder, whisper "
+        r"\(EncoderDecoder\), got 'gpt2'\. Pass the folder of such a model\."
     )
     with pytest.raises(ValueError, match=message):
         from_pretrained(folder, kind=EncoderDecoder)

@@ -14,7 +14,6 @@ class Config(FolderConfig):
     width: int = 8
     inner: int | None = None
     n_groups: int | None = None
-    is_wide: bool = False
     activation: str = "relu"
     bos_token_id: int | None = 1
     eos_token_id: int | tuple[int, ...] | None = 2
@@ -32,7 +31,6 @@ class Config(FolderConfig):
         Field("hidden", "width"),
         Field("inner", default=lambda known: 4 * known["width"], save=lambda config: config.inner or 0),
         Field("groups", "n_groups", default=4, null=None),
-        Field("wide", "is_wide", only_for=("large",)),
         Only("act", "relu", "gelu", name="activation"),
         Tokens(),
     )
@@ -51,12 +49,6 @@ def test_absent_keys_get_the_defaults_of_the_field_or_model_type():
 
 def test_null_may_differ_from_absence():
     assert read(groups=None).n_groups is None and read(groups=2).n_groups == 2
-
-
-def test_a_key_of_other_model_types_is_neither_read_nor_written():
-    assert read(wide=True).extra == {"wide": True} and not read(wide=True).is_wide
-    assert read(model_type="large", wide=True).is_wide
-    assert "wide" not in Config().to_hf() and Config("large").to_hf()["wide"] is False
 
 
 def test_writes_the_rows_in_order():
