@@ -55,12 +55,10 @@ def size_of(dim: Dim) -> int:
 
 def have_common_factors(one: Dim, two: Dim) -> bool:
     """Whether two dims of equal size can be divided into the same atoms, each at the place that it has in both."""
-    if one == two:
-        return True
     a, b = (set(zip(dim, accumulate((atom.size for atom in dim), mul), strict=True)) for dim in (one, two))  # and their ends
     moved = {atom for atom, _ in a - b} & {atom for atom, _ in b - a}
     ends = sorted({end for _, end in a | b})
-    return 0 not in ends and not moved and all(later % end == 0 for end, later in pairwise(ends))
+    return len(ends) == 1 or (0 not in ends and not moved and all(later % end == 0 for end, later in pairwise(ends)))
 
 
 @dataclass(eq=False)

@@ -139,7 +139,10 @@ class RowDependence:
             return any(map(self._needs_order, step.blocks[0].steps))
         mixes = self.growth.has_rows(dim for _, dim in step.mixes)
         makes_rows = any(map(self._present, step.outs)) and not any(map(self._present, step.ins))
-        return bool(step.blocks) or (mixes and step.name not in _UNORDERED) or (makes_rows and step.name not in _MAKES_ROWS)
+        has_constants = any(self._present(x) and self.growth.degrees.get(id(x.source), 0) is None for x in step.ins)
+        if step.blocks or has_constants:
+            return True
+        return (mixes and step.name not in _UNORDERED) or (makes_rows and step.name not in _MAKES_ROWS)
 
     # --- blocks and equations --------------------------------------------------------------------------------------------
 

@@ -228,6 +228,12 @@ def outputs_by_every_other_row_beside_the_rows(p, batch, key):
 
 
 @after
+def constants_for_each_row_beside_a_mean_of_data(p, batch, key):
+    weighed = batch["y"] * np.arange(len(batch["y"]))
+    return by_rows(p, batch).mean() * weighed.mean()
+
+
+@after
 def a_spectrum_of_the_rows_in_their_order(p, batch, key):
     """The sum alone is of the whole batch, since nothing names the rows of the spectrum."""
     return (jnp.fft.fft(batch["y"]).real * batch["y"]).mean() * by_rows(p, batch).mean()
