@@ -179,12 +179,19 @@ class RowDependence:
 
     def _want(self, step: Step | None) -> None:
         """Notes that a step of the root is to be computed on the whole batch, if it depends on no weight and a part can take
-        its own rows of it."""
-        if step is None or step.eqn.effects or len(self._rows) > 1 or not self._trained.isdisjoint(map(id, step.outs)):
-            return
-        is_named = self.growth.unexplained.isdisjoint(map(id, step.outs))
-        if is_named and not any(map(_has_pairs, map(self._present, step.outs))):
-            self._wanted[id(step)] = step
+        its own rows of it; or else the sums of data from which it is made."""
+        todo, seen = [step], set[int]()
+        while todo:
+            step = todo.pop()
+            if step is None or id(step) in seen or step.eqn.effects or len(self._rows) > 1:
+                continue
+            seen.add(id(step))
+            if not self._trained.isdisjoint(map(id, step.outs)):
+                todo += [self._made.get(id(value.source)) for value in step.ins if self.of(value).kind == SUM]
+                continue
+            is_named = self.growth.unexplained.isdisjoint(map(id, step.outs))
+            if is_named and not any(map(_has_pairs, map(self._present, step.outs))):
+                self._wanted[id(step)] = step
 
     def _of_step(self, step: Step) -> list[State]:
         if step.name in _LOOPS:

@@ -234,6 +234,23 @@ def constants_for_each_row_beside_a_mean_of_data(p, batch, key):
 
 
 @after
+def a_weight_beside_a_mean_of_data(p, batch, key):
+    """The mean is of the whole batch, and not the difference, which depends on a weight."""
+    return (p["b"] - batch["y"].mean()) ** 2
+
+
+@after
+def a_covariance_of_data_between_weights(p, batch, key):
+    x = batch["x"].mean(1)
+    return jnp.linalg.slogdet(p["w"] @ (x.T @ x / len(x)) @ p["w"].T + jnp.eye(D))[1]
+
+
+@mixed
+def a_mean_of_outputs_beside_a_mean_of_data(p, batch, key):
+    return (by_rows(p, batch).mean() - batch["y"].mean()) ** 2
+
+
+@after
 def a_spectrum_of_the_rows_in_their_order(p, batch, key):
     """The sum alone is of the whole batch, since nothing names the rows of the spectrum."""
     return (jnp.fft.fft(batch["y"]).real * batch["y"]).mean() * by_rows(p, batch).mean()
